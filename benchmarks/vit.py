@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.device import Machine, add_options, head, line, machine, ms, timed
 from benchmarks.shapes import TINY_TOWER, TOWER, patch_numbers, tower_operations
 from common.media.item import Grid
-from encoder_service.families.qwen_processors import PixelSettings
+from encoder_service.families.pixel_settings import PixelSettings
 from encoder_service.models.attention import BACKENDS, candidates
 from encoder_service.models.qwen3_vl import Qwen3VLTower
 from encoder_service.worker.graphs import LADDER, GraphedTower

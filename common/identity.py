@@ -20,7 +20,7 @@ _SAMPLE = 4096
 @dataclass(frozen=True, slots=True)
 class EncoderParts:
     """What computes rows: of a checkpoint, tensors, by how their names begin, a section of config.json, and whole
-    files; and a package, where its release decides.
+    files; `fields` of config.json beside that section; and a package, where its release decides.
 
     A family says it in both services, and alike, or their digests differ.
     """
@@ -29,6 +29,7 @@ class EncoderParts:
     section: str
     files: tuple[str, ...]
     package: str = ""
+    fields: tuple[str, ...] = ()
 
 
 VISION: Final = EncoderParts(
@@ -45,6 +46,18 @@ QWEN2_AUDIO_PARTS: Final = EncoderParts(
     files=("preprocessor_config.json", "processor_config.json"),
 )
 """Of Qwen2-Audio."""
+
+INTERNVL_PARTS: Final = EncoderParts(
+    tensors=tuple(f"{where}{part}." for where in ("", "model.") for part in ("vision_tower", "multi_modal_projector")),
+    section="vision_config",
+    files=VISION.files,
+    fields=("downsample_ratio", "projector_hidden_act", "vision_feature_layer", "vision_feature_select_strategy"),
+)
+"""Of InternVL."""
+
+INTERNVL_TEXTS: Final = frozenset({"llama", "qwen2", "qwen3"})
+"""Texts, by their `model_type`, with which InternVL is of a family of ours, in both services; with another one the
+library computes all of it."""
 
 
 def framed(*fields: bytes) -> bytes:
@@ -66,6 +79,8 @@ def encoder_digest(checkpoint: Checkpoint, dtype: DType, parts: EncoderParts) ->
     digest = hashlib.sha256(framed(SCHEMA, dtype.value.encode()))
     digest.update(framed(canonical(checkpoint.config.get(parts.section, {}))))
     digest.update(framed(*(canonical(checkpoint.json(name)) for name in parts.files)))
+    if parts.fields:
+        digest.update(framed(*(canonical(checkpoint.config.get(name)) for name in parts.fields)))
     if parts.package:
         digest.update(framed(parts.package.encode(), version(parts.package).encode()))
     for name, info in sorted(checkpoint.tensors.items()):

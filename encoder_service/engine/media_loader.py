@@ -6,13 +6,14 @@ Everything leased is held in `with` blocks, so that it comes back on every path.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Protocol
 
 from common.arena import Range, SharedBuffer
 from common.errors import InvalidInput, Unsupported
-from common.media.item import Embedding, Grid, Modality, Pixels
+from common.media.item import Embedding, Grid, Modality, Options, Pixels
 from common.tasks import in_thread, wait_until_done
 from common.wire import RowLayout
 from encoder_service.engine.embedding_store import EmbeddingStore
@@ -87,6 +88,7 @@ class MediaLoader:
         if item.options.with_sound:
             raise checks.no_video_sound(item.field)
         processor = model.processors[item.modality]
+        planned: Callable[[Options], Plan]
         match item.source:
             case Embedding() as rows:
                 squares = processor.rows(rows.grid)
@@ -94,14 +96,15 @@ class MediaLoader:
                 await in_thread(checks.check_finite, rows, f"{item.field}.embedding")
                 return _plan_of_rows(rows, squares)
             case Pixels() as pixels:
-                plan = processor.plan_pixels(pixels, item.options)
+                planned = partial(processor.plan_pixels, pixels)
             case _:
                 seen = await self._inspect(flight, time_budget)
                 spec.check(seen, item.field, self._limits)
-                try:
-                    plan = processor.plan(seen, item.options)
-                except InvalidInput as error:
-                    raise error.at(item.field) from None
+                planned = partial(processor.plan, seen)
+        try:
+            plan = planned(item.options)
+        except InvalidInput as error:
+            raise error.at(item.field) from None
         limits.check_plan(plan, item.field, self._limits, self._max_patches)
         return pruned(plan, item.options, processor.merge, item.field)
 

@@ -8,13 +8,13 @@ from typing import Any
 from common.checkpoint import Checkpoint, CheckpointError
 from common.library import describe
 from encoder_service.families.family import LibraryConfig, ModelConfig, ServedConfig
-from encoder_service.families.registry import FAMILIES, family_of
+from encoder_service.families.registry import family_of, find_family
 
 
 def served(checkpoint: Checkpoint) -> ServedConfig:
     """How a checkpoint is served: by a family of ours, else by the library, which takes seconds to ask. Raises
     CheckpointError where neither does."""
-    if checkpoint.config.get("model_type") in FAMILIES:
+    if find_family(checkpoint.config) is not None:
         return read(checkpoint)
     return LibraryConfig(describe(checkpoint))
 

@@ -36,7 +36,7 @@ class Processor(Protocol):
         ...
 
     def plan_pixels(self, given: Pixels, options: Options) -> Plan:
-        """The plan of pixels that the caller has decoded."""
+        """The plan of pixels that the caller has decoded. Raises as `plan`."""
         ...
 
 
@@ -48,7 +48,8 @@ class Family:
     alone. `row_shape` reads there what a row is: (levels, width). `processors` reads, there and in the checkpoint's
     other files, how items of each modality that the family serves are processed. Both raise CheckpointError for what is
     not supported, and KeyError for what is not stated. `parts` is where a checkpoint has all of this; `complete` makes
-    of config.json what the tower is built from, where its section there is not all.
+    of config.json what the tower is built from, where its section there is not all. `texts`: the kinds of text that the
+    LLM service's family goes with; empty: it has one of its own.
     """
 
     tower: str
@@ -56,6 +57,7 @@ class Family:
     processors: Callable[[Checkpoint, Mapping[str, Any]], Mapping[Modality, Processor]]
     parts: EncoderParts = VISION
     complete: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    texts: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,42 +13,11 @@ from typing import Any, Final
 from common.checkpoint import Checkpoint, CheckpointError
 from common.media.item import Grid, Modality, Options, Pixels
 from encoder_service.families.family import Processor
-from encoder_service.families.resizing import bounds, resize_picture
+from encoder_service.families.pixel_settings import PixelSettings, check_steps
+from encoder_service.families.resizing import resize_picture
 from encoder_service.item import Inspection, Plan
 
-_BICUBIC = 3
 _PREPROCESS: Final = "encoder_service.worker.patches:preprocess"
-
-
-@dataclass(frozen=True, slots=True)
-class PixelSettings:
-    """How decoded pixels become patches. Bounds are areas in pixels; mean and std are of values in [0, 1]."""
-
-    min_pixels: int
-    max_pixels: int
-    patch: int
-    temporal: int
-    merge: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    rescale: float
-
-    @property
-    def factor(self) -> int:
-        """Sides are multiples of this: a patch times a merge."""
-        return self.patch * self.merge
-
-    def bounds(self, options: Options) -> tuple[int, int]:
-        """The area's bounds where a caller has options."""
-        return bounds(self.min_pixels, self.max_pixels, options)
-
-    def grid(self, groups: int, resized: tuple[int, int]) -> Grid:
-        """Patches of so many frame groups."""
-        return Grid(groups, resized[0] // self.patch, resized[1] // self.patch)
-
-    def rows(self, grid: Grid) -> int:
-        """Rows that a grid becomes; 0 where it does not divide into squares."""
-        return 0 if grid.h % self.merge or grid.w % self.merge else grid.patches // self.merge**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +167,7 @@ class QwenProcessors:
 
 
 def _pixels(given: Mapping[str, Any], tower: Mapping[str, Any], default: PixelDefaults) -> PixelSettings:
-    for step in ("do_resize", "do_rescale", "do_normalize"):
-        if given.get(step, True) is not True:
-            raise CheckpointError(f"a processor with {step} off is not supported")
-    if given.get("resample", _BICUBIC) != _BICUBIC:
-        raise CheckpointError("only bicubic resizing is supported")
+    check_steps(given)
     size = given.get("size") or {}
     return PixelSettings(
         min_pixels=int(

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from common.checkpoint import CheckpointError
 from encoder_service.families.family import Family
+from encoder_service.families.internvl import INTERNVL
 from encoder_service.families.qwen2_audio import QWEN2_AUDIO
 from encoder_service.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from encoder_service.families.qwen3_5 import QWEN3_5
@@ -20,13 +21,23 @@ FAMILIES: Final = {
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": QWEN3_5,
     "qwen2_audio": QWEN2_AUDIO,
+    "internvl": INTERNVL,
 }
 """By `model_type` in config.json, as in the LLM service."""
 
 
+def find_family(config: Mapping[str, Any]) -> Family | None:
+    """The family of a config.json, where there is one for it and its text."""
+    family = FAMILIES.get(config.get("model_type", "?"))
+    if family is None or not family.texts:
+        return family
+    return family if (config.get("text_config") or {}).get("model_type") in family.texts else None
+
+
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a config.json; raises CheckpointError, naming the known ones, where there is none."""
-    model_type = config.get("model_type", "?")
-    if model_type not in FAMILIES:
+    """As `find_family`; raises CheckpointError, naming the known ones, where there is none."""
+    family = find_family(config)
+    if family is None:
+        model_type = config.get("model_type", "?")
         raise CheckpointError(f"the tower of {model_type} is not supported; these are: {', '.join(FAMILIES)}")
-    return FAMILIES[model_type]
+    return family

@@ -127,13 +127,14 @@ def layer_norm(width: int) -> nn.LayerNorm:
 class RMSNorm(nn.Module):
     """Divides by the root of the mean square, in float32."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, epsilon: float = EPSILON) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
+        self.epsilon = epsilon
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPSILON)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
         return self.weight * wide.to(x.dtype)
 
 

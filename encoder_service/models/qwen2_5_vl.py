@@ -15,7 +15,7 @@ from common.linear import Linear
 from common.media.item import Grid
 from encoder_service.models import blocks
 from encoder_service.models.attention import Segments
-from encoder_service.models.tower import PackedTower, Packing, Rotary
+from encoder_service.models.tower import Packing, Rotary, RotaryTower
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class FeedForward(nn.Module):
         return out
 
 
-class Qwen25VLTower(PackedTower):
+class Qwen25VLTower(RotaryTower):
     """Patches [N, dim] of a packed batch → rows [N / merge², 1, out]."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:

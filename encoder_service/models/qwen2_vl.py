@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from common.linear import Linear
 from encoder_service.models import blocks
 from encoder_service.models.attention import Segments
-from encoder_service.models.tower import PackedTower, Packing, Rotary
+from encoder_service.models.tower import Packing, Rotary, RotaryTower
 
 
 class FeedForward(nn.Module):
@@ -30,7 +30,7 @@ class FeedForward(nn.Module):
         return out
 
 
-class Qwen2VLTower(PackedTower):
+class Qwen2VLTower(RotaryTower):
     """Patches [N, dim] of a packed batch → rows [N / merge², 1, out]."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from common.linear import Linear
 from common.media.item import Grid
 from encoder_service.models import blocks
 from encoder_service.models.attention import Segments
-from encoder_service.models.tower import PackedTower, Packing, Rotary, patch_positions
+from encoder_service.models.tower import Packing, Rotary, RotaryTower, patch_positions
 
 
 class FeedForward(nn.Module):
@@ -52,7 +52,7 @@ class Merger(nn.Module):
         return out
 
 
-class Qwen3VLTower(PackedTower):
+class Qwen3VLTower(RotaryTower):
     """Patches [N, dim] of a packed batch → rows [N / merge², 1 + deepstack levels, out]."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:

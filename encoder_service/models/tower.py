@@ -34,8 +34,8 @@ class Tower(Protocol):
     This is all that the worker asks of a model. The rows of an item must not depend on its neighbours in the batch, nor
     those of one frame group on another's: `engine.batching.cut` gives them to different workers.
 
-    Of a tower that cuts pictures into tiles, a grid counts tiles in time, and patches in a tile. Of a video that is
-    pruned, all rows are computed as of any other, and some dropped afterwards (`engine.pruning`).
+    Of a tower that sees tiles, a picture's grid has them one below the other, and a video's one in each frame group. Of
+    a video that is pruned, all rows are computed as of any other, and some dropped afterwards (`engine.pruning`).
     """
 
     def __call__(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor: ...
@@ -50,10 +50,20 @@ class Rotary:
 
 
 @dataclass(frozen=True, slots=True)
+class Granularity:
+    """What every batch has a whole number of, a square or a tile: its patches, the places that it takes in the packed
+    sequence, and its rows."""
+
+    patches: int
+    places: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
 class Packing:
     """Where things go in a packed batch.
 
-    `lengths` are the segments of each kind that the tower attends in (whole frame groups; windows). `order`
+    `lengths` are the segments of each kind that the tower attends in (whole frame groups; windows; tiles). `order`
     [N / merge²] int64 says which square stands at which place of the packed sequence; None: each where it came.
     `corners` are the entries [4, N] int64 of a learned table of positions, and the shares [4, N, 1] float32 of each;
     None: the tower has no such table.
@@ -65,8 +75,8 @@ class Packing:
     corners: tuple[Tensor, Tensor] | None = None
 
     @property
-    def patches(self) -> int:
-        """Patches of the batch."""
+    def places(self) -> int:
+        """Of the packed sequence."""
         return sum(self.lengths[0])
 
 
@@ -114,43 +124,41 @@ class AttendingTower(nn.Module):
 
 
 class PackedTower(AttendingTower):
-    """A tower of blocks, built from `vision_config`. A family sets these numbers and gives the steps.
+    """A tower of blocks. A family sets these numbers and gives the steps.
 
     There are four: `pack` works out on the host where things go, `embed` turns patches into hidden states, `encode` is
     everything that is heavy and the same for any mix of items, and `unpack` puts rows back in order. Only `encode` goes
     into a CUDA graph, and `pack` alone waits for the device. `width` is that of hidden states, `out` that of rows,
-    `longest` the most patches that a segment of each kind can have (None: no bound but the batch).
+    `longest` the most places that a segment of each kind can have (None: no bound but the batch), `rotary_pairs` the
+    pairs of a head that rotary tables turn (0: the tower has none).
     """
 
     width: int
     out: int
     levels: int
     longest: tuple[int | None, ...] = (None,)
+    rotary_pairs: int = 0
 
-    def __init__(self, config: Mapping[str, Any], width: int) -> None:
-        super().__init__(width // config["num_heads"])
+    def __init__(self, width: int, heads: int, granularity: Granularity) -> None:
+        super().__init__(width // heads)
         self.width = width
-        self.merge: int = config["spatial_merge_size"]
-        rope = config.get("rope_parameters") or {}
-        self.theta: float = rope.get("rope_theta", 10000.0)
-        if self.head_dim * config["num_heads"] != width or self.head_dim % 4:
-            raise CheckpointError(f"{config['num_heads']} heads of rows and columns do not share {width} numbers")
-        if rope.get("rope_type", "axial") not in ("axial", "default"):
-            raise CheckpointError(f"rotary scaling {rope['rope_type']} of a tower is not supported")
+        self.granularity = granularity
+        if self.head_dim * heads != width:
+            raise CheckpointError(f"{heads} heads do not share {width} numbers")
         self.capturable: Sequence[Backend] = [self.backend]
         """The back ends that CUDA graphs may have (`attention.capturable`)."""
 
+    @abstractmethod
     def pack(self, grids: Sequence[Grid], device: torch.device) -> Packing:
-        """Segments, positions and order of a batch: by default frame groups, each square where it came."""
-        return Packing((frame_groups(grids),), rotary(grids, self.merge, self.head_dim, self.theta, device))
+        """Segments, positions and order of a batch."""
 
     @abstractmethod
     def embed(self, patches: Tensor, packing: Packing) -> Tensor:
-        """Hidden states [N, width] in packed order."""
+        """Hidden states [places, width] in packed order."""
 
     @abstractmethod
     def encode(self, x: Tensor, rotary: Rotary, segments: Sequence[Segments]) -> Tensor:
-        """Hidden states [N, width] → rows [N / merge², levels, out], in packed order."""
+        """Hidden states [places, width] → rows [tokens, levels, out], in packed order."""
 
     def unpack(self, rows: Tensor, packing: Packing) -> Tensor:
         """Rows in the order in which the items came."""
@@ -175,6 +183,27 @@ class PackedTower(AttendingTower):
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         return self.run(patches, self.prepare(grids, patches.device))
+
+
+class RotaryTower(PackedTower):
+    """A tower whose heads are rotated by rows and columns, built from `vision_config`; a row is a square of `merge`²
+    patches, each of which has a place."""
+
+    def __init__(self, config: Mapping[str, Any], width: int) -> None:
+        heads, merge = config["num_heads"], config["spatial_merge_size"]
+        if width % heads or width // heads % 4:
+            raise CheckpointError(f"{heads} heads of rows and columns do not share {width} numbers")
+        super().__init__(width, heads, Granularity(merge**2, merge**2, 1))
+        self.merge: int = merge
+        self.rotary_pairs = self.head_dim // 2
+        rope = config.get("rope_parameters") or {}
+        self.theta: float = rope.get("rope_theta", 10000.0)
+        if rope.get("rope_type", "axial") not in ("axial", "default"):
+            raise CheckpointError(f"rotary scaling {rope['rope_type']} of a tower is not supported")
+
+    def pack(self, grids: Sequence[Grid], device: torch.device) -> Packing:
+        """By default frame groups, each square where it came."""
+        return Packing((frame_groups(grids),), rotary(grids, self.merge, self.head_dim, self.theta, device))
 
 
 _SCALES = ("weight_scale", "weight_scale_inv", ".scales")

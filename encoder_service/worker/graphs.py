@@ -1,4 +1,4 @@
-"""A tower in CUDA graphs: one for each of a ladder of patch budgets, right for any mix of pictures and videos.
+"""A tower in CUDA graphs: one for each of a ladder of budgets of patches, or tiles; right for any mix of items.
 
 A small batch is mostly launches: hundreds of kernels that a GPU ends faster than a CPU starts them. A graph, of
 `PackedTower.encode`, starts them all at once.
@@ -38,7 +38,7 @@ class GraphsUnavailable(Exception):
 class Buffers:
     """What a replay reads and writes, for all budgets: a smaller one uses the beginning.
 
-    `x` [N, width], `cos` and `sin` [N, 1, head_dim / 2] float32, `rows` [N / merge², levels, out].
+    `x` [places, width], `cos` and `sin` [places, 1, rotary pairs] float32, `rows` [tokens, levels, out].
     """
 
     x: Tensor
@@ -47,27 +47,29 @@ class Buffers:
     rows: Tensor
 
     @classmethod
-    def of(cls, tower: PackedTower, patches: int, device: torch.device, dtype: torch.dtype) -> Self:
-        """Zeros, for a tower and the largest budget."""
+    def of(cls, tower: PackedTower, units: int, device: torch.device, dtype: torch.dtype) -> Self:
+        """Zeros, for a tower and the units of the largest budget."""
+        places = units * tower.granularity.places
         return cls(
-            torch.zeros(patches, tower.width, device=device, dtype=dtype),
-            torch.zeros(patches, 1, tower.head_dim // 2, device=device),
-            torch.zeros(patches, 1, tower.head_dim // 2, device=device),
-            torch.zeros(patches // tower.merge**2, tower.levels, tower.out, device=device, dtype=dtype),
+            torch.zeros(places, tower.width, device=device, dtype=dtype),
+            torch.zeros(places, 1, tower.rotary_pairs, device=device),
+            torch.zeros(places, 1, tower.rotary_pairs, device=device),
+            torch.zeros(units * tower.granularity.rows, tower.levels, tower.out, device=device, dtype=dtype),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """One budget: its segments' tables, and the replay."""
+    """One budget: its patches and the places that they take, its segments' tables, and the replay."""
 
     patches: int
+    places: int
     segments: tuple[StableSegments, ...]
     replay: Callable[[], None]
 
     def holds(self, packing: Packing) -> bool:
         """Whether it can do this batch."""
-        return packing.patches <= self.patches and all(
+        return packing.places <= self.places and all(
             segments.holds(lengths) for segments, lengths in zip(self.segments, packing.lengths, strict=True)
         )
 
@@ -95,7 +97,7 @@ class Choice:
 
     def attention(self, patches: int, able: Mapping[str, StableSegments], heads: Tensor, capture: Capture) -> str:
         """Of back ends over the same segments, the fastest, or the first. Queries, keys and values are `heads`,
-        [3, N, heads, head_dim]."""
+        [3, places, heads, head_dim]."""
         clock, first = self._measures, next(iter(able))
         if clock is None or len(able) == 1:
             return first
@@ -142,13 +144,14 @@ class GraphedTower:
         """Captures a graph for each budget, the largest first, except for those that need more than `max_bytes`. Of
         several back ends of attention each gets the one of `choice`, or (None) the first.
 
-        Raises GraphsUnavailable where the tower's attention cannot be captured, or a budget is no number of squares.
+        Raises GraphsUnavailable where the tower's attention cannot be captured, or a budget is no number of squares,
+        or of tiles.
         """
         self.replays = 0
         self.eager = 0
         self._tower = tower
         self._choice = choice or Choice(None)
-        self._buffers = Buffers.of(tower, max(budgets), device, dtype)
+        self._buffers = Buffers.of(tower, max(budgets) // tower.granularity.patches, device, dtype)
         self._graphs: list[Graph] = []
         for patches in sorted(set(budgets), reverse=True):
             graph = self._capture(patches, capture, device)
@@ -185,8 +188,8 @@ class GraphedTower:
         return self.run(patches, self.prepare(grids, patches.device))
 
     def _replay(self, x: Tensor, ready: Replay) -> Tensor:
-        """Rows [N / merge², levels, out] of hidden states [N, width]. They are copied out, which takes a hundredth of a
-        copy to the host: the next replay need not wait until the host has them."""
+        """Rows [tokens, levels, out] of hidden states [places, width]. They are copied out, which takes a hundredth of
+        a copy to the host: the next replay need not wait until the host has them."""
         buffers, rotary = self._buffers, ready.packing.rotary
         buffers.x[: len(x)].copy_(x)
         buffers.cos[: len(x)].copy_(rotary.cos)
@@ -195,62 +198,65 @@ class GraphedTower:
             segments.fill(table)
         ready.graph.replay()
         self.replays += 1
-        return buffers.rows[: len(x) // self._tower.merge**2].clone()
+        unit = self._tower.granularity
+        return buffers.rows[: len(x) // unit.places * unit.rows].clone()
 
     def leave_out_slower(self, device: torch.device) -> None:
         """From the first budget on whose replay takes longer than an eager pass of the batches that it is for: there
         launches no longer matter, and padding does. Such a batch is half way up from the budget below."""
-        square, below = self._tower.merge**2, 0
+        unit, below = self._tower.granularity, 0
         for index, graph in enumerate(self._graphs):
-            middle = (below + graph.patches) // 2 // square * square or square
-            if self._choice.is_slower(graph, self._eager_pass(middle, device)):
+            middle = max((below + graph.patches) // 2 // unit.patches, 1)
+            if self._choice.is_slower(graph, self._eager_pass(middle * unit.places, device)):
                 del self._graphs[index:]
                 return
             below = graph.patches
 
-    def _eager_pass(self, patches: int, device: torch.device) -> Callable[[], object]:
-        """One picture of so many patches, or as many windows as they make."""
+    def _eager_pass(self, places: int, device: torch.device) -> Callable[[], object]:
+        """One picture of so many places, or as many windows or tiles as they make."""
         tower, buffers = self._tower, self._buffers
-        segments = [tower.backend.over(_cut(patches, longest), device) for longest in tower.longest]
-        rotary = Rotary(buffers.cos[:patches], buffers.sin[:patches])
-        return lambda: tower.encode(buffers.x[:patches], rotary, segments)
+        segments = [tower.backend.over(_cut(places, longest), device) for longest in tower.longest]
+        rotary = Rotary(buffers.cos[:places], buffers.sin[:places])
+        return lambda: tower.encode(buffers.x[:places], rotary, segments)
 
     def _capture(self, patches: int, capture: Capture, device: torch.device) -> Graph:
-        tower, buffers, square = self._tower, self._buffers, self._tower.merge**2
-        if patches < square or patches % square:
-            raise GraphsUnavailable(f"a graph of {patches} patches: budgets must be multiples of {square}")
+        tower, buffers, unit = self._tower, self._buffers, self._tower.granularity
+        if patches < unit.patches or patches % unit.patches:
+            raise GraphsUnavailable(f"a graph of {patches} patches: budgets must be multiples of {unit.patches}")
+        places, rows = (patches // unit.patches * each for each in (unit.places, unit.rows))
         tables = []
         for longest in tower.longest:
-            lengths = _cut(patches, longest)
-            found = [(each.name, each.stable(patches, lengths[0], device)) for each in tower.capturable]
+            lengths = _cut(places, longest)
+            found = [(each.name, each.stable(places, lengths[0], device)) for each in tower.capturable]
             able = {name: stable for name, stable in found if stable is not None}
             if not able:
                 raise GraphsUnavailable(f"graphs do not go with --attention {found[0][0]}")
             for stable in able.values():
                 stable.fill(stable.table(lengths))
-            tables.append(able[self._choice.attention(patches, able, self._heads(patches), capture)])
-        rotary = Rotary(buffers.cos[:patches], buffers.sin[:patches])
+            tables.append(able[self._choice.attention(patches, able, self._heads(places), capture)])
+        rotary = Rotary(buffers.cos[:places], buffers.sin[:places])
 
         def run() -> None:
-            buffers.rows[: patches // square].copy_(tower.encode(buffers.x[:patches], rotary, tables))
+            buffers.rows[:rows].copy_(tower.encode(buffers.x[:places], rotary, tables))
 
-        return Graph(patches, tuple(tables), capture(run))
+        return Graph(patches, places, tuple(tables), capture(run))
 
-    def _heads(self, patches: int) -> Tensor:
-        """Queries, keys and values, [3, N, heads, head_dim], that lie as they do in a layer."""
+    def _heads(self, places: int) -> Tensor:
+        """Queries, keys and values, [3, places, heads, head_dim], that lie as they do in a layer."""
         like, size = self._buffers.x, self._tower.head_dim
-        made = torch.randn(patches, 3, self._tower.width // size, size, device=like.device).to(like.dtype)
+        made = torch.randn(places, 3, self._tower.width // size, size, device=like.device).to(like.dtype)
         return made.transpose(0, 1)
 
 
-def _cut(patches: int, longest: int | None) -> list[int]:
+def _cut(places: int, longest: int | None) -> list[int]:
     """As few segments as can be."""
-    length = min(longest or patches, patches)
-    return [length] * (patches // length) + [patches % length] * (patches % length > 0)
+    length = min(longest or places, places)
+    return [length] * (places // length) + [places % length] * (places % length > 0)
 
 
 def budgets_for(wanted: Sequence[int] | None, tower: nn.Module, device: torch.device, batch: int) -> list[int]:
-    """The budgets to capture: those `wanted`, or (None) the ladder up to a whole batch, where graphs can be.
+    """The budgets to capture: those `wanted`, or (None) the ladder up to a whole batch, where graphs can be, of whole
+    tiles where the tower sees tiles.
 
     Raises GraphsUnavailable where graphs are wanted and there is no GPU, or the tower is not built from blocks.
     """
@@ -263,4 +269,6 @@ def budgets_for(wanted: Sequence[int] | None, tower: nn.Module, device: torch.de
     if wanted is not None:
         return list(wanted)
     known = any(each.stable(LADDER[0], LADDER[0], device) is not None for each in tower.capturable)
-    return [patches for patches in LADDER if patches <= batch] if known else []
+    unit = tower.granularity.patches
+    ladder = sorted({-(-patches // unit) * unit for patches in LADDER})
+    return [patches for patches in ladder if patches <= batch] if known else []

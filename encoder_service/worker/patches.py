@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from encoder_service.families.qwen_processors import ImageProcessor, PixelSettings, VideoProcessor
+from encoder_service.families.pixel_settings import PixelSettings
+from encoder_service.families.qwen_processors import ImageProcessor, VideoProcessor
 from encoder_service.worker import fixed_point
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -35,16 +35,16 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A run of an item's rows, its next `count`: as many placeholders, or tokens of that id where one is given, less
-    those of rows that are pruned."""
+    """A run of an item's rows, its next `count`: as many placeholders, or tokens of that id where one is given, or of
+    that name among the family's `marks`, less those of rows that are pruned."""
 
     count: int
-    token: int | None = None
+    token: int | str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SpecialToken:
-    """A special token, by what config.json calls its id."""
+    """A special token, by what config.json calls its id, or tokenizer_config.json the token."""
 
     name: str
 
@@ -58,10 +58,10 @@ def in_one_run(header: Header) -> Iterable[str | SpecialToken | Rows]:
 class InPrompt:
     """How a family lays items of one modality out in a prompt.
 
-    `token` is what config.json calls the placeholder's id, or the id. `expand` says what stands in its stead: texts,
-    special tokens, which `marks` names, and the item's rows, all of them in order. `timed_frames`: positions in time
-    count seconds · tokens_per_second, else frame groups. `counted`: rows have no height and width, and count on as text
-    does.
+    `token` is what the checkpoint calls the placeholder, as a `SpecialToken`, or the id. `expand` says what stands in
+    its stead: texts, special tokens, which `marks` names, and the item's rows, all of them in order. `timed_frames`:
+    positions in time count seconds · tokens_per_second, else frame groups. `counted`: rows have no height and width,
+    and count on as text does.
     """
 
     token: str | int
@@ -77,7 +77,8 @@ class Family:
     computes rows.
 
     `replaced`: the encoder says what stands in a prompt for an item, in its header; nothing follows from a grid.
-    `one_item`: a prompt may have one item, as what stands for one depends on the others.
+    `one_item`: a prompt may have one item, as what stands for one depends on the others. `texts`: the kinds of text
+    that it goes with, each of which decides what layers have (`registry.TEXT_FAMILIES`); empty: it has its own.
 
     Layers: `attention_bias`, queries, keys and values have biases; `qk_norm`, each query and key head is normed before
     it is rotated; `output_gate`, each head of queries has a gate for what is attended to; `zero_centred_norms`, the
@@ -91,6 +92,7 @@ class Family:
     encoder: EncoderParts = VISION
     replaced: bool = False
     one_item: bool = False
+    texts: Collection[str] = ()
     attention_bias: bool = False
     qk_norm: bool = False
     output_gate: bool = False

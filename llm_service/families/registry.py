@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from common.checkpoint import CheckpointError
 from llm_service.families.family import Family
+from llm_service.families.internvl import INTERNVL
 from llm_service.families.qwen2_audio import QWEN2_AUDIO
 from llm_service.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from llm_service.families.qwen3_5 import QWEN3_5
@@ -20,6 +22,7 @@ FAMILIES: Final = {
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": QWEN3_5,
     "qwen2_audio": QWEN2_AUDIO,
+    "internvl": INTERNVL,
 }
 """By `model_type` in config.json, as in the encoder service."""
 
@@ -28,14 +31,26 @@ TEXT_FAMILIES: Final = {
     "qwen2": Family({}, attention_bias=True),
     "qwen3": Family({}, qk_norm=True),
 }
-"""By the `model_type` of a text: of models without media, which propose drafts for those, and of models that no family
-is for, where our decoder computes the text and the library the rest."""
+"""By the `model_type` of a text: of models without media, which propose drafts for those, of families that
+go with several, and of models that no family is for, where our decoder computes the text and the library the rest."""
+
+
+def find_family(config: Mapping[str, Any]) -> Family | None:
+    """The family of a config.json for media, with what its text decides, where there is one for both."""
+    family = FAMILIES.get(config.get("model_type", "?"))
+    if family is None or not family.texts:
+        return family
+    kind = (config.get("text_config") or {}).get("model_type", "?")
+    if kind not in family.texts:
+        return None
+    text = TEXT_FAMILIES[kind]
+    return replace(family, attention_bias=text.attention_bias, qk_norm=text.qk_norm)
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a config.json; raises CheckpointError, naming the known ones, where there is none."""
+    """The same, or that of a text; raises CheckpointError, naming the known ones, where there is none."""
     model_type = config.get("model_type", "?")
-    known = {**FAMILIES, **TEXT_FAMILIES}
-    if model_type not in known:
+    family = find_family(config) or TEXT_FAMILIES.get(model_type)
+    if family is None:
         raise CheckpointError(f"{model_type} is not supported; these are: {', '.join(FAMILIES)}")
-    return known[model_type]
+    return family

@@ -79,7 +79,7 @@ class TextConfig:
         text = {**family.text_defaults, **config, **(config.get("text_config") or {})}
         rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind not in ("default", "mrope"):
+        if kind not in ("default", "mrope", "dynamic"):  # the last scales what is longer than the longest context alone
             raise CheckpointError(f"rotary scaling {kind} is not supported")
         if text.get("use_sliding_window"):
             raise CheckpointError("sliding-window attention is not supported")

@@ -5,22 +5,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from common import log
 from common.checkpoint import Checkpoint, CheckpointError
 from common.library import LibraryModel
 from common.library_models import config_of
-from common.weights import SliceReader
 from llm_service.families.registry import TEXT_FAMILIES
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.models.config import TextConfig
-from llm_service.models.library_names import HEAD, TABLE, own_names
-from llm_service.models.loader import TextSide
+from llm_service.models.library_names import own_names
+from llm_service.models.loader import HEAD, TABLE, TextSide, equal_tensors
 from llm_service.models.trial import try_ours
 
 _log = log.get("known_text")
-_ROWS = 4096
 
 
 def known_text(checkpoint: Checkpoint, library: LibraryModel, group: TensorGroup = ALONE) -> TextSide | None:
@@ -62,17 +58,6 @@ def _as_stored(checkpoint: Checkpoint, config: TextConfig, names: dict[str, str]
         return config, names
     if TABLE not in stored:
         return config, {name: TABLE if own == HEAD else own for name, own in names.items()}
-    if not _equal(checkpoint, stored[HEAD], stored[TABLE]):
+    if not equal_tensors(checkpoint, stored[HEAD], stored[TABLE]):
         return replace(config, tied=False), names
     return config, {name: own for name, own in names.items() if own != HEAD}
-
-
-def _equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
-    """Whether two matrices are; one that is quantised has no tensor of its name."""
-    found = [checkpoint.tensors.get(name) for name in (one, other)]
-    if None in found or len({(info.dtype, info.shape) for info in found if info is not None}) > 1:
-        return False
-    with SliceReader(checkpoint) as reader:
-        first, second = reader[one], reader[other]
-        rows = range(0, first.get_shape()[0], _ROWS)
-        return all(torch.equal(first[row : row + _ROWS], second[row : row + _ROWS]) for row in rows)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from common.checkpoint import CheckpointError
 from common.library_models import class_of
+from llm_service.models.loader import HEAD
 
-HEAD, TABLE = "lm_head.weight", "embed_tokens.weight"
 _EXPERT = ".experts."
 """Of a tensor's name: the library stacks experts when it loads them; ours takes them as they are."""
 

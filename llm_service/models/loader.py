@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from common import log
 from common.checkpoint import Checkpoint, CheckpointError
 from common.linear import finalize_linears
+from common.weights import SliceReader
 from llm_service.layers.cpu import selection
 from llm_service.layers.experts import Experts
 from llm_service.layers.group import ALONE, TensorGroup
@@ -29,6 +30,9 @@ _log = log.get("loader")
 # Where the text side stands: Qwen2-VL and Qwen2.5-VL on the hub use `model.`, newer saves the longer one.
 _TEXT = re.compile(r"^(?:model\.language_model|language_model\.model|model)\.(?=embed_tokens|layers|norm)")
 _MTP = "mtp."
+HEAD, TABLE = "lm_head.weight", "embed_tokens.weight"
+"""What a decoder calls its matrix of logits, and its table of tokens."""
+_ROWS = 4096
 _HEAD = re.compile(r"^(?:language_model\.)?lm_head\.weight$")
 
 
@@ -42,8 +46,12 @@ class TextSide:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> TextSide:
-        """Of a family of ours; raises CheckpointError as `TextConfig.of`."""
+        """Of a family of ours; raises CheckpointError as `TextConfig.of`. A head that is stored besides the table of
+        tokens, and is another, counts, whatever config.json says of it."""
         config = TextConfig.of(checkpoint.config)
+        stored = {_own_name(name, tied=False): name for name in checkpoint.tensors}
+        if config.tied and HEAD in stored and TABLE in stored:
+            config = replace(config, tied=equal_tensors(checkpoint, stored[HEAD], stored[TABLE]))
         return cls(config, partial(_own_name, tied=config.tied))
 
 
@@ -139,6 +147,17 @@ def _read(
     missing -= {name for name in missing if isinstance(module := needed[name][0], Experts) and module.whole()}
     if missing:
         raise CheckpointError(f"the checkpoint lacks {', '.join(sorted(missing)[:3])}")
+
+
+def equal_tensors(checkpoint: Checkpoint, one: str, other: str) -> bool:
+    """Whether two matrices are equal; one that is quantised has no tensor of its name."""
+    found = [checkpoint.tensors.get(name) for name in (one, other)]
+    if None in found or len({(info.dtype, info.shape) for info in found if info is not None}) > 1:
+        return False
+    with SliceReader(checkpoint) as reader:
+        first, second = reader[one], reader[other]
+        rows = range(0, first.get_shape()[0], _ROWS)
+        return all(torch.equal(first[row : row + _ROWS], second[row : row + _ROWS]) for row in rows)
 
 
 def _mtp_name(name: str) -> str | None:

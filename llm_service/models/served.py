@@ -10,7 +10,7 @@ from common.checkpoint import Checkpoint
 from common.library import LibraryModel, describe
 from llm_service.families.family import Family
 from llm_service.families.generic import library_family
-from llm_service.families.registry import FAMILIES
+from llm_service.families.registry import find_family
 from llm_service.models.config import TextConfig
 
 
@@ -44,7 +44,7 @@ class ServedModel:
     def of(cls, checkpoint: Checkpoint, library: LibraryModel | None = None) -> ServedModel:
         """How a checkpoint is served: by a family of ours, else by the library, which takes seconds to ask; `library`
         is what it has said. Raises CheckpointError where neither serves it."""
-        if checkpoint.config.get("model_type") in FAMILIES:
+        if find_family(checkpoint.config) is not None:
             text = TextConfig.of(checkpoint.config)
             encoder = checkpoint.config.get(text.family.encoder.section, {})
             levels = 1 + len(encoder.get("deepstack_visual_indexes") or ())

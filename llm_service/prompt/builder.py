@@ -21,7 +21,7 @@ from llm_service.prompt.detokenizer import TokenTexts
 from llm_service.prompt.mrope import MediaLayout, positions
 from llm_service.prompt.reasoning import THINK
 from llm_service.prompt.strict_calls import strict_calls
-from llm_service.prompt.tokens import MediaTokens
+from llm_service.prompt.tokens import MediaTokens, named_tokens
 from llm_service.request import ChatPrompt, PromptLayout, Run, Span, Structure, TextPrompt, TokenPrompt, Trigger
 
 _SHOWN = (*THINK, "<tool_call>", "</tool_call>")
@@ -71,7 +71,7 @@ class PromptBuilder:
         self._first = list(self.tokenizer.encode("").ids)
         self.template = ChatTemplate.of(checkpoint)
         self._one_item = model.family.one_item
-        self._media = MediaTokens.of(checkpoint.config, model.family)
+        self._media = MediaTokens.of(checkpoint.config, model.family, named_tokens(checkpoint, self._added))
         self._media_layout = MediaLayout.of(checkpoint.config, model.family)
 
         self._thinking = [self.encode(text, allow_special=True) for text in (THINK[0], f"{THINK[0]}\n")]
@@ -166,11 +166,13 @@ class PromptBuilder:
             kept = kept_rows.unpack(header.kept_rows, header.grid_rows) if header.grid_rows else None
             for part in self._media_layout.modalities[piece.modality].expand(header):
                 match part:
-                    case Rows(count, None) if kept is not None:
-                        yield replace(piece, rows=int(kept[at : at + count].sum()), grid_rows=count)
-                        at += count
                     case Rows(count, token):
-                        yield replace(piece, rows=count, token=piece.token if token is None else token)
+                        own = self._media.marks[token] if isinstance(token, str) else token
+                        run = replace(piece, rows=count, token=piece.token if own is None else own)
+                        if kept is not None:
+                            run = replace(run, rows=int(kept[at : at + count].sum()), grid_rows=count)
+                        at += count
+                        yield run
                     case SpecialToken(name):
                         yield self._media.marks[name]
                     case text:

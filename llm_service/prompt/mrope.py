@@ -63,8 +63,9 @@ def positions(length: int, spans: Sequence[Span], layout: MediaLayout) -> tuple[
         out[:, at : run.start] = np.arange(position, position + text)
         position += text
         if layout.modalities[header.modality].counted:
-            out[:, run.start : run.start + run.count] = np.arange(position, position + run.count)
-            position += run.count
+            rows = run.grid_rows or run.count
+            out[:, run.start : run.start + run.count] = np.arange(position, position + rows)[kept]
+            position += rows
         else:
             block = _grid_positions(run.grid_rows or run.count, header, layout)[:, kept]
             out[:, run.start : run.start + run.count] = position + block

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,25 +15,42 @@ from llm_service.families.registry import family_of
 @dataclass(frozen=True, slots=True)
 class MediaTokens:
     """The ids that mark media in a prompt: `placeholders` gives the modality that each stands for, `marks` the id of
-    whatever else its family puts there, by its name in config.json."""
+    whatever else its family puts there, by its name in the checkpoint."""
 
     placeholders: dict[int, Modality]
     marks: dict[str, int]
 
     @classmethod
-    def of(cls, config: dict[str, Any], family: Family | None = None) -> MediaTokens:
-        """Reads them from config.json, of the family that it names unless one is given; raises CheckpointError where
-        one is missing, or the family is not served."""
+    def of(
+        cls, config: dict[str, Any], family: Family | None = None, named: Mapping[str, int] | None = None
+    ) -> MediaTokens:
+        """Reads them from config.json, of the family that it names unless one is given; those that it lacks are taken
+        from those `named` by the tokenizer. Raises CheckpointError where one is missing, or the family is not
+        served."""
         modalities = (family or family_of(config)).modalities
+        ids = {**(named or {}), **config}
         try:
             placeholders = {
-                layout.token if isinstance(layout.token, int) else int(config[layout.token]): modality
+                layout.token if isinstance(layout.token, int) else int(ids[layout.token]): modality
                 for modality, layout in modalities.items()
             }
-            marks = {name: int(config[name]) for layout in modalities.values() for name in layout.marks}
+            marks = {name: int(ids[name]) for layout in modalities.values() for name in layout.marks}
             return cls(placeholders, marks)
         except KeyError as error:
             raise CheckpointError(f"config.json has no {error.args[0]}") from error
+
+
+def named_tokens(checkpoint: Checkpoint, added: Mapping[str, int]) -> dict[str, int]:
+    """The ids of those of the `added` tokens that tokenizer_config.json has a name for, by that name."""
+    settings = checkpoint.json("tokenizer_config.json")
+    apart = [settings.get(name) for name in ("extra_special_tokens", "model_specific_special_tokens")]
+    found: dict[str, int] = {}
+    for names in (settings, *apart):
+        for name, token in names.items() if isinstance(names, dict) else ():
+            text = token.get("content") if isinstance(token, dict) else token
+            if isinstance(text, str) and text in added:
+                found[name] = added[text]
+    return found
 
 
 def end_tokens(checkpoint: Checkpoint) -> frozenset[int]:

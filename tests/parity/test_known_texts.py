@@ -104,12 +104,12 @@ def test_the_log_says_once_whose_decoder_computes(llava: Path) -> None:
 def test_a_text_that_asks_for_what_our_decoder_lacks_is_the_library_s(tmp_path: Path) -> None:
     folder = make("llava", tmp_path)
     config = json.loads((folder / "config.json").read_text())
-    config["text_config"]["rope_parameters"] = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
+    config["text_config"]["rope_parameters"] = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}
     (folder / "config.json").write_text(json.dumps(config))
     served = Served.of(folder)
     with capture_logs() as told:
         assert known_text(Checkpoint(folder), served.found) is None
-    why = "rotary scaling dynamic is not supported"
+    why = "rotary scaling linear is not supported"
     assert [(line["event"], line["why"]) for line in told] == [("the library computes the text", why)]
 
 

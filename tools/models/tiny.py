@@ -28,15 +28,19 @@ _TEMPLATE = (
 
 def make(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
     """Writes a checkpoint of an architecture in `RECIPES` into a folder, and returns that."""
+    return make_by(RECIPES[name], folder, seed=seed, dtype=dtype)
+
+
+def make_by(recipe: Recipe, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """The same by a recipe."""
     folder.mkdir(parents=True, exist_ok=True)
-    recipe = RECIPES[name]
     words = (*WORDS, *recipe.words)
     tokenizer = library().PreTrainedTokenizerFast(
         tokenizer_object=(_of_pieces if recipe.pieces else _of_bytes)(words),
         **dict(zip(("bos_token", "eos_token", "pad_token"), WORDS, strict=False)),
         extra_special_tokens=dict(recipe.named),
     )
-    config, ids = config_of_recipe(name), _ids(recipe)
+    config, ids = _config(recipe), _ids(recipe)
     model = class_of(config)._from_config(config, dtype=torch.float32)
     redraw(model, seed)
     with torch.no_grad():  # as in models that were trained, no answer has a placeholder
@@ -51,7 +55,10 @@ def make(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.f
 
 def config_of_recipe(name: str) -> Any:
     """The configuration of an architecture in `RECIPES`."""
-    recipe = RECIPES[name]
+    return _config(RECIPES[name])
+
+
+def _config(recipe: Recipe) -> Any:
     ids = _ids(recipe)
     config = recipe.config(ids, max(ids.values()) + 1)
     config.get_text_config().tie_word_embeddings = getattr(

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.checkpoint import Checkpoint
-from common.identity import VISION, canonical, encoder_digest, framed
+from common.identity import INTERNVL_PARTS, VISION, EncoderParts, canonical, encoder_digest, framed
 from common.media.identity import content_key
 from common.media.item import Options
 from common.wire import DType
@@ -56,8 +56,8 @@ def copied(checkpoints: Callable[..., Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(checkpoints("qwen3_vl"), tmp_path / "copy"))
 
 
-def digest(folder: Path, dtype: DType = DType.FLOAT32) -> str:
-    return encoder_digest(Checkpoint(folder), dtype, VISION)
+def digest(folder: Path, dtype: DType = DType.FLOAT32, parts: EncoderParts = VISION) -> str:
+    return encoder_digest(Checkpoint(folder), dtype, parts)
 
 
 def test_a_copy_has_the_same_digest_and_another_element_type_another(
@@ -111,3 +111,12 @@ def test_shards_change_nothing(checkpoints: Callable[..., Path]) -> None:
 @pytest.mark.parametrize("model_type", served.FAMILIES)
 def test_both_services_take_the_digest_of_the_same_parts(model_type: str) -> None:
     assert served.FAMILIES[model_type].encoder == encoded.FAMILIES[model_type].parts
+
+
+@pytest.mark.parametrize("name", INTERNVL_PARTS.fields)
+def test_fields_beside_the_tower_s_section_count_where_a_family_says_so(copied: Path, name: str) -> None:
+    before, plain = digest(copied, parts=INTERNVL_PARTS), digest(copied)
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {name: "another"}))
+    assert digest(copied, parts=INTERNVL_PARTS) != before
+    assert digest(copied) == plain

@@ -18,8 +18,9 @@ from encoder_service.engine.shared_tier import SharedTier
 from encoder_service.engine.staging import Staging
 from encoder_service.engine.tier_client import TierClient
 from encoder_service.families.family import ModelConfig
+from encoder_service.families.pixel_settings import PixelSettings
 from encoder_service.families.qwen2_vl import QWEN2_VL, VIDEO_RULE
-from encoder_service.families.qwen_processors import ImageProcessor, PixelSettings, VideoProcessor
+from encoder_service.families.qwen_processors import ImageProcessor, VideoProcessor
 from encoder_service.item import Inspection, Item
 from encoder_service.media.fetch import FetchConfig, Fetcher
 from encoder_service.media.limits import MediaLimits

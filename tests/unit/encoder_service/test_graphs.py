@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import ClassVar
@@ -20,6 +21,7 @@ from encoder_service.models.attention import Triton, max_segments
 from encoder_service.models.tower import PackedTower, load_tower
 from encoder_service.worker.graphs import Choice, GraphedTower, GraphsUnavailable, budgets_for
 from tests.checkpoints import TOWERS
+from tests.internvl_checkpoint import make_internvl
 
 CPU = torch.device("cpu")
 NEAR = {"rtol": 1e-4, "atol": 1e-4}
@@ -291,3 +293,77 @@ def test_which_budgets_are_captured(checkpoints):
     assert budgets_for(None, tower, gpu, 600) == [256, 384, 512]
     with pytest.raises(GraphsUnavailable, match="need a GPU"):
         budgets_for([64], tower, CPU, 4096)
+
+
+TILE = 16
+"""Patches of a tile."""
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen3", "llama"])
+def tiled(request, tmp_path_factory) -> PackedTower:
+    """Each kind of a tower that sees tiles."""
+    return load(make_internvl(tmp_path_factory.mktemp(request.param), request.param))
+
+
+def tiles_of(*grids: Grid, seed: int = 0) -> Tensor:
+    drawn = torch.Generator().manual_seed(seed)
+    return torch.randn(sum(grid.patches for grid in grids), 3 * 14 * 14, generator=drawn)
+
+
+TILES = st.builds(
+    lambda count, apart: Grid(count, 4, 4) if apart else Grid(1, 4 * count, 4), st.integers(1, 5), st.booleans()
+)
+"""A video's frames, or a picture's tiles."""
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.lists(TILES, min_size=1, max_size=3), min_size=2, max_size=4))
+@torch.inference_mode()
+def test_replays_of_tiles_equal_eager_passes_and_nothing_leaks_into_them(tiled, batches):
+    graphs = graphed(tiled, *(TILE * count for count in (1, 2, 4, 8)))
+    for seed, grids in enumerate(batches):
+        for each in (graphs._buffers.x, graphs._buffers.rows):
+            each.fill_(torch.nan)
+        patches = tiles_of(*grids, seed=seed)
+        rows = graphs(patches, grids)
+        assert rows.shape == (len(patches) // 4, 1, 64)
+        torch.testing.assert_close(rows, tiled(patches, grids), **NEAR)
+    assert graphs.replays + graphs.eager == len(batches)
+    assert graphs.eager == sum(sum(grid.patches for grid in grids) > 8 * TILE for grids in batches)
+
+
+@torch.inference_mode()
+def test_tiles_are_padded_to_the_smallest_number_that_fits_over_buffers_that_never_move(tiled):
+    graphs = graphed(tiled, 4 * TILE, TILE, 2 * TILE)
+    assert graphs.budgets == [TILE, 2 * TILE, 4 * TILE]
+    buffers = graphs._buffers
+    assert buffers.x.shape == (4 * (TILE + 1), 32)
+    before = buffers.x.data_ptr(), buffers.rows.data_ptr()
+    for count, budget in ((1, 1), (2, 2), (3, 4), (4, 4)):
+        ready = graphs.prepare([Grid(1, 4 * count, 4)], CPU)
+        assert ready.graph.patches == budget * TILE
+        patches = tiles_of(Grid(count, 4, 4), seed=count)
+        torch.testing.assert_close(graphs.run(patches, ready), tiled(patches, [Grid(count, 4, 4)]), **NEAR)
+    assert (buffers.x.data_ptr(), buffers.rows.data_ptr()) == before
+    assert graphs.replays == 4
+
+
+@torch.inference_mode()
+def test_tiles_replay_with_our_kernel_s_tables(tmp_path):
+    tower = load(make_internvl(tmp_path))
+    tower.backend = Triton()
+    tower.capturable = [tower.backend]
+    graphs = graphed(tower, 4 * TILE)
+    for seed, count in enumerate((3, 1)):
+        patches, grids = tiles_of(Grid(count, 4, 4), seed=seed), [Grid(count, 4, 4)]
+        torch.testing.assert_close(graphs(patches, grids), tower(patches, grids), **NEAR)
+    assert graphs.replays == 2
+
+
+def test_budgets_are_whole_tiles(tmp_path):
+    tower, gpu = load(make_internvl(tmp_path)), torch.device("cuda")
+    with pytest.raises(GraphsUnavailable, match="multiples of 16"):
+        graphed(tower, 40)
+    assert budgets_for(None, tower, gpu, 600) == [256, 384, 512]
+    tower.granularity = replace(tower.granularity, patches=1024)  # as published towers have them
+    assert budgets_for(None, tower, gpu, 16_384) == [1024, 2048, 3072, 4096]

@@ -77,6 +77,26 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> 
     save_file(tensors, file, {"format": "pt"})
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_a_stored_head_that_is_not_the_table_of_tokens_counts_though_they_are_said_to_be_tied(
+    checkpoints: Callable[..., Path], tmp_path: Path, same: bool
+) -> None:
+    """As transformers has it."""
+    folder = Path(shutil.copytree(checkpoints("qwen3_vl", tied=True), tmp_path / "copy"))
+
+    def store(tensors: dict[str, torch.Tensor]) -> None:
+        table = next(each for name, each in tensors.items() if name.endswith("embed_tokens.weight"))
+        tensors["lm_head.weight"] = table.clone() if same else table.flip(0).contiguous()
+
+    rewrite(folder, store)
+    decoder = load_decoder(Checkpoint(folder), torch.float32, CPU)
+    assert decoder.config.tied is same
+    hidden = torch.randn(2, decoder.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    table = decoder.embed_tokens.weight
+    with torch.inference_mode():
+        torch.testing.assert_close(decoder.logits(hidden), hidden @ (table if same else table.flip(0)).T)
+
+
 def test_a_missing_weight_is_named(copied: Path) -> None:
     rewrite(copied, lambda tensors: tensors.pop(next(name for name in tensors if "layers.1.mlp.up_proj" in name)))
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj"):

@@ -1,0 +1,157 @@
+"""The tower of InternVL (https://arxiv.org/abs/2504.10479): a vision transformer that sees each tile by itself, with a
+class token before its patches and learned positions; squares of patches are joined and projected. Parameters have the
+published names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.checkpoint import CheckpointError
+from common.linear import Linear
+from common.media.item import Grid
+from encoder_service.models import blocks
+from encoder_service.models.attention import Segments
+from encoder_service.models.tower import Granularity, PackedTower, Packing, Rotary, patch_positions
+
+_MERGE = 2
+
+
+class Embeddings(nn.Module):
+    """Patches [tiles · patches, dim], squares together, → hidden states [tiles, 1 + patches, width]."""
+
+    def __init__(self, config: Mapping[str, Any], side: int) -> None:
+        super().__init__()
+        self.side, self.width = side, config["hidden_size"]
+        dim = config["num_channels"] * config["patch_size"] ** 2
+        self.patch_embeddings = nn.ModuleDict({"projection": Linear(dim, self.width)})
+        # `load_tower` flattens what has more than two dimensions in checkpoints.
+        self.cls_token = nn.Parameter(torch.empty(1, self.width))
+        if config["use_mask_token"]:  # in checkpoints, for training alone
+            self.mask_token = nn.Parameter(torch.empty(1, self.width))
+        learned = torch.empty(1, (1 + side * side) * self.width)
+        self.position_embeddings = nn.Parameter(learned) if config["use_absolute_position_embeddings"] else None
+
+    def forward(self, patches: Tensor) -> Tensor:
+        hidden = self.patch_embeddings["projection"](patches).unflatten(0, (-1, self.side**2))
+        hidden = torch.cat([self.cls_token.expand(len(hidden), 1, -1), hidden], dim=1)
+        return hidden if self.positions is None else hidden + self.positions
+
+    @cached_property
+    def positions(self) -> Tensor | None:
+        """[1 + patches, width], in the order in which patches come."""
+        if self.position_embeddings is None:
+            return None
+        rows, columns = patch_positions(Grid(1, self.side, self.side), _MERGE).unbind(1)
+        order = torch.cat([torch.zeros(1, dtype=torch.int64), 1 + rows * self.side + columns])
+        table = self.position_embeddings.view(-1, self.width)
+        return table[order.to(table.device)]
+
+
+class TileAttention(nn.Module):
+    """Attention inside of each tile, [N, width] → [N, width]."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        width, bias = config["hidden_size"], config["attention_bias"]
+        self.heads = config["num_attention_heads"]
+        self.q_proj, self.k_proj, self.v_proj = (Linear(width, width, bias=bias) for _ in range(3))
+        self.q_norm, self.k_norm = (blocks.RMSNorm(width) if config["use_qk_norm"] else nn.Identity() for _ in range(2))
+        self.projection_layer = Linear(width, width)
+
+    def forward(self, x: Tensor, segments: Segments) -> Tensor:
+        each = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x)), self.v_proj(x)
+        q, k, v = (part.view(len(x), self.heads, -1) for part in each)
+        out: Tensor = self.projection_layer(segments(q, k, v).flatten(1))
+        return out
+
+
+class FeedForward(nn.Module):
+    """[N, width] → [N, width]."""
+
+    def __init__(self, width: int, inner: int, act: str) -> None:
+        super().__init__()
+        self.fc1 = Linear(width, inner)
+        self.act = blocks.activation(act)
+        self.fc2 = Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc2(self.fc1(x, self.act))
+        return out
+
+
+class TileLayer(nn.Module):
+    """A pre-norm transformer layer, both of whose parts are scaled by learned numbers."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        width = config["hidden_size"]
+        self.attention = TileAttention(config)
+        self.mlp = FeedForward(width, config["intermediate_size"], config["hidden_act"])
+        self.layernorm_before, self.layernorm_after = _norm(config), _norm(config)
+        self.lambda_1, self.lambda_2 = (nn.Parameter(torch.empty(width)) for _ in range(2))
+
+    def forward(self, x: Tensor, segments: Segments) -> Tensor:
+        x = torch.addcmul(x, self.attention(self.layernorm_before(x), segments), self.lambda_1)
+        return torch.addcmul(x, self.mlp(self.layernorm_after(x)), self.lambda_2)
+
+
+def _norm(config: Mapping[str, Any]) -> nn.Module:
+    width, epsilon = config["hidden_size"], config["layer_norm_eps"]
+    match config["norm_type"]:
+        case "layer_norm":
+            return nn.LayerNorm(width, eps=epsilon)
+        case "rms_norm":
+            return blocks.RMSNorm(width, epsilon)
+        case other:
+            raise CheckpointError(f"the norm {other} is not supported")
+
+
+class InternVLTower(PackedTower):
+    """Patches [tiles · patches, dim] → rows [tiles · patches / 4, 1, out]. A tile is a segment of one place more than
+    it has patches, the class token's, which is no row's."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        side, width = config["image_size"] // config["patch_size"], config["hidden_size"]
+        patches = side * side
+        super().__init__(width, config["num_attention_heads"], Granularity(patches, 1 + patches, patches // _MERGE**2))
+        self.out, self.levels, self.longest = config["out_hidden_size"], 1, (1 + patches,)
+        self.embeddings = Embeddings(config, side)
+        self.encoder = nn.ModuleDict(
+            {"layer": nn.ModuleList(TileLayer(config) for _ in range(config["num_hidden_layers"]))}
+        )
+        pooled = config["use_mean_pooling"]
+        self.layernorm = nn.Identity() if pooled else nn.LayerNorm(width, eps=config["layer_norm_eps"])
+        self.joined = width * _MERGE**2
+        self.layer_norm = nn.LayerNorm(self.joined)
+        self.linear_1 = Linear(self.joined, self.out)
+        self.act = blocks.activation(config["projector_hidden_act"])
+        self.linear_2 = Linear(self.out, self.out)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """Its layers."""
+        layers = self.encoder["layer"]
+        assert isinstance(layers, nn.ModuleList)
+        return layers
+
+    def pack(self, grids: Sequence[Grid], device: torch.device) -> Packing:
+        tiles = sum(grid.patches for grid in grids) // self.granularity.patches
+        none = torch.empty(tiles * self.granularity.places, 1, 0, device=device)
+        return Packing(([self.granularity.places] * tiles,), Rotary(none, none))
+
+    def embed(self, patches: Tensor, packing: Packing) -> Tensor:  # noqa: ARG002
+        hidden: Tensor = self.embeddings(patches)
+        return hidden.flatten(0, 1)
+
+    def encode(self, x: Tensor, rotary: Rotary, segments: Sequence[Segments]) -> Tensor:  # noqa: ARG002
+        for layer in self.blocks:
+            x = layer(x, segments[0])
+        x = self.layernorm(x).view(-1, self.granularity.places, self.width)[:, 1:]
+        joined = self.layer_norm(x.reshape(-1, self.joined))
+        rows: Tensor = self.linear_2(self.linear_1(joined, self.act))
+        return rows.unsqueeze(1)
