@@ -36,8 +36,8 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     A row has `levels` times `hidden_size` numbers. `placeholders` are the tokens that stand for an item in a prompt, by
     its modality. `max_position` is the longest context. Places are counted on `axes` axes, 1 or 3. `one_item`: what
-    stands for a picture depends on how many a prompt has, so that one alone is served. `text` is the text's part of the
-    configuration, as JSON has it, every default filled in.
+    stands for a picture depends on how many a prompt has, so that one alone is served. `video_sound`: a video's sound
+    may go between its frames. `text` is the text's part of the configuration, as JSON has it, every default filled in.
     """
 
     architecture: str
@@ -48,6 +48,7 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     levels: int = 1
     axes: int = 1
     one_item: bool = False
+    video_sound: bool = False
     text: dict[str, Any] = {}
 
 

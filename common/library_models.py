@@ -105,19 +105,24 @@ def placeholder_of(processor: Any, modality: str = "image") -> str:
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """Frames [n, height, width, 3] uint8 with these numbers, of a video of `total` frames, `fps` each second."""
+    """Frames [n, height, width, 3] uint8 with these numbers, of a video of `total` frames, `fps` each second. `samples`
+    are its sound, as in `Sound`, where that goes between them."""
 
     frames: np.ndarray
     numbers: tuple[int, ...]
     total: int
     fps: float
+    samples: np.ndarray | None = None
 
     def given(self) -> dict[str, Any]:
         """What a processor is given: the frames are chosen already."""
         height, width = self.frames.shape[1:3]
         about: dict[str, Any] = {"total_num_frames": self.total, "fps": self.fps, "duration": self.total / self.fps}
         about |= {"height": height, "width": width, "frames_indices": list(self.numbers)}
-        return {"videos": [self.frames], "video_metadata": [about], "do_sample_frames": False, "return_metadata": True}
+        named = {"videos": [self.frames], "video_metadata": [about], "do_sample_frames": False, "return_metadata": True}
+        if self.samples is not None:
+            named |= {"audio": [self.samples], "audio_from_video_indices": [0], "load_audio_from_video": True}
+        return named
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,6 +331,7 @@ def describe(folder: Path) -> LibraryModel:
         placeholders=ids,
         levels=level_count(config),
         one_item=not stand_alone(processor),
+        video_sound={"video", "audio"} <= {*taken} and takes_video_sound(config, processor),
         text=text_of(config),
         axes=3 if hasattr(base_of(config), "get_rope_index") else 1,
     )
@@ -386,6 +392,22 @@ def takes_sounds(config: Any, processor: Any) -> bool:
     except (AttributeError, ImportError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         return False
     return True
+
+
+def takes_video_sound(config: Any, processor: Any) -> bool:
+    """Whether the processor puts a video's sound between its frames, and the model counts places so, where it has a
+    rule of its own."""
+    base = base_of(config)
+    if hasattr(base, "get_rope_index") and _SOUND_IN_VIDEO not in inspect.signature(base.get_rope_index).parameters:
+        return False
+    frames, silence = np.zeros((_FEW_FRAMES, *_BLANK_SIDES, 3), np.uint8), np.zeros(SOUND_RATE, np.float32)
+    clip = Clip(frames, tuple(range(_FEW_FRAMES)), _FEW_FRAMES, _BLANK_RATE, silence)
+    try:
+        text = replaced(processor, "video", clip.given())
+        tokens = [row_tokens(config, processor, kind, text) for kind in ("video", "audio")]
+    except (AttributeError, ImportError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        return False
+    return tokens[0] != tokens[1]
 
 
 def row_tokens(config: Any, processor: Any, modality: str, replacement: str) -> dict[str, int]:
@@ -484,19 +506,25 @@ def level_count(config: Any) -> int:
     return 1 + len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
 
 
-def rope_positions(base: Any, made: Mapping[str, Any]) -> torch.Tensor:
+def rope_positions(base: Any, made: Mapping[str, Any], *, sound_in_video: bool = False) -> torch.Tensor:
     """Where a prompt's tokens are in time, height and width, int64 [3, n], by the model's own rule for what its
-    processor has made. Raises CheckpointError where there are other axes than three."""
+    processor has made; `sound_in_video`: of videos, their sound is between their frames. Raises CheckpointError where
+    there are other axes than three, ValueError where places are not whole numbers."""
     known = inspect.signature(base.get_rope_index).parameters
     named = {**made, **{own: tell(made) for own, (name, tell) in _RENAMED.items() if name in made}}
+    if sound_in_video:
+        named[_SOUND_IN_VIDEO] = True
     found = base.get_rope_index(**{name: named[name] for name in known if name in named})[0][:, 0]
     if len(found) != _AXES:
         raise CheckpointError(f"{type(base).__name__} counts places on {len(found)} axes")
     positions: torch.Tensor = found.long()
+    if not torch.equal(positions, found):
+        raise ValueError(f"{type(base).__name__} counts places between whole numbers")
     return positions
 
 
 _AXES = 3
+_SOUND_IN_VIDEO = "use_audio_in_video"
 _RENAMED: dict[str, tuple[str, Callable[[Mapping[str, Any]], Any]]] = {
     "audio_seqlens": ("feature_attention_mask", lambda made: made["feature_attention_mask"].sum(-1)),
     "second_per_grids": ("video_second_per_grid", lambda made: torch.as_tensor(made["video_second_per_grid"])),

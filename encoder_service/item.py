@@ -31,7 +31,8 @@ class Inspection:
     """What a file's header says: pixels across and down once its orientation is applied, and a video's length.
 
     `frames` is 1 and `fps` 0 for a picture. Of sound, `frames` are its samples at `SAMPLE_RATE`, `fps` those that its
-    file has in a second, and `channels` how many of them at a time.
+    file has in a second, and `channels` how many of them at a time. `track` is a video's own sound, where that is
+    wanted as well, and it has any.
     """
 
     width: int
@@ -39,6 +40,7 @@ class Inspection:
     frames: int = 1
     fps: float = 0.0
     channels: int = 0
+    track: Inspection | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,9 @@ class Plan:
     groups (one for a picture); `height` and `width` are what the decoder gives; `resized` is the (height, width) that
     patches are cut from. `pruning` says which rows stay; None: all. `replacement` is as in `Header`. A pixel has
     `depth` bytes: 3 colours, or one sample of sound as float32, of which all are one line of one frame.
+
+    Of a video with its sound, `samples` of that are decoded as well, and rows are, in `turns`, of frames and of sound:
+    so many of one and of the other, frames first.
     """
 
     grid: Grid
@@ -98,6 +103,8 @@ class Plan:
     pruning: Pruning | None = None
     replacement: tuple[PromptPart, ...] = ()
     depth: int = 3
+    samples: int = 0
+    turns: tuple[int, ...] = ()
 
     @property
     def kept(self) -> int:
@@ -110,6 +117,11 @@ class Plan:
         return self.height * self.width * self.depth
 
     @property
+    def sound_bytes(self) -> int:
+        """Bytes of a video's sound, float32."""
+        return 4 * self.samples
+
+    @property
     def pixel_bytes(self) -> int:
-        """Bytes of all of them."""
-        return len(self.frames) * self.frame_bytes
+        """Bytes of all that is decoded: sound, and behind it every frame."""
+        return self.sound_bytes + len(self.frames) * self.frame_bytes

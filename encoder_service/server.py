@@ -113,7 +113,7 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
         planner = None
         if library is not None:
             times = PlannerTimes(start=config.start_seconds, answer=config.decode_seconds)
-            planner = LibraryPlanner(str(checkpoint.folder), times)
+            planner = LibraryPlanner(str(checkpoint.folder), times, video_sound=library.video_sound)
             running.push_async_callback(planner.stop)
         starting = asyncio.create_task(_start(decoders, dispatcher, planner))
         if not await _started(frame, starting):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -64,5 +65,41 @@ def _waves(whole: bytes) -> Iterator[tuple[str, Bad]]:
     ):
         yield f"wav, {name}", (said(at, size, value), reasons)
 
+
+def _tracks() -> Iterator[tuple[str, Bad]]:
+    """Videos whose own sound is damaged, none, or too much."""
+    rng = np.random.default_rng(4)
+    tune = sounds.tune(1.5, 6)
+    for kind in ("mp4", "matroska", "avi"):
+        whole = sounds.film(tune, kind)
+        for share in (0.3, 0.9):
+            yield f"{kind}, {share:.0%} of it", (whole[: int(share * len(whole))], _UNREADABLE)
+        for name, what in (("zeros", bytes), ("noise", rng.bytes)):
+            yield f"{kind}, {name} in its track", (_overwritten(whole, what), ("MEDIA_UNREADABLE", ""))
+    yield "no track", (pictures.video(pictures.frames(4, 64, 64)), ("",))
+    whole = sounds.film(tune, "matroska")
+    yield "a track of an unknown codec", (whole.replace(b"A_PCM", b"A_ZZZ"), _UNREADABLE)
+    yield "a track without a packet", (sounds.film(tune[:0], "matroska"), _UNREADABLE)
+    yield "a track that is too long", (sounds.film(np.zeros(16_000 * 6, np.int16), "matroska"), ("AUDIO_TOO_LONG",))
+    yield "a track of a sample", (sounds.film(tune[:1], "matroska"), ("MEDIA_UNREADABLE", ""))
+
+
+def _overwritten(whole: bytes, what: Callable[[int], bytes]) -> bytes:
+    """A video whose sound's packets, and nothing else, are other bytes."""
+    import av
+
+    data = bytearray(whole)
+    with av.open(io.BytesIO(whole)) as file:
+        for packet in file.demux(audio=0):
+            if packet.size and packet.pos is not None:
+                assert data[packet.pos : packet.pos + packet.size], "it lies in the file"
+                at = whole.index(bytes(packet), packet.pos)
+                data[at : at + packet.size] = what(packet.size)
+    assert data != whole, "there was no packet"
+    return bytes(data)
+
+
+BAD_TRACKS: dict[str, Bad] = dict(_tracks())
+"""Videos that are shown with their sound, of at most five seconds."""
 
 BAD: dict[str, Bad] = dict(_made())

@@ -45,19 +45,32 @@ def encoded(samples: np.ndarray, kind: str = "wav", rate: int = RATE) -> bytes:
     return file.getvalue()
 
 
-def film(samples: np.ndarray) -> bytes:
-    """A video with these samples as its sound."""
+FILMS = {
+    "mp4": ("mp4", "mpeg4", "aac"),
+    "matroska": ("matroska", "mpeg4", "pcm_s16le"),
+    "avi": ("avi", "mpeg4", "pcm_s16le"),
+    "flv": ("flv", "flv1", "aac"),
+    "mpegts": ("mpegts", "mpeg2video", "mp2"),
+}
+"""Container, and codecs of pictures and sound, of each."""
+
+
+def film(samples: np.ndarray, kind: str = "mp4", rate: int = RATE, count: int = 5) -> bytes:
+    """A video of `count` frames, five a second, with these samples, [n] or [channels, n], as its sound."""
     import av
 
+    container, pictured, codec = FILMS[kind]
+    lines = np.atleast_2d(samples)
     file = io.BytesIO()
-    with av.open(file, "w", format="mp4") as out:
-        seen: Any = out.add_stream("mpeg4", rate=5)
+    with av.open(file, "w", format=container) as out:
+        seen: Any = out.add_stream(pictured, rate=25 if kind == "mpegts" else 5)
         seen.height, seen.width, seen.pix_fmt = 64, 64, "yuv420p"
-        heard: Any = out.add_stream("aac", rate=RATE, layout="mono")
-        for frame in pictures.frames(5, 64, 64):
+        heard: Any = out.add_stream(codec, rate=rate, layout={1: "mono", 2: "stereo"}[len(lines)])
+        for frame in pictures.frames(count, 64, 64):
             out.mux(seen.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         out.mux(seen.encode())
-        _write(out, heard, samples[None], RATE)
+        if samples.size:
+            _write(out, heard, lines, rate)
     return file.getvalue()
 
 

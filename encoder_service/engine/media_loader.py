@@ -141,6 +141,7 @@ class MediaLoader:
                     modality=flight.item.modality,
                     field=flight.item.field,
                     time_budget=time_budget,
+                    with_sound=bool(flight.item.options.with_sound),
                 )
 
     @asynccontextmanager

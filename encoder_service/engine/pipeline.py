@@ -265,7 +265,7 @@ class _ItemWork:
         tokens = plan.tokens // plan.grid.t
         return Piece(
             modality=self.flight.item.modality.value,
-            pixels=self.pixels.offset + first * self.frames_per_group * plan.frame_bytes,
+            pixels=self.pixels.offset + plan.sound_bytes + first * self.frames_per_group * plan.frame_bytes,
             frames=(end - first) * self.frames_per_group,
             height=plan.height,
             width=plan.width,
@@ -274,6 +274,9 @@ class _ItemWork:
             grid=(end - first, plan.grid.h, plan.grid.w),
             tokens=(end - first) * tokens,
             rows=self.rows.offset + first * tokens * self.row_bytes,
+            sound=self.pixels.offset,
+            samples=plan.samples,
+            turns=list(plan.turns),
         )
 
 

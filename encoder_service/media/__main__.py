@@ -14,7 +14,7 @@ import sys
 import warnings
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -97,13 +97,19 @@ class OpenFile(Protocol):
         ...
 
 
+class SoundingFile(OpenFile, Protocol):
+    """A file that has sound besides, [n] float32 at `SAMPLE_RATE`."""
+
+    samples: np.ndarray
+
+
 class Desk:
     """Does one job after the other. Of files that are to be kept open, the last one is, until it is decoded."""
 
     def __init__(self, staging: SharedBuffer, settings: DecoderSettings) -> None:
         self._staging = staging
         self._settings = settings
-        self._decoders = {modality: _decoder(name) for modality, name in settings.decoders.items()}
+        self._decoders = {name: _decoder(name) for name in settings.decoders}
         self._open: tuple[bytes, OpenFile] | None = None
 
     def answers(self, job: Inspect | Decode) -> Iterator[FromDecoder]:
@@ -126,8 +132,13 @@ class Desk:
 
     def _decode(self, job: Decode) -> Iterator[FromDecoder]:
         shape = (len(job.frames), job.height, job.width, job.depth)
-        out = np.frombuffer(self._staging.view, np.uint8, int(np.prod(shape)), job.pixels).reshape(shape)
-        yield from map(Decoding, self._file(job).decode(job.frames, out))
+        file, pixels = self._file(job), job.pixels
+        if job.samples:
+            sound = np.frombuffer(self._staging.view, np.float32, job.samples, pixels)
+            sound[:] = cast("SoundingFile", file).samples
+            pixels += sound.nbytes
+        out = np.frombuffer(self._staging.view, np.uint8, int(np.prod(shape)), pixels).reshape(shape)
+        yield from map(Decoding, file.decode(job.frames, out))
         yield Decoded()
 
     def _file(self, job: Inspect | Decode) -> OpenFile:
@@ -136,7 +147,7 @@ class Desk:
             if kept and kept[0] == job.key:
                 return kept[1]
         data = bytes(self._staging.slice(Range(job.offset, job.size)))
-        return self._decoders[job.modality](data, self._settings)
+        return self._decoders[job.decoder](data, self._settings)
 
 
 def _decoder(name: str) -> type[OpenFile]:

@@ -26,9 +26,10 @@ from encoder_service.item import SAMPLE_RATE, Inspection
 from encoder_service.media.complexity import PartCount
 from encoder_service.media.container import check_parts, is_whole
 from encoder_service.media.messages import Bounds, DecoderSettings
-from encoder_service.media.sniff import AUDIOS, format_of
+from encoder_service.media.sniff import AUDIOS, VIDEOS, format_of
 
-_DEMUXERS = {"WAV": "wav", "MP3": "mp3", "FLAC": "flac", "OGG": "ogg", "MP4": "mov", "MATROSKA": "matroska"}
+_DEMUXERS = {name: name.lower() for name in (*AUDIOS, *VIDEOS)} | {"MP4": "mov"}
+_NO_PACKAGE = "sound takes a package that is not installed"
 _LOUDEST = 1e4
 """Samples of floating point beyond this are no sound; full scale is 1."""
 _UNKNOWN = (0, 0xFFFFFFFF)
@@ -40,8 +41,6 @@ class AudioFile:
     how long they are."""
 
     def __init__(self, data: bytes, settings: DecoderSettings) -> None:
-        if av is None:
-            raise ValueError("sound takes a package that is not installed")
         self._seen, self._samples = read(data, settings.bounds)
 
     @staticmethod
@@ -74,11 +73,30 @@ def read(data: bytes, bounds: Bounds) -> tuple[Inspection, np.ndarray]:
     check_parts(data, bounds.video_chunks)
     if not (is_whole(data) and _wav_is_whole(data, name)):
         raise ValueError("the file is cut off")
+    found = _track(data, name, bounds)
+    if found is None:
+        raise ValueError("there is no sound")
+    return found
+
+
+def read_track(data: bytes, bounds: Bounds) -> tuple[Inspection, np.ndarray] | None:
+    """The same of a video's own sound; None where it has none. It has been opened as a video, and so is whole."""
+    name = format_of(data[:512], VIDEOS)
+    if name is None:
+        raise ValueError("not a video of a supported format")
+    return _track(data, name, bounds)
+
+
+def _track(data: bytes, name: str, bounds: Bounds) -> tuple[Inspection, np.ndarray] | None:
+    if av is None:
+        raise ValueError(_NO_PACKAGE)
     try:
         with av.open(io.BytesIO(data), "r", format=_DEMUXERS[name]) as file:
             stream: Any = file.streams.best("audio")
-            if stream is None or stream.codec_context is None:  # none, or of a codec that nobody knows
-                raise ValueError("there is no sound")
+            if stream is None and not file.streams.audio:
+                return None
+            if stream is None or stream.codec_context is None:  # of a codec that nobody knows
+                raise ValueError("there is no sound that can be heard")
             rate, channels = stream.codec_context.sample_rate, stream.codec_context.channels
     except av.FFmpegError as error:
         raise ValueError("the sound cannot be read") from error

@@ -79,7 +79,7 @@ class DecoderPool:
             memory_bytes=memory_bytes,
             threads=threads,
             bounds=bounds,
-            decoders={modality.value: spec.decoder for modality, spec in SPECS.items()},
+            decoders=[decoder for spec in SPECS.values() for decoder in sorted(spec.decoders)],
         )
         self.processes = DecodeProcesses(
             staging.fd, settings, processes, start_seconds=start_seconds, on_change=on_change
@@ -102,15 +102,24 @@ class DecoderPool:
         return TimeBudget(self._seconds)
 
     async def inspect(
-        self, data: Range, *, key: bytes, modality: Modality, field: str, time_budget: TimeBudget | None = None
+        self,
+        data: Range,
+        *,
+        key: bytes,
+        modality: Modality,
+        field: str,
+        time_budget: TimeBudget | None = None,
+        with_sound: bool = False,
     ) -> Inspection:
         """Parses the header of encoded bytes, in a `turn`. What is slow is kept open under `key`, until its process has
-        another one to look at. Where no `time_budget` is given, this is the item's only job.
+        another one to look at. Where no `time_budget` is given, this is the item's only job. `with_sound`: a video's
+        sound is decoded as well.
 
         Raises InvalidInput where they cannot be read, or that takes too long, and Unavailable where no process is
         there, or those that tried were ended or stopped from outside.
         """
-        job = Inspect(key=_kept(key, modality), modality=modality.value, offset=data.offset, size=data.size)
+        decoder = _decoder(modality, with_sound=with_sound)
+        job = Inspect(key=_kept(key, modality), decoder=decoder, offset=data.offset, size=data.size)
         answer = await self._job(job, field, time_budget or self.time_budget())
         if not isinstance(answer, Inspected):
             raise ChildDied("an answer to another question")
@@ -134,7 +143,7 @@ class DecoderPool:
         """
         job = Decode(
             key=_kept(key, modality),
-            modality=modality.value,
+            decoder=_decoder(modality, with_sound=plan.samples > 0),
             offset=data.offset,
             size=data.size,
             pixels=pixels.offset,
@@ -142,6 +151,7 @@ class DecoderPool:
             height=plan.height,
             width=plan.width,
             depth=plan.depth,
+            samples=plan.samples,
         )
         await self._job(job, field, time_budget or self.time_budget(), on_frames)
 
@@ -218,6 +228,10 @@ class DecoderPool:
 def _kept(key: bytes, modality: Modality) -> bytes:
     """What a file is kept open under; empty for one that is opened again as fast."""
     return key if SPECS[modality].is_slow else b""
+
+
+def _decoder(modality: Modality, *, with_sound: bool) -> str:
+    return SPECS[modality].sound_decoder if with_sound else SPECS[modality].decoder
 
 
 class _Struck(ChildDied):

@@ -77,6 +77,8 @@ def check_video(seen: Inspection, field: str, limits: MediaLimits) -> None:
         raise InvalidInput(
             f"the video has more than {limits.max_scanned_frames} frames", reason="VIDEO_TOO_LONG", field=field
         )
+    if seen.track is not None:
+        check_sound(seen.track, field, limits)
 
 
 def check_sound(seen: Inspection, field: str, limits: MediaLimits) -> None:

@@ -26,37 +26,38 @@ class DecoderSettings(msgspec.Struct, tag=True):
     """First message to a decode process.
 
     The arena's size, the most memory it may map beyond it, in bytes, the threads that may decode one video, what files
-    are held to, and by modality the class ("module:Class") that reads its files.
+    are held to, and the classes ("module:Class") that read files.
     """
 
     staging_bytes: int
     memory_bytes: int
     threads: int
     bounds: Bounds
-    decoders: dict[str, str]
+    decoders: list[str]
 
 
 class Inspect(msgspec.Struct, tag=True):
-    """Parse the header of the encoded bytes at [offset, offset + size).
+    """Parse the header of the encoded bytes at [offset, offset + size), by the class `decoder` of the settings.
 
     With a `key`, which names the content, the file is kept open under it, in the place of the last one, so that it need
     not be opened again to be decoded.
     """
 
     key: bytes
-    modality: str
+    decoder: str
     offset: int
     size: int
 
 
 class Decode(msgspec.Struct, tag=True):
-    """Decode frames of the encoded bytes into `pixels`, an offset: [frames, height, width, depth] uint8.
+    """Decode frames of the encoded bytes into `pixels`, an offset: [frames, height, width, depth] uint8, behind so many
+    `samples` of a video's sound, float32.
 
-    `key` as in `Inspect`.
+    `key` and `decoder` as in `Inspect`.
     """
 
     key: bytes
-    modality: str
+    decoder: str
     offset: int
     size: int
     pixels: int
@@ -64,6 +65,7 @@ class Decode(msgspec.Struct, tag=True):
     height: int
     width: int
     depth: int = 3
+    samples: int = 0
 
 
 class Ready(msgspec.Struct, tag=True):
@@ -120,7 +122,7 @@ class Chosen(msgspec.Struct, tag=True):
 
 class PlanItem(msgspec.Struct, frozen=True, tag=True):
     """What stands in a prompt for an item of this size? Of a video: for frames with these numbers, of `total`, `fps`
-    each second. Of sound: for so many samples."""
+    each second, and so many samples of its sound between them. Of sound: for so many samples."""
 
     height: int = 0
     width: int = 0
@@ -131,9 +133,10 @@ class PlanItem(msgspec.Struct, frozen=True, tag=True):
 
 
 class Planned(msgspec.Struct, tag=True):
-    """That does."""
+    """That does. `turns` as in `Plan`."""
 
-    parts: list[PromptPart]
+    parts: tuple[PromptPart, ...]
+    turns: tuple[int, ...] = ()
 
 
 ToPlanner = PlannerSettings | ChooseFrames | PlanItem

@@ -23,7 +23,8 @@ class ModalitySpec:
     `max_items`, `max_bytes`, `max_area` (pixels of all frames) and `max_frames` pick its limits; `too_large` is the
     reason where they are passed. `check` sees what a file's header says, before anything else is done with it.
 
-    `decoder` is the class ("module:Class") that reads its files in the decode processes (`__main__.OpenFile`).
+    `decoder` is the class ("module:Class") that reads its files in the decode processes (`__main__.OpenFile`),
+    `sound_decoder` the one that reads their sound as well.
     """
 
     formats: Mapping[str, sniff.Format]
@@ -37,6 +38,12 @@ class ModalitySpec:
     too_large: str
     check: Callable[[Inspection, str, MediaLimits], None]
     decoder: str
+    sound_decoder: str = ""
+
+    @property
+    def decoders(self) -> set[str]:
+        """All of these classes."""
+        return {self.decoder, self.sound_decoder} - {""}
 
 
 SPECS: dict[Modality, ModalitySpec] = {
@@ -65,6 +72,7 @@ SPECS: dict[Modality, ModalitySpec] = {
         too_large="VIDEO_TOO_LARGE",
         check=check_video,
         decoder="encoder_service.media.video:VideoFile",
+        sound_decoder="encoder_service.media.video_sound:SoundingVideoFile",
     ),
     Modality.AUDIO: ModalitySpec(
         formats=sniff.AUDIOS,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from common import log
 from common.errors import InvalidInput, Unavailable
-from common.media.item import Grid, Modality, PromptPart
+from common.media.item import Grid, Modality
 from common.processes import Child, ChildDied
 from encoder_service.item import Footage, Inspection, Item, Plan
 from encoder_service.media.checks import no_video_sound
@@ -40,15 +40,17 @@ class PlannerTimes:
 class LibraryPlanner:
     """One process, asked one thing at a time, and started anew where it has ended. `start` and `stop` are the owner's.
 
-    What stands for an item of a size is remembered, the longest unused forgotten first.
+    What stands for an item of a size is remembered, the longest unused forgotten first. `video_sound` says whether the
+    model takes videos together with their sound.
     """
 
-    def __init__(self, folder: str, times: PlannerTimes) -> None:
+    def __init__(self, folder: str, times: PlannerTimes, *, video_sound: bool = False) -> None:
         self._settings = PlannerSettings(folder)
         self._times = times
+        self._video_sound = video_sound
         self._child: Child[FromPlanner] | None = None
         self._turn = asyncio.Lock()
-        self._known: OrderedDict[PlanItem, tuple[PromptPart, ...]] = OrderedDict()
+        self._known: OrderedDict[PlanItem, Planned] = OrderedDict()
 
     async def start(self) -> None:
         """Starts the process; raises ChildDied, with what it says, where it cannot work."""
@@ -76,7 +78,7 @@ class LibraryPlanner:
 
     async def footage(self, item: Item, seen: Inspection) -> Footage:
         """The frames that the library's processor takes of a video. Raises what `plan` does."""
-        _without_options(item)
+        self._check_options(item)
         answer = await self._asked(ChooseFrames(seen.frames, seen.fps), item.field)
         assert isinstance(answer, Chosen), "it answers what it is asked"
         return Footage(tuple(answer.frames), seen.frames, seen.fps)
@@ -84,27 +86,41 @@ class LibraryPlanner:
     async def plan(self, item: Item, seen: Inspection, footage: Footage | None) -> Plan:
         """The plan of a picture of that size, of these frames, or of a sound of that length. Raises InvalidInput where
         the library does not take it, or it has options, and Unavailable where the process does not answer."""
-        _without_options(item)
-        about = PlanItem(seen.height, seen.width)
+        self._check_options(item)
+        whole = (seen.height, seen.width)
+        about = PlanItem(*whole)
         if item.modality is Modality.AUDIO:
             about = PlanItem(samples=seen.frames)
         elif footage is not None:
-            about = PlanItem(seen.height, seen.width, footage.numbers, footage.total, footage.fps)
+            samples = seen.track.frames if seen.track is not None else 0
+            about = PlanItem(*whole, footage.numbers, footage.total, footage.fps, samples)
+        planned = await self._planned(about, item.field)
+        tokens = sum(part.rows for part in planned.parts)
+        if item.modality is Modality.AUDIO:
+            shape = (1, about.samples)
+            return Plan(Grid(1, 1, tokens), tokens, (0,), *shape, shape, replacement=planned.parts, depth=4)
+        frames = (0,) if footage is None else footage.decoded
+        return Plan(
+            Grid(1, 1, tokens),
+            tokens,
+            frames,
+            *whole,
+            whole,
+            replacement=planned.parts,
+            samples=about.samples,
+            turns=planned.turns,
+        )
+
+    async def _planned(self, about: PlanItem, field: str) -> Planned:
         if about not in self._known:
-            answer = await self._asked(about, item.field)
+            answer = await self._asked(about, field)
             assert isinstance(answer, Planned), "it answers what it is asked"
-            self._known[about] = tuple(answer.parts)
+            self._known[about] = answer
         self._known.move_to_end(about)
-        parts = self._known[about]
+        planned = self._known[about]
         while len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
-        tokens = sum(part.rows for part in parts)
-        if about.samples:
-            shape = (1, about.samples)
-            return Plan(Grid(1, 1, tokens), tokens, (0,), *shape, shape, replacement=parts, depth=4)
-        whole = (seen.height, seen.width)
-        frames = (0,) if footage is None else footage.decoded
-        return Plan(Grid(1, 1, tokens), tokens, frames, *whole, whole, replacement=parts)
+        return planned
 
     async def _asked(self, question: ChooseFrames | PlanItem, field: str) -> Chosen | Planned:
         async with self._turn:
@@ -134,16 +150,16 @@ class LibraryPlanner:
             raise InvalidInput(why, reason="MEDIA_UNREADABLE", field=field)
         return answer
 
+    def _check_options(self, item: Item) -> None:
+        stated = item.options.stated()
+        if stated.pop("with_sound", False) and not self._video_sound:
+            raise no_video_sound(item.field)
+        if stated:
+            name = next(iter(stated))
+            field = f"{item.field}.options.{name}"
+            raise InvalidInput(f"this model's processor has no {name}", reason="BAD_OPTION", field=field)
+
     async def _lose(self) -> None:
         if self._child is not None:
             self._child.kill()
             await self.stop()
-
-
-def _without_options(item: Item) -> None:
-    if item.options.with_sound:
-        raise no_video_sound(item.field)
-    if stated := item.options.stated():
-        name = next(iter(stated))
-        field = f"{item.field}.options.{name}"
-        raise InvalidInput(f"this model's processor has no {name}", reason="BAD_OPTION", field=field)

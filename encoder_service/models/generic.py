@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,19 @@ class LibraryTower:
         if not isinstance(value, Tensor):
             return value
         return value.to(self._device, self._dtype if value.is_floating_point() else None)
+
+
+def in_turns(frames: Tensor, sound: Tensor, runs: Sequence[int]) -> Tensor:
+    """Rows of frames and of sound, [n, …] each, as a prompt has them: so many of one and of the other in turns, frames
+    first.
+
+    >>> in_turns(torch.tensor([1, 2, 3]), torch.tensor([8, 9]), [2, 1, 1, 1]).tolist()
+    [1, 2, 8, 3, 9]
+    """
+    is_sound = torch.arange(len(runs)).remainder(2).bool().repeat_interleave(torch.tensor(runs)).to(frames.device)
+    rows = frames.new_empty(len(is_sound), *frames.shape[1:])
+    rows[~is_sound], rows[is_sound] = frames, sound
+    return rows
 
 
 def flat_rows(features: Any, width: int) -> Tensor:

@@ -4,9 +4,9 @@ takes."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -36,7 +36,8 @@ _OF_THE_TEXT = frozenset({"attention_mask", "token_type_ids", "mm_token_type_ids
 
 
 Shown = np.ndarray | Clip | Sound
-"""A picture [height, width, 3] uint8, a video's frames, or a sound."""
+"""A picture [height, width, 3] uint8, a video's frames, alone or with their sound, or a sound."""
+Parts = tuple[PromptPart, ...]
 
 
 class ItemProcessor:
@@ -54,40 +55,50 @@ class ItemProcessor:
         with self._as_value_errors():
             return frames_of(self._processor, total, fps)
 
-    def replacement(self, shown: Shown) -> tuple[PromptPart, ...]:
+    def replacement(self, shown: Shown) -> Parts:
         """What stands in a prompt for an item; it follows from its sizes and times alone."""
+        samples = None if isinstance(shown, np.ndarray) else shown.samples
         with self._as_value_errors():
-            if isinstance(shown, Sound) and 0 < self._longest < len(shown.samples):
+            if samples is not None and 0 < self._longest < len(samples):
                 raise ValueError("the processor does not take all of so long a sound")
             text = replaced(self._processor, _kind(shown), _given(shown))
         tokens = row_tokens(self._config, self._processor, _kind(shown), text)
+        if isinstance(shown, Clip) and samples is not None:
+            tokens |= row_tokens(self._config, self._processor, "audio", text)
         parts = prompt_parts(text, tokens)
-        return parts if self._base is None else self._placed(parts, self._base, shown, next(iter(tokens.values())))
+        return parts if self._base is None else self._placed(parts, self._base, shown, list(tokens.values()))
+
+    def turns(self, parts: Sequence[PromptPart]) -> tuple[int, ...]:
+        """Of a video with sound: how many rows of frames and of sound follow each other, in turns, frames first."""
+        found = [0]
+        for part in parts:
+            if part.rows:
+                is_sound = part.token == self._config.audio_token_id
+                if is_sound == len(found) % 2:
+                    found.append(0)
+                found[-1] += part.rows
+        return tuple(found)
 
     @cached_property
     def _longest(self) -> int:
         return longest_sound(self._processor)
 
-    def _placed(self, parts: tuple[PromptPart, ...], base: Any, shown: Shown, token: int) -> tuple[PromptPart, ...]:
+    def _placed(self, parts: Parts, base: Any, shown: Shown, tokens: Sequence[int]) -> Parts:
         """With the positions of rows, as the model has them in a prompt with a text before the item and one behind."""
         text = placeholder_of(self._processor, _kind(shown)).join(marks_around(self._processor, _kind(shown)))
         text = f"a{text}b"
         made = self._call(shown, text, return_tensors="pt", return_mm_token_type_ids=True)
+        with_sound = isinstance(shown, Clip) and shown.samples is not None
         if isinstance(shown, Clip):  # some tell a video's rows from a picture's by marks that a chat has around it
-            made = {**made, "mm_token_type_ids": 2 * (made["input_ids"] == token).long()}
-        ids, places = made["input_ids"][0].tolist(), rope_positions(base, made).numpy()
-        placed, at = list[PromptPart](), 0
-        for part in parts:
-            if not part.rows:
-                placed.append(part)
-                continue
-            at = ids.index(token, at)
-            run, begin = places[:, at : at + part.rows], int(places[:, at - 1].max()) + 1
-            at += part.rows
-            positions = (run - begin).astype("<i4").tobytes()
-            placed.append(replace(part, positions=positions, advance=int(places[0, at]) - begin))
-        _check(placed, np.array(ids), places, token)
-        return tuple(placed)
+            made = {**made, "mm_token_type_ids": 2 * (made["input_ids"] == tokens[0]).long()}
+        with self._as_value_errors():
+            places = rope_positions(base, made, sound_in_video=with_sound).numpy()
+        return placed_parts(parts, made["input_ids"][0].tolist(), places, tokens, self._ids)
+
+    def _ids(self, text: str) -> list[int]:
+        """The tokens of a text by itself."""
+        found: list[int] = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return found
 
     def inputs(self, shown: Shown) -> dict[str, Any]:
         """Named tensors, and lists of counts, of which the tower takes those that it knows; `input_ids` are those of
@@ -117,18 +128,60 @@ def _given(shown: Shown) -> dict[str, Any]:
     return {"images": [Image.fromarray(shown)]} if isinstance(shown, np.ndarray) else shown.given()
 
 
-def _check(parts: list[PromptPart], ids: np.ndarray, places: np.ndarray, token: int) -> None:
-    """Raises ValueError unless tokens that take no rows count on, which is all that a prompt's layout can do."""
-    runs, position = iter([part for part in parts if part.rows]), 0
-    at = 0
-    while at < len(ids):
-        if ids[at] == token:
-            part = next(runs)
-            at, position = at + part.rows, position + part.advance
-            continue
-        if set(places[:, at].tolist()) != {position}:
+def placed_parts(
+    parts: Parts, ids: Sequence[int], places: np.ndarray, tokens: Sequence[int], encode: Callable[[str], Sequence[int]]
+) -> Parts:
+    """The same parts with the positions of their rows in a prompt with a text before the item and one behind: `ids`
+    [n], at `places` int [3, n]; `tokens` are those that take rows, and `encode` gives a text's own.
+
+    Texts count on, which is all that a prompt's layout can do. Where the item's first text does not begin, or its last
+    not end, where the prompt goes on, a part without rows says how far from there that is. Raises ValueError for any
+    other place of a text.
+
+    >>> where, own = np.array([[0, 0, 1, 2, 2]] * 3), {"(": [2], ")": [3]}
+    >>> parts = placed_parts((PromptPart("(", 1, 7), PromptPart(")")), [1, 2, 7, 3, 1], where, [7], own.__getitem__)
+    >>> [(part.text, part.rows, part.advance) for part in parts]
+    [('', 0, -1), ('(', 1, 1), (')', 0, 0), ('', 0, -1)]
+    """
+    found, at, position = list[PromptPart](), 0, 0
+    runs = [part for part in parts if part.rows]
+    for part in runs:
+        end = next(place for place in range(at, len(ids)) if ids[place] in tokens)
+        if turn := _turn(places[:, at:end], position):
+            if found or list(ids[at + turn.at : end]) != list(encode(part.text)):
+                raise ValueError("marks between rows have positions of their own")
+            found.append(PromptPart(advance=turn.by))
+            position += turn.by
+        position += end - at
+        at = end + part.rows
+        run = (places[:, end:at] - position).astype("<i4").tobytes()
+        advance = 0 if ids[at] in tokens else int(places[0, at]) - position
+        found.append(replace(part, positions=run, advance=advance))
+        position += advance
+    tail = parts[len(runs) :]
+    if turn := _turn(places[:, at:], position):
+        if list(ids[at : at + turn.at]) != [token for part in tail for token in encode(part.text)]:
             raise ValueError("marks between rows have positions of their own")
-        at, position = at + 1, position + 1
+        tail = (*tail, PromptPart(advance=turn.by))
+    return (*found, *tail)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """From the text token `at` on, places are `by` further than they would be if the text counted on."""
+
+    at: int
+    by: int
+
+
+def _turn(places: np.ndarray, position: int) -> _Turn | None:
+    """Where the places of a text's tokens, int [3, n], do not count on from `position`. Raises ValueError where that is
+    so more than once, or differs by axis."""
+    off = places - position - np.arange(places.shape[1])
+    turns = np.flatnonzero(np.diff(off[0], prepend=0))
+    if (off != off[0]).any() or len(turns) > 1:
+        raise ValueError("marks between rows have positions of their own")
+    return _Turn(int(turns[0]), int(off[0, -1])) if len(turns) else None
 
 
 def prompt_parts(text: str, tokens: Mapping[str, int]) -> tuple[PromptPart, ...]:

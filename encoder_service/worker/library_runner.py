@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,24 @@ from torch import Tensor
 from common.library_models import SOUND_RATE, Clip, Sound
 from common.media.item import Grid
 from encoder_service.models.attention import AttentionUnavailable
-from encoder_service.models.generic import LibraryTower
+from encoder_service.models.generic import LibraryTower, in_turns
 from encoder_service.models.processor import ItemProcessor, Shown
 from encoder_service.worker.graphs import GraphsUnavailable
 from encoder_service.worker.messages import Batch, Piece, WorkerReady, WorkerSettings
 from encoder_service.worker.runner import PreparedBatch, Runner, StagedTower
 
 _SIDES = (64, 48)
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What the processor has made of an item of a modality; of a video with its sound, of each by itself, and their
+    `turns` (`Plan`)."""
+
+    kind: str
+    inputs: Mapping[str, Any]
+    sound: Mapping[str, Any] = field(default_factory=dict)
+    turns: Sequence[int] = ()
 
 
 class OneByOne:
@@ -34,11 +46,15 @@ class OneByOne:
         """The rows of each item, which are its grid."""
         return [grid.patches for grid in grids]
 
-    def run(self, patches: Sequence[tuple[str, Mapping[str, Any]]], ready: Sequence[int]) -> Tensor:
-        """Each item's modality, and what the processor has made of it → [tokens, levels, width]."""
-        return torch.cat(
-            [self._tower.rows(inputs, tokens, kind) for (kind, inputs), tokens in zip(patches, ready, strict=True)]
-        )
+    def run(self, patches: Sequence[Made], ready: Sequence[int]) -> Tensor:
+        """What the processor has made of each item → [tokens, levels, width]."""
+        return torch.cat([self._rows(made, tokens) for made, tokens in zip(patches, ready, strict=True)])
+
+    def _rows(self, made: Made, tokens: int) -> Tensor:
+        if not made.turns:
+            return self._tower.rows(made.inputs, tokens, made.kind)
+        frames = self._tower.rows(made.inputs, sum(made.turns[::2]), made.kind)
+        return in_turns(frames, self._tower.rows(made.sound, sum(made.turns[1::2]), "audio"), made.turns)
 
 
 class LibraryRunner(Runner):
@@ -73,18 +89,25 @@ class LibraryRunner(Runner):
         if self._first == "audio":
             blank = Sound(np.zeros(SOUND_RATE, np.float32))
         tokens = sum(part.rows for part in self._processor.replacement(blank))
-        self._staged.run([(self._first, self._processor.inputs(blank))], [tokens])
+        self._staged.run([Made(self._first, self._processor.inputs(blank))], [tokens])
         return WorkerReady("the library's", [], self.pool_made())
 
     def prepare(self, batch: Batch) -> PreparedBatch:
         """Has the processor make each item's tensors. Raises RuntimeError where it cannot."""
         started = time.perf_counter()
         try:
-            inputs = [(piece.modality, self._processor.inputs(self._shown(piece))) for piece in batch.pieces]
+            inputs = [self._made(piece) for piece in batch.pieces]
         except ValueError as error:
             raise RuntimeError(str(error)) from error
         ready = self._staged.prepare([Grid(*piece.grid) for piece in batch.pieces], self.device)
         return PreparedBatch(batch, inputs, ready, time.perf_counter() - started)
+
+    def _made(self, piece: Piece) -> Made:
+        made = self._processor.inputs(self._shown(piece))
+        if not piece.samples:
+            return Made(piece.modality, made)
+        samples = self.sound_of(piece).numpy().view(np.float32)
+        return Made(piece.modality, made, self._processor.inputs(Sound(samples)), piece.turns)
 
     def _shown(self, piece: Piece) -> Shown:
         """Of a video the times are left out: only what stands for it in a prompt depends on them."""

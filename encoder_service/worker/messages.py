@@ -38,7 +38,8 @@ class Piece(msgspec.Struct):
 
     Pixels [frames, height, width, depth] uint8 lie at `pixels` in the staging arena; they become the grid (t, h, w) of
     patches at `resized` (height, width), and their rows [tokens, levels, width] go to `rows` in the store arena, and to
-    `pool` in the worker's pool, unless that is negative.
+    `pool` in the worker's pool, unless that is negative. Of a video with its sound, `samples` of that, float32, lie at
+    `sound`, and rows are of both in `turns`, as in `Plan`.
     """
 
     modality: str
@@ -52,6 +53,9 @@ class Piece(msgspec.Struct):
     rows: int
     pool: int = -1
     depth: int = 3
+    sound: int = 0
+    samples: int = 0
+    turns: list[int] = []
 
 
 class Batch(msgspec.Struct, tag=True):

@@ -55,12 +55,14 @@ def _answer(processor: ItemProcessor, asked: ChooseFrames | PlanItem) -> Chosen 
     try:
         if isinstance(asked, ChooseFrames):
             return Chosen(processor.frames(asked.total, asked.fps))
-        if asked.samples:
-            return Planned(list(processor.replacement(Sound(np.zeros(asked.samples, np.float32)))))
+        silence = np.zeros(asked.samples, np.float32)
         if not asked.frames:
-            return Planned(list(processor.replacement(np.zeros((asked.height, asked.width, 3), np.uint8))))
-        blank = np.zeros((len(asked.frames), asked.height, asked.width, 3), np.uint8)
-        return Planned(list(processor.replacement(Clip(blank, asked.frames, asked.total, asked.fps))))
+            blank = np.zeros((asked.height, asked.width, 3), np.uint8)
+            return Planned(processor.replacement(Sound(silence) if asked.samples else blank))
+        blanks = np.zeros((len(asked.frames), asked.height, asked.width, 3), np.uint8)
+        clip = Clip(blanks, asked.frames, asked.total, asked.fps, silence if asked.samples else None)
+        parts = processor.replacement(clip)
+        return Planned(parts, processor.turns(parts) if asked.samples else ())
     except ValueError as error:
         return Refused(str(error))
 

@@ -265,6 +265,10 @@ class Runner:
         count = piece.frames * piece.height * piece.width * piece.depth
         return self._staging[piece.pixels : piece.pixels + count].view(shape)
 
+    def sound_of(self, piece: Piece) -> Tensor:
+        """The samples of a video's sound, float32 as bytes [4 · n], on the host."""
+        return self._staging[piece.sound : piece.sound + 4 * piece.samples]
+
     def _patches(self, piece: Piece) -> Tensor:
         """A piece's patches [t·h·w, dim] in the tower's dtype, on its device."""
         pixels = self.pixels_of(piece).to(self.device)

@@ -13,7 +13,7 @@ def _as_told(header: Header) -> Iterator[str | SpecialToken | Rows]:
     for part in header.replacement:
         if part.text:
             yield part.text
-        if part.rows:
+        if part.rows or part.advance:  # without rows it says where the prompt goes on
             yield Rows(part.rows, part.token)
 
 

@@ -78,17 +78,20 @@ def positions(length: int, spans: Sequence[Span], layout: MediaLayout) -> tuple[
 def _told_positions(length: int, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
     """The same where encoders say it; text, and rows of which nothing is said, count on."""
     out = np.tile(np.arange(length, dtype=np.int32), (3, 1))
-    moved = 0  # how far a token is from its index
+    at, moved = 0, 0  # how far a token is from its index
     for span in sorted(spans, key=lambda span: span.start):
-        parts = [part for part in span.header.replacement if part.rows]
+        parts = [part for part in span.header.replacement if part.rows or part.advance]
         for run, part in zip(span.runs, parts, strict=True):
-            end = run.start + run.count
+            out[:, at : run.start] += moved
+            at = run.start
             if part.positions:
                 block = np.frombuffer(part.positions, "<i4").reshape(3, -1)
-                out[:, run.start : end] = run.start + moved + block
+                at += run.count
+                out[:, run.start : at] = run.start + moved + block
+            if part.positions or not part.rows:
                 moved += part.advance - run.count
-            out[:, end:] = np.arange(end, length) + moved
-    return out, moved
+    out[:, at:] += moved
+    return out, int(out.max(initial=-1)) + 1 - length
 
 
 def _runs(span: Span) -> Iterator[tuple[Run, Header, slice | np.ndarray]]:

@@ -20,6 +20,7 @@ from common.media.item import Grid, Header, Key, Modality
 from encoder_service.media.video import open_reader
 from encoder_service.models.generic import LibraryTower
 from encoder_service.models.processor import ItemProcessor, Shown
+from encoder_service.worker.library_runner import Made, OneByOne
 from llm_service.models.served import ServedModel
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, SamplingParams
@@ -68,9 +69,11 @@ class Served:
             kind, reader = Modality.VIDEO, open_reader(part.file)
             fps = float(reader.get_avg_fps())
             numbers = tuple(self.processor.frames(len(reader), fps))
-            shown = Clip(reader.get_batch(numbers).asnumpy(), numbers, len(reader), fps)
-            blank = replace(shown, frames=np.zeros_like(shown.frames))
-            key = hashlib.sha256(shown.frames.tobytes()).digest()
+            samples = part.heard() if part.with_sound else None
+            shown = Clip(reader.get_batch(numbers).asnumpy(), numbers, len(reader), fps, samples)
+            silence = None if samples is None else np.zeros_like(samples)
+            blank = replace(shown, frames=np.zeros_like(shown.frames), samples=silence)
+            key = hashlib.sha256(shown.frames.tobytes() + (b"" if samples is None else samples.tobytes())).digest()
         else:
             kind, shown = Modality.IMAGE, np.asarray(part)
             blank = np.zeros_like(shown)
@@ -78,7 +81,12 @@ class Served:
         parts = self.processor.replacement(blank)
         tokens = sum(each.rows for each in parts)
         with torch.inference_mode():
-            rows = self.tower.rows(self.processor.inputs(shown), tokens, kind.value)
+            if isinstance(shown, Clip) and shown.samples is not None:
+                turns, sound = self.processor.turns(parts), self.processor.inputs(Sound(shown.samples))
+                made = Made("video", self.processor.inputs(replace(shown, samples=None)), sound, turns)
+            else:
+                made = Made(kind.value, self.processor.inputs(shown))
+            rows = OneByOne(self.tower).run([made], [tokens])
         return Header(key, kind, Grid(1, 1, tokens), tokens, replacement=parts), rows.clone()
 
     def computes(self, parts: Sequence[Part]) -> bool:

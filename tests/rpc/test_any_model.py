@@ -13,7 +13,7 @@ from tests.launch import send
 from tests.rpc.pairs import Pair, about, answer, asked, pair, refusal
 from tests.waiting import until
 from tools.demo_media import film
-from tools.models.compare import OURS, RANKS, SOUND, TWO, VIDEO, picture, through_services
+from tools.models.compare import OURS, RANKS, SOUND, TWO, VIDEO, picture, sounding_prompts, through_services
 from tools.models.tiny import make
 from twinlens import image, user, video
 
@@ -27,11 +27,17 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         yield running
 
 
+OMNI = {VIDEO, SOUND, *sounding_prompts()}
+
+
 @pytest.mark.parametrize(
-    ("kind", "more"), [("qwen2_5_omni_thinker", {VIDEO, SOUND}), ("gemma3", set()), ("internvl", {OURS})]
+    ("kind", "more"),
+    [("qwen2_5_omni_thinker", OMNI), ("qwen3_omni_moe_thinker", OMNI), ("gemma3", set()), ("internvl", {OURS})],
 )
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_ids_and_greedy_tokens_are_the_library_s(kind: str, more: set[str], tmp_path: Path) -> None:
-    """Pictures, videos and sounds; rows that see each other; a text that our decoder computes; one rank and two."""
+    """Pictures, videos, sounds, and videos with theirs; rows that see each other; a text that our decoder computes; one
+    rank and two."""
     found = through_services(make(kind, tmp_path))
     assert {"one picture", TWO, RANKS} | more < found
     assert (OURS in found) == (OURS in more)

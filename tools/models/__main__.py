@@ -27,7 +27,7 @@ from llm_service.families.registry import FAMILIES
 from llm_service.layers.attention.general_backend import SpanRule
 from llm_service.models.trial import drawn_prompt, try_config
 from tools.launcher import NotStartedError
-from tools.models.compare import RANKS, SOUND, TWO, VIDEO, Differs, through_services
+from tools.models.compare import FILM_WITH_SOUND, RANKS, SOUND, TWO, VIDEO, Differs, through_services
 from tools.models.recipes import RECIPES
 from tools.models.tiny import config_of_recipe, make
 
@@ -42,9 +42,10 @@ All {seeing} kinds of models that transformers {release} has for pictures and te
 - **library**: computed by transformers, over our scheduler and paged cache ([generic.md](design/generic.md)).
   *Compared*: both services answered from a tiny checkpoint of the kind, with its own processor and random weights in
   float32, and token ids and 32 greedy tokens were the library's own: text alone, a picture, two pictures of different
-  size between texts, and videos and sounds where the row says so; each prompt alone, beside three others or more, and
-  from the prefix cache; in steps of 16 tokens (of 80, where rows of a picture see each other and are more), and at
-  once, there on two ranks where the row says *tp 2*: elsewhere the library has no plan for ranks, and they are refused.
+  size between texts, and videos, sounds, and videos with theirs (*video sound*) where the row says so; each prompt
+  alone, beside three others or more, and from the prefix cache; in steps of 16 tokens (of 80, where rows of a picture
+  see each other and are more), and at once, there on two ranks where the row says *tp 2*: elsewhere the library has no
+  plan for ranks, and they are refused.
   *Compared in one process*: the same on one rank, without the wires between (`tests/parity/library_side.py`). Of the
   rest a small model's logits were the library's own, in chunks, packed with another prompt; a checkpoint shows the rest
   at start.
@@ -142,7 +143,8 @@ def in_process(kind: str, checkpoint: Path) -> list[str]:
 
 def _notes(names: set[str]) -> list[str]:
     one = ["one picture in a prompt"] * (TWO not in names and "one picture" in names)
-    return one + ["videos"] * (VIDEO in names) + ["sounds"] * (SOUND in names) + ["tp 2"] * (RANKS in names)
+    notes = {"videos": VIDEO, "sounds": SOUND, "video sound": FILM_WITH_SOUND, "tp 2": RANKS}
+    return one + [note for note, name in notes.items() if name in names]
 
 
 Comparison = Callable[[str, Path], list[str]]

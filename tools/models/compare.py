@@ -19,6 +19,8 @@ from torch import Tensor
 
 from common.library import LibraryModel
 from common.library_models import SOUND_RATE, class_of, config_of, describe, library
+from encoder_service.media.audio import read_track
+from encoder_service.media.limits import MediaLimits
 from encoder_service.media.video import open_reader
 from tools.demo_media import film
 from tools.launcher import NotStartedError, Service
@@ -36,9 +38,16 @@ _LLM_FLAGS = ("--kv-cache-bytes", "32MiB", "--row-cache-bytes", "64MiB")
 
 @dataclass(frozen=True, slots=True)
 class Film:
-    """A video as a file."""
+    """A video as a file, shown with its sound or without."""
 
     file: bytes
+    with_sound: bool = False
+
+    def heard(self) -> np.ndarray:
+        """Its sound, as `Tones.heard`."""
+        found = read_track(self.file, MediaLimits().bounds)
+        assert found is not None, "it has a track"
+        return found[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +121,28 @@ def sound_prompts() -> dict[str, Prompt]:
     }
 
 
+FILM_WITH_SOUND = "a video with its sound"
+
+
+def sounding_film(seed: int, seconds: float, heard: float, rate: int = 8) -> Film:
+    """A video of so many seconds, with a sound of its own of `heard` seconds."""
+    return Film(film(seconds, rate, tones(seed, heard).samples), with_sound=True)
+
+
+def sounding_prompts() -> dict[str, Prompt]:
+    """Questions about videos with their sound: alone, with texts around, beside a picture and another sound, and where
+    there is more, or less, to be heard than seen."""
+    return {
+        FILM_WITH_SOUND: [sounding_film(4, 0.5, 0.6), "What is said?"],
+        "a video with more sound": ["See ", sounding_film(5, 0.25, 4.7), " and say: what moves?"],
+        "a video with less sound": ["See ", sounding_film(6, 0.75, 0.2), " and say: what is heard?"],
+        "a video with its sound in company": [
+            *("First ", tones(7, 0.8), " then ", picture(7, 90, 60), " and "),
+            *(sounding_film(8, 0.25, 2.1), " and again ", sounding_film(9, 0.5, 1.0, rate=4), "\n\nWhich is louder?"),
+        ],
+    }
+
+
 class Differs(Exception):
     """What the services say is not what the library says."""
 
@@ -152,8 +183,15 @@ class Reference:
         stills = [part for part in parts if isinstance(part, Image.Image)]
         films = [open_reader(part.file) for part in parts if isinstance(part, Film)]
         media: dict[str, Any] = {"images": stills} if stills else {}
-        if sounds := [part.heard() for part in parts if isinstance(part, Tones)]:
-            media["audio"] = sounds
+        if heard := [part for part in parts if isinstance(part, Tones) or (isinstance(part, Film) and part.with_sound)]:
+            media["audio"] = [part.heard() for part in heard]
+        if any(isinstance(part, Film) for part in heard):
+            shown = [part for part in parts if isinstance(part, Film)]
+            media["audio_from_video_indices"] = [
+                next(at for at, each in enumerate(shown) if each is part) if isinstance(part, Film) else None
+                for part in heard
+            ]
+            media["load_audio_from_video"] = True
         if films:
             media["videos"] = [each.get_batch(range(len(each))).asnumpy() for each in films]
             media["video_metadata"] = [_about(each) for each in films]
@@ -165,8 +203,15 @@ class Reference:
     @torch.no_grad()
     def tokens(self, inputs: Mapping[str, Any]) -> list[int]:
         """Greedy ones, whatever ends an answer."""
-        out = self._model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)
+        more = {"use_audio_in_video": True} if self._has_sound_in_video(inputs) else {}
+        out = self._model.generate(**inputs, **more, max_new_tokens=TOKENS, do_sample=False)
         return [int(token) for token in out[0, inputs["input_ids"].shape[1] :]]
+
+    def _has_sound_in_video(self, inputs: Mapping[str, Any]) -> bool:
+        """A video begins with its sound's mark, by which the model's own rule of places tells it as well."""
+        starts = [getattr(self._model.config, f"{kind}_start_token_id", None) for kind in ("vision", "audio")]
+        ids = inputs["input_ids"][0].tolist()
+        return None not in starts and starts in [ids[at : at + 2] for at in range(len(ids))]
 
 
 def _kind(part: Part) -> str:
@@ -183,6 +228,7 @@ def prompts_for(found: LibraryModel, reference: Reference) -> dict[str, Prompt]:
     """Those that a model is compared by: with a video where it takes one, and the library itself gets through it."""
     asked = {name: parts for name, parts in PROMPTS.items() if all(_known(part, found) for part in parts)}
     asked |= sound_prompts() if "audio" in found.placeholders else {}
+    asked |= sounding_prompts() if found.video_sound else {}
     if found.one_item:
         asked = {name: parts for name, parts in asked.items() if sum(not isinstance(part, str) for part in parts) < 2}
     if "video" in found.placeholders and _gets_through(film_prompt(), reference):
@@ -262,7 +308,7 @@ def _sent(part: Part) -> Any:
     if isinstance(part, str):
         return part
     if isinstance(part, Film):
-        return video(part.file)
+        return video(part.file, with_sound=part.with_sound)
     if isinstance(part, Tones):
         return audio(part.file())
     file = BytesIO()

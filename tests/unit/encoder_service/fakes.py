@@ -80,7 +80,7 @@ class FakeDecoders:
         return TimeBudget(60.0)
 
     async def inspect(
-        self, data: Any, *, key: bytes, modality: Modality, field: str, time_budget: TimeBudget
+        self, data: Any, *, key: bytes, modality: Modality, field: str, time_budget: TimeBudget, with_sound: bool
     ) -> Inspection:
         self.time_budgets.append(time_budget)
         await self._work()

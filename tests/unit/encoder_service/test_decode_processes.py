@@ -23,7 +23,7 @@ async def one(**options):
     """A process that is yet to be started, or what takes its place."""
     arena = SharedBuffer.create("test", 1 << 16)
     settings = DecoderSettings(
-        staging_bytes=arena.size, memory_bytes=2 << 30, threads=1, bounds=MediaLimits().bounds, decoders={}
+        staging_bytes=arena.size, memory_bytes=2 << 30, threads=1, bounds=MediaLimits().bounds, decoders=[]
     )
     made = DecodeProcesses(arena.fd, settings, 1, **{"start_seconds": 600.0, "on_change": lambda: None, **options})
     try:

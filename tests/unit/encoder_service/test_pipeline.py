@@ -57,7 +57,7 @@ class Busy(FakeDecoders):
         self.kind = kind
         self.go_on = asyncio.Event()
 
-    async def inspect(self, data, *, key, modality, field, time_budget):
+    async def inspect(self, data, *, key, modality, field, time_budget, with_sound):
         if modality is Modality.VIDEO and self.kind == "inspect":
             await self.go_on.wait()
         return self.seen if modality is Modality.VIDEO else Inspection(56, 56)

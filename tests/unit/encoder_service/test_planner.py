@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 
-from common.errors import InvalidInput
+from common.errors import InvalidInput, Unsupported
 from common.media.item import Modality, Options, Pixels, PromptPart
 from encoder_service.item import Footage, Inspection, Item
 from encoder_service.media.messages import ChooseFrames, Chosen, PlanItem, Planned
@@ -16,15 +19,16 @@ SEEN = Inspection(64, 48, frames=90, fps=30.0)
 class Asked(LibraryPlanner):
     """One whose process is not there: it says so many rows as there are frames."""
 
-    def __init__(self) -> None:
-        super().__init__("", PlannerTimes(1.0, 1.0))
+    def __init__(self, *, video_sound: bool = True) -> None:
+        super().__init__("", PlannerTimes(1.0, 1.0), video_sound=video_sound)
         self.questions: list[ChooseFrames | PlanItem] = []
 
     async def _ask(self, question: ChooseFrames | PlanItem, field: str) -> Chosen | Planned:
         self.questions.append(question)
         if isinstance(question, ChooseFrames):
             return Chosen([0, 30, 60])
-        return Planned([PromptPart("<video>", max(1, len(question.frames)), 7)])
+        parts = (PromptPart("<video>", max(1, len(question.frames)), 7),)
+        return Planned((*parts, PromptPart("", 5, 9)), (3, 5)) if question.samples else Planned(parts)
 
 
 def item(modality: Modality, options: Options | None = None) -> Item:
@@ -54,6 +58,26 @@ async def test_options_are_refused_by_name() -> None:
         await planner.footage(item(Modality.VIDEO, Options(fps=1.0)), SEEN)
     with pytest.raises(InvalidInput, match="has no max_pixels"):
         await planner.plan(item(Modality.IMAGE, Options(max_pixels=10)), SEEN, None)
+
+
+async def test_a_video_with_its_sound_is_another_question_and_without_one_it_is_the_same() -> None:
+    planner, options = Asked(), Options(with_sound=True)
+    film, footage = item(Modality.VIDEO, options), Footage((0, 30, 60), 90, 30.0)
+    heard = replace(SEEN, track=Inspection(1, 1, 4000, 44_100.0, 2))
+    plan = await planner.plan(film, heard, footage)
+    assert (plan.tokens, plan.samples, plan.turns, plan.sound_bytes) == (8, 4000, (3, 5), 16_000)
+    assert plan.pixel_bytes == 16_000 + 3 * 64 * 48 * 3
+    silent = [await planner.plan(each, SEEN, footage) for each in (film, item(Modality.VIDEO))]
+    assert silent[0] == silent[1]
+    assert (silent[0].samples, silent[0].turns) == (0, ())
+    asked = PlanItem(48, 64, (0, 30, 60), 90, 30.0)
+    assert planner.questions == [msgspec.structs.replace(asked, samples=4000), asked]
+
+
+async def test_sound_between_frames_is_refused_by_name_where_a_model_has_no_place_for_it() -> None:
+    with pytest.raises(Unsupported) as error:
+        await Asked(video_sound=False).footage(item(Modality.VIDEO, Options(with_sound=True)), SEEN)
+    assert (error.value.reason, error.value.field) == ("NO_VIDEO_SOUND", "media[0].options.with_sound")
 
 
 def test_frames_that_a_caller_has_decoded_keep_their_times() -> None:

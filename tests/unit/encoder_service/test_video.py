@@ -115,14 +115,14 @@ def test_damaged_frames_are_refused_and_do_not_end_the_process(width):
     whole = pictures.video(np.random.default_rng(0).integers(0, 256, (24, 96, width, 3), np.uint8))
     start = whole.find(b"mdat") + 8
     staging, ends = SharedBuffer.create("test", 1 << 21), Counter[type]()
-    decoders = {"video": SPECS[Modality.VIDEO].decoder}
-    settings = DecoderSettings(staging.size, memory_bytes=0, threads=1, bounds=MediaLimits().bounds, decoders=decoders)
+    decoder = SPECS[Modality.VIDEO].decoder
+    settings = DecoderSettings(staging.size, memory_bytes=0, threads=1, bounds=MediaLimits().bounds, decoders=[decoder])
     for seed in range(40):
         chance, damaged = random.Random(seed), bytearray(whole)
         for _ in range(chance.choice((40, 2000))):
             damaged[chance.randrange(start, len(whole) - 1000)] = chance.randrange(256)
         staging.view[: len(damaged)] = damaged
-        desk, job = Desk(staging, settings), (b"x", "video", 0, len(damaged))
+        desk, job = Desk(staging, settings), (b"x", decoder, 0, len(damaged))
         answers = [*desk.answers(Inspect(*job)), *desk.answers(Decode(*job, 1 << 20, [0, 8, 16, 23], 96, width))]
         ends[type(answers[-1])] += 1
     staging.close()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from transformers import Qwen2_5_VLConfig
 
-from common.media.item import Grid, Header, Modality
+from common.media.item import Grid, Header, Modality, PromptPart
 from llm_service.families.family import InPrompt, Rows
 from llm_service.prompt.mrope import MediaLayout, positions
 from llm_service.request import Run, Span
@@ -94,3 +94,19 @@ def test_a_familys_layout_is_read_from_its_configuration(kind: str, runs: list[i
     assert [part.count for part in video.expand(header) if isinstance(part, Rows)] == runs
     assert layout.tokens_per_second * video.timed_frames == rate
     assert layout.modalities[Modality.IMAGE] == InPrompt("image_token_id")
+
+
+def test_places_that_encoders_tell_may_go_back_and_the_answer_goes_on_behind_the_furthest() -> None:
+    """A mark at the place of the token before it, a run at height 7, and a text behind them that goes on from 3."""
+    run = np.array([[0, 1], [0, 7], [0, 1]], "<i4").tobytes()
+    parts = (PromptPart(advance=-1), PromptPart("(", 2, 5, run, 2), PromptPart(")"), PromptPart(advance=-1))
+    header = Header(b"", Modality.VIDEO, Grid(1, 1, 2), 2, replacement=parts)
+    layout = MediaLayout(1, {}, 0.0, replaced=True)
+    runs = (Run(2, 0, 0), Run(3, 0, 2), Run(6, 2, 0))
+    where, mrope_delta = positions(9, [Span(0, header, runs)], layout)
+    assert where.tolist() == [
+        [0, 1, 1, 2, 3, 4, 4, 5, 6],
+        [0, 1, 1, 2, 9, 4, 4, 5, 6],
+        [0, 1, 1, 2, 3, 4, 4, 5, 6],
+    ]
+    assert mrope_delta == 10 - 9

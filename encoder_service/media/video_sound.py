@@ -1,0 +1,37 @@
+"""A video together with its own sound, in the decode process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from encoder_service.item import Inspection
+from encoder_service.media.audio import AudioFile, read_track
+from encoder_service.media.messages import DecoderSettings
+from encoder_service.media.video import VideoFile
+
+
+class SoundingVideoFile:
+    """A video's file whose sound is heard as well (`__main__.SoundingFile`): all of that is decoded at once, as its
+    length is known then alone. Without sound it is as any other."""
+
+    def __init__(self, data: bytes, settings: DecoderSettings) -> None:
+        self._video = VideoFile(data, settings)
+        self._track: Inspection | None = None
+        self.samples = np.empty(0, np.float32)
+        if found := read_track(data, settings.bounds):
+            self._track, self.samples = found
+
+    @staticmethod
+    def prepare() -> None:
+        """Loads what reads both."""
+        VideoFile.prepare()
+        AudioFile.prepare()
+
+    def inspect(self) -> Inspection:
+        return replace(self._video.inspect(), track=self._track)
+
+    def decode(self, frames: Sequence[int], out: np.ndarray) -> Iterator[int]:
+        return self._video.decode(frames, out)

@@ -1,0 +1,117 @@
+"""A video with its own sound between its frames, as the library has both, on tiny random checkpoints."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from common import library_models
+from common.library_models import Clip
+from tests.parity.library_side import Served, compare
+from tools.models.compare import Film, Part, Reference, picture, sounding_film, sounding_prompts, tones
+from tools.models.tiny import make
+
+KINDS = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return Served.of(make(request.param, tmp_path_factory.mktemp("omni")))
+
+
+@pytest.fixture(scope="module")
+def library(served: Served) -> Reference:
+    return Reference(served.folder)
+
+
+def features(library: Reference, kind: str, inputs: dict[str, Any]) -> Any:
+    compute = getattr(library._model.base_model, f"get_{kind}_features")
+    taken = inspect.signature(compute).parameters
+    with torch.inference_mode():
+        return compute(**{name: value for name, value in inputs.items() if name in taken}, return_dict=True)
+
+
+def test_rows_are_the_library_s_and_in_its_order(served: Served, library: Reference) -> None:
+    parts: list[Part] = ["See ", sounding_film(1, 0.5, 1.1), "!"]
+    given = library.inputs(parts)
+    ids, config = given["input_ids"][0], library._model.config
+    prompt = served.prompt(parts)
+    assert prompt.layout.ids == ids.tolist()
+    frames, sound = (features(library, kind, given) for kind in ("video", "audio"))
+    levels = [torch.cat(list(frames.pooler_output)), *map(torch.cat, frames.get("deepstack_features") or ())]
+    rows, token = prompt.rows[0], ids[torch.isin(ids, torch.tensor([config.video_token_id, config.audio_token_id]))]
+    assert rows.shape[1] == len(levels) == served.found.levels
+    torch.testing.assert_close(rows[token == config.video_token_id], torch.stack(levels, 1), rtol=1e-5, atol=1e-5)
+    heard = rows[token == config.audio_token_id]
+    torch.testing.assert_close(heard[:, 0], sound.last_hidden_state, rtol=1e-5, atol=1e-5)
+    assert not heard[:, 1:].any(), "nothing of a sound goes to deeper layers"
+    assert len(heard) > 10
+    assert not torch.allclose(heard[0], heard[-1]), "every row would do"
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [(0.5, 0.3), (0.5, 9.9), (0.5, 0.04), (4.0, 0.1), (1.0, 1.0)],
+    ids=["alike", "long heard", "hardly heard", "long seen", "as long"],
+)
+def test_positions_are_the_library_s_whatever_is_longer(
+    served: Served, library: Reference, lengths: tuple[float, float]
+) -> None:
+    parts: list[Part] = ["See ", sounding_film(2, *lengths, rate=4), " and ", picture(3, 56, 56), "!"]
+    given = library.inputs(parts)
+    where = library_models.rope_positions(library._model.base_model, given, sound_in_video=True).numpy()
+    layout = served.prompt(parts).layout
+    assert layout.ids == given["input_ids"][0].tolist()
+    assert np.array_equal(np.frombuffer(layout.positions, np.int32).reshape(3, -1), where)
+    assert layout.mrope_delta == int(where.max()) + 1 - len(layout.ids)
+
+
+def test_a_video_without_sound_is_as_any_other(served: Served) -> None:
+    """The library leaves the sound of one that has none out as well."""
+    film = sounding_film(3, 0.5, 0.5)
+    with_sound, without = served.prompt([film, "!"]), served.prompt([replace(film, with_sound=False), "!"])
+    assert len(without.layout.ids) < len(with_sound.layout.ids)
+    about = {"total_num_frames": 4, "fps": 8.0, "duration": 0.5, "frames_indices": [0, 1, 2, 3]}
+    frames = np.zeros((4, 56, 84, 3), np.uint8)
+    processor = library_models.processor_of(served.folder)
+    asked: dict[str, Any] = {"videos": [frames], "video_metadata": [about], "do_sample_frames": False}
+    silent = {**asked, "audio": [tones(1, 0.5).heard()], "audio_from_video_indices": [None]}
+    silent["text"] = ["<start><video><end><listen><audio><heard>"]
+    made = processor(**silent, load_audio_from_video=True, return_text_replacement_offsets=True)
+    replacement = made["text_replacement_offsets"][0][0]["replacement"]
+    parts = served.processor.replacement(Clip(frames, (0, 1, 2, 3), 4, 8.0))
+    assert replacement == "<video>" * sum(part.rows for part in parts)
+
+
+def test_a_track_that_the_processor_cuts_off_is_refused(served: Served) -> None:
+    frames = np.zeros((2, 56, 56, 3), np.uint8)
+    clip = Clip(frames, (0, 1), 2, 8.0, np.zeros(30 * 16_000, np.float32))
+    longest = library_models.longest_sound(library_models.processor_of(served.folder))
+    if not longest:
+        assert sum(served.processor.turns(served.processor.replacement(clip))[1::2]) > 300
+        return
+    with pytest.raises(ValueError, match="does not take all of so long a sound"):
+        served.processor.replacement(clip)
+
+
+@pytest.mark.soak
+def test_tokens_are_the_library_s(tmp_path: Path) -> None:
+    """Of Qwen3-Omni; `test_library_models` has the other."""
+    assert set(sounding_prompts()) <= compare(make("qwen3_omni_moe_thinker", tmp_path))
+
+
+def test_models_that_cannot_have_both_say_so(tmp_path: Path) -> None:
+    assert not library_models.describe(make("llava_onevision", tmp_path)).video_sound
+
+
+def test_no_film_is_heard_twice() -> None:
+    """What the reference is given is what the services decode."""
+    film: Film = sounding_film(1, 0.5, 1.1)
+    assert np.array_equal(film.heard(), tones(1, 1.1).heard())
