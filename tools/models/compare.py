@@ -133,7 +133,7 @@ def sounding_prompts() -> dict[str, Prompt]:
     """Questions about videos with their sound: alone, with texts around, beside a picture and another sound, and where
     there is more, or less, to be heard than seen."""
     return {
-        FILM_WITH_SOUND: [sounding_film(4, 0.5, 0.6), "What is said?"],
+        FILM_WITH_SOUND: [sounding_film(4, 0.5, 0.6), "Tell me what you hear, and who says it."],
         "a video with more sound": ["See ", sounding_film(5, 0.25, 4.7), " and say: what moves?"],
         "a video with less sound": ["See ", sounding_film(6, 0.75, 0.2), " and say: what is heard?"],
         "a video with its sound in company": [
