@@ -199,6 +199,8 @@ def shrink(config: Any, ranks: int = 1) -> None:
     for name, most in _SMALL.items():
         if isinstance(getattr(config, name, None), int):
             setattr(config, name, min(getattr(config, name), most))
+    if getattr(config, "moe_intermediate_size", None) == config.hidden_size // 2:
+        config.moe_intermediate_size += config.hidden_size // 4  # square matrices do not show which way round they lie
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if isinstance(getattr(config, name, None), int):
             setattr(config, name, min(getattr(config, name), _EXPERTS))

@@ -28,8 +28,15 @@ FAMILIES: Final = {
 
 TEXT_FAMILIES: Final = {
     "llama": Family({}),
+    "ministral3": Family({}, text_defaults={"use_sliding_window": True, "sliding_window": None}),
+    "mistral": Family({}, text_defaults={"use_sliding_window": True}),
     "qwen2": Family({}, attention_bias=True),
+    "qwen2_5_omni_text": QWEN2_5_VL,
     "qwen3": Family({}, qk_norm=True),
+    "qwen3_moe": Family({}, qk_norm=True, text_defaults={"norm_topk_prob": False}),
+    "qwen3_omni_moe_text": QWEN3_VL,
+    "qwen3_vl_moe_text": QWEN3_VL,
+    "qwen3_vl_text": QWEN3_VL,
 }
 """By the `model_type` of a text: of models without media, which propose drafts for those, of families that
 go with several, and of models that no family is for, where our decoder computes the text and the library the rest."""

@@ -3,6 +3,7 @@ it, torch's operators or a device's kernels."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, Protocol
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llm_service.layers.linear import Place, Stored, fill
+from llm_service.models.config import RotaryScaling
 
 Pair = tuple[Tensor, Tensor]
 
@@ -177,21 +179,57 @@ class MultimodalRotary(nn.Module):
     all layers."""
 
     def __init__(
-        self, dim: int, theta: float, sections: tuple[int, int, int], *, interleaved: bool, device: torch.device
+        self,
+        dim: int,
+        theta: float,
+        sections: tuple[int, int, int],
+        *,
+        interleaved: bool,
+        device: torch.device,
+        scaling: RotaryScaling | None = None,
     ) -> None:
         super().__init__()
+        self._magnitude = 1.0 if scaling is None else scaling.magnitude
         pairs = torch.arange(0, dim, 2, dtype=torch.float32, device=device)
         axes = torch.tensor(axis_of_pairs(sections, interleaved=interleaved), device=device)
         self._frequencies: Tensor  # [dim / 2], as the axis of each pair is
         self._axis: Tensor
-        self.register_buffer("_frequencies", 1.0 / theta ** (pairs / dim), persistent=False)
+        frequencies = 1.0 / theta ** (pairs / dim)
+        if scaling is not None:
+            kept = kept_shares(frequencies, theta, scaling)
+            frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
+        self.register_buffer("_frequencies", frequencies, persistent=False)
         self.register_buffer("_axis", axes, persistent=False)
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """int [3, n] → cosine and sine, each [n, 1, dim] in `dtype`."""
         turns = positions[self._axis].float().t() * self._frequencies  # [n, dim / 2]
         turns = torch.cat([turns, turns], dim=-1).unsqueeze(1)
-        return turns.cos().to(dtype), turns.sin().to(dtype)
+        cosine, sine = turns.cos(), turns.sin()
+        if self._magnitude != 1:
+            cosine, sine = cosine * self._magnitude, sine * self._magnitude
+        return cosine.to(dtype), sine.to(dtype)
+
+
+def kept_shares(frequencies: Tensor, theta: float, scaling: RotaryScaling) -> Tensor:
+    """How much of its frequency each pair [dim / 2] keeps, the rest being divided; see `RotaryScaling`. Llama 3 goes by
+    the turns of a pair in the original context, YaRN by the pairs' numbers between the two of so many turns."""
+    if scaling.kind == "linear":
+        return torch.zeros_like(frequencies)
+    if scaling.kind == "llama3":
+        turns = scaling.original * frequencies / (2 * math.pi)
+        return ((turns - scaling.slow) / (scaling.fast - scaling.slow)).clamp(0, 1)
+    count = len(frequencies)
+
+    def pair_of(turns: float) -> float:
+        return count * math.log(scaling.original / (2 * math.pi * turns)) / math.log(theta)
+
+    first, last = pair_of(scaling.fast), pair_of(scaling.slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * count - 1)
+    numbers = torch.arange(count, dtype=torch.float32, device=frequencies.device)
+    return 1 - ((numbers - first) / (last - first or 0.001)).clamp(0, 1)
 
 
 def axis_of_pairs(sections: tuple[int, int, int], *, interleaved: bool) -> list[int]:

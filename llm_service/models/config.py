@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,60 @@ class DeltaNetConfig:
     key_dim: int
     value_dim: int
     width: int
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryScaling:
+    """How rotary pairs turn that are made to reach further than a model was trained for: those that turn fast in
+    `original` tokens as before, slow ones `factor` times as slowly, and between `slow` and `fast` turns partly. `kind`
+    is linear (all are slow), llama3 or yarn. What is turned grows by `magnitude`; `truncate`: yarn's bounds are whole
+    pairs."""
+
+    kind: str
+    factor: float
+    original: int = 0
+    slow: float = 1.0
+    fast: float = 1.0
+    magnitude: float = 1.0
+    truncate: bool = True
+
+    @classmethod
+    def of(cls, rope: Mapping[str, Any], max_position: int) -> RotaryScaling | None:
+        """Of the rotary settings of a configuration; None where nothing is scaled. Raises CheckpointError for a kind
+        that is not supported, and KeyError where a setting is missing."""
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind in ("default", "mrope", "dynamic"):  # the last scales what is longer than the longest context alone
+            return None
+        if kind == "linear":
+            return cls(kind, float(rope["factor"]))
+        if kind == "llama3":
+            slow, fast = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+            return cls(kind, float(rope["factor"]), int(rope["original_max_position_embeddings"]), slow, fast)
+        if kind == "yarn":
+            original = int(rope["original_max_position_embeddings"])
+            factor = float(rope.get("factor") or max_position / original)
+            return cls(
+                kind,
+                factor,
+                original,
+                slow=float(rope.get("beta_slow") or 1),
+                fast=float(rope.get("beta_fast") or 32),
+                magnitude=_yarn_magnitude(rope, factor),
+                truncate=bool(rope.get("truncate", True)),
+            )
+        raise CheckpointError(f"rotary scaling {kind} is not supported")
+
+
+def _yarn_magnitude(rope: Mapping[str, Any], factor: float) -> float:
+    """What YaRN (Peng et al. 2023) multiplies cosine and sine by, unless it is stated."""
+    if (stated := rope.get("attention_factor")) is not None:
+        return float(stated)
+
+    def grown(share: float) -> float:
+        return 0.1 * share * math.log(factor) + 1 if factor > 1 else 1.0
+
+    one, other = rope.get("mscale"), rope.get("mscale_all_dim")
+    return grown(float(one)) / grown(float(other)) if one and other else grown(1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +108,7 @@ class TextConfig:
     sparse_step: int = 1
     dense_layers: frozenset[int] = frozenset()
     delta_net: DeltaNetConfig | None = None
+    rope_scaling: RotaryScaling | None = None
 
     @property
     def layers(self) -> int:
@@ -68,23 +125,23 @@ class TextConfig:
         return min(max_context or self.max_position, self.max_position)
 
     @classmethod
-    def of(cls, config: dict[str, Any]) -> TextConfig:
+    def of(cls, config: dict[str, Any], max_context: int = 0) -> TextConfig:
         """Reads config.json: Qwen2-VL's text fields stand at its top level on the hub, under `text_config` in newer
-        saves; rotary settings are `rope_scaling` with `rope_theta` beside it, or `rope_parameters` with it inside.
+        saves; rotary settings are `rope_scaling` with `rope_theta` beside it, or `rope_parameters` with it inside. No
+        context is longer than `max_context`, 0: than the model's own bound.
 
         Raises CheckpointError where the family is not served, or a field is missing or asks for something that is not
-        supported.
+        supported, in a context of that length.
         """
         family = family_of(config)
         text = {**family.text_defaults, **config, **(config.get("text_config") or {})}
         rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind not in ("default", "mrope", "dynamic"):  # the last scales what is longer than the longest context alone
-            raise CheckpointError(f"rotary scaling {kind} is not supported")
-        if text.get("use_sliding_window"):
-            raise CheckpointError("sliding-window attention is not supported")
+        max_position = int(text.get("max_position_embeddings", 32768))
+        _check_reach(text, rope, min(max_context or max_position, max_position))
         if text.get("hidden_act", "silu") != "silu":
             raise CheckpointError(f"activation {text['hidden_act']} is not supported")
+        if not text.get("norm_topk_prob", True):
+            raise CheckpointError("experts whose weights do not sum up to 1 are not supported")
         try:
             heads = int(text["num_attention_heads"])
             head_dim = int(text.get("head_dim") or text["hidden_size"] // heads)
@@ -109,7 +166,7 @@ class TextConfig:
                 mrope_sections=(sections[0], sections[1], sections[2]),
                 mrope_interleaved=bool(rope.get("mrope_interleaved", family.mrope_interleaved)),
                 tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
-                max_position=int(text.get("max_position_embeddings", 32768)),
+                max_position=max_position,
                 experts=experts,
                 experts_per_token=int(text.get("num_experts_per_tok", 0)),
                 expert_size=int(text.get("moe_intermediate_size", 0)),
@@ -117,9 +174,26 @@ class TextConfig:
                 sparse_step=int(text.get("decoder_sparse_step", 1)),
                 dense_layers=frozenset(text.get("mlp_only_layers") or ()),
                 delta_net=_delta_net(text) if Mixer.GATED_DELTA_NET in mixers else None,
+                rope_scaling=RotaryScaling.of(rope, max_position),
             )
         except KeyError as error:
             raise CheckpointError(f"config.json has no {error.args[0]}") from error
+
+
+_WINDOW = 4096
+"""Tokens of a window whose length is not stated."""
+
+
+def _check_reach(text: Mapping[str, Any], rope: Mapping[str, Any], longest: int) -> None:
+    """Raises CheckpointError where the last token of so long a context would not see the first, or be scaled otherwise:
+    both are as elsewhere in shorter contexts."""
+    reach, what = longest, ""
+    if text.get("use_sliding_window") and (window := text.get("sliding_window", _WINDOW)) is not None:
+        reach, what = int(window), "sliding-window attention is"
+    elif rope.get("llama_4_scaling_beta"):
+        reach, what = int(rope["original_max_position_embeddings"]), "queries that are scaled by their places are"
+    if reach < longest:
+        raise CheckpointError(f"{what} not supported: no context may be longer than {reach} tokens (--max-context)")
 
 
 def _mixers(text: dict[str, Any], family: Family) -> tuple[Mixer, ...]:

@@ -76,6 +76,7 @@ class Decoder(nn.Module):
             config.mrope_sections,
             interleaved=config.mrope_interleaved,
             device=device,
+            scaling=config.rope_scaling,
         )
 
     @property

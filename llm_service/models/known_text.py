@@ -19,12 +19,15 @@ from llm_service.models.trial import try_ours
 _log = log.get("known_text")
 
 
-def known_text(checkpoint: Checkpoint, library: LibraryModel, group: TensorGroup = ALONE) -> TextSide | None:
+def known_text(
+    checkpoint: Checkpoint, library: LibraryModel, group: TensorGroup = ALONE, max_context: int = 0
+) -> TextSide | None:
     """What `load_decoder` takes of a checkpoint; None where the library has to compute its text on any rank of a group,
-    and a line of the log says why. Takes seconds, as a small model is tried."""
+    and a line of the log says why. Contexts are as long as `TextConfig.of` is told. Takes seconds, as a small model is
+    tried."""
     why, found = "", None
     try:
-        found = _found(checkpoint, library)
+        found = _found(checkpoint, library, max_context)
     except CheckpointError as error:
         why = str(error)
     if not group.all_reduce_min(int(found is not None)):
@@ -38,11 +41,11 @@ def known_text(checkpoint: Checkpoint, library: LibraryModel, group: TensorGroup
     return found
 
 
-def _found(checkpoint: Checkpoint, library: LibraryModel) -> TextSide:
+def _found(checkpoint: Checkpoint, library: LibraryModel, max_context: int) -> TextSide:
     kind = library.text.get("model_type")
     if kind not in TEXT_FAMILIES:
         raise CheckpointError(f"our decoder knows no {kind}")
-    config = TextConfig.of(library.text)
+    config = TextConfig.of(library.text, max_context)
     names = own_names(config_of(checkpoint.folder), checkpoint.tensors)
     try_ours(checkpoint.folder)
     if config.tied:

@@ -128,11 +128,15 @@ def try_ours(folder: Path) -> None:
 
 @torch.inference_mode()
 def try_ours_of(config: Any, prompted: Callable[[], TrialPrompt]) -> None:
-    """The same of a configuration, which is shrunk first, and a prompt for the shrunk one."""
+    """The same of a configuration, which is shrunk first, and a prompt for the shrunk one. A window is taken out: no
+    context is as long as one that ours is tried for."""
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "sliding_window", None) is not None:
+        text.sliding_window = None
     with _tried(config.model_type):
         case = _Case.of(config, prompted)
-        made = Decoder(TextConfig.of(text_of(config)), ALONE, torch.float32, _CPU)
-        decoder = fill_plain(made, named_tensors(case.model))
+        shape = TextConfig.of(text_of(config), len(case.prompt.ids) + _ANSWER)
+        decoder = fill_plain(Decoder(shape, ALONE, torch.float32, _CPU), named_tensors(case.model))
         difference = max(_difference(decoder, case), _difference_of_answer(decoder, case.said))
     if not difference < _CLOSE:
         raise CheckpointError(f"the logits of our decoder are not the library's: they differ by {difference:.1%}")

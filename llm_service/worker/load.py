@@ -147,7 +147,8 @@ def adapter_reader(settings: EngineSettings) -> Callable[[str], Adapter] | None:
     if not settings.max_loras:
         return None
     library = settings.library
-    shapes = shapes_of(TextConfig.of(Checkpoint.resolve(settings.model).config if library is None else library.text))
+    config = Checkpoint.resolve(settings.model).config if library is None else library.text
+    shapes = shapes_of(TextConfig.of(config, settings.max_context))
     adaptable = Adaptable(shapes, settings.max_lora_rank, settings.base_names)
     return partial(read, settings.lora_dir, adaptable=adaptable)
 
@@ -156,7 +157,7 @@ def _decoder(
     settings: EngineSettings, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: TensorGroup
 ) -> Decoder | LibraryDecoder:
     """Ours, or the library's, for which not everything is there."""
-    text = None if settings.library is None else known_text(checkpoint, settings.library, group)
+    text = None if settings.library is None else known_text(checkpoint, settings.library, group, settings.max_context)
     if settings.library is None or text is not None:
         return load_decoder(checkpoint, dtype, device, group, weight_dtype=settings.weight_dtype, text=text)
     asked = {

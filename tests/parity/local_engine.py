@@ -149,6 +149,7 @@ class LocalEngine:
         dtype: torch.dtype = torch.float32,
         library: LibraryModel | None = None,
         by_library: bool = False,
+        max_context: int = 0,
         speculative_tokens: int = 0,
         draft: Drafter | None = None,
         adapters: Sequence[Path] = (),
@@ -159,7 +160,7 @@ class LocalEngine:
     ) -> None:
         checkpoint = Checkpoint(directory)
         served = ServedModel.of(checkpoint) if library is None else ServedModel.by_library(library)
-        text = None if library is None or by_library else known_text(checkpoint, library)
+        text = None if library is None or by_library else known_text(checkpoint, library, max_context=max_context)
         decoder: Decoder | LibraryDecoder
         if library is None or text is not None:
             decoder = load_decoder(checkpoint, dtype, torch.device(device), weight_dtype=weight_dtype, text=text)

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from llm_service.models.generic import LibraryDecoder
 from llm_service.models.known_text import known_text
 from llm_service.models.trial import drawn_prompt, try_ours_of
 from tests.parity.library_side import GREEDY, Served, compare
-from tools.models.compare import PROMPTS
+from tools.models.compare import PROMPTS, Reference
 from tools.models.tiny import config_of_recipe, make
 
 Rename = Callable[[str], str]
@@ -41,11 +42,42 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make("llava", tmp_path_factory.mktemp("llava"))
 
 
-@pytest.mark.parametrize("kind", ["llava", "internvl"])
+KINDS = (
+    "llava",
+    "internvl",
+    "cosmos3_omni",  # levels of deepstack; positions on three axes
+)
+SCALED: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn": {"factor": 8.0, "original_max_position_embeddings": 64},
+}
+
+
+def with_text(folder: Path, **settings: Any) -> Path:
+    """A checkpoint whose text is told other settings."""
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= settings
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_ids_and_tokens_are_the_library_s_whatever_the_chunks_and_the_company(kind: str, tmp_path: Path) -> None:
     folder = make(kind, tmp_path)
     assert isinstance(Served.of(folder).engine().decoder, Decoder)
     assert {"one picture", "two of different sizes"} <= compare(folder)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+def test_experts_each_with_tensors_of_its_own_give_the_library_s_tokens(tmp_path: Path) -> None:
+    served, library = Served.of(make("qwen3_omni_moe_thinker", tmp_path)), Reference(tmp_path)
+    assert any(".experts.1.up_proj." in name for name in Checkpoint(tmp_path).tensors)
+    expected = [library.tokens(library.inputs(parts)) for parts in PROMPTS.values()]
+    engine = served.engine(step_tokens=16, max_running=2)
+    assert isinstance(engine.decoder, Decoder)
+    outcomes = engine.run([served.prompt(parts) for parts in PROMPTS.values()], GREEDY)
+    assert [outcome.tokens for outcome in outcomes] == expected
 
 
 def test_either_decoder_gives_the_same_tokens(llava: Path) -> None:
@@ -101,15 +133,51 @@ def test_the_log_says_once_whose_decoder_computes(llava: Path) -> None:
     assert [(line["event"], line["kind"]) for line in told] == [("our decoder computes the text", "llama")]
 
 
+@pytest.mark.parametrize("kind", SCALED)
+def test_rotary_positions_that_reach_further_give_the_library_s_tokens(kind: str, tmp_path: Path) -> None:
+    rope = {"rope_type": kind, "rope_theta": 10_000.0, **SCALED[kind]}
+    folder = with_text(make("llava", tmp_path), rope_parameters=rope)
+    assert isinstance(Served.of(folder).engine().decoder, Decoder)
+    assert "one picture" in compare(folder)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, **SCALED["yarn"], "mscale": 1.0, "mscale_all_dim": 1.0}
+BOUNDED: dict[str, tuple[dict[str, Any], int, str]] = {
+    "a window": ({"sliding_window": 512}, 512, "sliding-window attention is not supported"),
+    "scaled queries": (
+        {
+            "model_type": "ministral3",
+            "rope_parameters": YARN | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 256},
+        },
+        256,
+        "queries that are scaled by their places are not supported",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BOUNDED)
+def test_what_long_contexts_alone_show_leaves_shorter_ones_to_our_decoder(what: str, tmp_path: Path) -> None:
+    settings, reach, why = BOUNDED[what]
+    folder = with_text(make("mistral3", tmp_path), **settings)
+    served, library = Served.of(folder), Reference(folder)
+    with capture_logs() as told:
+        engines = [served.engine(max_context=bound) for bound in (reach, reach + 1, 0)]
+    assert [type(engine.decoder) for engine in engines] == [Decoder, LibraryDecoder, LibraryDecoder]
+    said = [line["why"] for line in told if "why" in line]
+    assert said == [f"{why}: no context may be longer than {reach} tokens (--max-context)"] * 2
+    expected = library.tokens(library.inputs(PROMPTS["one picture"]))
+    prompt = served.prompt(PROMPTS["one picture"])
+    assert [engine.run([prompt], GREEDY)[0].tokens for engine in engines[:2]] == [expected] * 2
+
+
 def test_a_text_that_asks_for_what_our_decoder_lacks_is_the_library_s(tmp_path: Path) -> None:
-    folder = make("llava", tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    config["text_config"]["rope_parameters"] = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}
-    (folder / "config.json").write_text(json.dumps(config))
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 2.0, "original_max_position_embeddings": 2048}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    folder = with_text(make("llava", tmp_path), rope_parameters=rope)
     served = Served.of(folder)
     with capture_logs() as told:
         assert known_text(Checkpoint(folder), served.found) is None
-    why = "rotary scaling linear is not supported"
+    why = "rotary scaling longrope is not supported"
     assert [(line["event"], line["why"]) for line in told] == [("the library computes the text", why)]
 
 

@@ -103,7 +103,7 @@ def test_a_family_of_ours_and_the_library_make_the_same_of_one_checkpoint(checkp
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     native = LocalEngine(folder).run(list(ours.values()), GREEDY)
     for options in ({}, {"step_tokens": 16, "max_running": 3}):
-        said = theirs.engine(**options).run(list(prompts.values()), GREEDY)
+        said = theirs.engine(**options, by_library=True).run(list(prompts.values()), GREEDY)
         assert [outcome.tokens for outcome in said] == [outcome.tokens for outcome in native]
 
 
@@ -295,6 +295,7 @@ def test_a_sound_that_the_processor_cuts_off_is_refused(tmp_path: Path) -> None:
         processor.replacement(Sound(np.zeros(160_001, np.float32)))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_of_a_model_that_speaks_the_thinker_is_served(tmp_path: Path) -> None:
     """As Qwen2.5-Omni is published: one part of its configuration, and of its tensors, writes."""
     thinker, whole = make("qwen2_5_omni_thinker", tmp_path / "thinker"), tmp_path / "whole"

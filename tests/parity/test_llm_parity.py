@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -212,3 +214,21 @@ def test_half_precision_stays_near_the_reference(
         given = decoder.logits(hidden)
     # Of all places: where two experts are nearly alike for a token, rounding may have it go to the other one.
     assert torch.nn.functional.cosine_similarity(given, expected, dim=1).median() > 0.995
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_positions_that_reach_further_by_yarn_are_the_reference_s(
+    family: Family, checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    """As the makers of both say how to serve longer contexts: a line of config.json."""
+    folder = shutil.copytree(checkpoints(family), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    text = config.get("text_config", config)
+    text["rope_scaling"] |= {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    text["rope_scaling"].pop("type", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    prompts = [make_prompt(folder, PROMPTS[name]) for name in ("one image", "video")]
+    plain = LocalEngine(checkpoints(family)).run(prompts, GREEDY)
+    found = [outcome.tokens for outcome in LocalEngine(folder, step_tokens=48).run(prompts, GREEDY)]
+    assert found == [reference.reference_generate(folder, prompt.inputs) for prompt in prompts]
+    assert found != [outcome.tokens for outcome in plain], "the scaling proves nothing"

@@ -130,9 +130,10 @@ def test_weights_of_the_vision_side_are_not_needed(copied: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"rope_scaling": {"type": "yarn", "mrope_section": [6, 5, 5]}}, "yarn"),
+        ({"rope_scaling": {"type": "longrope", "mrope_section": [6, 5, 5]}}, "longrope"),
+        ({"rope_scaling": {"type": "yarn", "mrope_section": [6, 5, 5]}}, "original_max_position_embeddings"),
         ({"rope_scaling": {"rope_type": "default", "mrope_section": [6, 5, 6]}}, "mrope_section"),
-        ({"use_sliding_window": True}, "sliding-window"),
+        ({"use_sliding_window": True, "sliding_window": 100}, "sliding-window attention .* longer than 100 tokens"),
         ({"hidden_act": "relu"}, "relu"),
         ({"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "type sliding_attention are"),
         ({"layer_types": ["full_attention"]}, "names 1 layers of 4"),
