@@ -106,13 +106,15 @@ def placeholder_of(processor: Any, modality: str = "image") -> str:
 @dataclass(frozen=True, slots=True)
 class Clip:
     """Frames [n, height, width, 3] uint8 with these numbers, of a video of `total` frames, `fps` each second. `samples`
-    are its sound, as in `Sound`, where that goes between them."""
+    are its sound, as in `Sound`, where that goes between them. `asked`: so many frames of each second were asked for.
+    """
 
     frames: np.ndarray
     numbers: tuple[int, ...]
     total: int
     fps: float
     samples: np.ndarray | None = None
+    asked: float = 0.0
 
     def given(self) -> dict[str, Any]:
         """What a processor is given: the frames are chosen already."""
@@ -122,7 +124,7 @@ class Clip:
         named = {"videos": [self.frames], "video_metadata": [about], "do_sample_frames": False, "return_metadata": True}
         if self.samples is not None:
             named |= {"audio": [self.samples], "audio_from_video_indices": [0], "load_audio_from_video": True}
-        return named
+        return {**named, "fps": self.asked} if self.asked else named
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,15 +160,20 @@ def marks_around(processor: Any, modality: str) -> tuple[str, str]:
     return (before, behind) if isinstance(before, str) and isinstance(behind, str) else ("", "")
 
 
-def frames_of(processor: Any, total: int, fps: float) -> list[int]:
-    """The numbers of the frames that a processor takes of a video by itself: all, where it chooses none."""
+def frames_of(processor: Any, total: int, fps: float, asked: float = 0.0) -> list[int]:
+    """The numbers of the frames that a processor takes of a video by itself: all, where it chooses none; or where so
+    many of each second are asked for. Raises ValueError where it does not take so many."""
     videos = processor.video_processor
-    if not videos.do_sample_frames:
+    if not (asked or videos.do_sample_frames):
         return list(range(total))
     about = library().video_utils.VideoMetadata(total_num_frames=total, fps=fps, duration=total / fps)
     defaults = {name: getattr(videos, name, None) for name in videos.valid_kwargs.__annotations__}
     taken = inspect.signature(videos.sample_frames).parameters
     named = {name: value for name, value in defaults.items() if name in taken and value is not None}
+    if asked:
+        if "fps" not in taken:
+            raise ValueError(f"{type(videos).__name__} does not choose frames by the second")
+        named["fps"] = asked
     return [int(number) for number in videos.sample_frames(metadata=about, **named)]
 
 

@@ -108,10 +108,11 @@ class PlannerStartFailed(msgspec.Struct, tag=True):
 
 
 class ChooseFrames(msgspec.Struct, tag=True):
-    """Which frames are taken of a video of so many?"""
+    """Which frames are taken of a video of so many? `wanted` of each second were asked for; 0: none were."""
 
     total: int
     fps: float
+    wanted: float = 0.0
 
 
 class Chosen(msgspec.Struct, tag=True):
@@ -122,7 +123,8 @@ class Chosen(msgspec.Struct, tag=True):
 
 class PlanItem(msgspec.Struct, frozen=True, tag=True):
     """What stands in a prompt for an item of this size? Of a video: for frames with these numbers, of `total`, `fps`
-    each second, and so many samples of its sound between them. Of sound: for so many samples."""
+    each second, of which so many were `wanted`, and so many samples of its sound between them. Of sound: for so many
+    samples."""
 
     height: int = 0
     width: int = 0
@@ -130,6 +132,7 @@ class PlanItem(msgspec.Struct, frozen=True, tag=True):
     total: int = 0
     fps: float = 0.0
     samples: int = 0
+    wanted: float = 0.0
 
 
 class Planned(msgspec.Struct, tag=True):

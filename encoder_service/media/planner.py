@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from common import log
 from common.errors import InvalidInput, Unavailable
-from common.media.item import Grid, Modality
+from common.media.item import Grid, Modality, Pixels
 from common.processes import Child, ChildDied
 from encoder_service.item import Footage, Inspection, Item, Plan
 from encoder_service.media.checks import no_video_sound
@@ -79,7 +79,12 @@ class LibraryPlanner:
     async def footage(self, item: Item, seen: Inspection) -> Footage:
         """The frames that the library's processor takes of a video. Raises what `plan` does."""
         self._check_options(item)
-        answer = await self._asked(ChooseFrames(seen.frames, seen.fps), item.field)
+        try:
+            answer = await self._asked(ChooseFrames(seen.frames, seen.fps, item.options.fps or 0.0), item.field)
+        except InvalidInput:
+            if item.options.fps is None:
+                raise
+            raise _no_option(item, "fps") from None
         assert isinstance(answer, Chosen), "it answers what it is asked"
         return Footage(tuple(answer.frames), seen.frames, seen.fps)
 
@@ -93,7 +98,7 @@ class LibraryPlanner:
             about = PlanItem(samples=seen.frames)
         elif footage is not None:
             samples = seen.track.frames if seen.track is not None else 0
-            about = PlanItem(*whole, footage.numbers, footage.total, footage.fps, samples)
+            about = PlanItem(*whole, footage.numbers, footage.total, footage.fps, samples, item.options.fps or 0.0)
         planned = await self._planned(about, item.field)
         tokens = sum(part.rows for part in planned.parts)
         if item.modality is Modality.AUDIO:
@@ -146,7 +151,7 @@ class LibraryPlanner:
             raise
         if not isinstance(answer, Chosen | Planned):
             _log.info("an item cannot be planned", why=getattr(answer, "why", "?"))
-            why = "the model takes no item of this size or length, or of so many frames"
+            why = "the model takes no item of this size or length, or of so many frames, or of so many a second"
             raise InvalidInput(why, reason="MEDIA_UNREADABLE", field=field)
         return answer
 
@@ -154,12 +159,17 @@ class LibraryPlanner:
         stated = item.options.stated()
         if stated.pop("with_sound", False) and not self._video_sound:
             raise no_video_sound(item.field)
+        if not isinstance(item.source, Pixels):
+            stated.pop("fps", None)
         if stated:
-            name = next(iter(stated))
-            field = f"{item.field}.options.{name}"
-            raise InvalidInput(f"this model's processor has no {name}", reason="BAD_OPTION", field=field)
+            raise _no_option(item, next(iter(stated)))
 
     async def _lose(self) -> None:
         if self._child is not None:
             self._child.kill()
             await self.stop()
+
+
+def _no_option(item: Item, name: str) -> InvalidInput:
+    why = f"this model's processor has no {name}, or not for this item"
+    return InvalidInput(why, reason="BAD_OPTION", field=f"{item.field}.options.{name}")

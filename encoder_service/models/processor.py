@@ -50,10 +50,10 @@ class ItemProcessor:
         base = base_of(self._config)
         self._base = base if hasattr(base, "get_rope_index") else None
 
-    def frames(self, total: int, fps: float) -> list[int]:
-        """The numbers of the frames that are taken of a video."""
+    def frames(self, total: int, fps: float, asked: float = 0.0) -> list[int]:
+        """The numbers of the frames that are taken of a video, where so many of each second are asked for, or none."""
         with self._as_value_errors():
-            return frames_of(self._processor, total, fps)
+            return frames_of(self._processor, total, fps, asked)
 
     def replacement(self, shown: Shown) -> Parts:
         """What stands in a prompt for an item; it follows from its sizes and times alone."""

@@ -54,13 +54,13 @@ def main(link_fd: int) -> None:
 def _answer(processor: ItemProcessor, asked: ChooseFrames | PlanItem) -> Chosen | Planned | Refused:
     try:
         if isinstance(asked, ChooseFrames):
-            return Chosen(processor.frames(asked.total, asked.fps))
+            return Chosen(processor.frames(asked.total, asked.fps, asked.wanted))
         silence = np.zeros(asked.samples, np.float32)
         if not asked.frames:
             blank = np.zeros((asked.height, asked.width, 3), np.uint8)
             return Planned(processor.replacement(Sound(silence) if asked.samples else blank))
         blanks = np.zeros((len(asked.frames), asked.height, asked.width, 3), np.uint8)
-        clip = Clip(blanks, asked.frames, asked.total, asked.fps, silence if asked.samples else None)
+        clip = Clip(blanks, asked.frames, asked.total, asked.fps, silence if asked.samples else None, asked.wanted)
         parts = processor.replacement(clip)
         return Planned(parts, processor.turns(parts) if asked.samples else ())
     except ValueError as error:

@@ -68,9 +68,9 @@ class Served:
         elif isinstance(part, Film):
             kind, reader = Modality.VIDEO, open_reader(part.file)
             fps = float(reader.get_avg_fps())
-            numbers = tuple(self.processor.frames(len(reader), fps))
+            numbers = tuple(self.processor.frames(len(reader), fps, part.fps or 0.0))
             samples = part.heard() if part.with_sound else None
-            shown = Clip(reader.get_batch(numbers).asnumpy(), numbers, len(reader), fps, samples)
+            shown = Clip(reader.get_batch(numbers).asnumpy(), numbers, len(reader), fps, samples, part.fps or 0.0)
             silence = None if samples is None else np.zeros_like(samples)
             blank = replace(shown, frames=np.zeros_like(shown.frames), samples=silence)
             key = hashlib.sha256(shown.frames.tobytes() + (b"" if samples is None else samples.tobytes())).digest()

@@ -191,13 +191,17 @@ def test_videos_are_left_out_where_what_they_show_decides_how_many_rows_they_hav
     assert list(library_models.describe(make("video_llama_3", tmp_path)).placeholders) == ["image"]
 
 
-def test_frames_of_a_video_are_the_processor_s_own_choice(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", [{}, {"fps": 1.0}, {"fps": 5.0}], ids=["unsaid", "one", "five"])
+def test_frames_of_a_video_are_the_processor_s_own_choice(asked: dict[str, float], tmp_path: Path) -> None:
     processor = ItemProcessor(make("glm4v", tmp_path))
     whole = library_models.processor_of(tmp_path)
     about = {"total_num_frames": 90, "fps": 30.0, "duration": 3.0}
     frames = [np.zeros((90, 32, 32, 3), np.uint8)]
-    made = whole.video_processor(videos=frames, video_metadata=[about], return_metadata=True, return_tensors="pt")
-    assert processor.frames(90, 30.0) == [int(number) for number in made["video_metadata"][0].frames_indices]
+    made = whole.video_processor(
+        videos=frames, video_metadata=[about], return_metadata=True, return_tensors="pt", **asked
+    )
+    taken = processor.frames(90, 30.0, *asked.values())
+    assert taken == [int(number) for number in made["video_metadata"][0].frames_indices]
 
 
 def test_tokens_of_pieces_have_their_bytes(tmp_path: Path) -> None:

@@ -73,6 +73,30 @@ def test_positions_are_the_library_s_whatever_is_longer(
     assert layout.mrope_delta == int(where.max()) + 1 - len(layout.ids)
 
 
+@pytest.mark.parametrize("rate", [0.5, 1.0, 2.0])
+def test_frames_of_a_second_are_as_many_as_are_asked_for(served: Served, library: Reference, rate: float) -> None:
+    """The library's processor chooses them of all frames, and places them in time by that rate."""
+    parts: list[Part] = ["See ", sounding_film(4, 3.0, 2.6, fps=rate), "!"]
+    given = library.inputs(parts)
+    prompt = served.prompt(parts)
+    where = library_models.rope_positions(library._model.base_model, given, sound_in_video=True).numpy()
+    assert prompt.layout.ids == given["input_ids"][0].tolist()
+    assert np.array_equal(np.frombuffer(prompt.layout.positions, np.int32).reshape(3, -1), where)
+    frames = features(library, "video", given)
+    video = torch.tensor([token == library._model.config.video_token_id for token in prompt.layout.ids])
+    sound = torch.tensor([token == library._model.config.audio_token_id for token in prompt.layout.ids])
+    rows = prompt.rows[0][video[video | sound]]
+    torch.testing.assert_close(rows[:, 0], torch.cat(list(frames.pooler_output)), rtol=1e-5, atol=1e-5)
+
+
+def test_places_between_whole_numbers_are_refused(tmp_path: Path) -> None:
+    """Qwen3-Omni's, where a frame group takes a part of a position."""
+    processor = Served.of(make("qwen3_omni_moe_thinker", tmp_path)).processor
+    frames = np.zeros((4, 56, 56, 3), np.uint8)
+    with pytest.raises(ValueError, match="between whole numbers"):
+        processor.replacement(Clip(frames, (0, 1, 2, 3), 4, 8.0, asked=3.0))
+
+
 def test_a_video_without_sound_is_as_any_other(served: Served) -> None:
     """The library leaves the sound of one that has none out as well."""
     film = sounding_film(3, 0.5, 0.5)

@@ -38,10 +38,12 @@ _LLM_FLAGS = ("--kv-cache-bytes", "32MiB", "--row-cache-bytes", "64MiB")
 
 @dataclass(frozen=True, slots=True)
 class Film:
-    """A video as a file, shown with its sound or without."""
+    """A video as a file, shown with its sound or without, and with so many frames of each second, or as the model has
+    it."""
 
     file: bytes
     with_sound: bool = False
+    fps: float | None = None
 
     def heard(self) -> np.ndarray:
         """Its sound, as `Tones.heard`."""
@@ -124,9 +126,9 @@ def sound_prompts() -> dict[str, Prompt]:
 FILM_WITH_SOUND = "a video with its sound"
 
 
-def sounding_film(seed: int, seconds: float, heard: float, rate: int = 8) -> Film:
-    """A video of so many seconds, with a sound of its own of `heard` seconds."""
-    return Film(film(seconds, rate, tones(seed, heard).samples), with_sound=True)
+def sounding_film(seed: int, seconds: float, heard: float, rate: int = 8, fps: float | None = None) -> Film:
+    """A video of so many seconds, with a sound of its own of `heard` seconds, and so many `fps` to be shown."""
+    return Film(film(seconds, rate, tones(seed, heard).samples), with_sound=True, fps=fps)
 
 
 def sounding_prompts() -> dict[str, Prompt]:
@@ -135,7 +137,11 @@ def sounding_prompts() -> dict[str, Prompt]:
     return {
         FILM_WITH_SOUND: [sounding_film(4, 0.5, 0.6), "Tell me what you hear, and who says it."],
         "a video with more sound": ["See ", sounding_film(5, 0.25, 4.7), " and say: what moves?"],
-        "a video with less sound": ["See ", sounding_film(6, 0.75, 0.2), " and say: what is heard?"],
+        "two frames a second, and less sound": [
+            "See ",
+            sounding_film(6, 2.0, 0.8, fps=2.0),
+            " and say: what is heard?",
+        ],
         "a video with its sound in company": [
             *("First ", tones(7, 0.8), " then ", picture(7, 90, 60), " and "),
             *(sounding_film(8, 0.25, 2.1), " and again ", sounding_film(9, 0.5, 1.0, rate=4), "\n\nWhich is louder?"),
@@ -195,7 +201,10 @@ class Reference:
         if films:
             media["videos"] = [each.get_batch(range(len(each))).asnumpy() for each in films]
             media["video_metadata"] = [_about(each) for each in films]
-            if not self.processor.video_processor.do_sample_frames:
+            if rates := {part.fps for part in parts if isinstance(part, Film) and part.fps is not None}:
+                (media["fps"],) = rates  # one for all
+                media["do_sample_frames"] = True
+            elif not self.processor.video_processor.do_sample_frames:
                 for about in media["video_metadata"]:
                     about["frames_indices"] = list(range(about["total_num_frames"]))
         return media
@@ -308,7 +317,7 @@ def _sent(part: Part) -> Any:
     if isinstance(part, str):
         return part
     if isinstance(part, Film):
-        return video(part.file, with_sound=part.with_sound)
+        return video(part.file, with_sound=part.with_sound, fps=part.fps)
     if isinstance(part, Tones):
         return audio(part.file())
     file = BytesIO()

@@ -54,10 +54,32 @@ async def test_a_size_is_asked_for_once_and_other_frames_are_another_question() 
 
 async def test_options_are_refused_by_name() -> None:
     planner = Asked()
+    with pytest.raises(InvalidInput, match="has no max_frames"):
+        await planner.footage(item(Modality.VIDEO, Options(max_frames=4)), SEEN)
+    given = replace(item(Modality.VIDEO, Options(fps=1.0)), source=Pixels(b"", 3, 4, 4))
     with pytest.raises(InvalidInput, match="has no fps"):
-        await planner.footage(item(Modality.VIDEO, Options(fps=1.0)), SEEN)
+        await planner.plan(given, SEEN, Footage.of(Pixels(b"", 3, 4, 4)))
     with pytest.raises(InvalidInput, match="has no max_pixels"):
         await planner.plan(item(Modality.IMAGE, Options(max_pixels=10)), SEEN, None)
+
+
+async def test_so_many_frames_a_second_are_a_question_of_their_own() -> None:
+    planner, film = Asked(), item(Modality.VIDEO, Options(fps=2.0))
+    footage = await planner.footage(film, SEEN)
+    await planner.plan(film, SEEN, footage)
+    asked = PlanItem(48, 64, (0, 30, 60), 90, 30.0)
+    assert planner.questions == [ChooseFrames(90, 30.0, 2.0), msgspec.structs.replace(asked, wanted=2.0)]
+
+
+async def test_a_rate_that_the_processor_does_not_take_is_named() -> None:
+    class Refusing(Asked):
+        async def _ask(self, question: ChooseFrames | PlanItem, field: str) -> Chosen | Planned:
+            raise InvalidInput("no", reason="MEDIA_UNREADABLE", field=field)
+
+    for options, reason in ((Options(fps=2.0), "BAD_OPTION"), (Options(), "MEDIA_UNREADABLE")):
+        with pytest.raises(InvalidInput) as error:
+            await Refusing().footage(item(Modality.VIDEO, options), SEEN)
+        assert error.value.reason == reason
 
 
 async def test_a_video_with_its_sound_is_another_question_and_without_one_it_is_the_same() -> None:
