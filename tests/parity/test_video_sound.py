@@ -7,12 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from common import library_models
+from common.arena import SharedBuffer
 from common.library_models import Clip
+from common.media.item import Modality
+from encoder_service.media.__main__ import Desk
+from encoder_service.media.limits import MediaLimits
+from encoder_service.media.messages import Decode, Decoded, DecoderSettings
+from encoder_service.media.modalities import SPECS
+from encoder_service.worker.library_runner import LibraryRunner
+from encoder_service.worker.messages import Batch, Piece, WorkerSettings
 from tests.parity.library_side import Served, compare
 from tools.models.compare import Film, Part, Reference, picture, sounding_film, sounding_prompts, tones
 from tools.models.tiny import make
@@ -54,6 +63,36 @@ def test_rows_are_the_library_s_and_in_its_order(served: Served, library: Refere
     assert not heard[:, 1:].any(), "nothing of a sound goes to deeper layers"
     assert len(heard) > 10
     assert not torch.allclose(heard[0], heard[-1]), "every row would do"
+
+
+def test_a_worker_computes_both_of_what_the_decode_process_has_written(served: Served) -> None:
+    """Two of one batch, one of them without its sound: rows lie in the store as prompts have them."""
+    film = sounding_film(5, 0.5, 0.9)
+    expected = [served.prompt([each]).rows[0] for each in (film, replace(film, with_sound=False))]
+    room, at = 8 << 20, 1 << 20
+    staging, store = (SharedBuffer.create(name, room) for name in ("staging", "store"))
+    staging.view[: len(film.file)] = film.file
+    video = SPECS[Modality.VIDEO]
+    files = DecoderSettings(room, 0, 1, MediaLimits().bounds, sorted(video.decoders))
+    desk, samples = Desk(staging, files), len(film.heard())
+    *_, done = desk.answers(
+        Decode(b"", video.sound_decoder, 0, len(film.file), at, [0, 1, 2, 3], 160, 224, samples=samples)
+    )
+    assert isinstance(done, Decoded)
+    clip = Clip(np.zeros((4, 160, 224, 3), np.uint8), (0, 1, 2, 3), 4, 8.0, np.zeros(samples, np.float32))
+    turns = served.processor.turns(served.processor.replacement(clip))
+    pieces = [
+        Piece("video", at + 4 * samples, 4, 160, 224, (160, 224), (1, 1, len(rows)), len(rows), place)
+        for place, rows in zip((0, 4 << 20), expected, strict=True)
+    ]
+    pieces[0] = msgspec.structs.replace(pieces[0], sound=at, samples=samples, turns=list(turns))
+    settings = WorkerSettings(str(served.folder), "cpu", "float32", 0, room, room, library=served.found)
+    assert LibraryRunner(settings, staging, store).run(Batch(pieces)).not_finite == []
+    for piece, rows in zip(pieces, expected, strict=True):
+        found = torch.frombuffer(bytearray(store.view[piece.rows : piece.rows + 4 * rows.numel()]), dtype=torch.float32)
+        torch.testing.assert_close(found.view_as(rows), rows, rtol=1e-5, atol=1e-5)
+    staging.close()
+    store.close()
 
 
 @pytest.mark.parametrize(
