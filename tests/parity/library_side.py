@@ -25,7 +25,7 @@ from llm_service.models.served import ServedModel
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, SamplingParams
 from tests.parity.local_engine import LocalEngine, Prompt
-from tools.models.compare import TOKENS, VIDEO, Film, Part, Reference, Tones, prompts_for
+from tools.models.compare import TOKENS, VIDEO, Film, Part, Reference, Takes, Tones, prompts_for
 
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
 
@@ -107,7 +107,7 @@ def compare(folder: Path, step_tokens: int = 16) -> set[str]:
     """Asserts that ids and greedy tokens are the library's: in short steps, at once beside others, and from the prefix
     cache. Returns the names of the prompts that were compared."""
     served, library = Served.of(folder), Reference(folder)
-    asked = prompts_for(served.found, library)
+    asked = prompts_for(Takes.described(served.found), library)
     if VIDEO in asked and not served.computes(asked[VIDEO]):
         del asked[VIDEO]
     inputs = {name: library.inputs(parts) for name, parts in asked.items()}
