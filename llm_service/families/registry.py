@@ -42,6 +42,12 @@ TEXT_FAMILIES: Final = {
 go with several, and of models that no family is for, where our decoder computes the text and the library the rest."""
 
 
+def check_text(kind: str) -> None:
+    """Raises CheckpointError where a text of this `model_type` is none that our decoder computes."""
+    if kind not in TEXT_FAMILIES:
+        raise CheckpointError(f"our decoder knows no {kind}")
+
+
 def find_family(config: Mapping[str, Any]) -> Family | None:
     """The family of a config.json for media, with what its text decides, where there is one for both."""
     family = FAMILIES.get(config.get("model_type", "?"))

@@ -9,7 +9,7 @@ from common import log
 from common.checkpoint import Checkpoint, CheckpointError
 from common.library import LibraryModel
 from common.library_models import config_of
-from llm_service.families.registry import TEXT_FAMILIES
+from llm_service.families.registry import check_text
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.models.config import TextConfig
 from llm_service.models.library_names import own_names
@@ -42,9 +42,7 @@ def known_text(
 
 
 def _found(checkpoint: Checkpoint, library: LibraryModel, max_context: int) -> TextSide:
-    kind = library.text.get("model_type")
-    if kind not in TEXT_FAMILIES:
-        raise CheckpointError(f"our decoder knows no {kind}")
+    check_text(str(library.text.get("model_type")))
     config = TextConfig.of(library.text, max_context)
     names = own_names(config_of(checkpoint.folder), checkpoint.tensors)
     try_ours(checkpoint.folder)

@@ -35,6 +35,7 @@ from common.library_models import (
     shrink,
     text_of,
 )
+from llm_service.families.registry import check_text
 from llm_service.layers.attention.backend import AttentionBatch, CacheShape, PagedChunk
 from llm_service.layers.attention.general_backend import SpanRule
 from llm_service.layers.attention.torch_backend import TorchBackend
@@ -131,6 +132,7 @@ def try_ours_of(config: Any, prompted: Callable[[], TrialPrompt]) -> None:
     """The same of a configuration, which is shrunk first, and a prompt for the shrunk one. A window is taken out: no
     context is as long as one that ours is tried for."""
     text = config.get_text_config(decoder=True)
+    check_text(text.model_type)
     if getattr(text, "sliding_window", None) is not None:
         text.sliding_window = None
     with _tried(config.model_type):

@@ -21,11 +21,12 @@ from encoder_service.media.video import open_reader
 from encoder_service.models.generic import LibraryTower
 from encoder_service.models.processor import ItemProcessor, Shown
 from encoder_service.worker.library_runner import Made, OneByOne
+from llm_service.models.decoder import Decoder
 from llm_service.models.served import ServedModel
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, SamplingParams
 from tests.parity.local_engine import LocalEngine, Prompt
-from tools.models.compare import TOKENS, VIDEO, Film, Part, Reference, Takes, Tones, prompts_for
+from tools.models.compare import OURS, TOKENS, VIDEO, Film, Part, Reference, Tones, prompts_for
 
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
 
@@ -105,9 +106,9 @@ class Served:
 
 def compare(folder: Path, step_tokens: int = 16) -> set[str]:
     """Asserts that ids and greedy tokens are the library's: in short steps, at once beside others, and from the prefix
-    cache. Returns the names of the prompts that were compared."""
+    cache. Returns the names of the prompts that were compared, and `OURS` where our decoder computed."""
     served, library = Served.of(folder), Reference(folder)
-    asked = prompts_for(Takes.described(served.found), library)
+    asked = prompts_for(served.found, library)
     if VIDEO in asked and not served.computes(asked[VIDEO]):
         del asked[VIDEO]
     inputs = {name: library.inputs(parts) for name, parts in asked.items()}
@@ -126,4 +127,4 @@ def compare(folder: Path, step_tokens: int = 16) -> set[str]:
         for name, outcome in zip(names, outcomes, strict=True):
             assert outcome.tokens == expected[name], f"{name}, {'from the cache' if cached else 'beside others'}"
         assert not cached or all(outcome.cached >= len(prompts["text"].layout.ids) // 16 * 16 for outcome in outcomes)
-    return set(prompts)
+    return {*prompts, *([OURS] if isinstance(chunked.decoder, Decoder) else [])}

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -23,6 +24,7 @@ from common.library_models import Sound
 from common.media.item import Key, Modality
 from encoder_service.models.generic import flat_rows
 from encoder_service.models.processor import ItemProcessor
+from llm_service.families.registry import TEXT_FAMILIES
 from llm_service.layers.attention import general_backend
 from llm_service.layers.attention.backend import PagedChunk
 from llm_service.layers.attention.general_backend import SpanRule
@@ -36,7 +38,9 @@ from llm_service.request import ChatPrompt, MediaItem, Message
 from llm_service.worker.caches import Caches
 from tests.parity.library_side import GREEDY, Served, compare
 from tests.parity.local_engine import LocalEngine, make_prompt
-from tools.models.compare import PROMPTS, SOUND, Reference, picture, sounding_prompts, tones
+from tools.models.__main__ import Row, kinds
+from tools.models.__main__ import main as tools_models
+from tools.models.compare import OURS, PROMPTS, SOUND, Reference, picture, sounding_prompts, tones
 from tools.models.recipes import RECIPES
 from tools.models.tiny import config_of_recipe, make
 
@@ -75,6 +79,32 @@ def test_the_page_of_models_has_each_that_the_library_has() -> None:
     known = [made.model_type for made in library_models.library().AutoModelForImageTextToText._model_mapping]
     assert listed[: len(known)] == known
     assert listed[len(known) :] == ["glmasr", "qwen2_audio", "qwen3_asr"], "those for sounds alone"
+
+
+def test_the_page_of_models_says_whose_decoder_computes_each_text() -> None:
+    rows = [row for row in map(Row.read, PAGE.read_text().splitlines()) if row is not None]
+    assert [row.kind for row in rows] == kinds()
+    assert all((row.text in (OURS, "library")) == (row.how == "library") for row in rows)
+    for row in rows:
+        if row.how == "library":
+            known = config_of_recipe(row.kind).get_text_config(decoder=True).model_type in TEXT_FAMILIES
+            assert (row.text == OURS) == known, row
+
+
+def test_rows_of_kinds_that_are_asked_for_again_go_among_those_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "page.md"
+    was = "| blip | refused |  | blip does"
+    assert was in PAGE.read_text()
+    page.write_text(PAGE.read_text().replace(was, "| blip | refused |  | long ago blip did"))
+    monkeypatch.setattr("sys.argv", ["", str(page), "--only", "blip", "--kept", str(tmp_path / "kept.jsonl")])
+    tools_models()
+    assert page.read_text() == PAGE.read_text()
+    older = page.read_text().replace(f"transformers {version('transformers')}", "transformers 5.1.0")
+    page.write_text(older)
+    tools_models()
+    assert page.read_text() == older, "rows of another release are not this one's"
 
 
 def test_an_attention_that_hands_on_what_ours_does_not_know_is_refused() -> None:

@@ -17,14 +17,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from common.checkpoint import Checkpoint
 from common.library import LibraryModel
 from common.library_models import SOUND_RATE, class_of, config_of, describe, library
 from encoder_service.media.audio import read_track
 from encoder_service.media.limits import MediaLimits
 from encoder_service.media.video import open_reader
-from llm_service.families.family import Mixer
-from llm_service.families.registry import FAMILIES
 from tools.demo_media import film
 from tools.launcher import NotStartedError, Service
 from twinlens import Answer, LlmClient, SamplingParams, TwinlensError, audio, image, user, video
@@ -100,15 +97,12 @@ SOUND = "a sound"
 TWO = "two of different sizes"
 RANKS = "two ranks"
 OURS = "our decoder"
-STATES = "layers with states"
 _COMPANY: dict[str, Prompt] = {
     "a map": ["Who was the first to draw a map of the moon, and with what?"],
     "a clock": ["How does a clock know how long a second is?"],
 }
 """Asked besides, so that each prompt is beside three others at least."""
 _TOGETHER = 4
-_RATES = {"qwen2_vl": 2.0, "qwen2_5_vl": 2.0}
-"""Frames a second that families of ours take where the library leaves it to its callers."""
 PROMPTS: dict[str, Prompt] = {
     "text": ["Tell me about two red circles."],
     "one picture": [picture(1, 120, 90), "What is in the picture?"],
@@ -125,7 +119,7 @@ def sound_prompts() -> dict[str, Prompt]:
     """Questions about one sound, and about two of different length."""
     return {
         SOUND: [tones(1, 1.3), "What is said?"],
-        "two sounds": ["First: ", tones(2, 0.9), " then: ", tones(3, 1.9), " Which is higher?"],
+        "two sounds": ["First: ", tones(2, 0.9), " then: ", tones(3, 2.2), " Which is higher?"],
     }
 
 
@@ -163,7 +157,6 @@ class Reference:
     """The library itself over a checkpoint, on the CPU in float32."""
 
     def __init__(self, folder: Path) -> None:
-        self._rate = _RATES.get(Checkpoint(folder).config["model_type"])
         self.processor = library().AutoProcessor.from_pretrained(folder, local_files_only=True)
         model = class_of(config_of(folder))
         self._model = model.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
@@ -208,10 +201,7 @@ class Reference:
         if films:
             media["videos"] = [each.get_batch(range(len(each))).asnumpy() for each in films]
             media["video_metadata"] = [_about(each) for each in films]
-            rates = {part.fps for part in parts if isinstance(part, Film) and part.fps is not None}
-            if self._rate and not rates:
-                rates = {self._rate}
-            if rates:
+            if rates := {part.fps for part in parts if isinstance(part, Film) and part.fps is not None}:
                 (media["fps"],) = rates  # one for all
                 media["do_sample_frames"] = True
             elif not self.processor.video_processor.do_sample_frames:
@@ -243,38 +233,14 @@ def _about(reader: Any) -> dict[str, Any]:
     return {"total_num_frames": total, "fps": fps, "duration": total / fps, "height": height, "width": width}
 
 
-@dataclass(frozen=True, slots=True)
-class Takes:
-    """What a model takes: modalities by name, `video_sound` beside a video; `one_item` of them in a prompt. Prompts
-    may be resumed behind any block of theirs, but for `states` of layers, which are kept at some places alone."""
-
-    modalities: frozenset[str]
-    one_item: bool = False
-    video_sound: bool = False
-    states: bool = False
-
-    @classmethod
-    def of(cls, folder: Path) -> Takes:
-        """What a checkpoint does, by a family of ours or as the library describes it."""
-        if family := FAMILIES.get(Checkpoint(folder).config["model_type"]):
-            states = any(mixer is not Mixer.ATTENTION for mixer in family.mixers.values())
-            return cls(frozenset(modality.value for modality in family.modalities), states=states)
-        return cls.described(describe(folder))
-
-    @classmethod
-    def described(cls, found: LibraryModel) -> Takes:
-        """What one does that the library describes so."""
-        return cls(frozenset(found.placeholders), found.one_item, found.video_sound)
-
-
-def prompts_for(takes: Takes, reference: Reference) -> dict[str, Prompt]:
+def prompts_for(found: LibraryModel, reference: Reference) -> dict[str, Prompt]:
     """Those that a model is compared by: with a video where it takes one, and the library itself gets through it."""
-    asked = {name: parts for name, parts in PROMPTS.items() if all(_known(part, takes) for part in parts)}
-    asked |= sound_prompts() if "audio" in takes.modalities else {}
-    asked |= sounding_prompts() if takes.video_sound else {}
-    if takes.one_item:
+    asked = {name: parts for name, parts in PROMPTS.items() if all(_known(part, found) for part in parts)}
+    asked |= sound_prompts() if "audio" in found.placeholders else {}
+    asked |= sounding_prompts() if found.video_sound else {}
+    if found.one_item:
         asked = {name: parts for name, parts in asked.items() if sum(not isinstance(part, str) for part in parts) < 2}
-    if "video" in takes.modalities and _gets_through(film_prompt(), reference):
+    if "video" in found.placeholders and _gets_through(film_prompt(), reference):
         asked[VIDEO] = film_prompt()
     for name, parts in _COMPANY.items():
         if len(asked) < _TOGETHER:
@@ -290,19 +256,17 @@ def _gets_through(parts: Prompt, reference: Reference) -> bool:
     return True
 
 
-def _known(part: Part, takes: Takes) -> bool:
-    return isinstance(part, str) or _kind(part) in takes.modalities
+def _known(part: Part, found: LibraryModel) -> bool:
+    return isinstance(part, str) or _kind(part) in found.placeholders
 
 
 def through_services(folder: Path, step_tokens: int = 16) -> set[str]:
     """Has both services answer prompts: in short steps each alone, and all beside each other, twice, when their prompts
     are cached; and the same at once, on two ranks where the library has a plan for them. Returns the prompts' names,
-    `RANKS` where there were two, `OURS` where our decoder computed, and `STATES` where layers keep any. Raises Differs
-    where an answer is not the library's, and NotStartedError, with the last that was said, where a service does not
-    start."""
+    `RANKS` where there were two, and `OURS` where our decoder computed. Raises Differs where an answer is not the
+    library's, and NotStartedError, with the last that was said, where a service does not start."""
     reference = Reference(folder)
-    takes = Takes.of(folder)
-    prompts = prompts_for(takes, reference)
+    prompts = prompts_for(describe(folder), reference)
     inputs = {name: reference.inputs(parts) for name, parts in prompts.items()}
     expected = {name: reference.tokens(given) for name, given in inputs.items()}
     if len(set(map(tuple, expected.values()))) < len(expected):
@@ -318,18 +282,12 @@ def through_services(folder: Path, step_tokens: int = 16) -> set[str]:
                 for name, answer in zip(names, answers, strict=True):
                     what = f"{name}, {steps}, {how}"
                     _check(what, answer, expected[name], counts[name])
-                    least = 0 if takes.states else (counts[name] - 1) // _BLOCK * _BLOCK
-                    if answer.started.cached_tokens < least:
+                    if answer.started.cached_tokens < (counts[name] - 1) // _BLOCK * _BLOCK:
                         raise Differs(f"{what}: {answer.started.cached_tokens} of {counts[name]} tokens were cached")
     logs = [(folder / f"{name}.log").read_text("utf-8") for name in ("llm", "ranks" if ranks > 1 else "whole")]
     if len({_OURS in text for text in logs}) > 1:
         raise Differs("our decoder computes on one rank, and the library on two")
-    return {
-        *prompts,
-        *([RANKS] if ranks > 1 else []),
-        *([OURS] if _OURS in logs[0] else []),
-        *([STATES] if takes.states else []),
-    }
+    return {*prompts, *([RANKS] if ranks > 1 else []), *([OURS] if _OURS in logs[0] else [])}
 
 
 _OURS = "our decoder computes the text"

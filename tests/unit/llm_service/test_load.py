@@ -18,16 +18,19 @@ from common.checkpoint import Checkpoint, CheckpointError
 from common.core_share import CoreShare
 from common.cpu import jit
 from common.library import LibraryModel
+from common.library_models import describe
 from llm_service.layers.attention import flash_backend
 from llm_service.layers.group import ALONE
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
-from llm_service.plan import StepPlan, StepResult
+from llm_service.plan import Install, StepPlan, StepResult
 from llm_service.settings import EngineSettings
 from llm_service.worker import load
 from llm_service.worker.memory import Gauge, prompt
 from llm_service.worker.model_runner import ModelRunner
+from tests.adapters import make_adapter
 from tests.parity.local_engine import LocalEngine
+from tools.models.tiny import make
 
 SECOND = torch.device("cuda:1")
 GIVEN = {"nodes": 1, "kernels": "wait", "library": None}
@@ -71,6 +74,23 @@ def test_what_a_model_that_the_library_computes_does_not_have_is_refused_by_name
     settings = msgspec.structs.replace(SETTINGS, **{"attention": "auto", "library": found, **given})
     with pytest.raises(CheckpointError, match=f"{named} is not for a model that the library computes"):
         load._decoder(settings, Checkpoint(checkpoints("qwen3_vl")), torch.float32, torch.device("cpu"), ALONE)
+
+
+def test_a_model_without_a_family_whose_text_our_decoder_computes_has_what_a_family_has(tmp_path: Path) -> None:
+    """Weights in 8 bits, and slots for an adapter, which is read for the shapes of the text's matrices."""
+    folder, root = make("llava", tmp_path / "model"), tmp_path / "adapters"
+    make_adapter(folder, root / "one", seed=1, modules=("q_proj", "down_proj"))
+    found = describe(folder)
+    sizes = {"block_size": 16, "max_running": 2, "max_step_tokens": 64, "row_bytes": 1 << 20, "row_levels": 1}
+    given = {"model": str(folder), "device": "cpu", "dtype": "float32", "attention": "auto", "graphs": "auto"}
+    asked = {"weight_dtype": "int8", "max_loras": 1, "max_lora_rank": 4, "lora_dir": str(root), "base_names": ()}
+    settings = msgspec.structs.replace(SETTINGS, library=found, kv_cache_bytes=8 << 20, **given, **sizes, **asked)
+    memory = SharedBuffer.create("test-rows", 1 << 20)
+    runner = load.load_runner(settings, torch.device("cpu"), ALONE, memory.fd)
+    assert runner.weights.bits == 8
+    reader = load.adapter_reader(settings)
+    assert reader is not None
+    runner.adapt(Install(1, reader("one")))
 
 
 def test_the_cache_is_a_share_of_what_is_free_when_the_largest_step_has_run(
