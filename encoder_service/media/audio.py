@@ -1,5 +1,6 @@
 """Sound in the decode process: PyAV, held to the formats that were named by their first bytes. What comes of a file, or
-of a video's own track, is mono at 16 kHz: channels are averaged, and other rates resampled."""
+of a video's own track, is mono at 16 kHz: other rates are resampled, and channels averaged, or, of a video that is
+shown with its sound, mixed."""
 
 from __future__ import annotations
 
@@ -80,14 +81,15 @@ def read(data: bytes, bounds: Bounds) -> tuple[Inspection, np.ndarray]:
 
 
 def read_track(data: bytes, bounds: Bounds) -> tuple[Inspection, np.ndarray] | None:
-    """The same of a video's own sound; None where it has none. It has been opened as a video, and so is whole."""
+    """The same of a video's own sound, whose channels are mixed as FFmpeg does it, and with it the library: two become
+    (left + right) / √2. None where it has none. It has been opened as a video, and so is whole."""
     name = format_of(data[:512], VIDEOS)
     if name is None:
         raise ValueError("not a video of a supported format")
-    return _track(data, name, bounds)
+    return _track(data, name, bounds, layout="mono")
 
 
-def _track(data: bytes, name: str, bounds: Bounds) -> tuple[Inspection, np.ndarray] | None:
+def _track(data: bytes, name: str, bounds: Bounds, layout: str | None = None) -> tuple[Inspection, np.ndarray] | None:
     if av is None:
         raise ValueError(_NO_PACKAGE)
     try:
@@ -103,18 +105,19 @@ def _track(data: bytes, name: str, bounds: Bounds) -> tuple[Inspection, np.ndarr
     seen = Inspection(width=1, height=1, fps=float(rate), channels=channels)
     if not 0 < rate <= bounds.audio_rate or not 0 < channels <= bounds.audio_channels:
         return seen, np.empty(0, np.float32)
-    samples = _decode(data, name, int(bounds.audio_seconds * SAMPLE_RATE), bounds.video_chunks)
+    samples = _decode(data, name, int(bounds.audio_seconds * SAMPLE_RATE), bounds.video_chunks, layout)
     return Inspection(width=1, height=1, frames=len(samples), fps=float(rate), channels=channels), samples
 
 
-def _decode(data: bytes, name: str, most: int, max_parts: int) -> np.ndarray:
-    """At most `most` samples, and one more where there are more."""
+def _decode(data: bytes, name: str, most: int, max_parts: int, layout: str | None = None) -> np.ndarray:
+    """At most `most` samples, and one more where there are more; channels are mixed to a `layout` before they are
+    averaged."""
     parts, found, given = list[np.ndarray](), 0, 0
     count = PartCount(max_parts)
     try:
         with av.open(io.BytesIO(data), "r", format=_DEMUXERS[name]) as file:
             stream: Any = file.streams.best("audio")
-            resampler = av.AudioResampler(format="fltp", rate=SAMPLE_RATE)
+            resampler = av.AudioResampler(format="fltp", layout=layout, rate=SAMPLE_RATE)
             for packet in file.demux(stream):
                 count.add()
                 for frame in packet.decode():
