@@ -1,17 +1,22 @@
-"""Random checkpoints of about 250 M parameters in the formats of Qwen3-VL and Qwen3.5, for timing: their words mean
-nothing."""
+"""Random checkpoints of about 250 M parameters in the formats of Qwen3-VL, Qwen3.5 and InternVL, for timing: what they
+say means nothing."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.checkpoints import SPECIAL_IDS, Family, make_checkpoint, redraw
+from tools.models.recipes import RECIPES
+from tools.models.recipes.recipe import part, processor, whole
+from tools.models.tiny import make_by
 
 from transformers import AutoConfig, AutoModelForImageTextToText  # isort: skip
 
@@ -61,14 +66,15 @@ HYBRID: dict[str, Any] = {
     },
 }
 """Three layers of four are gated delta nets, as in Qwen3.5."""
-_TEXTS: dict[Family, dict[str, Any]] = {"qwen3_vl": TEXT, "qwen3_5": HYBRID}
+_TEXTS: dict[str, dict[str, Any]] = {"qwen3_vl": TEXT, "qwen3_5": HYBRID}
+INTERNVL = "internvl"
 PIXELS = {"shortest_edge": 65_536, "longest_edge": 16_777_216}
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """`--model`, `--architecture` and `--weights`."""
     parser.add_argument("--model", type=Path, help="checkpoint folder; by default a random one of 250 M parameters")
-    parser.add_argument("--architecture", choices=tuple(_TEXTS), default="qwen3_vl", help="of the random one")
+    parser.add_argument("--architecture", choices=(*_TEXTS, INTERNVL), default="qwen3_vl", help="of the random one")
     parser.add_argument(
         "--weights",
         choices=("float32", "bfloat16"),
@@ -81,7 +87,32 @@ def chosen_model(given: argparse.Namespace) -> Path:
     """The checkpoint that the options name, made if it is not there."""
     folder: Path | None = given.model
     name = f"{CACHE.name}-{given.architecture}-{given.weights}"
-    return folder or bench_checkpoint(CACHE.with_name(name), getattr(torch, given.weights), given.architecture)
+    if folder is not None:
+        return folder
+    make = tiled_checkpoint if given.architecture == INTERNVL else partial(bench_checkpoint, family=given.architecture)
+    return make(CACHE.with_name(name), getattr(torch, given.weights))
+
+
+def tiled_checkpoint(folder: Path, dtype: torch.dtype) -> Path:
+    """The same in the format of InternVL, with the tower's layers and the text of the others, and tiles of 448 pixels
+    as published ones have them; its vocabulary is one of bytes."""
+    if (folder / "complete").is_file():
+        return folder
+    tower = {"num_hidden_layers": VISION["depth"], "num_attention_heads": VISION["num_heads"]}
+    text = {name: value for name, value in TEXT.items() if name not in ("vocab_size", "rope_scaling")}
+    config = whole(
+        "internvl",
+        vision_config=part("internvl_vision", {**VISION, **tower}, image_size=[448, 448], patch_size=[14, 14]),
+        text_config=part("qwen3", text),
+        image_token_id="<image>",
+        image_seq_length=256,
+    )
+    size = {"size": {"height": 448, "width": 448}}
+    kinds = "InternVLProcessor", "GotOcr2ImageProcessorPil"
+    made = processor(*kinds, videos="InternVLVideoProcessor", settings=size, image_seq_length=256)
+    make_by(replace(RECIPES["internvl"], config=config, processor=made), folder, dtype=dtype)
+    (folder / "complete").touch()
+    return folder
 
 
 def bench_checkpoint(folder: Path, dtype: torch.dtype, family: Family = "qwen3_vl") -> Path:

@@ -53,20 +53,24 @@ def make_internvl(
     *,
     layout: Literal["hub", "saved"] = "saved",
     dtype: torch.dtype = torch.float32,
+    side: int = SIDE,
 ) -> Path:
-    """Writes one into a folder, and returns that."""
+    """Writes one with tiles of `side` pixels a side into a folder, and returns that."""
     about = KINDS[kind]
     config = whole(
         "internvl",
-        vision_config=part("internvl_vision", _TOWER, **about.get("tower", {})),
+        vision_config=part("internvl_vision", {**_TOWER, "image_size": [side, side]}, **about.get("tower", {})),
         text_config=part(kind, TEXT, **about.get("text", {})),
         image_token_id="<image>",
-        image_seq_length=4,
+        image_seq_length=(side // 28) ** 2,
         downsample_ratio=0.5,
         tie_word_embeddings=about.get("tie_word_embeddings", True),
     )
     make_by(replace(RECIPES["internvl"], config=config), folder, dtype=dtype)
     saved = json.loads((folder / "processor_config.json").read_text())
+    saved["image_seq_length"] = (side // 28) ** 2
+    for part_of in ("image_processor", "video_processor"):
+        saved[part_of]["size"] = {"height": side, "width": side}
     pictures = saved["image_processor"]
     pictures["crop_to_patches"] = False  # as published ones say; the library's processor cuts nevertheless
     if layout == "hub":

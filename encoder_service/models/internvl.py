@@ -16,7 +16,7 @@ from common.linear import Linear
 from common.media.item import Grid
 from encoder_service.models import blocks
 from encoder_service.models.attention import Segments
-from encoder_service.models.tower import Granularity, PackedTower, Packing, Rotary, patch_positions
+from encoder_service.models.tower import Granularity, PackedTower, Packing, Pass, Rotary, patch_positions
 
 _MERGE = 2
 
@@ -53,21 +53,31 @@ class Embeddings(nn.Module):
 
 
 class TileAttention(nn.Module):
-    """Attention inside of each tile, [N, width] → [N, width]."""
+    """Attention inside of each tile, [N, width] → [N, width]. Queries, keys and values are one product here, and three
+    in checkpoints."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
         width, bias = config["hidden_size"], config["attention_bias"]
         self.heads = config["num_attention_heads"]
-        self.q_proj, self.k_proj, self.v_proj = (Linear(width, width, bias=bias) for _ in range(3))
+        self.qkv = Linear(width, 3 * width, bias=bias)
+        self.register_load_state_dict_pre_hook(_join)
         self.q_norm, self.k_norm = (blocks.RMSNorm(width) if config["use_qk_norm"] else nn.Identity() for _ in range(2))
         self.projection_layer = Linear(width, width)
 
     def forward(self, x: Tensor, segments: Segments) -> Tensor:
-        each = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x)), self.v_proj(x)
-        q, k, v = (part.view(len(x), self.heads, -1) for part in each)
+        q, k, v = self.qkv(x).chunk(3, dim=1)
+        q, k, v = (part.unflatten(1, (self.heads, -1)) for part in (self.q_norm(q), self.k_norm(k), v))
         out: Tensor = self.projection_layer(segments(q, k, v).flatten(1))
         return out
+
+
+def _join(_module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Puts a checkpoint's three projections together."""
+    for kind in ("weight", "bias"):
+        names = [f"{prefix}{part}_proj.{kind}" for part in "qkv"]
+        if all(name in state for name in names):
+            state[f"{prefix}qkv.{kind}"] = torch.cat([state.pop(name) for name in names])
 
 
 class FeedForward(nn.Module):
@@ -143,6 +153,20 @@ class InternVLTower(PackedTower):
         tiles = sum(grid.patches for grid in grids) // self.granularity.patches
         none = torch.empty(tiles * self.granularity.places, 1, 0, device=device)
         return Packing(([self.granularity.places] * tiles,), Rotary(none, none))
+
+    def eagerly(self, packing: Packing, device: torch.device) -> Pass:
+        """On a CPU, for one tile after the other: what a layer makes of one stays in the cache, and its rows are the
+        same to the bit whatever else is in the batch."""
+        if device.type != "cpu":
+            return super().eagerly(packing, device)
+        return Pass(packing, (self.backend.over([self.granularity.places], device),))
+
+    def run(self, patches: Tensor, ready: Pass) -> Tensor:
+        if patches.device.type != "cpu":
+            return super().run(patches, ready)
+        packing = ready.packing
+        each = (self.embed(tile, packing) for tile in patches.split(self.granularity.patches))
+        return torch.cat([self.encode(tile, packing.rotary, ready.segments) for tile in each])
 
     def embed(self, patches: Tensor, packing: Packing) -> Tensor:  # noqa: ARG002
         hidden: Tensor = self.embeddings(patches)

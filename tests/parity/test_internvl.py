@@ -18,6 +18,7 @@ from torch import Tensor
 
 from common import library_models
 from common.checkpoint import Checkpoint
+from common.linear import Linear
 from common.media.item import Grid, Header, Key, Modality, Options
 from encoder_service.families import config
 from encoder_service.item import Inspection, Plan
@@ -125,6 +126,8 @@ def test_pictures_give_the_reference_patches_and_rows(ours: Ours, theirs: Refere
         grids.append(plan.grid)
         expected.append(rows)
     together = ours.tower(torch.cat(parts), grids)
+    alone = [ours.tower(part, [grid]) for part, grid in zip(parts, grids, strict=True)]
+    assert torch.equal(together, torch.cat(alone)), "to the bit"
     assert together.shape == (sum(map(len, expected)), ours.config.levels, ours.config.width)
     torch.testing.assert_close(together[:, 0], torch.cat(expected), **ROWS)
     assert (expected[0] - expected[1]).abs().mean() > 0.05, "every row would do"
@@ -286,6 +289,20 @@ def test_videos_of_another_size_are_left_out(plain: Ours, tmp_path: Path) -> Non
     """As in InternVL3.5, whose frames the reference resizes to what the tower cannot divide into rows."""
     folder = with_videos(plain.folder, tmp_path, size={"height": 48, "width": 48})
     assert list(config.read(Checkpoint(folder)).processors) == [Modality.IMAGE]
+
+
+@pytest.mark.parametrize(("capability", "laid_out"), [("AVX2", False), ("AVX512", True)])
+def test_products_of_large_tiles_are_torch_s_own_where_those_are_faster(
+    capability: str, laid_out: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    ours = Ours.load(make_internvl(tmp_path, "qwen3", side=448))
+    linears = [part for part in ours.tower.modules() if isinstance(part, Linear)]
+    assert {part.laid_out is not None for part in linears} == {laid_out}
+    theirs, shown = Reference(ours.folder), picture(6, 500, 400)
+    patches, plan, _ = ours.patches(shown)
+    rows = theirs.rows("image", theirs.inputs([shown, "?"])).flatten(0, 1)
+    torch.testing.assert_close(ours.tower(patches, [plan.grid])[:, 0], rows, **ROWS)
 
 
 def test_the_checkpoint_s_own_bounds_are_read(plain: Ours) -> None:
