@@ -1,8 +1,7 @@
-"""One token of a gated delta net on a CPU, from what is projected to what is read, in one kernel that numba compiles.
+"""A token of a gated delta net on a CPU, or one with its drafts, in one kernel that numba compiles.
 
 A state is larger than all else that a step touches in a layer but the weights. It is read from memory once, used again
-from the cache, and written where it lies; torch reads or writes it nine times.
-"""
+from the cache, and written where it lies; torch reads or writes it nine times for each token."""
 
 from __future__ import annotations
 
@@ -173,35 +172,46 @@ def _value_head(
 
 
 @inner
-def _key_head(head: Any, sizes: Any, out: Any, token: Any, states: Any, slots: Any, fresh: Any, weights: Any) -> None:
-    """One key head of one token, with its value heads; see `_step`."""
+def _mix(mixed: Any, head: Any, sizes: Any, qkv: Any, z: Any, before: Any, conv: Any, fresh: Any) -> None:
+    """One key head of one token: mixed [2 · key_dim + 2 · group · value_dim] becomes its query and its key, of the
+    length that they have, its values, and the gates. `before` [channels, width − 1] gets the token."""
     key_heads, key_dim, group, value_dim = sizes
-    qkv, z, a, b = token
-    convolution, recurrent = states
-    conv, a_log, dt_bias, gain, eps = weights
-    own, keys = group * value_dim, key_heads * key_dim
-    mixed, wholes = np.empty(2 * key_dim + 2 * own, np.float32), np.empty(2 * key_dim + 2 * own, np.int32)
-    begin = 0
+    own, keys, begin = group * value_dim, key_heads * key_dim, 0
     for start, size in ((head * key_dim, key_dim), (keys + head * key_dim, key_dim), (2 * keys + head * own, own)):
         stop, end = start + size, begin + size
-        before = convolution[slots[0], start:stop]
         if conv.shape[1] == 4 and not fresh:
-            _convolve_four(mixed[begin:end], qkv[start:stop], before, conv[start:stop])
+            _convolve_four(mixed[begin:end], qkv[start:stop], before[start:stop], conv[start:stop])
         else:
-            _convolve(mixed[begin:end], qkv[start:stop], before, conv[start:stop], fresh)
+            _convolve(mixed[begin:end], qkv[start:stop], before[start:stop], conv[start:stop], fresh)
         begin = end
     mixed[begin:] = z[head * own : (head + 1) * own]
-    _to_silu(mixed, wholes)
-    query, key = mixed[:key_dim], mixed[key_dim : 2 * key_dim]
-    _to_unit(query, np.float32(key_dim) ** np.float32(-0.5))
-    _to_unit(key, _ONE)
+    _to_silu(mixed, np.empty(mixed.shape[0], np.int32))
+    _to_unit(mixed[:key_dim], np.float32(key_dim) ** np.float32(-0.5))
+    _to_unit(mixed[key_dim : 2 * key_dim], _ONE)
+
+
+@inner
+def _key_head(head: Any, sizes: Any, out: Any, tokens: Any, states: Any, slots: Any, fresh: Any, weights: Any) -> None:
+    """One key head of one sequence's tokens, with its value heads, one after the other: a state stays in the cache
+    while it is used; see `_step`."""
+    _, key_dim, group, value_dim = sizes
+    qkv, z, a, b = tokens
+    convolution, recurrent = states
+    conv, a_log, dt_bias, gain, eps = weights
+    own, count = group * value_dim, qkv.shape[0]
+    mixed = np.empty((count, 2 * key_dim + 2 * own), np.float32)
+    for token in range(count):
+        _mix(mixed[token], head, sizes, qkv[token], z[token], convolution[slots[0]], conv, fresh and token == 0)
     for member in range(group):
         number, first = head * group + member, 2 * key_dim + member * value_dim
-        value, gate = mixed[first : first + value_dim], mixed[first + own : first + own + value_dim]
-        place = out[number * value_dim : (number + 1) * value_dim]
-        left = np.exp(-np.exp(a_log[number]) * _softplus(a[number] + dt_bias[number]))
-        beta = _ONE / (_ONE + np.exp(-b[number]))
-        _value_head(place, gate, recurrent[slots[1], number], query, key, value, left, beta, fresh, gain, eps)
+        for token in range(count):
+            query, key = mixed[token, :key_dim], mixed[token, key_dim : 2 * key_dim]
+            value, gate = mixed[token, first : first + value_dim], mixed[token, first + own : first + own + value_dim]
+            place = out[token, number * value_dim : (number + 1) * value_dim]
+            left = np.exp(-np.exp(a_log[number]) * _softplus(a[token, number] + dt_bias[number]))
+            beta = _ONE / (_ONE + np.exp(-b[token, number]))
+            begins = fresh and token == 0
+            _value_head(place, gate, recurrent[slots[1], number], query, key, value, left, beta, begins, gain, eps)
 
 
 def _step(
@@ -223,21 +233,22 @@ def _step(
     key_heads: Any,
 ) -> None:
     """float32 out and z [n, values], qkv [n, channels], a and b [n, value_heads]; convolution […, channels, width − 1]
-    and recurrent [slots, value_heads, key_dim, value_dim], of which `slots` int64 [2, s] names one each, rows int64 [s]
-    and fresh bool [s] of s tokens; conv [channels, width], a_log and dt_bias [value_heads], gain [value_dim].
+    and recurrent [slots, value_heads, key_dim, value_dim], of which `slots` int64 [2, s] names one each; rows int64
+    [2, s], where the tokens of a sequence begin and end, and fresh bool [s] of s sequences; conv [channels, width],
+    a_log and dt_bias [value_heads], gain [value_dim].
 
-    A task is one key head of one token: nobody else reads or writes its part of the states.
+    A task is one key head of one sequence: nobody else reads or writes its part of the states.
     """
     value_heads, key_dim, value_dim = recurrent.shape[1:]
     sizes = key_heads, key_dim, value_heads // key_heads, value_dim
-    for task in numba.prange(rows.shape[0] * key_heads):
+    for task in numba.prange(rows.shape[1] * key_heads):
         index, head = task // key_heads, task % key_heads
-        row = rows[index]
+        begin, end = rows[0, index], rows[1, index]
         _key_head(
             head,
             sizes,
-            out[row],
-            (qkv[row], z[row], a[row], b[row]),
+            out[begin:end],
+            (qkv[begin:end], z[begin:end], a[begin:end], b[begin:end]),
             (convolution, recurrent),
             slots[:, index],
             fresh[index],
@@ -247,7 +258,7 @@ def _step(
 
 _kernel = compiled(_step)
 _line, _rows, _pool = numba.float32[::1], numba.float32[:, ::1], numba.float32[:, :, ::1]
-_PLACES = numba.int64[::1], numba.int64[:, ::1], numba.boolean[::1]
+_PLACES = numba.int64[:, ::1], numba.int64[:, ::1], numba.boolean[::1]
 TYPED = {
     "step": Typed(
         _kernel,
@@ -268,10 +279,10 @@ def step(
     eps: float,
     key_heads: int,
 ) -> None:
-    """One token of each of s sequences: writes their rows of out [n, values], and their states.
+    """Tokens of each of s sequences, one after the other: writes their rows of out [n, values], and their states.
 
-    given: what `GdnInput` has, in its order. states: the convolution's and the recurrent ones. places: rows int64 [s],
-    slots int64 [2, s] in either of the states, fresh bool [s]. weights: conv, a_log, dt_bias, gain. All other numbers
-    are float32, and every array lies together: the kernel is compiled for that alone.
+    given: what `GdnInput` has, in its order. states: the convolution's and the recurrent ones. places: rows int64
+    [2, s], begin and end, slots int64 [2, s] in either of the states, fresh bool [s]. weights: conv, a_log, dt_bias,
+    gain. All other numbers are float32, and every array lies together: the kernel is compiled for that alone.
     """
     _kernel(out, *given, *states, *places, *weights, np.float32(eps), key_heads)
