@@ -104,6 +104,20 @@ class Block(nn.Module):
         return out
 
 
+class FeedForward(nn.Module):
+    """The feed-forward part, [N, width] → [N, width]; names as in Qwen2-VL and InternVL."""
+
+    def __init__(self, width: int, inner: int, act: str) -> None:
+        super().__init__()
+        self.fc1 = Linear(width, inner)
+        self.act = activation(act)
+        self.fc2 = Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc2(self.fc1(x, self.act))
+        return out
+
+
 class Merger(nn.Module):
     """Joins each merge × merge square into one row, [N, width] → [N / merge², out]; names as in Qwen2-VL."""
 

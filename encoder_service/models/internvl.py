@@ -80,20 +80,6 @@ def _join(_module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> No
             state[f"{prefix}qkv.{kind}"] = torch.cat([state.pop(name) for name in names])
 
 
-class FeedForward(nn.Module):
-    """[N, width] → [N, width]."""
-
-    def __init__(self, width: int, inner: int, act: str) -> None:
-        super().__init__()
-        self.fc1 = Linear(width, inner)
-        self.act = blocks.activation(act)
-        self.fc2 = Linear(inner, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc2(self.fc1(x, self.act))
-        return out
-
-
 class TileLayer(nn.Module):
     """A pre-norm transformer layer, both of whose parts are scaled by learned numbers."""
 
@@ -101,7 +87,7 @@ class TileLayer(nn.Module):
         super().__init__()
         width = config["hidden_size"]
         self.attention = TileAttention(config)
-        self.mlp = FeedForward(width, config["intermediate_size"], config["hidden_act"])
+        self.mlp = blocks.FeedForward(width, config["intermediate_size"], config["hidden_act"])
         self.layernorm_before, self.layernorm_after = _norm(config), _norm(config)
         self.lambda_1, self.lambda_2 = (nn.Parameter(torch.empty(width)) for _ in range(2))
 

@@ -10,24 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from common.linear import Linear
 from encoder_service.models import blocks
 from encoder_service.models.attention import Segments
 from encoder_service.models.tower import Packing, Rotary, RotaryTower
-
-
-class FeedForward(nn.Module):
-    """[N, width] → [N, width]."""
-
-    def __init__(self, width: int, inner: int, act: str) -> None:
-        super().__init__()
-        self.fc1 = Linear(width, inner)
-        self.act = blocks.activation(act)
-        self.fc2 = Linear(inner, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc2(self.fc1(x, self.act))
-        return out
 
 
 class Qwen2VLTower(RotaryTower):
@@ -39,12 +24,12 @@ class Qwen2VLTower(RotaryTower):
         self.out, self.levels = config["hidden_size"], 1
         self.patch_embed = blocks.PatchEmbed(config, width, bias=False)
         inner, act = int(width * config.get("mlp_ratio", 4)), config.get("hidden_act", "quick_gelu")
-        self.blocks = nn.ModuleList(
-            blocks.Block(
-                width, heads, (blocks.layer_norm(width), blocks.layer_norm(width)), FeedForward(width, inner, act)
-            )
-            for _ in range(config["depth"])
-        )
+
+        def block() -> blocks.Block:
+            norms = blocks.layer_norm(width), blocks.layer_norm(width)
+            return blocks.Block(width, heads, norms, blocks.FeedForward(width, inner, act))
+
+        self.blocks = nn.ModuleList(block() for _ in range(config["depth"]))
         self.merger = blocks.Merger(width, self.out, self.merge, blocks.layer_norm(width))
 
     def embed(self, patches: Tensor, packing: Packing) -> Tensor:  # noqa: ARG002

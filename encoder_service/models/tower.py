@@ -208,7 +208,6 @@ class RotaryTower(PackedTower):
 
 _SCALES = ("weight_scale", "weight_scale_inv", ".scales")
 """How the tensors end that only quantised weights have."""
-_MANY_ROWS = 1000
 
 
 def load_tower(
@@ -234,7 +233,7 @@ def load_tower(
     except RuntimeError as error:
         raise CheckpointError(f"the vision weights do not fit the configuration: {error}") from error
     tower.eval().requires_grad_(requires_grad=False)
-    if not _multiplies_as_stored(tower, device):
+    if not _multiplies_as_stored(device):
         finalize_linears(tower)
     if isinstance(tower, AttendingTower):
         tower.backend = choose(attention, device, dtype, tower.head_dim)
@@ -245,11 +244,10 @@ def load_tower(
     return tower
 
 
-def _multiplies_as_stored(tower: nn.Module, device: torch.device) -> bool:
-    """Whether weights stay as torch's own products take them: without AVX-512, these take a tenth less time than
-    oneDNN's where there are a thousand rows, as in every product of a tower that sees large tiles."""
-    narrow = device.type == "cpu" and not torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    return narrow and isinstance(tower, PackedTower) and tower.granularity.places >= _MANY_ROWS
+def _multiplies_as_stored(device: torch.device) -> bool:
+    """Whether weights stay as torch's own products take them: without AVX-512, these are faster than oneDNN's for the
+    rows of a picture (docs/design/cpu-kernels.md)."""
+    return device.type == "cpu" and not torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
 def tower_name(prefixes: Sequence[str], name: str) -> str | None:

@@ -95,7 +95,7 @@ def load_decoder(
 def fill_plain(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> Decoder:
     """Fills a decoder that is to compute with torch's operators alone, by the names that it has for them. Raises
     CheckpointError as `load_decoder`."""
-    _read(decoder, ((name, _Held(tensor)) for name, tensor in tensors), lambda _, place, stored: place(stored))
+    _read(decoder, ((name, InMemory(tensor)) for name, tensor in tensors), lambda _, place, stored: place(stored))
     return decoder.eval()
 
 
@@ -191,7 +191,7 @@ def _copy(parameter: nn.Parameter, stored: Stored) -> None:
     fill(parameter, stored[:])
 
 
-class _Held:
+class InMemory:
     """A tensor in memory as one in a file."""
 
     def __init__(self, tensor: Tensor) -> None:

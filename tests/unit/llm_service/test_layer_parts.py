@@ -20,7 +20,7 @@ from llm_service.layers.linear import Stored
 from llm_service.layers.ops import MultimodalRotary, RMSNorm
 from llm_service.layers.self_attention import SelfAttention, gates_last
 from llm_service.models.config import DeltaNetConfig, TextConfig
-from llm_service.models.loader import targets
+from llm_service.models.loader import InMemory, targets
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
 
 from transformers.models.qwen3_5.modeling_qwen3_5 import (  # isort: skip
@@ -85,19 +85,6 @@ def drawn(module: nn.Module, seed: int = 0) -> nn.Module:
 
 def noise(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-class InMemory:
-    """A stored tensor."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self._tensor[index]
-
-    def get_shape(self) -> list[int]:
-        return list(self._tensor.shape)
 
 
 def read(ours: nn.Module, theirs: nn.Module) -> None:
