@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,3 +74,15 @@ def test_a_pruned_video_has_fewer_rows(both: Pair) -> None:
         for options in ({}, {"pruning_rate": 0.5})
     )
     assert whole - pruned == 4 * 8, "of 16 frames of 4 rows"
+
+
+def test_videos_of_another_size_than_the_tower_s_tiles_are_refused_by_name_and_pictures_served(tmp_path: Path) -> None:
+    folder = make_internvl(tmp_path)
+    settings = json.loads((folder / "processor_config.json").read_text())
+    settings["video_processor"]["size"] = {"height": 84, "width": 84}
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+    with pair(folder, light=False, max_step_tokens=64) as running:
+        refused = refusal(running.text, asked(user(video(film()), "What moves?")))
+        assert refused.reason == "NO_VISION"
+        still = pictures.encoded(picture(7, 300, 200))
+        assert answer(running.text, asked(user(image(still), "?"))).choices[0].token_ids
