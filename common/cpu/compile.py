@@ -1,6 +1,6 @@
 """Compiles kernels and keeps them on disk: `python -m common.cpu.compile MODULE:KEY…`, started by the
-process that wants them, never by hand. It takes only the time that nobody else wants. A kernel is kept in one move: one
-that is killed has lost a kernel at most."""
+process that wants them, never by hand. It leaves the cores to who serves, but not all of them: until it is through,
+torch computes, which takes longer. A kernel is kept in one move: one that is killed has lost a kernel at most."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import sys
 from common.cpu.jit import find
 from common.processes import die_with_parent, leave_signals_to_parent
 
-_NICE = 19
+_NICE = 5
+"""A quarter of a core beside a thread that wants all of it. At 19 it is a hundredth, and a service that is never idle
+would wait for its kernels for half an hour."""
 
 
 def main(names: list[str]) -> None:

@@ -32,7 +32,7 @@ def test_a_first_start_serves_with_torch_and_changes_over_on_all_ranks(
     with llm_server(checkpoint, **flags, light=False, kernels="auto") as service, LlmClient(service.address) as llm:
         assert said(service, MEANWHILE) == 2
         first = tokens(llm, prompt)
-        until(lambda: said(service, CHANGED) == 2, "both ranks compute with our kernels")
+        until(lambda: said(service, CHANGED) == 2, "both ranks compute with our kernels", seconds=600)
         assert tokens(llm, prompt) == first
         until(lambda: not scrape(service.metrics)["twinlens_llm_kernels_compiling"], "the metric says so")
         assert not service.children(COMPILER)
