@@ -69,6 +69,10 @@ class LlmConfig(ServerConfig):
     rank_timeout_seconds: float = option(
         4.0, "a rank that keeps the others waiting for this long is taken for frozen", minimum=0.1
     )
+    symmetric_memory: bool = option(
+        False,
+        "ranks on GPUs of one host sum by reading each other's memory, where it is little, and not by NCCL",
+    )
     nodes: int = option(
         0, "hosts that the ranks are spread over; 0: WORLD_SIZE where MASTER_ADDR is set, else 1", minimum=0
     )
@@ -284,7 +288,7 @@ class LlmConfig(ServerConfig):
             host, _, port = address.removeprefix("dns:///").rpartition(":")
             if not host or "/" in host or not is_port(port):
                 raise ValueError(f"--encoders: {address} is none of host:port, dns:///name:port and file:///path")
-        check_device(self.device or default_device(), self.tp // self.meeting().nodes)
+        self._check_ranks()
         if self.kernels == "torch" and self.attention == "numba":
             raise ValueError("--attention numba is one of the kernels that --kernels torch does without")
         if 0.0 < self.decode_slowdown <= 1.0:
@@ -296,13 +300,21 @@ class LlmConfig(ServerConfig):
             raise ValueError("--encoder-cert and --encoder-key go together")
         if self.row_mirror and not self.shared_memory:
             raise ValueError("--row-mirror needs --shared-memory: that is how a shared host is proved")
-        if self.row_mirror and self.meeting().nodes > 1:
-            raise ValueError("--row-mirror is for ranks on one host: those of other hosts need rows in its memory")
         if self.encoder_cert and not self.encoder_ca:
             raise ValueError("--encoder-cert needs --encoder-ca")
         if self.encoder_token and self.encoder_token_file:
             raise ValueError("give --encoder-token or --encoder-token-file, not both")
         self.link()
+
+    def _check_ranks(self) -> None:
+        device, nodes = self.device or default_device(), self.meeting().nodes
+        check_device(device, self.tp // nodes)
+        if self.row_mirror and nodes > 1:
+            raise ValueError("--row-mirror is for ranks on one host: those of other hosts need rows in its memory")
+        if self.symmetric_memory and (self.tp == 1 or nodes > 1):
+            raise ValueError("--symmetric-memory is for several --tp ranks on one host")
+        if self.symmetric_memory and device == "cpu":
+            raise ValueError("--symmetric-memory is for ranks on GPUs")
 
     def _check_speculation(self) -> None:
         if (self.draft_model or self.speculative_method) and not self.speculative_tokens:

@@ -116,7 +116,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     chunk, its tokens up to there, slot), at multiples of what such a layer computes at once. `filled`: (slot, number of
     the adapter that is put into it) before the step; `adapters`: the slot of each chunk's, -1 for none, and nothing at
     all where no chunk has one. `proposals`: one for each chunk, where a model proposes drafts; nothing is carried over
-    then.
+    then. `greedy`: every draw is of the likeliest token, and of none is asked how likely it was, so that ranks find it
+    together.
     """
 
     token_ids: bytes
@@ -134,6 +135,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     filled: list[tuple[int, int]] = []
     adapters: list[int] = []
     proposals: list[Proposal] = []
+    greedy: bool = False
 
     @property
     def tokens(self) -> int:

@@ -24,6 +24,7 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     nodes: int
     rendezvous: str
     rank_timeout: float
+    symmetric_memory: bool
     attention: str
     kernels: str
     compile: bool

@@ -5,20 +5,41 @@ Columns of a first product and rows of the next are split (Shoeybi et al. 2019),
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_MAGNITUDE, _BELOW_ALL = (1 << 31) - 1, -(1 << 63)
+"""All bits of an int32 but its sign; less than the key of any value, see `TensorGroup.first_of_highest`."""
+
+
+class Sums(Protocol):
+    """Another way to sum over the ranks, which takes some tensors; which ones is the same on every rank."""
+
+    def takes(self, x: Tensor, /) -> bool:
+        """Whether `sum` does."""
+        ...
+
+    def sum(self, x: Tensor, /) -> Tensor:
+        """As `TensorGroup.sum`."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """Rank `rank` of `size`; a group of one communicates with no one."""
+    """Rank `rank` of `size`; a group of one communicates with no one. `sums` go before the process group's."""
 
     rank: int = 0
     size: int = 1
     process_group: dist.ProcessGroup | None = None
+    sums: Sums | None = None
+
+    def with_sums(self, sums: Sums) -> Self:
+        """The same group, which sums so."""
+        return replace(self, sums=sums)
 
     def on_hosts(self) -> TensorGroup:
         """The same ranks, who speak over the CPUs' group: for what is computed before devices are used."""
@@ -63,6 +84,8 @@ class TensorGroup:
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, on every rank; may overwrite x."""
+        if self.sums is not None and self.sums.takes(x):
+            return self.sums.sum(x)
         if self.process_group is not None:
             dist.all_reduce(x, group=self.process_group)
         return x
@@ -83,6 +106,21 @@ class TensorGroup:
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded, group=self.process_group)
         return torch.cat(parts, dim=1)[:, :total]
+
+    def first_of_highest(self, x: Tensor, total: int) -> Tensor:
+        """All ranks' parts float32 [m, part] of a vocabulary → int64 [m], where the highest value of all is, on every
+        rank; of several the first, and one that is not a number is above all others, as in `Tensor.argmax`."""
+        if self.process_group is None:
+            return x.argmax(-1)
+        keys = x.new_full((len(x),), _BELOW_ALL, dtype=torch.int64)
+        if x.shape[1]:
+            own = x.argmax(-1)
+            highest = x.gather(1, own.unsqueeze(1)).squeeze(1) + 0.0  # of the two zeros one
+            bits = highest.view(torch.int32)
+            order = (bits ^ ((bits >> 31) & _MAGNITUDE)).masked_fill(highest.isnan(), _MAGNITUDE)
+            keys = (order.long() << 32) + (_MAGNITUDE - self.vocabulary_share(total).start - own)
+        dist.all_reduce(keys, dist.ReduceOp.MAX, group=self.process_group)
+        return _MAGNITUDE - (keys & _MAGNITUDE)
 
 
 ALONE = TensorGroup()

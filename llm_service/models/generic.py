@@ -228,6 +228,10 @@ class LibraryDecoder:
         out: Tensor = self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
         return out.float()
 
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """[m, hidden] → int64 [m], of the tokens with the highest logits the first."""
+        return self.logits(hidden).argmax(-1)
+
 
 _ROUTED = "moe_mm_token_type_ids"
 """Names an argument: 0 where experts of text compute a token, else those of media."""

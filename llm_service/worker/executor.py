@@ -17,7 +17,8 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def message_of(plan: StepPlan) -> bytes:
-    """What other ranks are told of a plan: all but how tokens are chosen, which they are told with the next one."""
+    """What other ranks are told of a plan: all but how tokens are chosen. Those that they do not find themselves they
+    are told with the next one."""
     return _encode(ToRank(plan=msgspec.structs.replace(plan, draws=[Draw(at=draw.at) for draw in plan.draws])))
 
 
@@ -59,6 +60,8 @@ class GroupExecutor:
     def launch(self, plan: StepPlan) -> Launched:
         """Begins a step on all ranks; raises RuntimeError where one is gone."""
         self._change_over()
+        greedy = all(draw.plain and draw.logprobs < 0 for draw in plan.draws)
+        plan = msgspec.structs.replace(plan, greedy=greedy)
         self._ranks.tell(message_of(plan))
         self._ranks.share_rows(plan.rows, self._runner.arena)
         return self._runner.launch(plan)

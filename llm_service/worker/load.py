@@ -74,6 +74,8 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     checkpoint = Checkpoint.resolve(settings.model)
     dtype: torch.dtype = getattr(torch, settings.dtype)
     memory = SharedBuffer.attach(arena_fd, settings.row_bytes)
+    if settings.symmetric_memory:
+        group = _with_symmetric_memory(group, dtype, device)
     decoder = _decoder(settings, checkpoint, dtype, device, group)
     give_back()
     adapters: RankAdapters | None = None
@@ -218,6 +220,24 @@ def _more_than_few(settings: EngineSettings) -> tuple[StepPlan, int]:
 def reachable(settings: EngineSettings, devices: Sequence[torch.device]) -> list[str]:
     """UUIDs of the devices whose memory every rank can read; none where ranks keep no mirror."""
     return _memory(devices[0]).reachable(devices) if settings.row_mirror else []
+
+
+def _with_symmetric_memory(group: TensorGroup, dtype: torch.dtype, device: torch.device) -> TensorGroup:
+    """The group with sums by symmetric memory, which have summed as NCCL does on every rank. Raises CheckpointError."""
+    from llm_service.layers.gpu.symmetric_sum import SymmetricSum
+
+    assert group.process_group is not None, "there are several ranks"
+    why, sums = "", None
+    try:
+        sums = SymmetricSum(group.process_group, device, dtype)
+    except (ValueError, RuntimeError) as error:
+        why = str(error).partition("\n")[0]
+    if not group.all_reduce_min(int(sums is not None)):
+        raise CheckpointError(f"--symmetric-memory: {why or 'another rank has none'}")
+    assert sums is not None, "this rank is one of all"
+    if not group.all_reduce_min(int(sums.trial(group.sum, group.rank))):
+        raise CheckpointError("--symmetric-memory: sums differ from those of NCCL on these GPUs")
+    return group.with_sums(sums)
 
 
 def _mirror(settings: EngineSettings, device: torch.device, width: int, dtype: torch.dtype) -> Mirror:

@@ -107,6 +107,7 @@ class ModelRunner:
         self.proposer: Proposer | None = None
         self._draw = _sampler_on(decoder.device)
         self._chosen = torch.empty(0, dtype=torch.int64, device=decoder.device)
+        self._known = True  # on every rank: there are none yet
         self.last_hidden = self._chosen
 
     @property
@@ -168,13 +169,13 @@ class ModelRunner:
         began = time.perf_counter()
         proposed: Callable[[], list[list[int]]] = list
         with self.share.computing() if self.share is not None else nullcontext():
-            hidden, logits, scores = self._forward(plan, previous)
-            drawn = None if logits is None else self._draw(logits, plan.draws, self._chosen)
+            hidden, wanted, scores = self._forward(plan, previous)
+            drawn = self._drawn(plan, wanted) if plan.draws else None
             if self.proposer is not None:
                 chosen: list[int] = [] if drawn is None else drawn.tokens.tolist()
                 proposed = self.proposer.propose(plan, chosen, hidden)
         if drawn is not None:
-            self._chosen = drawn.tokens
+            self._choose(drawn.tokens, known=plan.greedy)
         if previous is not None:
             self.last_hidden = hidden
         device, replayed = self._decoder.device, self._replayed
@@ -182,16 +183,31 @@ class ModelRunner:
 
     @torch.inference_mode()
     def follow(self, plan: StepPlan) -> None:
-        """The same on a rank that does not draw: it gets the tokens when a plan carries them over."""
-        self._forward(plan)
-        if plan.draws:
-            self._chosen = self._chosen.new_empty(len(plan.draws))
+        """The same on a rank that does not draw: where it does not find the tokens, it gets them when a plan carries
+        them over."""
+        _, wanted, _ = self._forward(plan)
+        if plan.greedy and plan.draws:
+            self._choose(self._decoder.likeliest(wanted), known=True)
+        elif plan.draws:
+            self._decoder.logits(wanted)  # this rank's share, which rank 0 draws from
+            self._choose(self._chosen.new_empty(len(plan.draws)), known=False)
+
+    def _drawn(self, plan: StepPlan, hidden: Tensor) -> Drawn:
+        """From hidden states [draws, hidden]."""
+        if plan.greedy:
+            return Drawn(self._decoder.likeliest(hidden))
+        return self._draw(self._decoder.logits(hidden), plan.draws, self._chosen)
+
+    def _choose(self, tokens: Tensor, *, known: bool) -> None:
+        """`tokens` int64 [draws] are what the step has drawn. Unless they are known, ranks but the first have no more
+        than their number."""
+        self._chosen, self._known = tokens, known
 
     def _forward(
         self, plan: StepPlan, previous: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None, list[list[TokenLogprobs]]]:
-        """Hidden states, of all places where somebody reads them; float32 logits [draws, vocabulary], None where none
-        are drawn; and the plan's scores."""
+    ) -> tuple[Tensor, Tensor, list[list[TokenLogprobs]]]:
+        """Hidden states, of all places where somebody reads them; those that the draws choose by, [draws, hidden]; and
+        the plan's scores."""
         deep = bool(plan.rows) and self.arena.levels > 1
         if self.adapters is not None:
             self.adapters.begin(plan)
@@ -219,9 +235,7 @@ class ModelRunner:
         self.caches.copy_states(plan.kept)
         self._replayed = graph is not None
         scores = score(out, plan.scores, self._decoder.logits)
-        if not plan.draws:
-            return out, None, scores
-        return out, self._decoder.logits(out[moved.drawn] if self._keeps_all(plan) else out), scores
+        return out, out[moved.drawn] if self._keeps_all(plan) else out, scores
 
     def _keeps_all(self, plan: StepPlan) -> bool:
         """Whether somebody reads the hidden states of places at which nothing is drawn."""
@@ -260,7 +274,8 @@ class ModelRunner:
         """int [n], with those that the step before chose, which never left the device."""
         if not plan.carried:
             return moved.token_ids
-        self._chosen = self._decoder.group.broadcast(self._chosen)
+        if not self._known:
+            self._choose(self._decoder.group.broadcast(self._chosen), known=True)
         if len(self._chosen) == plan.tokens and plan.carried == [(n, n) for n in range(plan.tokens)]:
             return self._chosen
         places, draws = moved.carried

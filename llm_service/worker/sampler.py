@@ -30,11 +30,12 @@ class Drawn:
     log-probabilities where these were asked for. Those are of the model's own distribution: of untouched `logits`, at
     temperature 1."""
 
-    def __init__(self, tokens: Tensor, logits: Tensor, draws: Sequence[Draw]) -> None:
+    def __init__(self, tokens: Tensor, logits: Tensor | None = None, draws: Sequence[Draw] = ()) -> None:
         self.tokens = tokens
         self._read = ToHost(tokens)
         self._likely: list[tuple[list[int], list[int], ToHost]] = []
-        for part in _parts([index for index, draw in enumerate(draws) if draw.logprobs >= 0], logits.device):
+        for part in _parts([index for index, draw in enumerate(draws) if draw.logprobs >= 0], tokens.device):
+            assert logits is not None, "somebody asks how likely tokens are"
             at, tops = torch.tensor(part, device=logits.device), [draws[index].logprobs for index in part]
             values = logits[at].double().log_softmax(-1)
             self._likely.append((part, tops, ToHost(_likeliest(values, tokens[at], max(tops)))))

@@ -35,14 +35,17 @@ def llm(folder: Path, encoder: str, **flags: object) -> Iterator[LlmClient]:
 
 
 @pytest.mark.parametrize("graphs", ["auto", "off"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_service_gives_the_tokens_of_the_cpu(ranks: int, graphs: str, checkpoints: Callable[..., Path]) -> None:
+@pytest.mark.parametrize(("ranks", "symmetric"), [(1, False), (2, False), (2, True)])
+def test_the_service_gives_the_tokens_of_the_cpu(
+    ranks: int, symmetric: bool, graphs: str, checkpoints: Callable[..., Path]
+) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip("there are too few GPUs")
     folder = checkpoints("qwen3_vl")
+    memory = {"symmetric_memory": "yes"} if symmetric else {}
     with encoder_server(folder, **ENCODER_FLAGS, **WHOLE, device="cpu") as encoder:
         with llm(folder, encoder.address, device="cpu") as here:
             expected = [tokens(here, asked(prompt, greedy(32))) for prompt in PROMPTS]
-        with llm(folder, encoder.address, device="cuda:0", tp=ranks, graphs=graphs) as there:
+        with llm(folder, encoder.address, device="cuda:0", tp=ranks, graphs=graphs, **memory) as there:
             assert [tokens(there, asked(prompt, greedy(32))) for prompt in PROMPTS] == expected
             assert list(there.get_info().devices) == [f"cuda:{rank}" for rank in range(ranks)]

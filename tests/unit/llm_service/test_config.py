@@ -28,6 +28,9 @@ HOSTS = ["--tp=2", "--nodes=2", "--node-rank=0", "--rendezvous=h:1"]
         (["--model=m", "--video-pruning-rate=1"], "--video-pruning-rate must be below 1"),
         (["--model=m", "--row-mirror", "--shared-memory=no"], "--row-mirror needs --shared-memory"),
         (["--model=m", "--row-mirror", *HOSTS], "--row-mirror is for ranks on one host"),
+        (["--model=m", "--symmetric-memory"], "--symmetric-memory is for several --tp ranks on one host"),
+        (["--model=m", "--symmetric-memory", *HOSTS], "--symmetric-memory is for several --tp ranks on one host"),
+        (["--model=m", "--symmetric-memory", "--tp=2"], "--symmetric-memory is for ranks on GPUs"),
     ],
 )
 def test_options_that_cannot_be_are_named(capsys: pytest.CaptureFixture[str], words: list[str], says: str) -> None:
