@@ -27,7 +27,7 @@ _PR_SET_PDEATHSIG = 1
 MAX_MESSAGE = 256 << 20
 """Bytes of the largest message that either side accepts."""
 
-_DEFAULTS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000"}
+DEFAULTS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000"}
 """Threads that wait spin for microseconds, then sleep: processes that share cores would else hold each other up
 several times over (docs/PERFORMANCE.md). The environment of the service has the last word."""
 
@@ -165,7 +165,7 @@ class Child(Generic[ReceiveT]):
         try:
             process = ChildProcess(
                 [sys.executable, "-m", module, str(theirs.fileno()), *map(str, fds)],
-                {**_DEFAULTS, **environ, "TWINLENS_PARENT": str(os.getpid())},
+                {**DEFAULTS, **environ, "TWINLENS_PARENT": str(os.getpid())},
                 (theirs.fileno(), *fds),
             )
         except BaseException:

@@ -1,6 +1,7 @@
 """Processes of services without their imports, which are most of what a start costs: one process has imported
-everything but torch, and forks for each service; a fork of the service's, which did not go on, forks for its children,
-as far as they need no torch either.
+everything but torch, and forks for each light service and each gateway; another one has torch as well, and our kernels
+as far as they are on disk, and forks for the real services. A fork of the service's, which did not go on, forks for its
+children, and one of an engine's for its ranks.
 
 What is forked is like what `python -m MODULE` starts, as far as tests see it: its parent is whoever asked for it
 (`CLONE_PARENT`), and its environment, command line, standard streams and inherited descriptors are those asked for.
@@ -28,12 +29,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from common.processes import DEFAULTS, ChildProcess
+
 ROOT = Path(__file__).resolve().parent.parent
 TITLE = "forkserver"
 """The command line of a process that only forks."""
 
-_SERVICES = ("encoder_service", "llm_service", "tests.light.encoder", "tests.light.llm", "gateway")
+_LIGHT = ("tests.light.encoder", "tests.light.llm", "gateway")
+_REAL = ("encoder_service", "llm_service")
+_PARENTS = ("tests.light.encoder", "tests.light.llm", *_REAL, "llm_service.engine")
 _CHILDREN = ("encoder_service.media", "llm_service.grammar", "tests.light.engine", "tests.light.worker")
+_COMPUTING = ("encoder_service.worker", "llm_service.engine", "llm_service.worker")
 _IMPORTS = (
     *("encoder_service.server", "common.allocator", "encoder_service.media.image"),
     *("encoder_service.media.audio", "encoder_service.media.video", "encoder_service.families.registry"),
@@ -41,8 +47,15 @@ _IMPORTS = (
     *("llm_service.engine.process", "llm_service.worker.block_tables", "llm_service.grammar.compiler", "llguidance"),
     *("gateway.server", "common.tracing", "tests.in_turn", "common.request_budget", "uvloop"),
 )
+_TO_COMPUTE = (
+    *("encoder_service.worker.runner", "encoder_service.worker.library_runner", "encoder_service.worker.graphs"),
+    *("llm_service.worker.executor", "llm_service.worker.load", "llm_service.worker.ranks"),
+)
+_KERNELS = ("adapter_kernel", "decode_attention", "gdn_step", "panel_kernel", "quantized_kernel", "row_kernels")
 _TAKEN_AT_THE_START = ("PYTHON", "LD_", "OMP_", "GOMP_", "NUMBA_", "GRPC_", "MALLOC_", "GLIBC_", "CUDA_", "OPENBLAS_")
 """How variables begin that a process looks at before it is asked anything: where they differ, none is forked."""
+
+_servers: dict[tuple[str | None, bool], Forkserver] = {}
 
 _CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
 _CLONE_PARENT = 0x8000
@@ -93,13 +106,14 @@ class Forked:
 
 
 class Forkserver:
-    """One that has imported everything; ends with this process."""
+    """One that has imported everything, torch as well where its children are `computing`; ends with this process."""
 
-    def __init__(self) -> None:
-        self._environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    def __init__(self, environ: Mapping[str, str], *, computing: bool) -> None:
+        self._defaults = DEFAULTS if computing else {}
+        self._environ = {**self._defaults, **environ, "PYTHONUNBUFFERED": "1"}
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Its last argument is room for the command lines of what it forks.
-        command = [sys.executable, "-m", "tests.forkserver", str(theirs.fileno()), " " * 8192]
+        command = [sys.executable, "-m", "tests.forkserver", str(theirs.fileno()), str(int(computing)), " " * 8192]
         self._process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=self._environ
         )
@@ -112,7 +126,7 @@ class Forkserver:
 
     def start(self, module: str, flags: Sequence[str], environ: Mapping[str, str], stderr: int) -> Forked | None:
         """A service, whose standard output is read by us; None for what has to be started in another way."""
-        if module not in _SERVICES or not _alike(environ, self._environ):
+        if not _alike({**self._defaults, **environ}, self._environ):
             return None
         read, write = os.pipe()
         try:
@@ -129,10 +143,21 @@ class Forkserver:
         return _popen(self._control, command, **given)
 
 
-@functools.cache
-def forkserver() -> Forkserver | None:
-    """The one of this process, started at the first call; None where the system has not what it takes."""
-    return Forkserver() if _CLONE and hasattr(os, "pidfd_open") else None
+def start(module: str, flags: Sequence[str], environ: Mapping[str, str], stderr: int) -> Forked | None:
+    """Has a service forked; None for what has to be started in another way."""
+    server = forkserver(environ, computing=module in _REAL) if module in (*_LIGHT, *_REAL) else None
+    return server and server.start(module, flags, environ, stderr)
+
+
+def forkserver(environ: Mapping[str, str] = os.environ, *, computing: bool = False) -> Forkserver | None:
+    """Those of this process, one for each path that Python looks for modules on, each started at the first call for it;
+    None where the system has not what it takes."""
+    if not _CLONE or not hasattr(os, "pidfd_open"):
+        return None
+    kind = (environ.get("PYTHONPATH"), computing)
+    if kind not in _servers:
+        _servers[kind] = Forkserver(environ, computing=computing)
+    return _servers[kind]
 
 
 def _alike(environ: Mapping[str, str], other: Mapping[str, str]) -> bool:
@@ -159,14 +184,15 @@ def _popen(
     env: Mapping[str, str],
 ) -> Any:
     """Starts a child process, as `subprocess.Popen` does."""
-    if command[2] not in _CHILDREN:
+    if command[2] not in (*_CHILDREN, *_COMPUTING) or (command[2] in _COMPUTING and "torch" not in sys.modules):
         return subprocess.Popen(command, stdin=stdin, stderr=stderr, pass_fds=pass_fds, env=env)
     pid = _ask(control, command[2:], env, {1: 1, 2: stderr, **{fd: fd for fd in pass_fds}})
     return Forked(pid)
 
 
-def _serve(control: socket.socket) -> tuple[list[str], dict[str, str]]:
-    """Forks for each order, until nobody is left to give one. Returns in what was forked: what that is to run."""
+def _serve(control: socket.socket) -> tuple[list[str], dict[str, str], list[int]]:
+    """Forks for each order, until nobody is left to give one. Returns in what was forked: what that is to run, in which
+    environment, with which descriptors."""
     while True:
         order, fds, _, _ = socket.recv_fds(control, _LONGEST, _MOST_DESCRIPTORS)
         if not order:
@@ -179,7 +205,7 @@ def _serve(control: socket.socket) -> tuple[list[str], dict[str, str]]:
         control.close()
         command, environ, numbers = json.loads(order)
         _place(fds, numbers)
-        return command, environ
+        return command, environ, numbers
 
 
 def _fork_for_parent() -> int:
@@ -213,13 +239,15 @@ def _place(fds: Sequence[int], numbers: Sequence[int]) -> None:
         os.close(fd)
 
 
-def _become(command: list[str], environ: Mapping[str, str]) -> None:
-    """Takes over a process's command line and environment, as if it had been started with them."""
+def _become(command: list[str], environ: Mapping[str, str], descriptors: list[int]) -> list[int]:
+    """Takes over a process's command line and environment, as if it had been started with them. Returns which
+    descriptors nobody but itself should have."""
     _entitle("\0".join([sys.executable, "-m", *command]))
     os.environ.clear()
     os.environ.update(environ)
     sys.argv = command
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    return [fd for fd in descriptors if fd > 2]
 
 
 def _entitle(title: str) -> None:
@@ -229,43 +257,56 @@ def _entitle(title: str) -> None:
     ctypes.memmove(start, title.encode()[: end - start - 1].ljust(end - start, b"\0"), end - start)
 
 
-def _fork_for_children() -> None:
-    """In a service, before it has any thread: leaves a fork behind, which then forks for each child of the service."""
+def _fork_for_children(own: list[int]) -> list[int] | None:
+    """In a service or an engine, before it has any thread: leaves a fork behind, which then forks for each of its
+    children. Returns None; in such a child, the descriptors of its own."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     service = os.getpid()
     if os.fork():
-        from common.processes import ChildProcess
-
         theirs.close()
         ChildProcess.popen = functools.partial(_popen, ours)  # type: ignore[assignment]
-        return
+        return None
     ours.close()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != service:
         os._exit(0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _entitle(TITLE)
+    for fd in own:
+        os.close(fd)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for fd in range(3):
         os.dup2(nowhere, fd)
     os.close(nowhere)
-    _become(*_serve(theirs))
+    return _become(*_serve(theirs))
 
 
-def main(control: int) -> None:
+def _load_kernels() -> None:
+    """Those of ours that are on disk; what compiles or loads them has been set up in any case."""
+    from common.cpu.jit import find
+
+    for name in _KERNELS:
+        module = f"llm_service.layers.cpu.{name}"
+        for key in importlib.import_module(module).TYPED:
+            find(f"{module}:{key}").load()
+
+
+def main(control: int, *, computing: bool) -> None:
     """Serves, and is what it has forked."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever reads a test's output has interrupted that
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    for module in _IMPORTS:
+    for module in (*_IMPORTS, *(_TO_COMPUTE if computing else ())):
         importlib.import_module(module)
+    if computing:
+        _load_kernels()
     gc.collect()
     gc.freeze()
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread was started by an import"
-    _become(*_serve(socket.socket(fileno=control)))
-    if sys.argv[0] in _SERVICES and sys.argv[0] != "gateway":
-        _fork_for_children()
+    own: list[int] | None = _become(*_serve(socket.socket(fileno=control)))
+    while own is not None and sys.argv[0] in _PARENTS:
+        own = _fork_for_children(own)  # what was left behind is a child by now, which may be an engine
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), computing=sys.argv[2] == "1")

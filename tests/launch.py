@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from tests.forkserver import TITLE, Forked, forkserver
+from tests import forkserver
+from tests.forkserver import TITLE, Forked
 from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,8 +95,8 @@ def launch(
 def _start(
     module: str, flags: tuple[str, ...], environ: dict[str, str], errors: IO[str], fork: bool
 ) -> subprocess.Popen[str] | Forked:
-    server = forkserver() if fork else None
-    return (server and server.start(module, flags, environ, errors.fileno())) or subprocess.Popen(
+    forked = forkserver.start(module, flags, environ, errors.fileno()) if fork else None
+    return forked or subprocess.Popen(
         [sys.executable, "-m", module, *flags],
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -173,7 +174,7 @@ def command_line(pid: int) -> str:
 
 
 def descendants(pid: int) -> dict[int, str]:
-    """Every living process below `pid`: its command line by its id. One of the forkserver's own is none of these."""
+    """Every living process below `pid`: its command line by its id. One that only forks is none of these."""
     found: dict[int, str] = {}
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):

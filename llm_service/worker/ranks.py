@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # public, not re-exported for checkers
 
-from common.processes import ParentLink
+from common.processes import ChildProcess, ParentLink
 from llm_service.layers.group import TensorGroup
 from llm_service.plan import RowSlice
 from llm_service.settings import EngineSettings, RankPlace
@@ -229,7 +229,9 @@ def _start(place: RankPlace, arena_fd: int) -> LocalRank:
         command = [sys.executable, "-m", "llm_service.worker", str(theirs.fileno()), str(arena_fd)]
         environ = {**os.environ, "TWINLENS_PARENT": str(os.getpid())}
         inherited = (theirs.fileno(), arena_fd)
-        child = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL, env=environ)
+        child = ChildProcess.popen(
+            command, stdin=subprocess.DEVNULL, stderr=sys.stderr.fileno(), pass_fds=inherited, env=environ
+        )
     link: ParentLink[None] = ParentLink(ours.detach(), None)
     link.send(place)
     return LocalRank(child, link)

@@ -16,7 +16,7 @@ from tests.rpc.refusals import Strict
 @pytest.fixture(scope="package")
 def qwen3(checkpoints: Callable[..., Path]) -> Iterator[Pair]:
     """Both services over a Qwen3-VL checkpoint, with the real model in them."""
-    with pair(checkpoints("qwen3_vl"), light=False, fork=False) as both:
+    with pair(checkpoints("qwen3_vl"), light=False) as both:
         yield both
 
 

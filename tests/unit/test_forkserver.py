@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import forkserver
-from tests.launch import Service, command_line, encoder_server, launch
+from tests.launch import Service, command_line, encoder_server, launch, llm_server
 
 
 @pytest.fixture(params=[True, False], ids=["forked", "started"])
@@ -45,6 +45,27 @@ def test_its_processes_hold_no_descriptor_of_ours(service: Service) -> None:
     assert theirs["0"] == os.devnull
     assert not {link for link in theirs.values() if link.startswith("socket:")} & ours
     assert len(theirs) == 7, "standard streams, two copies of one, the link, the arena"
+
+
+@pytest.mark.parametrize("fork", [True, pytest.param(False, marks=pytest.mark.soak)])
+def test_engines_and_their_ranks_are_like_those_that_are_started(checkpoint: Path, fork: bool) -> None:
+    with llm_server(checkpoint, light=False, tp=2, threads=1, kv_cache_bytes="1MiB", fork=fork) as service:
+        assert isinstance(service.process, forkserver.Forked) == fork
+        [engine], [rank] = (service.children(f"llm_service.{name}") for name in ("engine", "worker"))
+        assert [_parent(pid) for pid in (service.pid, engine, rank)] == [os.getpid(), service.pid, engine]
+        assert {"-m llm_service.engine N N", "-m llm_service.worker N N"} < set(_shown(service))
+        links = [_link(rank), _link(engine)]
+        assert links[0] not in _open(engine), "each has its own end"
+        assert links[1] not in _open(rank)
+
+
+def _link(pid: int) -> str:
+    """The socket that a child process was given."""
+    return str(Path(f"/proc/{pid}/fd/{command_line(pid).split()[3]}").readlink())
+
+
+def _open(pid: int) -> set[str]:
+    return {str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir()}
 
 
 def test_its_processes_end_with_it(checkpoint: Path) -> None:
