@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from common.checkpoint import Checkpoint, CheckpointError
 from llm_service.families.registry import FAMILIES
+from llm_service.layers.attention.backend import AttentionBackend, CacheShape
 from llm_service.layers.cache_spec import block_elements, slot_bytes
 from llm_service.models.decoder import Decoder
 from llm_service.models.generic import LibraryDecoder
@@ -33,8 +35,10 @@ class Drafting:
         specs = [mixer.cache_spec() for mixer in self.decoder.mixers()]
         return block_elements(specs, block_size) * self.decoder.kv_dtype.itemsize
 
-    def proposer(self, arena: RowArena, blocks: int, block_size: int, attention: str) -> DraftModel:
-        """It with room for so many blocks."""
+    def proposer(
+        self, arena: RowArena, blocks: int, block_size: int, attention: str | Callable[[CacheShape], AttentionBackend]
+    ) -> DraftModel:
+        """It with room for so many blocks; `attention` as `Caches` takes it."""
         decoder = self.decoder
         made = decoder.mixers(), blocks, block_size, decoder.kv_dtype, decoder.device
         runner = ModelRunner(decoder, arena, Caches(*made, attention=attention))

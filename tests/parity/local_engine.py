@@ -175,13 +175,12 @@ class LocalEngine:
         slots = {"state_slots": max_running, "snapshot_slots": 32}
         caches = Caches(*made, attention=attention, states=states, **slots)
         self.runner = ModelRunner(decoder, arena, caches)
-        how = attention if isinstance(attention, str) else "auto"
         if draft_model is not None:
             drafting = load_draft_model(Checkpoint(draft_model), served, dtype, torch.device(device))
-            self.runner.proposer = drafting.proposer(arena, blocks, block_size, how)
+            self.runner.proposer = drafting.proposer(arena, blocks, block_size, attention)
         if mtp:
             layer = load_mtp_layer(checkpoint, decoder, dtype, weight_dtype=weight_dtype)
-            self.runner.proposer = layer.proposer(arena, blocks, block_size, how)
+            self.runner.proposer = layer.proposer(arena, blocks, block_size, attention)
         self.adapters: dict[int, Adapter] = {}
         if adapters:
             shapes = shapes_of(decoder.config)

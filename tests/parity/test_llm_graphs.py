@@ -26,6 +26,7 @@ from llm_service.worker.model_runner import ModelRunner
 from tests import pictures
 from tests.adapters import make_adapter
 from tests.checkpoints import Family
+from tests.mtp_checkpoint import with_mtp_layer
 from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
 from tests.plain_attention import PlainTables
 from tests.plain_states import PlainStates
@@ -175,13 +176,16 @@ def test_our_kernels_may_be_captured(checkpoints: Callable[..., Path]) -> None:
         ("qwen3_vl", "", "half"),
         ("qwen3_vl", "triton", "model"),
         ("qwen3_5", "", "half"),
+        ("qwen3_5", "", "mtp"),
         pytest.param("qwen3_5_moe", "triton", "half", marks=pytest.mark.soak),
     ],
 )
 def test_steps_that_verify_drafts_have_graphs_of_their_own(
-    family: Family, attention: str, method: str, checkpoints: Callable[..., Path]
+    family: Family, attention: str, method: str, checkpoints: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder, many = checkpoints(family), not attention
+    if method == "mtp":
+        folder = with_mtp_layer(folder, tmp_path)
     prompts = prompts_of(folder)[: 4 if many else 2]
     wanted = SamplingParams(max_tokens=24 if many else 6, temperature=0.0, ignore_eos=True)
     expected = [outcome.tokens for outcome in LocalEngine(folder, step_tokens=64).run(prompts, wanted)]
@@ -191,9 +195,12 @@ def test_steps_that_verify_drafts_have_graphs_of_their_own(
         answer, begin = said[sequence.tokens[: sequence.prompt_tokens].tobytes()], len(sequence.output)
         return array("i", [token + (begin % 5 == place == 1) for place, token in enumerate(answer[begin:][:count])])
 
-    engine, _ = graphed(
-        folder, attention, drafts=3, **({"draft": half_right} if method == "half" else {"draft_model": folder})
-    )
+    given: dict[str, dict[str, Any]] = {
+        "half": {"draft": half_right},
+        "model": {"draft_model": folder},
+        "mtp": {"mtp": True},
+    }
+    engine, _ = graphed(folder, attention, drafts=3, **given[method])
     graphs = engine.runner.graphs
     assert graphs is not None
     assert graphs.sizes == sizes(decode_sizes(PEOPLE), prefill_sizes(64), [2, 4, 8, 16])
@@ -206,14 +213,37 @@ def test_steps_that_verify_drafts_have_graphs_of_their_own(
         return graph
 
     graphs.find = watched  # type: ignore[method-assign]
+    proposed = watch_proposer(engine)
     assert [outcome.tokens for outcome in engine.run(prompts, wanted)] == expected
     counters = engine.scheduler.counters
-    assert 0 < counters.accepted_draft_tokens < counters.draft_tokens or method == "model"
+    assert 0 < counters.accepted_draft_tokens < counters.draft_tokens or method != "half"
     assert graphs.replays == counters.steps == len(found)
     assert GraphKind.VERIFY in found
     if isinstance(proposer := engine.runner.proposer, DraftModel):
         assert proposer.graphs is not None
         assert proposer.graphs.replays >= counters.draft_tokens / 3
+        eager = LocalEngine(
+            folder, step_tokens=64, max_running=PEOPLE, blocks=256, speculative_tokens=3, **given[method]
+        )
+        without = watch_proposer(eager)
+        eager.run(prompts, wanted)
+        assert proposed == without, "graphs propose what is proposed without"
+        assert sum(map(len, proposed)) >= counters.draft_tokens > 0
+
+
+def watch_proposer(engine: LocalEngine) -> list[list[int]]:
+    """What its proposer says for each chunk, from now on."""
+    found: list[list[int]] = []
+    if (proposer := engine.runner.proposer) is not None:
+        propose = proposer.propose
+
+        def watched(*given: Any) -> Callable[[], list[list[int]]]:
+            drafts = propose(*given)()
+            found.extend(drafts)
+            return lambda: drafts
+
+        vars(proposer)["propose"] = watched
+    return found
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen3_5_moe", marks=pytest.mark.soak)])

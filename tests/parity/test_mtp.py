@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from common.checkpoint import Checkpoint, CheckpointError
 from llm_service.models.loader import load_decoder
@@ -18,6 +17,7 @@ from llm_service.plan import StepPlan
 from llm_service.request import SamplingParams
 from llm_service.worker.draft_loader import load_mtp_layer
 from tests import reference
+from tests.mtp_checkpoint import with_mtp_layer
 from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
 from tests.parity.test_engine_parity import PARTS
 
@@ -26,20 +26,7 @@ GREEDY = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0)
 
 @pytest.fixture(scope="module")
 def directory(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny checkpoint with such a layer: its attention layer's shapes, other numbers."""
-    folder = tmp_path_factory.mktemp("mtp")
-    shutil.copytree(checkpoints("qwen3_5"), folder, dirs_exist_ok=True)
-    weights, random = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(3)
-    prefix = "model.language_model.layers.3."
-    made = {name.replace(prefix, "mtp.layers.0."): each for name, each in weights.items() if name.startswith(prefix)}
-    shapes = {name: each.shape for name, each in made.items()}
-    shapes |= {f"mtp.{name}.weight": (64,) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
-    shapes["mtp.fc.weight"] = torch.Size((64, 128))
-    for name, shape in shapes.items():
-        noise = torch.randn(shape, generator=random)
-        weights[name] = noise * (0.1 if len(shape) == 1 else 1.3 / shape[-1] ** 0.5)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return with_mtp_layer(checkpoints("qwen3_5"), tmp_path_factory.mktemp("mtp"))
 
 
 @pytest.fixture(scope="module")
