@@ -49,6 +49,26 @@ class FakeLlm(v1.LlmServiceServicer):
         self.play: Callable[[v1.GenerateRequest], Iterator[v1.GenerateResponse]] = script
         self.refusal: tuple[grpc.StatusCode, v1.Status] | None = None
         self.ended = threading.Event()
+        self.adapters: dict[str, v1.Adapter] = {}
+
+    def LoadAdapter(self, request, context):
+        if request.name in self.adapters:
+            refuse(
+                context,
+                grpc.StatusCode.ALREADY_EXISTS,
+                v1.Status(code=grpc.StatusCode.ALREADY_EXISTS.value[0], message="it has one of that name"),
+            )
+        self.adapters[request.name] = v1.Adapter(name=request.name, rank=len(request.path))
+        return v1.LoadAdapterResponse(adapter=self.adapters[request.name])
+
+    def UnloadAdapter(self, request, context):
+        if request.name not in self.adapters:
+            refuse(
+                context,
+                grpc.StatusCode.NOT_FOUND,
+                v1.Status(code=grpc.StatusCode.NOT_FOUND.value[0], message="it has none of that name"),
+            )
+        return v1.UnloadAdapterResponse(adapter=self.adapters.pop(request.name))
 
     def Generate(self, request, context):
         self.requests.append(request)
@@ -76,6 +96,7 @@ class FakeLlm(v1.LlmServiceServicer):
             architecture="Qwen3VL",
             tool_format=v1.TOOL_FORMAT_JSON,
             devices=["cpu"],
+            adapters=self.adapters.values(),
             encoder_digest="0123456789abcdef",
             context_tokens=4096,
             tensor_parallel=2,

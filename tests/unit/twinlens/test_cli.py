@@ -394,3 +394,48 @@ def test_a_table_lines_up() -> None:
 )
 def test_units(shown: str, expected: str) -> None:
     assert shown == expected
+
+
+class TestAdapters:
+    def test_adapters_are_added_and_removed_at_each_service(self, llm: FakeLlm, llm_address: str, capsys) -> None:
+        other = FakeLlm()
+        other.adapters["old"] = v1.Adapter(name="old", rank=8, in_flight=2)
+        llm.adapters["old"] = v1.Adapter(name="old", rank=8)
+        with serving(llm=other) as second:
+            both = ["--llm", llm_address, "--llm", second]
+            assert main(["adapters", *both]) == 0
+            lines = capsys.readouterr().out.splitlines()
+            assert [line.split()[-3:] for line in lines[2:]] == [["old", "8", "0"], ["old", "8", "2"]]
+            assert main(["adapters", *both, "--load", "a=b/c", "--unload", "old"]) == 0
+            assert [line.split() for line in capsys.readouterr().out.splitlines()[2:]] == [
+                [llm_address, "a", "3", "0"],
+                [second, "a", "3", "0"],
+            ]
+
+    def test_what_one_service_refuses_the_others_do(self, llm: FakeLlm, llm_address: str, capsys) -> None:
+        with serving(llm=FakeLlm()) as gone:
+            pass
+        llm.adapters["a"] = v1.Adapter(name="a", rank=8)
+        with serving(llm=FakeLlm()) as second:
+            assert main(["adapters", "--llm", gone, "--llm", llm_address, "--llm", second, "--load", "a=x"]) == 1
+        out, err = capsys.readouterr()
+        assert [line.split()[:2] for line in out.splitlines()[2:]] == [[llm_address, "a"], [second, "a"]]
+        assert f"twinlens: {llm_address}: a: ALREADY_EXISTS: it has one of that name" in err
+        assert f"no service answers at {gone}" in err
+
+    def test_a_service_without_any_says_so(self, llm_address: str, capsys) -> None:
+        assert main(["adapters", "--llm", llm_address]) == 0
+        assert capsys.readouterr().out == "no adapters\n"
+
+    def test_where_no_service_answers_that_is_the_exit_code(self, capsys) -> None:
+        with serving(llm=FakeLlm()) as gone:
+            pass
+        assert main(["adapters", "--llm", gone]) == 3
+        assert capsys.readouterr().out == ""
+
+    @pytest.mark.parametrize("words", [["--load", "a"], ["--load", "=x"], ["--load", "a="]])
+    def test_an_adapter_needs_a_name_and_a_folder(self, words: list[str], capsys) -> None:
+        with pytest.raises(SystemExit) as ended:
+            main(["adapters", *words])
+        assert ended.value.code == MISUSED
+        assert "is not NAME=FOLDER" in capsys.readouterr().err
