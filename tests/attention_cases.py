@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from llm_service.layers.attention.backend import AttentionBackend, CacheShape, PagedChunk
+from llm_service.layers.attention.backend import AttentionBackend, CacheShape, PagedChunk, Span
 from llm_service.layers.attention.metadata import AttentionMetadata
 from tests.plain_attention import paged_attention
 
@@ -44,13 +45,13 @@ class Case:
         qkv = torch.randn(sum(counts), heads, shape.head_dim, generator=generator).to(device, dtype)
         return cls(shape, chunks, cache, qkv)
 
-    def check(self, backend: AttentionBackend) -> None:
+    def check(self, backend: AttentionBackend, spans: Sequence[Span] = ()) -> None:
         """The back end's output and what it leaves in the cache are the plain ones."""
         query, key, value = self.qkv.split([self.shape.heads, self.shape.kv_heads, self.shape.kv_heads], dim=1)
         here, there = self.cache.clone(), self.cache.clone()
         metadata = AttentionMetadata.of(self.chunks, self.shape.block_size, self.qkv.device)
-        expected = paged_attention(query, key, value, there[0], metadata)
-        given = backend.batch(self.chunks).attend(query, key, value, here[0])
+        expected = paged_attention(query, key, value, there[0], metadata, self.shape.kind, spans)
+        given = backend.batch(self.chunks, spans).attend(query, key, value, here[0])
         tolerance = TOLERANCE[query.dtype]
         torch.testing.assert_close(given, expected, rtol=tolerance, atol=tolerance)
         assert torch.equal(here, there)

@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -135,6 +135,7 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, Needs]:
     """As `TritonBatch` launches them."""
     shape = KernelShape.of(CacheShape(1, 1, 16, 8, 2, head_dim), dtype)
+    windowed = replace(shape, window=1024)
     same = {"BLOCK_SIZE": 16, "BLOCK_N": shape.keys_at_once, "PRECISION": shape.precision}
     sums, kernel = ("mixtures", "maxima", "sums"), triton_kernels.attention_kernel
     joined = {"TOKENS": 1, "GROUP": shape.group, "HEAD_DIM": head_dim, "DIMS": shape.dims, "PARTS": COMBINED}
@@ -144,6 +145,7 @@ def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, N
         "verify": compiled(capability, kernel, dtype, sums, **same, **shape.rows(5)),
         "combine": compiled(capability, triton_kernels.combine_kernel, dtype, sums, **joined, num_warps=4),
         "prefill": compiled(capability, kernel, dtype, sums, **same, **shape.rows(shape.tile)),
+        "windows": compiled(capability, kernel, dtype, sums, **same, **windowed.rows(shape.tile)),
     }
 
 
@@ -167,7 +169,7 @@ def rows(capability: int, dtype: torch.dtype, head: int) -> dict[str, Needs]:
         "norm": compiled(capability, rows_gpu.norm_kernel, dtype, ADD=False, BLOCK=4096, num_warps=8),
         "add and norm": compiled(capability, rows_gpu.norm_kernel, dtype, ADD=True, BLOCK=4096, num_warps=8),
         "turn": compiled(capability, rows_gpu.qk_norm_rotary_kernel, dtype, **heads, num_warps=4),
-        "gate": compiled(capability, rows_gpu.silu_and_mul_kernel, dtype, BLOCK=rows_gpu._GATES, num_warps=4),
+        "gate": compiled(capability, rows_gpu.gate_kernel, dtype, GELU=True, BLOCK=rows_gpu._GATES, num_warps=4),
     } | {**routing(capability, dtype), **adapters(capability, dtype)}
 
 

@@ -8,11 +8,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llm_service.layers.attention.backend import CacheShape, PagedChunk
+from llm_service.layers.attention.backend import CAUSAL, AttentionBatch, AttentionKind, CacheShape, PagedChunk, Span
 from llm_service.layers.attention.metadata import AttentionMetadata, Tiling
+from llm_service.layers.attention.torch_backend import TorchBackend
 
 
-def paged_attention(query: Tensor, key: Tensor, value: Tensor, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+def paged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache: Tensor,
+    metadata: AttentionMetadata,
+    kind: AttentionKind = CAUSAL,
+    spans: Sequence[Span] = (),
+) -> Tensor:
     """As `AttentionBatch.attend`, in float32, reading no more than `metadata` says; rows of padding stay NaN."""
     group = query.shape[1] // key.shape[1]
     keys, values = cache[0].flatten(0, 1), cache[1].flatten(0, 1)
@@ -28,7 +37,14 @@ def paged_attention(query: Tensor, key: Tensor, value: Tensor, cache: Tensor, me
         k, v = (each[slots].float().repeat_interleave(group, 1).transpose(0, 1) for each in (keys, values))
         q = query[begin:end].float().transpose(0, 1)
         mask = torch.ones(end - begin, length, dtype=torch.bool, device=query.device).tril(length - (end - begin))
-        weights = (q @ k.transpose(1, 2) * query.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf).softmax(-1)
+        for first, last in spans:
+            if begin <= first and last <= end:
+                mask[first - begin : last - begin, length - (end - first) : length - (end - last)] = True
+        if kind.window:
+            mask &= torch.ones_like(mask).triu(length - (end - begin) + 1 - kind.window)
+        weights = (
+            (q @ k.transpose(1, 2) * kind.softmax_scale(query.shape[-1])).masked_fill(~mask, -torch.inf).softmax(-1)
+        )
         out[begin:end] = (weights @ v).transpose(0, 1).to(query.dtype)
     return out.flatten(1)
 
@@ -44,16 +60,19 @@ class PlainTables:
     name: str = "plain"
     tiling: Tiling = _TILING
 
-    def batch(self, chunks: Sequence[PagedChunk]) -> PlainMetadataBatch:
+    def batch(self, chunks: Sequence[PagedChunk], spans: Sequence[Span] = ()) -> AttentionBatch:
+        if spans:
+            return TorchBackend(self.shape, torch.device("cpu")).batch(chunks, spans)
         return self.over(AttentionMetadata.of(chunks, self.shape.block_size, torch.device("cpu")))
 
     def over(self, metadata: AttentionMetadata) -> PlainMetadataBatch:
-        return PlainMetadataBatch(metadata)
+        return PlainMetadataBatch(metadata, self.shape.kind)
 
 
 @dataclass(frozen=True)
 class PlainMetadataBatch:
     metadata: AttentionMetadata
+    kind: AttentionKind
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
-        return paged_attention(query, key, value, cache, self.metadata)
+        return paged_attention(query, key, value, cache, self.metadata, self.kind)

@@ -59,10 +59,13 @@ def check_qk_norm_rotary(
         _same(ops.qk_norm_rotary(x, (cosine, sine), queries, keys, gains, 1e-6), expected)
 
 
-def check_silu_and_mul(ops: RowOps, inner: int, dtype: torch.dtype, device: str) -> None:
+def check_gates(ops: RowOps, inner: int, dtype: torch.dtype, device: str, size: float = 1.0) -> None:
+    """Of gates around nought, so large."""
     x = _drawn(4, 2 * inner, dtype, device)
     first, second = x.chunk(2, dim=-1)
+    first *= size
     _same(ops.silu_and_mul(x), torch.nn.functional.silu(first) * second)
+    _same(ops.gelu_and_mul(x), torch.nn.functional.gelu(first, approximate="tanh") * second)
 
 
 def check_routes(ops: RowOps, rows: int, experts: int, per_token: int, dtype: torch.dtype, device: str) -> None:

@@ -369,13 +369,32 @@ def _both_rounded(builder: Any, first: Value, second: Value) -> Value:
 
 def _gate(_: Any, _out: Any, _gates: Any, _values: Any, _vectors: Any) -> Any:
     """Sets so many vectors at `out` to silu(gate) · value, of gates and values at two other addresses."""
+    return _gating(lambda _, gate: gate)
+
+
+def _gelu_gate(_: Any, _out: Any, _gates: Any, _values: Any, _vectors: Any) -> Any:
+    """The same with gelu(gate), by its hyperbolic tangent: 1 + tanh(x / 2) is twice the logistic function of x."""
+
+    def bent(builder: Any, gate: Value) -> Value:
+        square, slope = builder.fmul(gate, gate), _constant(GELU_SLOPE)
+        return builder.fmul(gate, _multiply_add(builder, square, _constant(GELU_SLOPE * GELU_BEND), slope))
+
+    return _gating(bent)
+
+
+GELU_SLOPE, GELU_BEND = math.sqrt(8 / math.pi), 0.044715
+"""gelu(x) is about x · logistic(slope · (x + bend · x³))."""
+
+
+def _gating(steepened: Callable[[Any, Value], Value]) -> Any:
+    """gate · logistic(steepened gate) · value."""
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         out, gates, values, vectors = given
         with cgutils.for_range(builder, vectors) as loop:
             places = [_at(builder, base, loop.index, _WORD(LINE)) for base in (gates, values)]
             gate, value = (_load(builder, place, _VECTOR) for place in places)
-            power = _power(builder, builder.fmul(gate, _constant(-math.log2(math.e))))
+            power = _power(builder, builder.fmul(steepened(builder, gate), _constant(-math.log2(math.e))))
             opened = builder.fdiv(gate, builder.fadd(power, _constant(1.0)))
             _store(builder, builder.fmul(opened, value), _at(builder, out, loop.index, _WORD(LINE)))
         return context.get_dummy_value()
@@ -657,5 +676,6 @@ highest: Any = intrinsic(_highest)
 to_powers: Any = intrinsic(_to_powers)
 to_short_powers: Any = intrinsic(_to_short_powers)
 gate: Any = intrinsic(_gate)
+gelu_gate: Any = intrinsic(_gelu_gate)
 score_keys: Any = intrinsic(_score_keys)
 add_values: Any = intrinsic(_add_values)

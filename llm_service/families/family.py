@@ -25,12 +25,34 @@ class FeedForwardKind(Enum):
     EXPERTS = "experts"
 
 
+class SpanRule(Enum):
+    """In which layers the tokens of a run of media rows see each other."""
+
+    NOWHERE = "nowhere"
+    EVERYWHERE = "everywhere"
+    IN_WINDOWS = "in layers with a window"
+
+
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What one decoder layer is made of."""
+    """What one decoder layer is made of. Where its mixer is attention a token sees `window` tokens, 0: all before it,
+    and with `spans` those of its own run of media rows."""
 
     mixer: Mixer
     feed_forward: FeedForwardKind
+    window: int = 0
+    spans: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorms:
+    """What checkpoints call a layer's norms: those of what goes into its mixer and its feed-forward part, and, where
+    there are such, those of what comes out of each before it is added."""
+
+    mixer_in: str = "input_layernorm"
+    feed_forward_in: str = "post_attention_layernorm"
+    mixer_out: str = ""
+    feed_forward_out: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +93,11 @@ class InPrompt:
     counted: bool = False
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""What config.json calls layers of attention whose tokens see all before them, or a window."""
+WINDOWED: Mapping[str, Mixer] = {FULL: Mixer.ATTENTION, SLIDING: Mixer.ATTENTION}
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """A family of models. What its checkpoints state themselves is read from them. `encoder` is where they have what
@@ -81,11 +108,12 @@ class Family:
     that it goes with, each of which decides what layers have (`registry.TEXT_FAMILIES`); empty: it has its own.
 
     Layers: `attention_bias`, queries, keys and values have biases; `qk_norm`, each query and key head is normed before
-    it is rotated; `output_gate`, each head of queries has a gate for what is attended to; `zero_centred_norms`, the
-    norms of layers and heads scale by 1 + weight; `mrope_interleaved`, rotary pairs are dealt out to time, height and
-    width in turns, and `rotary_share`, so much of a head is rotated, unless the checkpoint says otherwise. `mixers`:
-    what config.json's `layer_types` stand for. `text_defaults`: what holds of the decoder where config.json leaves it
-    out.
+    it is rotated; `output_gate`, each head of queries has a gate for what is attended to; `norms`, which there are, and
+    `zero_centred_norms`, those of layers and heads scale by 1 + weight; `scaled_embeddings`, those of tokens are
+    multiplied by the root of their width; `mrope_interleaved`, rotary pairs are dealt out to time, height and width in
+    turns, and `rotary_share`, so much of a head is rotated, unless the checkpoint says otherwise. `mixers`: what
+    config.json's `layer_types` stand for; a family has windows where `SLIDING` is among them. `text_defaults`: what
+    holds of the decoder where config.json leaves it out.
     """
 
     modalities: Mapping[Modality, InPrompt]
@@ -96,8 +124,10 @@ class Family:
     attention_bias: bool = False
     qk_norm: bool = False
     output_gate: bool = False
+    norms: LayerNorms = LayerNorms()
     zero_centred_norms: bool = False
+    scaled_embeddings: bool = False
     mrope_interleaved: bool = False
     rotary_share: float = 1.0
     text_defaults: Mapping[str, Any] = field(default_factory=dict)
-    mixers: Mapping[str, Mixer] = field(default_factory=lambda: {"full_attention": Mixer.ATTENTION})
+    mixers: Mapping[str, Mixer] = field(default_factory=lambda: {FULL: Mixer.ATTENTION})

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from common.checkpoint import CheckpointError
-from llm_service.families.family import Family
+from llm_service.families.family import WINDOWED, Family
+from llm_service.families.gemma3 import GEMMA3_TEXT
 from llm_service.families.internvl import INTERNVL
 from llm_service.families.qwen2_audio import QWEN2_AUDIO
 from llm_service.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
@@ -27,9 +28,10 @@ FAMILIES: Final = {
 """By `model_type` in config.json, as in the encoder service."""
 
 TEXT_FAMILIES: Final = {
+    "gemma3_text": GEMMA3_TEXT,
     "llama": Family({}),
-    "ministral3": Family({}, text_defaults={"use_sliding_window": True, "sliding_window": None}),
-    "mistral": Family({}, text_defaults={"use_sliding_window": True}),
+    "ministral3": Family({}, mixers=WINDOWED, text_defaults={"use_sliding_window": True, "sliding_window": None}),
+    "mistral": Family({}, mixers=WINDOWED, text_defaults={"use_sliding_window": True}),
     "qwen2": Family({}, attention_bias=True),
     "qwen2_5_omni_text": QWEN2_5_VL,
     "qwen3": Family({}, qk_norm=True),

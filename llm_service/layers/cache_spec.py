@@ -10,17 +10,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llm_service.layers.attention.backend import CacheShape, PagedChunk
+from llm_service.layers.attention.backend import CAUSAL, AttentionKind, CacheShape, PagedChunk
 from llm_service.plan import Chunk
 
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """Keys and values of every token, in the blocks of a sequence's table."""
+    """Keys and values of every token, in the blocks of a sequence's table; `kind` is how a layer attends to them."""
 
     heads: int
     kv_heads: int
     head_dim: int
+    kind: AttentionKind = CAUSAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ def slot_bytes(specs: Sequence[CacheSpec]) -> int:
 
 
 def cache_shapes(specs: Sequence[CacheSpec], blocks: int, block_size: int) -> dict[PagedKV, CacheShape]:
-    """The paged cache of each kind of keys and values: that of all layers which are alike.
+    """The paged cache of each kind of keys and values: that of all layers which are alike, and attend alike.
 
     >>> narrow, wide = PagedKV(4, 2, 64), PagedKV(4, 1, 128)
     >>> [shape.layers for shape in cache_shapes([narrow, wide, narrow], 10, 16).values()]
@@ -126,7 +127,7 @@ def cache_shapes(specs: Sequence[CacheSpec], blocks: int, block_size: int) -> di
     """
     counts = Counter(spec for spec in specs if isinstance(spec, PagedKV))
     return {
-        spec: CacheShape(layers, blocks, block_size, spec.heads, spec.kv_heads, spec.head_dim)
+        spec: CacheShape(layers, blocks, block_size, spec.heads, spec.kv_heads, spec.head_dim, spec.kind)
         for spec, layers in counts.items()
     }
 

@@ -20,7 +20,7 @@ from llm_service.models.config import TextConfig
 
 
 def _dense(config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> MLP:
-    return MLP(config.hidden_size, config.intermediate_size, group, dtype)
+    return MLP(config.hidden_size, config.intermediate_size, group, dtype, activation=config.activation)
 
 
 def _experts(config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> SparseMLP:
@@ -35,9 +35,9 @@ def _experts(config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> Spar
     )
 
 
-MIXERS: dict[Mixer, Callable[[TextConfig, TensorGroup, torch.dtype], MixerPart]] = {
+MIXERS: dict[Mixer, Callable[[LayerKind, TextConfig, TensorGroup, torch.dtype], MixerPart]] = {
     Mixer.ATTENTION: SelfAttention,
-    Mixer.GATED_DELTA_NET: GatedDeltaNet,
+    Mixer.GATED_DELTA_NET: lambda _, *given: GatedDeltaNet(*given),
 }
 FEED_FORWARDS: dict[FeedForwardKind, Callable[[TextConfig, TensorGroup, torch.dtype], nn.Module]] = {
     FeedForwardKind.DENSE: _dense,
@@ -46,19 +46,24 @@ FEED_FORWARDS: dict[FeedForwardKind, Callable[[TextConfig, TensorGroup, torch.dt
 
 
 class DecoderLayer(nn.Module):
-    """One decoder layer, made of what its kind says."""
+    """One decoder layer, made of what its kind says. What its mixer and its feed-forward part give is normed before it
+    is added where the family has norms for that."""
 
     def __init__(self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__()
 
-        def norm() -> RMSNorm:
+        def norm(name: str) -> RMSNorm:
             zero_centred = config.family.zero_centred_norms
-            return RMSNorm(config.hidden_size, config.norm_eps, dtype, zero_centred=zero_centred)
+            return RMSNorm(config.hidden_size, config.norm_eps, dtype, zero_centred=zero_centred, stored_as=name)
 
-        self.input_layernorm = norm()
-        self.mixer = MIXERS[kind.mixer](config, group, dtype)
-        self.post_attention_layernorm = norm()
+        names = config.family.norms
+        self.mixer_in_norm = norm(names.mixer_in)
+        self.mixer = MIXERS[kind.mixer](kind, config, group, dtype)
+        self.mixer_out_norm = norm(names.mixer_out) if names.mixer_out else None
+        self.mlp_in_norm = norm(names.feed_forward_in)
         self.mlp = FEED_FORWARDS[kind.feed_forward](config, group, dtype)
+        self.mlp_out_norm = norm(names.feed_forward_out) if names.feed_forward_out else None
+        self.windowed = kind.window > 0
         self.ranks = group.size
 
     def forward(
@@ -81,10 +86,14 @@ class DecoderLayer(nn.Module):
 
     def before(self, x: Tensor, residual: Tensor | None, rotary: Rotary) -> tuple[Tensor, tuple[Tensor, ...]]:
         """[n, hidden] each → their sum, and what is mixed."""
-        residual, normed = self.input_layernorm.after_adding(x, residual)
+        residual, normed = self.mixer_in_norm.after_adding(x, residual)
         return residual, self.mixer.project(normed, rotary)
 
     def after(self, residual: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """[n, hidden], and this rank's part of what the mixer gives → [n, hidden] twice, to be added."""
-        residual, normed = self.post_attention_layernorm.after_adding(residual, self.mixer.join(mixed))
-        return self.mlp(normed), residual
+        joined = self.mixer.join(mixed)
+        if self.mixer_out_norm is not None:
+            joined = self.mixer_out_norm(joined)
+        residual, normed = self.mlp_in_norm.after_adding(residual, joined)
+        out = self.mlp(normed)
+        return out if self.mlp_out_norm is None else self.mlp_out_norm(out), residual

@@ -157,10 +157,13 @@ class PackedLinear(Linear):
 
 
 class VocabularyEmbedding(nn.Module):
-    """Token embeddings, split over the ranks by token id."""
+    """Token embeddings, split over the ranks by token id, and multiplied by `scale` as their type has it."""
 
-    def __init__(self, total: int, hidden: int, group: TensorGroup, dtype: torch.dtype) -> None:
+    def __init__(
+        self, total: int, hidden: int, group: TensorGroup, dtype: torch.dtype, *, scale: float | None = None
+    ) -> None:
         super().__init__()
+        self._scale = None if scale is None else torch.tensor(scale, dtype=dtype, device="cpu").item()
         self.share = group.vocabulary_share(total)
         self._group = group
         self._dtype = dtype
@@ -186,7 +189,8 @@ class VocabularyEmbedding(nn.Module):
         return self._group.sum(out.masked_fill(foreign.unsqueeze(1), 0.0))
 
     def _rows(self, token_ids: Tensor) -> Tensor:
-        return functional.embedding(token_ids, self.weight).to(self._dtype)
+        rows = functional.embedding(token_ids, self.weight).to(self._dtype)
+        return rows if self._scale is None else rows.mul_(self._scale)
 
 
 def laid_out(weight: Tensor, rounded: Rounded = "") -> LaidOut | None:

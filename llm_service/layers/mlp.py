@@ -8,23 +8,33 @@ from torch import Tensor, nn
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear
 from llm_service.layers.ops import TORCH, RowOps
+from llm_service.models.config import Activation
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) · up(x))."""
+    """down(activation(gate(x)) · up(x))."""
 
     ops: RowOps = TORCH
 
-    def __init__(self, hidden: int, inner: int, group: TensorGroup, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        inner: int,
+        group: TensorGroup,
+        dtype: torch.dtype,
+        *,
+        activation: Activation = Activation.SILU,
+    ) -> None:
         super().__init__()
-        self._group = group
+        self._group, self.activation = group, activation
         own, whole = group.share(inner), slice(0, hidden)
         self.gate_up = PackedLinear(whole, {"gate_proj": own, "up_proj": own}, bias=False, dtype=dtype)
         self.down = PackedLinear(own, {"down_proj": whole}, bias=False, dtype=dtype)
 
     def run(self, x: Tensor) -> Tensor:
         """[n, hidden] → this rank's part of [n, hidden]."""
-        out: Tensor = self.down(self.ops.silu_and_mul(self.gate_up(x)))
+        act_and_mul = self.ops.silu_and_mul if self.activation is Activation.SILU else self.ops.gelu_and_mul
+        out: Tensor = self.down(act_and_mul(self.gate_up(x)))
         return out
 
     def forward(self, x: Tensor) -> Tensor:

@@ -4,14 +4,14 @@ it, torch's operators or a device's kernels."""
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from llm_service.layers.linear import Place, Stored, fill
-from llm_service.models.config import RotaryScaling
+from llm_service.models.config import RotaryConfig, RotaryScaling
 
 Pair = tuple[Tensor, Tensor]
 
@@ -52,6 +52,10 @@ class RowOps(Protocol):
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """x [n, 2 · inner] → silu(first half) · second half, [n, inner]."""
+        ...
+
+    def gelu_and_mul(self, x: Tensor) -> Tensor:
+        """The same with gelu, by its hyperbolic tangent."""
         ...
 
     def route(self, logits: Tensor, per_token: int) -> Pair:
@@ -101,6 +105,11 @@ class TorchOps:
         gate, up = x.chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)
 
+    def gelu_and_mul(self, x: Tensor) -> Tensor:
+        """See `RowOps`."""
+        gate, up = x.chunk(2, dim=-1)
+        return functional.gelu(gate, approximate="tanh").mul_(up)
+
     def route(self, logits: Tensor, per_token: int) -> Pair:
         """See `RowOps`."""
         weights, chosen = logits.float().softmax(-1).topk(per_token, dim=-1)
@@ -145,13 +154,18 @@ class RMSNorm(nn.Module):
     """x / rms(x) · weight over the last dimension (Zhang and Sennrich 2019).
 
     Where it is `zero_centred` a checkpoint has the weight less 1. The sum needs more digits than 16 bits have.
+    `stored_as` is its name in a checkpoint, if that is not its attribute's.
     """
 
     ops: RowOps = TORCH
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, *, zero_centred: bool = False) -> None:
+    def __init__(
+        self, size: int, eps: float, dtype: torch.dtype, *, zero_centred: bool = False, stored_as: str = ""
+    ) -> None:
         super().__init__()
         self.eps = eps
+        if stored_as:
+            self.stored_as = stored_as
         self._zero_centred = zero_centred
         kept = torch.float32 if zero_centred else dtype
         self.weight = nn.Parameter(torch.empty(size, dtype=kept), requires_grad=False)
@@ -188,6 +202,7 @@ class MultimodalRotary(nn.Module):
         device: torch.device,
         scaling: RotaryScaling | None = None,
     ) -> None:
+        """See `RotaryConfig`."""
         super().__init__()
         self._magnitude = 1.0 if scaling is None else scaling.magnitude
         pairs = torch.arange(0, dim, 2, dtype=torch.float32, device=device)
@@ -200,6 +215,12 @@ class MultimodalRotary(nn.Module):
             frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
         self.register_buffer("_frequencies", frequencies, persistent=False)
         self.register_buffer("_axis", axes, persistent=False)
+
+    @classmethod
+    def of(cls, config: RotaryConfig, device: torch.device) -> Self:
+        """What makes the tables of a configuration."""
+        given = config.dim, config.theta, config.sections
+        return cls(*given, interleaved=config.interleaved, device=device, scaling=config.scaling)
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """int [3, n] → cosine and sine, each [n, 1, dim] in `dtype`."""

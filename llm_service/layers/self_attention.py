@@ -7,7 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from llm_service.layers.attention.backend import AttentionBatch
+from llm_service.families.family import LayerKind
+from llm_service.layers.attention.backend import AttentionBatch, AttentionKind
 from llm_service.layers.cache_spec import PagedKV
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear, length
@@ -18,15 +19,16 @@ from llm_service.models.config import TextConfig
 
 class SelfAttention(nn.Module):
     """Grouped-query attention; its family says whether its inputs have biases, query and key heads norms, and what
-    comes out a gate."""
+    comes out a gate, and the layer's kind what a token sees."""
 
     stored_as: ClassVar[str] = "self_attn"
     ops: RowOps = TORCH
 
-    def __init__(self, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
+    def __init__(self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__()
         self._group = group
         family = config.family
+        self._kind = AttentionKind(kind.window, kind.spans, config.attention_scale)
         self.head_dim, self.eps = config.head_dim, config.norm_eps
         shared, own = group.kv_share(config.kv_heads), group.share(config.heads)
         self.heads, self.kv_heads, self.has_gates = length(own), length(shared), family.output_gate
@@ -49,7 +51,7 @@ class SelfAttention(nn.Module):
 
     def cache_spec(self) -> PagedKV:
         """Keys and values."""
-        return PagedKV(self.heads, self.kv_heads, self.head_dim)
+        return PagedKV(self.heads, self.kv_heads, self.head_dim, self._kind)
 
     def state_backend(self) -> StateBackend:
         """There is no state."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from common.checkpoint import CheckpointError
-from llm_service.families.family import Family, FeedForwardKind, LayerKind, Mixer
+from llm_service.families.family import FULL, SLIDING, Family, FeedForwardKind, LayerKind, Mixer, SpanRule
 from llm_service.families.registry import family_of
 
 
@@ -78,9 +79,47 @@ def _yarn_magnitude(rope: Mapping[str, Any], factor: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class RotaryConfig:
+    """How heads are rotated: the first `dim` numbers of each, whose pairs `sections` counts for time, height, width,
+    dealt out in turns where it is `interleaved`."""
+
+    dim: int
+    theta: float
+    sections: tuple[int, int, int]
+    interleaved: bool
+    scaling: RotaryScaling | None = None
+
+    @classmethod
+    def of(
+        cls, rope: Mapping[str, Any], text: Mapping[str, Any], family: Family, head_dim: int, max_position: int
+    ) -> RotaryConfig:
+        """Of the rotary settings `rope` of a text. Raises CheckpointError as `RotaryScaling.of`, and KeyError."""
+        dim = int(head_dim * rope.get("partial_rotary_factor", text.get("partial_rotary_factor", family.rotary_share)))
+        sections = tuple(rope.get("mrope_section") or (dim // 2, 0, 0))
+        if len(sections) != 3 or sum(sections) != dim // 2:
+            raise CheckpointError("mrope_section does not fill what is rotated of a head")
+        return cls(
+            dim=dim,
+            theta=float(rope.get("rope_theta") or text["rope_theta"]),
+            sections=(sections[0], sections[1], sections[2]),
+            interleaved=bool(rope.get("mrope_interleaved", family.mrope_interleaved)),
+            scaling=RotaryScaling.of(rope, max_position),
+        )
+
+
+class Activation(Enum):
+    """What opens the gates of a feed-forward part, as configurations call it."""
+
+    SILU = "silu"
+    GELU = "gelu_pytorch_tanh"
+
+
+@dataclass(frozen=True, slots=True)
 class TextConfig:
-    """Shape of a decoder. Sizes count elements; `mixers` has one for each layer; the first `rotary_dim` numbers of a
-    head are rotated, and `mrope_sections` counts their pairs for time, height, width.
+    """Shape of a decoder. Sizes count elements; `mixers` has one for each layer, and `windows`, where it is not empty,
+    how many tokens one sees there, 0: all; in layers with a window heads are rotated by `window_rotary`, if there is
+    one. `spans`: in which layers rows of one run see each other. `attention_scale` is what products of queries and keys
+    are multiplied by, None: head_dim^-0.5.
 
     Where `experts` is above 0, every `sparse_step`-th layer but those in `dense_layers` is a mixture of experts, with a
     shared one beside them where `shared_expert_size` is above 0.
@@ -95,10 +134,7 @@ class TextConfig:
     kv_heads: int
     head_dim: int
     norm_eps: float
-    rope_theta: float
-    rotary_dim: int
-    mrope_sections: tuple[int, int, int]
-    mrope_interleaved: bool
+    rotary: RotaryConfig
     tied: bool
     max_position: int
     experts: int = 0
@@ -108,7 +144,11 @@ class TextConfig:
     sparse_step: int = 1
     dense_layers: frozenset[int] = frozenset()
     delta_net: DeltaNetConfig | None = None
-    rope_scaling: RotaryScaling | None = None
+    activation: Activation = Activation.SILU
+    windows: tuple[int, ...] = ()
+    window_rotary: RotaryConfig | None = None
+    spans: SpanRule = SpanRule.NOWHERE
+    attention_scale: float | None = None
 
     @property
     def layers(self) -> int:
@@ -118,7 +158,13 @@ class TextConfig:
     def layer_kind(self, layer: int) -> LayerKind:
         """What a layer, counted from 0, is made of."""
         sparse = self.experts > 0 and layer not in self.dense_layers and (layer + 1) % self.sparse_step == 0
-        return LayerKind(self.mixers[layer], FeedForwardKind.EXPERTS if sparse else FeedForwardKind.DENSE)
+        window = self.windows[layer] if self.windows else 0
+        return LayerKind(
+            self.mixers[layer],
+            FeedForwardKind.EXPERTS if sparse else FeedForwardKind.DENSE,
+            window,
+            spans=self.spans is SpanRule.EVERYWHERE or (self.spans is SpanRule.IN_WINDOWS and window > 0),
+        )
 
     def longest(self, max_context: int) -> int:
         """Tokens of the longest context where the operator allows `max_context`; 0: as many as the model does."""
@@ -127,30 +173,31 @@ class TextConfig:
     @classmethod
     def of(cls, config: dict[str, Any], max_context: int = 0) -> TextConfig:
         """Reads config.json: Qwen2-VL's text fields stand at its top level on the hub, under `text_config` in newer
-        saves; rotary settings are `rope_scaling` with `rope_theta` beside it, or `rope_parameters` with it inside. No
-        context is longer than `max_context`, 0: than the model's own bound.
+        saves; rotary settings are `rope_scaling` with `rope_theta` beside it, or `rope_parameters` with it inside, of
+        which layers with a window may have their own. No context is longer than `max_context`, 0: than the model's own
+        bound.
 
         Raises CheckpointError where the family is not served, or a field is missing or asks for something that is not
         supported, in a context of that length.
         """
         family = family_of(config)
         text = {**family.text_defaults, **config, **(config.get("text_config") or {})}
-        rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+        rope, window_rope = _rotary_settings(text)
         max_position = int(text.get("max_position_embeddings", 32768))
-        _check_reach(text, rope, min(max_context or max_position, max_position))
-        if text.get("hidden_act", "silu") != "silu":
-            raise CheckpointError(f"activation {text['hidden_act']} is not supported")
+        _check_reach(text, rope, family, min(max_context or max_position, max_position))
+        activation = str(text.get("hidden_activation") or text.get("hidden_act", "silu"))
+        if activation not in {each.value for each in Activation}:
+            raise CheckpointError(f"activation {activation} is not supported")
         if not text.get("norm_topk_prob", True):
             raise CheckpointError("experts whose weights do not sum up to 1 are not supported")
         try:
             heads = int(text["num_attention_heads"])
             head_dim = int(text.get("head_dim") or text["hidden_size"] // heads)
-            mixers, experts = _mixers(text, family), int(text.get("num_experts", text.get("num_local_experts", 0)))
-            share = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", family.rotary_share))
-            rotary_dim = int(head_dim * share)
-            sections = tuple(rope.get("mrope_section") or (rotary_dim // 2, 0, 0))
-            if len(sections) != 3 or sum(sections) != rotary_dim // 2:
-                raise CheckpointError("mrope_section does not fill what is rotated of a head")
+            types, experts = _layer_types(text, family), int(text.get("num_experts", text.get("num_local_experts", 0)))
+            if experts and activation != Activation.SILU.value:
+                raise CheckpointError(f"experts with the activation {activation} are not supported")
+            mixers, rotated = tuple(family.mixers[each] for each in types), (text, family, head_dim, max_position)
+            scalar = text.get("query_pre_attn_scalar")
             return cls(
                 family=family,
                 vocab_size=int(text["vocab_size"]),
@@ -161,10 +208,7 @@ class TextConfig:
                 kv_heads=int(text.get("num_key_value_heads") or heads),
                 head_dim=head_dim,
                 norm_eps=float(text.get("rms_norm_eps", 1e-6)),
-                rope_theta=float(rope.get("rope_theta") or text["rope_theta"]),
-                rotary_dim=rotary_dim,
-                mrope_sections=(sections[0], sections[1], sections[2]),
-                mrope_interleaved=bool(rope.get("mrope_interleaved", family.mrope_interleaved)),
+                rotary=RotaryConfig.of(rope, *rotated),
                 tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
                 max_position=max_position,
                 experts=experts,
@@ -174,7 +218,10 @@ class TextConfig:
                 sparse_step=int(text.get("decoder_sparse_step", 1)),
                 dense_layers=frozenset(text.get("mlp_only_layers") or ()),
                 delta_net=_delta_net(text) if Mixer.GATED_DELTA_NET in mixers else None,
-                rope_scaling=RotaryScaling.of(rope, max_position),
+                activation=Activation(activation),
+                windows=_windows(text, types),
+                window_rotary=None if window_rope is None else RotaryConfig.of(window_rope, *rotated),
+                attention_scale=None if scalar is None else float(scalar) ** -0.5,
             )
         except KeyError as error:
             raise CheckpointError(f"config.json has no {error.args[0]}") from error
@@ -184,29 +231,51 @@ _WINDOW = 4096
 """Tokens of a window whose length is not stated."""
 
 
-def _check_reach(text: Mapping[str, Any], rope: Mapping[str, Any], longest: int) -> None:
-    """Raises CheckpointError where the last token of so long a context would not see the first, or be scaled otherwise:
-    both are as elsewhere in shorter contexts."""
+def _rotary_settings(text: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+    """Those of all layers, and of layers with a window, if they have their own."""
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if FULL in rope:
+        return rope[FULL], rope.get(SLIDING)
+    local = text.get("rope_local_base_freq")
+    return rope, None if local is None else {"rope_theta": local}
+
+
+def _window(text: Mapping[str, Any]) -> int:
+    """Tokens that are seen in a layer with a window; 0: all."""
+    stated = text.get("sliding_window", _WINDOW) if text.get("use_sliding_window") else None
+    return 0 if stated is None else int(stated)
+
+
+def _windows(text: Mapping[str, Any], types: Sequence[str]) -> tuple[int, ...]:
+    """One for each layer; empty where none has any."""
+    window = _window(text) if SLIDING in types else 0
+    return tuple(window if each == SLIDING else 0 for each in types) if window else ()
+
+
+def _check_reach(text: Mapping[str, Any], rope: Mapping[str, Any], family: Family, longest: int) -> None:
+    """Raises CheckpointError where the last token of so long a context would not see the first, and the family has no
+    windows, or be scaled otherwise: both are as elsewhere in shorter contexts."""
     reach, what = longest, ""
-    if text.get("use_sliding_window") and (window := text.get("sliding_window", _WINDOW)) is not None:
-        reach, what = int(window), "sliding-window attention is"
+    if SLIDING not in family.mixers and (window := _window(text)):
+        reach, what = window, "sliding-window attention is"
     elif rope.get("llama_4_scaling_beta"):
         reach, what = int(rope["original_max_position_embeddings"]), "queries that are scaled by their places are"
     if reach < longest:
         raise CheckpointError(f"{what} not supported: no context may be longer than {reach} tokens (--max-context)")
 
 
-def _mixers(text: dict[str, Any], family: Family) -> tuple[Mixer, ...]:
-    """One for each layer. Raises CheckpointError where a layer is of a kind that the family's are not served with."""
+def _layer_types(text: dict[str, Any], family: Family) -> list[str]:
+    """One for each layer. Raises CheckpointError where one is of a kind that the family's are not served with."""
     count = int(text["num_hidden_layers"])
-    interval = int(text.get("full_attention_interval", 1))
-    every = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(count)]
-    types = text.get("layer_types") or every
+    interval, others = int(text.get("full_attention_interval", 1)), "linear_attention"
+    if SLIDING in family.mixers:  # all of them have the window, unless some are said to have none
+        interval, others = int(text.get("sliding_window_pattern") or count + 1), SLIDING if _window(text) else FULL
+    types: list[str] = text.get("layer_types") or [others if (at + 1) % interval else FULL for at in range(count)]
     if len(types) != count:
         raise CheckpointError(f"layer_types names {len(types)} layers of {count}")
     if unknown := sorted(set(types) - family.mixers.keys()):
         raise CheckpointError(f"layers of the type {unknown[0]} are not supported")
-    return tuple(family.mixers[each] for each in types)
+    return types
 
 
 def _delta_net(text: dict[str, Any]) -> DeltaNetConfig:

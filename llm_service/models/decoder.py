@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from common.linear import Linear
+from llm_service.families.family import SpanRule
 from llm_service.layers.attention.backend import NumbaCompiled
 from llm_service.layers.cache_spec import LayerCache
 from llm_service.layers.cpu import selection
@@ -60,7 +61,8 @@ class Decoder(nn.Module):
         self.group = group
         layers, whole = range(config.layers), slice(0, config.hidden_size)
         with device:  # weights are made there: the host need not hold all of them, nor copy what is not filled yet
-            self.embed_tokens = VocabularyEmbedding(config.vocab_size, config.hidden_size, group, dtype)
+            scale = config.hidden_size**0.5 if config.family.scaled_embeddings else None
+            self.embed_tokens = VocabularyEmbedding(config.vocab_size, config.hidden_size, group, dtype, scale=scale)
             self.layers = nn.ModuleList(
                 DecoderLayer(config.layer_kind(index), config, group, dtype) for index in layers
             )
@@ -70,19 +72,19 @@ class Decoder(nn.Module):
             self.lm_head = PackedLinear(whole, words, bias=False, dtype=dtype)
         if config.tied:
             self.lm_head.weight = self.embed_tokens.weight
-        self.rotary = MultimodalRotary(
-            config.rotary_dim,
-            config.rope_theta,
-            config.mrope_sections,
-            interleaved=config.mrope_interleaved,
-            device=device,
-            scaling=config.rope_scaling,
-        )
+        self.rotary = MultimodalRotary.of(config.rotary, device)
+        local = config.window_rotary
+        self.window_rotary = None if local is None else MultimodalRotary.of(local, device)
 
     @property
     def device(self) -> torch.device:
         """Where its weights are."""
         return self.norm.weight.device
+
+    @property
+    def spans(self) -> SpanRule:
+        """In which layers rows of one run see each other."""
+        return self.config.spans
 
     def forward(
         self,
@@ -99,12 +101,15 @@ class Decoder(nn.Module):
         With `places` int64 [m], m > 0, only theirs are wanted, [m, hidden]: the last layer, whose keys no other layer
         needs more of, then computes little else.
         """
-        rotary = self.rotary.tables(positions, hidden.dtype)
+        rotary = local = self.rotary.tables(positions, hidden.dtype)
+        if self.window_rotary is not None:
+            local = self.window_rotary.tables(positions, hidden.dtype)
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             last = index == self.config.layers - 1
             cut = places if last and not (deepstack is not None and deepstack.reaches(index)) else None
-            hidden, residual = layer(hidden, residual, rotary, caches[index], batches[index], cut)
+            angles = local if layer.windowed else rotary
+            hidden, residual = layer(hidden, residual, angles, caches[index], batches[index], cut)
             if deepstack is not None and deepstack.reaches(index):
                 hidden, residual = residual + hidden, None
                 deepstack.add_to(hidden, index)
@@ -132,7 +137,7 @@ class Decoder(nn.Module):
         elif self.dtype == torch.float32 and selection.allows_panels():
             from llm_service.layers.cpu import layer  # numba takes its time
 
-            layer.finalize(self)
+            layer.finalize(self, self.config.activation)
 
     def kernels(self) -> set[str]:
         """Names of our kernels for CPUs that this needs, as `common.cpu.jit.find` takes them."""

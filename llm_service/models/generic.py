@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from common.checkpoint import CheckpointError
 from common.library_models import keep_only, library
-from llm_service.layers.attention.general_backend import AttentionRule, GeneralBackend, GeneralBatch, SpanRule
+from llm_service.families.family import SpanRule
+from llm_service.layers.attention.backend import AttentionKind
+from llm_service.layers.attention.general_backend import AttentionRule, GeneralBackend, GeneralBatch
 from llm_service.layers.cache_spec import PagedKV
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.mixer import StateBackend
@@ -181,10 +183,11 @@ class LibraryDecoder:
     def _find_specs(self) -> dict[int, PagedKV]:
         """What each layer keeps, found out by one token."""
         found: dict[int, PagedKV] = {}
+        seeing = AttentionKind(spans=self.spans is not SpanRule.NOWHERE)
 
         def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _: AttentionRule) -> Tensor:
             width = max(key.shape[-1], value.shape[-1])
-            if found.setdefault(_layer(module), spec := PagedKV(query.shape[1], key.shape[1], width)) != spec:
+            if found.setdefault(_layer(module), spec := PagedKV(query.shape[1], key.shape[1], width, seeing)) != spec:
                 raise CheckpointError(f"{type(module).__name__} attends twice in one layer")
             return query.new_zeros(*query.shape[:2], value.shape[-1])
 

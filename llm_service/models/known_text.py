@@ -45,7 +45,7 @@ def _found(checkpoint: Checkpoint, library: LibraryModel, max_context: int) -> T
     check_text(str(library.text.get("model_type")))
     config = TextConfig.of(library.text, max_context)
     names = own_names(config_of(checkpoint.folder), checkpoint.tensors)
-    try_ours(checkpoint.folder)
+    config = replace(config, spans=try_ours(checkpoint.folder).spans)
     if config.tied:
         config, names = _as_stored(checkpoint, config, names)
     return TextSide(config, names.get)

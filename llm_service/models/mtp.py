@@ -22,7 +22,7 @@ class MtpDecoder(Decoder):
 
     def __init__(self, target: Decoder) -> None:
         nn.Module.__init__(self)
-        self.config = replace(target.config, mixers=(Mixer.ATTENTION,), dense_layers=frozenset())
+        self.config = replace(target.config, mixers=(Mixer.ATTENTION,), windows=(), dense_layers=frozenset())
         self.dtype, self.kv_dtype, self.group = target.dtype, target.kv_dtype, target.group
         size, eps = self.config.hidden_size, self.config.norm_eps
         zero_centred = self.config.family.zero_centred_norms
@@ -37,6 +37,7 @@ class MtpDecoder(Decoder):
             self.layers = nn.ModuleList([DecoderLayer(kind, self.config, self.group, self.dtype)])
         # Not among this one's own modules: they are the model's, which has finalized them.
         vars(self).update(embed_tokens=target.embed_tokens, lm_head=target.lm_head, rotary=target.rotary)
+        self.window_rotary = None
 
     def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
         """Embeddings of the next tokens and hidden states, [n, hidden] each → [n, hidden]."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,9 @@ from common.library_models import (
     shrink,
     text_of,
 )
-from llm_service.families.registry import check_text
-from llm_service.layers.attention.backend import AttentionBatch, CacheShape, PagedChunk
-from llm_service.layers.attention.general_backend import SpanRule
+from llm_service.families.family import SLIDING, SpanRule
+from llm_service.families.registry import TEXT_FAMILIES, check_text
+from llm_service.layers.attention.backend import AttentionBatch, CacheShape, PagedChunk, Span
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cache_spec import cache_shapes
 from llm_service.layers.group import ALONE, TensorGroup
@@ -120,28 +120,33 @@ def try_config(config: Any, prompted: Callable[[], TrialPrompt], group: TensorGr
 
 
 @torch.inference_mode()
-def try_ours(folder: Path) -> None:
+def try_ours(folder: Path) -> Finding:
     """Tries our decoder in the place of the library's text model, on one rank. Raises CheckpointError where it lacks
     what the text asks for, or its logits are not the library's."""
     config = config_of(folder)
-    try_ours_of(config, lambda: _prompt(folder, config))
+    return try_ours_of(config, lambda: _prompt(folder, config))
 
 
 @torch.inference_mode()
-def try_ours_of(config: Any, prompted: Callable[[], TrialPrompt]) -> None:
-    """The same of a configuration, which is shrunk first, and a prompt for the shrunk one. A window is taken out: no
-    context is as long as one that ours is tried for."""
+def try_ours_of(config: Any, prompted: Callable[[], TrialPrompt]) -> Finding:
+    """The same of a configuration, which is shrunk first, and a prompt for the shrunk one. A window that its family has
+    none for is taken out: no context is as long as one that ours is tried for."""
     text = config.get_text_config(decoder=True)
     check_text(text.model_type)
-    if getattr(text, "sliding_window", None) is not None:
+    if getattr(text, "sliding_window", None) is not None and SLIDING not in TEXT_FAMILIES[text.model_type].mixers:
         text.sliding_window = None
+    differences = []
     with _tried(config.model_type):
         case = _Case.of(config, prompted)
         shape = TextConfig.of(text_of(config), len(case.prompt.ids) + _ANSWER)
-        decoder = fill_plain(Decoder(shape, ALONE, torch.float32, _CPU), named_tensors(case.model))
-        difference = max(_difference(decoder, case), _difference_of_answer(decoder, case.said))
-    if not difference < _CLOSE:
-        raise CheckpointError(f"the logits of our decoder are not the library's: they differ by {difference:.1%}")
+        for rule in SpanRule:
+            made = Decoder(replace(shape, spans=rule), ALONE, torch.float32, _CPU)
+            decoder = fill_plain(made, named_tensors(case.model))
+            differences.append(max(_difference(decoder, case, rule), _difference_of_answer(decoder, case.said)))
+            if differences[-1] < _CLOSE:
+                return Finding(rule)
+    least = min(differences)
+    raise CheckpointError(f"the logits of our decoder are not the library's: they differ by {least:.1%}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,11 +351,11 @@ def _logits(
 
 
 def _batch(
-    decoder: Decoder | LibraryDecoder, shape: CacheShape, chunks: list[PagedChunk], spans: list[tuple[int, int]]
+    decoder: Decoder | LibraryDecoder, shape: CacheShape, chunks: list[PagedChunk], spans: list[Span]
 ) -> AttentionBatch:
     if isinstance(decoder, LibraryDecoder):
         return decoder.backend(shape).batch(chunks, spans)
-    return TorchBackend(shape, _CPU).batch(chunks)
+    return TorchBackend(shape, _CPU).batch(chunks, spans if shape.kind.spans else ())
 
 
 def _deepstack(prompt: TrialPrompt, begin: int, end: int) -> Deepstack | None:

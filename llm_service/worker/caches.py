@@ -17,6 +17,7 @@ from llm_service.layers.attention.backend import (
     CacheShape,
     NumbaCompiled,
     PagedChunk,
+    Span,
     WarmBackend,
 )
 from llm_service.layers.attention.choose import choose
@@ -45,15 +46,6 @@ class StableBackend(AttentionBackend, Protocol):
         ...
 
 
-@runtime_checkable
-class SpanBackend(AttentionBackend, Protocol):
-    """A back end for models in which tokens of a span see each other."""
-
-    def batch(self, chunks: Sequence[PagedChunk], spans: Sequence[tuple[int, int]] = ()) -> AttentionBatch:
-        """As `AttentionBackend.batch`; each span, [begin, end) in the batch, is in one chunk."""
-        ...
-
-
 @dataclass(frozen=True)
 class PagedLayers:
     """The layers whose keys and values are alike: `cache` is [layers, …], as `CacheShape.new_cache` gives it."""
@@ -72,7 +64,7 @@ class PagedLayers:
 class Caches:
     """What each layer is handed: its cache, and in every step a batch.
 
-    Layers whose keys and values are of one shape share a back end, and so a batch; the blocks of a sequence's table
+    Layers whose keys and values are of one kind share a back end, and so a batch; the blocks of a sequence's table
     have the same numbers in all of them. Likewise layers with states of one shape, whose slots have the same numbers.
     """
 
@@ -120,16 +112,15 @@ class Caches:
         chunks: Sequence[PagedChunk],
         slots: Sequence[int] = (),
         passed: Sequence[tuple[int, int, int]] = (),
-        spans: Sequence[tuple[int, int]] = (),
+        spans: Sequence[Span] = (),
         metadata: AttentionMetadata | None = None,
     ) -> list[Any]:
         """What each layer's mixer takes of a step: `slots` and `passed` as a plan has them, and the spans of the batch,
-        [begin, end) each, whose tokens see each other, which a `SpanBackend` alone takes. Where they are given, back
-        ends that follow metadata (`follows_metadata`) take those of these chunks."""
+        [begin, end) each, whose tokens see each other in layers that are of that kind. In all others back ends that
+        follow metadata (`follows_metadata`) take those of these chunks, where they are given."""
         made: dict[CacheSpec, Any] = {}
         for spec, kind in self.paged.items():
-            if spans:
-                assert isinstance(kind.backend, SpanBackend), "a back end that knows no spans"
+            if spans and spec.kind.spans:
                 made[spec] = kind.backend.batch(chunks, spans)
             elif metadata is not None and kind.stable is not None:
                 made[spec] = kind.stable.over(metadata)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from common.core_share import CoreShare
 from common.gpu import Capture
-from llm_service.layers.attention.general_backend import SpanRule
+from llm_service.families.family import SpanRule
+from llm_service.layers.attention.backend import Span
 from llm_service.layers.attention.metadata import AttentionMetadata, BatchNumbers
 from llm_service.layers.transfer import to_device
 from llm_service.models.decoder import Decoder
@@ -118,7 +119,7 @@ class ModelRunner:
     @property
     def whole_media(self) -> bool:
         """Rows of one run see each other, so that no chunk may end within one."""
-        return isinstance(self._decoder, LibraryDecoder) and self._decoder.spans is not SpanRule.NOWHERE
+        return self._decoder.spans is not SpanRule.NOWHERE
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -212,7 +213,7 @@ class ModelRunner:
         if self.adapters is not None:
             self.adapters.begin(plan)
         graph: Graph | None = None
-        if self.graphs is not None:
+        if self.graphs is not None and not self._spans(plan):
             graph = self.graphs.find(plan.chunks, deep=deep, adapted=bool(plan.adapters))
         moved = self._move(plan, graph)
         token_ids = self._token_ids(plan, moved)
@@ -287,8 +288,12 @@ class ModelRunner:
         if moved.batch is not None:
             rows, *arrays = moved.read
             metadata = AttentionMetadata.over(moved.batch, arrays, self._tables.gather(rows, moved.batch.longest))
-        spans = [(part.at, part.at + part.count) for part in plan.rows] if self.whole_media else []
-        return self.caches.batches(self._tables.chunks(plan.chunks), plan.slots, plan.passed, spans, metadata)
+        chunks, spans = self._tables.chunks(plan.chunks), self._spans(plan)
+        return self.caches.batches(chunks, plan.slots, plan.passed, spans, metadata)
+
+    def _spans(self, plan: StepPlan) -> list[Span]:
+        """Runs of rows whose places see each other, which no graph computes."""
+        return [(part.at, part.at + part.count) for part in plan.rows] if self.whole_media else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ def test_queries_and_keys_are_normed_and_turned_as_by_torch(
 @each_type
 @pytest.mark.parametrize("inner", row_cases.GATES)
 def test_a_gate_is_torch_s(inner: int, dtype: torch.dtype) -> None:
-    row_cases.check_silu_and_mul(rows_gpu, inner, dtype, "cuda")
+    row_cases.check_gates(rows_gpu, inner, dtype, "cuda")
 
 
 @each_type

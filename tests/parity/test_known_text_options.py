@@ -98,23 +98,24 @@ def test_weights_in_int8_are_rounded_and_say_nearly_the_same(served: Served, pro
     assert all(outcome.ended for outcome in engine.run(prompts, GREEDY))
 
 
-def _logits(decoder: Decoder) -> Tensor:
+def _logits(decoder: Decoder, kind: str = "internvl") -> Tensor:
     """Of a prompt with rows in it, in two chunks."""
-    prompt = drawn_prompt(config_of_recipe("internvl"))
+    prompt = drawn_prompt(config_of_recipe(kind))
     positions, end = torch.arange(len(prompt.ids)).expand(3, -1), len(prompt.ids)
     with torch.inference_mode():
-        return trial._logits(decoder, prompt, positions, [(0, 20), (20, end)], [])
+        return trial._logits(decoder, prompt, positions, [(0, 20), (20, end)], prompt.runs)
 
 
-def test_logits_of_two_ranks_are_those_of_one(internvl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["internvl", "gemma3"])
+def test_logits_of_two_ranks_are_those_of_one(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "allows_panels", lambda: False)  # whose kernels take one thread's calls at a time
-    checkpoint = Checkpoint(internvl)
-    text = known_text(checkpoint, describe(internvl))
+    checkpoint = Checkpoint(make(kind, tmp_path))
+    text = known_text(checkpoint, describe(tmp_path))
     assert text is not None
 
     def logits(group: TensorGroup) -> tuple[Tensor, int]:
         decoder = load_decoder(checkpoint, torch.float32, CPU, group, text=text)
-        return _logits(decoder), weights_of(decoder, "").bytes
+        return _logits(decoder, kind), weights_of(decoder, "").bytes
 
     expected, all_weights = logits(ALONE)
     for found, weights in on_ranks(2, logits):
@@ -122,7 +123,7 @@ def test_logits_of_two_ranks_are_those_of_one(internvl: Path, monkeypatch: pytes
         assert weights < 0.7 * all_weights
 
 
-@pytest.mark.parametrize("kind", ["internvl", "idefics3"])
+@pytest.mark.parametrize("kind", ["internvl", "idefics3", "gemma3"])
 def test_tokens_with_adapters_are_those_of_peft(kind: str, tmp_path: Path) -> None:
     directory = make(kind, tmp_path / "model")
     path = "text_model" if kind == "idefics3" else "language_model"
@@ -173,6 +174,16 @@ def test_tokens_are_the_same_with_graphs(
     graphs = engine.runner.graphs
     assert graphs is not None
     assert graphs.replays == engine.scheduler.counters.steps, "every step has a graph that fits it"
+
+
+def test_steps_with_rows_that_see_each_other_have_no_graph(tmp_path: Path) -> None:
+    served, library = Served.of(make("gemma3", tmp_path)), Reference(tmp_path)
+    expected = [library.tokens(library.inputs(parts)) for parts in PROMPTS.values()]
+    engine, _ = graphed(tmp_path, library=served.found)
+    assert [outcome.tokens for outcome in engine.run(list(map(served.prompt, PROMPTS.values())), GREEDY)] == expected
+    graphs = engine.runner.graphs
+    assert graphs is not None
+    assert 0 < graphs.replays < engine.scheduler.counters.steps
 
 
 def test_the_library_s_decoder_cannot_be_captured(internvl: Path, served: Served) -> None:

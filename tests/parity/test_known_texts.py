@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from structlog.testing import capture_logs
 
 from common.checkpoint import Checkpoint, CheckpointError
 from llm_service.families import registry
-from llm_service.families.family import Family
+from llm_service.families.family import Family, SpanRule
 from llm_service.layers.group import TensorGroup
+from llm_service.layers.self_attention import SelfAttention
 from llm_service.models import trial
+from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.generic import LibraryDecoder
 from llm_service.models.known_text import known_text
@@ -46,6 +49,7 @@ KINDS = (
     "llava",
     "internvl",
     "cosmos3_omni",  # levels of deepstack; positions on three axes
+    "gemma3",  # windows shorter than prompts, rows that see each other, norms behind parts, gelu, two rotary bases
 )
 SCALED: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},
@@ -142,22 +146,14 @@ def test_rotary_positions_that_reach_further_give_the_library_s_tokens(kind: str
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, **SCALED["yarn"], "mscale": 1.0, "mscale_all_dim": 1.0}
-BOUNDED: dict[str, tuple[dict[str, Any], int, str]] = {
-    "a window": ({"sliding_window": 512}, 512, "sliding-window attention is not supported"),
-    "scaled queries": (
-        {
-            "model_type": "ministral3",
-            "rope_parameters": YARN | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 256},
-        },
-        256,
-        "queries that are scaled by their places are not supported",
-    ),
+SCALED_QUERIES: dict[str, Any] = {
+    "model_type": "ministral3",
+    "rope_parameters": YARN | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 256},
 }
 
 
-@pytest.mark.parametrize("what", BOUNDED)
-def test_what_long_contexts_alone_show_leaves_shorter_ones_to_our_decoder(what: str, tmp_path: Path) -> None:
-    settings, reach, why = BOUNDED[what]
+def test_what_long_contexts_alone_show_leaves_shorter_ones_to_our_decoder(tmp_path: Path) -> None:
+    settings, reach, why = SCALED_QUERIES, 256, "queries that are scaled by their places are not supported"
     folder = with_text(make("mistral3", tmp_path), **settings)
     served, library = Served.of(folder), Reference(folder)
     with capture_logs() as told:
@@ -168,6 +164,59 @@ def test_what_long_contexts_alone_show_leaves_shorter_ones_to_our_decoder(what: 
     expected = library.tokens(library.inputs(PROMPTS["one picture"]))
     prompt = served.prompt(PROMPTS["one picture"])
     assert [engine.run([prompt], GREEDY)[0].tokens for engine in engines[:2]] == [expected] * 2
+
+
+def test_a_window_in_all_layers_gives_the_library_s_tokens(tmp_path: Path) -> None:
+    folder = with_text(make("mistral3", tmp_path), sliding_window=24)
+    assert isinstance(Served.of(folder).engine().decoder, Decoder)
+    assert "one picture" in compare(folder)
+
+
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("gemma3", tmp_path_factory.mktemp("gemma3"))
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 8.0}])
+def test_layers_with_a_window_have_a_rotary_base_of_their_own(rope: dict[str, Any], tmp_path: Path) -> None:
+    """As configurations are saved now; first they had `rope_scaling`, and `rope_local_base_freq` beside it."""
+    local = {"rope_type": "default", "rope_theta": 1000.0}
+    both = {"full_attention": rope | {"rope_theta": 1e5}, "sliding_attention": local}
+    folder = with_text(make("gemma3", tmp_path), rope_parameters=both)
+    served, library = Served.of(folder), Reference(folder)
+    assert "one picture" in compare(folder)
+    config = json.loads((folder / "config.json").read_text())
+    text = config["text_config"]
+    del text["rope_parameters"]
+    text |= {"rope_theta": 1e5, "rope_local_base_freq": 1000.0, "rope_scaling": rope}
+    (folder / "config.json").write_text(json.dumps(config))
+    expected = library.tokens(library.inputs(PROMPTS["text"]))
+    assert Served.of(folder).engine().run([served.prompt(PROMPTS["text"])], GREEDY)[0].tokens == expected
+    now, first = (
+        TextConfig.of({**text, "model_type": "gemma3_text", **more}) for more in ({"rope_parameters": both}, {})
+    )
+    assert (now.rotary, now.window_rotary) == (first.rotary, first.window_rotary)
+
+
+def test_no_chunk_ends_within_rows_that_see_each_other(gemma3: Path) -> None:
+    served = Served.of(gemma3)
+    engine = served.engine(step_tokens=20)
+    assert engine.runner.whole_media
+    assert engine.decoder.spans is SpanRule.EVERYWHERE
+    assert Served.of(gemma3).engine(by_library=True).runner.whole_media
+
+
+@pytest.mark.parametrize("wrong", [{"window": 0}, {"spans": False}, {"scale": 0.3}])
+def test_layers_that_attend_otherwise_are_told(
+    wrong: dict[str, Any], gemma3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert trial.try_ours(gemma3).spans is SpanRule.EVERYWHERE
+    right = SelfAttention.cache_spec
+    monkeypatch.setattr(
+        SelfAttention, "cache_spec", lambda part: replace(spec := right(part), kind=replace(spec.kind, **wrong))
+    )
+    with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
+        trial.try_ours(gemma3)
 
 
 def test_a_text_that_asks_for_what_our_decoder_lacks_is_the_library_s(tmp_path: Path) -> None:

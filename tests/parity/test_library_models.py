@@ -24,10 +24,10 @@ from common.library_models import Sound
 from common.media.item import Key, Modality
 from encoder_service.models.generic import flat_rows
 from encoder_service.models.processor import ItemProcessor
+from llm_service.families.family import SpanRule
 from llm_service.families.registry import TEXT_FAMILIES
 from llm_service.layers.attention import general_backend
 from llm_service.layers.attention.backend import PagedChunk
-from llm_service.layers.attention.general_backend import SpanRule
 from llm_service.models import generic
 from llm_service.models.generic_loader import load_library_decoder
 from llm_service.models.served import ServedModel
@@ -160,7 +160,7 @@ def test_quantised_weights_are_refused_by_name_where_the_library_computes(window
     with pytest.raises(
         CheckpointError, match=r"quantised weights \(awq\) are not for a model that the library computes"
     ):
-        Served.of(folder).engine()
+        Served.of(folder).engine(by_library=True)
 
 
 def test_layers_with_states_are_refused() -> None:

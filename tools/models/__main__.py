@@ -24,8 +24,8 @@ import torch
 
 from common.checkpoint import CheckpointError
 from common.library_models import check, class_of, library, row_token
+from llm_service.families.family import SpanRule
 from llm_service.families.registry import FAMILIES
-from llm_service.layers.attention.general_backend import SpanRule
 from llm_service.models.trial import drawn_prompt, try_config, try_ours_of
 from tools.launcher import NotStartedError
 from tools.models.compare import FILM_WITH_SOUND, OURS, RANKS, SOUND, TWO, VIDEO, Differs, through_services
@@ -143,11 +143,10 @@ def _text_by(kind: str, made: Any) -> tuple[str, SpanRule]:
     neither does."""
     try:
         config = _configuration(kind, made)
-        try_ours_of(config, lambda: drawn_prompt(config))
+        return OURS, try_ours_of(config, lambda: drawn_prompt(config)).spans
     except CheckpointError:
         config = _configuration(kind, made)  # a trial shrinks it
         return "library", try_config(config, lambda: drawn_prompt(config)).spans
-    return OURS, SpanRule.NOWHERE
 
 
 def _configuration(kind: str, made: Any) -> Any:

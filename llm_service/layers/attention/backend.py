@@ -12,8 +12,64 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionKind:
+    """How layers attend. A token sees `window` tokens, itself among them, 0: all before it; with `spans` those of a
+    span see each other as well. Products of queries and keys are multiplied by `scale`, None: by head_dim^-0.5."""
+
+    window: int = 0
+    spans: bool = False
+    scale: float | None = None
+
+    def softmax_scale(self, head_dim: int) -> float:
+        """What products are multiplied by."""
+        return head_dim**-0.5 if self.scale is None else self.scale
+
+    def first_seen(self, position: int) -> int:
+        """The first position that a token sees.
+
+        >>> AttentionKind().first_seen(9), AttentionKind(window=4).first_seen(9), AttentionKind(window=4).first_seen(2)
+        (0, 6, 0)
+        """
+        return max(0, position + 1 - self.window) if self.window else 0
+
+    def seen(self, chunk: PagedChunk, spans: Sequence[Span] = ()) -> np.ndarray:
+        """The positions [begin, end) that each token of a chunk sees, int64 [count, 2]; spans are those of the chunk.
+
+        >>> AttentionKind(window=4).seen(PagedChunk(2, 5, []), [(1, 4)]).T.tolist()
+        [[0, 0, 1, 2, 3], [3, 6, 6, 6, 7]]
+        """
+        places = np.arange(chunk.context, chunk.context + chunk.count, dtype=np.int64)
+        begins = np.maximum(places + 1 - self.window, 0) if self.window else np.zeros_like(places)
+        seen = np.stack([begins, places + 1], axis=1)
+        for begin, end in spans:
+            seen[begin:end, 1] = chunk.context + end
+        return seen
+
+
+CAUSAL = AttentionKind()
+
+Span = tuple[int, int]
+"""Tokens [begin, end) that see each other."""
+
+
+def spans_of(chunks: Sequence[PagedChunk], spans: Sequence[Span]) -> list[list[Span]]:
+    """Of each chunk its own, counted from its first token, of those of the whole batch.
+
+    >>> spans_of([PagedChunk(9, 1, []), PagedChunk(0, 8, [])], [(3, 6)])
+    [[], [(2, 5)]]
+    """
+    found, first = [], 0
+    for chunk in chunks:
+        last = first + chunk.count
+        found.append([(begin - first, end - first) for begin, end in spans if first <= begin and end <= last])
+        first = last
+    return found
+
+
+@dataclass(frozen=True, slots=True)
 class CacheShape:
-    """One rank's KV cache. It has one block more, the `null_block`: padding is written there."""
+    """One rank's KV cache. It has one block more, the `null_block`: padding is written there. `kind` is how its layers
+    attend."""
 
     layers: int
     blocks: int
@@ -21,6 +77,12 @@ class CacheShape:
     heads: int
     kv_heads: int
     head_dim: int
+    kind: AttentionKind = CAUSAL
+
+    @property
+    def softmax_scale(self) -> float:
+        """What products of queries and keys are multiplied by."""
+        return self.kind.softmax_scale(self.head_dim)
 
     @property
     def null_block(self) -> int:
@@ -63,7 +125,8 @@ class AttentionBatch(Protocol):
     """One flattened batch of n tokens, ready to be attended to in every layer."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
-        """Writes the batch's keys and values into one layer's cache, then attends causally within each sequence.
+        """Writes the batch's keys and values into one layer's cache, then attends within each sequence, as the cache's
+        kind says.
 
         query [n, heads, head_dim]; key and value [n, kv_heads, head_dim]; cache [2, blocks + 1, block_size, kv_heads,
         head_dim] → [n, heads · head_dim]. Of each, one token's numbers lie together, in order.
@@ -92,6 +155,7 @@ class AttentionBackend(Protocol):
 
     name: str
 
-    def batch(self, chunks: Sequence[PagedChunk]) -> AttentionBatch:
-        """What a batch's chunks need to know, moved to the device."""
+    def batch(self, chunks: Sequence[PagedChunk], spans: Sequence[Span] = ()) -> AttentionBatch:
+        """What a batch's chunks need to know, moved to the device. The tokens of each span, [begin, end) in the batch
+        and all in one chunk, see each other."""
         ...

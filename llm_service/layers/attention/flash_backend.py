@@ -1,5 +1,5 @@
 """Attention by the flash-attn library, where it is installed: version 3 with any block size, version 2 with blocks of a
-multiple of 256 tokens. Half-precision types alone."""
+multiple of 256 tokens. Half-precision types alone. It knows no spans: torch computes steps that have any."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llm_service.layers.attention.backend import CacheShape, PagedChunk
+from llm_service.layers.attention.backend import AttentionBatch, CacheShape, PagedChunk, Span
 from llm_service.layers.attention.metadata import AttentionMetadata, Tiling
+from llm_service.layers.attention.torch_backend import TorchBackend
 
 _PAGE_OF_VERSION_2 = 256
 
-Compute = Callable[[Tensor, Tensor, Tensor, AttentionMetadata], Tensor]
-"""(query, keys, values, metadata) → [n, heads, head_dim]."""
+Compute = Callable[[Tensor, Tensor, Tensor, AttentionMetadata, CacheShape], Tensor]
+"""(query, keys, values, metadata, shape) → [n, heads, head_dim]."""
 
 
 class FlashBackend:
@@ -31,13 +32,15 @@ class FlashBackend:
         self._device = device
         self._compute = compute
 
-    def batch(self, chunks: Sequence[PagedChunk]) -> FlashBatch:
+    def batch(self, chunks: Sequence[PagedChunk], spans: Sequence[Span] = ()) -> AttentionBatch:
         """The batch of a plan."""
+        if spans:
+            return TorchBackend(self._shape, self._device).batch(chunks, spans)
         return self.over(AttentionMetadata.of(chunks, self._shape.block_size, self._device))
 
     def over(self, metadata: AttentionMetadata) -> FlashBatch:
         """A batch over metadata that may be filled anew between uses."""
-        return FlashBatch(metadata, self._compute)
+        return FlashBatch(metadata, self._shape, self._compute)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class FlashBatch:
     """A batch of the library's varlen attention over a block table."""
 
     metadata: AttentionMetadata
+    shape: CacheShape
     compute: Compute
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
@@ -52,7 +56,7 @@ class FlashBatch:
         slots = self.metadata.slot_mapping.long()
         cache[0].flatten(0, 1).index_copy_(0, slots, key)
         cache[1].flatten(0, 1).index_copy_(0, slots, value)
-        return self.compute(query, cache[0], cache[1], self.metadata).flatten(1)
+        return self.compute(query, cache[0], cache[1], self.metadata, self.shape).flatten(1)
 
 
 def find(block_size: int) -> Compute | None:
@@ -71,8 +75,14 @@ def _imported(module: str, name: str) -> Any:
         return None
 
 
+def _rule(shape: CacheShape) -> dict[str, Any]:
+    """How layers attend, as both versions are told: of what is before a token all, or so much."""
+    before = shape.kind.window - 1 if shape.kind.window else -1
+    return {"softmax_scale": shape.softmax_scale, "causal": True, "window_size": (before, 0 if before >= 0 else -1)}
+
+
 def _version_3(with_cache: Any) -> Compute:
-    def compute(query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def compute(query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata, shape: CacheShape) -> Tensor:
         out = with_cache(
             query,
             keys,
@@ -81,8 +91,7 @@ def _version_3(with_cache: Any) -> Compute:
             page_table=metadata.block_table,
             cu_seqlens_q=metadata.query_start_loc,
             max_seqlen_q=metadata.longest_query,
-            softmax_scale=query.shape[-1] ** -0.5,
-            causal=True,
+            **_rule(shape),
         )
         attended: Tensor = out[0] if isinstance(out, tuple) else out
         return attended
@@ -91,7 +100,7 @@ def _version_3(with_cache: Any) -> Compute:
 
 
 def _version_2(varlen: Any) -> Compute:
-    def compute(query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def compute(query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata, shape: CacheShape) -> Tensor:
         ends = metadata.seq_lens.cumsum(0, dtype=torch.int32)
         attended: Tensor = varlen(
             query,
@@ -101,8 +110,7 @@ def _version_2(varlen: Any) -> Compute:
             cu_seqlens_k=torch.nn.functional.pad(ends, (1, 0)),
             max_seqlen_q=metadata.longest_query,
             max_seqlen_k=metadata.longest,
-            softmax_scale=query.shape[-1] ** -0.5,
-            causal=True,
+            **_rule(shape),
             block_table=metadata.block_table,
         )
         return attended

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llm_service.layers.attention.backend import CacheShape, PagedChunk
+from llm_service.families.family import SpanRule
+from llm_service.layers.attention.backend import CacheShape, PagedChunk, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,6 @@ class AttentionRule:
 PLAIN = AttentionRule()
 
 
-class SpanRule(Enum):
-    """In which layers the tokens of a span see each other."""
-
-    NOWHERE = "nowhere"
-    EVERYWHERE = "everywhere"
-    IN_WINDOWS = "in layers with a window"
-
-
 @dataclass(frozen=True, slots=True)
 class _Segment:
     """A chunk at places [begin, end) of the batch; `slots` int64 [context + count] says where the tokens that it sees
@@ -45,7 +37,7 @@ class _Segment:
     begin: int
     end: int
     slots: Tensor
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[Span, ...]
     rule: SpanRule = SpanRule.EVERYWHERE
 
     def mask(self, window: int | None) -> Tensor:
@@ -68,7 +60,7 @@ class GeneralBackend:
     def __init__(self, shape: CacheShape, device: torch.device, rule: SpanRule = SpanRule.EVERYWHERE) -> None:
         self._block_size, self._device, self._rule = shape.block_size, device, rule
 
-    def batch(self, chunks: Sequence[PagedChunk], spans: Sequence[tuple[int, int]] = ()) -> GeneralBatch:
+    def batch(self, chunks: Sequence[PagedChunk], spans: Sequence[Span] = ()) -> GeneralBatch:
         """The batch of a plan, in which the tokens of each span, [begin, end) in the batch, see each other."""
         segments, begin = [], 0
         for chunk in chunks:

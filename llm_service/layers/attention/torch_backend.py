@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llm_service.layers.attention.backend import CacheShape, PagedChunk
+from llm_service.layers.attention.backend import CacheShape, PagedChunk, Span, spans_of
 
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
     """A chunk at places [begin, end) of the batch.
 
-    `slots` says where the tokens that it sees are: a slice where they lie in a row, else an index. `mask` is bool
-    [count, context + count]; None where one token, or a causal mask, says it all.
+    `slots` says where the tokens are that any of it sees: a slice where they lie in a row, else an index. `mask` is
+    bool [count, slots]; None where one token, or a causal mask, says it all.
     """
 
     begin: int
@@ -41,20 +41,28 @@ class TorchBackend:
         self._shape = shape
         self._device = device
 
-    def batch(self, chunks: Sequence[PagedChunk]) -> TorchBatch:
+    def batch(self, chunks: Sequence[PagedChunk], spans: Sequence[Span] = ()) -> TorchBatch:
         """The batch of a plan."""
-        device = self._device
+        device, kind = self._device, self._shape.kind
         written, segments, begin = [], [], 0
-        for chunk in chunks:
+        for chunk, own in zip(chunks, spans_of(chunks, spans), strict=True):
             slots = _slots(chunk, self._shape.block_size, device)
-            total = chunk.context + chunk.count
             place = torch.arange(slots.start, slots.stop, device=device) if isinstance(slots, slice) else slots
             written.append(place[chunk.context :])
-            cut = chunk.count > 1 and chunk.context > 0
-            mask = torch.ones(chunk.count, total, dtype=torch.bool, device=device).tril(chunk.context) if cut else None
-            segments.append(_Segment(begin, begin + chunk.count, slots, mask, chunk.count > 1 and not cut))
+            first, last = kind.first_seen(chunk.context), chunk.context + chunk.count - 1
+            seen = slice(slots.start + first, slots.stop) if isinstance(slots, slice) else slots[first:]
+            several = chunk.count > 1
+            cut = several and (chunk.context > 0 or kind.first_seen(last) > 0 or bool(own))
+            mask = self._mask(chunk, own, first) if cut else None
+            segments.append(_Segment(begin, begin + chunk.count, seen, mask, several and not cut))
             begin += chunk.count
-        return TorchBatch(torch.cat(written), tuple(segments))
+        return TorchBatch(torch.cat(written), tuple(segments), self._shape.softmax_scale)
+
+    def _mask(self, chunk: PagedChunk, spans: Sequence[Span], first: int) -> Tensor:
+        """Which of the positions from `first` on each token sees."""
+        begins, ends = torch.from_numpy(self._shape.kind.seen(chunk, spans)).to(self._device).unsqueeze(2).unbind(1)
+        positions = torch.arange(first, chunk.context + chunk.count, device=self._device)
+        return (begins <= positions) & (positions < ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +71,7 @@ class TorchBatch:
 
     slots: Tensor
     segments: tuple[_Segment, ...]
+    scale: float
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         """See `AttentionBatch`."""
@@ -77,6 +86,7 @@ class TorchBatch:
                 values[segment.slots].to(query.dtype).transpose(0, 1).unsqueeze(0),
                 attn_mask=segment.mask,
                 is_causal=segment.causal,
+                scale=self.scale,
                 enable_gqa=True,
             )
             out[segment.begin : segment.end] = attended.squeeze(0).transpose(0, 1)

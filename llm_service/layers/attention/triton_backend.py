@@ -1,4 +1,5 @@
-"""Attention by our own Triton kernels, for any GPU and any block size."""
+"""Attention by our own Triton kernels, for any GPU and any block size. They know no spans: torch computes steps that
+have any."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ import torch
 import triton
 from torch import Tensor
 
-from llm_service.layers.attention.backend import CacheShape, PagedChunk
+from llm_service.layers.attention.backend import AttentionBatch, CacheShape, PagedChunk, Span
 from llm_service.layers.attention.metadata import AttentionMetadata, Tiling, WorkList
+from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.attention.triton_kernels import attention_kernel, combine_kernel, store_kernel
 
 _WAVES = 4
@@ -40,6 +42,8 @@ class KernelShape:
     decode_stages: int
     prefill_warps: int
     precision: str
+    window: int
+    softmax_scale: float
 
     @classmethod
     def of(cls, shape: CacheShape, dtype: torch.dtype) -> KernelShape:
@@ -58,6 +62,8 @@ class KernelShape:
             decode_stages=stages,
             prefill_warps=16 if exact else 4,
             precision="ieee" if exact else "tf32",
+            window=shape.kind.window,
+            softmax_scale=shape.softmax_scale,
         )
 
     @property
@@ -76,6 +82,7 @@ class KernelShape:
             "ROWS": rows,
             "HEAD_DIM": self.head_dim,
             "DIMS": self.dims,
+            "WINDOW": self.window,
             "num_warps": 4 if few else self.prefill_warps,
             "num_stages": self.decode_stages if few else self.stages,
         }
@@ -92,8 +99,10 @@ class TritonBackend:
         self.compiled = KernelShape.of(shape, dtype)
         self.tiling = Tiling(max(1, _WAVES * _multiprocessors(device) // shape.kv_heads), self.compiled.tile)
 
-    def batch(self, chunks: Sequence[PagedChunk]) -> TritonBatch:
+    def batch(self, chunks: Sequence[PagedChunk], spans: Sequence[Span] = ()) -> AttentionBatch:
         """The batch of a plan."""
+        if spans:
+            return TorchBackend(self.shape, self._device).batch(chunks, spans)
         return self.over(AttentionMetadata.of(chunks, self.shape.block_size, self._device, self.tiling))
 
     def over(self, metadata: AttentionMetadata) -> TritonBatch:
@@ -134,7 +143,7 @@ class TritonBatch:
             WIDTH=triton.next_power_of_2(width),
         )
         out = torch.empty((n, query.shape[1], head_dim), dtype=query.dtype, device=query.device)
-        scale = math.log2(math.e) / math.sqrt(head_dim)
+        scale = math.log2(math.e) * self.shape.softmax_scale
         if metadata.decodes:
             self._launch(out, query, keys, values, scale, metadata.decode_work, 1)
         if len(metadata.tiles):

@@ -50,6 +50,7 @@ def _attend(
     scale,
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -57,7 +58,8 @@ def _attend(
     PRECISION: tl.constexpr,
 ):
     """Takes the keys of positions [begin, end) into each row's sum, BLOCK_N at a time. Every row sees all of them, but
-    where it is CAUSAL: then a row sees those up to its `last`. Where it is not MASKED, BLOCK_N divides their number."""
+    where it is CAUSAL: then a row sees those up to its `last`, and where WINDOW is not 0 so many of them. Where it is
+    not MASKED, BLOCK_N divides their number."""
     dims = tl.arange(0, DIMS)
     for start in range(begin, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
@@ -80,7 +82,10 @@ def _attend(
             v = tl.load(values + value_places)
         scores = tl.dot(q, k, input_precision=PRECISION) * scale
         if CAUSAL:
-            scores = tl.where(inside[None, :] & (positions[None, :] <= last[:, None]), scores, float("-inf"))
+            seen = inside[None, :] & (positions[None, :] <= last[:, None])
+            if WINDOW > 0:
+                seen = seen & (positions[None, :] > last[:, None] - WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
         elif MASKED:
             scores = tl.where(inside[None, :], scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
@@ -120,6 +125,7 @@ def attention_kernel(
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
+    WINDOW: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -129,7 +135,7 @@ def attention_kernel(
 
     An item is up to TOKENS tokens of one sequence: the only one of sequence i, where TOKENS is 1, or those from token
     tiles[i, 1] on of sequence tiles[i, 0]. The token at place r of a chunk with c tokens before it sees positions 0 …
-    c + r. A program has GROUP rows for each token.
+    c + r, the last WINDOW of them where that is not 0. A program has GROUP rows for each token.
 
     `parts` [items + 2] has the keys of a part, the first part of each item, and the number of parts; programs beyond
     that are there for longer contexts, and do nothing. `rooms` [items] is −1 for an item of one part, whose result goes
@@ -155,7 +161,10 @@ def attention_kernel(
     count = tl.load(starts + sequence + 1) - before
     share = tl.load(parts)
     begin = own * share
-    end = tl.minimum(begin + share, tl.minimum(length, length - count + first + TOKENS))
+    behind = tl.minimum(length, length - count + first + TOKENS)
+    end = tl.minimum(begin + share, behind)
+    if WINDOW > 0:
+        begin = tl.maximum(begin, length - count + first + 1 - WINDOW)
 
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, DIMS)
@@ -167,22 +176,30 @@ def attention_kernel(
     whole = ((rows < TOKENS * GROUP) & (place < count))[:, None] & (dims[None, :] < HEAD_DIM)
     token = (before + place).to(tl.int64)
     q = tl.load(query + token[:, None] * query_stride + heads[:, None] * HEAD_DIM + dims[None, :], whole, 0.0)
-    last = length - count + place
+    last = tl.minimum(length - count + place, behind - 1)  # rows of padding see something as well
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, DIMS], tl.float32)
     table = block_table + sequence * table_stride
     middle = begin
     if TOKENS > 1:  # a single token's few rows are not worth the registers of two loops
+        if WINDOW > 0:  # keys before those that every row sees
+            early = tl.minimum(end, length - count + first + TOKENS - WINDOW) - begin
+            begin += (tl.maximum(early, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+            begin = tl.minimum(begin, end)
+            highest, total, mixed = _attend(
+                highest, total, mixed, q, last, keys, values, table, middle, begin, head, kv_heads, scale,
+                True, True, WINDOW, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_N, PRECISION,
+            )  # fmt: skip
         plain = tl.maximum(tl.minimum(end, length - count + first + 1) - begin, 0)  # keys that every row sees
         middle = begin + plain // BLOCK_N * BLOCK_N
         highest, total, mixed = _attend(
             highest, total, mixed, q, last, keys, values, table, begin, middle, head, kv_heads, scale,
-            False, False, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_N, PRECISION,
+            False, False, 0, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_N, PRECISION,
         )  # fmt: skip
     highest, total, mixed = _attend(
         highest, total, mixed, q, last, keys, values, table, middle, end, head, kv_heads, scale,
-        True, TOKENS > 1, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_N, PRECISION,
+        True, TOKENS > 1, WINDOW, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_N, PRECISION,
     )  # fmt: skip
 
     if room < 0:
@@ -242,8 +259,9 @@ def combine_kernel(
         kept = ((room + each).to(tl.int64) * kv_heads + head) * (TOKENS * GROUP) + row
         peaks = tl.load(maxima + kept, inside, float("-inf"))
         higher = tl.maximum(highest, tl.max(peaks, 0))
-        weights = tl.exp2(peaks - higher)
-        fade = tl.exp2(highest - higher)
+        against = tl.where(higher == float("-inf"), 0.0, higher)  # before a window nothing is seen
+        weights = tl.exp2(peaks - against)
+        fade = tl.exp2(highest - against)
         total = total * fade + tl.sum(tl.load(sums + kept, inside, 0.0) * weights, 0)
         there = inside[:, None] & (dims[None, :] < HEAD_DIM)
         some = tl.load(mixtures + kept[:, None] * HEAD_DIM + dims[None, :], there, 0.0)

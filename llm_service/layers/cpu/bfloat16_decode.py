@@ -14,7 +14,8 @@ from torch import Tensor
 from common.cpu import llvm
 from common.cpu.jit import Typed, compiled, inner
 from common.cpu.llvm import FLOAT, LANES, add_values, highest, score_keys, to_powers
-from llm_service.layers.cpu.decode_attention import parts
+from llm_service.layers.attention.backend import CAUSAL, AttentionKind
+from llm_service.layers.cpu.decode_attention import EVERY, parts
 from llm_service.layers.cpu.pair_kernel import rounded
 
 _ZERO = np.float32(0.0)
@@ -93,9 +94,11 @@ def _add_weighted(sums: Any, weights: Any, values: Any, blocks: Any, length: Any
 
 
 @inner
-def _attend(out: Any, query: Any, keys: Any, values: Any, blocks: Any, length: Any, first: Any, scale: Any) -> None:
+def _attend(
+    out: Any, query: Any, keys: Any, values: Any, blocks: Any, unseen: Any, length: Any, first: Any, scale: Any
+) -> None:
     """float32 out and query [own, group, dim], which share `own` KV heads from `first` on, `group` each; keys and
-    values as in `_decode`, of the first `length` tokens."""
+    values as in `_decode`, of the first `length` tokens without the first `unseen`."""
     own, group, dim = out.shape
     vectors, fours = (dim + 2 * LANES - 1) // (2 * LANES), (length + _FOUR - 1) // _FOUR
     room = (fours + 1) * _FOUR
@@ -108,7 +111,7 @@ def _attend(out: Any, query: Any, keys: Any, values: Any, blocks: Any, length: A
     _score(weights, numbers, keys, blocks, length, first, dim)
     for head in range(own):
         for member in range(group):
-            weights[head, member, length:] = -np.inf
+            weights[head, member, :unseen], weights[head, member, length:] = -np.inf, -np.inf
             scores = weights.ctypes.data + (head * group + member) * room * FLOAT
             totals[head, member] = to_powers(scores, fours, highest(scores, fours))
     _add_weighted(sums, weights, values, blocks, length, first, dim)
@@ -128,27 +131,31 @@ def _decode(
     values: Any,
     table: Any,
     lengths: Any,
+    window: Any,
     scale: Any,
     parts: Any,
 ) -> None:
     """float32 out and query [s, kv_heads, group, dim], bits of float32 key and value uint32 [s, kv_heads, dim], bits of
-    bfloat16 keys and values uint16 [blocks, block_size, kv_heads, dim], table int32 [s, w], lengths int32 [s]; parts
-    divides kv_heads. `scale` includes log2 e.
+    bfloat16 keys and values uint16 [blocks, block_size, kv_heads, dim], table int32 [s, w], lengths int32 [s], of which
+    the last `window` positions are seen; parts divides kv_heads. `scale` includes log2 e.
 
     A task is one sequence's neighbouring KV heads and the query heads that share them. It first writes its token's
-    keys and values.
+    keys and values. Positions count from the first block that is seen.
     """
     size, own = keys.shape[1], keys.shape[2] // parts
     for task in numba.prange(query.shape[0] * parts):
         sequence, first = np.intp(task) // parts, np.intp(task) % parts * own
-        blocks, last = table[sequence], lengths[sequence] - 1
+        unseen = max(0, lengths[sequence] - window)
+        blocks, first_seen = table[sequence, unseen // size :], unseen % size
+        last = lengths[sequence] - 1 - (unseen - first_seen)
         for head in range(first, first + own):
             for place in range(query.shape[3]):
                 near = rounded(key[sequence, head, place]), rounded(value[sequence, head, place])
                 keys[blocks[last // size], last % size, head, place] = np.uint16(near[0] >> np.uint32(16))
                 values[blocks[last // size], last % size, head, place] = np.uint16(near[1] >> np.uint32(16))
         heads = slice(first, first + own)
-        _attend(out[sequence, heads], query[sequence, heads], keys, values, blocks, last + 1, first, scale)
+        given = keys, values, blocks, first_seen, last + 1, first, scale
+        _attend(out[sequence, heads], query[sequence, heads], *given)
 
 
 _kernel = compiled(_decode, made_of=llvm)
@@ -158,23 +165,30 @@ TYPED = {
         _kernel,
         (
             *(_heads, _heads, _bits, _bits, _cache, _cache),
-            *(numba.int32[:, ::1], numba.int32[::1], numba.float32, numba.intp),
+            *(numba.int32[:, ::1], numba.int32[::1], numba.intp, numba.float32, numba.intp),
         ),
     )
 }
 
 
 def decode(
-    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    kind: AttentionKind = CAUSAL,
 ) -> Tensor:
     """As `decode_attention.decode`, where keys and values of the cache are bfloat16: those of a token are rounded."""
     sequences, heads, dim = query.shape
     grouped = sequences, key.shape[1], heads // key.shape[1], dim
     out = np.empty(grouped, np.float32)
-    scale = np.float32(math.log2(math.e) / math.sqrt(dim))
+    scale = np.float32(math.log2(math.e) * kind.softmax_scale(dim))
     numbers = query.contiguous().view(grouped).numpy()
     new = (each.contiguous().numpy().view(np.uint32) for each in (key, value))
     cached = (each.view(torch.uint16).numpy() for each in (keys, values))
     at_once = parts(sequences, key.shape[1], numba.get_num_threads())
-    _kernel(out, numbers, *new, *cached, table.numpy(), lengths.numpy(), scale, at_once)
+    _kernel(out, numbers, *new, *cached, table.numpy(), lengths.numpy(), kind.window or EVERY, scale, at_once)
     return torch.from_numpy(out).view(query.shape)

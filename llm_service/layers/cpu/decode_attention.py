@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 from common.cpu.jit import Typed, compiled
+from llm_service.layers.attention.backend import CAUSAL, AttentionKind
 
 _ZERO = np.float32(0.0)
 _TOGETHER = 4
 """Positions that are computed with at once, so that what all of them meet is read once."""
+EVERY = 2**31 - 1
+"""Of a window that there is none of."""
 _ENOUGH = 4
 """Tasks for each thread with which one that takes longer no longer matters."""
 
@@ -42,28 +45,32 @@ def _decode(
     values: Any,
     table: Any,
     lengths: Any,
+    window: Any,
     scale: Any,
     parts: Any,
 ) -> None:
     """float32 out and query [s, heads, dim], key and value [s, kv_heads, dim], keys and values [blocks, block_size,
-    kv_heads, dim], table int32 [s, w], lengths int32 [s]; parts divides kv_heads.
+    kv_heads, dim], table int32 [s, w], lengths int32 [s], of which the last `window` positions are seen; parts divides
+    kv_heads.
 
     A task is one sequence's neighbouring KV heads, which lie side by side at each position, and the query heads that
-    share them. It first writes its token's keys and values.
+    share them. It first writes its token's keys and values. Positions count from the first block that is seen.
     """
     sequences, heads, dim = query.shape
     size, kv_heads = keys.shape[1], keys.shape[2]
     group, own = heads // kv_heads, kv_heads // parts
     for task in numba.prange(sequences * parts):
         sequence, first = task // parts, task % parts * own
-        blocks, last = table[sequence], lengths[sequence] - 1
+        unseen = max(0, lengths[sequence] - window)
+        blocks, first_seen = table[sequence, unseen // size :], unseen % size
+        last = lengths[sequence] - 1 - (unseen - first_seen)
         for head in range(first, first + own):
             for place in range(dim):
                 keys[blocks[last // size], last % size, head, place] = key[sequence, head, place]
                 values[blocks[last // size], last % size, head, place] = value[sequence, head, place]
         weights = np.empty((own * group, last + _TOGETHER), np.float32)
         sums = np.zeros((own * group, dim), np.float32)
-        for begin in range(0, last + 1, _TOGETHER):
+        for begin in range(first_seen, last + 1, _TOGETHER):
             k0, k1, k2, k3 = _together(keys, blocks, begin, last)
             for member in range(own * group):
                 head = first + member // group
@@ -77,14 +84,14 @@ def _decode(
                 weights[member, begin], weights[member, begin + 1] = s0 * scale, s1 * scale
                 weights[member, begin + 2], weights[member, begin + 3] = s2 * scale, s3 * scale
         for member in range(own * group):
-            highest, total = weights[member, : last + 1].max(), _ZERO
-            for position in range(last + 1):
+            highest, total = weights[member, first_seen : last + 1].max(), _ZERO
+            for position in range(first_seen, last + 1):
                 weights[member, position] = np.exp(weights[member, position] - highest)
                 total += weights[member, position]
-            for position in range(last + 1):
+            for position in range(first_seen, last + 1):
                 weights[member, position] /= total
             weights[member, last + 1 :] = _ZERO  # what stands for the last one weighs nothing
-        for begin in range(0, last + 1, _TOGETHER):
+        for begin in range(first_seen, last + 1, _TOGETHER):
             v0, v1, v2, v3 = _together(values, blocks, begin, last)
             for member in range(own * group):
                 head = first + member // group
@@ -106,14 +113,21 @@ TYPED = {
         _kernel,
         (
             *(_heads, _heads, _heads, _heads, _cache, _cache),
-            *(numba.int32[:, ::1], numba.int32[::1], numba.float32, numba.intp),
+            *(numba.int32[:, ::1], numba.int32[::1], numba.intp, numba.float32, numba.intp),
         ),
     )
 }
 
 
 def decode(
-    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    kind: AttentionKind = CAUSAL,
 ) -> Tensor:
     """One token of each sequence, the last of its length: writes its key and value, and attends, [s, heads, dim].
 
@@ -122,11 +136,10 @@ def decode(
     compiled for that alone.
     """
     out = torch.empty(query.shape, dtype=query.dtype)
-    scale = np.float32(query.shape[-1] ** -0.5)
+    scale = np.float32(kind.softmax_scale(query.shape[-1]))
     tensors = (out, query.contiguous(), key.contiguous(), value.contiguous(), keys, values, table, lengths)
-    _kernel(
-        *(tensor.numpy() for tensor in tensors), scale, parts(query.shape[0], key.shape[1], numba.get_num_threads())
-    )
+    at_once = parts(query.shape[0], key.shape[1], numba.get_num_threads())
+    _kernel(*(tensor.numpy() for tensor in tensors), kind.window or EVERY, scale, at_once)
     return out
 
 

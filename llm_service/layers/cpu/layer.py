@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,13 +20,14 @@ from llm_service.layers.decoder_layer import DecoderLayer
 from llm_service.layers.linear import PackedLinear
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.mlp import MLP
-from llm_service.layers.ops import use_ops
+from llm_service.layers.ops import RMSNorm, use_ops
 from llm_service.layers.self_attention import SelfAttention
+from llm_service.models.config import Activation
 
 
-def finalize(decoder: nn.Module) -> None:
+def finalize(decoder: nn.Module, activation: Activation) -> None:
     """Has a decoder whose weights are final compute with numba's kernels, few rows of dense layers without torch."""
-    use_ops(decoder, NumbaOps())
+    use_ops(decoder, NumbaOps(activation))
     for layer in decoder.modules():
         if isinstance(layer, DecoderLayer) and (few_rows := FewRows.of(layer)):
             for half in ("before", "after"):
@@ -41,14 +43,20 @@ class FewRows:
     """
 
     def __init__(
-        self, layer: DecoderLayer, attention: SelfAttention, products: Sequence[Callable[[Array], Array]]
+        self,
+        layer: DecoderLayer,
+        attention: SelfAttention,
+        activation: Activation,
+        products: Sequence[Callable[[Array], Array]],
     ) -> None:
-        norms = layer.input_layernorm, layer.post_attention_layernorm
+        norms = layer.mixer_in_norm, layer.mixer_out_norm, layer.mlp_in_norm, layer.mlp_out_norm
         self._parts = attention.parts
         self._queries, self._keys, self._head_dim = attention.heads, attention.kv_heads, attention.head_dim
         self._qkv, self._o, self._gate_up, self._down = products
         self._gains = row_kernels.both_gains(attention.gains, attention.eps, attention.head_dim)
-        self._norm_before, self._norm_after = ((norm.weight.numpy(), norm.eps) for norm in norms)
+        self._mixer_in, self._mixer_out, self._mlp_in, self._mlp_out = map(_normed_by, norms)
+        silu = activation is Activation.SILU
+        self._act_and_mul = row_kernels.silu_and_mul_rows if silu else row_kernels.gelu_and_mul_rows
         self._many_before, self._many_after = layer.before, layer.after
 
     @classmethod
@@ -69,14 +77,14 @@ class FewRows:
             for linear, (form, bias) in zip(linears, forms, strict=True)
             if isinstance(form, panels)
         ]
-        return cls(layer, attention, products) if len(products) == len(linears) else None
+        return cls(layer, attention, mlp.activation, products) if len(products) == len(linears) else None
 
     def before(self, x: Tensor, residual: Tensor | None, rotary: Rotary) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See `DecoderLayer.before`."""
         if not _takes(x):
             return self._many_before(x, residual, rotary)
         total = x if residual is None else torch.from_numpy(x.numpy() + residual.numpy())
-        product = self._qkv(row_kernels.rms_norm_rows(total.numpy(), *self._norm_before))
+        product = self._qkv(self._mixer_in(total.numpy()))
         heads = product.reshape(x.shape[0], -1, self._head_dim)
         cosine, sine = (table.numpy() for table in rotary)
         rotated = row_kernels.qk_norm_rotary_rows(heads, cosine, sine, self._queries, self._keys, *self._gains)
@@ -86,11 +94,19 @@ class FewRows:
         """See `DecoderLayer.after`."""
         if not _takes(residual):
             return self._many_after(residual, mixed)
-        joined = self._o(mixed.numpy())
+        joined = self._mixer_out(self._o(mixed.numpy()))
         np.add(joined, residual.numpy(), out=joined)
-        inner = self._gate_up(row_kernels.rms_norm_rows(joined, *self._norm_after))
-        out = self._down(row_kernels.silu_and_mul_rows(inner))
-        return torch.from_numpy(out), torch.from_numpy(joined)
+        out = self._down(self._act_and_mul(self._gate_up(self._mlp_in(joined))))
+        return torch.from_numpy(self._mlp_out(out)), torch.from_numpy(joined)
+
+
+def _normed_by(norm: RMSNorm | None) -> Callable[[Array], Array]:
+    """What a layer's norm gives, of rows as they are where it has none."""
+    return _as_it_is if norm is None else partial(row_kernels.rms_norm_rows, gain=norm.weight.numpy(), eps=norm.eps)
+
+
+def _as_it_is(x: Array) -> Array:
+    return x
 
 
 def _adapted(linear: PackedLinear, product: Callable[[Array], Array]) -> Callable[[Array], Array]:

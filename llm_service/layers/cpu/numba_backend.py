@@ -14,10 +14,17 @@ import torch
 from torch import Tensor
 
 from common.cpu.jit import Array
-from llm_service.layers.attention.backend import AttentionBatch, CacheShape, PagedChunk
+from llm_service.layers.attention.backend import (
+    AttentionBatch,
+    AttentionKind,
+    CacheShape,
+    PagedChunk,
+    Span,
+    spans_of,
+)
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cpu import bfloat16_decode, decode_attention, prefill_attention, selection
-from llm_service.layers.cpu.prefill_attention import PrefillAttention, PrefillMetadata
+from llm_service.layers.cpu.prefill_attention import STRETCH, PrefillAttention, PrefillMetadata
 
 _CPU = torch.device("cpu")
 _PACKING = {torch.float32: "pack", torch.bfloat16: "pack_bfloat16"}
@@ -43,13 +50,13 @@ class NumbaBackend:
             batch = self.batch([PagedChunk(0, count, [null_block] * count)])
             batch.attend(*self._shape.zeros(count, torch.float32, _CPU), cache)
 
-    def batch(self, chunks: Sequence[PagedChunk]) -> AttentionBatch:
+    def batch(self, chunks: Sequence[PagedChunk], spans: Sequence[Span] = ()) -> AttentionBatch:
         """The batch of a plan."""
         if not selection.is_numba():
-            return self._plain.batch(chunks)
+            return self._plain.batch(chunks, spans)
         decodes = next((n for n, chunk in enumerate(chunks) if chunk.count != 1), len(chunks))
         first, rest = chunks[:decodes], chunks[decodes:]
-        later = self._later(rest) if rest else None
+        later = self._later(rest, [(begin - decodes, end - decodes) for begin, end in spans]) if rest else None
         if not first and later:
             return later
         widest = max(len(chunk.blocks) for chunk in first)
@@ -57,15 +64,21 @@ class NumbaBackend:
         for row, chunk in zip(table, first, strict=True):
             row[: len(chunk.blocks)] = chunk.blocks
         lengths = [chunk.context + 1 for chunk in first]
-        return _Batch(torch.from_numpy(table), torch.tensor(lengths, dtype=torch.int32), later)
+        return _Batch(torch.from_numpy(table), torch.tensor(lengths, dtype=torch.int32), later, self._shape.kind)
 
-    def _later(self, chunks: Sequence[PagedChunk]) -> AttentionBatch:
+    def _later(self, chunks: Sequence[PagedChunk], spans: Sequence[Span]) -> AttentionBatch:
         if not self._packs:
-            return self._plain.batch(chunks)
-        places = [_places(chunk, self._shape.block_size) for chunk in chunks]
+            return self._plain.batch(chunks, spans)
+        shape, kind = self._shape, self._shape.kind
+        places = [_places(chunk, shape.block_size) for chunk in chunks]
         written = [all_[chunk.context :] for all_, chunk in zip(places, chunks, strict=True)]
-        metadata = PrefillMetadata.of([chunk.count for chunk in chunks], [len(all_) for all_ in places])
-        attention = PrefillAttention(metadata, np.concatenate(places), self._shape.kv_heads, self._shape.head_dim)
+        unseen = [kind.first_seen(chunk.context) // STRETCH * STRETCH for chunk in chunks]
+        reached = [all_[first:] for all_, first in zip(places, unseen, strict=True)]
+        each = zip(chunks, spans_of(chunks, spans), unseen, strict=True)
+        seen = [kind.seen(chunk, own) - first for chunk, own, first in each]
+        metadata = PrefillMetadata.of([chunk.count for chunk in chunks], [len(all_) for all_ in reached], seen)
+        given = metadata, np.concatenate(reached), shape.kv_heads, shape.head_dim
+        attention = PrefillAttention(*given, scale=kind.scale)
         return _Packed(torch.from_numpy(np.concatenate(written)), attention)
 
 
@@ -76,13 +89,14 @@ class _Batch:
     table: Tensor
     lengths: Tensor
     later: AttentionBatch | None
+    kind: AttentionKind
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         """See `AttentionBatch`."""
         count = len(self.lengths)
         first = query[:count], key[:count], value[:count]
         decode = bfloat16_decode.decode if cache.dtype == torch.bfloat16 else decode_attention.decode
-        decoded = decode(*first, cache[0], cache[1], self.table, self.lengths).flatten(1)
+        decoded = decode(*first, cache[0], cache[1], self.table, self.lengths, self.kind).flatten(1)
         if self.later is None:
             return decoded
         return torch.cat([decoded, self.later.attend(query[count:], key[count:], value[count:], cache)])

@@ -18,6 +18,7 @@ from torch import Tensor
 from common.cpu import llvm
 from common.cpu.jit import Array, Typed, compiled, inner
 from common.cpu.llvm import FLOAT, LANES, NOTHING, add_products, highest, to_powers, widened
+from llm_service.layers.attention.backend import CAUSAL, PagedChunk
 
 _ZERO = np.float32(0.0)
 _WIDTH = 64
@@ -27,8 +28,9 @@ _ROWS = 6
 """Queries whose sums are kept in registers."""
 _TILE = 4 * _ROWS
 """Queries that go over the keys together, so that a panel is read from a first-level cache by most of them."""
-_STRETCH = 4 * _WIDTH
-"""Keys whose scores are known before they are weighed."""
+STRETCH = 4 * _WIDTH
+"""Keys whose scores are known before they are weighed; where a sequence is cut before what is seen of it, it is at a
+multiple of them, so that no sum depends on that."""
 _ROOM = 64 << 20
 """Bytes."""
 
@@ -38,19 +40,22 @@ class PrefillMetadata:
     """What attends to what.
 
     `segments` int64 [s, 5]: where its queries begin and end; where its keys begin, and how many; its first panel.
-    `contexts` int64 [s]: query i of a segment sees its first context + i + 1 keys. `tiles` int64 [t, 2]: segment and
-    first query. `begins` int64 [p, 2]: a panel's segment, and its first key there.
+    `seen` int64 [n, 2]: a query sees keys [begin, end) of its segment. `tiles` int64 [t, 2]: segment and first query.
+    `begins` int64 [p, 2]: a panel's segment, and its first key there.
     """
 
     segments: Array
-    contexts: Array
+    seen: Array
     tiles: Array
     begins: Array
 
     @classmethod
-    def of(cls, queries: Sequence[int], keys: Sequence[int]) -> PrefillMetadata:
-        """Segments of so many queries and keys, one behind the other; the last query sees all keys, the one before it
-        one less."""
+    def of(cls, queries: Sequence[int], keys: Sequence[int], seen: Sequence[Array] | None = None) -> PrefillMetadata:
+        """Segments of so many queries and keys, one behind the other. `seen` has a part for each; without, the last
+        query sees all keys, the one before it one less."""
+        if seen is None:
+            chunks = [PagedChunk(known - count, count, ()) for count, known in zip(queries, keys, strict=True)]
+            seen = [CAUSAL.seen(chunk) for chunk in chunks]
         segments: list[tuple[int, ...]] = []
         tiles: list[tuple[int, int]] = []
         begins: list[tuple[int, int]] = []
@@ -59,8 +64,7 @@ class PrefillMetadata:
             segments.append((last - count, last, end - known, known, len(begins)))
             tiles += [(index, first) for first in range(last - count, last, _TILE)]
             begins += [(index, first) for first in range(0, known, _WIDTH)]
-        contexts = [known - count for count, known in zip(queries, keys, strict=True)]
-        return cls(*(np.array(part, np.int64) for part in (segments, contexts, tiles, begins)))
+        return cls(*(np.array(part, np.int64) for part in (segments, np.concatenate(seen), tiles, begins)))
 
 
 @inner
@@ -114,22 +118,31 @@ def _multiply(out: Any, x: Any, weights: Any, rows: Any) -> None:
 
 
 @inner
-def _attend_tile(out: Any, query: Any, panels: Any, lanes: Any, context: Any, scale: Any) -> None:
-    """float32 out and query [n, dim], n ≤ 24, of one head. Query i sees the first context + i + 1 keys, which are in
-    panels [p, dim, 64], their values in lanes [parts, p, 64, 64].
+def _hide_others(scores: Any, begin: Any, end: Any, room: Any) -> None:
+    """Of the first `room` scores leaves those from begin to end, which may be anywhere."""
+    for place in range(min(begin, room)):
+        scores[place] = -np.inf
+    for place in range(max(0, end), room):
+        scores[place] = -np.inf
 
-    All scores of a stretch of keys are known before they are weighed.
+
+@inner
+def _attend_tile(out: Any, query: Any, panels: Any, lanes: Any, seen: Any, scale: Any) -> None:
+    """float32 out and query [n, dim], n ≤ 24, of one head. Query i sees keys [seen[i, 0], seen[i, 1]), neither of which
+    falls from query to query; they are in panels [p, dim, 64], their values in lanes [parts, p, 64, 64].
+
+    All scores of a stretch of keys are known before they are weighed. A query may see none of the first stretches.
     """
     rows, dim, parts = query.shape[0], query.shape[1], lanes.shape[0]
     numbers, sums = np.zeros((_TILE, dim), np.float32), np.zeros((_TILE, parts * _WIDTH), np.float32)
-    scores = np.empty((_TILE, _STRETCH), np.float32)
+    scores = np.empty((_TILE, STRETCH), np.float32)
     most, total = np.full(_TILE, -np.inf, np.float32), np.zeros(_TILE, np.float32)
     for index in range(rows):
         for place in range(dim):
             numbers[index, place] = query[index, place] * scale
-    seen = context + rows
-    for start in range(0, seen, _STRETCH):
-        wide = (min(_STRETCH, seen - start) + _WIDTH - 1) // _WIDTH
+    last = seen[rows - 1, 1]
+    for start in range(seen[0, 0] // STRETCH * STRETCH, last, STRETCH):
+        wide = (min(STRETCH, last - start) + _WIDTH - 1) // _WIDTH
         for index in range(_TILE):
             for place in range(wide * _WIDTH):
                 scores[index, place] = _ZERO
@@ -137,9 +150,11 @@ def _attend_tile(out: Any, query: Any, panels: Any, lanes: Any, context: Any, sc
             here = scores[:, panel * _WIDTH : (panel + 1) * _WIDTH]
             _multiply(here, numbers, panels[start // _WIDTH + panel], rows)
         for index in range(rows):
-            for place in range(max(0, context + index + 1 - start), wide * _WIDTH):
-                scores[index, place] = -np.inf
+            _hide_others(scores[index], seen[index, 0] - start, seen[index, 1] - start, wide * _WIDTH)
             above = max(most[index], highest(scores[index].ctypes.data, wide))
+            if above == -np.inf:  # it has seen nothing yet
+                to_powers(scores[index].ctypes.data, wide, _ZERO)
+                continue
             if start and above > most[index]:
                 less = np.exp2(most[index] - above)
                 total[index] *= less
@@ -163,7 +178,7 @@ def _attend(
     panels: Any,
     lanes: Any,
     segments: Any,
-    contexts: Any,
+    seen: Any,
     tiles: Any,
     first: Any,
     group: Any,
@@ -174,12 +189,11 @@ def _attend(
     for task in numba.prange(panels.shape[0] * group * len(tiles)):
         own, tile = task // len(tiles), task % len(tiles)
         segment, row = tiles[tile]
-        begin, end, _, known, base = segments[segment]
+        _, end, _, known, base = segments[segment]
         rows = slice(row, min(row + _TILE, end))
         head, shared, packed = first * group + own, own // group, slice(base, base + (known + _WIDTH - 1) // _WIDTH)
-        context = contexts[segment] + row - begin
         there = panels[shared, packed], lanes[shared, :, packed]
-        _attend_tile(out[rows, head], query[rows, head], *there, context, scale)
+        _attend_tile(out[rows, head], query[rows, head], *there, seen[rows], scale)
 
 
 _pack_kernel = compiled(_pack)
@@ -191,7 +205,7 @@ TYPED = {
     "pack_bfloat16": Typed(_pack_kernel, (_packed, _parts, _short, _short, _list, _table, _table, numba.intp)),
     "attend": Typed(
         _attend_kernel,
-        (_slots, _slots, _packed, _parts, _table, _list, _table, numba.intp, numba.intp, numba.float32),
+        (_slots, _slots, _packed, _parts, _table, _table, _table, numba.intp, numba.intp, numba.float32),
     ),
 }
 
@@ -200,14 +214,22 @@ class PrefillAttention:
     """Attention of one batch, the same in all layers, which share the room for packed keys and values: memory that
     nobody has touched yet comes page by page.
 
-    `places` int64 says where, among the slots of a cache, the keys of all segments are. Keys and values in panels take
-    `room` bytes at most, unless one head's take more.
+    `places` int64 says where, among the slots of a cache, the keys of all segments are; `scale` is what products are
+    multiplied by, None: dim^-0.5. Keys and values in panels take `room` bytes at most, unless one head's take more.
     """
 
     def __init__(
-        self, metadata: PrefillMetadata, places: Array, kv_heads: int, head_dim: int, *, room: int = _ROOM
+        self,
+        metadata: PrefillMetadata,
+        places: Array,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        scale: float | None = None,
+        room: int = _ROOM,
     ) -> None:
         self._metadata = metadata
+        self._scale = np.float32(math.log2(math.e) * (head_dim**-0.5 if scale is None else scale))
         self._places = places
         count, parts = len(metadata.begins), math.ceil(head_dim / _WIDTH)
         at_once = max(1, room // (count * _WIDTH * (head_dim + parts * _WIDTH) * FLOAT))
@@ -217,16 +239,15 @@ class PrefillAttention:
     def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """query float32 [n, heads, dim] → [n, heads, dim]; keys and values [slots, kv_heads, dim], float32 or bfloat16,
         each of which lies together: the kernels are compiled for that alone."""
-        kv_heads, dim = keys.shape[1:]
+        kv_heads = keys.shape[1]
         group, metadata = query.shape[1] // kv_heads, self._metadata
         numbers, out = query.contiguous().numpy(), np.empty(query.shape, np.float32)
-        scale = np.float32(math.log2(math.e) / math.sqrt(dim))
         short = keys.dtype == torch.bfloat16
         cached = [(each.view(torch.uint16) if short else each).numpy() for each in (keys, values)]
         for first in range(0, kv_heads, len(self._panels)):
             packed = tuple(part[: kv_heads - first] for part in (self._panels, self._lanes))
             _pack_kernel(*packed, *cached, self._places, metadata.segments, metadata.begins, first)
             _attend_kernel(
-                out, numbers, *packed, metadata.segments, metadata.contexts, metadata.tiles, first, group, scale
+                out, numbers, *packed, metadata.segments, metadata.seen, metadata.tiles, first, group, self._scale
             )
         return torch.from_numpy(out)

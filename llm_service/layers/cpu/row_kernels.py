@@ -15,10 +15,11 @@ from torch import Tensor
 
 from common.cpu import llvm
 from common.cpu.jit import Array, Typed, compiled, inner
-from common.cpu.llvm import FLOAT, LANES, gate
+from common.cpu.llvm import FLOAT, GELU_BEND, GELU_SLOPE, LANES, gate, gelu_gate
 from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.selection import fused_vectors
 from llm_service.layers.ops import Pair, TorchOps
+from llm_service.models.config import Activation
 
 FEW = 32
 """Rows up to which one thread is faster."""
@@ -86,6 +87,23 @@ def _silu_and_mul(out: Any, x: Any) -> None:
         _silu_and_mul_row(out[row], x[row])
 
 
+@inner
+def _gelu_and_mul_row(out: Any, x: Any) -> None:
+    """float32 out [inner], x [2 · inner]."""
+    inner = out.shape[0]
+    whole = inner // LANES
+    gelu_gate(out.ctypes.data, x.ctypes.data, x.ctypes.data + inner * FLOAT, whole)
+    for place in range(whole * LANES, inner):
+        steep = np.float32(GELU_SLOPE) * (x[place] + np.float32(GELU_BEND) * x[place] * x[place] * x[place])
+        out[place] = x[place] / (np.float32(1.0) + np.exp(-steep)) * x[inner + place]
+
+
+def _gelu_and_mul(out: Any, x: Any) -> None:
+    """float32 out [n, inner], x [n, 2 · inner], both in order."""
+    for row in numba.prange(x.shape[0]):
+        _gelu_and_mul_row(out[row], x[row])
+
+
 _rms_norm_few, _rms_norm_many = compiled(_rms_norm, parallel=False), compiled(_rms_norm)
 _qk_norm_rotary_few, _qk_norm_rotary_many = (
     compiled(_qk_norm_rotary, parallel=False),
@@ -93,6 +111,8 @@ _qk_norm_rotary_few, _qk_norm_rotary_many = (
 )
 _silu_and_mul_few = compiled(_silu_and_mul, parallel=False, made_of=llvm)
 _silu_and_mul_many = compiled(_silu_and_mul, made_of=llvm)
+_gelu_and_mul_few = compiled(_gelu_and_mul, parallel=False, made_of=llvm)
+_gelu_and_mul_many = compiled(_gelu_and_mul, made_of=llvm)
 
 _number, _rows, _heads = numba.float32, numba.float32[:, ::1], numba.float32[:, :, ::1]
 _RMS_NORM = _rows, _rows, numba.float32[::1], _number
@@ -104,6 +124,8 @@ TYPED = {
     "qk_norm_rotary_many": Typed(_qk_norm_rotary_many, _QK_NORM_ROTARY),
     "silu_and_mul_few": Typed(_silu_and_mul_few, (_rows, _rows)),
     "silu_and_mul_many": Typed(_silu_and_mul_many, (_rows, _rows)),
+    "gelu_and_mul_few": Typed(_gelu_and_mul_few, (_rows, _rows)),
+    "gelu_and_mul_many": Typed(_gelu_and_mul_many, (_rows, _rows)),
 }
 """Gates are for processors that multiply and add in one go."""
 
@@ -132,11 +154,21 @@ def silu_and_mul_rows(x: Array) -> Array:
     return out
 
 
-class NumbaOps(TorchOps):
-    """These kernels, while they are selected; else torch's operators."""
+def gelu_and_mul_rows(x: Array) -> Array:
+    """See `RowOps.gelu_and_mul`; for processors that multiply and add in one go."""
+    out = np.empty((x.shape[0], x.shape[1] // 2), np.float32)
+    (_gelu_and_mul_few if len(x) <= FEW else _gelu_and_mul_many)(out, np.ascontiguousarray(x))
+    return out
 
-    kernels = frozenset(f"{__name__}:{name}" for name in TYPED if fused_vectors() or not name.startswith("silu"))
-    """See `NumbaCompiled`."""
+
+class NumbaOps(TorchOps):
+    """These kernels, while they are selected; else torch's operators. Of gates that of one activation is compiled."""
+
+    def __init__(self, activation: Activation = Activation.SILU) -> None:
+        unused = {"silu", "gelu"} - ({_GATES[activation]} if fused_vectors() else set())
+        names = (name for name in TYPED if name.partition("_")[0] not in unused)
+        self.kernels = frozenset(f"{__name__}:{name}" for name in names)
+        """See `NumbaCompiled`."""
 
     def rms_norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
         """See `RowOps`."""
@@ -159,6 +191,15 @@ class NumbaOps(TorchOps):
         if not (fused_vectors() and selection.is_numba()):
             return super().silu_and_mul(x)
         return torch.from_numpy(silu_and_mul_rows(x.numpy()))
+
+    def gelu_and_mul(self, x: Tensor) -> Tensor:
+        """See `RowOps`."""
+        if not (fused_vectors() and selection.is_numba()):
+            return super().gelu_and_mul(x)
+        return torch.from_numpy(gelu_and_mul_rows(x.numpy()))
+
+
+_GATES = {Activation.SILU: "silu", Activation.GELU: "gelu"}
 
 
 def both_gains(gains: Pair | None, eps: float, head_dim: int) -> tuple[Array, float]:

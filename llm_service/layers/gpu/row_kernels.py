@@ -99,14 +99,19 @@ def qk_norm_rotary_kernel(
 
 
 @triton.jit
-def silu_and_mul_kernel(out, x, inner, BLOCK: tl.constexpr):
-    """silu(first half) · second half of each row. Grid [rows, inner / BLOCK]; x [rows, 2 · inner] is contiguous."""
+def gate_kernel(out, x, inner, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """silu(first half) · second half of each row, or gelu's by its hyperbolic tangent: x · logistic(√(8 / π) · (x +
+    0.044715 · x³)). Grid [rows, inner / BLOCK]; x [rows, 2 · inner] is contiguous."""
     token = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = place < inner
     gate = tl.load(x + token * 2 * inner + place, inside, 0.0).to(tl.float32)
     up = tl.load(x + token * 2 * inner + inner + place, inside, 0.0).to(tl.float32)
-    result = _rounded(gate * tl.sigmoid(gate), x) * up
+    steep = gate
+    if GELU:
+        steep = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        steep = tl.maximum(steep, -80.0)  # below, float32 has no number for its exponential
+    result = _rounded(gate * tl.sigmoid(steep), x) * up
     tl.store(out + token * inner + place, result.to(out.dtype.element_ty), inside)
 
 
@@ -169,9 +174,18 @@ def qk_norm_rotary(x: Tensor, rotary: Pair, queries: int, keys: int, gains: Pair
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """See `RowOps`."""
+    return _act_and_mul(x, gelu=False)
+
+
+def gelu_and_mul(x: Tensor) -> Tensor:
+    """See `RowOps`."""
+    return _act_and_mul(x, gelu=True)
+
+
+def _act_and_mul(x: Tensor, *, gelu: bool) -> Tensor:
     n, inner = x.shape[0], x.shape[1] // 2
     out = torch.empty((n, inner), dtype=x.dtype, device=x.device)
-    silu_and_mul_kernel[(n, triton.cdiv(inner, _GATES))](out, x.contiguous(), inner, BLOCK=_GATES, num_warps=4)
+    gate_kernel[(n, triton.cdiv(inner, _GATES))](out, x.contiguous(), inner, GELU=gelu, BLOCK=_GATES, num_warps=4)
     return out
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from llm_service.layers.attention.backend import AttentionKind
 from llm_service.layers.cpu import bfloat16_decode, decode_attention
 from llm_service.layers.cpu.selection import wide_vectors
 
@@ -36,6 +37,39 @@ def test_tokens_are_written_and_attended_to(
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(keys, expected_keys)
     assert torch.equal(values, expected_values)
+
+
+WINDOWS = [AttentionKind(window=window, scale=0.3) for window in (1, 5, 8, 13, 40)]
+
+
+@pytest.mark.parametrize("kind", WINDOWS, ids=lambda kind: kind.window)
+@pytest.mark.parametrize("decode", ["float32", "bfloat16"])
+def test_a_window_hides_what_is_before_it(decode: str, kind: AttentionKind) -> None:
+    """What is hidden may be any number."""
+    if decode == "bfloat16" and not wide_vectors():
+        pytest.skip("the processor has no AVX-512")
+    lengths, random = [1, 5, 13, 18, 20], torch.Generator().manual_seed(1)
+    table = torch.randperm(25, generator=random).view(5, WIDEST).int()
+    keys, values = torch.randn(2, 25, SIZE, 2, DIM, generator=random)
+    query, key, value = (torch.randn(5, many, DIM, generator=random) for many in (4, 2, 2))
+    expected = []
+    for row, length in enumerate(lengths):
+        block, offset = int(table[row, (length - 1) // SIZE]), (length - 1) % SIZE
+        first = max(0, length - kind.window)
+        for every, own in ((keys, key), (values, value)):
+            known = every[table[row].long()].flatten(0, 1)
+            known[:first] = 1e4
+            every[table[row].long()] = known.view(WIDEST, SIZE, 2, DIM)
+            every[block, offset] = own[row]
+        seen = [each[table[row].long()].flatten(0, 1)[first:length].transpose(0, 1) for each in (keys, values)]
+        attended = functional.scaled_dot_product_attention(
+            query[row].unsqueeze(1), *seen, scale=kind.scale, enable_gqa=True
+        )
+        expected.append(attended.squeeze(1))
+    by, dtype = (decode_attention, torch.float32) if decode == "float32" else (bfloat16_decode, torch.bfloat16)
+    given = query, key, value, keys.to(dtype), values.to(dtype), table, torch.tensor(lengths, dtype=torch.int32), kind
+    tolerance = 1e-5 if decode == "float32" else 2e-2
+    torch.testing.assert_close(by.decode(*given), torch.stack(expected), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(

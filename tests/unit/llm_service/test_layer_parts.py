@@ -19,7 +19,7 @@ from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.linear import Stored
 from llm_service.layers.ops import MultimodalRotary, RMSNorm
 from llm_service.layers.self_attention import SelfAttention, gates_last
-from llm_service.models.config import DeltaNetConfig, TextConfig
+from llm_service.models.config import DeltaNetConfig, RotaryConfig, TextConfig
 from llm_service.models.loader import InMemory, targets
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
 
@@ -66,10 +66,7 @@ def config() -> TextConfig:
         kv_heads=KV_HEADS,
         head_dim=HEAD,
         norm_eps=1e-6,
-        rope_theta=10000.0,
-        rotary_dim=HEAD // 4,
-        mrope_sections=(2, 1, 1),
-        mrope_interleaved=True,
+        rotary=RotaryConfig(HEAD // 4, 10000.0, (2, 1, 1), interleaved=True),
         tied=False,
         max_position=100,
     )
@@ -112,7 +109,8 @@ def test_attention_with_gates_and_a_part_of_each_head_rotated() -> None:
     settings = Qwen3_5TextConfig(**SIZES, attn_implementation="eager")
     settings._attn_implementation = "eager"
     theirs = drawn(Qwen3_5Attention(settings, 0))
-    ours = SelfAttention(config(), ALONE, torch.float32)
+    kind = config().layer_kind(0)
+    ours = SelfAttention(kind, config(), ALONE, torch.float32)
     read(ours, theirs)
     x = noise(TOKENS, HIDDEN)
     positions = torch.stack([torch.arange(TOKENS), torch.arange(TOKENS) // 2, torch.arange(TOKENS) % 7])
@@ -121,7 +119,7 @@ def test_attention_with_gates_and_a_part_of_each_head_rotated() -> None:
     expected = theirs(x.unsqueeze(0), angles, mask)[0][0]
     rotary = MultimodalRotary(HEAD // 4, 10000.0, (2, 1, 1), interleaved=True, device=CPU).tables(positions, x.dtype)
     torch.testing.assert_close(ours.join(attended(ours, x, rotary)), expected, rtol=1e-4, atol=1e-5)
-    ranks = [SelfAttention(config(), TensorGroup(rank, 2), torch.float32) for rank in range(2)]
+    ranks = [SelfAttention(kind, config(), TensorGroup(rank, 2), torch.float32) for rank in range(2)]
     for rank in ranks:
         read(rank, theirs)
     parts = [rank.o(attended(rank, x, rotary)) for rank in ranks]

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.checkpoint import CheckpointError
 from llm_service.layers.attention import flash_backend, triton_backend
 from llm_service.layers.attention import metadata as attention_metadata
-from llm_service.layers.attention.backend import CacheShape, PagedChunk
+from llm_service.layers.attention.backend import AttentionKind, CacheShape, PagedChunk
 from llm_service.layers.attention.choose import choose, runs
 from llm_service.layers.attention.metadata import AttentionMetadata, Tiling, WorkList, WorkNumbers
 from llm_service.layers.attention.triton_backend import TritonBackend, TritonBatch
@@ -50,6 +50,49 @@ def test_every_back_end_computes_the_same(name: str, counts: tuple[int, ...]) ->
 )
 def test_heads_and_blocks_of_any_size(name: str, shape: CacheShape) -> None:
     Case.random(shape, (1, 1, 20, 1), torch.float32, 7).check(choose(name, shape, torch.float32, CPU))
+
+
+@pytest.mark.parametrize("window", [1, 8, 24, 150])
+@pytest.mark.parametrize("counts", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("name", ["torch", "numba", "triton"])
+def test_a_token_sees_no_more_than_its_window(name: str, counts: tuple[int, ...], window: int) -> None:
+    shape = replace(shape_of(), kind=AttentionKind(window=window))
+    Case.random(shape, counts, torch.float32, window).check(choose(name, shape, torch.float32, CPU))
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("name", ["torch", "numba", "triton"])
+def test_products_are_multiplied_by_the_scale_of_the_layers(name: str, window: int) -> None:
+    shape = replace(shape_of(), kind=AttentionKind(window, scale=0.4))
+    Case.random(shape, WAYS["mixed"], torch.float32, 1).check(choose(name, shape, torch.float32, CPU))
+
+
+@pytest.mark.parametrize("window", [0, 7, 40])
+@pytest.mark.parametrize("name", ["torch", "numba", "triton"])
+def test_tokens_of_a_span_see_each_other_as_far_as_a_window_reaches(name: str, window: int) -> None:
+    shape = replace(shape_of(), kind=AttentionKind(window, spans=True))
+    case = Case.random(shape, WAYS["mixed"], torch.float32, window)
+    case.check(choose(name, shape, torch.float32, CPU), [(2, 30), (34, 67), (70, 72), (72, 80)])
+
+
+@pytest.mark.parametrize("parts", [2, 5])
+@pytest.mark.parametrize("counts", [(1, 1, 1), (20, 1, 30)])
+def test_parts_of_a_context_before_a_window_count_for_nothing(
+    counts: tuple[int, ...], parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_metadata, "_LEAST", 16)
+    monkeypatch.setattr(attention_metadata, "_MULTIPLE", 16)
+    monkeypatch.setattr(triton_backend, "COMBINED", 2)
+    shape = replace(shape_of(), kind=AttentionKind(window=21))
+    backend: Any = choose("triton", shape, torch.float32, CPU)
+    backend.tiling = replace(backend.tiling, parts=parts)
+    case = Case.random(shape, counts, torch.float32, 5)
+    case.chunks[0] = PagedChunk(399 - counts[0], counts[0], list(range(75, 100)))
+    case.chunks[1] = PagedChunk(200, 1, list(range(13)))
+    case.chunks[2] = PagedChunk(70, counts[2], list(range(13, 20)))
+    metadata = backend.batch(case.chunks).metadata
+    assert len(metadata.decode_work.split) + len(metadata.tile_work.split) > 0
+    case.check(backend)
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
@@ -247,17 +290,13 @@ def _library(name: str, **functions: Any) -> types.ModuleType:
 def test_both_versions_of_flash_attn_are_called_as_they_document(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library cannot run here: stand-ins with its signatures compute from exactly what it would be given."""
 
-    def version_3(q, k_cache, v_cache, *, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, softmax_scale, causal):
-        return _stand_in(
-            q, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, softmax_scale, causal
-        )
+    def version_3(q, k_cache, v_cache, *, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, **rule):
+        return _stand_in(q, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, **rule)
 
-    def version_2(
-        q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, block_table
-    ):
+    def version_2(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, **rule):
         lengths = cu_seqlens_k.diff()
         assert lengths.max() <= max_seqlen_k
-        return _stand_in(q, k, v, lengths, block_table, cu_seqlens_q, max_seqlen_q, softmax_scale, causal)
+        return _stand_in(q, k, v, lengths, block_table, cu_seqlens_q, max_seqlen_q, **rule)
 
     newest = {"flash_attn_interface": _library("flash_attn_interface", flash_attn_with_kvcache=version_3)}
     older = {"flash_attn_interface": None, "flash_attn": _library("flash_attn", flash_attn_varlen_func=version_2)}
@@ -266,20 +305,26 @@ def test_both_versions_of_flash_attn_are_called_as_they_document(monkeypatch: py
             monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
         compute = flash_backend.find(block_size)
         assert compute is not None
-        shape = replace(shape_of(), block_size=block_size)
-        Case.random(shape, WAYS["mixed"], torch.float32, 2).check(flash_backend.FlashBackend(shape, CPU, compute))
+        for kind in (AttentionKind(), AttentionKind(window=9, scale=0.2)):
+            shape = replace(shape_of(), block_size=block_size, kind=kind)
+            Case.random(shape, WAYS["mixed"], torch.float32, 2).check(flash_backend.FlashBackend(shape, CPU, compute))
+        spanned = replace(shape, kind=AttentionKind(spans=True))
+        case = Case.random(spanned, (1, 40), torch.float32, 2)
+        case.check(flash_backend.FlashBackend(spanned, CPU, compute), [(3, 30)])
     assert flash_backend.find(16) is None, "version 2 reads pages of 256 alone"
 
 
-def _stand_in(q, keys, values, lengths, table, starts, longest, scale, causal):
+def _stand_in(q, keys, values, lengths, table, starts, longest, *, softmax_scale, causal, window_size):
     assert causal
-    assert scale == q.shape[-1] ** -0.5
+    before, behind = window_size
+    assert behind == (-1 if before < 0 else 0)
     assert longest >= starts.diff().max()
     none = torch.empty(0)
     work = WorkList(none, none, none, 0, 0)
     metadata = AttentionMetadata(none, table, starts, lengths, torch.empty(0, 2), work, work, 64, longest, 0)
     nothing = q.new_empty(0, keys.shape[2], keys.shape[3])
-    return paged_attention(q, nothing, nothing, torch.stack([keys, values]), metadata).view_as(q)
+    kind = AttentionKind(before + 1, scale=softmax_scale)
+    return paged_attention(q, nothing, nothing, torch.stack([keys, values]), metadata, kind).view_as(q)
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])

@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from llm_service.layers.attention.backend import AttentionKind, CacheShape, PagedChunk
 from llm_service.layers.cpu import prefill_attention
+from llm_service.layers.cpu.numba_backend import NumbaBackend
 from llm_service.layers.cpu.prefill_attention import PrefillAttention, PrefillMetadata
 from llm_service.layers.cpu.selection import wide_vectors
+from tests.attention_cases import Case
 
 pytestmark = pytest.mark.skipif(not wide_vectors(), reason="the processor has no AVX-512")
 
@@ -40,6 +43,36 @@ def plain(
         scores = scores.masked_fill(~torch.ones(count, seen, dtype=torch.bool).tril(seen - count), -torch.inf)
         out.append((scores.softmax(-1) @ v).transpose(0, 1))
     return torch.cat(out)
+
+
+@pytest.mark.parametrize("kind", [AttentionKind(window=100), AttentionKind(window=3), AttentionKind(scale=0.3)])
+def test_chunks_of_layers_of_any_kind_give_the_same_bits_as_the_whole(kind: AttentionKind) -> None:
+    """Through the back end, which leaves out what no query of a chunk sees; the first stretches are hidden from some
+    queries of a tile."""
+    shape = CacheShape(1, 50, 16, 4, 2, 64, kind)
+    qkv, backend = noise(700, 8, 64, seed=1), NumbaBackend(shape, packs=True)
+    blocks, cache = np.random.default_rng(4).permutation(50).tolist(), noise(2, 51, 16, 2, 64, seed=2)
+    query, key, value = qkv.split([4, 2, 2], dim=1)
+    case = Case(shape, [PagedChunk(0, 700, blocks)], cache.unsqueeze(0), qkv)
+    case.check(backend)
+    whole = backend.batch(case.chunks).attend(query, key, value, cache)
+    for size in (16, 100, 333):
+        for first in range(0, 700, size):
+            part = slice(first, min(700, first + size))
+            chunk = PagedChunk(first, part.stop - first, blocks)
+            out = backend.batch([chunk]).attend(query[part], key[part], value[part], cache)
+            if chunk.count > 1:
+                assert torch.equal(out, whole[part])
+
+
+@pytest.mark.parametrize("window", [0, 5, 300])
+def test_queries_of_a_span_see_its_end(window: int) -> None:
+    shape = CacheShape(1, 50, 16, 4, 2, 64, AttentionKind(window, spans=True))
+    case = Case.random(shape, (1, 1, 300, 20), torch.float32, 1)
+    case.chunks[2] = PagedChunk(270, 300, list(range(36)))
+    case.chunks[3] = PagedChunk(16, 20, list(range(36, 39)))
+    case.chunks[:2] = [PagedChunk(17, 1, [40, 41]), PagedChunk(3, 1, [42])]
+    case.check(NumbaBackend(shape, packs=True), [(10, 290), (305, 320)])
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (2, 2, 128), (3, 1, 72), (6, 3, 16)])

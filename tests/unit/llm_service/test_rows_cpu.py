@@ -37,15 +37,17 @@ def test_queries_and_keys_are_normed_and_turned_as_by_torch(
     )
 
 
+@pytest.mark.parametrize("size", [1.0, 30.0])
 @pytest.mark.parametrize("inner", [*row_cases.GATES, 8])
-def test_a_gate_is_torch_s(inner: int) -> None:
-    row_cases.check_silu_and_mul(NUMBA, inner, torch.float32, "cpu")
+def test_a_gate_is_torch_s(inner: int, size: float) -> None:
+    row_cases.check_gates(NUMBA, inner, torch.float32, "cpu", size)
 
 
 def test_a_processor_without_fused_vectors_leaves_gates_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows_cpu, "fused_vectors", lambda: False)
     monkeypatch.setattr(rows_cpu, "silu_and_mul_rows", None)
-    row_cases.check_silu_and_mul(NUMBA, 24, torch.float32, "cpu")
+    monkeypatch.setattr(rows_cpu, "gelu_and_mul_rows", None)
+    row_cases.check_gates(NUMBA, 24, torch.float32, "cpu")
 
 
 def test_they_are_for_what_is_kept_in_float32_on_a_cpu(checkpoints: Callable[..., Path]) -> None:
@@ -64,7 +66,7 @@ def test_decoders_give_the_same_tokens_without_them(
     folder = checkpoints(family)
     monkeypatch.setattr(layer.FewRows, "of", lambda _: None)  # few rows would go another way
     with_them = row_cases.greedy_tokens(folder)
-    monkeypatch.setattr(layer, "NumbaOps", TorchOps)
+    monkeypatch.setattr(layer, "NumbaOps", lambda _: TorchOps())
     assert row_cases.greedy_tokens(folder) == with_them
 
 

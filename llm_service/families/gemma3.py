@@ -1,0 +1,32 @@
+"""Gemma 3's text, which several kinds of models have."""
+
+from __future__ import annotations
+
+from llm_service.families.family import WINDOWED, Family, LayerNorms
+
+GEMMA3_TEXT = Family(
+    {},
+    qk_norm=True,
+    norms=LayerNorms(
+        feed_forward_in="pre_feedforward_layernorm",
+        mixer_out="post_attention_layernorm",
+        feed_forward_out="post_feedforward_layernorm",
+    ),
+    zero_centred_norms=True,
+    scaled_embeddings=True,
+    mixers=WINDOWED,
+    text_defaults={
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131_072,
+        "query_pre_attn_scalar": 256,
+        "use_sliding_window": True,
+        "sliding_window_pattern": 6,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "tie_word_embeddings": True,
+    },
+)
