@@ -1,21 +1,22 @@
 """`python -m benchmarks.adapters`: time per token of answers in one batch, each with its own LoRA adapter, and none.
 
 One LLM service, without an encoder, over the random checkpoint of 250 M parameters, or another. Rounds take turns:
-so many answers at once without an adapter, then as many of which each has another one. Adapters are of random numbers,
-for every matrix of the decoder that can have one. Every prompt is new and random; the run fails where the prefix cache
-knew some of it. A ratio of 1 says that adapters cost nothing.
+so many answers at once without an adapter, then as many of which each has another one, stored in float32, then in
+bfloat16. Adapters are of random numbers, for every matrix of the decoder that can have one. Every prompt is new and
+random; the run fails where the prefix cache knew some of it. A ratio of 1 says that adapters cost nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,16 +42,16 @@ _FIRST = 1000
 """Ids below may be special tokens."""
 
 
-def write_adapters(checkpoint: Path, folder: Path, count: int, rank: int) -> list[str]:
+def write_adapters(checkpoint: Path, folder: Path, count: int, rank: int, dtype: torch.dtype) -> list[str]:
     """Adapters of a small effect in peft's form; their names."""
     shapes = shapes_of(TextConfig.of(Checkpoint(checkpoint).config))
-    names = [f"adapter-{number}" for number in range(count)]
+    names = [f"{str(dtype).removeprefix('torch.')}-{number}" for number in range(count)]
     for name in names:
         tensors: dict[str, torch.Tensor] = {}
         for target, (outputs, inputs) in shapes.items():
             stem = f"base_model.model.model.language_model.{target}"
-            tensors[f"{stem}.lora_A.weight"] = torch.randn(rank, inputs) * inputs**-0.5
-            tensors[f"{stem}.lora_B.weight"] = torch.randn(outputs, rank) * 0.1
+            tensors[f"{stem}.lora_A.weight"] = (torch.randn(rank, inputs) * inputs**-0.5).to(dtype)
+            tensors[f"{stem}.lora_B.weight"] = (torch.randn(outputs, rank) * 0.1).to(dtype)
         (folder / name).mkdir()
         save_file(tensors, folder / name / "adapter_model.safetensors")
         (folder / name / "adapter_config.json").write_text(
@@ -81,12 +82,15 @@ async def _round(stub: LlmServiceAsyncStub, models: Sequence[str], vocabulary: i
     return statistics.mean(await asyncio.gather(*(_ask(stub, model, vocabulary, tokens) for model in models)))
 
 
-async def _measure(address: str, vocabulary: int, names: Sequence[str], given: argparse.Namespace) -> None:
+async def _measure(
+    address: str, vocabulary: int, kinds: Mapping[str, Sequence[str]], given: argparse.Namespace
+) -> None:
+    """`kinds` are the names of adapters by what they are stored in."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub: LlmServiceAsyncStub = LlmServiceStub(channel)
-        for name in names:
+        for name in itertools.chain(*kinds.values()):
             await stub.LoadAdapter(llm_pb2.LoadAdapterRequest(name=name, path=name), timeout=_TIMEOUT)
-        sides = {"none": [""] * len(names), "one each": list(names)}
+        sides = {"none": [""] * given.answers, **kinds}
         for models in sides.values():
             await _round(stub, models, vocabulary, 4)
         before = await of_llm(stub)
@@ -99,12 +103,12 @@ async def _measure(address: str, vocabulary: int, names: Sequence[str], given: a
     print("| adapters | least | median |\n|---|---:|---:|")
     for side, seconds in found.items():
         print(f"| {side} | {1e3 * min(seconds):.2f} ms | {1e3 * statistics.median(seconds):.2f} ms |")
-    pairs = [adapted / plain for plain, adapted in zip(*found.values(), strict=True)]
-    least = min(found["one each"]) / min(found["none"])
-    print(
-        f"\nOf {len(names)} answers at once, rank {given.rank}, a token takes {least:.3f} of the time without (least of"
-    )
-    print(f"each side); the median of {len(pairs)} pairs is {statistics.median(pairs):.3f}.")
+    print(f"\nOf {given.answers} answers at once, rank {given.rank}, a token takes of the time without:\n")
+    plain = found.pop("none")
+    for kind, seconds in found.items():
+        pairs = [adapted / alone for alone, adapted in zip(plain, seconds, strict=True)]
+        least = min(seconds) / min(plain)
+        print(f"- {kind}: {least:.3f} by the least of each, {statistics.median(pairs):.3f} by the median of pairs")
     print(f"\nFound in caches meanwhile: {told(hits)}")
 
 
@@ -121,11 +125,15 @@ def main() -> None:
     checkpoint = chosen_model(given)
     vocabulary = TextConfig.of(Checkpoint(checkpoint).config).vocab_size
     with tempfile.TemporaryDirectory() as folder, no_wrong_figures():
-        names = write_adapters(checkpoint, Path(folder), given.answers, given.rank)
+        kinds = {
+            name: write_adapters(checkpoint, Path(folder), given.answers, given.rank, getattr(torch, name))
+            for name in ("float32", "bfloat16")
+        }
         flags = ("--model", str(checkpoint), "--lora-dir", folder, "--max-loras", str(given.answers))
-        flags += ("--max-lora-rank", str(given.rank), *(("--dtype", given.dtype) if given.dtype else ()))
+        flags += ("--max-lora-rank", str(given.rank), "--max-loaded-loras", str(2 * given.answers))
+        flags += ("--dtype", given.dtype) if given.dtype else ()
         with process("llm_service", *flags) as address:
-            asyncio.run(_measure(address, vocabulary, names, given))
+            asyncio.run(_measure(address, vocabulary, kinds, given))
 
 
 if __name__ == "__main__":

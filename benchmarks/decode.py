@@ -4,27 +4,35 @@ Measured as the CPU time of one thread, the least of several steps, so that the 
 with other things; what two threads gain, and what two programs take from each other, is left to `python -m benchmarks`.
 Each sequence has a context of its own, of random tokens, the same ones on both sides. A step is *repeated* over the
 same context: nothing below the services remembers tokens, so there are no hits to count, and a step's weights alone,
-about a gigabyte, push everything else out of the processor's caches.
+about a gigabyte, push everything else out of the processor's caches. With `--adapter-rank` also steps in which each
+sequence has a LoRA adapter of its own, stored in float32 or in bfloat16, in turns with steps without.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
+from benchmarks.adapters import write_adapters
 from benchmarks.checkpoint import add_model_options, chosen_model
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
 from common.cpu.jit import use_threads
 from common.devices import default_dtype
+from llm_service.models.adapter_folder import Adaptable, read
+from llm_service.models.config import TextConfig
 from llm_service.models.loader import load_decoder
-from llm_service.plan import Chunk, Draw, StepPlan
+from llm_service.plan import Adapter, Chunk, Draw, StepPlan
+from llm_service.worker.adapters import RankAdapters, shapes_of
 from llm_service.worker.caches import Caches
 from llm_service.worker.memory import appended
 from llm_service.worker.model_runner import ModelRunner
@@ -45,6 +53,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=230, help="tokens in the cache of each sequence")
     parser.add_argument("--steps", type=int, default=10, help="of which the least is shown")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of both; by default the services' own")
+    parser.add_argument("--adapter-rank", type=int, default=0, help="of adapters, which alone are measured then")
     given = parser.parse_args()
     folder = chosen_model(given)
     dtype: torch.dtype = getattr(torch, given.dtype or default_dtype("cpu", Checkpoint(folder)))
@@ -52,6 +61,9 @@ def main() -> None:
     torch.set_num_threads(1)
     use_threads(1)
     contexts = torch.randint(5, _WORDS, (max(_BATCHES), given.context), dtype=torch.int32)
+    if given.adapter_rank:
+        _print_adapters(folder, contexts, dtype, given)
+        return
     peer = [_least(step, given.steps) for step in _peer(folder, contexts, dtype)]
     print("| | " + " | ".join(f"{batch} sequences" for batch in _BATCHES) + " |\n" + "|---" * (1 + len(_BATCHES)) + "|")
     print("| transformers | " + " | ".join(f"{1e3 * seconds:.1f} ms" for seconds in peer) + " |")
@@ -59,6 +71,32 @@ def main() -> None:
         ours = [_least(step, given.steps) for step in _ours(folder, contexts, attention, weights, dtype)]
         cells = [f"{1e3 * mine:.1f} ms ({mine / other:.2f})" for mine, other in zip(ours, peer, strict=True)]
         print(f"| {attention}{', int8 weights' if weights else ''} | " + " | ".join(cells) + " |")
+
+
+def _print_adapters(folder: Path, contexts: Tensor, dtype: torch.dtype, given: argparse.Namespace) -> None:
+    """A step's time with an adapter for each sequence, and its part of a step's without."""
+    kinds, count = ("float32", "bfloat16"), len(contexts)
+    adaptable = Adaptable(shapes_of(TextConfig.of(Checkpoint(folder).config)), given.adapter_rank)
+    with tempfile.TemporaryDirectory() as root:
+        made = (write_adapters(folder, Path(root), count, adaptable.max_rank, getattr(torch, kind)) for kind in kinds)
+        adapters = [read(root, name, adaptable) for names in made for name in names]
+    rows: dict[str, list[str]] = {name: [] for name in ("none", *kinds)}
+    for runner, plan in _steps(folder, contexts, "numba", "", dtype, adapters, adaptable.max_rank):
+        slots = [list(range(first, first + len(plan.chunks))) for first in range(0, len(adapters), count)]
+        plans = [plan, *(structs.replace(plan, adapters=each) for each in slots)]
+        alone, *others = _least_in_turns([partial(runner.run, each) for each in plans], given.steps)
+        rows["none"].append(f"{1e3 * alone:.1f} ms")
+        for kind, seconds in zip(kinds, others, strict=True):
+            rows[kind].append(f"{1e3 * seconds:.1f} ms ({seconds / alone:.3f})")
+    print(f"| adapters of rank {adaptable.max_rank} | " + " | ".join(f"{batch} sequences" for batch in _BATCHES) + " |")
+    print("|---" * (1 + len(_BATCHES)) + "|")
+    for name, cells in rows.items():
+        print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+def _least_in_turns(steps: Sequence[Callable[[], object]], turns: int) -> list[float]:
+    found = [[_least(step, 1) for step in steps] for _ in range(turns)]
+    return [min(each) for each in zip(*found, strict=True)]
 
 
 def _least(step: Callable[[], object], steps: int) -> float:
@@ -74,13 +112,32 @@ def _least(step: Callable[[], object], steps: int) -> float:
 def _ours(
     folder: Path, contexts: Tensor, attention: str, weights: str, dtype: torch.dtype
 ) -> Iterator[Callable[[], object]]:
-    """Blocks of the sequences alternate, as they do when sequences have grown side by side."""
+    for runner, plan in _steps(folder, contexts, attention, weights, dtype):
+        yield partial(runner.run, plan)
+
+
+def _steps(
+    folder: Path,
+    contexts: Tensor,
+    attention: str,
+    weights: str,
+    dtype: torch.dtype,
+    adapters: Sequence[Adapter] = (),
+    rank: int = 0,
+) -> Iterator[tuple[ModelRunner, StepPlan]]:
+    """Blocks of the sequences alternate, as they do when sequences have grown side by side; adapters are in slots of
+    their numbers."""
     decoder = load_decoder(Checkpoint(folder), dtype, _CPU, weight_dtype=weights)
     context = contexts.shape[1]
     each = -(-(context + 1) // _BLOCK)
     caches = Caches(decoder.mixers(), max(_BATCHES) * each, _BLOCK, decoder.kv_dtype, _CPU, attention=attention)
     arena = RowArena(SharedBuffer.create("bench", 1 << 16).view, 1, decoder.config.hidden_size, decoder.dtype)
     runner = ModelRunner(decoder, arena, caches)
+    if adapters:
+        runner.adapters = RankAdapters(decoder, len(adapters), rank)
+        for number, adapter in enumerate(adapters):
+            runner.adapters.load(number, adapter)
+        runner.adapters.begin(StepPlan(b"", b"", [], [], [], filled=[(slot, slot) for slot in range(len(adapters))]))
     for batch in _BATCHES:
         tables = [list(range(n, batch * each, batch)) for n in range(batch)]
         for ids, table in zip(contexts[:batch], tables, strict=True):
@@ -90,8 +147,7 @@ def _ours(
         told = [appended(row, table) for row, table in enumerate(tables)]
         last, places = array("i", [5] * batch), array("i", [context] * 3 * batch)
         draws = [Draw(at=n) for n in range(batch)]
-        plan = StepPlan(last.tobytes(), places.tobytes(), chunks, [], draws, appended=told)
-        yield lambda plan=plan: runner.run(plan)  # type: ignore[misc]
+        yield runner, StepPlan(last.tobytes(), places.tobytes(), chunks, [], draws, appended=told)
 
 
 def _prompt(ids: Tensor, table: list[int]) -> StepPlan:

@@ -7,6 +7,7 @@ import torch
 
 from llm_service.layers.adapter_tiles import RowTiles, tile_numbers
 from llm_service.layers.gpu import adapter_kernels
+from llm_service.layers.low_rank import pieces_of
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = ((5, 40, (24,)), (16, 300, (70, 20, 20)), (100, 2080, (64, 90)))
@@ -37,14 +38,18 @@ def check_add(
             a[kind, part, own:] = torch.nan
             b[kind, own:, begin:end] = torch.nan
     tiles = RowTiles(torch.from_numpy(tile_numbers(np.array(slots))).to(device), rows)
-    blocks = torch.tensor(adapter_kernels.output_blocks(runs), dtype=torch.int32, device=device)
+    blocks = torch.tensor(
+        pieces_of([[run[1:]] for run in runs], adapter_kernels.OUTPUTS), dtype=torch.int32, device=device
+    )
+    scales = torch.rand(ranks.shape, generator=random) + 0.5
+    of_slots = ranks.to(device), scales.to(device)
     out = before.clone()
-    adapter_kernels.add(out[:, 16:-16], x, a, b, ranks.to(device), blocks, tiles)
+    adapter_kernels.add(out[:, 16:-16], x, (a, b), of_slots, blocks, tiles)
     expected = before.double()
     for row, slot in enumerate(slots):
         for part, begin, end in runs if slot >= 0 else ():
             own = int(ranks[slot, part])
-            inner = x[row].double() @ a[slot, part, :own].double().T
+            inner = float(scales[slot, part]) * (x[row].double() @ a[slot, part, :own].double().T)
             expected[row, 16 + begin : 16 + end] += inner @ b[slot, :own, begin:end].double()
     close = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
     torch.testing.assert_close(out.double(), expected, rtol=close, atol=close * rank**0.5)

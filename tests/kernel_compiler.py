@@ -182,7 +182,7 @@ def adapters(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
         "expand": (adapter_kernels.expand_kernel, launch.expand),
     }
     return {
-        name: compiled(capability, kernel, dtype, ("between",), types, **given)
+        name: compiled(capability, kernel, dtype, ("between", "scales"), types, **given)
         for name, (kernel, given) in made.items()
     }
 

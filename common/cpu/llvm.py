@@ -531,6 +531,33 @@ def _widened_number(_: Any, number: Any) -> Any:
     return types.float32(number), generate
 
 
+def _lower_number(_: Any, word: Any) -> Any:
+    """The float32 of the bfloat16 that is the lower half of a word, uint32."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        return builder.bitcast(builder.shl(given[0], _FLAG(16)), _SINGLE)
+
+    return types.float32(word), generate
+
+
+def _upper_number(_: Any, word: Any) -> Any:
+    """The same of the upper half."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        return builder.bitcast(builder.and_(given[0], _FLAG(0xFFFF0000)), _SINGLE)
+
+    return types.float32(word), generate
+
+
+def _widened_half(_: Any, number: Any) -> Any:
+    """Of the bits of a float16, uint16, the float32."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        return builder.fpext(builder.bitcast(given[0], ir.HalfType()), _SINGLE)
+
+    return types.float32(number), generate
+
+
 def _both_halves(builder: Any, words: Value) -> tuple[Value, Value]:
     """The lower and the upper bfloat16 of words, as float32."""
     halves = builder.shl(words, _flags(16)), builder.and_(words, _flags(0xFFFF0000))
@@ -669,6 +696,9 @@ def _declared(builder: Any, name: str, result: Any, arguments: Any) -> Value:
 
 add_products: Any = intrinsic(_add_products)
 widened: Any = intrinsic(_widened_number)
+lower_half: Any = intrinsic(_lower_number)
+upper_half: Any = intrinsic(_upper_number)
+widened_half: Any = intrinsic(_widened_half)
 widened_stretch: Any = intrinsic(_widened_stretch)
 scaled_stretch: Any = intrinsic(_scaled_stretch)
 add_scaled: Any = intrinsic(_add_scaled)

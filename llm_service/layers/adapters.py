@@ -4,11 +4,10 @@ touched."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from llm_service.layers.adapter_tiles import RowTiles, tile_numbers
 from llm_service.layers.cpu import selection
 from llm_service.layers.linear import PackedLinear
+from llm_service.layers.low_rank import LowRank, LowRankSlots, PlainSlots, Runs, runs_of
 
 
 class AdapterKernel(Enum):
@@ -24,12 +24,8 @@ class AdapterKernel(Enum):
     which on torch's products are faster. NONE: torch's alone."""
 
     NONE = 1
-    CPU = 4  # reads an adapter anew for each row
+    CPU = 32  # reads an adapter anew for each row, from a cache where it is the row's before
     GPU = 256  # reads it anew for each tile
-
-
-Pair = tuple[Tensor, Tensor]
-"""This rank's share of A [r, inputs] and of B [outputs of a part, r], the scale in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,85 +126,64 @@ class AdapterRows:
 
 
 class LinearAdapters:
-    """The slots of one linear layer, each for one adapter: `a` [slots, parts, rank, inputs] and `b` [slots, rank,
-    outputs], where an adapter of a lower rank, or of none, leaves the rest unread."""
+    """The slots of one linear layer, each for one adapter."""
 
     def __init__(self, linear: PackedLinear, slots: int, rank: int, rows: AdapterRows, like: Tensor) -> None:
         """The slots are of the type and on the device of `like`."""
         self.rows = rows
         self._linear = linear
-        self.a = like.new_zeros(slots, len(linear.parts), rank, linear.inputs)
-        self.b = like.new_zeros(slots, rank, linear.outputs)
-        self._ranks = np.zeros((slots, len(linear.parts)), np.int64)
-        self._places = [linear.places(part) for part in linear.parts]
-        self._runs = [_runs(places) for places in self._places]
-        table = [(number, begin, end) for number, runs in enumerate(self._runs) for begin, end in runs]
-        self._arrays = (self.a.numpy(), self.b.numpy()) if rows.kernel is AdapterKernel.CPU else None
-        self._table = np.array(table, np.int64)
-        if rows.kernel is AdapterKernel.GPU:
-            from llm_service.layers.gpu.adapter_kernels import output_blocks  # Triton is not everywhere
-
-            self._there = torch.zeros(slots, len(linear.parts), dtype=torch.int32, device=like.device)
-            self._blocks = torch.tensor(output_blocks(table), dtype=torch.int32, device=like.device)
+        places = [linear.places(part) for part in linear.parts]
+        self._orders = [each.argsort() for each in places]
+        parts = [runs_of(each) for each in places]
+        self._slots = _slots_for(rows.kernel)(slots, rank, linear.inputs, parts, like)
 
     def warm_up(self) -> None:
-        """Has a GPU's kernels compiled, where they are not, over a row without an adapter."""
-        if self.rows.kernel is AdapterKernel.GPU:
-            x = self.a.new_zeros(1, self._linear.inputs)
-            with self.rows.over(RowTiles.nobody(1, len(self.a), x.device)):
-                self.add(x, x.new_zeros(1, self._linear.outputs))
+        """Has a GPU's kernels compiled, where they are not."""
+        self._slots.warm_up()
 
     @property
     def active(self) -> bool:
         """See `AddsToRows`."""
         return self.rows.any
 
-    def put(self, slot: int, pairs: Mapping[str, Pair]) -> None:
+    def put(self, slot: int, pairs: Mapping[str, LowRank]) -> None:
         """Fills a slot with what an adapter has for the parts of this layer; those that are not there stay as the base
         has them."""
-        for number, part in enumerate(self._linear.parts):
-            self._ranks[slot, number] = 0
-            if part in pairs:
-                a, b = pairs[part]
-                rank = self._ranks[slot, number] = a.shape[0]
-                self.a[slot, number, :rank].copy_(a)
-                self.b[slot, :rank, self._places[number].to(self.b.device)] = b.T.to(self.b)
-        if self.rows.kernel is AdapterKernel.GPU:
-            self._there[slot].copy_(torch.from_numpy(self._ranks[slot]))
+        own = (pairs.get(part) for part in self._linear.parts)
+        self._slots.put(slot, [pair and pair.ordered(order) for pair, order in zip(own, self._orders, strict=True)])
 
     def add(self, x: Tensor, out: Tensor) -> Tensor:
         """See `AddsToRows`."""
         rows = self.rows.of(x.shape[0])
         for run in rows.long:
-            ranks = self._ranks[run.slot].tolist()
-            if any(ranks):
-                self._add(run, ranks, x[run.begin : run.end], out[run.begin : run.end])
-        if rows.tiles is not None:
-            from llm_service.layers.gpu import adapter_kernels  # Triton is not everywhere
-
-            adapter_kernels.add(out, x, self.a, self.b, self._there, self._blocks, rows.tiles)
-        elif rows.few is not None:
-            assert self._arrays is not None, "there is a kernel"
-            from llm_service.layers.cpu import adapter_kernel  # numba takes its time
-
-            adapter_kernel.add(out.numpy(), x.contiguous().numpy(), *self._arrays, rows.few, self._ranks, self._table)
+            self._add(run.slot, x[run.begin : run.end], out[run.begin : run.end])
+        few = rows.few if rows.tiles is None else rows.tiles
+        if few is not None:
+            self._slots.add(x, out, few)
         return out
 
-    def _add(self, run: AdaptedRun, ranks: Sequence[int], x: Tensor, out: Tensor) -> None:
-        a, b = self.a[run.slot], self.b[run.slot]
-        for number, rank in enumerate(ranks):
-            if rank:
-                inner = x @ a[number, :rank].T
-                for begin, end in self._runs[number]:
-                    out[:, begin:end].addmm_(inner, b[:rank, begin:end])
+    def add_arrays(self, x: np.ndarray, out: np.ndarray) -> None:
+        """See `AddsToRows`."""
+        rows = self.rows.of(len(x))
+        if rows.few is not None and rows.tiles is None and not rows.long:
+            self._slots.add_arrays(x, out, rows.few)
+        else:
+            self.add(torch.from_numpy(x), torch.from_numpy(out))
+
+    def _add(self, slot: int, x: Tensor, out: Tensor) -> None:
+        for part in np.flatnonzero(self._slots.ranks[slot]).tolist():
+            inner = (x @ self._slots.first(slot, part).T).mul_(float(self._slots.scales[slot, part]))
+            for begin, end, second in self._slots.second(slot, part):
+                out[:, begin:end].addmm_(inner, second)
 
 
-def _runs(places: Tensor) -> list[tuple[int, int]]:
-    """The ranges that some places, in any order, make up.
+def _slots_for(kernel: AdapterKernel) -> Callable[[int, int, int, Sequence[Runs], Tensor], LowRankSlots]:
+    if kernel is AdapterKernel.GPU:
+        from llm_service.layers.gpu.low_rank_tiles import LowRankTiles  # Triton is not everywhere
 
-    >>> _runs(torch.tensor([4, 5, 0, 1, 2]))
-    [(0, 3), (4, 6)]
-    """
-    order = places.sort().values
-    cuts = [0, *(torch.where(order.diff() > 1)[0] + 1).tolist(), len(order)]
-    return [(int(order[begin]), int(order[end - 1]) + 1) for begin, end in pairwise(cuts)]
+        return LowRankTiles
+    if kernel is AdapterKernel.CPU:
+        from llm_service.layers.cpu.low_rank_panels import LowRankPanels  # numba takes its time
+
+        return LowRankPanels
+    return PlainSlots

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -64,6 +65,10 @@ class AddsToRows(Protocol):
 
     def add(self, x: Tensor, out: Tensor, /) -> Tensor:
         """x [n, inputs], out [n, outputs], which is changed in place."""
+        ...
+
+    def add_arrays(self, x: np.ndarray, out: np.ndarray, /) -> None:
+        """The same for arrays of float32 that lie together."""
         ...
 
 

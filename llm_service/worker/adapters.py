@@ -11,10 +11,12 @@ from safetensors.torch import load
 from torch import Tensor, nn
 
 from llm_service.layers.adapter_tiles import RowTiles
-from llm_service.layers.adapters import AdapterKernel, AdapterRows, LinearAdapters, Pair
+from llm_service.layers.adapters import AdapterKernel, AdapterRows, LinearAdapters
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import ALONE
 from llm_service.layers.linear import PackedLinear
+from llm_service.layers.low_rank import LowRank
+from llm_service.layers.weight_dtype import narrowed
 from llm_service.models.adapter_folder import stem_of
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
@@ -48,8 +50,8 @@ class RankAdapters:
         self._rows = AdapterRows(kernel=_kernel_for(decoder) if kernel is None else kernel)
         self._number = slots
         self._linears = {name: (linear, part) for name, linear, part in adapted_linears(decoder.layers, "layers.")}
-        self._dtype = decoder.dtype
-        self._loaded: dict[int, dict[PackedLinear, dict[str, Pair]]] = {}
+        self._dtype, self._device = decoder.dtype, decoder.device
+        self._loaded: dict[int, dict[PackedLinear, dict[str, LowRank]]] = {}
         like = decoder.norm.weight.new_empty(0, dtype=decoder.dtype)
         self._slots = {
             linear: LinearAdapters(linear, slots, rank, self._rows, like) for linear, _ in self._linears.values()
@@ -78,12 +80,17 @@ class RankAdapters:
             (stem_of(name.removeprefix("base_model.model.").rpartition(".lora_")[0]), name[-len("A.weight")]): tensor
             for name, tensor in tensors.items()
         }
-        shares: dict[PackedLinear, dict[str, Pair]] = {}
+        shares: dict[PackedLinear, dict[str, LowRank]] = {}
         for target, scale in adapter.scales.items():
             linear, part = self._linears[target]
-            a, b = linear.share(part, halves[target, "A"], halves[target, "B"].float() * scale)
-            shares.setdefault(linear, {})[part] = a.to(self._dtype).clone(), b.to(self._dtype)
+            a, b = map(self._kept, linear.share(part, halves[target, "A"], halves[target, "B"]))
+            shares.setdefault(linear, {})[part] = LowRank(a, b, scale)
         self._loaded[number] = shares
+
+    def _kept(self, share: Tensor) -> Tensor:
+        """In a memory of its own, in the decoder's type, or in 16 bits where these have all of its numbers."""
+        longer = share.dtype.itemsize > self._dtype.itemsize
+        return narrowed(share.to(self._dtype) if longer else share).clone()
 
     def drop(self, number: int) -> None:
         """Lets go of an adapter; no later plan names it."""
@@ -117,7 +124,7 @@ class RankAdapters:
 
     def tiles(self, tokens: int) -> RowTiles:
         """What a graph of so many tokens reads: room for any batch that it fits, filled with one without adapters."""
-        return RowTiles.nobody(tokens, self._number, next(iter(self._slots.values())).a.device)
+        return RowTiles.nobody(tokens, self._number, self._device)
 
     def over(self, tiles: RowTiles | None) -> AbstractContextManager[None]:
         """See `AdapterRows`."""
@@ -129,5 +136,5 @@ def _kernel_for(decoder: Decoder) -> AdapterKernel:
         from llm_service.layers.gpu import row_kernels
 
         return AdapterKernel.GPU if row_kernels.run_on(decoder.device) else AdapterKernel.NONE
-    fits = decoder.dtype == torch.float32 and selection.allows_panels()
+    fits = decoder.dtype == torch.float32 and selection.allows_panels() and selection.fused_vectors()
     return AdapterKernel.CPU if fits else AdapterKernel.NONE

@@ -1,5 +1,6 @@
 """What adapters add to a few rows, each of which may have another one, on a CPU in float32: one call of a kernel by
-numba, where torch would need several products for each row."""
+numba, where torch would need several products for each row. It waits for memory, so matrices are read in the order in
+which they lie, and as short as they are stored."""
 
 from __future__ import annotations
 
@@ -8,74 +9,125 @@ from typing import Any
 import numba
 import numpy as np
 
-from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu import llvm
+from common.cpu.jit import Typed, compiled, inner
+from common.cpu.llvm import FLOAT, add_products, lower_half, upper_half, widened_half
+from llm_service.layers.cpu.panel_kernel import VECTORS, WIDTH
 
-_WIDTH = 512
-"""Outputs that one task adds to."""
-
-
-@inner
-def _shrink_row(out: Any, x: Any, a: Any, rank: Any) -> None:
-    """float32 out [rank], x [inputs], a [rank or more, inputs]."""
-    for row in range(rank):
-        total, factors = np.float32(0.0), a[row]
-        for place in range(x.shape[0]):
-            total += factors[place] * x[place]
-        out[row] = total
+SINGLES, PAIRS, HALVES = 0, 1, 2
+"""What the matrices of a slot are stored in: float32; bfloat16, two to a word; float16."""
+_RANKS, _PANELS = 8, 8
+"""What one task takes: rows of A, panels of B."""
+_ZERO = np.float32(0.0)
 
 
 @inner
-def _expand_row(out: Any, x: Any, b: Any, rank: Any, begin: Any, end: Any) -> None:
-    """float32 out [outputs], x [rank], b [rank or more, outputs]."""
+def _dot(x: Any, a: Any) -> Any:
+    """Of float32 [n] both."""
+    total = _ZERO
+    for place in range(x.shape[0]):
+        total += a[place] * x[place]
+    return total
+
+
+@inner
+def _dot_pairs(low: Any, high: Any, a: Any) -> Any:
+    """Of float32 [n] twice with the lower and the upper halves of words, uint32 [n]."""
+    total = _ZERO
+    for place in range(a.shape[0]):
+        total += lower_half(a[place]) * low[place] + upper_half(a[place]) * high[place]
+    return total
+
+
+@inner
+def _dot_halves(x: Any, a: Any) -> Any:
+    """Of float32 [n] with the bits of float16, uint16 [n]."""
+    total = _ZERO
+    for place in range(x.shape[0]):
+        total += widened_half(a[place]) * x[place]
+    return total
+
+
+@inner
+def _shrink(out: Any, x: Any, a: Any, kind: Any, first: Any, scale: Any) -> None:
+    """float32 out [ranks], x [inputs]; a is a slot's, of which the rows from `first` on are wanted."""
     # Loops that begin at 0 are compiled to vectors; where one begins elsewhere, each index might be a negative one.
-    wanted, count, whole = out[begin:end], end - begin, rank // 4 * 4
-    for row in range(0, whole, 4):  # what is added to is read and written once for four
-        one, two, three, four = x[row], x[row + 1], x[row + 2], x[row + 3]
-        first, second, third, fourth = b[row], b[row + 1], b[row + 2], b[row + 3]
-        first, second, third, fourth = first[begin:end], second[begin:end], third[begin:end], fourth[begin:end]
-        for place in range(count):
-            both = one * first[place] + two * second[place]
-            wanted[place] += both + (three * third[place] + four * fourth[place])
-    for row in range(whole, rank):
-        factor, factors = x[row], b[row][begin:end]
-        for place in range(count):
-            wanted[place] += factor * factors[place]
+    inputs = x.shape[0]
+    half = inputs // 2
+    low, high = x[:half], x[half:]
+    for row in range(out.shape[0]):
+        at = first + row
+        if kind == PAIRS:
+            total = _dot_pairs(low, high, a[at * half : (at + 1) * half])
+        elif kind == HALVES:
+            total = _dot_halves(x, a.view(np.uint16)[at * inputs : (at + 1) * inputs])
+        else:
+            total = _dot(x, a.view(np.float32)[at * inputs : (at + 1) * inputs])
+        out[row] = total * scale
 
 
-def _add(out: Any, x: Any, between: Any, a: Any, b: Any, slots: Any, ranks: Any, runs: Any) -> None:
-    """float32 out [n, outputs], x [n, inputs], between [n, parts, rank], a [slots, parts, rank, inputs], b [slots,
-    rank, outputs]; int64 slots [n], -1 for none, ranks [slots, parts], and runs [k, 3] of outputs: part, begin, end."""
-    parts, pieces = a.shape[1], (out.shape[1] + _WIDTH - 1) // _WIDTH
-    for task in numba.prange(len(slots) * parts):
-        row, part = task // parts, task % parts
-        if slots[row] >= 0:
-            _shrink_row(between[row, part], x[row], a[slots[row], part], ranks[slots[row], part])
+@inner
+def _add_panel(out: Any, x: Any, b: Any, kind: Any, panel: Any, apart: Any) -> None:
+    """float32 out [at most 64] += x [ranks] times a panel; b is a slot's, whose panels are `apart` rows."""
+    room = np.zeros(WIDTH if out.shape[0] < WIDTH else 0, np.float32)
+    to = room.ctypes.data if len(room) else out.ctypes.data
+    size = WIDTH * FLOAT if kind == SINGLES else WIDTH * FLOAT // 2
+    weights, count = b.ctypes.data + panel * apart * size, x.shape[0]
+    places = (to, 0, x.ctypes.data, 0, weights, weights + apart * size, size)
+    if kind == PAIRS:
+        add_products(1, VECTORS, VECTORS, 1, b, places, count)
+    elif kind == HALVES:
+        add_products(1, VECTORS, VECTORS, 1, b.view(np.uint16), places, count)
+    else:
+        add_products(1, VECTORS, VECTORS, 1, b.view(np.float32), places, count)
+    for place in range(min(len(room), out.shape[0])):
+        out[place] += room[place]
+
+
+def _add(
+    out: Any,
+    x: Any,
+    rank: Any,
+    a: Any,
+    b: Any,
+    slots: Any,
+    kinds: Any,
+    ranks: Any,
+    scales: Any,
+    panels: Any,
+) -> None:
+    """float32 out [n, outputs], x [n, inputs]; the rank of slots; uint32 a and b [slots, words], as
+    `LowRankPanels` has them; int64 slots [n], -1 for none, kinds [slots], ranks [slots, parts], panels [k, 3] of
+    outputs: part, begin, end; float32 scales [slots, parts]."""
+    parts = ranks.shape[1]
+    between = np.empty((len(slots), parts, rank), np.float32)
+    groups, pieces = (rank + _RANKS - 1) // _RANKS, (len(panels) + _PANELS - 1) // _PANELS
+    for task in numba.prange(len(slots) * parts * groups):
+        row, part, first = task // (parts * groups), task // groups % parts, task % groups * _RANKS
+        slot = slots[row]
+        last = min(first + _RANKS, ranks[slot, part]) if slot >= 0 else 0
+        if first < last:
+            place = between[row, part, first:last]
+            _shrink(place, x[row], a[slot], kinds[slot], part * rank + first, scales[slot, part])
     for task in numba.prange(len(slots) * pieces):
-        row, first = task // pieces, task % pieces * _WIDTH
-        if slots[row] >= 0:
-            for run in range(runs.shape[0]):
-                part, begin, end = runs[run]
-                begin, end = max(begin, first), min(end, first + _WIDTH)
-                if begin < end:
-                    rank = ranks[slots[row], part]
-                    _expand_row(out[row], between[row, part], b[slots[row]], rank, begin, end)
+        row, first = task // pieces, task % pieces * _PANELS
+        slot = slots[row]
+        for panel in range(first, min(first + _PANELS, len(panels)) if slot >= 0 else first):
+            part, begin, end = panels[panel]
+            own = ranks[slot, part]
+            if own:
+                _add_panel(out[row, begin:end], between[row, part, :own], b[slot], kinds[slot], panel, rank)
 
 
-_kernel = compiled(_add)
-_rows, _numbers = numba.float32[:, ::1], numba.int64[:, ::1]
+add = compiled(_add, made_of=llvm)
+_rows, _words, _numbers = numba.float32[:, ::1], numba.uint32[:, ::1], numba.int64[:, ::1]
 TYPED = {
     "add": Typed(
-        _kernel,
+        add,
         (
-            *(_rows, _rows, numba.float32[:, :, ::1], numba.float32[:, :, :, ::1], numba.float32[:, :, ::1]),
-            *(numba.int64[::1], _numbers, _numbers),
+            *(_rows, _rows, numba.intp, _words, _words),
+            *(numba.int64[::1], numba.int64[::1], _numbers, _rows, _numbers),
         ),
     )
 }
 KERNELS = frozenset({f"{__name__}:add"})
-
-
-def add(out: Array, x: Array, a: Array, b: Array, slots: Array, ranks: Array, runs: Array) -> None:
-    """See `LinearAdapters`: adds to out [n, outputs] in place."""
-    between = np.empty((len(x), a.shape[1], a.shape[2]), np.float32)
-    _kernel(out, x, between, a, b, slots, ranks, runs)

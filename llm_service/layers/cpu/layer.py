@@ -115,7 +115,7 @@ def _adapted(linear: PackedLinear, product: Callable[[Array], Array]) -> Callabl
     def adapted(x: Array) -> Array:
         out = product(x)
         if linear.adapters is not None and linear.adapters.active:
-            linear.adapters.add(torch.from_numpy(x), torch.from_numpy(out))
+            linear.adapters.add_arrays(x, out)
         return out
 
     return adapted

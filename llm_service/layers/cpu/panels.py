@@ -46,7 +46,7 @@ class PanelWeight:
         this weight's type or device does."""
         if weight.dtype != torch.float32 or not (_fits(weight) and fused_vectors()):
             return None
-        return cls(weight.shape[0], _panels(narrowed(weight)))
+        return cls(weight.shape[0], in_panels(narrowed(weight)))
 
     @classmethod
     def rounded(cls, weight: Tensor) -> PanelWeight | None:
@@ -55,7 +55,7 @@ class PanelWeight:
         if not (_fits(weight) and wide_vectors()):
             return None
         rounded = QuantizedWeight.rounded(weight)
-        return cls(weight.shape[0], _panels(rounded.codes.view(torch.int8)), rounded.scale[:, 0].numpy())
+        return cls(weight.shape[0], in_panels(rounded.codes.view(torch.int8)), rounded.scale[:, 0].numpy())
 
     @property
     def number(self) -> Number | None:
@@ -89,7 +89,7 @@ class PanelWeight:
         rows = torch.from_numpy(x)
         out: Tensor = rows.new_empty(len(rows), len(self.panels), WIDTH)
         for first in range(0, len(self.panels), _AT_ONCE):
-            weights = _widened(self.panels[first : first + _AT_ONCE])
+            weights = widened_panels(self.panels[first : first + _AT_ONCE])
             out[:, first : first + len(weights)] = (rows @ weights).transpose(0, 1)
         out = out.flatten(1)[:, : self.outputs]
         out = out if self.scale is None else out * torch.from_numpy(self.scale)
@@ -101,7 +101,8 @@ def _fits(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.numel() > 0 and selection.allows_panels()
 
 
-def _panels(weight: Tensor) -> Array:
+def in_panels(weight: Tensor) -> Array:
+    """A weight [outputs, inputs] as `PanelWeight` has it."""
     outputs, inputs = weight.shape
     count = -(-outputs // WIDTH)
     out = torch.empty(count, inputs, WIDTH, dtype=weight.dtype)
@@ -117,7 +118,7 @@ def _panels(weight: Tensor) -> Array:
     return out.view(torch.int16).numpy().view(_STORED[weight.dtype])
 
 
-def _widened(panels: Array) -> Tensor:
+def widened_panels(panels: Array) -> Tensor:
     """Panels, as they are stored, in float32: [p, inputs, 64]."""
     if panels.dtype == np.uint16:
         return torch.from_numpy(panels.view(np.int16)).view(torch.float16).float()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llm_service.layers.adapter_tiles import TILE, RowTiles
 
-_INPUTS, _SPLIT, _RANKS, _OUTPUTS = 128, 1024, 64, 64
+_INPUTS, _SPLIT, _RANKS, OUTPUTS = 128, 1024, 64, 64
 """What a program takes: inputs at a time and in all, of a rank at a time, outputs."""
 
 
@@ -72,6 +72,7 @@ def expand_kernel(
     rows,
     tiles,
     ranks,
+    scales,
     blocks,
     out_row,
     outputs,
@@ -86,8 +87,9 @@ def expand_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """What `shrink_kernel` left, times the B of each row's slot, is added to out, whose rows are `out_row` apart. Grid
-    [tiles, blocks]; b [slots, rank, outputs]; int32 blocks [blocks, 3]: a part, and which outputs of it, BLOCK at most.
+    """What `shrink_kernel` left, times the scale and the B of each row's slot, is added to out, whose rows are
+    `out_row` apart. Grid [tiles, blocks]; b [slots, rank, outputs]; float32 scales [slots, parts]; int32 blocks
+    [blocks, 3]: a part, and which outputs of it, BLOCK at most.
     """
     slot = tl.load(tiles + tl.program_id(0) * 3)
     if slot >= 0:
@@ -108,7 +110,7 @@ def expand_kernel(
                     inner += tl.load(between + there[:, None] * (RANKS * PIECES) + low, inside[:, None], 0.0)
                 factors = b + slot.to(tl.int64) * rank * outputs + low[:, None] * outputs + at
                 given = tl.load(factors, (low < own)[:, None] & mine, 0.0)
-                inner = inner.to(given.dtype)
+                inner = (inner * tl.load(scales + slot * parts + part)).to(given.dtype)
                 if WIDEN:
                     inner, given = inner.to(tl.float32), given.to(tl.float32)
                 total = tl.dot(inner, given, total, input_precision=PRECISION)
@@ -147,24 +149,21 @@ class AdapterLaunch:
     @property
     def expand(self) -> dict[str, int | str]:
         """What the second one takes."""
-        return {**self.both, "BLOCK": _OUTPUTS, "num_warps": 4}
+        return {**self.both, "BLOCK": OUTPUTS, "num_warps": 4}
 
 
-def output_blocks(runs: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Part, begin and end of runs of outputs, cut to what one program takes.
-
-    >>> output_blocks([(0, 0, 100), (1, 100, 110)])
-    [(0, 0, 64), (0, 64, 100), (1, 100, 110)]
-    """
-    return [
-        (part, first, min(first + _OUTPUTS, end)) for part, begin, end in runs for first in range(begin, end, _OUTPUTS)
-    ]
-
-
-def add(out: Tensor, x: Tensor, a: Tensor, b: Tensor, ranks: Tensor, blocks: Tensor, tiles: RowTiles) -> None:
-    """Adds x Aᵀ Bᵀ to out [n, outputs] in place, for x [n, inputs] and slots a [slots, parts, rank, inputs] and b
-    [slots, rank, outputs], of which ranks int32 [slots, parts] are filled; `blocks` as of `output_blocks`."""
-    number = len(tiles.tiles)
+def add(
+    out: Tensor,
+    x: Tensor,
+    matrices: tuple[Tensor, Tensor],
+    of_slots: tuple[Tensor, Tensor],
+    blocks: Tensor,
+    tiles: RowTiles,
+) -> None:
+    """Adds scale · x Aᵀ Bᵀ to out [n, outputs] in place, for x [n, inputs] and slots of A [slots, parts, rank, inputs]
+    and B [slots, rank, outputs], of which ranks int32 [slots, parts] are filled, with scales float32 [slots, parts];
+    `blocks` int32 [k, 3] are part, begin and end of all outputs, OUTPUTS of them at most."""
+    (a, b), (ranks, scales), number = matrices, of_slots, len(tiles.tiles)
     if not number:
         return
     (_, parts, rank, inputs), count = a.shape, len(x)
@@ -174,4 +173,6 @@ def add(out: Tensor, x: Tensor, a: Tensor, b: Tensor, ranks: Tensor, blocks: Ten
     shared = parts, count, rank
     first, second = (number, parts * launch.pieces, splits), (number, len(blocks))
     shrink_kernel[first](between, x, a, *where, x.stride(0), inputs, *shared, **launch.shrink)
-    expand_kernel[second](out, between, b, *where, blocks, out.stride(0), b.shape[2], *shared, splits, **launch.expand)
+    expand_kernel[second](
+        out, between, b, *where, scales, blocks, out.stride(0), b.shape[2], *shared, splits, **launch.expand
+    )

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from common.checkpoint import Checkpoint
-from llm_service.layers.adapters import AdapterKernel, AdapterRows, LinearAdapters
+from llm_service.layers.adapters import AdaptedRows, AdapterKernel, AdapterRows, LinearAdapters
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.linear import PackedLinear
+from llm_service.layers.low_rank import LowRank
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.worker.adapters import adapted_linears
@@ -43,8 +44,8 @@ def added(
     adapters.warm_up()
     assert not rows.any
     a, b = linear.share(part, *halves)
-    adapters.put(0, {part: (a, 2 * b)})
-    adapters.put(1, {part: (a, b)})
+    adapters.put(0, {part: LowRank(a, b, 2.0)})
+    adapters.put(1, {part: LowRank(a, b, 1.0)})
     use(rows, np.arange(ROWS))
     return adapters.add(x, torch.zeros(ROWS, linear.outputs))
 
@@ -81,9 +82,9 @@ def test_rows_without_an_adapter_keep_every_bit(checkpoint: Path, kernel: Adapte
     linear.weight.data.normal_()
     x = torch.randn(ROWS, linear.inputs)
     base = linear(x)
-    pair = linear.share(part, torch.randn(RANK, linear.inputs), torch.randn(len(linear.places(part)), RANK))
+    halves = torch.randn(RANK, linear.inputs), torch.randn(len(linear.places(part)), RANK)
     for slot in (0, 1):
-        adapters.put(slot, {part: pair})
+        adapters.put(slot, {part: LowRank(*linear.share(part, *halves), 1.0)})
     use(rows, np.arange(ROWS))
     out = linear(x)
     assert torch.equal(out[SLOTS < 0], base[SLOTS < 0])
@@ -100,10 +101,46 @@ def test_a_part_of_the_rows_is_told_apart(checkpoint: Path, kernel: AdapterKerne
     rows = AdapterRows(kernel=kernel)
     adapters = LinearAdapters(linear, 2, RANK, rows, torch.empty(0))
     halves = torch.randn(RANK, linear.inputs), torch.randn(linear.outputs, RANK)
-    adapters.put(1, {part: linear.share(part, *halves)})
+    adapters.put(1, {part: LowRank(*linear.share(part, *halves), 1.0)})
     x, places = torch.randn(ROWS, linear.inputs), np.array([1, 3, 8])
     use(rows, places)
     every = adapters.add(x, torch.zeros(ROWS, linear.outputs))
     some = adapters.add(x[places], torch.zeros(3, linear.outputs))
     torch.testing.assert_close(some, every[places])
     assert some[1].abs().sum() > 0
+
+
+@pytest.mark.parametrize("least", [1, ROWS], ids=["torch", "kernel"])
+@pytest.mark.parametrize("inputs", [70, 71])
+def test_an_adapter_of_16_bits_is_what_it_is_in_32(inputs: int, least: int) -> None:
+    """In a slot that has held others, of parts whose outputs lie in turns."""
+    order = torch.cat([torch.arange(0, 100), torch.arange(107, 140), torch.arange(100, 107)]).flip(0)
+    parts = {"one": slice(0, 90), "two": (slice(0, 30), slice(40, 60))}
+    linear = PackedLinear(slice(0, inputs), parts, bias=False, dtype=torch.float32, order=order)
+    rows = AdapterRows(kernel=AdapterKernel.CPU)
+    adapters, x = LinearAdapters(linear, 2, RANK + 9, rows, torch.empty(0)), torch.randn(ROWS, inputs)
+    rows._by_count = {ROWS: AdaptedRows.of(SLOTS, least)}
+    random = torch.Generator().manual_seed(inputs)
+    for ranks in ((RANK, RANK + 4), (RANK + 9, 1)):
+        halves = {
+            part: (torch.randn(rank, inputs, generator=random), torch.randn(count, rank, generator=random))
+            for part, rank, count in zip(parts, ranks, (90, 50), strict=True)
+        }
+        for kinds in (
+            (torch.bfloat16,) * 2,
+            (torch.float16,) * 2,
+            (torch.float32, torch.bfloat16),
+            (torch.float32,) * 2,
+        ):
+            expected = torch.zeros(ROWS, linear.outputs, dtype=torch.float64)
+            for slot, scale in enumerate((0.7, 1.9)):
+                pairs = {
+                    part: LowRank(a.to(kind), b.to(kind), scale)
+                    for (part, (a, b)), kind in zip(halves.items(), kinds, strict=True)
+                }
+                adapters.put(slot, pairs)
+                for part, pair in pairs.items():
+                    change = pair.scale * (x.double() @ pair.a.double().T @ pair.b.double().T)
+                    expected[np.ix_(slot == SLOTS, linear.places(part))] = change[slot == SLOTS]
+            out = adapters.add(x, torch.zeros(ROWS, linear.outputs))
+            torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4)

@@ -1,0 +1,40 @@
+"""Slots on a GPU, from which our kernels there compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llm_service.layers.adapter_tiles import RowTiles
+from llm_service.layers.gpu import adapter_kernels
+from llm_service.layers.low_rank import LowRank, PlainSlots, Runs, pieces_of
+
+
+class LowRankTiles(PlainSlots):
+    """See `PlainSlots`; ranks and scales are on the GPU as well."""
+
+    def __init__(self, slots: int, rank: int, inputs: int, parts: Sequence[Runs], like: Tensor) -> None:
+        super().__init__(slots, rank, inputs, parts, like)
+        pieces = pieces_of(parts, adapter_kernels.OUTPUTS)
+        self._ranks = torch.zeros(slots, len(parts), dtype=torch.int32, device=like.device)
+        self._scales = torch.zeros(slots, len(parts), device=like.device)
+        self._blocks = torch.tensor(pieces, dtype=torch.int32, device=like.device)
+
+    def put(self, slot: int, pairs: Sequence[LowRank | None]) -> None:
+        """See `LowRankSlots`."""
+        super().put(slot, pairs)
+        self._ranks[slot].copy_(torch.from_numpy(self.ranks[slot]))
+        self._scales[slot].copy_(torch.from_numpy(self.scales[slot]))
+
+    def warm_up(self) -> None:
+        """Over a row without an adapter."""
+        nobody = RowTiles.nobody(1, len(self.a), self.a.device)
+        self.add(self.a.new_zeros(1, self.a.shape[3]), self.b.new_zeros(1, self.b.shape[2]), nobody)
+
+    def add(self, x: Tensor, out: Tensor, rows: np.ndarray | RowTiles) -> None:
+        """See `LowRankSlots`."""
+        assert isinstance(rows, RowTiles), "they are on a GPU"
+        adapter_kernels.add(out, x, (self.a, self.b), (self._ranks, self._scales), self._blocks, rows)
