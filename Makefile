@@ -24,6 +24,7 @@ BIN := $(or $(ENVIRONMENT),$(VENV))/bin
 INSTALLED := $(VENV)/.installed
 STAMP := $(if $(ENVIRONMENT),,$(INSTALLED))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+unexport PYTHONDONTWRITEBYTECODE  # every process of the suites imports all tests
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo up test test-soak test-load lint fmt type proto proto-check proto-lint clients examples deploy-tools bench bench-gpu tables models gpu-check gpu-rehearsal rolling-trial demo-model dist clean
@@ -53,7 +54,7 @@ test: $(STAMP)  ## the CPU test suite, a process more than cores; ARGS='-k name'
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-soak: $(STAMP)  ## a minute of mixed load, storms of faults, rolling restarts; the longest first
-	$(BIN)/python -m pytest $(PARALLEL) -m soak $(ARGS) tests/soak tests
+	$(BIN)/python -m pytest $(PARALLEL) -m soak $(ARGS) tests/soak $$(grep -rl --include='test_*.py' mark.soak tests)
 
 test-load: $(STAMP)  ## mixed load for LOAD_SECONDS: 24 callers, and what the services' memory was meanwhile
 	$(BIN)/python -m pytest -m soak -s --soak-seconds $(LOAD_SECONDS) $(ARGS) tests/soak/test_mixed_load.py

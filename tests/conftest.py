@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ gc.disable()
 
 def pytest_collection_finish() -> None:
     """What is here now stays: collections need not look at it again."""
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
+        triton_interpreter.quicken()
     gc.freeze()
     gc.enable()
 

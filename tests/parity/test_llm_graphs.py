@@ -248,7 +248,7 @@ def watch_proposer(engine: LocalEngine) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen3_5_moe", marks=pytest.mark.soak)])
 def test_steps_with_adapters_have_graphs_of_their_own(family: Family, checkpoints: Callable[..., Path]) -> None:
-    folder, short = checkpoints(family), SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    folder, short = checkpoints(family), SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
     folders = [make_adapter(folder, folder.parent / f"{folder.name}-graphs" / str(seed), seed=seed) for seed in (1, 2)]
     prompts, numbers = prompts_of(folder), [1, 0, 2, 1]
     given: dict[str, Any] = {"adapters": folders, "max_loras": 2}
