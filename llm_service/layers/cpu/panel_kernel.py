@@ -24,10 +24,17 @@ TOGETHER = 6
 """Rows whose sums are kept in registers, with a tile of a panel's outputs."""
 TILE = VECTORS if wide_vectors() else 1
 """Vectors of these outputs: processors without AVX-512 have 16 registers of half the size, others 32."""
+_FOURS = TOGETHER if wide_vectors() else 8
+"""Rows that are left over which go by fours. With one vector of sums for a row, one or two rows wait for themselves as
+long as four would take."""
 AT_A_TIME = TOGETHER if wide_vectors() else 3
 """Rows that are multiplied with weights as they are stored, before the next rows are."""
-FEW = 4 * AT_A_TIME
+FEW = 4 * AT_A_TIME if wide_vectors() else AT_A_TIME
 """Rows that are multiplied so."""
+_ASKING = 2 * TOGETHER
+"""Of more rows, those whose products ask for the weights that come next."""
+_ALONE = 24
+"""Rows whose numbers one thread puts side by side."""
 _LEAST, _MOST = 4 * TOGETHER, 84 * TOGETHER
 """Rows of a task: the sums of the most are 126 KiB, in a second-level cache."""
 AT_ONCE = 4 * _MOST
@@ -39,22 +46,28 @@ def add_rows(tile: Any, across: Any, ahead: Any, stored: Any, rows: Any, places:
     """`add_products` of a tile of weights, `across` vectors for an input, for the rows from one on up to another, six
     at a time; where 5 are left it computes 6, for 3 it computes 4.
 
-    The last of `places` are the address of the weights that come next, as they are stored, and bytes for each input.
+    The last of `places` are the address of the weights that come next, as they are stored, and bytes for each input,
+    which `ahead` turns of rows share.
     """
     out, out_step, x, x_step, weights, coming, size = places
     share = size // max(1, ahead)
-    for row in range(rows[0], rows[1], TOGETHER):
-        asked = coming + row // TOGETHER * count * share
+    row, asked = rows[0], coming
+    while row < rows[1]:
         here = (out + row * out_step, out_step, x + row * x_step, x_step, weights, asked, share)
         left = rows[1] - row
-        if left >= TOGETHER - 1:
+        asked += count * share
+        if left > _FOURS or TOGETHER - 1 <= left <= TOGETHER:
             add_products(TOGETHER, tile, across, ahead, stored, here, count)
+            row += TOGETHER
         elif left >= 3:
             add_products(4, tile, across, ahead, stored, here, count)
+            row += 4
         elif left == 2:
             add_products(2, tile, across, ahead, stored, here, count)
+            row += 2
         else:
             add_products(1, tile, across, ahead, stored, here, count)
+            row += 1
 
 
 @numba.njit(inline="always")
@@ -84,6 +97,19 @@ add_few = _add_few_wide if wide_vectors() else _add_few_narrow
 
 
 @numba.njit(inline="always")
+def add_tile(tile: Any, across: Any, wide: Any, rows: Any, places: Any, count: Any) -> None:
+    """The products of all rows with one of a panel's tiles of weights, which are float32. The first turns of rows ask
+    for a part each of the weights that come next: the memory takes as long to bring them as eight rows take to be
+    multiplied, and all at once they would be waited for. `places` as in `add_rows`, `coming` for all of the panel."""
+    out, out_step, x, x_step, weights, coming, size = places
+    part = size * TILE // VECTORS
+    asked = coming + tile * part * count
+    here = (out, out_step, x, x_step, weights, asked, part * VECTORS if rows <= TOGETHER else part * VECTORS // 2)
+    add_rows(TILE, across, VECTORS, wide, (0, min(_ASKING, rows)), here, count)
+    add_rows(TILE, across, NOTHING, wide, (_ASKING, rows), here, count)
+
+
+@numba.njit(inline="always")
 def _add_panel_wide(stored: Any, room: Any, rows: Any, places: Any, count: Any) -> None:
     """A panel's products of all rows. `places` as in `add_rows`; the weights are float32 where rows are more than
     `FEW`, and as they are stored where not."""
@@ -101,16 +127,13 @@ def _add_panel_wide(stored: Any, room: Any, rows: Any, places: Any, count: Any) 
 @numba.njit(inline="always")
 def _add_panel_narrow(stored: Any, room: Any, rows: Any, places: Any, count: Any) -> None:
     """The same without AVX-512."""
-    out, out_step, x, x_step, weights, coming, size = places
-    if rows > FEW:
-        for tile in range(VECTORS):
-            here = (out + tile * LINE, out_step, x, x_step, weights + tile * LINE, coming, size)
-            add_rows(TILE, VECTORS, NOTHING, room, (0, rows), here, count)
+    if rows <= FEW:
+        add_few(1, stored, rows, places, count)
         return
-    add_few(1, stored, min(AT_A_TIME, rows), places, count)
-    for row in range(AT_A_TIME, rows, AT_A_TIME):
-        here = (out + row * out_step, out_step, x + row * x_step, x_step, weights, coming, size)
-        add_few(NOTHING, stored, min(AT_A_TIME, rows - row), here, count)
+    out, out_step, x, x_step, weights, coming, size = places
+    for tile in range(VECTORS):
+        here = (out + tile * LINE, out_step, x, x_step, weights + tile * LINE, coming, size)
+        add_tile(tile, VECTORS, room, rows, here, count)
 
 
 _add_panel = _add_panel_wide if wide_vectors() else _add_panel_narrow
@@ -161,7 +184,7 @@ def _product(out: Any, x: Any, panels: Any, scale: Any, bias: Any, most: Any) ->
     packed = np.empty((stretches, rows + 1, _STRETCH), np.float32)
     for stretch in range(stretches):
         packed[stretch, rows] = np.float32(0.0)
-    if rows <= FEW:
+    if rows <= _ALONE:
         for row in range(rows):
             _pack_row(packed, x, row)
     else:

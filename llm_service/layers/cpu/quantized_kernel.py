@@ -30,7 +30,7 @@ from llm_service.layers.cpu.panel_kernel import (
     VECTORS,
     WIDTH,
     add_few,
-    add_rows,
+    add_tile,
     task_rows,
 )
 from llm_service.layers.cpu.selection import wide_vectors
@@ -175,8 +175,8 @@ def _many(
         x = packed.ctypes.data + (stretch * packed.shape[1] + first) * _STRETCH * FLOAT
         for tile in range(VECTORS // TILE):
             to = totals + tile * TILE * LINE
-            places = (to, WIDTH * FLOAT, x, _STRETCH * FLOAT, wide + tile * apart, numbers, 0)
-            add_rows(TILE, TILE, NOTHING, room, (0, rows), places, last - stretch * _STRETCH)
+            places = (to, WIDTH * FLOAT, x, _STRETCH * FLOAT, wide + tile * apart, numbers + last * size, size)
+            add_tile(tile, TILE, room, rows, places, last - stretch * _STRETCH)
     _finish(out, room, skipped, unit, bias, panel)
 
 
