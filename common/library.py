@@ -31,13 +31,28 @@ _SECONDS = 300.0
 _PROCESS = "common.library_models"
 
 
+class PromptFrame(msgspec.Struct, frozen=True):
+    """What a processor sets into a prompt with items, beside what stands for them: at its `begin`, in the stead of what
+    the tokenizer has there, `behind` its last item, and at its `end`. Texts, in which special tokens stand by name."""
+
+    begin: str = ""
+    behind: str = ""
+    end: str = ""
+
+    @property
+    def lays_out(self) -> bool:
+        """It sets something: prompts are laid out by the processor, and need no chat template."""
+        return bool(self.behind or self.end)
+
+
 class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What there is to know of a model before it is loaded.
 
     A row has `levels` times `hidden_size` numbers. `placeholders` are the tokens that stand for an item in a prompt, by
     its modality. `max_position` is the longest context. Places are counted on `axes` axes, 1 or 3. `one_item`: what
     stands for a picture depends on how many a prompt has, so that one alone is served. `video_sound`: a video's sound
-    may go between its frames. `text` is the text's part of the configuration, as JSON has it, every default filled in.
+    may go between its frames. `frame` is what else its processor sets into prompts, None: nothing but what its
+    tokenizer does. `text` is the text's part of the configuration, as JSON has it, every default filled in.
     """
 
     architecture: str
@@ -49,6 +64,7 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     axes: int = 1
     one_item: bool = False
     video_sound: bool = False
+    frame: PromptFrame | None = None
     text: dict[str, Any] = {}
 
 

@@ -21,7 +21,7 @@ from PIL import Image
 from torch import nn
 
 from common.checkpoint import Checkpoint, CheckpointError
-from common.library import LibraryModel, Refusal
+from common.library import LibraryModel, PromptFrame, Refusal
 
 _KEPT: list[torch.library.Library] = []
 
@@ -341,6 +341,7 @@ def describe(folder: Path) -> LibraryModel:
         levels=level_count(config),
         one_item=not stand_alone(processor),
         video_sound={"video", "audio"} <= {*taken} and takes_video_sound(config, processor),
+        frame=frame_of(processor),
         text=text_of(config),
         axes=3 if hasattr(base_of(config), "get_rope_index") else 1,
     )
@@ -479,6 +480,53 @@ def replaced(processor: Any, modality: str, media: Mapping[str, Any], count: int
     if "text_replacement_offsets" not in made:
         raise ValueError(f"{type(processor).__name__} does not say what stands for a {modality} in a prompt")
     return _BETWEEN.join(each["replacement"] for each in made["text_replacement_offsets"][0])
+
+
+def frame_of(processor: Any) -> PromptFrame | None:
+    """What a processor sets into prompts beside what stands for items: found in one prompt, and tried in it and another
+    with two items, where there may be two. Raises CheckpointError where it sets something else than a frame has."""
+    kind = item_of(processor)
+    one, _, two = _blanks(kind)
+    made, parts = _laid_out(processor, kind, one, 1)
+    own: list[int] = processor.tokenizer("".join(parts))["input_ids"]
+    if made == own:
+        return None
+    decode = processor.tokenizer.decode
+    before, item, after = map(re.escape, (parts[0], decode(_plain_ids(processor, parts[1])), parts[2]))
+    told = re.fullmatch(f"(.*){before}{item}(.*?){after}(.*)", decode(made), re.DOTALL)
+    frame = PromptFrame(*told.groups()) if told else PromptFrame()
+    if made == _framed_ids(processor, frame, parts):
+        try:
+            more, parts = _laid_out(processor, kind, two, 2)
+        except (TypeError, ValueError, KeyError, IndexError, RuntimeError):
+            return frame  # it takes one
+        if more == _framed_ids(processor, frame, parts):
+            return frame
+    elif decode(made) == decode(own):  # the same, cut otherwise
+        return None
+    raise CheckpointError(f"{type(processor).__name__} sets something into prompts that is not known here")
+
+
+_BEFORE, _AFTER = "left", "right"
+
+
+def _laid_out(processor: Any, kind: str, media: Mapping[str, Any], count: int) -> tuple[list[int], list[str]]:
+    """The ids that a processor makes of so many items between two words, and what we have them made of: a word, what
+    stands for all items and between them, a word."""
+    text = _BEFORE + _BETWEEN.join([placeholder_of(processor, kind)] * count) + _AFTER
+    made = processor(text=[text], return_tensors="pt", **media)
+    return made["input_ids"][0].tolist(), [_BEFORE, replaced(processor, kind, media, count), _AFTER]
+
+
+def _framed_ids(processor: Any, frame: PromptFrame, parts: list[str]) -> list[int]:
+    before, items, after = parts
+    return _plain_ids(processor, f"{frame.begin}{before}{items}{frame.behind}{after}{frame.end}")
+
+
+def _plain_ids(processor: Any, text: str) -> list[int]:
+    """A text's own, and nothing that the tokenizer sets around one."""
+    found: list[int] = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return found
 
 
 def check(config: Any) -> None:

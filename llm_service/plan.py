@@ -117,7 +117,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     the adapter that is put into it) before the step; `adapters`: the slot of each chunk's, -1 for none, and nothing at
     all where no chunk has one. `proposals`: one for each chunk, where a model proposes drafts; nothing is carried over
     then. `greedy`: every draw is of the likeliest token, and of none is asked how likely it was, so that ranks find it
-    together.
+    together. `whole`: [begin, end) of the batch, each the last tokens of a prompt, which see each other and what was
+    computed of it before.
     """
 
     token_ids: bytes
@@ -136,6 +137,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     adapters: list[int] = []
     proposals: list[Proposal] = []
     greedy: bool = False
+    whole: list[tuple[int, int]] = []
 
     @property
     def tokens(self) -> int:

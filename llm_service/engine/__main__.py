@@ -32,6 +32,7 @@ def load(settings: EngineSettings, arena_fd: int) -> Loaded:
         snapshot_slots=runner.caches.snapshot_slots,
         state_chunk=runner.caches.state_chunk,
         whole_media=runner.whole_media,
+        whole_prompts=runner.whole_prompts,
         read_adapter=adapter_reader(settings),
         row_bytes=runner.row_bytes,
         weights=runner.weights,

@@ -62,6 +62,7 @@ def build(
     positions = _Positions()
     chunks: list[Chunk] = []
     rows: list[RowSlice] = []
+    whole: list[tuple[int, int]] = []
     draws: list[Draw] = []
     carried: list[tuple[int, int]] = []
     drawing: list[Sequence] = []
@@ -72,6 +73,8 @@ def build(
         begin, at, drafts = sequence.num_computed_tokens, len(token_ids), sequence.drafts
         end = begin + count
         rows.extend(_rows(sequence, count, at, row_bytes))
+        if begin < sequence.whole_end:
+            whole.append((at, at + sequence.whole_end - begin))
         if sequence.rolled_back or (count == 1 + len(drafts) and begin >= sequence.prompt_tokens):
             for place in range(begin, end):
                 positions.one(place + sequence.mrope_delta)
@@ -91,7 +94,8 @@ def build(
             for ahead in range(len(drafts) + 1):
                 draws.append(_draw(sequence, at + count - 1 - len(drafts) + ahead, ahead))
                 drawing.append(sequence)
-    plan = StepPlan(token_ids.tobytes(), positions.packed(), chunks, rows, draws, carried, scores, appended=appended)
+    lists = chunks, rows, draws, carried, scores
+    plan = StepPlan(token_ids.tobytes(), positions.packed(), *lists, appended=appended, whole=whole)
     if copies is not None:
         slots = [sequence.table.slot for sequence in work]
         plan = structs.replace(plan, slots=slots, restored=copies.before, passed=copies.within, kept=copies.after)

@@ -43,7 +43,8 @@ def _forced(sequence: Sequence) -> array[int]:
 class Limits:
     """Bounds of one engine: sequences at once, tokens a step, tokens a sequence. With `keep_media_whole` a chunk does
     not end inside a run of media rows that fits into a step beside all the decodes that there may be; with
-    `whole_media` none does, and a prompt with a longer one is refused. A prompt whose rows are not all here goes on
+    `whole_media` none does, and a prompt with a longer one is refused; with `whole_prompts` none ends inside a prompt.
+    A prompt whose rows are not all here goes on
     where at least `early_tokens` can be computed; 0: not before they are. A step verifies up to `speculative_tokens`
     drafts of a sequence, as long as it decodes no more than `draft_rows` tokens in all. A running answer's tokens come
     at most `decode_slowdown` times as far apart as alone, while prompts are computed; 0: as far as that makes them.
@@ -55,6 +56,7 @@ class Limits:
     keep_media_whole: bool = False
     early_tokens: int = 1
     whole_media: bool = False
+    whole_prompts: bool = False
     speculative_tokens: int = 0
     draft_rows: int = 16
     decode_slowdown: float = 0.0
@@ -104,7 +106,7 @@ class Planner:
         self._limits = limits
         self._draft = draft
         self._max_media_tokens = limits.max_media_tokens
-        self._keep_media_whole = limits.keep_media_whole or limits.whole_media
+        self._keep_media_whole = limits.keep_media_whole or limits.whole_media or limits.whole_prompts
         self._most_spares = blocks.state_slots - limits.max_running  # whoever may run finds a slot
 
     def choose(self) -> Schedule:

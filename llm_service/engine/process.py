@@ -36,8 +36,8 @@ class Loaded:
     UUIDs of those whose memory every rank reads. `compiling` tells whether kernels are still being compiled.
     `state_slots`: how many sequences may have a state at once; 0 where no layer keeps any, with `snapshot_slots` beside
     them, and `state_chunk`: at multiples of how many tokens a sequence may be cut so that the same bits come out.
-    `whole_media`: no chunk may end within a run of media rows. `read_adapter` is for any thread. `weights` are those
-    of rank 0."""
+    `whole_media`: no chunk may end within a run of media rows; `whole_prompts`: nor within a prompt. `read_adapter` is
+    for any thread. `weights` are those of rank 0."""
 
     executor: Executor
     blocks: int
@@ -49,6 +49,7 @@ class Loaded:
     snapshot_slots: int = 0
     state_chunk: int = 1
     whole_media: bool = False
+    whole_prompts: bool = False
     read_adapter: ReadAdapter | None = None
     weights: Weights = field(default_factory=Weights)
 
@@ -106,6 +107,7 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
             settings.keep_media_whole,
             settings.early_prefill_tokens,
             whole_media=loaded.whole_media,
+            whole_prompts=loaded.whole_prompts,
             speculative_tokens=settings.speculative_tokens,
             draft_rows=settings.draft_rows,
             proposes=settings.speculative_method in ("draft_model", "mtp"),
@@ -120,8 +122,7 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
         Ready(
             context=context,
             kv_blocks=loaded.blocks,
-            # Where layers have states, blocks alone are no reason to expect that a prompt begins behind them.
-            prefix_block=blocks.block_size if blocks.prefix_cache and not blocks.state_slots else 0,
+            prefix_block=blocks.block_size if _goes_by_blocks(blocks, loaded) else 0,
             devices=loaded.devices,
             reachable=loaded.reachable,
             weights=loaded.weights,
@@ -134,6 +135,12 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
     )
     threading.Thread(target=_beat, args=(link, scheduler, steps, loaded.compiling), daemon=True).start()
     return EngineCore(link, scheduler, steps, wake, overlap=settings.overlap, read_adapter=loaded.read_adapter), steps
+
+
+def _goes_by_blocks(blocks: BlockManager, loaded: Loaded) -> bool:
+    """Whether a prompt that begins like an earlier one can be expected to begin behind its blocks: not where layers
+    have states, or what is computed of a prompt's beginning depends on its end."""
+    return blocks.prefix_cache and not blocks.state_slots and not loaded.whole_prompts
 
 
 def _decide(core: EngineCore, steps: StepQueue) -> None:

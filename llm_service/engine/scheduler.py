@@ -90,6 +90,7 @@ class Scheduler:
             max_length=self.limits.max_context,
             eos=self._eos,
             max_drafts=self.limits.speculative_tokens,
+            whole_prompts=self.limits.whole_prompts,
         )
         if add.sampling.grammar and self._match is not None:
             asked = add.sampling
@@ -102,6 +103,9 @@ class Scheduler:
         longest = max((end - at for at, end, _, _ in sequences[0].runs), default=0)
         if self.limits.whole_media and longest > self.limits.max_media_tokens:
             self._fail(add.id, _never_whole(longest))
+            return
+        if sequences[0].whole_end > self.limits.max_media_tokens:
+            self._fail(add.id, _never_at_once(sequences[0].whole_end, self.limits.max_media_tokens))
             return
         self._resumed.extend(
             sequence for sequence in sequences if sequence.num_resumed_tokens or sequence.at_max_length
@@ -416,6 +420,15 @@ def _never_whole(rows: int) -> InvalidInput:
         f"an item has {rows} rows that this model computes at once, more than a step has room for",
         reason="EMBEDDINGS_TOO_LARGE",
         field="media",
+    )
+
+
+def _never_at_once(tokens: int, most: int) -> InvalidInput:
+    return InvalidInput(
+        f"the prompt has {tokens} tokens, rows of its media included, all of which this model computes at once; a step "
+        f"has room for {most}",
+        reason="PROMPT_TOO_LONG",
+        field="input",
     )
 
 

@@ -83,6 +83,7 @@ class Sequence:
     none. `first_choice` is the one that computes the shared prompt. The prompt's first
     `num_scored_tokens` have been scored by steps up to the last one planned, or need no score. `media_end` is one past
     the last place of a media row;
+    `whole_end` is one past the last token of a prompt all of whose tokens see each other, 0 of any other;
     `plain`: the likeliest token is drawn, and nothing else asked; `penalised`: the prompt's distinct tokens, int32,
     where repeating them is penalised; `runs` of media rows in order: first place, the one past the last, first row, the
     item's key."""
@@ -122,6 +123,7 @@ class Sequence:
     proposed: array[int] = field(default_factory=lambda: array("i"))
     draft_length: DraftLength = field(default_factory=lambda: DraftLength(0))
     media_end: int = 0
+    whole_end: int = 0
     plain: bool = False
     penalised: bytes = b""
     runs: list[tuple[int, int, int, bytes]] = field(default_factory=list)
@@ -133,16 +135,28 @@ class Sequence:
 
     @classmethod
     def of(
-        cls, add: Add, *, arrival: int, seed: int, max_length: int, eos: tuple[int, ...], max_drafts: int = 0
+        cls,
+        add: Add,
+        *,
+        arrival: int,
+        seed: int,
+        max_length: int,
+        eos: tuple[int, ...],
+        max_drafts: int = 0,
+        whole_prompts: bool = False,
     ) -> list[Sequence]:
         """One sequence for each choice of a request that is not finished; all but the first of them wait until that one
-        has its prompt computed. A step verifies `max_drafts` drafts of each at most."""
+        has its prompt computed. A step verifies `max_drafts` drafts of each at most. `whole_prompts`: all tokens of one
+        see each other."""
         prompt = array("i", add.token_ids)
         positions = np.frombuffer(add.positions, np.int32).reshape(3, len(prompt))
         items = [PromptItem(item.key, item.offset, item.runs, item.landed) for item in add.items]
         sampling = add.sampling
         penalised = b"" if sampling.repetition_penalty == 1.0 else np.unique(prompt).tobytes()
         runs = sorted((at, at + count, row, item.key) for item in items for at, row, count in item.runs)
+        root = root_identity(add.salt, add.adapter_digest)
+        if whole_prompts:  # what is computed of any of its tokens depends on all of them
+            root = block_identity(root, add.token_ids, [(key, row) for _, _, row, key in runs])
         resumed = {each.choice: each for each in add.resume}
         sequences: list[Sequence] = []
         for choice in range(sampling.n):
@@ -160,7 +174,7 @@ class Sequence:
                 mrope_delta=add.mrope_delta,
                 items=items,
                 sampling=sampling,
-                root=root_identity(add.salt, add.adapter_digest),
+                root=root,
                 tenant=root_identity(add.salt),
                 adapter=add.adapter,
                 session=add.session,
@@ -176,6 +190,7 @@ class Sequence:
                 penalised=penalised,
                 draft_length=DraftLength(max_drafts),
                 media_end=max((end for _, end, _, _ in runs), default=0),
+                whole_end=len(prompt) if whole_prompts else 0,
                 runs=runs,
             )
             sequences.append(sequence)
@@ -255,11 +270,13 @@ class Sequence:
 
     def without_partial_media(self, begin: int, count: int, longest: int) -> int:
         """`count`, or fewer, so that a chunk from `begin` on does not end inside a media run, unless what is left of
-        the run is longer than `longest`.
+        the run is longer than `longest`; nor inside a prompt that is computed whole.
 
         With a run at 4 … 9, a chunk of 8 tokens from 0 on becomes one of 4.
         """
         end = begin + count
+        if end < self.whole_end:
+            return 0
         for item in self.items:
             for start, _, length in item.runs:
                 first = max(start, begin)

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 from common.identity import VISION, EncoderParts
+from common.library import PromptFrame
 from common.media.item import Header, Modality
 
 
@@ -26,11 +27,13 @@ class FeedForwardKind(Enum):
 
 
 class SpanRule(Enum):
-    """In which layers the tokens of a run of media rows see each other."""
+    """In which layers the tokens of a run of media rows see each other, as far as a window reaches; or that those of a
+    whole prompt do, in all layers and whatever the window."""
 
     NOWHERE = "nowhere"
     EVERYWHERE = "everywhere"
     IN_WINDOWS = "in layers with a window"
+    WHOLE_PROMPTS = "whole prompts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,8 @@ class Family:
     computes rows.
 
     `replaced`: the encoder says what stands in a prompt for an item, in its header; nothing follows from a grid.
-    `one_item`: a prompt may have one item, as what stands for one depends on the others. `texts`: the kinds of text
+    `one_item`: a prompt may have one item, as what stands for one depends on the others. `frame`: what else stands in a
+    prompt with items, where that is not what the tokenizer puts before any text. `texts`: the kinds of text
     that it goes with, each of which decides what layers have (`registry.TEXT_FAMILIES`); empty: it has its own.
 
     Layers: `attention_bias`, queries, keys and values have biases; `qk_norm`, each query and key head is normed before
@@ -120,6 +124,7 @@ class Family:
     encoder: EncoderParts = VISION
     replaced: bool = False
     one_item: bool = False
+    frame: PromptFrame | None = None
     texts: Collection[str] = ()
     attention_bias: bool = False
     qk_norm: bool = False

@@ -25,4 +25,5 @@ def library_family(found: LibraryModel) -> Family:
         encoder=LIBRARY,
         replaced=True,
         one_item=found.one_item,
+        frame=found.frame,
     )

@@ -100,7 +100,7 @@ class LibraryDecoder:
         group: TensorGroup = ALONE,
     ) -> None:
         """`model` is the library's, of which there need be no more than its text; of it this rank's share is kept, on
-        the device. Places are counted on `axes` axes. `spans`: where rows of one run see each other. Raises
+        the device. Places are counted on `axes` axes. `spans`: which tokens see those behind them. Raises
         CheckpointError where the model cannot be served so."""
         self.dtype, self.device, self.spans, self.group, self._axes = dtype, device, spans, group, axes
         self.kv_dtype = dtype

@@ -57,11 +57,13 @@ _ANSWER = 24
 """Tokens: a shrunk window is passed by them."""
 _TYPES, _GRIDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"), "image_grid_thw"
 _MASK = "attention_mask"
+_OF_RUNS = tuple(rule for rule in SpanRule if rule is not SpanRule.WHOLE_PROMPTS)
+"""Those by which our decoder computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a trial has found out: where rows of one run see each other."""
+    """What a trial has found out: which tokens see those behind them."""
 
     spans: SpanRule
 
@@ -107,16 +109,15 @@ def try_config(config: Any, prompted: Callable[[], TrialPrompt], group: TensorGr
         case = _Case.of(config, prompted, group.size)
         decoder = LibraryDecoder(case.model, torch.float32, _CPU, axes=case.axes, group=group)
         differences = {rule: _difference(decoder, case, rule) for rule in SpanRule}
-        later = _difference_of_answer(decoder, case.said)
-    for rule, difference in differences.items():
-        if difference < _CLOSE:
-            if not later < _CLOSE:  # nor where there is no number
-                raise CheckpointError(f"{name} sees other tokens while it answers than in a prompt: {later:.1%} apart")
-            return Finding(rule)
-    least = min(differences.values())
-    split = f"over {group.size} ranks " if group.size > 1 else ""
-    what = f"{split}{name} gives other logits in chunks than of a whole prompt"
-    raise CheckpointError(f"{what}: they differ by {least:.1%}")
+        found = next((rule for rule, difference in differences.items() if difference < _CLOSE), None)
+        later = 0.0 if found is None else _difference_of_answer(decoder, case.said, found)
+    if found is None:
+        split = f"over {group.size} ranks " if group.size > 1 else ""
+        what = f"{split}{name} gives other logits in chunks than of a whole prompt"
+        raise CheckpointError(f"{what}: they differ by {min(differences.values()):.1%}")
+    if not later < _CLOSE:  # nor where there is no number
+        raise CheckpointError(f"{name} sees other tokens while it answers than in a prompt: {later:.1%} apart")
+    return Finding(found)
 
 
 @torch.inference_mode()
@@ -139,7 +140,7 @@ def try_ours_of(config: Any, prompted: Callable[[], TrialPrompt]) -> Finding:
     with _tried(config.model_type):
         case = _Case.of(config, prompted)
         shape = TextConfig.of(text_of(config), len(case.prompt.ids) + _ANSWER)
-        for rule in SpanRule:
+        for rule in _OF_RUNS:
             made = Decoder(replace(shape, spans=rule), ALONE, torch.float32, _CPU)
             decoder = fill_plain(made, named_tensors(case.model))
             differences.append(max(_difference(decoder, case, rule), _difference_of_answer(decoder, case.said)))
@@ -186,11 +187,14 @@ def _tried(name: str) -> Iterator[None]:
 
 
 def drawn_prompt(config: Any) -> TrialPrompt:
-    """Tokens of text, and two runs of rows among them: for a configuration without a processor."""
+    """Tokens of text, and two runs of rows among them: for a configuration without a processor. Types tell rows from
+    text, but where all tokens of a prompt see each other an answer from a prompt."""
     token = row_token(config)
     ids = torch.arange(40) % 7 + 3
     ids[8:20], ids[24:30] = token, token
     types = (ids == token).long().unsqueeze(0)
+    if getattr(config.get_text_config(decoder=True), "use_bidirectional_attention", None) is True:
+        types.zero_()
     merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", 1)
     grids = torch.tensor([[1, 3 * merge, 4 * merge], [1, 2 * merge, 3 * merge]])
     mask = torch.ones_like(types)
@@ -233,8 +237,7 @@ def _positions(base: Any, prompt: TrialPrompt) -> Tensor:
 
 def _whole(model: Any, prompt: TrialPrompt) -> Tensor:
     """Logits [n, vocabulary] as the library computes them, of all at once."""
-    taken = inspect.signature(model.forward).parameters.keys()
-    more = {kind: value for kind, value in prompt.more.items() if kind in taken}
+    more = _taken(model, prompt)
     if getattr(model.config, "image_token_id", None) is None:  # it is for sounds alone, and does no more than this
         embedded = model.get_input_embeddings()(prompt.ids)
         embedded[prompt.places] = prompt.rows[0].to(embedded)
@@ -255,6 +258,12 @@ def _whole(model: Any, prompt: TrialPrompt) -> Tensor:
     raise ValueError(f"it takes no rows from elsewhere: {'; '.join(dict.fromkeys(map(str, why)))}")
 
 
+def _taken(model: Any, prompt: TrialPrompt) -> dict[str, Tensor]:
+    """What a model takes of a prompt beside its ids."""
+    taken = inspect.signature(model.forward).parameters.keys()
+    return {kind: value for kind, value in prompt.more.items() if kind in taken}
+
+
 @dataclass(frozen=True, slots=True)
 class _Said:
     """A text that was gone on with from `begin`, and the logits [n - begin, vocabulary] that each new token was the
@@ -266,22 +275,26 @@ class _Said:
 
 
 def _generated(model: Any, prompt: TrialPrompt) -> _Said:
-    """Greedy tokens as the library says them, one by one, over its own cache; of text alone. No token of a medium is
-    among them, as no trained model says one: they are not looked up as text is."""
+    """Greedy tokens as the library says them, one by one, over its own cache; of text alone, with the types that it has
+    in a prompt. No token of a medium is among them, as no trained model says one: they are not looked up as text is."""
     text = prompt.ids[: prompt.runs[0][0]] if prompt.runs else prompt.ids
+    types = {_TYPES[0]: prompt.more[_TYPES[0]][:, : len(text)]} if _TYPES[0] in _taken(model, prompt) else {}
     settings: dict[str, Any] = {"max_new_tokens": _ANSWER, "min_new_tokens": _ANSWER, "do_sample": False}
     settings["suppress_tokens"] = media_tokens(model.config) or None
-    made = model.generate(text.unsqueeze(0), **settings, output_logits=True, return_dict_in_generate=True)
+    made = model.generate(text.unsqueeze(0), **types, **settings, output_logits=True, return_dict_in_generate=True)
     logits = torch.cat(made.logits).float()
     none = torch.empty(0, dtype=torch.int64)
     said = TrialPrompt(made.sequences[0], none, prompt.rows[:, :0], prompt.marks, none.bool(), {})
     return _Said(said, len(text), logits)
 
 
-def _difference_of_answer(decoder: Decoder | LibraryDecoder, said: _Said) -> float:
-    """As `_difference`, of what was said."""
+def _difference_of_answer(decoder: Decoder | LibraryDecoder, said: _Said, rule: SpanRule = SpanRule.NOWHERE) -> float:
+    """As `_difference`, of what was said, computed at once with the text before it."""
     count = len(said.prompt.ids)
-    ours = _logits(decoder, said.prompt, torch.arange(count).expand(3, -1), [(0, count)], [])
+    if isinstance(decoder, LibraryDecoder):
+        decoder.spans = rule
+    spans = [(0, said.begin)] if rule is SpanRule.WHOLE_PROMPTS else []
+    ours = _logits(decoder, said.prompt, torch.arange(count).expand(3, -1), [(0, count)], spans)
     return _relative(ours[said.begin - 1 : -1], said.logits)
 
 
@@ -299,12 +312,17 @@ class _Features:
 
 def _difference(decoder: Decoder | LibraryDecoder, case: _Case, rule: SpanRule = SpanRule.NOWHERE) -> float:
     """The largest difference of logits, as a part of the largest logit: of the prompt in three chunks, each beside a
-    chunk of another one that begins with other words, and of the prompt at once."""
-    prompt, positions, runs = case.prompt, case.positions, case.prompt.runs if rule is not SpanRule.NOWHERE else []
+    chunk of another one that begins with other words, and of the prompt at once. Of one that is computed whole: at
+    once, and again what stands behind its first words, over what was computed of these."""
+    prompt, positions = case.prompt, case.positions
     if isinstance(decoder, LibraryDecoder):
         decoder.spans = rule
     length, first = len(prompt.ids), prompt.runs[0][0] if prompt.runs else 4
     last = prompt.runs[-1][1] if prompt.runs else 8
+    if rule is SpanRule.WHOLE_PROMPTS:
+        again = _logits(decoder, prompt, positions, [(0, length), (first, length)], [(0, length), (first, length)])
+        return _relative(again, torch.cat([case.expected, case.expected[first:]]))
+    runs = [] if rule is SpanRule.NOWHERE else prompt.runs
     whole = _logits(decoder, prompt, positions, [(0, length)], runs)
     cut = _logits(decoder, prompt, positions, [(0, first), (first, last + 1), (last + 1, length)], runs)
     return max(_relative(each, case.expected) for each in (whole, cut))

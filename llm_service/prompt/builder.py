@@ -69,12 +69,19 @@ class PromptBuilder:
         self._added = {each["content"]: int(each["id"]) for each in marks}
         self._special = re.compile("|".join(map(_pattern, sorted(marks, key=_length, reverse=True))) or r"(?!)")
         self._first = list(self.tokenizer.encode("").ids)
-        self.template = ChatTemplate.of(checkpoint)
-        self._one_item = model.family.one_item
+        self._one_item, self._frame = model.family.one_item, model.family.frame
         self._media = MediaTokens.of(checkpoint.config, model.family, named_tokens(checkpoint, self._added))
+        self.template = ChatTemplate.of(checkpoint, self._plain_template())
         self._media_layout = MediaLayout.of(checkpoint.config, model.family)
 
         self._thinking = [self.encode(text, allow_special=True) for text in (THINK[0], f"{THINK[0]}\n")]
+
+    def _plain_template(self) -> dict[str, str] | None:
+        """What stands for an item in a conversation where a checkpoint need have no template, by modality."""
+        if self._frame is None or not self._frame.lays_out:
+            return None
+        names = {token: name for name, token in self._added.items()}
+        return {str(modality): names[token] for token, modality in self._media.placeholders.items()}
 
     @property
     def modalities(self) -> frozenset[Modality]:
@@ -113,9 +120,11 @@ class PromptBuilder:
             pieces, field = self._split_ids(prompt.ids), "tokens.ids"
         if not pieces:
             raise InvalidInput("the prompt is empty", reason="EMPTY_PROMPT", field=field)
-        if self._first and not isinstance(prompt, TokenPrompt) and pieces[0] != self._first[0]:
+        framed = self._frame is not None and bool(modalities)
+        if self._first and not framed and not isinstance(prompt, TokenPrompt) and pieces[0] != self._first[0]:
             pieces.insert(0, self._first)  # what the tokenizer puts before a text, where the text has none
-        return self._with_slots(pieces, modalities, field)
+        pieces = self._with_slots(pieces, modalities, field)
+        return pieces if isinstance(prompt, TokenPrompt) else self._framed(pieces)
 
     def _chat(self, prompt: ChatPrompt) -> list[Piece]:
         if not prompt.messages:
@@ -177,6 +186,14 @@ class PromptBuilder:
                         yield self._media.marks[name]
                     case text:
                         yield from self._split(text)
+
+    def _framed(self, pieces: list[Piece]) -> list[Piece]:
+        """With what the library's processor sets into a prompt that has items."""
+        last = max((place for place, piece in enumerate(pieces) if isinstance(piece, Slot)), default=None)
+        if self._frame is None or last is None:
+            return pieces
+        begin, behind, end = map(self._split, (self._frame.begin, self._frame.behind, self._frame.end))
+        return [*begin, *pieces[: last + 1], *behind, *pieces[last + 1 :], *end]
 
     def _with_slots(self, pieces: list[Piece], modalities: Sequence[Modality], field: str) -> list[Piece]:
         out: list[Piece] = []

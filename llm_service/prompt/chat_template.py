@@ -73,16 +73,28 @@ class _Marks:
         return [*out, (rendered[told:], False)] if told < len(rendered) else out
 
 
+_REFUSED = "the model's chat template refuses this conversation"
+_PLAIN_REFUSED = "the model has no chat template: a conversation is one message of a user"
+_PLAIN = """\
+{%- if messages | length != 1 or messages[0].role != 'user' %}{{ raise_exception('') }}{% endif %}
+{%- set content = messages[0].content %}
+{%- if content is string %}{{ content }}{% else %}
+{%- for part in content if part.type != 'text' %}{{ placeholders[part.type] }}{% endfor %}
+{%- for part in content if part.type == 'text' %}{{ part.text }}{% endfor %}
+{%- endif %}"""
+"""Items first, then texts, as they are."""
+
+
 class ChatTemplate:
     """A compiled template; `render` gives (piece, is the caller's) pairs. It knows tools, and a choice of thinking,
-    where it names their variables."""
+    where it names their variables. A conversation that it refuses is `refused` so."""
 
-    def __init__(self, source: str, variables: dict[str, str]) -> None:
+    def __init__(self, source: str, variables: dict[str, Any], refused: str = _REFUSED) -> None:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.globals["raise_exception"] = _refuse
         environment.filters["tojson"] = _to_json
         self._template = environment.from_string(source)
-        self._variables = variables
+        self._variables, self._refused = variables, refused
         self.knows_tools = bool(re.search(r"\btools\b", source))
         self.knows_thinking = "enable_thinking" in source
         self.never_thinks = "<think>" not in source and not self.knows_thinking
@@ -92,14 +104,17 @@ class ChatTemplate:
         self.writes_json_calls = self.marks_calls and not self.writes_xml_calls
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> ChatTemplate:
-        """Finds the template where checkpoints keep it; raises CheckpointError where there is none."""
+    def of(cls, checkpoint: Checkpoint, placeholders: dict[str, str] | None = None) -> ChatTemplate:
+        """Finds the template where checkpoints keep it. Where there is none, a conversation is one message with these
+        placeholders in it, by modality, of a model that was taught no other; without them, raises CheckpointError."""
         settings = checkpoint.json("tokenizer_config.json")
         source = (
             checkpoint.text("chat_template.jinja")
             or checkpoint.json("chat_template.json").get("chat_template")
             or settings.get("chat_template")
         )
+        if not isinstance(source, str) and placeholders is not None:
+            return cls(_PLAIN, {"placeholders": placeholders}, _PLAIN_REFUSED)
         if not isinstance(source, str):
             raise CheckpointError("the checkpoint has no chat template")
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -122,9 +137,7 @@ class ChatTemplate:
         try:
             rendered = self._template.render(messages=messages, add_generation_prompt=True, **variables)
         except _TEMPLATE_FAILURES as error:
-            raise InvalidInput(
-                "the model's chat template refuses this conversation", reason="CHAT_REFUSED", field="chat.messages"
-            ) from error
+            raise InvalidInput(self._refused, reason="CHAT_REFUSED", field="chat.messages") from error
         return marks.take(rendered)
 
     def _check(self, prompt: ChatPrompt) -> None:

@@ -119,7 +119,12 @@ class ModelRunner:
     @property
     def whole_media(self) -> bool:
         """Rows of one run see each other, so that no chunk may end within one."""
-        return self._decoder.spans is not SpanRule.NOWHERE
+        return self._decoder.spans in (SpanRule.EVERYWHERE, SpanRule.IN_WINDOWS)
+
+    @property
+    def whole_prompts(self) -> bool:
+        """All tokens of a prompt see each other, so that no chunk may end within it."""
+        return self._decoder.spans is SpanRule.WHOLE_PROMPTS
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -292,8 +297,8 @@ class ModelRunner:
         return self.caches.batches(chunks, plan.slots, plan.passed, spans, metadata)
 
     def _spans(self, plan: StepPlan) -> list[Span]:
-        """Runs of rows whose places see each other, which no graph computes."""
-        return [(part.at, part.at + part.count) for part in plan.rows] if self.whole_media else []
+        """Runs of rows, or what is left of prompts, whose places see each other, which no graph computes."""
+        return [(part.at, part.at + part.count) for part in plan.rows] if self.whole_media else plan.whole
 
 
 @dataclass(frozen=True, slots=True)

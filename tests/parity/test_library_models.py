@@ -144,14 +144,6 @@ def test_a_model_that_answers_by_another_mask_than_it_reads_is_refused() -> None
         try_config(config, lambda: drawn_prompt(config))
 
 
-def test_a_prompt_all_of_whose_tokens_see_each_other_is_refused() -> None:
-    """As PaliGemma's: no chunk of it could be computed before the last token is there."""
-    config = library_models.library().CONFIG_MAPPING["paligemma"]()
-    config.get_text_config().vocab_size, config.image_token_id = 64, 63
-    with pytest.raises(CheckpointError, match="paligemma gives other logits in chunks than of a whole prompt"):
-        try_config(config, lambda: drawn_prompt(config))
-
-
 def test_quantised_weights_are_refused_by_name_where_the_library_computes(windowed: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(windowed, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())

@@ -45,9 +45,9 @@ All {seeing} kinds of models that transformers {release} has for pictures and te
   *Compared*: both services answered from a tiny checkpoint of the kind, with its own processor and random weights in
   float32, and token ids and 32 greedy tokens were the library's own: text alone, a picture, two pictures of different
   size between texts, and videos, sounds, and videos with theirs (*video sound*) where the row says so; each prompt
-  alone, beside three others or more, and from the prefix cache; in steps of 16 tokens (of 80, where rows of a picture
-  see each other and are more), and at once, there on two ranks where the row says *tp 2*: elsewhere the library, which
-  computes the text, has no plan for ranks, and they are refused.
+  alone, beside three others or more, and from the prefix cache; in steps of 16 tokens (of more, where rows of a
+  picture or all tokens see each other and are more), and at once, there on two ranks where the row says *tp 2*:
+  elsewhere the library, which computes the text, has no plan for ranks, and they are refused.
   *Compared in one process*: the same on one rank, without the wires between (`tests/parity/library_side.py`). Of the
   rest a small model's logits were the library's own, in chunks, packed with another prompt; a checkpoint shows the rest
   at start.
@@ -96,6 +96,7 @@ _CELLS, _HOW = 6, ("native", "library", "refused", "unknown")
 _SPANS = {
     SpanRule.EVERYWHERE: "rows of a picture see each other",
     SpanRule.IN_WINDOWS: "rows of a picture see each other in layers with a window",
+    SpanRule.WHOLE_PROMPTS: "all tokens of a prompt see each other",
 }
 
 

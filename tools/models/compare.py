@@ -171,7 +171,10 @@ class Reference:
         options["add_special_tokens"] = not text.startswith("<s>")
         media = self._media(parts)
         if not media:  # some processors want a picture in every text
-            return dict(self.processor.tokenizer(**options))
+            made = dict(self.processor.tokenizer(**options))
+            if "token_type_ids" in self.processor.model_input_names:
+                made["token_type_ids"] = torch.zeros_like(made["input_ids"])
+            return made
         if "mm_token_type_ids" in inspect.signature(self._model.forward).parameters:
             options["return_mm_token_type_ids"] = True
         return dict(self.processor(**options, **media))

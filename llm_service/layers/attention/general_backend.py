@@ -32,7 +32,8 @@ PLAIN = AttentionRule()
 @dataclass(frozen=True, slots=True)
 class _Segment:
     """A chunk at places [begin, end) of the batch; `slots` int64 [context + count] says where the tokens that it sees
-    are. `spans` are those of its places, [begin, end) each, that see each other by `rule`."""
+    are. `spans` are those of its places, [begin, end) each, that see each other by `rule`; the one of a whole prompt
+    sees what was computed of that before as well."""
 
     begin: int
     end: int
@@ -49,7 +50,11 @@ class _Segment:
         for first, last in self.spans if window is not None or self.rule is SpanRule.EVERYWHERE else ():
             here = slice(first - self.begin, last - self.begin)
             seen[here, total - count + here.start : total - count + here.stop] = True
-        return seen if window is None else seen & (keys > queries - window)
+        if window is not None:
+            seen &= keys > queries - window
+        for first, last in self.spans if self.rule is SpanRule.WHOLE_PROMPTS else ():
+            seen[first - self.begin : last - self.begin, : total - count + last - self.begin] = True
+        return seen
 
 
 class GeneralBackend:

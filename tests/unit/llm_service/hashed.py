@@ -1,6 +1,7 @@
 """A model that tests can foresee: its KV cache holds hashes of what was computed.
 
-A slot holds a hash of everything up to its token: tokens, positions, media rows, the adapter. A token is chosen from
+A slot holds a hash of everything up to its token, or of the whole prompt where all of it is seen: tokens, positions,
+media rows, the adapter. A token is chosen from
 that hash, so what a request says is a function of its prompt and adapter alone, which `expected` gives without any
 cache or batch. A block that is shared, evicted or rewritten wrongly, a row that is read too early, a slot with another
 adapter, or a chunk at the wrong place changes it.
@@ -95,7 +96,7 @@ class HashExecutor:
     def run(self, plan: StepPlan) -> StepResult:
         tokens = np.frombuffer(plan.token_ids, np.int32).tolist()
         positions = np.frombuffer(plan.positions, np.int32).reshape(3, -1).tolist()
-        rows = self._rows(plan.rows)
+        rows, whole = self._rows(plan.rows), dict(plan.whole)
         hashes: list[int] = []
         for source, target in plan.restored:
             self.states[target] = self.states[source]
@@ -110,7 +111,12 @@ class HashExecutor:
             slot = plan.adapters[number] if plan.adapters else -1
             adapter = self.adapters[slot] if slot >= 0 else 0
             assert len(blocks) * self.block_size >= chunk.context + chunk.count
-            before = self.slots[self._slot(blocks, chunk.context - 1)] if chunk.context else 0
+            first = chunk.context
+            before = self.slots[self._slot(blocks, first - 1)] if first else 0
+            if end := whole.pop(len(hashes), 0):
+                assert end <= len(hashes) + chunk.count, "the rest of a prompt is computed at once"
+                if not first:  # else the one before it was computed with all of them as well
+                    before = _all_of([(tokens[at], rows.get(at, -1)) for at in range(len(hashes), end)])
             assert not (plan.slots and chunk.context) or self.states[plan.slots[number]] == before, "another's state"
             for n in range(chunk.count):
                 at, index = len(hashes), chunk.context + n
@@ -125,6 +131,7 @@ class HashExecutor:
             self.states[target] = self.states[source]
         assert len(hashes) == len(tokens)
         assert not rows, "rows for places that are not in the batch"
+        assert not whole, "prompts that are not in the batch"
         tokens = [_choose(hashes[draw.at], draw) for draw in plan.draws]
         scores = [
             [_likely(hashes[asked.at + n], target) for n, target in enumerate(array("i", asked.targets))]
@@ -148,6 +155,17 @@ class HashExecutor:
 
 def _extend(before: int, token: int, row: int, adapter: int) -> int:
     return hash((before, token, row, adapter))
+
+
+def _all_of(prompt: Sequence[tuple[int, int]]) -> int:
+    """Where all tokens of a prompt see each other, each begins with this."""
+    return hash(tuple(prompt))
+
+
+def _beginning(order: Order, limits: Limits) -> int:
+    rows = order.rows_at()
+    prompt = [(token, rows.get(index, -1)) for index, token in enumerate(order.prompt)]
+    return _all_of(prompt) if limits.whole_prompts else 0
 
 
 def _likely(value: int, token: int) -> TokenLogprobs:
@@ -201,7 +219,7 @@ def alternating(_: object, output: Sequence[int] = ()) -> Future[Matcher]:
 def expected(order: Order, choice: int, limits: Limits) -> tuple[list[int], str]:
     """What a choice must say, and why it ends; for greedy or seeded requests."""
     sampling, rows = order.sampling, order.rows_at()
-    value = 0
+    value = _beginning(order, limits)
     for index, token in enumerate(order.prompt):
         value = _extend(value, token, rows.get(index, -1), order.adapter)
     matcher = Alternating() if sampling.grammar else None
@@ -229,9 +247,9 @@ def expected(order: Order, choice: int, limits: Limits) -> tuple[list[int], str]
         value = _extend(value, token, -1, order.adapter)
 
 
-def expected_scores(order: Order) -> list[TokenLogprobs]:
+def expected_scores(order: Order, limits: Limits) -> list[TokenLogprobs]:
     """How likely the prompt's tokens must be, from the second on."""
-    rows, value, out = order.rows_at(), 0, []
+    rows, value, out = order.rows_at(), _beginning(order, limits), []
     for index, token in enumerate(order.prompt):
         if index:
             out.append(_likely(value, token))

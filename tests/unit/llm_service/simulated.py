@@ -110,6 +110,7 @@ class Simulation:
         prefix_cache: bool = True,
         keep_media_whole: bool = False,
         whole_media: bool = False,
+        whole_prompts: bool = False,
         overlap: bool = False,
         early_tokens: int = 1,
         state_slots: int = 0,
@@ -128,6 +129,7 @@ class Simulation:
             keep_media_whole,
             early_tokens,
             whole_media=whole_media,
+            whole_prompts=whole_prompts,
             speculative_tokens=speculative_tokens,
             draft_rows=draft_rows,
             decode_slowdown=decode_slowdown,
@@ -415,7 +417,7 @@ class Simulation:
 
     def _check_words(self, outcome: Outcome) -> None:
         if outcome.order.sampling.prompt_logprobs is not None:
-            wanted_scores = expected_scores(outcome.order)
+            wanted_scores = expected_scores(outcome.order, self.limits)
             assert outcome.scored == wanted_scores[: len(outcome.scored)]
             assert outcome.resumed or not outcome.tokens[0] or len(outcome.scored) == len(wanted_scores)
         if not outcome.order.sampling.greedy and outcome.order.sampling.seed is None:

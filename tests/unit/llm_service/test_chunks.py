@@ -40,6 +40,45 @@ def test_an_item_that_must_be_whole_is_never_cut_and_refused_where_no_step_holds
     assert engine.step() is None
 
 
+def test_a_prompt_that_is_seen_whole_waits_for_its_last_row_and_is_computed_at_once() -> None:
+    engine = simulation(max_running=2, step_tokens=31, whole_prompts=True)
+    running = engine.submit(order(text(5, 1), max_tokens=12))
+    id = engine.submit(order(text(30), [Picture(1, 4, 6)]))
+    counts = []
+    for landed in (0, 5, 6, 6):
+        engine.land(id, 0, landed)
+        step = engine.step()
+        counts.append(step.plan.tokens if step else 0)
+    assert counts == [5, 1, 31, 2]
+    run_until_over(engine, running)
+    engine.check_over()
+
+
+def test_a_prompt_that_is_seen_whole_is_refused_where_no_step_holds_it() -> None:
+    engine = simulation(max_running=2, step_tokens=31, whole_prompts=True)
+    engine.submit(order(text(31)))
+    (failure,) = engine.scheduler.take_failures()
+    assert (failure.reason, failure.field) == ("PROMPT_TOO_LONG", "input")
+    assert "the prompt has 31 tokens" in failure.message
+    assert engine.step() is None
+
+
+def test_only_those_with_the_whole_prompt_in_common_share_what_was_computed_of_it() -> None:
+    """A question about the same picture is another prompt; three choices have one."""
+    engine = simulation(step_tokens=64, whole_prompts=True)
+    asked = order(text(18), [Picture(1, 0, 8)], n=3, max_tokens=6, temperature=1.0, seed=3)
+    other = order((*asked.prompt[:-1], asked.prompt[-1] % 20 + 1), asked.pictures)
+    cached = []
+    for each in (asked, asked, other, order(text(40, 5)), order(text(40, 5)[:24])):
+        id = engine.submit(each)
+        engine.land_all(id)
+        run_until_over(engine, id)
+        cached.append(engine.outcomes[id].cached)
+    assert cached == [0, 16, 0, 0, 0]
+    assert engine.computed == (18 + 2 + 2 + 3 * 5) + (3 * 2 + 3 * 5) + (18 + 3) + (40 + 3) + (24 + 3)
+    engine.check_over()
+
+
 def test_media_kept_whole_wait_for_their_last_row() -> None:
     engine = simulation(keep_media_whole=True)
     id = engine.submit(order(text(12), [Picture(1, 4, 6)]))

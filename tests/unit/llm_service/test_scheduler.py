@@ -69,6 +69,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         extra=st.integers(0, 12),
         prefix_cache=st.booleans(),
         keep_media_whole=st.booleans(),
+        whole_prompts=st.sampled_from([False, False, True]),
         overlap=st.booleans(),
         early_tokens=st.sampled_from([1, 1, 0, 4]),
         spare_slots=st.sampled_from([None, None, 0, 2]),
@@ -89,14 +90,18 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         speculative_tokens: int,
         draft_rows: int,
         proposes: bool,
+        whole_prompts: bool,
         **more: int,
     ) -> None:
-        """Sequences have states where there is a number of slots for snapshots, and for states before drafts."""
+        """Sequences have states where there is a number of slots for snapshots, and for states before drafts. Where
+        prompts are computed whole there are none, and a step holds any prompt."""
+        whole_prompts = whole_prompts and spare_slots is None
         self.engine = simulation(
             blocks=blocks,
             block_size=block_size,
             max_running=max_running,
-            step_tokens=max_running + extra,
+            step_tokens=max_running + extra + whole_prompts * blocks * block_size,
+            whole_prompts=whole_prompts,
             state_slots=0 if spare_slots is None else max_running + spare_slots,
             speculative_tokens=speculative_tokens,
             draft_rows=draft_rows,
@@ -199,12 +204,13 @@ _STATES = {"state_slots": 14, "state_chunk": 8}
         {"speculative_tokens": 4, **_STATES},
         {"max_loras": 3},
         {"speculative_tokens": 4, "proposes": True},
+        {"whole_prompts": True, "blocks": 20, "max_running": 4, "speculative_tokens": 4},
     ],
-    ids=["", "with states", "with drafts", "with both", "with adapters", "with a draft model"],
+    ids=["", "with states", "with drafts", "with both", "with adapters", "with a draft model", "of whole prompts"],
 )
 def test_a_thousand_requests_through_a_tight_cache_all_say_what_they_must(more: dict[str, int], overlap: bool) -> None:
     rng = random.Random(7)
-    engine = simulation(blocks=48, max_running=12, step_tokens=64, overlap=overlap, **more)
+    engine = simulation(**{"blocks": 48, "max_running": 12, "step_tokens": 64, "overlap": overlap} | more)
     waiting: list[int] = []
     for _ in range(1000):
         pictures = [Picture(rng.randrange(20), 2, 6)] if rng.random() < 0.3 else []

@@ -1,6 +1,8 @@
-"""Models whose rows of a picture see each other."""
+"""Models whose rows of a picture see each other, or all tokens of a prompt with one do."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from tools.models.recipes.recipe import SIGLIP, SQUARE, TEXT, VISION, WINDOWED, Recipe, part, processor, whole
 
@@ -14,7 +16,47 @@ _GEMMA4_NAMES = {
     "eoa_token": "<sound-end>",
 }
 
+
+_PLACES = 1024 + 128
+"""Tokens that PaliGemma's processor adds to a tokenizer."""
+
+
+def _paligemma(text: Any) -> Recipe:
+    """Of one text or another; the processor sets tokens into prompts, whose tokens all see each other."""
+    made = whole(
+        "paligemma",
+        vision_config=SIGLIP,
+        text_config=text,
+        image_token_index="<image>",
+        projection_dim=64,
+        hidden_size=64,
+        tie_word_embeddings=False,
+    )
+    return Recipe(
+        lambda words, vocabulary: made(words, vocabulary + _PLACES),
+        processor(
+            "PaliGemmaProcessor",
+            "SiglipImageProcessorPil",
+            settings={"size": SQUARE},
+            stills={"image_seq_length": 16},
+        ),
+        step_tokens=160,
+    )
+
+
+PALIGEMMA_2 = _paligemma(
+    part(
+        "gemma2",
+        {**TEXT, "num_hidden_layers": 4},
+        sliding_window=24,
+        query_pre_attn_scalar=16,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+)
+"""Of the same `model_type`, by another text: with windows and soft caps."""
+
 RECIPES: dict[str, Recipe] = {
+    "paligemma": _paligemma(part("gemma", TEXT)),
     "gemma3": Recipe(
         whole(
             "gemma3",
