@@ -346,31 +346,28 @@ class BlockManager:
         next step computes."""
         pairs = [(table.source, table.slot) for table in tables if table.source >= 0]
         for table in tables:
-            if table.source >= 0 and table.source == table.spare:
-                self._give_up_spare(table)
             table.source = -1
         self._states.release()
         return pairs
 
     def take_spare(self, table: BlockTable, most: int) -> bool:
-        """Has the next step keep a table's state as it is before its drafts, in a slot in which there may have been a
-        snapshot; where layers have states. False where `most` tables do that, or no slot can be had."""
+        """Has the next step leave a table's state as it is before its drafts, and go on in another slot, in which there
+        may have been a snapshot; where layers have states. False where `most` tables do that, or no slot can be had."""
         if not self.state_slots:
             return True
         slot = self._states.take_spare() if self._spares < most else None
         if slot is None:
             return False
-        table.spare = slot
+        table.slot, table.spare = slot, table.slot
         self._spares += 1
         return True
 
     def drafts_verified(self, table: BlockTable, *, right: bool) -> None:
         """The state behind all drafts is that of the table's tokens; or else the next step begins with the one before
         them."""
-        if right:
-            self._give_up_spare(table)
-        else:
-            table.source = table.spare
+        if not right:
+            table.slot, table.spare = table.spare, table.slot
+        self._give_up_spare(table)
 
     def _give_up_spare(self, table: BlockTable) -> None:
         if table.spare >= 0:

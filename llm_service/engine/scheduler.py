@@ -233,7 +233,7 @@ class Scheduler:
                 elif slot is not None:
                     copies.within.append((number, tokens - begin, slot))
         copies.before.extend(self.blocks.take_sources([sequence.table for sequence in work]))
-        copies.before.extend((each.table.slot, each.table.spare) for each in work if each.table.spare >= 0)
+        copies.before.extend((each.table.spare, each.table.slot) for each in work if each.table.spare >= 0)
         return copies
 
     @staticmethod
