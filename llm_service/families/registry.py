@@ -35,6 +35,7 @@ TEXT_FAMILIES: Final = {
     "qwen2": Family({}, attention_bias=True),
     "qwen2_5_omni_text": QWEN2_5_VL,
     "qwen3": Family({}, qk_norm=True),
+    "qwen3_5_text": QWEN3_5,
     "qwen3_moe": Family({}, qk_norm=True, text_defaults={"norm_topk_prob": False}),
     "qwen3_omni_moe_text": QWEN3_VL,
     "qwen3_vl_moe_text": QWEN3_VL,

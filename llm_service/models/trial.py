@@ -39,7 +39,7 @@ from llm_service.families.family import SLIDING, SpanRule
 from llm_service.families.registry import TEXT_FAMILIES, check_text
 from llm_service.layers.attention.backend import AttentionBatch, CacheShape, PagedChunk, Span
 from llm_service.layers.attention.torch_backend import TorchBackend
-from llm_service.layers.cache_spec import cache_shapes
+from llm_service.layers.cache_spec import PagedKV, Segment, cache_shapes
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder, Deepstack
@@ -340,11 +340,11 @@ def _logits(
     cuts: list[tuple[int, int]],
     runs: list[tuple[int, int]],
 ) -> Tensor:
-    blocks = -(-len(prompt.ids) // _BLOCK)
-    specs: list[Any] = [mixer.cache_spec() for mixer in decoder.mixers()]
+    blocks, mixers = -(-len(prompt.ids) // _BLOCK), decoder.mixers()
+    specs = [mixer.cache_spec() for mixer in mixers]
     shapes = cache_shapes(specs, 2 * blocks, _BLOCK)
     caches = {spec: iter(shape.new_cache(torch.float32, decoder.device)) for spec, shape in shapes.items()}
-    layers = [next(caches[spec]) for spec in specs]
+    layers = [next(caches[spec]) if isinstance(spec, PagedKV) else spec.new_cache(2, _CPU) for spec in specs]
     embedded = decoder.embed_tokens(prompt.ids)
     embedded[prompt.places] = prompt.rows[0].to(embedded)
     other = embedded.flip(0)
@@ -354,7 +354,13 @@ def _logits(
         chunks = [PagedChunk(begin, end - begin, table) for table in tables]
         count = end - begin
         here = [(count + first - begin, count + last - begin) for first, last in runs if begin <= first < last <= end]
-        batches = [_batch(decoder, shapes[spec], chunks, here) for spec in specs]
+        segments = Segment.of(chunks, (1, 0))
+        batches = [
+            _batch(decoder, shapes[spec], chunks, here)
+            if isinstance(spec, PagedKV)
+            else mixer.state_backend().batch(segments)
+            for mixer, spec in zip(mixers, specs, strict=True)
+        ]
         placed = positions[:, begin:end].repeat(1, 2)
         packed = torch.cat([other[begin:end], embedded[begin:end]])
         deepstack = _deepstack(prompt, begin, end)

@@ -26,7 +26,7 @@ from llm_service.models.served import ServedModel
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, SamplingParams
 from tests.parity.local_engine import LocalEngine, Prompt
-from tools.models.compare import OURS, TOKENS, VIDEO, Film, Part, Reference, Tones, prompts_for
+from tools.models.compare import OURS, TOKENS, VIDEO, Film, Part, Reference, Tones, kept_of, prompts_for
 
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
 
@@ -126,5 +126,6 @@ def compare(folder: Path, step_tokens: int = 16) -> set[str]:
         outcomes = company.run([prompts[name] for name in names], GREEDY)
         for name, outcome in zip(names, outcomes, strict=True):
             assert outcome.tokens == expected[name], f"{name}, {'from the cache' if cached else 'beside others'}"
-        assert not cached or all(outcome.cached >= len(prompts["text"].layout.ids) // 16 * 16 for outcome in outcomes)
+        kept = [kept_of(served.found, len(prompts[name].layout.ids)) for name in names]
+        assert not cached or [outcome.cached for outcome in outcomes] == kept
     return {*prompts, *([OURS] if isinstance(chunked.decoder, Decoder) else [])}

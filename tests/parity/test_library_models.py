@@ -55,6 +55,7 @@ SUITE = (
     "gemma4",  # these in windows alone; inputs of layers; keys of two shapes
     "ernie4_5_vl_moe",  # experts by modality; positions on three axes
     "kimi_k25",  # keys wider than values
+    "minicpmv4_6",  # layers with states
     "qwen2_5_omni_thinker",  # sounds, videos and pictures; positions that depend on marks around them
 )
 """One of each class; `make models` compares all."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tools.models.recipes import axes, marked, plain, sounds, spans, windowed
+from tools.models.recipes import axes, marked, plain, sounds, spans, states, windowed
 from tools.models.recipes.recipe import Recipe
 
-RECIPES: dict[str, Recipe] = {
-    kind: recipe for each in (plain, marked, windowed, spans, axes, sounds) for kind, recipe in each.RECIPES.items()
-}
+_GROUPS = plain, marked, windowed, spans, states, axes, sounds
+RECIPES: dict[str, Recipe] = {kind: recipe for each in _GROUPS for kind, recipe in each.RECIPES.items()}
