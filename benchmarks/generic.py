@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.checkpoint import CACHE, add_model_options, chosen_model
-from benchmarks.plain_checkpoint import plain_checkpoint
+from benchmarks.plain_checkpoint import GEMMA3, LLAVA, plain_checkpoint
 from common import library_models
 from common.checkpoint import Checkpoint
 from common.cpu.jit import use_threads
@@ -120,6 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.generic", description=__doc__)
     add_model_options(parser)
     parser.add_argument("--llava", action="store_true", help="a random one in LLaVA's format, which no family is for")
+    parser.add_argument("--gemma", action="store_true", help="a random one in Gemma 3's, with windows of 256 tokens")
     parser.add_argument("--cpu-time", action="store_true", help="of one thread, the least of all rounds")
     parser.add_argument("--side", type=int, default=448, help="of a picture, in pixels")
     parser.add_argument("--rounds", type=int, default=5, help="of which the median is shown")
@@ -128,7 +129,9 @@ def main() -> None:
     cores = 1 if given.cpu_time else usable_cores()
     torch.set_num_threads(cores)
     use_threads(cores)
-    folder = plain_checkpoint(CACHE.with_name(f"{CACHE.name}-llava")) if given.llava else chosen_model(given)
+    plain = {"llava": LLAVA} if given.llava else {"gemma3": GEMMA3} if given.gemma else {}
+    folders = [plain_checkpoint(recipe, CACHE.with_name(f"{CACHE.name}-{name}")) for name, recipe in plain.items()]
+    folder = folders[0] if folders else chosen_model(given)
     ways: dict[str, Native | ByLibrary] = (
         {} if find_family(Checkpoint(folder).config) is None else {"native": Native(folder)}
     )

@@ -1,5 +1,5 @@
-"""A random checkpoint of about 225 M parameters in LLaVA's format, which no family of ours is for: a tower of CLIP's
-form and a text of Llama's. Its words mean nothing."""
+"""Random checkpoints of about 225 M parameters that no family of ours is for: in LLaVA's format, a tower of CLIP's form
+and a text of Llama's; in Gemma 3's. Their words mean nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.models.recipes import RECIPES
-from tools.models.recipes.recipe import part, processor, whole
+from tools.models.recipes.recipe import Recipe, part, processor, whole
 from tools.models.tiny import make_by
 
 SIDE, PATCH = 336, 14
@@ -29,7 +29,7 @@ VISION: dict[str, Any] = {
     "image_size": SIDE,
     "patch_size": PATCH,
 }
-_LLAVA = replace(
+LLAVA = replace(
     RECIPES["llava"],
     config=whole(
         "llava",
@@ -48,9 +48,40 @@ _LLAVA = replace(
 )
 
 
-def plain_checkpoint(folder: Path) -> Path:
-    """Makes the checkpoint in `folder` unless it is there already."""
+GEMMA3_TEXT: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+}
+GEMMA3_SIDE = 448
+GEMMA3 = replace(
+    RECIPES["gemma3"],
+    config=whole(
+        "gemma3",
+        vision_config=part("siglip_vision_model", {**VISION, "image_size": GEMMA3_SIDE}, vision_use_head=False),
+        text_config=part("gemma3_text", GEMMA3_TEXT, sliding_window=256, query_pre_attn_scalar=256),
+        mm_tokens_per_image=256,
+        image_token_index="<soft>",
+        boi_token_index="<image>",
+        eoi_token_index="<end>",
+        tie_word_embeddings=False,
+    ),
+    processor=processor(
+        "Gemma3Processor",
+        "Gemma3ImageProcessorPil",
+        settings={"size": {"height": GEMMA3_SIDE, "width": GEMMA3_SIDE}},
+        image_seq_length=256,
+    ),
+)
+
+
+def plain_checkpoint(recipe: Recipe, folder: Path) -> Path:
+    """Makes the checkpoint of a recipe in `folder` unless it is there already."""
     if not (folder / "complete").is_file():
-        make_by(_LLAVA, folder)
+        make_by(recipe, folder)
         (folder / "complete").touch()
     return folder

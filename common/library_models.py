@@ -194,7 +194,8 @@ def shrink(config: Any, ranks: int = 1) -> None:
     can be split over so many ranks still can."""
     apart = _layers_apart(config)
     heads = config.num_attention_heads
-    if getattr(config, "head_dim", None) is None:
+    divided = getattr(config, "head_dim", None) is None  # heads are as wide as they divide the whole
+    if divided:
         config.head_dim = config.hidden_size // heads
     pairs = [getattr(config, "num_key_value_heads", None) or heads]
     pairs += [own["num_key_value_heads"] for own in apart.values() if own.get("num_key_value_heads")]
@@ -206,6 +207,8 @@ def shrink(config: Any, ranks: int = 1) -> None:
     for name, most in _SMALL.items():
         if isinstance(getattr(config, name, None), int):
             setattr(config, name, min(getattr(config, name), most))
+    if divided:
+        config.hidden_size = fewer * config.head_dim
     if getattr(config, "moe_intermediate_size", None) == config.hidden_size // 2:
         config.moe_intermediate_size += config.hidden_size // 4  # square matrices do not show which way round they lie
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):

@@ -9,6 +9,7 @@ from typing import Any, Final
 from common.checkpoint import CheckpointError
 from llm_service.families.family import WINDOWED, Family
 from llm_service.families.gemma3 import GEMMA3_TEXT
+from llm_service.families.glm4v import GLM4V_TEXT, GLM_OCR_TEXT
 from llm_service.families.internvl import INTERNVL
 from llm_service.families.qwen2_audio import QWEN2_AUDIO
 from llm_service.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
@@ -29,6 +30,8 @@ FAMILIES: Final = {
 
 TEXT_FAMILIES: Final = {
     "gemma3_text": GEMMA3_TEXT,
+    "glm4v_text": GLM4V_TEXT,
+    "glm_ocr_text": GLM_OCR_TEXT,
     "llama": Family({}),
     "ministral3": Family({}, mixers=WINDOWED, text_defaults={"use_sliding_window": True, "sliding_window": None}),
     "mistral": Family({}, mixers=WINDOWED, text_defaults={"use_sliding_window": True}),

@@ -20,7 +20,8 @@ from llm_service.models.config import TextConfig
 
 
 def _dense(config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> MLP:
-    return MLP(config.hidden_size, config.intermediate_size, group, dtype, activation=config.activation)
+    given = config.hidden_size, config.intermediate_size, group, dtype
+    return MLP(*given, activation=config.activation, fused=config.family.fused_gates)
 
 
 def _experts(config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> SparseMLP:

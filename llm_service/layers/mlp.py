@@ -24,11 +24,16 @@ class MLP(nn.Module):
         dtype: torch.dtype,
         *,
         activation: Activation = Activation.SILU,
+        fused: bool = False,
     ) -> None:
+        """With `fused` a checkpoint has gate and up as one matrix, one below the other."""
         super().__init__()
         self._group, self.activation = group, activation
         own, whole = group.share(inner), slice(0, hidden)
-        self.gate_up = PackedLinear(whole, {"gate_proj": own, "up_proj": own}, bias=False, dtype=dtype)
+        parts: dict[str, slice | tuple[slice, ...]] = {"gate_proj": own, "up_proj": own}
+        if fused:
+            parts = {"gate_up_proj": (own, slice(inner + own.start, inner + own.stop))}
+        self.gate_up = PackedLinear(whole, parts, bias=False, dtype=dtype)
         self.down = PackedLinear(own, {"down_proj": whole}, bias=False, dtype=dtype)
 
     def run(self, x: Tensor) -> Tensor:

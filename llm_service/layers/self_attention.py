@@ -39,7 +39,7 @@ class SelfAttention(nn.Module):
             {"q_proj": _elements(own, 2 * self.head_dim) if self.has_gates else query, "k_proj": key, "v_proj": key},
             bias=family.attention_bias,
             dtype=dtype,
-            order=gates_last(self.heads, self.kv_heads, self.head_dim) if self.has_gates else None,
+            order=self._order(config),
         )
         self.o = PackedLinear(query, {"o_proj": whole}, bias=False, dtype=dtype)
 
@@ -48,6 +48,14 @@ class SelfAttention(nn.Module):
 
         self.q_norm = norm() if family.qk_norm else nn.Identity()
         self.k_norm = norm() if family.qk_norm else nn.Identity()
+
+    def _order(self, config: TextConfig) -> Tensor | None:
+        """Where the rows of a checkpoint's projections go, if not one behind the other."""
+        if self.has_gates:
+            return gates_last(self.heads, self.kv_heads, self.head_dim)
+        if config.family.rotary_neighbours:
+            return pairs_apart(self.heads + self.kv_heads, self.kv_heads, self.head_dim, config.rotary.dim)
+        return None
 
     def cache_spec(self) -> PagedKV:
         """Keys and values."""
@@ -101,6 +109,20 @@ def gates_last(heads: int, kv_heads: int, head_dim: int) -> Tensor:
     turns = [place for head in range(heads) for place in (head, first + head)]
     places = torch.tensor([*turns, *range(heads, first)]).unsqueeze(1) * head_dim
     return (places + torch.arange(head_dim)).flatten()
+
+
+def pairs_apart(rotated: int, kv_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
+    """Where rows go of so many heads that are rotated, whose pairs are neighbours, and of values, so that the first
+    numbers of a head's pairs come before the second ones.
+
+    >>> pairs_apart(1, 1, 6, 4).tolist()  # a0 b0 a1 b1 c d, and values → a0 a1 b0 b1 c d, and values
+    [0, 2, 1, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+    """
+    places = torch.arange(head_dim)
+    places[:rotary_dim] = torch.arange(rotary_dim).view(2, -1).t().flatten()
+    first = torch.arange(rotated).unsqueeze(1) * head_dim
+    values = torch.arange(rotated * head_dim, (rotated + kv_heads) * head_dim)
+    return torch.cat([(first + places).flatten(), values])
 
 
 def _elements(heads: slice, head_dim: int) -> slice:

@@ -95,7 +95,7 @@ class RotaryConfig:
     ) -> RotaryConfig:
         """Of the rotary settings `rope` of a text. Raises CheckpointError as `RotaryScaling.of`, and KeyError."""
         dim = int(head_dim * rope.get("partial_rotary_factor", text.get("partial_rotary_factor", family.rotary_share)))
-        sections = tuple(rope.get("mrope_section") or (dim // 2, 0, 0))
+        sections = tuple(rope.get("mrope_section") or text.get("mrope_section") or (dim // 2, 0, 0))
         if len(sections) != 3 or sum(sections) != dim // 2:
             raise CheckpointError("mrope_section does not fill what is rotated of a head")
         return cls(

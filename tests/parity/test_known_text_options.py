@@ -90,6 +90,18 @@ def test_a_tower_whose_weights_are_quantised_is_refused(internvl: Path, form: st
         Served.of(folder)
 
 
+@pytest.mark.parametrize("form", ["fp8 in blocks", "awq"])
+@pytest.mark.parametrize("kind", ["gemma3", "glm4v"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+def test_quantised_weights_of_texts_that_stack_otherwise_are_as_well(kind: str, form: str, tmp_path: Path) -> None:
+    quantized, wide = quantize_checkpoint(make(kind, tmp_path / "plain"), FORMATS[form], tmp_path, TEXT)
+    served, library = Served.of(quantized), Reference(wide)
+    engine = served.engine(step_tokens=48)
+    assert isinstance(engine.decoder, Decoder)
+    outcome = engine.run([served.prompt(PROMPTS["one picture"])], GREEDY)[0]
+    assert outcome.tokens == library.tokens(library.inputs(PROMPTS["one picture"]))
+
+
 def test_weights_in_int8_are_rounded_and_say_nearly_the_same(served: Served, prompts: list[Prompt]) -> None:
     plain, engine = served.engine(), served.engine(weight_dtype="int8")
     assert weights_of(engine.decoder, "int8").bits == 8
@@ -106,7 +118,8 @@ def _logits(decoder: Decoder, kind: str = "internvl") -> Tensor:
         return trial._logits(decoder, prompt, positions, [(0, 20), (20, end)], prompt.runs)
 
 
-@pytest.mark.parametrize("kind", ["internvl", "gemma3"])
+@pytest.mark.parametrize("kind", ["internvl", "gemma3", "glm4v"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_logits_of_two_ranks_are_those_of_one(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "allows_panels", lambda: False)  # whose kernels take one thread's calls at a time
     checkpoint = Checkpoint(make(kind, tmp_path))
@@ -123,7 +136,8 @@ def test_logits_of_two_ranks_are_those_of_one(kind: str, tmp_path: Path, monkeyp
         assert weights < 0.7 * all_weights
 
 
-@pytest.mark.parametrize("kind", ["internvl", "idefics3", "gemma3"])
+@pytest.mark.parametrize("kind", ["internvl", "idefics3", "gemma3", "glm4v"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_tokens_with_adapters_are_those_of_peft(kind: str, tmp_path: Path) -> None:
     directory = make(kind, tmp_path / "model")
     path = "text_model" if kind == "idefics3" else "language_model"
@@ -132,7 +146,7 @@ def test_tokens_with_adapters_are_those_of_peft(kind: str, tmp_path: Path) -> No
         tmp_path,
         [
             {"r": 4, "lora_alpha": 16, "target_modules": rf"model\.{path}\.layers\..*\.({'|'.join(ATTENTION)})"},
-            {"r": 2, "lora_alpha": 8, "target_modules": rf"model\.{path}\.layers\..*\.(gate|up|down)_proj"},
+            {"r": 2, "lora_alpha": 8, "target_modules": rf"model\.{path}\.layers\..*\.(gate|up|gate_up|down)_proj"},
         ],
     )
     served, library = Served.of(directory), Reference(directory)

@@ -50,6 +50,7 @@ KINDS = (
     "internvl",
     "cosmos3_omni",  # levels of deepstack; positions on three axes
     "gemma3",  # windows shorter than prompts, rows that see each other, norms behind parts, gelu, two rotary bases
+    "glm4v",  # rotary pairs that are neighbours, on three axes; gates and what they open as one matrix
 )
 SCALED: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},
@@ -67,6 +68,7 @@ def with_text(folder: Path, **settings: Any) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_ids_and_tokens_are_the_library_s_whatever_the_chunks_and_the_company(kind: str, tmp_path: Path) -> None:
     folder = make(kind, tmp_path)
     assert isinstance(Served.of(folder).engine().decoder, Decoder)
@@ -217,6 +219,26 @@ def test_layers_that_attend_otherwise_are_told(
     )
     with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
         trial.try_ours(gemma3)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+def test_a_part_of_a_head_may_be_rotated_and_biases_be_left_out(tmp_path: Path) -> None:
+    folder = make("glm_ocr", tmp_path)
+    rope = json.loads((folder / "config.json").read_text())["text_config"]["rope_parameters"]
+    with_text(folder, rope_parameters=rope | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]})
+    assert isinstance(Served.of(folder).engine().decoder, Decoder)
+    assert "one picture" in compare(folder)
+
+
+def test_heads_that_divide_the_whole_width_are_tried_as_wide_as_they_are() -> None:
+    """GLM-4.1V states no width of a head, and sections that fill half of one."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
+    config = config_of_recipe("glm4v")
+    text = config.text_config
+    text.hidden_size, text.num_attention_heads, text.num_key_value_heads = 1024, 8, 2
+    text.rope_parameters = rope
+    assert try_ours_of(config, lambda: drawn_prompt(config)).spans is SpanRule.NOWHERE
+    assert (text.num_attention_heads, text.hidden_size) == (4, 512)
 
 
 def test_a_text_that_asks_for_what_our_decoder_lacks_is_the_library_s(tmp_path: Path) -> None:
