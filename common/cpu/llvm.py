@@ -27,6 +27,10 @@ NOTHING, ROWS = 0, -1
 them, where rows lie one behind the other, and there are as many inputs as outputs). A number above 0 is for the weights
 that come next: by how many products they are asked for, of which this one does its part."""
 
+HALVES = 0
+"""In place of a number of vectors: one whose halves lie a line apart, as the bfloat16 of eight words side by side do.
+Sixteen registers of eight numbers hold the sums of six rows of it."""
+
 Value = Any
 """A value of LLVM's, as its builder gives them."""
 
@@ -34,6 +38,7 @@ _WORD, _FLAG, _SINGLE, _BYTE = ir.IntType(64), ir.IntType(32), ir.FloatType(), i
 _VECTOR, _WHOLE = ir.VectorType(_SINGLE, LANES), ir.VectorType(_FLAG, LANES)
 _HALVES, _BYTES = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(_BYTE, LANES)
 _SHORTS = ir.VectorType(ir.IntType(16), LANES)
+_HALF_VECTOR, _HALF_WHOLE = ir.VectorType(_SINGLE, LANES // 2), ir.VectorType(_FLAG, LANES // 2)
 _BITS = {
     types.float32: 32,
     types.uint64: 32,
@@ -81,11 +86,11 @@ def _add_products(
 
     x is float32; where weights are of two inputs each, x is two bfloat16 as well, and their products are added one
     after the other, each sum rounded to float32 (AVX512-BF16's VDPBF16PS).
-    w is 16 · `vectors`, and the weights of one input are 16 · `across`, of which these are a part. `rows` and `vectors`
-    are literals, of which the product is at most 24 (6 without AVX-512), since the sums stay in registers. `stored` is
-    an array of the type that the weights are stored in. `places` are (address of
-    out, bytes from one row of it to the next, the same of x, address of weights, address of the weights that come next,
-    bytes of them to ask for with each input). `ahead`, a literal, says what is asked of the memory meanwhile.
+    w is 16 · `vectors`, or those of `HALVES`, and the weights of one input are 16 · `across`, of which these are a
+    part. `rows` and `vectors` are literals, of which the product is at most 24 (6 without AVX-512), since the sums stay
+    in registers. `stored` is an array of the type that the weights are stored in. `places` are (address of out, bytes
+    from one row of it to the next, the same of x, address of weights, address of the weights that come next, bytes of
+    them to ask for with each input). `ahead`, a literal, says what is asked of the memory meanwhile.
     """
     literals = (rows, vectors, across, ahead)
     if not all(isinstance(literal, types.IntegerLiteral) for literal in literals):
@@ -102,6 +107,8 @@ def _add_products(
 
 def _write_products(builder: Any, shape: _Shape, kind: Any, places: Sequence[Value], count: Value) -> None:
     """A loop over all inputs; where no weights are waited for, its turns take several, and another loop the rest."""
+    if shape.vectors == HALVES and kind != types.uint32:
+        return  # is compiled, and never called
     if shape.ahead > NOTHING:
         _write_turns(builder, shape, kind, places, count, 1)
         return
@@ -122,9 +129,10 @@ def _write_products(builder: Any, shape: _Shape, kind: Any, places: Sequence[Val
 def _write_turns(builder: Any, shape: _Shape, kind: Any, places: Sequence[Value], turns: Value, inputs: int) -> None:
     """The loop over so many turns of so many inputs each, with the sums of all rows in registers."""
     (rows, vectors, across, ahead), (out, out_step, x, x_step, weights, coming, coming_step) = shape, places
-    parts, size = range(vectors), _stored_bytes(kind, across)
+    parts, size = range(max(1, vectors)), _stored_bytes(kind, across)
+    load, store = (_load_halves, _store_halves) if vectors == HALVES else (_load_vector, _store)
     ends = [[_at(builder, out, _WORD(row), out_step, LINE * part) for part in parts] for row in range(rows)]
-    before, begin = builder.block, [[_load(builder, end, _VECTOR) for end in row] for row in ends]
+    before, begin = builder.block, [[load(builder, end) for end in row] for row in ends]
     loop, after = builder.append_basic_block("inputs"), builder.append_basic_block("sums")
     builder.branch(loop)
 
@@ -160,7 +168,7 @@ def _write_turns(builder: Any, shape: _Shape, kind: Any, places: Sequence[Value]
     builder.position_at_end(after)
     for row in range(rows):
         for part in parts:
-            _store(builder, totals[row][part], ends[row][part])
+            store(builder, totals[row][part], ends[row][part])
 
 
 def _added(builder: Any, kind: Any, place: Value, weight: Sequence[Value], totals: Sequence[Value]) -> list[Value]:
@@ -191,6 +199,15 @@ def _widened_stretch(_: Any, vectors: Any, stored: Any, _wide: Any, _weights: An
         return wide
 
     return signature, generate
+
+
+def _in_pairs(_: Any, stored: Any) -> Any:
+    """Whether an array holds bfloat16 of two outputs each, which the compiler knows."""
+
+    def generate(_context: Any, _builder: Any, _signature: Any, _given: Any) -> Value:
+        return ir.IntType(1)(stored.dtype == types.uint32)
+
+    return types.boolean(stored), generate
 
 
 def _scaled_stretch(
@@ -251,6 +268,11 @@ def _stored_bytes(kind: Any, vectors: int) -> int:
 
 def _widened(builder: Any, kind: Any, place: Value, vectors: int) -> list[Value]:
     """The weights of one input, of those at an address: as vectors of float32, but for pairs of inputs."""
+    if vectors == HALVES:
+        words = _load(builder, place, _HALF_WHOLE)
+        shift, mask = (ir.Constant(_HALF_WHOLE, [number] * (LANES // 2)) for number in (16, 0xFFFF0000))
+        both = builder.shl(words, shift), builder.and_(words, mask)
+        return [_joined(builder, *(builder.bitcast(half, _HALF_VECTOR) for half in both))]
     if kind == types.uint32:  # of two numbers side by side, bfloat16 is the upper half of a float32 each
         pairs = [_load(builder, _plus(builder, place, LINE * line), _WHOLE) for line in range(vectors // 2)]
         halves = [(builder.shl(pair, _flags(16)), builder.and_(pair, _flags(0xFFFF0000))) for pair in pairs]
@@ -654,6 +676,29 @@ def _store(builder: Any, value: Value, address: Value) -> None:
     builder.store(value, _pointer(builder, address, _VECTOR)).align = FLOAT
 
 
+def _load_vector(builder: Any, address: Value) -> Value:
+    return _load(builder, address, _VECTOR)
+
+
+def _load_halves(builder: Any, address: Value) -> Value:
+    """A vector of `HALVES`."""
+    halves = (_load(builder, _plus(builder, address, LINE * half), _HALF_VECTOR) for half in range(2))
+    return _joined(builder, *halves)
+
+
+def _store_halves(builder: Any, value: Value, address: Value) -> None:
+    for half in range(2):
+        lanes = _lanes(range(half * LANES // 2, (half + 1) * LANES // 2))
+        part = builder.shuffle_vector(value, value, lanes)
+        place = _pointer(builder, _plus(builder, address, LINE * half), _HALF_VECTOR)
+        builder.store(part, place).align = FLOAT
+
+
+def _joined(builder: Any, first: Value, second: Value) -> Value:
+    """One vector of two of half its length."""
+    return builder.shuffle_vector(first, second, _lanes(range(LANES)))
+
+
 def _constant(number: float) -> Value:
     return ir.Constant(_VECTOR, [number] * LANES)
 
@@ -695,6 +740,7 @@ def _declared(builder: Any, name: str, result: Any, arguments: Any) -> Value:
 
 
 add_products: Any = intrinsic(_add_products)
+in_pairs: Any = intrinsic(_in_pairs)
 widened: Any = intrinsic(_widened_number)
 lower_half: Any = intrinsic(_lower_number)
 upper_half: Any = intrinsic(_upper_number)

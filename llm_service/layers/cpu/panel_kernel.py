@@ -11,7 +11,7 @@ import numpy as np
 
 from common.cpu import llvm
 from common.cpu.jit import Array, Typed, compiled, inner
-from common.cpu.llvm import FLOAT, LANES, LINE, NOTHING, ROWS, add_products, widened_stretch
+from common.cpu.llvm import FLOAT, HALVES, LANES, LINE, NOTHING, ROWS, add_products, in_pairs, widened_stretch
 from llm_service.layers.cpu.selection import wide_vectors
 
 WIDTH = 64
@@ -22,14 +22,15 @@ _STRETCH = 64
 """Inputs that all rows go through before the next: as float32, 16 KiB of a panel, half of most first-level caches."""
 TOGETHER = 6
 """Rows whose sums are kept in registers, with a tile of a panel's outputs."""
-TILE = VECTORS if wide_vectors() else 1
+WIDE = wide_vectors()
+TILE = VECTORS if WIDE else 1
 """Vectors of these outputs: processors without AVX-512 have 16 registers of half the size, others 32."""
-_FOURS = TOGETHER if wide_vectors() else 8
+_FOURS = TOGETHER if WIDE else 8
 """Rows that are left over which go by fours. With one vector of sums for a row, one or two rows wait for themselves as
 long as four would take."""
-AT_A_TIME = TOGETHER if wide_vectors() else 3
+AT_A_TIME = TOGETHER if WIDE else 3
 """Rows that are multiplied with weights as they are stored, before the next rows are."""
-FEW = 4 * AT_A_TIME if wide_vectors() else AT_A_TIME
+FEW = 4 * AT_A_TIME if WIDE else AT_A_TIME
 """Rows that are multiplied so."""
 _ASKING = 2 * TOGETHER
 """Of more rows, those whose products ask for the weights that come next."""
@@ -93,20 +94,20 @@ def _add_few_narrow(ahead: Any, stored: Any, rows: Any, places: Any, count: Any)
             add_products(3, _HALF, VECTORS, ahead, stored, here, count)
 
 
-add_few = _add_few_wide if wide_vectors() else _add_few_narrow
+add_few = _add_few_wide if WIDE else _add_few_narrow
 
 
 @numba.njit(inline="always")
-def add_tile(tile: Any, across: Any, wide: Any, rows: Any, places: Any, count: Any) -> None:
-    """The products of all rows with one of a panel's tiles of weights, which are float32. The first turns of rows ask
+def add_tile(tile: Any, vectors: Any, across: Any, stored: Any, rows: Any, places: Any, count: Any) -> None:
+    """`add_products` of all rows with one of a panel's tiles of weights. The first turns of rows ask
     for a part each of the weights that come next: the memory takes as long to bring them as eight rows take to be
     multiplied, and all at once they would be waited for. `places` as in `add_rows`, `coming` for all of the panel."""
     out, out_step, x, x_step, weights, coming, size = places
     part = size * TILE // VECTORS
     asked = coming + tile * part * count
     here = (out, out_step, x, x_step, weights, asked, part * VECTORS if rows <= TOGETHER else part * VECTORS // 2)
-    add_rows(TILE, across, VECTORS, wide, (0, min(_ASKING, rows)), here, count)
-    add_rows(TILE, across, NOTHING, wide, (_ASKING, rows), here, count)
+    add_rows(vectors, across, VECTORS, stored, (0, min(_ASKING, rows)), here, count)
+    add_rows(vectors, across, NOTHING, stored, (_ASKING, rows), here, count)
 
 
 @numba.njit(inline="always")
@@ -131,12 +132,18 @@ def _add_panel_narrow(stored: Any, room: Any, rows: Any, places: Any, count: Any
         add_few(1, stored, rows, places, count)
         return
     out, out_step, x, x_step, weights, coming, size = places
-    for tile in range(VECTORS):
-        here = (out + tile * LINE, out_step, x, x_step, weights + tile * LINE, coming, size)
-        add_tile(tile, VECTORS, room, rows, here, count)
+    if in_pairs(stored):
+        for tile in range(VECTORS):
+            half = tile % 2 * (LINE // 2)
+            here = (out + tile // 2 * 2 * LINE + half, out_step, x, x_step, weights + tile * (LINE // 2), coming, size)
+            add_tile(tile, HALVES, VECTORS, stored, rows, here, count)
+    else:
+        for tile in range(VECTORS):
+            here = (out + tile * LINE, out_step, x, x_step, weights + tile * LINE, coming, size)
+            add_tile(tile, TILE, VECTORS, room, rows, here, count)
 
 
-_add_panel = _add_panel_wide if wide_vectors() else _add_panel_narrow
+_add_panel = _add_panel_wide if WIDE else _add_panel_narrow
 
 
 @inner
@@ -163,7 +170,7 @@ def _multiply(out: Any, packed: Any, panels: Any, scale: Any, bias: Any, panel: 
         weights = panels.ctypes.data + (panel * inputs + first) * size
         coming = weights + _STRETCH * size
         numbers = packed.ctypes.data + (stretch * packed.shape[1] + begin) * _STRETCH * FLOAT
-        if rows > FEW:
+        if rows > FEW and (WIDE or not in_pairs(panels)):
             weights = widened_stretch(VECTORS, panels, wide, weights, count)
         places = (sums, WIDTH * FLOAT, numbers, _STRETCH * FLOAT, weights, coming, size)
         _add_panel(panels, room, rows, places, count)

@@ -176,7 +176,7 @@ def _many(
         for tile in range(VECTORS // TILE):
             to = totals + tile * TILE * LINE
             places = (to, WIDTH * FLOAT, x, _STRETCH * FLOAT, wide + tile * apart, numbers + last * size, size)
-            add_tile(tile, TILE, room, rows, places, last - stretch * _STRETCH)
+            add_tile(tile, TILE, TILE, room, rows, places, last - stretch * _STRETCH)
     _finish(out, room, skipped, unit, bias, panel)
 
 
