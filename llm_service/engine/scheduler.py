@@ -104,7 +104,7 @@ class Scheduler:
         if self.limits.whole_media and longest > self.limits.max_media_tokens:
             self._fail(add.id, _never_whole(longest))
             return
-        if sequences[0].whole_end > self.limits.max_media_tokens:
+        if self.limits.whole_prompts and sequences[0].whole_end > self.limits.max_media_tokens:
             self._fail(add.id, _never_at_once(sequences[0].whole_end, self.limits.max_media_tokens))
             return
         self._resumed.extend(
