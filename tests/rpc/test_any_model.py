@@ -14,6 +14,7 @@ from tests.rpc.pairs import Pair, about, answer, asked, pair, refusal
 from tests.waiting import until
 from tools.demo_media import film
 from tools.models.compare import OURS, RANKS, SOUND, TWO, VIDEO, picture, sounding_prompts, through_services
+from tools.models.recipes import RECIPES
 from tools.models.tiny import make
 from twinlens import image, user, video
 
@@ -32,13 +33,13 @@ OMNI = {VIDEO, SOUND, OURS, *sounding_prompts()}
 
 @pytest.mark.parametrize(
     ("kind", "more"),
-    [("qwen2_5_omni_thinker", OMNI), ("qwen3_omni_moe_thinker", OMNI), ("gemma3", set())],
+    [("qwen2_5_omni_thinker", OMNI), ("qwen3_omni_moe_thinker", OMNI), ("gemma3", {OURS}), ("paligemma", set())],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_ids_and_greedy_tokens_are_the_library_s(kind: str, more: set[str], tmp_path: Path) -> None:
-    """Pictures, videos, sounds, and videos with theirs; rows that see each other; a text that our decoder computes; one
-    rank and two."""
-    found = through_services(make(kind, tmp_path))
+    """Pictures, videos, sounds, and videos with theirs; rows that see each other, and whole prompts; a text that our
+    decoder computes; one rank and two."""
+    found = through_services(make(kind, tmp_path), RECIPES[kind].step_tokens)
     assert {"one picture", TWO, RANKS} | more < found
     assert (OURS in found) == (OURS in more)
 
