@@ -27,7 +27,7 @@ NOTHING, ROWS = 0, -1
 them, where rows lie one behind the other, and there are as many inputs as outputs). A number above 0 is for the weights
 that come next: by how many products they are asked for, of which this one does its part."""
 
-HALVES = 0
+HALF_LINES = 0
 """In place of a number of vectors: one whose halves lie a line apart, as the bfloat16 of eight words side by side do.
 Sixteen registers of eight numbers hold the sums of six rows of it."""
 
@@ -86,7 +86,7 @@ def _add_products(
 
     x is float32; where weights are of two inputs each, x is two bfloat16 as well, and their products are added one
     after the other, each sum rounded to float32 (AVX512-BF16's VDPBF16PS).
-    w is 16 · `vectors`, or those of `HALVES`, and the weights of one input are 16 · `across`, of which these are a
+    w is 16 · `vectors`, or those of `HALF_LINES`, and the weights of one input are 16 · `across`, of which these are a
     part. `rows` and `vectors` are literals, of which the product is at most 24 (6 without AVX-512), since the sums stay
     in registers. `stored` is an array of the type that the weights are stored in. `places` are (address of out, bytes
     from one row of it to the next, the same of x, address of weights, address of the weights that come next, bytes of
@@ -107,7 +107,7 @@ def _add_products(
 
 def _write_products(builder: Any, shape: _Shape, kind: Any, places: Sequence[Value], count: Value) -> None:
     """A loop over all inputs; where no weights are waited for, its turns take several, and another loop the rest."""
-    if shape.vectors == HALVES and kind != types.uint32:
+    if shape.vectors == HALF_LINES and kind != types.uint32:
         return  # is compiled, and never called
     if shape.ahead > NOTHING:
         _write_turns(builder, shape, kind, places, count, 1)
@@ -130,7 +130,7 @@ def _write_turns(builder: Any, shape: _Shape, kind: Any, places: Sequence[Value]
     """The loop over so many turns of so many inputs each, with the sums of all rows in registers."""
     (rows, vectors, across, ahead), (out, out_step, x, x_step, weights, coming, coming_step) = shape, places
     parts, size = range(max(1, vectors)), _stored_bytes(kind, across)
-    load, store = (_load_halves, _store_halves) if vectors == HALVES else (_load_vector, _store)
+    load, store = (_load_half_lines, _store_half_lines) if vectors == HALF_LINES else (_load_vector, _store)
     ends = [[_at(builder, out, _WORD(row), out_step, LINE * part) for part in parts] for row in range(rows)]
     before, begin = builder.block, [[load(builder, end) for end in row] for row in ends]
     loop, after = builder.append_basic_block("inputs"), builder.append_basic_block("sums")
@@ -268,7 +268,7 @@ def _stored_bytes(kind: Any, vectors: int) -> int:
 
 def _widened(builder: Any, kind: Any, place: Value, vectors: int) -> list[Value]:
     """The weights of one input, of those at an address: as vectors of float32, but for pairs of inputs."""
-    if vectors == HALVES:
+    if vectors == HALF_LINES:
         words = _load(builder, place, _HALF_WHOLE)
         shift, mask = (ir.Constant(_HALF_WHOLE, [number] * (LANES // 2)) for number in (16, 0xFFFF0000))
         both = builder.shl(words, shift), builder.and_(words, mask)
@@ -680,13 +680,13 @@ def _load_vector(builder: Any, address: Value) -> Value:
     return _load(builder, address, _VECTOR)
 
 
-def _load_halves(builder: Any, address: Value) -> Value:
-    """A vector of `HALVES`."""
+def _load_half_lines(builder: Any, address: Value) -> Value:
+    """A vector of `HALF_LINES`."""
     halves = (_load(builder, _plus(builder, address, LINE * half), _HALF_VECTOR) for half in range(2))
     return _joined(builder, *halves)
 
 
-def _store_halves(builder: Any, value: Value, address: Value) -> None:
+def _store_half_lines(builder: Any, value: Value, address: Value) -> None:
     for half in range(2):
         lanes = _lanes(range(half * LANES // 2, (half + 1) * LANES // 2))
         part = builder.shuffle_vector(value, value, lanes)

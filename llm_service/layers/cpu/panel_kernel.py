@@ -11,7 +11,7 @@ import numpy as np
 
 from common.cpu import llvm
 from common.cpu.jit import Array, Typed, compiled, inner
-from common.cpu.llvm import FLOAT, HALVES, LANES, LINE, NOTHING, ROWS, add_products, in_pairs, widened_stretch
+from common.cpu.llvm import FLOAT, HALF_LINES, LANES, LINE, NOTHING, ROWS, add_products, in_pairs, widened_stretch
 from llm_service.layers.cpu.selection import wide_vectors
 
 WIDTH = 64
@@ -136,7 +136,7 @@ def _add_panel_narrow(stored: Any, room: Any, rows: Any, places: Any, count: Any
         for tile in range(VECTORS):
             half = tile % 2 * (LINE // 2)
             here = (out + tile // 2 * 2 * LINE + half, out_step, x, x_step, weights + tile * (LINE // 2), coming, size)
-            add_tile(tile, HALVES, VECTORS, stored, rows, here, count)
+            add_tile(tile, HALF_LINES, VECTORS, stored, rows, here, count)
     else:
         for tile in range(VECTORS):
             here = (out + tile * LINE, out_step, x, x_step, weights + tile * LINE, coming, size)
