@@ -5,7 +5,7 @@ list could say it."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +41,7 @@ from llm_service.layers.attention.backend import AttentionBatch, CacheShape, Pag
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cache_spec import PagedKV, Segment, cache_shapes
 from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.layers.mixer import CachedPart
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder, Deepstack
 from llm_service.models.generic import LibraryDecoder, media_tokens, text_alone
@@ -340,7 +341,8 @@ def _logits(
     cuts: list[tuple[int, int]],
     runs: list[tuple[int, int]],
 ) -> Tensor:
-    blocks, mixers = -(-len(prompt.ids) // _BLOCK), decoder.mixers()
+    blocks = -(-len(prompt.ids) // _BLOCK)
+    mixers: Sequence[CachedPart] = decoder.mixers()
     specs = [mixer.cache_spec() for mixer in mixers]
     shapes = cache_shapes(specs, 2 * blocks, _BLOCK)
     caches = {spec: iter(shape.new_cache(torch.float32, decoder.device)) for spec, shape in shapes.items()}
