@@ -24,6 +24,7 @@ class GatewayConfig:
         ("127.0.0.1:7002",), "LLM services: host:port, dns:///name:port or file:///path, comma-separated", parse=words
     )
     page: bool = option(True, "serve the page to try it on, at /")
+    allow_lora_updates: bool = option(False, "callers may load and unload LoRA adapters, at every LLM service")
     tls_cert: str = option("", "PEM certificate chain; with --tls-key, the port speaks TLS alone")
     tls_key: str = option("", "PEM private key of --tls-cert")
     auth_token_file: str = option("", "file of bearer tokens, one a line; callers must send one of them")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -37,6 +38,18 @@ class NoRoute(TwinlensError):
         self.allowed = allowed
 
 
+class NotEverywhere(TwinlensError):
+    """Some LLM services have done what was asked of all of them, or they refused it for different reasons: what came of
+    it by the service's address, None where it was done."""
+
+    default_reason = "NOT_EVERYWHERE"
+
+    def __init__(self, outcomes: Mapping[str, TwinlensError | None]) -> None:
+        done = sum(error is None for error in outcomes.values())
+        super().__init__(f"{done} of {len(outcomes)} LLM services have done it; services says what came of the others")
+        self.outcomes = outcomes
+
+
 def status_of(error: TwinlensError) -> int:
     """The HTTP status."""
     match error:
@@ -46,6 +59,8 @@ def status_of(error: TwinlensError) -> int:
             return 408
         case NoRoute(status=status):
             return status
+        case NotEverywhere():
+            return 502
         case _:
             return int(errors.outcome(error).http)
 
@@ -66,11 +81,20 @@ def headers_of(error: TwinlensError) -> list[tuple[bytes, bytes]]:
 
 
 def body_of(error: TwinlensError) -> bytes:
-    """`{"error": {"message", "type", "param", "code"}}`."""
+    """`{"error": {"message", "type", "param", "code"}}`; beside it, of what was not done everywhere, `services`."""
     status = status_of(error)
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     said = {"message": error.message, "type": kind, "param": error.field[:_LONGEST] or None, "code": error.reason}
-    return to_json({"error": said})
+    return to_json(
+        {"error": said, "services": _services(error)} if isinstance(error, NotEverywhere) else {"error": said}
+    )
+
+
+def _services(error: NotEverywhere) -> list[dict[str, str | None]]:
+    return [
+        {"address": address, "code": its.reason, "message": its.message} if its else {"address": address, "code": None}
+        for address, its in error.outcomes.items()
+    ]
 
 
 def from_validation(error: ValidationError) -> InvalidInput:

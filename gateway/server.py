@@ -19,6 +19,7 @@ from common import log, stderr_capture, tasks, tracing
 from common.allocator import freeze_objects
 from common.errors import Unavailable
 from common.tls_files import TlsFiles
+from gateway.api.adapters import Adapters
 from gateway.api.chat import Chat
 from gateway.api.completions import Completions
 from gateway.api.load import Load
@@ -66,6 +67,7 @@ async def serve(config: GatewayConfig) -> None:
     models = Models(services)
     tokenizer = Tokenizer(services)
     load = Load(services)
+    adapters = Adapters(services)
     operations = Operations(services, meters.metrics)
     routes = [
         Route("/v1/chat/completions", chat.answer, methods=["POST"]),
@@ -81,6 +83,7 @@ async def serve(config: GatewayConfig) -> None:
         Route("/health", operations.ready, methods=["GET"]),  # vLLM's name of it
         Route("/metrics", operations.metrics, methods=["GET"]),
         Route("/version", operations.version, methods=["GET"]),
+        *(adapters.routes if config.allow_lora_updates else ()),
         *(Page().routes if config.page else ()),
     ]
     middleware = RequestMiddleware(Router(routes, redirect_slashes=False), config, meters)
