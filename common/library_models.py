@@ -180,12 +180,13 @@ def frames_of(processor: Any, total: int, fps: float, asked: float = 0.0) -> lis
 _SMALL = {
     "hidden_size": 64,
     "intermediate_size": 64,
+    "intermediate_size_mlp": 80,
     "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 32,
 }
 _HEADS, _EXPERTS, _WINDOW, _MOST_LAYERS = 4, 4, 8, 8
-_REACH = re.compile(r"window|chunk|topk|top_k|block_size")
-"""How a configuration calls that no more than so many tokens are seen."""
+_REACH = re.compile(r"window|chunk|topk|top_k|block_size|floor_scale")
+"""How a configuration calls that no more than so many tokens are seen, or that what is behind so many is scaled."""
 
 
 def shrink(config: Any, ranks: int = 1) -> None:
@@ -559,6 +560,14 @@ def base_of(config: Any) -> Any:
     """The model below its head of logits, without weights."""
     with torch.device("meta"):
         return class_of(config)(config).base_model
+
+
+def decoder_of(model: Any) -> Any:
+    """A model's text layers, without the head of logits that the library takes for one of them in some."""
+    found, head = model.get_decoder(), model.get_output_embeddings()
+    if found is model or head is None or all(part is not head for part in found.modules()):
+        return found
+    return next((part for part in found.children() if isinstance(part, library().PreTrainedModel)), found)
 
 
 def level_count(config: Any) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.checkpoint import CheckpointError
 from common.library import LibraryModel
-from common.library_models import load, marks_of
+from common.library_models import decoder_of, load, marks_of
 
 _OF_NO_PROMPT = re.compile(r"pooler_output|attentions|\w*hidden_states?")
 """What the library's outputs have of which a prompt gets the rows alone."""
@@ -45,6 +45,8 @@ class LibraryTower:
             raise RuntimeError(f"the tower gives {beside[0]} beside its rows, which nobody would add to the prompt")
         first = features.last_hidden_state if modality == _UNPOOLED and features.pooler_output is None else None
         first = features.pooler_output if first is None else first
+        if first is None:  # what puts rows into the text's width comes behind its tower, as in Llama 4
+            first = self._model.multi_modal_projector(features.last_hidden_state)
         levels = [flat_rows(level, self._found.hidden_size) for level in (first, *deep)]
         if modality == _UNPOOLED:  # nothing of a sound goes to deeper layers
             levels += [torch.zeros_like(levels[0])] * (self._found.levels - len(levels))
@@ -99,7 +101,7 @@ def flat_rows(features: Any, width: int) -> Tensor:
 
 def without_text(model: Any) -> None:
     """Takes the decoder and the head of logits away."""
-    text = {id(model.get_decoder()), id(model.get_output_embeddings())}
+    text = {id(decoder_of(model)), id(model.get_output_embeddings())}
     if id(model) in text:
         raise CheckpointError(f"{type(model).__name__} does not keep its text layers apart")
     for module in list(model.modules()):

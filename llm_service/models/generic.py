@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint import CheckpointError
-from common.library_models import keep_only, library
+from common.library_models import decoder_of, keep_only, library
 from llm_service.families.family import SpanRule
 from llm_service.layers.attention.backend import AttentionKind
 from llm_service.layers.attention.general_backend import AttentionRule, GeneralBackend, GeneralBatch
@@ -22,6 +22,7 @@ from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.mixer import StateBackend
 from llm_service.models.decoder import Deepstack
 from llm_service.models.generic_shares import share_out
+from llm_service.models.layer_rules import chunk_of, take_tempering
 
 NAME = "twinlens"
 """Our attention's among the library's."""
@@ -65,7 +66,7 @@ def attention(
         raise CheckpointError(f"{type(module).__name__} has a mask of its own")
     if unknown := [name for name, value in more.items() if value is not None and name not in _WITHOUT_MEANING]:
         raise CheckpointError(f"{type(module).__name__} hands on a {unknown[0]}, which our attention does not know")
-    rule = AttentionRule(scaling, sliding_window, softcap, s_aux)
+    rule = AttentionRule(scaling, sliding_window, softcap, s_aux, chunk_of(module))
     queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
     out = by(module, queries, keys, values, rule)
     return out.unsqueeze(0), None
@@ -106,14 +107,13 @@ class LibraryDecoder:
         self.kv_dtype = dtype
         share_out(model, group)
         model.to(device)
-        self._text = model.get_decoder()
+        self._text = decoder_of(model)
         self._embeddings: nn.Module = model.get_input_embeddings()
-        if model.base_model is model or self._text is model:
-            raise CheckpointError(f"{type(model).__name__} does not keep its text layers apart")
         # The head may do more than multiply, and all of it is the library's: it is given hidden states as if its model
         # had made them.
-        setattr(model, model.base_model_prefix, _Given())
+        setattr(*_below_head(model), _Given())
         self._head = model
+        self._tempering = dict(take_tempering(self._text))
         self._takes = inspect.signature(self._text.forward).parameters.keys()
         self._pad = getattr(self._text.config, "pad_token_id", None) or 0
         self._media, self._marks = _tokens(model.config, _MEDIA, device), _tokens(model.config, _MARKS, device)
@@ -152,8 +152,10 @@ class LibraryDecoder:
         places_of = {layer: at for at, layer in enumerate(self._specs)}
 
         def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-            at = places_of[_layer(module)]
+            at, tempering = places_of[_layer(module)], self._tempering.get(_layer(module))
             batch: GeneralBatch = batches[at]
+            if tempering is not None:
+                query = tempering.of(query, positions[0])
             return batch.attend(query, key, value, caches[at], rule).view(*query.shape[:2], -1)
 
         out = self._run(hidden, positions, attend, **more)
@@ -253,6 +255,19 @@ def _tokens(config: Any, names: Sequence[str], device: torch.device) -> Tensor:
     return torch.tensor(media_tokens(config, names), dtype=torch.int64, device=device)
 
 
+def _below_head(model: Any) -> tuple[nn.Module, str]:
+    """Where a model keeps what it makes hidden states with, and what it calls that: all below its head of logits, or,
+    where that is not one module, its text layers. Raises CheckpointError where it keeps neither apart."""
+    if model.base_model is not model:
+        return model, model.base_model_prefix
+    text = decoder_of(model)
+    for part in model.modules():
+        for name, child in part.named_children():
+            if child is text:
+                return part, name
+    raise CheckpointError(f"{type(model).__name__} does not keep its text layers apart")
+
+
 class _Given(nn.Module):
     """Stands for a model that has made these hidden states."""
 
@@ -282,5 +297,5 @@ def _layer(module: nn.Module) -> int:
 
 def text_alone(model: Any) -> None:
     """Takes away all that is not the decoder, its embeddings or the head of logits."""
-    wanted = [model.get_decoder(), model.get_output_embeddings(), model.get_input_embeddings()]
+    wanted = [decoder_of(model), model.get_output_embeddings(), model.get_input_embeddings()]
     keep_only(model, [part for part in wanted if part is not None])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint import CheckpointError
+from common.library_models import decoder_of
 from llm_service.layers.group import TensorGroup
 
 _WHOLE = frozenset({"replicated_with_grad_allreduce", "replicate", "embedding_rowwise", "embedding_colwise"})
@@ -33,7 +34,7 @@ def share_out(model: Any, group: TensorGroup) -> None:
     if group.size == 1:
         return
     kind, plan = type(model).__name__, model.tp_plan or {}
-    text = {id(module) for module in model.get_decoder().modules()}
+    text = {id(module) for module in decoder_of(model).modules()}
     split, modules = False, dict(model.named_modules())
     for name, module in modules.items():
         for own, parameter in list(module.named_parameters(recurse=False)):

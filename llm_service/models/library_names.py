@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.checkpoint import CheckpointError
-from common.library_models import class_of
+from common.library_models import class_of, decoder_of
 from llm_service.models.loader import HEAD
 
 _EXPERT = ".experts."
@@ -47,7 +47,7 @@ class _Names:
 
     def __init__(self, model: Any) -> None:
         names = {id(part): name for name, part in model.named_modules()}
-        parts = model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()
+        parts = decoder_of(model), model.get_input_embeddings(), model.get_output_embeddings()
         inner, table, head = (names.get(id(part), "") for part in parts)
         if not (inner and table and head):
             raise CheckpointError(f"{type(model).__name__} does not keep its text layers apart")

@@ -28,7 +28,7 @@ from llm_service.families.family import SpanRule
 from llm_service.families.registry import TEXT_FAMILIES
 from llm_service.layers.attention import general_backend
 from llm_service.layers.attention.backend import PagedChunk
-from llm_service.models import generic
+from llm_service.models import generic, layer_rules
 from llm_service.models.generic_loader import load_library_decoder
 from llm_service.models.served import ServedModel
 from llm_service.models.trial import drawn_prompt, try_config, try_out
@@ -51,6 +51,7 @@ SUITE = (
     "mistral3",  # a tokenizer of pieces
     "idefics3",  # marks between rows
     "aya_vision",  # windows
+    "llama4",  # chunks, queries scaled by their places; rows that the tower does not project
     "gemma3",  # rows that see each other
     "gemma4",  # these in windows alone; inputs of layers; keys of two shapes
     "ernie4_5_vl_moe",  # experts by modality; positions on three axes
@@ -70,9 +71,21 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_trial_finds_spans_and_tells_other_masks(windowed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert try_out(windowed).spans is SpanRule.EVERYWHERE
     right = general_backend._Segment.mask
-    monkeypatch.setattr(general_backend._Segment, "mask", lambda segment, _: right(segment, None))
+    monkeypatch.setattr(general_backend._Segment, "mask", lambda segment, *_: right(segment, None))
     with pytest.raises(CheckpointError, match="gemma3 gives other logits in chunks"):
         try_out(windowed)
+
+
+@pytest.mark.parametrize("what", ["chunks", "tempering"])
+def test_a_trial_tells_what_llama_4_wants_of_attention(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of_recipe("llama4")
+    assert try_config(config, lambda: drawn_prompt(config)).spans is SpanRule.NOWHERE
+    if what == "chunks":
+        monkeypatch.setattr(generic, "chunk_of", lambda _: None)
+    else:
+        monkeypatch.setattr(layer_rules.Tempering, "of", lambda _, query, __: query)
+    with pytest.raises(CheckpointError, match="llama4 gives other logits in chunks"):
+        try_config(config_of_recipe("llama4"), lambda: drawn_prompt(config))
 
 
 def test_the_page_of_models_has_each_that_the_library_has() -> None:

@@ -180,7 +180,8 @@ class Reference:
             return made
         if "mm_token_type_ids" in inspect.signature(self._model.forward).parameters:
             options["return_mm_token_type_ids"] = True
-        return dict(self.processor(**options, **media))
+        made = self.processor(**options, **media)
+        return dict(made.to(self._model.dtype))  # some make pixels of 16 bits
 
     @torch.no_grad()
     def rows(self, modality: str, inputs: Mapping[str, Any]) -> Tensor:

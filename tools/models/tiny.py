@@ -46,7 +46,9 @@ def make_by(recipe: Recipe, folder: Path, *, seed: int = 0, dtype: torch.dtype =
     with torch.no_grad():  # as in models that were trained, no answer has a placeholder
         model.get_output_embeddings().weight[[id for word, id in ids.items() if word != "</s>"]] = 0
     model.generation_config.update(eos_token_id=ids["</s>"], pad_token_id=ids["<pad>"], do_sample=False)
-    model.to(dtype).save_pretrained(folder)
+    if dtype != torch.float32:  # a cast, though to the same type, takes complex tables' imaginary parts
+        model.to(dtype)
+    model.save_pretrained(folder)
     template = _TEMPLATE.replace("<image>", recipe.image).replace("<video>", recipe.video)
     template = template.replace("<audio>", recipe.audio)
     recipe.processor(tokenizer, template).save_pretrained(folder)

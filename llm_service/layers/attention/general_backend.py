@@ -18,12 +18,14 @@ from llm_service.layers.attention.backend import CacheShape, PagedChunk, Span
 class AttentionRule:
     """How a layer attends. Products of queries and keys are multiplied by `scale`, None: by head_dim^-0.5. A token sees
     `window` tokens, itself among them, None: all before it. Scores are drawn below `softcap` by its hyperbolic tangent.
-    `sinks` [heads] are scores of something that nobody attends to, whose share is lost."""
+    `sinks` [heads] are scores of something that nobody attends to, whose share is lost. With `chunk` a sequence is cut
+    into chunks of so many tokens, and a token sees those of its own."""
 
     scale: float | None = None
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    chunk: int | None = None
 
 
 PLAIN = AttentionRule()
@@ -41,7 +43,7 @@ class _Segment:
     spans: tuple[Span, ...]
     rule: SpanRule = SpanRule.EVERYWHERE
 
-    def mask(self, window: int | None) -> Tensor:
+    def mask(self, window: int | None, chunk: int | None = None) -> Tensor:
         """bool [count, context + count]: which tokens see which."""
         total, count = len(self.slots), self.end - self.begin
         keys = torch.arange(total, device=self.slots.device)
@@ -52,6 +54,8 @@ class _Segment:
             seen[here, total - count + here.start : total - count + here.stop] = True
         if window is not None:
             seen &= keys > queries - window
+        if chunk is not None:
+            seen &= keys // chunk == queries // chunk
         for first, last in self.spans if self.rule is SpanRule.WHOLE_PROMPTS else ():
             seen[first - self.begin : last - self.begin, : total - count + last - self.begin] = True
         return seen
@@ -97,7 +101,7 @@ class GeneralBatch:
             here, new = slice(part.begin, part.end), part.slots[len(part.slots) - (part.end - part.begin) :]
             keys[new, :, :width], values[new, :, :depth] = key[here], value[here]
             seen = keys[part.slots, :, :width], values[part.slots, :, :depth]
-            out[here] = _attend(query[here], *seen, part.mask(rule.window), rule)
+            out[here] = _attend(query[here], *seen, part.mask(rule.window, rule.chunk), rule)
         return out.flatten(1)
 
 

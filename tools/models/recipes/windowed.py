@@ -204,4 +204,38 @@ RECIPES: dict[str, Recipe] = {
         image="<|patch|>",
         video="<|video|>",
     ),
+    "llama4": Recipe(
+        whole(
+            "llama4",
+            vision_config=part(
+                "llama4_vision_model",
+                {**VISION, "intermediate_size": 128},
+                projector_input_dim=48,
+                projector_output_dim=48,
+                vision_output_dim=48,
+            ),
+            text_config=part(
+                "llama4_text",
+                TEXT,
+                intermediate_size_mlp=80,
+                num_local_experts=4,
+                interleave_moe_layer_step=2,
+                no_rope_layer_interval=2,
+                attention_chunk_size=24,
+                floor_scale=16,
+                attn_scale=0.5,
+            ),
+            image_token_index="<|patch|>",
+        ),
+        processor("Llama4Processor", "Llama4ImageProcessor", settings={"size": SQUARE, "max_patches": 4}),
+        (
+            "<|image|>",
+            "<|patch|>",
+            "<|image_start|>",
+            "<|image_end|>",
+            "<|tile_x_separator|>",
+            "<|tile_y_separator|>",
+        ),
+        image="<|image|>",
+    ),
 }

@@ -1,0 +1,43 @@
+"""What layers of the library want of attention and do not hand on to it, as masks and places are theirs elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+_CHUNKED = "chunked_attention"
+"""What a configuration calls layers whose tokens see those of their own chunk."""
+
+
+def chunk_of(module: Any) -> int | None:
+    """Tokens of the chunks of a sequence within which a layer attends; None: it attends across all."""
+    kinds = getattr(module.config, "layer_types", None) or ()
+    chunked = module.layer_idx < len(kinds) and kinds[module.layer_idx] == _CHUNKED
+    return int(module.config.attention_chunk_size) if chunked else None
+
+
+@dataclass(frozen=True, slots=True)
+class Tempering:
+    """Queries of a layer grow with their places: times 1 + scale · ln(1 + ⌊(place + 1) / floor⌋)."""
+
+    floor: float
+    scale: float
+
+    def of(self, query: Tensor, places: Tensor) -> Tensor:
+        """Queries [n, heads, width], at places int [n]."""
+        factors = ((places.float() + 1.0) / self.floor).floor().log1p() * self.scale + 1.0
+        return (query * factors.view(-1, 1, 1)).to(query.dtype)
+
+
+def take_tempering(text: nn.Module) -> Iterator[tuple[int, Tempering]]:
+    """Has the layers of a text leave their queries as they are, since they would count places from the first token of
+    a batch on; which do it, by their number, and how."""
+    part: Any
+    for part in text.modules():
+        if getattr(part, "attn_temperature_tuning", False):
+            part.attn_temperature_tuning = False
+            if not part.use_rope:
+                yield part.layer_idx, Tempering(float(part.floor_scale), float(part.attn_scale))
