@@ -29,11 +29,12 @@ def compiled(function: Callable[..., None], *, parallel: bool = True, made_of: M
     """Compiled at its first call, and kept on disk where a folder for that can be written.
 
     numba notices changes of the function's own file. What is kept is named after the rest: whether it is on all
-    threads, and the sum of the file that else it is `made_of`.
+    threads, and the sum of the files of the package that else it is `made_of`.
     """
     name = function.__name__ if parallel else f"{function.__name__}_serial"
-    if made_of is not None and made_of.__file__ is not None:
-        name += f"_{zlib.crc32(Path(made_of.__file__).read_bytes()):08x}"
+    if made_of is not None:
+        sources = sorted(path for folder in made_of.__path__ for path in Path(folder).glob("*.py"))
+        name += f"_{zlib.crc32(b''.join(path.read_bytes() for path in sources)):08x}"
     function = FunctionType(function.__code__, function.__globals__, function.__name__)
     function.__qualname__ = name
     options: dict[str, Any] = {"parallel": parallel, "fastmath": _FREEDOMS, "nogil": True, "error_model": "numpy"}

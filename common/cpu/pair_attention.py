@@ -13,9 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.cpu import llvm
+from common.cpu import vectors
 from common.cpu.jit import Array, Typed, compiled, inner
-from common.cpu.llvm import FLOAT, LANES, NOTHING, add_products, highest, to_short_powers
+from common.cpu.vectors.llvm import FLOAT, LANES
+from common.cpu.vectors.powers import highest, to_short_powers
+from common.cpu.vectors.products import NOTHING, add_products
 
 _WIDTH = 64
 """Keys of a panel."""
@@ -166,7 +168,7 @@ def _attend(out: Any, query: Any, panels: Any, lanes: Any, segments: Any, tiles:
 
 
 _pack_kernel = compiled(_pack)
-_attend_kernel = compiled(_attend, made_of=llvm)
+_attend_kernel = compiled(_attend, made_of=vectors)
 _any, _table = numba.uint32[:, :, :], numba.int64[:, ::1]
 _panels, _lanes = numba.uint32[:, :, :, ::1], numba.uint32[:, :, :, :, ::1]
 TYPED = {

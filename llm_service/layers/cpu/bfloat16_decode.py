@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.cpu import llvm
+from common.cpu import vectors
 from common.cpu.jit import Typed, compiled, inner
-from common.cpu.llvm import FLOAT, LANES, add_values, highest, score_keys, to_powers
+from common.cpu.vectors.keys import add_values, score_keys
+from common.cpu.vectors.llvm import FLOAT, LANES
+from common.cpu.vectors.powers import highest, to_powers
 from llm_service.layers.attention.backend import CAUSAL, AttentionKind
 from llm_service.layers.cpu.decode_attention import EVERY, parts
 from llm_service.layers.cpu.pair_kernel import rounded
@@ -158,7 +160,7 @@ def _decode(
         _attend(out[sequence, heads], query[sequence, heads], *given)
 
 
-_kernel = compiled(_decode, made_of=llvm)
+_kernel = compiled(_decode, made_of=vectors)
 _heads, _bits, _cache = numba.float32[:, :, :, ::1], numba.uint32[:, :, ::1], numba.uint16[:, :, :, ::1]
 TYPED = {
     "decode": Typed(

@@ -9,9 +9,10 @@ from typing import Any
 import numba
 import numpy as np
 
-from common.cpu import llvm
+from common.cpu import vectors
 from common.cpu.jit import Array, Typed, compiled, inner
-from common.cpu.llvm import FLOAT, LANES, LINE, ROWS
+from common.cpu.vectors.llvm import FLOAT, LANES, LINE
+from common.cpu.vectors.products import ROWS
 from llm_service.layers.cpu.panel_kernel import AT_ONCE, FEW, TOGETHER, VECTORS, WIDTH, add_rows, task_rows
 
 _STRETCH = 64
@@ -87,7 +88,7 @@ def _product(out: Any, x: Any, panels: Any, bias: Any, most: Any) -> None:
         _multiply(out, packed, panels, bias, np.intp(task) // parts, begin, min(most, rows - begin))
 
 
-_kernel = compiled(_product, made_of=llvm)
+_kernel = compiled(_product, made_of=vectors)
 _matrix, _vector = numba.float32[:, ::1], numba.float32[::1]
 TYPED = {"product": Typed(_kernel, (_matrix, numba.uint32[:, ::1], numba.uint64[:, :, ::1], _vector, numba.intp))}
 _NONE = np.empty(0, np.float32)

@@ -9,9 +9,11 @@ from typing import Any
 import numba
 import numpy as np
 
-from common.cpu import llvm
+from common.cpu import vectors
 from common.cpu.jit import Array, Typed, compiled, inner
-from common.cpu.llvm import FLOAT, HALF_LINES, LANES, LINE, NOTHING, ROWS, add_products, in_pairs, widened_stretch
+from common.cpu.vectors.llvm import FLOAT, LANES, LINE
+from common.cpu.vectors.products import NOTHING, ROWS, add_products, in_pairs, widened_stretch
+from common.cpu.vectors.stored import HALF_LINES
 from llm_service.layers.cpu.selection import wide_vectors
 
 WIDTH = 64
@@ -203,7 +205,7 @@ def _product(out: Any, x: Any, panels: Any, scale: Any, bias: Any, most: Any) ->
         _multiply(out, packed, panels, scale, bias, np.intp(task) // parts, begin, min(most, rows - begin))
 
 
-_kernel = compiled(_product, made_of=llvm)
+_kernel = compiled(_product, made_of=vectors)
 _matrix, _vector = numba.float32[:, ::1], numba.float32[::1]
 TYPED = {
     str(stored): Typed(_kernel, (_matrix, _matrix, stored[:, :, ::1], _vector, _vector, numba.intp))

@@ -15,9 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.cpu import llvm
+from common.cpu import vectors
 from common.cpu.jit import Array, Typed, compiled, inner
-from common.cpu.llvm import FLOAT, LANES, NOTHING, add_products, highest, to_powers, widened
+from common.cpu.vectors.llvm import FLOAT, LANES
+from common.cpu.vectors.powers import highest, to_powers
+from common.cpu.vectors.products import NOTHING, add_products
+from common.cpu.vectors.stored import widened
 from llm_service.layers.attention.backend import CAUSAL, PagedChunk
 
 _ZERO = np.float32(0.0)
@@ -197,7 +200,7 @@ def _attend(
 
 
 _pack_kernel = compiled(_pack)
-_attend_kernel = compiled(_attend, made_of=llvm)
+_attend_kernel = compiled(_attend, made_of=vectors)
 _slots, _packed, _parts = numba.float32[:, :, ::1], numba.float32[:, :, :, ::1], numba.float32[:, :, :, :, ::1]
 _list, _table, _short = numba.int64[::1], numba.int64[:, ::1], numba.uint16[:, :, ::1]
 TYPED = {

@@ -11,17 +11,10 @@ from typing import Any
 import numba
 import numpy as np
 
-from common.cpu import llvm
+from common.cpu import vectors
 from common.cpu.jit import Array, Typed, compiled, inner
-from common.cpu.llvm import (
-    FLOAT,
-    LANES,
-    LINE,
-    NOTHING,
-    add_scaled,
-    scaled_stretch,
-    widened_stretch,
-)
+from common.cpu.vectors.llvm import FLOAT, LANES, LINE
+from common.cpu.vectors.products import NOTHING, add_scaled, scaled_stretch, widened_stretch
 from llm_service.layers.cpu import panel_kernel
 from llm_service.layers.cpu.panel_kernel import (
     AT_A_TIME,
@@ -249,7 +242,7 @@ def _product(
             _many(part, packed, codes, form, scale, kind, zero, unit, bias, ends, np.intp(task) // parts, first)
 
 
-_kernel = compiled(_product, made_of=llvm)
+_kernel = compiled(_product, made_of=vectors)
 _matrix, _vector, _places = numba.float32[:, ::1], numba.float32[::1], numba.int32[::1]
 _weight = (numba.uint8[:, :, ::1], numba.intp, numba.uint8[:, ::1], numba.intp, numba.int8[:, ::1], _vector)
 TYPED = {"product": Typed(_kernel, (_matrix, _matrix, *_weight, _vector, _places, _places, numba.intp))}

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.cpu import llvm
+from common.cpu import vectors
 from common.cpu.jit import Array, Typed, compiled, inner
-from common.cpu.llvm import FLOAT, GELU_BEND, GELU_SLOPE, LANES, gate, gelu_gate
+from common.cpu.vectors.llvm import FLOAT, LANES
+from common.cpu.vectors.powers import GELU_BEND, GELU_SLOPE, gate, gelu_gate
 from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.selection import fused_vectors
 from llm_service.layers.ops import Pair, TorchOps
@@ -109,10 +110,10 @@ _qk_norm_rotary_few, _qk_norm_rotary_many = (
     compiled(_qk_norm_rotary, parallel=False),
     compiled(_qk_norm_rotary),
 )
-_silu_and_mul_few = compiled(_silu_and_mul, parallel=False, made_of=llvm)
-_silu_and_mul_many = compiled(_silu_and_mul, made_of=llvm)
-_gelu_and_mul_few = compiled(_gelu_and_mul, parallel=False, made_of=llvm)
-_gelu_and_mul_many = compiled(_gelu_and_mul, made_of=llvm)
+_silu_and_mul_few = compiled(_silu_and_mul, parallel=False, made_of=vectors)
+_silu_and_mul_many = compiled(_silu_and_mul, made_of=vectors)
+_gelu_and_mul_few = compiled(_gelu_and_mul, parallel=False, made_of=vectors)
+_gelu_and_mul_many = compiled(_gelu_and_mul, made_of=vectors)
 
 _number, _rows, _heads = numba.float32, numba.float32[:, ::1], numba.float32[:, :, ::1]
 _RMS_NORM = _rows, _rows, numba.float32[::1], _number

@@ -51,12 +51,13 @@ def test_one_thread_stays_one_after_a_kernel_has_run() -> None:
 
 
 def test_what_is_kept_on_disk_is_of_the_same_code(tmp_path: Path) -> None:
-    """numba looks at the function's own file; what the function is made of may be in another."""
+    """numba looks at the function's own file; what the function is made of may be in others, of one package."""
     part = types.ModuleType("part")
-    part.__file__ = str(tmp_path / "part.py")
+    part.__path__ = [str(tmp_path)]
+    (tmp_path / "first.py").write_text("first")
     names = []
     for text in ("one", "one", "other"):
-        Path(part.__file__).write_text(text)
+        (tmp_path / "second.py").write_text(text)
 
         def kernel() -> None: ...
 

@@ -1,0 +1,240 @@
+"""Products of rows with weights as they are stored, summed in registers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from common.cpu.vectors.llvm import (
+    FLAG,
+    FLOAT,
+    LINE,
+    SINGLE,
+    VECTOR,
+    WORD,
+    Value,
+    add_pairs,
+    ask,
+    at,
+    constant,
+    load,
+    load_half_lines,
+    load_vector,
+    multiply_add,
+    plus,
+    spread,
+    spread_whole,
+    store,
+    store_half_lines,
+)
+from common.cpu.vectors.stored import HALF_LINES, stored_bytes, widened_line
+
+NOTHING, ROWS = 0, -1
+"""What a product may ask of the memory while it computes: nothing, or the rows of out and x that come next (all of
+them, where rows lie one behind the other, and there are as many inputs as outputs). A number above 0 is for the weights
+that come next: by how many products they are asked for, of which this one does its part."""
+
+_TURN = 4
+"""Inputs of one turn of a product's loop, which costs instructions of its own."""
+
+
+class _Shape(NamedTuple):
+    """The literals of `add_products`."""
+
+    rows: int
+    vectors: int
+    across: int
+    ahead: int
+
+
+def _add_products(
+    _: Any, rows: Any, vectors: Any, across: Any, ahead: Any, stored: Any, _places: Any, _count: Any
+) -> Any:
+    """For each of `rows` rows: out[0:w] += Σ over `count` > 0 inputs of x[input] · weights[input, 0:w].
+
+    x is float32; where weights are of two inputs each, x is two bfloat16 as well, and their products are added one
+    after the other, each sum rounded to float32 (AVX512-BF16's VDPBF16PS).
+    w is 16 · `vectors`, or those of `HALF_LINES`, and the weights of one input are 16 · `across`, of which these are a
+    part. `rows` and `vectors` are literals, of which the product is at most 24 (6 without AVX-512), since the sums stay
+    in registers. `stored` is an array of the type that the weights are stored in. `places` are (address of out, bytes
+    from one row of it to the next, the same of x, address of weights, address of the weights that come next, bytes of
+    them to ask for with each input). `ahead`, a literal, says what is asked of the memory meanwhile.
+    """
+    literals = (rows, vectors, across, ahead)
+    if not all(isinstance(literal, types.IntegerLiteral) for literal in literals):
+        return None  # numba asks again, with what it knows of constants
+    signature = types.void(*literals, stored, types.UniTuple(types.intp, 7), types.intp)
+    shape, kind = _Shape(*(literal.literal_value for literal in literals)), stored.dtype
+
+    def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        _write_products(builder, shape, kind, cgutils.unpack_tuple(builder, given[5]), given[6])
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+def _write_products(builder: Any, shape: _Shape, kind: Any, places: Sequence[Value], count: Value) -> None:
+    """A loop over all inputs; where no weights are waited for, its turns take several, and another loop the rest."""
+    if shape.vectors == HALF_LINES and kind != types.uint32:
+        return  # is compiled, and never called
+    if shape.ahead > NOTHING:
+        _write_turns(builder, shape, kind, places, count, 1)
+        return
+    out, out_step, x, x_step, weights, coming, coming_step = places
+    turns = builder.sdiv(count, WORD(_TURN))
+    done = builder.mul(turns, WORD(_TURN))
+    left = builder.sub(count, done)
+    with builder.if_then(builder.icmp_signed(">", turns, WORD(0))):
+        _write_turns(builder, shape, kind, places, turns, _TURN)
+    with builder.if_then(builder.icmp_signed(">", left, WORD(0))):
+        x = at(builder, x, done, WORD(FLOAT))
+        weights = at(builder, weights, done, WORD(stored_bytes(kind, shape.across)))
+        coming = at(builder, coming, done, coming_step)
+        rest = (out, out_step, x, x_step, weights, coming, coming_step)
+        _write_turns(builder, shape, kind, rest, left, 1)
+
+
+def _write_turns(builder: Any, shape: _Shape, kind: Any, places: Sequence[Value], turns: Value, inputs: int) -> None:
+    """The loop over so many turns of so many inputs each, with the sums of all rows in registers."""
+    (rows, vectors, across, ahead), (out, out_step, x, x_step, weights, coming, coming_step) = shape, places
+    parts, size = range(max(1, vectors)), stored_bytes(kind, across)
+    read, write = (load_half_lines, store_half_lines) if vectors == HALF_LINES else (load_vector, store)
+    ends = [[at(builder, out, WORD(row), out_step, LINE * part) for part in parts] for row in range(rows)]
+    before, begin = builder.block, [[read(builder, end) for end in row] for row in ends]
+    loop, after = builder.append_basic_block("inputs"), builder.append_basic_block("sums")
+    builder.branch(loop)
+
+    builder.position_at_end(loop)
+    turn = builder.phi(WORD)
+    sums = [[builder.phi(VECTOR) for _ in parts] for _ in range(rows)]
+    totals = sums
+    first = builder.mul(turn, WORD(inputs))
+    for step in range(inputs):
+        index = plus(builder, first, step)
+        weight = widened_line(builder, kind, at(builder, weights, first, WORD(size), size * step), vectors)
+        if ahead > NOTHING:
+            for line in range(max(1, size // (LINE * ahead))):
+                ask(builder, at(builder, coming, index, coming_step, LINE * line))
+        if ahead == ROWS and step % 2 == 0:  # every other time is enough for all lines
+            for base, apart in ((out, out_step), (x, x_step)):
+                following = at(builder, base, WORD(rows), apart)
+                ask(builder, at(builder, following, index, WORD(rows * FLOAT)))
+        nexts = []
+        for row in range(rows):
+            place = at(builder, at(builder, x, WORD(row), x_step), first, WORD(FLOAT), FLOAT * step)
+            nexts.append(_added(builder, kind, place, weight, totals[row]))
+        totals = nexts
+    following = builder.add(turn, WORD(1))
+    turn.add_incoming(WORD(0), before)
+    turn.add_incoming(following, loop)
+    for row in range(rows):
+        for part in parts:
+            sums[row][part].add_incoming(begin[row][part], before)
+            sums[row][part].add_incoming(totals[row][part], loop)
+    builder.cbranch(builder.icmp_signed("<", following, turns), loop, after)
+
+    builder.position_at_end(after)
+    for row in range(rows):
+        for part in parts:
+            write(builder, totals[row][part], ends[row][part])
+
+
+def _added(builder: Any, kind: Any, place: Value, weight: Sequence[Value], totals: Sequence[Value]) -> list[Value]:
+    """Sums with the products of one input, whose number is at an address."""
+    if kind == types.uint64:
+        both = spread_whole(builder, load(builder, place, FLAG))
+        return [add_pairs(builder, total, both, part) for total, part in zip(totals, weight, strict=True)]
+    number = spread(builder, load(builder, place, SINGLE))
+    return [multiply_add(builder, number, part, total) for total, part in zip(totals, weight, strict=True)]
+
+
+def _in_pairs(_: Any, stored: Any) -> Any:
+    """Whether an array holds bfloat16 of two outputs each, which the compiler knows."""
+
+    def generate(_context: Any, _builder: Any, _signature: Any, _given: Any) -> Value:
+        return ir.IntType(1)(stored.dtype == types.uint32)
+
+    return types.boolean(stored), generate
+
+
+def _widened_stretch(_: Any, vectors: Any, stored: Any, _wide: Any, _weights: Any, _count: Any) -> Any:
+    """Makes float32 of weights as they are stored, 16 · `vectors` for each of `count` inputs: from one address to
+    another, of which it gives back the one that has float32."""
+    if not isinstance(vectors, types.IntegerLiteral):
+        return None
+    signature = types.intp(vectors, stored, types.intp, types.intp, types.intp)
+    many, kind = vectors.literal_value, stored.dtype
+
+    def generate(_context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        _, _, wide, weights, count = given
+        if kind == types.float32:
+            return weights
+        with cgutils.for_range(builder, count) as loop:
+            place = at(builder, weights, loop.index, WORD(stored_bytes(kind, many)))
+            for part, number in enumerate(widened_line(builder, kind, place, many)):
+                store(builder, number, at(builder, wide, loop.index, WORD(LINE * many), LINE * part))
+        return wide
+
+    return signature, generate
+
+
+def _scaled_stretch(
+    _: Any, vectors: Any, together: Any, stored: Any, _places: Any, _constants: Any, _count: Any
+) -> Any:
+    """Makes (number − zero) · scale of numbers as they are stored, 16 · `vectors` for each of `count` inputs. `places`
+    are (address of float32, bytes from some vectors of it to the next, address of the numbers); `together` vectors lie
+    side by side for each input. `constants` are the addresses of scales and zeros, float32, one for each output."""
+    if not all(isinstance(literal, types.IntegerLiteral) for literal in (vectors, together)):
+        return None
+    pair = types.UniTuple(types.intp, 2)
+    signature = types.void(vectors, together, stored, types.UniTuple(types.intp, 3), pair, types.intp)
+    many, few, kind = vectors.literal_value, together.literal_value, stored.dtype
+
+    def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        wide, apart, numbers = cgutils.unpack_tuple(builder, given[3])
+        bases = cgutils.unpack_tuple(builder, given[4])
+        scales, zeros = (
+            [load(builder, plus(builder, base, LINE * part), VECTOR) for part in range(many)] for base in bases
+        )
+        with cgutils.for_range(builder, given[5]) as loop:
+            place = at(builder, numbers, loop.index, WORD(stored_bytes(kind, many)))
+            for part, number in enumerate(widened_line(builder, kind, place, many)):
+                scaled = builder.fmul(builder.fsub(number, zeros[part]), scales[part])
+                tile = at(builder, wide, WORD(part // few), apart, LINE * (part % few))
+                store(builder, scaled, at(builder, tile, loop.index, WORD(LINE * few)))
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+def _add_scaled(_: Any, vectors: Any, _places: Any, _apart: Any, _of_x: Any) -> Any:
+    """total += (part − zero · of_x) · scale, and part = 0, of 16 · `vectors` numbers each. `places` are the addresses
+    of totals, parts, scales and zeros; the first two are so many bytes further on."""
+    if not isinstance(vectors, types.IntegerLiteral):
+        return None
+    signature = types.void(vectors, types.UniTuple(types.intp, 4), types.intp, types.float32)
+    many = vectors.literal_value
+
+    def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        totals, parts, scales, zeros = cgutils.unpack_tuple(builder, given[1])
+        less = spread(builder, builder.fneg(given[3]))
+        for line in range(0, LINE * many, LINE):
+            total, part = (at(builder, base, given[2], WORD(1), line) for base in (totals, parts))
+            scale, zero = (load(builder, plus(builder, base, line), VECTOR) for base in (scales, zeros))
+            without = multiply_add(builder, less, zero, load(builder, part, VECTOR))
+            store(builder, multiply_add(builder, without, scale, load(builder, total, VECTOR)), total)
+            store(builder, constant(0.0), part)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+add_products: Any = intrinsic(_add_products)
+in_pairs: Any = intrinsic(_in_pairs)
+widened_stretch: Any = intrinsic(_widened_stretch)
+scaled_stretch: Any = intrinsic(_scaled_stretch)
+add_scaled: Any = intrinsic(_add_scaled)
