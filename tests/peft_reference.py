@@ -11,6 +11,7 @@ import torch
 from tests import reference
 
 from peft import LoraConfig, PeftModel, get_peft_model  # isort: skip - it imports transformers
+from peft.utils.other import get_pattern_key  # isort: skip
 
 
 class PeftReference:
@@ -45,6 +46,11 @@ class PeftReference:
                 return reference.reference_generate(self._directory, inputs, tokens, by=own)
         self._model.set_adapter(self._names[number - 1])
         return reference.reference_generate(self._directory, inputs, tokens, by=own)
+
+
+def fits_for_peft(pattern: str, name: str) -> bool:
+    """Whether peft takes what `rank_pattern` or `alpha_pattern` has for a pattern as said of a module."""
+    return get_pattern_key([pattern], name) == pattern != name
 
 
 def _config(given: Mapping[str, Any]) -> LoraConfig:

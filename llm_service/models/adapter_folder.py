@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llm_service.models.name_patterns import Budget, NamePattern, PatternError
 from llm_service.plan import Adapter, AdapterError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -23,8 +24,7 @@ _MAX_HEADER = 4 << 20
 """Bytes of the table of tensors: some hundred for each."""
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _TENSOR = re.compile(r"base_model\.model\.(?P<target>[\w.]+)\.lora_(?P<half>[AB])\.weight")
-_PLAIN = re.compile(r"\^?[\w.]+")
-"""Of patterns of names, which are regular expressions to peft, those that are names."""
+_MOST_PATTERNS = 4096
 _STEM = re.compile(r"^(?:model\.language_model|language_model\.model|model\.text_model|model)\.(?=layers\.)")
 _SAYS_NOTHING = frozenset(
     {
@@ -67,7 +67,7 @@ def read(root: str, path: str, adaptable: Adaptable) -> Adapter:
     config = _config(_content(folder / CONFIG, inside, _MAX_CONFIG), adaptable.bases)
     weights = _content(folder / WEIGHTS, inside, adaptable.max_bytes)
     pairs = _pairs(weights, adaptable)
-    scales = {target: _scale(config, name, rank, adaptable.max_rank) for target, (name, rank) in pairs.items()}
+    scales = _scales(config, pairs, adaptable.max_rank)
     digest = hashlib.sha256(json.dumps(scales, sort_keys=True).encode() + weights).digest()
     return Adapter(digest, max(rank for _, rank in pairs.values()), weights, scales)
 
@@ -179,29 +179,51 @@ def _check_places(entries: list[tuple[str, tuple[int, ...], tuple[int, ...]]], s
         raise AdapterError(f"{WEIGHTS} is cut off, or has more than its table says")
 
 
-def _scale(config: Mapping[str, Any], name: str, rank: int, max_rank: int) -> float:
-    """What B A is multiplied with: alpha / r, or alpha / √r with `use_rslora` (Kalajdzievski 2023)."""
-    if rank > max_rank:
-        raise AdapterError(f"its rank is {rank}; --max-lora-rank is {max_rank}")
-    stated, alpha = _stated(config, "r", "rank_pattern", name), _stated(config, "lora_alpha", "alpha_pattern", name)
-    if stated != rank:
-        raise AdapterError(f"{CONFIG} and {WEIGHTS} do not agree about ranks")
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+class _Patterns:
+    """What a config states of all matrices in one field, and of those whose names fit a pattern in another."""
+
+    def __init__(self, config: Mapping[str, Any], field: str, patterns: str, budget: Budget) -> None:
+        given = config.get(patterns) or {}
+        if not isinstance(given, dict) or len(given) > _MOST_PATTERNS:
+            raise AdapterError(f"{patterns} is not a table of at most {_MOST_PATTERNS} names")
+        self._field, self._patterns, self._budget = field, patterns, budget
+        self._value = config.get(field)
+        self._given = [(pattern, self._read(pattern), value) for pattern, value in given.items()]
+
+    def _read(self, pattern: str) -> NamePattern:
+        try:
+            return NamePattern(pattern)
+        except PatternError as error:
+            raise self._refusal(pattern, error) from error
+
+    def of(self, name: str) -> float:
+        """What is stated of the matrix that peft knows by a name: by the first pattern that fits, else of all."""
+        value = next((value for pattern, read, value in self._given if self._fits(pattern, read, name)), self._value)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise AdapterError(f"{self._field} is not a number")
+        return value
+
+    def _fits(self, pattern: str, read: NamePattern, name: str) -> bool:
+        try:
+            return read.fits(name, self._budget)
+        except PatternError as error:
+            raise self._refusal(pattern, error) from error
+
+    def _refusal(self, pattern: str, error: PatternError) -> AdapterError:
+        return AdapterError(f"{self._patterns} has a pattern that {error}: {pattern[:64]!r}")
 
 
-def _stated(config: Mapping[str, Any], field: str, patterns: str, name: str) -> float:
-    """What is said of the matrix that peft knows by a name: the first pattern that fits, else what is said of all."""
-    given = config.get(patterns) or {}
-    if not isinstance(given, dict):
-        raise AdapterError(f"{patterns} is not a table of names")
-    value = config.get(field)
-    for pattern, other in given.items():
-        if not _PLAIN.fullmatch(pattern):
-            raise AdapterError(f"{patterns} has a pattern that is no name: {pattern[:64]!r}")
-        whole = pattern.removeprefix("^")
-        if name == whole or (whole == pattern and name.endswith(f".{pattern}")):
-            value = other
-            break
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise AdapterError(f"{field} is not a number")
-    return value
+def _scales(config: Mapping[str, Any], pairs: Mapping[str, tuple[str, int]], max_rank: int) -> dict[str, float]:
+    """What B A is multiplied with, by what it adapts: alpha / r, or alpha / √r with `use_rslora` (Kalajdzievski
+    2023)."""
+    budget = Budget()
+    ranks = _Patterns(config, "r", "rank_pattern", budget)
+    alphas = _Patterns(config, "lora_alpha", "alpha_pattern", budget)
+    scales: dict[str, float] = {}
+    for target, (name, rank) in pairs.items():
+        if rank > max_rank:
+            raise AdapterError(f"its rank is {rank}; --max-lora-rank is {max_rank}")
+        if ranks.of(name) != rank:
+            raise AdapterError(f"{CONFIG} and {WEIGHTS} do not agree about ranks")
+        scales[target] = alphas.of(name) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return scales

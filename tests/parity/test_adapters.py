@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from llm_service.layers.adapters import AdapterKernel
+from llm_service.models.name_patterns import Budget, NamePattern
 from llm_service.request import SamplingParams
 from tests.adapters import ALL, ATTENTION
 from tests.parity.local_engine import LocalEngine, make_prompt
-from tests.peft_reference import PeftReference
+from tests.peft_reference import PeftReference, fits_for_peft
 from tests.pictures import noise
+from tests.unit.llm_service.test_name_patterns import NAMES, WRITTEN
 
 TOKENS = 12
 GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.0)
@@ -32,8 +34,8 @@ def configs(family: str) -> list[dict[str, Any]]:
             "r": 4,
             "lora_alpha": 8,
             "target_modules": rf"model\.language_model\.layers\..*\.({'|'.join(ALL)})",
-            "rank_pattern": {"v_proj": 2, "up_proj": 6},
-            "alpha_pattern": {f"^model.language_model.layers.{attends}.self_attn.o_proj": 16, "down_proj": 4},
+            "rank_pattern": {"v_proj": 2, r"layers\.\d+\..*(up|none)_proj": 6},
+            "alpha_pattern": {rf"^model\..*\.[{attends}]\.self_attn.o_proj": 16, r"(.*\.)?layers.[0-9]+.*down_proj": 4},
         },
         {"r": 8, "lora_alpha": 16, "target_modules": list(ATTENTION), "use_rslora": True},
         {
@@ -73,6 +75,12 @@ def test_the_files_are_those_that_peft_writes(checkpoints: Callable[..., Path], 
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["peft_version"]
     assert all(config[field] == value for field, value in given.items())
+
+
+@pytest.mark.parametrize("pattern", WRITTEN)
+def test_a_pattern_of_names_fits_what_it_fits_for_peft(pattern: str) -> None:
+    read, budget = NamePattern(pattern), Budget()
+    assert [read.fits(name, budget) for name in NAMES] == [fits_for_peft(pattern, name) for name in NAMES]
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.soak)])

@@ -63,6 +63,9 @@ def test_what_is_read_and_what_it_is_scaled_with(tmp_path: Path) -> None:
     patterns = {"rank_pattern": {"up_proj": 3}, "alpha_pattern": {"^model.language_model.layers.0.mlp.up_proj": 6}}
     write(tmp_path / "two", both, {"r": 2, "lora_alpha": 4, **patterns})
     assert read(str(tmp_path), "two", ADAPTABLE).scales == dict.fromkeys(SHAPES, 2.0)
+    patterns = {"rank_pattern": {r"layers\.\d+\.mlp.*": 3}, "alpha_pattern": {r".*(up|down)_proj": 6, "up_proj": 9}}
+    write(tmp_path / "two", both, {"r": 2, "lora_alpha": 4, **patterns})
+    assert read(str(tmp_path), "two", ADAPTABLE).scales == dict.fromkeys(SHAPES, 2.0), "the first that fits counts"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +79,10 @@ def test_what_is_read_and_what_it_is_scaled_with(tmp_path: Path) -> None:
         ({"init_lora_weights": "pissa"}, "init_lora_weights"),
         ({"base_model_name_or_path": "someone/other"}, "'other', which is not served here"),
         ({"r": 3}, "do not agree about ranks"),
-        ({"rank_pattern": {"(a+)+$": 2}}, "no name"),
+        ({"rank_pattern": {"(?!up)q_proj": 2}}, "rank_pattern has a pattern that has what is not read here"),
+        ({"alpha_pattern": {"x" * 2000: 2}}, "alpha_pattern has a pattern that has more than 1024 characters"),
+        ({"alpha_pattern": {str(number): 2 for number in range(5000)}}, "not a table of at most 4096"),
+        ({"rank_pattern": ["q_proj"]}, "rank_pattern is not a table"),
         ({"lora_alpha": "4"}, "lora_alpha is not a number"),
         ({"lora_alpha": float("inf")}, "lora_alpha is not a number"),
     ],
