@@ -15,7 +15,8 @@ from common.media.item import Header, Key, Url
 from common.stages import Stage, add
 from llm_service.encoders.breaker import RetryBudget
 from llm_service.encoders.encoder_cache import CacheEntry, EncoderCache
-from llm_service.encoders.identity import HeaderCache, Identity, KnownHeader, given_by
+from llm_service.encoders.header_cache import HeaderCache, KnownHeader
+from llm_service.encoders.identity import Identity, given_by
 from llm_service.encoders.parallel_streams import ParallelStreams, open_parallel
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.replica import Asking, Replica

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.media.item import Grid, Header, Modality, PromptPart
-from llm_service.encoders.identity import HeaderCache
+from llm_service.encoders.header_cache import HeaderCache
 
 
 def header(name: bytes, *, cached: bool = False, text: str = "") -> Header:
