@@ -17,6 +17,7 @@ class Mixer(Enum):
 
     ATTENTION = "attention"
     GATED_DELTA_NET = "gated delta net"
+    SHORT_CONVOLUTION = "short convolution"
 
 
 class FeedForwardKind(Enum):
@@ -112,13 +113,15 @@ class Family:
     that it goes with, each of which decides what layers have (`registry.TEXT_FAMILIES`); empty: it has its own.
 
     Layers: `attention_bias`, queries, keys and values have biases; `qk_norm`, each query and key head is normed before
-    it is rotated; `output_gate`, each head of queries has a gate for what is attended to; `norms`, which there are, and
+    it is rotated; `output_gate`, each head of queries has a gate for what is attended to, number by number, and
+    `head_gates`, one for all of it; `norms`, which there are, and
     `zero_centred_norms`, those of layers and heads scale by 1 + weight; `scaled_embeddings`, those of tokens are
     multiplied by the root of their width; `rotary_neighbours`, the two numbers of a rotary pair are neighbours in
     checkpoints; `fused_gates`, these have gates and what they open as one matrix; `mrope_interleaved`, rotary pairs are
     dealt out to time, height and width in turns, and `rotary_share`, so much of a head is rotated, unless the
     checkpoint says otherwise. `mixers`: what config.json's `layer_types` stand for; a family has windows where
-    `SLIDING` is among them. `text_defaults`: what holds of the decoder where config.json leaves it out.
+    `SLIDING` is among them. `text_defaults`: what holds of the decoder where config.json leaves it out. `part_names`:
+    what the library calls parts of layers, and the decoder otherwise.
     """
 
     modalities: Mapping[Modality, InPrompt]
@@ -130,6 +133,7 @@ class Family:
     attention_bias: bool = False
     qk_norm: bool = False
     output_gate: bool = False
+    head_gates: bool = False
     norms: LayerNorms = LayerNorms()
     zero_centred_norms: bool = False
     scaled_embeddings: bool = False
@@ -139,3 +143,4 @@ class Family:
     rotary_share: float = 1.0
     text_defaults: Mapping[str, Any] = field(default_factory=dict)
     mixers: Mapping[str, Mixer] = field(default_factory=lambda: {FULL: Mixer.ATTENTION})
+    part_names: Mapping[str, str] = field(default_factory=dict)

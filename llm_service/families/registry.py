@@ -11,6 +11,7 @@ from llm_service.families.family import WINDOWED, Family
 from llm_service.families.gemma3 import GEMMA3_TEXT
 from llm_service.families.glm4v import GLM4V_TEXT, GLM_OCR_TEXT
 from llm_service.families.internvl import INTERNVL
+from llm_service.families.lfm import LFM2, LFM3
 from llm_service.families.qwen2_audio import QWEN2_AUDIO
 from llm_service.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from llm_service.families.qwen3_5 import QWEN3_5
@@ -32,6 +33,8 @@ TEXT_FAMILIES: Final = {
     "gemma3_text": GEMMA3_TEXT,
     "glm4v_text": GLM4V_TEXT,
     "glm_ocr_text": GLM_OCR_TEXT,
+    "lfm2": LFM2,
+    "lfm3": LFM3,
     "llama": Family({}),
     "ministral3": Family({}, mixers=WINDOWED, text_defaults={"use_sliding_window": True, "sliding_window": None}),
     "mistral": Family({}, mixers=WINDOWED, text_defaults={"use_sliding_window": True}),

@@ -16,6 +16,7 @@ from llm_service.layers.mixer import MixerPart, Rotary
 from llm_service.layers.mlp import MLP
 from llm_service.layers.ops import RMSNorm
 from llm_service.layers.self_attention import SelfAttention
+from llm_service.layers.short_convolution import ShortConvolution
 from llm_service.models.config import TextConfig
 
 
@@ -39,6 +40,7 @@ def _experts(config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> Spar
 MIXERS: dict[Mixer, Callable[[LayerKind, TextConfig, TensorGroup, torch.dtype], MixerPart]] = {
     Mixer.ATTENTION: SelfAttention,
     Mixer.GATED_DELTA_NET: lambda _, *given: GatedDeltaNet(*given),
+    Mixer.SHORT_CONVOLUTION: lambda _, *given: ShortConvolution(*given),
 }
 FEED_FORWARDS: dict[FeedForwardKind, Callable[[TextConfig, TensorGroup, torch.dtype], nn.Module]] = {
     FeedForwardKind.DENSE: _dense,

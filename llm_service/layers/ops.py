@@ -241,6 +241,8 @@ def kept_shares(frequencies: Tensor, theta: float, scaling: RotaryScaling) -> Te
         turns = scaling.original * frequencies / (2 * math.pi)
         return ((turns - scaling.slow) / (scaling.fast - scaling.slow)).clamp(0, 1)
     count = len(frequencies)
+    if scaling.kind == "proportional":
+        return (torch.arange(count, device=frequencies.device) < int(scaling.share * count)).float()
 
     def pair_of(turns: float) -> float:
         return count * math.log(scaling.original / (2 * math.pi * turns)) / math.log(theta)

@@ -42,6 +42,9 @@ class SelfAttention(nn.Module):
             order=self._order(config),
         )
         self.o = PackedLinear(query, {"o_proj": whole}, bias=False, dtype=dtype)
+        self.head_gates: PackedLinear | None = None
+        if family.head_gates:  # few
+            self.head_gates = PackedLinear(whole, {"g_proj": own}, bias=False, dtype=dtype, rounds=False)
 
         def norm() -> RMSNorm:
             return RMSNorm(self.head_dim, config.norm_eps, dtype, zero_centred=family.zero_centred_norms)
@@ -70,7 +73,10 @@ class SelfAttention(nn.Module):
         there are gates these, [n, heads, head_dim]."""
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
         rotated = self.ops.qk_norm_rotary(heads, rotary, self.heads, self.kv_heads, self.gains, self.eps)
-        return self.parts(rotated, heads)
+        parts = self.parts(rotated, heads)
+        if self.head_gates is None:
+            return parts
+        return *parts, self.head_gates(x).unsqueeze(2).expand(-1, -1, self.head_dim)
 
     def parts(self, rotated: Tensor, heads: Tensor) -> tuple[Tensor, ...]:
         """What `mix` takes, from rotated queries and keys [n, heads + kv_heads, head_dim], and all heads as they are

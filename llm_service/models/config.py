@@ -29,7 +29,7 @@ class RotaryScaling:
     """How rotary pairs turn that are made to reach further than a model was trained for: those that turn fast in
     `original` tokens as before, slow ones `factor` times as slowly, and between `slow` and `fast` turns partly. `kind`
     is linear (all are slow), llama3 or yarn. What is turned grows by `magnitude`; `truncate`: yarn's bounds are whole
-    pairs."""
+    pairs. Or, of the kind proportional, the first `share` of the pairs turn as before, and no others."""
 
     kind: str
     factor: float
@@ -38,6 +38,7 @@ class RotaryScaling:
     fast: float = 1.0
     magnitude: float = 1.0
     truncate: bool = True
+    share: float = 1.0
 
     @classmethod
     def of(cls, rope: Mapping[str, Any], max_position: int) -> RotaryScaling | None:
@@ -63,7 +64,12 @@ class RotaryScaling:
                 magnitude=_yarn_magnitude(rope, factor),
                 truncate=bool(rope.get("truncate", True)),
             )
+        if kind == _PROPORTIONAL and rope.get("factor", 1.0) == 1.0:
+            return cls(kind, math.inf, share=float(rope.get("partial_rotary_factor", 1.0)))
         raise CheckpointError(f"rotary scaling {kind} is not supported")
+
+
+_PROPORTIONAL = "proportional"
 
 
 def _yarn_magnitude(rope: Mapping[str, Any], factor: float) -> float:
@@ -94,7 +100,8 @@ class RotaryConfig:
         cls, rope: Mapping[str, Any], text: Mapping[str, Any], family: Family, head_dim: int, max_position: int
     ) -> RotaryConfig:
         """Of the rotary settings `rope` of a text. Raises CheckpointError as `RotaryScaling.of`, and KeyError."""
-        dim = int(head_dim * rope.get("partial_rotary_factor", text.get("partial_rotary_factor", family.rotary_share)))
+        share = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", family.rotary_share))
+        dim = head_dim if rope.get("rope_type") == _PROPORTIONAL else int(head_dim * share)
         sections = tuple(rope.get("mrope_section") or text.get("mrope_section") or (dim // 2, 0, 0))
         if len(sections) != 3 or sum(sections) != dim // 2:
             raise CheckpointError("mrope_section does not fill what is rotated of a head")
@@ -119,7 +126,7 @@ class TextConfig:
     """Shape of a decoder. Sizes count elements; `mixers` has one for each layer, and `windows`, where it is not empty,
     how many tokens one sees there, 0: all; in layers with a window heads are rotated by `window_rotary`, if there is
     one. `spans`: in which layers rows of one run see each other. `attention_scale` is what products of queries and keys
-    are multiplied by, None: head_dim^-0.5.
+    are multiplied by, None: head_dim^-0.5. Short convolutions see `convolution_width` tokens.
 
     Where `experts` is above 0, every `sparse_step`-th layer but those in `dense_layers` is a mixture of experts, with a
     shared one beside them where `shared_expert_size` is above 0.
@@ -144,6 +151,7 @@ class TextConfig:
     sparse_step: int = 1
     dense_layers: frozenset[int] = frozenset()
     delta_net: DeltaNetConfig | None = None
+    convolution_width: int = 0
     activation: Activation = Activation.SILU
     windows: tuple[int, ...] = ()
     window_rotary: RotaryConfig | None = None
@@ -202,12 +210,12 @@ class TextConfig:
                 family=family,
                 vocab_size=int(text["vocab_size"]),
                 hidden_size=int(text["hidden_size"]),
-                intermediate_size=int(text.get("intermediate_size", 0) if experts else text["intermediate_size"]),
+                intermediate_size=int(text.get("intermediate_size", 0)) if experts else _inner_size(text),
                 mixers=mixers,
                 heads=heads,
                 kv_heads=int(text.get("num_key_value_heads") or heads),
                 head_dim=head_dim,
-                norm_eps=float(text.get("rms_norm_eps", 1e-6)),
+                norm_eps=float(text.get("rms_norm_eps", text.get("norm_eps", 1e-6))),
                 rotary=RotaryConfig.of(rope, *rotated),
                 tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
                 max_position=max_position,
@@ -218,6 +226,7 @@ class TextConfig:
                 sparse_step=int(text.get("decoder_sparse_step", 1)),
                 dense_layers=frozenset(text.get("mlp_only_layers") or ()),
                 delta_net=_delta_net(text) if Mixer.GATED_DELTA_NET in mixers else None,
+                convolution_width=_convolution_width(text) if Mixer.SHORT_CONVOLUTION in mixers else 0,
                 activation=Activation(activation),
                 windows=_windows(text, types),
                 window_rotary=None if window_rope is None else RotaryConfig.of(window_rope, *rotated),
@@ -286,3 +295,25 @@ def _delta_net(text: dict[str, Any]) -> DeltaNetConfig:
         value_dim=int(text["linear_value_head_dim"]),
         width=int(text["linear_conv_kernel_dim"]),
     )
+
+
+def _convolution_width(text: Mapping[str, Any]) -> int:
+    if text.get("conv_bias"):
+        raise CheckpointError("short convolutions with biases are not supported")
+    return int(text["conv_L_cache"])
+
+
+def _inner_size(text: Mapping[str, Any]) -> int:
+    """Numbers between the two products of a feed-forward part. Some configurations state what would be with two
+    matrices, for which there are three as large together: of a multiple of so many.
+
+    >>> stated = {"intermediate_size": 1000, "block_auto_adjust_ff_dim": True, "block_multiple_of": 256}
+    >>> _inner_size(stated), _inner_size({**stated, "block_auto_adjust_ff_dim": False})
+    (768, 1000)
+    """
+    size = int(text["intermediate_size"])
+    if not text.get("block_auto_adjust_ff_dim"):
+        return size
+    multiple = int(text.get("block_multiple_of", 256))
+    size = int(text.get("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+    return -(-size // multiple) * multiple

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from common.checkpoint import CheckpointError
 from common.library_models import class_of, decoder_of
+from llm_service.families.registry import TEXT_FAMILIES
 from llm_service.models.loader import HEAD
 
 _EXPERT = ".experts."
@@ -52,13 +53,22 @@ class _Names:
         if not (inner and table and head):
             raise CheckpointError(f"{type(model).__name__} does not keep its text layers apart")
         self._inner, self._outer = f"{inner}.", {table: "embed_tokens", head: "lm_head"}
+        family = TEXT_FAMILIES.get(model.config.get_text_config(decoder=True).model_type)
+        self._parts = {} if family is None else family.part_names
 
     def own(self, name: str) -> str | None:
         """The decoder's name of a tensor; None where it has none."""
         module, _, kind = name.rpartition(".")
         if (own := self._outer.get(module)) is not None:
             return f"{own}.{kind}"
-        return name.removeprefix(self._inner) if name.startswith(self._inner) else None
+        return self._renamed(name.removeprefix(self._inner)) if name.startswith(self._inner) else None
+
+    def _renamed(self, name: str) -> str:
+        for theirs, own in self._parts.items():
+            before, found, behind = f".{name}".partition(f".{theirs}.")
+            if found:
+                return f"{before}.{own}.{behind}".removeprefix(".")
+        return name
 
 
 def _renamed(model: Any, stored: Iterable[str]) -> dict[str, tuple[str, bool]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from array import array
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from common.checkpoint import Checkpoint, CheckpointError
 from common.library_models import describe
+from llm_service.engine.sequence import Sequence
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.models import trial
@@ -163,6 +165,24 @@ def test_drafts_change_no_token(served: Served, prompts: list[Prompt], said: lis
     engine = served.engine(speculative_tokens=4)
     assert [outcome.tokens for outcome in engine.run(prompts, GREEDY)] == said
     assert engine.scheduler.counters.draft_tokens > 0
+
+
+def test_drafts_change_no_token_where_layers_keep_the_last_tokens(tmp_path: Path) -> None:
+    """Of each three drafts the last is wrong, and what short convolutions kept of it is not gone on from."""
+    served, library = Served.of(make("lfm2_vl", tmp_path)), Reference(tmp_path)
+    parts = PROMPTS["one picture"]
+    given = library.inputs(parts)
+    expected = library.tokens(given)
+
+    def foreseen(sequence: Sequence, count: int) -> array[int]:
+        done = len(sequence.tokens) - given["input_ids"].shape[1]
+        right = expected[done : done + min(3, count)]
+        return array("i", [*right[:-1], *[token ^ 1 for token in right[-1:]]])
+
+    engine = served.engine(speculative_tokens=3, draft=foreseen)
+    assert engine.run([served.prompt(parts)], GREEDY)[0].tokens == expected
+    counters = engine.scheduler.counters
+    assert 0 < counters.accepted_draft_tokens < counters.draft_tokens
 
 
 def test_the_text_as_a_model_of_its_own_proposes_what_it_says(

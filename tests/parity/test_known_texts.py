@@ -50,6 +50,7 @@ KINDS = (
     "internvl",
     "cosmos3_omni",  # levels of deepstack; positions on three axes
     "gemma3",  # windows shorter than prompts, rows that see each other, norms behind parts, gelu, two rotary bases
+    "lfm3_vl",  # short convolutions, gates of heads, rotary positions of half of the pairs
     "glm4v",  # rotary pairs that are neighbours, on three axes; gates and what they open as one matrix
 )
 SCALED: dict[str, dict[str, Any]] = {
@@ -239,6 +240,12 @@ def test_heads_that_divide_the_whole_width_are_tried_as_wide_as_they_are() -> No
     text.rope_parameters = rope
     assert try_ours_of(config, lambda: drawn_prompt(config)).spans is SpanRule.NOWHERE
     assert (text.num_attention_heads, text.hidden_size) == (4, 512)
+
+
+def test_lfm_2_has_other_names_and_no_gates() -> None:
+    """LFM3, which is compared as a whole, has both."""
+    config = config_of_recipe("lfm2_vl")
+    assert try_ours_of(config, lambda: drawn_prompt(config)).spans is SpanRule.NOWHERE
 
 
 def test_a_text_that_asks_for_what_our_decoder_lacks_is_the_library_s(tmp_path: Path) -> None:

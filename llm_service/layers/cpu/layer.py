@@ -62,12 +62,12 @@ class FewRows:
     @classmethod
     def of(cls, layer: DecoderLayer) -> FewRows | None:
         """None where the layer is, or is made of, others than these classes themselves, since a subclass may compute
-        otherwise; where sums over ranks come between, a weight does not lie in panels, or the processor lacks the
-        vectors that the kernel of gates is written for."""
+        otherwise; where sums over ranks come between, heads have gates of a product of their own, a weight does not lie
+        in panels, or the processor lacks the vectors that the kernel of gates is written for."""
         attention, mlp = layer.mixer, layer.mlp
         if type(layer) is not DecoderLayer or type(mlp) is not MLP or type(attention) is not SelfAttention:
             return None
-        if layer.ranks > 1 or not fused_vectors():
+        if layer.ranks > 1 or attention.head_gates is not None or not fused_vectors():
             return None
         linears = (attention.qkv, attention.o, mlp.gate_up, mlp.down)
         forms = [(linear.laid_out, linear.bias) for linear in linears]

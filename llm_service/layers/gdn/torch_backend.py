@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llm_service.layers.cache_spec import Segment, StateCache
+from llm_service.layers.convolution import Steps, convolve_run, convolve_steps
 from llm_service.layers.gdn.backend import CHUNK, GdnInput, GdnShape, GdnWeights
 
 FEW = 16
@@ -64,32 +65,6 @@ class TorchBackend:
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
-    """Tokens that are computed one by one, each of another sequence: `rows` int64 [s] in the batch, `slots` int64 [s]
-    of their states, and whether each is its sequence's first, bool [s]."""
-
-    rows: Tensor
-    slots: Tensor
-    fresh: Tensor
-
-    @classmethod
-    def of(cls, rounds: Sequence[Sequence[Segment]], device: torch.device) -> list[Steps]:
-        """Of rounds of segments of one token."""
-        found: list[Steps] = []
-        for segments in rounds:
-            numbers = [[segment.begin, segment.slot, segment.fresh] for segment in segments]
-            rows, slots, fresh = torch.tensor(numbers, dtype=torch.int64).t().contiguous().to(device)
-            found.append(cls(rows, slots, fresh.bool()))
-        return found
-
-    def read(self, pool: Tensor) -> Tensor:
-        """The states [s, …] of a pool [slots, …], zeros for those that begin: what is in their slots may be no
-        number."""
-        states = pool[self.slots]
-        return states.masked_fill_(self.fresh.view(-1, *[1] * (pool.dim() - 1)), 0)
-
-
-@dataclass(frozen=True, slots=True)
 class TorchBatch:
     """A batch of torch's operators."""
 
@@ -116,7 +91,7 @@ class TorchBatch:
         for begin in range(run.begin, run.end, CHUNK):
             part = slice(begin, min(begin + CHUNK, run.end))
             mixed, before = convolve_run(qkv[part], before, weights.conv)
-            query, key, value = (each.movedim(0, -2) for each in heads(self.shape, mixed.float()))
+            query, key, value = (each.movedim(0, -2) for each in heads(self.shape, functional.silu(mixed).float()))
             read, state = chunk(query, key, value, g[part].movedim(0, -1), beta[part].movedim(0, -1), state)
             out[part] = read.movedim(-2, 0).flatten(1)
         cache.write(run, [before, state.flatten(0, 1)])
@@ -127,7 +102,7 @@ class TorchBatch:
         convolution, recurrent = cache.tensors
         mixed, after = convolve_steps(qkv[steps.rows], steps.read(convolution), weights.conv)
         convolution[steps.slots] = after
-        query, key, value = heads(self.shape, mixed.float())
+        query, key, value = heads(self.shape, functional.silu(mixed).float())
         states = steps.read(recurrent).unflatten(1, (-1, self.shape.group))
         read = step(query, key, value, g[steps.rows], beta[steps.rows], states)
         out[steps.rows] = read.flatten(1).to(out.dtype)
@@ -138,25 +113,6 @@ def gates(a: Tensor, b: Tensor, weights: GdnWeights) -> tuple[Tensor, Tensor]:
     """The logarithm of what is left of a state, and how much of it is made anew: g and β, float32 [n, value_heads]."""
     g = -weights.a_log.float().exp() * functional.softplus(a.float() + weights.dt_bias.float())
     return g, b.sigmoid().float()
-
-
-def convolve_run(x: Tensor, before: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Convolution and SiLU of a run: x [m, channels] behind the tokens [channels, width − 1], weight [channels, width]
-    → [m, channels], and the last tokens, [channels, width − 1]."""
-    count, every, by_place = len(x), torch.cat([before.t(), x]), weight.t().float().contiguous()
-    total = every[:count].float() * by_place[0]
-    for place in range(1, len(by_place)):
-        total.addcmul_(every[place : place + count].float(), by_place[place])
-    return functional.silu(total.to(x.dtype)), every[count:].t()
-
-
-def convolve_steps(x: Tensor, before: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for a token each of s sequences: x [s, channels], before [s, channels, width − 1]."""
-    every = torch.cat([before, x.unsqueeze(2)], dim=2)
-    total = every[:, :, 0].float() * weight[:, 0].float()
-    for place in range(1, weight.shape[1]):
-        total.addcmul_(every[:, :, place].float(), weight[:, place].float())
-    return functional.silu(total.to(x.dtype)), every[:, :, 1:]
 
 
 def heads(shape: GdnShape, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:

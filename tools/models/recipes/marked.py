@@ -234,30 +234,6 @@ RECIPES: dict[str, Recipe] = {
         ("<im_patch>", "<im_start>", "<im_end>", "<patch_start>", "<patch_end>", "<patch_newline>"),
         image="<im_patch>",
     ),
-    "lfm2_vl": Recipe(
-        whole(
-            "lfm2_vl",
-            vision_config=part("siglip2_vision_model", VISION, num_patches=64, vision_use_head=False),
-            text_config=part("lfm2", TEXT, layer_types=["conv", "full_attention", "conv"]),
-            projector_hidden_size=48,
-            image_token_id="<image>",
-            tie_word_embeddings=False,
-        ),
-        processor(
-            "Lfm2VlProcessor",
-            "Lfm2VlImageProcessor",
-            settings={
-                "min_image_tokens": 4,
-                "max_image_tokens": 16,
-                "encoder_patch_size": 14,
-                "tile_size": SIDE,
-                "max_tiles": 4,
-                "size": SQUARE,
-            },
-        ),
-        ("<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"),
-        named={"image_token": "<image>"},
-    ),
     "minimax_m3_vl": Recipe(
         whole(
             "minimax_m3_vl",

@@ -1,0 +1,57 @@
+"""Causal convolutions of a few tokens, each number of a token by itself, by torch's operators: what a sequence's state
+is for them, and which tokens of a step go on from which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llm_service.layers.cache_spec import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Tokens that are computed one by one, each of another sequence: `rows` int64 [s] in the batch, `slots` int64 [s]
+    of their states, and whether each is its sequence's first, bool [s]."""
+
+    rows: Tensor
+    slots: Tensor
+    fresh: Tensor
+
+    @classmethod
+    def of(cls, rounds: Sequence[Sequence[Segment]], device: torch.device) -> list[Steps]:
+        """Of rounds of segments of one token."""
+        found: list[Steps] = []
+        for segments in rounds:
+            numbers = [[segment.begin, segment.slot, segment.fresh] for segment in segments]
+            rows, slots, fresh = torch.tensor(numbers, dtype=torch.int64).t().contiguous().to(device)
+            found.append(cls(rows, slots, fresh.bool()))
+        return found
+
+    def read(self, pool: Tensor) -> Tensor:
+        """The states [s, …] of a pool [slots, …], zeros for those that begin: what is in their slots may be no
+        number."""
+        states = pool[self.slots]
+        return states.masked_fill_(self.fresh.view(-1, *[1] * (pool.dim() - 1)), 0)
+
+
+def convolve_run(x: Tensor, before: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A run: x [m, channels] behind the tokens [channels, width − 1], weight [channels, width] → [m, channels], and the
+    last tokens, [channels, width − 1]. Sums are float32."""
+    count, every, by_place = len(x), torch.cat([before.t(), x]), weight.t().float().contiguous()
+    total = every[:count].float() * by_place[0]
+    for place in range(1, len(by_place)):
+        total.addcmul_(every[place : place + count].float(), by_place[place])
+    return total.to(x.dtype), every[count:].t()
+
+
+def convolve_steps(x: Tensor, before: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for a token each of s sequences: x [s, channels], before [s, channels, width − 1]."""
+    every = torch.cat([before, x.unsqueeze(2)], dim=2)
+    total = every[:, :, 0].float() * weight[:, 0].float()
+    for place in range(1, weight.shape[1]):
+        total.addcmul_(every[:, :, place].float(), weight[:, place].float())
+    return total.to(x.dtype), every[:, :, 1:]

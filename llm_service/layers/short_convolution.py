@@ -1,0 +1,115 @@
+"""A gated short convolution as a layer's mixer: out(C · convolve(B · x)), where B, C and x are a token's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from llm_service.layers.cache_spec import Segment, SequenceState, StateCache
+from llm_service.layers.convolution import Steps, convolve_run, convolve_steps
+from llm_service.layers.group import TensorGroup
+from llm_service.layers.linear import PackedLinear, Place, Stored, fill, length
+from llm_service.layers.mixer import Rotary
+from llm_service.models.config import TextConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionBatch:
+    """Of a step: `runs` of tokens in their order, and then the sequences' last ones that come alone."""
+
+    runs: tuple[Segment, ...]
+    steps: list[Steps]
+
+    def run(self, x: Tensor, weight: Tensor, cache: StateCache) -> Tensor:
+        """x [n, channels], weight [channels, width] → [n, channels]; each segment's slot has its last tokens
+        afterwards."""
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        for run in self.runs:
+            (before,) = cache.read(run)
+            out[run.begin : run.end], after = convolve_run(x[run.begin : run.end], before, weight)
+            cache.write(run, [after])
+        (states,) = cache.tensors
+        for steps in self.steps:
+            out[steps.rows], states[steps.slots] = convolve_steps(x[steps.rows], steps.read(states), weight)
+        return out
+
+
+class ConvolutionBackend:
+    """Makes batches of torch's operators."""
+
+    name = "torch"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def batch(self, segments: Sequence[Segment]) -> ConvolutionBatch:
+        """See `StateBackend`.
+
+        >>> cuts = [Segment(0, 1, 4, fresh=False), Segment(1, 17, 7, fresh=True, copy=9)]
+        >>> batch = ConvolutionBackend(torch.device("cpu")).batch([*cuts, Segment(17, 18, 7, fresh=False)])
+        >>> [(run.begin, run.end) for run in batch.runs], [steps.rows.tolist() for steps in batch.steps]
+        ([(1, 17)], [[0, 17]])
+        """
+        alone = [each for each in segments if each.end - each.begin == 1 and each.copy < 0]
+        runs = tuple(each for each in segments if each not in alone)
+        return ConvolutionBatch(runs, Steps.of([alone] if alone else [], self._device))
+
+
+class ChannelWeights(nn.Module):
+    """What this rank's channels are convolved with, [channels, width]."""
+
+    def __init__(self, channels: slice, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._channels = channels
+        self.weight = nn.Parameter(torch.empty(length(channels), width, dtype=dtype), requires_grad=False)
+
+    def targets(self, own: str, /) -> dict[str, Place]:
+        """See `Placed`."""
+        return {f"{own}.weight": self._place}
+
+    def _place(self, stored: Stored) -> None:
+        fill(self.weight, stored[self._channels].squeeze(1))
+
+
+class ShortConvolution(nn.Module):
+    """Channels are shared among ranks."""
+
+    stored_as: ClassVar[str] = "conv"
+
+    def __init__(self, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._group = group
+        hidden, width = config.hidden_size, config.convolution_width
+        own, whole = group.share(hidden), slice(0, hidden)
+        self._channels = length(own)
+        parts = tuple(slice(first + own.start, first + own.stop) for first in (0, hidden, 2 * hidden))
+        self.in_proj = PackedLinear(whole, {"in_proj": parts}, bias=False, dtype=dtype)
+        self.conv = ChannelWeights(own, width, dtype)
+        self.out = PackedLinear(own, {"out_proj": whole}, bias=False, dtype=dtype)
+        self._state = SequenceState((((self._channels, width - 1), dtype),))
+
+    def cache_spec(self) -> SequenceState:
+        """The last tokens as they are convolved."""
+        return self._state
+
+    def state_backend(self) -> ConvolutionBackend:
+        """That of the weights' device."""
+        return ConvolutionBackend(self.conv.weight.device)
+
+    def project(self, x: Tensor, _: Rotary, /) -> tuple[Tensor, ...]:
+        """x [n, hidden] → what is convolved, and what opens for what comes out, [n, channels] each."""
+        before, behind, own = self.in_proj(x).split(self._channels, dim=1)
+        return before * own, behind
+
+    def mix(self, inputs: tuple[Tensor, ...], cache: StateCache, batch: ConvolutionBatch) -> Tensor:
+        """See `MixerPart`: this rank's [n, channels]."""
+        x, gates = inputs
+        return gates * batch.run(x, self.conv.weight, cache)
+
+    def join(self, mixed: Tensor) -> Tensor:
+        """All ranks' channels → [n, hidden]."""
+        return self._group.sum(self.out(mixed))
