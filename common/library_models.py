@@ -538,14 +538,20 @@ def check(config: Any) -> None:
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(f"{kind} has an encoder for its text beside the decoder")
+    if _INDEXED in (getattr(config.get_text_config(decoder=True), "layer_types", None) or ()):
+        raise CheckpointError(f"layers of {kind} choose the tokens that they see by an index of their own")
     base = base_of(config)
     apart = [each for each in _EXTRACTORS if hasattr(base, f"get_{each}_features")]
     if not apart:
-        raise CheckpointError(f"{kind} does not keep the rows of pictures apart from the rest")
+        whole = not any(isinstance(part, library().PreTrainedConfig) for part in vars(config).values())
+        why = "is for text alone" if whole else "does not keep the rows of pictures apart from the rest"
+        raise CheckpointError(f"{kind} {why}")
     if getattr(config, f"{apart[0]}_token_id", None) is None:
         raise CheckpointError(f"{kind} does not state the token at whose places rows go")
 
 
+_INDEXED = "indexed_attention"
+"""What a configuration calls layers that score all tokens before one, and attend to the best of them."""
 _LONGEST = 32768
 """Tokens of a context whose bound no configuration states."""
 

@@ -304,7 +304,7 @@ class _Features:
     """As much of an encoder's output as the library's models look at."""
 
     def __init__(self, rows: Any, deep: Any, marks: Tensor) -> None:
-        self.pooler_output = rows
+        self.pooler_output = self.last_hidden_state = rows
         self.visual_indicator_features = marks
         self.deepstack_features = deep or None
 

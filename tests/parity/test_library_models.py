@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -42,7 +43,8 @@ from tools.models.__main__ import Row, kinds
 from tools.models.__main__ import main as tools_models
 from tools.models.compare import OURS, PROMPTS, SOUND, Reference, picture, sounding_prompts, tones
 from tools.models.recipes import RECIPES
-from tools.models.tiny import config_of_recipe, make
+from tools.models.recipes.recipe import TEXT, VISION, part, whole
+from tools.models.tiny import config_of_recipe, make, make_by
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/MODELS.md"
 
@@ -175,6 +177,38 @@ def test_layers_with_states_are_refused() -> None:
         try_config(config, lambda: drawn_prompt(config))
 
 
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("mistral_large4", "layers of mistral_large4 choose the tokens that they see by an index of their own"),
+        ("mistral4", "mistral4 is for text alone"),
+        ("blip", "blip does not keep the rows of pictures apart from the rest"),
+    ],
+)
+def test_a_configuration_says_what_cannot_be_served(kind: str, why: str) -> None:
+    with pytest.raises(CheckpointError, match=why):
+        library_models.check(library_models.library().CONFIG_MAPPING[kind]())
+
+
+@pytest.mark.soak
+def test_mistral_3_with_mistral_4_s_text_is_the_library_s(tmp_path: Path) -> None:
+    """As it is published: keys narrower than values, experts, queries that are scaled by their places."""
+    latent = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    experts = {"n_routed_experts": 4, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
+    rope |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 0.5}
+    text = part("mistral4", {**TEXT, "num_key_value_heads": 4}, **latent, **experts, rope_parameters=lambda *_: rope)
+    config = whole(
+        "mistral3",
+        vision_config=part("pixtral", {**VISION, "image_size": 112}),
+        text_config=text,
+        image_token_index="<image>",
+        spatial_merge_size=2,
+    )
+    folder = make_by(replace(RECIPES["mistral3"], config=config), tmp_path)
+    assert {*PROMPTS} <= compare(folder)
+
+
 def test_positions_on_four_axes_are_refused() -> None:
     class Base:
         def get_rope_index(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -184,9 +218,13 @@ def test_positions_on_four_axes_are_refused() -> None:
         library_models.rope_positions(Base(), {"input_ids": torch.zeros(1, 5)})
 
 
-def test_a_processor_that_does_not_say_what_stands_for_a_picture_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="Idefics2Processor does not say what stands for a picture"):
-        library_models.describe(make("idefics2", tmp_path))
+@pytest.mark.parametrize(("kind", "name"), [("idefics2", "Idefics2Processor"), ("fuyu", "FuyuProcessor")])
+def test_a_processor_that_does_not_say_what_stands_for_a_picture_is_refused(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    """One does not by itself; the other puts a picture before the text, and none where there is a mark for one."""
+    with pytest.raises(CheckpointError, match=f"{name} does not say what stands for a picture"):
+        library_models.describe(make(kind, tmp_path))
 
 
 @pytest.fixture(scope="module")

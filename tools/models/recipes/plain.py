@@ -357,4 +357,14 @@ RECIPES: dict[str, Recipe] = {
         ("<video>",),
         named=MEDIA,
     ),
+    "fuyu": Recipe(
+        whole("fuyu", text_config=part("persimmon", TEXT), patch_size=14, image_token_id="|SPEAKER|"),
+        processor(
+            "FuyuProcessor",
+            "FuyuImageProcessorPil",
+            settings={"size": SQUARE, "patch_size": {"height": 14, "width": 14}},
+        ),
+        ("|SPEAKER|", "|NEWLINE|", "<0x04>"),
+        image="|SPEAKER|",
+    ),
 }
