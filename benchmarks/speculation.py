@@ -173,7 +173,7 @@ def main() -> None:
     """Measures and prints a table of medians."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speculation", description=__doc__)
     add_model_options(parser)
-    parser.add_argument("--speculative-tokens", type=int, default=4, help="of the service that has drafts")
+    parser.add_argument("--speculative-tokens", type=int, default=11, help="of the service that has drafts")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--runs", type=int, default=6, help="new prompts of each kind; the median is shown")
     given = parser.parse_args()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -33,6 +33,12 @@ def by_look_up(sequence: Sequence, count: int) -> array[int]:
 def by_proposal(sequence: Sequence, count: int) -> array[int]:
     """What the structure of the answer leaves no choice about, else what a model proposed with the last step."""
     return (_forced(sequence) or sequence.proposed)[:count]
+
+
+def _fewest_first(sequences: Collection[Sequence]) -> Iterator[tuple[int, Sequence]]:
+    """Sequences by how many drafts they may have, each with how many come behind it."""
+    in_order = sorted(sequences, key=lambda sequence: sequence.draft_length.now())
+    return zip(reversed(range(len(in_order))), in_order, strict=True)
 
 
 def _forced(sequence: Sequence) -> array[int]:
@@ -152,14 +158,16 @@ class Planner:
         return prefills
 
     def _speculate(self, schedule: Schedule) -> None:
-        """Gives decodes drafts, where a step has room for them and blocks are free: nobody makes way for a draft."""
+        """Gives decodes drafts, where a step has room for them and blocks are free: nobody makes way for a draft. The
+        room is divided, and what those with the fewest leave of their share is the others'."""
         decodes = schedule.num_scheduled_tokens
         limits = self._limits
         room = min(limits.draft_rows, limits.max_step_tokens) - sum(decodes.values())
         if self._blocks.state_slots:  # whatever is computed again in the next step fits it beside every decode
             room = min(room, limits.max_step_tokens - limits.max_running)
-        for sequence in decodes:
-            most = min(room, sequence.draft_length.now(), sequence.max_length - len(sequence.tokens) - 1)
+        for others, sequence in _fewest_first(decodes):
+            share = -(-room // (others + 1))
+            most = min(share, sequence.draft_length.now(), sequence.max_length - len(sequence.tokens) - 1)
             if self._blocks.keeps_snapshots:  # a step of one token ends at each multiple, where the state is kept
                 begin, multiple = sequence.num_computed_tokens, self._blocks.snapshot_multiple
                 most = min(most, multiple - begin % multiple - 2)
@@ -183,8 +191,9 @@ class Planner:
         ends = {each: each.num_computed_tokens + count for each, count in work.items()}
         drawing = [each for each, end in ends.items() if end == len(each.tokens) + len(each.drafts)]
         room = min(limits.draft_rows, limits.max_step_tokens) - len(drawing)
-        for sequence in drawing:
-            most = min(room, sequence.draft_length.now(), sequence.max_length - ends[sequence] - 2)
+        for others, sequence in _fewest_first(drawing):
+            share = -(-room // (others + 1))
+            most = min(share, sequence.draft_length.now(), sequence.max_length - ends[sequence] - 2)
             if most > 0 and self._blocks.grow(sequence.table, ends[sequence] + most):
                 schedule.proposals[sequence] = most
                 room -= most

@@ -1,6 +1,6 @@
-"""Decoding on a CPU, compiled by numba: each sequence's keys are read once, where they lie, along its block table.
-torch has no operator that follows one; gathering the context first, or an operator for each sequence, costs more:
-docs/design/cpu-kernels.md."""
+"""Decoding on a CPU, compiled by numba: each sequence's keys are read once, where they lie, along its block table, for
+a token and its drafts together. torch has no operator that follows one; gathering the context first, or an operator for
+each sequence, costs more: docs/design/cpu-kernels.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.cpu.jit import Typed, compiled
+from common.cpu.jit import Typed, compiled, inner
 from llm_service.layers.attention.backend import CAUSAL, AttentionKind
 
 _ZERO = np.float32(0.0)
@@ -36,6 +36,17 @@ def _together(cache: Any, blocks: Any, begin: Any, last: Any) -> Any:
     )
 
 
+@inner
+def _write(cache: Any, new: Any, blocks: Any, begin: Any, first: Any) -> None:
+    """Puts new [count, own, dim] where positions from `begin` on are, from head `first` on."""
+    size = cache.shape[1]
+    for index in range(new.shape[0]):
+        here = cache[blocks[(begin + index) // size], (begin + index) % size]
+        for head in range(new.shape[1]):
+            for place in range(new.shape[2]):
+                here[first + head, place] = new[index, head, place]
+
+
 def _decode(
     out: Any,
     query: Any,
@@ -45,65 +56,70 @@ def _decode(
     values: Any,
     table: Any,
     lengths: Any,
+    ends: Any,
     window: Any,
     scale: Any,
     parts: Any,
 ) -> None:
-    """float32 out and query [s, heads, dim], key and value [s, kv_heads, dim], keys and values [blocks, block_size,
-    kv_heads, dim], table int32 [s, w], lengths int32 [s], of which the last `window` positions are seen; parts divides
-    kv_heads.
+    """float32 out and query [n, heads, dim], key and value [n, kv_heads, dim], keys and values [blocks, block_size,
+    kv_heads, dim], table int32 [s, w], lengths int32 [s], of which a token sees the last `window` positions up to its
+    own; ends int32 [s]: a sequence's last tokens are those up to there of the n. parts divides kv_heads.
 
     A task is one sequence's neighbouring KV heads, which lie side by side at each position, and the query heads that
-    share them. It first writes its token's keys and values. Positions count from the first block that is seen.
+    share them. It first writes its tokens' keys and values. Positions count from the first block that is seen, and go
+    by fours from a multiple of four on, whichever tokens are computed together.
     """
-    sequences, heads, dim = query.shape
+    _, heads, dim = query.shape
     size, kv_heads = keys.shape[1], keys.shape[2]
     group, own = heads // kv_heads, kv_heads // parts
-    for task in numba.prange(sequences * parts):
+    for task in numba.prange(len(lengths) * parts):
         sequence, first = task // parts, task % parts * own
-        unseen = max(0, lengths[sequence] - window)
-        blocks, first_seen = table[sequence, unseen // size :], unseen % size
-        last = lengths[sequence] - 1 - (unseen - first_seen)
-        for head in range(first, first + own):
-            for place in range(dim):
-                keys[blocks[last // size], last % size, head, place] = key[sequence, head, place]
-                values[blocks[last // size], last % size, head, place] = value[sequence, head, place]
-        weights = np.empty((own * group, last + _TOGETHER), np.float32)
-        sums = np.zeros((own * group, dim), np.float32)
-        for begin in range(first_seen, last + 1, _TOGETHER):
+        row = ends[sequence - 1] if sequence else 0
+        count = ends[sequence] - row
+        seen_from = max(0, lengths[sequence] - count + 1 - window) // _TOGETHER * _TOGETHER
+        blocks, skipped = table[sequence, seen_from // size :], seen_from // size * size
+        start, last, members = seen_from - skipped, lengths[sequence] - 1 - skipped, own * group
+        _write(keys, key[row : row + count, first : first + own], blocks, last + 1 - count, first)
+        _write(values, value[row : row + count, first : first + own], blocks, last + 1 - count, first)
+        weights = np.empty((count * members, last + _TOGETHER), np.float32)
+        sums = np.zeros((count * members, dim), np.float32)
+        for begin in range(start, last + 1, _TOGETHER):
             k0, k1, k2, k3 = _together(keys, blocks, begin, last)
-            for member in range(own * group):
-                head = first + member // group
+            for member in range(count * members):
+                token, head = row + member // members, first + member % members // group
                 s0, s1, s2, s3 = _ZERO, _ZERO, _ZERO, _ZERO
                 for place in range(dim):
-                    number = query[sequence, first * group + member, place]
+                    number = query[token, first * group + member % members, place]
                     s0 += number * k0[head, place]
                     s1 += number * k1[head, place]
                     s2 += number * k2[head, place]
                     s3 += number * k3[head, place]
                 weights[member, begin], weights[member, begin + 1] = s0 * scale, s1 * scale
                 weights[member, begin + 2], weights[member, begin + 3] = s2 * scale, s3 * scale
-        for member in range(own * group):
-            highest, total = weights[member, first_seen : last + 1].max(), _ZERO
-            for position in range(first_seen, last + 1):
+        for member in range(count * members):
+            end = last + 2 - count + member // members
+            seen = max(start, end - window)
+            highest, total = weights[member, seen:end].max(), _ZERO
+            for position in range(seen, end):
                 weights[member, position] = np.exp(weights[member, position] - highest)
                 total += weights[member, position]
-            for position in range(first_seen, last + 1):
+            for position in range(seen, end):
                 weights[member, position] /= total
-            weights[member, last + 1 :] = _ZERO  # what stands for the last one weighs nothing
-        for begin in range(first_seen, last + 1, _TOGETHER):
+            weights[member, start:seen] = _ZERO
+            weights[member, end:] = _ZERO  # what comes behind the token, or stands for the last one, weighs nothing
+        for begin in range(start, last + 1, _TOGETHER):
             v0, v1, v2, v3 = _together(values, blocks, begin, last)
-            for member in range(own * group):
-                head = first + member // group
+            for member in range(count * members):
+                head = first + member % members // group
                 w0, w1 = weights[member, begin], weights[member, begin + 1]
                 w2, w3 = weights[member, begin + 2], weights[member, begin + 3]
                 for place in range(dim):
                     sums[member, place] += (
                         w0 * v0[head, place] + w1 * v1[head, place] + w2 * v2[head, place] + w3 * v3[head, place]
                     )
-        for member in range(own * group):
+        for member in range(count * members):
             for place in range(dim):
-                out[sequence, first * group + member, place] = sums[member, place]
+                out[row + member // members, first * group + member % members, place] = sums[member, place]
 
 
 _kernel = compiled(_decode)
@@ -113,7 +129,7 @@ TYPED = {
         _kernel,
         (
             *(_heads, _heads, _heads, _heads, _cache, _cache),
-            *(numba.int32[:, ::1], numba.int32[::1], numba.intp, numba.float32, numba.intp),
+            *(numba.int32[:, ::1], numba.int32[::1], numba.int32[::1], numba.intp, numba.float32, numba.intp),
         ),
     )
 }
@@ -128,17 +144,20 @@ def decode(
     table: Tensor,
     lengths: Tensor,
     kind: AttentionKind = CAUSAL,
+    ends: Tensor | None = None,
 ) -> Tensor:
-    """One token of each sequence, the last of its length: writes its key and value, and attends, [s, heads, dim].
+    """The last tokens of each sequence, one unless `ends` says otherwise: writes their keys and values, and attends,
+    [n, heads, dim]. A token's numbers are the same to the bit, whatever is computed with it.
 
-    query float32 [s, heads, dim], key and value [s, kv_heads, dim]; keys and values [blocks, block_size, kv_heads,
-    dim], along the block table int32 [s, w]; lengths int32 [s]. Each of these four lies together: the kernel is
-    compiled for that alone.
+    query float32 [n, heads, dim], key and value [n, kv_heads, dim]; keys and values [blocks, block_size, kv_heads,
+    dim], along the block table int32 [s, w]; lengths int32 [s], the tokens included; ends int32 [s], where among the n
+    those of each end. Each of query, key and value lies together: the kernel is compiled for that alone.
     """
     out = torch.empty(query.shape, dtype=query.dtype)
     scale = np.float32(kind.softmax_scale(query.shape[-1]))
-    tensors = (out, query.contiguous(), key.contiguous(), value.contiguous(), keys, values, table, lengths)
-    at_once = parts(query.shape[0], key.shape[1], numba.get_num_threads())
+    each = torch.arange(1, len(lengths) + 1, dtype=torch.int32) if ends is None else ends
+    tensors = (out, query.contiguous(), key.contiguous(), value.contiguous(), keys, values, table, lengths, each)
+    at_once = parts(len(lengths), key.shape[1], numba.get_num_threads())
     _kernel(*(tensor.numpy() for tensor in tensors), kind.window or EVERY, scale, at_once)
     return out
 

@@ -1,7 +1,7 @@
 """Attention on a CPU in float32, over keys and values in float32 or bfloat16, by kernels that numba compiles.
 
-Decodes, which come first in a batch, read keys along their block tables. A chunk's are packed for products, or, on a
-processor without the registers for these, left to torch, as all is while the kernels are compiled.
+Decodes, which come first, read keys along their block tables. A chunk's are packed for products, or, on a processor
+without the registers for these, left to torch, but for a token's drafts, as all is while the kernels are compiled.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from llm_service.layers.cpu import bfloat16_decode, decode_attention, prefill_at
 from llm_service.layers.cpu.prefill_attention import STRETCH, PrefillAttention, PrefillMetadata
 
 _CPU = torch.device("cpu")
+_FEW = 16
+"""Tokens of a sequence that are computed as one is, where a chunk's keys are not packed: torch takes twice as long for
+five, and wakes threads of its own for each layer."""
 _PACKING = {torch.float32: "pack", torch.bfloat16: "pack_bfloat16"}
 
 
@@ -41,12 +44,13 @@ class NumbaBackend:
         decoding = bfloat16_decode if dtype == torch.bfloat16 else decode_attention
         chunks = {f"{prefill_attention.__name__}:{kernel}" for kernel in (_PACKING[dtype], "attend")}
         self.kernels = frozenset({f"{decoding.__name__}:decode", *(chunks if packs else ())})
+        self._few = _FEW if dtype == torch.float32 and not packs else 1
         self._plain = TorchBackend(shape, _CPU)
 
     def warm_up(self, cache: Tensor) -> None:
         """See `WarmBackend`."""
         null_block = self._shape.null_block
-        for count in (1, 2):
+        for count in (1, self._few + 1):
             batch = self.batch([PagedChunk(0, count, [null_block] * count)])
             batch.attend(*self._shape.zeros(count, torch.float32, _CPU), cache)
 
@@ -54,8 +58,10 @@ class NumbaBackend:
         """The batch of a plan."""
         if not selection.is_numba():
             return self._plain.batch(chunks, spans)
-        decodes = next((n for n, chunk in enumerate(chunks) if chunk.count != 1), len(chunks))
+        most = 1 if spans else self._few  # tokens of a span see what is behind them
+        decodes = next((n for n, chunk in enumerate(chunks) if chunk.count > most), len(chunks))
         first, rest = chunks[:decodes], chunks[decodes:]
+        ends = np.cumsum([chunk.count for chunk in first], dtype=np.int32)
         later = self._later(rest, [(begin - decodes, end - decodes) for begin, end in spans]) if rest else None
         if not first and later:
             return later
@@ -63,8 +69,8 @@ class NumbaBackend:
         table = np.zeros((len(first), widest), np.int32)
         for row, chunk in zip(table, first, strict=True):
             row[: len(chunk.blocks)] = chunk.blocks
-        lengths = [chunk.context + 1 for chunk in first]
-        return _Batch(torch.from_numpy(table), torch.tensor(lengths, dtype=torch.int32), later, self._shape.kind)
+        lengths = torch.tensor([chunk.context + chunk.count for chunk in first], dtype=torch.int32)
+        return _Batch(torch.from_numpy(table), lengths, torch.from_numpy(ends), later, self._shape.kind)
 
     def _later(self, chunks: Sequence[PagedChunk], spans: Sequence[Span]) -> AttentionBatch:
         if not self._packs:
@@ -84,19 +90,22 @@ class NumbaBackend:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """`table` int32 [s, w] and `lengths` int32 [s] are of the decodes; `later` computes what comes behind them."""
+    """`table` int32 [s, w], `lengths` and `ends` int32 [s] are of the decodes; `later` computes what comes behind."""
 
     table: Tensor
     lengths: Tensor
+    ends: Tensor
     later: AttentionBatch | None
     kind: AttentionKind
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         """See `AttentionBatch`."""
-        count = len(self.lengths)
-        first = query[:count], key[:count], value[:count]
-        decode = bfloat16_decode.decode if cache.dtype == torch.bfloat16 else decode_attention.decode
-        decoded = decode(*first, cache[0], cache[1], self.table, self.lengths, self.kind).flatten(1)
+        count = int(self.ends[-1])
+        first = query[:count], key[:count], value[:count], cache[0], cache[1]
+        if cache.dtype == torch.bfloat16:
+            decoded = bfloat16_decode.decode(*first, self.table, self.lengths, self.kind).flatten(1)
+        else:
+            decoded = decode_attention.decode(*first, self.table, self.lengths, self.kind, self.ends).flatten(1)
         if self.later is None:
             return decoded
         return torch.cat([decoded, self.later.attend(query[count:], key[count:], value[count:], cache)])

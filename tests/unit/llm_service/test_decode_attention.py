@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from llm_service.layers.attention.backend import AttentionKind
+from llm_service.layers.attention.backend import CAUSAL, AttentionKind
 from llm_service.layers.cpu import bfloat16_decode, decode_attention
 from llm_service.layers.cpu.selection import wide_vectors
 
@@ -37,6 +37,36 @@ def test_tokens_are_written_and_attended_to(
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(keys, expected_keys)
     assert torch.equal(values, expected_values)
+
+
+@pytest.mark.parametrize("kind", [CAUSAL, AttentionKind(window=7)], ids=["all", "window"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_tokens_of_a_sequence_together_are_the_same_to_the_bit_as_one_by_one(
+    kind: AttentionKind, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nobody has written may be anything."""
+    monkeypatch.setattr(decode_attention.numba, "get_num_threads", lambda: threads)
+    lengths, counts, random = [5, 9, 18, 1], [5, 1, 3, 1], torch.Generator().manual_seed(5)
+    table = torch.randperm(4 * WIDEST, generator=random).view(4, WIDEST).int()
+    keys, values = torch.full((2, 4 * WIDEST, SIZE, 3, DIM), torch.nan)
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        for cache in (keys, values):
+            known = cache[table[row].long()].flatten(0, 1)
+            known[: length - count] = torch.randn(length - count, 3, DIM, generator=random)
+            cache[table[row].long()] = known.view(WIDEST, SIZE, 3, DIM)
+    given = [torch.randn(sum(counts), many, DIM, generator=random) for many in (6, 3, 3)]
+    kept, ends = (keys.clone(), values.clone()), torch.tensor(counts).cumsum(0).int()
+    together = decode_attention.decode(*given, keys, values, table, torch.tensor(lengths).int(), kind, ends)
+    alone: list[torch.Tensor] = []
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        for index in range(count):
+            place = len(alone)
+            one = [each[place : place + 1] for each in given]
+            known = torch.tensor([length - count + index + 1]).int()
+            alone.append(decode_attention.decode(*one, *kept, table[row : row + 1], known, kind))
+    assert torch.equal(together, torch.cat(alone))
+    assert torch.equal(keys.nan_to_num(9), kept[0].nan_to_num(9))
+    assert torch.equal(values.nan_to_num(9), kept[1].nan_to_num(9))
 
 
 WINDOWS = [AttentionKind(window=window, scale=0.3) for window in (1, 5, 8, 13, 40)]

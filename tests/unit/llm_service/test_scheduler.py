@@ -313,3 +313,14 @@ def test_prompts_of_two_adapters_share_no_block_and_those_of_one_do() -> None:
     assert cached[:3] == [0, 0, 0]
     assert cached[3] == cached[4] > 0
     engine.drain()
+
+
+def test_sequences_divide_the_room_for_drafts_and_what_one_leaves_is_the_others() -> None:
+    engine = simulation(max_running=4, speculative_tokens=8, draft_rows=14)
+    for seed in range(4):
+        engine.submit(order(text(4, seed), max_tokens=2 if not seed else 24))
+    engine.step()
+    step = engine.step()
+    assert step is not None
+    assert sorted(count for _, count in step.work) == [1, 4, 4, 5], "one has no token behind the next to draft"
+    engine.drain()
