@@ -54,9 +54,11 @@ class ConvolutionBackend:
         >>> [(run.begin, run.end) for run in batch.runs], [steps.rows.tolist() for steps in batch.steps]
         ([(1, 17)], [[0, 17]])
         """
-        alone = [each for each in segments if each.end - each.begin == 1 and each.copy < 0]
-        runs = tuple(each for each in segments if each not in alone)
-        return ConvolutionBatch(runs, Steps.of([alone] if alone else [], self._device))
+        alone: list[Segment] = []
+        runs: list[Segment] = []
+        for segment in segments:
+            (alone if segment.end - segment.begin == 1 and segment.copy < 0 else runs).append(segment)
+        return ConvolutionBatch(tuple(runs), Steps.of([alone] if alone else [], self._device))
 
 
 class ChannelWeights(nn.Module):
