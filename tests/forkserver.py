@@ -5,6 +5,7 @@ children, and one of an engine's for its ranks.
 
 What is forked is like what `python -m MODULE` starts, as far as tests see it: its parent is whoever asked for it
 (`CLONE_PARENT`), and its environment, command line, standard streams and inherited descriptors are those asked for.
+Only that it ends with its parent it has of its own: of a suite that is killed no service is left.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from common.processes import DEFAULTS, ChildProcess
+from common.processes import DEFAULTS, ChildProcess, die_with_parent
 
 ROOT = Path(__file__).resolve().parent.parent
 TITLE = "forkserver"
@@ -59,7 +60,6 @@ _servers: dict[tuple[str | None, bool], Forkserver] = {}
 
 _CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
 _CLONE_PARENT = 0x8000
-_PR_SET_PDEATHSIG = 1
 _LONGEST = 1 << 17
 _MOST_DESCRIPTORS = 16
 _ARGUMENTS_AT = 47  # arg_start and arg_end in /proc/PID/stat, from 0
@@ -267,9 +267,7 @@ def _fork_for_children(own: list[int]) -> list[int] | None:
         ChildProcess.popen = functools.partial(_popen, ours)  # type: ignore[assignment]
         return None
     ours.close()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != service:
-        os._exit(0)
+    die_with_parent(service)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _entitle(TITLE)
     for fd in own:
@@ -294,7 +292,8 @@ def _load_kernels() -> None:
 def main(control: int, *, computing: bool) -> None:
     """Serves, and is what it has forked."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever reads a test's output has interrupted that
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = os.getppid()
+    die_with_parent(parent)
     for module in (*_IMPORTS, *(_TO_COMPUTE if computing else ())):
         importlib.import_module(module)
     if computing:
@@ -303,6 +302,7 @@ def main(control: int, *, computing: bool) -> None:
     gc.freeze()
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread was started by an import"
     own: list[int] | None = _become(*_serve(socket.socket(fileno=control)))
+    die_with_parent(parent)
     while own is not None and sys.argv[0] in _PARENTS:
         own = _fork_for_children(own)  # what was left behind is a child by now, which may be an engine
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -19,6 +19,7 @@ from typing import IO
 from tests import forkserver
 from tests.forkserver import TITLE, Forked
 from tests.waiting import until
+from tests.with_parent import with_parent
 
 ROOT = Path(__file__).resolve().parent.parent
 _READY = "ready "
@@ -97,7 +98,7 @@ def _start(
 ) -> subprocess.Popen[str] | Forked:
     forked = forkserver.start(module, flags, environ, errors.fileno()) if fork else None
     return forked or subprocess.Popen(
-        [sys.executable, "-m", module, *flags],
+        with_parent(sys.executable, "-m", module, *flags),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=errors,

@@ -17,6 +17,7 @@ import pytest
 import valkey
 
 from tests.waiting import until
+from tests.with_parent import with_parent
 
 
 def binary() -> str:
@@ -59,7 +60,7 @@ def server(*flags: str, password: str = "") -> Iterator[Server]:
         given = ["--port", "0", "--unixsocket", path, "--save", "", "--appendonly", "no", "--dir", folder, *flags]
         if password:
             given += ["--requirepass", password]
-        process = subprocess.Popen([binary(), *given], stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(with_parent(binary(), *given), stdout=subprocess.DEVNULL)
         running = Server(path, process, password)
         try:
             until(lambda: _answers(running), "the server answers")

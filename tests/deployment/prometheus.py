@@ -21,6 +21,7 @@ import yaml
 
 from tests.launch import ROOT
 from tests.waiting import until
+from tests.with_parent import with_parent
 
 CONFIG = ROOT / "deploy/observe/prometheus.yml"
 
@@ -68,12 +69,12 @@ def prometheus(folder: Path, port: int, **targets: str) -> Iterator[Prometheus]:
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
-            [
+            with_parent(
                 program("prometheus"),
                 f"--config.file={folder}/prometheus.yml",
                 f"--storage.tsdb.path={folder}/data",
                 f"--web.listen-address=127.0.0.1:{port}",
-            ],
+            ),
             stdout=log,
             stderr=log,
         )

@@ -17,6 +17,7 @@ from tests import pictures
 from tests.launch import ROOT, command_line, descendants, llm_server, send
 from tests.rpc.pairs import LLM_FLAGS, Pair, about, asked, greedy, tokens, usable
 from tests.waiting import until
+from tests.with_parent import with_parent
 from twinlens import LlmClient, TwinlensError, user
 
 PROMPTS = [
@@ -34,7 +35,7 @@ def free_port() -> int:
 def other_host(model: Path, *flags: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
     """The second host, for the length of the block; it has to end on SIGTERM and leave no process behind."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "llm_service", "--model", str(model), "--threads=1", *flags],
+        with_parent(sys.executable, "-m", "llm_service", "--model", str(model), "--threads=1", *flags),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests import forkserver
-from tests.launch import Service, command_line, encoder_server, launch, llm_server
+from tests.launch import ROOT, Service, command_line, encoder_server, launch, llm_server
+from tests.waiting import until
 
 
 @pytest.fixture(params=[True, False], ids=["forked", "started"])
@@ -73,6 +76,25 @@ def test_its_processes_end_with_it(checkpoint: Path) -> None:
         assert isinstance(service.process, forkserver.Forked)
         service.process.kill()  # the end of the block waits for the others
         assert service.process.wait(60) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("fork", [True, False], ids=["forked", "started"])
+def test_they_end_with_a_suite_that_is_killed(fork: bool) -> None:
+    suite = f"""
+from tests.launch import launch
+
+with launch("gateway", "--listen=127.0.0.1:0", "--llm=127.0.0.1:1", fork={fork}) as service:
+    print(service.pid, flush=True)
+    input()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", suite], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        service = int(process.stdout.readline())
+        assert " -m gateway " in command_line(service)
+        process.terminate()
+    until(lambda: not command_line(service), "the service has ended as well")
 
 
 def test_what_a_process_reads_before_it_is_asked_is_not_forked_for(monkeypatch: pytest.MonkeyPatch) -> None:
