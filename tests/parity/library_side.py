@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from encoder_service.models.generic import LibraryTower
 from encoder_service.models.processor import ItemProcessor, Shown
 from encoder_service.worker.library_runner import Made, OneByOne
 from llm_service.models.decoder import Decoder
+from llm_service.models.known_text import known_text
+from llm_service.models.loader import TextSide
 from llm_service.models.served import ServedModel
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, SamplingParams
@@ -33,13 +35,14 @@ GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A checkpoint, and both halves of what serves it."""
+    """A checkpoint, and both halves of what serves it. Whether our decoder computes its text is tried once."""
 
     folder: Path
     found: LibraryModel
     processor: ItemProcessor
     tower: LibraryTower
     builder: PromptBuilder
+    _texts: dict[int, TextSide | None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, folder: Path) -> Served:
@@ -100,14 +103,21 @@ class Served:
             return False
         return True
 
-    def engine(self, **options: Any) -> LocalEngine:
-        return LocalEngine(self.folder, library=self.found, **options)
+    def text(self, max_context: int = 0) -> TextSide | None:
+        """What our decoder takes of the checkpoint; None where the library computes."""
+        if max_context not in self._texts:
+            self._texts[max_context] = known_text(Checkpoint(self.folder), self.found, max_context=max_context)
+        return self._texts[max_context]
+
+    def engine(self, *, by_library: bool = False, max_context: int = 0, **options: Any) -> LocalEngine:
+        text = None if by_library else self.text(max_context)
+        return LocalEngine(self.folder, library=self.found, text=text, **options)
 
 
-def compare(folder: Path, step_tokens: int = 16) -> set[str]:
+def compare(served: Served, step_tokens: int = 16) -> set[str]:
     """Asserts that ids and greedy tokens are the library's: in short steps, at once beside others, and from the prefix
     cache. Returns the names of the prompts that were compared, and `OURS` where our decoder computed."""
-    served, library = Served.of(folder), Reference(folder)
+    library = Reference(served.folder)
     asked = prompts_for(served.found, library)
     if VIDEO in asked and not served.computes(asked[VIDEO]):
         del asked[VIDEO]

@@ -31,8 +31,7 @@ from llm_service.models.adapter_folder import Adaptable, read
 from llm_service.models.decoder import Decoder
 from llm_service.models.generic import LibraryDecoder
 from llm_service.models.generic_loader import load_library_decoder
-from llm_service.models.known_text import known_text
-from llm_service.models.loader import load_decoder
+from llm_service.models.loader import TextSide, load_decoder
 from llm_service.models.served import ServedModel
 from llm_service.plan import Adapter, Install, TokenLogprobs
 from llm_service.prompt.builder import PromptBuilder
@@ -148,8 +147,7 @@ class LocalEngine:
         weight_dtype: str = "",
         dtype: torch.dtype = torch.float32,
         library: LibraryModel | None = None,
-        by_library: bool = False,
-        max_context: int = 0,
+        text: TextSide | None = None,
         speculative_tokens: int = 0,
         draft: Drafter | None = None,
         adapters: Sequence[Path] = (),
@@ -160,7 +158,6 @@ class LocalEngine:
     ) -> None:
         checkpoint = Checkpoint(directory)
         served = ServedModel.of(checkpoint) if library is None else ServedModel.by_library(library)
-        text = None if library is None or by_library else known_text(checkpoint, library, max_context=max_context)
         decoder: Decoder | LibraryDecoder
         if library is None or text is not None:
             decoder = load_decoder(checkpoint, dtype, torch.device(device), weight_dtype=weight_dtype, text=text)

@@ -203,7 +203,7 @@ def test_the_text_as_a_model_of_its_own_proposes_what_it_says(
 def test_tokens_are_the_same_with_graphs(
     internvl: Path, served: Served, prompts: list[Prompt], said: list[list[int]]
 ) -> None:
-    engine, _ = graphed(internvl, library=served.found)
+    engine, _ = graphed(internvl, library=served.found, text=served.text())
     assert [outcome.tokens for outcome in engine.run(prompts, GREEDY)] == said
     graphs = engine.runner.graphs
     assert graphs is not None
@@ -213,7 +213,7 @@ def test_tokens_are_the_same_with_graphs(
 def test_steps_with_rows_that_see_each_other_have_no_graph(tmp_path: Path) -> None:
     served, library = Served.of(make("gemma3", tmp_path)), Reference(tmp_path)
     expected = [library.tokens(library.inputs(parts)) for parts in PROMPTS.values()]
-    engine, _ = graphed(tmp_path, library=served.found)
+    engine, _ = graphed(tmp_path, library=served.found, text=served.text())
     assert [outcome.tokens for outcome in engine.run(list(map(served.prompt, PROMPTS.values())), GREEDY)] == expected
     graphs = engine.runner.graphs
     assert graphs is not None

@@ -26,7 +26,7 @@ from llm_service.models.generic import LibraryDecoder
 from llm_service.models.known_text import known_text
 from llm_service.models.trial import drawn_prompt, try_ours_of
 from tests.parity.library_side import GREEDY, Served, compare
-from tools.models.compare import PROMPTS, Reference
+from tools.models.compare import OURS, PROMPTS, Reference
 from tools.models.tiny import config_of_recipe, make
 
 Rename = Callable[[str], str]
@@ -43,6 +43,11 @@ LAYOUTS: dict[str, Rename] = {
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make("llava", tmp_path_factory.mktemp("llava"))
+
+
+@pytest.fixture(scope="module")
+def served(llava: Path) -> Served:
+    return Served.of(llava)
 
 
 KINDS = (
@@ -71,9 +76,7 @@ def with_text(folder: Path, **settings: Any) -> Path:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_ids_and_tokens_are_the_library_s_whatever_the_chunks_and_the_company(kind: str, tmp_path: Path) -> None:
-    folder = make(kind, tmp_path)
-    assert isinstance(Served.of(folder).engine().decoder, Decoder)
-    assert {"one picture", "two of different sizes"} <= compare(folder)
+    assert {"one picture", "two of different sizes", OURS} <= compare(Served.of(make(kind, tmp_path)))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
@@ -87,8 +90,7 @@ def test_experts_each_with_tensors_of_its_own_give_the_library_s_tokens(tmp_path
     assert [outcome.tokens for outcome in outcomes] == expected
 
 
-def test_either_decoder_gives_the_same_tokens(llava: Path) -> None:
-    served = Served.of(llava)
+def test_either_decoder_gives_the_same_tokens(served: Served) -> None:
     prompts = [served.prompt(parts) for parts in PROMPTS.values()]
     engines = served.engine(), served.engine(by_library=True)
     assert [type(engine.decoder) for engine in engines] == [Decoder, LibraryDecoder]
@@ -97,7 +99,9 @@ def test_either_decoder_gives_the_same_tokens(llava: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_weights_are_found_by_their_names_in_every_layout(llava: Path, layout: str, tmp_path: Path) -> None:
+def test_weights_are_found_by_their_names_in_every_layout(
+    llava: Path, served: Served, layout: str, tmp_path: Path
+) -> None:
     tensors = load_file(llava / "model.safetensors")
     assert any(name.startswith("language_model.model.") for name in tensors)
     renamed = {LAYOUTS[layout](name): tensor for name, tensor in tensors.items()}
@@ -105,11 +109,10 @@ def test_weights_are_found_by_their_names_in_every_layout(llava: Path, layout: s
     for file in llava.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
-    one, other = (Served.of(folder) for folder in (llava, tmp_path))
-    prompt = one.prompt(PROMPTS["one picture"])
-    engine = other.engine()
+    prompt = served.prompt(PROMPTS["one picture"])
+    engine = Served.of(tmp_path).engine()
     assert isinstance(engine.decoder, Decoder)
-    assert engine.run([prompt], GREEDY)[0].tokens == one.engine().run([prompt], GREEDY)[0].tokens
+    assert engine.run([prompt], GREEDY)[0].tokens == served.engine().run([prompt], GREEDY)[0].tokens
 
 
 @pytest.mark.parametrize("stored", ["both alike", "both, and they differ", "the head alone", "the table alone"])
@@ -129,12 +132,10 @@ def test_a_head_that_should_be_the_table_is_what_the_checkpoint_has(stored: str,
         case "the head alone":
             tensors[head] = tensors.pop(table)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    assert isinstance(Served.of(folder).engine().decoder, Decoder)
-    assert "one picture" in compare(folder)
+    assert {"one picture", OURS} <= compare(Served.of(folder))
 
 
-def test_the_log_says_once_whose_decoder_computes(llava: Path) -> None:
-    served = Served.of(llava)
+def test_the_log_says_once_whose_decoder_computes(llava: Path, served: Served) -> None:
     with capture_logs() as told:
         assert known_text(Checkpoint(llava), served.found) is not None
     assert [(line["event"], line["kind"]) for line in told] == [("our decoder computes the text", "llama")]
@@ -144,8 +145,7 @@ def test_the_log_says_once_whose_decoder_computes(llava: Path) -> None:
 def test_rotary_positions_that_reach_further_give_the_library_s_tokens(kind: str, tmp_path: Path) -> None:
     rope = {"rope_type": kind, "rope_theta": 10_000.0, **SCALED[kind]}
     folder = with_text(make("llava", tmp_path), rope_parameters=rope)
-    assert isinstance(Served.of(folder).engine().decoder, Decoder)
-    assert "one picture" in compare(folder)
+    assert {"one picture", OURS} <= compare(Served.of(folder))
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, **SCALED["yarn"], "mscale": 1.0, "mscale_all_dim": 1.0}
@@ -171,8 +171,7 @@ def test_what_long_contexts_alone_show_leaves_shorter_ones_to_our_decoder(tmp_pa
 
 def test_a_window_in_all_layers_gives_the_library_s_tokens(tmp_path: Path) -> None:
     folder = with_text(make("mistral3", tmp_path), sliding_window=24)
-    assert isinstance(Served.of(folder).engine().decoder, Decoder)
-    assert "one picture" in compare(folder)
+    assert {"one picture", OURS} <= compare(Served.of(folder))
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +186,7 @@ def test_layers_with_a_window_have_a_rotary_base_of_their_own(rope: dict[str, An
     both = {"full_attention": rope | {"rope_theta": 1e5}, "sliding_attention": local}
     folder = with_text(make("gemma3", tmp_path), rope_parameters=both)
     served, library = Served.of(folder), Reference(folder)
-    assert "one picture" in compare(folder)
+    assert "one picture" in compare(served)
     config = json.loads((folder / "config.json").read_text())
     text = config["text_config"]
     del text["rope_parameters"]
@@ -206,7 +205,7 @@ def test_no_chunk_ends_within_rows_that_see_each_other(gemma3: Path) -> None:
     engine = served.engine(step_tokens=20)
     assert engine.runner.whole_media
     assert engine.decoder.spans is SpanRule.EVERYWHERE
-    assert Served.of(gemma3).engine(by_library=True).runner.whole_media
+    assert served.engine(by_library=True).runner.whole_media
 
 
 @pytest.mark.parametrize("wrong", [{"window": 0}, {"spans": False}, {"scale": 0.3}])
@@ -227,8 +226,7 @@ def test_a_part_of_a_head_may_be_rotated_and_biases_be_left_out(tmp_path: Path) 
     folder = make("glm_ocr", tmp_path)
     rope = json.loads((folder / "config.json").read_text())["text_config"]["rope_parameters"]
     with_text(folder, rope_parameters=rope | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]})
-    assert isinstance(Served.of(folder).engine().decoder, Decoder)
-    assert "one picture" in compare(folder)
+    assert {"one picture", OURS} <= compare(Served.of(folder))
 
 
 def test_heads_that_divide_the_whole_width_are_tried_as_wide_as_they_are() -> None:
@@ -259,10 +257,12 @@ def test_a_text_that_asks_for_what_our_decoder_lacks_is_the_library_s(tmp_path: 
     assert [(line["event"], line["why"]) for line in told] == [("the library computes the text", why)]
 
 
-def test_where_another_rank_cannot_the_library_computes_on_all(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_another_rank_cannot_the_library_computes_on_all(
+    llava: Path, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(TensorGroup, "all_reduce_min", lambda _, number: 0)
     with capture_logs() as told:
-        assert known_text(Checkpoint(llava), Served.of(llava).found) is None
+        assert known_text(Checkpoint(llava), served.found) is None
     assert [line["why"] for line in told] == ["another rank cannot"]
 
 

@@ -206,7 +206,7 @@ def test_mistral_3_with_mistral_4_s_text_is_the_library_s(tmp_path: Path) -> Non
         spatial_merge_size=2,
     )
     folder = make_by(replace(RECIPES["mistral3"], config=config), tmp_path)
-    assert {*PROMPTS} <= compare(folder)
+    assert {*PROMPTS} <= compare(Served.of(folder))
 
 
 def test_positions_on_four_axes_are_refused() -> None:
@@ -235,7 +235,7 @@ def halved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_weights_in_16_bits_give_the_library_s_tokens_in_float32(halved: Path) -> None:
     assert {str(each.dtype) for each in load_file(halved / "model.safetensors").values()} == {"torch.bfloat16"}
-    assert "one picture" in compare(halved)
+    assert "one picture" in compare(Served.of(halved))
 
 
 def test_in_16_bits_logits_are_as_near_to_float32_s_as_the_library_s(halved: Path) -> None:
@@ -333,7 +333,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_ids_and_tokens_are_the_library_s_whatever_the_chunks_and_the_company(kind: str, tmp_path: Path) -> None:
     more = {SOUND, *sounding_prompts()} if kind == "qwen2_5_omni_thinker" else set()
-    assert {"one picture"} | more <= compare(make(kind, tmp_path), RECIPES[kind].step_tokens)
+    assert {"one picture"} | more <= compare(Served.of(make(kind, tmp_path)), RECIPES[kind].step_tokens)
 
 
 @pytest.fixture(scope="module")

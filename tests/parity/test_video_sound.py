@@ -167,7 +167,7 @@ def test_a_track_that_the_processor_cuts_off_is_refused(served: Served) -> None:
 @pytest.mark.soak
 def test_tokens_are_the_library_s(tmp_path: Path) -> None:
     """Of Qwen3-Omni; `test_library_models` has the other."""
-    assert set(sounding_prompts()) <= compare(make("qwen3_omni_moe_thinker", tmp_path))
+    assert set(sounding_prompts()) <= compare(Served.of(make("qwen3_omni_moe_thinker", tmp_path)))
 
 
 def test_models_that_cannot_have_both_say_so(tmp_path: Path) -> None:

@@ -57,11 +57,11 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 def test_ids_and_tokens_are_the_library_s(tmp_path: Path) -> None:
-    assert {"text", "one picture"} <= compare(make("paligemma", tmp_path), STEP)
+    assert {"text", "one picture"} <= compare(Served.of(make("paligemma", tmp_path)), STEP)
 
 
 def test_so_they_are_where_windows_are_shorter_than_prompts(case: Case) -> None:
-    assert {"text", "one picture"} <= compare(case.served.folder, STEP)
+    assert {"text", "one picture"} <= compare(case.served, STEP)
 
 
 def test_after_a_preemption_an_answer_is_computed_again_and_sees_what_is_before_it_alone(case: Case) -> None:
