@@ -5,7 +5,8 @@ children, and one of an engine's for its ranks.
 
 What is forked is like what `python -m MODULE` starts, as far as tests see it: its parent is whoever asked for it
 (`CLONE_PARENT`), and its environment, command line, standard streams and inherited descriptors are those asked for.
-Only that it ends with its parent it has of its own: of a suite that is killed no service is left.
+What it has of its own: it ends with its parent, so that of a suite that is killed no service is left, and where Python
+would take apart all that was imported, it is over.
 """
 
 from __future__ import annotations
@@ -289,6 +290,24 @@ def _load_kernels() -> None:
             find(f"{module}:{key}").load()
 
 
+def _run(module: str) -> None:
+    """Is the module, and ends as Python does, but for its last step: it writes to all that was imported, which the
+    kernel would have to copy first."""
+    code: Any = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code or 0
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
 def main(control: int, *, computing: bool) -> None:
     """Serves, and is what it has forked."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever reads a test's output has interrupted that
@@ -305,7 +324,7 @@ def main(control: int, *, computing: bool) -> None:
     die_with_parent(parent)
     while own is not None and sys.argv[0] in _PARENTS:
         own = _fork_for_children(own)  # what was left behind is a child by now, which may be an engine
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    _run(sys.argv[0])
 
 
 if __name__ == "__main__":
