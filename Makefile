@@ -35,13 +35,13 @@ help:  ## list the targets
 setup: $(STAMP)  ## make .venv with everything that is tested together
 
 # torchvision has no CPU build; the parity tests use the ordinary wheel beside a CPU torch, so its own wish for a torch is
-# not followed. Nothing else imports it.
+# not followed, and timm's for torchvision is not either. Nothing else imports them.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.11 …")'
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet 'pip>=25.1'  # the first that knows dependency groups
 	$(VENV)/bin/pip install --quiet --constraint constraints.txt --editable . --group dev
-	$(VENV)/bin/pip install --quiet --constraint constraints.txt --no-deps torchvision
+	$(VENV)/bin/pip install --quiet --constraint constraints.txt --no-deps torchvision timm
 	@touch $@
 
 demo: $(STAMP)  ## start both services, ask about a picture and a video, show the times, stop

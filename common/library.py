@@ -33,11 +33,13 @@ _PROCESS = "common.library_models"
 
 class PromptFrame(msgspec.Struct, frozen=True):
     """What a processor sets into a prompt with items, beside what stands for them: at its `begin`, in the stead of what
-    the tokenizer has there, `behind` its last item, and at its `end`. Texts, in which special tokens stand by name."""
+    the tokenizer has there, `behind` its last item, and at its `end`. Texts, in which special tokens stand by name.
+    `always`: into a prompt without items as well."""
 
     begin: str = ""
     behind: str = ""
     end: str = ""
+    always: bool = False
 
     @property
     def lays_out(self) -> bool:

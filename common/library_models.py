@@ -189,10 +189,22 @@ _REACH = re.compile(r"window|chunk|topk|top_k|block_size|floor_scale")
 """How a configuration calls that no more than so many tokens are seen, or that what is behind so many is scaled."""
 
 
-def shrink(config: Any, ranks: int = 1) -> None:
+def shrink_whole(config: Any, ranks: int = 1) -> None:
+    """`shrink` of the text of a model; layers that levels of rows are for are kept, as far as there are not too many,
+    and lie next to each other."""
+    layers = sorted(set(layers_of_levels(config)))
+    text = config.get_text_config(decoder=True)
+    shrink(text, ranks, min(len(layers), _MOST_LAYERS))
+    if layers:
+        left = {layer: at % text.num_hidden_layers for at, layer in enumerate(layers)}
+        config.deepstack_layer_map = [(depth, left[layer]) for depth, layer in config.deepstack_layer_map]
+        config.spatial_target_layers = [left[layer] for layer in config.spatial_target_layers]
+
+
+def shrink(config: Any, ranks: int = 1, layers: int = 2) -> None:
     """Makes a text configuration so small that a model of it is made in no time, and keeps what sets it apart: its
-    kinds of layers, its shape of a head, the shares of heads, and its window, which becomes a short one. Heads that
-    can be split over so many ranks still can."""
+    kinds of layers, as many as `layers` where there are such, its shape of a head, the shares of heads, and its window,
+    which becomes a short one. Heads that can be split over so many ranks still can."""
     apart = _layers_apart(config)
     heads = config.num_attention_heads
     divided = getattr(config, "head_dim", None) is None  # heads are as wide as they divide the whole
@@ -204,7 +216,7 @@ def shrink(config: Any, ranks: int = 1) -> None:
     config.num_attention_heads = fewer
     if getattr(config, "num_key_value_heads", None):
         config.num_key_value_heads = max(1, fewer * config.num_key_value_heads // heads)
-    left = _fewer_layers(config)
+    left = _fewer_layers(config, layers)
     for name, most in _SMALL.items():
         if isinstance(getattr(config, name, None), int):
             setattr(config, name, min(getattr(config, name), most))
@@ -212,11 +224,7 @@ def shrink(config: Any, ranks: int = 1) -> None:
         config.hidden_size = fewer * config.head_dim
     if getattr(config, "moe_intermediate_size", None) == config.hidden_size // 2:
         config.moe_intermediate_size += config.hidden_size // 4  # square matrices do not show which way round they lie
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if isinstance(getattr(config, name, None), int):
-            setattr(config, name, min(getattr(config, name), _EXPERTS))
-    if isinstance(getattr(config, "num_experts_per_tok", None), int):
-        config.num_experts_per_tok = min(config.num_experts_per_tok, 2)
+    _fewer_experts(config)
     for name, value in list(vars(config).items()):  # what a short prompt would not show
         if _REACH.search(name) and type(value) is int and value > _WINDOW:
             setattr(config, name, _WINDOW)
@@ -227,12 +235,24 @@ def shrink(config: Any, ranks: int = 1) -> None:
         config.per_layer_config = {left.index(layer): own for layer, own in apart.items() if layer in left}
 
 
-def _fewer_layers(config: Any) -> list[int]:
-    """Leaves as many layers as there are kinds of them, and of those that share another's keys and values as many; the
-    numbers that they had."""
+def _fewer_experts(config: Any) -> None:
+    """Leaves two of each group at least, and of layers that have none the first."""
+    most = max(_EXPERTS, 2 * (getattr(config, "n_group", None) or 1))
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, min(getattr(config, name), most))
+    if isinstance(getattr(config, "num_experts_per_tok", None), int):
+        config.num_experts_per_tok = min(config.num_experts_per_tok, 2)
+    if getattr(config, "first_k_dense_replace", None):
+        config.first_k_dense_replace = 1
+
+
+def _fewer_layers(config: Any, least: int) -> list[int]:
+    """Leaves as many layers as there are kinds of them, or `least`, and of those that share another's keys and values
+    as many; the numbers that they had."""
     layers, kinds = config.num_hidden_layers, getattr(config, "layer_types", None) or []
     shared = getattr(config, "num_kv_shared_layers", None) or 0
-    kept = max([2, *(kinds.index(kind) + 1 for kind in set(kinds))])
+    kept = max([2, least, *(kinds.index(kind) + 1 for kind in set(kinds))])
     kept = min(kept, _MOST_LAYERS, layers - shared)
     left = [*range(kept), *range(layers - shared, layers - shared + min(shared, kept))]
     config.num_hidden_layers = len(left)
@@ -274,7 +294,15 @@ def made_up(config: Any, strip: Callable[[Any], None]) -> Any:
                 parameter.nan_to_num_(0.0, 0.0, 0.0).clamp_(-_LARGEST, _LARGEST).add_(0.1 * noise)
             else:
                 parameter.copy_(noise if id(parameter) in tables else noise / parameter.shape[-1] ** 0.5)
+        redraw_corrections(part, generator)
     return part.eval().requires_grad_(requires_grad=False)
+
+
+def redraw_corrections(model: nn.Module, generator: torch.Generator) -> None:
+    """Draws what routers of experts add to their scores, which are no parameters, and zeros as the library has them."""
+    for name, correction in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            correction.copy_(0.3 * torch.randn(correction.shape, generator=generator))
 
 
 def load(folder: Path, strip: Callable[[Any], None], dtype: torch.dtype, device: torch.device) -> Any:
@@ -325,6 +353,11 @@ def keep_only(model: nn.Module, wanted: list[nn.Module]) -> None:
     visit(model)
 
 
+def towers_within(decoder: nn.Module) -> list[nn.Module]:
+    """What a decoder that is all of a model below its head has of towers among its parts."""
+    return [part for part in decoder.children() if isinstance(part, library().PreTrainedModel)]
+
+
 def describe(folder: Path) -> LibraryModel:
     """What `common.library.describe` tells. Raises CheckpointError, in one sentence, where it is not served."""
     config = config_of(folder)
@@ -343,7 +376,7 @@ def describe(folder: Path) -> LibraryModel:
         max_position=getattr(text, "max_position_embeddings", None) or _LONGEST,
         placeholders=ids,
         levels=level_count(config),
-        one_item=not stand_alone(processor),
+        one_item=not stand_alone(processor) or (makes_tokens(base_of(config)) and _are_padded(processor)),
         video_sound={"video", "audio"} <= {*taken} and takes_video_sound(config, processor),
         frame=frame_of(processor),
         text=text_of(config),
@@ -471,6 +504,21 @@ def stand_alone(processor: Any) -> bool:
     return first + _BETWEEN + second == both
 
 
+def makes_tokens(base: Any) -> bool:
+    """Whether a model below its head makes tokens of a picture, whose rows it has in its table of tokens."""
+    return hasattr(base, "get_image_tokens")
+
+
+def _are_padded(processor: Any) -> bool:
+    """Whether two pictures of different size get one size, by what is no part of either; which tokens are made of one
+    depends on all of its pixels."""
+    alone, _, both = (
+        processor(text=[_BETWEEN.join([placeholder_of(processor)] * count)], return_tensors="pt", **each)
+        for each, count in zip(_blanks("image"), (1, 1, 2), strict=True)
+    )
+    return bool(alone["pixel_values"].shape[-2:] != both["pixel_values"].shape[-2:])
+
+
 _SIZES = (64, 48), (60, 180)
 _LENGTHS = 20_000, 30_000
 _BETWEEN = " and "
@@ -498,8 +546,9 @@ def frame_of(processor: Any) -> PromptFrame | None:
     decode = processor.tokenizer.decode
     before, item, after = map(re.escape, (parts[0], decode(_plain_ids(processor, parts[1])), parts[2]))
     told = re.fullmatch(f"(.*){before}{item}(.*?){after}(.*)", decode(made), re.DOTALL)
-    frame = PromptFrame(*told.groups()) if told else PromptFrame()
+    frame = PromptFrame(told[1], told[2], told[3]) if told else PromptFrame()
     if made == _framed_ids(processor, frame, parts):
+        frame = msgspec.structs.replace(frame, always=_is_around_texts(processor, frame))
         try:
             more, parts = _laid_out(processor, kind, two, 2)
         except (TypeError, ValueError, KeyError, IndexError, RuntimeError):
@@ -509,6 +558,15 @@ def frame_of(processor: Any) -> PromptFrame | None:
     elif decode(made) == decode(own):  # the same, cut otherwise
         return None
     raise CheckpointError(f"{type(processor).__name__} sets something into prompts that is not known here")
+
+
+def _is_around_texts(processor: Any, frame: PromptFrame) -> bool:
+    """Whether it is set around a text without items too."""
+    try:
+        made = processor(text=[_BEFORE], return_tensors="pt")["input_ids"][0].tolist()
+    except (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError):
+        return False
+    return bool(made == _plain_ids(processor, f"{frame.begin}{_BEFORE}{frame.end}"))
 
 
 _BEFORE, _AFTER = "left", "right"
@@ -538,6 +596,8 @@ def check(config: Any) -> None:
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(f"{kind} has an encoder for its text beside the decoder")
+    if getattr(config, "canvas_length", None):
+        raise CheckpointError(f"{kind} writes stretches of an answer at once, by diffusion")
     if _INDEXED in (getattr(config.get_text_config(decoder=True), "layer_types", None) or ()):
         raise CheckpointError(f"layers of {kind} choose the tokens that they see by an index of their own")
     base = base_of(config)
@@ -576,8 +636,17 @@ def decoder_of(model: Any) -> Any:
     return next((part for part in found.children() if isinstance(part, library().PreTrainedModel)), found)
 
 
+def layers_of_levels(config: Any) -> list[int]:
+    """The layer that each level of a row is added before, where a configuration says so; then nothing of a picture is
+    among the embeddings. A layer takes the last of those that are for it."""
+    found = getattr(config, "deepstack_layer_map", None) or ()
+    return [*(layer for _, layer in found), *(getattr(config, "spatial_target_layers", None) or ())] if found else []
+
+
 def level_count(config: Any) -> int:
-    """Levels of a row: those beyond the first are for the first layers of the text."""
+    """Levels of a row: those beyond the first are for the first layers of the text, or all for layers of their own."""
+    if layers := layers_of_levels(config):
+        return len(layers)
     return 1 + len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
 
 
@@ -589,6 +658,8 @@ def rope_positions(base: Any, made: Mapping[str, Any], *, sound_in_video: bool =
     named = {**made, **{own: tell(made) for own, (name, tell) in _RENAMED.items() if name in made}}
     if sound_in_video:
         named[_SOUND_IN_VIDEO] = True
+    if _CANVAS in known:
+        raise CheckpointError(f"{type(base).__name__} gives marks between rows places of their own, on a canvas")
     found = base.get_rope_index(**{name: named[name] for name in known if name in named})[0][:, 0]
     if len(found) != _AXES:
         raise CheckpointError(f"{type(base).__name__} counts places on {len(found)} axes")
@@ -599,12 +670,20 @@ def rope_positions(base: Any, made: Mapping[str, Any], *, sound_in_video: bool =
 
 
 _AXES = 3
+_CANVAS = "target_sizes"
+"""What a rule of positions wants that lays slices of a picture out on the whole."""
 _SOUND_IN_VIDEO = "use_audio_in_video"
 _RENAMED: dict[str, tuple[str, Callable[[Mapping[str, Any]], Any]]] = {
     "audio_seqlens": ("feature_attention_mask", lambda made: made["feature_attention_mask"].sum(-1)),
     "second_per_grids": ("video_second_per_grid", lambda made: torch.as_tensor(made["video_second_per_grid"])),
 }
 """What the rule of positions calls otherwise than the processor, and how it is made of that."""
+
+
+def missing(error: ImportError) -> str:
+    """What the library lacks, in one sentence."""
+    wanted = re.search(r"requires the (\w+) library", str(error))
+    return f"the library wants a package that is not installed here: {wanted[1] if wanted else error.name}"
 
 
 def _first_line(error: BaseException) -> str:
@@ -618,6 +697,8 @@ def main(folder: Path) -> None:
         answer = describe(folder)
     except CheckpointError as error:
         answer = Refusal(str(error))
+    except ImportError as error:
+        answer = Refusal(missing(error))
     sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from common.checkpoint import CheckpointError
 from common.library import LibraryModel
-from common.library_models import decoder_of, load, marks_of
+from common.library_models import decoder_of, keep_only, load, makes_tokens, marks_of, towers_within
 
-_OF_NO_PROMPT = re.compile(r"pooler_output|attentions|\w*hidden_states?")
+_OF_NO_PROMPT = re.compile(r"pooler_output|attentions|image_tokens|embedding_loss|\w*hidden_states?")
 """What the library's outputs have of which a prompt gets the rows alone."""
 _UNPOOLED = "audio"
 """The modality whose rows some towers give as their last hidden states."""
@@ -45,9 +45,13 @@ class LibraryTower:
             raise RuntimeError(f"the tower gives {beside[0]} beside its rows, which nobody would add to the prompt")
         first = features.last_hidden_state if modality == _UNPOOLED and features.pooler_output is None else None
         first = features.pooler_output if first is None else first
-        if first is None:  # what puts rows into the text's width comes behind its tower, as in Llama 4
-            first = self._model.multi_modal_projector(features.last_hidden_state)
-        levels = [flat_rows(level, self._found.hidden_size) for level in (first, *deep)]
+        if first is None and deep:  # each with the layer that it is for
+            every = [level for _, level in deep]
+        elif first is None:  # what puts rows into the text's width comes behind its tower, as in Llama 4
+            every = [self._model.multi_modal_projector(features.last_hidden_state)]
+        else:
+            every = [first, *deep]
+        levels = [flat_rows(level, self._found.hidden_size) for level in every]
         if modality == _UNPOOLED:  # nothing of a sound goes to deeper layers
             levels += [torch.zeros_like(levels[0])] * (self._found.levels - len(levels))
         if marks is not None:
@@ -100,10 +104,14 @@ def flat_rows(features: Any, width: int) -> Tensor:
 
 
 def without_text(model: Any) -> None:
-    """Takes the decoder and the head of logits away."""
-    text = {id(decoder_of(model)), id(model.get_output_embeddings())}
-    if id(model) in text:
+    """Takes the decoder and the head of logits away. The table of tokens stays where rows are of that."""
+    decoder, text = decoder_of(model), {id(model.get_output_embeddings())}
+    if decoder is model:
         raise CheckpointError(f"{type(model).__name__} does not keep its text layers apart")
+    if makes_tokens(model.base_model):
+        keep_only(decoder, [model.get_input_embeddings(), *towers_within(decoder)])
+    else:
+        text.add(id(decoder))
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if id(child) in text:

@@ -114,14 +114,15 @@ class Family:
 
     Layers: `attention_bias`, queries, keys and values have biases; `qk_norm`, each query and key head is normed before
     it is rotated; `output_gate`, each head of queries has a gate for what is attended to, number by number, and
-    `head_gates`, one for all of it; `norms`, which there are, and
-    `zero_centred_norms`, those of layers and heads scale by 1 + weight; `scaled_embeddings`, those of tokens are
-    multiplied by the root of their width; `rotary_neighbours`, the two numbers of a rotary pair are neighbours in
-    checkpoints; `fused_gates`, these have gates and what they open as one matrix; `mrope_interleaved`, rotary pairs are
-    dealt out to time, height and width in turns, and `rotary_share`, so much of a head is rotated, unless the
-    checkpoint says otherwise. `mixers`: what config.json's `layer_types` stand for; a family has windows where
-    `SLIDING` is among them. `text_defaults`: what holds of the decoder where config.json leaves it out. `part_names`:
-    what the library calls parts of layers, and the decoder otherwise.
+    `head_gates`, one for all of it; `norms`, which there are, and `zero_centred_norms`, those of layers and heads scale
+    by 1 + weight; `scaled_embeddings`, those of tokens are multiplied by the root of their width; `rotary_neighbours`,
+    the two numbers of a rotary pair are neighbours in checkpoints; `fused_gates`, these have gates and what they open
+    as one matrix; `grouped_experts`, each expert has a score of its own, the likeliest are among those of the likeliest
+    groups, and what is shared has no gate; `mrope_interleaved`, rotary pairs are dealt out to time, height and width in
+    turns, and `rotary_share`, so much of a head is rotated, unless the checkpoint says otherwise. `mixers`: what
+    config.json's `layer_types` stand for; a family has windows where `SLIDING` is among them. `text_defaults`: what
+    holds of the decoder where config.json leaves it out. `part_names`: what the library calls parts of layers, and the
+    decoder otherwise.
     """
 
     modalities: Mapping[Modality, InPrompt]
@@ -139,6 +140,7 @@ class Family:
     scaled_embeddings: bool = False
     rotary_neighbours: bool = False
     fused_gates: bool = False
+    grouped_experts: bool = False
     mrope_interleaved: bool = False
     rotary_share: float = 1.0
     text_defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The texts of GLM-4.1V, GLM-4.6V and GLM-OCR."""
+"""The texts of GLM-4.1V, GLM-4.5V, GLM-4.6V and GLM-OCR."""
 
 from __future__ import annotations
 
@@ -15,3 +15,9 @@ GLM4V_TEXT = Family(
     text_defaults={"mrope_section": (8, 12, 12)},
 )
 GLM_OCR_TEXT = replace(GLM4V_TEXT, attention_bias=False)
+GLM4V_MOE_TEXT = Family(
+    {},
+    attention_bias=True,
+    grouped_experts=True,
+    text_defaults={"mrope_section": (8, 12, 12)},
+)

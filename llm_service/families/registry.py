@@ -9,7 +9,7 @@ from typing import Any, Final
 from common.checkpoint import CheckpointError
 from llm_service.families.family import WINDOWED, Family
 from llm_service.families.gemma3 import GEMMA3_TEXT
-from llm_service.families.glm4v import GLM4V_TEXT, GLM_OCR_TEXT
+from llm_service.families.glm4v import GLM4V_MOE_TEXT, GLM4V_TEXT, GLM_OCR_TEXT
 from llm_service.families.internvl import INTERNVL
 from llm_service.families.lfm import LFM2, LFM3
 from llm_service.families.qwen2_audio import QWEN2_AUDIO
@@ -30,7 +30,9 @@ FAMILIES: Final = {
 """By `model_type` in config.json, as in the encoder service."""
 
 TEXT_FAMILIES: Final = {
+    "emu3_text_model": Family({}),
     "gemma3_text": GEMMA3_TEXT,
+    "glm4v_moe_text": GLM4V_MOE_TEXT,
     "glm4v_text": GLM4V_TEXT,
     "glm_ocr_text": GLM_OCR_TEXT,
     "lfm2": LFM2,

@@ -34,6 +34,7 @@ def _experts(config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> Spar
         group,
         dtype,
         shared_inner=config.shared_expert_size,
+        grouped=config.grouped,
     )
 
 

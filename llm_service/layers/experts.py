@@ -13,9 +13,10 @@ from common.linear import LaidOut, Linear
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import Place, Stored, fill, laid_out, quantized
 from llm_service.layers.mlp import MLP
-from llm_service.layers.ops import TORCH, RowOps
+from llm_service.layers.ops import TORCH, Pair, RowOps
 from llm_service.layers.quantized_weight import QuantizedWeight
 from llm_service.layers.weight_dtype import Rounded
+from llm_service.models.config import GroupedExperts
 
 _APART = ("gate_proj", "up_proj", "down_proj")
 """An expert's matrices, where each has a tensor of its own."""
@@ -165,9 +166,39 @@ class Experts(nn.Module):
         )
 
 
+class GroupedRouter(nn.Module):
+    """Scores each expert by a sigmoid, as DeepSeek-V3 does. Which ones a token goes through depends on scores with a
+    correction for each expert, and so does which groups these may be of: those with the greatest sums of their two
+    best. By how much, on the scores alone. In float32, whatever the other weights are."""
+
+    def __init__(self, experts: int, per_token: int, hidden: int, grouped: GroupedExperts) -> None:
+        super().__init__()
+        self._per_token, self._grouped = per_token, grouped
+        self.weight = nn.Parameter(torch.empty(experts, hidden), requires_grad=False)
+        self.e_score_correction_bias = nn.Parameter(torch.empty(experts), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Pair:
+        """[n, hidden] → weights, of the same type, and numbers of experts int64, [n, per_token] each."""
+        scores = functional.linear(x.float(), self.weight).sigmoid()
+        corrected = scores + self.e_score_correction_bias
+        if self._grouped.kept < self._grouped.groups:
+            apart = corrected.view(len(x), self._grouped.groups, -1)
+            kept = apart.topk(2, dim=-1).values.sum(-1).topk(self._grouped.kept, dim=-1).indices
+            out = torch.ones_like(apart[:, :, 0], dtype=torch.bool).scatter_(1, kept, value=False)
+            corrected = apart.masked_fill(out.unsqueeze(-1), -torch.inf).flatten(1)
+        chosen = corrected.topk(self._per_token, dim=-1).indices
+        weights = scores.gather(1, chosen)
+        return (weights * (self._grouped.scale / (weights.sum(-1, keepdim=True) + _LEAST))).to(x.dtype), chosen
+
+
+_LEAST = 1e-20
+"""Added to what is divided by."""
+
+
 class SparseMLP(nn.Module):
     """Routes each token to the `per_token` likeliest experts and sums their outputs by their normalised weights; where
-    there is a shared expert, of size `shared_inner`, every token goes through it as well, by a weight of its own."""
+    there is a shared expert, of size `shared_inner`, every token goes through it as well, by a weight of its own, or,
+    where experts are `grouped`, by 1."""
 
     ops: RowOps = TORCH
 
@@ -181,21 +212,30 @@ class SparseMLP(nn.Module):
         dtype: torch.dtype,
         *,
         shared_inner: int = 0,
+        grouped: GroupedExperts | None = None,
     ) -> None:
         super().__init__()
         self._group, self._per_token, self._experts = group, per_token, experts
-        self.gate = Linear(hidden, experts, bias=False, dtype=dtype)
+        gate = Linear(hidden, experts, bias=False, dtype=dtype)
+        self.gate = gate if grouped is None else GroupedRouter(experts, per_token, hidden, grouped)
         self.experts = Experts(experts, hidden, inner, group, dtype)
-        self.shared_expert = MLP(hidden, shared_inner, group, dtype) if shared_inner else None
-        self.shared_expert_gate = Linear(hidden, 1, bias=False, dtype=dtype) if shared_inner else None
+        name = "shared_experts" if grouped else ""
+        self.shared_expert = MLP(hidden, shared_inner, group, dtype, stored_as=name) if shared_inner else None
+        has_gate = shared_inner > 0 and grouped is None
+        self.shared_expert_gate = Linear(hidden, 1, bias=False, dtype=dtype) if has_gate else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, hidden] → [n, hidden]."""
-        weights, chosen = self.ops.route(self.gate(x), self._per_token)
+        weights, chosen = self._routed(x)
         out = (self._together if x.device.type == "cuda" else self._in_turn)(x, weights, chosen)
-        if self.shared_expert is not None and self.shared_expert_gate is not None:
-            out = out + self.shared_expert_gate(x).sigmoid() * self.shared_expert.run(x)
+        if self.shared_expert is not None:
+            shared = self.shared_expert.run(x)
+            out = out + (shared if self.shared_expert_gate is None else self.shared_expert_gate(x).sigmoid() * shared)
         return self._group.sum(out)
+
+    def _routed(self, x: Tensor) -> Pair:
+        made = self.gate(x)
+        return made if isinstance(self.gate, GroupedRouter) else self.ops.route(made, self._per_token)
 
     def _in_turn(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """One chosen expert after the other, each with all of its tokens: for CPUs, where few are read."""

@@ -25,9 +25,13 @@ class MLP(nn.Module):
         *,
         activation: Activation = Activation.SILU,
         fused: bool = False,
+        stored_as: str = "",
     ) -> None:
-        """With `fused` a checkpoint has gate and up as one matrix, one below the other."""
+        """With `fused` a checkpoint has gate and up as one matrix, one below the other; `stored_as` is what it calls
+        the whole, where that is not what the module with it does."""
         super().__init__()
+        if stored_as:
+            self.stored_as = stored_as
         self._group, self.activation = group, activation
         own, whole = group.share(inner), slice(0, hidden)
         parts: dict[str, slice | tuple[slice, ...]] = {"gate_proj": own, "up_proj": own}

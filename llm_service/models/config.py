@@ -114,6 +114,16 @@ class RotaryConfig:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class GroupedExperts:
+    """Experts are in `groups`, and a token's are of the `kept` of these that it scores highest; its weights, which sum
+    up to 1, are multiplied by `scale`."""
+
+    groups: int
+    kept: int
+    scale: float
+
+
 class Activation(Enum):
     """What opens the gates of a feed-forward part, as configurations call it."""
 
@@ -129,7 +139,7 @@ class TextConfig:
     are multiplied by, None: head_dim^-0.5. Short convolutions see `convolution_width` tokens.
 
     Where `experts` is above 0, every `sparse_step`-th layer but those in `dense_layers` is a mixture of experts, with a
-    shared one beside them where `shared_expert_size` is above 0.
+    shared one beside them where `shared_expert_size` is above 0. `grouped`: in which groups they are, if in any.
     """
 
     family: Family
@@ -150,6 +160,7 @@ class TextConfig:
     shared_expert_size: int = 0
     sparse_step: int = 1
     dense_layers: frozenset[int] = frozenset()
+    grouped: GroupedExperts | None = None
     delta_net: DeltaNetConfig | None = None
     convolution_width: int = 0
     activation: Activation = Activation.SILU
@@ -201,7 +212,8 @@ class TextConfig:
         try:
             heads = int(text["num_attention_heads"])
             head_dim = int(text.get("head_dim") or text["hidden_size"] // heads)
-            types, experts = _layer_types(text, family), int(text.get("num_experts", text.get("num_local_experts", 0)))
+            types, experts = _layer_types(text, family), _experts(text)
+            grouped = family.grouped_experts and experts > 0
             if experts and activation != Activation.SILU.value:
                 raise CheckpointError(f"experts with the activation {activation} are not supported")
             mixers, rotated = tuple(family.mixers[each] for each in types), (text, family, head_dim, max_position)
@@ -222,9 +234,10 @@ class TextConfig:
                 experts=experts,
                 experts_per_token=int(text.get("num_experts_per_tok", 0)),
                 expert_size=int(text.get("moe_intermediate_size", 0)),
-                shared_expert_size=int(text.get("shared_expert_intermediate_size", 0)),
+                shared_expert_size=_size_of_shared(text),
                 sparse_step=int(text.get("decoder_sparse_step", 1)),
-                dense_layers=frozenset(text.get("mlp_only_layers") or ()),
+                dense_layers=frozenset(text.get("mlp_only_layers") or range(text.get("first_k_dense_replace", 0))),
+                grouped=_grouped(text) if grouped else None,
                 delta_net=_delta_net(text) if Mixer.GATED_DELTA_NET in mixers else None,
                 convolution_width=_convolution_width(text) if Mixer.SHORT_CONVOLUTION in mixers else 0,
                 activation=Activation(activation),
@@ -285,6 +298,22 @@ def _layer_types(text: dict[str, Any], family: Family) -> list[str]:
     if unknown := sorted(set(types) - family.mixers.keys()):
         raise CheckpointError(f"layers of the type {unknown[0]} are not supported")
     return types
+
+
+def _experts(text: Mapping[str, Any]) -> int:
+    """How many a layer has."""
+    names = "num_experts", "num_local_experts", "n_routed_experts"
+    return int(next((text[name] for name in names if name in text), 0))
+
+
+def _size_of_shared(text: Mapping[str, Any]) -> int:
+    """The inner size of what all tokens go through beside their experts; several are one as large as all of them."""
+    each = int(text.get("moe_intermediate_size", 0))
+    return int(text.get("shared_expert_intermediate_size", text.get("n_shared_experts", 0) * each))
+
+
+def _grouped(text: Mapping[str, Any]) -> GroupedExperts:
+    return GroupedExperts(int(text["n_group"]), int(text["topk_group"]), float(text["routed_scaling_factor"]))
 
 
 def _delta_net(text: dict[str, Any]) -> DeltaNetConfig:

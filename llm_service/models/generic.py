@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint import CheckpointError
-from common.library_models import decoder_of, keep_only, library
+from common.library_models import decoder_of, keep_only, layers_of_levels, library, towers_within
 from llm_service.families.family import SpanRule
 from llm_service.layers.attention.backend import AttentionKind
 from llm_service.layers.attention.general_backend import AttentionRule, GeneralBackend, GeneralBatch
@@ -109,9 +109,11 @@ class LibraryDecoder:
         model.to(device)
         self._text = decoder_of(model)
         self._embeddings: nn.Module = model.get_input_embeddings()
+        self._tables, self._layers_of_levels = _tables(model), layers_of_levels(model.config)
         # The head may do more than multiply, and all of it is the library's: it is given hidden states as if its model
         # had made them.
-        setattr(*_below_head(model), _Given())
+        below = _below_head(model)
+        setattr(*below, _Given(getattr(*below)))
         self._head = model
         self._tempering = dict(take_tempering(self._text))
         self._takes = inspect.signature(self._text.forward).parameters.keys()
@@ -125,11 +127,15 @@ class LibraryDecoder:
 
     def weights(self) -> nn.Module:
         """All that has any."""
-        return nn.ModuleList((self._text, self._embeddings, self._head))
+        return nn.ModuleList((self._text, self._embeddings, *self._tables, self._head))
 
     def embed_tokens(self, token_ids: Tensor) -> Tensor:
         """int [n] → [n, hidden]."""
         out: Tensor = self._embeddings(token_ids)
+        for table in self._tables:
+            there = (token_ids >= table.vocab_offset) & (token_ids < table.vocab_offset + table.vocab_size)
+            if there.any():
+                out[there] = table(input_ids=token_ids[there]).to(out)
         return out
 
     def __call__(
@@ -146,9 +152,15 @@ class LibraryDecoder:
         """As `Decoder.forward`; `token_ids` int [n] are for what a model looks up beside its embeddings."""
         more = self._by_ids(token_ids, batches[0])
         if deepstack is not None:
-            more["visual_pos_masks"] = torch.zeros(1, len(hidden), dtype=torch.bool, device=self.device)
-            more["visual_pos_masks"][0, deepstack.index] = True
-            more["deepstack_visual_embeds"] = list(deepstack.values)
+            here = torch.zeros(1, len(hidden), dtype=torch.bool, device=self.device)
+            here[0, deepstack.index] = True
+            if self._layers_of_levels:
+                levels = hidden[here[0]], *deepstack.values
+                hidden = hidden.masked_fill(here[0].unsqueeze(-1), 0.0)
+                more["vision_mask"] = here.unsqueeze(-1)
+                more["deepstack_features"] = dict(zip(self._layers_of_levels, levels, strict=True))
+            else:
+                more["visual_pos_masks"], more["deepstack_visual_embeds"] = here, list(deepstack.values)
         places_of = {layer: at for at, layer in enumerate(self._specs)}
 
         def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
@@ -165,8 +177,7 @@ class LibraryDecoder:
         """What the library's text model takes that follows from ids."""
         more: dict[str, Any] = {}
         if getattr(self._text, "hidden_size_per_layer_input", 0):
-            ids = token_ids.masked_fill(torch.isin(token_ids, self._media), self._pad)
-            more["per_layer_inputs"] = self._text.get_per_layer_inputs(ids.unsqueeze(0), None)
+            more["per_layer_inputs"] = self._inputs_of_layers(token_ids)
         if _ROUTED in self._takes:
             kinds = torch.isin(token_ids, torch.cat([self._media, self._marks])).long()
             for part in () if batch is None else batch.segments:
@@ -174,6 +185,16 @@ class LibraryDecoder:
                     kinds[part.begin] = 0
             more[_ROUTED] = kinds.unsqueeze(0)
         return more
+
+    def _inputs_of_layers(self, token_ids: Tensor) -> Tensor:
+        """[1, n, layers, width]; what stands for a token of media here the model says, or it is the padding's."""
+        look_up = self._text.get_per_layer_inputs
+        if len(inspect.signature(look_up).parameters) > 1:
+            ids = token_ids.masked_fill(torch.isin(token_ids, self._media), self._pad)
+            found: Tensor = look_up(ids.unsqueeze(0), None)
+        else:
+            found = look_up(token_ids.unsqueeze(0))
+        return found
 
     def _run(self, hidden: Tensor, positions: Tensor, attend: Attend, **more: Any) -> Tensor:
         places = positions.long().unsqueeze(1) if self._axes > 1 else positions[:1].long()
@@ -269,7 +290,14 @@ def _below_head(model: Any) -> tuple[nn.Module, str]:
 
 
 class _Given(nn.Module):
-    """Stands for a model that has made these hidden states."""
+    """Stands for a model that has made these hidden states, which has what else its head looks at."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._of = (model,)  # none of its parts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_of"][0], name)
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Output:
         return _Output(inputs_embeds)
@@ -296,6 +324,15 @@ def _layer(module: nn.Module) -> int:
 
 
 def text_alone(model: Any) -> None:
-    """Takes away all that is not the decoder, its embeddings or the head of logits."""
-    wanted = [decoder_of(model), model.get_output_embeddings(), model.get_input_embeddings()]
+    """Takes away all that is not the decoder, its embeddings, other tables of tokens or the head of logits."""
+    decoder = decoder_of(model)
+    wanted = [decoder, model.get_output_embeddings(), model.get_input_embeddings(), *_tables(model)]
+    if decoder is model.base_model:
+        towers = {id(part) for part in towers_within(decoder)}
+        wanted[:1] = [part for part in decoder.children() if id(part) not in towers]
     keep_only(model, [part for part in wanted if part is not None])
+
+
+def _tables(model: nn.Module) -> list[Any]:
+    """Of tokens that the text's own has none of, each for `vocab_size` of them from `vocab_offset` on."""
+    return [part for part in model.modules() if hasattr(part, "vocab_offset")]

@@ -5,6 +5,7 @@ list could say it."""
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from common.library_models import (
     base_of,
     config_of,
     item_of,
+    layers_of_levels,
     level_count,
     made_up,
     marks_around,
@@ -32,7 +34,7 @@ from common.library_models import (
     processor_of,
     rope_positions,
     row_token,
-    shrink,
+    shrink_whole,
     text_of,
 )
 from llm_service.families.family import SLIDING, SpanRule
@@ -166,7 +168,7 @@ class _Case:
     @classmethod
     def of(cls, config: Any, prompted: Callable[[], TrialPrompt], ranks: int = 1) -> _Case:
         """Of a configuration, which is shrunk so that heads can be split over so many ranks."""
-        shrink(config.get_text_config(decoder=True), ranks)
+        shrink_whole(config, ranks)
         model = made_up(config, text_alone)
         prompt = prompted()
         has_axes = hasattr(model.base_model, "get_rope_index")
@@ -248,7 +250,10 @@ def _whole(model: Any, prompt: TrialPrompt) -> Tensor:
     first, *deep = prompt.rows[:, prompt.pictures]
     why: list[BaseException] = []
     apart = [[level] for level in deep]
-    for rows, levels in (([first], apart), ([first], deep), (first.unsqueeze(0), deep), (first, deep)):
+    forms: list[tuple[Any, Any]] = [([first], apart), ([first], deep), (first.unsqueeze(0), deep), (first, deep)]
+    if layers := layers_of_levels(model.config):
+        forms = [(None, list(zip(layers, (first, *deep), strict=True)))]
+    for rows, levels in forms:
         given = {"image": _Features(rows, levels, prompt.marks)}
         try:
             made = model(input_ids=prompt.ids.unsqueeze(0), mm_encoder_outputs=given, use_cache=False, **more)
@@ -331,8 +336,11 @@ def _difference(decoder: Decoder | LibraryDecoder, case: _Case, rule: SpanRule =
 
 
 def _relative(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, as a part of the largest number."""
-    return float((found - expected).abs().max() / expected.abs().max())
+    """The largest difference, as a part of the largest number. Tokens that the model does not let say are left out."""
+    said = expected != torch.finfo(torch.float32).min
+    if not torch.equal(said, found != torch.finfo(torch.float32).min):
+        return math.inf
+    return float((found - expected)[said].abs().max() / expected[said].abs().max())
 
 
 def _logits(

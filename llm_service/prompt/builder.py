@@ -120,7 +120,7 @@ class PromptBuilder:
             pieces, field = self._split_ids(prompt.ids), "tokens.ids"
         if not pieces:
             raise InvalidInput("the prompt is empty", reason="EMPTY_PROMPT", field=field)
-        framed = self._frame is not None and bool(modalities)
+        framed = self._frame is not None and (bool(modalities) or self._frame.always)
         if self._first and not framed and not isinstance(prompt, TokenPrompt) and pieces[0] != self._first[0]:
             pieces.insert(0, self._first)  # what the tokenizer puts before a text, where the text has none
         pieces = self._with_slots(pieces, modalities, field)
@@ -188,11 +188,15 @@ class PromptBuilder:
                         yield from self._split(text)
 
     def _framed(self, pieces: list[Piece]) -> list[Piece]:
-        """With what the library's processor sets into a prompt that has items."""
+        """With what the library's processor sets into a prompt."""
         last = max((place for place, piece in enumerate(pieces) if isinstance(piece, Slot)), default=None)
-        if self._frame is None or last is None:
+        if self._frame is None or (last is None and not self._frame.always):
             return pieces
         begin, behind, end = map(self._split, (self._frame.begin, self._frame.behind, self._frame.end))
+        if begin == self._first == pieces[: len(begin)]:  # the tokenizer's own, which the text has
+            begin = []
+        if last is None:
+            return [*begin, *pieces, *end]
         return [*begin, *pieces[: last + 1], *behind, *pieces[last + 1 :], *end]
 
     def _with_slots(self, pieces: list[Piece], modalities: Sequence[Modality], field: str) -> list[Piece]:

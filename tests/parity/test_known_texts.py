@@ -56,6 +56,7 @@ KINDS = (
     "cosmos3_omni",  # levels of deepstack; positions on three axes
     "gemma3",  # windows shorter than prompts, rows that see each other, norms behind parts, gelu, two rotary bases
     "lfm3_vl",  # short convolutions, gates of heads, rotary positions of half of the pairs
+    "glm4v_moe",  # experts in groups
     "glm4v",  # rotary pairs that are neighbours, on three axes; gates and what they open as one matrix
 )
 SCALED: dict[str, dict[str, Any]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from tokenizers import Tokenizer
 from common import library_models
 from common.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
+from common.library import Refusal
 from common.library_models import Sound
 from common.media.item import Key, Modality
 from encoder_service.models.generic import flat_rows
@@ -29,7 +31,7 @@ from llm_service.families.family import SpanRule
 from llm_service.families.registry import TEXT_FAMILIES
 from llm_service.layers.attention import general_backend
 from llm_service.layers.attention.backend import PagedChunk
-from llm_service.models import generic, layer_rules
+from llm_service.models import generic, layer_rules, trial
 from llm_service.models.generic_loader import load_library_decoder
 from llm_service.models.served import ServedModel
 from llm_service.models.trial import drawn_prompt, try_config, try_out
@@ -59,6 +61,8 @@ SUITE = (
     "ernie4_5_vl_moe",  # experts by modality; positions on three axes
     "kimi_k25",  # keys wider than values
     "minicpmv4_6",  # layers with states
+    "granite4_vision",  # levels of rows for layers of their own
+    "chameleon",  # rows from the table of tokens; what is set around texts too
     "qwen2_5_omni_thinker",  # sounds, videos and pictures; positions that depend on marks around them
 )
 """One of each class; `make models` compares all."""
@@ -88,6 +92,52 @@ def test_a_trial_tells_what_llama_4_wants_of_attention(what: str, monkeypatch: p
         monkeypatch.setattr(layer_rules.Tempering, "of", lambda _, query, __: query)
     with pytest.raises(CheckpointError, match="llama4 gives other logits in chunks"):
         try_config(config_of_recipe("llama4"), lambda: drawn_prompt(config))
+
+
+def test_tokens_that_a_model_does_not_let_say_hide_no_other_difference() -> None:
+    least = torch.finfo(torch.float32).min
+    expected = torch.tensor([[least, 2.0, -4.0]])
+    assert trial._relative(torch.tensor([[least, 2.0, -4.0]]), expected) == 0.0
+    assert trial._relative(torch.tensor([[least, 1.0, -4.0]]), expected) == 0.25
+    assert trial._relative(torch.tensor([[0.0, 2.0, -4.0]]), expected) == math.inf
+    assert math.isnan(trial._relative(torch.tensor([[least, torch.nan, -4.0]]), expected))
+
+
+def test_levels_of_rows_are_tried_at_layers_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make("granite4_vision", tmp_path)
+    assert library_models.describe(folder).levels == 6
+    assert try_out(folder).spans is SpanRule.NOWHERE
+    monkeypatch.setattr(generic, "layers_of_levels", lambda _: [0, 1, 2, 3, 5, 4])
+    with pytest.raises(CheckpointError, match="granite4_vision gives other logits in chunks"):
+        try_out(folder)
+
+
+def test_marks_around_media_are_looked_up_in_tables_of_their_own() -> None:
+    """Gemma 3n's, of the marks behind media."""
+    model = library_models.made_up(config_of_recipe("gemma3n"), generic.text_alone)
+    base, config = model.base_model, model.config
+    ids = torch.tensor([config.eoi_token_id, 65, config.eoa_token_id])
+    found = generic.LibraryDecoder(model, torch.float32, torch.device("cpu")).embed_tokens(ids)
+    tables = base.embed_vision, base.get_input_embeddings(), base.embed_audio
+    for row, id, table in zip(found, ids, tables, strict=True):
+        torch.testing.assert_close(row, table(id.unsqueeze(0))[0])
+
+
+def test_pictures_that_are_padded_before_tokens_are_made_of_them_are_served_alone(tmp_path: Path) -> None:
+    assert library_models.describe(make("emu3", tmp_path / "emu3")).one_item
+    assert not library_models.describe(make("chameleon", tmp_path / "chameleon")).one_item
+
+
+def test_a_package_that_the_library_wants_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def describe(_: Path) -> None:
+        raise ImportError("\nTimmWrapperModel requires the timm library but it was not found in your environment.")
+
+    monkeypatch.setattr(library_models, "describe", describe)
+    library_models.main(tmp_path)
+    answer = msgspec.json.decode(capsys.readouterr().out, type=Refusal)
+    assert answer.why == "the library wants a package that is not installed here: timm"
 
 
 def test_the_page_of_models_has_each_that_the_library_has() -> None:

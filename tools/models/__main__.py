@@ -9,7 +9,6 @@ asked for again, with `--only`, the rows go among those that the page has of the
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import tempfile
 from collections import Counter
@@ -23,7 +22,7 @@ import msgspec
 import torch
 
 from common.checkpoint import CheckpointError
-from common.library_models import check, class_of, library, row_token
+from common.library_models import check, class_of, library, missing, row_token
 from llm_service.families.family import SpanRule
 from llm_service.families.registry import FAMILIES
 from llm_service.models.trial import drawn_prompt, try_config, try_ours_of
@@ -47,7 +46,8 @@ All {seeing} kinds of models that transformers {release} has for pictures and te
   size between texts, and videos, sounds, and videos with theirs (*video sound*) where the row says so; each prompt
   alone, beside three others or more, and from the prefix cache; in steps of 16 tokens (of more, where rows of a
   picture or all tokens see each other and are more), and at once, there on two ranks where the row says *tp 2*:
-  elsewhere the library, which computes the text, has no plan for ranks, and they are refused.
+  elsewhere the library, which computes the text, has no plan for ranks, or one that gives other logits, and they are
+  refused.
   *Compared in one process*: the same on one rank, without the wires between (`tests/parity/library_side.py`). Of the
   rest a small model's logits were the library's own, in chunks, packed with another prompt; a checkpoint shows the rest
   at start.
@@ -185,8 +185,7 @@ def _notes(names: set[str]) -> list[str]:
 def _told(error: BaseException) -> str:
     """One line that no table's bars are in."""
     if isinstance(error, ImportError):
-        wanted = re.search(r"requires the (\w+) library", str(error))
-        return f"the library wants a package that is not installed here: {wanted[1] if wanted else error.name}"
+        return missing(error)
     if not isinstance(error, CheckpointError | NotStartedError):
         return "its defaults state too little"
     line = " ".join(str(error).split()).replace("|", "/")

@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from common.library import LibraryModel
-from common.library_models import SOUND_RATE, class_of, config_of, describe, library
+from common.library_models import SOUND_RATE, class_of, config_of, describe, frame_of, library
 from encoder_service.media.audio import read_track
 from encoder_service.media.limits import MediaLimits
 from encoder_service.media.video import open_reader
@@ -161,6 +161,10 @@ class Reference:
 
     def __init__(self, folder: Path) -> None:
         self.processor = library().AutoProcessor.from_pretrained(folder, local_files_only=True)
+        if self.processor.chat_template is None:  # some processors do not read it
+            self.processor.chat_template = (folder / "chat_template.jinja").read_text("utf-8")
+        frame = frame_of(self.processor)
+        self._frames_texts = frame is not None and frame.always
         model = class_of(config_of(folder))
         self._model = model.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
         self._model.generation_config.eos_token_id = None
@@ -173,7 +177,7 @@ class Reference:
         options: dict[str, Any] = {"text": [text], "return_tensors": "pt"}
         options["add_special_tokens"] = not text.startswith("<s>")
         media = self._media(parts)
-        if not media:  # some processors want a picture in every text
+        if not media and not self._frames_texts:  # some processors want a picture in every text
             made = dict(self.processor.tokenizer(**options))
             if "token_type_ids" in self.processor.model_input_names:
                 made["token_type_ids"] = torch.zeros_like(made["input_ids"])
@@ -365,7 +369,8 @@ def services(folder: Path, step_tokens: int) -> Iterator[tuple[LlmClient, LlmCli
         yield short, running.enter_context(LlmClient(two.address)), ranks
 
 
-_NO_RANKS = "the library has no plan", "cannot be split"
+_NO_RANKS = "the library has no plan", "cannot be split", "over 2 ranks"
+"""Of why two ranks are refused; the last is of a trial that finds the library's plan to compute something else."""
 
 
 def _serves(service: Service) -> bool:

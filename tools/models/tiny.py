@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from common.library_models import class_of, library
+from common.library_models import class_of, library, redraw_corrections
 from tools.models.recipes import RECIPES
 from tools.models.recipes.recipe import Recipe
 
@@ -36,7 +36,7 @@ def make_by(recipe: Recipe, folder: Path, *, seed: int = 0, dtype: torch.dtype =
     folder.mkdir(parents=True, exist_ok=True)
     words = (*WORDS, *recipe.words)
     tokenizer = library().PreTrainedTokenizerFast(
-        tokenizer_object=(_of_pieces if recipe.pieces else _of_bytes)(words),
+        tokenizer_object=(_of_pieces if recipe.pieces else _of_bytes)(words, begins=recipe.begins),
         **dict(zip(("bos_token", "eos_token", "pad_token"), WORDS, strict=False)),
         extra_special_tokens=dict(recipe.named),
     )
@@ -88,23 +88,24 @@ def redraw(model: torch.nn.Module, seed: int) -> None:
                 parameter.copy_(noise)
             else:
                 parameter.copy_(1.3 * noise / parameter[0].numel() ** 0.5)
+        redraw_corrections(model, generator)
 
 
 _PIECES = (*(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(chr, range(0x21, 0x7F)))
 
 
-def _of_pieces(words: tuple[str, ...]) -> Tokenizer:
-    """Signs, bytes for those that it does not know, and special tokens; a text begins with <s>."""
+def _of_pieces(words: tuple[str, ...], *, begins: bool) -> Tokenizer:
+    """Signs, bytes for those that it does not know, and special tokens; a text `begins` with <s>, or does not."""
     made = Tokenizer(models.BPE({piece: at for at, piece in enumerate(_PIECES)}, [], byte_fallback=True))
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     made.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    return _with_special(made, words)
+    return _with_special(made, words, begins=begins)
 
 
-def _of_bytes(words: tuple[str, ...]) -> Tokenizer:
-    """Bytes, and special tokens; a text begins with <s>."""
+def _of_bytes(words: tuple[str, ...], *, begins: bool) -> Tokenizer:
+    """Bytes, and special tokens; a text `begins` with <s>, or does not."""
     signs = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({sign: at for at, sign in enumerate(signs)}, []))
     made.pre_tokenizer = pre_tokenizers.Sequence(
@@ -114,11 +115,12 @@ def _of_bytes(words: tuple[str, ...]) -> Tokenizer:
         ]
     )
     made.decoder = decoders.ByteLevel()
-    return _with_special(made, words)
+    return _with_special(made, words, begins=begins)
 
 
-def _with_special(made: Tokenizer, words: tuple[str, ...]) -> Tokenizer:
+def _with_special(made: Tokenizer, words: tuple[str, ...], *, begins: bool) -> Tokenizer:
     made.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in words])
-    first = made.token_to_id("<s>")
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", first)])
+    if begins:
+        first = made.token_to_id("<s>")
+        made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", first)])
     return made

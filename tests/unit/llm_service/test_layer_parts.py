@@ -19,7 +19,7 @@ from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.linear import Stored
 from llm_service.layers.ops import MultimodalRotary, RMSNorm
 from llm_service.layers.self_attention import SelfAttention, gates_last
-from llm_service.models.config import DeltaNetConfig, RotaryConfig, TextConfig
+from llm_service.models.config import DeltaNetConfig, GroupedExperts, RotaryConfig, TextConfig
 from llm_service.models.loader import InMemory, targets
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
 
@@ -29,6 +29,10 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (  # isort: skip
     Qwen3_5RMSNorm,
     Qwen3_5TextConfig,
     Qwen3_5TextRotaryEmbedding,
+)
+from transformers.models.glm4v_moe.modeling_glm4v_moe import (  # isort: skip
+    Glm4vMoeTextConfig,
+    Glm4vMoeTextMoE,
 )
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (  # isort: skip
     Qwen3_5MoeSparseMoeBlock,
@@ -151,6 +155,34 @@ def test_experts_with_a_shared_one_beside_them() -> None:
     for rank in ranks:
         read(rank, theirs)
     torch.testing.assert_close(sum(rank(x) for rank in ranks), expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("groups", "kept"), [(4, 2), (1, 1)], ids=["in four groups", "in one group"])
+def test_experts_in_groups(groups: int, kept: int) -> None:
+    settings = Glm4vMoeTextConfig(
+        hidden_size=HIDDEN,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        n_shared_experts=2,
+        n_group=groups,
+        topk_group=kept,
+        routed_scaling_factor=2.5,
+    )
+    theirs = drawn(Glm4vMoeTextMoE(settings))
+    theirs.gate.e_score_correction_bias.copy_(0.5 * noise(8, seed=3))
+    grouped = GroupedExperts(groups, kept, 2.5)
+    x = noise(9, HIDDEN)
+    expected = theirs(x.unsqueeze(0))[0]
+    for ranks in (1, 2):
+        parts = []
+        for rank in range(ranks):
+            group = TensorGroup(rank, ranks) if ranks > 1 else ALONE
+            ours = SparseMLP(8, 3, HIDDEN, 24, group, torch.float32, shared_inner=48, grouped=grouped)
+            read(ours, theirs)
+            parts.append(ours(x))
+        torch.testing.assert_close(sum(parts), expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.inference_mode()

@@ -54,8 +54,11 @@ RECIPES: dict[str, Recipe] = {
                 "glm4v_moe_text",
                 TEXT,
                 moe_intermediate_size=32,
-                n_routed_experts=4,
+                n_routed_experts=8,
                 num_experts_per_tok=2,
+                n_group=4,
+                topk_group=2,
+                routed_scaling_factor=1.5,
                 rope_parameters=lambda *_: dict(MROPE, partial_rotary_factor=1.0),
             ),
             **_GLM_IDS,
@@ -169,6 +172,35 @@ RECIPES: dict[str, Recipe] = {
         },
         image="<start><image><end>",
         video="<start><video><end>",
+    ),
+    "hunyuan_vl": Recipe(
+        whole(
+            "hunyuan_vl",
+            vision_config=part("hunyuan_vl_vision", {**VISION, "patch_size": 16}, max_image_size=256),
+            text_config=part(
+                "hunyuan_vl_text",
+                TEXT,
+                rope_parameters=lambda *_: {
+                    "rope_type": "dynamic",
+                    "rope_theta": 10000.0,
+                    "factor": 1.0,
+                    "alpha": 1000.0,
+                    "mrope_section": [2, 2, 2, 2],
+                },
+            ),
+            image_token_id="<image>",
+            im_start_id="<start>",
+            im_end_id="<end>",
+            tie_word_embeddings=False,
+        ),
+        processor(
+            "HunYuanVLProcessor",
+            "HunYuanVLImageProcessorPil",
+            settings={"min_pixels": 32 * 32 * 4, "max_pixels": 32 * 32 * 24},
+        ),
+        ("<start>", "<end>"),
+        named={"image_token": "<image>", "image_start_token": "<start>", "image_end_token": "<end>"},
+        image="<start><image><end>",
     ),
     "paddleocr_vl": Recipe(
         whole(

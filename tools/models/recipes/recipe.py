@@ -44,13 +44,14 @@ class Recipe:
     vocabulary; its processor, of the tokenizer and the template; and its other special tokens, of which the tokenizer
     has a name for those in `named`. `image`, `video` and `audio` stand for
     one in a chat. `pieces`: its tokenizer is one of pieces,
-    which sets a mark before the first word of a text; else one of bytes. Steps of `step_tokens` hold what
-    no chunk may end within."""
+    which sets a mark before the first word of a text; else one of bytes. `begins`: it sets <s> before a text. Steps of
+    `step_tokens` hold what no chunk may end within."""
 
     config: Callable[[Words, int], Any]
     processor: Callable[[Any, str], Any]
     words: tuple[str, ...] = ()
     pieces: bool = False
+    begins: bool = True
     named: Mapping[str, str] = field(default_factory=dict)
     image: str = "<image>"
     video: str = "<video>"
@@ -112,7 +113,9 @@ def processor(
             parts["video_processor"] = getattr(lib, videos)(**given, **(frames or {}))
         if sounds:
             parts["feature_extractor"] = getattr(lib, sounds)(**(bands or {}))
-        return getattr(lib, kind)(**parts, chat_template=template, **more)
+        made = getattr(lib, kind)(**parts, **more)
+        made.chat_template = template
+        return made
 
     return make
 

@@ -24,7 +24,7 @@ _SIDE = 112
 """Pixels of a picture's side: larger ones are shown in slices as well."""
 
 
-def _minicpm(kind: str, classes: str, pictures: str, **more: Any) -> Recipe:
+def _minicpm(kind: str, classes: str, pictures: str, videos: str = "", **more: Any) -> Recipe:
     """Of Qwen3.5's text; pictures are shown in slices as well."""
     return Recipe(
         whole(
@@ -46,7 +46,7 @@ def _minicpm(kind: str, classes: str, pictures: str, **more: Any) -> Recipe:
         processor(
             f"{classes}Processor",
             pictures,
-            videos=f"{classes}VideoProcessor",
+            videos=videos or f"{classes}VideoProcessor",
             settings={"scale_resolution": _SIDE},
         ),
         ("<video>", *_NAMES.values()),
@@ -56,6 +56,15 @@ def _minicpm(kind: str, classes: str, pictures: str, **more: Any) -> Recipe:
 
 RECIPES: dict[str, Recipe] = {
     "minicpmv4_6": _minicpm("minicpmv4_6", "MiniCPMV4_6", "MiniCPMV4_6ImageProcessorPil", image_size=_SIDE),
+    "minicpmv4_7": _minicpm(
+        "minicpmv4_7",
+        "MiniCPMV4_7",
+        "MiniCPMV4_6ImageProcessorPil",
+        videos="MiniCPMV4_6VideoProcessor",
+        image_size=_SIDE,
+        **{f"{mark}_{end}_id": f"<{mark}-{end}>" for mark in _MARKS[:2] for end in ("start", "end")},
+        newline_id=10,
+    ),
     "minicpm_ocr": _minicpm("minicpm_ocr", "MiniCPMOcr", "MiniCPMOcrImageProcessor", tie_word_embeddings=False),
     "lfm2_vl": Recipe(
         whole(
