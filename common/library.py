@@ -51,7 +51,7 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What there is to know of a model before it is loaded.
 
     A row has `levels` times `hidden_size` numbers. `placeholders` are the tokens that stand for an item in a prompt, by
-    its modality. `max_position` is the longest context. Places are counted on `axes` axes, 1 or 3. `one_item`: what
+    its modality. `max_position` is the longest context. Places are counted on `axes` axes, 1, 3 or 4. `one_item`: what
     stands for a picture depends on how many a prompt has, so that one alone is served. `video_sound`: a video's sound
     may go between its frames. `frame` is what else its processor sets into prompts, None: nothing but what its
     tokenizer does. `text` is the text's part of the configuration, as JSON has it, every default filled in.

@@ -153,8 +153,25 @@ def longest_sound(processor: Any) -> int:
     return known if within == beyond else 0
 
 
+def wrapped(processor: Any, modality: str) -> str:
+    """A placeholder, and what a processor wants around one."""
+    return placeholder_of(processor, modality).join(_wrappers(processor, modality))
+
+
+def _wrappers(processor: Any, modality: str) -> tuple[str, str]:
+    if not hasattr(processor, _WANTS_WRAPPERS):
+        return "", ""
+    return getattr(processor, f"{modality}_start_token"), getattr(processor, f"{modality}_end_token")
+
+
+_WANTS_WRAPPERS = "_has_wrappers"
+"""What a processor has that refuses a placeholder without marks around it."""
+
+
 def marks_around(processor: Any, modality: str) -> tuple[str, str]:
-    """What a chat has before and behind a placeholder, where positions depend on it."""
+    """What a chat has before and behind a placeholder, where positions depend on it, or the processor."""
+    if wanted := _wrappers(processor, modality)[0]:
+        return wanted, _wrappers(processor, modality)[1]
     kind = "audio" if modality == "audio" else "vision"
     before, behind = (getattr(processor, f"{kind}_{end}_token", None) for end in ("bos", "eos"))
     return (before, behind) if isinstance(before, str) and isinstance(behind, str) else ("", "")
@@ -380,7 +397,7 @@ def describe(folder: Path) -> LibraryModel:
         video_sound={"video", "audio"} <= {*taken} and takes_video_sound(config, processor),
         frame=frame_of(processor),
         text=text_of(config),
-        axes=3 if hasattr(base_of(config), "get_rope_index") else 1,
+        axes=axes_of(config),
     )
 
 
@@ -501,7 +518,7 @@ def stand_alone(processor: Any) -> bool:
         )
     except (TypeError, ValueError, KeyError, IndexError, RuntimeError):
         return False
-    return first + _BETWEEN + second == both
+    return first + _between(processor, kind) + second == both
 
 
 def makes_tokens(base: Any) -> bool:
@@ -513,7 +530,7 @@ def _are_padded(processor: Any) -> bool:
     """Whether two pictures of different size get one size, by what is no part of either; which tokens are made of one
     depends on all of its pixels."""
     alone, _, both = (
-        processor(text=[_BETWEEN.join([placeholder_of(processor)] * count)], return_tensors="pt", **each)
+        processor(text=[_BETWEEN.join([wrapped(processor, "image")] * count)], return_tensors="pt", **each)
         for each, count in zip(_blanks("image"), (1, 1, 2), strict=True)
     )
     return bool(alone["pixel_values"].shape[-2:] != both["pixel_values"].shape[-2:])
@@ -527,11 +544,18 @@ _BETWEEN = " and "
 def replaced(processor: Any, modality: str, media: Mapping[str, Any], count: int = 1) -> str:
     """What a processor makes of so many placeholders with a word between them. Raises ValueError where it does not say
     so."""
-    text = _BETWEEN.join([placeholder_of(processor, modality)] * count)
+    text = _BETWEEN.join([wrapped(processor, modality)] * count)
     made = processor(text=[text], return_text_replacement_offsets=True, return_tensors="pt", **media)
     if "text_replacement_offsets" not in made:
         raise ValueError(f"{type(processor).__name__} does not say what stands for a {modality} in a prompt")
-    return _BETWEEN.join(each["replacement"] for each in made["text_replacement_offsets"][0])
+    found = made["text_replacement_offsets"][0]
+    return _between(processor, modality).join(each["replacement"] for each in found)
+
+
+def _between(processor: Any, modality: str) -> str:
+    """What is between two placeholders, each with what is wanted around it."""
+    before, behind = _wrappers(processor, modality)
+    return behind + _BETWEEN + before
 
 
 def frame_of(processor: Any) -> PromptFrame | None:
@@ -575,9 +599,11 @@ _BEFORE, _AFTER = "left", "right"
 def _laid_out(processor: Any, kind: str, media: Mapping[str, Any], count: int) -> tuple[list[int], list[str]]:
     """The ids that a processor makes of so many items between two words, and what we have them made of: a word, what
     stands for all items and between them, a word."""
-    text = _BEFORE + _BETWEEN.join([placeholder_of(processor, kind)] * count) + _AFTER
+    text = _BEFORE + _BETWEEN.join([wrapped(processor, kind)] * count) + _AFTER
+    before, behind = _wrappers(processor, kind)
     made = processor(text=[text], return_tensors="pt", **media)
-    return made["input_ids"][0].tolist(), [_BEFORE, replaced(processor, kind, media, count), _AFTER]
+    parts = [_BEFORE + before, replaced(processor, kind, media, count), behind + _AFTER]
+    return made["input_ids"][0].tolist(), parts
 
 
 def _framed_ids(processor: Any, frame: PromptFrame, parts: list[str]) -> list[int]:
@@ -652,8 +678,9 @@ def level_count(config: Any) -> int:
 
 def rope_positions(base: Any, made: Mapping[str, Any], *, sound_in_video: bool = False) -> torch.Tensor:
     """Where a prompt's tokens are in time, height and width, int64 [3, n], by the model's own rule for what its
-    processor has made; `sound_in_video`: of videos, their sound is between their frames. Raises CheckpointError where
-    there are other axes than three, ValueError where places are not whole numbers."""
+    processor has made, without an axis on which each is at its own number; `sound_in_video`: of videos, their sound
+    is between their frames. Raises CheckpointError where there are other axes than three, ValueError where places are
+    not whole numbers."""
     known = inspect.signature(base.get_rope_index).parameters
     named = {**made, **{own: tell(made) for own, (name, tell) in _RENAMED.items() if name in made}}
     if sound_in_video:
@@ -661,12 +688,22 @@ def rope_positions(base: Any, made: Mapping[str, Any], *, sound_in_video: bool =
     if _CANVAS in known:
         raise CheckpointError(f"{type(base).__name__} gives marks between rows places of their own, on a canvas")
     found = base.get_rope_index(**{name: named[name] for name in known if name in named})[0][:, 0]
+    if len(found) == _AXES + 1 and torch.equal(found[0], torch.arange(found.shape[1])):
+        found = found[1:]
     if len(found) != _AXES:
         raise CheckpointError(f"{type(base).__name__} counts places on {len(found)} axes")
     positions: torch.Tensor = found.long()
     if not torch.equal(positions, found):
         raise ValueError(f"{type(base).__name__} counts places between whole numbers")
     return positions
+
+
+def axes_of(config: Any) -> int:
+    """The axes on which a model counts places: 1, 3, or 4 where each token's own number is another, before these."""
+    if not hasattr(base_of(config), "get_rope_index"):
+        return 1
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    return max(_AXES, len(rope.get("mrope_section") or ()))
 
 
 _AXES = 3

@@ -173,7 +173,12 @@ def write_header(index: int, found: Header, layout: RowLayout, *, cached: bool) 
         kept_rows=found.kept_rows,
         replacement=[
             encoder_pb2.PromptPart(
-                text=part.text, rows=part.rows, token=part.token, positions=part.positions, advance=part.advance
+                text=part.text,
+                rows=part.rows,
+                token=part.token,
+                positions=part.positions,
+                advance=part.advance,
+                from_origin=part.from_origin,
             )
             for part in found.replacement
         ],
@@ -214,7 +219,9 @@ def _read_replacement(given: Sequence[encoder_pb2.PromptPart]) -> tuple[PromptPa
         raise DataLoss("an encoder sent more than can stand for an item in a prompt")
     if any(part.positions and len(part.positions) != 12 * part.rows for part in given):
         raise DataLoss("an encoder sent other positions than rows")
-    return tuple(PromptPart(part.text, part.rows, part.token, part.positions, part.advance) for part in given)
+    return tuple(
+        PromptPart(part.text, part.rows, part.token, part.positions, part.advance, part.from_origin) for part in given
+    )
 
 
 Checked = encoder_pb2.EncodeHeader | encoder_pb2.EncodeRows

@@ -156,7 +156,8 @@ class PromptPart:
     item's next `rows` rows, each at a place of the token with this id.
 
     `positions`, int32 [3, rows] as bytes, says where they are in time, height and width, from where they begin, and
-    `advance` how far from there the prompt goes on; empty: each is one further than the one before.
+    `advance` how far from there the prompt goes on; empty: each is one further than the one before. `from_origin`: they
+    are counted from 0, and width by one more for each item before this one.
     """
 
     text: str = ""
@@ -164,6 +165,7 @@ class PromptPart:
     token: int = 0
     positions: bytes = b""
     advance: int = 0
+    from_origin: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from common.library_models import (
     replaced,
     rope_positions,
     row_tokens,
+    wrapped,
 )
 from common.media.item import PromptPart
 
@@ -85,15 +86,26 @@ class ItemProcessor:
 
     def _placed(self, parts: Parts, base: Any, shown: Shown, tokens: Sequence[int]) -> Parts:
         """With the positions of rows, as the model has them in a prompt with a text before the item and one behind."""
+        ids, places = self._found_places(base, shown, tokens, "a")
+        pinned = from_origin(parts, ids, places, tokens)
+        # A picture of one column may look so at one place: not behind another text as well.
+        if pinned and pinned == from_origin(parts, *self._found_places(base, shown, tokens, "ab"), tokens):
+            return pinned
+        return placed_parts(parts, ids, places, tokens, self._ids)
+
+    def _found_places(
+        self, base: Any, shown: Shown, tokens: Sequence[int], before: str
+    ) -> tuple[list[int], np.ndarray]:
+        """The tokens of a prompt with a text before the item and one behind, and where they are, int [3, n]."""
         text = placeholder_of(self._processor, _kind(shown)).join(marks_around(self._processor, _kind(shown)))
-        text = f"a{text}b"
+        text = f"{before}{text}b"
         made = self._call(shown, text, return_tensors="pt", return_mm_token_type_ids=True)
         with_sound = isinstance(shown, Clip) and shown.samples is not None
         if isinstance(shown, Clip):  # some tell a video's rows from a picture's by marks that a chat has around it
             made = {**made, "mm_token_type_ids": 2 * (made["input_ids"] == tokens[0]).long()}
         with self._as_value_errors():
             places = rope_positions(base, made, sound_in_video=with_sound).numpy()
-        return placed_parts(parts, made["input_ids"][0].tolist(), places, tokens, self._ids)
+        return made["input_ids"][0].tolist(), places
 
     def _ids(self, text: str) -> list[int]:
         """The tokens of a text by itself."""
@@ -107,7 +119,7 @@ class ItemProcessor:
         return {name: value for name, value in made.items() if name not in _OF_THE_TEXT}
 
     def _call(self, shown: Shown, text: str = "", **options: Any) -> Mapping[str, Any]:
-        text = text or placeholder_of(self._processor, _kind(shown))
+        text = text or wrapped(self._processor, _kind(shown))
         with self._as_value_errors():
             made: Mapping[str, Any] = self._processor(text=[text], **_given(shown), **options)
         return made
@@ -126,6 +138,34 @@ def _kind(shown: Shown) -> str:
 
 def _given(shown: Shown) -> dict[str, Any]:
     return {"images": [Image.fromarray(shown)]} if isinstance(shown, np.ndarray) else shown.given()
+
+
+def from_origin(parts: Parts, ids: Sequence[int], places: np.ndarray, tokens: Sequence[int]) -> Parts:
+    """The same parts of an item whose rows are placed wherever it stands in a prompt, but for marks at both ends of a
+    run, which count on as text does; empty where it is not so. Arguments as those of `placed_parts`, which that is for.
+
+    >>> ids, where = [1, 7, 7, 7, 7, 1], np.array([[0, 1, 0, 1, 4, 5], [0, 1, 0, 0, 4, 5], [0, 1, 0, 0, 4, 5]])
+    >>> [(part.rows, part.from_origin) for part in from_origin((PromptPart("", 4, 7),), ids, where, [7])]
+    [(1, False), (2, True), (1, False)]
+    """
+    apart = (places != np.arange(len(ids))).any(axis=0)
+    pinned = apart & np.isin(ids, tokens)
+    if not pinned.any() or (apart & ~pinned).any() or (places[0, pinned] >= np.flatnonzero(pinned)).any():
+        return ()
+    found, at = list[PromptPart](), 0
+    for part in parts:
+        if not part.rows:
+            found.append(part)
+            continue
+        at = next(place for place in range(at, len(ids)) if ids[place] in tokens)
+        text, end = part.text, at + part.rows
+        for own, run in groupby(range(at, end), key=lambda place: bool(pinned[place])):
+            here = list(run)
+            where = places[:, here].astype("<i4").tobytes() if own else b""
+            found.append(PromptPart(text, len(here), part.token, where, own * len(here), from_origin=own))
+            text = ""
+        at = end
+    return tuple(found)
 
 
 def placed_parts(

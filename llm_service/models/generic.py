@@ -170,6 +170,11 @@ class LibraryDecoder:
                 query = tempering.of(query, positions[0])
             return batch.attend(query, key, value, caches[at], rule).view(*query.shape[:2], -1)
 
+        if self._axes > len(positions):  # the first is a token's own number in its sequence
+            numbers = [
+                torch.arange(len(part.slots) - (part.end - part.begin), len(part.slots)) for part in batches[0].segments
+            ]
+            positions = torch.cat([torch.cat(numbers).to(positions).unsqueeze(0), positions])
         out = self._run(hidden, positions, attend, **more)
         return out if places is None else out[places]
 
@@ -217,7 +222,8 @@ class LibraryDecoder:
         try:
             with torch.inference_mode():
                 ids = torch.zeros(1, dtype=torch.int64, device=self.device)
-                self._run(self.embed_tokens(ids), ids.expand(3, 1), attend, **self._by_ids(ids))
+                places = ids.expand(max(3, self._axes), 1)
+                self._run(self.embed_tokens(ids), places, attend, **self._by_ids(ids))
         except RuntimeError as error:
             if self.group.size == 1:
                 raise

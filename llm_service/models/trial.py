@@ -22,6 +22,7 @@ from common.checkpoint import CheckpointError
 from common.library_models import (
     SOUND_RATE,
     Sound,
+    axes_of,
     base_of,
     config_of,
     item_of,
@@ -171,10 +172,10 @@ class _Case:
         shrink_whole(config, ranks)
         model = made_up(config, text_alone)
         prompt = prompted()
-        has_axes = hasattr(model.base_model, "get_rope_index")
-        positions = _positions(model.base_model, prompt) if has_axes else torch.arange(len(prompt.ids)).expand(3, -1)
+        axes = axes_of(config)
+        positions = _positions(model.base_model, prompt) if axes > 1 else torch.arange(len(prompt.ids)).expand(3, -1)
         expected, said = _whole(model, prompt), _generated(model, prompt)
-        return cls(model, prompt, positions, 3 if has_axes else 1, expected, said)
+        return cls(model, prompt, positions, axes, expected, said)
 
 
 @contextmanager
@@ -193,8 +194,9 @@ def drawn_prompt(config: Any) -> TrialPrompt:
     """Tokens of text, and two runs of rows among them: for a configuration without a processor. Types tell rows from
     text, but where all tokens of a prompt see each other an answer from a prompt."""
     token = row_token(config)
-    ids = torch.arange(40) % 7 + 3
-    ids[8:20], ids[24:30] = token, token
+    first, second = (3 * 5 + 2, 2 * 4 + 2) if axes_of(config) > 3 else (3 * 4, 2 * 3)  # with marks of its own
+    ids = torch.arange(22 + first + second) % 7 + 3
+    ids[8 : 8 + first], ids[12 + first : 12 + first + second] = token, token
     types = (ids == token).long().unsqueeze(0)
     if getattr(config.get_text_config(decoder=True), "use_bidirectional_attention", None) is True:
         types.zero_()

@@ -79,7 +79,7 @@ def _told_positions(length: int, spans: Sequence[Span]) -> tuple[np.ndarray, int
     """The same where encoders say it; text, and rows of which nothing is said, count on."""
     out = np.tile(np.arange(length, dtype=np.int32), (3, 1))
     at, moved = 0, 0  # how far a token is from its index
-    for span in sorted(spans, key=lambda span: span.start):
+    for before, span in enumerate(sorted(spans, key=lambda span: span.start)):
         parts = [part for part in span.header.replacement if part.rows or part.advance]
         for run, part in zip(span.runs, parts, strict=True):
             out[:, at : run.start] += moved
@@ -87,7 +87,8 @@ def _told_positions(length: int, spans: Sequence[Span]) -> tuple[np.ndarray, int
             if part.positions:
                 block = np.frombuffer(part.positions, "<i4").reshape(3, -1)
                 at += run.count
-                out[:, run.start : at] = run.start + moved + block
+                out[:, run.start : at] = block if part.from_origin else run.start + moved + block
+                out[2, run.start : at] += before * part.from_origin
             if part.positions or not part.rows:
                 moved += part.advance - run.count
     out[:, at:] += moved

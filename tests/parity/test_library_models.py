@@ -62,6 +62,7 @@ SUITE = (
     "kimi_k25",  # keys wider than values
     "minicpmv4_6",  # layers with states
     "granite4_vision",  # levels of rows for layers of their own
+    "hunyuan_vl",  # positions on four axes, from a picture's own corner; marks that a processor wants around it
     "chameleon",  # rows from the table of tokens; what is set around texts too
     "qwen2_5_omni_thinker",  # sounds, videos and pictures; positions that depend on marks around them
 )

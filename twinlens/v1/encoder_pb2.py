@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from twinlens.v1 import media_pb2 as twinlens_dot_v1_dot_media__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19twinlens/v1/encoder.proto\x12\x0btwinlens.v1\x1a\x17twinlens/v1/media.proto\"\x97\x02\n\rEncodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12!\n\x05items\x18\x02 \x03(\x0b\x32\x12.twinlens.v1.Media\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\'\n\x07\x61\x63\x63\x65pts\x18\x04 \x03(\x0e\x32\x16.twinlens.v1.Transport\x12$\n\x04host\x18\x05 \x01(\x0b\x32\x16.twinlens.v1.HostProof\x12\x13\n\x0bheader_only\x18\x06 \x01(\x08\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x12\n\nfirst_rows\x18\x08 \x03(\x05\x12\x0f\n\x07\x61ttempt\x18\t \x01(\x05\x12\x0e\n\x06\x64igest\x18\n \x01(\t\x12\x10\n\x08\x65nd_rows\x18\x0b \x03(\x05\"Q\n\tHostProof\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x11\n\tgpu_uuids\x18\x03 \x03(\t\x12\r\n\x05grant\x18\x04 \x01(\x0c\"\xf4\x01\n\x0e\x45ncodeResponse\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.twinlens.v1.EncodeHeaderH\x00\x12\'\n\x04rows\x18\x02 \x01(\x0b\x32\x17.twinlens.v1.EncodeRowsH\x00\x12\'\n\x04\x64one\x18\x03 \x01(\x0b\x32\x17.twinlens.v1.EncodeDoneH\x00\x12)\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x18.twinlens.v1.EncodeErrorH\x00\x12/\n\x08progress\x18\x05 \x01(\x0b\x32\x1b.twinlens.v1.EncodeProgressH\x00\x42\x07\n\x05\x65vent\"\xea\x02\n\x0c\x45ncodeHeader\x12\x0c\n\x04item\x18\x01 \x01(\x05\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\'\n\x08modality\x18\x03 \x01(\x0e\x32\x15.twinlens.v1.Modality\x12\x1f\n\x04grid\x18\x04 \x01(\x0b\x32\x11.twinlens.v1.Grid\x12\x0e\n\x06tokens\x18\x05 \x01(\x05\x12\r\n\x05width\x18\x06 \x01(\x05\x12\x0e\n\x06levels\x18\x07 \x01(\x05\x12$\n\x05\x64type\x18\x08 \x01(\x0e\x32\x15.twinlens.v1.DataType\x12\x12\n\ntimestamps\x18\t \x03(\x01\x12\x0e\n\x06\x63\x61\x63hed\x18\n \x01(\x08\x12\x18\n\x10seconds_per_grid\x18\x0b \x01(\x01\x12\x0e\n\x06\x63rc32c\x18\x0c \x01(\x07\x12\x11\n\tgrid_rows\x18\r \x01(\x05\x12\x11\n\tkept_rows\x18\x0e \x01(\x0c\x12,\n\x0breplacement\x18\x0f \x03(\x0b\x32\x17.twinlens.v1.PromptPart\"[\n\nPromptPart\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0c\n\x04rows\x18\x02 \x01(\x05\x12\r\n\x05token\x18\x03 \x01(\x05\x12\x11\n\tpositions\x18\x04 \x01(\x0c\x12\x0f\n\x07\x61\x64vance\x18\x05 \x01(\x05\"\x92\x01\n\nEncodeRows\x12\x0c\n\x04item\x18\x01 \x01(\x05\x12\x11\n\tfirst_row\x18\x02 \x01(\x05\x12\r\n\x05\x63ount\x18\x03 \x01(\x05\x12\x0e\n\x04\x64\x61ta\x18\x04 \x01(\x0cH\x00\x12)\n\x06handle\x18\x05 \x01(\x0b\x32\x17.twinlens.v1.RowsHandleH\x00\x12\x0e\n\x06\x63rc32c\x18\x06 \x01(\x07\x42\t\n\x07payload\"\xcd\x01\n\nRowsHandle\x12)\n\ttransport\x18\x01 \x01(\x0e\x32\x16.twinlens.v1.Transport\x12\x0e\n\x06region\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x03\x12\x0e\n\x06length\x18\x04 \x01(\x03\x12\r\n\x05lease\x18\x05 \x01(\t\x12\x12\n\nexpires_ms\x18\x06 \x01(\x03\x12\x12\n\nipc_handle\x18\x07 \x01(\x0c\x12\x0c\n\x04slot\x18\x08 \x01(\x05\x12\x0e\n\x06number\x18\t \x01(\x06\x12\x0f\n\x07row_sum\x18\n \x01(\x06\"E\n\nEncodeDone\x12\x0c\n\x04item\x18\x01 \x01(\x05\x12)\n\x07timings\x18\x02 \x03(\x0b\x32\x18.twinlens.v1.StageTiming\"@\n\x0b\x45ncodeError\x12\x0c\n\x04item\x18\x01 \x01(\x05\x12#\n\x06status\x18\x02 \x01(\x0b\x32\x13.twinlens.v1.Status\"-\n\x0e\x45ncodeProgress\x12\x0c\n\x04item\x18\x01 \x01(\x05\x12\r\n\x05stage\x18\x02 \x01(\t\"0\n\x0cProbeRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\x12\x12\n\ncache_salt\x18\x02 \x01(\t\" \n\rProbeResponse\x12\x0f\n\x07present\x18\x01 \x03(\x08\"n\n\x0fPrefetchRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12!\n\x05items\x18\x02 \x03(\x0b\x32\x12.twinlens.v1.Media\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x10\n\x08priority\x18\x04 \x01(\x05\"h\n\x10PrefetchResponse\x12*\n\x07headers\x18\x01 \x03(\x0b\x32\x19.twinlens.v1.EncodeHeader\x12(\n\x06\x65rrors\x18\x02 \x03(\x0b\x32\x18.twinlens.v1.EncodeError\" \n\x0eReleaseRequest\x12\x0e\n\x06leases\x18\x01 \x03(\t\"#\n\x0fReleaseResponse\x12\x10\n\x08released\x18\x01 \x01(\x05\"\x1e\n\x1c\x45ncoderServiceGetInfoRequest\"\xba\x03\n\x1d\x45ncoderServiceGetInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\r\n\x05width\x18\x05 \x01(\x05\x12\x0e\n\x06levels\x18\x06 \x01(\x05\x12$\n\x05\x64type\x18\x07 \x01(\x0e\x32\x15.twinlens.v1.DataType\x12)\n\nmodalities\x18\x08 \x03(\x0e\x32\x15.twinlens.v1.Modality\x12*\n\ntransports\x18\t \x03(\x0e\x32\x16.twinlens.v1.Transport\x12\x15\n\runimplemented\x18\n \x03(\t\x12\x0f\n\x07\x64\x65vices\x18\x0b \x03(\t\x12\x17\n\x0fmax_image_bytes\x18\x0c \x01(\x03\x12\x17\n\x0fmax_video_bytes\x18\r \x01(\x03\x12.\n\x0clocal_socket\x18\x0e \x01(\x0b\x32\x18.twinlens.v1.LocalSocket\x12-\n\x0c\x64\x65vice_pools\x18\x0f \x03(\x0b\x32\x17.twinlens.v1.DevicePool\"=\n\nDevicePool\x12\x0e\n\x06region\x18\x01 \x01(\t\x12\x10\n\x08gpu_uuid\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x03\"+\n\x0bLocalSocket\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06secret\x18\x02 \x01(\x0c\"\x1e\n\x1c\x45ncoderServiceGetLoadRequest\"\xf3\x04\n\x1d\x45ncoderServiceGetLoadResponse\x12\x14\n\x0cqueued_items\x18\x01 \x01(\x03\x12\x15\n\rrunning_items\x18\x02 \x01(\x03\x12\x16\n\x0equeued_patches\x18\x03 \x01(\x03\x12\x11\n\tvit_calls\x18\x04 \x01(\x03\x12\x13\n\x0bvit_patches\x18\x05 \x01(\x03\x12\x12\n\nstore_hits\x18\x06 \x01(\x03\x12\x14\n\x0cstore_misses\x18\x07 \x01(\x03\x12\x13\n\x0bstore_bytes\x18\x08 \x01(\x03\x12\x1c\n\x14store_capacity_bytes\x18\t \x01(\x03\x12\x15\n\rencoded_items\x18\n \x01(\x03\x12\x14\n\x0c\x66\x61iled_items\x18\x0b \x01(\x03\x12\x14\n\x0copen_streams\x18\x0c \x01(\x03\x12\x17\n\x0frunning_patches\x18\r \x01(\x03\x12\x15\n\rstore_entries\x18\x0e \x01(\x03\x12.\n\x0cstage_totals\x18\x0f \x03(\x0b\x32\x18.twinlens.v1.StageTiming\x12\x0e\n\x06leases\x18\x10 \x01(\x03\x12(\n\trows_sent\x18\x11 \x03(\x0b\x32\x15.twinlens.v1.RowsSent\x12#\n\x16\x65stimated_milliseconds\x18\x12 \x01(\x03H\x00\x88\x01\x01\x12,\n\x06shared\x18\x13 \x01(\x0b\x32\x1c.twinlens.v1.SharedStoreLoad\x12\x19\n\x11\x64\x65vice_pool_bytes\x18\x14 \x01(\x03\x12\"\n\x1a\x64\x65vice_pool_capacity_bytes\x18\x15 \x01(\x03\x42\x19\n\x17_estimated_milliseconds\"R\n\x08RowsSent\x12)\n\ttransport\x18\x01 \x01(\x0e\x32\x16.twinlens.v1.Transport\x12\x0c\n\x04rows\x18\x02 \x01(\x03\x12\r\n\x05\x62ytes\x18\x03 \x01(\x03\"y\n\x0fSharedStoreLoad\x12\x0c\n\x04hits\x18\x01 \x01(\x03\x12\x0e\n\x06\x65rrors\x18\x02 \x01(\x03\x12\x0f\n\x07garbage\x18\x03 \x01(\x03\x12\x0f\n\x07written\x18\x04 \x01(\x03\x12\x0f\n\x07\x64ropped\x18\x05 \x01(\x03\x12\x15\n\rwaits_in_vain\x18\x06 \x01(\x03\"!\n\x1f\x45ncoderServiceFlushCacheRequest\"B\n EncoderServiceFlushCacheResponse\x12\x0f\n\x07\x65ntries\x18\x01 \x01(\x03\x12\r\n\x05\x62ytes\x18\x02 \x01(\x03*q\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x14\n\x10TRANSPORT_INLINE\x10\x01\x12\x1b\n\x17TRANSPORT_SHARED_MEMORY\x10\x02\x12\x16\n\x12TRANSPORT_CUDA_IPC\x10\x03\x32\xd3\x04\n\x0e\x45ncoderService\x12\x43\n\x06\x45ncode\x12\x1a.twinlens.v1.EncodeRequest\x1a\x1b.twinlens.v1.EncodeResponse0\x01\x12>\n\x05Probe\x12\x19.twinlens.v1.ProbeRequest\x1a\x1a.twinlens.v1.ProbeResponse\x12G\n\x08Prefetch\x12\x1c.twinlens.v1.PrefetchRequest\x1a\x1d.twinlens.v1.PrefetchResponse\x12\x44\n\x07Release\x12\x1b.twinlens.v1.ReleaseRequest\x1a\x1c.twinlens.v1.ReleaseResponse\x12`\n\x07GetInfo\x12).twinlens.v1.EncoderServiceGetInfoRequest\x1a*.twinlens.v1.EncoderServiceGetInfoResponse\x12`\n\x07GetLoad\x12).twinlens.v1.EncoderServiceGetLoadRequest\x1a*.twinlens.v1.EncoderServiceGetLoadResponse\x12i\n\nFlushCache\x12,.twinlens.v1.EncoderServiceFlushCacheRequest\x1a-.twinlens.v1.EncoderServiceFlushCacheResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19twinlens/v1/encoder.proto\x12\x0btwinlens.v1\x1a\x17twinlens/v1/media.proto\"\x97\x02\n\rEncodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12!\n\x05items\x18\x02 \x03(\x0b\x32\x12.twinlens.v1.Media\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\'\n\x07\x61\x63\x63\x65pts\x18\x04 \x03(\x0e\x32\x16.twinlens.v1.Transport\x12$\n\x04host\x18\x05 \x01(\x0b\x32\x16.twinlens.v1.HostProof\x12\x13\n\x0bheader_only\x18\x06 \x01(\x08\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x12\n\nfirst_rows\x18\x08 \x03(\x05\x12\x0f\n\x07\x61ttempt\x18\t \x01(\x05\x12\x0e\n\x06\x64igest\x18\n \x01(\t\x12\x10\n\x08\x65nd_rows\x18\x0b \x03(\x05\"Q\n\tHostProof\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x11\n\tgpu_uuids\x18\x03 \x03(\t\x12\r\n\x05grant\x18\x04 \x01(\x0c\"\xf4\x01\n\x0e\x45ncodeResponse\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.twinlens.v1.EncodeHeaderH\x00\x12\'\n\x04rows\x18\x02 \x01(\x0b\x32\x17.twinlens.v1.EncodeRowsH\x00\x12\'\n\x04\x64one\x18\x03 \x01(\x0b\x32\x17.twinlens.v1.EncodeDoneH\x00\x12)\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x18.twinlens.v1.EncodeErrorH\x00\x12/\n\x08progress\x18\x05 \x01(\x0b\x32\x1b.twinlens.v1.EncodeProgressH\x00\x42\x07\n\x05\x65vent\"\xea\x02\n\x0c\x45ncodeHeader\x12\x0c\n\x04item\x18\x01 \x01(\x05\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\'\n\x08modality\x18\x03 \x01(\x0e\x32\x15.twinlens.v1.Modality\x12\x1f\n\x04grid\x18\x04 \x01(\x0b\x32\x11.twinlens.v1.Grid\x12\x0e\n\x06tokens\x18\x05 \x01(\x05\x12\r\n\x05width\x18\x06 \x01(\x05\x12\x0e\n\x06levels\x18\x07 \x01(\x05\x12$\n\x05\x64type\x18\x08 \x01(\x0e\x32\x15.twinlens.v1.DataType\x12\x12\n\ntimestamps\x18\t \x03(\x01\x12\x0e\n\x06\x63\x61\x63hed\x18\n \x01(\x08\x12\x18\n\x10seconds_per_grid\x18\x0b \x01(\x01\x12\x0e\n\x06\x63rc32c\x18\x0c \x01(\x07\x12\x11\n\tgrid_rows\x18\r \x01(\x05\x12\x11\n\tkept_rows\x18\x0e \x01(\x0c\x12,\n\x0breplacement\x18\x0f \x03(\x0b\x32\x17.twinlens.v1.PromptPart\"p\n\nPromptPart\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0c\n\x04rows\x18\x02 \x01(\x05\x12\r\n\x05token\x18\x03 \x01(\x05\x12\x11\n\tpositions\x18\x04 \x01(\x0c\x12\x0f\n\x07\x61\x64vance\x18\x05 \x01(\x05\x12\x13\n\x0b\x66rom_origin\x18\x06 \x01(\x08\"\x92\x01\n\nEncodeRows\x12\x0c\n\x04item\x18\x01 \x01(\x05\x12\x11\n\tfirst_row\x18\x02 \x01(\x05\x12\r\n\x05\x63ount\x18\x03 \x01(\x05\x12\x0e\n\x04\x64\x61ta\x18\x04 \x01(\x0cH\x00\x12)\n\x06handle\x18\x05 \x01(\x0b\x32\x17.twinlens.v1.RowsHandleH\x00\x12\x0e\n\x06\x63rc32c\x18\x06 \x01(\x07\x42\t\n\x07payload\"\xcd\x01\n\nRowsHandle\x12)\n\ttransport\x18\x01 \x01(\x0e\x32\x16.twinlens.v1.Transport\x12\x0e\n\x06region\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x03\x12\x0e\n\x06length\x18\x04 \x01(\x03\x12\r\n\x05lease\x18\x05 \x01(\t\x12\x12\n\nexpires_ms\x18\x06 \x01(\x03\x12\x12\n\nipc_handle\x18\x07 \x01(\x0c\x12\x0c\n\x04slot\x18\x08 \x01(\x05\x12\x0e\n\x06number\x18\t \x01(\x06\x12\x0f\n\x07row_sum\x18\n \x01(\x06\"E\n\nEncodeDone\x12\x0c\n\x04item\x18\x01 \x01(\x05\x12)\n\x07timings\x18\x02 \x03(\x0b\x32\x18.twinlens.v1.StageTiming\"@\n\x0b\x45ncodeError\x12\x0c\n\x04item\x18\x01 \x01(\x05\x12#\n\x06status\x18\x02 \x01(\x0b\x32\x13.twinlens.v1.Status\"-\n\x0e\x45ncodeProgress\x12\x0c\n\x04item\x18\x01 \x01(\x05\x12\r\n\x05stage\x18\x02 \x01(\t\"0\n\x0cProbeRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\x12\x12\n\ncache_salt\x18\x02 \x01(\t\" \n\rProbeResponse\x12\x0f\n\x07present\x18\x01 \x03(\x08\"n\n\x0fPrefetchRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12!\n\x05items\x18\x02 \x03(\x0b\x32\x12.twinlens.v1.Media\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x10\n\x08priority\x18\x04 \x01(\x05\"h\n\x10PrefetchResponse\x12*\n\x07headers\x18\x01 \x03(\x0b\x32\x19.twinlens.v1.EncodeHeader\x12(\n\x06\x65rrors\x18\x02 \x03(\x0b\x32\x18.twinlens.v1.EncodeError\" \n\x0eReleaseRequest\x12\x0e\n\x06leases\x18\x01 \x03(\t\"#\n\x0fReleaseResponse\x12\x10\n\x08released\x18\x01 \x01(\x05\"\x1e\n\x1c\x45ncoderServiceGetInfoRequest\"\xba\x03\n\x1d\x45ncoderServiceGetInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\r\n\x05width\x18\x05 \x01(\x05\x12\x0e\n\x06levels\x18\x06 \x01(\x05\x12$\n\x05\x64type\x18\x07 \x01(\x0e\x32\x15.twinlens.v1.DataType\x12)\n\nmodalities\x18\x08 \x03(\x0e\x32\x15.twinlens.v1.Modality\x12*\n\ntransports\x18\t \x03(\x0e\x32\x16.twinlens.v1.Transport\x12\x15\n\runimplemented\x18\n \x03(\t\x12\x0f\n\x07\x64\x65vices\x18\x0b \x03(\t\x12\x17\n\x0fmax_image_bytes\x18\x0c \x01(\x03\x12\x17\n\x0fmax_video_bytes\x18\r \x01(\x03\x12.\n\x0clocal_socket\x18\x0e \x01(\x0b\x32\x18.twinlens.v1.LocalSocket\x12-\n\x0c\x64\x65vice_pools\x18\x0f \x03(\x0b\x32\x17.twinlens.v1.DevicePool\"=\n\nDevicePool\x12\x0e\n\x06region\x18\x01 \x01(\t\x12\x10\n\x08gpu_uuid\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x03\"+\n\x0bLocalSocket\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06secret\x18\x02 \x01(\x0c\"\x1e\n\x1c\x45ncoderServiceGetLoadRequest\"\xf3\x04\n\x1d\x45ncoderServiceGetLoadResponse\x12\x14\n\x0cqueued_items\x18\x01 \x01(\x03\x12\x15\n\rrunning_items\x18\x02 \x01(\x03\x12\x16\n\x0equeued_patches\x18\x03 \x01(\x03\x12\x11\n\tvit_calls\x18\x04 \x01(\x03\x12\x13\n\x0bvit_patches\x18\x05 \x01(\x03\x12\x12\n\nstore_hits\x18\x06 \x01(\x03\x12\x14\n\x0cstore_misses\x18\x07 \x01(\x03\x12\x13\n\x0bstore_bytes\x18\x08 \x01(\x03\x12\x1c\n\x14store_capacity_bytes\x18\t \x01(\x03\x12\x15\n\rencoded_items\x18\n \x01(\x03\x12\x14\n\x0c\x66\x61iled_items\x18\x0b \x01(\x03\x12\x14\n\x0copen_streams\x18\x0c \x01(\x03\x12\x17\n\x0frunning_patches\x18\r \x01(\x03\x12\x15\n\rstore_entries\x18\x0e \x01(\x03\x12.\n\x0cstage_totals\x18\x0f \x03(\x0b\x32\x18.twinlens.v1.StageTiming\x12\x0e\n\x06leases\x18\x10 \x01(\x03\x12(\n\trows_sent\x18\x11 \x03(\x0b\x32\x15.twinlens.v1.RowsSent\x12#\n\x16\x65stimated_milliseconds\x18\x12 \x01(\x03H\x00\x88\x01\x01\x12,\n\x06shared\x18\x13 \x01(\x0b\x32\x1c.twinlens.v1.SharedStoreLoad\x12\x19\n\x11\x64\x65vice_pool_bytes\x18\x14 \x01(\x03\x12\"\n\x1a\x64\x65vice_pool_capacity_bytes\x18\x15 \x01(\x03\x42\x19\n\x17_estimated_milliseconds\"R\n\x08RowsSent\x12)\n\ttransport\x18\x01 \x01(\x0e\x32\x16.twinlens.v1.Transport\x12\x0c\n\x04rows\x18\x02 \x01(\x03\x12\r\n\x05\x62ytes\x18\x03 \x01(\x03\"y\n\x0fSharedStoreLoad\x12\x0c\n\x04hits\x18\x01 \x01(\x03\x12\x0e\n\x06\x65rrors\x18\x02 \x01(\x03\x12\x0f\n\x07garbage\x18\x03 \x01(\x03\x12\x0f\n\x07written\x18\x04 \x01(\x03\x12\x0f\n\x07\x64ropped\x18\x05 \x01(\x03\x12\x15\n\rwaits_in_vain\x18\x06 \x01(\x03\"!\n\x1f\x45ncoderServiceFlushCacheRequest\"B\n EncoderServiceFlushCacheResponse\x12\x0f\n\x07\x65ntries\x18\x01 \x01(\x03\x12\r\n\x05\x62ytes\x18\x02 \x01(\x03*q\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x14\n\x10TRANSPORT_INLINE\x10\x01\x12\x1b\n\x17TRANSPORT_SHARED_MEMORY\x10\x02\x12\x16\n\x12TRANSPORT_CUDA_IPC\x10\x03\x32\xd3\x04\n\x0e\x45ncoderService\x12\x43\n\x06\x45ncode\x12\x1a.twinlens.v1.EncodeRequest\x1a\x1b.twinlens.v1.EncodeResponse0\x01\x12>\n\x05Probe\x12\x19.twinlens.v1.ProbeRequest\x1a\x1a.twinlens.v1.ProbeResponse\x12G\n\x08Prefetch\x12\x1c.twinlens.v1.PrefetchRequest\x1a\x1d.twinlens.v1.PrefetchResponse\x12\x44\n\x07Release\x12\x1b.twinlens.v1.ReleaseRequest\x1a\x1c.twinlens.v1.ReleaseResponse\x12`\n\x07GetInfo\x12).twinlens.v1.EncoderServiceGetInfoRequest\x1a*.twinlens.v1.EncoderServiceGetInfoResponse\x12`\n\x07GetLoad\x12).twinlens.v1.EncoderServiceGetLoadRequest\x1a*.twinlens.v1.EncoderServiceGetLoadResponse\x12i\n\nFlushCache\x12,.twinlens.v1.EncoderServiceFlushCacheRequest\x1a-.twinlens.v1.EncoderServiceFlushCacheResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'twinlens.v1.encoder_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TRANSPORT']._serialized_start=3608
-  _globals['_TRANSPORT']._serialized_end=3721
+  _globals['_TRANSPORT']._serialized_start=3629
+  _globals['_TRANSPORT']._serialized_end=3742
   _globals['_ENCODEREQUEST']._serialized_start=68
   _globals['_ENCODEREQUEST']._serialized_end=347
   _globals['_HOSTPROOF']._serialized_start=349
@@ -43,49 +43,49 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENCODEHEADER']._serialized_start=680
   _globals['_ENCODEHEADER']._serialized_end=1042
   _globals['_PROMPTPART']._serialized_start=1044
-  _globals['_PROMPTPART']._serialized_end=1135
-  _globals['_ENCODEROWS']._serialized_start=1138
-  _globals['_ENCODEROWS']._serialized_end=1284
-  _globals['_ROWSHANDLE']._serialized_start=1287
-  _globals['_ROWSHANDLE']._serialized_end=1492
-  _globals['_ENCODEDONE']._serialized_start=1494
-  _globals['_ENCODEDONE']._serialized_end=1563
-  _globals['_ENCODEERROR']._serialized_start=1565
-  _globals['_ENCODEERROR']._serialized_end=1629
-  _globals['_ENCODEPROGRESS']._serialized_start=1631
-  _globals['_ENCODEPROGRESS']._serialized_end=1676
-  _globals['_PROBEREQUEST']._serialized_start=1678
-  _globals['_PROBEREQUEST']._serialized_end=1726
-  _globals['_PROBERESPONSE']._serialized_start=1728
-  _globals['_PROBERESPONSE']._serialized_end=1760
-  _globals['_PREFETCHREQUEST']._serialized_start=1762
-  _globals['_PREFETCHREQUEST']._serialized_end=1872
-  _globals['_PREFETCHRESPONSE']._serialized_start=1874
-  _globals['_PREFETCHRESPONSE']._serialized_end=1978
-  _globals['_RELEASEREQUEST']._serialized_start=1980
-  _globals['_RELEASEREQUEST']._serialized_end=2012
-  _globals['_RELEASERESPONSE']._serialized_start=2014
-  _globals['_RELEASERESPONSE']._serialized_end=2049
-  _globals['_ENCODERSERVICEGETINFOREQUEST']._serialized_start=2051
-  _globals['_ENCODERSERVICEGETINFOREQUEST']._serialized_end=2081
-  _globals['_ENCODERSERVICEGETINFORESPONSE']._serialized_start=2084
-  _globals['_ENCODERSERVICEGETINFORESPONSE']._serialized_end=2526
-  _globals['_DEVICEPOOL']._serialized_start=2528
-  _globals['_DEVICEPOOL']._serialized_end=2589
-  _globals['_LOCALSOCKET']._serialized_start=2591
-  _globals['_LOCALSOCKET']._serialized_end=2634
-  _globals['_ENCODERSERVICEGETLOADREQUEST']._serialized_start=2636
-  _globals['_ENCODERSERVICEGETLOADREQUEST']._serialized_end=2666
-  _globals['_ENCODERSERVICEGETLOADRESPONSE']._serialized_start=2669
-  _globals['_ENCODERSERVICEGETLOADRESPONSE']._serialized_end=3296
-  _globals['_ROWSSENT']._serialized_start=3298
-  _globals['_ROWSSENT']._serialized_end=3380
-  _globals['_SHAREDSTORELOAD']._serialized_start=3382
-  _globals['_SHAREDSTORELOAD']._serialized_end=3503
-  _globals['_ENCODERSERVICEFLUSHCACHEREQUEST']._serialized_start=3505
-  _globals['_ENCODERSERVICEFLUSHCACHEREQUEST']._serialized_end=3538
-  _globals['_ENCODERSERVICEFLUSHCACHERESPONSE']._serialized_start=3540
-  _globals['_ENCODERSERVICEFLUSHCACHERESPONSE']._serialized_end=3606
-  _globals['_ENCODERSERVICE']._serialized_start=3724
-  _globals['_ENCODERSERVICE']._serialized_end=4319
+  _globals['_PROMPTPART']._serialized_end=1156
+  _globals['_ENCODEROWS']._serialized_start=1159
+  _globals['_ENCODEROWS']._serialized_end=1305
+  _globals['_ROWSHANDLE']._serialized_start=1308
+  _globals['_ROWSHANDLE']._serialized_end=1513
+  _globals['_ENCODEDONE']._serialized_start=1515
+  _globals['_ENCODEDONE']._serialized_end=1584
+  _globals['_ENCODEERROR']._serialized_start=1586
+  _globals['_ENCODEERROR']._serialized_end=1650
+  _globals['_ENCODEPROGRESS']._serialized_start=1652
+  _globals['_ENCODEPROGRESS']._serialized_end=1697
+  _globals['_PROBEREQUEST']._serialized_start=1699
+  _globals['_PROBEREQUEST']._serialized_end=1747
+  _globals['_PROBERESPONSE']._serialized_start=1749
+  _globals['_PROBERESPONSE']._serialized_end=1781
+  _globals['_PREFETCHREQUEST']._serialized_start=1783
+  _globals['_PREFETCHREQUEST']._serialized_end=1893
+  _globals['_PREFETCHRESPONSE']._serialized_start=1895
+  _globals['_PREFETCHRESPONSE']._serialized_end=1999
+  _globals['_RELEASEREQUEST']._serialized_start=2001
+  _globals['_RELEASEREQUEST']._serialized_end=2033
+  _globals['_RELEASERESPONSE']._serialized_start=2035
+  _globals['_RELEASERESPONSE']._serialized_end=2070
+  _globals['_ENCODERSERVICEGETINFOREQUEST']._serialized_start=2072
+  _globals['_ENCODERSERVICEGETINFOREQUEST']._serialized_end=2102
+  _globals['_ENCODERSERVICEGETINFORESPONSE']._serialized_start=2105
+  _globals['_ENCODERSERVICEGETINFORESPONSE']._serialized_end=2547
+  _globals['_DEVICEPOOL']._serialized_start=2549
+  _globals['_DEVICEPOOL']._serialized_end=2610
+  _globals['_LOCALSOCKET']._serialized_start=2612
+  _globals['_LOCALSOCKET']._serialized_end=2655
+  _globals['_ENCODERSERVICEGETLOADREQUEST']._serialized_start=2657
+  _globals['_ENCODERSERVICEGETLOADREQUEST']._serialized_end=2687
+  _globals['_ENCODERSERVICEGETLOADRESPONSE']._serialized_start=2690
+  _globals['_ENCODERSERVICEGETLOADRESPONSE']._serialized_end=3317
+  _globals['_ROWSSENT']._serialized_start=3319
+  _globals['_ROWSSENT']._serialized_end=3401
+  _globals['_SHAREDSTORELOAD']._serialized_start=3403
+  _globals['_SHAREDSTORELOAD']._serialized_end=3524
+  _globals['_ENCODERSERVICEFLUSHCACHEREQUEST']._serialized_start=3526
+  _globals['_ENCODERSERVICEFLUSHCACHEREQUEST']._serialized_end=3559
+  _globals['_ENCODERSERVICEFLUSHCACHERESPONSE']._serialized_start=3561
+  _globals['_ENCODERSERVICEFLUSHCACHERESPONSE']._serialized_end=3627
+  _globals['_ENCODERSERVICE']._serialized_start=3745
+  _globals['_ENCODERSERVICE']._serialized_end=4340
 # @@protoc_insertion_point(module_scope)

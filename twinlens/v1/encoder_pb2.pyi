@@ -106,18 +106,20 @@ class EncodeHeader(_message.Message):
     def __init__(self, item: _Optional[int] = ..., key: _Optional[bytes] = ..., modality: _Optional[_Union[_media_pb2.Modality, str]] = ..., grid: _Optional[_Union[_media_pb2.Grid, _Mapping]] = ..., tokens: _Optional[int] = ..., width: _Optional[int] = ..., levels: _Optional[int] = ..., dtype: _Optional[_Union[_media_pb2.DataType, str]] = ..., timestamps: _Optional[_Iterable[float]] = ..., cached: bool = ..., seconds_per_grid: _Optional[float] = ..., crc32c: _Optional[int] = ..., grid_rows: _Optional[int] = ..., kept_rows: _Optional[bytes] = ..., replacement: _Optional[_Iterable[_Union[PromptPart, _Mapping]]] = ...) -> None: ...
 
 class PromptPart(_message.Message):
-    __slots__ = ("text", "rows", "token", "positions", "advance")
+    __slots__ = ("text", "rows", "token", "positions", "advance", "from_origin")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     ADVANCE_FIELD_NUMBER: _ClassVar[int]
+    FROM_ORIGIN_FIELD_NUMBER: _ClassVar[int]
     text: str
     rows: int
     token: int
     positions: bytes
     advance: int
-    def __init__(self, text: _Optional[str] = ..., rows: _Optional[int] = ..., token: _Optional[int] = ..., positions: _Optional[bytes] = ..., advance: _Optional[int] = ...) -> None: ...
+    from_origin: bool
+    def __init__(self, text: _Optional[str] = ..., rows: _Optional[int] = ..., token: _Optional[int] = ..., positions: _Optional[bytes] = ..., advance: _Optional[int] = ..., from_origin: bool = ...) -> None: ...
 
 class EncodeRows(_message.Message):
     __slots__ = ("item", "first_row", "count", "data", "handle", "crc32c")

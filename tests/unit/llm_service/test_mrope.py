@@ -96,6 +96,24 @@ def test_a_familys_layout_is_read_from_its_configuration(kind: str, runs: list[i
     assert layout.modalities[Modality.IMAGE] == InPrompt("image_token_id")
 
 
+def test_rows_that_are_placed_from_the_origin_are_so_wherever_they_stand() -> None:
+    """Two items between words, each of a mark, two rows and a mark; the last axis has the item's number."""
+    run = np.array([[0, 1], [5, 5], [0, 0]], "<i4").tobytes()
+    parts = (PromptPart("", 1, 5), PromptPart("", 2, 5, run, 2, from_origin=True), PromptPart("", 1, 5))
+    header = Header(b"", Modality.IMAGE, Grid(1, 1, 4), 4, replacement=parts)
+    layout = MediaLayout(1, {}, 0.0, replaced=True)
+    spans = [
+        Span(item, header, (Run(at, 0, 1), Run(at + 1, 1, 2), Run(at + 3, 3, 1))) for item, at in enumerate((1, 6))
+    ]
+    where, mrope_delta = positions(11, spans, layout)
+    assert where.tolist() == [
+        [0, 1, 0, 1, 4, 5, 6, 0, 1, 9, 10],
+        [0, 1, 5, 5, 4, 5, 6, 5, 5, 9, 10],
+        [0, 1, 0, 0, 4, 5, 6, 1, 1, 9, 10],
+    ]
+    assert mrope_delta == 0
+
+
 def test_places_that_encoders_tell_may_go_back_and_the_answer_goes_on_behind_the_furthest() -> None:
     """A mark at the place of the token before it, a run at height 7, and a text behind them that goes on from 3."""
     run = np.array([[0, 1], [0, 7], [0, 1]], "<i4").tobytes()

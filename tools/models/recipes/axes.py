@@ -196,7 +196,7 @@ RECIPES: dict[str, Recipe] = {
         processor(
             "HunYuanVLProcessor",
             "HunYuanVLImageProcessorPil",
-            settings={"min_pixels": 32 * 32 * 4, "max_pixels": 32 * 32 * 24},
+            settings={"size": {"shortest_edge": 32 * 32 * 4, "longest_edge": 32 * 32 * 24}},
         ),
         ("<start>", "<end>"),
         named={"image_token": "<image>", "image_start_token": "<start>", "image_end_token": "<end>"},
