@@ -16,7 +16,7 @@ from torch import Tensor
 from common.library_models import SOUND_RATE, Clip, Sound
 from common.media.item import Grid
 from encoder_service.models.attention import AttentionUnavailable
-from encoder_service.models.generic import LibraryTower, in_turns
+from encoder_service.models.library_tower import LibraryTower, in_turns
 from encoder_service.models.processor import ItemProcessor, Shown
 from encoder_service.worker.graphs import GraphsUnavailable
 from encoder_service.worker.messages import Batch, Piece, WorkerReady, WorkerSettings

@@ -9,7 +9,7 @@ import msgspec
 from common.checkpoint import Checkpoint
 from common.library import LibraryModel, describe
 from llm_service.families.family import Family
-from llm_service.families.generic import library_family
+from llm_service.families.library import library_family
 from llm_service.families.registry import find_family
 from llm_service.models.config import TextConfig
 

@@ -47,7 +47,7 @@ from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.mixer import CachedPart
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder, Deepstack
-from llm_service.models.generic import LibraryDecoder, media_tokens, text_alone
+from llm_service.models.library_decoder import LibraryDecoder, media_tokens, text_alone
 from llm_service.models.library_names import named_tensors
 from llm_service.models.loader import fill_plain
 

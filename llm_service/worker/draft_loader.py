@@ -12,7 +12,7 @@ from llm_service.families.registry import FAMILIES
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape
 from llm_service.layers.cache_spec import block_elements, slot_bytes
 from llm_service.models.decoder import Decoder
-from llm_service.models.generic import LibraryDecoder
+from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.loader import load_decoder, load_mtp
 from llm_service.models.mtp import MtpDecoder
 from llm_service.models.served import ServedModel

@@ -23,9 +23,9 @@ from llm_service.layers.group import TensorGroup
 from llm_service.models.adapter_folder import Adaptable, read
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
-from llm_service.models.generic import LibraryDecoder
-from llm_service.models.generic_loader import load_library_decoder
 from llm_service.models.known_text import known_text
+from llm_service.models.library_decoder import LibraryDecoder
+from llm_service.models.library_loader import load_library_decoder
 from llm_service.models.loader import load_decoder
 from llm_service.models.quantized import quantization_of
 from llm_service.models.served import ServedModel

@@ -19,7 +19,7 @@ from llm_service.layers.attention.backend import Span
 from llm_service.layers.attention.metadata import AttentionMetadata, BatchNumbers
 from llm_service.layers.transfer import to_device
 from llm_service.models.decoder import Decoder
-from llm_service.models.generic import LibraryDecoder
+from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.mtp import MtpDecoder
 from llm_service.models.served import Weights
 from llm_service.plan import AdapterOrder, Draw, Install, StepPlan, StepResult, TokenLogprobs

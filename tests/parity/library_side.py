@@ -18,7 +18,7 @@ from common.library import LibraryModel
 from common.library_models import Clip, Sound
 from common.media.item import Grid, Header, Key, Modality
 from encoder_service.media.video import open_reader
-from encoder_service.models.generic import LibraryTower
+from encoder_service.models.library_tower import LibraryTower
 from encoder_service.models.processor import ItemProcessor, Shown
 from encoder_service.worker.library_runner import Made, OneByOne
 from llm_service.models.decoder import Decoder

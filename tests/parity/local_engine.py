@@ -29,8 +29,8 @@ from llm_service.layers.attention.backend import AttentionBackend, CacheShape
 from llm_service.layers.mixer import CachedPart, StateBackend
 from llm_service.models.adapter_folder import Adaptable, read
 from llm_service.models.decoder import Decoder
-from llm_service.models.generic import LibraryDecoder
-from llm_service.models.generic_loader import load_library_decoder
+from llm_service.models.library_decoder import LibraryDecoder
+from llm_service.models.library_loader import load_library_decoder
 from llm_service.models.loader import TextSide, load_decoder
 from llm_service.models.served import ServedModel
 from llm_service.plan import Adapter, Install, TokenLogprobs

@@ -22,8 +22,8 @@ from llm_service.layers.self_attention import SelfAttention
 from llm_service.models import trial
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
-from llm_service.models.generic import LibraryDecoder
 from llm_service.models.known_text import known_text
+from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.trial import drawn_prompt, try_ours_of
 from tests.parity.library_side import GREEDY, Served, compare
 from tools.models.compare import OURS, PROMPTS, Reference

@@ -25,14 +25,14 @@ from common.errors import InvalidInput
 from common.library import Refusal
 from common.library_models import Sound
 from common.media.item import Key, Modality
-from encoder_service.models.generic import flat_rows
+from encoder_service.models.library_tower import flat_rows
 from encoder_service.models.processor import ItemProcessor
 from llm_service.families.family import SpanRule
 from llm_service.families.registry import TEXT_FAMILIES
 from llm_service.layers.attention import general_backend
 from llm_service.layers.attention.backend import PagedChunk
-from llm_service.models import generic, layer_rules, trial
-from llm_service.models.generic_loader import load_library_decoder
+from llm_service.models import layer_rules, library_decoder, trial
+from llm_service.models.library_loader import load_library_decoder
 from llm_service.models.served import ServedModel
 from llm_service.models.trial import drawn_prompt, try_config, try_out
 from llm_service.prompt.builder import PromptBuilder
@@ -88,7 +88,7 @@ def test_a_trial_tells_what_llama_4_wants_of_attention(what: str, monkeypatch: p
     config = config_of_recipe("llama4")
     assert try_config(config, lambda: drawn_prompt(config)).spans is SpanRule.NOWHERE
     if what == "chunks":
-        monkeypatch.setattr(generic, "chunk_of", lambda _: None)
+        monkeypatch.setattr(library_decoder, "chunk_of", lambda _: None)
     else:
         monkeypatch.setattr(layer_rules.Tempering, "of", lambda _, query, __: query)
     with pytest.raises(CheckpointError, match="llama4 gives other logits in chunks"):
@@ -108,17 +108,17 @@ def test_levels_of_rows_are_tried_at_layers_of_their_own(tmp_path: Path, monkeyp
     folder = make("granite4_vision", tmp_path)
     assert library_models.describe(folder).levels == 6
     assert try_out(folder).spans is SpanRule.NOWHERE
-    monkeypatch.setattr(generic, "layers_of_levels", lambda _: [0, 1, 2, 3, 5, 4])
+    monkeypatch.setattr(library_decoder, "layers_of_levels", lambda _: [0, 1, 2, 3, 5, 4])
     with pytest.raises(CheckpointError, match="granite4_vision gives other logits in chunks"):
         try_out(folder)
 
 
 def test_marks_around_media_are_looked_up_in_tables_of_their_own() -> None:
     """Gemma 3n's, of the marks behind media."""
-    model = library_models.made_up(config_of_recipe("gemma3n"), generic.text_alone)
+    model = library_models.made_up(config_of_recipe("gemma3n"), library_decoder.text_alone)
     base, config = model.base_model, model.config
     ids = torch.tensor([config.eoi_token_id, 65, config.eoa_token_id])
-    found = generic.LibraryDecoder(model, torch.float32, torch.device("cpu")).embed_tokens(ids)
+    found = library_decoder.LibraryDecoder(model, torch.float32, torch.device("cpu")).embed_tokens(ids)
     tables = base.embed_vision, base.get_input_embeddings(), base.embed_audio
     for row, id, table in zip(found, ids, tables, strict=True):
         torch.testing.assert_close(row, table(id.unsqueeze(0))[0])
@@ -177,10 +177,10 @@ def test_rows_of_kinds_that_are_asked_for_again_go_among_those_of_the_page(
 def test_an_attention_that_hands_on_what_ours_does_not_know_is_refused() -> None:
     query = torch.zeros(1, 2, 3, 4)
     with (
-        generic.attending(lambda *_: torch.zeros(3, 2, 4)),
+        library_decoder.attending(lambda *_: torch.zeros(3, 2, 4)),
         pytest.raises(CheckpointError, match="hands on a position_bias"),
     ):
-        generic.attention(torch.nn.Module(), query, query, query, None, position_bias=query)
+        library_decoder.attention(torch.nn.Module(), query, query, query, None, position_bias=query)
 
 
 def test_a_family_of_ours_and_the_library_make_the_same_of_one_checkpoint(checkpoints: Callable[..., Path]) -> None:

@@ -17,8 +17,8 @@ from common.checkpoint import CheckpointError
 from common.library_models import made_up
 from llm_service.layers.group import TensorGroup
 from llm_service.models import trial
-from llm_service.models.generic import LibraryDecoder, text_alone
-from llm_service.models.generic_shares import share_out
+from llm_service.models.library_decoder import LibraryDecoder, text_alone
+from llm_service.models.library_shares import share_out
 from llm_service.models.trial import drawn_prompt, try_config
 from tools.models.tiny import config_of_recipe
 

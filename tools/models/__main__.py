@@ -39,7 +39,7 @@ All {seeing} kinds of models that transformers {release} has for pictures and te
 {counts}.
 
 - **native**: a family of ours ([ARCHITECTURE.md](ARCHITECTURE.md)), compared with transformers by `tests/parity`.
-- **library**: transformers computes rows, and what stands for them in a prompt ([generic.md](design/generic.md)). The
+- **library**: transformers computes rows, and what stands for them in a prompt ([library.md](design/library.md)). The
   text is computed, over our scheduler and paged cache, by *our decoder*, as that of a family is, or by the *library*.
   *Compared*: both services answered from a tiny checkpoint of the kind, with its own processor and random weights in
   float32, and token ids and 32 greedy tokens were the library's own: text alone, a picture, two pictures of different

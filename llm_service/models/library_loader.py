@@ -8,7 +8,7 @@ from common.checkpoint import Checkpoint, CheckpointError
 from common.library import LibraryModel
 from common.library_models import load
 from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.models.generic import LibraryDecoder, text_alone
+from llm_service.models.library_decoder import LibraryDecoder, text_alone
 from llm_service.models.quantized import quantization_of
 from llm_service.models.trial import try_out
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.generic`: one checkpoint, computed by a family of ours where one is for it, by way of the
+"""`python -m benchmarks.library`: one checkpoint, computed by a family of ours where one is for it, by way of the
 library with our decoder for the text, and by the library alone, in one process and in turns: rows, prefill, decoding.
 
 Each round has a new picture and a new question, the same both ways; there is no prefix cache, and nothing remembers
@@ -30,7 +30,7 @@ from common.cpu.jit import use_threads
 from common.devices import usable_cores
 from common.media.item import Grid, Header, Key, Modality, Options, Pixels, PromptPart
 from encoder_service.families import config
-from encoder_service.models.generic import LibraryTower
+from encoder_service.models.library_tower import LibraryTower
 from encoder_service.models.processor import ItemProcessor
 from encoder_service.models.tower import load_tower
 from llm_service.families.registry import find_family
@@ -117,7 +117,7 @@ def _ask(
 
 def main() -> None:
     """Measures all and prints a table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.generic", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.library", description=__doc__)
     add_model_options(parser)
     parser.add_argument("--llava", action="store_true", help="a random one in LLaVA's format, which no family is for")
     parser.add_argument("--gemma", action="store_true", help="a random one in Gemma 3's, with windows of 256 tokens")

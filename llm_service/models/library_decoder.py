@@ -21,8 +21,8 @@ from llm_service.layers.cache_spec import PagedKV
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.mixer import StateBackend
 from llm_service.models.decoder import Deepstack
-from llm_service.models.generic_shares import share_out
 from llm_service.models.layer_rules import chunk_of, take_tempering
+from llm_service.models.library_shares import share_out
 
 NAME = "twinlens"
 """Our attention's among the library's."""
