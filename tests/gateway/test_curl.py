@@ -19,7 +19,9 @@ COMMANDS = {
     f"{page.name} {number}": command
     for page in (ROOT / "README.md", ROOT / "docs" / "HTTP.md")
     for number, command in enumerate(
-        block for block in _BLOCK.findall(page.read_text("utf-8")) if block.startswith("curl ") and _ADDRESS in block
+        block
+        for block in _BLOCK.findall(page.read_text("utf-8"))
+        if block.startswith(f"curl http://{_ADDRESS}/v1/chat/")
     )
 }
 

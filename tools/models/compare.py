@@ -161,8 +161,9 @@ class Reference:
 
     def __init__(self, folder: Path) -> None:
         self.processor = library().AutoProcessor.from_pretrained(folder, local_files_only=True)
-        if self.processor.chat_template is None:  # some processors do not read it
-            self.processor.chat_template = (folder / "chat_template.jinja").read_text("utf-8")
+        template = folder / "chat_template.jinja"
+        if self.processor.chat_template is None and template.exists():  # some processors do not read it
+            self.processor.chat_template = template.read_text("utf-8")
         frame = frame_of(self.processor)
         self._frames_texts = frame is not None and frame.always
         model = class_of(config_of(folder))

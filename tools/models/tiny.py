@@ -63,9 +63,8 @@ def config_of_recipe(name: str) -> Any:
 def _config(recipe: Recipe) -> Any:
     ids = _ids(recipe)
     config = recipe.config(ids, max(ids.values()) + 1)
-    config.get_text_config().tie_word_embeddings = getattr(
-        config, "tie_word_embeddings", False
-    )  # tied, it would only repeat itself
+    tied = getattr(config, "tie_word_embeddings", False)  # by default not: it would only repeat itself
+    config.get_text_config().tie_word_embeddings = tied
     return config
 
 

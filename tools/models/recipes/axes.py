@@ -187,6 +187,7 @@ RECIPES: dict[str, Recipe] = {
                     "alpha": 1000.0,
                     "mrope_section": [2, 2, 2, 2],
                 },
+                tie_word_embeddings=False,  # else the whole is tied, whatever it says
             ),
             image_token_id="<image>",
             im_start_id="<start>",
