@@ -14,7 +14,8 @@ from torch import Tensor
 
 from common.checkpoint import CheckpointError
 from common.library import LibraryModel
-from common.library_models import decoder_of, keep_only, load, makes_tokens, marks_of, towers_within
+from common.library_classes import decoder_of, keep_only, load, towers_within
+from common.library_models import makes_tokens, marks_of
 
 _OF_NO_PROMPT = re.compile(r"pooler_output|attentions|image_tokens|embedding_loss|\w*hidden_states?")
 """What the library's outputs have of which a prompt gets the rows alone."""

@@ -15,20 +15,17 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from common.library_models import (
+from common.library_classes import base_of, config_of
+from common.library_models import check, rope_positions, row_tokens
+from common.library_processors import (
     Clip,
     Sound,
-    base_of,
-    check,
-    config_of,
     frames_of,
     longest_sound,
     marks_around,
     placeholder_of,
     processor_of,
     replaced,
-    rope_positions,
-    row_tokens,
     wrapped,
 )
 from common.media.item import PromptPart

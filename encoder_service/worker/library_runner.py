@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.library_models import SOUND_RATE, Clip, Sound
+from common.library_processors import SOUND_RATE, Clip, Sound
 from common.media.item import Grid
 from encoder_service.models.attention import AttentionUnavailable
 from encoder_service.models.library_tower import LibraryTower, in_turns

@@ -8,7 +8,7 @@ from dataclasses import replace
 from common import log
 from common.checkpoint import Checkpoint, CheckpointError
 from common.library import LibraryModel
-from common.library_models import config_of
+from common.library_classes import config_of
 from llm_service.families.registry import check_text
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.models.config import TextConfig

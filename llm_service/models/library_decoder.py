@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint import CheckpointError
-from common.library_models import decoder_of, keep_only, layers_of_levels, library, towers_within
+from common.library_classes import decoder_of, keep_only, layers_of_levels, library, towers_within
 from llm_service.families.family import SpanRule
 from llm_service.layers.attention.backend import AttentionKind
 from llm_service.layers.attention.general_backend import AttentionRule, GeneralBackend, GeneralBatch

@@ -6,7 +6,7 @@ import torch
 
 from common.checkpoint import Checkpoint, CheckpointError
 from common.library import LibraryModel
-from common.library_models import load
+from common.library_classes import load
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.models.library_decoder import LibraryDecoder, text_alone
 from llm_service.models.quantized import quantization_of

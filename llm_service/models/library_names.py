@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.checkpoint import CheckpointError
-from common.library_models import class_of, decoder_of
+from common.library_classes import class_of, decoder_of
 from llm_service.families.registry import TEXT_FAMILIES
 from llm_service.models.loader import HEAD
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint import CheckpointError
-from common.library_models import decoder_of
+from common.library_classes import decoder_of
 from llm_service.layers.group import TensorGroup
 
 _WHOLE = frozenset({"replicated_with_grad_allreduce", "replicate", "embedding_rowwise", "embedding_colwise"})

@@ -19,25 +19,10 @@ from torch import Tensor
 
 from common import log
 from common.checkpoint import CheckpointError
-from common.library_models import (
-    SOUND_RATE,
-    Sound,
-    axes_of,
-    base_of,
-    config_of,
-    item_of,
-    layers_of_levels,
-    level_count,
-    made_up,
-    marks_around,
-    marks_of,
-    placeholder_of,
-    processor_of,
-    rope_positions,
-    row_token,
-    shrink_whole,
-    text_of,
-)
+from common.library_classes import base_of, config_of, layers_of_levels
+from common.library_models import axes_of, level_count, marks_of, rope_positions, row_token, text_of
+from common.library_processors import SOUND_RATE, Sound, item_of, marks_around, placeholder_of, processor_of
+from common.small_models import made_up, shrink_whole
 from llm_service.families.family import SLIDING, SpanRule
 from llm_service.families.registry import TEXT_FAMILIES, check_text
 from llm_service.layers.attention.backend import AttentionBatch, CacheShape, PagedChunk, Span

@@ -15,7 +15,7 @@ from PIL import Image
 from common import library_models
 from common.checkpoint import Checkpoint
 from common.library import LibraryModel
-from common.library_models import Clip, Sound
+from common.library_processors import Clip, Sound
 from common.media.item import Grid, Header, Key, Modality
 from encoder_service.media.video import open_reader
 from encoder_service.models.library_tower import LibraryTower

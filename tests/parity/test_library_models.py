@@ -19,11 +19,11 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from common import library_models
+from common import library_classes, library_models, library_processors, small_models
 from common.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
 from common.library import Refusal
-from common.library_models import Sound
+from common.library_processors import Sound
 from common.media.item import Key, Modality
 from encoder_service.models.library_tower import flat_rows
 from encoder_service.models.processor import ItemProcessor
@@ -115,7 +115,7 @@ def test_levels_of_rows_are_tried_at_layers_of_their_own(tmp_path: Path, monkeyp
 
 def test_marks_around_media_are_looked_up_in_tables_of_their_own() -> None:
     """Gemma 3n's, of the marks behind media."""
-    model = library_models.made_up(config_of_recipe("gemma3n"), library_decoder.text_alone)
+    model = small_models.made_up(config_of_recipe("gemma3n"), library_decoder.text_alone)
     base, config = model.base_model, model.config
     ids = torch.tensor([config.eoi_token_id, 65, config.eoa_token_id])
     found = library_decoder.LibraryDecoder(model, torch.float32, torch.device("cpu")).embed_tokens(ids)
@@ -143,7 +143,7 @@ def test_a_package_that_the_library_wants_is_named(
 
 def test_the_page_of_models_has_each_that_the_library_has() -> None:
     listed = re.findall(r"^\| ([\w.-]+) \| (?:native|library|refused|unknown) \|", PAGE.read_text(), re.MULTILINE)
-    known = [made.model_type for made in library_models.library().AutoModelForImageTextToText._model_mapping]
+    known = [made.model_type for made in library_classes.library().AutoModelForImageTextToText._model_mapping]
     assert listed[: len(known)] == known
     assert listed[len(known) :] == ["glmasr", "qwen2_audio", "qwen3_asr"], "those for sounds alone"
 
@@ -238,7 +238,7 @@ def test_layers_with_states_are_refused() -> None:
 )
 def test_a_configuration_says_what_cannot_be_served(kind: str, why: str) -> None:
     with pytest.raises(CheckpointError, match=why):
-        library_models.check(library_models.library().CONFIG_MAPPING[kind]())
+        library_models.check(library_classes.library().CONFIG_MAPPING[kind]())
 
 
 @pytest.mark.soak
@@ -291,7 +291,7 @@ def test_weights_in_16_bits_give_the_library_s_tokens_in_float32(halved: Path) -
 
 def test_in_16_bits_logits_are_as_near_to_float32_s_as_the_library_s(halved: Path) -> None:
     ids = torch.arange(60) % 50 + 40
-    whole = library_models.class_of(library_models.config_of(halved))
+    whole = library_classes.class_of(library_classes.config_of(halved))
     with torch.inference_mode():
         exact, theirs = (
             whole.from_pretrained(halved, dtype=dtype)(input_ids=ids.unsqueeze(0)).logits[0].float()
@@ -319,7 +319,7 @@ def test_videos_are_left_out_where_what_they_show_decides_how_many_rows_they_hav
 @pytest.mark.parametrize("asked", [{}, {"fps": 1.0}, {"fps": 5.0}], ids=["unsaid", "one", "five"])
 def test_frames_of_a_video_are_the_processor_s_own_choice(asked: dict[str, float], tmp_path: Path) -> None:
     processor = ItemProcessor(make("glm4v", tmp_path))
-    whole = library_models.processor_of(tmp_path)
+    whole = library_processors.processor_of(tmp_path)
     about = {"total_num_frames": 90, "fps": 30.0, "duration": 3.0}
     frames = [np.zeros((90, 32, 32, 3), np.uint8)]
     made = whole.video_processor(
@@ -347,8 +347,8 @@ def test_pictures_that_depend_on_each_other_are_told() -> None:
             count = 1 if self.alone else len(images)
             return {"text_replacement_offsets": [[{"replacement": "<i>" * count} for _ in images]]}
 
-    assert library_models.stand_alone(Counting(alone=True))
-    assert not library_models.stand_alone(Counting(alone=False))
+    assert library_processors.stand_alone(Counting(alone=True))
+    assert not library_processors.stand_alone(Counting(alone=False))
 
 
 def test_a_prompt_has_one_picture_where_they_depend_on_each_other(windowed: Path) -> None:
@@ -451,7 +451,7 @@ def test_of_a_model_that_speaks_the_thinker_is_served(tmp_path: Path) -> None:
 
 def test_sounds_are_left_out_where_a_model_tells_modalities_apart_in_its_text(tmp_path: Path) -> None:
     folder = make("gemma4", tmp_path)
-    config, processor = library_models.config_of(folder), library_models.processor_of(folder)
-    assert hasattr(library_models.base_of(config), "get_audio_features")
+    config, processor = library_classes.config_of(folder), library_processors.processor_of(folder)
+    assert hasattr(library_classes.base_of(config), "get_audio_features")
     assert processor.audio_token == "<sound>"
     assert not library_models.takes_sounds(config, processor)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from common.checkpoint import CheckpointError
-from common.library_models import made_up
+from common.small_models import made_up
 from llm_service.layers.group import TensorGroup
 from llm_service.models import trial
 from llm_service.models.library_decoder import LibraryDecoder, text_alone

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from common import library_models
+from common import library_models, library_processors
 from common.arena import SharedBuffer
-from common.library_models import Clip
+from common.library_processors import Clip
 from common.media.item import Modality
 from encoder_service.media.__main__ import Desk
 from encoder_service.media.limits import MediaLimits
@@ -143,7 +143,7 @@ def test_a_video_without_sound_is_as_any_other(served: Served) -> None:
     assert len(without.layout.ids) < len(with_sound.layout.ids)
     about = {"total_num_frames": 4, "fps": 8.0, "duration": 0.5, "frames_indices": [0, 1, 2, 3]}
     frames = np.zeros((4, 56, 84, 3), np.uint8)
-    processor = library_models.processor_of(served.folder)
+    processor = library_processors.processor_of(served.folder)
     asked: dict[str, Any] = {"videos": [frames], "video_metadata": [about], "do_sample_frames": False}
     silent = {**asked, "audio": [tones(1, 0.5).heard()], "audio_from_video_indices": [None]}
     silent["text"] = ["<start><video><end><listen><audio><heard>"]
@@ -156,7 +156,7 @@ def test_a_video_without_sound_is_as_any_other(served: Served) -> None:
 def test_a_track_that_the_processor_cuts_off_is_refused(served: Served) -> None:
     frames = np.zeros((2, 56, 56, 3), np.uint8)
     clip = Clip(frames, (0, 1), 2, 8.0, np.zeros(30 * 16_000, np.float32))
-    longest = library_models.longest_sound(library_models.processor_of(served.folder))
+    longest = library_processors.longest_sound(library_processors.processor_of(served.folder))
     if not longest:
         assert sum(served.processor.turns(served.processor.replacement(clip))[1::2]) > 300
         return

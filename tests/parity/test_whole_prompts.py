@@ -14,7 +14,8 @@ from PIL import Image
 from common.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
 from common.library import PromptFrame
-from common.library_models import describe, library
+from common.library_classes import library
+from common.library_models import describe
 from common.media.item import Key, Modality
 from llm_service.engine.sequence import Sequence
 from llm_service.families.family import SpanRule

@@ -22,7 +22,8 @@ import msgspec
 import torch
 
 from common.checkpoint import CheckpointError
-from common.library_models import check, class_of, library, missing, row_token
+from common.library_classes import class_of, library, missing
+from common.library_models import check, row_token
 from llm_service.families.family import SpanRule
 from llm_service.families.registry import FAMILIES
 from llm_service.models.trial import drawn_prompt, try_config, try_ours_of

@@ -18,7 +18,9 @@ from PIL import Image
 from torch import Tensor
 
 from common.library import LibraryModel
-from common.library_models import SOUND_RATE, class_of, config_of, describe, frame_of, library
+from common.library_classes import class_of, config_of, library
+from common.library_models import describe
+from common.library_processors import SOUND_RATE, frame_of
 from encoder_service.media.audio import read_track
 from encoder_service.media.limits import MediaLimits
 from encoder_service.media.video import open_reader

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from common.library_models import class_of, library, redraw_corrections
+from common.library_classes import class_of, library
+from common.small_models import redraw_corrections
 from tools.models.recipes import RECIPES
 from tools.models.recipes.recipe import Recipe
 

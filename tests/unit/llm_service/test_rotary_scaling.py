@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.checkpoint import CheckpointError
-from common.library_models import library
+from common.library_classes import library
 from llm_service.layers.ops import MultimodalRotary
 from llm_service.models.config import RotaryScaling
 

@@ -1,0 +1,150 @@
+"""The library itself, the class that a checkpoint is of, and no more of its model than one service needs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from common.checkpoint import Checkpoint, CheckpointError
+
+_KEPT: list[torch.library.Library] = []
+
+
+@cache
+def library() -> Any:
+    """transformers, loaded.
+
+    Its processors want torchvision, of which there is no CPU build in the ordinary index. Where the ordinary wheel
+    stands beside a CPU torch, two compiled operators, whose absence keeps it from being imported, are declared; the
+    processors call neither.
+    """
+    try:
+        import torchvision  # type: ignore[import-untyped]  # noqa: F401
+    except (ImportError, RuntimeError):  # none, or "operator torchvision::nms does not exist"
+        declared = torch.library.Library("torchvision", "FRAGMENT")
+        for name in ("nms", "qnms"):
+            declared.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _KEPT.append(declared)
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def config_of(folder: Path) -> Any:
+    """The checkpoint's configuration, every default filled in; of a model that speaks as well, its thinker's. That
+    weights are quantised is left out, since the library reads none that are. Raises CheckpointError where the library
+    knows no such model."""
+    kind = Checkpoint(folder).config.get("model_type", "?")
+    if kind not in library().CONFIG_MAPPING:
+        raise CheckpointError(f"{kind} is not supported: neither a family of ours nor the library knows it")
+    try:
+        found = library().AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, OSError, KeyError) as error:
+        raise CheckpointError(f"the library cannot read the configuration of {kind}: {first_line(error)}") from error
+    found = getattr(found, "thinker_config", found)
+    for part in (found, found.get_text_config(decoder=True)):
+        vars(part).pop("quantization_config", None)
+    return found
+
+
+def class_of(config: Any) -> Any:
+    """The class of models that read pictures, or hear sounds, and write text. Raises CheckpointError where there is
+    none."""
+    for every in (library().AutoModelForImageTextToText, library().AutoModelForMultimodalLM):
+        if type(config) in every._model_mapping:
+            found = every._model_mapping[type(config)]
+            return found[0] if isinstance(found, tuple) else found
+    raise CheckpointError(f"{config.model_type} is no model that reads pictures and writes text")
+
+
+def load(folder: Path, strip: Callable[[Any], None], dtype: torch.dtype, device: torch.device) -> Any:
+    """The checkpoint's model without what `strip` takes away from it, whose weights are not read. Raises
+    CheckpointError where the library cannot read what is left, or it is quantised."""
+    config = config_of(folder)
+    try:
+        model, told = without(class_of(config), strip).from_pretrained(
+            folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except (ValueError, OSError, RuntimeError, KeyError) as error:
+        raise CheckpointError(f"the library cannot load the model: {first_line(error)}") from error
+    modules = {name for name, _ in model.named_modules()}
+    beside = [name for name in told["unexpected_keys"] if _OF_QUANTISED.fullmatch(name.rpartition(".")[2])]
+    if quantised := sorted(name for name in beside if name.rpartition(".")[0] in modules):
+        raise CheckpointError(f"the library is to compute {quantised[0].rpartition('.')[0]}, whose weight is quantised")
+    model.eval().requires_grad_(requires_grad=False)
+    return model.to(device)
+
+
+_OF_QUANTISED = re.compile(r"qweight|weight_(packed|scale|scale_inv)")
+"""A tensor of a quantised weight, in every form that one has."""
+
+
+def without(whole: Any, strip: Callable[[Any], None]) -> Any:
+    """The class whose models are made, and so loaded, without what `strip` takes away."""
+
+    def init(self: Any, given: Any) -> None:
+        whole.__init__(self, given)
+        strip(self)
+
+    return type(whole.__name__, (whole,), {"__init__": init, "__module__": whole.__module__})
+
+
+def keep_only(model: nn.Module, wanted: list[nn.Module]) -> None:
+    """Takes away every part of a model that is none of the wanted ones, is in none of them, and holds none of them."""
+    kept = {id(part) for each in wanted for part in each.modules()}
+
+    def visit(module: nn.Module) -> None:
+        for name, child in list(module.named_children()):
+            if id(child) in kept:
+                continue
+            if any(id(part) in kept for part in child.modules()):
+                visit(child)
+            else:
+                setattr(module, name, None)
+
+    visit(model)
+
+
+def towers_within(decoder: nn.Module) -> list[nn.Module]:
+    """What a decoder that is all of a model below its head has of towers among its parts."""
+    return [part for part in decoder.children() if isinstance(part, library().PreTrainedModel)]
+
+
+def base_of(config: Any) -> Any:
+    """The model below its head of logits, without weights."""
+    with torch.device("meta"):
+        return class_of(config)(config).base_model
+
+
+def decoder_of(model: Any) -> Any:
+    """A model's text layers, without the head of logits that the library takes for one of them in some."""
+    found, head = model.get_decoder(), model.get_output_embeddings()
+    if found is model or head is None or all(part is not head for part in found.modules()):
+        return found
+    return next((part for part in found.children() if isinstance(part, library().PreTrainedModel)), found)
+
+
+def layers_of_levels(config: Any) -> list[int]:
+    """The layer that each level of a row is added before, where a configuration says so; then nothing of a picture is
+    among the embeddings. A layer takes the last of those that are for it."""
+    found = getattr(config, "deepstack_layer_map", None) or ()
+    return [*(layer for _, layer in found), *(getattr(config, "spatial_target_layers", None) or ())] if found else []
+
+
+def missing(error: ImportError) -> str:
+    """What the library lacks, in one sentence."""
+    wanted = re.search(r"requires the (\w+) library", str(error))
+    return f"the library wants a package that is not installed here: {wanted[1] if wanted else error.name}"
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, cut to a line; its kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,137 @@
+"""Small models of a configuration, with drawn weights: what a trial computes, and what tests make checkpoints of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from common.library_classes import class_of, layers_of_levels, without
+
+_SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "intermediate_size_mlp": 80,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 32,
+}
+_HEADS, _EXPERTS, _WINDOW, _MOST_LAYERS = 4, 4, 8, 8
+_REACH = re.compile(r"window|chunk|topk|top_k|block_size|floor_scale")
+"""How a configuration calls that no more than so many tokens are seen, or that what is behind so many is scaled."""
+
+
+def shrink_whole(config: Any, ranks: int = 1) -> None:
+    """`shrink` of the text of a model; layers that levels of rows are for are kept, as far as there are not too many,
+    and lie next to each other."""
+    layers = sorted(set(layers_of_levels(config)))
+    text = config.get_text_config(decoder=True)
+    shrink(text, ranks, min(len(layers), _MOST_LAYERS))
+    if layers:
+        left = {layer: at % text.num_hidden_layers for at, layer in enumerate(layers)}
+        config.deepstack_layer_map = [(depth, left[layer]) for depth, layer in config.deepstack_layer_map]
+        config.spatial_target_layers = [left[layer] for layer in config.spatial_target_layers]
+
+
+def shrink(config: Any, ranks: int = 1, layers: int = 2) -> None:
+    """Makes a text configuration so small that a model of it is made in no time, and keeps what sets it apart: its
+    kinds of layers, as many as `layers` where there are such, its shape of a head, the shares of heads, and its window,
+    which becomes a short one. Heads that can be split over so many ranks still can."""
+    apart = _layers_apart(config)
+    heads = config.num_attention_heads
+    divided = getattr(config, "head_dim", None) is None  # heads are as wide as they divide the whole
+    if divided:
+        config.head_dim = config.hidden_size // heads
+    pairs = [getattr(config, "num_key_value_heads", None) or heads]
+    pairs += [own["num_key_value_heads"] for own in apart.values() if own.get("num_key_value_heads")]
+    fewer = min(heads, max(_HEADS, *(ranks * heads // kv for kv in pairs))) if ranks > 1 else min(heads, _HEADS)
+    config.num_attention_heads = fewer
+    if getattr(config, "num_key_value_heads", None):
+        config.num_key_value_heads = max(1, fewer * config.num_key_value_heads // heads)
+    left = _fewer_layers(config, layers)
+    for name, most in _SMALL.items():
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, min(getattr(config, name), most))
+    if divided:
+        config.hidden_size = fewer * config.head_dim
+    if getattr(config, "moe_intermediate_size", None) == config.hidden_size // 2:
+        config.moe_intermediate_size += config.hidden_size // 4  # square matrices do not show which way round they lie
+    _fewer_experts(config)
+    for name, value in list(vars(config).items()):  # what a short prompt would not show
+        if _REACH.search(name) and type(value) is int and value > _WINDOW:
+            setattr(config, name, _WINDOW)
+    for own in apart.values():
+        if own.get("num_key_value_heads"):
+            own["num_key_value_heads"] = max(1, fewer * own["num_key_value_heads"] // heads)
+    if apart:
+        config.per_layer_config = {left.index(layer): own for layer, own in apart.items() if layer in left}
+
+
+def _fewer_experts(config: Any) -> None:
+    """Leaves two of each group at least, and of layers that have none the first."""
+    most = max(_EXPERTS, 2 * (getattr(config, "n_group", None) or 1))
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, min(getattr(config, name), most))
+    if isinstance(getattr(config, "num_experts_per_tok", None), int):
+        config.num_experts_per_tok = min(config.num_experts_per_tok, 2)
+    if getattr(config, "first_k_dense_replace", None):
+        config.first_k_dense_replace = 1
+
+
+def _fewer_layers(config: Any, least: int) -> list[int]:
+    """Leaves as many layers as there are kinds of them, or `least`, and of those that share another's keys and values
+    as many; the numbers that they had."""
+    layers, kinds = config.num_hidden_layers, getattr(config, "layer_types", None) or []
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    kept = max([2, least, *(kinds.index(kind) + 1 for kind in set(kinds))])
+    kept = min(kept, _MOST_LAYERS, layers - shared)
+    left = [*range(kept), *range(layers - shared, layers - shared + min(shared, kept))]
+    config.num_hidden_layers = len(left)
+    if shared:
+        config.num_kv_shared_layers = len(left) - kept
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == layers:
+            setattr(config, name, [value[layer] for layer in left])
+    return left
+
+
+def _layers_apart(config: Any) -> dict[int, dict[str, Any]]:
+    """What single layers have of their own, taken out of a configuration: as long as it is in there, nothing that they
+    differ in can be read."""
+    if not config.is_heterogeneous:
+        return {}
+    found = {int(layer): dict(own) for layer, own in config.to_dict()["per_layer_config"].items()}
+    config.per_layer_config = None
+    return found
+
+
+_LARGEST = 4.0
+
+
+def made_up(config: Any, strip: Callable[[Any], None]) -> Any:
+    """A model of a configuration without what `strip` takes away from it, with weights that are drawn: matrices from
+    N(0, 1 / fan-in), tables from N(0, 1), and what is of one dimension near where the library has it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        part = without(class_of(config), strip).from_pretrained(None, config=config, state_dict={}, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    tables = {id(each.weight) for each in part.modules() if isinstance(each, nn.Embedding)}
+    with torch.no_grad():
+        for parameter in part.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1:  # the library leaves some as memory had them
+                parameter.nan_to_num_(0.0, 0.0, 0.0).clamp_(-_LARGEST, _LARGEST).add_(0.1 * noise)
+            else:
+                parameter.copy_(noise if id(parameter) in tables else noise / parameter.shape[-1] ** 0.5)
+        redraw_corrections(part, generator)
+    return part.eval().requires_grad_(requires_grad=False)
+
+
+def redraw_corrections(model: nn.Module, generator: torch.Generator) -> None:
+    """Draws what routers of experts add to their scores, which are no parameters, and zeros as the library has them."""
+    for name, correction in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            correction.copy_(0.3 * torch.randn(correction.shape, generator=generator))
