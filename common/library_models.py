@@ -6,6 +6,7 @@ As a process, `python -m common.library_models FOLDER`, it writes what `common.l
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from PIL import Image
 
 from common.checkpoint import CheckpointError
 from common.library import LibraryModel, Refusal
@@ -143,6 +145,31 @@ def row_tokens(config: Any, processor: Any, modality: str, replacement: str) -> 
         if token is not None and str(name(token)) in replacement:
             return {str(name(each)): int(each) for each in (token, *marks_of(config))}
     raise ValueError(f"nothing in what stands for a {modality} takes rows")
+
+
+def longest_run(folder: Path) -> int:
+    """Rows of the longest run that a picture has in a prompt, or a frame of a video: the most of blank ones of many
+    shapes, and no fewer than the processor states. Raises CheckpointError where there is no processor."""
+    config, processor = config_of(folder), processor_of(folder)
+    found = [0]
+    for sides in _SHAPES:
+        frames = np.zeros((2, *sides, 3), np.uint8)
+        clip = Clip(frames, (0, 1), len(frames), _BLANK_RATE).given()
+        for modality, shown in (("image", {"images": [Image.fromarray(frames[0])]}), ("video", clip)):
+            try:
+                text = replaced(processor, modality, shown)
+                tokens = row_tokens(config, processor, modality, text)
+            except (AttributeError, ImportError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+                continue  # it takes none of this shape, or modality
+            run = f"(?:{'|'.join(map(re.escape, tokens))})"
+            found += [len(re.findall(run, each[0])) for each in re.finditer(f"{run}+", text)]
+    parts = (getattr(processor, f"{kind}_processor", None) for kind in ("image", "video"))
+    return max(*found, *(int(getattr(part, _STATED_ROWS, 0) or 0) for part in parts))
+
+
+_SHAPES = [(side, other) for side in (224, 672, 1568) for other in (224, 672, 1568)]
+_STATED_ROWS = "max_soft_tokens"
+"""What a processor calls the most rows of a picture, of which pictures of some shapes alone have all."""
 
 
 def marks_of(config: Any) -> list[int]:

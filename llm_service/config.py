@@ -133,7 +133,7 @@ class LlmConfig(ServerConfig):
     max_step_tokens: int = option(
         0,
         "tokens computed in one step: bounds how long a prefill delays decodes; 0: 512 on a CPU, 4096 on a GPU, 8192 "
-        "where that has 60 GiB",
+        "where that has 60 GiB, and more where a model computes more at once of an item or a prompt",
         minimum=0,
     )
     keep_media_whole: bool = option(

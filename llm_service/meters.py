@@ -133,6 +133,7 @@ def _engine(engine: EngineFront) -> Iterator[Metric]:
     if engine.ready is not None:
         weights = engine.ready.weights
         held: dict[tuple[str, ...], float] = {(weights.quantization,): float(weights.bytes)}
+        yield gauge("step_tokens", "tokens of one step at most", engine.ready.step_tokens)
         yield gauge("weight_bytes", "bytes of the decoder's weights on the first rank", held, ["quantization"])
     compiling = float(engine.compiling)
     yield gauge("kernels_compiling", "1 while kernels are compiled and torch computes in their place", compiling)

@@ -279,4 +279,5 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedMo
         max_lora_rank=config.max_lora_rank,
         base_names=tuple({checkpoint.name, config.served_model_name} - {""}),
         library=served.library,
+        grows_steps=not config.max_step_tokens,
     )

@@ -35,6 +35,7 @@ def load(settings: EngineSettings, arena_fd: int) -> Loaded:
         whole_prompts=runner.whole_prompts,
         read_adapter=adapter_reader(settings),
         row_bytes=runner.row_bytes,
+        max_step_tokens=runner.max_step_tokens,
         weights=runner.weights,
         devices=[place.device_name for place in places],
         reachable=reachable(settings, [device_of(place) for place in places]),

@@ -127,10 +127,11 @@ ToEngine = (
 class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The model is loaded and warm. `prefix_block`: tokens of a block, where computed ones are used again for prompts
     that begin alike, else 0. `reachable` are UUIDs of the devices whose memory all ranks can read, where they keep
-    mirrors of the row arena. `weights` are those of rank 0."""
+    mirrors of the row arena. `weights` are those of rank 0. A step has up to `step_tokens` tokens."""
 
     context: int
     kv_blocks: int
+    step_tokens: int
     prefix_block: int = 0
     devices: list[str]
     reachable: list[str] = []

@@ -37,7 +37,8 @@ class Loaded:
     `state_slots`: how many sequences may have a state at once; 0 where no layer keeps any, with `snapshot_slots` beside
     them, and `state_chunk`: at multiples of how many tokens a sequence may be cut so that the same bits come out.
     `whole_media`: no chunk may end within a run of media rows; `whole_prompts`: nor within a prompt. `read_adapter` is
-    for any thread. `weights` are those of rank 0."""
+    for any thread. `weights` are those of rank 0. `max_step_tokens`: of one step, where they are not as the settings
+    say."""
 
     executor: Executor
     blocks: int
@@ -52,6 +53,7 @@ class Loaded:
     whole_prompts: bool = False
     read_adapter: ReadAdapter | None = None
     weights: Weights = field(default_factory=Weights)
+    max_step_tokens: int = 0
 
 
 Load = Callable[[EngineSettings, int], Loaded]
@@ -89,6 +91,7 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
         raise CheckpointError("--speculative-tokens: there is no memory for states to go back to behind a wrong draft")
     context = min(model.longest(settings.max_context), loaded.blocks * settings.block_size)
     stop_ids, wake = end_tokens(checkpoint), Wake()
+    step_tokens = loaded.max_step_tokens or settings.max_step_tokens
     structures = Structures(checkpoint, model.vocab_size, stop_ids, cache_bytes=settings.structure_cache_bytes)
     blocks = BlockManager(
         loaded.blocks,
@@ -102,7 +105,7 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
         blocks,
         Limits(
             min(settings.max_running, loaded.state_slots or settings.max_running),
-            settings.max_step_tokens,
+            step_tokens,
             context,
             settings.keep_media_whole,
             settings.early_prefill_tokens,
@@ -122,6 +125,7 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
         Ready(
             context=context,
             kv_blocks=loaded.blocks,
+            step_tokens=step_tokens,
             prefix_block=blocks.block_size if _goes_by_blocks(blocks, loaded) else 0,
             devices=loaded.devices,
             reachable=loaded.reachable,

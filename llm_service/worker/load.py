@@ -17,6 +17,8 @@ from common.cpu.compiling import CompilingProcess, not_kept
 from common.device_memory import DeviceMemory, DeviceMemoryError, driver
 from common.devices import usable_cores
 from common.gpu import CudaCapture, use_gpu
+from common.library_models import longest_run
+from llm_service.families.family import SpanRule
 from llm_service.layers.cache_spec import block_elements, slot_bytes
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import TensorGroup
@@ -43,6 +45,8 @@ from llm_service.worker.row_arena import RowArena
 from llm_service.worker.weights import describe
 
 _log = log.get("load")
+_USUAL_PROMPT = 512
+"""Tokens of a prompt beside its picture's rows."""
 
 
 def load_runner(settings: EngineSettings, device: torch.device, group: TensorGroup, arena_fd: int) -> ModelRunner:
@@ -77,6 +81,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     if settings.symmetric_memory:
         group = _with_symmetric_memory(group, dtype, device)
     decoder = _decoder(settings, checkpoint, dtype, device, group)
+    settings = _with_room(settings, checkpoint, decoder)
     give_back()
     adapters: RankAdapters | None = None
     if settings.max_loras:
@@ -124,6 +129,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     blocks = block_count(settings, block_bytes, budget - snapshots * one_slot, context, group)
     runner = _runner(decoder, arena, settings, blocks, drafting, slots, snapshots)
     runner.changeover, runner.weights, runner.adapters = changeover, weights, adapters
+    runner.max_step_tokens = settings.max_step_tokens
     if graphs:
         bounds = CaptureBounds(
             settings.max_running,
@@ -170,6 +176,22 @@ def _decoder(
     if refused := [option for option, given in asked.items() if given]:
         raise CheckpointError(f"{refused[0]} is not for a model that the library computes")
     return load_library_decoder(checkpoint, settings.library, dtype, device, group)
+
+
+def _with_room(settings: EngineSettings, checkpoint: Checkpoint, decoder: Decoder | LibraryDecoder) -> EngineSettings:
+    """With steps that have room for the rows of any one picture, where these are computed at once, and for a usual
+    prompt with it, where that is; beside a token of everybody else who may run. As they are where they were asked
+    for."""
+    if not settings.grows_steps or settings.library is None or decoder.spans is SpanRule.NOWHERE:
+        return settings
+    most = longest_run(checkpoint.folder)
+    if decoder.spans is SpanRule.WHOLE_PROMPTS:
+        most += _USUAL_PROMPT
+    wanted = most + settings.max_running - 1
+    if wanted > settings.max_step_tokens:
+        _log.info("steps are larger, since an item is computed at once", tokens=wanted, at_once=most)
+        settings = msgspec.structs.replace(settings, max_step_tokens=wanted)
+    return settings
 
 
 def _drafting(

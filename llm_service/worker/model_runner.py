@@ -92,7 +92,8 @@ class Launched:
 class ModelRunner:
     """One rank: the weights, and what layers keep of sequences. It has a `changeover` where it began with torch's
     kernels and is to go on with ours, and a `share` of cores where other processes may compute
-    on them. Where it has a `proposer`, every step waits for its tokens, which drafts follow."""
+    on them. Where it has a `proposer`, every step waits for its tokens, which drafts follow. It was loaded for steps of
+    up to `max_step_tokens`."""
 
     def __init__(self, decoder: Decoder | LibraryDecoder, arena: RowArena, caches: Caches) -> None:
         self._decoder = decoder
@@ -106,6 +107,7 @@ class ModelRunner:
         self.adapters: RankAdapters | None = None
         self.share: CoreShare | None = None
         self.proposer: Proposer | None = None
+        self.max_step_tokens = 0
         self._draw = _sampler_on(decoder.device)
         self._chosen = torch.empty(0, dtype=torch.int64, device=decoder.device)
         self._known = True  # on every rank: there are none yet

@@ -41,7 +41,7 @@ class ScriptedEngine:
 
     def serves(self, context: int = 100, prefix_block: int = 0) -> None:
         """It is loaded."""
-        self.says(Ready(context=context, kv_blocks=8, prefix_block=prefix_block, devices=["cpu"]))
+        self.says(Ready(context=context, kv_blocks=8, step_tokens=64, prefix_block=prefix_block, devices=["cpu"]))
 
     def dies(self) -> None:
         self.says(ChildDied("the process has ended"))

@@ -93,6 +93,39 @@ def test_a_model_without_a_family_whose_text_our_decoder_computes_has_what_a_fam
     runner.adapt(Install(1, reader("one")))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PaliGemma's processor
+@pytest.mark.parametrize(
+    ("kind", "asked", "tokens"),
+    [
+        ("gemma3", {"grows_steps": True}, 16 + 7),
+        ("paligemma", {"grows_steps": True}, 16 + 512 + 7),
+        ("gemma3", {}, 16),
+        ("gemma3", {"grows_steps": True, "max_step_tokens": 100}, 100),
+        ("llava", {"grows_steps": True}, 16),
+    ],
+)
+def test_steps_have_room_for_what_is_computed_at_once_unless_their_size_was_asked_for(
+    kind: str, asked: dict[str, Any], tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pictures have 16 rows; and what such a step needs is measured before the cache takes the rest."""
+    folder, seen = make(kind, tmp_path), list[int]()
+    monkeypatch.setattr(Gauge, "free", lambda _: 50 << 20)
+    run = ModelRunner.run
+
+    def watched(runner: ModelRunner, plan: StepPlan) -> StepResult:
+        seen.append(plan.tokens)
+        return run(runner, plan)
+
+    monkeypatch.setattr(ModelRunner, "run", watched)
+    sizes = {"block_size": 16, "max_running": 8, "max_step_tokens": 16, "row_bytes": 1 << 20, "row_levels": 1}
+    given = {"model": str(folder), "device": "cpu", "dtype": "float32", "attention": "auto", "graphs": "auto"}
+    found = describe(folder)
+    settings = msgspec.structs.replace(SETTINGS, library=found, threads=1, **{**given, **sizes, **asked})
+    memory = SharedBuffer.create("test-rows", 1 << 20)
+    runner = load.load_runner(settings, torch.device("cpu"), ALONE, memory.fd)
+    assert runner.max_step_tokens == tokens == max(seen)
+
+
 def test_the_cache_is_a_share_of_what_is_free_when_the_largest_step_has_run(
     checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
