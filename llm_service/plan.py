@@ -14,12 +14,14 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """`count` tokens of one sequence, after `context` tokens that are in the KV cache.
 
     They are the next `count` tokens of the flattened batch; the sequence's block table is row `row` of all tables, and
-    long enough for context + count tokens.
+    long enough for context + count tokens. `decodes`: they are an answer's, its last one with drafts behind it for
+    example, and what attends gives each the bits that it has alone.
     """
 
     context: int
     count: int
     row: int
+    decodes: bool = False
 
 
 class Appended(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -75,7 +75,8 @@ def build(
         rows.extend(_rows(sequence, count, at, row_bytes))
         if begin < sequence.whole_end:
             whole.append((at, at + sequence.whole_end - begin))
-        if sequence.rolled_back or (count == 1 + len(drafts) and begin >= sequence.prompt_tokens):
+        decodes = sequence.rolled_back or (count == 1 + len(drafts) and begin >= sequence.prompt_tokens)
+        if decodes:
             for place in range(begin, end):
                 positions.one(place + sequence.mrope_delta)
             token_ids.extend(sequence.tokens[begin : end - len(drafts)])
@@ -84,7 +85,7 @@ def build(
             positions.window(_positions(sequence, count))
             token_ids.extend(sequence.tokens[begin:end])
             prefill.append((sequence, begin, count))
-        chunks.append(Chunk(begin, count, sequence.table.row))
+        chunks.append(Chunk(begin, count, sequence.table.row, decodes))
         if sequence.num_scored_tokens < sequence.prompt_tokens and (asked := _score(sequence, count, at)):
             scores.append(asked)
             scoring.append((sequence, begin + asked.at - at + 1))

@@ -61,6 +61,8 @@ class DeviceTables:
         """A plan's, with their tables as they are on the host now."""
         size, host = self._size, self.host
         return [
-            PagedChunk(each.context, each.count, host[each.row, : -(-(each.context + each.count) // size)])
+            PagedChunk(
+                each.context, each.count, host[each.row, : -(-(each.context + each.count) // size)], each.decodes
+            )
             for each in chunks
         ]

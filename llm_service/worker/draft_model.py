@@ -138,7 +138,7 @@ class DraftModel:
                 where.append(np.full((3, 1), position, np.int32))
                 draws.append(Draw(at=at + count))
                 count += 1
-            chunks.append(Chunk(context, count, part.chunk.row))
+            chunks.append(Chunk(context, count, part.chunk.row, part.chunk.decodes))
             at += count
         known = np.concatenate(ids)
         known = np.where(known < self._own_vocab_size, known, 0).astype(np.int32)
@@ -192,7 +192,7 @@ class MtpLayer(DraftModel):
             if part.proposal.count:
                 places[number] = last, last + part.proposal.mrope_delta
                 draws.append(Draw(at=len(own) - 1))
-            chunks.append(Chunk(part.chunk.context, part.count, part.chunk.row))
+            chunks.append(Chunk(part.chunk.context, part.count, part.chunk.row, part.chunk.decodes))
         positions = np.frombuffer(plan.positions, np.int32).reshape(3, -1)[:, own]
         made = StepPlan(ids.tobytes(), positions.tobytes(), chunks, rows, draws, appended=plan.appended)
         return made, places, own

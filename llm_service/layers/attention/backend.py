@@ -114,11 +114,13 @@ class CacheShape:
 @dataclass(frozen=True, slots=True)
 class PagedChunk:
     """`count` tokens of one sequence, after `context` tokens that are in the KV cache: the next ones of a flattened
-    batch. `blocks` is the sequence's block table, integers, long enough for context + count tokens."""
+    batch. `blocks` is the sequence's block table, integers, long enough for context + count tokens. `decodes` is as in
+    `plan.Chunk`."""
 
     context: int
     count: int
     blocks: Sequence[int] | np.ndarray
+    decodes: bool = False
 
 
 class AttentionBatch(Protocol):

@@ -44,84 +44,129 @@ def _further(blocks: Any, position: Any, size: Any, length: Any) -> Any:
 
 
 @inner
-def _score(weights: Any, numbers: Any, keys: Any, blocks: Any, length: Any, first: Any, dim: Any) -> None:
-    """weights float32 [own, group, room]: the scores of all queries, numbers [own, group, vectors, 2, 16], with the
-    first `length` keys; what is behind them is overwritten with anything."""
-    own, group, room = weights.shape
-    size, token, row = keys.shape[1], keys.shape[2] * dim * 2, numbers[0, 0].size * FLOAT
-    for begin in range(0, length, size):
-        block, here = np.intp(blocks[begin // size]), min(size, length - begin)
-        for place in range(0, here, _TOGETHER):
-            last, at = min(_TOGETHER, here - place) - 1, keys.ctypes.data + (block * size + place) * token
-            further = _further(blocks, begin + place, size, length) * token
-            for head in range(own):
-                where = at + (first + head) * dim * 2
-                for member in range(0, group, 2):
-                    score = weights.ctypes.data + ((head * group + member) * room + begin + place) * FLOAT
-                    asked = numbers.ctypes.data + (head * group + member) * row
-                    places = (score, room * FLOAT, asked, row, where, token, where + further)
-                    if member + 1 < group:
-                        score_keys(2, places, last, dim // 2)
-                    else:
-                        score_keys(1, places, last, dim // 2)
+def _seen(length: Any, count: Any, token: Any, window: Any, size: Any) -> Any:
+    """Of the positions that `count` tokens of a sequence see, `length` with the last one's own: where the block begins
+    that the token's first one is in, from there the first that it sees, and the end of what it sees."""
+    end = length - count + 1 + token
+    unseen = max(0, end - window)
+    begin = unseen // size * size
+    return begin, unseen - begin, end - begin
 
 
 @inner
-def _add_weighted(sums: Any, weights: Any, values: Any, blocks: Any, length: Any, first: Any, dim: Any) -> None:
-    """sums [own, group, vectors, 2, 16] grow by the first `length` values, each times its weight."""
-    own, group, room = weights.shape
-    size, token, row = values.shape[1], values.shape[2] * dim * 2, sums[0, 0].size * FLOAT
+def _score(weights: Any, numbers: Any, keys: Any, blocks: Any, length: Any, window: Any, first: Any, dim: Any) -> None:
+    """weights float32 [count, own, group, room]: the scores of all queries, numbers [count, own, group, vectors, 2,
+    16], with the keys that each token sees, from the block of its first one on; what is behind them is overwritten with
+    anything."""
+    count, own, group, room = weights.shape
+    size, step, row = keys.shape[1], keys.shape[2] * dim * 2, numbers[0, 0, 0].size * FLOAT
+    for begin in range(0, length, size):
+        block, here = np.intp(blocks[begin // size]), min(size, length - begin)
+        for place in range(0, here, _TOGETHER):
+            at = keys.ctypes.data + (block * size + place) * step
+            further = _further(blocks, begin + place, size, length) * step
+            for head in range(own):
+                where = at + (first + head) * dim * 2
+                for token in range(count):
+                    own_begin, _, end = _seen(length, count, token, window, size)
+                    position = begin + place - own_begin
+                    last = min(_TOGETHER, here - place, end - position) - 1
+                    if position < 0 or last < 0:
+                        continue
+                    for member in range(0, group, 2):
+                        query = (token * own + head) * group + member
+                        score = weights.ctypes.data + (query * room + position) * FLOAT
+                        places = (
+                            *(score, room * FLOAT, numbers.ctypes.data + query * row, row),
+                            *(where, step, where + further),
+                        )
+                        if member + 1 < group:
+                            score_keys(2, places, last, dim // 2)
+                        else:
+                            score_keys(1, places, last, dim // 2)
+
+
+@inner
+def _add_weighted(
+    sums: Any, weights: Any, values: Any, blocks: Any, length: Any, window: Any, first: Any, dim: Any
+) -> None:
+    """sums [count, own, group, vectors, 2, 16] grow by the values that each token sees, each times its weight."""
+    count, own, group, room = weights.shape
+    size, step, row = values.shape[1], values.shape[2] * dim * 2, sums[0, 0, 0].size * FLOAT
     few = np.zeros((2, _TOGETHER), np.float32)
     for begin in range(0, length, size):
         block, here = np.intp(blocks[begin // size]), min(size, length - begin)
         for place in range(0, here, _TOGETHER):
-            last, at = min(_TOGETHER, here - place) - 1, values.ctypes.data + (block * size + place) * token
-            further = _further(blocks, begin + place, size, length) * token
+            at = values.ctypes.data + (block * size + place) * step
+            further = _further(blocks, begin + place, size, length) * step
             for head in range(own):
                 where = at + (first + head) * dim * 2
-                for member in range(0, group, 2):
-                    share, apart = weights.ctypes.data + ((head * group + member) * room + begin + place) * FLOAT, room
-                    if last + 1 < _TOGETHER:  # what follows weighs something in the next block
-                        for index in range(last + 1):
-                            few[0, index] = weights[head, member, begin + place + index]
-                            few[1, index] = weights[head, min(member + 1, group - 1), begin + place + index]
-                        few[:, last + 1 :] = _ZERO
-                        share, apart = few.ctypes.data, _TOGETHER
-                    total = sums.ctypes.data + (head * group + member) * row
-                    places = (share, apart * FLOAT, total, row, where, token, where + further)
-                    if member + 1 < group:
-                        add_values(2, places, last, dim // 2)
-                    else:
-                        add_values(1, places, last, dim // 2)
+                for token in range(count):
+                    own_begin, _, end = _seen(length, count, token, window, size)
+                    position = begin + place - own_begin
+                    last = min(_TOGETHER, here - place, end - position) - 1
+                    if position < 0 or last < 0:
+                        continue
+                    for member in range(0, group, 2):
+                        query = (token * own + head) * group + member
+                        share, apart = weights.ctypes.data + (query * room + position) * FLOAT, room
+                        if last + 1 < _TOGETHER:  # what follows weighs something in the next block
+                            for index in range(last + 1):
+                                few[0, index] = weights[token, head, member, position + index]
+                                few[1, index] = weights[token, head, min(member + 1, group - 1), position + index]
+                            few[:, last + 1 :] = _ZERO
+                            share, apart = few.ctypes.data, _TOGETHER
+                        total = sums.ctypes.data + query * row
+                        places = (share, apart * FLOAT, total, row, where, step, where + further)
+                        if member + 1 < group:
+                            add_values(2, places, last, dim // 2)
+                        else:
+                            add_values(1, places, last, dim // 2)
 
 
 @inner
 def _attend(
-    out: Any, query: Any, keys: Any, values: Any, blocks: Any, unseen: Any, length: Any, first: Any, scale: Any
+    out: Any, query: Any, keys: Any, values: Any, blocks: Any, length: Any, window: Any, first: Any, scale: Any
 ) -> None:
-    """float32 out and query [own, group, dim], which share `own` KV heads from `first` on, `group` each; keys and
-    values as in `_decode`, of the first `length` tokens without the first `unseen`."""
-    own, group, dim = out.shape
-    vectors, fours = (dim + 2 * LANES - 1) // (2 * LANES), (length + _FOUR - 1) // _FOUR
-    room = (fours + 1) * _FOUR
-    numbers = np.zeros((own, group, vectors, 2, LANES), np.float32)
-    sums = np.zeros((own, group, vectors, 2, LANES), np.float32)
-    weights, totals = np.empty((own, group, room), np.float32), np.empty((own, group), np.float32)
-    for head in range(own):
-        for member in range(group):
-            _spread(numbers[head, member], query[head, member], scale)
-    _score(weights, numbers, keys, blocks, length, first, dim)
-    for head in range(own):
-        for member in range(group):
-            weights[head, member, :unseen], weights[head, member, length:] = -np.inf, -np.inf
-            scores = weights.ctypes.data + (head * group + member) * room * FLOAT
-            totals[head, member] = to_powers(scores, fours, highest(scores, fours))
-    _add_weighted(sums, weights, values, blocks, length, first, dim)
-    for head in range(own):
-        for member in range(group):
-            for number in range(dim):
-                part = sums[head, member, number // (2 * LANES), number % 2, number // 2 % LANES]
-                out[head, member, number] = part / totals[head, member]
+    """float32 out and query [count, own, group, dim] of a sequence's last tokens, which share `own` KV heads from
+    `first` on, `group` each; keys and values as in `_decode`, of `length` tokens, these included."""
+    count, own, group, dim = out.shape
+    size, vectors = keys.shape[1], (dim + 2 * LANES - 1) // (2 * LANES)
+    room = ((length + _FOUR - 1) // _FOUR + 1) * _FOUR
+    numbers = np.zeros((count, own, group, vectors, 2, LANES), np.float32)
+    sums = np.zeros((count, own, group, vectors, 2, LANES), np.float32)
+    weights, totals = np.empty((count, own, group, room), np.float32), np.empty((count, own, group), np.float32)
+    for token in range(count):
+        for head in range(own):
+            for member in range(group):
+                _spread(numbers[token, head, member], query[token, head, member], scale)
+    _score(weights, numbers, keys, blocks, length, window, first, dim)
+    for token in range(count):
+        _, unseen, end = _seen(length, count, token, window, size)
+        fours = (end + _FOUR - 1) // _FOUR
+        for head in range(own):
+            for member in range(group):
+                weights[token, head, member, :unseen], weights[token, head, member, end:] = -np.inf, -np.inf
+                scores = weights.ctypes.data + ((token * own + head) * group + member) * room * FLOAT
+                totals[token, head, member] = to_powers(scores, fours, highest(scores, fours))
+    _add_weighted(sums, weights, values, blocks, length, window, first, dim)
+    for token in range(count):
+        for head in range(own):
+            for member in range(group):
+                for number in range(dim):
+                    part = sums[token, head, member, number // (2 * LANES), number % 2, number // 2 % LANES]
+                    out[token, head, member, number] = part / totals[token, head, member]
+
+
+@inner
+def _write(cache: Any, new: Any, blocks: Any, begin: Any, first: Any) -> None:
+    """Rounds new [count, own, dim], bits of float32, to where positions from `begin` on are, from head `first` on."""
+    size = cache.shape[1]
+    for index in range(new.shape[0]):
+        here = cache[blocks[(begin + index) // size], (begin + index) % size]
+        for head in range(new.shape[1]):
+            for place in range(new.shape[2]):
+                here[first + head, place] = np.uint16(rounded(new[index, head, place]) >> np.uint32(16))
 
 
 def _decode(
@@ -133,31 +178,31 @@ def _decode(
     values: Any,
     table: Any,
     lengths: Any,
+    ends: Any,
     window: Any,
     scale: Any,
     parts: Any,
 ) -> None:
-    """float32 out and query [s, kv_heads, group, dim], bits of float32 key and value uint32 [s, kv_heads, dim], bits of
+    """float32 out and query [n, kv_heads, group, dim], bits of float32 key and value uint32 [n, kv_heads, dim], bits of
     bfloat16 keys and values uint16 [blocks, block_size, kv_heads, dim], table int32 [s, w], lengths int32 [s], of which
-    the last `window` positions are seen; parts divides kv_heads. `scale` includes log2 e.
+    a token sees the last `window` positions up to its own; ends int32 [s]: a sequence's last tokens are those up to
+    there of the n. parts divides kv_heads. `scale` includes log2 e.
 
-    A task is one sequence's neighbouring KV heads and the query heads that share them. It first writes its token's
-    keys and values. Positions count from the first block that is seen.
+    A task is one sequence's neighbouring KV heads and the query heads that share them. It first writes its tokens'
+    keys and values. Positions count from the first block that is seen; each token's sums from the first that it sees,
+    whichever tokens are computed together.
     """
     size, own = keys.shape[1], keys.shape[2] // parts
-    for task in numba.prange(query.shape[0] * parts):
+    for task in numba.prange(len(lengths) * parts):
         sequence, first = np.intp(task) // parts, np.intp(task) % parts * own
-        unseen = max(0, lengths[sequence] - window)
-        blocks, first_seen = table[sequence, unseen // size :], unseen % size
-        last = lengths[sequence] - 1 - (unseen - first_seen)
-        for head in range(first, first + own):
-            for place in range(query.shape[3]):
-                near = rounded(key[sequence, head, place]), rounded(value[sequence, head, place])
-                keys[blocks[last // size], last % size, head, place] = np.uint16(near[0] >> np.uint32(16))
-                values[blocks[last // size], last % size, head, place] = np.uint16(near[1] >> np.uint32(16))
-        heads = slice(first, first + own)
-        given = keys, values, blocks, first_seen, last + 1, first, scale
-        _attend(out[sequence, heads], query[sequence, heads], *given)
+        row = np.intp(ends[sequence - 1]) if sequence else 0
+        count = np.intp(ends[sequence]) - row
+        skipped = max(0, np.intp(lengths[sequence]) - count + 1 - window) // size
+        blocks, length = table[sequence, skipped:], np.intp(lengths[sequence]) - skipped * size
+        _write(keys, key[row : row + count, first : first + own], blocks, length - count, first)
+        _write(values, value[row : row + count, first : first + own], blocks, length - count, first)
+        given = keys, values, blocks, length, window, first, scale
+        _attend(out[row : row + count, first : first + own], query[row : row + count, first : first + own], *given)
 
 
 _kernel = compiled(_decode, made_of=vectors)
@@ -167,7 +212,7 @@ TYPED = {
         _kernel,
         (
             *(_heads, _heads, _bits, _bits, _cache, _cache),
-            *(numba.int32[:, ::1], numba.int32[::1], numba.intp, numba.float32, numba.intp),
+            *(numba.int32[:, ::1], numba.int32[::1], numba.int32[::1], numba.intp, numba.float32, numba.intp),
         ),
     )
 }
@@ -182,15 +227,18 @@ def decode(
     table: Tensor,
     lengths: Tensor,
     kind: AttentionKind = CAUSAL,
+    ends: Tensor | None = None,
 ) -> Tensor:
     """As `decode_attention.decode`, where keys and values of the cache are bfloat16: those of a token are rounded."""
-    sequences, heads, dim = query.shape
-    grouped = sequences, key.shape[1], heads // key.shape[1], dim
+    tokens, heads, dim = query.shape
+    sequences, grouped = len(lengths), (tokens, key.shape[1], heads // key.shape[1], dim)
     out = np.empty(grouped, np.float32)
     scale = np.float32(math.log2(math.e) * kind.softmax_scale(dim))
     numbers = query.contiguous().view(grouped).numpy()
     new = (each.contiguous().numpy().view(np.uint32) for each in (key, value))
     cached = (each.view(torch.uint16).numpy() for each in (keys, values))
+    each = torch.arange(1, sequences + 1, dtype=torch.int32) if ends is None else ends
+    where = (tensor.numpy() for tensor in (table, lengths, each))
     at_once = parts(sequences, key.shape[1], numba.get_num_threads())
-    _kernel(out, numbers, *new, *cached, table.numpy(), lengths.numpy(), kind.window or EVERY, scale, at_once)
+    _kernel(out, numbers, *new, *cached, *where, kind.window or EVERY, scale, at_once)
     return torch.from_numpy(out).view(query.shape)

@@ -1,11 +1,12 @@
 """Attention on a CPU in float32, over keys and values in float32 or bfloat16, by kernels that numba compiles.
 
-Decodes, which come first, read keys along their block tables. A chunk's are packed for products, or, on a processor
-without the registers for these, left to torch, but for a token's drafts, as all is while the kernels are compiled.
+Decodes, which come first, a token and its drafts together, read keys along their block tables. A prompt's are packed
+for products, or, on a processor without the registers for these, left to torch, as all is while kernels are compiled.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,8 +29,9 @@ from llm_service.layers.cpu.prefill_attention import STRETCH, PrefillAttention, 
 
 _CPU = torch.device("cpu")
 _FEW = 16
-"""Tokens of a sequence that are computed as one is, where a chunk's keys are not packed: torch takes twice as long for
-five, and wakes threads of its own for each layer."""
+"""Tokens of a prompt that are computed as an answer's are, where chunks are not packed: torch takes twice as long for
+five, and wakes threads of its own for each layer. Where they are, all are, so that a prompt's bits do not follow from
+where it is cut."""
 _PACKING = {torch.float32: "pack", torch.bfloat16: "pack_bfloat16"}
 
 
@@ -44,13 +46,12 @@ class NumbaBackend:
         decoding = bfloat16_decode if dtype == torch.bfloat16 else decode_attention
         chunks = {f"{prefill_attention.__name__}:{kernel}" for kernel in (_PACKING[dtype], "attend")}
         self.kernels = frozenset({f"{decoding.__name__}:decode", *(chunks if packs else ())})
-        self._few = _FEW if dtype == torch.float32 and not packs else 1
         self._plain = TorchBackend(shape, _CPU)
 
     def warm_up(self, cache: Tensor) -> None:
         """See `WarmBackend`."""
         null_block = self._shape.null_block
-        for count in (1, self._few + 1):
+        for count in (1, _FEW + 1):  # decoded, and not
             batch = self.batch([PagedChunk(0, count, [null_block] * count)])
             batch.attend(*self._shape.zeros(count, torch.float32, _CPU), cache)
 
@@ -58,11 +59,11 @@ class NumbaBackend:
         """The batch of a plan."""
         if not selection.is_numba():
             return self._plain.batch(chunks, spans)
-        most = 1 if spans else self._few  # tokens of a span see what is behind them
-        decodes = next((n for n, chunk in enumerate(chunks) if chunk.count > most), len(chunks))
+        decodes = self._decodes(chunks, spans)
         first, rest = chunks[:decodes], chunks[decodes:]
         ends = np.cumsum([chunk.count for chunk in first], dtype=np.int32)
-        later = self._later(rest, [(begin - decodes, end - decodes) for begin, end in spans]) if rest else None
+        passed = sum(chunk.count for chunk in first)
+        later = self._later(rest, [(begin - passed, end - passed) for begin, end in spans]) if rest else None
         if not first and later:
             return later
         widest = max(len(chunk.blocks) for chunk in first)
@@ -71,6 +72,16 @@ class NumbaBackend:
             row[: len(chunk.blocks)] = chunk.blocks
         lengths = torch.tensor([chunk.context + chunk.count for chunk in first], dtype=torch.int32)
         return _Batch(torch.from_numpy(table), lengths, torch.from_numpy(ends), later, self._shape.kind)
+
+    def _decodes(self, chunks: Sequence[PagedChunk], spans: Sequence[Span]) -> int:
+        """How many chunks come before the first that is not computed as one token is."""
+        ends = list(itertools.accumulate(chunk.count for chunk in chunks))
+        first = min((begin for begin, _ in spans), default=ends[-1])  # tokens of a span see what is behind them
+        for index, (chunk, end) in enumerate(zip(chunks, ends, strict=True)):
+            few = chunk.decodes or (not self._packs and chunk.count <= _FEW)
+            if chunk.count > 1 and not (few and end <= first):
+                return index
+        return len(chunks)
 
     def _later(self, chunks: Sequence[PagedChunk], spans: Sequence[Span]) -> AttentionBatch:
         if not self._packs:
@@ -102,10 +113,8 @@ class _Batch:
         """See `AttentionBatch`."""
         count = int(self.ends[-1])
         first = query[:count], key[:count], value[:count], cache[0], cache[1]
-        if cache.dtype == torch.bfloat16:
-            decoded = bfloat16_decode.decode(*first, self.table, self.lengths, self.kind).flatten(1)
-        else:
-            decoded = decode_attention.decode(*first, self.table, self.lengths, self.kind, self.ends).flatten(1)
+        decode = bfloat16_decode.decode if cache.dtype == torch.bfloat16 else decode_attention.decode
+        decoded = decode(*first, self.table, self.lengths, self.kind, self.ends).flatten(1)
         if self.later is None:
             return decoded
         return torch.cat([decoded, self.later.attend(query[count:], key[count:], value[count:], cache)])

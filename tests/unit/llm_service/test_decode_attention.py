@@ -40,30 +40,36 @@ def test_tokens_are_written_and_attended_to(
 
 
 @pytest.mark.parametrize("kind", [CAUSAL, AttentionKind(window=7)], ids=["all", "window"])
+@pytest.mark.parametrize(("dtype", "size", "group"), [("float32", 4, 2), ("bfloat16", 4, 2), ("bfloat16", 16, 3)])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_tokens_of_a_sequence_together_are_the_same_to_the_bit_as_one_by_one(
-    kind: AttentionKind, threads: int, monkeypatch: pytest.MonkeyPatch
+    kind: AttentionKind, dtype: str, size: int, group: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What nobody has written may be anything."""
+    if dtype == "bfloat16" and not wide_vectors():
+        pytest.skip("the processor has no AVX-512")
+    kernel = decode_attention if dtype == "float32" else bfloat16_decode
     monkeypatch.setattr(decode_attention.numba, "get_num_threads", lambda: threads)
-    lengths, counts, random = [5, 9, 18, 1], [5, 1, 3, 1], torch.Generator().manual_seed(5)
-    table = torch.randperm(4 * WIDEST, generator=random).view(4, WIDEST).int()
-    keys, values = torch.full((2, 4 * WIDEST, SIZE, 3, DIM), torch.nan)
+    lengths, counts, random = [5, 9, 38, 1, 90], [5, 1, 3, 1, 16], torch.Generator().manual_seed(5)
+    widest = -(-max(lengths) // size)
+    table = torch.randperm(5 * widest, generator=random).view(5, widest).int()
+    keys, values = torch.full((2, 5 * widest, size, 3, DIM), torch.nan, dtype=getattr(torch, dtype))
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         for cache in (keys, values):
             known = cache[table[row].long()].flatten(0, 1)
-            known[: length - count] = torch.randn(length - count, 3, DIM, generator=random)
-            cache[table[row].long()] = known.view(WIDEST, SIZE, 3, DIM)
-    given = [torch.randn(sum(counts), many, DIM, generator=random) for many in (6, 3, 3)]
+            known[: length - count] = torch.randn(length - count, 3, DIM, generator=random).to(cache.dtype)
+            cache[table[row].long()] = known.view(widest, size, 3, DIM)
+    given = [torch.randn(sum(counts), many, DIM, generator=random) for many in (3 * group, 3, 3)]
     kept, ends = (keys.clone(), values.clone()), torch.tensor(counts).cumsum(0).int()
-    together = decode_attention.decode(*given, keys, values, table, torch.tensor(lengths).int(), kind, ends)
+    together = kernel.decode(*given, keys, values, table, torch.tensor(lengths).int(), kind, ends)
     alone: list[torch.Tensor] = []
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         for index in range(count):
             place = len(alone)
             one = [each[place : place + 1] for each in given]
             known = torch.tensor([length - count + index + 1]).int()
-            alone.append(decode_attention.decode(*one, *kept, table[row : row + 1], known, kind))
+            alone.append(kernel.decode(*one, *kept, table[row : row + 1], known, kind))
+    assert not together.isnan().any()
     assert torch.equal(together, torch.cat(alone))
     assert torch.equal(keys.nan_to_num(9), kept[0].nan_to_num(9))
     assert torch.equal(values.nan_to_num(9), kept[1].nan_to_num(9))

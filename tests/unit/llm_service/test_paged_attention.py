@@ -217,6 +217,34 @@ def test_a_processor_without_wide_vectors_leaves_chunks_to_torch(counts: tuple[i
     Case.random(shape, counts, torch.float32, 1).check(NumbaBackend(shape, packs=False))
 
 
+@pytest.mark.parametrize("spans", [[], [(29, 50)]], ids=["causal", "a span"])
+@pytest.mark.parametrize(
+    ("packs", "dtype"), [(False, torch.float32), (True, torch.float32), (True, torch.bfloat16)], ids=str
+)
+def test_a_token_and_its_drafts_beside_a_prompt_have_the_bits_that_each_has_alone(
+    packs: bool, dtype: torch.dtype, spans: list[tuple[int, int]]
+) -> None:
+    """Those of one sequence are more than a prompt's that are decoded."""
+    if packs and not selection.wide_vectors():
+        pytest.skip("the processor has no AVX-512")
+    shape = replace(shape_of(), kind=AttentionKind(window=40, spans=True))
+    case, backend = Case.random(shape, (5, 1, 20, 30, 7), torch.float32, 2), NumbaBackend(shape, dtype, packs=packs)
+    case.chunks[:3] = [replace(chunk, decodes=True) for chunk in case.chunks[:3]]
+    parts = case.qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+    together, alone = case.cache[0].to(dtype), case.cache[0].to(dtype)
+    out, at = backend.batch(case.chunks, spans).attend(*parts, together), 0
+    for chunk in case.chunks[:3]:
+        for ahead in range(chunk.count):
+            one = PagedChunk(chunk.context + ahead, 1, chunk.blocks)
+            given = (part[at : at + 1] for part in parts)
+            assert torch.equal(backend.batch([one]).attend(*given, alone)[0], out[at])
+            at += 1
+    of_span = [(begin - at, end - at) for begin, end in spans]
+    behind = backend.batch(case.chunks[3:], of_span).attend(*(part[at:] for part in parts), alone)
+    assert torch.equal(behind, out[at:])
+    assert torch.equal(together, alone)
+
+
 @pytest.mark.parametrize("name", ["triton", "numba"])
 def test_warming_up_touches_nobodys_block_alone(name: str) -> None:
     shape = shape_of()
