@@ -17,6 +17,7 @@ _SMALL = {
     "intermediate_size_mlp": 80,
     "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 32,
+    "hidden_size_per_layer_input": 16,
 }
 _HEADS, _EXPERTS, _WINDOW, _MOST_LAYERS = 4, 4, 8, 8
 _REACH = re.compile(r"window|chunk|topk|top_k|block_size|floor_scale")
@@ -75,8 +76,9 @@ def _fewer_experts(config: Any) -> None:
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if isinstance(getattr(config, name, None), int):
             setattr(config, name, min(getattr(config, name), most))
-    if isinstance(getattr(config, "num_experts_per_tok", None), int):
-        config.num_experts_per_tok = min(config.num_experts_per_tok, 2)
+    for name in ("num_experts_per_tok", "top_k_experts"):
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, min(getattr(config, name), 2))
     if getattr(config, "first_k_dense_replace", None):
         config.first_k_dense_replace = 1
 
@@ -131,7 +133,10 @@ def made_up(config: Any, strip: Callable[[Any], None]) -> Any:
 
 
 def redraw_corrections(model: nn.Module, generator: torch.Generator) -> None:
-    """Draws what routers of experts add to their scores, which are no parameters, and zeros as the library has them."""
+    """Draws what checkpoints have beside parameters, and the library makes zeros or ones: what routers of experts add
+    to their scores, and what whole layers are multiplied by."""
     for name, correction in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             correction.copy_(0.3 * torch.randn(correction.shape, generator=generator))
+        if name.endswith("layer_scalar"):
+            correction.copy_(1 + 0.2 * torch.randn(correction.shape, generator=generator))

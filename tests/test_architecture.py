@@ -21,7 +21,7 @@ HEAVY = {"torch", "transformers", "triton"}
 
 # What computes, and what starts it; everything else of a service is control plane.
 COMPUTES = ("*.worker.*", "*.models.*", "*.layers.*", "*.__main__")
-TORCH_FREE_EVEN_THERE = ("*.worker.messages", "*.models.config", "*.models.served")
+TORCH_FREE_EVEN_THERE = ("*.worker.messages", "*.models.config", "*.models.layer_shapes", "*.models.served")
 
 # Where message classes may be seen.
 WIRE = (
@@ -120,6 +120,7 @@ def room_of(name: str) -> str:
         ["settings"],
         ["prompt", "tokens"],
         ["models", "config"],
+        ["models", "layer_shapes"],
         ["models", "served"],
     ):
         return "nouns"

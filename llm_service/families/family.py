@@ -25,6 +25,7 @@ class FeedForwardKind(Enum):
 
     DENSE = "dense"
     EXPERTS = "experts"
+    BOTH = "dense, and experts beside it"
 
 
 class SpanRule(Enum):
@@ -40,12 +41,15 @@ class SpanRule(Enum):
 @dataclass(frozen=True, slots=True)
 class LayerKind:
     """What one decoder layer is made of. Where its mixer is attention a token sees `window` tokens, 0: all before it,
-    and with `spans` those of its own run of media rows."""
+    and with `spans` those of its own run of media rows; `keys_of` is the layer, counted from 0, whose keys and values
+    it attends to, None: its own. `wide`: its dense feed-forward part is twice as wide as others."""
 
     mixer: Mixer
     feed_forward: FeedForwardKind
     window: int = 0
     spans: bool = False
+    keys_of: int | None = None
+    wide: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +119,16 @@ class Family:
     Layers: `attention_bias`, queries, keys and values have biases; `qk_norm`, each query and key head is normed before
     it is rotated; `output_gate`, each head of queries has a gate for what is attended to, number by number, and
     `head_gates`, one for all of it; `norms`, which there are, and `zero_centred_norms`, those of layers and heads scale
-    by 1 + weight; `scaled_embeddings`, those of tokens are multiplied by the root of their width; `rotary_neighbours`,
-    the two numbers of a rotary pair are neighbours in checkpoints; `fused_gates`, these have gates and what they open
-    as one matrix; `grouped_experts`, each expert has a score of its own, the likeliest are among those of the likeliest
-    groups, and what is shared has no gate; `mrope_interleaved`, rotary pairs are dealt out to time, height and width in
-    turns, and `rotary_share`, so much of a head is rotated, unless the checkpoint says otherwise. `mixers`: what
-    config.json's `layer_types` stand for; a family has windows where `SLIDING` is among them. `text_defaults`: what
-    holds of the decoder where config.json leaves it out. `part_names`: what the library calls parts of layers, and the
-    decoder otherwise.
+    by 1 + weight, or, with `long_gains`, by weights that stay in float32; `value_norm`, each head of values is normed,
+    without a weight; `layer_scalars`, what comes out of a layer is multiplied by a number; `scaled_embeddings`, those
+    of tokens are multiplied by the root of their width; `rotary_neighbours`, the two numbers of a rotary pair are
+    neighbours in checkpoints; `fused_gates`, these have gates and what they open as one matrix; `grouped_experts`, each
+    expert has a score of its own, the likeliest are among those of the likeliest groups, and what is shared has no
+    gate; `experts_beside`, a layer with experts has a dense part as well, and each has norms of its own;
+    `mrope_interleaved`, rotary pairs are dealt out to time, height and width in turns, and `rotary_share`, so much of a
+    head is rotated, unless the checkpoint says otherwise. `mixers`: what config.json's `layer_types` stand for; a
+    family has windows where `SLIDING` is among them. `text_defaults`: what holds of the decoder where config.json
+    leaves it out. `part_names`: what the library calls parts of layers, and the decoder otherwise.
     """
 
     modalities: Mapping[Modality, InPrompt]
@@ -137,10 +143,14 @@ class Family:
     head_gates: bool = False
     norms: LayerNorms = LayerNorms()
     zero_centred_norms: bool = False
+    long_gains: bool = False
+    value_norm: bool = False
+    layer_scalars: bool = False
     scaled_embeddings: bool = False
     rotary_neighbours: bool = False
     fused_gates: bool = False
     grouped_experts: bool = False
+    experts_beside: bool = False
     mrope_interleaved: bool = False
     rotary_share: float = 1.0
     text_defaults: Mapping[str, Any] = field(default_factory=dict)

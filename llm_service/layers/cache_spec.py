@@ -44,7 +44,26 @@ class SequenceState:
         return StateCache([torch.empty(slots, *shape, dtype=dtype, device=device) for shape, dtype in self.tensors])
 
 
-CacheSpec = PagedKV | SequenceState
+@dataclass(frozen=True, slots=True)
+class SharedKV:
+    """None of its own: the keys and values of an earlier `layer`, counted from 0, to which it attends alike."""
+
+    layer: int
+
+
+CacheSpec = PagedKV | SequenceState | SharedKV
+
+
+def read_by(specs: Sequence[CacheSpec]) -> list[PagedKV | SequenceState]:
+    """What each layer computes with: what it keeps, or what the layer keeps that it shares with.
+
+    >>> [spec.head_dim for spec in read_by([PagedKV(4, 2, 64), PagedKV(4, 1, 128), SharedKV(0)])]
+    [64, 128, 64]
+    """
+    found: list[PagedKV | SequenceState] = []
+    for spec in specs:
+        found.append(found[spec.layer] if isinstance(spec, SharedKV) else spec)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

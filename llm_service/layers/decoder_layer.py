@@ -1,8 +1,9 @@
-"""A decoder layer: pre-norm, a mixer and a gated feed-forward part, dense or a mixture of experts."""
+"""A decoder layer: pre-norm, a mixer and a gated feed-forward part, dense or a mixture of experts, or both."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 
 from llm_service.families.family import FeedForwardKind, LayerKind, Mixer
 from llm_service.layers.experts import SparseMLP
+from llm_service.layers.experts_beside import ExpertsBeside
 from llm_service.layers.gated_delta_net import GatedDeltaNet
 from llm_service.layers.group import TensorGroup
+from llm_service.layers.layer_inputs import LayerEnd
 from llm_service.layers.mixer import MixerPart, Rotary
 from llm_service.layers.mlp import MLP
 from llm_service.layers.ops import RMSNorm
@@ -20,12 +23,13 @@ from llm_service.layers.short_convolution import ShortConvolution
 from llm_service.models.config import TextConfig
 
 
-def _dense(config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> MLP:
-    given = config.hidden_size, config.intermediate_size, group, dtype
+def _dense(kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> MLP:
+    inner = config.intermediate_size * (2 if kind.wide else 1)
+    given = config.hidden_size, inner, group, dtype
     return MLP(*given, activation=config.activation, fused=config.family.fused_gates)
 
 
-def _experts(config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> SparseMLP:
+def _experts(_: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> SparseMLP:
     return SparseMLP(
         config.experts,
         config.experts_per_token,
@@ -35,6 +39,7 @@ def _experts(config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> Spar
         dtype,
         shared_inner=config.shared_expert_size,
         grouped=config.grouped,
+        activation=config.activation,
     )
 
 
@@ -43,31 +48,34 @@ MIXERS: dict[Mixer, Callable[[LayerKind, TextConfig, TensorGroup, torch.dtype], 
     Mixer.GATED_DELTA_NET: lambda _, *given: GatedDeltaNet(*given),
     Mixer.SHORT_CONVOLUTION: lambda _, *given: ShortConvolution(*given),
 }
-FEED_FORWARDS: dict[FeedForwardKind, Callable[[TextConfig, TensorGroup, torch.dtype], nn.Module]] = {
+FEED_FORWARDS: dict[FeedForwardKind, Callable[[LayerKind, TextConfig, TensorGroup, torch.dtype], nn.Module]] = {
     FeedForwardKind.DENSE: _dense,
     FeedForwardKind.EXPERTS: _experts,
+    FeedForwardKind.BOTH: _dense,
 }
+KeysAndValues = tuple[Tensor, ...]
+"""Of a step's tokens, [n, kv_heads, head_dim] each, as attention takes them."""
 
 
 class DecoderLayer(nn.Module):
     """One decoder layer, made of what its kind says. What its mixer and its feed-forward part give is normed before it
-    is added where the family has norms for that."""
+    is added where the family has norms for that. `beside` adds experts to what a dense part gives, and `end` has
+    what comes behind all that."""
 
     def __init__(self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__()
-
-        def norm(name: str) -> RMSNorm:
-            zero_centred = config.family.zero_centred_norms
-            return RMSNorm(config.hidden_size, config.norm_eps, dtype, zero_centred=zero_centred, stored_as=name)
-
-        names = config.family.norms
+        names, norm = config.family.norms, partial(RMSNorm.of, config, config.hidden_size, dtype)
         self.mixer_in_norm = norm(names.mixer_in)
         self.mixer = MIXERS[kind.mixer](kind, config, group, dtype)
         self.mixer_out_norm = norm(names.mixer_out) if names.mixer_out else None
         self.mlp_in_norm = norm(names.feed_forward_in)
-        self.mlp = FEED_FORWARDS[kind.feed_forward](config, group, dtype)
+        self.mlp = FEED_FORWARDS[kind.feed_forward](kind, config, group, dtype)
+        both = kind.feed_forward is FeedForwardKind.BOTH
+        self.beside = ExpertsBeside(config, group, dtype) if both else None
         self.mlp_out_norm = norm(names.feed_forward_out) if names.feed_forward_out else None
-        self.windowed = kind.window > 0
+        ends = config.family.layer_scalars or config.layer_inputs is not None
+        self.end = LayerEnd(config, dtype) if ends else None
+        self.windowed, self._window, self._shares = kind.window > 0, kind.window, kind.keys_of is not None
         self.ranks = group.size
 
     def forward(
@@ -78,15 +86,27 @@ class DecoderLayer(nn.Module):
         cache: Any,
         batch: Any,
         places: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        *,
+        given: Tensor | None = None,
+        kept: dict[int, KeysAndValues] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """[n, hidden], and what is to be added to it, if there is anything → the same, not added either, so that the
         next norm does both at once. With `places` int64 [m], what follows the mixer is computed for those alone.
-        `cache` and `batch` are what the mixer takes."""
+        `cache` and `batch` are what the mixer takes; `given` [n, width] are inputs of the layer's own. By the window
+        `kept` has the keys and values of the last layer that had its own: a layer that shares them writes the same ones
+        into their cache again."""
         residual, inputs = self.before(x, residual, rotary)
+        if kept is not None and self._shares:
+            inputs = *inputs, *kept[self._window]
+        elif kept is not None:
+            kept[self._window] = inputs[1:3]
         mixed = self.mixer.mix(inputs, cache, batch)
         if places is not None:
             residual, mixed = residual[places], mixed[places]
-        return self.after(residual, mixed)
+        out, residual = self.after(residual, mixed)
+        if self.end is None:
+            return out, residual
+        return self.end(residual + out, given if given is None or places is None else given[places]), None
 
     def before(self, x: Tensor, residual: Tensor | None, rotary: Rotary) -> tuple[Tensor, tuple[Tensor, ...]]:
         """[n, hidden] each → their sum, and what is mixed."""
@@ -100,4 +120,6 @@ class DecoderLayer(nn.Module):
             joined = self.mixer_out_norm(joined)
         residual, normed = self.mlp_in_norm.after_adding(residual, joined)
         out = self.mlp(normed)
+        if self.beside is not None:
+            out = self.beside(residual, out)
         return out if self.mlp_out_norm is None else self.mlp_out_norm(out), residual

@@ -12,11 +12,11 @@ from torch.nn import functional
 from common.linear import LaidOut, Linear
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import Place, Stored, fill, laid_out, quantized
-from llm_service.layers.mlp import MLP
+from llm_service.layers.mlp import MLP, act_and_mul
 from llm_service.layers.ops import TORCH, Pair, RowOps
 from llm_service.layers.quantized_weight import QuantizedWeight
 from llm_service.layers.weight_dtype import Rounded
-from llm_service.models.config import GroupedExperts
+from llm_service.models.config import Activation, GroupedExperts
 
 _APART = ("gate_proj", "up_proj", "down_proj")
 """An expert's matrices, where each has a tensor of its own."""
@@ -44,9 +44,18 @@ class Experts(nn.Module):
 
     ops: RowOps = TORCH
 
-    def __init__(self, count: int, hidden: int, inner: int, group: TensorGroup, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        count: int,
+        hidden: int,
+        inner: int,
+        group: TensorGroup,
+        dtype: torch.dtype,
+        *,
+        activation: Activation = Activation.SILU,
+    ) -> None:
         super().__init__()
-        self._inner, self._share = inner, group.share(inner)
+        self.count, self._inner, self._share, self._activation = count, inner, group.share(inner), activation
         self.laid_out: list[tuple[LaidOut, LaidOut]] = []
         self.grouped: tuple[GroupedProduct, GroupedProduct] | None = None
         self._missing = {(kind, expert) for kind in _APART for expert in range(count)}
@@ -107,9 +116,12 @@ class Experts(nn.Module):
         """[m, hidden] → this rank's part of [m, hidden]; the rows of expert e end before row `ends[e]`, int32."""
         if self.grouped is not None:
             gate_up, down = self.grouped
-            return down.grouped_product(self.ops.silu_and_mul(gate_up.grouped_product(x, ends)), ends)
-        inner = self.ops.silu_and_mul(functional.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=ends))
+            return down.grouped_product(self._opened(gate_up.grouped_product(x, ends)), ends)
+        inner = self._opened(functional.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=ends))
         return functional.grouped_mm(inner, self.down_proj.transpose(1, 2), offs=ends)
+
+    def _opened(self, x: Tensor) -> Tensor:
+        return act_and_mul(self.ops, self._activation, x)
 
     def finalize(self, *, rounded: Rounded = "") -> None:
         """Called when the weights are final: on a CPU they are laid out for speed; quantised ones, and those rounded to
@@ -160,10 +172,8 @@ class Experts(nn.Module):
         """[n, hidden] → this rank's part of [n, hidden], through one expert."""
         if self.laid_out:
             gate_up, down = self.laid_out[expert]
-            return down.product(self.ops.silu_and_mul(gate_up.product(x)))
-        return functional.linear(
-            self.ops.silu_and_mul(functional.linear(x, self.gate_up_proj[expert])), self.down_proj[expert]
-        )
+            return down.product(self._opened(gate_up.product(x)))
+        return functional.linear(self._opened(functional.linear(x, self.gate_up_proj[expert])), self.down_proj[expert])
 
 
 class GroupedRouter(nn.Module):
@@ -195,47 +205,16 @@ _LEAST = 1e-20
 """Added to what is divided by."""
 
 
-class SparseMLP(nn.Module):
-    """Routes each token to the `per_token` likeliest experts and sums their outputs by their normalised weights; where
-    there is a shared expert, of size `shared_inner`, every token goes through it as well, by a weight of its own, or,
-    where experts are `grouped`, by 1."""
+class Routed(nn.Module):
+    """Has `experts` compute the rows that go through each."""
 
     ops: RowOps = TORCH
+    experts: Experts
 
-    def __init__(
-        self,
-        experts: int,
-        per_token: int,
-        hidden: int,
-        inner: int,
-        group: TensorGroup,
-        dtype: torch.dtype,
-        *,
-        shared_inner: int = 0,
-        grouped: GroupedExperts | None = None,
-    ) -> None:
-        super().__init__()
-        self._group, self._per_token, self._experts = group, per_token, experts
-        gate = Linear(hidden, experts, bias=False, dtype=dtype)
-        self.gate = gate if grouped is None else GroupedRouter(experts, per_token, hidden, grouped)
-        self.experts = Experts(experts, hidden, inner, group, dtype)
-        name = "shared_experts" if grouped else ""
-        self.shared_expert = MLP(hidden, shared_inner, group, dtype, stored_as=name) if shared_inner else None
-        has_gate = shared_inner > 0 and grouped is None
-        self.shared_expert_gate = Linear(hidden, 1, bias=False, dtype=dtype) if has_gate else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[n, hidden] → [n, hidden]."""
-        weights, chosen = self._routed(x)
-        out = (self._together if x.device.type == "cuda" else self._in_turn)(x, weights, chosen)
-        if self.shared_expert is not None:
-            shared = self.shared_expert.run(x)
-            out = out + (shared if self.shared_expert_gate is None else self.shared_expert_gate(x).sigmoid() * shared)
-        return self._group.sum(out)
-
-    def _routed(self, x: Tensor) -> Pair:
-        made = self.gate(x)
-        return made if isinstance(self.gate, GroupedRouter) else self.ops.route(made, self._per_token)
+    def mixture(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """x [n, hidden], weights and numbers of experts [n, per_token] each → this rank's part of the sums of what
+        these give, [n, hidden]."""
+        return (self._together if x.device.type == "cuda" else self._in_turn)(x, weights, chosen)
 
     def _in_turn(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """One chosen expert after the other, each with all of its tokens: for CPUs, where few are read."""
@@ -248,6 +227,50 @@ class SparseMLP(nn.Module):
     def _together(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """All experts in one product over rows that are sorted by expert. Sums are in the order of the choice: they are
         the same each time."""
-        routes = self.ops.sort_by_expert(chosen, self._experts)
+        routes = self.ops.sort_by_expert(chosen, self.experts.count)
         out = self.experts.run_grouped(x[routes.rows], routes.ends)
         return self.ops.weighted_sum(out, routes.places, weights)
+
+
+class SparseMLP(Routed):
+    """Routes each token to the `per_token` likeliest experts and sums their outputs by their normalised weights; where
+    there is a shared expert, of size `shared_inner`, every token goes through it as well, by a weight of its own, or,
+    where experts are `grouped`, by 1."""
+
+    def __init__(
+        self,
+        experts: int,
+        per_token: int,
+        hidden: int,
+        inner: int,
+        group: TensorGroup,
+        dtype: torch.dtype,
+        *,
+        shared_inner: int = 0,
+        grouped: GroupedExperts | None = None,
+        activation: Activation = Activation.SILU,
+    ) -> None:
+        super().__init__()
+        self._group, self._per_token = group, per_token
+        gate = Linear(hidden, experts, bias=False, dtype=dtype)
+        self.gate = gate if grouped is None else GroupedRouter(experts, per_token, hidden, grouped)
+        self.experts = Experts(experts, hidden, inner, group, dtype, activation=activation)
+        self.shared_expert: MLP | None = None
+        if shared_inner:
+            name = "shared_experts" if grouped else ""
+            self.shared_expert = MLP(hidden, shared_inner, group, dtype, activation=activation, stored_as=name)
+        has_gate = shared_inner > 0 and grouped is None
+        self.shared_expert_gate = Linear(hidden, 1, bias=False, dtype=dtype) if has_gate else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, hidden] → [n, hidden]."""
+        weights, chosen = self._routed(x)
+        out = self.mixture(x, weights, chosen)
+        if self.shared_expert is not None:
+            shared = self.shared_expert.run(x)
+            out = out + (shared if self.shared_expert_gate is None else self.shared_expert_gate(x).sigmoid() * shared)
+        return self._group.sum(out)
+
+    def _routed(self, x: Tensor) -> Pair:
+        made = self.gate(x)
+        return made if isinstance(self.gate, GroupedRouter) else self.ops.route(made, self._per_token)

@@ -42,6 +42,17 @@ class Placed(Protocol):
         ...
 
 
+def path_within(path: str, attribute: str, child: nn.Module) -> str:
+    """What the names of a child's tensors begin with in a checkpoint, of one in a module whose names begin with `path`:
+    they stand below the child's own, or beside it where it is stored as nothing.
+
+    >>> path_within("layers.0.", "mlp", nn.Module())
+    'layers.0.mlp.'
+    """
+    own = getattr(child, "stored_as", attribute)
+    return f"{path}{own}." if own else path
+
+
 @runtime_checkable
 class Finalized(Protocol):
     """A module whose weights get another form once all have been read."""

@@ -11,6 +11,11 @@ from llm_service.layers.ops import TORCH, RowOps
 from llm_service.models.config import Activation
 
 
+def act_and_mul(ops: RowOps, activation: Activation, x: Tensor) -> Tensor:
+    """x [n, 2 · inner] → activation(first half) · second half, [n, inner]."""
+    return ops.silu_and_mul(x) if activation is Activation.SILU else ops.gelu_and_mul(x)
+
+
 class MLP(nn.Module):
     """down(activation(gate(x)) · up(x))."""
 
@@ -42,8 +47,7 @@ class MLP(nn.Module):
 
     def run(self, x: Tensor) -> Tensor:
         """[n, hidden] → this rank's part of [n, hidden]."""
-        act_and_mul = self.ops.silu_and_mul if self.activation is Activation.SILU else self.ops.gelu_and_mul
-        out: Tensor = self.down(act_and_mul(self.gate_up(x)))
+        out: Tensor = self.down(act_and_mul(self.ops, self.activation, self.gate_up(x)))
         return out
 
     def forward(self, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llm_service.layers.linear import Place, Stored, fill
-from llm_service.models.config import RotaryConfig, RotaryScaling
+from llm_service.models.config import RotaryConfig, RotaryScaling, TextConfig
 
 Pair = tuple[Tensor, Tensor]
 
@@ -153,22 +153,35 @@ def use_ops(module: nn.Module, ops: RowOps) -> None:
 class RMSNorm(nn.Module):
     """x / rms(x) · weight over the last dimension (Zhang and Sennrich 2019).
 
-    Where it is `zero_centred` a checkpoint has the weight less 1. The sum needs more digits than 16 bits have.
-    `stored_as` is its name in a checkpoint, if that is not its attribute's.
+    Where it is `zero_centred` a checkpoint has the weight less 1. The sum needs more digits than 16 bits have; a
+    `long_gain` has them as well. `stored_as` is its name in a checkpoint, if that is not its attribute's.
     """
 
     ops: RowOps = TORCH
 
     def __init__(
-        self, size: int, eps: float, dtype: torch.dtype, *, zero_centred: bool = False, stored_as: str = ""
+        self,
+        size: int,
+        eps: float,
+        dtype: torch.dtype,
+        *,
+        zero_centred: bool = False,
+        long_gain: bool = False,
+        stored_as: str = "",
     ) -> None:
         super().__init__()
         self.eps = eps
         if stored_as:
             self.stored_as = stored_as
         self._zero_centred = zero_centred
-        kept = torch.float32 if zero_centred else dtype
+        kept = torch.float32 if zero_centred or long_gain else dtype
         self.weight = nn.Parameter(torch.empty(size, dtype=kept), requires_grad=False)
+
+    @classmethod
+    def of(cls, config: TextConfig, size: int, dtype: torch.dtype, stored_as: str = "") -> Self:
+        """One of a decoder's."""
+        zero_centred, long_gain = config.family.zero_centred_norms, config.family.long_gains
+        return cls(size, config.norm_eps, dtype, zero_centred=zero_centred, long_gain=long_gain, stored_as=stored_as)
 
     def targets(self, own: str) -> dict[str, Place]:
         """See `Placed`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from llm_service.families.family import LayerKind
 from llm_service.layers.attention.backend import AttentionBatch, AttentionKind
-from llm_service.layers.cache_spec import PagedKV
+from llm_service.layers.cache_spec import PagedKV, SharedKV
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear, length
 from llm_service.layers.mixer import Rotary, StateBackend
@@ -18,8 +19,9 @@ from llm_service.models.config import TextConfig
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention; its family says whether its inputs have biases, query and key heads norms, and what
-    comes out a gate, and the layer's kind what a token sees."""
+    """Grouped-query attention; its family says whether its inputs have biases, query and key heads norms, values one
+    without a weight, and what comes out a gate, and the layer's kind what a token sees. A layer that attends to keys
+    and values of another one projects queries alone."""
 
     stored_as: ClassVar[str] = "self_attn"
     ops: RowOps = TORCH
@@ -28,29 +30,30 @@ class SelfAttention(nn.Module):
         super().__init__()
         self._group = group
         family = config.family
-        self._kind = AttentionKind(kind.window, kind.spans, config.attention_scale)
-        self.head_dim, self.eps = config.head_dim, config.norm_eps
-        shared, own = group.kv_share(config.kv_heads), group.share(config.heads)
+        self._kind, self._keys_of = AttentionKind(kind.window, kind.spans, config.attention_scale), kind.keys_of
+        shape = config.head_shape(kind)
+        self.head_dim, self.eps, self._keys_as_values = shape.head_dim, config.norm_eps, shape.keys_as_values
+        shared, own = group.kv_share(shape.kv_heads), group.share(config.heads)
         self.heads, self.kv_heads, self.has_gates = length(own), length(shared), family.output_gate
+        self.new_keys = self.kv_heads if kind.keys_of is None else 0
         query, key = _elements(own, self.head_dim), _elements(shared, self.head_dim)
         whole = slice(0, config.hidden_size)
-        self.qkv = PackedLinear(
-            whole,
-            {"q_proj": _elements(own, 2 * self.head_dim) if self.has_gates else query, "k_proj": key, "v_proj": key},
-            bias=family.attention_bias,
-            dtype=dtype,
-            order=self._order(config),
-        )
+        parts = {"q_proj": _elements(own, 2 * self.head_dim) if self.has_gates else query}
+        if self.new_keys:
+            parts |= {"k_proj": key} if self._keys_as_values else {"k_proj": key, "v_proj": key}
+        bias, order = family.attention_bias, self._order(config)
+        self.qkv = PackedLinear(whole, parts, bias=bias, dtype=dtype, order=order)
         self.o = PackedLinear(query, {"o_proj": whole}, bias=False, dtype=dtype)
         self.head_gates: PackedLinear | None = None
         if family.head_gates:  # few
             self.head_gates = PackedLinear(whole, {"g_proj": own}, bias=False, dtype=dtype, rounds=False)
 
-        def norm() -> RMSNorm:
-            return RMSNorm(self.head_dim, config.norm_eps, dtype, zero_centred=family.zero_centred_norms)
-
+        norm = partial(RMSNorm.of, config, self.head_dim, dtype)
         self.q_norm = norm() if family.qk_norm else nn.Identity()
-        self.k_norm = norm() if family.qk_norm else nn.Identity()
+        self.k_norm = norm() if family.qk_norm and self.new_keys else nn.Identity()
+        self._value_gain: Tensor | None
+        gain = torch.ones(self.head_dim, dtype=dtype) if family.value_norm and self.new_keys else None
+        self.register_buffer("_value_gain", gain, persistent=False)
 
     def _order(self, config: TextConfig) -> Tensor | None:
         """Where the rows of a checkpoint's projections go, if not one behind the other."""
@@ -60,8 +63,10 @@ class SelfAttention(nn.Module):
             return pairs_apart(self.heads + self.kv_heads, self.kv_heads, self.head_dim, config.rotary.dim)
         return None
 
-    def cache_spec(self) -> PagedKV:
-        """Keys and values."""
+    def cache_spec(self) -> PagedKV | SharedKV:
+        """Keys and values, or whose."""
+        if self._keys_of is not None:
+            return SharedKV(self._keys_of)
         return PagedKV(self.heads, self.kv_heads, self.head_dim, self._kind)
 
     def state_backend(self) -> StateBackend:
@@ -69,29 +74,35 @@ class SelfAttention(nn.Module):
         raise NotImplementedError
 
     def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
-        """x [n, hidden] → this rank's queries [n, heads, head_dim], keys and values [n, kv_heads, head_dim], and where
-        there are gates these, [n, heads, head_dim]."""
+        """x [n, hidden] → this rank's queries [n, heads, head_dim], keys and values [n, kv_heads, head_dim], unless
+        they are another layer's, and where there are gates these, [n, heads, head_dim]."""
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
-        rotated = self.ops.qk_norm_rotary(heads, rotary, self.heads, self.kv_heads, self.gains, self.eps)
+        rotated = self.ops.qk_norm_rotary(heads, rotary, self.heads, self.new_keys, self.gains, self.eps)
         parts = self.parts(rotated, heads)
         if self.head_gates is None:
             return parts
         return *parts, self.head_gates(x).unsqueeze(2).expand(-1, -1, self.head_dim)
 
     def parts(self, rotated: Tensor, heads: Tensor) -> tuple[Tensor, ...]:
-        """What `mix` takes, from rotated queries and keys [n, heads + kv_heads, head_dim], and all heads as they are
+        """What `mix` takes, from rotated queries and keys [n, heads + new_keys, head_dim], and all heads as they are
         projected, one after the other."""
+        if not self.new_keys:
+            return (rotated,)
         query, key = rotated.split([self.heads, self.kv_heads], dim=1)
-        first = self.heads + self.kv_heads
+        first = self.heads if self._keys_as_values else self.heads + self.kv_heads
         value = heads[:, first : first + self.kv_heads]
+        if self._value_gain is not None:
+            normed = self.ops.rms_norm(value.reshape(-1, self.head_dim), self._value_gain, self.eps)
+            value = normed.view(value.shape)
         return (query, key, value, heads[:, first + self.kv_heads :]) if self.has_gates else (query, key, value)
 
     @property
     def gains(self) -> tuple[Tensor, Tensor] | None:
-        """The weights, [head_dim] each, of the norms of queries and of keys; None where these are not normed."""
-        if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
-            return self.q_norm.weight, self.k_norm.weight
-        return None
+        """The weights, [head_dim] each, of the norms of queries and of keys, if there are any of these; None where they
+        are not normed."""
+        if not isinstance(self.q_norm, RMSNorm):
+            return None
+        return self.q_norm.weight, (self.k_norm if isinstance(self.k_norm, RMSNorm) else self.q_norm).weight
 
     def mix(self, inputs: tuple[Tensor, ...], cache: Tensor, batch: AttentionBatch) -> Tensor:
         """See `MixerPart`: this rank's heads [n, heads · head_dim]."""

@@ -11,6 +11,7 @@ from typing import Any
 from common.checkpoint import CheckpointError
 from llm_service.families.family import FULL, SLIDING, Family, FeedForwardKind, LayerKind, Mixer, SpanRule
 from llm_service.families.registry import family_of
+from llm_service.models.layer_shapes import HeadShape, LayerInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,10 @@ class TextConfig:
     """Shape of a decoder. Sizes count elements; `mixers` has one for each layer, and `windows`, where it is not empty,
     how many tokens one sees there, 0: all; in layers with a window heads are rotated by `window_rotary`, if there is
     one. `spans`: in which layers rows of one run see each other. `attention_scale` is what products of queries and keys
-    are multiplied by, None: head_dim^-0.5. Short convolutions see `convolution_width` tokens.
+    are multiplied by, None: head_dim^-0.5. Short convolutions see `convolution_width` tokens. `full_heads` are those of
+    keys and values in layers without a window, where they are others. The last `shared_layers` attend to keys and
+    values of the last one before them that has their window, and with `wide_shared` their feed-forward parts are twice
+    as wide. `layer_inputs`: layers have inputs of their own. `logit_cap` is what no logit exceeds: cap · tanh(x / cap).
 
     Where `experts` is above 0, every `sparse_step`-th layer but those in `dense_layers` is a mixture of experts, with a
     shared one beside them where `shared_expert_size` is above 0. `grouped`: in which groups they are, if in any.
@@ -168,6 +172,11 @@ class TextConfig:
     window_rotary: RotaryConfig | None = None
     spans: SpanRule = SpanRule.NOWHERE
     attention_scale: float | None = None
+    full_heads: HeadShape | None = None
+    shared_layers: int = 0
+    wide_shared: bool = False
+    layer_inputs: LayerInputs | None = None
+    logit_cap: float | None = None
 
     @property
     def layers(self) -> int:
@@ -177,13 +186,34 @@ class TextConfig:
     def layer_kind(self, layer: int) -> LayerKind:
         """What a layer, counted from 0, is made of."""
         sparse = self.experts > 0 and layer not in self.dense_layers and (layer + 1) % self.sparse_step == 0
-        window = self.windows[layer] if self.windows else 0
+        some = FeedForwardKind.BOTH if self.family.experts_beside else FeedForwardKind.EXPERTS
+        window, keys_of = self._window_of(layer), self._keys_of(layer)
         return LayerKind(
             self.mixers[layer],
-            FeedForwardKind.EXPERTS if sparse else FeedForwardKind.DENSE,
+            some if sparse else FeedForwardKind.DENSE,
             window,
             spans=self.spans is SpanRule.EVERYWHERE or (self.spans is SpanRule.IN_WINDOWS and window > 0),
+            keys_of=keys_of,
+            wide=self.wide_shared and keys_of is not None,
         )
+
+    def _window_of(self, layer: int) -> int:
+        return self.windows[layer] if self.windows else 0
+
+    def _keys_of(self, layer: int) -> int | None:
+        """The layer whose keys and values one attends to, None: its own. Raises CheckpointError where there is none."""
+        first = self.layers - self.shared_layers
+        if layer < first:
+            return None
+        alike = [each for each in range(first) if self._window_of(each) == self._window_of(layer)]
+        if not alike:
+            raise CheckpointError("no layer has the keys and values that others of its kind share")
+        return alike[-1]
+
+    def head_shape(self, kind: LayerKind) -> HeadShape:
+        """Of a layer's keys and values."""
+        own = None if kind.window else self.full_heads
+        return HeadShape(self.kv_heads, self.head_dim) if own is None else own
 
     def longest(self, max_context: int) -> int:
         """Tokens of the longest context where the operator allows `max_context`; 0: as many as the model does."""
@@ -214,10 +244,13 @@ class TextConfig:
             head_dim = int(text.get("head_dim") or text["hidden_size"] // heads)
             types, experts = _layer_types(text, family), _experts(text)
             grouped = family.grouped_experts and experts > 0
-            if experts and activation != Activation.SILU.value:
-                raise CheckpointError(f"experts with the activation {activation} are not supported")
-            mixers, rotated = tuple(family.mixers[each] for each in types), (text, family, head_dim, max_position)
-            scalar = text.get("query_pre_attn_scalar")
+            mixers, scalar = tuple(family.mixers[each] for each in types), text.get("query_pre_attn_scalar")
+            usual = HeadShape(int(text.get("num_key_value_heads") or heads), head_dim)
+            full, cap = HeadShape.of_full(text, types, usual), text.get("final_logit_softcapping")
+
+            def rotary(settings: Mapping[str, Any], shape: HeadShape) -> RotaryConfig:
+                return RotaryConfig.of(settings, text, family, shape.head_dim, max_position)
+
             return cls(
                 family=family,
                 vocab_size=int(text["vocab_size"]),
@@ -225,15 +258,15 @@ class TextConfig:
                 intermediate_size=int(text.get("intermediate_size", 0)) if experts else _inner_size(text),
                 mixers=mixers,
                 heads=heads,
-                kv_heads=int(text.get("num_key_value_heads") or heads),
+                kv_heads=usual.kv_heads,
                 head_dim=head_dim,
                 norm_eps=float(text.get("rms_norm_eps", text.get("norm_eps", 1e-6))),
-                rotary=RotaryConfig.of(rope, *rotated),
+                rotary=rotary(rope, full or usual),
                 tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
                 max_position=max_position,
                 experts=experts,
-                experts_per_token=int(text.get("num_experts_per_tok", 0)),
-                expert_size=int(text.get("moe_intermediate_size", 0)),
+                experts_per_token=int(text.get("num_experts_per_tok") or text.get("top_k_experts") or 0),
+                expert_size=int(text.get("moe_intermediate_size") or 0),
                 shared_expert_size=_size_of_shared(text),
                 sparse_step=int(text.get("decoder_sparse_step", 1)),
                 dense_layers=frozenset(text.get("mlp_only_layers") or range(text.get("first_k_dense_replace", 0))),
@@ -242,8 +275,13 @@ class TextConfig:
                 convolution_width=_convolution_width(text) if Mixer.SHORT_CONVOLUTION in mixers else 0,
                 activation=Activation(activation),
                 windows=_windows(text, types),
-                window_rotary=None if window_rope is None else RotaryConfig.of(window_rope, *rotated),
+                window_rotary=None if window_rope is None else rotary(window_rope, usual),
                 attention_scale=None if scalar is None else float(scalar) ** -0.5,
+                full_heads=full,
+                shared_layers=int(text.get("num_kv_shared_layers") or 0),
+                wide_shared=bool(text.get("use_double_wide_mlp")),
+                layer_inputs=LayerInputs.of(text),
+                logit_cap=None if cap is None else float(cap),
             )
         except KeyError as error:
             raise CheckpointError(f"config.json has no {error.args[0]}") from error
@@ -303,12 +341,13 @@ def _layer_types(text: dict[str, Any], family: Family) -> list[str]:
 def _experts(text: Mapping[str, Any]) -> int:
     """How many a layer has."""
     names = "num_experts", "num_local_experts", "n_routed_experts"
-    return int(next((text[name] for name in names if name in text), 0))
+    has_any = text.get("enable_moe_block", True)
+    return int(next((text[name] for name in names if text.get(name)), 0)) if has_any else 0
 
 
 def _size_of_shared(text: Mapping[str, Any]) -> int:
     """The inner size of what all tokens go through beside their experts; several are one as large as all of them."""
-    each = int(text.get("moe_intermediate_size", 0))
+    each = int(text.get("moe_intermediate_size") or 0)
     return int(text.get("shared_expert_intermediate_size", text.get("n_shared_experts", 0) * each))
 
 

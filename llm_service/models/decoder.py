@@ -5,7 +5,7 @@ It knows nothing of requests: it maps input embeddings and what each layer needs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,9 +17,10 @@ from llm_service.families.family import SpanRule
 from llm_service.layers.attention.backend import NumbaCompiled
 from llm_service.layers.cache_spec import LayerCache
 from llm_service.layers.cpu import selection
-from llm_service.layers.decoder_layer import DecoderLayer
+from llm_service.layers.decoder_layer import DecoderLayer, KeysAndValues
 from llm_service.layers.experts import Experts
 from llm_service.layers.group import TensorGroup
+from llm_service.layers.layer_inputs import InputsOfLayers
 from llm_service.layers.linear import PackedLinear, VocabularyEmbedding
 from llm_service.layers.mixer import MixerPart
 from llm_service.layers.ops import TORCH, MultimodalRotary, RMSNorm, use_ops
@@ -66,8 +67,9 @@ class Decoder(nn.Module):
             self.layers = nn.ModuleList(
                 DecoderLayer(config.layer_kind(index), config, group, dtype) for index in layers
             )
-            zero_centred = config.family.zero_centred_norms
-            self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, zero_centred=zero_centred)
+            own = config.layer_inputs
+            self.layer_inputs = None if own is None else InputsOfLayers(own, config, group, dtype)
+            self.norm = RMSNorm.of(config, config.hidden_size, dtype)
             words = {"lm_head": group.vocabulary_share(config.vocab_size)}
             self.lm_head = PackedLinear(whole, words, bias=False, dtype=dtype)
         if config.tied:
@@ -94,9 +96,11 @@ class Decoder(nn.Module):
         batches: Sequence[Any],
         deepstack: Deepstack | None,
         places: Tensor | None = None,
+        *,
+        token_ids: Tensor | None = None,
     ) -> Tensor:
         """hidden [n, hidden], positions int [3, n], and for each layer a cache and a batch, as its mixer takes them →
-        [n, hidden].
+        [n, hidden]. `token_ids` int [n] are what `ids_of_layers` gives.
 
         With `places` int64 [m], m > 0, only theirs are wanted, [m, hidden]: the last layer, whose keys no other layer
         needs more of, then computes little else.
@@ -104,18 +108,34 @@ class Decoder(nn.Module):
         rotary = local = self.rotary.tables(positions, hidden.dtype)
         if self.window_rotary is not None:
             local = self.window_rotary.tables(positions, hidden.dtype)
+        given: Sequence[Tensor | None] | Tensor = [None] * self.config.layers
+        if self.layer_inputs is not None:
+            assert token_ids is not None, "layers have inputs of their own"
+            given = self.layer_inputs(hidden, token_ids)
+        kept: dict[int, KeysAndValues] | None = {} if self.config.shared_layers else None
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             last = index == self.config.layers - 1
             cut = places if last and not (deepstack is not None and deepstack.reaches(index)) else None
             angles = local if layer.windowed else rotary
-            hidden, residual = layer(hidden, residual, angles, caches[index], batches[index], cut)
+            here = hidden, residual, angles, caches[index], batches[index], cut
+            hidden, residual = layer(*here, given=given[index], kept=kept)
             if deepstack is not None and deepstack.reaches(index):
-                hidden, residual = residual + hidden, None
+                hidden, residual = hidden if residual is None else residual + hidden, None
                 deepstack.add_to(hidden, index)
             if last and places is not None and cut is None:
                 hidden, residual = hidden[places], None if residual is None else residual[places]
         return self.norm.after_adding(hidden, residual)[1]
+
+    def ids_of_layers(self, token_ids: Tensor, rows: Iterable[tuple[int, int]]) -> Tensor | None:
+        """What layers look up inputs of their own by, of tokens int [n]: at the places [begin, end) of media rows the
+        padding; None where they have none."""
+        if self.layer_inputs is None:
+            return None
+        token_ids = token_ids.clone()
+        for begin, end in rows:
+            token_ids[begin:end] = self.layer_inputs.padding
+        return token_ids
 
     def mixers(self) -> list[MixerPart]:
         """Each layer's, in order."""
@@ -125,6 +145,8 @@ class Decoder(nn.Module):
         """Called when the weights are final and laid out: has kernels of ours compute where the device has any."""
         if self.lm_head.weight is not self.embed_tokens.weight:
             self.embed_tokens.finalize()
+        if self.layer_inputs is not None:
+            self.layer_inputs.finalize()
         self.use_kernels()
 
     def use_kernels(self) -> None:
@@ -168,9 +190,10 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[m, hidden] → float32 [m, vocabulary], on every rank."""
-        return self.group.join(self.lm_head(hidden), self.config.vocab_size).float()
+        logits, cap = self.group.join(self.lm_head(hidden), self.config.vocab_size).float(), self.config.logit_cap
+        return logits if cap is None else (logits / cap).tanh() * cap
 
     def likeliest(self, hidden: Tensor) -> Tensor:
         """[m, hidden] → int64 [m], of the tokens with the highest logits the first, on every rank: each looks through
-        its share, and no logits are exchanged."""
+        its share, and no logits are exchanged. A cap changes none of their order."""
         return self.group.first_of_highest(self.lm_head(hidden).float(), self.config.vocab_size)

@@ -18,7 +18,7 @@ from common.weights import SliceReader
 from llm_service.layers.cpu import selection
 from llm_service.layers.experts import Experts
 from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.layers.linear import Finalized, PackedLinear, Place, Placed, Stored, fill
+from llm_service.layers.linear import Finalized, PackedLinear, Place, Placed, Stored, fill, path_within
 from llm_service.layers.weight_dtype import Rounded
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
@@ -177,14 +177,14 @@ def targets(module: nn.Module, path: str = "", *, tied: bool = False) -> Iterato
     for attribute, child in module.named_children():
         if tied and attribute == "lm_head":
             continue
-        own = getattr(child, "stored_as", attribute)
         if isinstance(child, Placed):
-            for name, place in child.targets(own).items():
+            for name, place in child.targets(getattr(child, "stored_as", attribute)).items():
                 yield path + name, (child, place)
             continue
+        below = path_within(path, attribute, child)
         for name, parameter in child.named_parameters(recurse=False):
-            yield f"{path}{own}.{name}", (child, partial(_copy, parameter))
-        yield from targets(child, f"{path}{own}.")
+            yield below + name, (child, partial(_copy, parameter))
+        yield from targets(child, below)
 
 
 def _copy(parameter: nn.Parameter, stored: Stored) -> None:

@@ -27,7 +27,7 @@ from llm_service.families.family import SLIDING, SpanRule
 from llm_service.families.registry import TEXT_FAMILIES, check_text
 from llm_service.layers.attention.backend import AttentionBatch, CacheShape, PagedChunk, Span
 from llm_service.layers.attention.torch_backend import TorchBackend
-from llm_service.layers.cache_spec import PagedKV, Segment, cache_shapes
+from llm_service.layers.cache_spec import LayerCache, PagedKV, Segment, SharedKV, cache_shapes, read_by
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.mixer import CachedPart
 from llm_service.models.config import TextConfig
@@ -339,10 +339,15 @@ def _logits(
 ) -> Tensor:
     blocks = -(-len(prompt.ids) // _BLOCK)
     mixers: Sequence[CachedPart] = decoder.mixers()
-    specs = [mixer.cache_spec() for mixer in mixers]
-    shapes = cache_shapes(specs, 2 * blocks, _BLOCK)
+    own = [mixer.cache_spec() for mixer in mixers]
+    specs, shapes = read_by(own), cache_shapes(own, 2 * blocks, _BLOCK)
     caches = {spec: iter(shape.new_cache(torch.float32, decoder.device)) for spec, shape in shapes.items()}
-    layers = [next(caches[spec]) if isinstance(spec, PagedKV) else spec.new_cache(2, _CPU) for spec in specs]
+    layers: list[LayerCache] = []
+    for kept in own:
+        if isinstance(kept, SharedKV):
+            layers.append(layers[kept.layer])
+        else:
+            layers.append(next(caches[kept]) if isinstance(kept, PagedKV) else kept.new_cache(2, _CPU))
     embedded = decoder.embed_tokens(prompt.ids)
     embedded[prompt.places] = prompt.rows[0].to(embedded)
     other = embedded.flip(0)
@@ -363,11 +368,12 @@ def _logits(
         packed = torch.cat([other[begin:end], embedded[begin:end]])
         deepstack = _deepstack(prompt, begin, end)
         given = packed, placed, layers, batches, deepstack
+        ids = torch.cat([prompt.ids.flip(0)[begin:end], prompt.ids[begin:end]])
         if isinstance(decoder, LibraryDecoder):
-            ids = torch.cat([prompt.ids.flip(0)[begin:end], prompt.ids[begin:end]])
             out = decoder(*given, token_ids=ids)
         else:
-            out = decoder(*given)
+            rows = [count + place - begin for place in prompt.places.tolist() if begin <= place < end]
+            out = decoder(*given, token_ids=decoder.ids_of_layers(ids, [(row, row + 1) for row in rows]))
         found.append(decoder.logits(out[count:]))
     return torch.cat(found)
 

@@ -14,7 +14,7 @@ from llm_service.layers.adapter_tiles import RowTiles
 from llm_service.layers.adapters import AdapterKernel, AdapterRows, LinearAdapters
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import ALONE
-from llm_service.layers.linear import PackedLinear
+from llm_service.layers.linear import PackedLinear, path_within
 from llm_service.layers.low_rank import LowRank
 from llm_service.layers.weight_dtype import narrowed
 from llm_service.models.adapter_folder import stem_of
@@ -27,12 +27,11 @@ def adapted_linears(module: nn.Module, path: str = "") -> Iterator[tuple[str, Pa
     """The layers that adapters may change: the name of each matrix in a checkpoint, behind the decoder's stem, where it
     is, and which part of that it is. The head is none of them, nor are a router and its experts."""
     for attribute, child in module.named_children():
-        own = getattr(child, "stored_as", attribute)
         if isinstance(child, PackedLinear):
             for part in child.parts:
                 yield f"{path}{part}", child, part
         else:
-            yield from adapted_linears(child, f"{path}{own}.")
+            yield from adapted_linears(child, path_within(path, attribute, child))
 
 
 def shapes_of(config: TextConfig) -> dict[str, tuple[int, int]]:

@@ -28,8 +28,10 @@ from llm_service.layers.cache_spec import (
     PagedKV,
     Segment,
     SequenceState,
+    SharedKV,
     StateCache,
     cache_shapes,
+    read_by,
     slot_bytes,
 )
 from llm_service.layers.mixer import CachedPart, StableStateBackend, StateBackend, StateMetadata
@@ -66,6 +68,7 @@ class Caches:
 
     Layers whose keys and values are of one kind share a back end, and so a batch; the blocks of a sequence's table
     have the same numbers in all of them. Likewise layers with states of one shape, whose slots have the same numbers.
+    A layer that shares with an earlier one is handed that one's cache.
     """
 
     def __init__(
@@ -85,16 +88,20 @@ class Caches:
         snapshots. `attention` is a back end's name, or what makes one; `states` makes that of a mixer with states.
         Raises CheckpointError where one cannot be used."""
         self.blocks, self.block_size, self.null_block = blocks, block_size, blocks
-        self._specs = [mixer.cache_spec() for mixer in mixers]
-        self.state_slots, self.snapshot_slots = (state_slots, snapshot_slots) if slot_bytes(self._specs) else (0, 0)
+        specs = [mixer.cache_spec() for mixer in mixers]
+        self._specs = read_by(specs)
+        self.state_slots, self.snapshot_slots = (state_slots, snapshot_slots) if slot_bytes(specs) else (0, 0)
         self.paged: dict[PagedKV, PagedLayers] = {}
-        for kind, shape in cache_shapes(self._specs, blocks, block_size).items():
+        for kind, shape in cache_shapes(specs, blocks, block_size).items():
             backend = choose(attention, shape, dtype, device) if isinstance(attention, str) else attention(shape)
             self.paged[kind] = PagedLayers(shape, shape.new_cache(dtype, device), backend)
         self._states: dict[SequenceState, StateBackend] = {}
         self.layers: list[LayerCache] = []
         parts = {kind: iter(layers.cache) for kind, layers in self.paged.items()}
-        for mixer, spec in zip(mixers, self._specs, strict=True):
+        for mixer, spec in zip(mixers, specs, strict=True):
+            if isinstance(spec, SharedKV):
+                self.layers.append(self.layers[spec.layer])
+                continue
             if isinstance(spec, PagedKV):
                 self.layers.append(next(parts[spec]))
                 continue

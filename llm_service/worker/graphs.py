@@ -91,13 +91,15 @@ def verify_sizes(largest: int) -> list[int]:
 class Buffers:
     """What replays read and write, for all sizes: a smaller graph uses the beginning. None of it ever moves.
 
-    `hidden` and `out` [N, hidden]; `deep` [levels − 1, N, hidden]; `block_table` int32 [sequences, blocks].
+    `hidden` and `out` [N, hidden]; `deep` [levels − 1, N, hidden]; `block_table` int32 [sequences, blocks];
+    `token_ids` int32 [N].
     """
 
     hidden: Tensor
     deep: Tensor
     out: Tensor
     block_table: Tensor
+    token_ids: Tensor
 
     @classmethod
     def of(cls, bounds: CaptureBounds, block_size: int, like: Tensor) -> Self:
@@ -109,6 +111,7 @@ class Buffers:
             like.new_zeros(bounds.levels - 1, tokens, width),
             like.new_zeros(tokens, width),
             torch.zeros(table, dtype=torch.int32, device=like.device),
+            torch.zeros(tokens, dtype=torch.int32, device=like.device),
         )
 
 
@@ -317,11 +320,15 @@ class GraphRunner:
         tables: DeviceTables,
         longest: int,
         deepstack: Deepstack | None,
+        token_ids: Tensor | None = None,
     ) -> Tensor:
         """Input embeddings [n, hidden], what `Graph.of` gave of their plan, on the device, and all block tables, of
-        which no sequence is longer than `longest` → hidden states [n, hidden], valid until the next replay."""
+        which no sequence is longer than `longest` → hidden states [n, hidden], valid until the next replay. `token_ids`
+        as `Decoder.ids_of_layers` gives them."""
         buffers, n = self._buffers, len(hidden)
         buffers.hidden[:n].copy_(hidden)
+        if token_ids is not None:
+            buffers.token_ids[:n].copy_(token_ids)
         if graph.deep:
             self._put_deepstack(deepstack, n)
         for target, given in zip(graph.read, moved, strict=True):
@@ -361,7 +368,8 @@ class GraphRunner:
         tiles = adapters.tiles(tokens) if adapters is not None and adapted else None
 
         def run() -> None:
+            given = hidden, numbers.positions, self._caches.layers, batches, levels
             with nullcontext() if adapters is None else adapters.over(tiles):
-                out.copy_(self._decoder(hidden, numbers.positions, self._caches.layers, batches, levels))
+                out.copy_(self._decoder(*given, token_ids=buffers.token_ids[:tokens]))
 
         return Graph(kind, tokens, numbers, [*states.values()], tiles, deep, capture(run))

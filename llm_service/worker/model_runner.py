@@ -232,18 +232,24 @@ class ModelRunner:
         if graph is not None:
             assert self.graphs is not None
             assert moved.batch is not None, "back ends of graphs follow metadata"
-            out = self.graphs.replay(graph, hidden, moved.read, self._tables, moved.batch.longest, deepstack)
+            longest, ids = moved.batch.longest, self._ids_of_layers(plan, token_ids)
+            out = self.graphs.replay(graph, hidden, moved.read, self._tables, longest, deepstack, ids)
             out = out if moved.places is None else out[moved.places]
         else:
             given = hidden, moved.positions, self.caches.layers, self._batches(plan, moved), deepstack, moved.places
             if isinstance(self._decoder, LibraryDecoder):
                 out = self._decoder(*given, token_ids=token_ids)
             else:
-                out = self._decoder(*given)
+                out = self._decoder(*given, token_ids=self._ids_of_layers(plan, token_ids))
         self.caches.copy_states(plan.kept)
         self._replayed = graph is not None
         scores = score(out, plan.scores, self._decoder.logits)
         return out, out[moved.drawn] if self._keeps_all(plan) else out, scores
+
+    def _ids_of_layers(self, plan: StepPlan, token_ids: Tensor) -> Tensor | None:
+        """See `Decoder.ids_of_layers`."""
+        assert isinstance(self._decoder, Decoder), "the library's tells rows by their tokens"
+        return self._decoder.ids_of_layers(token_ids, [(row.at, row.at + row.count) for row in plan.rows])
 
     def _keeps_all(self, plan: StepPlan) -> bool:
         """Whether somebody reads the hidden states of places at which nothing is drawn."""

@@ -93,12 +93,12 @@ def test_a_tower_whose_weights_are_quantised_is_refused(internvl: Path, form: st
 
 
 @pytest.mark.parametrize("form", ["fp8 in blocks", "awq"])
-@pytest.mark.parametrize("kind", ["gemma3", "glm4v"])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "glm4v"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_quantised_weights_of_texts_that_stack_otherwise_are_as_well(kind: str, form: str, tmp_path: Path) -> None:
     quantized, wide = quantize_checkpoint(make(kind, tmp_path / "plain"), FORMATS[form], tmp_path, TEXT)
     served, library = Served.of(quantized), Reference(wide)
-    engine = served.engine(step_tokens=48)
+    engine = served.engine(step_tokens=80)
     assert isinstance(engine.decoder, Decoder)
     outcome = engine.run([served.prompt(PROMPTS["one picture"])], GREEDY)[0]
     assert outcome.tokens == library.tokens(library.inputs(PROMPTS["one picture"]))
@@ -138,7 +138,7 @@ def test_logits_of_two_ranks_are_those_of_one(kind: str, tmp_path: Path, monkeyp
         assert weights < 0.7 * all_weights
 
 
-@pytest.mark.parametrize("kind", ["internvl", "idefics3", "gemma3", "glm4v"])
+@pytest.mark.parametrize("kind", ["internvl", "idefics3", "gemma3", "gemma4", "glm4v"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_tokens_with_adapters_are_those_of_peft(kind: str, tmp_path: Path) -> None:
     directory = make(kind, tmp_path / "model")
@@ -156,7 +156,7 @@ def test_tokens_with_adapters_are_those_of_peft(kind: str, tmp_path: Path) -> No
     expected = [peft.generate(number, inputs, TOKENS) for number in range(3)]
     assert len(set(map(tuple, expected))) == 3, "the adapters prove nothing"
     numbers = [1, 0, 2, 1]
-    outcomes = served.engine(adapters=peft.folders, step_tokens=32).run([prompt] * 4, GREEDY, numbers)
+    outcomes = served.engine(adapters=peft.folders, step_tokens=80).run([prompt] * 4, GREEDY, numbers)
     assert [outcome.tokens for outcome in outcomes] == [expected[number] for number in numbers]
 
 

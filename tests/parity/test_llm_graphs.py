@@ -101,6 +101,7 @@ def poison_runner(runner: ModelRunner) -> None:
     assert graphs is not None
     graphs._buffers.hidden.fill_(torch.nan)
     graphs._buffers.block_table.fill_(10**6)
+    graphs._buffers.token_ids.fill_(10**6)
     for graph in graphs:
         for read in graph.read:
             read.fill_(10**6)
@@ -114,7 +115,7 @@ def sizes(decodes: list[int], prefills: list[int], verifies: Iterable[int] = ())
 
 def addresses(graphs: GraphRunner) -> list[int]:
     buffers = graphs._buffers
-    tensors = [buffers.hidden, buffers.deep, buffers.out, buffers.block_table]
+    tensors = [buffers.hidden, buffers.deep, buffers.out, buffers.block_table, buffers.token_ids]
     tensors += [read for graph in graphs for read in graph.read]
     return [tensor.data_ptr() for tensor in tensors]
 

@@ -41,7 +41,7 @@ def make_by(recipe: Recipe, folder: Path, *, seed: int = 0, dtype: torch.dtype =
         **dict(zip(("bos_token", "eos_token", "pad_token"), WORDS, strict=False)),
         extra_special_tokens=dict(recipe.named),
     )
-    config, ids = _config(recipe), _ids(recipe)
+    config, ids = config_of(recipe), _ids(recipe)
     model = class_of(config)._from_config(config, dtype=torch.float32)
     redraw(model, seed)
     with torch.no_grad():  # as in models that were trained, no answer has a placeholder
@@ -58,10 +58,11 @@ def make_by(recipe: Recipe, folder: Path, *, seed: int = 0, dtype: torch.dtype =
 
 def config_of_recipe(name: str) -> Any:
     """The configuration of an architecture in `RECIPES`."""
-    return _config(RECIPES[name])
+    return config_of(RECIPES[name])
 
 
-def _config(recipe: Recipe) -> Any:
+def config_of(recipe: Recipe) -> Any:
+    """The configuration of a recipe."""
     ids = _ids(recipe)
     config = recipe.config(ids, max(ids.values()) + 1)
     tied = getattr(config, "tie_word_embeddings", False)  # by default not: it would only repeat itself

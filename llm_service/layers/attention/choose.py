@@ -86,6 +86,8 @@ def _flash(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Atten
         return "there is no GPU"
     if dtype not in (torch.bfloat16, torch.float16):
         return "it computes in bfloat16 or float16"
+    if shape.head_dim > _WIDEST_OF_FLASH:
+        return f"it knows heads of {_WIDEST_OF_FLASH} numbers at most, and some have {shape.head_dim}"
     from llm_service.layers.attention import flash_backend
 
     if (compute := flash_backend.find(shape.block_size)) is None:
@@ -93,5 +95,6 @@ def _flash(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Atten
     return flash_backend.FlashBackend(shape, device, compute)
 
 
+_WIDEST_OF_FLASH = 256
 _BACKENDS = {"torch": _torch, "numba": _numba, "triton": _triton, "flash": _flash}
 """From a name to what makes the back end; a string in its place says why it cannot be used."""

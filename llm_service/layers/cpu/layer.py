@@ -51,7 +51,7 @@ class FewRows:
     ) -> None:
         norms = layer.mixer_in_norm, layer.mixer_out_norm, layer.mlp_in_norm, layer.mlp_out_norm
         self._parts = attention.parts
-        self._queries, self._keys, self._head_dim = attention.heads, attention.kv_heads, attention.head_dim
+        self._queries, self._keys, self._head_dim = attention.heads, attention.new_keys, attention.head_dim
         self._qkv, self._o, self._gate_up, self._down = products
         self._gains = row_kernels.both_gains(attention.gains, attention.eps, attention.head_dim)
         self._mixer_in, self._mixer_out, self._mlp_in, self._mlp_out = map(_normed_by, norms)
@@ -62,12 +62,12 @@ class FewRows:
     @classmethod
     def of(cls, layer: DecoderLayer) -> FewRows | None:
         """None where the layer is, or is made of, others than these classes themselves, since a subclass may compute
-        otherwise; where sums over ranks come between, heads have gates of a product of their own, a weight does not lie
-        in panels, or the processor lacks the vectors that the kernel of gates is written for."""
+        otherwise; where sums over ranks or experts come between, heads have gates of a product of their own, a weight
+        does not lie in panels, or the processor lacks the vectors that the kernel of gates is written for."""
         attention, mlp = layer.mixer, layer.mlp
         if type(layer) is not DecoderLayer or type(mlp) is not MLP or type(attention) is not SelfAttention:
             return None
-        if layer.ranks > 1 or attention.head_gates is not None or not fused_vectors():
+        if layer.ranks > 1 or layer.beside is not None or attention.head_gates is not None or not fused_vectors():
             return None
         linears = (attention.qkv, attention.o, mlp.gate_up, mlp.down)
         forms = [(linear.laid_out, linear.bias) for linear in linears]

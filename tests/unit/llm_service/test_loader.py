@@ -135,7 +135,6 @@ def test_weights_of_the_vision_side_are_not_needed(copied: Path) -> None:
         ({"rope_scaling": {"rope_type": "default", "mrope_section": [6, 5, 6]}}, "mrope_section"),
         ({"use_sliding_window": True, "sliding_window": 100}, "sliding-window attention .* longer than 100 tokens"),
         ({"hidden_act": "relu"}, "relu"),
-        ({"num_experts": 4, "hidden_act": "gelu_pytorch_tanh"}, "experts with the activation gelu"),
         ({"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "type sliding_attention are"),
         ({"layer_types": ["full_attention"]}, "names 1 layers of 4"),
         ({"num_hidden_layers": None}, ""),

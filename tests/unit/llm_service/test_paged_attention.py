@@ -304,6 +304,9 @@ def test_the_best_that_is_here_is_chosen_and_what_is_not_is_refused_by_name(monk
     assert choose("auto", shape, torch.bfloat16, CPU).name == "torch"
     with pytest.raises(CheckpointError, match="--attention flash cannot be used: there is no GPU"):
         choose("flash", shape, torch.float16, CPU)
+    wide = CacheShape(1, 1, 16, 2, 1, 512)
+    with pytest.raises(CheckpointError, match="--attention flash cannot be used: it knows heads of 256"):
+        choose("flash", wide, torch.bfloat16, torch.device("cuda"))
     with pytest.raises(CheckpointError, match="--attention numba cannot be used: it computes in float32"):
         choose("numba", shape, torch.bfloat16, CPU)
 

@@ -25,6 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 2.5},
     "llama3": LLAMA3 | {"factor": 8.0},
     "llama3, another factor": LLAMA3 | {"factor": 32.0, "high_freq_factor": 2.0},
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.3},
     "yarn": YARN,
     "yarn that says by how much": YARN | {"attention_factor": 0.7},
     "yarn with two magnitudes": YARN | {"factor": 16.0, "mscale": 1.0, "mscale_all_dim": 0.5},

@@ -55,6 +55,68 @@ PALIGEMMA_2 = _paligemma(
 )
 """Of the same `model_type`, by another text: with windows and soft caps."""
 
+
+def gemma4_by(sizes: dict[str, Any], **own: Any) -> Recipe:
+    """Of a text of these sizes, and of what is its own: its published ones have inputs of single layers, or larger
+    heads without values in layers without a window, or experts besides."""
+    text = part(
+        "gemma4_text",
+        sizes,
+        global_head_dim=32,
+        sliding_window=24,
+        vocab_size_per_layer_input=lambda _, vocabulary: vocabulary,
+        use_bidirectional_attention="vision",
+        final_logit_softcapping=30.0,
+        **own,
+    )
+    return Recipe(
+        whole(
+            "gemma4",
+            vision_config=part(
+                "gemma4_vision",
+                {**VISION, "patch_size": 8},
+                head_dim=16,
+                num_key_value_heads=2,
+                position_embedding_size=64,
+                pooling_kernel_size=2,
+            ),
+            text_config=text,
+            audio_config=None,
+            image_token_id="<soft>",
+            video_token_id="<|video|>",
+            boi_token_id="<start>",
+            eoi_token_id="<end>",
+            audio_token_id="<sound>",
+            tie_word_embeddings=False,
+        ),
+        processor(
+            "Gemma4Processor",
+            "Gemma4ImageProcessorPil",
+            videos="Gemma4VideoProcessor",
+            frames={"num_frames": 8},
+            settings={"max_soft_tokens": 70, "pooling_kernel_size": 2, "patch_size": 8},
+            sounds="Gemma4AudioFeatureExtractor",
+        ),
+        _GEMMA4_WORDS,
+        named=_GEMMA4_NAMES,
+        image="<soft>",
+        video="<|video|>",
+        step_tokens=80,
+    )
+
+
+_DENSE: dict[str, Any] = {
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "layer_types": WINDOWED,
+}
+GEMMA4_DENSE = gemma4_by(TEXT, **_DENSE)
+GEMMA4_EXPERTS = gemma4_by(
+    TEXT, **_DENSE, enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=40
+)
+"""Of the same `model_type`: both have keys that are values before they are normed."""
+
 RECIPES: dict[str, Recipe] = {
     "paligemma": _paligemma(part("gemma", TEXT)),
     "gemma3": Recipe(
@@ -101,49 +163,12 @@ RECIPES: dict[str, Recipe] = {
         ("<soft>", "<end>"),
         named={"boi_token": "<image>", "eoi_token": "<end>", "image_token": "<soft>"},
     ),
-    "gemma4": Recipe(
-        whole(
-            "gemma4",
-            vision_config=part(
-                "gemma4_vision",
-                {**VISION, "patch_size": 8},
-                head_dim=16,
-                num_key_value_heads=2,
-                position_embedding_size=64,
-                pooling_kernel_size=2,
-            ),
-            text_config=part(
-                "gemma4_text",
-                {**TEXT, "num_hidden_layers": 6},
-                global_head_dim=32,
-                sliding_window=24,
-                hidden_size_per_layer_input=8,
-                vocab_size_per_layer_input=lambda _, vocabulary: vocabulary,
-                num_kv_shared_layers=2,
-                use_bidirectional_attention="vision",
-                layer_types=WINDOWED * 2,
-            ),
-            audio_config=None,
-            image_token_id="<soft>",
-            video_token_id="<|video|>",
-            boi_token_id="<start>",
-            eoi_token_id="<end>",
-            audio_token_id="<sound>",
-            tie_word_embeddings=False,
-        ),
-        processor(
-            "Gemma4Processor",
-            "Gemma4ImageProcessorPil",
-            videos="Gemma4VideoProcessor",
-            frames={"num_frames": 8},
-            settings={"max_soft_tokens": 70, "pooling_kernel_size": 2, "patch_size": 8},
-            sounds="Gemma4AudioFeatureExtractor",
-        ),
-        _GEMMA4_WORDS,
-        named=_GEMMA4_NAMES,
-        image="<soft>",
-        video="<|video|>",
-        step_tokens=80,
+    "gemma4": gemma4_by(
+        {**TEXT, "num_hidden_layers": 6},
+        hidden_size_per_layer_input=8,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+        layer_types=WINDOWED * 2,
     ),
     "gemma4_unified": Recipe(
         whole(

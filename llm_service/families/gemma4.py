@@ -1,0 +1,37 @@
+"""Gemma 4's text: dense, with inputs of single layers, or with experts."""
+
+from __future__ import annotations
+
+from llm_service.families.family import WINDOWED, Family
+from llm_service.families.gemma3 import GEMMA3_TEXT
+
+GEMMA4_TEXT = Family(
+    {},
+    qk_norm=True,
+    norms=GEMMA3_TEXT.norms,
+    long_gains=True,
+    value_norm=True,
+    layer_scalars=True,
+    scaled_embeddings=True,
+    experts_beside=True,
+    mixers=WINDOWED,
+    text_defaults={
+        "vocab_size": 262_144,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131_072,
+        "query_pre_attn_scalar": 1,
+        "use_sliding_window": True,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262_144,
+        "tie_word_embeddings": True,
+    },
+)

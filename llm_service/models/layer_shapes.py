@@ -1,0 +1,68 @@
+"""What single layers of a decoder have of their own, as config.json states it: heads, and inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.checkpoint import CheckpointError
+from llm_service.families.family import FULL
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Heads of keys and values, and the numbers of a head. `keys_as_values`: there is one projection for both, and a
+    value is what a key was before it was normed and rotated."""
+
+    kv_heads: int
+    head_dim: int
+    keys_as_values: bool = False
+
+    @classmethod
+    def of_full(cls, text: Mapping[str, Any], types: Sequence[str], usual: HeadShape) -> HeadShape | None:
+        """Of layers without a window, where it is another than the usual one. Configurations state it as
+        `global_head_dim` and `num_global_key_value_heads`, or, as they are saved now, layer by layer.
+
+        Raises CheckpointError where layers of one type differ, or in something else.
+        """
+        same, stated = bool(text.get("attention_k_eq_v")), text.get("per_layer_config")
+        heads, dim = text.get("num_global_key_value_heads") if same else None, text.get("global_head_dim")
+        if stated is not None:
+            own = _alike(stated, types)
+            heads, dim = own.get("num_key_value_heads"), own.get("head_dim")
+        found = cls(int(heads or usual.kv_heads), int(dim or usual.head_dim), same)
+        return None if found == usual else found
+
+
+_HEADS = {"head_dim", "num_key_value_heads"}
+
+
+def _alike(stated: Mapping[str, Mapping[str, Any]], types: Sequence[str]) -> Mapping[str, Any]:
+    """What all layers without a window have of their own, and no others."""
+    apart = {int(layer): own for layer, own in stated.items()}
+    if unknown := sorted({name for own in apart.values() for name in own} - _HEADS):
+        raise CheckpointError(f"layers with {unknown[0]} of their own are not supported")
+    each = [apart.get(layer, {}) for layer in range(len(types))]
+    full = next((own for own, kind in zip(each, types, strict=True) if kind == FULL), {})
+    if any(own != (full if kind == FULL else {}) for own, kind in zip(each, types, strict=True)):
+        raise CheckpointError("layers of one type with different heads are not supported")
+    return full
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """Each layer has an input of its own for each token, of so many numbers, which is looked up by the token; media
+    rows have that of the token `padding`."""
+
+    width: int
+    padding: int
+
+    @classmethod
+    def of(cls, text: Mapping[str, Any]) -> LayerInputs | None:
+        """None where layers have none. Raises CheckpointError where some tokens have none."""
+        if not text.get("hidden_size_per_layer_input"):
+            return None
+        if int(text["vocab_size_per_layer_input"]) != int(text["vocab_size"]):
+            raise CheckpointError("layers that have inputs for other tokens than there are are not supported")
+        return cls(int(text["hidden_size_per_layer_input"]), int(text.get("pad_token_id") or 0))

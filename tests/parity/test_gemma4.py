@@ -1,0 +1,236 @@
+"""Gemma 4's text by our decoder, in the forms in which it was published: ids, tokens and logits are the library's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.checkpoint import Checkpoint, CheckpointError
+from common.library_models import describe
+from llm_service.families.family import SpanRule
+from llm_service.layers.cache_spec import PagedKV, SharedKV
+from llm_service.layers.cpu import selection
+from llm_service.layers.decoder_layer import DecoderLayer
+from llm_service.layers.experts_beside import NormedRouter
+from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.layers.layer_inputs import LayerEnd
+from llm_service.layers.self_attention import SelfAttention
+from llm_service.models import trial
+from llm_service.models.config import TextConfig
+from llm_service.models.decoder import Decoder
+from llm_service.models.known_text import known_text
+from llm_service.models.loader import load_decoder
+from llm_service.models.trial import drawn_prompt, try_ours_of
+from tests.parity.library_side import GREEDY, Served, compare
+from tests.parity.test_library_ranks import on_ranks
+from tests.parity.test_llm_graphs import graphed
+from tools.models.compare import OURS, PROMPTS, Reference
+from tools.models.recipes import RECIPES
+from tools.models.recipes.recipe import Recipe
+from tools.models.recipes.spans import GEMMA4_DENSE, GEMMA4_EXPERTS
+from tools.models.tiny import config_of, make_by
+
+CPU = torch.device("cpu")
+FORMS: dict[str, Recipe] = {"inputs": RECIPES["gemma4"], "dense": GEMMA4_DENSE, "experts": GEMMA4_EXPERTS}
+
+
+@pytest.mark.parametrize("form", ["experts", pytest.param("dense", marks=pytest.mark.soak)])
+def test_ids_and_tokens_are_the_library_s_whatever_the_chunks_and_the_company(form: str, tmp_path: Path) -> None:
+    """The form with inputs of single layers is compared among the library's models."""
+    folder = make_by(FORMS[form], tmp_path)
+    assert {"one picture", OURS} <= compare(Served.of(folder), FORMS[form].step_tokens)
+
+
+def test_no_row_sees_those_behind_it_where_the_configuration_says_nothing_of_that() -> None:
+    config = config_of(FORMS["inputs"])
+    assert try_ours_of(config, lambda: drawn_prompt(config)).spans is SpanRule.IN_WINDOWS
+    config = config_of(FORMS["inputs"])
+    config.text_config.use_bidirectional_attention = None
+    assert try_ours_of(config, lambda: drawn_prompt(config)).spans is SpanRule.NOWHERE
+
+
+def test_layers_that_share_keys_keep_none(tmp_path: Path) -> None:
+    engine = Served.of(make_by(FORMS["inputs"], tmp_path)).engine()
+    assert isinstance(engine.decoder, Decoder)
+    specs = [mixer.cache_spec() for mixer in engine.decoder.mixers()]
+    assert specs[4:] == [SharedKV(3), SharedKV(2)]
+    caches = engine.runner.caches
+    assert caches.layers[4] is caches.layers[3]
+    assert sorted(kind.shape.layers for kind in caches.paged.values()) == [1, 3]
+    assert {spec.head_dim for spec in specs if isinstance(spec, PagedKV)} == {16, 32}
+
+
+def _without_scalar(end: LayerEnd, x: Tensor, given: Tensor | None) -> Tensor:
+    scalar, end.layer_scalar = end.layer_scalar, None
+    try:
+        return _RIGHT_END(end, x, given)
+    finally:
+        end.layer_scalar = scalar
+
+
+_RIGHT_END = LayerEnd.forward
+
+
+def _without_scales(router: NormedRouter, x: Tensor) -> tuple[Tensor, Tensor]:
+    weights, chosen = _RIGHT_ROUTER(router, x)
+    return weights / router.per_expert_scale[chosen], chosen
+
+
+_RIGHT_ROUTER = NormedRouter.forward
+
+WRONG: dict[str, tuple[str, type, str, Callable[..., Any]]] = {
+    "layers are not multiplied": ("dense", LayerEnd, "forward", _without_scalar),
+    "inputs of other layers": (
+        "inputs",
+        LayerEnd,
+        "forward",
+        lambda end, x, given: _RIGHT_END(end, x, None if given is None else given.flip(1)),
+    ),
+    "rows have inputs of their token": ("inputs", Decoder, "ids_of_layers", lambda _, ids, __: ids),
+    "keys of another layer": (
+        "inputs",
+        DecoderLayer,
+        "forward",
+        lambda layer, *given, kept, **more: _RIGHT_LAYER(layer, *given, kept=_Last(kept), **more),
+    ),
+    "values are rotated": (
+        "dense",
+        SelfAttention,
+        "parts",
+        lambda part, rotated, heads: (*_RIGHT_PARTS(part, rotated, heads)[:2], _RIGHT_PARTS(part, rotated, heads)[1]),
+    ),
+    "experts are not scaled": ("experts", NormedRouter, "forward", _without_scales),
+}
+_RIGHT_LAYER, _RIGHT_PARTS = DecoderLayer.forward, SelfAttention.parts
+
+
+class _Last(dict[int, Any]):
+    """Keys that are a tenth too large."""
+
+    def __init__(self, kept: dict[int, Any]) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __getitem__(self, window: int) -> Any:
+        key, value = self._kept[window]
+        return 1.1 * key, value
+
+    def __setitem__(self, window: int, both: Any) -> None:
+        self._kept[window] = both
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_the_trial_tells_what_would_be_wrong(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    form, owner, name, wrong = WRONG[what]
+    monkeypatch.setattr(owner, name, wrong)
+    config = config_of(FORMS[form])
+    with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
+        try_ours_of(config, lambda: drawn_prompt(config))
+
+
+@pytest.mark.parametrize("changed", [{"logit_cap": None}, {"attention_scale": None}])
+def test_the_trial_tells_what_is_not_read(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    right = TextConfig.of
+    monkeypatch.setattr(TextConfig, "of", lambda *given: replace(right(*given), **changed))
+    config = config_of(FORMS["dense"])
+    with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
+        try_ours_of(config, lambda: drawn_prompt(config))
+
+
+@pytest.mark.parametrize("form", ["inputs", "experts"])
+def test_logits_of_two_ranks_are_those_of_one(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "allows_panels", lambda: False)  # whose kernels take one thread's calls at a time
+    checkpoint = Checkpoint(make_by(FORMS[form], tmp_path))
+    text = known_text(checkpoint, describe(tmp_path))
+    assert text is not None
+    prompt = drawn_prompt(config_of(FORMS[form]))
+    positions, end = torch.arange(len(prompt.ids)).expand(3, -1), len(prompt.ids)
+
+    def logits(group: TensorGroup) -> Tensor:
+        decoder = load_decoder(checkpoint, torch.float32, CPU, group, text=text)
+        with torch.inference_mode():
+            return trial._logits(decoder, prompt, positions, [(0, 20), (20, end)], prompt.runs)
+
+    expected = logits(ALONE)
+    for found in on_ranks(2, logits):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_replays_look_up_the_inputs_of_layers(tmp_path: Path) -> None:
+    folder = make_by(FORMS["inputs"], tmp_path)
+    served, library = Served.of(folder), Reference(folder)
+    expected = [library.tokens(library.inputs(parts)) for parts in PROMPTS.values()]
+    engine, _ = graphed(folder, step_tokens=80, library=served.found, text=served.text())
+    assert [outcome.tokens for outcome in engine.run(list(map(served.prompt, PROMPTS.values())), GREEDY)] == expected
+    graphs = engine.runner.graphs
+    assert graphs is not None
+    assert 0 < graphs.replays < engine.scheduler.counters.steps
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "E2B": {
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 35,
+        "num_key_value_heads": 1,
+        "num_kv_shared_layers": 20,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 256,
+        "sliding_window": 512,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+    },
+    "E4B": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 42,
+        "num_key_value_heads": 2,
+        "num_kv_shared_layers": 18,
+        "hidden_size_per_layer_input": 256,
+        "sliding_window": 512,
+    },
+    "31B": {
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_hidden_layers": 60,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "num_global_key_value_heads": 4,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 1024,
+        "use_bidirectional_attention": "vision",
+    },
+    "26B-A4B": {
+        "hidden_size": 2816,
+        "intermediate_size": 2112,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 1024,
+        "use_bidirectional_attention": "vision",
+        "enable_moe_block": True,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "moe_intermediate_size": 704,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_shapes_like_the_published_ones_pass_their_trial(name: str) -> None:
+    config = config_of(FORMS["dense"])
+    words = {each: getattr(config.text_config, each) for each in ("vocab_size", "pad_token_id", "bos_token_id")}
+    more = {"num_attention_heads": 8, "final_logit_softcapping": 30.0, "tie_word_embeddings": True, **words}
+    shape = {"vocab_size_per_layer_input": words["vocab_size"], **more, **PUBLISHED[name]}
+    config.text_config = type(config.text_config)(**shape)
+    expected = SpanRule.IN_WINDOWS if "use_bidirectional_attention" in shape else SpanRule.NOWHERE
+    assert try_ours_of(config, lambda: drawn_prompt(config)).spans is expected
