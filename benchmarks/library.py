@@ -34,7 +34,7 @@ from encoder_service.models.library_tower import LibraryTower
 from encoder_service.models.processor import ItemProcessor
 from encoder_service.models.tower import load_tower
 from llm_service.families.registry import find_family
-from llm_service.models.decoder import Decoder
+from llm_service.models.known_text import known_text
 from llm_service.models.served import ServedModel
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, SamplingParams
@@ -81,8 +81,9 @@ class ByLibrary:
         self._processor = ItemProcessor(folder)
         self._tower = LibraryTower(folder, found, torch.float32, _CPU)
         self.builder = PromptBuilder(Checkpoint(folder), ServedModel.by_library(found))
-        self.engine = LocalEngine(folder, library=found, by_library=not ours)
-        if ours and not isinstance(self.engine.decoder, Decoder):
+        text = known_text(Checkpoint(folder), found) if ours else None
+        self.engine = LocalEngine(folder, library=found, text=text)
+        if ours and text is None:
             raise SystemExit("our decoder does not compute this text: the log says why")
         self._parts: dict[tuple[int, ...], tuple[PromptPart, ...]] = {}
 

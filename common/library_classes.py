@@ -118,10 +118,10 @@ def towers_within(decoder: nn.Module) -> list[nn.Module]:
     return [part for part in decoder.children() if isinstance(part, library().PreTrainedModel)]
 
 
-def base_of(config: Any) -> Any:
-    """The model below its head of logits, without weights."""
+def blank_of(config: Any) -> Any:
+    """The model of a configuration without weights: a deep one takes seconds."""
     with torch.device("meta"):
-        return class_of(config)(config).base_model
+        return class_of(config)(config)
 
 
 def decoder_of(model: Any) -> Any:

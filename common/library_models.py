@@ -19,7 +19,7 @@ from PIL import Image
 
 from common.checkpoint import CheckpointError
 from common.library import LibraryModel, Refusal
-from common.library_classes import base_of, class_of, config_of, layers_of_levels, library, missing
+from common.library_classes import blank_of, config_of, layers_of_levels, library, missing
 from common.library_processors import (
     EXTRACTORS,
     SOUND_RATE,
@@ -40,36 +40,33 @@ from common.library_processors import (
 def describe(folder: Path) -> LibraryModel:
     """What `common.library.describe` tells. Raises CheckpointError, in one sentence, where it is not served."""
     config = config_of(folder)
-    check(config)
+    model, processor = checked(config), processor_of(folder)
     text = config.get_text_config(decoder=True)
-    whole, processor = class_of(config), processor_of(folder)
     check_processor(processor)
-    taken = [item_of(processor), *(["video"] if takes_videos(config, processor) else [])]
-    if "audio" not in taken and takes_sounds(config, processor):
+    taken = [item_of(processor), *(["video"] if takes_videos(model, processor) else [])]
+    if "audio" not in taken and takes_sounds(model, processor):
         taken.append("audio")
     ids = {kind: processor.tokenizer.convert_tokens_to_ids(placeholder_of(processor, kind)) for kind in taken}
     return LibraryModel(
-        architecture=whole.__name__,
+        architecture=type(model).__name__,
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
         max_position=getattr(text, "max_position_embeddings", None) or _LONGEST,
         placeholders=ids,
         levels=level_count(config),
-        one_item=not stand_alone(processor) or (makes_tokens(base_of(config)) and are_padded(processor)),
-        video_sound={"video", "audio"} <= {*taken} and takes_video_sound(config, processor),
+        one_item=not stand_alone(processor) or (makes_tokens(model.base_model) and are_padded(processor)),
+        video_sound={"video", "audio"} <= {*taken} and takes_video_sound(model, processor),
         frame=frame_of(processor),
-        text=text_of(config),
-        axes=axes_of(config),
+        text=text_of(model),
+        axes=axes_of(model),
     )
 
 
-def text_of(config: Any) -> dict[str, Any]:
-    """The text's part of a configuration as JSON has it, every default filled in; whether its head is its table of
-    tokens the whole model says."""
-    with torch.device("meta"):
-        model = class_of(config)(config)
-    head = model.get_output_embeddings()
-    found: dict[str, Any] = msgspec.json.decode(config.get_text_config(decoder=True).to_json_string(use_diff=False))
+def text_of(model: Any) -> dict[str, Any]:
+    """The text's part of a model's configuration as JSON has it, every default filled in; whether its head is its table
+    of tokens the model says."""
+    text, head = model.config.get_text_config(decoder=True), model.get_output_embeddings()
+    found: dict[str, Any] = msgspec.json.decode(text.to_json_string(use_diff=False))
     return {**found, "tie_word_embeddings": head is not None and head.weight is model.get_input_embeddings().weight}
 
 
@@ -77,7 +74,7 @@ _BLANK_FRAMES, _BLANK_SIDES = 64, (48, 64)
 _FEW_FRAMES, _LARGE_SIDES = 8, (160, 224)
 
 
-def takes_videos(config: Any, processor: Any) -> bool:
+def takes_videos(model: Any, processor: Any) -> bool:
     """Whether the processor says what stands for a video of a size, whatever it shows, and the model has a tower for
     it."""
     if not isinstance(getattr(processor, "video_token", None), str) or not getattr(processor, "video_processor", None):
@@ -86,7 +83,7 @@ def takes_videos(config: Any, processor: Any) -> bool:
         numbers = tuple(frames_of(processor, _BLANK_FRAMES, _BLANK_RATE))
         frames = np.zeros((len(numbers), *_BLANK_SIDES, 3), np.uint8)
         text = replaced(processor, "video", Clip(frames, numbers, _BLANK_FRAMES, _BLANK_RATE).given())
-        row_tokens(config, processor, "video", text)
+        row_tokens(model.config, processor, "video", text)
         black = np.zeros((_FEW_FRAMES, *_LARGE_SIDES, 3), np.uint8)
         noise = np.random.default_rng(0).integers(0, 256, black.shape, dtype=np.uint8)
         clips = [Clip(frames, tuple(range(_FEW_FRAMES)), _FEW_FRAMES, _BLANK_RATE) for frames in (black, noise)]
@@ -95,42 +92,42 @@ def takes_videos(config: Any, processor: Any) -> bool:
             return False
     except (AttributeError, ImportError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         return False
-    return hasattr(base_of(config), "get_video_features")
+    return hasattr(model.base_model, "get_video_features")
 
 
 _BLANK_RATE = 8.0
 
 
-def takes_sounds(config: Any, processor: Any) -> bool:
+def takes_sounds(model: Any, processor: Any) -> bool:
     """Whether the processor says what stands for a sound, and the model has a tower for it, and does not tell
     modalities apart in its text: a trial shows such a model pictures alone."""
     if not isinstance(getattr(processor, "audio_token", None), str) or not hasattr(
-        base_of(config), "get_audio_features"
+        model.base_model, "get_audio_features"
     ):
         return False
-    if any("token_type_ids" in name for name in inspect.signature(class_of(config).forward).parameters):
+    if any("token_type_ids" in name for name in inspect.signature(model.forward).parameters):
         return False
     if getattr(getattr(processor, "feature_extractor", None), "sampling_rate", None) != SOUND_RATE:
         return False
     try:
         text = replaced(processor, "audio", Sound(np.zeros(SOUND_RATE, np.float32)).given())
-        row_tokens(config, processor, "audio", text)
+        row_tokens(model.config, processor, "audio", text)
     except (AttributeError, ImportError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         return False
     return True
 
 
-def takes_video_sound(config: Any, processor: Any) -> bool:
+def takes_video_sound(model: Any, processor: Any) -> bool:
     """Whether the processor puts a video's sound between its frames, and the model counts places so, where it has a
     rule of its own."""
-    base = base_of(config)
+    base = model.base_model
     if hasattr(base, "get_rope_index") and _SOUND_IN_VIDEO not in inspect.signature(base.get_rope_index).parameters:
         return False
     frames, silence = np.zeros((_FEW_FRAMES, *_BLANK_SIDES, 3), np.uint8), np.zeros(SOUND_RATE, np.float32)
     clip = Clip(frames, tuple(range(_FEW_FRAMES)), _FEW_FRAMES, _BLANK_RATE, silence)
     try:
         text = replaced(processor, "video", clip.given())
-        tokens = [row_tokens(config, processor, kind, text) for kind in ("video", "audio")]
+        tokens = [row_tokens(model.config, processor, kind, text) for kind in ("video", "audio")]
     except (AttributeError, ImportError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         return False
     return tokens[0] != tokens[1]
@@ -182,8 +179,9 @@ def makes_tokens(base: Any) -> bool:
     return hasattr(base, "get_image_tokens")
 
 
-def check(config: Any) -> None:
-    """Raises CheckpointError for what a class of models alone says that we cannot serve."""
+def checked(config: Any) -> Any:
+    """The model of a configuration without weights. Raises CheckpointError for what a class of models alone says that
+    we cannot serve."""
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(f"{kind} has an encoder for its text beside the decoder")
@@ -191,14 +189,15 @@ def check(config: Any) -> None:
         raise CheckpointError(f"{kind} writes stretches of an answer at once, by diffusion")
     if _INDEXED in (getattr(config.get_text_config(decoder=True), "layer_types", None) or ()):
         raise CheckpointError(f"layers of {kind} choose the tokens that they see by an index of their own")
-    base = base_of(config)
-    apart = [each for each in EXTRACTORS if hasattr(base, f"get_{each}_features")]
+    model = blank_of(config)
+    apart = [each for each in EXTRACTORS if hasattr(model.base_model, f"get_{each}_features")]
     if not apart:
         whole = not any(isinstance(part, library().PreTrainedConfig) for part in vars(config).values())
         why = "is for text alone" if whole else "does not keep the rows of pictures apart from the rest"
         raise CheckpointError(f"{kind} {why}")
     if getattr(config, f"{apart[0]}_token_id", None) is None:
         raise CheckpointError(f"{kind} does not state the token at whose places rows go")
+    return model
 
 
 _INDEXED = "indexed_attention"
@@ -242,11 +241,11 @@ def rope_positions(base: Any, made: Mapping[str, Any], *, sound_in_video: bool =
     return positions
 
 
-def axes_of(config: Any) -> int:
+def axes_of(model: Any) -> int:
     """The axes on which a model counts places: 1, 3, or 4 where each token's own number is another, before these."""
-    if not hasattr(base_of(config), "get_rope_index"):
+    if not hasattr(model.base_model, "get_rope_index"):
         return 1
-    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     return max(_AXES, len(rope.get("mrope_section") or ()))
 
 

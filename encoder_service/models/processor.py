@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from common.library_classes import base_of, config_of
-from common.library_models import check, rope_positions, row_tokens
+from common.library_classes import config_of
+from common.library_models import checked, rope_positions, row_tokens
 from common.library_processors import (
     Clip,
     Sound,
@@ -44,8 +44,7 @@ class ItemProcessor:
     def __init__(self, folder: Path) -> None:
         self._processor = processor_of(folder)
         self._config = config_of(folder)
-        check(self._config)
-        base = base_of(self._config)
+        base = checked(self._config).base_model
         self._base = base if hasattr(base, "get_rope_index") else None
 
     def frames(self, total: int, fps: float, asked: float = 0.0) -> list[int]:

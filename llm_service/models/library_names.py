@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from common.checkpoint import CheckpointError
-from common.library_classes import class_of, decoder_of
+from common.library_classes import blank_of, decoder_of
 from llm_service.families.registry import TEXT_FAMILIES
 from llm_service.models.loader import HEAD
 
@@ -30,8 +29,7 @@ def named_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
 def own_names(config: Any, stored: Iterable[str]) -> dict[str, str]:
     """The decoder's names of those of a checkpoint's tensors, and of the weights that several make together, which are
     the text's. Raises CheckpointError where the library does more to one of them than to rename it."""
-    with torch.device("meta"):
-        model = class_of(config)(config)
+    model = blank_of(config)
     names, renamed = _Names(model), {}
     weights = {f"{name.rpartition('.')[0]}.weight" for name in stored}
     for name, (there, changed) in _renamed(model, {*stored, *weights}).items():

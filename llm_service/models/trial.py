@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from common import log
 from common.checkpoint import CheckpointError
-from common.library_classes import base_of, config_of, layers_of_levels
+from common.library_classes import config_of, layers_of_levels
 from common.library_models import axes_of, level_count, marks_of, rope_positions, row_token, text_of
 from common.library_processors import SOUND_RATE, Sound, item_of, marks_around, placeholder_of, processor_of
 from common.small_models import made_up, shrink_whole
@@ -82,17 +83,21 @@ class TrialPrompt:
         return found
 
 
+Prompted = Callable[[Any], TrialPrompt]
+"""Makes a prompt for a model of the library."""
+
+
 @torch.inference_mode()
 def try_out(folder: Path, group: TensorGroup = ALONE) -> Finding:
     """Tries a checkpoint's configuration, which takes seconds; all ranks of a group together. Raises CheckpointError
     where what comes out in chunks, and of shares, is not what comes out of the whole, or that cannot be tried."""
     config = config_of(folder)
-    return try_config(config, lambda: _prompt(folder, config), group)
+    return try_config(config, partial(_prompt, folder), group)
 
 
 @torch.inference_mode()
-def try_config(config: Any, prompted: Callable[[], TrialPrompt], group: TensorGroup = ALONE) -> Finding:
-    """The same of a configuration, which is shrunk first, and a prompt for the shrunk one."""
+def try_config(config: Any, prompted: Prompted, group: TensorGroup = ALONE) -> Finding:
+    """The same of a configuration, which is shrunk first, and a prompt for a model of the shrunk one."""
     name = config.model_type
     with _tried(name):
         case = _Case.of(config, prompted, group.size)
@@ -114,13 +119,13 @@ def try_ours(folder: Path) -> Finding:
     """Tries our decoder in the place of the library's text model, on one rank. Raises CheckpointError where it lacks
     what the text asks for, or its logits are not the library's."""
     config = config_of(folder)
-    return try_ours_of(config, lambda: _prompt(folder, config))
+    return try_ours_of(config, partial(_prompt, folder))
 
 
 @torch.inference_mode()
-def try_ours_of(config: Any, prompted: Callable[[], TrialPrompt]) -> Finding:
-    """The same of a configuration, which is shrunk first, and a prompt for the shrunk one. A window that its family has
-    none for is taken out: no context is as long as one that ours is tried for."""
+def try_ours_of(config: Any, prompted: Prompted) -> Finding:
+    """The same of a configuration, which is shrunk first, and a prompt for a model of the shrunk one. A window that its
+    family has none for is taken out: no context is as long as one that ours is tried for."""
     text = config.get_text_config(decoder=True)
     check_text(text.model_type)
     if getattr(text, "sliding_window", None) is not None and SLIDING not in TEXT_FAMILIES[text.model_type].mixers:
@@ -128,7 +133,7 @@ def try_ours_of(config: Any, prompted: Callable[[], TrialPrompt]) -> Finding:
     differences = []
     with _tried(config.model_type):
         case = _Case.of(config, prompted)
-        shape = TextConfig.of(text_of(config), len(case.prompt.ids) + _ANSWER)
+        shape = TextConfig.of(text_of(case.model), len(case.prompt.ids) + _ANSWER)
         for rule in _OF_RUNS:
             made = Decoder(replace(shape, spans=rule), ALONE, torch.float32, _CPU)
             decoder = fill_plain(made, named_tensors(case.model))
@@ -152,12 +157,12 @@ class _Case:
     said: _Said
 
     @classmethod
-    def of(cls, config: Any, prompted: Callable[[], TrialPrompt], ranks: int = 1) -> _Case:
+    def of(cls, config: Any, prompted: Prompted, ranks: int = 1) -> _Case:
         """Of a configuration, which is shrunk so that heads can be split over so many ranks."""
         shrink_whole(config, ranks)
         model = made_up(config, text_alone)
-        prompt = prompted()
-        axes = axes_of(config)
+        prompt = prompted(model)
+        axes = axes_of(model)
         positions = _positions(model.base_model, prompt) if axes > 1 else torch.arange(len(prompt.ids)).expand(3, -1)
         expected, said = _whole(model, prompt), _generated(model, prompt)
         return cls(model, prompt, positions, axes, expected, said)
@@ -175,11 +180,12 @@ def _tried(name: str) -> Iterator[None]:
         raise CheckpointError(f"{name} cannot be tried: a small model of its configuration does not run") from error
 
 
-def drawn_prompt(config: Any) -> TrialPrompt:
-    """Tokens of text, and two runs of rows among them: for a configuration without a processor. Types tell rows from
-    text, but where all tokens of a prompt see each other an answer from a prompt."""
+def drawn_prompt(model: Any) -> TrialPrompt:
+    """Tokens of text, and two runs of rows among them: for a model without a processor. Types tell rows from text, but
+    where all tokens of a prompt see each other an answer from a prompt."""
+    config = model.config
     token = row_token(config)
-    first, second = (3 * 5 + 2, 2 * 4 + 2) if axes_of(config) > 3 else (3 * 4, 2 * 3)  # with marks of its own
+    first, second = (3 * 5 + 2, 2 * 4 + 2) if axes_of(model) > 3 else (3 * 4, 2 * 3)  # with marks of its own
     ids = torch.arange(22 + first + second) % 7 + 3
     ids[8 : 8 + first], ids[12 + first : 12 + first + second] = token, token
     types = (ids == token).long().unsqueeze(0)
@@ -191,20 +197,20 @@ def drawn_prompt(config: Any) -> TrialPrompt:
     return _prompt_of(config, ids, {**dict.fromkeys(_TYPES, types), _GRIDS: grids, _MASK: mask})
 
 
-def _prompt(folder: Path, config: Any) -> TrialPrompt:
+def _prompt(folder: Path, model: Any) -> TrialPrompt:
     """Text, a picture, text, as the library's processor makes it; a sound where it knows no pictures."""
     processor = processor_of(folder)
     kind = item_of(processor)
     item = placeholder_of(processor, kind).join(marks_around(processor, kind))
     text = f"A few words before it {item} and a few words behind it, to be read."
-    more: dict[str, Any] = {"return_mm_token_type_ids": True} if hasattr(base_of(config), "get_rope_index") else {}
+    more: dict[str, Any] = {"return_mm_token_type_ids": True} if hasattr(model.base_model, "get_rope_index") else {}
     if kind == "audio":
         more |= Sound(np.zeros(SOUND_RATE, np.float32)).given()
     else:
         more["images"] = [Image.fromarray(np.zeros((*_PICTURE, 3), np.uint8))]
     made = processor(text=[text], return_tensors="pt", **more)
     taken = {name: made[name] for name in (*_TYPES, _GRIDS, _MASK) if name in made}
-    return _prompt_of(config, made["input_ids"][0], taken)
+    return _prompt_of(model.config, made["input_ids"][0], taken)
 
 
 def _prompt_of(config: Any, ids: Tensor, more: dict[str, Tensor]) -> TrialPrompt:

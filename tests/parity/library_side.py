@@ -25,6 +25,7 @@ from llm_service.models.decoder import Decoder
 from llm_service.models.known_text import known_text
 from llm_service.models.loader import TextSide
 from llm_service.models.served import ServedModel
+from llm_service.models.trial import Finding, try_out
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, SamplingParams
 from tests.parity.local_engine import LocalEngine, Prompt
@@ -35,7 +36,8 @@ GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A checkpoint, and both halves of what serves it. Whether our decoder computes its text is tried once."""
+    """A checkpoint, and both halves of what serves it. Whether our decoder computes its text is tried once, and so is
+    how the library does."""
 
     folder: Path
     found: LibraryModel
@@ -43,6 +45,7 @@ class Served:
     tower: LibraryTower
     builder: PromptBuilder
     _texts: dict[int, TextSide | None] = field(default_factory=dict)
+    _findings: list[Finding] = field(default_factory=list)
 
     @classmethod
     def of(cls, folder: Path) -> Served:
@@ -109,9 +112,16 @@ class Served:
             self._texts[max_context] = known_text(Checkpoint(self.folder), self.found, max_context=max_context)
         return self._texts[max_context]
 
+    def finding(self) -> Finding:
+        """What a trial says of the library's text model."""
+        if not self._findings:
+            self._findings.append(try_out(self.folder))
+        return self._findings[0]
+
     def engine(self, *, by_library: bool = False, max_context: int = 0, **options: Any) -> LocalEngine:
         text = None if by_library else self.text(max_context)
-        return LocalEngine(self.folder, library=self.found, text=text, **options)
+        finding = self.finding() if text is None else None
+        return LocalEngine(self.folder, library=self.found, text=text, finding=finding, **options)
 
 
 def compare(served: Served, step_tokens: int = 16) -> set[str]:

@@ -33,6 +33,7 @@ from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.library_loader import load_library_decoder
 from llm_service.models.loader import TextSide, load_decoder
 from llm_service.models.served import ServedModel
+from llm_service.models.trial import Finding
 from llm_service.plan import Adapter, Install, TokenLogprobs
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, PromptLayout, SamplingParams
@@ -148,6 +149,7 @@ class LocalEngine:
         dtype: torch.dtype = torch.float32,
         library: LibraryModel | None = None,
         text: TextSide | None = None,
+        finding: Finding | None = None,
         speculative_tokens: int = 0,
         draft: Drafter | None = None,
         adapters: Sequence[Path] = (),
@@ -162,7 +164,7 @@ class LocalEngine:
         if library is None or text is not None:
             decoder = load_decoder(checkpoint, dtype, torch.device(device), weight_dtype=weight_dtype, text=text)
         else:
-            decoder = load_library_decoder(checkpoint, library, dtype, torch.device(device))
+            decoder = load_library_decoder(checkpoint, library, dtype, torch.device(device), finding=finding)
             attention = decoder.backend
         self.decoder = decoder
         self._buffer = SharedBuffer.create("test-rows", 64 << 20)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from common.checkpoint import Checkpoint, CheckpointError
+from common.library_classes import blank_of
 from common.library_models import describe
 from llm_service.families.family import SpanRule
 from llm_service.layers.cache_spec import PagedKV, SharedKV
@@ -49,10 +50,10 @@ def test_ids_and_tokens_are_the_library_s_whatever_the_chunks_and_the_company(fo
 
 def test_no_row_sees_those_behind_it_where_the_configuration_says_nothing_of_that() -> None:
     config = config_of(FORMS["inputs"])
-    assert try_ours_of(config, lambda: drawn_prompt(config)).spans is SpanRule.IN_WINDOWS
+    assert try_ours_of(config, drawn_prompt).spans is SpanRule.IN_WINDOWS
     config = config_of(FORMS["inputs"])
     config.text_config.use_bidirectional_attention = None
-    assert try_ours_of(config, lambda: drawn_prompt(config)).spans is SpanRule.NOWHERE
+    assert try_ours_of(config, drawn_prompt).spans is SpanRule.NOWHERE
 
 
 def test_layers_that_share_keys_keep_none(tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ def test_the_trial_tells_what_would_be_wrong(what: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(owner, name, wrong)
     config = config_of(FORMS[form])
     with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
-        try_ours_of(config, lambda: drawn_prompt(config))
+        try_ours_of(config, drawn_prompt)
 
 
 @pytest.mark.parametrize("changed", [{"logit_cap": None}, {"attention_scale": None}])
@@ -140,7 +141,7 @@ def test_the_trial_tells_what_is_not_read(changed: dict[str, Any], monkeypatch: 
     monkeypatch.setattr(TextConfig, "of", lambda *given: replace(right(*given), **changed))
     config = config_of(FORMS["dense"])
     with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
-        try_ours_of(config, lambda: drawn_prompt(config))
+        try_ours_of(config, drawn_prompt)
 
 
 @pytest.mark.parametrize("form", ["inputs", "experts"])
@@ -149,7 +150,7 @@ def test_logits_of_two_ranks_are_those_of_one(form: str, tmp_path: Path, monkeyp
     checkpoint = Checkpoint(make_by(FORMS[form], tmp_path))
     text = known_text(checkpoint, describe(tmp_path))
     assert text is not None
-    prompt = drawn_prompt(config_of(FORMS[form]))
+    prompt = drawn_prompt(blank_of(config_of(FORMS[form])))
     positions, end = torch.arange(len(prompt.ids)).expand(3, -1), len(prompt.ids)
 
     def logits(group: TensorGroup) -> Tensor:
@@ -233,4 +234,4 @@ def test_shapes_like_the_published_ones_pass_their_trial(name: str) -> None:
     shape = {"vocab_size_per_layer_input": words["vocab_size"], **more, **PUBLISHED[name]}
     config.text_config = type(config.text_config)(**shape)
     expected = SpanRule.IN_WINDOWS if "use_bidirectional_attention" in shape else SpanRule.NOWHERE
-    assert try_ours_of(config, lambda: drawn_prompt(config)).spans is expected
+    assert try_ours_of(config, drawn_prompt).spans is expected

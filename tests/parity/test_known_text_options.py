@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.checkpoint import Checkpoint, CheckpointError
+from common.library_classes import blank_of
 from common.library_models import describe
 from llm_service.engine.sequence import Sequence
 from llm_service.layers.cpu import selection
@@ -114,7 +115,7 @@ def test_weights_in_int8_are_rounded_and_say_nearly_the_same(served: Served, pro
 
 def _logits(decoder: Decoder, kind: str = "internvl") -> Tensor:
     """Of a prompt with rows in it, in two chunks."""
-    prompt = drawn_prompt(config_of_recipe(kind))
+    prompt = drawn_prompt(blank_of(config_of_recipe(kind)))
     positions, end = torch.arange(len(prompt.ids)).expand(3, -1), len(prompt.ids)
     with torch.inference_mode():
         return trial._logits(decoder, prompt, positions, [(0, 20), (20, end)], prompt.runs)

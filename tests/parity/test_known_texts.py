@@ -237,14 +237,14 @@ def test_heads_that_divide_the_whole_width_are_tried_as_wide_as_they_are() -> No
     text = config.text_config
     text.hidden_size, text.num_attention_heads, text.num_key_value_heads = 1024, 8, 2
     text.rope_parameters = rope
-    assert try_ours_of(config, lambda: drawn_prompt(config)).spans is SpanRule.NOWHERE
+    assert try_ours_of(config, drawn_prompt).spans is SpanRule.NOWHERE
     assert (text.num_attention_heads, text.hidden_size) == (4, 512)
 
 
 def test_lfm_2_has_other_names_and_no_gates() -> None:
     """LFM3, which is compared as a whole, has both."""
     config = config_of_recipe("lfm2_vl")
-    assert try_ours_of(config, lambda: drawn_prompt(config)).spans is SpanRule.NOWHERE
+    assert try_ours_of(config, drawn_prompt).spans is SpanRule.NOWHERE
 
 
 def test_a_text_that_asks_for_what_our_decoder_lacks_is_the_library_s(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_a_text_that_computes_otherwise_is_the_library_s(monkeypatch: pytest.Mon
     config = config_of_recipe("hyperclovax_vision_v2")
     config.text_config.use_post_norm, config.text_config.residual_multiplier = False, 0.5
     with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's: they differ by"):
-        try_ours_of(config, lambda: drawn_prompt(config))
+        try_ours_of(config, drawn_prompt)
 
 
 def test_a_mask_of_ours_that_were_another_is_told(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,13 +86,13 @@ def test_a_trial_finds_spans_and_tells_other_masks(windowed: Path, monkeypatch: 
 @pytest.mark.parametrize("what", ["chunks", "tempering"])
 def test_a_trial_tells_what_llama_4_wants_of_attention(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of_recipe("llama4")
-    assert try_config(config, lambda: drawn_prompt(config)).spans is SpanRule.NOWHERE
+    assert try_config(config, drawn_prompt).spans is SpanRule.NOWHERE
     if what == "chunks":
         monkeypatch.setattr(library_decoder, "chunk_of", lambda _: None)
     else:
         monkeypatch.setattr(layer_rules.Tempering, "of", lambda _, query, __: query)
     with pytest.raises(CheckpointError, match="llama4 gives other logits in chunks"):
-        try_config(config_of_recipe("llama4"), lambda: drawn_prompt(config))
+        try_config(config_of_recipe("llama4"), drawn_prompt)
 
 
 def test_tokens_that_a_model_does_not_let_say_hide_no_other_difference() -> None:
@@ -208,7 +208,7 @@ def test_a_model_that_answers_by_another_mask_than_it_reads_is_refused() -> None
     """It keeps its prompt in sight and forgets its answer, which no prompt in chunks would show."""
     config = config_of_recipe("unlimited_ocr")
     with pytest.raises(CheckpointError, match="sees other tokens while it answers"):
-        try_config(config, lambda: drawn_prompt(config))
+        try_config(config, drawn_prompt)
 
 
 def test_quantised_weights_are_refused_by_name_where_the_library_computes(windowed: Path, tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_quantised_weights_are_refused_by_name_where_the_library_computes(window
 def test_layers_with_states_are_refused() -> None:
     config = config_of_recipe("lfm2_vl")
     with pytest.raises(CheckpointError, match="layers keep states"):
-        try_config(config, lambda: drawn_prompt(config))
+        try_config(config, drawn_prompt)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_layers_with_states_are_refused() -> None:
 )
 def test_a_configuration_says_what_cannot_be_served(kind: str, why: str) -> None:
     with pytest.raises(CheckpointError, match=why):
-        library_models.check(library_classes.library().CONFIG_MAPPING[kind]())
+        library_models.checked(library_classes.library().CONFIG_MAPPING[kind]())
 
 
 @pytest.mark.soak
@@ -452,6 +452,7 @@ def test_of_a_model_that_speaks_the_thinker_is_served(tmp_path: Path) -> None:
 def test_sounds_are_left_out_where_a_model_tells_modalities_apart_in_its_text(tmp_path: Path) -> None:
     folder = make("gemma4", tmp_path)
     config, processor = library_classes.config_of(folder), library_processors.processor_of(folder)
-    assert hasattr(library_classes.base_of(config), "get_audio_features")
+    model = library_classes.blank_of(config)
+    assert hasattr(model.base_model, "get_audio_features")
     assert processor.audio_token == "<sound>"
-    assert not library_models.takes_sounds(config, processor)
+    assert not library_models.takes_sounds(model, processor)

@@ -86,8 +86,8 @@ def on_ranks(size: int, compute: Callable[[TensorGroup], Any]) -> list[Any]:
 @pytest.mark.parametrize("kind", PLANS)
 def test_logits_of_two_ranks_are_those_of_one(kind: str) -> None:
     config = config_of_recipe(kind)
-    prompt = drawn_prompt(config)
     whole = made_up(config, text_alone)
+    prompt = drawn_prompt(whole)
     models = [copy.deepcopy(whole) for _ in range(2)]
     axes = 3 if hasattr(whole.base_model, "get_rope_index") else 1
     positions = torch.arange(len(prompt.ids)).expand(3, -1)
@@ -130,7 +130,7 @@ def tried(group: TensorGroup) -> tuple[int, int]:
     config = config_of_recipe("llava")
     text = config.text_config
     text.num_attention_heads, text.num_key_value_heads, text.head_dim = 16, 4, 8
-    try_config(config, lambda: drawn_prompt(config), group)
+    try_config(config, drawn_prompt, group)
     return text.num_attention_heads, text.num_key_value_heads
 
 

@@ -123,7 +123,7 @@ def test_a_trial_tells_other_masks(case: Case, wrong: SpanRule | None, monkeypat
 def test_a_configuration_without_a_processor_is_tried_too() -> None:
     config = library().CONFIG_MAPPING["paligemma"]()
     config.get_text_config().vocab_size, config.image_token_id = 64, 63
-    assert try_config(config, lambda: drawn_prompt(config)).spans is SpanRule.WHOLE_PROMPTS
+    assert try_config(config, drawn_prompt).spans is SpanRule.WHOLE_PROMPTS
 
 
 def test_what_a_processor_sets_into_prompts_is_found(case: Case, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ import torch
 
 from common.checkpoint import CheckpointError
 from common.library_classes import class_of, library, missing
-from common.library_models import check, row_token
+from common.library_models import checked, row_token
 from llm_service.families.family import SpanRule
 from llm_service.families.registry import FAMILIES
 from llm_service.models.trial import drawn_prompt, try_config, try_ours_of
@@ -145,16 +145,16 @@ def _text_by(kind: str, made: Any) -> tuple[str, SpanRule]:
     neither does."""
     try:
         config = _configuration(kind, made)
-        return OURS, try_ours_of(config, lambda: drawn_prompt(config)).spans
+        return OURS, try_ours_of(config, drawn_prompt).spans
     except CheckpointError:
         config = _configuration(kind, made)  # a trial shrinks it
-        return "library", try_config(config, lambda: drawn_prompt(config)).spans
+        return "library", try_config(config, drawn_prompt).spans
 
 
 def _configuration(kind: str, made: Any) -> Any:
     config = config_of_recipe(kind) if kind in RECIPES else made()
     class_of(config)
-    check(config)
+    checked(config)
     vocabulary = config.get_text_config(decoder=True).vocab_size
     if row_token(config) >= vocabulary:  # as defaults have it, which belong to no checkpoint
         config.image_token_id = vocabulary - 1
