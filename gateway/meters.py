@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import get_args
 
 from common.metrics import Metrics, gauge
+from gateway import kept_adapters
 from gateway.generation import Outcome
+from gateway.kept_adapters import KeptAdapters
 from gateway.services import LlmServices
 
 
@@ -31,12 +34,19 @@ class Meters:
         self._handovers = self.metrics.counter(
             "handovers", "answers whose LLM service ended under them, by what came of it", ("outcome",)
         )
+        self._adapter_changes = self.metrics.counter(
+            "late_adapter_changes",
+            "tries to load or unload a LoRA adapter at an LLM service that came later, by what came of them",
+            ("change", "outcome"),
+        )
         for outcome in get_args(Outcome):
             self._handovers.labels(outcome)  # a rate sees the first one as well
+        for change, came in itertools.product(("load", "unload"), get_args(kept_adapters.Outcome)):
+            self._adapter_changes.labels(change, came)
         self._pauses = self.metrics.histogram("handover_seconds", "time until another LLM service went on")
         self._first = self.metrics.histogram("first_byte_seconds", "time to an answer's first byte", ("surface",))
 
-    def watch(self, state: Callable[[], State], services: LlmServices) -> None:
+    def watch(self, state: Callable[[], State], services: LlmServices, kept: KeptAdapters) -> None:
         """Has scrapes read what is under way."""
         self.metrics.read(
             lambda: [
@@ -44,6 +54,8 @@ class Meters:
                 gauge("open_connections", "connections of callers", state().connections),
                 gauge("body_bytes", "bytes of bodies that are held", state().body_bytes),
                 gauge("kept_request_bytes", "bytes of requests that are kept for a handover", state().kept_bytes),
+                gauge("kept_adapters", "LoRA adapters that services which come later are brought", kept.count),
+                gauge("missing_adapters", "how often one of them is not at a service that can serve", kept.missing),
                 gauge("llm_services", "LLM services that are known", len(services.services)),
                 gauge("llm_services_usable", "of these, those that can serve", len(services.usable)),
                 gauge(
@@ -64,6 +76,10 @@ class Meters:
         self._handovers.labels(outcome).inc()
         if outcome == "taken_over":
             self._pauses.observe(seconds)
+
+    def adapter_change(self, change: str, outcome: str) -> None:
+        """A LoRA adapter was loaded or unloaded at a service that came later, or was not."""
+        self._adapter_changes.labels(change, outcome).inc()
 
     def ended(self, surface: str, status: int, seconds: float) -> None:
         """A request is over; 499: its caller has left."""

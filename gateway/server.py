@@ -31,6 +31,7 @@ from gateway.api.tokenize import Tokenizer
 from gateway.config import GatewayConfig
 from gateway.connection import Connection
 from gateway.generation import Generations, HandoverLimits
+from gateway.kept_adapters import KeptAdapters
 from gateway.meters import Meters, State
 from gateway.middleware import RequestMiddleware
 from gateway.services import LlmServices
@@ -67,7 +68,8 @@ async def serve(config: GatewayConfig) -> None:
     models = Models(services)
     tokenizer = Tokenizer(services)
     load = Load(services)
-    adapters = Adapters(services)
+    kept = KeptAdapters(services, meters.adapter_change)
+    adapters = Adapters(services, kept)
     operations = Operations(services, meters.metrics)
     routes = [
         Route("/v1/chat/completions", chat.answer, methods=["POST"]),
@@ -97,10 +99,12 @@ async def serve(config: GatewayConfig) -> None:
             generations.kept_bytes,
         ),
         services,
+        kept,
     )
     async with AsyncExitStack() as running:
         running.push_async_callback(asyncio.to_thread, tracing.stop)
         await running.enter_async_context(services.watched())
+        await running.enter_async_context(kept.brought())
         await services.first_look()
         await server.serve([_listen(config.listen)])
 

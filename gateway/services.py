@@ -67,7 +67,8 @@ def generate_method(channel: grpc.aio.Channel) -> grpc.aio.UnaryStreamMultiCalla
 @dataclass(eq=False, slots=True)
 class LlmService:
     """One LLM service. `info` is what it last said of itself, None while it cannot serve; `model` and
-    the `adapters` over it are what it served then as well; `told` is what it last said of its load."""
+    the `adapters` over it are what it served then as well; `told` is what it last said of its load. `came` counts how
+    often it could serve when it could not before."""
 
     address: str
     name: str
@@ -75,6 +76,7 @@ class LlmService:
     stub: LlmServiceAsyncStub
     generate: grpc.aio.UnaryStreamMultiCallable[Outgoing, llm_pb2.GenerateResponse]
     looked_at: bool = False
+    came: int = 0
     info: llm_pb2.LlmServiceGetInfoResponse | None = None
     model: str = ""
     adapters: frozenset[str] = frozenset()
@@ -116,6 +118,7 @@ class LlmService:
         if not self.looked_at or (now is None) != (self.info is None):
             said = "an LLM service can be used" if now else "an LLM service cannot be used"
             _log.info(said, address=self.address, cause=cause)
+        self.came += self.info is None and now is not None
         self.looked_at, self.info = True, now
         self.model = now.model if now else self.model
         self.adapters = frozenset(adapter.name for adapter in now.adapters) if now else self.adapters
@@ -140,6 +143,8 @@ class LlmServices:
         self._known: dict[str, LlmService] = {}
         self._listed = asyncio.Event()
         self._since: dict[str, int] = {}
+        self.is_coming: Callable[[str], bool] = lambda _: False
+        """Whether a service that can serve is about to have an adapter of this name."""
 
     def _open(self, address: str, name: str) -> LlmService:
         channel = open_channel(address, self._security, name=name)
@@ -286,7 +291,8 @@ class LlmServices:
     def lack(self, model: str) -> TwinlensError:
         """Why nobody serves this model now: none has it, or those that do, or may, cannot serve."""
         known = self.services
-        if model and known and all(each.model for each in known) and not any(each.serves(model) for each in known):
+        served = any(each.serves(model) for each in known) or self.is_coming(model)
+        if model and known and all(each.model for each in known) and not served:
             return NotFound(
                 "no model of that name is served; /v1/models lists those that are",
                 reason="UNKNOWN_MODEL",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Coroutine, Sequence
 from typing import Annotated, Any, ClassVar
 
-import grpc
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,18 +15,17 @@ from common import log
 from common.errors import InvalidInput, NotFound, TwinlensError, Unavailable
 from gateway.api.fields import Model
 from gateway.errors import NotEverywhere
+from gateway.kept_adapters import Change, Kept, KeptAdapters, load, unload
 from gateway.request_context import RequestContext, context_of
-from gateway.services import LlmService, LlmServices, error_of
+from gateway.services import LlmService, LlmServices, Metadata
 from gateway.stream import json_answer
-from twinlens.v1 import llm_pb2
 
 _log = log.get("adapters")
-_SECONDS = 300.0
-"""The longest that a service may take to read an adapter from its disk."""
 _OURS = {"name": "lora_name", "path": "lora_path"}
 
 Text = Annotated[str, Field(max_length=4096)]
-Change = Callable[[LlmService], Awaitable[object]]
+Outcomes = dict[LlmService, TwinlensError | None]
+"""What came of a change at each service, None where it was done."""
 
 
 class UnloadRequest(Model):
@@ -46,12 +44,14 @@ class LoadRequest(UnloadRequest):
 
 
 class Adapters:
-    """Loads and unloads LoRA adapters at every LLM service, one change after the other."""
+    """Loads and unloads LoRA adapters at every LLM service, one change after the other, and has services that come
+    later brought to the same."""
 
-    def __init__(self, services: LlmServices) -> None:
+    def __init__(self, services: LlmServices, kept: KeptAdapters) -> None:
         self._services = services
+        self._kept = kept
         self._changing = asyncio.Lock()
-        self._tasks: set[asyncio.Task[dict[str, TwinlensError | None]]] = set()
+        self._tasks: set[asyncio.Task[Outcomes]] = set()
 
     @property
     def routes(self) -> list[Route]:
@@ -65,43 +65,51 @@ class Adapters:
         """Has every service load an adapter. Raises NotEverywhere where only some did."""
         context = context_of(request, "adapters")
         asked = await context.read(LoadRequest)
-        wanted = llm_pb2.LoadAdapterRequest(name=asked.lora_name, path=asked.lora_path)
-        metadata = self._metadata(context)
-        outcomes = await self._everywhere(
-            asked,
-            lambda service: service.stub.LoadAdapter(wanted, timeout=_SECONDS, metadata=metadata),
-        )
+        outcomes = await self._to_its_end(self._load(asked, self._metadata(context)))
         return self._answer("load", asked, outcomes)
 
     async def unload(self, request: Request) -> Response:
-        """Has every service that has it unload an adapter. Raises NotFound where none has it, and as `load`."""
+        """Has every service that has it unload an adapter. Raises NotFound where none has it, nor was to be brought it,
+        and as `load`."""
         context = context_of(request, "adapters")
         asked = await context.read(UnloadRequest)
-        wanted = llm_pb2.UnloadAdapterRequest(name=asked.lora_name)
-        metadata = self._metadata(context)
-        outcomes = await self._everywhere(
-            asked,
-            lambda service: service.stub.UnloadAdapter(wanted, timeout=_SECONDS, metadata=metadata),
-        )
-        if any(error is None for error in outcomes.values()):  # those that never had it are as they should be
-            outcomes = {at: None if isinstance(error, NotFound) else error for at, error in outcomes.items()}
+        outcomes = await self._to_its_end(self._unload(asked, self._metadata(context)))
         return self._answer("unload", asked, outcomes)
 
     def _metadata(self, context: RequestContext) -> tuple[tuple[str, str], ...]:
         return (*self._services.metadata, *context.metadata)
 
-    async def _everywhere(self, asked: UnloadRequest, change: Change) -> dict[str, TwinlensError | None]:
-        """What came of a change, by the service's address. A caller who leaves does not end it half way."""
-        task = asyncio.create_task(self._change(asked.base_model_name or "", change))
+    async def _to_its_end(self, change: Coroutine[Any, Any, Outcomes]) -> Outcomes:
+        """What came of a change. A caller who leaves does not end it half way."""
+        task = asyncio.create_task(change)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
 
-    async def _change(self, base: str, change: Change) -> dict[str, TwinlensError | None]:
+    async def _load(self, asked: LoadRequest, metadata: Metadata) -> Outcomes:
         async with self._changing:
-            chosen = self._chosen(base)
-            errors = await asyncio.gather(*(self._at(service, change) for service in chosen))
-            return {service.address: error for service, error in zip(chosen, errors, strict=True)}
+            chosen = self._chosen(asked.base_model_name or "")
+            self._kept.wanted(asked.lora_name)
+            outcomes = await self._at(chosen, load(asked.lora_name, asked.lora_path, metadata))
+            if base := next((service.model for service, error in outcomes.items() if error is None), ""):
+                self._kept.keep(Kept(base, asked.lora_name, asked.lora_path), outcomes)
+            return outcomes
+
+    async def _unload(self, asked: UnloadRequest, metadata: Metadata) -> Outcomes:
+        async with self._changing:
+            chosen = self._chosen(asked.base_model_name or "")
+            known = self._kept.forget(asked.base_model_name or "", asked.lora_name)
+            outcomes = await self._at(chosen, unload(asked.lora_name, metadata))
+            known = known or any(error is None for error in outcomes.values())
+            if known:  # those that do not have it are as they should be
+                outcomes = {at: None if isinstance(error, NotFound) else error for at, error in outcomes.items()}
+                self._kept.owe(asked.lora_name, outcomes)
+            return outcomes
+
+    async def _at(self, chosen: Sequence[LlmService], change: Change) -> Outcomes:
+        errors = await asyncio.gather(*(self._kept.change(service, change) for service in chosen))
+        mine = (error and error.at(_OURS.get(error.field, error.field)) for error in errors)
+        return dict(zip(chosen, mine, strict=True))
 
     def _chosen(self, base: str) -> list[LlmService]:
         """The services of a model, and those of which no model is known yet. Raises TwinlensError where it is not clear
@@ -116,21 +124,9 @@ class Adapters:
             raise Unavailable("no LLM service is available", reason="NO_LLM_SERVICE")
         return [service for service in services if not base or service.model in ("", base)]
 
-    async def _at(self, service: LlmService, change: Change) -> TwinlensError | None:
-        """Changes one service, and knows at once what it has then."""
-        try:
-            await change(service)
-        except grpc.aio.AioRpcError as error:
-            refused = error_of(error)
-            return refused.at(_OURS.get(refused.field, refused.field))
-        except grpc.aio.UsageError:  # it is on no list any more, and its channel has been closed
-            return Unavailable("the LLM service cannot be reached", reason="NO_LLM_SERVICE")
-        await service.look(self._services.metadata)
-        return None
-
-    def _answer(self, verb: str, asked: UnloadRequest, outcomes: dict[str, TwinlensError | None]) -> Response:
+    def _answer(self, verb: str, asked: UnloadRequest, found: Outcomes) -> Response:
         """Says what was done. Raises what all services refused it for, or NotEverywhere."""
-        name = asked.lora_name[:128]
+        name, outcomes = asked.lora_name[:128], {service.address: error for service, error in found.items()}
         for address, error in outcomes.items():
             _log.info("an adapter change", change=verb, adapter=name, address=address, outcome=_reason(error))
         refused = [error for error in outcomes.values() if error is not None]
