@@ -208,12 +208,14 @@ class AdapterError(ValueError):
 
 class Adapter(msgspec.Struct, frozen=True):
     """A LoRA adapter as it was read: the SHA-256 of all that it is, its largest rank, its file of weights (safetensors)
-    and, for each matrix that it adapts, what the product of its two is multiplied with."""
+    and, for each matrix that it adapts, what the product of its two is multiplied with, and how the names of both begin
+    in that file, before `.lora_A.weight` and `.lora_B.weight`."""
 
     digest: bytes
     rank: int
     weights: bytes
     scales: dict[str, float]
+    names: dict[str, str]
 
 
 class Pulled(enum.IntEnum):

@@ -156,3 +156,15 @@ class Family:
     text_defaults: Mapping[str, Any] = field(default_factory=dict)
     mixers: Mapping[str, Mixer] = field(default_factory=lambda: {FULL: Mixer.ATTENTION})
     part_names: Mapping[str, str] = field(default_factory=dict)
+
+    def own_name(self, name: str) -> str:
+        """What the decoder calls a tensor, or a module, by the library's name behind that of its text.
+
+        >>> Family({}, part_names={"feed_forward.w1": "mlp.gate_proj"}).own_name("layers.0.feed_forward.w1.weight")
+        'layers.0.mlp.gate_proj.weight'
+        """
+        for theirs, own in self.part_names.items():
+            before, found, behind = f".{name}.".partition(f".{theirs}.")
+            if found:
+                return f"{before}.{own}.{behind}".strip(".")
+        return name

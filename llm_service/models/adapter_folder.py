@@ -9,7 +9,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ _MAX_CONFIG = 1 << 20
 _MAX_HEADER = 4 << 20
 """Bytes of the table of tensors: some hundred for each."""
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_BASE = "base_model.model."
 _TENSOR = re.compile(r"base_model\.model\.(?P<target>[\w.]+)\.lora_(?P<half>[AB])\.weight")
 _MOST_PATTERNS = 4096
 _STEM = re.compile(r"^(?:model\.language_model|language_model\.model|model\.text_model|model)\.(?=layers\.)")
@@ -43,11 +44,12 @@ _OFF: tuple[object, ...] = (None, False, "", "none", [], {})
 @dataclass(frozen=True, slots=True)
 class Adaptable:
     """What adapters may change: (outputs, inputs) of each matrix, by its name behind the decoder's stem, up to a rank;
-    `bases` are names that the model goes by."""
+    `bases` are names that the model goes by. `own_name`: the decoder's of what the library calls a matrix there."""
 
     shapes: Mapping[str, tuple[int, int]]
     max_rank: int
     bases: Collection[str] = ()
+    own_name: Callable[[str], str] = str
 
     @property
     def max_bytes(self) -> int:
@@ -69,7 +71,8 @@ def read(root: str, path: str, adaptable: Adaptable) -> Adapter:
     pairs = _pairs(weights, adaptable)
     scales = _scales(config, pairs, adaptable.max_rank)
     digest = hashlib.sha256(json.dumps(scales, sort_keys=True).encode() + weights).digest()
-    return Adapter(digest, max(rank for _, rank in pairs.values()), weights, scales)
+    names = {target: f"{_BASE}{name}" for target, (name, _) in pairs.items()}
+    return Adapter(digest, max(rank for _, rank in pairs.values()), weights, scales, names)
 
 
 def stem_of(name: str) -> str:
@@ -144,7 +147,7 @@ def _pairs(weights: bytes, adaptable: Adaptable) -> dict[str, tuple[str, int]]:
     names: dict[str, str] = {}
     for tensor, (_, shape, _) in entries.items():
         found = _TENSOR.fullmatch(tensor)
-        target = stem_of(found["target"]) if found else ""
+        target = adaptable.own_name(stem_of(found["target"])) if found else ""
         if found is None or target not in adaptable.shapes:
             raise AdapterError(f"it adapts {tensor[:160]!r}, which cannot be adapted here")
         outputs, inputs = adaptable.shapes[target]

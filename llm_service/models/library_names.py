@@ -52,21 +52,14 @@ class _Names:
             raise CheckpointError(f"{type(model).__name__} does not keep its text layers apart")
         self._inner, self._outer = f"{inner}.", {table: "embed_tokens", head: "lm_head"}
         family = TEXT_FAMILIES.get(model.config.get_text_config(decoder=True).model_type)
-        self._parts = {} if family is None else family.part_names
+        self._own = str if family is None else family.own_name
 
     def own(self, name: str) -> str | None:
         """The decoder's name of a tensor; None where it has none."""
         module, _, kind = name.rpartition(".")
         if (own := self._outer.get(module)) is not None:
             return f"{own}.{kind}"
-        return self._renamed(name.removeprefix(self._inner)) if name.startswith(self._inner) else None
-
-    def _renamed(self, name: str) -> str:
-        for theirs, own in self._parts.items():
-            before, found, behind = f".{name}".partition(f".{theirs}.")
-            if found:
-                return f"{before}.{own}.{behind}".removeprefix(".")
-        return name
+        return self._own(name.removeprefix(self._inner)) if name.startswith(self._inner) else None
 
 
 def _renamed(model: Any, stored: Iterable[str]) -> dict[str, tuple[str, bool]]:

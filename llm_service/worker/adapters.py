@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load
 from torch import Tensor, nn
 
+from llm_service.families.registry import TEXT_FAMILIES
 from llm_service.layers.adapter_tiles import RowTiles
 from llm_service.layers.adapters import AdapterKernel, AdapterRows, LinearAdapters
 from llm_service.layers.cpu import selection
@@ -17,7 +19,7 @@ from llm_service.layers.group import ALONE
 from llm_service.layers.linear import PackedLinear, path_within
 from llm_service.layers.low_rank import LowRank
 from llm_service.layers.weight_dtype import narrowed
-from llm_service.models.adapter_folder import stem_of
+from llm_service.models.adapter_folder import Adaptable
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.plan import Adapter, StepPlan
@@ -39,6 +41,14 @@ def shapes_of(config: TextConfig) -> dict[str, tuple[int, int]]:
     whole = Decoder(config, ALONE, torch.float32, torch.device("meta"))
     found = adapted_linears(whole.layers, "layers.")
     return {name: (len(linear.places(part)), linear.inputs) for name, linear, part in found}
+
+
+def adaptable_of(config: dict[str, Any], max_rank: int, bases: Collection[str] = (), max_context: int = 0) -> Adaptable:
+    """What adapters may change of a model of ours, or of a text of the library's that our decoder computes, by its
+    configuration."""
+    family = TEXT_FAMILIES.get(str(config.get("model_type")))
+    own_name = str if family is None else family.own_name
+    return Adaptable(shapes_of(TextConfig.of(config, max_context)), max_rank, bases, own_name)
 
 
 class RankAdapters:
@@ -75,14 +85,11 @@ class RankAdapters:
     def load(self, number: int, adapter: Adapter) -> None:
         """Keeps this rank's share of an adapter, which has been checked, under a number that no other has had."""
         tensors = load(adapter.weights)
-        halves = {
-            (stem_of(name.removeprefix("base_model.model.").rpartition(".lora_")[0]), name[-len("A.weight")]): tensor
-            for name, tensor in tensors.items()
-        }
         shares: dict[PackedLinear, dict[str, LowRank]] = {}
         for target, scale in adapter.scales.items():
             linear, part = self._linears[target]
-            a, b = map(self._kept, linear.share(part, halves[target, "A"], halves[target, "B"]))
+            halves = (tensors[f"{adapter.names[target]}.lora_{half}.weight"] for half in "AB")
+            a, b = map(self._kept, linear.share(part, *halves))
             shares.setdefault(linear, {})[part] = LowRank(a, b, scale)
         self._loaded[number] = shares
 

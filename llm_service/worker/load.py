@@ -22,8 +22,7 @@ from llm_service.families.family import SpanRule
 from llm_service.layers.cache_spec import block_elements, slot_bytes
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import TensorGroup
-from llm_service.models.adapter_folder import Adaptable, read
-from llm_service.models.config import TextConfig
+from llm_service.models.adapter_folder import read
 from llm_service.models.decoder import Decoder
 from llm_service.models.known_text import known_text
 from llm_service.models.library_decoder import LibraryDecoder
@@ -33,7 +32,7 @@ from llm_service.models.quantized import quantization_of
 from llm_service.models.served import ServedModel
 from llm_service.plan import Adapter, StepPlan
 from llm_service.settings import EngineSettings
-from llm_service.worker.adapters import RankAdapters, shapes_of
+from llm_service.worker.adapters import RankAdapters, adaptable_of
 from llm_service.worker.caches import Caches
 from llm_service.worker.changeover import Changeover, There
 from llm_service.worker.draft_loader import Drafting, load_draft_model, load_mtp_layer
@@ -156,8 +155,7 @@ def adapter_reader(settings: EngineSettings) -> Callable[[str], Adapter] | None:
         return None
     library = settings.library
     config = Checkpoint.resolve(settings.model).config if library is None else library.text
-    shapes = shapes_of(TextConfig.of(config, settings.max_context))
-    adaptable = Adaptable(shapes, settings.max_lora_rank, settings.base_names)
+    adaptable = adaptable_of(config, settings.max_lora_rank, settings.base_names, settings.max_context)
     return partial(read, settings.lora_dir, adaptable=adaptable)
 
 

@@ -27,7 +27,7 @@ from llm_service.engine.scheduler import Limits, Scheduler, Step
 from llm_service.layers.adapters import AdapterKernel
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape
 from llm_service.layers.mixer import CachedPart, StateBackend
-from llm_service.models.adapter_folder import Adaptable, read
+from llm_service.models.adapter_folder import read
 from llm_service.models.decoder import Decoder
 from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.library_loader import load_library_decoder
@@ -37,7 +37,7 @@ from llm_service.models.trial import Finding
 from llm_service.plan import Adapter, Install, TokenLogprobs
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, PromptLayout, SamplingParams
-from llm_service.worker.adapters import RankAdapters, shapes_of
+from llm_service.worker.adapters import RankAdapters, adaptable_of
 from llm_service.worker.caches import Caches
 from llm_service.worker.draft_loader import load_draft_model, load_mtp_layer
 from llm_service.worker.model_runner import Launched, ModelRunner
@@ -182,10 +182,10 @@ class LocalEngine:
             self.runner.proposer = layer.proposer(arena, blocks, block_size, attention)
         self.adapters: dict[int, Adapter] = {}
         if adapters:
-            shapes = shapes_of(decoder.config)
+            adaptable = adaptable_of(checkpoint.config if library is None else library.text, max_rank=8)
             self.runner.adapters = RankAdapters(decoder, max_loras or len(adapters), 8, adapter_kernel)
             for number, folder in enumerate(adapters, 1):
-                adapter = read(str(folder.parent), folder.name, Adaptable(shapes, 8))
+                adapter = read(str(folder.parent), folder.name, adaptable)
                 self.runner.adapt(Install(number, adapter))
                 self.adapters[number] = adapter
         self.scheduler = Scheduler(

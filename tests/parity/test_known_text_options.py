@@ -36,6 +36,7 @@ from tools.models.compare import PROMPTS, TOKENS, Reference
 from tools.models.tiny import config_of_recipe, make
 
 CPU = torch.device("cpu")
+FEED_FORWARD = ("gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3")
 TEXT = "language_model.model."
 """How names of the text's tensors begin, as checkpoints are saved."""
 
@@ -139,17 +140,18 @@ def test_logits_of_two_ranks_are_those_of_one(kind: str, tmp_path: Path, monkeyp
         assert weights < 0.7 * all_weights
 
 
-@pytest.mark.parametrize("kind", ["internvl", "idefics3", "gemma3", "gemma4", "glm4v"])
+@pytest.mark.parametrize("kind", ["internvl", "idefics3", "gemma3", "gemma4", "glm4v", "lfm2_vl", "lfm3_vl"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_tokens_with_adapters_are_those_of_peft(kind: str, tmp_path: Path) -> None:
     directory = make(kind, tmp_path / "model")
     path = "text_model" if kind == "idefics3" else "language_model"
+    mixers = (*ATTENTION, "in_proj", "out_proj")  # of short convolutions, and of LFM2's attention
     peft = PeftReference(
         directory,
         tmp_path,
         [
-            {"r": 4, "lora_alpha": 16, "target_modules": rf"model\.{path}\.layers\..*\.({'|'.join(ATTENTION)})"},
-            {"r": 2, "lora_alpha": 8, "target_modules": rf"model\.{path}\.layers\..*\.(gate|up|gate_up|down)_proj"},
+            {"r": 4, "lora_alpha": 16, "target_modules": rf"model\.{path}\.layers\..*\.({'|'.join(mixers)})"},
+            {"r": 2, "lora_alpha": 8, "target_modules": rf"model\.{path}\.layers\..*\.({'|'.join(FEED_FORWARD)})"},
         ],
     )
     served, library = Served.of(directory), Reference(directory)
