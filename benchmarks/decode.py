@@ -5,7 +5,8 @@ with other things; what two threads gain, and what two programs take from each o
 Each sequence has a context of its own, of random tokens, the same ones on both sides. A step is *repeated* over the
 same context: nothing below the services remembers tokens, so there are no hits to count, and a step's weights alone,
 about a gigabyte, push everything else out of the processor's caches. With `--adapter-rank` also steps in which each
-sequence has a LoRA adapter of its own, stored in float32 or in bfloat16, in turns with steps without.
+sequence has a LoRA adapter of its own, stored in float32 or in bfloat16, in turns with steps without. With `--drafts`
+steps of one sequence that verify none to so many drafts, in turns: what a token of a copied answer takes follows.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from common.cpu.jit import use_threads
 from common.devices import default_dtype
 from llm_service.models.adapter_folder import Adaptable, read
 from llm_service.models.config import TextConfig
+from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
 from llm_service.plan import Adapter, Chunk, Draw, StepPlan
 from llm_service.worker.adapters import RankAdapters, shapes_of
@@ -54,6 +56,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="of which the least is shown")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of both; by default the services' own")
     parser.add_argument("--adapter-rank", type=int, default=0, help="of adapters, which alone are measured then")
+    parser.add_argument("--drafts", type=int, default=0, help="verified at most by one sequence's steps, which alone")
     given = parser.parse_args()
     folder = chosen_model(given)
     dtype: torch.dtype = getattr(torch, given.dtype or default_dtype("cpu", Checkpoint(folder)))
@@ -63,6 +66,9 @@ def main() -> None:
     contexts = torch.randint(5, _WORDS, (max(_BATCHES), given.context), dtype=torch.int32)
     if given.adapter_rank:
         _print_adapters(folder, contexts, dtype, given)
+        return
+    if given.drafts:
+        _print_drafts(folder, contexts[0], dtype, given)
         return
     peer = [_least(step, given.steps) for step in _peer(folder, contexts, dtype)]
     print("| | " + " | ".join(f"{batch} sequences" for batch in _BATCHES) + " |\n" + "|---" * (1 + len(_BATCHES)) + "|")
@@ -92,6 +98,22 @@ def _print_adapters(folder: Path, contexts: Tensor, dtype: torch.dtype, given: a
     print("|---" * (1 + len(_BATCHES)) + "|")
     for name, cells in rows.items():
         print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+def _print_drafts(folder: Path, context: Tensor, dtype: torch.dtype, given: argparse.Namespace) -> None:
+    """A step's time by the tokens that it computes, as a part of one token's, and that for each, if all are right."""
+    table = list(range(-(-(len(context) + 1 + given.drafts) // _BLOCK)))
+    runner, _ = _runner(folder, len(table), "numba", "", dtype)
+    runner.run(_prompt(context, table))
+    plans = []
+    for count in range(1, given.drafts + 2):
+        ids, places = array("i", [5] * count), array("i", [*range(len(context), len(context) + count)] * 3)
+        chunks, draws = [Chunk(len(context), count, 0, decodes=True)], [Draw(at=n) for n in range(count)]
+        plans.append(StepPlan(ids.tobytes(), places.tobytes(), chunks, [], draws))
+    took = _least_in_turns([partial(runner.run, plan) for plan in plans], given.steps)
+    print("| tokens of a step | ms | of one token's | each |\n|---:|---:|---:|---:|")
+    for count, seconds in enumerate(took, 1):
+        print(f"| {count} | {1e3 * seconds:.1f} | {seconds / took[0]:.2f} | {seconds / took[0] / count:.3f} |")
 
 
 def _least_in_turns(steps: Sequence[Callable[[], object]], turns: int) -> list[float]:
@@ -127,12 +149,9 @@ def _steps(
 ) -> Iterator[tuple[ModelRunner, StepPlan]]:
     """Blocks of the sequences alternate, as they do when sequences have grown side by side; adapters are in slots of
     their numbers."""
-    decoder = load_decoder(Checkpoint(folder), dtype, _CPU, weight_dtype=weights)
     context = contexts.shape[1]
     each = -(-(context + 1) // _BLOCK)
-    caches = Caches(decoder.mixers(), max(_BATCHES) * each, _BLOCK, decoder.kv_dtype, _CPU, attention=attention)
-    arena = RowArena(SharedBuffer.create("bench", 1 << 16).view, 1, decoder.config.hidden_size, decoder.dtype)
-    runner = ModelRunner(decoder, arena, caches)
+    runner, decoder = _runner(folder, max(_BATCHES) * each, attention, weights, dtype)
     if adapters:
         runner.adapters = RankAdapters(decoder, len(adapters), rank)
         for number, adapter in enumerate(adapters):
@@ -148,6 +167,14 @@ def _steps(
         last, places = array("i", [5] * batch), array("i", [context] * 3 * batch)
         draws = [Draw(at=n) for n in range(batch)]
         yield runner, StepPlan(last.tobytes(), places.tobytes(), chunks, [], draws, appended=told)
+
+
+def _runner(folder: Path, blocks: int, attention: str, weights: str, dtype: torch.dtype) -> tuple[ModelRunner, Decoder]:
+    """What runs steps of a checkpoint, over a cache of so many blocks."""
+    decoder = load_decoder(Checkpoint(folder), dtype, _CPU, weight_dtype=weights)
+    caches = Caches(decoder.mixers(), blocks, _BLOCK, decoder.kv_dtype, _CPU, attention=attention)
+    arena = RowArena(SharedBuffer.create("bench", 1 << 16).view, 1, decoder.config.hidden_size, decoder.dtype)
+    return ModelRunner(decoder, arena, caches), decoder
 
 
 def _prompt(ids: Tensor, table: list[int]) -> StepPlan:

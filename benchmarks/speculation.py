@@ -31,6 +31,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.checkpoint import CACHE, add_model_options, chosen_model
 from benchmarks.hits import added, check_new, no_wrong_figures, of_llm, since, told
 from benchmarks.services import process
+from llm_service.layers.cpu.selection import wide_vectors
 from twinlens.v1 import llm_pb2
 from twinlens.v1.llm_pb2_grpc import LlmServiceStub
 
@@ -173,7 +174,8 @@ def main() -> None:
     """Measures and prints a table of medians."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speculation", description=__doc__)
     add_model_options(parser)
-    parser.add_argument("--speculative-tokens", type=int, default=11, help="of the service that has drafts")
+    drafts = 15 if wide_vectors() else 11  # as docs/CONFIGURATION.md recommends
+    parser.add_argument("--speculative-tokens", type=int, default=drafts, help="of the service that has drafts")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--runs", type=int, default=6, help="new prompts of each kind; the median is shown")
     given = parser.parse_args()
