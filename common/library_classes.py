@@ -58,10 +58,13 @@ def config_of(folder: Path) -> Any:
 def class_of(config: Any) -> Any:
     """The class of models that read pictures, or hear sounds, and write text. Raises CheckpointError where there is
     none."""
-    for every in (library().AutoModelForImageTextToText, library().AutoModelForMultimodalLM):
-        if type(config) in every._model_mapping:
-            found = every._model_mapping[type(config)]
-            return found[0] if isinstance(found, tuple) else found
+    lists = "AutoModelForImageTextToText", "AutoModelForMultimodalLM", "AutoModelForPreTraining"
+    for every in (getattr(library(), name)._model_mapping for name in lists):
+        if type(config) in every:
+            found = every[type(config)]
+            made = found[0] if isinstance(found, tuple) else found
+            if every is not library().AutoModelForPreTraining._model_mapping or hasattr(made, "get_audio_features"):
+                return made
     raise CheckpointError(f"{config.model_type} is no model that reads pictures and writes text")
 
 

@@ -99,13 +99,17 @@ _BLANK_RATE = 8.0
 
 
 def takes_sounds(model: Any, processor: Any) -> bool:
-    """Whether the processor says what stands for a sound, and the model has a tower for it, and does not tell
-    modalities apart in its text: a trial shows such a model pictures alone."""
+    """Whether the processor says what stands for a sound, and the model has a tower for it, and no tokens of media see
+    each other in its text as its configuration has it. Where it tells modalities apart there, a trial has to show that
+    nothing follows from it for a sound."""
     if not isinstance(getattr(processor, "audio_token", None), str) or not hasattr(
         model.base_model, "get_audio_features"
     ):
         return False
-    if any("token_type_ids" in name for name in inspect.signature(model.forward).parameters):
+    if getattr(model.config, "audio_config", "") is None:  # one of several sizes, without a tower for sounds
+        return False
+    text = model.config.get_text_config(decoder=True)
+    if tells_apart(model) and getattr(text, "use_bidirectional_attention", None):
         return False
     if getattr(getattr(processor, "feature_extractor", None), "sampling_rate", None) != SOUND_RATE:
         return False
@@ -115,6 +119,11 @@ def takes_sounds(model: Any, processor: Any) -> bool:
     except (AttributeError, ImportError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         return False
     return True
+
+
+def tells_apart(model: Any) -> bool:
+    """Whether a model is told of each token of a prompt of which modality it is."""
+    return any("token_type_ids" in name for name in inspect.signature(model.forward).parameters)
 
 
 def takes_video_sound(model: Any, processor: Any) -> bool:
@@ -192,8 +201,9 @@ def checked(config: Any) -> Any:
     model = blank_of(config)
     apart = [each for each in EXTRACTORS if hasattr(model.base_model, f"get_{each}_features")]
     if not apart:
-        whole = not any(isinstance(part, library().PreTrainedConfig) for part in vars(config).values())
-        why = "is for text alone" if whole else "does not keep the rows of pictures apart from the rest"
+        parts = {name for name, part in vars(config).items() if isinstance(part, library().PreTrainedConfig)}
+        media = "sounds" if parts & {"audio_config", "codec_config"} and "vision_config" not in parts else "pictures"
+        why = f"does not keep the rows of {media} apart from the rest" if parts else "is for text alone"
         raise CheckpointError(f"{kind} {why}")
     if getattr(config, f"{apart[0]}_token_id", None) is None:
         raise CheckpointError(f"{kind} does not state the token at whose places rows go")

@@ -37,7 +37,8 @@ _WORDS = {"image": "picture", "video": "video", "audio": "sound"}
 
 def item_of(processor: Any) -> str:
     """The modality that a processor knows at least: `audio`, where it is for sounds alone."""
-    alone = hasattr(processor, "feature_extractor") and not hasattr(processor, "image_processor")
+    hears = any(hasattr(processor, name) for name in (EXTRACTORS["audio"], "audio_processor"))
+    alone = hears and not hasattr(processor, EXTRACTORS["image"])
     return "audio" if alone else "image"
 
 
@@ -88,12 +89,21 @@ def longest_sound(processor: Any) -> int:
     """The samples that a processor takes of a sound, and says nothing of what is behind them; 0: all of any."""
     if seconds := getattr(processor, "max_audio_len", None):
         return int(seconds * SOUND_RATE)
-    known = int(getattr(processor.feature_extractor, "n_samples", 0))
+    extractor = processor.feature_extractor
+    known = int(getattr(extractor, "n_samples", 0)) or _cut_at(extractor)
     if not known:
         return 0
     sounds = [Sound(np.zeros(length, np.float32)) for length in (known, known + SOUND_RATE)]
     within, beyond = (replaced(processor, "audio", sound.given()) for sound in sounds)
     return known if within == beyond else 0
+
+
+def _cut_at(extractor: Any) -> int:
+    """The samples behind which an extractor of features cuts a sound off by default, as its arguments say; 0: it does
+    not."""
+    taken = inspect.signature(type(extractor).__call__).parameters
+    cuts = "truncation" in taken and taken["truncation"].default is True
+    return int((cuts and "max_length" in taken and taken["max_length"].default) or 0)
 
 
 def wrapped(processor: Any, modality: str) -> str:
@@ -137,9 +147,18 @@ def frames_of(processor: Any, total: int, fps: float, asked: float = 0.0) -> lis
     return [int(number) for number in videos.sample_frames(metadata=about, **named)]
 
 
+def check_rate(extractor: Any) -> None:
+    """Raises CheckpointError where features are those of other samples than sounds are decoded to."""
+    rate = getattr(extractor, "sampling_rate", SOUND_RATE)
+    if rate != SOUND_RATE:
+        raise CheckpointError(f"{type(extractor).__name__} takes {rate} samples a second, and sounds have {SOUND_RATE}")
+
+
 def check_processor(processor: Any) -> None:
-    """Raises CheckpointError where it does not say what stands for an item."""
+    """Raises CheckpointError where it does not say what stands for an item, or not for one as we have it."""
     kind = item_of(processor)
+    if kind == "audio":
+        check_rate(getattr(processor, EXTRACTORS[kind]))
     try:
         replaced(processor, kind, _blanks(kind)[0])
     except (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:

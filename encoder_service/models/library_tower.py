@@ -21,6 +21,10 @@ _OF_NO_PROMPT = re.compile(r"pooler_output|attentions|image_tokens|embedding_los
 """What the library's outputs have of which a prompt gets the rows alone."""
 _UNPOOLED = "audio"
 """The modality whose rows some towers give as their last hidden states."""
+_HEARD = "attention_mask"
+"""Which of a sound's rows are of it, and not of what its features were filled up with."""
+_FILLS_UP = "embed_audio"
+"""What a model calls its tables of sounds' rows, those of tokens among them."""
 _MARKS = "visual_indicator_features"
 """Rows of marks around a picture, which are tokens of their own."""
 
@@ -35,17 +39,22 @@ class LibraryTower:
     def rows(self, inputs: Mapping[str, Any], tokens: int, modality: str = "image") -> Tensor:
         """What the processor has made of one item → [tokens, levels, width]. Raises RuntimeError where there are more
         or fewer."""
+        if modality == _UNPOOLED and hasattr(getattr(self._model.base_model, _FILLS_UP, None), "vocab_offset"):
+            return self._filled_up(inputs, tokens)
         compute = getattr(self._model.base_model, f"get_{modality}_features")
         taken = inspect.signature(compute).parameters
         given = {name: self._placed(value) for name, value in inputs.items() if name in taken}
         features = compute(**given, return_dict=True)
         deep = features.get("deepstack_features") or [] if self._found.levels > 1 else []
         marks = features.get(_MARKS)
-        beside = [name for name, value in features.items() if value is not None and not _OF_NO_PROMPT.fullmatch(name)]
+        known = _OF_NO_PROMPT.pattern + f"|{_HEARD}" * (modality == _UNPOOLED)
+        beside = [name for name, value in features.items() if value is not None and not re.fullmatch(known, name)]
         if beside := [name for name in beside if name != _MARKS and (name != "deepstack_features" or not deep)]:
             raise RuntimeError(f"the tower gives {beside[0]} beside its rows, which nobody would add to the prompt")
         first = features.last_hidden_state if modality == _UNPOOLED and features.pooler_output is None else None
         first = features.pooler_output if first is None else first
+        if (heard := features.get(_HEARD)) is not None:
+            first = first[heard.bool()]
         if first is None and deep:  # each with the layer that it is for
             every = [level for _, level in deep]
         elif first is None:  # what puts rows into the text's width comes behind its tower, as in Llama 4
@@ -62,6 +71,19 @@ class LibraryTower:
         if len(levels) != self._found.levels:
             raise RuntimeError(f"the tower gives {len(levels)} levels of rows in place of {self._found.levels}")
         return torch.stack(levels, dim=1)
+
+    def _filled_up(self, inputs: Mapping[str, Any], tokens: int) -> Tensor:
+        """Of a model that has as many places for any sound, and a row of a table of its own in those behind the sound,
+        as Gemma 3n: its tower is told which features are beyond the sound, and not which are of it."""
+        base = self._model.base_model
+        features, heard = (self._placed(inputs[name]) for name in ("input_features", "input_features_mask"))
+        made = base.get_audio_features(features, ~heard, return_dict=True)
+        last = torch.tensor([[base.vocab_size - 1]], device=self._device)
+        behind = getattr(base, _FILLS_UP)(input_ids=last)[0]
+        rows = torch.where(made.audio_mel_mask[0].unsqueeze(-1), behind, made.pooler_output[0])
+        if len(rows) > tokens:
+            raise RuntimeError(f"the tower gives {len(rows)} rows, and its processor has places for {tokens}")
+        return torch.cat([rows, behind.expand(tokens - len(rows), -1)]).unsqueeze(1)
 
     def _with_marks(self, rows: Tensor, marks: Tensor, ids: Tensor) -> Tensor:
         """Rows and those of the marks between them, in the order in which `ids` int [n] have their tokens."""

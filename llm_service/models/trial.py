@@ -21,7 +21,16 @@ from torch import Tensor
 from common import log
 from common.checkpoint import CheckpointError
 from common.library_classes import config_of, layers_of_levels
-from common.library_models import axes_of, level_count, marks_of, rope_positions, row_token, text_of
+from common.library_models import (
+    axes_of,
+    level_count,
+    marks_of,
+    rope_positions,
+    row_token,
+    takes_sounds,
+    tells_apart,
+    text_of,
+)
 from common.library_processors import SOUND_RATE, Sound, item_of, marks_around, placeholder_of, processor_of
 from common.small_models import made_up, shrink_whole
 from llm_service.families.family import SLIDING, SpanRule
@@ -47,6 +56,8 @@ _ANSWER = 24
 """Tokens: a shrunk window is passed by them."""
 _TYPES, _GRIDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"), "image_grid_thw"
 _MASK = "attention_mask"
+_SOUND = 3
+"""The type of a sound's tokens, where a picture's have 1."""
 _OF_RUNS = tuple(rule for rule in SpanRule if rule is not SpanRule.WHOLE_PROMPTS)
 """Those by which our decoder computes."""
 
@@ -62,7 +73,7 @@ class Finding:
 class TrialPrompt:
     """ids int64 [n], the places of rows among them, and the rows [levels, m, hidden]; `marks` [k, hidden] are those of
     marks around pictures, and `pictures` says which rows are not; `more` is what else the library's model takes of a
-    prompt."""
+    prompt. `sounds`: rows may be a sound's as well, of which the model is told, and see what is before them alone."""
 
     ids: Tensor
     places: Tensor
@@ -70,6 +81,7 @@ class TrialPrompt:
     marks: Tensor
     pictures: Tensor
     more: dict[str, Tensor]
+    sounds: bool = False
 
     @property
     def runs(self) -> list[tuple[int, int]]:
@@ -101,16 +113,20 @@ def try_config(config: Any, prompted: Prompted, group: TensorGroup = ALONE) -> F
     name = config.model_type
     with _tried(name):
         case = _Case.of(config, prompted, group.size)
+        of_sounds = case.of_sounds() if case.prompt.sounds else None  # before the model becomes a decoder of ours
         decoder = LibraryDecoder(case.model, torch.float32, _CPU, axes=case.axes, group=group)
         differences = {rule: _difference(decoder, case, rule) for rule in SpanRule}
         found = next((rule for rule, difference in differences.items() if difference < _CLOSE), None)
         later = 0.0 if found is None else _difference_of_answer(decoder, case.said, found)
+        heard = 0.0 if of_sounds is None else _difference(decoder, of_sounds)
     if found is None:
         split = f"over {group.size} ranks " if group.size > 1 else ""
         what = f"{split}{name} gives other logits in chunks than of a whole prompt"
         raise CheckpointError(f"{what}: they differ by {min(differences.values()):.1%}")
     if not later < _CLOSE:  # nor where there is no number
         raise CheckpointError(f"{name} sees other tokens while it answers than in a prompt: {later:.1%} apart")
+    if not heard < _CLOSE:
+        raise CheckpointError(f"{name} gives other logits of a sound in chunks than at once: {heard:.1%} apart")
     return Finding(found)
 
 
@@ -138,6 +154,8 @@ def try_ours_of(config: Any, prompted: Prompted) -> Finding:
             made = Decoder(replace(shape, spans=rule), ALONE, torch.float32, _CPU)
             decoder = fill_plain(made, named_tensors(case.model))
             differences.append(max(_difference(decoder, case, rule), _difference_of_answer(decoder, case.said)))
+            if case.prompt.sounds:
+                differences[-1] = max(differences[-1], _difference(decoder, case.of_sounds()))
             if differences[-1] < _CLOSE:
                 return Finding(rule)
     least = min(differences)
@@ -166,6 +184,12 @@ class _Case:
         positions = _positions(model.base_model, prompt) if axes > 1 else torch.arange(len(prompt.ids)).expand(3, -1)
         expected, said = _whole(model, prompt), _generated(model, prompt)
         return cls(model, prompt, positions, axes, expected, said)
+
+    def of_sounds(self) -> _Case:
+        """The same with rows that are told to be a sound's."""
+        types = {name: value * _SOUND for name, value in self.prompt.more.items() if name in _TYPES}
+        prompt = replace(self.prompt, more={**self.prompt.more, **types})
+        return replace(self, prompt=prompt, expected=_whole(self.model, prompt))
 
 
 @contextmanager
@@ -210,7 +234,8 @@ def _prompt(folder: Path, model: Any) -> TrialPrompt:
         more["images"] = [Image.fromarray(np.zeros((*_PICTURE, 3), np.uint8))]
     made = processor(text=[text], return_tensors="pt", **more)
     taken = {name: made[name] for name in (*_TYPES, _GRIDS, _MASK) if name in made}
-    return _prompt_of(model.config, made["input_ids"][0], taken)
+    sounds = kind != "audio" and tells_apart(model) and takes_sounds(model, processor)
+    return replace(_prompt_of(model.config, made["input_ids"][0], taken), sounds=sounds)
 
 
 def _prompt_of(config: Any, ids: Tensor, more: dict[str, Tensor]) -> TrialPrompt:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -34,7 +35,7 @@ from llm_service.layers.attention.backend import PagedChunk
 from llm_service.models import layer_rules, library_decoder, trial
 from llm_service.models.library_loader import load_library_decoder
 from llm_service.models.served import ServedModel
-from llm_service.models.trial import drawn_prompt, try_config, try_out
+from llm_service.models.trial import TrialPrompt, drawn_prompt, try_config, try_out
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.detokenizer import TokenTexts
 from llm_service.request import ChatPrompt, MediaItem, Message
@@ -46,6 +47,7 @@ from tools.models.__main__ import main as tools_models
 from tools.models.compare import OURS, PROMPTS, SOUND, Reference, picture, sounding_prompts, tones
 from tools.models.recipes import RECIPES
 from tools.models.recipes.recipe import TEXT, VISION, part, whole
+from tools.models.recipes.spans import GEMMA4_HEARING
 from tools.models.tiny import config_of_recipe, make, make_by
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/MODELS.md"
@@ -145,7 +147,9 @@ def test_the_page_of_models_has_each_that_the_library_has() -> None:
     listed = re.findall(r"^\| ([\w.-]+) \| (?:native|library|refused|unknown) \|", PAGE.read_text(), re.MULTILINE)
     known = [made.model_type for made in library_classes.library().AutoModelForImageTextToText._model_mapping]
     assert listed[: len(known)] == known
-    assert listed[len(known) :] == ["glmasr", "qwen2_audio", "qwen3_asr"], "those for sounds alone"
+    alone = listed[len(known) :]
+    assert alone == sorted(alone)
+    assert {"audioflamingo3", "glmasr", "phi4_multimodal", "qwen2_audio", "qwen3_asr", "voxtral"} <= {*alone}
 
 
 def test_the_page_of_models_says_whose_decoder_computes_each_text() -> None:
@@ -449,10 +453,70 @@ def test_of_a_model_that_speaks_the_thinker_is_served(tmp_path: Path) -> None:
     assert answers[0] == answers[1]
 
 
-def test_sounds_are_left_out_where_a_model_tells_modalities_apart_in_its_text(tmp_path: Path) -> None:
+def test_sounds_are_left_out_where_rows_of_media_see_each_other_or_there_is_no_tower(tmp_path: Path) -> None:
     folder = make("gemma4", tmp_path)
     config, processor = library_classes.config_of(folder), library_processors.processor_of(folder)
     model = library_classes.blank_of(config)
     assert hasattr(model.base_model, "get_audio_features")
-    assert processor.audio_token == "<sound>"
-    assert not library_models.takes_sounds(model, processor)
+    assert config.audio_config is None
+    assert config.text_config.use_bidirectional_attention == "vision"
+    tower = library_classes.library().CONFIG_MAPPING["gemma4_audio"]()
+    for bidirectional, audio, taken in ((None, tower, True), ("vision", tower, False), (None, None, False)):
+        config.text_config.use_bidirectional_attention, config.audio_config = bidirectional, audio
+        assert library_models.takes_sounds(model, processor) == taken
+
+
+def test_a_trial_tells_a_sound_whose_rows_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prompted(model: Any) -> TrialPrompt:
+        return replace(drawn_prompt(model), sounds=True)
+
+    assert try_config(config_of_recipe("gemma3"), prompted).spans is SpanRule.EVERYWHERE
+    monkeypatch.setattr(trial, "_SOUND", 1)  # a picture's, whose rows do
+    with pytest.raises(CheckpointError, match="gemma3 gives other logits of a sound in chunks than at once"):
+        try_config(config_of_recipe("gemma3"), prompted)
+
+
+@pytest.fixture(scope="module")
+def filled_up(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """A model that has as many places for any sound."""
+    return Served.of(make("gemma3n", tmp_path_factory.mktemp("gemma3n")))
+
+
+def test_places_behind_a_sound_have_the_row_that_the_library_fills_them_up_with(filled_up: Served) -> None:
+    library, parts = Reference(filled_up.folder), ["Hear ", tones(7, 1.7), "!"]
+    ours, given = filled_up.prompt(parts), library.inputs(parts)
+    assert ours.layout.ids == given["input_ids"][0].tolist()
+    base, seen = library._model.base_model, list[torch.Tensor]()
+    base.language_model.register_forward_pre_hook(
+        lambda _, __, named: seen.append(named["inputs_embeds"]), with_kwargs=True
+    )
+    with torch.inference_mode():
+        base(**given)
+    rows = seen[0][0, given["input_ids"][0] == library._model.config.audio_token_id]
+    torch.testing.assert_close(ours.rows[0][:, 0], rows, rtol=1e-4, atol=1e-4)
+    assert torch.equal(rows[-1], rows[100]), "nothing is filled up"
+    assert not torch.allclose(rows[0], rows[1]), "nothing is heard"
+
+
+def test_a_sound_that_is_longer_than_its_places_is_refused(filled_up: Served) -> None:
+    """Its extractor cuts it off at 30 s by default."""
+    assert sum(part.rows for part in filled_up.processor.replacement(Sound(np.zeros(480_000, np.float32)))) == 188
+    with pytest.raises(ValueError, match="does not take all of so long a sound"):
+        filled_up.processor.replacement(Sound(np.zeros(480_001, np.float32)))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["gemma3n", "audioflamingo3", "musicflamingo", "moss_transcribe_diarize"])
+def test_tokens_of_models_that_hear_are_the_library_s(kind: str, tmp_path: Path) -> None:
+    assert SOUND in compare(Served.of(make(kind, tmp_path)))
+
+
+@pytest.mark.soak
+def test_tokens_of_gemma_4_s_smaller_sizes_are_the_library_s_of_sounds_too(tmp_path: Path) -> None:
+    """They let no rows see each other."""
+    assert {SOUND, OURS, "one picture"} <= compare(Served.of(make_by(GEMMA4_HEARING, tmp_path)))
+
+
+def test_voxtral_s_processor_lays_sounds_out_in_no_text(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="VoxtralProcessor does not say what stands for a sound in a prompt"):
+        library_models.describe(make("voxtral", tmp_path))

@@ -24,11 +24,12 @@ import torch
 from common.checkpoint import CheckpointError
 from common.library_classes import class_of, library, missing
 from common.library_models import checked, row_token
+from common.library_processors import check_rate
 from llm_service.families.family import SpanRule
 from llm_service.families.registry import FAMILIES
 from llm_service.models.trial import drawn_prompt, try_config, try_ours_of
 from tools.launcher import NotStartedError
-from tools.models.compare import FILM_WITH_SOUND, OURS, RANKS, SOUND, TWO, VIDEO, Differs, through_services
+from tools.models.compare import FILM_WITH_SOUND, OURS, RANKS, SOUND, TWO, TWO_SOUNDS, VIDEO, Differs, through_services
 from tools.models.recipes import RECIPES
 from tools.models.tiny import config_of_recipe, make
 
@@ -36,7 +37,7 @@ _PAGE = """\
 # Models
 
 All {seeing} kinds of models that transformers {release} has for pictures and text, by `model_type` of config.json, and
-{hearing} for sounds and text, as `python -m tools.models docs/MODELS.md` found them (`make models`).
+its {hearing} for sounds and text, as `python -m tools.models docs/MODELS.md` found them (`make models`).
 {counts}.
 
 - **native**: a family of ours ([ARCHITECTURE.md](ARCHITECTURE.md)), compared with transformers by `tests/parity`.
@@ -53,7 +54,8 @@ All {seeing} kinds of models that transformers {release} has for pictures and te
   rest a small model's logits were the library's own, in chunks, packed with another prompt; a checkpoint shows the rest
   at start.
 - **refused**: the services say why, and do not start.
-- **unknown**: the default configuration alone makes no small model; a checkpoint is tried at start.
+- **unknown**: the default configuration alone makes no small model, or the library wants a package for it that was
+  not there; a checkpoint is tried at start.
 
 Nothing here ran on a GPU, and weights were never trained ones.
 
@@ -102,10 +104,18 @@ _SPANS = {
 
 
 def kinds() -> list[str]:
-    """All that the library has for pictures and text, in its order, and those for sounds and text that a family of ours
-    serves, or that there is a recipe for."""
+    """All that the library has for pictures and text, in its order, and those for sounds and text. Of one that speaks
+    as well, its thinker."""
     seeing = [made.model_type for made in library().AutoModelForImageTextToText._model_mapping]
-    return [*seeing, *sorted({*RECIPES, *FAMILIES}.difference(seeing))]
+    hearing = {made.model_type for made in library().AutoModelForMultimodalLM._model_mapping if _is_one(made)}
+    for made, cls in library().AutoModelForPreTraining._model_mapping.items():
+        if hasattr(cls, "get_audio_features"):
+            hearing.add(made.model_type)
+    return [*seeing, *sorted({*hearing, *RECIPES, *FAMILIES}.difference(seeing))]
+
+
+def _is_one(made: Any) -> bool:
+    return "thinker_config" not in (getattr(made, "sub_configs", None) or {})
 
 
 def rows(asked: Sequence[str], compared: Comparison) -> Iterator[Row]:
@@ -155,9 +165,13 @@ def _configuration(kind: str, made: Any) -> Any:
     config = config_of_recipe(kind) if kind in RECIPES else made()
     class_of(config)
     checked(config)
+    seen = getattr(config, "image_token_id", None) is not None
+    extractors = library().models.auto.feature_extraction_auto.FEATURE_EXTRACTOR_MAPPING
+    if kind not in RECIPES and not seen and type(config) in extractors:  # a comparison would have shown it
+        check_rate(extractors[type(config)]())
     vocabulary = config.get_text_config(decoder=True).vocab_size
     if row_token(config) >= vocabulary:  # as defaults have it, which belong to no checkpoint
-        config.image_token_id = vocabulary - 1
+        setattr(config, "image_token_id" if seen else "audio_token_id", vocabulary - 1)
     return config
 
 
@@ -169,8 +183,9 @@ def by_services(kind: str, checkpoint: Path) -> set[str]:
 
 def in_process(kind: str, checkpoint: Path) -> set[str]:
     """The same without the services."""
-    compare: Callable[[Path, int], set[str]] = resolve_name("tests.parity.library_side:compare")
-    return compare(checkpoint, RECIPES[kind].step_tokens)
+    side: Any = resolve_name("tests.parity.library_side")
+    names: set[str] = side.compare(side.Served.of(checkpoint), RECIPES[kind].step_tokens)
+    return names
 
 
 Comparison = Callable[[str, Path], set[str]]
@@ -179,6 +194,7 @@ _COMPARED: dict[Comparison, str] = {by_services: "compared", in_process: "compar
 
 def _notes(names: set[str]) -> list[str]:
     one = ["one picture in a prompt"] * (TWO not in names and "one picture" in names)
+    one += ["one sound in a prompt"] * (TWO_SOUNDS not in names and SOUND in names)
     notes = {"videos": VIDEO, "sounds": SOUND, "video sound": FILM_WITH_SOUND, "tp 2": RANKS}
     return one + [note for note, name in notes.items() if name in names]
 

@@ -99,6 +99,7 @@ def tones(seed: int, seconds: float) -> Tones:
 
 VIDEO = "a video"
 SOUND = "a sound"
+TWO_SOUNDS = "two sounds"
 TWO = "two of different sizes"
 RANKS = "two ranks"
 OURS = "our decoder"
@@ -124,7 +125,7 @@ def sound_prompts() -> dict[str, Prompt]:
     """Questions about one sound, and about two of different length."""
     return {
         SOUND: [tones(1, 1.3), "What is said?"],
-        "two sounds": ["First: ", tones(2, 0.9), " then: ", tones(3, 2.2), " Which is higher?"],
+        TWO_SOUNDS: ["First: ", tones(2, 0.9), " then: ", tones(3, 2.2), " Which is higher?"],
     }
 
 
@@ -279,8 +280,8 @@ def through_services(folder: Path, step_tokens: int = 16) -> set[str]:
     are cached; and the same at once, on two ranks where the library has a plan for them. Returns the prompts' names,
     `RANKS` where there were two, and `OURS` where our decoder computed. Raises Differs where an answer is not the
     library's, and NotStartedError, with the last that was said, where a service does not start."""
-    reference = Reference(folder)
     found = describe(folder)
+    reference = Reference(folder)
     prompts = prompts_for(found, reference)
     inputs = {name: reference.inputs(parts) for name, parts in prompts.items()}
     expected = {name: reference.tokens(given) for name, given in inputs.items()}

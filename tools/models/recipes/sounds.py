@@ -10,6 +10,7 @@ from tools.models.recipes.recipe import (
     MEDIA,
     MROPE,
     PATCHES,
+    QWEN2,
     QWEN3,
     QWEN_PICTURES,
     TEXT,
@@ -29,6 +30,14 @@ _EARS: dict[str, Any] = {
     "output_dim": 64,
 }
 _WHISPER = {"feature_size": _BANDS, "chunk_length": 10}
+_WHISPER_EARS: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_mel_bins": _BANDS,
+    "max_source_positions": 500,
+}
 _OMNI_WORDS = ("<video>", "<audio>", "<start>", "<end>", "<listen>", "<heard>")
 _OMNI_NAMES = {
     **MEDIA,
@@ -124,6 +133,68 @@ RECIPES: dict[str, Recipe] = {
         ("<audio>", "<listen>", "<heard>"),
         named={"audio_token": "<audio>", "audio_bos_token": "<listen>", "audio_eos_token": "<heard>"},
         audio="<listen><audio><heard>",
+    ),
+    "audioflamingo3": Recipe(
+        whole(
+            "audioflamingo3",
+            audio_config=part("audioflamingo3_encoder", {}, **_WHISPER_EARS),
+            text_config=QWEN2,
+            audio_token_id="<audio>",
+            tie_word_embeddings=False,
+        ),
+        processor("AudioFlamingo3Processor", sounds="WhisperFeatureExtractor", bands=_WHISPER, audio_token="<audio>"),
+        ("<audio>",),
+    ),
+    "musicflamingo": Recipe(
+        whole(
+            "musicflamingo",
+            audio_config=part("audioflamingo3_encoder", {}, **_WHISPER_EARS),
+            text_config=QWEN2,
+            audio_token_id="<audio>",
+            audio_bos_token_id="<listen>",
+            audio_eos_token_id="<heard>",
+            tie_word_embeddings=False,
+        ),
+        processor(
+            "MusicFlamingoProcessor",
+            sounds="WhisperFeatureExtractor",
+            bands=_WHISPER,
+            audio_token="<audio>",
+            audio_bos_token="<listen>",
+            audio_eos_token="<heard>",
+        ),
+        ("<audio>", "<listen>", "<heard>"),
+    ),
+    "moss_transcribe_diarize": Recipe(
+        whole(
+            "moss_transcribe_diarize",
+            audio_config=part("moss_transcribe_diarize_audio", {}, **_WHISPER_EARS),
+            text_config=QWEN3,
+            audio_token_id="<audio>",
+            audio_chunk_size=160_000,
+            tie_word_embeddings=False,
+        ),
+        processor(
+            "MossTranscribeDiarizeProcessor",
+            sounds="MossTranscribeDiarizeFeatureExtractor",
+            bands=_WHISPER,
+            audio_token="<audio>",
+            audio_bos_token="<listen>",
+            audio_eos_token="<heard>",
+        ),
+        ("<audio>", "<listen>", "<heard>"),
+        audio="<listen><audio><heard>",
+    ),
+    "voxtral": Recipe(
+        whole(
+            "voxtral",
+            audio_config=part("voxtral_encoder", {}, **_WHISPER_EARS),
+            text_config=LLAMA,
+            audio_token_id="<audio>",
+            tie_word_embeddings=False,
+        ),
+        processor("VoxtralProcessor", sounds="WhisperFeatureExtractor", bands=_WHISPER),
+        ("<audio>",),
     ),
     "glmasr": Recipe(
         whole(

@@ -56,16 +56,27 @@ PALIGEMMA_2 = _paligemma(
 """Of the same `model_type`, by another text: with windows and soft caps."""
 
 
-def gemma4_by(sizes: dict[str, Any], **own: Any) -> Recipe:
+_GEMMA4_EARS = part(
+    "gemma4_audio",
+    {},
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    subsampling_conv_channels=[128, 4],
+    output_proj_dims=48,
+)
+
+
+def gemma4_by(sizes: dict[str, Any], *, hears: bool = False, **own: Any) -> Recipe:
     """Of a text of these sizes, and of what is its own: its published ones have inputs of single layers, or larger
-    heads without values in layers without a window, or experts besides."""
+    heads without values in layers without a window, or experts besides. Those that hear let no rows see each other."""
     text = part(
         "gemma4_text",
         sizes,
         global_head_dim=32,
         sliding_window=24,
         vocab_size_per_layer_input=lambda _, vocabulary: vocabulary,
-        use_bidirectional_attention="vision",
+        use_bidirectional_attention=None if hears else "vision",
         final_logit_softcapping=30.0,
         **own,
     )
@@ -81,7 +92,7 @@ def gemma4_by(sizes: dict[str, Any], **own: Any) -> Recipe:
                 pooling_kernel_size=2,
             ),
             text_config=text,
-            audio_config=None,
+            audio_config=_GEMMA4_EARS if hears else None,
             image_token_id="<soft>",
             video_token_id="<|video|>",
             boi_token_id="<start>",
@@ -101,6 +112,7 @@ def gemma4_by(sizes: dict[str, Any], **own: Any) -> Recipe:
         named=_GEMMA4_NAMES,
         image="<soft>",
         video="<|video|>",
+        audio="<sound>",
         step_tokens=80,
     )
 
@@ -116,6 +128,13 @@ GEMMA4_EXPERTS = gemma4_by(
     TEXT, **_DENSE, enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=40
 )
 """Of the same `model_type`: both have keys that are values before they are normed."""
+_SMALLER: dict[str, Any] = {
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "layer_types": WINDOWED * 2,
+}
+GEMMA4_HEARING = gemma4_by({**TEXT, "num_hidden_layers": 6}, hears=True, **_SMALLER)
 
 RECIPES: dict[str, Recipe] = {
     "paligemma": _paligemma(part("gemma", TEXT)),
@@ -163,13 +182,7 @@ RECIPES: dict[str, Recipe] = {
         ("<soft>", "<end>"),
         named={"boi_token": "<image>", "eoi_token": "<end>", "image_token": "<soft>"},
     ),
-    "gemma4": gemma4_by(
-        {**TEXT, "num_hidden_layers": 6},
-        hidden_size_per_layer_input=8,
-        num_kv_shared_layers=2,
-        use_double_wide_mlp=True,
-        layer_types=WINDOWED * 2,
-    ),
+    "gemma4": gemma4_by({**TEXT, "num_hidden_layers": 6}, **_SMALLER),
     "gemma4_unified": Recipe(
         whole(
             "gemma4_unified",
