@@ -196,6 +196,8 @@ def checked(config: Any) -> Any:
         raise CheckpointError(f"{kind} has an encoder for its text beside the decoder")
     if getattr(config, "canvas_length", None):
         raise CheckpointError(f"{kind} writes stretches of an answer at once, by diffusion")
+    if getattr(config, "has_lora_adapter", False):
+        raise CheckpointError(f"{kind} has an adapter that only prompts with sounds are computed with")
     if _INDEXED in (getattr(config.get_text_config(decoder=True), "layer_types", None) or ()):
         raise CheckpointError(f"layers of {kind} choose the tokens that they see by an index of their own")
     model = blank_of(config)

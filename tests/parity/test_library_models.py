@@ -237,6 +237,7 @@ def test_layers_with_states_are_refused() -> None:
     [
         ("mistral_large4", "layers of mistral_large4 choose the tokens that they see by an index of their own"),
         ("mistral4", "mistral4 is for text alone"),
+        ("granite_speech", "granite_speech has an adapter that only prompts with sounds are computed with"),
         ("blip", "blip does not keep the rows of pictures apart from the rest"),
     ],
 )
