@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.checkpoint import CACHE, add_model_options, chosen_model
-from benchmarks.plain_checkpoint import GEMMA3, LLAVA, plain_checkpoint
+from benchmarks.plain_checkpoint import GEMMA3, GEMMA4, LLAVA, plain_checkpoint
 from common import library_models
 from common.checkpoint import Checkpoint
 from common.cpu.jit import use_threads
@@ -122,6 +122,7 @@ def main() -> None:
     add_model_options(parser)
     parser.add_argument("--llava", action="store_true", help="a random one in LLaVA's format, which no family is for")
     parser.add_argument("--gemma", action="store_true", help="a random one in Gemma 3's, with windows of 256 tokens")
+    parser.add_argument("--gemma4", action="store_true", help="a random one in Gemma 4's, with inputs of single layers")
     parser.add_argument("--cpu-time", action="store_true", help="of one thread, the least of all rounds")
     parser.add_argument("--side", type=int, default=448, help="of a picture, in pixels")
     parser.add_argument("--rounds", type=int, default=5, help="of which the median is shown")
@@ -130,7 +131,8 @@ def main() -> None:
     cores = 1 if given.cpu_time else usable_cores()
     torch.set_num_threads(cores)
     use_threads(cores)
-    plain = {"llava": LLAVA} if given.llava else {"gemma3": GEMMA3} if given.gemma else {}
+    asked = {"llava": (given.llava, LLAVA), "gemma3": (given.gemma, GEMMA3), "gemma4": (given.gemma4, GEMMA4)}
+    plain = {name: recipe for name, (wanted, recipe) in asked.items() if wanted}
     folders = [plain_checkpoint(recipe, CACHE.with_name(f"{CACHE.name}-{name}")) for name, recipe in plain.items()]
     folder = folders[0] if folders else chosen_model(given)
     ways: dict[str, Native | ByLibrary] = (

@@ -1,5 +1,5 @@
 """Random checkpoints of about 225 M parameters that no family of ours is for: in LLaVA's format, a tower of CLIP's form
-and a text of Llama's; in Gemma 3's. Their words mean nothing."""
+and a text of Llama's; in Gemma 3's and Gemma 4's. Their words mean nothing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from tools.models.recipes import RECIPES
 from tools.models.recipes.recipe import Recipe, part, processor, whole
+from tools.models.recipes.spans import gemma4_by
 from tools.models.tiny import make_by
 
 SIDE, PATCH = 336, 14
@@ -77,6 +78,22 @@ GEMMA3 = replace(
         image_seq_length=256,
     ),
 )
+
+
+GEMMA4_LAYERS = 15
+GEMMA4 = gemma4_by(
+    {**GEMMA3_TEXT, "intermediate_size": 2048, "num_hidden_layers": GEMMA4_LAYERS, "num_key_value_heads": 1},
+    eyes={**VISION, "patch_size": 16, "head_dim": 64, "num_key_value_heads": VISION["num_attention_heads"]},
+    pictures={"max_soft_tokens": 280, "pooling_kernel_size": 3, "patch_size": 16},
+    global_head_dim=512,
+    sliding_window=256,
+    hidden_size_per_layer_input=128,
+    num_kv_shared_layers=5,
+    use_double_wide_mlp=True,
+    use_bidirectional_attention=None,
+    layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * (GEMMA4_LAYERS // 5),
+)
+"""Shaped as the small published ones: most layers have a window of 256 tokens, a third have no keys of their own."""
 
 
 def plain_checkpoint(recipe: Recipe, folder: Path) -> Path:

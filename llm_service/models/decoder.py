@@ -22,7 +22,7 @@ from llm_service.layers.experts import Experts
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.layer_inputs import InputsOfLayers
 from llm_service.layers.linear import PackedLinear, VocabularyEmbedding
-from llm_service.layers.mixer import MixerPart
+from llm_service.layers.mixer import MixerPart, Rotary
 from llm_service.layers.ops import TORCH, MultimodalRotary, RMSNorm, use_ops
 from llm_service.models.config import TextConfig
 
@@ -98,16 +98,17 @@ class Decoder(nn.Module):
         places: Tensor | None = None,
         *,
         token_ids: Tensor | None = None,
+        at_places: Sequence[Any] | None = None,
     ) -> Tensor:
         """hidden [n, hidden], positions int [3, n], and for each layer a cache and a batch, as its mixer takes them →
         [n, hidden]. `token_ids` int [n] are what `ids_of_layers` gives.
 
         With `places` int64 [m], m > 0, only theirs are wanted, [m, hidden]: the last layer, whose keys no other layer
-        needs more of, then computes little else.
+        needs more of, then computes little else. With batches of these `at_places` alone all layers that share keys
+        and values, which are there by then, compute no more than that.
         """
-        rotary = local = self.rotary.tables(positions, hidden.dtype)
-        if self.window_rotary is not None:
-            local = self.window_rotary.tables(positions, hidden.dtype)
+        rotary, local = self._angles(positions, hidden.dtype)
+        first_sharing = self.config.layers - self.config.shared_layers
         given: Sequence[Tensor | None] | Tensor = [None] * self.config.layers
         if self.layer_inputs is not None:
             assert token_ids is not None, "layers have inputs of their own"
@@ -115,6 +116,12 @@ class Decoder(nn.Module):
         kept: dict[int, KeysAndValues] | None = {} if self.config.shared_layers else None
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
+            if index == first_sharing and places is not None and at_places is not None:
+                hidden, residual = hidden[places], None if residual is None else residual[places]
+                rotary, local = self._angles(positions[:, places], hidden.dtype)
+                given = given[:, places] if isinstance(given, Tensor) else given
+                kept = {window: tuple(each[places] for each in both) for window, both in (kept or {}).items()}
+                batches, places = at_places, None
             last = index == self.config.layers - 1
             cut = places if last and not (deepstack is not None and deepstack.reaches(index)) else None
             angles = local if layer.windowed else rotary
@@ -126,6 +133,11 @@ class Decoder(nn.Module):
             if last and places is not None and cut is None:
                 hidden, residual = hidden[places], None if residual is None else residual[places]
         return self.norm.after_adding(hidden, residual)[1]
+
+    def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Rotary, Rotary]:
+        """Of layers without a window, and of those with one."""
+        rotary = self.rotary.tables(positions, dtype)
+        return rotary, rotary if self.window_rotary is None else self.window_rotary.tables(positions, dtype)
 
     def ids_of_layers(self, token_ids: Tensor, rows: Iterable[tuple[int, int]]) -> Tensor | None:
         """What layers look up inputs of their own by, of tokens int [n]: at the places [begin, end) of media rows the

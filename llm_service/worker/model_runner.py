@@ -15,7 +15,7 @@ from torch import Tensor
 from common.core_share import CoreShare
 from common.gpu import Capture
 from llm_service.families.family import SpanRule
-from llm_service.layers.attention.backend import Span
+from llm_service.layers.attention.backend import Span, parts_at
 from llm_service.layers.attention.metadata import AttentionMetadata, BatchNumbers
 from llm_service.layers.transfer import to_device
 from llm_service.models.decoder import Decoder
@@ -240,7 +240,9 @@ class ModelRunner:
             if isinstance(self._decoder, LibraryDecoder):
                 out = self._decoder(*given, token_ids=token_ids)
             else:
-                out = self._decoder(*given, token_ids=self._ids_of_layers(plan, token_ids))
+                fewer = moved.places is not None and deepstack is None and self._decoder.config.shared_layers > 0
+                at_places = self._at_places(plan) if fewer else None
+                out = self._decoder(*given, token_ids=self._ids_of_layers(plan, token_ids), at_places=at_places)
         self.caches.copy_states(plan.kept)
         self._replayed = graph is not None
         scores = score(out, plan.scores, self._decoder.logits)
@@ -303,6 +305,15 @@ class ModelRunner:
             metadata = AttentionMetadata.over(moved.batch, arrays, self._tables.gather(rows, moved.batch.longest))
         chunks, spans = self._tables.chunks(plan.chunks), self._spans(plan)
         return self.caches.batches(chunks, plan.slots, plan.passed, spans, metadata)
+
+    def _at_places(self, plan: StepPlan) -> list[Any] | None:
+        """What layers that share keys and values take of a step whose wanted places are fewer than its tokens: these.
+        None where a place is wanted twice. No wanted place sees what is behind it: each is the last of a span, if it is
+        in one."""
+        drawn = np.array([draw.at for draw in plan.draws] or [0])
+        if (np.diff(drawn) <= 0).any():
+            return None
+        return self.caches.batches(parts_at(self._tables.chunks(plan.chunks), drawn))
 
     def _spans(self, plan: StepPlan) -> list[Span]:
         """Runs of rows, or what is left of prompts, whose places see each other, which no graph computes."""

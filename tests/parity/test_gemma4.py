@@ -28,6 +28,7 @@ from llm_service.models.decoder import Decoder
 from llm_service.models.known_text import known_text
 from llm_service.models.loader import load_decoder
 from llm_service.models.trial import drawn_prompt, try_ours_of
+from llm_service.worker.model_runner import ModelRunner
 from tests.parity.library_side import GREEDY, Served, compare
 from tests.parity.test_library_ranks import on_ranks
 from tests.parity.test_llm_graphs import graphed
@@ -235,3 +236,29 @@ def test_shapes_like_the_published_ones_pass_their_trial(name: str) -> None:
     config.text_config = type(config.text_config)(**shape)
     expected = SpanRule.IN_WINDOWS if "use_bidirectional_attention" in shape else SpanRule.NOWHERE
     assert try_ours_of(config, drawn_prompt).spans is expected
+
+
+def test_layers_that_share_keys_compute_what_is_wanted_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a prompt's chunks none but the last, and of that one the last token; beside others as many as are drawn."""
+    served = Served.of(make_by(FORMS["inputs"], tmp_path))
+    prompts = [served.prompt(parts) for parts in PROMPTS.values()]
+    assert served.text() is not None
+    rows: list[list[int]] = []
+    right, forward = DecoderLayer.forward, Decoder.forward
+
+    def noted(layer: DecoderLayer, x: Tensor, *given: Any, **more: Any) -> Any:
+        rows[-1].append(len(x))
+        return right(layer, x, *given, **more)
+
+    def begun(*given: Any, **more: Any) -> Tensor:
+        rows.append([])
+        return forward(*given, **more)
+
+    monkeypatch.setattr(DecoderLayer, "forward", noted)
+    monkeypatch.setattr(Decoder, "forward", begun)
+    found = [outcome.tokens for outcome in served.engine(step_tokens=80, max_running=2).run(prompts, GREEDY)]
+    assert all(step[4:] == [min(step[0], step[4])] * 2 for step in rows)
+    assert {(step[0] > 2, step[4] <= 2) for step in rows} == {(True, True), (False, True)}
+    monkeypatch.setattr(ModelRunner, "_at_places", lambda *_: None)
+    assert [outcome.tokens for outcome in served.engine(step_tokens=80, max_running=2).run(prompts, GREEDY)] == found
+    assert any(step[4] > 2 for step in rows)

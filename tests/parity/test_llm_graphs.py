@@ -101,7 +101,7 @@ def poison_runner(runner: ModelRunner) -> None:
     assert graphs is not None
     graphs._buffers.hidden.fill_(torch.nan)
     graphs._buffers.block_table.fill_(10**6)
-    graphs._buffers.token_ids.fill_(10**6)
+    graphs._buffers.token_ids.fill_(1)  # padding is looked up as well
     for graph in graphs:
         for read in graph.read:
             read.fill_(10**6)

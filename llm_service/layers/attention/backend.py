@@ -123,6 +123,23 @@ class PagedChunk:
     decodes: bool = False
 
 
+def parts_at(chunks: Sequence[PagedChunk], places: np.ndarray) -> list[PagedChunk]:
+    """Of a batch's chunks the tokens at these places, which ascend: each stretch of them as a chunk, behind all that is
+    before it.
+
+    >>> parts = parts_at([PagedChunk(9, 1, []), PagedChunk(4, 3, []), PagedChunk(0, 8, [])], np.array([0, 5, 10, 11]))
+    >>> [(part.context, part.count) for part in parts]
+    [(9, 1), (1, 1), (6, 2)]
+    """
+    found, first = [], 0
+    for chunk in chunks:
+        own = places[(places >= first) & (places < first + chunk.count)] - first
+        stretches = np.split(own, np.flatnonzero(np.diff(own) > 1) + 1) if len(own) else []
+        found += [PagedChunk(chunk.context + int(each[0]), len(each), chunk.blocks) for each in stretches]
+        first += chunk.count
+    return found
+
+
 class AttentionBatch(Protocol):
     """One flattened batch of n tokens, ready to be attended to in every layer."""
 

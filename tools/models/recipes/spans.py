@@ -67,31 +67,33 @@ _GEMMA4_EARS = part(
 )
 
 
-def gemma4_by(sizes: dict[str, Any], *, hears: bool = False, **own: Any) -> Recipe:
+_GEMMA4_EYES: dict[str, Any] = {**VISION, "patch_size": 8, "head_dim": 16, "num_key_value_heads": 2}
+_GEMMA4_PICTURES: dict[str, Any] = {"max_soft_tokens": 70, "pooling_kernel_size": 2, "patch_size": 8}
+
+
+def gemma4_by(
+    sizes: dict[str, Any],
+    *,
+    hears: bool = False,
+    eyes: dict[str, Any] = _GEMMA4_EYES,
+    pictures: dict[str, Any] = _GEMMA4_PICTURES,
+    **own: Any,
+) -> Recipe:
     """Of a text of these sizes, and of what is its own: its published ones have inputs of single layers, or larger
     heads without values in layers without a window, or experts besides. Those that hear let no rows see each other."""
-    text = part(
-        "gemma4_text",
-        sizes,
-        global_head_dim=32,
-        sliding_window=24,
-        vocab_size_per_layer_input=lambda _, vocabulary: vocabulary,
-        use_bidirectional_attention=None if hears else "vision",
-        final_logit_softcapping=30.0,
-        **own,
-    )
+    usual: dict[str, Any] = {
+        "global_head_dim": 32,
+        "sliding_window": 24,
+        "vocab_size_per_layer_input": lambda _, vocabulary: vocabulary,
+        "use_bidirectional_attention": None if hears else "vision",
+        "final_logit_softcapping": 30.0,
+    }
+    pooled = pictures["pooling_kernel_size"]
     return Recipe(
         whole(
             "gemma4",
-            vision_config=part(
-                "gemma4_vision",
-                {**VISION, "patch_size": 8},
-                head_dim=16,
-                num_key_value_heads=2,
-                position_embedding_size=64,
-                pooling_kernel_size=2,
-            ),
-            text_config=text,
+            vision_config=part("gemma4_vision", eyes, position_embedding_size=64, pooling_kernel_size=pooled),
+            text_config=part("gemma4_text", sizes, **usual | own),
             audio_config=_GEMMA4_EARS if hears else None,
             image_token_id="<soft>",
             video_token_id="<|video|>",
@@ -105,7 +107,7 @@ def gemma4_by(sizes: dict[str, Any], *, hears: bool = False, **own: Any) -> Reci
             "Gemma4ImageProcessorPil",
             videos="Gemma4VideoProcessor",
             frames={"num_frames": 8},
-            settings={"max_soft_tokens": 70, "pooling_kernel_size": 2, "patch_size": 8},
+            settings=pictures,
             sounds="Gemma4AudioFeatureExtractor",
         ),
         _GEMMA4_WORDS,
@@ -113,7 +115,7 @@ def gemma4_by(sizes: dict[str, Any], *, hears: bool = False, **own: Any) -> Reci
         image="<soft>",
         video="<|video|>",
         audio="<sound>",
-        step_tokens=80,
+        step_tokens=pictures["max_soft_tokens"] + 10,
     )
 
 
