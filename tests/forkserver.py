@@ -1,6 +1,7 @@
 """Processes of services without their imports, which are most of what a start costs: one process has imported
 everything but torch, and forks for each light service and each gateway; another one has torch as well, and our kernels
-as far as they are on disk, and forks for the real services. A fork of the service's, which did not go on, forks for its
+as far as they are on disk, and forks for the real services; a third has transformers too, for models that it computes.
+A fork of the service's, which did not go on, forks for its
 children, and one of an engine's for its ranks.
 
 What is forked is like what `python -m MODULE` starts, as far as tests see it: its parent is whoever asked for it
@@ -11,6 +12,7 @@ would take apart all that was imported, it is over.
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import ctypes
 import fcntl
@@ -26,11 +28,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from pathlib import Path
 from typing import IO, Any
 
+from common import library
 from common.processes import DEFAULTS, ChildProcess, die_with_parent
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,7 +46,8 @@ _LIGHT = ("tests.light.encoder", "tests.light.llm", "gateway")
 _REAL = ("encoder_service", "llm_service")
 _PARENTS = ("tests.light.encoder", "tests.light.llm", *_REAL, "llm_service.engine")
 _CHILDREN = ("encoder_service.media", "llm_service.grammar", "tests.light.engine", "tests.light.worker")
-_COMPUTING = ("encoder_service.worker", "llm_service.engine", "llm_service.worker")
+_DESCRIBING = "common.library_models"
+_COMPUTING = ("encoder_service.worker", "encoder_service.worker.planner", "llm_service.engine", "llm_service.worker")
 _IMPORTS = (
     *("encoder_service.server", "common.allocator", "encoder_service.media.image"),
     *("encoder_service.media.audio", "encoder_service.media.video", "encoder_service.families.registry"),
@@ -53,17 +59,30 @@ _TO_COMPUTE = (
     *("encoder_service.worker.runner", "encoder_service.worker.library_runner", "encoder_service.worker.graphs"),
     *("llm_service.worker.executor", "llm_service.worker.load", "llm_service.worker.ranks"),
 )
+_WITH_LIBRARY = (
+    *("common.library_models", "encoder_service.models.processor", "llm_service.models.trial"),
+    *("transformers.generation", "transformers.modeling_utils", "transformers.processing_utils"),
+    *("transformers.models.auto.modeling_auto", "transformers.models.auto.processing_auto"),
+)
 _KERNELS = ("adapter_kernel", "decode_attention", "gdn_step", "panel_kernel", "quantized_kernel", "row_kernels")
 _TAKEN_AT_THE_START = ("PYTHON", "LD_", "OMP_", "GOMP_", "NUMBA_", "GRPC_", "MALLOC_", "GLIBC_", "CUDA_", "OPENBLAS_")
 """How variables begin that a process looks at before it is asked anything: where they differ, none is forked."""
 
-_servers: dict[tuple[str | None, bool], Forkserver] = {}
+_servers: dict[tuple[str | None, Imports], Forkserver] = {}
 
 _CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
 _CLONE_PARENT = 0x8000
 _LONGEST = 1 << 17
 _MOST_DESCRIPTORS = 16
 _ARGUMENTS_AT = 47  # arg_start and arg_end in /proc/PID/stat, from 0
+
+
+class Imports(IntEnum):
+    """What a process has imported that forks: each as much as the one before, and more."""
+
+    LIGHT = 0
+    TORCH = 1
+    LIBRARY = 2
 
 
 class Forked:
@@ -107,14 +126,14 @@ class Forked:
 
 
 class Forkserver:
-    """One that has imported everything, torch as well where its children are `computing`; ends with this process."""
+    """One that has imported all that its children need; ends with this process."""
 
-    def __init__(self, environ: Mapping[str, str], *, computing: bool) -> None:
-        self._defaults = DEFAULTS if computing else {}
+    def __init__(self, environ: Mapping[str, str], imports: Imports) -> None:
+        self._defaults = DEFAULTS if imports is not Imports.LIGHT else {}
         self._environ = {**self._defaults, **environ, "PYTHONUNBUFFERED": "1"}
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Its last argument is room for the command lines of what it forks.
-        command = [sys.executable, "-m", "tests.forkserver", str(theirs.fileno()), str(int(computing)), " " * 8192]
+        command = [sys.executable, "-m", "tests.forkserver", str(theirs.fileno()), str(int(imports)), " " * 8192]
         self._process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=self._environ
         )
@@ -146,18 +165,45 @@ class Forkserver:
 
 def start(module: str, flags: Sequence[str], environ: Mapping[str, str], stderr: int) -> Forked | None:
     """Has a service forked; None for what has to be started in another way."""
-    server = forkserver(environ, computing=module in _REAL) if module in (*_LIGHT, *_REAL) else None
+    if module not in (*_LIGHT, *_REAL):
+        return None
+    imports = Imports.LIGHT if module in _LIGHT else Imports.LIBRARY if _is_by_library(flags) else Imports.TORCH
+    server = forkserver(environ, imports)
     return server and server.start(module, flags, environ, stderr)
 
 
-def forkserver(environ: Mapping[str, str] = os.environ, *, computing: bool = False) -> Forkserver | None:
+def popen(command: Sequence[str], *, stderr: IO[str] | None, **given: Any) -> Any:
+    """Starts a service, in place of `subprocess.Popen` for `tools.launcher`."""
+    errors = 2 if stderr is None else stderr.fileno()
+    forked = start(command[2], command[3:], {**os.environ, "PYTHONUNBUFFERED": "1"}, errors)
+    return forked or subprocess.Popen(command, stderr=stderr, **given)
+
+
+def _is_by_library(flags: Sequence[str]) -> bool:
+    """Whether a service's model is one that the library knows, and no family of ours."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model", default="")
+    file = Path(parser.parse_known_args(flags)[0].model) / "config.json"
+    if not file.is_file():
+        return False
+    from common.library_classes import library as loaded
+    from llm_service.families.registry import find_family
+
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        return find_family(config) is None and config.get("model_type") in loaded().CONFIG_MAPPING
+    except (ValueError, AttributeError):  # what a service is to refuse
+        return False
+
+
+def forkserver(environ: Mapping[str, str] = os.environ, imports: Imports = Imports.LIGHT) -> Forkserver | None:
     """Those of this process, one for each path that Python looks for modules on, each started at the first call for it;
     None where the system has not what it takes."""
     if not _CLONE or not hasattr(os, "pidfd_open"):
         return None
-    kind = (environ.get("PYTHONPATH"), computing)
+    kind = (environ.get("PYTHONPATH"), imports)
     if kind not in _servers:
-        _servers[kind] = Forkserver(environ, computing=computing)
+        _servers[kind] = Forkserver(environ, imports)
     return _servers[kind]
 
 
@@ -189,6 +235,23 @@ def _popen(
         return subprocess.Popen(command, stdin=stdin, stderr=stderr, pass_fds=pass_fds, env=env)
     pid = _ask(control, command[2:], env, {1: 1, 2: stderr, **{fd: fd for fd in pass_fds}})
     return Forked(pid)
+
+
+def _run_forked(
+    control: socket.socket, command: Sequence[str], *, check: bool, **given: Any
+) -> subprocess.CompletedProcess[str]:
+    """Has the library describe a model, as `subprocess.run` does with what it says captured as text."""
+    if command[2] != _DESCRIBING or "torch" not in sys.modules:
+        return subprocess.run(command, check=check, **given)
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        forked = Forked(_ask(control, command[2:], os.environ, {1: out.fileno(), 2: errors.fileno()}))
+        try:
+            code = forked.wait(given["timeout"])
+        finally:
+            forked.kill()
+        for file in (out, errors):
+            file.seek(0)
+        return subprocess.CompletedProcess(command, code, out.read(), errors.read())
 
 
 def _serve(control: socket.socket) -> tuple[list[str], dict[str, str], list[int]]:
@@ -266,6 +329,7 @@ def _fork_for_children(own: list[int]) -> list[int] | None:
     if os.fork():
         theirs.close()
         ChildProcess.popen = functools.partial(_popen, ours)  # type: ignore[assignment]
+        library.run = functools.partial(_run_forked, ours)
         return None
     ours.close()
     die_with_parent(service)
@@ -290,6 +354,15 @@ def _load_kernels() -> None:
             find(f"{module}:{key}").load()
 
 
+def _load_library() -> None:
+    """As much of it as every model needs."""
+    from common.library_classes import library as loaded
+
+    loaded()
+    for module in _WITH_LIBRARY:
+        importlib.import_module(module)
+
+
 def _run(module: str) -> None:
     """Is the module, and ends as Python does, but for its last step: it writes to all that was imported, which the
     kernel would have to copy first."""
@@ -308,15 +381,17 @@ def _run(module: str) -> None:
     os._exit(code)
 
 
-def main(control: int, *, computing: bool) -> None:
+def main(control: int, imports: Imports) -> None:
     """Serves, and is what it has forked."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever reads a test's output has interrupted that
     parent = os.getppid()
     die_with_parent(parent)
-    for module in (*_IMPORTS, *(_TO_COMPUTE if computing else ())):
+    for module in (*_IMPORTS, *(_TO_COMPUTE if imports else ())):
         importlib.import_module(module)
-    if computing:
+    if imports:
         _load_kernels()
+    if imports is Imports.LIBRARY:
+        _load_library()
     gc.collect()
     gc.freeze()
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread was started by an import"
@@ -328,4 +403,4 @@ def main(control: int, *, computing: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), computing=sys.argv[2] == "1")
+    main(int(sys.argv[1]), Imports(int(sys.argv[2])))

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Any, Self
 
 _READY = ("ready grpc=", "ready http=")
 
@@ -24,6 +24,9 @@ class NotStartedError(RuntimeError):
 
 class Service:
     """One running service. Use it in a `with` block, or call `stop`: the process lives until then."""
+
+    popen: Callable[..., Any] = subprocess.Popen
+    """What starts it. Those who start many services in a row have something faster."""
 
     def __init__(
         self,
@@ -43,7 +46,7 @@ class Service:
         self.address = ""
         self._on_change = on_change
         self._settled = threading.Event()
-        self._process = subprocess.Popen(
+        self._process: subprocess.Popen[str] = self.popen(
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -45,9 +45,11 @@ def compiled(function: Callable[..., None], *, parallel: bool = True, made_of: M
 
 
 def inner(function: Callable[..., Any]) -> Any:
-    """A part of a kernel of the same file. What a parallel loop does is better such a part: numba looks through the
-    loop's own body many times."""
-    return numba.njit(fastmath=_FREEDOMS, nogil=True, error_model="numpy")(function)
+    """A part of a kernel of the same file, which nobody else calls: what Python would call it by is not compiled. What
+    a parallel loop does is better such a part: numba looks through the loop's own body many times."""
+    bare = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    options: dict[str, Any] = {"fastmath": _FREEDOMS, "nogil": True, "error_model": "numpy", **bare}
+    return numba.njit(**options)(function)
 
 
 @dataclass(frozen=True, slots=True)

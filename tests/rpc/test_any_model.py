@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests import pictures
+from tests import forkserver, pictures
 from tests.launch import send
 from tests.rpc.pairs import Pair, about, answer, asked, pair, refusal
 from tests.waiting import until
 from tools.demo_media import film
+from tools.launcher import Service
 from tools.models.compare import OURS, RANKS, SOUND, TWO, VIDEO, picture, sounding_prompts, through_services
 from tools.models.recipes import RECIPES
 from tools.models.tiny import make
@@ -20,6 +21,12 @@ from twinlens import image, user, video
 
 pytestmark = pytest.mark.soak  # six processes load the library
 PLANNER = "encoder_service.worker.planner"
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The services that `tools` starts are forked, as those of tests are."""
+    monkeypatch.setattr(Service, "popen", staticmethod(forkserver.popen))
 
 
 @pytest.fixture(scope="module")

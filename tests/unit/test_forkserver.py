@@ -14,6 +14,7 @@ import pytest
 from tests import forkserver
 from tests.launch import ROOT, Service, command_line, encoder_server, launch, llm_server
 from tests.waiting import until
+from tools import launcher
 
 
 @pytest.fixture(params=[True, False], ids=["forked", "started"])
@@ -69,6 +70,14 @@ def _link(pid: int) -> str:
 
 def _open(pid: int) -> set[str]:
     return {str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir()}
+
+
+def test_services_that_tools_start_are_forked_where_a_test_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher.Service, "popen", staticmethod(forkserver.popen))
+    with launcher.Service("the gateway", "gateway", ["--listen=127.0.0.1:0", "--llm=127.0.0.1:1"]) as service:
+        assert service.wait_ready(60).startswith("127.0.0.1:")
+        assert isinstance(service._process, forkserver.Forked)
+        assert service.stop() == 0
 
 
 def test_its_processes_end_with_it(checkpoint: Path) -> None:
