@@ -37,11 +37,17 @@ def paged_attention(
         k, v = (each[slots].float().repeat_interleave(group, 1).transpose(0, 1) for each in (keys, values))
         q = query[begin:end].float().transpose(0, 1)
         mask = torch.ones(end - begin, length, dtype=torch.bool, device=query.device).tril(length - (end - begin))
-        for first, last in spans:
-            if begin <= first and last <= end:
-                mask[first - begin : last - begin, length - (end - first) : length - (end - last)] = True
+        runs = [
+            (slice(first - begin, last - begin), slice(length - (end - first), length - (end - last)))
+            for first, last in spans
+            if begin <= first and last <= end
+        ]
+        for run in runs:
+            mask[run] = True
         if kind.window:
             mask &= torch.ones_like(mask).triu(length - (end - begin) + 1 - kind.window)
+        for run in runs if kind.whole_spans else ():
+            mask[run] = True
         weights = (
             (q @ k.transpose(1, 2) * kind.softmax_scale(query.shape[-1])).masked_fill(~mask, -torch.inf).softmax(-1)
         )

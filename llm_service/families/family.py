@@ -29,25 +29,28 @@ class FeedForwardKind(Enum):
 
 
 class SpanRule(Enum):
-    """In which layers the tokens of a run of media rows see each other, as far as a window reaches; or that those of a
-    whole prompt do, in all layers and whatever the window."""
+    """In which layers the tokens of a run of media rows see each other, as far as a window reaches, or beyond; or that
+    those of a whole prompt do, in all layers and whatever the window."""
 
     NOWHERE = "nowhere"
     EVERYWHERE = "everywhere"
     IN_WINDOWS = "in layers with a window"
+    BEYOND_WINDOWS = "everywhere, and beyond windows"
     WHOLE_PROMPTS = "whole prompts"
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
     """What one decoder layer is made of. Where its mixer is attention a token sees `window` tokens, 0: all before it,
-    and with `spans` those of its own run of media rows; `keys_of` is the layer, counted from 0, whose keys and values
-    it attends to, None: its own. `wide`: its dense feed-forward part is twice as wide as others."""
+    and with `spans` those of its own run of media rows, with `whole_spans` all of these; `keys_of` is the layer,
+    counted from 0, whose keys and values it attends to, None: its own. `wide`: its dense feed-forward part is twice as
+    wide as others."""
 
     mixer: Mixer
     feed_forward: FeedForwardKind
     window: int = 0
     spans: bool = False
+    whole_spans: bool = False
     keys_of: int | None = None
     wide: bool = False
 

@@ -1,6 +1,8 @@
-"""Gemma 4's text: dense, with inputs of single layers, or with experts."""
+"""Gemma 4's text: dense, with inputs of single layers, or with experts; and of the size that has no towers."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from llm_service.families.family import WINDOWED, Family
 from llm_service.families.gemma3 import GEMMA3_TEXT
@@ -33,5 +35,14 @@ GEMMA4_TEXT = Family(
         "hidden_size_per_layer_input": 256,
         "vocab_size_per_layer_input": 262_144,
         "tie_word_embeddings": True,
+    },
+)
+GEMMA4_UNIFIED_TEXT = replace(
+    GEMMA4_TEXT,
+    text_defaults={
+        **GEMMA4_TEXT.text_defaults,
+        "max_position_embeddings": 262_144,
+        "sliding_window": 1024,
+        "hidden_size_per_layer_input": 0,
     },
 )

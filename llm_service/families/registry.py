@@ -9,7 +9,7 @@ from typing import Any, Final
 from common.checkpoint import CheckpointError
 from llm_service.families.family import WINDOWED, Family
 from llm_service.families.gemma3 import GEMMA3_TEXT
-from llm_service.families.gemma4 import GEMMA4_TEXT
+from llm_service.families.gemma4 import GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT
 from llm_service.families.glm4v import GLM4V_MOE_TEXT, GLM4V_TEXT, GLM_OCR_TEXT
 from llm_service.families.internvl import INTERNVL
 from llm_service.families.lfm import LFM2, LFM3
@@ -34,6 +34,7 @@ TEXT_FAMILIES: Final = {
     "emu3_text_model": Family({}),
     "gemma3_text": GEMMA3_TEXT,
     "gemma4_text": GEMMA4_TEXT,
+    "gemma4_unified_text": GEMMA4_UNIFIED_TEXT,
     "glm4v_moe_text": GLM4V_MOE_TEXT,
     "glm4v_text": GLM4V_TEXT,
     "glm_ocr_text": GLM_OCR_TEXT,

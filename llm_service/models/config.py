@@ -192,7 +192,8 @@ class TextConfig:
             self.mixers[layer],
             some if sparse else FeedForwardKind.DENSE,
             window,
-            spans=self.spans is SpanRule.EVERYWHERE or (self.spans is SpanRule.IN_WINDOWS and window > 0),
+            spans=self.spans in _EVERYWHERE or (self.spans is SpanRule.IN_WINDOWS and window > 0),
+            whole_spans=self.spans is SpanRule.BEYOND_WINDOWS,
             keys_of=keys_of,
             wide=self.wide_shared and keys_of is not None,
         )
@@ -287,6 +288,7 @@ class TextConfig:
             raise CheckpointError(f"config.json has no {error.args[0]}") from error
 
 
+_EVERYWHERE = SpanRule.EVERYWHERE, SpanRule.BEYOND_WINDOWS
 _WINDOW = 4096
 """Tokens of a window whose length is not stated."""
 

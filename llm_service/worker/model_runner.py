@@ -121,7 +121,7 @@ class ModelRunner:
     @property
     def whole_media(self) -> bool:
         """Rows of one run see each other, so that no chunk may end within one."""
-        return self._decoder.spans in (SpanRule.EVERYWHERE, SpanRule.IN_WINDOWS)
+        return self._decoder.spans not in (SpanRule.NOWHERE, SpanRule.WHOLE_PROMPTS)
 
     @property
     def whole_prompts(self) -> bool:

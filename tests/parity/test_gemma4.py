@@ -27,7 +27,7 @@ from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.known_text import known_text
 from llm_service.models.loader import load_decoder
-from llm_service.models.trial import drawn_prompt, try_ours_of
+from llm_service.models.trial import drawn_prompt, try_config, try_ours_of
 from llm_service.worker.model_runner import ModelRunner
 from tests.parity.library_side import GREEDY, Served, compare
 from tests.parity.test_library_ranks import on_ranks
@@ -39,10 +39,15 @@ from tools.models.recipes.spans import GEMMA4_DENSE, GEMMA4_EXPERTS
 from tools.models.tiny import config_of, make_by
 
 CPU = torch.device("cpu")
-FORMS: dict[str, Recipe] = {"inputs": RECIPES["gemma4"], "dense": GEMMA4_DENSE, "experts": GEMMA4_EXPERTS}
+FORMS: dict[str, Recipe] = {
+    "inputs": RECIPES["gemma4"],
+    "dense": GEMMA4_DENSE,
+    "experts": GEMMA4_EXPERTS,
+    "unified": RECIPES["gemma4_unified"],
+}
 
 
-@pytest.mark.parametrize("form", ["experts", pytest.param("dense", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("form", ["experts", "unified", pytest.param("dense", marks=pytest.mark.soak)])
 def test_ids_and_tokens_are_the_library_s_whatever_the_chunks_and_the_company(form: str, tmp_path: Path) -> None:
     """The form with inputs of single layers is compared among the library's models."""
     folder = make_by(FORMS[form], tmp_path)
@@ -55,6 +60,21 @@ def test_no_row_sees_those_behind_it_where_the_configuration_says_nothing_of_tha
     config = config_of(FORMS["inputs"])
     config.text_config.use_bidirectional_attention = None
     assert try_ours_of(config, drawn_prompt).spans is SpanRule.NOWHERE
+
+
+def test_the_size_without_towers_lets_rows_see_each_other_beyond_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the library computes a prompt over its ordinary cache."""
+    assert try_ours_of(config_of(FORMS["unified"]), drawn_prompt).spans is SpanRule.BEYOND_WINDOWS
+    assert try_config(config_of(FORMS["unified"]), drawn_prompt).spans is SpanRule.BEYOND_WINDOWS
+    right = SelfAttention.cache_spec
+
+    def within(part: SelfAttention) -> PagedKV | SharedKV:
+        spec = right(part)
+        return spec if isinstance(spec, SharedKV) else replace(spec, kind=replace(spec.kind, whole_spans=False))
+
+    monkeypatch.setattr(SelfAttention, "cache_spec", within)
+    with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
+        try_ours_of(config_of(FORMS["unified"]), drawn_prompt)
 
 
 def test_layers_that_share_keys_keep_none(tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ _CELLS, _HOW = 6, ("native", "library", "refused", "unknown")
 _SPANS = {
     SpanRule.EVERYWHERE: "rows of a picture see each other",
     SpanRule.IN_WINDOWS: "rows of a picture see each other in layers with a window",
+    SpanRule.BEYOND_WINDOWS: "rows of a picture see each other, beyond windows as well",
     SpanRule.WHOLE_PROMPTS: "all tokens of a prompt see each other",
 }
 

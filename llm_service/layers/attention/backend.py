@@ -14,11 +14,13 @@ from torch import Tensor
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
     """How layers attend. A token sees `window` tokens, itself among them, 0: all before it; with `spans` those of a
-    span see each other as well. Products of queries and keys are multiplied by `scale`, None: by head_dim^-0.5."""
+    span see each other as well, with `whole_spans` all of these, whatever the window. Products of queries and keys are
+    multiplied by `scale`, None: by head_dim^-0.5."""
 
     window: int = 0
     spans: bool = False
     scale: float | None = None
+    whole_spans: bool = False
 
     def softmax_scale(self, head_dim: int) -> float:
         """What products are multiplied by."""
@@ -37,12 +39,16 @@ class AttentionKind:
 
         >>> AttentionKind(window=4).seen(PagedChunk(2, 5, []), [(1, 4)]).T.tolist()
         [[0, 0, 1, 2, 3], [3, 6, 6, 6, 7]]
+        >>> AttentionKind(window=2, whole_spans=True).seen(PagedChunk(2, 5, []), [(1, 4)]).T.tolist()
+        [[1, 2, 3, 3, 5], [3, 6, 6, 6, 7]]
         """
         places = np.arange(chunk.context, chunk.context + chunk.count, dtype=np.int64)
         begins = np.maximum(places + 1 - self.window, 0) if self.window else np.zeros_like(places)
         seen = np.stack([begins, places + 1], axis=1)
         for begin, end in spans:
             seen[begin:end, 1] = chunk.context + end
+            if self.whole_spans:
+                seen[begin:end, 0] = np.minimum(seen[begin:end, 0], chunk.context + begin)
         return seen
 
 

@@ -29,6 +29,7 @@ class AttentionRule:
 
 
 PLAIN = AttentionRule()
+_EVERYWHERE = SpanRule.EVERYWHERE, SpanRule.BEYOND_WINDOWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,14 @@ class _Segment:
         keys = torch.arange(total, device=self.slots.device)
         queries = keys[total - count :].unsqueeze(1)
         seen = keys <= queries
-        for first, last in self.spans if window is not None or self.rule is SpanRule.EVERYWHERE else ():
-            here = slice(first - self.begin, last - self.begin)
+        spans = self.spans if window is not None or self.rule in _EVERYWHERE else ()
+        runs = [slice(first - self.begin, last - self.begin) for first, last in spans]
+        for here in runs:
             seen[here, total - count + here.start : total - count + here.stop] = True
         if window is not None:
             seen &= keys > queries - window
+        for here in runs if self.rule is SpanRule.BEYOND_WINDOWS else ():
+            seen[here, total - count + here.start : total - count + here.stop] = True
         if chunk is not None:
             seen &= keys // chunk == queries // chunk
         for first, last in self.spans if self.rule is SpanRule.WHOLE_PROMPTS else ():

@@ -10,7 +10,7 @@ import torch
 
 from llm_service.layers.attention.backend import CacheShape, PagedChunk
 from llm_service.layers.attention.torch_backend import TorchBackend
-from llm_service.layers.cache_spec import PagedKV
+from llm_service.layers.cache_spec import CacheSpec, PagedKV, SharedKV
 from llm_service.worker.caches import Caches
 
 CPU = torch.device("cpu")
@@ -19,8 +19,9 @@ TOKENS = sum(chunk.count for chunk in CHUNKS)
 
 
 @pytest.mark.parametrize("attention", ["torch", "auto"])
-def test_each_layer_attends_in_its_own_shape(attention: str) -> None:
-    specs = [PagedKV(4, 2, 32), PagedKV(6, 1, 48), PagedKV(4, 2, 32)]
+@pytest.mark.parametrize("wide", [48, 512])
+def test_each_layer_attends_in_its_own_shape(attention: str, wide: int) -> None:
+    specs = [PagedKV(4, 2, 32), PagedKV(6, 1, wide), PagedKV(4, 2, 32)]
     mixers: Any = [SimpleNamespace(cache_spec=lambda spec=spec: spec) for spec in specs]
     caches = Caches(mixers, 5, 16, torch.float32, CPU, attention=attention)
     assert [kind.shape.layers for kind in caches.paged.values()] == [2, 1]
@@ -34,3 +35,13 @@ def test_each_layer_attends_in_its_own_shape(attention: str) -> None:
         given = [torch.randn(TOKENS, count, spec.head_dim, generator=noise) for count in counts]
         alone = TorchBackend(shape, CPU).batch(CHUNKS).attend(*given, shape.new_cache(torch.float32, CPU)[0])
         torch.testing.assert_close(batch.attend(*given, cache), alone, rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_that_shares_is_handed_the_cache_that_it_shares() -> None:
+    specs: list[CacheSpec] = [PagedKV(4, 2, 32), PagedKV(4, 1, 64), SharedKV(0), SharedKV(1)]
+    mixers: Any = [SimpleNamespace(cache_spec=lambda spec=spec: spec) for spec in specs]
+    caches = Caches(mixers, 5, 16, torch.float32, CPU, attention="torch")
+    assert [kind.shape.layers for kind in caches.paged.values()] == [1, 1]
+    assert caches.layers[2:] == caches.layers[:2]
+    batches = caches.batches(CHUNKS)
+    assert [id(batch) for batch in batches[2:]] == [id(batch) for batch in batches[:2]]

@@ -67,10 +67,11 @@ def test_products_are_multiplied_by_the_scale_of_the_layers(name: str, window: i
     Case.random(shape, WAYS["mixed"], torch.float32, 1).check(choose(name, shape, torch.float32, CPU))
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["as far as a window reaches", "beyond a window"])
 @pytest.mark.parametrize("window", [0, 7, 40])
 @pytest.mark.parametrize("name", ["torch", "numba", "triton"])
-def test_tokens_of_a_span_see_each_other_as_far_as_a_window_reaches(name: str, window: int) -> None:
-    shape = replace(shape_of(), kind=AttentionKind(window, spans=True))
+def test_tokens_of_a_span_see_each_other(name: str, window: int, *, whole: bool) -> None:
+    shape = replace(shape_of(), kind=AttentionKind(window, spans=True, whole_spans=whole))
     case = Case.random(shape, WAYS["mixed"], torch.float32, window)
     case.check(choose(name, shape, torch.float32, CPU), [(2, 30), (34, 67), (70, 72), (72, 80)])
 

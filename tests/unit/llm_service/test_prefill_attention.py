@@ -65,9 +65,10 @@ def test_chunks_of_layers_of_any_kind_give_the_same_bits_as_the_whole(kind: Atte
                 assert torch.equal(out, whole[part])
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["in a window", "all of it"])
 @pytest.mark.parametrize("window", [0, 5, 300])
-def test_queries_of_a_span_see_its_end(window: int) -> None:
-    shape = CacheShape(1, 50, 16, 4, 2, 64, AttentionKind(window, spans=True))
+def test_queries_of_a_span_see_its_end(window: int, *, whole: bool) -> None:
+    shape = CacheShape(1, 50, 16, 4, 2, 64, AttentionKind(window, spans=True, whole_spans=whole))
     case = Case.random(shape, (1, 1, 300, 20), torch.float32, 1)
     case.chunks[2] = PagedChunk(270, 300, list(range(36)))
     case.chunks[3] = PagedChunk(16, 20, list(range(36, 39)))

@@ -225,5 +225,6 @@ RECIPES: dict[str, Recipe] = {
         named=_GEMMA4_NAMES,
         image="<soft>",
         video="<|video|>",
+        step_tokens=80,
     ),
 }
