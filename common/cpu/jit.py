@@ -7,7 +7,7 @@ import fcntl
 import importlib
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -25,16 +25,16 @@ _THREADS: int = numba.get_num_threads()
 """The most that numba has, before anything has told it to use fewer."""
 
 
-def compiled(function: Callable[..., None], *, parallel: bool = True, made_of: ModuleType | None = None) -> Any:
+def compiled(function: Callable[..., None], *, parallel: bool = True, made_of: Sequence[ModuleType] = ()) -> Any:
     """Compiled at its first call, and kept on disk where a folder for that can be written.
 
     numba notices changes of the function's own file. What is kept is named after the rest: whether it is on all
-    threads, and the sum of the files of the package that else it is `made_of`.
+    threads, and the sum of the files of the modules and packages that else it is `made_of`.
     """
     name = function.__name__ if parallel else f"{function.__name__}_serial"
-    if made_of is not None:
-        sources = sorted(path for folder in made_of.__path__ for path in Path(folder).glob("*.py"))
-        name += f"_{zlib.crc32(b''.join(path.read_bytes() for path in sources)):08x}"
+    if made_of:
+        sources = (source.read_bytes() for module in made_of for source in _sources(module))
+        name += f"_{zlib.crc32(b''.join(sources)):08x}"
     function = FunctionType(function.__code__, function.__globals__, function.__name__)
     function.__qualname__ = name
     options: dict[str, Any] = {"parallel": parallel, "fastmath": _FREEDOMS, "nogil": True, "error_model": "numpy"}
@@ -42,6 +42,13 @@ def compiled(function: Callable[..., None], *, parallel: bool = True, made_of: M
         return numba.njit(**options, cache=True)(function)
     except RuntimeError:  # no folder to keep it in
         return numba.njit(**options)(function)
+
+
+def _sources(module: ModuleType) -> list[Path]:
+    """The files of a package, or the one of a module."""
+    if hasattr(module, "__path__"):
+        return sorted(path for folder in module.__path__ for path in Path(folder).glob("*.py"))
+    return [Path(str(module.__file__))]
 
 
 def inner(function: Callable[..., Any]) -> Any:

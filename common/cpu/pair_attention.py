@@ -18,6 +18,7 @@ from common.cpu.jit import Array, Typed, compiled, inner
 from common.cpu.vectors.llvm import FLOAT, LANES
 from common.cpu.vectors.powers import highest, to_short_powers
 from common.cpu.vectors.products import NOTHING, add_products
+from common.cpu.vectors.stored import rounded
 
 _WIDTH = 64
 """Keys of a panel."""
@@ -144,11 +145,8 @@ def _attend_tile(out: Any, query: Any, panels: Any, lanes: Any, known: Any, scal
 
 @numba.njit(inline="always")
 def _short(number: Any) -> Any:
-    """The bits of the nearest bfloat16, of two the even one; what is not a number stays none."""
-    bits = np.float32(number).view(np.uint32)
-    near = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
-    held = near if bits & np.uint32(0x7FFFFFFF) <= np.uint32(0x7F800000) else bits | np.uint32(0x400000)
-    return np.uint32(held) >> np.uint32(16)
+    """The bits of the nearest bfloat16."""
+    return rounded(np.float32(number).view(np.uint32)) >> np.uint32(16)
 
 
 def _attend(out: Any, query: Any, panels: Any, lanes: Any, segments: Any, tiles: Any, group: Any, scale: Any) -> None:
@@ -168,7 +166,7 @@ def _attend(out: Any, query: Any, panels: Any, lanes: Any, segments: Any, tiles:
 
 
 _pack_kernel = compiled(_pack)
-_attend_kernel = compiled(_attend, made_of=vectors)
+_attend_kernel = compiled(_attend, made_of=[vectors])
 _any, _table = numba.uint32[:, :, :], numba.int64[:, ::1]
 _panels, _lanes = numba.uint32[:, :, :, ::1], numba.uint32[:, :, :, :, ::1]
 TYPED = {

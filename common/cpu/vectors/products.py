@@ -233,7 +233,26 @@ def _add_scaled(_: Any, vectors: Any, _places: Any, _apart: Any, _of_x: Any) -> 
     return signature, generate
 
 
+def _write_sums(_: Any, vectors: Any, _places: Any) -> Any:
+    """out = sums · scale + bias, rounded once, of 16 · `vectors` numbers. `places` are the addresses of out, sums,
+    scale and bias."""
+    if not isinstance(vectors, types.IntegerLiteral):
+        return None
+    signature = types.void(vectors, types.UniTuple(types.intp, 4))
+    many = vectors.literal_value
+
+    def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        out, *others = cgutils.unpack_tuple(builder, given[1])
+        for line in range(0, LINE * many, LINE):
+            parts = [load(builder, plus(builder, base, line), VECTOR) for base in others]
+            store(builder, multiply_add(builder, *parts), plus(builder, out, line))
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
 add_products: Any = intrinsic(_add_products)
+write_sums: Any = intrinsic(_write_sums)
 in_pairs: Any = intrinsic(_in_pairs)
 widened_stretch: Any = intrinsic(_widened_stretch)
 scaled_stretch: Any = intrinsic(_scaled_stretch)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numba
+import numpy as np
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
@@ -148,3 +150,11 @@ widened: Any = intrinsic(_widened_number)
 lower_half: Any = intrinsic(_lower_number)
 upper_half: Any = intrinsic(_upper_number)
 widened_half: Any = intrinsic(_widened_half)
+
+
+@numba.njit(inline="always")
+def rounded(bits: Any) -> Any:
+    """Of the bits of a float32, uint32, those whose upper 16 are the nearest bfloat16, of two the even one; what is not
+    a number stays none."""
+    near = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
+    return np.uint32(near if bits & np.uint32(0x7FFFFFFF) <= np.uint32(0x7F800000) else bits | np.uint32(0x400000))

@@ -121,7 +121,7 @@ def _add(
                 _add_panel(out[row, begin:end], between[row, part, :own], b[slot], kinds[slot], panel, rank)
 
 
-add = compiled(_add, made_of=vectors)
+add = compiled(_add, made_of=[vectors])
 _rows, _words, _numbers = numba.float32[:, ::1], numba.uint32[:, ::1], numba.int64[:, ::1]
 TYPED = {
     "add": Typed(

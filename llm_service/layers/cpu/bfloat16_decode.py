@@ -16,9 +16,9 @@ from common.cpu.jit import Typed, compiled, inner
 from common.cpu.vectors.keys import add_values, score_keys
 from common.cpu.vectors.llvm import FLOAT, LANES
 from common.cpu.vectors.powers import highest, to_powers
+from common.cpu.vectors.stored import rounded
 from llm_service.layers.attention.backend import CAUSAL, AttentionKind
 from llm_service.layers.cpu.decode_attention import EVERY, parts
-from llm_service.layers.cpu.pair_kernel import rounded
 
 _ZERO = np.float32(0.0)
 _TOGETHER = 8
@@ -205,7 +205,7 @@ def _decode(
         _attend(out[row : row + count, first : first + own], query[row : row + count, first : first + own], *given)
 
 
-_kernel = compiled(_decode, made_of=vectors)
+_kernel = compiled(_decode, made_of=[vectors])
 _heads, _bits, _cache = numba.float32[:, :, :, ::1], numba.uint32[:, :, ::1], numba.uint16[:, :, :, ::1]
 TYPED = {
     "decode": Typed(

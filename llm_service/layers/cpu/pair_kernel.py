@@ -11,9 +11,21 @@ import numpy as np
 
 from common.cpu import vectors
 from common.cpu.jit import Array, Typed, compiled, inner
-from common.cpu.vectors.llvm import FLOAT, LANES, LINE
+from common.cpu.vectors.llvm import FLOAT, LANES
 from common.cpu.vectors.products import ROWS
-from llm_service.layers.cpu.panel_kernel import AT_ONCE, FEW, TOGETHER, VECTORS, WIDTH, add_rows, task_rows
+from common.cpu.vectors.stored import rounded
+from llm_service.layers.cpu import panel_kernel
+from llm_service.layers.cpu.panel_kernel import (
+    AT_ONCE,
+    FEW,
+    TOGETHER,
+    VECTORS,
+    WIDTH,
+    add_rows,
+    first_line,
+    task_rows,
+    write_panel,
+)
 
 _STRETCH = 64
 """Pairs of inputs that all rows go through before the next: 16 KiB of a panel, half of most first-level caches."""
@@ -34,20 +46,12 @@ def _pack_row(packed: Any, x: Any, row: Any) -> None:
         packed[last // _STRETCH, row, last % _STRETCH] = rounded(x[row, inputs - 1]) >> np.uint32(16)
 
 
-@numba.njit(inline="always")
-def rounded(bits: Any) -> Any:
-    """The upper 16 of these are the nearest bfloat16."""
-    near = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
-    return np.uint32(near if bits & np.uint32(0x7FFFFFFF) <= np.uint32(0x7F800000) else bits | np.uint32(0x400000))
-
-
 @inner
 def _multiply(out: Any, packed: Any, panels: Any, bias: Any, panel: Any, begin: Any, rows: Any) -> None:
     """Fills out [begin : begin + rows] of one panel's outputs; the others are as in `_product`."""
     pairs, size = panels.shape[1], panels.shape[2] * panels.itemsize
     room = np.zeros((rows + 1) * WIDTH + LANES, np.float32)
-    skipped = (-room.ctypes.data % LINE) // FLOAT
-    sums = room.ctypes.data + skipped * FLOAT
+    sums = room.ctypes.data + first_line(room) * FLOAT
     for stretch in range(packed.shape[0]):
         first = stretch * _STRETCH
         count = min(_STRETCH, pairs - first)
@@ -61,11 +65,7 @@ def _multiply(out: Any, packed: Any, panels: Any, bias: Any, panel: Any, begin: 
         else:
             add_rows(VECTORS, VECTORS, 4, panels, (0, min(FEW, rows)), places, count)
             add_rows(VECTORS, VECTORS, ROWS, panels, (FEW, rows), places, count)
-    first = panel * WIDTH
-    for row in range(rows):
-        for place in range(min(WIDTH, out.shape[1] - first)):
-            total = room[skipped + row * WIDTH + place]
-            out[begin + row, first + place] = total + bias[first + place] if len(bias) else total
+    write_panel(out, panel, begin, rows, room, bias[:0], bias)
 
 
 def _product(out: Any, x: Any, panels: Any, bias: Any, most: Any) -> None:
@@ -88,7 +88,7 @@ def _product(out: Any, x: Any, panels: Any, bias: Any, most: Any) -> None:
         _multiply(out, packed, panels, bias, np.intp(task) // parts, begin, min(most, rows - begin))
 
 
-_kernel = compiled(_product, made_of=vectors)
+_kernel = compiled(_product, made_of=[vectors, panel_kernel])
 _matrix, _vector = numba.float32[:, ::1], numba.float32[::1]
 TYPED = {"product": Typed(_kernel, (_matrix, numba.uint32[:, ::1], numba.uint64[:, :, ::1], _vector, numba.intp))}
 _NONE = np.empty(0, np.float32)

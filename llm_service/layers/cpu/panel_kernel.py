@@ -12,7 +12,7 @@ import numpy as np
 from common.cpu import vectors
 from common.cpu.jit import Array, Typed, compiled, inner
 from common.cpu.vectors.llvm import FLOAT, LANES, LINE
-from common.cpu.vectors.products import NOTHING, ROWS, add_products, in_pairs, widened_stretch
+from common.cpu.vectors.products import NOTHING, ROWS, add_products, in_pairs, widened_stretch, write_sums
 from common.cpu.vectors.stored import HALF_LINES
 from llm_service.layers.cpu.selection import wide_vectors
 
@@ -148,6 +148,35 @@ def _add_panel_narrow(stored: Any, room: Any, rows: Any, places: Any, count: Any
 _add_panel = _add_panel_wide if WIDE else _add_panel_narrow
 
 
+_ONES, _ZEROS = np.ones(WIDTH, np.float32), np.zeros(WIDTH, np.float32)
+
+
+@inner
+def write_panel(out: Any, panel: Any, begin: Any, rows: Any, room: Any, scale: Any, bias: Any) -> None:
+    """Fills out [begin : begin + rows] of one panel's outputs: sums · scale + bias, scale and bias [outputs] or [0].
+    The sums begin at the first line of `room`."""
+    first, skipped = panel * WIDTH, first_line(room)
+    if first + WIDTH > out.shape[1]:
+        for row in range(rows):
+            for place in range(out.shape[1] - first):
+                total = room[skipped + row * WIDTH + place]
+                if len(scale):
+                    total *= scale[first + place]
+                out[begin + row, first + place] = total + bias[first + place] if len(bias) else total
+        return
+    scales = scale.ctypes.data + first * FLOAT if len(scale) else _ONES.ctypes.data
+    biases = bias.ctypes.data + first * FLOAT if len(bias) else _ZEROS.ctypes.data
+    for row in range(rows):
+        to = out.ctypes.data + ((begin + row) * out.shape[1] + first) * FLOAT
+        write_sums(VECTORS, (to, room.ctypes.data + (skipped + row * WIDTH) * FLOAT, scales, biases))
+
+
+@numba.njit(inline="always")
+def first_line(room: Any) -> Any:
+    """Numbers of an array of float32 before its first line."""
+    return (-room.ctypes.data % LINE) // FLOAT
+
+
 @inner
 def _pack_row(packed: Any, x: Any, row: Any) -> None:
     """float32 packed [stretches, m, 64], x [m, k]: a row's numbers by stretches, since as far apart as rows lie, they
@@ -163,8 +192,7 @@ def _multiply(out: Any, packed: Any, panels: Any, scale: Any, bias: Any, panel: 
     """Fills out [begin : begin + rows] of one panel's outputs; the others are as in `_product`."""
     inputs, size = panels.shape[1], panels.shape[2] * panels.itemsize
     room = np.zeros((rows + 1 + (_STRETCH if rows > FEW else 0)) * WIDTH + LANES, np.float32)
-    skipped = (-room.ctypes.data % LINE) // FLOAT
-    sums = room.ctypes.data + skipped * FLOAT
+    sums = room.ctypes.data + first_line(room) * FLOAT
     wide = sums + (rows + 1) * WIDTH * FLOAT
     for stretch in range(packed.shape[0]):
         first = stretch * _STRETCH
@@ -176,13 +204,7 @@ def _multiply(out: Any, packed: Any, panels: Any, scale: Any, bias: Any, panel: 
             weights = widened_stretch(VECTORS, panels, wide, weights, count)
         places = (sums, WIDTH * FLOAT, numbers, _STRETCH * FLOAT, weights, coming, size)
         _add_panel(panels, room, rows, places, count)
-    first = panel * WIDTH
-    for row in range(rows):
-        for place in range(min(WIDTH, out.shape[1] - first)):
-            total = room[skipped + row * WIDTH + place]
-            if len(scale):
-                total *= scale[first + place]
-            out[begin + row, first + place] = total + bias[first + place] if len(bias) else total
+    write_panel(out, panel, begin, rows, room, scale, bias)
 
 
 def _product(out: Any, x: Any, panels: Any, scale: Any, bias: Any, most: Any) -> None:
@@ -205,7 +227,7 @@ def _product(out: Any, x: Any, panels: Any, scale: Any, bias: Any, most: Any) ->
         _multiply(out, packed, panels, scale, bias, np.intp(task) // parts, begin, min(most, rows - begin))
 
 
-_kernel = compiled(_product, made_of=vectors)
+_kernel = compiled(_product, made_of=[vectors])
 _matrix, _vector = numba.float32[:, ::1], numba.float32[::1]
 TYPED = {
     str(stored): Typed(_kernel, (_matrix, _matrix, stored[:, :, ::1], _vector, _vector, numba.intp))

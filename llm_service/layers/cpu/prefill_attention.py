@@ -200,7 +200,7 @@ def _attend(
 
 
 _pack_kernel = compiled(_pack)
-_attend_kernel = compiled(_attend, made_of=vectors)
+_attend_kernel = compiled(_attend, made_of=[vectors])
 _slots, _packed, _parts = numba.float32[:, :, ::1], numba.float32[:, :, :, ::1], numba.float32[:, :, :, :, ::1]
 _list, _table, _short = numba.int64[::1], numba.int64[:, ::1], numba.uint16[:, :, ::1]
 TYPED = {

@@ -24,7 +24,9 @@ from llm_service.layers.cpu.panel_kernel import (
     WIDTH,
     add_few,
     add_tile,
+    first_line,
     task_rows,
+    write_panel,
 )
 from llm_service.layers.cpu.selection import wide_vectors
 
@@ -105,8 +107,7 @@ def _few(
     """Fills one panel's outputs of out [rows, outputs]; sums float32 [rows, groups] are those of x."""
     rows, inputs, size = out.shape[0], codes.shape[1], codes.shape[2]
     room = np.zeros(2 * (rows + TOGETHER + 1) * WIDTH + LANES, np.float32)
-    skipped = (-room.ctypes.data % LINE) // FLOAT
-    totals = room.ctypes.data + skipped * FLOAT
+    totals = room.ctypes.data + first_line(room) * FLOAT
     parts = totals + (rows + TOGETHER) * WIDTH * FLOAT
     both = parts + (rows + TOGETHER) * WIDTH * FLOAT
     numbers = codes.ctypes.data + panel * inputs * size
@@ -126,7 +127,7 @@ def _few(
                 add_scaled(VECTORS, (totals, parts, scales, zeros), row * WIDTH * FLOAT, of_x)
             group += 1
         begin = end
-    _finish(out, room, skipped, unit, bias, panel)
+    write_panel(out, panel, 0, rows, room, unit, bias)
 
 
 @inner
@@ -147,8 +148,7 @@ def _many(
     """Fills one panel's outputs of out [rows, outputs], which are the rows of `packed` from the first on."""
     rows, inputs, size = out.shape[0], codes.shape[1], codes.shape[2]
     room = np.zeros((rows + 1 + _STRETCH + 2) * WIDTH + LANES, np.float32)
-    skipped = (-room.ctypes.data % LINE) // FLOAT
-    totals = room.ctypes.data + skipped * FLOAT
+    totals = room.ctypes.data + first_line(room) * FLOAT
     wide = totals + (rows + 1) * WIDTH * FLOAT
     both = wide + _STRETCH * WIDTH * FLOAT
     numbers = codes.ctypes.data + panel * inputs * size
@@ -170,17 +170,7 @@ def _many(
             to = totals + tile * TILE * LINE
             places = (to, WIDTH * FLOAT, x, _STRETCH * FLOAT, wide + tile * apart, numbers + last * size, size)
             add_tile(tile, TILE, TILE, room, rows, places, last - stretch * _STRETCH)
-    _finish(out, room, skipped, unit, bias, panel)
-
-
-@inner
-def _finish(out: Any, room: Any, skipped: Any, unit: Any, bias: Any, panel: Any) -> None:
-    """Fills one panel's outputs of out [rows, outputs] with totals [rows, 64], which begin at `skipped`."""
-    first = panel * WIDTH
-    for row in range(out.shape[0]):
-        for lane in range(min(WIDTH, out.shape[1] - first)):
-            total = room[skipped + row * WIDTH + lane] * unit[first + lane]
-            out[row, first + lane] = total + bias[first + lane] if len(bias) else total
+    write_panel(out, panel, 0, rows, room, unit, bias)
 
 
 @inner
@@ -242,7 +232,7 @@ def _product(
             _many(part, packed, codes, form, scale, kind, zero, unit, bias, ends, np.intp(task) // parts, first)
 
 
-_kernel = compiled(_product, made_of=vectors)
+_kernel = compiled(_product, made_of=[vectors, panel_kernel])
 _matrix, _vector, _places = numba.float32[:, ::1], numba.float32[::1], numba.int32[::1]
 _weight = (numba.uint8[:, :, ::1], numba.intp, numba.uint8[:, ::1], numba.intp, numba.int8[:, ::1], _vector)
 TYPED = {"product": Typed(_kernel, (_matrix, _matrix, *_weight, _vector, _places, _places, numba.intp))}

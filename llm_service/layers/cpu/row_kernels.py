@@ -110,10 +110,10 @@ _qk_norm_rotary_few, _qk_norm_rotary_many = (
     compiled(_qk_norm_rotary, parallel=False),
     compiled(_qk_norm_rotary),
 )
-_silu_and_mul_few = compiled(_silu_and_mul, parallel=False, made_of=vectors)
-_silu_and_mul_many = compiled(_silu_and_mul, made_of=vectors)
-_gelu_and_mul_few = compiled(_gelu_and_mul, parallel=False, made_of=vectors)
-_gelu_and_mul_many = compiled(_gelu_and_mul, made_of=vectors)
+_silu_and_mul_few = compiled(_silu_and_mul, parallel=False, made_of=[vectors])
+_silu_and_mul_many = compiled(_silu_and_mul, made_of=[vectors])
+_gelu_and_mul_few = compiled(_gelu_and_mul, parallel=False, made_of=[vectors])
+_gelu_and_mul_many = compiled(_gelu_and_mul, made_of=[vectors])
 
 _number, _rows, _heads = numba.float32, numba.float32[:, ::1], numba.float32[:, :, ::1]
 _RMS_NORM = _rows, _rows, numba.float32[::1], _number

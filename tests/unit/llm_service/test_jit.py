@@ -51,18 +51,21 @@ def test_one_thread_stays_one_after_a_kernel_has_run() -> None:
 
 
 def test_what_is_kept_on_disk_is_of_the_same_code(tmp_path: Path) -> None:
-    """numba looks at the function's own file; what the function is made of may be in others, of one package."""
-    part = types.ModuleType("part")
-    part.__path__ = [str(tmp_path)]
-    (tmp_path / "first.py").write_text("first")
+    """numba looks at the function's own file; what the function is made of may be in others, of a package or alone."""
+    part, alone = types.ModuleType("part"), types.ModuleType("alone")
+    (tmp_path / "part").mkdir()
+    part.__path__, alone.__file__ = [str(tmp_path / "part")], str(tmp_path / "alone.py")
+    (tmp_path / "part" / "first.py").write_text("first")
     names = []
-    for text in ("one", "one", "other"):
-        (tmp_path / "second.py").write_text(text)
+    for text, other in (("one", "one"), ("one", "one"), ("other", "one"), ("other", "other")):
+        (tmp_path / "part" / "second.py").write_text(text)
+        (tmp_path / "alone.py").write_text(other)
 
         def kernel() -> None: ...
 
-        names.append(compiled(kernel, made_of=part).py_func.__qualname__)
-    assert names[0] == names[1] != names[2]
+        names.append(compiled(kernel, made_of=[part, alone]).py_func.__qualname__)
+    assert names[0] == names[1]
+    assert len(set(names)) == 3
 
 
 def _double(out: Any) -> None:
