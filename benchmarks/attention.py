@@ -1,8 +1,9 @@
 """`python -m benchmarks.attention`: a prefill chunk's attention on a CPU, by torch's operator and by our kernel.
 
 They take turns; the least of each is shown. Heads are as in the checkpoint of the other benchmarks: 16 for queries, 8
-for keys, of 128 numbers each, in float32. Both get the same random numbers, *repeated* in every round, as they are warm
-behind the products that made them in a real step; there is no cache of content, and there are no hits to count.
+for keys, of 128 numbers each, in float32 or, with `--dtype bfloat16`, in bfloat16. Both get the same random numbers,
+*repeated* in every round, as they are warm behind the products that made them in a real step; there is no cache of
+content, and there are no hits to count.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from torch.nn import functional
 from common import allocator
 from common.cpu.jit import use_threads
 from common.devices import usable_cores
+from llm_service.layers.cpu.pair_prefill import PairPrefillAttention
 from llm_service.layers.cpu.prefill_attention import PrefillAttention, PrefillMetadata
-from llm_service.layers.cpu.selection import wide_vectors
+from llm_service.layers.cpu.selection import computes_bfloat16, wide_vectors
 
 _SHAPES = ((16, 2048), (215, 215), (512, 512), (256, 1280), (512, 4096))
 """Tokens of a chunk, and all that it sees."""
 _HEADS, _KV_HEADS, _DIM = 16, 8, 128
+_OFF = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+"""By how much both may differ."""
 
 
 @torch.inference_mode()
@@ -33,15 +37,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__)
     parser.add_argument("--threads", type=int, default=usable_cores(), help="of both")
     parser.add_argument("--rounds", type=int, default=20, help="of which the least is shown")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of keys and values")
     given = parser.parse_args()
+    dtype: torch.dtype = getattr(torch, given.dtype)
     if not wide_vectors():
         parser.error("this processor lacks AVX-512, which our kernel needs")
+    if dtype == torch.bfloat16 and not computes_bfloat16():
+        parser.error("this processor lacks AVX512-BF16, which our kernel for bfloat16 needs")
     allocator.keep_large_blocks()
     use_threads(given.threads)
     print("| tokens | of | torch | ours | ratio | GFLOP/s |\n|---:|---:|---:|---:|---:|---:|")
     for count, known in _SHAPES:
-        theirs, ours = _ways(count, known)
-        torch.testing.assert_close(ours(), theirs(), rtol=1e-4, atol=1e-4)
+        theirs, ours = _ways(count, known, dtype)
+        torch.testing.assert_close(ours(), theirs().float(), rtol=_OFF[dtype], atol=_OFF[dtype])
         best = [float("inf"), float("inf")]
         for _ in range(given.rounds):
             best = [min(least, _seconds(way)) for least, way in zip(best, (theirs, ours), strict=True)]
@@ -51,13 +59,14 @@ def main() -> None:
         print(f"| {count} | {known} | {1e3 * best[0]:.2f} ms | {1e3 * best[1]:.2f} ms | {ratio:.2f} | {rate:.0f} |")
 
 
-def _ways(count: int, known: int) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-    query, keys, values = torch.randn(count, _HEADS, _DIM), *torch.randn(2, known, _KV_HEADS, _DIM)
+def _ways(count: int, known: int, dtype: torch.dtype) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+    query, keys, values = torch.randn(count, _HEADS, _DIM), *torch.randn(2, known, _KV_HEADS, _DIM, dtype=dtype)
     mask = torch.ones(count, known, dtype=torch.bool).tril(known - count) if known > count else None
-    ours = PrefillAttention(PrefillMetadata.of([count], [known]), np.arange(known), _KV_HEADS, _DIM)
+    kind = PairPrefillAttention if dtype == torch.bfloat16 else PrefillAttention
+    ours = kind(PrefillMetadata.of([count], [known]), np.arange(known), _KV_HEADS, _DIM)
 
     def theirs() -> Tensor:
-        q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (query, keys, values))
+        q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (query.to(dtype), keys, values))
         out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
         return out.squeeze(0).transpose(0, 1)
 

@@ -46,15 +46,16 @@ class Case:
         return cls(shape, chunks, cache, qkv)
 
     def check(self, backend: AttentionBackend, spans: Sequence[Span] = ()) -> None:
-        """The back end's output and what it leaves in the cache are the plain ones."""
+        """The back end's output and what it leaves in the cache are the plain ones, which are computed in the type of
+        what comes in."""
         query, key, value = self.qkv.split([self.shape.heads, self.shape.kv_heads, self.shape.kv_heads], dim=1)
-        here, there = self.cache.clone(), self.cache.clone()
+        here, there = self.cache.clone(), self.cache.to(query.dtype, copy=True)
         metadata = AttentionMetadata.of(self.chunks, self.shape.block_size, self.qkv.device)
         expected = paged_attention(query, key, value, there[0], metadata, self.shape.kind, spans)
         given = backend.batch(self.chunks, spans).attend(query, key, value, here[0])
-        tolerance = TOLERANCE[query.dtype]
+        tolerance = TOLERANCE[here.dtype]
         torch.testing.assert_close(given, expected, rtol=tolerance, atol=tolerance)
-        assert torch.equal(here, there)
+        assert torch.equal(here, there.to(here.dtype))
 
 
 def shape_of(head_dim: int = 64, heads: int = 4, kv_heads: int = 2, block_size: int = 16) -> CacheShape:

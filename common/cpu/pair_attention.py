@@ -16,18 +16,19 @@ from torch import Tensor
 from common.cpu import vectors
 from common.cpu.jit import Array, Typed, compiled, inner
 from common.cpu.vectors.llvm import FLOAT, LANES
-from common.cpu.vectors.powers import highest, to_short_powers
+from common.cpu.vectors.pairs import HALF, copy, interleave, transpose
+from common.cpu.vectors.powers import hide_others, highest, to_short_powers
 from common.cpu.vectors.products import NOTHING, add_products
 from common.cpu.vectors.stored import rounded
 
-_WIDTH = 64
+WIDTH = 64
 """Keys of a panel."""
-_VECTORS = _WIDTH // LANES
+_VECTORS = WIDTH // LANES
 _ROWS = 6
 """Queries whose scores with a panel are kept in registers."""
-_TILE = 24
+TILE = 24
 """Queries that go over the keys together: a multiple of all numbers of rows whose sums are kept in registers."""
-_STRETCH = 4 * _WIDTH
+STRETCH = 4 * WIDTH
 """Keys whose scores are known before they are weighed."""
 _WIDEST = 5
 """Vectors of a value that are summed up together."""
@@ -36,41 +37,50 @@ _PAIRS = np.empty(0, np.uint64)
 
 
 @inner
-def _pack_keys(panel: Any, keys: Any) -> None:
-    """Fills uint32 panel [words, 64] with keys [n, words], n ≤ 64, and zeros behind the last."""
-    for index in range(_WIDTH):
-        for word in range(panel.shape[0]):
-            panel[word, index] = keys[index, word] if index < keys.shape[0] else np.uint32(0)
+def fill_row(row: Any, words: Any) -> None:
+    """Fills a row of uint32 with so many words, which lie together and are fewer or as many; behind them are zeros."""
+    count = len(words)
+    whole = count // LANES
+    copy(row.ctypes.data, words.ctypes.data, whole)
+    for place in range(whole * LANES, count):
+        row[place] = words[place]
+    for place in range(count, len(row)):
+        row[place] = np.uint32(0)
 
 
 @inner
-def _pack_values(lanes: Any, values: Any) -> None:
-    """Fills uint32 lanes [parts, 32, width] with values [n, words], n ≤ 64: the same number of two neighbouring keys
-    side by side; zeros behind the last key and the last number."""
-    count, words = values.shape
-    width = lanes.shape[2]
-    for pair in range(_WIDTH // 2):
-        for part in range(lanes.shape[0]):
-            for word in range(width // 2):
-                place, one, other = part * (width // 2) + word, np.uint32(0), np.uint32(0)
-                if place < words and 2 * pair < count:
-                    one = values[2 * pair, place]
-                if place < words and 2 * pair + 1 < count:
-                    other = values[2 * pair + 1, place]
-                lanes[part, pair, 2 * word] = one & np.uint32(0xFFFF) | other << np.uint32(16)
-                lanes[part, pair, 2 * word + 1] = one >> np.uint32(16) | other & np.uint32(0xFFFF0000)
+def pack_panel(panel: Any, lanes: Any, keys: Any, values: Any) -> None:
+    """Fills uint32 panel [padded, 64] with keys [64, padded], and lanes [parts, 32, width] with values [64, padded]:
+    the same number of two neighbouring keys side by side. Behind the last key, and the last number, all are zeros;
+    `padded` is a multiple of 16 (see `room`)."""
+    padded = panel.shape[0]
+    for word in range(0, padded, LANES):
+        for index in range(0, WIDTH, LANES):
+            to = panel.ctypes.data + (word * WIDTH + index) * FLOAT
+            transpose(to, WIDTH * FLOAT, keys.ctypes.data + (index * padded + word) * FLOAT, padded * FLOAT)
+    parts, pairs, width = lanes.shape
+    for part in range(parts):
+        for pair in range(pairs):
+            to = lanes.ctypes.data + (part * pairs + pair) * width * FLOAT
+            one = values.ctypes.data + (2 * pair * padded + part * (width // 2)) * FLOAT
+            for word in range(0, width // 2, HALF):
+                interleave(to + 2 * word * FLOAT, one + word * FLOAT, one + (padded + word) * FLOAT)
 
 
 def _pack(panels: Any, lanes: Any, keys: Any, values: Any, segments: Any, begins: Any) -> None:
-    """Fills uint32 panels [heads, p, words, 64] and lanes [heads, p, parts, 32, width] with keys and values [n, heads,
+    """Fills uint32 panels [heads, p, padded, 64] and lanes [heads, p, parts, 32, width] with keys and values [n, heads,
     words]; the others are as in `_attend`."""
-    count = len(begins)
+    count, padded = len(begins), panels.shape[2]
     for task in numba.prange(panels.shape[0] * count):
         head, panel = np.intp(task) // count, np.intp(task) % count
         begin = begins[panel, 1]
-        end = min(begin + _WIDTH, segments[begins[panel, 0], 1])
-        _pack_keys(panels[head, panel], keys[begin:end, head])
-        _pack_values(lanes[head, panel], values[begin:end, head])
+        end = min(begin + WIDTH, segments[begins[panel, 0], 1])
+        known, worth = np.empty((WIDTH, padded), np.uint32), np.empty((WIDTH, padded), np.uint32)
+        known[end - begin :], worth[end - begin :] = np.uint32(0), np.uint32(0)
+        for place in range(begin, end):
+            fill_row(known[place - begin], keys[place, head])
+            fill_row(worth[place - begin], values[place, head])
+        pack_panel(panels[head, panel], lanes[head, panel], known, worth)
 
 
 @inner
@@ -80,7 +90,7 @@ def _add_values(sums: Any, weights: Any, lanes: Any, rows: Any) -> None:
     for part in range(parts):
         out, panel = sums.ctypes.data + part * width * FLOAT, lanes.ctypes.data + part * pairs * width * FLOAT
         vectors = width // LANES
-        step = _TILE // 2 if vectors == 2 else 8 if vectors == 3 else 6 if vectors == 4 else 4
+        step = TILE // 2 if vectors == 2 else 8 if vectors == 3 else 6 if vectors == 4 else 4
         for row in range(0, rows, step):
             places = (
                 *(out + row * sums.strides[0], sums.strides[0]),
@@ -98,44 +108,60 @@ def _add_values(sums: Any, weights: Any, lanes: Any, rows: Any) -> None:
 
 
 @inner
-def _attend_tile(out: Any, query: Any, panels: Any, lanes: Any, known: Any, scale: Any) -> None:
-    """uint32 out and query [n, words], n ≤ 24, of one head, over the first `known` keys in panels [p, words, 64], their
-    values in lanes [p, parts, 32, width]."""
+def attend_tile(sums: Any, total: Any, query: Any, panels: Any, lanes: Any, seen: Any, scale: Any) -> None:
+    """Adds to float32 sums [24, parts · width] and total [24], both zero, the weighed values of uint32 query [n,
+    words], n ≤ 24, of one head, and their weights. Query i sees keys [seen[i, 0], seen[i, 1]), neither of which falls
+    from query to query; they are in panels [p, padded, 64], their values in lanes [p, parts, 32, width].
+
+    All scores of a stretch of keys are known before they are weighed. A query may see none of the first stretches.
+    """
     rows, words = query.shape
-    numbers, shorts = np.zeros((_TILE, words), np.uint32), np.empty((_TILE, _STRETCH // 2), np.uint32)
-    sums = np.zeros((_TILE, lanes.shape[1] * lanes.shape[3]), np.float32)
-    scores = np.empty((_TILE, _STRETCH), np.float32)
-    most, total = np.full(_TILE, -np.inf, np.float32), np.zeros(_TILE, np.float32)
+    numbers, shorts = np.zeros((TILE, words), np.uint32), np.empty((TILE, STRETCH // 2), np.uint32)
+    scores, most = np.empty((TILE, STRETCH), np.float32), np.full(TILE, -np.inf, np.float32)
     shorts[rows:] = np.uint32(0)
     for index in range(rows):
         for word in range(words):
             numbers[index, word] = query[index, word]
-    for start in range(0, known, _STRETCH):
-        here = min(_STRETCH, known - start)
-        wide = (here + _WIDTH - 1) // _WIDTH
-        for index in range(_TILE):
-            scores[index, : wide * _WIDTH] = np.float32(0.0)
+    last = seen[rows - 1, 1]
+    for start in range(seen[0, 0] // STRETCH * STRETCH, last, STRETCH):
+        wide = (min(STRETCH, last - start) + WIDTH - 1) // WIDTH
+        for index in range(TILE):
+            scores[index, : wide * WIDTH] = np.float32(0.0)
         for panel in range(wide):
-            keys = panels[start // _WIDTH + panel]
+            keys = panels[start // WIDTH + panel]
             for row in range(0, rows, _ROWS):
                 places = (
-                    *(scores[row:, panel * _WIDTH :].ctypes.data, scores.strides[0]),
+                    *(scores[row:, panel * WIDTH :].ctypes.data, scores.strides[0]),
                     *(numbers[row:].ctypes.data, numbers.strides[0]),
                     *(keys.ctypes.data, np.intp(0), np.intp(0)),
                 )
                 add_products(_ROWS, _VECTORS, _VECTORS, NOTHING, _PAIRS, places, words)
         for index in range(rows):
-            scores[index, here : wide * _WIDTH] = -np.inf
-            above = max(most[index], highest(scores[index].ctypes.data, wide) * scale)
+            hide_others(scores[index], seen[index, 0] - start, seen[index, 1] - start, wide * WIDTH)
+            above, here = max(most[index], highest(scores[index].ctypes.data, wide) * scale), scores[index].ctypes.data
+            if above == -np.inf:  # it has seen nothing yet
+                to_short_powers(shorts[index].ctypes.data, here, wide, scale, np.float32(0.0))
+                continue
             if start and above > most[index]:
                 less = np.exp2(most[index] - above)
                 total[index] *= less
                 sums[index] *= less
             most[index] = above
-            total[index] += to_short_powers(shorts[index].ctypes.data, scores[index].ctypes.data, wide, scale, above)
+            total[index] += to_short_powers(shorts[index].ctypes.data, here, wide, scale, above)
         for panel in range(wide):
-            weights = shorts[:, panel * _WIDTH // 2 : (panel + 1) * _WIDTH // 2]
-            _add_values(sums, weights, lanes[start // _WIDTH + panel], rows)
+            weights = shorts[:, panel * WIDTH // 2 : (panel + 1) * WIDTH // 2]
+            _add_values(sums, weights, lanes[start // WIDTH + panel], rows)
+
+
+@inner
+def _attend_segment(out: Any, query: Any, panels: Any, lanes: Any, known: Any, scale: Any) -> None:
+    """uint32 out and query [n, words] of one head, which see all of the first `known` keys; the others as in
+    `attend_tile`."""
+    rows, words = query.shape
+    sums, total = np.zeros((TILE, lanes.shape[1] * lanes.shape[3]), np.float32), np.zeros(TILE, np.float32)
+    seen = np.zeros((rows, 2), np.int64)
+    seen[:, 1] = known
+    attend_tile(sums, total, query, panels, lanes, seen, scale)
     for index in range(rows):
         share = np.float32(1.0) / total[index]
         for word in range(words):
@@ -158,11 +184,11 @@ def _attend(out: Any, query: Any, panels: Any, lanes: Any, segments: Any, tiles:
         head, tile = np.intp(task) // count, np.intp(task) % count
         segment, row = tiles[tile, 0], tiles[tile, 1]
         begin, end, base = segments[segment, 0], segments[segment, 1], segments[segment, 2]
-        known, last = end - begin, min(row + _TILE, end)
-        there = slice(base, base + (known + _WIDTH - 1) // _WIDTH)
+        known, last = end - begin, min(row + TILE, end)
+        there = slice(base, base + (known + WIDTH - 1) // WIDTH)
         shared = head // group
         here = panels[shared, there], lanes[shared, there]
-        _attend_tile(out[row:last, head], query[row:last, head], *here, known, scale)
+        _attend_segment(out[row:last, head], query[row:last, head], *here, known, scale)
 
 
 _pack_kernel = compiled(_pack)
@@ -180,6 +206,19 @@ KERNELS = tuple(f"{__name__}:{name}" for name in TYPED)
 """Their names, as `common.cpu.jit.find` takes them."""
 
 
+def room(heads: int, count: int, dim: int) -> tuple[Array, Array]:
+    """Panels uint32 [heads, count, padded, 64] and lanes [heads, count, parts, 32, width], for an even dim, whose words
+    are padded to a multiple of 16, so that they can be filled by whole vectors."""
+    vectors = -(-dim // LANES)
+    parts = -(-vectors // _WIDEST)
+    width = max(2, -(-vectors // parts)) * LANES
+    padded = -(-max(dim, parts * width) // (2 * LANES)) * LANES
+    return (
+        np.empty((heads, count, padded, WIDTH), np.uint32),
+        np.empty((heads, count, parts, WIDTH // 2, width), np.uint32),
+    )
+
+
 class PairAttention:
     """Full attention inside segments of so many neighbours each, in all layers of a pass."""
 
@@ -191,8 +230,8 @@ class PairAttention:
         for index, length in enumerate(lengths):
             end = begin + length
             segments.append((begin, end, len(begins)))
-            begins += [(index, first) for first in range(begin, end, _WIDTH)]
-            tiles += [(index, first) for first in range(begin, end, _TILE)]
+            begins += [(index, first) for first in range(begin, end, WIDTH)]
+            tiles += [(index, first) for first in range(begin, end, TILE)]
             begin = end
         self._segments, self._begins, self._tiles = (np.array(each, np.int64) for each in (segments, begins, tiles))
         self._room: tuple[Array, Array] | None = None
@@ -201,16 +240,9 @@ class PairAttention:
         """q, k, v and the result bfloat16 [n, heads, head_dim], of an even head_dim whose numbers lie together; there
         may be fewer heads of k and v, each shared by as many of q."""
         heads, dim = k.shape[1:]
-        query, keys, values = (_words(each) for each in (q, k, v))
+        query, keys, values = (words(each) for each in (q, k, v))
         if self._room is None:
-            vectors = -(-dim // LANES)
-            parts = -(-vectors // _WIDEST)
-            width = max(2, -(-vectors // parts)) * LANES
-            count = len(self._begins)
-            self._room = (
-                np.empty((heads, count, dim // 2, _WIDTH), np.uint32),
-                np.empty((heads, count, parts, _WIDTH // 2, width), np.uint32),
-            )
+            self._room = room(heads, len(self._begins), dim)
         out = np.empty(query.shape, np.uint32)
         scale = np.float32(math.log2(math.e) / math.sqrt(dim))
         _pack_kernel(*self._room, keys, values, self._segments, self._begins)
@@ -219,7 +251,7 @@ class PairAttention:
         return torch.from_numpy(out).view(torch.bfloat16)
 
 
-def _words(x: Tensor) -> Array:
+def words(x: Tensor) -> Array:
     """bfloat16 [n, heads, dim] as uint32 [n, heads, dim / 2] over the same memory."""
     words: Array = x.view(torch.int32).numpy().view(np.uint32)
     return words

@@ -40,9 +40,9 @@ def prompts(directory: Path) -> list[Prompt]:
     return [make_prompt(directory, list(each)) for each in parts]
 
 
-def logits(decoder: Decoder, prompt: Prompt) -> torch.Tensor:
+def logits(decoder: Decoder, prompt: Prompt, attention: str = "auto") -> torch.Tensor:
     count = len(prompt.layout.ids)
-    caches = Caches(decoder.mixers(), 8, 16, decoder.kv_dtype, _CPU, state_slots=1)
+    caches = Caches(decoder.mixers(), 8, 16, decoder.kv_dtype, _CPU, state_slots=1, attention=attention)
     batches = caches.batches([PagedChunk(0, count, list(range(-(-count // 16))))], [0])
     positions = torch.from_numpy(np.frombuffer(prompt.layout.positions, np.int32).reshape(3, -1).copy())
     with torch.inference_mode():
@@ -85,6 +85,7 @@ def test_what_is_kept_of_tokens_is_bfloat16_and_torch_computes_the_same_over_it(
     decoder = load_decoder(Checkpoint(directory), torch.bfloat16, _CPU)
     assert decoder.kv_dtype == torch.bfloat16
     assert load_decoder(Checkpoint(directory), torch.float32, _CPU).kv_dtype == torch.float32
-    ours = LocalEngine(directory, dtype=torch.bfloat16)
-    theirs = LocalEngine(directory, dtype=torch.bfloat16, attention="torch")
-    assert ours.run(prompts, _GREEDY)[0].tokens[:8] == theirs.run(prompts, _GREEDY)[0].tokens[:8]
+    ours, theirs = (logits(decoder, prompts[0], attention) for attention in ("numba", "torch"))
+    # By place, and of these the middle one, as above. Our kernel rounds queries and weights, torch's operators do not.
+    apart = ((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).median()
+    assert 0 < apart < 0.01

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import llvmlite.binding
+import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
@@ -187,3 +188,12 @@ to_powers: Any = intrinsic(_to_powers)
 to_short_powers: Any = intrinsic(_to_short_powers)
 gate: Any = intrinsic(_gate)
 gelu_gate: Any = intrinsic(_gelu_gate)
+
+
+@numba.njit(inline="always")
+def hide_others(scores: Any, begin: Any, end: Any, room: Any) -> None:
+    """Of the first `room` scores leaves those from begin to end, which may be anywhere; the others become -inf."""
+    for place in range(min(begin, room)):
+        scores[place] = -np.inf
+    for place in range(max(0, end), room):
+        scores[place] = -np.inf

@@ -108,17 +108,6 @@ def _half(builder: Any, bits: Value, mask: int) -> Value:
     return builder.fpext(builder.bitcast(builder.and_(bits, shorts(mask)), HALVES), VECTOR)
 
 
-def _widened_number(_: Any, number: Any) -> Any:
-    """A float32 as it is; of the bits of a bfloat16, uint16, the float32."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, given: Any) -> Value:
-        if number == types.float32:
-            return given[0]
-        return builder.bitcast(builder.shl(builder.zext(given[0], FLAG), FLAG(16)), SINGLE)
-
-    return types.float32(number), generate
-
-
 def _lower_number(_: Any, word: Any) -> Any:
     """The float32 of the bfloat16 that is the lower half of a word, uint32."""
 
@@ -146,7 +135,6 @@ def _widened_half(_: Any, number: Any) -> Any:
     return types.float32(number), generate
 
 
-widened: Any = intrinsic(_widened_number)
 lower_half: Any = intrinsic(_lower_number)
 upper_half: Any = intrinsic(_upper_number)
 widened_half: Any = intrinsic(_widened_half)

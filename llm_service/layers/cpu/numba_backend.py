@@ -24,7 +24,8 @@ from llm_service.layers.attention.backend import (
     spans_of,
 )
 from llm_service.layers.attention.torch_backend import TorchBackend
-from llm_service.layers.cpu import bfloat16_decode, decode_attention, prefill_attention, selection
+from llm_service.layers.cpu import bfloat16_decode, decode_attention, pair_prefill, prefill_attention, selection
+from llm_service.layers.cpu.pair_prefill import PairPrefillAttention
 from llm_service.layers.cpu.prefill_attention import STRETCH, PrefillAttention, PrefillMetadata
 
 _CPU = torch.device("cpu")
@@ -32,19 +33,21 @@ _FEW = 16
 """Tokens of a prompt that are computed as an answer's are, where chunks are not packed: torch takes twice as long for
 five, and wakes threads of its own for each layer. Where they are, all are, so that a prompt's bits do not follow from
 where it is cut."""
-_PACKING = {torch.float32: "pack", torch.bfloat16: "pack_bfloat16"}
 
 
 class NumbaBackend:
-    """Makes batches for the kernels; `packs` says whether chunks are packed."""
+    """Makes batches for the kernels; `packs` says whether chunks are packed. A cache in bfloat16 is for processors with
+    AVX512-BF16."""
 
     name = "numba"
 
     def __init__(self, shape: CacheShape, dtype: torch.dtype = torch.float32, *, packs: bool) -> None:
         self._shape = shape
         self._packs = packs
-        decoding = bfloat16_decode if dtype == torch.bfloat16 else decode_attention
-        chunks = {f"{prefill_attention.__name__}:{kernel}" for kernel in (_PACKING[dtype], "attend")}
+        short = dtype == torch.bfloat16
+        decoding, packing = (bfloat16_decode, pair_prefill) if short else (decode_attention, prefill_attention)
+        self._prefill = PairPrefillAttention if short else PrefillAttention
+        chunks = {f"{packing.__name__}:{kernel}" for kernel in ("pack", "attend")}
         self.kernels = frozenset({f"{decoding.__name__}:decode", *(chunks if packs else ())})
         self._plain = TorchBackend(shape, _CPU)
 
@@ -95,7 +98,7 @@ class NumbaBackend:
         seen = [kind.seen(chunk, own) - first for chunk, own, first in each]
         metadata = PrefillMetadata.of([chunk.count for chunk in chunks], [len(all_) for all_ in reached], seen)
         given = metadata, np.concatenate(reached), shape.kv_heads, shape.head_dim
-        attention = PrefillAttention(*given, scale=kind.scale)
+        attention = self._prefill(*given, scale=kind.scale)
         return _Packed(torch.from_numpy(np.concatenate(written)), attention)
 
 
@@ -125,7 +128,7 @@ class _Packed:
     """`written` int64 is where the keys and values of the batch's tokens go."""
 
     written: Tensor
-    attention: PrefillAttention
+    attention: PrefillAttention | PairPrefillAttention
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         """See `AttentionBatch`."""

@@ -18,9 +18,8 @@ from torch import Tensor
 from common.cpu import vectors
 from common.cpu.jit import Array, Typed, compiled, inner
 from common.cpu.vectors.llvm import FLOAT, LANES
-from common.cpu.vectors.powers import highest, to_powers
+from common.cpu.vectors.powers import hide_others, highest, to_powers
 from common.cpu.vectors.products import NOTHING, add_products
-from common.cpu.vectors.stored import widened
 from llm_service.layers.attention.backend import CAUSAL, PagedChunk
 
 _ZERO = np.float32(0.0)
@@ -34,7 +33,7 @@ _TILE = 4 * _ROWS
 STRETCH = 4 * _WIDTH
 """Keys whose scores are known before they are weighed; where a sequence is cut before what is seen of it, it is at a
 multiple of them, so that no sum depends on that."""
-_ROOM = 64 << 20
+ROOM = 64 << 20
 """Bytes."""
 
 
@@ -72,8 +71,8 @@ class PrefillMetadata:
 
 @inner
 def _pack_panel(panel: Any, lanes: Any, keys: Any, values: Any, places: Any) -> None:
-    """Fills panel [dim, 64] with keys [slots, dim], float32 or bits of bfloat16, at so many places, and lanes [parts,
-    64, 64] with their values; both with zeros behind the last."""
+    """Fills panel [dim, 64] with keys [slots, dim] at so many places, and lanes [parts, 64, 64] with their values; both
+    with zeros behind the last."""
     dim, known = panel.shape[0], len(places)
     for index in range(known, _WIDTH):
         for number in range(dim):
@@ -85,8 +84,8 @@ def _pack_panel(panel: Any, lanes: Any, keys: Any, values: Any, places: Any) -> 
     for index in range(known):
         key, value = keys[places[index]], values[places[index]]
         for number in range(dim):
-            panel[number, index] = widened(key[number])
-            lanes[number // _WIDTH, index, number % _WIDTH] = widened(value[number])
+            panel[number, index] = key[number]
+            lanes[number // _WIDTH, index, number % _WIDTH] = value[number]
 
 
 def _pack(panels: Any, lanes: Any, keys: Any, values: Any, places: Any, segments: Any, begins: Any, first: Any) -> None:
@@ -121,15 +120,6 @@ def _multiply(out: Any, x: Any, weights: Any, rows: Any) -> None:
 
 
 @inner
-def _hide_others(scores: Any, begin: Any, end: Any, room: Any) -> None:
-    """Of the first `room` scores leaves those from begin to end, which may be anywhere."""
-    for place in range(min(begin, room)):
-        scores[place] = -np.inf
-    for place in range(max(0, end), room):
-        scores[place] = -np.inf
-
-
-@inner
 def _attend_tile(out: Any, query: Any, panels: Any, lanes: Any, seen: Any, scale: Any) -> None:
     """float32 out and query [n, dim], n ≤ 24, of one head. Query i sees keys [seen[i, 0], seen[i, 1]), neither of which
     falls from query to query; they are in panels [p, dim, 64], their values in lanes [parts, p, 64, 64].
@@ -153,7 +143,7 @@ def _attend_tile(out: Any, query: Any, panels: Any, lanes: Any, seen: Any, scale
             here = scores[:, panel * _WIDTH : (panel + 1) * _WIDTH]
             _multiply(here, numbers, panels[start // _WIDTH + panel], rows)
         for index in range(rows):
-            _hide_others(scores[index], seen[index, 0] - start, seen[index, 1] - start, wide * _WIDTH)
+            hide_others(scores[index], seen[index, 0] - start, seen[index, 1] - start, wide * _WIDTH)
             above = max(most[index], highest(scores[index].ctypes.data, wide))
             if above == -np.inf:  # it has seen nothing yet
                 to_powers(scores[index].ctypes.data, wide, _ZERO)
@@ -202,10 +192,9 @@ def _attend(
 _pack_kernel = compiled(_pack)
 _attend_kernel = compiled(_attend, made_of=[vectors])
 _slots, _packed, _parts = numba.float32[:, :, ::1], numba.float32[:, :, :, ::1], numba.float32[:, :, :, :, ::1]
-_list, _table, _short = numba.int64[::1], numba.int64[:, ::1], numba.uint16[:, :, ::1]
+_list, _table = numba.int64[::1], numba.int64[:, ::1]
 TYPED = {
     "pack": Typed(_pack_kernel, (_packed, _parts, _slots, _slots, _list, _table, _table, numba.intp)),
-    "pack_bfloat16": Typed(_pack_kernel, (_packed, _parts, _short, _short, _list, _table, _table, numba.intp)),
     "attend": Typed(
         _attend_kernel,
         (_slots, _slots, _packed, _parts, _table, _table, _table, numba.intp, numba.intp, numba.float32),
@@ -229,7 +218,7 @@ class PrefillAttention:
         head_dim: int,
         *,
         scale: float | None = None,
-        room: int = _ROOM,
+        room: int = ROOM,
     ) -> None:
         self._metadata = metadata
         self._scale = np.float32(math.log2(math.e) * (head_dim**-0.5 if scale is None else scale))
@@ -240,13 +229,12 @@ class PrefillAttention:
         self._lanes = np.empty((min(kv_heads, at_once), parts, count, _WIDTH, _WIDTH), np.float32)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """query float32 [n, heads, dim] → [n, heads, dim]; keys and values [slots, kv_heads, dim], float32 or bfloat16,
-        each of which lies together: the kernels are compiled for that alone."""
+        """query float32 [n, heads, dim] → [n, heads, dim]; keys and values [slots, kv_heads, dim], each of which lies
+        together: the kernels are compiled for that alone."""
         kv_heads = keys.shape[1]
         group, metadata = query.shape[1] // kv_heads, self._metadata
         numbers, out = query.contiguous().numpy(), np.empty(query.shape, np.float32)
-        short = keys.dtype == torch.bfloat16
-        cached = [(each.view(torch.uint16) if short else each).numpy() for each in (keys, values)]
+        cached = keys.numpy(), values.numpy()
         for first in range(0, kv_heads, len(self._panels)):
             packed = tuple(part[: kv_heads - first] for part in (self._panels, self._lanes))
             _pack_kernel(*packed, *cached, self._places, metadata.segments, metadata.begins, first)

@@ -226,8 +226,8 @@ def test_a_token_and_its_drafts_beside_a_prompt_have_the_bits_that_each_has_alon
     packs: bool, dtype: torch.dtype, spans: list[tuple[int, int]]
 ) -> None:
     """Those of one sequence are more than a prompt's that are decoded."""
-    if packs and not selection.wide_vectors():
-        pytest.skip("the processor has no AVX-512")
+    if (packs and not selection.wide_vectors()) or (dtype == torch.bfloat16 and not selection.computes_bfloat16()):
+        pytest.skip("the processor lacks AVX-512, or AVX512-BF16")
     shape = replace(shape_of(), kind=AttentionKind(window=40, spans=True))
     case, backend = Case.random(shape, (5, 1, 20, 30, 7), torch.float32, 2), NumbaBackend(shape, dtype, packs=packs)
     case.chunks[:3] = [replace(chunk, decodes=True) for chunk in case.chunks[:3]]

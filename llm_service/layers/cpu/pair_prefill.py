@@ -1,0 +1,122 @@
+"""Attention of many queries on a CPU over a cache in bfloat16, compiled by numba for processors with AVX512-BF16: the
+arithmetic of `common.cpu.pair_attention`. Queries and weights are rounded to bfloat16, scores and sums are float32."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.cpu import pair_attention, vectors
+from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.pair_attention import TILE, WIDTH, attend_tile, fill_row, pack_panel
+from llm_service.layers.cpu.prefill_attention import ROOM, PrefillMetadata
+
+
+def _pack(panels: Any, lanes: Any, keys: Any, values: Any, places: Any, segments: Any, begins: Any, first: Any) -> None:
+    """Fills uint32 panels [heads, p, padded, 64] with the keys of the KV heads from `first` on, and lanes [heads, p,
+    parts, 32, width] with their values, both with zeros behind a segment's last key; keys and values [slots, kv_heads,
+    words]. The others are as in `PrefillMetadata` and `PairPrefillAttention`."""
+    count, padded = len(begins), panels.shape[2]
+    for task in numba.prange(panels.shape[0] * count):
+        head, panel = np.intp(task) // count, np.intp(task) % count
+        segment, begin = begins[panel]
+        here = segments[segment, 2] + begin
+        end = here + min(WIDTH, segments[segment, 3] - begin)
+        known, worth = np.empty((WIDTH, padded), np.uint32), np.empty((WIDTH, padded), np.uint32)
+        known[end - here :], worth[end - here :] = np.uint32(0), np.uint32(0)
+        for place in range(here, end):
+            fill_row(known[place - here], keys[places[place], first + head])
+            fill_row(worth[place - here], values[places[place], first + head])
+        pack_panel(panels[head, panel], lanes[head, panel], known, worth)
+
+
+@inner
+def _attend_rows(out: Any, query: Any, panels: Any, lanes: Any, seen: Any, scale: Any) -> None:
+    """float32 out [n, dim] and uint32 query [n, words], of one head; the others are as in `attend_tile`."""
+    sums, total = np.zeros((TILE, lanes.shape[1] * lanes.shape[3]), np.float32), np.zeros(TILE, np.float32)
+    attend_tile(sums, total, query, panels, lanes, seen, scale)
+    for index in range(out.shape[0]):
+        for place in range(out.shape[1]):
+            out[index, place] = sums[index, place] / total[index]
+
+
+def _attend(
+    out: Any,
+    query: Any,
+    panels: Any,
+    lanes: Any,
+    segments: Any,
+    seen: Any,
+    tiles: Any,
+    first: Any,
+    group: Any,
+    scale: Any,
+) -> None:
+    """float32 out [n, heads, dim] and uint32 query [n, heads, words], of which this computes those that share the KV
+    heads from `first` on, `group` each. `scale` includes log2 e. panels and lanes are as in `_pack`, the others as in
+    `PrefillMetadata`."""
+    for task in numba.prange(panels.shape[0] * group * len(tiles)):
+        own, tile = np.intp(task) // len(tiles), np.intp(task) % len(tiles)
+        segment, row = tiles[tile]
+        _, end, _, known, base = segments[segment]
+        rows = slice(row, min(row + TILE, end))
+        head, shared, packed = first * group + own, own // group, slice(base, base + (known + WIDTH - 1) // WIDTH)
+        there = panels[shared, packed], lanes[shared, packed]
+        _attend_rows(out[rows, head], query[rows, head], *there, seen[rows], scale)
+
+
+_made_of = [vectors, pair_attention]
+_pack_kernel, _attend_kernel = compiled(_pack, made_of=_made_of), compiled(_attend, made_of=_made_of)
+_words, _panels, _lanes = numba.uint32[:, :, ::1], numba.uint32[:, :, :, ::1], numba.uint32[:, :, :, :, ::1]
+_list, _table = numba.int64[::1], numba.int64[:, ::1]
+TYPED = {
+    "pack": Typed(_pack_kernel, (_panels, _lanes, _words, _words, _list, _table, _table, numba.intp)),
+    "attend": Typed(
+        _attend_kernel,
+        (
+            *(numba.float32[:, :, ::1], _words, _panels, _lanes, _table, _table, _table),
+            *(numba.intp, numba.intp, numba.float32),
+        ),
+    ),
+}
+
+
+class PairPrefillAttention:
+    """As `PrefillAttention`, for an even head_dim and keys and values in bfloat16."""
+
+    def __init__(
+        self,
+        metadata: PrefillMetadata,
+        places: Array,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        scale: float | None = None,
+        room: int = ROOM,
+    ) -> None:
+        self._metadata = metadata
+        self._scale = np.float32(math.log2(math.e) * (head_dim**-0.5 if scale is None else scale))
+        self._places = places
+        count = len(metadata.begins)
+        bytes_each = sum(each.nbytes for each in pair_attention.room(1, count, head_dim))
+        self._room = pair_attention.room(min(kv_heads, max(1, room // bytes_each)), count, head_dim)
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """query [n, heads, dim] → float32 [n, heads, dim]; keys and values bfloat16 [slots, kv_heads, dim], each of
+        which lies together: the kernels are compiled for that alone."""
+        kv_heads, panels = keys.shape[1], self._room[0]
+        group, metadata = query.shape[1] // kv_heads, self._metadata
+        numbers, *cached = (pair_attention.words(each) for each in (query.bfloat16().contiguous(), keys, values))
+        out = np.empty(query.shape, np.float32)
+        for first in range(0, kv_heads, len(panels)):
+            packed = tuple(part[: kv_heads - first] for part in self._room)
+            _pack_kernel(*packed, *cached, self._places, metadata.segments, metadata.begins, first)
+            _attend_kernel(
+                out, numbers, *packed, metadata.segments, metadata.seen, metadata.tiles, first, group, self._scale
+            )
+        return torch.from_numpy(out)
