@@ -18,6 +18,7 @@ ARGS ?=
 WORKERS ?= $(shell awk -v n=$$(($$(nproc) + 1)) '/^MemTotal/ { fit = int($$2 / 3145728); if (n > fit) n = fit; if (n > 8) n = 8; \
 	print (n > 1 ? n : 1) }' /proc/meminfo)
 PARALLEL ?= -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+SOAK := tests/soak $$(grep -rl --include='test_*.py' mark.soak tests)
 
 VENV := .venv
 BIN := $(or $(ENVIRONMENT),$(VENV))/bin
@@ -27,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE  # every process of the suites imports all tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-soak test-load lint fmt type proto proto-check proto-lint clients examples deploy-tools bench bench-gpu tables models gpu-check gpu-rehearsal rolling-trial demo-model dist clean
+.PHONY: help setup demo up test test-soak test-all test-load lint fmt type proto proto-check proto-lint clients examples deploy-tools bench bench-gpu tables models gpu-check gpu-rehearsal rolling-trial demo-model dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -54,7 +55,10 @@ test: $(STAMP)  ## the CPU test suite, a process more than cores; ARGS='-k name'
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-soak: $(STAMP)  ## a minute of mixed load, storms of faults, rolling restarts; the longest first
-	$(BIN)/python -m pytest $(PARALLEL) -m soak $(ARGS) tests/soak $$(grep -rl --include='test_*.py' mark.soak tests)
+	$(BIN)/python -m pytest $(PARALLEL) -m soak $(ARGS) $(SOAK)
+
+test-all: $(STAMP)  ## both suites at once: what they share is collected, compiled and started once
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not gpu' $(ARGS) $(SOAK) tests twinlens common encoder_service llm_service gateway tools
 
 test-load: $(STAMP)  ## mixed load for LOAD_SECONDS: 24 callers, and what the services' memory was meanwhile
 	$(BIN)/python -m pytest -m soak -s --soak-seconds $(LOAD_SECONDS) $(ARGS) tests/soak/test_mixed_load.py
