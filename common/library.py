@@ -37,12 +37,13 @@ _PROCESS = "common.library_models"
 class PromptFrame(msgspec.Struct, frozen=True):
     """What a processor sets into a prompt with items, beside what stands for them: at its `begin`, in the stead of what
     the tokenizer has there, `behind` its last item, and at its `end`. Texts, in which special tokens stand by name.
-    `always`: into a prompt without items as well."""
+    `always`: into a prompt without items as well. `once`: a text that begins so has no `begin` set before it."""
 
     begin: str = ""
     behind: str = ""
     end: str = ""
     always: bool = False
+    once: bool = False
 
     @property
     def lays_out(self) -> bool:
@@ -57,7 +58,8 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     its modality. `max_position` is the longest context. Places are counted on `axes` axes, 1, 3 or 4. `one_item`: what
     stands for a picture depends on how many a prompt has, so that one alone is served. `video_sound`: a video's sound
     may go between its frames. `frame` is what else its processor sets into prompts, None: nothing but what its
-    tokenizer does. `text` is the text's part of the configuration, as JSON has it, every default filled in.
+    tokenizer does. `text` is the text's part of the configuration, as JSON has it, every default filled in. `together`:
+    tokens of pictures and of marks around them, as the processor tells them from text.
     """
 
     architecture: str
@@ -71,6 +73,7 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     video_sound: bool = False
     frame: PromptFrame | None = None
     text: dict[str, Any] = {}
+    together: tuple[int, ...] = ()
 
 
 def describe(checkpoint: Checkpoint) -> LibraryModel:

@@ -59,7 +59,13 @@ def describe(folder: Path) -> LibraryModel:
         frame=frame_of(processor),
         text=text_of(model),
         axes=axes_of(model),
+        together=together_of(processor),
     )
+
+
+def together_of(processor: Any) -> tuple[int, ...]:
+    """The tokens that a processor says are a picture's, marks around rows among them."""
+    return tuple(id for id in getattr(processor, "image_token_ids", None) or () if id is not None)
 
 
 def text_of(model: Any) -> dict[str, Any]:
@@ -153,9 +159,10 @@ def row_tokens(config: Any, processor: Any, modality: str, replacement: str) -> 
     raise ValueError(f"nothing in what stands for a {modality} takes rows")
 
 
-def longest_run(folder: Path) -> int:
+def longest_run(folder: Path, *, with_marks: bool = False) -> int:
     """Rows of the longest run that a picture has in a prompt, or a frame of a video: the most of blank ones of many
-    shapes, and no fewer than the processor states. Raises CheckpointError where there is no processor."""
+    shapes, and no fewer than the processor states. With marks: tokens of all that stands for one. Raises
+    CheckpointError where there is no processor."""
     config, processor = config_of(folder), processor_of(folder)
     found = [0]
     for sides in _SHAPES:
@@ -167,6 +174,9 @@ def longest_run(folder: Path) -> int:
                 tokens = row_tokens(config, processor, modality, text)
             except (AttributeError, ImportError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
                 continue  # it takes none of this shape, or modality
+            if with_marks:
+                found.append(len(processor.tokenizer(text, add_special_tokens=False)["input_ids"]))
+                continue
             run = f"(?:{'|'.join(map(re.escape, tokens))})"
             found += [len(re.findall(run, each[0])) for each in re.finditer(f"{run}+", text)]
     parts = (getattr(processor, f"{kind}_processor", None) for kind in ("image", "video"))

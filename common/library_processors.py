@@ -233,7 +233,8 @@ def frame_of(processor: Any) -> PromptFrame | None:
     told = re.fullmatch(f"(.*){before}{item}(.*?){after}(.*)", decode(made), re.DOTALL)
     frame = PromptFrame(told[1], told[2], told[3]) if told else PromptFrame()
     if made == _framed_ids(processor, frame, parts):
-        frame = msgspec.structs.replace(frame, always=_is_around_texts(processor, frame))
+        once = _is_set_once(processor, frame, kind, one, made)
+        frame = msgspec.structs.replace(frame, always=_is_around_texts(processor, frame), once=once)
         try:
             more, parts = _laid_out(processor, kind, two, 2)
         except (TypeError, ValueError, KeyError, IndexError, RuntimeError):
@@ -243,6 +244,12 @@ def frame_of(processor: Any) -> PromptFrame | None:
     elif decode(made) == decode(own):  # the same, cut otherwise
         return None
     raise CheckpointError(f"{type(processor).__name__} sets something into prompts that is not known here")
+
+
+def _is_set_once(processor: Any, frame: PromptFrame, kind: str, media: Mapping[str, Any], made: list[int]) -> bool:
+    """Whether a text with an item that begins as it would be begun is made into the same."""
+    text = frame.begin + _BEFORE + wrapped(processor, kind) + _AFTER
+    return bool(frame.begin) and processor(text=[text], return_tensors="pt", **media)["input_ids"][0].tolist() == made
 
 
 def _is_around_texts(processor: Any, frame: PromptFrame) -> bool:

@@ -33,6 +33,7 @@ def load(settings: EngineSettings, arena_fd: int) -> Loaded:
         state_chunk=runner.caches.state_chunk,
         whole_media=runner.whole_media,
         whole_prompts=runner.whole_prompts,
+        whole_until=runner.whole_until,
         read_adapter=adapter_reader(settings),
         row_bytes=runner.row_bytes,
         max_step_tokens=runner.max_step_tokens,

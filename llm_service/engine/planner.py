@@ -49,7 +49,8 @@ def _forced(sequence: Sequence) -> array[int]:
 class Limits:
     """Bounds of one engine: sequences at once, tokens a step, tokens a sequence. With `keep_media_whole` a chunk does
     not end inside a run of media rows that fits into a step beside all the decodes that there may be; with
-    `whole_media` none does, and a prompt with a longer one is refused; with `whole_prompts` none ends inside a prompt.
+    `whole_media` none does, and a prompt with a longer one is refused; with `whole_prompts` none ends inside a prompt,
+    or, with `whole_until`, before the last of these tokens in it.
     A prompt whose rows are not all here goes on
     where at least `early_tokens` can be computed; 0: not before they are. A step verifies up to `speculative_tokens`
     drafts of a sequence, as long as it decodes no more than `draft_rows` tokens in all. A running answer's tokens come
@@ -63,6 +64,7 @@ class Limits:
     early_tokens: int = 1
     whole_media: bool = False
     whole_prompts: bool = False
+    whole_until: tuple[int, ...] = ()
     speculative_tokens: int = 0
     draft_rows: int = 16
     decode_slowdown: float = 0.0

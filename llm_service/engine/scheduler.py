@@ -91,6 +91,7 @@ class Scheduler:
             eos=self._eos,
             max_drafts=self.limits.speculative_tokens,
             whole_prompts=self.limits.whole_prompts,
+            whole_until=self.limits.whole_until,
         )
         if add.sampling.grammar and self._match is not None:
             asked = add.sampling

@@ -144,10 +144,11 @@ class Sequence:
         eos: tuple[int, ...],
         max_drafts: int = 0,
         whole_prompts: bool = False,
+        whole_until: tuple[int, ...] = (),
     ) -> list[Sequence]:
         """One sequence for each choice of a request that is not finished; all but the first of them wait until that one
         has its prompt computed. A step verifies `max_drafts` drafts of each at most. `whole_prompts`: all tokens of one
-        see each other."""
+        see each other, or, with `whole_until`, what is computed of any up to the last of these depends on all there."""
         prompt = array("i", add.token_ids)
         positions = np.frombuffer(add.positions, np.int32).reshape(3, len(prompt))
         items = [PromptItem(item.key, item.offset, item.runs, item.landed) for item in add.items]
@@ -155,8 +156,12 @@ class Sequence:
         penalised = b"" if sampling.repetition_penalty == 1.0 else np.unique(prompt).tobytes()
         runs = sorted((at, at + count, row, item.key) for item in items for at, row, count in item.runs)
         root = root_identity(add.salt, add.adapter_digest)
-        if whole_prompts:  # what is computed of any of its tokens depends on all of them
-            root = block_identity(root, add.token_ids, [(key, row) for _, _, row, key in runs])
+        whole_end = len(prompt) if whole_prompts else 0
+        if whole_until:
+            found = np.flatnonzero(np.isin(prompt, whole_until))
+            whole_end = int(found[-1]) + 1 if len(found) else 0
+        if whole_end:  # what is computed of any of its tokens depends on all of them
+            root = block_identity(root, prompt[:whole_end].tobytes(), [(key, row) for _, _, row, key in runs])
         resumed = {each.choice: each for each in add.resume}
         sequences: list[Sequence] = []
         for choice in range(sampling.n):
@@ -190,7 +195,7 @@ class Sequence:
                 penalised=penalised,
                 draft_length=DraftLength(max_drafts),
                 media_end=max((end for _, end, _, _ in runs), default=0),
-                whole_end=len(prompt) if whole_prompts else 0,
+                whole_end=whole_end,
                 runs=runs,
             )
             sequences.append(sequence)

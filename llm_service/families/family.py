@@ -30,13 +30,19 @@ class FeedForwardKind(Enum):
 
 class SpanRule(Enum):
     """In which layers the tokens of a run of media rows see each other, as far as a window reaches, or beyond; or that
-    those of a whole prompt do, in all layers and whatever the window."""
+    those of a whole prompt do, in all layers and whatever the window, or of these all rows and the marks around
+    them."""
 
     NOWHERE = "nowhere"
     EVERYWHERE = "everywhere"
     IN_WINDOWS = "in layers with a window"
     BEYOND_WINDOWS = "everywhere, and beyond windows"
     WHOLE_PROMPTS = "whole prompts"
+    ALL_MEDIA = "all media of a prompt"
+
+
+OF_PROMPTS = (SpanRule.WHOLE_PROMPTS, SpanRule.ALL_MEDIA)
+"""Rules by which what is computed of a prompt's tokens depends on what stands further behind than their run."""
 
 
 @dataclass(frozen=True, slots=True)

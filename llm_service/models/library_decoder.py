@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -98,13 +99,17 @@ class LibraryDecoder:
         *,
         axes: int = 1,
         spans: SpanRule = SpanRule.NOWHERE,
+        together: Sequence[int] = (),
+        adds_rows: bool = False,
         group: TensorGroup = ALONE,
     ) -> None:
         """`model` is the library's, of which there need be no more than its text; of it this rank's share is kept, on
-        the device. Places are counted on `axes` axes. `spans`: which tokens see those behind them. Raises
-        CheckpointError where the model cannot be served so."""
+        the device. Places are counted on `axes` axes. `spans`: which tokens see those behind them; where all of media
+        do, these are `together`. `adds_rows`: to what the table has for their places. Raises CheckpointError where the
+        model cannot be served so."""
         self.dtype, self.device, self.spans, self.group, self._axes = dtype, device, spans, group, axes
-        self.kv_dtype = dtype
+        self.kv_dtype, self.adds_rows = dtype, adds_rows
+        self.together = torch.tensor(together, dtype=torch.int64, device=device)
         share_out(model, group)
         model.to(device)
         self._text = decoder_of(model)
@@ -161,6 +166,12 @@ class LibraryDecoder:
                 more["deepstack_features"] = dict(zip(self._layers_of_levels, levels, strict=True))
             else:
                 more["visual_pos_masks"], more["deepstack_visual_embeds"] = here, list(deepstack.values)
+        media: Tensor | None = None
+        if self.spans is SpanRule.ALL_MEDIA and (there := _in_spans(batches[0], len(hidden), self.device)) is not None:
+            media = torch.isin(token_ids, self.together) & there
+            if self.adds_rows:
+                rows = torch.isin(token_ids, self._media) & there
+                hidden = hidden.masked_scatter(rows.unsqueeze(1), hidden[rows] + self.embed_tokens(token_ids[rows]))
         places_of = {layer: at for at, layer in enumerate(self._specs)}
 
         def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
@@ -168,7 +179,7 @@ class LibraryDecoder:
             batch: GeneralBatch = batches[at]
             if tempering is not None:
                 query = tempering.of(query, positions[0])
-            return batch.attend(query, key, value, caches[at], rule).view(*query.shape[:2], -1)
+            return batch.attend(query, key, value, caches[at], replace(rule, media=media)).view(*query.shape[:2], -1)
 
         if self._axes > len(positions):  # the first is a token's own number in its sequence
             numbers = [
@@ -276,6 +287,15 @@ def media_tokens(config: Any, names: Sequence[str] = (*_MEDIA, *_MARKS)) -> list
     """Those of the tokens of media, and of marks around them, that a configuration states."""
     found = [getattr(config, name, None) for name in names]
     return [each for each in found if each is not None]
+
+
+def _in_spans(batch: GeneralBatch, count: int, device: torch.device) -> Tensor | None:
+    """bool [count]: which tokens of a batch are in spans; None where there is no span."""
+    spans = [span for part in batch.segments for span in part.spans]
+    there = torch.zeros(count, dtype=torch.bool, device=device)
+    for first, last in spans:
+        there[first:last] = True
+    return there if spans else None
 
 
 def _tokens(config: Any, names: Sequence[str], device: torch.device) -> Tensor:

@@ -28,4 +28,13 @@ def load_library_decoder(
     found = finding or try_out(checkpoint.folder, group.on_hosts())
     # What is to be cut may be more than a device holds.
     model = load(checkpoint.folder, text_alone, dtype, device if group.size == 1 else torch.device("cpu"))
-    return LibraryDecoder(model, dtype, device, axes=library.axes, spans=found.spans, group=group)
+    return LibraryDecoder(
+        model,
+        dtype,
+        device,
+        axes=library.axes,
+        spans=found.spans,
+        together=library.together,
+        adds_rows=found.adds_rows,
+        group=group,
+    )

@@ -30,10 +30,11 @@ from common.library_models import (
     takes_sounds,
     tells_apart,
     text_of,
+    together_of,
 )
 from common.library_processors import SOUND_RATE, Sound, item_of, marks_around, placeholder_of, processor_of
 from common.small_models import made_up, shrink_whole
-from llm_service.families.family import SLIDING, SpanRule
+from llm_service.families.family import OF_PROMPTS, SLIDING, SpanRule
 from llm_service.families.registry import TEXT_FAMILIES, check_text
 from llm_service.layers.attention.backend import AttentionBatch, CacheShape, PagedChunk, Span
 from llm_service.layers.attention.torch_backend import TorchBackend
@@ -58,22 +59,25 @@ _TYPES, _GRIDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"
 _MASK = "attention_mask"
 _SOUND = 3
 """The type of a sound's tokens, where a picture's have 1."""
-_OF_RUNS = tuple(rule for rule in SpanRule if rule is not SpanRule.WHOLE_PROMPTS)
+_OF_RUNS = tuple(rule for rule in SpanRule if rule not in OF_PROMPTS)
 """Those by which our decoder computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a trial has found out: which tokens see those behind them."""
+    """What a trial has found out: which tokens see those behind them, and whether rows are added to what the table of
+    tokens has for their places."""
 
     spans: SpanRule
+    adds_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TrialPrompt:
     """ids int64 [n], the places of rows among them, and the rows [levels, m, hidden]; `marks` [k, hidden] are those of
     marks around pictures, and `pictures` says which rows are not; `more` is what else the library's model takes of a
-    prompt. `sounds`: rows may be a sound's as well, of which the model is told, and see what is before them alone."""
+    prompt, and `together` which tokens are a picture's, marks around rows among them. `sounds`: rows may be a sound's
+    as well, of which the model is told, and see what is before them alone."""
 
     ids: Tensor
     places: Tensor
@@ -81,6 +85,7 @@ class TrialPrompt:
     marks: Tensor
     pictures: Tensor
     more: dict[str, Tensor]
+    together: tuple[int, ...] = ()
     sounds: bool = False
 
     @property
@@ -115,8 +120,13 @@ def try_config(config: Any, prompted: Prompted, group: TensorGroup = ALONE) -> F
         case = _Case.of(config, prompted, group.size)
         of_sounds = case.of_sounds() if case.prompt.sounds else None  # before the model becomes a decoder of ours
         decoder = LibraryDecoder(case.model, torch.float32, _CPU, axes=case.axes, group=group)
+        decoder.together = torch.tensor(case.prompt.together)
         differences = {rule: _difference(decoder, case, rule) for rule in SpanRule}
         found = next((rule for rule, difference in differences.items() if difference < _CLOSE), None)
+        if found is None:
+            decoder.adds_rows = True
+            differences[SpanRule.ALL_MEDIA] = _difference(decoder, case, SpanRule.ALL_MEDIA)
+            found = SpanRule.ALL_MEDIA if differences[SpanRule.ALL_MEDIA] < _CLOSE else None
         later = 0.0 if found is None else _difference_of_answer(decoder, case.said, found)
         heard = 0.0 if of_sounds is None else _difference(decoder, of_sounds)
     if found is None:
@@ -127,7 +137,7 @@ def try_config(config: Any, prompted: Prompted, group: TensorGroup = ALONE) -> F
         raise CheckpointError(f"{name} sees other tokens while it answers than in a prompt: {later:.1%} apart")
     if not heard < _CLOSE:
         raise CheckpointError(f"{name} gives other logits of a sound in chunks than at once: {heard:.1%} apart")
-    return Finding(found)
+    return Finding(found, decoder.adds_rows)
 
 
 @torch.inference_mode()
@@ -235,7 +245,8 @@ def _prompt(folder: Path, model: Any) -> TrialPrompt:
     made = processor(text=[text], return_tensors="pt", **more)
     taken = {name: made[name] for name in (*_TYPES, _GRIDS, _MASK) if name in made}
     sounds = kind != "audio" and tells_apart(model) and takes_sounds(model, processor)
-    return replace(_prompt_of(model.config, made["input_ids"][0], taken), sounds=sounds)
+    prompt = _prompt_of(model.config, made["input_ids"][0], taken)
+    return replace(prompt, sounds=sounds, together=together_of(processor) or prompt.together)
 
 
 def _prompt_of(config: Any, ids: Tensor, more: dict[str, Tensor]) -> TrialPrompt:
@@ -248,7 +259,7 @@ def _prompt_of(config: Any, ids: Tensor, more: dict[str, Tensor]) -> TrialPrompt
     own = torch.randn(len(marks), hidden, generator=generator)
     for mark, row in zip(marks, own, strict=True):
         rows[0, ids[places] == mark] = row
-    return TrialPrompt(ids, places, rows, own, ids[places] == token, more)
+    return TrialPrompt(ids, places, rows, own, ids[places] == token, more, (token,))
 
 
 def _positions(base: Any, prompt: TrialPrompt) -> Tensor:
@@ -344,7 +355,7 @@ def _difference(decoder: Decoder | LibraryDecoder, case: _Case, rule: SpanRule =
         decoder.spans = rule
     length, first = len(prompt.ids), prompt.runs[0][0] if prompt.runs else 4
     last = prompt.runs[-1][1] if prompt.runs else 8
-    if rule is SpanRule.WHOLE_PROMPTS:
+    if rule in OF_PROMPTS:
         again = _logits(decoder, prompt, positions, [(0, length), (first, length)], [(0, length), (first, length)])
         return _relative(again, torch.cat([case.expected, case.expected[first:]]))
     runs = [] if rule is SpanRule.NOWHERE else prompt.runs

@@ -193,7 +193,7 @@ class PromptBuilder:
         if self._frame is None or (last is None and not self._frame.always):
             return pieces
         begin, behind, end = map(self._split, (self._frame.begin, self._frame.behind, self._frame.end))
-        if begin == self._first == pieces[: len(begin)]:  # the tokenizer's own, which the text has
+        if pieces[: len(begin)] == begin and (self._frame.once or begin == self._first):  # the text has it
             begin = []
         if last is None:
             return [*begin, *pieces, *end]

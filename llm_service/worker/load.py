@@ -18,7 +18,7 @@ from common.device_memory import DeviceMemory, DeviceMemoryError, driver
 from common.devices import usable_cores
 from common.gpu import CudaCapture, use_gpu
 from common.library_models import longest_run
-from llm_service.families.family import SpanRule
+from llm_service.families.family import OF_PROMPTS, SpanRule
 from llm_service.layers.cache_spec import block_elements, slot_bytes
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import TensorGroup
@@ -182,9 +182,8 @@ def _with_room(settings: EngineSettings, checkpoint: Checkpoint, decoder: Decode
     for."""
     if not settings.grows_steps or settings.library is None or decoder.spans is SpanRule.NOWHERE:
         return settings
-    most = longest_run(checkpoint.folder)
-    if decoder.spans is SpanRule.WHOLE_PROMPTS:
-        most += _USUAL_PROMPT
+    of_prompts = decoder.spans in OF_PROMPTS
+    most = longest_run(checkpoint.folder, with_marks=of_prompts) + of_prompts * _USUAL_PROMPT
     wanted = most + settings.max_running - 1
     if wanted > settings.max_step_tokens:
         _log.info("steps are larger, since an item is computed at once", tokens=wanted, at_once=most)

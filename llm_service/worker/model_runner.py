@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.core_share import CoreShare
 from common.gpu import Capture
-from llm_service.families.family import SpanRule
+from llm_service.families.family import OF_PROMPTS, SpanRule
 from llm_service.layers.attention.backend import Span, parts_at
 from llm_service.layers.attention.metadata import AttentionMetadata, BatchNumbers
 from llm_service.layers.transfer import to_device
@@ -121,12 +121,20 @@ class ModelRunner:
     @property
     def whole_media(self) -> bool:
         """Rows of one run see each other, so that no chunk may end within one."""
-        return self._decoder.spans not in (SpanRule.NOWHERE, SpanRule.WHOLE_PROMPTS)
+        return self._decoder.spans not in (SpanRule.NOWHERE, *OF_PROMPTS)
 
     @property
     def whole_prompts(self) -> bool:
-        """All tokens of a prompt see each other, so that no chunk may end within it."""
-        return self._decoder.spans is SpanRule.WHOLE_PROMPTS
+        """All tokens of a prompt see each other, so that no chunk may end within it, or all of its media do."""
+        return self._decoder.spans in OF_PROMPTS
+
+    @property
+    def whole_until(self) -> tuple[int, ...]:
+        """Tokens of media, where these alone see each other: behind the last of them a chunk may end."""
+        decoder = self._decoder
+        if isinstance(decoder, LibraryDecoder) and decoder.spans is SpanRule.ALL_MEDIA:
+            return tuple(decoder.together.tolist())
+        return ()
 
     @torch.inference_mode()
     def warm_up(self) -> None:

@@ -203,6 +203,7 @@ class LocalEngine:
                 keep_media_whole,
                 whole_media=self.runner.whole_media,
                 whole_prompts=self.runner.whole_prompts,
+                whole_until=self.runner.whole_until,
                 speculative_tokens=speculative_tokens,
                 max_loras=max_loras or len(adapters),
                 proposes=self.runner.proposer is not None,

@@ -106,7 +106,7 @@ def test_a_trial_tells_other_masks(case: Case, wrong: SpanRule | None, monkeypat
     assert try_out(case.served.folder).spans is SpanRule.WHOLE_PROMPTS
     right = general_backend._Segment.mask
 
-    def mask(segment: general_backend._Segment, window: int | None, _: int | None) -> torch.Tensor:
+    def mask(segment: general_backend._Segment, window: int | None, *_: object) -> torch.Tensor:
         if segment.rule is not SpanRule.WHOLE_PROMPTS or not segment.spans:
             return right(segment, window)
         if wrong is None:

@@ -101,6 +101,7 @@ _SPANS = {
     SpanRule.IN_WINDOWS: "rows of a picture see each other in layers with a window",
     SpanRule.BEYOND_WINDOWS: "rows of a picture see each other, beyond windows as well",
     SpanRule.WHOLE_PROMPTS: "all tokens of a prompt see each other",
+    SpanRule.ALL_MEDIA: "rows of all pictures of a prompt see each other",
 }
 
 

@@ -19,13 +19,15 @@ class AttentionRule:
     """How a layer attends. Products of queries and keys are multiplied by `scale`, None: by head_dim^-0.5. A token sees
     `window` tokens, itself among them, None: all before it. Scores are drawn below `softcap` by its hyperbolic tangent.
     `sinks` [heads] are scores of something that nobody attends to, whose share is lost. With `chunk` a sequence is cut
-    into chunks of so many tokens, and a token sees those of its own."""
+    into chunks of so many tokens, and a token sees those of its own. `media`, bool [n] of a batch, are tokens that see
+    each other, as far as they are in one span (`SpanRule.ALL_MEDIA`)."""
 
     scale: float | None = None
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
     chunk: int | None = None
+    media: Tensor | None = None
 
 
 PLAIN = AttentionRule()
@@ -44,13 +46,15 @@ class _Segment:
     spans: tuple[Span, ...]
     rule: SpanRule = SpanRule.EVERYWHERE
 
-    def mask(self, window: int | None, chunk: int | None = None) -> Tensor:
-        """bool [count, context + count]: which tokens see which."""
+    def mask(self, window: int | None, chunk: int | None = None, media: Tensor | None = None) -> Tensor:
+        """bool [count, context + count]: which tokens see which; `media` as `AttentionRule` has it. Those that were
+        computed before are before all of these, which see them anyway."""
         total, count = len(self.slots), self.end - self.begin
         keys = torch.arange(total, device=self.slots.device)
         queries = keys[total - count :].unsqueeze(1)
         seen = keys <= queries
-        spans = self.spans if window is not None or self.rule in _EVERYWHERE else ()
+        in_windows = window is not None and self.rule is not SpanRule.ALL_MEDIA
+        spans = self.spans if in_windows or self.rule in _EVERYWHERE else ()
         runs = [slice(first - self.begin, last - self.begin) for first, last in spans]
         for here in runs:
             seen[here, total - count + here.start : total - count + here.stop] = True
@@ -62,6 +66,11 @@ class _Segment:
             seen &= keys // chunk == queries // chunk
         for first, last in self.spans if self.rule is SpanRule.WHOLE_PROMPTS else ():
             seen[first - self.begin : last - self.begin, : total - count + last - self.begin] = True
+        if media is not None:
+            for first, last in self.spans:
+                own, before = media[first:last], total - count - self.begin
+                pairs = seen[first - self.begin : last - self.begin, before + first : before + last]
+                pairs |= own.unsqueeze(1) & own
         return seen
 
 
@@ -105,7 +114,7 @@ class GeneralBatch:
             here, new = slice(part.begin, part.end), part.slots[len(part.slots) - (part.end - part.begin) :]
             keys[new, :, :width], values[new, :, :depth] = key[here], value[here]
             seen = keys[part.slots, :, :width], values[part.slots, :, :depth]
-            out[here] = _attend(query[here], *seen, part.mask(rule.window, rule.chunk), rule)
+            out[here] = _attend(query[here], *seen, part.mask(rule.window, rule.chunk, rule.media), rule)
         return out.flatten(1)
 
 

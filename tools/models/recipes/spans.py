@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.models.recipes.recipe import SIGLIP, SQUARE, TEXT, VISION, WINDOWED, Recipe, part, processor, whole
+from tools.models.recipes.recipe import SIDE, SIGLIP, SQUARE, TEXT, VISION, WINDOWED, Recipe, part, processor, whole
 
 _GEMMA4_WORDS = ("<soft>", "<start>", "<end>", "<|video|>", "<sound>", "<sound-start>", "<sound-end>")
 _GEMMA4_NAMES = {
@@ -56,6 +56,10 @@ PALIGEMMA_2 = _paligemma(
 """Of the same `model_type`, by another text: with windows and soft caps."""
 
 
+_MOLMO2_WORDS = (
+    *("<|image|>", "<|video|>", "<im_patch>", "<im_col>", "<im_start>"),
+    *("<low_res_im_start>", "<frame_start>", "<im_end>", "<frame_end>", "<im_low>"),
+)
 _GEMMA4_EARS = part(
     "gemma4_audio",
     {},
@@ -185,6 +189,45 @@ RECIPES: dict[str, Recipe] = {
         named={"boi_token": "<image>", "eoi_token": "<end>", "image_token": "<soft>"},
     ),
     "gemma4": gemma4_by({**TEXT, "num_hidden_layers": 6}, **_SMALLER),
+    "molmo2": Recipe(
+        whole(
+            "molmo2",
+            vision_config=part(
+                "molmo2_vision",
+                {**VISION, "image_size": [SIDE, SIDE]},
+                num_key_value_heads=2,
+                head_dim=16,
+            ),
+            adapter_config=part(
+                "molmo2_adapter",
+                {**VISION, "intermediate_size": 96},
+                num_key_value_heads=2,
+                head_dim=16,
+                vision_feature_layer=[2, 1],
+                text_hidden_size=64,
+            ),
+            text_config=part("molmo2_text", TEXT, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
+            image_patch_id="<im_patch>",
+            image_start_token_id="<im_start>",
+            low_res_image_start_token_id="<low_res_im_start>",
+            image_end_token_id="<im_end>",
+            frame_start_token_id="<frame_start>",
+            frame_end_token_id="<frame_end>",
+            tie_word_embeddings=False,
+        ),
+        processor(
+            "Molmo2Processor",
+            "Molmo2ImageProcessor",
+            videos="Molmo2VideoProcessor",
+            settings={"size": SQUARE},
+            stills={"max_crops": 4, "overlap_margins": [1, 1]},
+        ),
+        _MOLMO2_WORDS,
+        begins=False,
+        image="<|image|>",
+        video="<|video|>",
+        step_tokens=160,
+    ),
     "gemma4_unified": Recipe(
         whole(
             "gemma4_unified",
