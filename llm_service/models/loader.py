@@ -28,7 +28,7 @@ from llm_service.models.quantized import Scheme, load_weights
 _log = log.get("loader")
 
 # Where the text side stands: Qwen2-VL and Qwen2.5-VL on the hub use `model.`, newer saves the longer one.
-_TEXT = re.compile(r"^(?:model\.language_model|language_model\.model|model)\.(?=embed_tokens|layers|norm)")
+_TEXT = re.compile(r"^(?:model\.language_model|language_model\.model|model)\.(?=embed_tokens|layers|norm|per_layer_)")
 _MTP = "mtp."
 HEAD, TABLE = "lm_head.weight", "embed_tokens.weight"
 """What a decoder calls its matrix of logits, and its table of tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.checkpoint import Checkpoint, CheckpointError
@@ -282,3 +284,21 @@ def test_layers_that_share_keys_compute_what_is_wanted_alone(tmp_path: Path, mon
     monkeypatch.setattr(ModelRunner, "_at_places", lambda *_: None)
     assert [outcome.tokens for outcome in served.engine(step_tokens=80, max_running=2).run(prompts, GREEDY)] == found
     assert any(step[4] > 2 for step in rows)
+
+
+@pytest.mark.parametrize("form", ["inputs", pytest.param("experts", marks=pytest.mark.soak)])
+def test_the_text_as_a_model_of_its_own_proposes_what_it_says(form: str, tmp_path: Path) -> None:
+    folder, alone = make_by(FORMS[form], tmp_path / "model"), tmp_path / "text"
+    alone.mkdir()
+    config = json.loads((folder / "config.json").read_text())["text_config"]
+    (alone / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors").items()
+    text = {name.replace("language_model.", ""): each for name, each in tensors if "vision" not in name}
+    save_file(text, alone / "model.safetensors", {"format": "pt"})
+    served = Served.of(folder)
+    prompt = served.prompt(PROMPTS["text"])
+    expected = served.engine().run([prompt], GREEDY)[0].tokens
+    engine = served.engine(speculative_tokens=4, draft_model=alone)
+    assert engine.run([prompt], GREEDY)[0].tokens == expected
+    counters = engine.scheduler.counters
+    assert counters.accepted_draft_tokens == counters.draft_tokens > 0
