@@ -302,3 +302,20 @@ def test_the_text_as_a_model_of_its_own_proposes_what_it_says(form: str, tmp_pat
     assert engine.run([prompt], GREEDY)[0].tokens == expected
     counters = engine.scheduler.counters
     assert counters.accepted_draft_tokens == counters.draft_tokens > 0
+
+
+def test_keys_that_a_checkpoint_has_of_layers_that_share_are_not_read(tmp_path: Path) -> None:
+    """As published ones have them."""
+    folder = make_by(FORMS["inputs"], tmp_path)
+    served = Served.of(folder)
+    prompt = served.prompt(PROMPTS["one picture"])
+    expected = served.engine().run([prompt], GREEDY)[0].tokens
+    tensors, before = load_file(folder / "model.safetensors"), "model.language_model.layers."
+    unread = [f"{before}{layer}.self_attn.{part}.weight" for layer in (4, 5) for part in ("k_proj", "v_proj", "k_norm")]
+    assert f"{before}3.self_attn.k_norm.weight" in tensors
+    assert not tensors.keys() & set(unread)
+    tensors |= {name: torch.full((32, 64)[: 1 if "norm" in name else 2], torch.nan) for name in unread}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    engine = Served.of(folder).engine()
+    assert isinstance(engine.decoder, Decoder)
+    assert engine.run([prompt], GREEDY)[0].tokens == expected
