@@ -20,6 +20,8 @@ from twinlens.v1 import llm_pb2
 _log = log.get("adapters")
 _SECONDS = 300.0
 """The longest that a service may take to read an adapter from its disk."""
+_UNLOAD_SECONDS = 10.0
+"""And to take a name away, for which it waits for nothing."""
 _LOOK_SECONDS = 1.0
 """From one look for services that lack something to the next: as often as each is asked what it has."""
 _AT_ONCE = 4
@@ -46,7 +48,7 @@ def load(name: str, path: str, metadata: Metadata) -> Change:
 def unload(name: str, metadata: Metadata) -> Change:
     """What has a service unload one."""
     request = llm_pb2.UnloadAdapterRequest(name=name)
-    return lambda service: service.stub.UnloadAdapter(request, timeout=_SECONDS, metadata=tuple(metadata))
+    return lambda service: service.stub.UnloadAdapter(request, timeout=_UNLOAD_SECONDS, metadata=tuple(metadata))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -118,6 +120,10 @@ class KeptAdapters:
         if len(self._kept) > _MOST_KEPT:
             oldest = self._kept.pop(next(iter(self._kept)))
             _log.warning("an adapter is no longer kept, there are too many", adapter=oldest.name[:128])
+
+    def find(self, base: str, name: str) -> Kept | None:
+        """What is kept under a name ("": over any model)."""
+        return next((kept for (over, own), kept in self._kept.items() if own == name and base in ("", over)), None)
 
     def forget(self, base: str, name: str) -> bool:
         """Nobody is brought this adapter any more ("": over any model). Whether it was kept."""

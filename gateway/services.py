@@ -68,7 +68,7 @@ def generate_method(channel: grpc.aio.Channel) -> grpc.aio.UnaryStreamMultiCalla
 class LlmService:
     """One LLM service. `info` is what it last said of itself, None while it cannot serve; `model` and
     the `adapters` over it are what it served then as well; `told` is what it last said of its load. `came` counts how
-    often it could serve when it could not before."""
+    often it could serve when it could not before, or was another process."""
 
     address: str
     name: str
@@ -118,7 +118,7 @@ class LlmService:
         if not self.looked_at or (now is None) != (self.info is None):
             said = "an LLM service can be used" if now else "an LLM service cannot be used"
             _log.info(said, address=self.address, cause=cause)
-        self.came += self.info is None and now is not None
+        self.came += now is not None and (self.info is None or now.instance != self.info.instance)
         self.looked_at, self.info = True, now
         self.model = now.model if now else self.model
         self.adapters = frozenset(adapter.name for adapter in now.adapters) if now else self.adapters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -72,6 +73,7 @@ class LlmServicer(LlmServiceServicer):
 
     def __init__(self, components: Components) -> None:
         self._components = components
+        self._instance = secrets.randbits(64) or 1
 
     async def Generate(
         self, request: llm_pb2.GenerateRequest, context: Context[llm_pb2.GenerateRequest, llm_pb2.GenerateResponse]
@@ -162,6 +164,7 @@ class LlmServicer(LlmServiceServicer):
             tool_format=_tool_format(components.prompts.template),
             weights=_weights(ready.weights) if ready else None,
             adapters=map(_adapter, components.adapters.all),
+            instance=self._instance,
         )
 
     async def GetLoad(

@@ -91,7 +91,10 @@ class Adapters:
             chosen = self._chosen(asked.base_model_name or "")
             self._kept.wanted(asked.lora_name)
             outcomes = await self._at(chosen, load(asked.lora_name, asked.lora_path, metadata))
-            if base := next((service.model for service, error in outcomes.items() if error is None), ""):
+            base = next((service.model for service, error in outcomes.items() if error is None), "")
+            if not base and (before := self._kept.find(asked.base_model_name or "", asked.lora_name)) is not None:
+                base = before.base if before.path == asked.lora_path else ""  # where it failed it is tried again
+            if base:
                 self._kept.keep(Kept(base, asked.lora_name, asked.lora_path), outcomes)
             return outcomes
 

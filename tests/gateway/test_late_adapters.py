@@ -62,3 +62,30 @@ def test_services_that_come_later_or_come_back_are_brought_to_what_callers_asked
         changes = 'late_adapter_changes_total{change="load",outcome="%s"}'
         assert [door.metric(changes % outcome) for outcome in ("refused", "given_up")] == [0, 0]
         assert door.metric(changes % "done") >= 3
+
+
+def test_an_adapter_that_is_loaded_again_comes_to_services_that_had_refused_it(
+    checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    own = [tmp_path / name for name in ("one", "other")]
+    make_adapter(checkpoints("qwen3_vl"), own[0] / "both", seed=1)
+    own[1].mkdir()
+    with ExitStack() as stack:
+        first, second = (LlmReplica(checkpoints("qwen3_vl"), lora_dir=folder) for folder in own)
+        for replica in (first, second):
+            stack.callback(replica.stop)
+            replica.start()
+        door = Door(stack.enter_context(gateway(first.address, second.address, allow_lora_updates="on")))
+        until(lambda: door.metric("llm_services_usable") == 2, "both can be used")
+        refused = 'late_adapter_changes_total{change="load",outcome="refused"}'
+        assert door.post(LOAD, {"lora_name": "mine", "lora_path": "both"}).status == 502
+        assert door.metric("missing_adapters") == 1
+        second.stop()
+        second.start()
+        until(lambda: door.metric(refused) == 1, "it is asked again when it comes again")
+        make_adapter(checkpoints("qwen3_vl"), own[1] / "both", seed=1)
+        again = door.post(LOAD, {"lora_name": "mine", "lora_path": "both"})
+        outcomes = {each["address"]: each["code"] for each in json.loads(again.body)["services"]}
+        assert (again.status, outcomes) == (502, {first.address: "ADAPTER_EXISTS", second.address: None})
+        assert (names(first), names(second)) == ({"mine"}, {"mine"})
+        assert (door.metric("missing_adapters"), door.metric(refused)) == (0, 1)

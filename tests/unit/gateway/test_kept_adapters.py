@@ -23,18 +23,22 @@ SECONDS = 60.0
 
 
 class Llm(FakeLlm):
-    """While `down` it cannot be reached; with a `refused` reason, or so many `failing` tries, it loads nothing."""
+    """It is another process with another `instance`. While `down` it cannot be reached; with a `refused` reason, or so
+    many `failing` tries, it loads nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.down = False
+        self.instance = 1
         self.failing = 0
         self.refused = ""
         self.tries: Counter[str] = Counter()
 
     def GetInfo(self, request, context):
         self._reached(context)
-        return super().GetInfo(request, context)
+        info = super().GetInfo(request, context)
+        info.instance = self.instance
+        return info
 
     def LoadAdapter(self, request, context):
         self._reached(context)
@@ -125,6 +129,21 @@ def test_a_service_that_comes_back_without_them_is_brought_adapters_and_with_the
         asyncio.run(run(first, second))
     assert other.tries == {"load a": 2}
     assert one.tries == {"load a": 1}
+
+
+def test_a_service_that_was_away_for_less_than_a_look_is_brought_them_too() -> None:
+    one, other = Llm(), Llm()
+
+    async def run(*addresses: str) -> None:
+        async with gateway(*addresses) as door:
+            await door.load("a")
+            other.adapters.clear()
+            other.instance += 1
+            await until(lambda: other.adapters and "a" in door.second.adapters)
+            assert door.told == {("load", "done"): 1}
+
+    with serving(llm=one) as first, serving(llm=other) as second:
+        asyncio.run(run(first, second))
 
 
 def test_what_is_unloaded_behind_the_gateway_stays_unloaded_until_the_service_comes_again() -> None:
