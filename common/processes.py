@@ -27,9 +27,10 @@ _PR_SET_PDEATHSIG = 1
 MAX_MESSAGE = 256 << 20
 """Bytes of the largest message that either side accepts."""
 
-DEFAULTS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000"}
+DEFAULTS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000", "THP_MEM_ALLOC_ENABLE": "1"}
 """Threads that wait spin for microseconds, then sleep: processes that share cores would else hold each other up
-several times over (docs/PERFORMANCE.md). The environment of the service has the last word."""
+several times over. torch asks for large pages for what is large, so that weights are read without a look-up every 4
+KiB (docs/PERFORMANCE.md). The environment of the service has the last word."""
 
 _HARMLESS = ("PATH", "HOME", "LANG", "LC_", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PYTHON", "VIRTUAL_ENV", "OMP_", "GOMP_")
 """How variables begin that a process needs to run at all."""
