@@ -18,7 +18,6 @@ ARGS ?=
 WORKERS ?= $(shell awk -v n=$$(($$(nproc) + 1)) '/^MemTotal/ { fit = int($$2 / 3145728); if (n > fit) n = fit; if (n > 8) n = 8; \
 	print (n > 1 ? n : 1) }' /proc/meminfo)
 PARALLEL ?= -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-SOAK := tests/soak $$(grep -rl --include='test_*.py' mark.soak tests)
 
 VENV := .venv
 BIN := $(or $(ENVIRONMENT),$(VENV))/bin
@@ -55,10 +54,10 @@ test: $(STAMP)  ## the CPU test suite, a process more than cores; ARGS='-k name'
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-soak: $(STAMP)  ## a minute of mixed load, storms of faults, rolling restarts; the longest first
-	$(BIN)/python -m pytest $(PARALLEL) -m soak $(ARGS) $(SOAK)
+	$(BIN)/python -m pytest $(PARALLEL) -m soak $(ARGS) tests/soak $$(grep -rl --include='test_*.py' mark.soak tests)
 
 test-all: $(STAMP)  ## both suites at once: what they share is collected, compiled and started once
-	$(BIN)/python -m pytest $(PARALLEL) -m 'not gpu' $(ARGS) $(SOAK) tests twinlens common encoder_service llm_service gateway tools
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not gpu' $(ARGS)
 
 test-load: $(STAMP)  ## mixed load for LOAD_SECONDS: 24 callers, and what the services' memory was meanwhile
 	$(BIN)/python -m pytest -m soak -s --soak-seconds $(LOAD_SECONDS) $(ARGS) tests/soak/test_mixed_load.py

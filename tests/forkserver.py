@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -146,17 +147,20 @@ class Forkserver:
 
     def start(self, module: str, flags: Sequence[str], environ: Mapping[str, str], stderr: int) -> Forked | None:
         """A service, whose standard output is read by us; None for what has to be started in another way."""
+        read, write = os.pipe()
+        with os.fdopen(write, "wb"), contextlib.ExitStack() as unread:
+            lines = unread.enter_context(os.fdopen(read))
+            if forked := self.fork([module, *flags], environ, {1: write, 2: stderr}):
+                forked.stdout = lines
+                unread.pop_all()
+            return forked
+
+    def fork(self, command: Sequence[str], environ: Mapping[str, str], fds: Mapping[int, int]) -> Forked | None:
+        """A process that runs a module, with these descriptors under such numbers; None for what has to be started in
+        another way."""
         if not _alike({**self._defaults, **environ}, self._environ):
             return None
-        read, write = os.pipe()
-        try:
-            pid = _ask(self._control, [module, *flags], environ, {1: write, 2: stderr})
-        except BaseException:
-            os.close(read)
-            raise
-        finally:
-            os.close(write)
-        return Forked(pid, os.fdopen(read))
+        return Forked(_ask(self._control, command, environ, fds))
 
     def popen(self, command: Sequence[str], **given: Any) -> Any:
         """Starts a child process of this one, in place of `subprocess.Popen`."""
@@ -177,6 +181,13 @@ def popen(command: Sequence[str], *, stderr: IO[str] | None, **given: Any) -> An
     errors = 2 if stderr is None else stderr.fileno()
     forked = start(command[2], command[3:], {**os.environ, "PYTHONUNBUFFERED": "1"}, errors)
     return forked or subprocess.Popen(command, stderr=stderr, **given)
+
+
+def popen_benchmark(command: Sequence[str], *, stdout: int, env: Mapping[str, str], **given: Any) -> Any:
+    """Starts a benchmark that computes, with its output and its errors in one file, in place of `subprocess.Popen`."""
+    server = forkserver(environ := {**env, "NUMBA_NUM_THREADS": "1"}, Imports.TORCH)
+    forked = server and server.fork(command[2:], environ, {1: stdout, 2: stdout})
+    return forked or subprocess.Popen(command, stdout=stdout, env=env, **given)
 
 
 def _is_by_library(flags: Sequence[str]) -> bool:
