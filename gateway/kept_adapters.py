@@ -63,9 +63,11 @@ class Kept:
 @dataclass(eq=False, slots=True)
 class _Service:
     """What is known of one service since it last came (`came`): the adapters that nothing more is to be done about, as
-    it has or refuses them; names that it is still to unload; and how its last tries went. One change at a time."""
+    it has or refuses them; names that it is still to unload; and how its last tries went. One change at a time; a
+    caller's last one ended when it had come `changed` times."""
 
     came: int = 0
+    changed: int = -1
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
     decided: set[Kept] = field(default_factory=set)
     owed: set[str] = field(default_factory=set)
@@ -115,8 +117,9 @@ class KeptAdapters:
         self._kept.pop((kept.base, kept.name), None)
         self._kept[kept.base, kept.name] = kept
         for service, error in outcomes.items():
-            if not isinstance(error, _PASSING):
-                self._current(service).decided.add(kept)
+            state = self._current(service)
+            if not isinstance(error, _PASSING) and state.changed == state.came:  # else it was another process
+                state.decided.add(kept)
         if len(self._kept) > _MOST_KEPT:
             oldest = self._kept.pop(next(iter(self._kept)))
             _log.warning("an adapter is no longer kept, there are too many", adapter=oldest.name[:128])
@@ -138,15 +141,25 @@ class KeptAdapters:
             if isinstance(error, _PASSING) and len(owed := self._state(service).owed) < _MOST_KEPT:
                 owed.add(name)
 
-    def wanted(self, name: str) -> None:
-        """No service is to unload an adapter of this name any more."""
-        for state in self._states.values():
-            state.owed.discard(name)
+    async def change(self, service: LlmService, change: Change, *, loads: str = "") -> TwinlensError | None:
+        """Changes one service, behind what is under way there, and knows at once what it has then. `loads`: the name
+        that is loaded; what the service is still to unload under it goes first."""
+        state = self._state(service)
+        async with state.changing:
+            error: TwinlensError | None = None
+            if loads in state.owed:
+                error = await self._unload_owed(service, state, loads)
+            if error is None:
+                error = await self._change(service, change)
+            state.changed = service.came
+            return error
 
-    async def change(self, service: LlmService, change: Change) -> TwinlensError | None:
-        """Changes one service, behind what is under way there, and knows at once what it has then."""
-        async with self._state(service).changing:
-            return await self._change(service, change)
+    async def _unload_owed(self, service: LlmService, state: _Service, name: str) -> TwinlensError | None:
+        error = await self._change(service, unload(name, self._services.metadata))
+        if error is None or isinstance(error, NotFound):
+            state.owed.discard(name)
+            return None
+        return error
 
     async def _change(self, service: LlmService, change: Change) -> TwinlensError | None:
         try:
@@ -202,11 +215,12 @@ class KeptAdapters:
         return state
 
     def _lacking(self, service: LlmService) -> list[Kept]:
-        """What a service that can serve is still to be brought. What it has is decided, whoever had it loaded."""
+        """What a service that can serve is still to be brought. What it has is decided, whoever had it loaded, unless
+        it is to unload that."""
         state = self._current(service)
         state.decided &= set(self._kept.values())
         open_ = [each for each in self._kept.values() if each.base == service.model and each not in state.decided]
-        state.decided.update(each for each in open_ if each.name in service.adapters)
+        state.decided.update(each for each in open_ if each.name in service.adapters - state.owed)
         return [each for each in open_ if each not in state.decided]
 
     def _is_coming(self, name: str) -> bool:
@@ -222,8 +236,8 @@ class KeptAdapters:
             async with state.changing:
                 if name not in state.owed:
                     continue
-                error = await self._change(service, unload(name, metadata))
-                if not self._tried("unload", name, service, state, None if isinstance(error, NotFound) else error):
+                error = await self._unload_owed(service, state, name)
+                if not self._tried("unload", name, service, state, error):
                     return
                 state.owed.discard(name)
         for kept in self._lacking(service):

@@ -84,6 +84,8 @@ class LlmService:
     told: llm_pb2.LlmServiceGetLoadResponse = field(default_factory=llm_pb2.LlmServiceGetLoadResponse)
     watcher: asyncio.Task[None] | None = field(default=None)
     looking: asyncio.Task[None] | None = field(default=None)
+    _looks: int = 0
+    _last_look: int = 0
 
     def serves(self, model: str) -> bool:
         """Whether it has a model or an adapter of this name, or had when it could last serve."""
@@ -101,7 +103,10 @@ class LlmService:
         return self.in_flight + self.told.waiting
 
     async def look(self, metadata: Metadata) -> None:
-        """Asks it what it is. It serves once its engine has said how long a context it has memory for."""
+        """Asks it what it is. It serves once its engine has said how long a context it has memory for. Of several looks
+        at once none overrules one that began later."""
+        self._looks += 1
+        own = self._looks
         try:
             info = await self.stub.GetInfo(
                 llm_pb2.LlmServiceGetInfoRequest(), timeout=_ANSWER_SECONDS, metadata=tuple(metadata)
@@ -115,6 +120,9 @@ class LlmService:
             now, cause = None, "GONE"
         else:
             now, cause = (info, "") if info.context_tokens else (None, "STARTING")
+        if own < self._last_look:
+            return
+        self._last_look = own
         if not self.looked_at or (now is None) != (self.info is None):
             said = "an LLM service can be used" if now else "an LLM service cannot be used"
             _log.info(said, address=self.address, cause=cause)

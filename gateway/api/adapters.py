@@ -89,9 +89,8 @@ class Adapters:
     async def _load(self, asked: LoadRequest, metadata: Metadata) -> Outcomes:
         async with self._changing:
             chosen = self._chosen(asked.base_model_name or "")
-            self._kept.wanted(asked.lora_name)
-            outcomes = await self._at(chosen, load(asked.lora_name, asked.lora_path, metadata))
-            base = next((service.model for service, error in outcomes.items() if error is None), "")
+            outcomes = await self._at(chosen, load(asked.lora_name, asked.lora_path, metadata), asked.lora_name)
+            base = next((service.model for service, error in outcomes.items() if error is None and service.model), "")
             if not base and (before := self._kept.find(asked.base_model_name or "", asked.lora_name)) is not None:
                 base = before.base if before.path == asked.lora_path else ""  # where it failed it is tried again
             if base:
@@ -109,8 +108,8 @@ class Adapters:
                 self._kept.owe(asked.lora_name, outcomes)
             return outcomes
 
-    async def _at(self, chosen: Sequence[LlmService], change: Change) -> Outcomes:
-        errors = await asyncio.gather(*(self._kept.change(service, change) for service in chosen))
+    async def _at(self, chosen: Sequence[LlmService], change: Change, loads: str = "") -> Outcomes:
+        errors = await asyncio.gather(*(self._kept.change(service, change, loads=loads) for service in chosen))
         mine = (error and error.at(_OURS.get(error.field, error.field)) for error in errors)
         return dict(zip(chosen, mine, strict=True))
 

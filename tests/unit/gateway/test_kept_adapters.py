@@ -17,6 +17,7 @@ from gateway.services import LlmService, LlmServices
 from tests.unit.twinlens.conftest import serving
 from tests.unit.twinlens.fakes import FakeLlm, refuse
 from twinlens import v1
+from twinlens.v1 import llm_pb2
 
 SECONDS = 60.0
 """Only ends a test that has failed."""
@@ -24,7 +25,7 @@ SECONDS = 60.0
 
 class Llm(FakeLlm):
     """It is another process with another `instance`. While `down` it cannot be reached; with a `refused` reason, or so
-    many `failing` tries, it loads nothing."""
+    many `failing` tries, it loads nothing. `folders` are those that it has loaded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,6 +34,7 @@ class Llm(FakeLlm):
         self.failing = 0
         self.refused = ""
         self.tries: Counter[str] = Counter()
+        self.folders: dict[str, str] = {}
 
     def GetInfo(self, request, context):
         self._reached(context)
@@ -49,7 +51,9 @@ class Llm(FakeLlm):
         if self.failing:
             self.failing -= 1
             context.abort(grpc.StatusCode.UNAVAILABLE, "its engine has ended")
-        return super().LoadAdapter(request, context)
+        answer = super().LoadAdapter(request, context)
+        self.folders[request.name] = request.path
+        return answer
 
     def UnloadAdapter(self, request, context):
         self._reached(context)
@@ -71,11 +75,11 @@ class Gateway:
     second: LlmService
     told: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    async def load(self, name: str) -> dict[LlmService, TwinlensError | None]:
+    async def load(self, name: str, folder: str = "folder") -> dict[LlmService, TwinlensError | None]:
         both = self.first, self.second
-        change = load(name, "folder", self.services.metadata)
-        outcomes = {service: await self.kept.change(service, change) for service in both}
-        self.kept.keep(Kept("demo", name, "folder"), outcomes)
+        change = load(name, folder, self.services.metadata)
+        outcomes = {service: await self.kept.change(service, change, loads=name) for service in both}
+        self.kept.keep(Kept("demo", name, folder), outcomes)
         return outcomes
 
     async def unload(self, name: str) -> None:
@@ -176,16 +180,17 @@ def test_a_service_that_could_not_be_reached_is_brought_to_what_was_asked_for_me
             await until(lambda: door.second.info is None)
             for name in ("old", "again"):
                 await door.unload(name)
-            door.kept.wanted("again")
-            outcomes = await door.load("new")
-            assert isinstance(outcomes[door.second], Unavailable)
+            for name in ("new", "again"):
+                outcomes = await door.load(name, "other")
+                assert isinstance(outcomes[door.second], Unavailable)
             other.down = False
-            await until(lambda: door.second.adapters == {"again", "new"})
-            assert door.told == {("unload", "done"): 1, ("load", "done"): 1}
+            await until(lambda: door.told == {("unload", "done"): 2, ("load", "done"): 2})
+            assert door.second.adapters == {"again", "new"}
 
     with serving(llm=one) as first, serving(llm=other) as second:
         asyncio.run(run(first, second))
     assert other.tries["unload old"] == 1
+    assert other.folders["again"] == one.folders["again"] == "other"
 
 
 def test_a_folder_that_is_refused_is_tried_once_each_time_the_service_comes() -> None:
@@ -248,3 +253,65 @@ def test_an_adapter_that_is_about_to_come_is_no_unknown_model() -> None:
 
     with serving(llm=one) as first, serving(llm=other) as second:
         asyncio.run(run(first, second))
+
+
+def test_what_is_still_to_be_unloaded_goes_before_another_of_its_name_is_loaded() -> None:
+    one, other = Llm(), Llm()
+
+    async def run(*addresses: str) -> None:
+        async with gateway(*addresses, first_pause=1e6) as door:
+            await door.load("a", "before")
+            other.down = True
+            await door.unload("a")
+            other.down = False
+            assert set((await door.load("a", "behind")).values()) == {None}
+            assert door.kept.missing == 0
+
+    with serving(llm=one) as first, serving(llm=other) as second:
+        asyncio.run(run(first, second))
+    assert one.folders == other.folders == {"a": "behind"}
+
+
+def test_a_service_that_is_another_process_before_all_have_loaded_is_brought_the_adapter() -> None:
+    one, other = Llm(), Llm()
+
+    async def run(*addresses: str) -> None:
+        async with gateway(*addresses) as door:
+            change, came = load("a", "folder", door.services.metadata), door.first.came
+            outcomes = {door.first: await door.kept.change(door.first, change, loads="a")}
+            one.adapters.clear()
+            one.instance += 1
+            await until(lambda: door.first.came > came)
+            outcomes[door.second] = await door.kept.change(door.second, change, loads="a")
+            door.kept.keep(Kept("demo", "a", "folder"), outcomes)
+            await until(lambda: "a" in one.adapters and door.kept.missing == 0)
+
+    with serving(llm=one) as first, serving(llm=other) as second:
+        asyncio.run(run(first, second))
+    assert (one.tries, other.tries) == ({"load a": 2}, {"load a": 1})
+
+
+def test_a_look_that_takes_long_does_not_overrule_one_that_began_later() -> None:
+    class Stub:
+        def __init__(self) -> None:
+            self.answers = [asyncio.get_running_loop().create_future() for _ in range(2)]
+            self.given = iter(self.answers)
+
+        def GetInfo(self, *_given, **_more):
+            return next(self.given)
+
+        async def GetLoad(self, *_given, **_more):
+            return llm_pb2.LlmServiceGetLoadResponse()
+
+    async def run() -> None:
+        stub = Stub()
+        service = LlmService("here", "", None, stub, None)
+        first, second = (asyncio.ensure_future(service.look(())) for _ in range(2))
+        await asyncio.sleep(0)
+        for look, answer, name in ((second, stub.answers[1], "new"), (first, stub.answers[0], "old")):
+            adapters = [llm_pb2.Adapter(name=name)]
+            answer.set_result(llm_pb2.LlmServiceGetInfoResponse(context_tokens=1, adapters=adapters))
+            await look
+        assert service.adapters == {"new"}
+
+    asyncio.run(run())
