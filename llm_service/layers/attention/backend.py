@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -133,15 +133,16 @@ def parts_at(chunks: Sequence[PagedChunk], places: np.ndarray) -> list[PagedChun
     """Of a batch's chunks the tokens at these places, which ascend: each stretch of them as a chunk, behind all that is
     before it.
 
-    >>> parts = parts_at([PagedChunk(9, 1, []), PagedChunk(4, 3, []), PagedChunk(0, 8, [])], np.array([0, 5, 10, 11]))
-    >>> [(part.context, part.count) for part in parts]
-    [(9, 1), (1, 1), (6, 2)]
+    >>> whole = [PagedChunk(9, 2, [], decodes=True), PagedChunk(4, 3, []), PagedChunk(0, 8, [])]
+    >>> [(part.context, part.count, part.decodes) for part in parts_at(whole, np.array([0, 1, 6, 11, 12]))]
+    [(9, 2, True), (1, 1, False), (6, 2, False)]
     """
     found, first = [], 0
     for chunk in chunks:
         own = places[(places >= first) & (places < first + chunk.count)] - first
         stretches = np.split(own, np.flatnonzero(np.diff(own) > 1) + 1) if len(own) else []
-        found += [PagedChunk(chunk.context + int(each[0]), len(each), chunk.blocks) for each in stretches]
+        more = ((chunk.context + int(each[0]), len(each)) for each in stretches)
+        found += [replace(chunk, context=context, count=count) for context, count in more]
         first += chunk.count
     return found
 
