@@ -23,7 +23,9 @@ from typing import NoReturn
 from tools.launcher import Service
 
 _DEMO_MODEL = "models/demo"
-_GATEWAY = "gateway"
+_GATEWAY, _LLM = "gateway", "LLM"
+_DEFAULT_LLM = "127.0.0.1:7002"
+"""Where the client asks unless told otherwise."""
 
 Changes = SimpleQueue[None]
 """What wakes the main thread. Unlike an event, it may be put into by a signal that interrupts the waiting for it."""
@@ -85,12 +87,22 @@ def _watch(services: Sequence[Service], changes: Changes, signals: _Signals) -> 
             if not waiting:
                 for page in [each.address for each in services if each.name == _GATEWAY]:
                     print(f"drop pictures on: http://{page}/", flush=True)
-                print(f'ask with: {_client()} ask --image F "question"     stop with: Ctrl-C', flush=True)
+                llm = next((each.address for each in services if each.name == _LLM), _DEFAULT_LLM)
+                print(f'ask with: {_client()} ask {_where(llm)}--image F "question"     stop with: Ctrl-C', flush=True)
 
 
 def _client() -> Path:
     """The command line client beside the Python that runs this."""
     return Path(os.path.relpath(Path(sys.executable).parent / "twinlens"))
+
+
+def _where(llm: str) -> str:
+    """What has the client ask this LLM service, where it would ask another one by itself.
+
+    >>> _where("127.0.0.1:7002"), _where("127.0.0.1:7102")
+    ('', '--llm 127.0.0.1:7102 ')
+    """
+    return "" if llm == _DEFAULT_LLM else f"--llm {llm} "
 
 
 def _commands(arguments: argparse.Namespace) -> list[tuple[str, str, list[str]]]:
@@ -103,7 +115,7 @@ def _commands(arguments: argparse.Namespace) -> list[tuple[str, str, list[str]]]
     ]
     llm = f"{arguments.host}:{arguments.port + 1}"
     flags = ["--listen", llm, "--encoders", ",".join(encoders)]
-    commands.append(("LLM", "llm_service", [*model, *flags, *_parallel(arguments.tp)]))
+    commands.append((_LLM, "llm_service", [*model, *flags, *_parallel(arguments.tp)]))
     if arguments.http_port:
         http = f"{arguments.host}:{arguments.http_port}"
         commands.append((_GATEWAY, "gateway", ["--listen", http, "--llm", llm]))

@@ -38,7 +38,9 @@ def test_a_signal_stops_both_in_order_and_that_is_success(number: signal.Signals
     with running() as process:
         assert process.stdout is not None
         assert {process.stdout.readline().split()[0] for _ in range(2)} == {"encoder", "LLM"}
-        assert process.stdout.readline().startswith("ask with:")
+        ask = process.stdout.readline()
+        assert ask.startswith("ask with:")
+        assert "twinlens ask --llm 127.0.0.1:4321 --image F" in ask, "a port of its own is told"
         process.send_signal(number)
         _, err = process.communicate(timeout=120)
     assert "finishing" in err
