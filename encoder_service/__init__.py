@@ -1,1 +1,1 @@
-"""The encoder service: pictures and videos in, embedding rows out."""
+"""The encoder service: pictures, videos and sounds in, embedding rows out."""

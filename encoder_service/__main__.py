@@ -21,7 +21,7 @@ def main(*, worker: str = "encoder_service.worker") -> None:
     from encoder_service.engine.workers import WorkerError
     from encoder_service.server import serve
 
-    config = load(EncoderConfig, PREFIX, "Twinlens encoder service: pictures and videos in, embedding rows out.")
+    config = load(EncoderConfig, PREFIX, "Twinlens encoder service: pictures, videos and sounds in, rows out.")
     keep_large_blocks()
     try:
         asyncio.run(serve(config, worker=worker))

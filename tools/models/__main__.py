@@ -50,6 +50,8 @@ its {hearing} for sounds and text, as `python -m tools.models docs/MODELS.md` fo
   picture or all tokens see each other and are more), and at once, there on two ranks where the row says *tp 2*:
   elsewhere the library, which computes the text, has no plan for ranks, or one that gives other logits, and they are
   refused.
+  A row is of one size of its kind: Gemma 4's smaller sizes hear, let no rows see each other, and are compared by a test
+  of their own (`tests/parity/test_library_models.py`).
   *Compared in one process*: the same on one rank, without the wires between (`tests/parity/library_side.py`). Of the
   rest a small model's logits were the library's own, in chunks, packed with another prompt; a checkpoint shows the rest
   at start.

@@ -88,7 +88,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="twinlens",
-        description="Asks a Twinlens service about pictures and videos, and shows how it is doing.",
+        description="Asks a Twinlens service about pictures, videos and sounds, and shows how it is doing.",
         epilog="Exit codes: 0 done, 1 refused or failed, 2 misused, 3 no service answered, 130 interrupted.",
     )
     parser.add_argument("--version", action="version", version=f"twinlens {__version__}")
