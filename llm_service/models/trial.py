@@ -120,7 +120,7 @@ def try_config(config: Any, prompted: Prompted, group: TensorGroup = ALONE) -> F
         case = _Case.of(config, prompted, group.size)
         of_sounds = case.of_sounds() if case.prompt.sounds else None  # before the model becomes a decoder of ours
         decoder = LibraryDecoder(case.model, torch.float32, _CPU, axes=case.axes, group=group)
-        decoder.together = torch.tensor(case.prompt.together)
+        decoder.together = torch.tensor(case.prompt.together, dtype=torch.int64)
         differences = {rule: _difference(decoder, case, rule) for rule in SpanRule}
         found = next((rule for rule, difference in differences.items() if difference < _CLOSE), None)
         if found is None:
@@ -246,7 +246,7 @@ def _prompt(folder: Path, model: Any) -> TrialPrompt:
     taken = {name: made[name] for name in (*_TYPES, _GRIDS, _MASK) if name in made}
     sounds = kind != "audio" and tells_apart(model) and takes_sounds(model, processor)
     prompt = _prompt_of(model.config, made["input_ids"][0], taken)
-    return replace(prompt, sounds=sounds, together=together_of(processor) or prompt.together)
+    return replace(prompt, sounds=sounds, together=together_of(processor))
 
 
 def _prompt_of(config: Any, ids: Tensor, more: dict[str, Tensor]) -> TrialPrompt:

@@ -14,7 +14,7 @@ from common.library_models import longest_run
 from llm_service.engine.messages import Add
 from llm_service.engine.sequence import Sequence
 from llm_service.families.family import SpanRule
-from llm_service.models import library_decoder
+from llm_service.models import library_decoder, trial
 from llm_service.models.trial import Finding, drawn_prompt, try_config, try_out
 from llm_service.request import SamplingParams
 from tests.parity.library_side import GREEDY, Served, compare
@@ -66,6 +66,14 @@ def test_a_trial_tells_other_masks_and_rows(served: Served, monkeypatch: pytest.
         return None if there is None else there & False
 
     monkeypatch.setattr(library_decoder, "_in_spans", none_in_spans)
+    with pytest.raises(CheckpointError, match="molmo2 gives other logits in chunks than of a whole prompt"):
+        try_out(served.folder)
+
+
+def test_a_trial_knows_no_more_of_the_tokens_of_media_than_what_is_served(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "together_of", lambda _: ())
     with pytest.raises(CheckpointError, match="molmo2 gives other logits in chunks than of a whole prompt"):
         try_out(served.folder)
 
