@@ -50,7 +50,7 @@ class Limits:
     """Bounds of one engine: sequences at once, tokens a step, tokens a sequence. With `keep_media_whole` a chunk does
     not end inside a run of media rows that fits into a step beside all the decodes that there may be; with
     `whole_media` none does, and a prompt with a longer one is refused; with `whole_prompts` none ends inside a prompt,
-    or, with `whole_until`, before the last of these tokens in it.
+    or, with `whole_until`, before the last of these tokens in it. With `whole_runs` none begins inside a run either.
     A prompt whose rows are not all here goes on
     where at least `early_tokens` can be computed; 0: not before they are. A step verifies up to `speculative_tokens`
     drafts of a sequence, as long as it decodes no more than `draft_rows` tokens in all. A running answer's tokens come
@@ -65,6 +65,7 @@ class Limits:
     whole_media: bool = False
     whole_prompts: bool = False
     whole_until: tuple[int, ...] = ()
+    whole_runs: bool = False
     speculative_tokens: int = 0
     draft_rows: int = 16
     decode_slowdown: float = 0.0
@@ -247,6 +248,8 @@ class Planner:
             return 0
         identities = sequence.identities(self._blocks.block_size)
         hits = self._blocks.match(identities)
+        if self._limits.whole_runs:
+            hits = min(hits, sequence.before_run(hits * self._blocks.block_size) // self._blocks.block_size)
         begin = hits * self._blocks.block_size
         if self._blocks.keeps_snapshots:
             shared = self._blocks.match_blocks(identities) * self._blocks.block_size

@@ -289,6 +289,10 @@ class Sequence:
                     return first - begin
         return count
 
+    def before_run(self, place: int) -> int:
+        """A place, or where the run of media rows begins that it is inside of."""
+        return next((begin for begin, end, _, _ in self.runs if begin < place < end), place)
+
     def find_branches(self, multiple: int, shared: int) -> None:
         """Before it starts: finds where others may leave what it computes, each the last multiple before one. That is
         behind its first `shared` tokens, where another one has left already, at the end of media and of turns, the

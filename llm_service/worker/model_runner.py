@@ -124,6 +124,11 @@ class ModelRunner:
         return self._decoder.spans not in (SpanRule.NOWHERE, *OF_PROMPTS)
 
     @property
+    def whole_runs(self) -> bool:
+        """They do beyond a window too, so that no chunk may begin within one either."""
+        return self._decoder.spans is SpanRule.BEYOND_WINDOWS
+
+    @property
     def whole_prompts(self) -> bool:
         """All tokens of a prompt see each other, so that no chunk may end within it, or all of its media do."""
         return self._decoder.spans in OF_PROMPTS

@@ -204,6 +204,7 @@ class LocalEngine:
                 whole_media=self.runner.whole_media,
                 whole_prompts=self.runner.whole_prompts,
                 whole_until=self.runner.whole_until,
+                whole_runs=self.runner.whole_runs,
                 speculative_tokens=speculative_tokens,
                 max_loras=max_loras or len(adapters),
                 proposes=self.runner.proposer is not None,

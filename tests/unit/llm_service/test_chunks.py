@@ -40,6 +40,23 @@ def test_an_item_that_must_be_whole_is_never_cut_and_refused_where_no_step_holds
     assert engine.step() is None
 
 
+@pytest.mark.parametrize(("whole_runs", "computed"), [(False, 2), (True, 10)])
+def test_what_the_cache_has_of_a_run_is_computed_again_where_its_rows_see_its_first(
+    whole_runs: bool, computed: int
+) -> None:
+    engine = simulation(max_running=2, step_tokens=16, whole_media=True, whole_runs=whole_runs)
+    counts = []
+    for _ in range(2):
+        id = engine.submit(order(text(14), [Picture(1, 4, 9)]))
+        engine.land_all(id)
+        step = engine.step()
+        assert step is not None
+        counts.append(step.plan.tokens)
+        run_until_over(engine, id)
+    assert counts == [14, computed]
+    engine.check_over()
+
+
 def test_a_prompt_that_is_seen_whole_waits_for_its_last_row_and_is_computed_at_once() -> None:
     engine = simulation(max_running=2, step_tokens=31, whole_prompts=True)
     running = engine.submit(order(text(5, 1), max_tokens=12))
