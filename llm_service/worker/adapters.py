@@ -59,7 +59,7 @@ class RankAdapters:
         self._rows = AdapterRows(kernel=_kernel_for(decoder) if kernel is None else kernel)
         self._number = slots
         self._linears = {name: (linear, part) for name, linear, part in adapted_linears(decoder.layers, "layers.")}
-        self._dtype, self._device = decoder.dtype, decoder.device
+        self._dtype, self._device = decoder.kv_dtype, decoder.device
         self._loaded: dict[int, dict[PackedLinear, dict[str, LowRank]]] = {}
         like = decoder.norm.weight.new_empty(0, dtype=decoder.dtype)
         self._slots = {
@@ -94,7 +94,8 @@ class RankAdapters:
         self._loaded[number] = shares
 
     def _kept(self, share: Tensor) -> Tensor:
-        """In a memory of its own, in the decoder's type, or in 16 bits where these have all of its numbers."""
+        """In a memory of its own, rounded to what the decoder's matrices are rounded to, or in 16 bits where these have
+        all of its numbers."""
         longer = share.dtype.itemsize > self._dtype.itemsize
         return narrowed(share.to(self._dtype) if longer else share).clone()
 

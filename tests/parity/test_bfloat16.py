@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from PIL import Image
 
 from common.checkpoint import Checkpoint
@@ -19,6 +20,7 @@ from llm_service.models.loader import load_decoder
 from llm_service.request import SamplingParams
 from llm_service.worker.caches import Caches
 from tests import reference
+from tests.adapters import make_adapter
 from tests.checkpoints import make_checkpoint
 from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
 
@@ -89,3 +91,12 @@ def test_what_is_kept_of_tokens_is_bfloat16_and_torch_computes_the_same_over_it(
     # By place, and of these the middle one, as above. Our kernel rounds queries and weights, torch's operators do not.
     apart = ((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).median()
     assert 0 < apart < 0.01
+
+
+def test_adapters_in_float32_are_rounded_as_the_base_is(directory: Path, prompts: list[Prompt], tmp_path: Path) -> None:
+    kinds = {"long": torch.float32, "short": torch.bfloat16}
+    folders = [make_adapter(directory, tmp_path / name, seed=1, dtype=dtype) for name, dtype in kinds.items()]
+    engine = LocalEngine(directory, dtype=torch.bfloat16, adapters=folders)
+    long, short, none = engine.run([prompts[0]] * 3, structs.replace(_GREEDY, logprobs=1), [1, 2, 0])
+    assert (long.tokens, long.logprobs) == (short.tokens, short.logprobs)
+    assert long.tokens != none.tokens
