@@ -191,7 +191,7 @@ def _attend(out: Any, query: Any, panels: Any, lanes: Any, segments: Any, tiles:
         _attend_segment(out[row:last, head], query[row:last, head], *here, known, scale)
 
 
-_pack_kernel = compiled(_pack)
+_pack_kernel = compiled(_pack, made_of=[vectors])
 _attend_kernel = compiled(_attend, made_of=[vectors])
 _any, _table = numba.uint32[:, :, :], numba.int64[:, ::1]
 _panels, _lanes = numba.uint32[:, :, :, ::1], numba.uint32[:, :, :, :, ::1]

@@ -14,6 +14,7 @@ from common.cpu.jit import Typed, compiled, inner
 from common.cpu.vectors.llvm import FLOAT
 from common.cpu.vectors.products import add_products
 from common.cpu.vectors.stored import lower_half, upper_half, widened_half
+from llm_service.layers.cpu import panel_kernel
 from llm_service.layers.cpu.panel_kernel import VECTORS, WIDTH
 
 SINGLES, PAIRS, HALVES = 0, 1, 2
@@ -121,7 +122,7 @@ def _add(
                 _add_panel(out[row, begin:end], between[row, part, :own], b[slot], kinds[slot], panel, rank)
 
 
-add = compiled(_add, made_of=[vectors])
+add = compiled(_add, made_of=[vectors, panel_kernel])
 _rows, _words, _numbers = numba.float32[:, ::1], numba.uint32[:, ::1], numba.int64[:, ::1]
 TYPED = {
     "add": Typed(

@@ -128,7 +128,7 @@ class _Packed:
     """`written` int64 is where the keys and values of the batch's tokens go."""
 
     written: Tensor
-    attention: PrefillAttention | PairPrefillAttention
+    attention: PrefillAttention
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         """See `AttentionBatch`."""

@@ -3,24 +3,22 @@ arithmetic of `common.cpu.pair_attention`. Queries and weights are rounded to bf
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numba
 import numpy as np
-import torch
 from torch import Tensor
 
 from common.cpu import pair_attention, vectors
 from common.cpu.jit import Array, Typed, compiled, inner
 from common.cpu.pair_attention import TILE, WIDTH, attend_tile, fill_row, pack_panel
-from llm_service.layers.cpu.prefill_attention import ROOM, PrefillMetadata
+from llm_service.layers.cpu.prefill_attention import PrefillAttention
 
 
 def _pack(panels: Any, lanes: Any, keys: Any, values: Any, places: Any, segments: Any, begins: Any, first: Any) -> None:
     """Fills uint32 panels [heads, p, padded, 64] with the keys of the KV heads from `first` on, and lanes [heads, p,
     parts, 32, width] with their values, both with zeros behind a segment's last key; keys and values [slots, kv_heads,
-    words]. The others are as in `PrefillMetadata` and `PairPrefillAttention`."""
+    words]. The others are as in `PrefillMetadata` and `PrefillAttention`."""
     count, padded = len(begins), panels.shape[2]
     for task in numba.prange(panels.shape[0] * count):
         head, panel = np.intp(task) // count, np.intp(task) % count
@@ -86,37 +84,15 @@ TYPED = {
 }
 
 
-class PairPrefillAttention:
-    """As `PrefillAttention`, for an even head_dim and keys and values in bfloat16."""
+class PairPrefillAttention(PrefillAttention):
+    """The same for an even head_dim and a cache in bfloat16."""
 
-    def __init__(
-        self,
-        metadata: PrefillMetadata,
-        places: Array,
-        kv_heads: int,
-        head_dim: int,
-        *,
-        scale: float | None = None,
-        room: int = ROOM,
-    ) -> None:
-        self._metadata = metadata
-        self._scale = np.float32(math.log2(math.e) * (head_dim**-0.5 if scale is None else scale))
-        self._places = places
-        count = len(metadata.begins)
-        bytes_each = sum(each.nbytes for each in pair_attention.room(1, count, head_dim))
-        self._room = pair_attention.room(min(kv_heads, max(1, room // bytes_each)), count, head_dim)
+    _kernels = (_pack_kernel, _attend_kernel)
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """query [n, heads, dim] → float32 [n, heads, dim]; keys and values bfloat16 [slots, kv_heads, dim], each of
-        which lies together: the kernels are compiled for that alone."""
-        kv_heads, panels = keys.shape[1], self._room[0]
-        group, metadata = query.shape[1] // kv_heads, self._metadata
-        numbers, *cached = (pair_attention.words(each) for each in (query.bfloat16().contiguous(), keys, values))
-        out = np.empty(query.shape, np.float32)
-        for first in range(0, kv_heads, len(panels)):
-            packed = tuple(part[: kv_heads - first] for part in self._room)
-            _pack_kernel(*packed, *cached, self._places, metadata.segments, metadata.begins, first)
-            _attend_kernel(
-                out, numbers, *packed, metadata.segments, metadata.seen, metadata.tiles, first, group, self._scale
-            )
-        return torch.from_numpy(out)
+    @staticmethod
+    def _packed(heads: int, count: int, head_dim: int) -> tuple[Array, Array]:
+        return pair_attention.room(heads, count, head_dim)
+
+    @staticmethod
+    def _numbers(x: Tensor) -> Array:
+        return pair_attention.words(x.bfloat16())

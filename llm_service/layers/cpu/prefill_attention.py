@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numba
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from common.cpu import vectors
 from common.cpu.jit import Array, Typed, compiled, inner
-from common.cpu.vectors.llvm import FLOAT, LANES
+from common.cpu.vectors.llvm import LANES
 from common.cpu.vectors.powers import hide_others, highest, to_powers
 from common.cpu.vectors.products import NOTHING, add_products
 from llm_service.layers.attention.backend import CAUSAL, PagedChunk
@@ -33,7 +33,7 @@ _TILE = 4 * _ROWS
 STRETCH = 4 * _WIDTH
 """Keys whose scores are known before they are weighed; where a sequence is cut before what is seen of it, it is at a
 multiple of them, so that no sum depends on that."""
-ROOM = 64 << 20
+_ROOM = 64 << 20
 """Bytes."""
 
 
@@ -210,6 +210,8 @@ class PrefillAttention:
     multiplied by, None: dim^-0.5. Keys and values in panels take `room` bytes at most, unless one head's take more.
     """
 
+    _kernels: ClassVar[tuple[Any, Any]] = (_pack_kernel, _attend_kernel)
+
     def __init__(
         self,
         metadata: PrefillMetadata,
@@ -218,27 +220,39 @@ class PrefillAttention:
         head_dim: int,
         *,
         scale: float | None = None,
-        room: int = ROOM,
+        room: int = _ROOM,
     ) -> None:
         self._metadata = metadata
         self._scale = np.float32(math.log2(math.e) * (head_dim**-0.5 if scale is None else scale))
         self._places = places
-        count, parts = len(metadata.begins), math.ceil(head_dim / _WIDTH)
-        at_once = max(1, room // (count * _WIDTH * (head_dim + parts * _WIDTH) * FLOAT))
-        self._panels = np.empty((min(kv_heads, at_once), count, head_dim, _WIDTH), np.float32)
-        self._lanes = np.empty((min(kv_heads, at_once), parts, count, _WIDTH, _WIDTH), np.float32)
+        given = len(metadata.begins), head_dim
+        at_once = room // sum(each.nbytes for each in self._packed(1, *given))
+        self._room = self._packed(min(kv_heads, max(1, at_once)), *given)
+
+    @staticmethod
+    def _packed(heads: int, count: int, head_dim: int) -> tuple[Array, Array]:
+        """Room for keys and for values of so many heads, in `count` panels each, as the kernels take it."""
+        parts = math.ceil(head_dim / _WIDTH)
+        return (
+            np.empty((heads, count, head_dim, _WIDTH), np.float32),
+            np.empty((heads, parts, count, _WIDTH, _WIDTH), np.float32),
+        )
+
+    @staticmethod
+    def _numbers(x: Tensor) -> Array:
+        """x, which lies together, as the kernels take it."""
+        numbers: Array = x.numpy()
+        return numbers
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """query float32 [n, heads, dim] → [n, heads, dim]; keys and values [slots, kv_heads, dim], each of which lies
-        together: the kernels are compiled for that alone."""
-        kv_heads = keys.shape[1]
+        """query float32 [n, heads, dim] → [n, heads, dim]; keys and values [slots, kv_heads, dim], of the cache's type,
+        each of which lies together: the kernels are compiled for that alone."""
+        kv_heads, (pack, compute) = keys.shape[1], self._kernels
         group, metadata = query.shape[1] // kv_heads, self._metadata
-        numbers, out = query.contiguous().numpy(), np.empty(query.shape, np.float32)
-        cached = keys.numpy(), values.numpy()
-        for first in range(0, kv_heads, len(self._panels)):
-            packed = tuple(part[: kv_heads - first] for part in (self._panels, self._lanes))
-            _pack_kernel(*packed, *cached, self._places, metadata.segments, metadata.begins, first)
-            _attend_kernel(
-                out, numbers, *packed, metadata.segments, metadata.seen, metadata.tiles, first, group, self._scale
-            )
+        numbers, *cached = (self._numbers(each) for each in (query.contiguous(), keys, values))
+        out = np.empty(query.shape, np.float32)
+        for first in range(0, kv_heads, len(self._room[0])):
+            packed = tuple(part[: kv_heads - first] for part in self._room)
+            pack(*packed, *cached, self._places, metadata.segments, metadata.begins, first)
+            compute(out, numbers, *packed, metadata.segments, metadata.seen, metadata.tiles, first, group, self._scale)
         return torch.from_numpy(out)
