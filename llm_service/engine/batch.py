@@ -73,12 +73,12 @@ def build(
         begin, at, drafts = sequence.num_computed_tokens, len(token_ids), sequence.drafts
         end = begin + count
         rows.extend(_rows(sequence, count, at, row_bytes))
-        if begin < sequence.whole_end:
-            whole.append((at, at + sequence.whole_end - begin))
+        if begin < sequence.prompt.whole_end:
+            whole.append((at, at + sequence.prompt.whole_end - begin))
         decodes = sequence.rolled_back or (count == 1 + len(drafts) and begin >= sequence.prompt_tokens)
         if decodes:
             for place in range(begin, end):
-                positions.one(place + sequence.mrope_delta)
+                positions.one(place + sequence.prompt.mrope_delta)
             token_ids.extend(sequence.tokens[begin : end - len(drafts)])
             token_ids.extend(drafts)
         else:
@@ -138,16 +138,16 @@ def _positions(sequence: Sequence, count: int) -> np.ndarray:
     """int32 [3, count]: the positions of the next `count` pending tokens."""
     begin, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
     if end <= sequence.prompt_tokens:
-        return sequence.positions[:, begin:end]
-    past = np.arange(max(begin, sequence.prompt_tokens), end, dtype=np.int32) + np.int32(sequence.mrope_delta)
+        return sequence.prompt.positions[:, begin:end]
+    past = np.arange(max(begin, sequence.prompt_tokens), end, dtype=np.int32) + np.int32(sequence.prompt.mrope_delta)
     tail = np.broadcast_to(past, (3, len(past)))
-    return np.concatenate([sequence.positions[:, begin:], tail], axis=1)
+    return np.concatenate([sequence.prompt.positions[:, begin:], tail], axis=1)
 
 
 def _proposal(sequence: Sequence, count: int, proposals: Mapping[Sequence, int]) -> Proposal:
     end = sequence.num_computed_tokens + count
     following = sequence.tokens[end : end + 1]
-    return Proposal(proposals.get(sequence, 0), sequence.mrope_delta, *following)
+    return Proposal(proposals.get(sequence, 0), sequence.prompt.mrope_delta, *following)
 
 
 def _rows(sequence: Sequence, count: int, at: int, row_bytes: int) -> Iterator[RowSlice]:
@@ -156,9 +156,9 @@ def _rows(sequence: Sequence, count: int, at: int, row_bytes: int) -> Iterator[R
     With 10 tokens computed and a run of rows 0–7 at positions 8–15, a window of 4 takes rows 2–5 at places 0–3.
     """
     begin, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
-    if begin >= sequence.media_end:
+    if begin >= sequence.prompt.media_end:
         return
-    for item in sequence.items:
+    for item in sequence.prompt.items:
         for start, first_row, length in item.runs:
             low, high = max(start, begin), min(start + length, end)
             if low < high:
@@ -196,7 +196,7 @@ def _draw(sequence: Sequence, at: int, ahead: int) -> Draw:
         repetition_penalty=sampling.repetition_penalty,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
-        prompt=sequence.penalised,
+        prompt=sequence.prompt.distinct,
         output=_said(sequence, ahead) if sampling.penalises else b"",
         logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
         allowed=_allowed(sequence, ahead),

@@ -1,21 +1,18 @@
 """KV blocks: who holds which, and which computed ones can be used again.
 
-A block's identity is a 256-bit hash of its parent's, its tokens, and (key, row) of every media row in it; the tenant's
-salt is in the first. A block is given its identity only once its KV is computed. Blocks in use are never evicted; free
+A block is given its identity (`block_identity`) only once its KV is computed. Blocks in use are never evicted; free
 ones that still hold something are, least recently freed first, a sequence's tail before its head, and those of a live
 session (`RetainedBlocks`) last of all.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from common.identity import framed
 from llm_service.engine.state_slots import Place, StateSlots
 from llm_service.plan import Appended
 
@@ -55,19 +52,6 @@ class Reserved:
     index: int
     ticket: int
     place: Place
-
-
-def block_identity(parent: bytes, token_ids: bytes, media: Seq[tuple[bytes, int]]) -> bytes:
-    """The identity of a full block: SHA-256 over its parent's, its int32 tokens, and (key, first row) of each media
-    run in it. A run's length and place follow from the tokens."""
-    parts = [part for key, row in media for part in (key, row.to_bytes(8, "little"))]
-    return hashlib.sha256(framed(parent, token_ids, *parts)).digest()
-
-
-def root_identity(salt: str, adapter: bytes = b"") -> bytes:
-    """The parent of a first block: tenants with different salts share nothing, nor do those whose keys and values
-    different adapters compute; `adapter` is the digest of one."""
-    return hashlib.sha256(framed(b"twinlens kv root", salt.encode(), *([adapter] if adapter else []))).digest()
 
 
 class RetainedBlocks:

@@ -246,15 +246,15 @@ class Planner:
         first one in order that has all of its rows cannot start, nobody does."""
         if schedule.closed or sequence.wait_reason is not None or not sequence.grammar_ready:
             return 0
-        identities = sequence.identities(self._blocks.block_size)
+        identities = sequence.block_identities(self._blocks.block_size)
         hits = self._blocks.match(identities)
         if self._limits.whole_runs:
-            hits = min(hits, sequence.before_run(hits * self._blocks.block_size) // self._blocks.block_size)
+            hits = min(hits, sequence.prompt.before_run(hits * self._blocks.block_size) // self._blocks.block_size)
         begin = hits * self._blocks.block_size
         if self._blocks.keeps_snapshots:
             shared = self._blocks.match_blocks(identities) * self._blocks.block_size
             sequence.find_branches(self._blocks.snapshot_multiple, shared)
-        if sequence.lacks_rows(begin):
+        if sequence.prompt.lacks_rows(begin):
             # It holds no block while it waits, so that no two can hold each other up.
             if self._queues.displace(sequence):
                 schedule.displaced.append(sequence)
@@ -286,7 +286,7 @@ class Planner:
             return ready
         # A chunk that is too short, or ends inside a run of media rows whose others follow at once, would read all
         # weights for what the next chunk gets nearly for nothing, and take its time from an encoder on the same cores.
-        ready = sequence.without_partial_media(begin, ready, self._max_media_tokens)
+        ready = sequence.prompt.without_partial_media(begin, ready, self._max_media_tokens)
         return ready if 0 < self._limits.early_tokens <= ready else 0
 
     def _chunk(self, sequence: Sequence, begin: int, max_tokens: int) -> int:
@@ -294,7 +294,9 @@ class Planner:
         if self._blocks.state_slots:
             count = self._state_chunk(sequence, begin, count, max_tokens)
         if self._keep_media_whole and count:
-            whole = (sequence.without_partial_media(begin, each, self._max_media_tokens) for each in (count, most))
+            whole = (
+                sequence.prompt.without_partial_media(begin, each, self._max_media_tokens) for each in (count, most)
+            )
             return next(filter(None, whole), 0)  # a run of rows may reach over every place for a cut
         return count
 
@@ -314,7 +316,7 @@ class Planner:
         return cut - begin if cut > begin else count if count == max_tokens and not self._bounded else 0
 
     def _is_whole(self, sequence: Sequence, begin: int, end: int) -> bool:
-        return sequence.without_partial_media(begin, end - begin, self._max_media_tokens) == end - begin
+        return sequence.prompt.without_partial_media(begin, end - begin, self._max_media_tokens) == end - begin
 
     def _make_room(self, sequence: Sequence, count: int, schedule: Schedule) -> bool:
         """Grows a running sequence's table by `count` tokens: at the cost of those that can only wait, if it has all of
@@ -341,7 +343,7 @@ class Planner:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._queues.preempt(sequence)
-        self._blocks.free(sequence.table, sequence.session, sequence.tenant)
+        self._blocks.free(sequence.table, sequence.session, sequence.prompt.tenant)
 
     def _find_room(self, sequence: Sequence, hits: list[bytes], idle: list[Sequence]) -> bool:
         """Whether a sequence may run that adopts these blocks: if need be, at the cost of the last of those idle."""

@@ -65,11 +65,11 @@ class Queues:
         """Has all choices of a request wait for places for its items, which are nowhere until then. False, and nothing
         is done, while one of them is still to read rows where they are."""
         choices = self.requests[sequence.id]
-        if any(choice.running and choice.num_computed_tokens < choice.media_end for choice in choices):
+        if any(choice.running and choice.num_computed_tokens < choice.prompt.media_end for choice in choices):
             return False
         for choice in choices:
             choice.wait_for_placement()
-        for item in sequence.items:
+        for item in sequence.prompt.items:
             item.displace()
         return True
 

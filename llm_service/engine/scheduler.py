@@ -101,17 +101,17 @@ class Scheduler:
             self._matching += len(sequences)
         self._queues.add(add.id, sequences, add.deadline)
         self._unstarted.add(add.id)
-        longest = max((end - at for at, end, _, _ in sequences[0].runs), default=0)
-        if self.limits.whole_media and longest > self.limits.max_media_tokens:
-            self._fail(add.id, _never_whole(longest))
+        prompt, most = sequences[0].prompt, self.limits.max_media_tokens
+        if self.limits.whole_media and prompt.longest_run > most:
+            self._fail(add.id, _never_whole(prompt.longest_run))
             return
-        if self.limits.whole_prompts and sequences[0].whole_end > self.limits.max_media_tokens:
-            self._fail(add.id, _never_at_once(sequences[0].whole_end, self.limits.max_media_tokens))
+        if self.limits.whole_prompts and prompt.whole_end > most:
+            self._fail(add.id, _never_at_once(prompt.whole_end, most))
             return
         self._resumed.extend(
             sequence for sequence in sequences if sequence.num_resumed_tokens or sequence.at_max_length
         )
-        self.counters.prompt_tokens += sequences[0].prompt_tokens
+        self.counters.prompt_tokens += len(prompt.tokens)
 
     def landed(self, id: int, item: int, rows: int) -> None:
         """The first `rows` rows of an item are in the arena."""
@@ -119,12 +119,12 @@ class Scheduler:
         for sequence in sequences:
             sequence.rows_landed()
         for sequence in sequences[:1]:  # they share their items
-            sequence.items[item].land(rows)
+            sequence.prompt.items[item].land(rows)
 
     def placed(self, id: int, places: list[tuple[int, int]]) -> None:
         """Every item of a request has a place: (offset, rows that have landed there)."""
         for sequence in self._queues.requests.get(id, ()):
-            for item, (offset, rows) in zip(sequence.items, places, strict=True):
+            for item, (offset, rows) in zip(sequence.prompt.items, places, strict=True):
                 item.place(offset, rows)
             sequence.items_placed()
 
@@ -227,7 +227,7 @@ class Scheduler:
                 places[end] = Place.ANSWER  # at its end the next turn begins
             for tokens, place in places.items():
                 index = tokens // size - 1
-                identity = None if place is Place.ANSWER else sequence.identity(index, size)
+                identity = None if place is Place.ANSWER else sequence.block_identity(index, size)
                 slot = self.blocks.snapshot(sequence.table, index, identity, place)
                 if slot is not None and tokens == end:
                     copies.after.append((sequence.table.slot, slot))
@@ -301,7 +301,7 @@ class Scheduler:
         planned."""
         full = min(sequence.num_computed_tokens, sequence.num_known_tokens) // self.blocks.block_size
         for index in range(len(sequence.table.identities), full):
-            self.blocks.commit(sequence.table, sequence.identity(index, self.blocks.block_size))
+            self.blocks.commit(sequence.table, sequence.block_identity(index, self.blocks.block_size))
 
     def take_scored(self) -> list[Scored]:
         """What has become known of prompts since the last call; it goes out before the tokens of the same step."""
@@ -339,7 +339,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence) -> None:
         self._matching -= bool(sequence.sampling.grammar) and self._match is not None
-        self.blocks.free(sequence.table, sequence.session, sequence.tenant)
+        self.blocks.free(sequence.table, sequence.session, sequence.prompt.tenant)
         if self._queues.remove(sequence):
             self._unstarted.discard(sequence.id)
             self._ended.append((self._planned_steps, sequence.id))

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
 
-import numpy as np
-
-from llm_service.engine.block_manager import BlockTable, block_identity, root_identity
+from llm_service.engine.block_identity import BlockIdentities
+from llm_service.engine.block_manager import BlockTable
 from llm_service.engine.drafts import DraftLength
-from llm_service.engine.messages import NOWHERE, Add
+from llm_service.engine.messages import Add
+from llm_service.engine.prompt import Prompt
 from llm_service.engine.state_slots import Place
 from llm_service.engine.structure import Matcher
 from llm_service.request import SamplingParams
@@ -22,9 +20,6 @@ Order = tuple[int, int, int]
 
 PLACEHOLDER = 0
 """Stands in the place of a token that a step under way will choose."""
-
-_FIRST_BRANCHES, _LAST_BRANCHES = 2, 4
-"""Of a prompt with many turns and media: the system prompt and what follows it, and what a caller may ask anew."""
 
 
 class WaitReason(enum.Enum):
@@ -40,29 +35,6 @@ class WaitReason(enum.Enum):
     """What may come next depends on a token that a step under way chooses, or on how many of its drafts are right."""
 
 
-@dataclass(slots=True)
-class PromptItem:
-    """An item of a prompt; all choices of a request share it. `landed` rows, from the first on, are in the arena."""
-
-    key: bytes
-    offset: int
-    runs: list[tuple[int, int, int]]
-    landed: int
-
-    def land(self, rows: int) -> None:
-        """The first `rows` rows are in the arena; of an item without a place this means nothing."""
-        if self.offset != NOWHERE:
-            self.landed = max(self.landed, rows)
-
-    def place(self, offset: int, rows: int) -> None:
-        """The item has a place, where `rows` rows have landed."""
-        self.offset, self.landed = offset, rows
-
-    def displace(self) -> None:
-        """The item has no place any more."""
-        self.offset, self.landed = NOWHERE, 0
-
-
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Tokens so far, how many of them have their KV computed, and the blocks that hold it.
@@ -76,29 +48,19 @@ class Sequence:
     its drafts was wrong: the next step computes what is known from before these drafts on. Only the methods change a
     sequence, and of these none that answers a question, but for what it remembers.
 
-    `positions` is int32 [3, prompt tokens]; a token at index i past the prompt is at i + mrope_delta in all three.
     `order` ranks sequences: a smaller one is served first. `max_length` is how long it may grow, `stop_ids` are the
     tokens that end it, `turn_ends` those that stand at the end of a turn. The output's first `num_resumed_tokens` were
-    there when the sequence came. `root` is the parent of its first block; `adapter` is a number, 0 for
-    none. `first_choice` is the one that computes the shared prompt. The prompt's first
-    `num_scored_tokens` have been scored by steps up to the last one planned, or need no score. `media_end` is one past
-    the last place of a media row;
-    `whole_end` is one past the last token of a prompt all of whose tokens see each other, 0 of any other;
-    `plain`: the likeliest token is drawn, and nothing else asked; `penalised`: the prompt's distinct tokens, int32,
-    where repeating them is penalised; `runs` of media rows in order: first place, the one past the last, first row, the
-    item's key."""
+    there when the sequence came. `adapter` is a number, 0 for none. `first_choice` is the one that computes the prompt
+    that they share. The prompt's first `num_scored_tokens` have been scored by steps up to the last one planned, or
+    need no score. `plain`: the likeliest token is drawn, and nothing else asked."""
 
     id: int
     choice: int
-    prompt_tokens: int
+    prompt: Prompt
     tokens: array[int]
-    positions: np.ndarray
-    mrope_delta: int
-    items: list[PromptItem]
+    identities: BlockIdentities
     sampling: SamplingParams
     seed: int
-    root: bytes
-    tenant: bytes
     adapter: int
     session: int
     order: Order
@@ -122,15 +84,8 @@ class Sequence:
     draft_masks: list[bytes] = field(default_factory=list)
     proposed: array[int] = field(default_factory=lambda: array("i"))
     draft_length: DraftLength = field(default_factory=lambda: DraftLength(0))
-    media_end: int = 0
-    whole_end: int = 0
     plain: bool = False
-    penalised: bytes = b""
-    runs: list[tuple[int, int, int, bytes]] = field(default_factory=list)
     _waits_for: WaitReason | None = None
-    _chain: list[bytes] = field(default_factory=list)
-    _passed_runs: int = 0
-    _ends: list[int] | None = None
     _branches: dict[int, Place] = field(default_factory=dict)
 
     @classmethod
@@ -149,19 +104,8 @@ class Sequence:
         """One sequence for each choice of a request that is not finished; all but the first of them wait until that one
         has its prompt computed. A step verifies `max_drafts` drafts of each at most. `whole_prompts`: all tokens of one
         see each other, or, with `whole_until`, what is computed of any up to the last of these depends on all there."""
-        prompt = array("i", add.token_ids)
-        positions = np.frombuffer(add.positions, np.int32).reshape(3, len(prompt))
-        items = [PromptItem(item.key, item.offset, item.runs, item.landed) for item in add.items]
+        prompt = Prompt.of(add, whole=whole_prompts, whole_until=whole_until)
         sampling = add.sampling
-        penalised = b"" if sampling.repetition_penalty == 1.0 else np.unique(prompt).tobytes()
-        runs = sorted((at, at + count, row, item.key) for item in items for at, row, count in item.runs)
-        root = root_identity(add.salt, add.adapter_digest)
-        whole_end = len(prompt) if whole_prompts else 0
-        if whole_until:
-            found = np.flatnonzero(np.isin(prompt, whole_until))
-            whole_end = int(found[-1]) + 1 if len(found) else 0
-        if whole_end:  # what is computed of any of its tokens depends on all of them
-            root = block_identity(root, prompt[:whole_end].tobytes(), [(key, row) for _, _, row, key in runs])
         resumed = {each.choice: each for each in add.resume}
         sequences: list[Sequence] = []
         for choice in range(sampling.n):
@@ -173,33 +117,30 @@ class Sequence:
             sequence = cls(
                 id=add.id,
                 choice=choice,
-                prompt_tokens=len(prompt),
-                tokens=prompt + output,
-                positions=positions,
-                mrope_delta=add.mrope_delta,
-                items=items,
+                prompt=prompt,
+                tokens=prompt.tokens + output,
+                identities=BlockIdentities(prompt.root, prompt.runs),
                 sampling=sampling,
-                root=root,
-                tenant=root_identity(add.salt),
                 adapter=add.adapter,
                 session=add.session,
                 seed=seed if sampling.seed is None else sampling.seed,
                 order=(-add.priority, arrival, choice),
-                max_length=min(max_length, len(prompt) + sampling.max_tokens),
+                max_length=min(max_length, len(prompt.tokens) + sampling.max_tokens),
                 stop_ids=(*(() if sampling.ignore_eos else eos), *sampling.stop_token_ids),
                 turn_ends=eos,
                 first_choice=sequences[0] if sequences else None,
                 num_resumed_tokens=len(output),
-                num_scored_tokens=max(1, add.scored) if scores else len(prompt),
+                num_scored_tokens=max(1, add.scored) if scores else len(prompt.tokens),
                 plain=sampling == _plainest(sampling),
-                penalised=penalised,
                 draft_length=DraftLength(max_drafts),
-                media_end=max((end for _, end, _, _ in runs), default=0),
-                whole_end=whole_end,
-                runs=runs,
             )
             sequences.append(sequence)
         return sequences
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt.tokens)
 
     @property
     def generated(self) -> int:
@@ -252,60 +193,16 @@ class Sequence:
         """Its matcher is there, if it needs one."""
         return self.matcher_future is None or self.matcher_future.done()
 
-    def lacks_rows(self, begin: int) -> bool:
-        """Whether an item has no place in the arena though some of its rows stand at `begin` or after it."""
-        return any(
-            item.offset == NOWHERE and any(start + count > begin for start, _, count in item.runs)
-            for item in self.items
-        )
-
     def num_computable(self, begin: int) -> int:
-        """How many tokens from `begin` on can be computed now: those before the first media row that has not landed.
-
-        >>> # 4 tokens of text, then a picture of 6 rows of which 2 have landed: from 0 on, 6 tokens can be computed.
-        """
-        limit = len(self.tokens)
-        if begin >= self.media_end:
-            return limit - begin
-        for item in self.items:
-            for start, first_row, count in item.runs:
-                if start + count > begin and item.landed < first_row + count:
-                    limit = min(limit, start + max(0, item.landed - first_row))
-        return max(0, limit - begin)
-
-    def without_partial_media(self, begin: int, count: int, longest: int) -> int:
-        """`count`, or fewer, so that a chunk from `begin` on does not end inside a media run, unless what is left of
-        the run is longer than `longest`; nor inside a prompt that is computed whole.
-
-        With a run at 4 … 9, a chunk of 8 tokens from 0 on becomes one of 4.
-        """
-        end = begin + count
-        if end < self.whole_end:
-            return 0
-        for item in self.items:
-            for start, _, length in item.runs:
-                first = max(start, begin)
-                if start < end < start + length and start + length - first <= longest:
-                    return first - begin
-        return count
-
-    def before_run(self, place: int) -> int:
-        """A place, or where the run of media rows begins that it is inside of."""
-        return next((begin for begin, end, _, _ in self.runs if begin < place < end), place)
+        """How many tokens from `begin` on can be computed now: those before the first media row that has not landed."""
+        return max(0, self.prompt.computable_end(begin, len(self.tokens)) - begin)
 
     def find_branches(self, multiple: int, shared: int) -> None:
         """Before it starts: finds where others may leave what it computes, each the last multiple before one. That is
-        behind its first `shared` tokens, where another one has left already, at the end of media and of turns, the
-        system prompt's among them, and at the end of all its tokens. Of many turns only the first and the last
-        count: each takes a slot."""
-        if self._ends is None:
-            prompt = np.frombuffer(self.tokens, np.int32, self.prompt_tokens)
-            turns = (np.flatnonzero(np.isin(prompt, self.turn_ends)) + 1).tolist()
-            media = [max(start + count for start, _, count in item.runs) for item in self.items if item.runs]
-            self._ends = sorted({end // multiple * multiple for end in (*turns, *media)})
+        behind its first `shared` tokens, where another one has left already, at branches of its prompt, and at the end
+        of all its tokens."""
         found = {(len(self.tokens) - 1) // multiple * multiple: Place.END}
-        found |= dict.fromkeys(self._ends[-_LAST_BRANCHES:], Place.TURN)
-        found |= dict.fromkeys(self._ends[:_FIRST_BRANCHES], Place.OPENING)
+        found |= self.prompt.branches(multiple, self.turn_ends)
         found[shared // multiple * multiple] = Place.BRANCH
         self._branches = dict(sorted(found.items()))
 
@@ -424,32 +321,21 @@ class Sequence:
         self.num_computed_tokens = min(self.num_computed_tokens, valid)
         return False
 
-    def identity(self, index: int, block_size: int) -> bytes:
+    def block_identity(self, index: int, block_size: int) -> bytes:
         """The identity of block number `index` of the sequence, all of whose tokens must be known."""
-        if not self._chain and self.first_choice is not None:  # which has the same prompt, and has computed it
-            self._chain = self.first_choice._chain[: self.prompt_tokens // block_size]
-        while len(self._chain) <= index:
-            number = len(self._chain)
-            begin, end = number * block_size, (number + 1) * block_size
-            parent = self._chain[-1] if number else self.root
-            media = [(key, row + max(0, begin - start)) for start, _, row, key in self._runs_within(begin, end)]
-            self._chain.append(block_identity(parent, self.tokens[begin:end].tobytes(), media))
-        return self._chain[index]
+        self._begin_like_first_choice(block_size)
+        return self.identities.at(index, self.tokens, block_size)
 
-    def _runs_within(self, begin: int, end: int) -> Iterator[tuple[int, int, int, bytes]]:
-        """The runs that have a place from `begin` to the one before `end`; asked for in order."""
-        while self._passed_runs < len(self.runs) and self.runs[self._passed_runs][1] <= begin:
-            self._passed_runs += 1
-        return takewhile(lambda run: run[0] < end, islice(self.runs, self._passed_runs, None))
-
-    def identities(self, block_size: int) -> list[bytes]:
+    def block_identities(self, block_size: int) -> list[bytes]:
         """The identities of the blocks that need not be computed where they are cached: all full ones, up to the first
         token of which it is asked what comes after it. At the latest that is the last one."""
         asked = len(self.tokens) if self.num_scored_tokens >= self.prompt_tokens else self.num_scored_tokens
-        count = (asked - 1) // block_size
-        if count:
-            self.identity(count - 1, block_size)
-        return self._chain[:count]
+        self._begin_like_first_choice(block_size)
+        return self.identities.first((asked - 1) // block_size, self.tokens, block_size)
+
+    def _begin_like_first_choice(self, block_size: int) -> None:
+        if self.first_choice is not None and not self.identities:  # it has the same prompt, and has computed it
+            self.identities.begin_like(self.first_choice.identities, self.prompt_tokens // block_size)
 
 
 def _plainest(sampling: SamplingParams) -> SamplingParams:

@@ -12,7 +12,7 @@ from common.checkpoint import CheckpointError
 from common.library import PromptFrame
 from common.library_models import longest_run
 from llm_service.engine.messages import Add
-from llm_service.engine.sequence import Sequence
+from llm_service.engine.prompt import Prompt
 from llm_service.families.family import SpanRule
 from llm_service.models import library_decoder, trial
 from llm_service.models.trial import Finding, drawn_prompt, try_config, try_out
@@ -87,16 +87,15 @@ def test_room_is_for_all_that_stands_for_a_picture(served: Served) -> None:
     assert longest_run(served.folder, with_marks=True) > rows > longest_run(served.folder) > 0
 
 
-def test_a_sequence_is_whole_up_to_its_last_mark() -> None:
-    def sequence(ids: list[int]) -> Sequence:
+def test_a_prompt_is_whole_up_to_its_last_mark() -> None:
+    def prompt(ids: list[int]) -> Prompt:
         tokens = array("i", ids)
         places = np.tile(np.arange(len(ids), dtype=np.int32), (3, 1)).tobytes()
         fields = {"mrope_delta": 0, "items": [], "salt": "", "priority": 0, "deadline": None}
         add = Add(id=1, token_ids=tokens.tobytes(), positions=places, sampling=SamplingParams(max_tokens=4), **fields)  # type: ignore[arg-type]
-        until = {"whole_prompts": True, "whole_until": (7, 8)}
-        return Sequence.of(add, arrival=1, seed=0, max_length=99, eos=(), **until)[0]  # type: ignore[arg-type]
+        return Prompt.of(add, whole=True, whole_until=(7, 8))
 
-    one, longer, other, text = (sequence(ids) for ids in ([1, 7, 8, 2], [1, 7, 8, 3, 4], [1, 7, 8, 2, 8], [1, 2, 3]))
+    one, longer, other, text = (prompt(ids) for ids in ([1, 7, 8, 2], [1, 7, 8, 3, 4], [1, 7, 8, 2, 8], [1, 2, 3]))
     assert [each.whole_end for each in (one, longer, other, text)] == [3, 3, 5, 0]
     assert one.root == longer.root != other.root
     assert one.without_partial_media(0, 2, 99) == 0

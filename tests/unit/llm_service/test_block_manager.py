@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm_service.engine.block_manager import BlockManager, BlockTable, block_identity, root_identity
+from llm_service.engine.block_identity import block_identity, root_identity
+from llm_service.engine.block_manager import BlockManager, BlockTable
 
 
 def named(manager: BlockManager, count: int, name: str) -> BlockTable:

@@ -114,8 +114,8 @@ def test_nobody_asks_while_another_choice_is_to_read_rows_where_they_are() -> No
     first, second = queues.requests[id]
     assert first.running
     assert not queues.displace(second)
-    assert (second.wait_reason, second.items[1].offset) == (WaitReason.SIBLING, PICTURES[1].offset)
+    assert (second.wait_reason, second.prompt.items[1].offset) == (WaitReason.SIBLING, PICTURES[1].offset)
     engine.land(id, 1, 5)
     engine.step()
     assert queues.displace(second)
-    assert {item.offset for item in second.items} == {NOWHERE}
+    assert {item.offset for item in second.prompt.items} == {NOWHERE}

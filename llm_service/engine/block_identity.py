@@ -1,0 +1,71 @@
+"""What a block of KV cache holds, as a name by which others find it.
+
+A block's identity is a 256-bit hash of its parent's, its tokens, and (key, row) of every media row in it; the tenant's
+salt is in the first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from itertools import islice, takewhile
+
+from common.identity import framed
+
+Run = tuple[int, int, int, bytes]
+"""Media rows that stand side by side: first place, the one past the last, first row, the item's key."""
+
+
+def block_identity(parent: bytes, token_ids: bytes, media: Seq[tuple[bytes, int]]) -> bytes:
+    """The identity of a full block: SHA-256 over its parent's, its int32 tokens, and (key, first row) of each media
+    run in it. A run's length and place follow from the tokens."""
+    parts = [part for key, row in media for part in (key, row.to_bytes(8, "little"))]
+    return hashlib.sha256(framed(parent, token_ids, *parts)).digest()
+
+
+def root_identity(salt: str, adapter: bytes = b"") -> bytes:
+    """The parent of a first block: tenants with different salts share nothing, nor do those whose keys and values
+    different adapters compute; `adapter` is the digest of one."""
+    return hashlib.sha256(framed(b"twinlens kv root", salt.encode(), *([adapter] if adapter else []))).digest()
+
+
+class BlockIdentities:
+    """The identities of a sequence's full blocks, each worked out when it is first asked for. `root` is the parent of
+    the first block, `runs` are the sequence's media, in order."""
+
+    def __init__(self, root: bytes, runs: Seq[Run]) -> None:
+        self._root = root
+        self._runs = runs
+        self._known: list[bytes] = []
+        self._passed_runs = 0
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def begin_like(self, other: BlockIdentities, count: int) -> None:
+        """The first `count` blocks hold what those of another sequence do. Only while none is known."""
+        self._known = other._known[:count]
+
+    def first(self, count: int, tokens: array[int], block_size: int) -> list[bytes]:
+        """Those of the first `count` blocks of a sequence of these tokens, all of which must be known."""
+        if count:
+            self.at(count - 1, tokens, block_size)
+        return self._known[:count]
+
+    def at(self, index: int, tokens: array[int], block_size: int) -> bytes:
+        """That of block number `index` of a sequence of these tokens, all of which must be known."""
+        while len(self._known) <= index:
+            number = len(self._known)
+            begin, end = number * block_size, (number + 1) * block_size
+            parent = self._known[-1] if number else self._root
+            media = [(key, row + max(0, begin - start)) for start, _, row, key in self._runs_within(begin, end)]
+            self._known.append(block_identity(parent, tokens[begin:end].tobytes(), media))
+        return self._known[index]
+
+    def _runs_within(self, begin: int, end: int) -> Iterator[Run]:
+        """The runs that have a place from `begin` to the one before `end`; asked for in order."""
+        while self._passed_runs < len(self._runs) and self._runs[self._passed_runs][1] <= begin:
+            self._passed_runs += 1
+        return takewhile(lambda run: run[0] < end, islice(self._runs, self._passed_runs, None))

@@ -1,0 +1,148 @@
+"""The prompt of a request as the scheduler sees it: all of its choices share it. Numbers only, no torch."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+
+from llm_service.engine.block_identity import Run, block_identity, root_identity
+from llm_service.engine.messages import NOWHERE, Add, ItemRows
+from llm_service.engine.state_slots import Place
+
+_FIRST_BRANCHES, _LAST_BRANCHES = 2, 4
+"""Of a prompt with many turns and media: the system prompt and what follows it, and what a caller may ask anew."""
+
+
+@dataclass(slots=True)
+class PromptItem:
+    """An item of a prompt. `runs` are (first place, first row, rows); `landed` rows, from the first on, are in the
+    arena, where `offset` is the item's place in bytes."""
+
+    key: bytes
+    offset: int
+    runs: list[tuple[int, int, int]]
+    landed: int
+
+    @classmethod
+    def of(cls, item: ItemRows) -> PromptItem:
+        """An item as it comes with its request."""
+        return cls(item.key, item.offset, item.runs, item.landed)
+
+    def land(self, rows: int) -> None:
+        """The first `rows` rows are in the arena; of an item without a place this means nothing."""
+        if self.offset != NOWHERE:
+            self.landed = max(self.landed, rows)
+
+    def place(self, offset: int, rows: int) -> None:
+        """The item has a place, where `rows` rows have landed."""
+        self.offset, self.landed = offset, rows
+
+    def displace(self) -> None:
+        """The item has no place any more."""
+        self.offset, self.landed = NOWHERE, 0
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """`positions` is int32 [3, tokens]; a token at index i past the prompt is at i + mrope_delta in all three. `runs`
+    are those of all items, in order; `media_end` is one past the last place of a media row, 0 without any. `whole_end`
+    is one past the last token of those that are computed at once, since all of them see each other; 0 where none are.
+    `root` is the parent of the first block's identity, `tenant` the same for all that a tenant asks. `distinct` are its
+    tokens, int32, each once, where repeating them is penalised."""
+
+    tokens: array[int]
+    positions: np.ndarray
+    mrope_delta: int
+    items: list[PromptItem]
+    runs: list[Run]
+    media_end: int
+    whole_end: int
+    root: bytes
+    tenant: bytes
+    distinct: bytes
+    _ends: list[int] | None = None
+
+    @classmethod
+    def of(cls, add: Add, *, whole: bool = False, whole_until: tuple[int, ...] = ()) -> Prompt:
+        """The prompt of a request. `whole`: all of its tokens see each other, or, with `whole_until`, what is computed
+        of any up to the last of these depends on all there."""
+        tokens = array("i", add.token_ids)
+        items = [PromptItem.of(item) for item in add.items]
+        runs = sorted((at, at + count, row, item.key) for item in items for at, row, count in item.runs)
+        whole_end = len(tokens) if whole else 0
+        if whole_until:
+            found = np.flatnonzero(np.isin(tokens, whole_until))
+            whole_end = int(found[-1]) + 1 if len(found) else 0
+        root = root_identity(add.salt, add.adapter_digest)
+        if whole_end:  # what is computed of any of its tokens depends on all of them
+            root = block_identity(root, tokens[:whole_end].tobytes(), [(key, row) for _, _, row, key in runs])
+        penalises = add.sampling.repetition_penalty != 1.0
+        return cls(
+            tokens=tokens,
+            positions=np.frombuffer(add.positions, np.int32).reshape(3, len(tokens)),
+            mrope_delta=add.mrope_delta,
+            items=items,
+            runs=runs,
+            media_end=max((end for _, end, _, _ in runs), default=0),
+            whole_end=whole_end,
+            root=root,
+            tenant=root_identity(add.salt),
+            distinct=np.unique(tokens).tobytes() if penalises else b"",
+        )
+
+    @property
+    def longest_run(self) -> int:
+        """Rows of its longest run."""
+        return max((end - begin for begin, end, _, _ in self.runs), default=0)
+
+    def lacks_rows(self, begin: int) -> bool:
+        """Whether an item has no place in the arena though some of its rows stand at `begin` or after it."""
+        return any(
+            item.offset == NOWHERE and any(start + count > begin for start, _, count in item.runs)
+            for item in self.items
+        )
+
+    def computable_end(self, begin: int, end: int) -> int:
+        """`end`, or before it the place of the first media row behind `begin` that has not landed.
+
+        With 4 tokens of text, then a picture of 6 rows of which 2 have landed: from 0 to 10, it is 6.
+        """
+        if begin >= self.media_end:
+            return end
+        for item in self.items:
+            for start, first_row, count in item.runs:
+                if start + count > begin and item.landed < first_row + count:
+                    end = min(end, start + max(0, item.landed - first_row))
+        return end
+
+    def without_partial_media(self, begin: int, count: int, longest: int) -> int:
+        """`count`, or fewer, so that a chunk from `begin` on does not end inside a media run, unless what is left of
+        the run is longer than `longest`; nor before all are computed that are computed at once.
+
+        With a run at 4 … 9, a chunk of 8 tokens from 0 on becomes one of 4.
+        """
+        end = begin + count
+        if end < self.whole_end:
+            return 0
+        for item in self.items:
+            for start, _, length in item.runs:
+                first = max(start, begin)
+                if start < end < start + length and start + length - first <= longest:
+                    return first - begin
+        return count
+
+    def before_run(self, place: int) -> int:
+        """A place, or where the run of media rows begins that it is inside of."""
+        return next((begin for begin, end, _, _ in self.runs if begin < place < end), place)
+
+    def branches(self, multiple: int, turn_ends: tuple[int, ...]) -> dict[int, Place]:
+        """Where others may leave it, each the last multiple before one: at the end of media and of turns, the system
+        prompt's among them. Of many turns only the first and the last count: each takes a slot."""
+        if self._ends is None:
+            turns = (np.flatnonzero(np.isin(self.tokens, turn_ends)) + 1).tolist()
+            media = [max(start + count for start, _, count in item.runs) for item in self.items if item.runs]
+            self._ends = sorted({end // multiple * multiple for end in (*turns, *media)})
+        found = dict.fromkeys(self._ends[-_LAST_BRANCHES:], Place.TURN)
+        return found | dict.fromkeys(self._ends[:_FIRST_BRANCHES], Place.OPENING)
