@@ -14,6 +14,7 @@ from common.errors import DeadlineExceeded, InvalidInput, TwinlensError, code_nu
 from llm_service.engine.adapter_slots import AdapterSlots
 from llm_service.engine.batch import Slots, StateCopies, Step, build
 from llm_service.engine.block_manager import BlockManager
+from llm_service.engine.finish import dead_end, finish_reason, never_at_once, never_whole, resumed_end
 from llm_service.engine.messages import Add, Complete, Failed, RowsNeeded, Scored, Started, State, Token
 from llm_service.engine.planner import Drafter, Limits, Planner, Schedule, by_look_up, by_proposal
 from llm_service.engine.queues import Queues
@@ -21,7 +22,7 @@ from llm_service.engine.sequence import Sequence, WaitReason
 from llm_service.engine.state_slots import Place
 from llm_service.engine.step_pace import StepPace
 from llm_service.engine.structure import Form, Matcher
-from llm_service.plan import Draw, StepResult
+from llm_service.plan import StepResult
 
 __all__ = ["Limits", "Scheduler", "Step"]
 
@@ -103,10 +104,10 @@ class Scheduler:
         self._unstarted.add(add.id)
         prompt, most = sequences[0].prompt, self.limits.max_media_tokens
         if self.limits.whole_media and prompt.longest_run > most:
-            self._fail(add.id, _never_whole(prompt.longest_run))
+            self._fail(add.id, never_whole(prompt.longest_run))
             return
         if self.limits.whole_prompts and prompt.whole_end > most:
-            self._fail(add.id, _never_at_once(prompt.whole_end, most))
+            self._fail(add.id, never_at_once(prompt.whole_end, most))
             return
         self._resumed.extend(
             sequence for sequence in sequences if sequence.num_resumed_tokens or sequence.at_max_length
@@ -203,7 +204,7 @@ class Scheduler:
                 continue
             try:
                 sequence.take_matcher()
-                ended = _resumed_end(sequence)
+                ended = resumed_end(sequence)
             except InvalidInput as error:
                 self._fail(sequence.id, error)
                 continue
@@ -244,7 +245,7 @@ class Scheduler:
     def _fail_dead_ends(self, step: Step) -> None:
         """They are in the step, whose tokens for them are dropped."""
         for sequence, draw in zip(step.drawing, step.plan.draws, strict=True):
-            if not sequence.finished and not sequence.drafts and (error := _dead_end(sequence, draw)):
+            if not sequence.finished and not sequence.drafts and (error := dead_end(sequence, draw)):
                 self._fail(sequence.id, error)
 
     def _announce(self, sequence: Sequence) -> Started | None:
@@ -285,7 +286,7 @@ class Scheduler:
             self.counters.generated_tokens += 1
             self.counters.draft_tokens += drafts  # here, so that a state told while a step runs agrees
             self.counters.accepted_draft_tokens += accepted
-            ended = _finish_reason(sequence, token)
+            ended = finish_reason(sequence, token)
             if isinstance(ended, TwinlensError):
                 self._fail(sequence.id, ended)
                 continue
@@ -365,73 +366,3 @@ class Scheduler:
         """Raises AssertionError unless every block is free or held by a sequence that runs, and queues are in order."""
         self._queues.check_integrity()
         self.blocks.check_integrity([sequence.table for sequence in self._queues.running])
-
-
-def _finish_reason(sequence: Sequence, token: int) -> str | InvalidInput:
-    """Why a choice ends with the token that it got last: stop, structure or length; empty where it goes on."""
-    matcher = sequence.matcher
-    if matcher is not None and matcher.is_error():  # first of all: one that has failed allows nothing but an end token
-        return _too_complex()
-    if token in sequence.stop_ids:
-        return "stop"
-    if matcher is not None and matcher.is_stopped():
-        return "structure"
-    return "length" if sequence.num_known_tokens >= sequence.max_length else ""
-
-
-def _resumed_end(sequence: Sequence) -> str:
-    """Why a choice is complete with the output that it came with; empty where it goes on. Raises InvalidInput where it
-    would have ended before, or the prompt alone is too long."""
-    if not sequence.output:
-        raise InvalidInput("the prompt is longer than the context", reason="PROMPT_TOO_LONG", field="input")
-    *earlier, last = sequence.output
-    if any(token in sequence.stop_ids for token in earlier):
-        raise InvalidInput("an answer does not go on behind its end", reason="BAD_RESUME", field="resume")
-    ended = _finish_reason(sequence, last)
-    if isinstance(ended, InvalidInput):
-        raise ended
-    return ended
-
-
-def _dead_end(sequence: Sequence, draw: Draw) -> InvalidInput | None:
-    """Why nothing can be drawn: all that the structure allows next would end the choice before its least tokens."""
-    if sequence.matcher is None or not draw.banned or _leaves_any(draw):
-        return None
-    if sequence.matcher.is_error():
-        return _too_complex()
-    return InvalidInput(
-        "before min_tokens the structure of the answer allows nothing but tokens that end it",
-        reason="MIN_TOKENS_UNREACHABLE",
-        field="sampling.min_tokens",
-    )
-
-
-def _leaves_any(draw: Draw) -> bool:
-    """Whether some token is allowed and not banned."""
-    if not draw.allowed:  # no mask: anything is
-        return True
-    left = bytearray(draw.allowed)
-    for token in draw.banned:
-        left[token // 8] &= ~(1 << token % 8)
-    return left.count(0) < len(left)
-
-
-def _never_whole(rows: int) -> InvalidInput:
-    return InvalidInput(
-        f"an item has {rows} rows that this model computes at once, more than a step has room for",
-        reason="EMBEDDINGS_TOO_LARGE",
-        field="media",
-    )
-
-
-def _never_at_once(tokens: int, most: int) -> InvalidInput:
-    return InvalidInput(
-        f"the prompt has {tokens} tokens, rows of its media included, all of which this model computes at once; a step "
-        f"has room for {most}",
-        reason="PROMPT_TOO_LONG",
-        field="input",
-    )
-
-
-def _too_complex() -> InvalidInput:
-    return InvalidInput("the structure of the answer became too complex to follow", reason="STRUCTURE_TOO_COMPLEX")

@@ -1,0 +1,79 @@
+"""Why a sequence ends, or cannot go on."""
+
+from __future__ import annotations
+
+from common.errors import InvalidInput
+from llm_service.engine.sequence import Sequence
+from llm_service.plan import Draw
+
+
+def finish_reason(sequence: Sequence, token: int) -> str | InvalidInput:
+    """Why a choice ends with the token that it got last: stop, structure or length; empty where it goes on."""
+    matcher = sequence.matcher
+    if matcher is not None and matcher.is_error():  # first of all: one that has failed allows nothing but an end token
+        return _too_complex()
+    if token in sequence.stop_ids:
+        return "stop"
+    if matcher is not None and matcher.is_stopped():
+        return "structure"
+    return "length" if sequence.num_known_tokens >= sequence.max_length else ""
+
+
+def resumed_end(sequence: Sequence) -> str:
+    """Why a choice is complete with the output that it came with; empty where it goes on. Raises InvalidInput where it
+    would have ended before, or the prompt alone is too long."""
+    if not sequence.output:
+        raise InvalidInput("the prompt is longer than the context", reason="PROMPT_TOO_LONG", field="input")
+    *earlier, last = sequence.output
+    if any(token in sequence.stop_ids for token in earlier):
+        raise InvalidInput("an answer does not go on behind its end", reason="BAD_RESUME", field="resume")
+    ended = finish_reason(sequence, last)
+    if isinstance(ended, InvalidInput):
+        raise ended
+    return ended
+
+
+def dead_end(sequence: Sequence, draw: Draw) -> InvalidInput | None:
+    """Why nothing can be drawn: all that the structure allows next would end the choice before its least tokens."""
+    if sequence.matcher is None or not draw.banned or _leaves_any(draw):
+        return None
+    if sequence.matcher.is_error():
+        return _too_complex()
+    return InvalidInput(
+        "before min_tokens the structure of the answer allows nothing but tokens that end it",
+        reason="MIN_TOKENS_UNREACHABLE",
+        field="sampling.min_tokens",
+    )
+
+
+def _leaves_any(draw: Draw) -> bool:
+    """Whether some token is allowed and not banned."""
+    if not draw.allowed:  # no mask: anything is
+        return True
+    left = bytearray(draw.allowed)
+    for token in draw.banned:
+        left[token // 8] &= ~(1 << token % 8)
+    return left.count(0) < len(left)
+
+
+def never_whole(rows: int) -> InvalidInput:
+    """Refuses a prompt with an item of so many rows, which no step can compute at once."""
+    return InvalidInput(
+        f"an item has {rows} rows that this model computes at once, more than a step has room for",
+        reason="EMBEDDINGS_TOO_LARGE",
+        field="media",
+    )
+
+
+def never_at_once(tokens: int, most: int) -> InvalidInput:
+    """Refuses a prompt of so many tokens that no step can compute at once."""
+    return InvalidInput(
+        f"the prompt has {tokens} tokens, rows of its media included, all of which this model computes at once; a step "
+        f"has room for {most}",
+        reason="PROMPT_TOO_LONG",
+        field="input",
+    )
+
+
+def _too_complex() -> InvalidInput:
+    return InvalidInput("the structure of the answer became too complex to follow", reason="STRUCTURE_TOO_COMPLEX")
