@@ -1,4 +1,4 @@
-"""What the encoder tells Prometheus. Names begin with `twinlens_encoder_`; docs/OPERATIONS.md explains them."""
+"""What the encoder tells Prometheus. Names: `twinlens_encoder_…`; docs/operations/monitoring.md explains them."""
 
 from __future__ import annotations
 

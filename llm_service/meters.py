@@ -1,4 +1,4 @@
-"""What the LLM service tells Prometheus. Names begin with `twinlens_llm_`; docs/OPERATIONS.md explains them.
+"""What the LLM service tells Prometheus. Names begin with `twinlens_llm_`; docs/operations/monitoring.md explains them.
 
 They are the names that engines of this field use, where they have one for the thing.
 """

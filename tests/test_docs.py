@@ -234,12 +234,17 @@ def test_the_limits_are_the_defaults() -> None:
     assert set(expected) <= said
 
 
-def test_operations_md_names_every_metric_of_the_encoder_and_no_other() -> None:
+def test_the_page_of_metrics_names_every_metric_of_the_encoder_and_no_other() -> None:
     source = ast.parse((ROOT / "encoder_service/meters.py").read_text())
     calls = [node for node in ast.walk(source) if isinstance(node, ast.Call) and node.args]
     makers = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] in MAKERS]
     made = {call.args[0].value for call in makers if isinstance(call.args[0], ast.Constant)}
-    table = (ROOT / "docs/OPERATIONS.md").read_text().partition("| `twinlens_encoder_…` | |")[2].partition("\n\n")[0]
+    table = (
+        (ROOT / "docs/operations/monitoring.md")
+        .read_text()
+        .partition("| `twinlens_encoder_…` | |")[2]
+        .partition("\n\n")[0]
+    )
     cells = [line.split("|")[1] for line in table.splitlines()[2:]]
     named = {name.removesuffix("_total") for cell in cells for name in re.findall(r"`(\w+)(?:\{\w+\})?`", cell)}
     assert named == made

@@ -1,4 +1,4 @@
-"""Proxies before gateways, with the very configurations that OPERATIONS.md shows."""
+"""Proxies before gateways, with the very configurations that docs/operations/proxies.md shows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import trustme
 from tests.launch import ROOT
 from tests.waiting import until
 
-PAGE = ROOT / "docs/OPERATIONS.md"
+PAGE = ROOT / "docs/operations/proxies.md"
 _AROUND_NGINX = """
 daemon off;
 pid {folder}/nginx.pid;
@@ -46,7 +46,7 @@ class Proxy:
 
 def shown(language: str) -> str:
     """The configuration of gateways' proxies in this language."""
-    section = PAGE.read_text(encoding="utf-8").partition("\n### Before the gateways\n")[2].partition("\n### ")[0]
+    section = PAGE.read_text(encoding="utf-8").partition("\n## Before the gateways\n")[2].partition("\n## ")[0]
     (block,) = re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
     return str(block)
 

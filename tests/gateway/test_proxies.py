@@ -1,4 +1,4 @@
-"""Two gateways behind the proxies of OPERATIONS.md: streams that are not held back, deaths, and drains."""
+"""Two gateways behind the proxies of docs/operations/proxies.md: streams that are not held back, deaths, and drains."""
 
 from __future__ import annotations
 

@@ -137,11 +137,13 @@ def test_too_many_tokens_may_not_wait_though_few_requests_do(client: LlmClient) 
     assert len(tokens(client, asked(user("word " * 500)))) == 8, "alone it is taken"
 
 
-def test_operations_md_names_every_metric_and_no_other(service: Service, client: LlmClient) -> None:
+def test_the_page_of_metrics_names_every_metric_and_no_other(service: Service, client: LlmClient) -> None:
     tokens(client, asked(user("hello")))
     ours = {name.removeprefix(PREFIX) for name in families(service.metrics) if name.startswith(PREFIX)}
     found = {name.removesuffix("_created") for name in ours}
-    table = (ROOT / "docs/OPERATIONS.md").read_text().partition("| `twinlens_llm_…` | |")[2].partition("\n\n")[0]
+    table = (
+        (ROOT / "docs/operations/monitoring.md").read_text().partition("| `twinlens_llm_…` | |")[2].partition("\n\n")[0]
+    )
     cells = [line.split("|")[1] for line in table.splitlines()[2:]]
     named = {name for cell in cells for name in re.findall(r"`(\w+)(?:\{\w+\})?`", cell)}
     assert {_plain(name) for name in named} == {_plain(name) for name in found}

@@ -1,1 +1,1 @@
-"""How many encoders and LLM services a workload needs: a simulation over measured costs (OPERATIONS.md, How many)."""
+"""How many encoders and LLM services a workload needs: a simulation (docs/operations/scaling.md)."""
