@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from common.gpu import Capture, CudaCapture
+from tests import triton_interpreter
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,8 @@ def machine(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Machi
     gpu, tiny = torch.cuda.is_available(), given.tiny
     if not gpu and not tiny:
         parser.error("torch sees no GPU here")
+    if not gpu and triton_interpreter.is_too_old():
+        triton_interpreter.mend()
     device, dtype = (torch.device("cuda:0"), torch.bfloat16) if gpu else (torch.device("cpu"), torch.float32)
     here = measured(device, dtype, *((64, 1 << 16) if tiny else ()))
     peaks = (sheet(torch.cuda.get_device_name(device)) if gpu else None) or here

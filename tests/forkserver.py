@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from common import library
+from common.devices import cuda_device_count
 from common.processes import DEFAULTS, ChildProcess, die_with_parent
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -209,8 +210,9 @@ def _is_by_library(flags: Sequence[str]) -> bool:
 
 def forkserver(environ: Mapping[str, str] = os.environ, imports: Imports = Imports.LIGHT) -> Forkserver | None:
     """Those of this process, one for each path that Python looks for modules on, each started at the first call for it;
-    None where the system has not what it takes."""
-    if not _CLONE or not hasattr(os, "pidfd_open"):
+    None where the system has not what it takes, and where services may compute on a GPU: its driver does not outlive a
+    fork, and nothing that is imported beforehand may have asked it anything."""
+    if not _CLONE or not hasattr(os, "pidfd_open") or cuda_device_count():
         return None
     kind = (environ.get("PYTHONPATH"), imports)
     if kind not in _servers:

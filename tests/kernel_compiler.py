@@ -149,6 +149,21 @@ def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, N
     }
 
 
+def wide_heads(capability: int, head_dim: int, group: int) -> dict[str, Needs]:
+    """Attention of heads above 128 in bfloat16, as `TritonBatch` launches it."""
+    shape = KernelShape.of(CacheShape(1, 1, 16, group, 1, head_dim), torch.bfloat16)
+    same = {"BLOCK_SIZE": 16, "BLOCK_N": shape.keys_at_once, "PRECISION": shape.precision}
+    kernel, sums = triton_kernels.attention_kernel, ("mixtures", "maxima", "sums")
+    return {
+        name: compiled(capability, kernel, torch.bfloat16, sums, **same, **each.rows(tokens))
+        for name, each, tokens in (
+            ("decode", shape, 1),
+            ("prefill", shape, shape.tile),
+            ("windows", replace(shape, window=1024), shape.tile),
+        )
+    }
+
+
 def vision(capability: int, dtype: torch.dtype, head: int) -> dict[str, Needs]:
     """As the towers launch their attention, over whole pictures and over windows, and their rotary positions."""
     kernel = varlen_attention._varlen_attention
@@ -194,10 +209,13 @@ def routing(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
     made = {
         "route": (routing_kernels.route_kernel, {"WIDTH": 8, "BLOCK": 128, "num_warps": 1}),
         "sort": (routing_kernels.sort_kernel, block),
+        "sort of int64": (routing_kernels.sort_kernel, block),
         "weighted sum": (routing_kernels.weighted_sum_kernel, block),
     }
+    long = {"sort of int64": {"chosen": "*i64"}}  # what routers of groups choose by torch's top-k
     return {
-        name: compiled(capability, kernel, dtype, (), whole, **sizes, **given) for name, (kernel, given) in made.items()
+        name: compiled(capability, kernel, dtype, (), whole | long.get(name, {}), **sizes, **given)
+        for name, (kernel, given) in made.items()
     }
 
 
@@ -239,6 +257,9 @@ def main(capability: int, delta_nets: list[str]) -> dict[str, Needs]:
         made |= rows(capability, dtype, head_dim)
         found |= {f"{kernel} {name} {head_dim}": taken for kernel, taken in made.items()}
     found |= {f"{kernel} bf16 72": taken for kernel, taken in vision(capability, torch.bfloat16, 72).items()}
+    for head_dim, group in ((256, 2), (512, 8)):
+        made = wide_heads(capability, head_dim, group)
+        found |= {f"{kernel} bf16 {head_dim}": taken for kernel, taken in made.items()}
     for dtype in (getattr(torch, name) for name in delta_nets):
         found |= {
             f"delta net {kernel} {_NAMES[dtype]}": taken for kernel, taken in delta_net(capability, dtype).items()

@@ -127,10 +127,12 @@ def pair_on(folder: Path, ranks: int, **llm_flags: object) -> Iterator[Pair]:
     """Both services on the first GPU, or the LLM service on several of them."""
     with ExitStack() as stack:
         encoder = stack.enter_context(
-            encoder_server(folder, **ENCODER_FLAGS, device="cuda:0", dtype="float32", device_pool_bytes="64MiB")
+            encoder_server(
+                folder, light=False, **ENCODER_FLAGS, device="cuda:0", dtype="float32", device_pool_bytes="64MiB"
+            )
         )
         given = {**LLM_FLAGS, "device": "cuda:0", "dtype": "float32", "tp": ranks, **llm_flags}
-        llm = stack.enter_context(llm_server(folder, encoder.address, **given))
+        llm = stack.enter_context(llm_server(folder, encoder.address, light=False, **given))
         text = stack.enter_context(LlmClient(llm.address))
         media = stack.enter_context(EncoderClient(encoder.address))
         until(lambda: usable(text, 1), "the encoder is usable")

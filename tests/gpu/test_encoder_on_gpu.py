@@ -45,9 +45,9 @@ def test_rows_are_those_of_the_cpu(family, checkpoints):
 @pytest.mark.parametrize("family", TOWERS)
 def test_the_service_runs_there_in_half_precision(family, checkpoints):
     items = [image(pictures.encoded(pictures.photograph())), film(pictures.frames(30))]
-    with encoder_server(checkpoints(family), device="cpu") as service, Client(service) as client:
+    with encoder_server(checkpoints(family), light=False, device="cpu") as service, Client(service) as client:
         here = client.encode(*items)
-    with encoder_server(checkpoints(family), device="cuda") as service, Client(service) as client:
+    with encoder_server(checkpoints(family), light=False, device="cuda") as service, Client(service) as client:
         there = client.encode(*items)
         assert client.info().devices[0].startswith("cuda:")
     for one, other in zip(here, there, strict=True):
@@ -61,9 +61,9 @@ def test_batches_that_the_service_prepares_ahead_change_no_row(checkpoints):
     folder = checkpoints("qwen3_vl")
     items = [image(pictures.encoded(pictures.noise(320, 96 + 32 * seed, seed))) for seed in range(16)]
     settings = {"dtype": "float32", "batch_patches": 512, "max_patches_per_call": 4096}
-    with encoder_server(folder, device="cpu", **settings) as service, Client(service) as client:
+    with encoder_server(folder, light=False, device="cpu", **settings) as service, Client(service) as client:
         here = client.encode(*items)
-    with encoder_server(folder, device="cuda", **settings) as service, Client(service) as client:
+    with encoder_server(folder, light=False, device="cuda", **settings) as service, Client(service) as client:
         there = client.encode(*items)
         assert client.load().vit_calls > 2
     for one, other in zip(here, there, strict=True):

@@ -98,7 +98,7 @@ def test_the_service_replays_and_gives_the_same_rows(family, checkpoints):
     found = {}
     for graphs in ("off", "256,1024"):
         flags = {"device": "cuda", "dtype": "float32", "graphs": graphs, "metrics_listen": "127.0.0.1:0"}
-        with encoder_server(folder, **flags) as service, Client(service) as client:
+        with encoder_server(folder, light=False, **flags) as service, Client(service) as client:
             found[graphs] = client.encode(*items)
             replays = scrape(service.metrics)['twinlens_encoder_vit_calls_total{mode="graph"}']
             assert (replays > 0) == (graphs != "off")

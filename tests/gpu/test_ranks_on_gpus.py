@@ -27,7 +27,7 @@ WHOLE = {"dtype": "float32"}
 @contextmanager
 def llm(folder: Path, encoder: str, **flags: object) -> Iterator[LlmClient]:
     with (
-        llm_server(folder, encoder, **{**LLM_FLAGS, **WHOLE, **flags}) as service,
+        llm_server(folder, encoder, light=False, **{**LLM_FLAGS, **WHOLE, **flags}) as service,
         LlmClient(service.address) as client,
     ):
         until(lambda: usable(client, 1), "the encoder is usable")
@@ -43,7 +43,7 @@ def test_the_service_gives_the_tokens_of_the_cpu(
         pytest.skip("there are too few GPUs")
     folder = checkpoints("qwen3_vl")
     memory = {"symmetric_memory": "yes"} if symmetric else {}
-    with encoder_server(folder, **ENCODER_FLAGS, **WHOLE, device="cpu") as encoder:
+    with encoder_server(folder, light=False, **ENCODER_FLAGS, **WHOLE, device="cpu") as encoder:
         with llm(folder, encoder.address, device="cpu") as here:
             expected = [tokens(here, asked(prompt, greedy(32))) for prompt in PROMPTS]
         with llm(folder, encoder.address, device="cuda:0", tp=ranks, graphs=graphs, **memory) as there:

@@ -20,8 +20,9 @@ _WAVES = 4
 """Programs that each multiprocessor should get, so that few sequences still fill the GPU."""
 _FEWEST = 16
 """Rows of a product at the least."""
-_ROWS = 64
-"""Rows of one program, a row being a token's query for one head, where chunks of several tokens are computed."""
+_ROWS, _WIDE_ROWS = 64, 32
+"""Rows of one program, a row being a token's query for one head, where chunks of several tokens are computed; the
+latter with heads above 256, whose sums would leave the registers otherwise."""
 COMBINED = 16
 """Parts of a context that are joined at once."""
 _LONG = 256
@@ -49,9 +50,9 @@ class KernelShape:
     def of(cls, shape: CacheShape, dtype: torch.dtype) -> KernelShape:
         dims = max(16, triton.next_power_of_2(shape.head_dim))
         exact = dtype == torch.float32  # no tensor cores: factors stand in registers, so few keys and many warps
-        # Keys and values in flight are to take at most 64 KiB of shared memory beside the queries.
+        # With the queries, keys and values in flight are to take less than 99 KiB of shared memory.
         small = dims * dtype.itemsize <= 256
-        stages = 2 if small and not exact else 1
+        stages = 1 if exact else 2
         return cls(
             group=shape.heads // shape.kv_heads,
             head_dim=shape.head_dim,
@@ -60,7 +61,7 @@ class KernelShape:
             keys_at_once=16 if exact else 64 if small else 32,
             stages=stages,
             decode_stages=stages,
-            prefill_warps=16 if exact else 4,
+            prefill_warps=16 if exact else 4 if small else 8,
             precision="ieee" if exact else "tf32",
             window=shape.kind.window,
             softmax_scale=shape.softmax_scale,
@@ -69,7 +70,7 @@ class KernelShape:
     @property
     def tile(self) -> int:
         """Tokens of a chunk that one program takes."""
-        return max(2, _ROWS // self.group)
+        return max(2, (_ROWS if self.dims <= 256 else _WIDE_ROWS) // self.group)
 
     def rows(self, tokens: int) -> dict[str, int]:
         """Constants and options of `attention_kernel` for items of up to so many tokens. With its drafts a token may

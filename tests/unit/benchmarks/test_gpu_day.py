@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,24 @@ def test_sections_have_names_of_their_own_and_test_files_that_are_there(tiny: bo
     assert len({section.name for section in sections}) == len(sections)
     files = {word.partition("::")[0] for section in sections for word in section.command if "tests/gpu/" in word}
     assert files == {f"tests/gpu/{path.name}" for path in (ROOT / "tests/gpu").glob("test_*.py")}
+
+
+def test_services_that_compute_on_a_gpu_are_the_real_ones() -> None:
+    """Light ones take the options of the others, and ask no GPU for anything."""
+    started = [
+        (path.name, call.lineno, {given.arg: ast.unparse(given.value) for given in call.keywords}.get("light"))
+        for path in (ROOT / "tests/gpu").glob("test_*.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in ("encoder_server", "llm_server", "pair")
+    ]
+    assert started
+    assert [each for each in started if each[2] != "False"] == []
+
+
+def test_where_gpus_are_services_are_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forkserver, "cuda_device_count", lambda: 1)
+    assert forkserver.forkserver() is None
+    assert forkserver.start("llm_service", [], {}, 2) is None
 
 
 def left(folder: Path) -> str:
