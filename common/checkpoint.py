@@ -13,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from common import tekken
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _MAX_HEADER = 100 << 20
@@ -89,6 +91,18 @@ class Checkpoint:
         """A text file of the folder, or None."""
         path = self.folder / name
         return path.read_text("utf-8") if path.is_file() else None
+
+    def tokenizer(self) -> str:
+        """What tokenizer.json says, or would say where there is Mistral's own form alone, which takes a second. Raises
+        CheckpointError where there is neither."""
+        if (found := self.text("tokenizer.json")) is not None:
+            return found
+        if not (stated := self.json(tekken.FILE)):
+            raise CheckpointError("the checkpoint has no tokenizer.json")
+        try:
+            return json.dumps(tekken.tokenizer_settings(stated))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{tekken.FILE} is not of a form that is known") from error
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:

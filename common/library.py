@@ -23,6 +23,7 @@ LIBRARY: Final = EncoderParts(
         "video_preprocessor_config.json",
         "processor_config.json",
         "tokenizer_config.json",
+        "tekken.json",
     ),
     package="transformers",
 )

@@ -13,16 +13,18 @@ import msgspec
 import numpy as np
 from PIL import Image
 
-from common.checkpoint import CheckpointError
+from common.checkpoint import Checkpoint, CheckpointError
 from common.library import PromptFrame
 from common.library_classes import first_line, library
+from common.library_layouts import LAYOUTS
 
 
 def processor_of(folder: Path) -> Any:
     """The checkpoint's processor. Raises CheckpointError where it has none that says what stands for a picture, or for
     a sound where it is for sounds alone."""
+    layout = LAYOUTS.get(str(Checkpoint(folder).config.get("model_type")))
     try:
-        found = library().AutoProcessor.from_pretrained(folder, local_files_only=True)
+        found = layout(folder) if layout else library().AutoProcessor.from_pretrained(folder, local_files_only=True)
     except (ValueError, OSError, KeyError, ImportError, TypeError) as error:
         raise CheckpointError(f"the library has no processor for this model: {first_line(error)}") from error
     kind = item_of(found)

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoint import Checkpoint
 from common.errors import InvalidInput
 from llm_service.request import Structure, Trigger
 
@@ -155,11 +155,8 @@ class Structures:
     Compiled forms are kept while they count `cache_bytes` or less together, the ones used last."""
 
     def __init__(self, checkpoint: Checkpoint, vocab_size: int, eos: Iterable[int], *, cache_bytes: int = 0) -> None:
-        source = checkpoint.text("tokenizer.json")
-        if source is None:
-            raise CheckpointError("the checkpoint has no tokenizer.json")
         ends = sorted(eos)
-        self._tokenizer = LLTokenizer(source, n_vocab=vocab_size, eos_token=ends or None)
+        self._tokenizer = LLTokenizer(checkpoint.tokenizer(), n_vocab=vocab_size, eos_token=ends or None)
         self._unended = _all_but(ends, vocab_size)
         self._cache_bytes = cache_bytes
         self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()

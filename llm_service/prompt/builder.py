@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from tokenizers import Tokenizer
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoint import Checkpoint
 from common.errors import InvalidInput
 from common.media import kept_rows
 from common.media.item import Header, Modality
@@ -52,9 +52,7 @@ class PromptBuilder:
     """
 
     def __init__(self, checkpoint: Checkpoint, model: ServedModel | None = None) -> None:
-        source = checkpoint.text("tokenizer.json")
-        if source is None:
-            raise CheckpointError("the checkpoint has no tokenizer.json")
+        source = checkpoint.tokenizer()
         model = model or ServedModel.of(checkpoint)
         self.vocab_size = model.vocab_size
         settings = json.loads(source)

@@ -14,6 +14,7 @@ from typing import Any
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from common import tekken
 from common.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
 from llm_service.request import ChatPrompt, MediaItem, Message, ToolDefinition
@@ -112,6 +113,7 @@ class ChatTemplate:
             checkpoint.text("chat_template.jinja")
             or checkpoint.json("chat_template.json").get("chat_template")
             or settings.get("chat_template")
+            or tekken.chat_template(checkpoint.json(tekken.FILE))
         )
         if not isinstance(source, str) and placeholders is not None:
             return cls(_PLAIN, {"placeholders": placeholders}, _PLAIN_REFUSED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +75,6 @@ def check_same_tokens(checkpoint: Checkpoint, draft: Checkpoint) -> None:
 
 def _vocabulary(checkpoint: Checkpoint) -> tuple[Any, dict[str, int]]:
     """What tokenizer.json has of ordinary tokens, and the ids of added ones."""
-    settings = checkpoint.json("tokenizer.json")
+    settings = json.loads(checkpoint.tokenizer())
     added = {each["content"]: int(each["id"]) for each in settings.get("added_tokens", [])}
     return settings.get("model", {}).get("vocab"), added

@@ -44,7 +44,7 @@ from tests.parity.library_side import GREEDY, Served, compare
 from tests.parity.local_engine import LocalEngine, make_prompt
 from tools.models.__main__ import Row, kinds
 from tools.models.__main__ import main as tools_models
-from tools.models.compare import OURS, PROMPTS, SOUND, Reference, picture, sounding_prompts, tones
+from tools.models.compare import OURS, PROMPTS, SOUND, TWO_SOUNDS, Reference, picture, sounding_prompts, tones
 from tools.models.recipes import RECIPES
 from tools.models.recipes.recipe import TEXT, VISION, part, whole
 from tools.models.recipes.spans import GEMMA4_HEARING
@@ -518,6 +518,34 @@ def test_tokens_of_gemma_4_s_smaller_sizes_are_the_library_s_of_sounds_too(tmp_p
     assert {SOUND, OURS, "one picture"} <= compare(Served.of(make_by(GEMMA4_HEARING, tmp_path)))
 
 
-def test_voxtral_s_processor_lays_sounds_out_in_no_text(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="VoxtralProcessor does not say what stands for a sound in a prompt"):
-        library_models.describe(make("voxtral", tmp_path))
+def test_voxtral_hears_though_its_processor_lays_sounds_out_in_conversations_alone(tmp_path: Path) -> None:
+    """Ids by its tokenizer's marks, and features of whole chunks of 30 seconds."""
+    served = Served.of(make("voxtral", tmp_path))
+    library = library_classes.library()
+    extractor = library.WhisperFeatureExtractor.from_pretrained(tmp_path)
+    model = library.VoxtralForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    tokenizer = Tokenizer.from_str(Checkpoint(tmp_path).tokenizer())
+    mark = tokenizer.token_to_id
+    answers = list[list[int]]()
+    for seed, seconds, chunks in ((1, 1.1, 1), (2, 30.5, 2)):
+        part = tones(seed, seconds)
+        sound = [mark("[BEGIN_AUDIO]"), *[mark("[AUDIO]")] * 375 * chunks]
+        words = [tokenizer.encode(text, add_special_tokens=False).ids for text in ("Hear the ", " What?")]
+        ids = [1, mark("[INST]"), *words[0], *sound, *words[1], mark("[/INST]")]
+        prompt = served.prompt(["Hear the ", part, " What?"])
+        assert prompt.layout.ids == ids
+        filled = np.zeros(480_000 * chunks, np.float32)
+        filled[: len(part.samples)] = part.heard()
+        made = extractor(filled, sampling_rate=16_000, truncation=False, return_tensors="pt").input_features
+        features = torch.cat(made.split(3_000, dim=-1))
+        given = {"input_ids": torch.tensor([ids]), "input_features": features}
+        out = model.generate(**given, max_new_tokens=8, do_sample=False, eos_token_id=None)
+        answers.append(out[0, len(ids) :].tolist())
+        assert served.engine().run([prompt], GREEDY)[0].tokens[:8] == answers[-1]
+    assert answers[0] != answers[1]
+
+
+@pytest.mark.soak
+def test_tokens_of_voxtral_are_those_of_its_processor_and_its_maker_s_package(tmp_path: Path) -> None:
+    pytest.importorskip("mistral_common.tokens.tokenizers.mistral")
+    assert {SOUND, TWO_SOUNDS, OURS} <= compare(Served.of(make("voxtral", tmp_path)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import wave
+from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from common.library import LibraryModel
 from common.library_classes import class_of, config_of, library
+from common.library_layouts import LAYOUTS
 from common.library_models import describe
 from common.library_processors import SOUND_RATE, frame_of
 from encoder_service.media.audio import read_track
@@ -167,7 +169,8 @@ class Reference:
         template = folder / "chat_template.jinja"
         if self.processor.chat_template is None and template.exists():  # some processors do not read it
             self.processor.chat_template = template.read_text("utf-8")
-        frame = frame_of(self.processor)
+        self._lays_out_chats = config_of(folder).model_type in LAYOUTS
+        frame = None if self._lays_out_chats else frame_of(self.processor)
         self._frames_texts = frame is not None and frame.always
         model = class_of(config_of(folder))
         self._model = model.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
@@ -175,6 +178,9 @@ class Reference:
 
     def inputs(self, parts: Sequence[Part]) -> dict[str, Any]:
         """What its processor makes of one user message."""
+        if self._lays_out_chats:
+            chat = [{"role": "user", "content": list(map(_in_chat, parts))}]
+            return dict(self.processor.apply_chat_template(chat, tokenize=True, return_dict=True))
         content = [{"type": "text", "text": part} if isinstance(part, str) else {"type": _kind(part)} for part in parts]
         chat = [{"role": "user", "content": content}]
         text = self.processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
@@ -240,6 +246,14 @@ class Reference:
 
 def _kind(part: Part) -> str:
     return "video" if isinstance(part, Film) else "audio" if isinstance(part, Tones) else "image"
+
+
+def _in_chat(part: Part) -> dict[str, str]:
+    """As conversations have it whose processor takes media among them."""
+    if isinstance(part, Tones):
+        return {"type": "audio", "base64": b64encode(part.file()).decode()}
+    assert isinstance(part, str), "sounds alone are taken so"
+    return {"type": "text", "text": part}
 
 
 def _about(reader: Any) -> dict[str, Any]:

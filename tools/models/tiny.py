@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from common import tekken
 from common.library_classes import class_of, library
 from common.small_models import redraw_corrections
 from tools.models.recipes import RECIPES
@@ -35,12 +38,6 @@ def make(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.f
 def make_by(recipe: Recipe, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
     """The same by a recipe."""
     folder.mkdir(parents=True, exist_ok=True)
-    words = (*WORDS, *recipe.words)
-    tokenizer = library().PreTrainedTokenizerFast(
-        tokenizer_object=(_of_pieces if recipe.pieces else _of_bytes)(words, begins=recipe.begins),
-        **dict(zip(("bos_token", "eos_token", "pad_token"), WORDS, strict=False)),
-        extra_special_tokens=dict(recipe.named),
-    )
     config, ids = config_of(recipe), _ids(recipe)
     model = class_of(config)._from_config(config, dtype=torch.float32)
     redraw(model, seed)
@@ -50,10 +47,24 @@ def make_by(recipe: Recipe, folder: Path, *, seed: int = 0, dtype: torch.dtype =
     if dtype != torch.float32:  # a cast, though to the same type, takes complex tables' imaginary parts
         model.to(dtype)
     model.save_pretrained(folder)
+    _save_processor(recipe, folder)
+    return folder
+
+
+def _save_processor(recipe: Recipe, folder: Path) -> None:
+    if recipe.tekken:
+        (folder / tekken.FILE).write_text(json.dumps(_tekken(recipe.tekken)), encoding="utf-8")
+        recipe.processor(None, "").save_pretrained(folder)
+        return
+    words = (*WORDS, *recipe.words)
+    tokenizer = library().PreTrainedTokenizerFast(
+        tokenizer_object=(_of_pieces if recipe.pieces else _of_bytes)(words, begins=recipe.begins),
+        **dict(zip(("bos_token", "eos_token", "pad_token"), WORDS, strict=False)),
+        extra_special_tokens=dict(recipe.named),
+    )
     template = _TEMPLATE.replace("<image>", recipe.image).replace("<video>", recipe.video)
     template = template.replace("<audio>", recipe.audio)
     recipe.processor(tokenizer, template).save_pretrained(folder)
-    return folder
 
 
 def config_of_recipe(name: str) -> Any:
@@ -64,13 +75,15 @@ def config_of_recipe(name: str) -> Any:
 def config_of(recipe: Recipe) -> Any:
     """The configuration of a recipe."""
     ids = _ids(recipe)
-    config = recipe.config(ids, max(ids.values()) + 1)
+    config = recipe.config(ids, max(ids.values()) + 1 + (len(_TOKENS) if recipe.tekken else 0))
     tied = getattr(config, "tie_word_embeddings", False)  # by default not: it would only repeat itself
     config.get_text_config().tie_word_embeddings = tied
     return config
 
 
 def _ids(recipe: Recipe) -> dict[str, int]:
+    if recipe.tekken:
+        return {word: at for at, word in enumerate(recipe.tekken)}
     first = len(_PIECES) if recipe.pieces else _BYTES
     return {word: first + at for at, word in enumerate((*WORDS, *recipe.words))}
 
@@ -103,6 +116,27 @@ def _of_pieces(words: tuple[str, ...], *, begins: bool) -> Tokenizer:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     return _with_special(made, words, begins=begins)
+
+
+_TOKENS = (*(bytes([byte]) for byte in range(256)), b"th", b"in", b" th", b"the", b"ing", b" the", b"ow", b"ou")
+_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _tekken(marks: tuple[str, ...]) -> dict[str, Any]:
+    """A tokenizer of bytes and some pairs of them, behind special tokens, in Mistral's own form."""
+    sizes = {"default_num_special_tokens": len(marks), "default_vocab_size": len(marks) + len(_TOKENS)}
+    written = [base64.b64encode(token).decode() for token in _TOKENS]
+    return {
+        "config": {"pattern": _PATTERN, "num_vocab_tokens": len(_TOKENS), **sizes, "version": "v7"},
+        "vocab": [{"rank": at, "token_bytes": token, "token_str": None} for at, token in enumerate(written)],
+        "special_tokens": [{"rank": at, "token_str": mark, "is_control": True} for at, mark in enumerate(marks)],
+        "audio": {
+            "sampling_rate": 16_000,
+            "frame_rate": 12.5,
+            "audio_encoding_config": {"num_mel_bins": 128, "hop_length": 160, "window_size": 400},
+            "chunk_length_s": 30.0,
+        },
+    }
 
 
 def _of_bytes(words: tuple[str, ...], *, begins: bool) -> Tokenizer:

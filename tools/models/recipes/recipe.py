@@ -45,7 +45,8 @@ class Recipe:
     has a name for those in `named`. `image`, `video` and `audio` stand for
     one in a chat. `pieces`: its tokenizer is one of pieces,
     which sets a mark before the first word of a text; else one of bytes. `begins`: it sets <s> before a text. Steps of
-    `step_tokens` hold what no chunk may end within."""
+    `step_tokens` hold what no chunk may end within. `tekken`: the
+    tokenizer's file is in Mistral's own form, with these special tokens, and there is no template."""
 
     config: Callable[[Words, int], Any]
     processor: Callable[[Any, str], Any]
@@ -57,6 +58,7 @@ class Recipe:
     video: str = "<video>"
     audio: str = "<audio>"
     step_tokens: int = 16
+    tekken: tuple[str, ...] = ()
 
 
 def part(kind: str, sizes: Mapping[str, Any], **more: Any) -> Callable[[Words, int], Any]:

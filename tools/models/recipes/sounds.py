@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from common.library_classes import library
 from tools.models.recipes.recipe import (
     IDS,
     LLAMA,
@@ -55,6 +56,13 @@ _OMNI_IDS = {
     "audio_start_token_id": "<listen>",
     "audio_end_token_id": "<heard>",
 }
+_TEKKEN = (
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
+    *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
+    *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]", "[ONE]", "[TWO]", "[THREE]", "[FOUR]"),
+    *("[AUDIO]", "[BEGIN_AUDIO]", "[TRANSCRIBE]", "[ARGS]", "[CALL_ID]"),
+)
+"""Of which Mistral's package wants some, two of them at these places."""
 RECIPES: dict[str, Recipe] = {
     "qwen2_5_omni_thinker": Recipe(
         whole(
@@ -188,13 +196,13 @@ RECIPES: dict[str, Recipe] = {
     "voxtral": Recipe(
         whole(
             "voxtral",
-            audio_config=part("voxtral_encoder", {}, **_WHISPER_EARS),
-            text_config=LLAMA,
-            audio_token_id="<audio>",
+            audio_config=part("voxtral_encoder", {}, **{**_WHISPER_EARS, "max_source_positions": 1500}),
+            text_config=part("llama", TEXT, eos_token_id="</s>"),
+            audio_token_id="[AUDIO]",
             tie_word_embeddings=False,
         ),
-        processor("VoxtralProcessor", sounds="WhisperFeatureExtractor", bands=_WHISPER),
-        ("<audio>",),
+        lambda *_: library().WhisperFeatureExtractor(feature_size=_BANDS),
+        tekken=_TEKKEN,
     ),
     "glmasr": Recipe(
         whole(

@@ -1,0 +1,62 @@
+"""Processors of the library's that do not say what stands for an item in a text: what says it in their stead, by the
+kind of model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from common import tekken
+from common.checkpoint import Checkpoint
+from common.library_classes import library
+
+
+class VoxtralLayout:
+    """Voxtral's processor lays sounds out in conversations alone, by a package of Mistral's. Here a text has
+    `audio_token` for each sound, as one of the library's other processors takes it, and what stands for that is a mark
+    and places for rows, by the sound's length.
+
+    What extracts features is the library's. All else that is asked for, the processor has.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        checkpoint = Checkpoint(folder)
+        self._tekken = checkpoint.json(tekken.FILE)
+        made = Tokenizer.from_str(checkpoint.tokenizer())
+        names = {"bos_token": tekken.BOS, "eos_token": tekken.EOS, "pad_token": "<pad>"}
+        self.tokenizer = library().PreTrainedTokenizerFast(tokenizer_object=made, **names)
+        self.feature_extractor = library().AutoFeatureExtractor.from_pretrained(folder, local_files_only=True)
+        self._of = library().VoxtralProcessor(self.feature_extractor, self.tokenizer)
+        self.audio_token = tekken.AUDIO
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_of"], name)
+
+    def __call__(self, text: Sequence[str], audio: Sequence[np.ndarray] = (), **options: Any) -> Any:
+        """One text with as many places as there are sounds, float32 [n] each, `sampling_rate` of them a second. Raises
+        ValueError where there are more or fewer."""
+        parts = text[0].split(self.audio_token)
+        if len(parts) != len(audio) + 1:
+            raise ValueError(f"there are {len(parts) - 1} places for {len(audio)} sounds")
+        replacements = list(self._replacements(audio))
+        whole = parts[0] + "".join(own + part for own, part in zip(replacements, parts[1:], strict=True))
+        tensors = {"return_tensors": options.get("return_tensors")}
+        more: dict[str, Any] = {}
+        if audio:
+            told = dict(self._of.audio_kwargs)
+            each = told.pop("max_source_positions")
+            more["input_features"] = self._of._retrieve_input_features(audio, each, **told)
+        if options.get("return_text_replacement_offsets"):
+            more["text_replacement_offsets"] = [[{"replacement": own} for own in replacements]]
+        return library().BatchFeature({**self.tokenizer([whole], **tensors), **more})
+
+    def _replacements(self, audio: Sequence[np.ndarray]) -> Iterator[str]:
+        for samples in audio:
+            yield tekken.BEGIN_AUDIO + self.audio_token * tekken.sound_rows(self._tekken, len(samples))
+
+
+LAYOUTS: dict[str, Callable[[Path], Any]] = {"voxtral": VoxtralLayout}
