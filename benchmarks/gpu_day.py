@@ -1,12 +1,13 @@
 """`python -m benchmarks.gpu_day PART FOLDER`: a part of what is to be found out when a GPU is there for half an hour.
 
-1: versions, imports and ceilings, then kernels against plain torch. 2: all other tests for GPUs, and kernels under
-compute-sanitizer. 3: attention, decoder, tower and engine, and where their time goes. 4: both services with the shape
-of Qwen3-VL-8B and random weights, against transformers in the same run. Each part takes less than nine minutes, each
-section of it has a limit of its own. A section's output goes to a file in the folder, rows of benchmarks go to
+1: versions, imports and ceilings, then all tests for GPUs, in several processes: what is wrong counts before what is
+slow. 2: both services with the shape of Qwen3-VL-8B and random weights, against transformers in the same run; decoder
+and engine. 3: attention, tower, long contexts, where time goes, short weights, and kernels under compute-sanitizer.
+Each part takes less than nine minutes, each section of it has a limit of its own, and begins whatever became of those
+before it. A section's output goes to a file in the folder, rows of benchmarks go to
 rows.jsonl as well, one by one, so that what was reached is kept; a section whose file is there is not run again, and
-one that failed leaves its words in a file that ends in `.failed`. What is new and what is *repeated*, and what caches
-gave, each benchmark says. `tools/gpu_day.sh` sets up the environment for this.
+one that failed leaves its words in a file that ends in `.failed`, the last of which are shown. What is new and what is
+*repeated*, and what caches gave, each benchmark says. `tools/gpu_day.sh` sets up the environment for this.
 """
 
 from __future__ import annotations
@@ -22,23 +23,33 @@ from pathlib import Path
 from benchmarks import machine
 from benchmarks.quantized import FORMS
 from benchmarks.tables import Table, take
+from common.devices import usable_cores
 
 _PART_SECONDS = 530.0
 _LEAST_SECONDS = 10.0
 """With less left, a section is not begun."""
-_KERNEL_TESTS = ("test_rows_on_gpu", "test_adapters_on_gpu", "test_vision_attention_on_gpu", "test_gdn_on_gpu")
+_SHOWN = 25
+"""Lines of what failed."""
+_KERNEL_TESTS = (
+    "test_llm_on_gpu",
+    "test_rows_on_gpu",
+    "test_vision_attention_on_gpu",
+    "test_shapes_on_gpu",
+    "test_gdn_on_gpu",
+    "test_adapters_on_gpu",
+    "test_quantized_on_gpu",
+)
 _TESTS = (
     "test_graphs_on_gpu",
-    "test_parity_on_gpu",
-    "test_quantized_on_gpu",
-    "test_cuda_ipc_on_gpu",
     "test_encoder_on_gpu",
     "test_ranks_on_gpus",
+    "test_parity_on_gpu",
+    "test_cuda_ipc_on_gpu",
 )
 _SANITIZED = (
-    "tests/gpu/test_rows_on_gpu.py::test_a_gate_is_torch_s",
-    "tests/gpu/test_vision_attention_on_gpu.py::test_what_is_not_finite_stays_in_its_segment",
-    "tests/gpu/test_llm_on_gpu.py::test_long_contexts_are_split_and_put_together",
+    "test_rows_on_gpu::test_a_gate_is_torch_s",
+    "test_vision_attention_on_gpu::test_what_is_not_finite_stays_in_its_segment",
+    "test_llm_on_gpu::test_long_contexts_are_split_and_put_together",
 )
 
 
@@ -47,7 +58,7 @@ def parts(folder: Path, *, tiny: bool) -> dict[int, list[Table]]:
     sanitizer = shutil.which("compute-sanitizer")
     model = Path("models/demo") if tiny else folder / "model"
     little = ("--runs", "1", "--tokens", "4") if tiny else ("--runs", "3", "--tokens", "64")
-    sanitized = _tests("sanitizer", 150, *_SANITIZED, tiny=tiny)
+    sanitized = _tests("sanitizer", 120, *_SANITIZED, tiny=tiny, alone=True)
     if sanitizer:
         program = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
         watched = (sanitizer, "--error-exitcode", "9", sys.executable, *sanitized.command)
@@ -60,39 +71,38 @@ def parts(folder: Path, *, tiny: bool) -> dict[int, list[Table]]:
     return {
         1: [
             bench("ceilings", "device", 60),
-            *(_tests(name, 150, f"tests/gpu/{name}.py", tiny=tiny) for name in _KERNEL_TESTS),
+            _tests("test_kernels", 230, *_KERNEL_TESTS, tiny=tiny),
+            _tests("test_services", 240, *_TESTS, tiny=tiny),
         ],
         2: [
-            _tests(
-                "test_llm_on_gpu", 240, "tests/gpu/test_llm_on_gpu.py", "tests/gpu/test_shapes_on_gpu.py", tiny=tiny
-            ),
-            *(_tests(name, 200, f"tests/gpu/{name}.py", tiny=tiny) for name in _TESTS),
-            sanitized if sanitizer or tiny else replace(sanitized, hindrance="there is no compute-sanitizer"),
+            *([] if tiny else [Table("checkpoint", ("-m", "benchmarks.real_shape", str(model)), 150)]),
+            Table("services", ("-m", "benchmarks", "--model", str(model), *little), 330),
+            bench("decoder", "llm_device", 100),
+            bench("engine", "engine_device", 80),
         ],
         3: [
             bench("attention", "attention_device", 90),
-            bench("decoder", "llm_device", 100),
-            bench("decoder_long", "llm_device", 80, "--layers", "12", "--context", "8192", "32768", "--tokens", "8192"),
             bench("tower", "vit", 80),
-            bench("engine", "engine_device", 80),
+            bench("decoder_long", "llm_device", 80, "--layers", "12", "--context", "8192", "32768", "--tokens", "8192"),
             bench("profile", "profile_device", 60),
             *(bench(f"decoder_{form}", "llm_device", 45, "--weights", form, "--tokens", "512") for form in FORMS),
             bench("decoder_experts", "llm_device", 60, "--experts", "--layers", "24", "--tokens", "512", "2048"),
             bench(
                 "experts_fp8", "llm_device", 45, "--experts", "--layers", "24", "--tokens", "512", "--weights", "fp8"
             ),
-        ],
-        4: [
-            *([] if tiny else [Table("checkpoint", ("-m", "benchmarks.real_shape", str(model)), 150)]),
-            Table("services", ("-m", "benchmarks", "--model", str(model), *little), 380),
+            sanitized if sanitizer or tiny else replace(sanitized, hindrance="there is no compute-sanitizer"),
         ],
     }
 
 
-def _tests(name: str, seconds: float, *files: str, tiny: bool) -> Table:
-    """Tests of GPUs; where all is tiny they are collected alone. Warnings are errors with the pinned versions alone."""
-    command = ("-m", "pytest", "-q", "-m", "gpu", "-W", "default", "--timeout", "120", *files)
-    return Table(name, (*command, *(("--collect-only",) if tiny else ())), seconds)
+def _tests(name: str, seconds: float, *files: str, tiny: bool, alone: bool = False) -> Table:
+    """Tests of GPUs by name of file, or of a test in one, which several processes share unless they run `alone`; where
+    all is tiny they are collected, and no more. Warnings are errors with the pinned versions alone. A kernel that
+    breaks a process's context takes that process along, and no other test (`tests/gpu/conftest.py`)."""
+    paths = [f"tests/gpu/{file}.py{colons}{test}" for file, colons, test in (each.partition("::") for each in files)]
+    command = ("-m", "pytest", "-q", "--tb", "short", "-m", "gpu", "-W", "default", "--timeout", "120", *paths)
+    shared = () if alone else ("-n", str(max(1, usable_cores() - 4)))
+    return Table(name, (*command, *(("--collect-only",) if tiny else shared)), seconds)
 
 
 def _environ(*, tiny: bool) -> dict[str, str]:
@@ -113,13 +123,16 @@ def run(sections: Sequence[Table], folder: Path, head: Sequence[str], seconds: f
         print(said, flush=True)
         if "FAILED" in said or said == "no time is left":
             failed.append(section.name)
+        if "FAILED" in said:
+            words = (folder / f"{section.name}.failed").read_text(encoding="utf-8").splitlines()
+            print("\n".join(f"    {line[:200]}" for line in words[-_SHOWN:]), flush=True)
     return failed
 
 
 def main() -> None:
     """Runs a part; the exit code is 1 where anything of it failed, or is still to be run."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_day", description=__doc__)
-    parser.add_argument("part", type=int, choices=(1, 2, 3, 4))
+    parser.add_argument("part", type=int, choices=(1, 2, 3))
     parser.add_argument("folder", type=Path, help="where results go; made if it is not there")
     parser.add_argument("--seconds", type=float, default=_PART_SECONDS, help="for the part")
     parser.add_argument(

@@ -1,22 +1,29 @@
 #!/bin/sh
-# tools/gpu_day.sh PART [options of benchmarks.gpu_day]: one part, 1 to 4, of the first day on a GPU.
+# tools/gpu_day.sh PART [options of benchmarks.gpu_day]: one part, 1 to 3, of the first day on a GPU.
 # PYTHON is that machine's own, with torch; wheels of what it lacks lie in build/gpu_day/wheels (tools/gpu_wheels.sh).
-# Results stay in build/gpu_day; where OUT names a folder, they are copied there at the end, whatever happened.
+# Results stay in build/gpu_day; where OUT names a folder, they are put there at the end in one archive, whatever happened.
 set -eu
 cd "$(dirname "$0")/.."
-PYTHON="${PYTHON:-/opt/venv/bin/python}"
+PYTHON="${PYTHON:-python3}"
 part="$1"
 shift
 results=build/gpu_day
-mkdir -p "$results"
+mkdir -p "$results/extra"
 if [ ! -e "$results/extra/.installed" ] && ls "$results"/wheels/*.whl >/dev/null 2>&1; then
-    "$PYTHON" -m pip install --quiet --no-index --no-deps --target "$results/extra" "$results"/wheels/*.whl
-    touch "$results/extra/.installed"
+    if "$PYTHON" -m pip install --quiet --no-index --no-deps --target "$results/extra" "$results"/wheels/*.whl; then
+        touch "$results/extra/.installed"
+    else
+        echo "wheels could not be installed; what needs them will say so" >&2
+    fi
 fi
+# PyAV's wheel is too large to be carried beside the rest. Nothing here decodes a sound: an empty folder lets services start.
+"$PYTHON" -c 'import av' 2>/dev/null || mkdir -p "$results/extra/av"
 export PYTHONPATH="$PWD/$results/extra${PYTHONPATH:+:$PYTHONPATH}"
-status=0
-"$PYTHON" -m benchmarks.gpu_day "$part" "$results" "$@" || status=$?
-if [ -n "${OUT:-}" ]; then
-    find "$results" \( -name '*.md' -o -name '*.failed' -o -name '*.part' -o -name '*.jsonl' \) -exec cp {} "$OUT" \;
-fi
-exit "$status"
+pack() {
+    [ -n "${OUT:-}" ] || return 0
+    find "$results" \( -name '*.md' -o -name '*.failed' -o -name '*.part' -o -name '*.jsonl' \) ! -path '*/extra/*' |
+        tar -czf "$OUT/gpu_day_$part.tar.gz" -T - || true
+}
+trap pack EXIT
+trap 'exit 130' INT TERM
+"$PYTHON" -m benchmarks.gpu_day "$part" "$results" "$@"

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llm_service.layers.transfer import ToHost
+from llm_service.layers.transfer import ToHost, to_device
 from llm_service.plan import Draw, Score, StepResult, TokenLogprobs
 
 _ROWS_ON_GPU, _ROWS_ON_CPU = 64, 8
@@ -36,7 +36,7 @@ class Drawn:
         self._likely: list[tuple[list[int], list[int], ToHost]] = []
         for part in _parts([index for index, draw in enumerate(draws) if draw.logprobs >= 0], tokens.device):
             assert logits is not None, "somebody asks how likely tokens are"
-            at, tops = torch.tensor(part, device=logits.device), [draws[index].logprobs for index in part]
+            (at,), tops = to_device([np.array(part)], logits.device), [draws[index].logprobs for index in part]
             values = logits[at].double().log_softmax(-1)
             self._likely.append((part, tops, ToHost(_likeliest(values, tokens[at], max(tops)))))
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +27,13 @@ def test_what_failed_is_named_and_run_again_and_the_rest_is_not(tmp_path: Path) 
     good, bad = Table("good", ("-c", "print(1)"), 60.0), Table("bad", ("-c", "raise SystemExit(3)"), 60.0)
     assert gpu_day.run([bad, good], tmp_path, [], 500.0) == ["bad"]
     assert gpu_day.run([Table("bad", ("-c", ""), 60.0), Table("good", ("-c", "1/0"), 60.0)], tmp_path, [], 500.0) == []
+
+
+def test_the_last_words_of_what_failed_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu_day.run(
+        [Table("bad", ("-c", "print('first ' * 99); raise SystemExit('last words')"), 60.0)], tmp_path, [], 500.0
+    )
+    assert capsys.readouterr().out.splitlines()[-1] == "    last words"
 
 
 def test_nothing_is_begun_without_time(tmp_path: Path) -> None:
@@ -63,13 +72,19 @@ def left(folder: Path) -> str:
     return "\n".join(path.read_text() for path in (folder / "tiny").glob("*.failed"))
 
 
+def popen(command: Sequence[str], **given: Any) -> Any:
+    """Has benchmarks forked."""
+    start = forkserver.popen_benchmark if command[2].startswith("benchmarks.") else subprocess.Popen
+    return start(command, **given)
+
+
 @pytest.mark.soak
 def test_benchmarks_of_a_part_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`make gpu-rehearsal` runs the other parts as well: of the first two, tests are collected alone, as every run of
-    this suite does."""
+    """`make gpu-rehearsal` runs the other parts as well: of the first one tests are collected, and no more, as by every
+    run of this suite."""
     for kernel in (*panel_kernel.TYPED.values(), *quantized_kernel.TYPED.values()):
         kernel.compile()  # the limits of sections are not for that
-    monkeypatch.setattr(tables, "popen", forkserver.popen_benchmark)
+    monkeypatch.setattr(tables, "popen", popen)
     monkeypatch.setattr("sys.argv", ["", "3", str(tmp_path), "--tiny"])
     with pytest.raises(SystemExit) as ended:
         gpu_day.main()
@@ -80,6 +95,6 @@ def test_benchmarks_of_a_part_run_from_end_to_end(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.soak
 def test_services_of_a_part_run_from_end_to_end(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu_day", "4", str(tmp_path), "--tiny"]
+    command = [sys.executable, "-m", "benchmarks.gpu_day", "2", str(tmp_path), "--tiny"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr + left(tmp_path)

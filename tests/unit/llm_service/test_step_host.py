@@ -18,9 +18,9 @@ pytest.importorskip("triton")
 from benchmarks.llm_device import step
 from benchmarks.step_host import COLUMNS, NoGraph, measure, runner_of
 from llm_service.layers.attention.backend import PagedChunk
-from llm_service.plan import Appended, Chunk, StepPlan
+from llm_service.plan import Appended, Chunk, Draw, StepPlan
 from llm_service.request import SamplingParams
-from llm_service.worker import gpu_sampler, model_runner
+from llm_service.worker import gpu_sampler, model_runner, sampler
 from llm_service.worker.device_tables import DeviceTables
 from llm_service.worker.executor import message_of
 from llm_service.worker.model_runner import ModelRunner
@@ -110,6 +110,23 @@ def test_blocks_that_are_appended_are_all_that_is_told_of_tables(sizes: list[int
     assert len(message_of(more)) - len(message_of(following)) < 20
     assert len(message_of(first)) < 500
     assert runner._tables._there[2, 226] == 9
+
+
+def test_places_of_log_probabilities_go_over_as_all_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor made of a list on a GPU is copied from ordinary memory, and waits for all that was begun before."""
+    moved: list[list[int]] = []
+
+    def counted(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+        moved.extend(each.tolist() for each in arrays)
+        return to_device(arrays, device)
+
+    to_device = sampler.to_device
+    monkeypatch.setattr(sampler, "to_device", counted)
+    draws = [Draw(at=0), Draw(at=1, logprobs=2)]
+    found = sampler.Drawn(torch.tensor([3, 5]), torch.randn(2, 9), draws).result().logprobs
+    assert moved == [[1]]
+    assert found[0] is None
+    assert found[1] is not None
 
 
 @pytest.mark.usefixtures("sizes")

@@ -1,0 +1,23 @@
+"""What all tests for GPUs have in common."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def usable_context(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that breaks its process's context, as by an access to memory that is not there, is the last one of that
+    process, which pytest-xdist replaces: all others would fail for its sake."""
+    yield
+    if torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            if hasattr(request.config, "workerinput"):
+                os._exit(1)
+            pytest.exit(f"the GPU is of no use to this process any more: {error}", returncode=1)
