@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from importlib.util import find_spec
 from typing import Any, Final
 
@@ -31,6 +32,8 @@ LIBRARY: Final = EncoderParts(
 
 run: Callable[..., Any] = subprocess.run
 """What asks the library. Those who have many models described in a row have something faster."""
+LEAST: Final = (5, 23)
+"""The first version that has what is asked of it."""
 _SECONDS = 300.0
 _PROCESS = "common.library_models"
 
@@ -78,11 +81,14 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 def describe(checkpoint: Checkpoint) -> LibraryModel:
-    """Asks the library, which takes seconds. Raises CheckpointError, in one sentence, where it is not installed, or
-    does not know the model, or we cannot serve it."""
+    """Asks the library, which takes seconds. Raises CheckpointError, in one sentence, where it is not installed, or too
+    old, or does not know the model, or we cannot serve it."""
+    kind, wanted = checkpoint.config.get("model_type", "?"), "install it with pip install 'twinlens[library]'"
     if find_spec("transformers") is None:
-        kind = checkpoint.config.get("model_type", "?")
-        raise CheckpointError(f"{kind} needs the library: install it with pip install 'twinlens[library]'")
+        raise CheckpointError(f"{kind} needs the library: {wanted}")
+    if is_too_old(found := metadata.version("transformers")):
+        least = ".".join(map(str, LEAST))
+        raise CheckpointError(f"{kind} needs the library, version {least} or later, and this is {found}: {wanted}")
     done = run(
         [sys.executable, "-m", _PROCESS, str(checkpoint.folder)],
         capture_output=True,
@@ -97,6 +103,15 @@ def describe(checkpoint: Checkpoint) -> LibraryModel:
     if isinstance(answer, Refusal):
         raise CheckpointError(answer.why)
     return answer
+
+
+def is_too_old(version: str) -> bool:
+    """Whether a version of the library lacks what models need that it computes; families of ours do without.
+
+    >>> is_too_old("5.17.0"), is_too_old("5.23.0"), is_too_old("6.0.dev0")
+    (True, False, False)
+    """
+    return tuple(map(int, version.split(".")[:2])) < LEAST
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):

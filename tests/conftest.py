@@ -6,13 +6,16 @@ import gc
 import os
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from common.devices import cuda_device_count
+from common.library import is_too_old
 from common.processes import ChildProcess
 from tests import triton_interpreter
 from tests.forkserver import forkserver
@@ -53,6 +56,24 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
         if triton_interpreter.is_too_old():
             triton_interpreter.mend()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """An older library, as a machine may have it, is one of families of ours: models that it computes are left out."""
+    try:
+        found = metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        return
+    if not is_too_old(found):
+        return
+    left_out = pytest.mark.skip(reason=f"transformers {found} is too old for models that it computes")
+    for item in items:
+        if isinstance(item, pytest.Function) and _makes_models_of_the_library(item.module):
+            item.add_marker(left_out)
+
+
+def _makes_models_of_the_library(module: ModuleType) -> bool:
+    return any(getattr(each, "__module__", "").startswith("tools.models") for each in vars(module).values())
 
 
 # How long an example takes says nothing on a machine that does other things as well.

@@ -118,9 +118,13 @@ def by_transformers(
     mixed = theirs.causal_conv1d_update(part.qkv.t()[None], convolution[None], weights.conv, activation="silu")[0].t()
     query, key, value = mixed.split([shape.keys, shape.keys, shape.values], dim=1)
     rule = theirs.torch_recurrent_gated_delta_rule if count == 1 else theirs.torch_chunk_gated_delta_rule
+    query, key = (  # versions before 5.23 leave it to the layer to repeat what several value heads share
+        part.reshape(1, count, shape.key_heads, shape.key_dim).repeat_interleave(shape.group, dim=2)
+        for part in (query, key)
+    )
     read, recurrent = rule(
-        query.reshape(1, count, shape.key_heads, shape.key_dim),
-        key.reshape(1, count, shape.key_heads, shape.key_dim),
+        query,
+        key,
         value.reshape(1, count, shape.value_heads, shape.value_dim),
         g=-weights.a_log.float().exp() * torch.nn.functional.softplus(part.a.float() + weights.dt_bias)[None],
         beta=part.b.sigmoid()[None],
