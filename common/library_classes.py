@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -70,20 +70,30 @@ def class_of(config: Any) -> Any:
 
 def load(folder: Path, strip: Callable[[Any], None], dtype: torch.dtype, device: torch.device) -> Any:
     """The checkpoint's model without what `strip` takes away from it, whose weights are not read. Raises
-    CheckpointError where the library cannot read what is left, or it is quantised."""
+    CheckpointError where the library cannot read what is left, or it is quantised, or not there where something is
+    quantised."""
     config = config_of(folder)
     try:
         model, told = without(class_of(config), strip).from_pretrained(
             folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
         )
+    except CheckpointError:  # of `strip`
+        raise
     except (ValueError, OSError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"the library cannot load the model: {first_line(error)}") from error
-    modules = {name for name, _ in model.named_modules()}
+    modules = {name for name, part in model.named_modules() if "weight" in part._parameters}
     beside = [name for name in told["unexpected_keys"] if _OF_QUANTISED.fullmatch(name.rpartition(".")[2])]
     if quantised := sorted(name for name in beside if name.rpartition(".")[0] in modules):
         raise CheckpointError(f"the library is to compute {quantised[0].rpartition('.')[0]}, whose weight is quantised")
+    if (lacking := sorted(told["missing_keys"])) and _is_quantised(Checkpoint(folder).config):
+        what = "or has it quantised in parts that the library puts together"
+        raise CheckpointError(f"the checkpoint lacks {lacking[0]}, {what}")
     model.eval().requires_grad_(requires_grad=False)
     return model.to(device)
+
+
+def _is_quantised(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config"))
 
 
 _OF_QUANTISED = re.compile(r"qweight|weight_(packed|scale|scale_inv)")

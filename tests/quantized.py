@@ -168,15 +168,17 @@ FORMATS: dict[str, Format] = {
 }
 
 _LINEAR = re.compile(
-    r".*layers\.\d+\.(self_attn|mlp(\.shared_expert|\.experts\.\d+)?|linear_attn)\.(\w+_proj|in_proj_qkv|in_proj_z)\.weight"
+    r".*layers\.\d+\.(self_attn|mlp(\.shared_experts?|\.experts\.\d+)?|feed_forward|linear_attn)\.(\w+_proj|in_proj_qkv|in_proj_z)\.weight"
 )
 """Matrices of the text layers, but for routers, and what decides how a gated delta net forgets."""
 _EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
 
-def quantize_checkpoint(source: Path, made: Format, root: Path, prefix: str = "") -> tuple[Path, Path]:
-    """Two checkpoints: one whose text layers are quantised, experts one by one; one with the weights that they are.
-    Names of these layers' tensors begin with `prefix`."""
+def quantize_checkpoint(
+    source: Path, made: Format, root: Path, prefix: str = "", *, experts_too: bool = True
+) -> tuple[Path, Path]:
+    """Two checkpoints: one whose text layers are quantised, experts one by one, unless only what is dense is to be; one
+    with the weights that they are. Names of these layers' tensors begin with `prefix`."""
     torch.manual_seed(11)
     quantized, wide = root / "quantized", root / "wide"
     config: dict[str, Any] = {}
@@ -185,7 +187,7 @@ def quantize_checkpoint(source: Path, made: Format, root: Path, prefix: str = ""
         shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     for file in sorted(source.glob("*.safetensors")):
         for name, tensor in load_file(file).items():
-            if experts := _EXPERTS.fullmatch(name):
+            if experts_too and (experts := _EXPERTS.fullmatch(name)):
                 rebuilt = []
                 for number, expert in enumerate(tensor):  # [out, in]
                     kinds = ("gate_proj", "up_proj") if experts[2] == "gate_up_proj" else ("down_proj",)
@@ -197,7 +199,7 @@ def quantize_checkpoint(source: Path, made: Format, root: Path, prefix: str = ""
                         files[quantized] |= {f"{path}.{part}": each for part, each in tensors.items()}
                     rebuilt.append(torch.cat(alone))
                 files[wide][name] = torch.stack(rebuilt)
-            elif _LINEAR.fullmatch(name) and name.startswith(prefix):
+            elif _LINEAR.fullmatch(name) and name.startswith(prefix) and (experts_too or ".experts." not in name):
                 config, tensors, files[wide][name] = made(tensor)
                 files[quantized] |= {f"{name.removesuffix('weight')}{kind}": each for kind, each in tensors.items()}
             else:

@@ -175,11 +175,8 @@ class Decoder(nn.Module):
 
     def kernels(self) -> set[str]:
         """Names of our kernels for CPUs that this needs, as `common.cpu.jit.find` takes them."""
-        forms: list[object] = [self.norm.ops, *(part.laid_out for part in self.modules() if isinstance(part, Linear))]
-        for part in self.modules():
-            forms += [form for both in part.laid_out for form in both] if isinstance(part, Experts) else []
-        compiled = (form.kernels for form in forms if isinstance(form, NumbaCompiled))
-        return set[str]().union(*compiled)
+        own: object = self.norm.ops
+        return kernels_of(self).union(own.kernels if isinstance(own, NumbaCompiled) else ())
 
     def compile_layers(self) -> None:
         """Has torch compile what is before and after attention in each layer, at its next use.
@@ -209,3 +206,11 @@ class Decoder(nn.Module):
         """[m, hidden] → int64 [m], of the tokens with the highest logits the first, on every rank: each looks through
         its share, and no logits are exchanged. A cap changes none of their order."""
         return self.group.first_of_highest(self.lm_head(hidden).float(), self.config.vocab_size)
+
+
+def kernels_of(model: nn.Module) -> set[str]:
+    """Names of our kernels for CPUs that a model's weights need, as `common.cpu.jit.find` takes them."""
+    forms: list[object] = [part.laid_out for part in model.modules() if isinstance(part, Linear)]
+    for part in model.modules():
+        forms += [form for both in part.laid_out for form in both] if isinstance(part, Experts) else []
+    return set[str]().union(*(form.kernels for form in forms if isinstance(form, NumbaCompiled)))

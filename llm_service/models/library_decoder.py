@@ -21,8 +21,9 @@ from llm_service.layers.attention.general_backend import AttentionRule, GeneralB
 from llm_service.layers.cache_spec import PagedKV
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.mixer import StateBackend
-from llm_service.models.decoder import Deepstack
+from llm_service.models.decoder import Deepstack, kernels_of
 from llm_service.models.layer_rules import chunk_of, take_tempering
+from llm_service.models.library_linear import Fill
 from llm_service.models.library_shares import share_out
 
 NAME = "twinlens"
@@ -102,16 +103,19 @@ class LibraryDecoder:
         together: Sequence[int] = (),
         adds_rows: bool = False,
         group: TensorGroup = ALONE,
+        fill: Fill | None = None,
     ) -> None:
         """`model` is the library's, of which there need be no more than its text; of it this rank's share is kept, on
         the device. Places are counted on `axes` axes. `spans`: which tokens see those behind them; where all of media
-        do, these are `together`. `adds_rows`: to what the table has for their places. Raises CheckpointError where the
-        model cannot be served so."""
+        do, these are `together`. `adds_rows`: to what the table has for their places. `fill` reads what linear layers
+        of ours are still without. Raises CheckpointError where the model cannot be served so."""
         self.dtype, self.device, self.spans, self.group, self._axes = dtype, device, spans, group, axes
         self.kv_dtype, self.adds_rows = dtype, adds_rows
         self.together = torch.tensor(together, dtype=torch.int64, device=device)
         share_out(model, group)
         model.to(device)
+        if fill is not None:
+            fill(model)
         self._text = decoder_of(model)
         self._embeddings: nn.Module = model.get_input_embeddings()
         self._tables, self._layers_of_levels = _tables(model), layers_of_levels(model.config)
@@ -235,6 +239,8 @@ class LibraryDecoder:
                 ids = torch.zeros(1, dtype=torch.int64, device=self.device)
                 places = ids.expand(max(3, self._axes), 1)
                 self._run(self.embed_tokens(ids), places, attend, **self._by_ids(ids))
+        except AttributeError as error:
+            raise CheckpointError(f"{type(self._text).__name__} asks a linear layer in 8 or 4 bits: {error}") from error
         except RuntimeError as error:
             if self.group.size == 1:
                 raise
@@ -259,8 +265,8 @@ class LibraryDecoder:
         return GeneralBackend(shape, self.device, self.spans)
 
     def kernels(self) -> set[str]:
-        """None of ours compute here."""
-        return set()
+        """Those of weights in 8 or 4 bits."""
+        return kernels_of(self.weights())
 
     def not_capturable(self) -> str:
         """Why there are no graphs."""

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from common import log
 from common.checkpoint import Checkpoint, CheckpointError
 from common.library import LibraryModel
 from common.library_classes import load
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.models.library_decoder import LibraryDecoder, text_alone
-from llm_service.models.quantized import quantization_of
+from llm_service.models.library_linear import Fill, fill_quantised, leave_quantised, round_linears
+from llm_service.models.quantized import Scheme
 from llm_service.models.trial import Finding, try_out
+
+_log = log.get("library_loader")
 
 
 def load_library_decoder(
@@ -20,14 +26,32 @@ def load_library_decoder(
     device: torch.device,
     group: TensorGroup = ALONE,
     finding: Finding | None = None,
+    *,
+    weight_dtype: str = "",
 ) -> LibraryDecoder:
-    """Reads the text's weights alone, and keeps this rank's share of them; None: its trial has yet to be made. Raises
-    CheckpointError where the library cannot, or we cannot serve it so."""
-    if method := quantization_of(checkpoint.config):
-        raise CheckpointError(f"quantised weights ({method}) are not for a model that the library computes")
+    """Reads the text's weights alone, and keeps this rank's share of them; None: its trial has yet to be made.
+    `weight_dtype` int8 rounds the matrices of its linear layers, and of the head. Raises CheckpointError where the
+    library cannot, or we cannot serve it so."""
+    scheme, int8 = Scheme.of(checkpoint.config), weight_dtype == "int8"
+    if int8 and scheme is not None:
+        raise CheckpointError("--weight-dtype int8 is for weights that the checkpoint has not quantised")
     found = finding or try_out(checkpoint.folder, group.on_hosts())
-    # What is to be cut may be more than a device holds.
-    model = load(checkpoint.folder, text_alone, dtype, device if group.size == 1 else torch.device("cpu"))
+    names: dict[str, str] = {}
+
+    def strip(model: Any) -> None:
+        text_alone(model)
+        if scheme is not None:
+            names.update(leave_quantised(checkpoint, model))
+
+    # What is to be cut, or rounded, may be more than a device holds.
+    at_once = group.size == 1 and not int8
+    model = load(checkpoint.folder, strip, dtype, device if at_once else torch.device("cpu"))
+    fill: Fill | None = None
+    if int8:
+        fill = round_linears(model, device)
+    elif names:
+        _log.info("weights stay as they are quantised", method="" if scheme is None else scheme.method)
+        fill = fill_quantised(checkpoint, names, device)
     return LibraryDecoder(
         model,
         dtype,
@@ -37,4 +61,5 @@ def load_library_decoder(
         together=library.together,
         adds_rows=found.adds_rows,
         group=group,
+        fill=fill,
     )

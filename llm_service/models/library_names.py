@@ -32,7 +32,7 @@ def own_names(config: Any, stored: Iterable[str]) -> dict[str, str]:
     model = blank_of(config)
     names, renamed = _Names(model), {}
     weights = {f"{name.rpartition('.')[0]}.weight" for name in stored}
-    for name, (there, changed) in _renamed(model, {*stored, *weights}).items():
+    for name, (there, changed) in names_within(model, {*stored, *weights}).items():
         if (own := names.own(there)) is None:
             continue
         if changed and _EXPERT not in there:
@@ -62,7 +62,7 @@ class _Names:
         return self._own(name.removeprefix(self._inner)) if name.startswith(self._inner) else None
 
 
-def _renamed(model: Any, stored: Iterable[str]) -> dict[str, tuple[str, bool]]:
+def names_within(model: Any, stored: Iterable[str]) -> dict[str, tuple[str, bool]]:
     """The name in a model of each tensor of a checkpoint that the library reads, and whether it changes it besides;
     of one that it puts together with others, the name without that."""
     from transformers.conversion_mapping import get_model_conversion_mapping

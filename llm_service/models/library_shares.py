@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from common.checkpoint import CheckpointError
 from common.library_classes import decoder_of
 from llm_service.layers.group import TensorGroup
+from llm_service.models.library_linear import TextLinear
 
 _WHOLE = frozenset({"replicated_with_grad_allreduce", "replicate", "embedding_rowwise", "embedding_colwise"})
 """Styles whose weights every rank keeps: as the library's are, or tables, whose rows cost no time."""
@@ -51,7 +52,7 @@ def share_out(model: Any, group: TensorGroup) -> None:
             continue
         if style == _SUM:
             module.register_forward_hook(partial(_summed, group=group))
-        elif isinstance(module, nn.Linear) and not style.startswith("packed"):
+        elif isinstance(module, nn.Linear | TextLinear) and not style.startswith("packed"):
             _share_linear(kind, module, style, group)
             split |= id(module) in text
         else:
@@ -65,21 +66,42 @@ def _generic(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-def _share_linear(kind: str, module: nn.Linear, style: str, group: TensorGroup) -> None:
+def _share_linear(kind: str, module: nn.Linear | TextLinear, style: str, group: TensorGroup) -> None:
     wide, out = module.in_features, module.out_features
     columns = _DIMENSIONS.get(style) == -2
-    _keep(kind, module, "weight", module.weight, style, group)
-    if columns and module.bias is not None:
-        _keep(kind, module, "bias", module.bias, style, group)
+    if isinstance(module, TextLinear):
+        _keep_range(kind, module, style, group)
+    else:
+        _keep_weights(kind, module, style, group)
     if style == "colwise_gather_output":
         module.register_forward_hook(partial(_joined, group=group, total=out))
     if not columns:
-        bias = module.bias
-        module.register_parameter("bias", None)
-        module.register_parameter("summed_bias", bias)  # once, and not by each rank
         if style == "rowwise_split_input":
             module.register_forward_pre_hook(partial(_cut, share=group.share(wide)))
         module.register_forward_hook(partial(_summed, group=group))
+
+
+def _keep_weights(kind: str, module: nn.Linear, style: str, group: TensorGroup) -> None:
+    bias = module.bias
+    _keep(kind, module, "weight", module.weight, style, group)
+    if _DIMENSIONS.get(style) != -2:
+        module.register_parameter("bias", None)
+        module.register_parameter("summed_bias", bias)  # once, and not by each rank
+    elif bias is not None:
+        _keep(kind, module, "bias", bias, style, group)
+
+
+def _keep_range(kind: str, module: TextLinear, style: str, group: TensorGroup) -> None:
+    """Says which part this rank is to read."""
+    if (dimension := _DIMENSIONS.get(style)) is None:
+        raise CheckpointError(f"{kind} splits weights {style}, which is not known here")
+    try:
+        if dimension == -2:
+            module.outputs = _range(module.out_features, style, group)
+        else:
+            module.inputs, module.sums = _range(module.in_features, style, group), True
+    except ValueError as error:
+        raise CheckpointError(f"a weight of {kind}: {error}") from error
 
 
 def _keep(kind: str, module: nn.Module, name: str, parameter: Tensor, style: str, group: TensorGroup) -> None:
@@ -99,9 +121,12 @@ def _keep(kind: str, module: nn.Module, name: str, parameter: Tensor, style: str
 
 
 def _share(part: Tensor, dimension: int, style: str, group: TensorGroup) -> Tensor:
-    total = part.shape[dimension]
-    here = group.vocabulary_share(total) if style == "colwise_gather_output" else group.share(total)
+    here = _range(part.shape[dimension], style, group)
     return part.narrow(dimension, here.start, here.stop - here.start)
+
+
+def _range(total: int, style: str, group: TensorGroup) -> slice:
+    return group.vocabulary_share(total) if style == "colwise_gather_output" else group.share(total)
 
 
 def _summed(module: nn.Module, _: Any, output: Tensor, *, group: TensorGroup) -> Tensor:

@@ -100,6 +100,15 @@ def _stated(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return stated
 
 
+def quantized_modules(checkpoint: Checkpoint) -> list[str]:
+    """Of a checkpoint's modules, by their names, those whose weights are quantised. Raises CheckpointError as
+    `Scheme.of`."""
+    if Scheme.of(checkpoint.config) is None:
+        return []
+    every = _modules(checkpoint).items()
+    return [module for module, parts in every if not parts.keys().isdisjoint(_MAIN) and _is_quantised(parts)]
+
+
 def load_weights(checkpoint: Checkpoint, wanted: Callable[[str], str | None]) -> Iterator[tuple[str, Stored]]:
     """Yields (new name, what reads a part of it) for each tensor whose name `wanted` maps to a new one; tensors that
     make one quantised weight are yielded as one, by the name of the weight. Raises CheckpointError where a part of

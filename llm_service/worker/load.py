@@ -167,13 +167,12 @@ def _decoder(
     if settings.library is None or text is not None:
         return load_decoder(checkpoint, dtype, device, group, weight_dtype=settings.weight_dtype, text=text)
     asked = {
-        f"--weight-dtype {settings.weight_dtype}": bool(settings.weight_dtype),
         "--compile": settings.compile,
         f"--attention {settings.attention}": settings.attention not in ("auto", "torch"),
     }
     if refused := [option for option, given in asked.items() if given]:
         raise CheckpointError(f"{refused[0]} is not for a model that the library computes")
-    return load_library_decoder(checkpoint, settings.library, dtype, device, group)
+    return load_library_decoder(checkpoint, settings.library, dtype, device, group, weight_dtype=settings.weight_dtype)
 
 
 def _with_room(settings: EngineSettings, checkpoint: Checkpoint, decoder: Decoder | LibraryDecoder) -> EngineSettings:

@@ -164,7 +164,8 @@ class LocalEngine:
         if library is None or text is not None:
             decoder = load_decoder(checkpoint, dtype, torch.device(device), weight_dtype=weight_dtype, text=text)
         else:
-            decoder = load_library_decoder(checkpoint, library, dtype, torch.device(device), finding=finding)
+            given = checkpoint, library, dtype, torch.device(device)
+            decoder = load_library_decoder(*given, finding=finding, weight_dtype=weight_dtype)
             attention = decoder.backend
         self.decoder = decoder
         self._buffer = SharedBuffer.create("test-rows", 64 << 20)

@@ -215,17 +215,6 @@ def test_a_model_that_answers_by_another_mask_than_it_reads_is_refused() -> None
         try_config(config, drawn_prompt)
 
 
-def test_quantised_weights_are_refused_by_name_where_the_library_computes(windowed: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(windowed, tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        CheckpointError, match=r"quantised weights \(awq\) are not for a model that the library computes"
-    ):
-        Served.of(folder).engine(by_library=True)
-
-
 def test_layers_with_states_are_refused() -> None:
     config = config_of_recipe("lfm2_vl")
     with pytest.raises(CheckpointError, match="layers keep states"):

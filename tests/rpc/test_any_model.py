@@ -10,11 +10,12 @@ import pytest
 
 from tests import forkserver, pictures
 from tests.launch import send
-from tests.rpc.pairs import Pair, about, answer, asked, pair, refusal
+from tests.quantized import FORMATS, quantize_checkpoint
+from tests.rpc.pairs import Pair, about, answer, asked, greedy, pair, refusal
 from tests.waiting import until
 from tools.demo_media import film
 from tools.launcher import Service
-from tools.models.compare import OURS, RANKS, SOUND, TWO, VIDEO, picture, sounding_prompts, through_services
+from tools.models.compare import OURS, RANKS, SOUND, TWO, VIDEO, Reference, picture, sounding_prompts, through_services
 from tools.models.recipes import RECIPES
 from tools.models.tiny import make
 from twinlens import image, user, video
@@ -49,6 +50,19 @@ def test_ids_and_greedy_tokens_are_the_library_s(kind: str, more: set[str], tmp_
     found = through_services(make(kind, tmp_path), RECIPES[kind].step_tokens)
     assert {"one picture", TWO, RANKS} | more < found
     assert (OURS in found) == (OURS in more)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+def test_tokens_of_quantised_weights_are_the_library_s_where_it_computes_the_text(tmp_path: Path) -> None:
+    """Pictures and text, on the weights that they are."""
+    plain = make("cohere2_vision", tmp_path / "plain")
+    quantized, wide = quantize_checkpoint(plain, FORMATS["fp8 in blocks"], tmp_path, "model.language_model.")
+    shown, library = picture(9, 64, 64), Reference(wide)
+    expected = library.tokens(library.inputs([shown, "What is it?"]))
+    with pair(quantized, light=False) as running:
+        said = answer(running.text, asked(about(pictures.encoded(shown)), greedy(len(expected))))
+        assert running.text.get_info().weights.bits == 8
+    assert said.choices[0].token_ids == expected
 
 
 def test_a_video_is_refused_by_name_where_the_model_takes_none(both: Pair) -> None:

@@ -62,7 +62,6 @@ def test_a_gpu_that_is_too_small_is_told_in_one_line(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"weight_dtype": "int8"}, "--weight-dtype int8"),
         ({"compile": True}, "--compile"),
         ({"attention": "numba"}, "--attention numba"),
     ],
