@@ -63,8 +63,8 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
-    """What checkpoints call a layer's norms: those of what goes into its mixer and its feed-forward part, and, where
-    there are such, those of what comes out of each before it is added."""
+    """What checkpoints call a layer's norms, empty where there is none: those of what goes into its mixer and its
+    feed-forward part, and those of what comes out of each before it is added."""
 
     mixer_in: str = "input_layernorm"
     feed_forward_in: str = "post_attention_layernorm"
@@ -128,16 +128,20 @@ class Family:
     Layers: `attention_bias`, queries, keys and values have biases; `qk_norm`, each query and key head is normed before
     it is rotated; `output_gate`, each head of queries has a gate for what is attended to, number by number, and
     `head_gates`, one for all of it; `norms`, which there are, and `zero_centred_norms`, those of layers and heads scale
-    by 1 + weight, or, with `long_gains`, by weights that stay in float32; `value_norm`, each head of values is normed,
-    without a weight; `layer_scalars`, what comes out of a layer is multiplied by a number; `scaled_embeddings`, those
-    of tokens are multiplied by the root of their width; `rotary_neighbours`, the two numbers of a rotary pair are
-    neighbours in checkpoints; `fused_gates`, these have gates and what they open as one matrix; `grouped_experts`, each
-    expert has a score of its own, the likeliest are among those of the likeliest groups, and what is shared has no
-    gate; `experts_beside`, a layer with experts has a dense part as well, and each has norms of its own;
-    `mrope_interleaved`, rotary pairs are dealt out to time, height and width in turns, and `rotary_share`, so much of a
-    head is rotated, unless the checkpoint says otherwise. `mixers`: what config.json's `layer_types` stand for; a
-    family has windows where `SLIDING` is among them. `text_defaults`: what holds of the decoder where config.json
-    leaves it out. `part_names`: what the library calls parts of layers, and the decoder otherwise.
+    by 1 + weight, or, with `long_gains`, by weights that stay in float32; `layer_norms`, those of layers take the mean
+    off first, as LayerNorm does, without biases; `parallel_residual`, a layer's feed-forward part is given what its
+    mixer is; `value_norm`, each head of values is normed, without a weight; `layer_scalars`, what comes out of a layer
+    is multiplied by a number; `scaled_embeddings`, those of tokens are multiplied by the root of their width;
+    `logit_scale` and `logit_divisor`, what config.json calls the number that logits are multiplied or divided by, if
+    they are; `rotary_neighbours`, the two numbers of a rotary pair are neighbours in checkpoints; `rotary_in_windows`,
+    heads are rotated in layers with a window alone, where any has one; `fused_gates`, these have gates and what they
+    open as one matrix; `grouped_experts`, each expert has a score of its own, the likeliest are among those of the
+    likeliest groups, and what is shared has no gate; `experts_beside`, a layer with experts has a dense part as well,
+    and each has norms of its own; `mrope_interleaved`, rotary pairs are dealt out to time, height and width in turns,
+    and `rotary_share`, so much of a head is rotated, unless the checkpoint says otherwise. `mixers`: what config.json's
+    `layer_types` stand for; a family has windows where `SLIDING` is among them. `text_defaults`: what holds of the
+    decoder where config.json leaves it out. `part_names`: what the library calls parts of layers, and the decoder
+    otherwise.
     """
 
     modalities: Mapping[Modality, InPrompt]
@@ -153,10 +157,15 @@ class Family:
     norms: LayerNorms = LayerNorms()
     zero_centred_norms: bool = False
     long_gains: bool = False
+    layer_norms: bool = False
+    parallel_residual: bool = False
     value_norm: bool = False
     layer_scalars: bool = False
     scaled_embeddings: bool = False
+    logit_scale: str = ""
+    logit_divisor: str = ""
     rotary_neighbours: bool = False
+    rotary_in_windows: bool = False
     fused_gates: bool = False
     grouped_experts: bool = False
     experts_beside: bool = False

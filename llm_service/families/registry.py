@@ -7,10 +7,13 @@ from dataclasses import replace
 from typing import Any, Final
 
 from common.checkpoint import CheckpointError
+from llm_service.families.cohere2 import COHERE2_TEXT, COHERE_COMPASS_TEXT
+from llm_service.families.exaone4 import EXAONE4_TEXT
 from llm_service.families.family import WINDOWED, Family
 from llm_service.families.gemma3 import GEMMA3_TEXT
 from llm_service.families.gemma4 import GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT
 from llm_service.families.glm4v import GLM4V_MOE_TEXT, GLM4V_TEXT, GLM_OCR_TEXT
+from llm_service.families.granite import GRANITE_TEXT, HYPERCLOVAX_TEXT
 from llm_service.families.internvl import INTERNVL
 from llm_service.families.lfm import LFM2, LFM3
 from llm_service.families.qwen2_audio import QWEN2_AUDIO
@@ -31,18 +34,26 @@ FAMILIES: Final = {
 """By `model_type` in config.json, as in the encoder service."""
 
 TEXT_FAMILIES: Final = {
+    "cohere2": COHERE2_TEXT,
+    "cohere_compass_text": COHERE_COMPASS_TEXT,
     "emu3_text_model": Family({}),
+    "exaone4": EXAONE4_TEXT,
     "gemma3_text": GEMMA3_TEXT,
     "gemma4_text": GEMMA4_TEXT,
     "gemma4_unified_text": GEMMA4_UNIFIED_TEXT,
     "glm4v_moe_text": GLM4V_MOE_TEXT,
     "glm4v_text": GLM4V_TEXT,
     "glm_ocr_text": GLM_OCR_TEXT,
+    "granite": GRANITE_TEXT,
+    "granite4_vision_text": GRANITE_TEXT,
+    "granite_docling_text": GRANITE_TEXT,
+    "hyperclovax": HYPERCLOVAX_TEXT,
     "lfm2": LFM2,
     "lfm3": LFM3,
     "llama": Family({}),
     "ministral3": Family({}, mixers=WINDOWED, text_defaults={"use_sliding_window": True, "sliding_window": None}),
     "mistral": Family({}, mixers=WINDOWED, text_defaults={"use_sliding_window": True}),
+    "paddleocr_vl_text": Family({}),
     "qwen2": Family({}, attention_bias=True),
     "qwen2_5_omni_text": QWEN2_5_VL,
     "qwen3": Family({}, qk_norm=True),

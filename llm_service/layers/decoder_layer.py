@@ -17,7 +17,7 @@ from llm_service.layers.group import TensorGroup
 from llm_service.layers.layer_inputs import LayerEnd
 from llm_service.layers.mixer import MixerPart, Rotary
 from llm_service.layers.mlp import MLP
-from llm_service.layers.ops import RMSNorm
+from llm_service.layers.ops import Unnormed, norm_of
 from llm_service.layers.self_attention import SelfAttention
 from llm_service.layers.short_convolution import ShortConvolution
 from llm_service.models.config import TextConfig
@@ -64,11 +64,12 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__()
-        names, norm = config.family.norms, partial(RMSNorm.of, config, config.hidden_size, dtype)
-        self.mixer_in_norm = norm(names.mixer_in)
+        names, norm = config.family.norms, partial(norm_of, config, dtype)
+        norm_in = partial(norm, eps=config.residual_eps)
+        self.mixer_in_norm = norm_in(names.mixer_in) if names.mixer_in else Unnormed()
         self.mixer = MIXERS[kind.mixer](kind, config, group, dtype)
         self.mixer_out_norm = norm(names.mixer_out) if names.mixer_out else None
-        self.mlp_in_norm = norm(names.feed_forward_in)
+        self.mlp_in_norm = norm_in(names.feed_forward_in) if names.feed_forward_in else Unnormed()
         self.mlp = FEED_FORWARDS[kind.feed_forward](kind, config, group, dtype)
         both = kind.feed_forward is FeedForwardKind.BOTH
         self.beside = ExpertsBeside(config, group, dtype) if both else None
@@ -123,3 +124,12 @@ class DecoderLayer(nn.Module):
         if self.beside is not None:
             out = self.beside(residual, out)
         return out if self.mlp_out_norm is None else self.mlp_out_norm(out), residual
+
+
+class ParallelLayer(DecoderLayer):
+    """One whose feed-forward part is given what its mixer is, so that neither waits for the other (Wang and Komatsuzaki
+    2021, GPT-J)."""
+
+    def after(self, residual: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        """See `DecoderLayer.after`."""
+        return self.mixer.join(mixed) + self.mlp(self.mixer_in_norm.after_adding(residual, None)[1]), residual

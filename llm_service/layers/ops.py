@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llm_service.layers.linear import Place, Stored, fill
-from llm_service.models.config import RotaryConfig, RotaryScaling, TextConfig
+from llm_service.models.config import TextConfig
+from llm_service.models.rotary_config import RotaryConfig, RotaryScaling
 
 Pair = tuple[Tensor, Tensor]
 
@@ -178,10 +179,13 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, dtype=kept), requires_grad=False)
 
     @classmethod
-    def of(cls, config: TextConfig, size: int, dtype: torch.dtype, stored_as: str = "") -> Self:
-        """One of a decoder's."""
+    def of(
+        cls, config: TextConfig, size: int, dtype: torch.dtype, stored_as: str = "", *, eps: float | None = None
+    ) -> Self:
+        """One of a decoder's, with the eps that its configuration states, unless it is given."""
         zero_centred, long_gain = config.family.zero_centred_norms, config.family.long_gains
-        return cls(size, config.norm_eps, dtype, zero_centred=zero_centred, long_gain=long_gain, stored_as=stored_as)
+        eps = config.norm_eps if eps is None else eps
+        return cls(size, eps, dtype, zero_centred=zero_centred, long_gain=long_gain, stored_as=stored_as)
 
     def targets(self, own: str) -> dict[str, Place]:
         """See `Placed`."""
@@ -199,6 +203,34 @@ class RMSNorm(nn.Module):
         if more is None:
             return x, self(x)
         return self.ops.add_rms_norm(x, more, self.weight, self.eps)
+
+
+class LayerNorm(RMSNorm):
+    """(x - mean(x)) / deviation(x) · weight over the last dimension (Ba, Kiros and Hinton 2016), without a bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, size] → the same."""
+        return functional.layer_norm(x, self.weight.shape, self.weight, None, self.eps)
+
+    def after_adding(self, x: Tensor, more: Tensor | None) -> Pair:
+        """See `RMSNorm`."""
+        total = x if more is None else x + more
+        return total, self(total)
+
+
+class Unnormed(nn.Module):
+    """Stands where a layer has no norm."""
+
+    def after_adding(self, x: Tensor, more: Tensor | None) -> Pair:
+        """[n, size] each → their sum, twice."""
+        total = x if more is None else x + more
+        return total, total
+
+
+def norm_of(config: TextConfig, dtype: torch.dtype, stored_as: str = "", *, eps: float | None = None) -> RMSNorm:
+    """One of what a decoder's layers hand on, of its family's kind; see `RMSNorm.of`."""
+    kind = LayerNorm if config.family.layer_norms else RMSNorm
+    return kind.of(config, config.hidden_size, dtype, stored_as, eps=eps)
 
 
 class MultimodalRotary(nn.Module):

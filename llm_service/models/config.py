@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -12,6 +11,7 @@ from common.checkpoint import CheckpointError
 from llm_service.families.family import FULL, SLIDING, Family, FeedForwardKind, LayerKind, Mixer, SpanRule
 from llm_service.families.registry import family_of
 from llm_service.models.layer_shapes import HeadShape, LayerInputs
+from llm_service.models.rotary_config import RotaryConfig, rotary_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,96 +23,6 @@ class DeltaNetConfig:
     key_dim: int
     value_dim: int
     width: int
-
-
-@dataclass(frozen=True, slots=True)
-class RotaryScaling:
-    """How rotary pairs turn that are made to reach further than a model was trained for: those that turn fast in
-    `original` tokens as before, slow ones `factor` times as slowly, and between `slow` and `fast` turns partly. `kind`
-    is linear (all are slow), llama3 or yarn. What is turned grows by `magnitude`; `truncate`: yarn's bounds are whole
-    pairs. Or, of the kind proportional, the first `share` of the pairs turn as before, and no others."""
-
-    kind: str
-    factor: float
-    original: int = 0
-    slow: float = 1.0
-    fast: float = 1.0
-    magnitude: float = 1.0
-    truncate: bool = True
-    share: float = 1.0
-
-    @classmethod
-    def of(cls, rope: Mapping[str, Any], max_position: int) -> RotaryScaling | None:
-        """Of the rotary settings of a configuration; None where nothing is scaled. Raises CheckpointError for a kind
-        that is not supported, and KeyError where a setting is missing."""
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind in ("default", "mrope", "dynamic"):  # the last scales what is longer than the longest context alone
-            return None
-        if kind == "linear":
-            return cls(kind, float(rope["factor"]))
-        if kind == "llama3":
-            slow, fast = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
-            return cls(kind, float(rope["factor"]), int(rope["original_max_position_embeddings"]), slow, fast)
-        if kind == "yarn":
-            original = int(rope["original_max_position_embeddings"])
-            factor = float(rope.get("factor") or max_position / original)
-            return cls(
-                kind,
-                factor,
-                original,
-                slow=float(rope.get("beta_slow") or 1),
-                fast=float(rope.get("beta_fast") or 32),
-                magnitude=_yarn_magnitude(rope, factor),
-                truncate=bool(rope.get("truncate", True)),
-            )
-        if kind == _PROPORTIONAL and rope.get("factor", 1.0) == 1.0:
-            return cls(kind, math.inf, share=float(rope.get("partial_rotary_factor", 1.0)))
-        raise CheckpointError(f"rotary scaling {kind} is not supported")
-
-
-_PROPORTIONAL = "proportional"
-
-
-def _yarn_magnitude(rope: Mapping[str, Any], factor: float) -> float:
-    """What YaRN (Peng et al. 2023) multiplies cosine and sine by, unless it is stated."""
-    if (stated := rope.get("attention_factor")) is not None:
-        return float(stated)
-
-    def grown(share: float) -> float:
-        return 0.1 * share * math.log(factor) + 1 if factor > 1 else 1.0
-
-    one, other = rope.get("mscale"), rope.get("mscale_all_dim")
-    return grown(float(one)) / grown(float(other)) if one and other else grown(1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class RotaryConfig:
-    """How heads are rotated: the first `dim` numbers of each, whose pairs `sections` counts for time, height, width,
-    dealt out in turns where it is `interleaved`."""
-
-    dim: int
-    theta: float
-    sections: tuple[int, int, int]
-    interleaved: bool
-    scaling: RotaryScaling | None = None
-
-    @classmethod
-    def of(
-        cls, rope: Mapping[str, Any], text: Mapping[str, Any], family: Family, head_dim: int, max_position: int
-    ) -> RotaryConfig:
-        """Of the rotary settings `rope` of a text. Raises CheckpointError as `RotaryScaling.of`, and KeyError."""
-        share = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", family.rotary_share))
-        dim = head_dim if rope.get("rope_type") == _PROPORTIONAL else int(head_dim * share)
-        sections = tuple(rope.get("mrope_section") or text.get("mrope_section") or (dim // 2, 0, 0))
-        if len(sections) != 3 or sum(sections) != dim // 2:
-            raise CheckpointError("mrope_section does not fill what is rotated of a head")
-        return cls(
-            dim=dim,
-            theta=float(rope.get("rope_theta") or text["rope_theta"]),
-            sections=(sections[0], sections[1], sections[2]),
-            interleaved=bool(rope.get("mrope_interleaved", family.mrope_interleaved)),
-            scaling=RotaryScaling.of(rope, max_position),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +50,9 @@ class TextConfig:
     are multiplied by, None: head_dim^-0.5. Short convolutions see `convolution_width` tokens. `full_heads` are those of
     keys and values in layers without a window, where they are others. The last `shared_layers` attend to keys and
     values of the last one before them that has their window, and with `wide_shared` their feed-forward parts are twice
-    as wide. `layer_inputs`: layers have inputs of their own. `logit_cap` is what no logit exceeds: cap · tanh(x / cap).
+    as wide. `layer_inputs`: layers have inputs of their own. All that enters the first layer, rows of media as well, is
+    multiplied by `embedding_multiplier`, and what each part of a layer adds by `residual_multiplier`. Logits are
+    multiplied by `logit_scale`; `logit_cap` is what none exceeds: cap · tanh(x / cap).
 
     Where `experts` is above 0, every `sparse_step`-th layer but those in `dense_layers` is a mixture of experts, with a
     shared one beside them where `shared_expert_size` is above 0. `grouped`: in which groups they are, if in any.
@@ -176,12 +88,27 @@ class TextConfig:
     shared_layers: int = 0
     wide_shared: bool = False
     layer_inputs: LayerInputs | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logit_scale: float = 1.0
     logit_cap: float | None = None
 
     @property
     def layers(self) -> int:
         """How many there are."""
         return len(self.mixers)
+
+    @property
+    def entry_scale(self) -> float:
+        """What embeddings and rows are multiplied by. The sum that layers add to is kept divided by the residual
+        multiplier, so that nothing that is added need be multiplied: norms of it do not see that, but for
+        `residual_eps`."""
+        return self.embedding_multiplier / self.residual_multiplier
+
+    @property
+    def residual_eps(self) -> float:
+        """The eps of norms of that sum."""
+        return self.norm_eps / self.residual_multiplier**2
 
     def layer_kind(self, layer: int) -> LayerKind:
         """What a layer, counted from 0, is made of."""
@@ -232,7 +159,7 @@ class TextConfig:
         """
         family = family_of(config)
         text = {**family.text_defaults, **config, **(config.get("text_config") or {})}
-        rope, window_rope = _rotary_settings(text)
+        rope, window_rope = rotary_settings(text, family, windows=_window(text) > 0)
         max_position = int(text.get("max_position_embeddings", 32768))
         _check_reach(text, rope, family, min(max_context or max_position, max_position))
         activation = str(text.get("hidden_activation") or text.get("hidden_act", "silu"))
@@ -245,7 +172,7 @@ class TextConfig:
             head_dim = int(text.get("head_dim") or text["hidden_size"] // heads)
             types, experts = _layer_types(text, family), _experts(text)
             grouped = family.grouped_experts and experts > 0
-            mixers, scalar = tuple(family.mixers[each] for each in types), text.get("query_pre_attn_scalar")
+            mixers = tuple(family.mixers[each] for each in types)
             usual = HeadShape(int(text.get("num_key_value_heads") or heads), head_dim)
             full, cap = HeadShape.of_full(text, types, usual), text.get("final_logit_softcapping")
 
@@ -261,7 +188,7 @@ class TextConfig:
                 heads=heads,
                 kv_heads=usual.kv_heads,
                 head_dim=head_dim,
-                norm_eps=float(text.get("rms_norm_eps", text.get("norm_eps", 1e-6))),
+                norm_eps=_norm_eps(text),
                 rotary=rotary(rope, full or usual),
                 tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
                 max_position=max_position,
@@ -277,11 +204,14 @@ class TextConfig:
                 activation=Activation(activation),
                 windows=_windows(text, types),
                 window_rotary=None if window_rope is None else rotary(window_rope, usual),
-                attention_scale=None if scalar is None else float(scalar) ** -0.5,
+                attention_scale=_attention_scale(text),
                 full_heads=full,
                 shared_layers=int(text.get("num_kv_shared_layers") or 0),
                 wide_shared=bool(text.get("use_double_wide_mlp")),
                 layer_inputs=LayerInputs.of(text),
+                embedding_multiplier=_multiplier(text, "embedding_multiplier"),
+                residual_multiplier=_multiplier(text, "residual_multiplier"),
+                logit_scale=_logit_scale(text, family),
                 logit_cap=None if cap is None else float(cap),
             )
         except KeyError as error:
@@ -291,15 +221,6 @@ class TextConfig:
 _EVERYWHERE = SpanRule.EVERYWHERE, SpanRule.BEYOND_WINDOWS
 _WINDOW = 4096
 """Tokens of a window whose length is not stated."""
-
-
-def _rotary_settings(text: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
-    """Those of all layers, and of layers with a window, if they have their own."""
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    if FULL in rope:
-        return rope[FULL], rope.get(SLIDING)
-    local = text.get("rope_local_base_freq")
-    return rope, None if local is None else {"rope_theta": local}
 
 
 def _window(text: Mapping[str, Any]) -> int:
@@ -329,15 +250,25 @@ def _check_reach(text: Mapping[str, Any], rope: Mapping[str, Any], family: Famil
 def _layer_types(text: dict[str, Any], family: Family) -> list[str]:
     """One for each layer. Raises CheckpointError where one is of a kind that the family's are not served with."""
     count = int(text["num_hidden_layers"])
-    interval, others = int(text.get("full_attention_interval", 1)), "linear_attention"
-    if SLIDING in family.mixers:  # all of them have the window, unless some are said to have none
-        interval, others = int(text.get("sliding_window_pattern") or count + 1), SLIDING if _window(text) else FULL
-    types: list[str] = text.get("layer_types") or [others if (at + 1) % interval else FULL for at in range(count)]
+    types: list[str] = text.get("layer_types") or _usual_types(text, family, count)
     if len(types) != count:
         raise CheckpointError(f"layer_types names {len(types)} layers of {count}")
     if unknown := sorted(set(types) - family.mixers.keys()):
         raise CheckpointError(f"layers of the type {unknown[0]} are not supported")
     return types
+
+
+def _usual_types(text: Mapping[str, Any], family: Family, count: int) -> list[str]:
+    """Of so many layers, of which each so manieth is of full attention."""
+    interval, others = int(text.get("full_attention_interval", 1)), "linear_attention"
+    if SLIDING in family.mixers:  # all of them have the window, unless some are said to have none
+        interval, others = int(text.get("sliding_window_pattern") or count + 1), SLIDING if _window(text) else FULL
+    return [others if (at + 1) % interval else FULL for at in range(count)]
+
+
+def _norm_eps(text: Mapping[str, Any]) -> float:
+    names = "rms_norm_eps", "norm_eps", "layer_norm_eps"
+    return float(next((text[name] for name in names if name in text), 1e-6))
 
 
 def _experts(text: Mapping[str, Any]) -> int:
@@ -355,6 +286,26 @@ def _size_of_shared(text: Mapping[str, Any]) -> int:
 
 def _grouped(text: Mapping[str, Any]) -> GroupedExperts:
     return GroupedExperts(int(text["n_group"]), int(text["topk_group"]), float(text["routed_scaling_factor"]))
+
+
+def _attention_scale(text: Mapping[str, Any]) -> float | None:
+    """Configurations state it, or what it is the root of, the other way up."""
+    scale, scalar = text.get("attention_multiplier"), text.get("query_pre_attn_scalar")
+    if scale is not None:
+        return float(scale)
+    return None if scalar is None else float(scalar) ** -0.5
+
+
+def _multiplier(text: Mapping[str, Any], name: str) -> float:
+    """What a configuration calls so; 1 where it does not."""
+    multiplier = float(text.get(name) or 1.0)
+    if multiplier < 0:
+        raise CheckpointError(f"a {name} below 0 is not supported")
+    return multiplier
+
+
+def _logit_scale(text: Mapping[str, Any], family: Family) -> float:
+    return _multiplier(text, family.logit_scale) / _multiplier(text, family.logit_divisor)
 
 
 def _delta_net(text: dict[str, Any]) -> DeltaNetConfig:

@@ -17,13 +17,13 @@ from llm_service.families.family import SpanRule
 from llm_service.layers.attention.backend import NumbaCompiled
 from llm_service.layers.cache_spec import LayerCache
 from llm_service.layers.cpu import selection
-from llm_service.layers.decoder_layer import DecoderLayer, KeysAndValues
+from llm_service.layers.decoder_layer import DecoderLayer, KeysAndValues, ParallelLayer
 from llm_service.layers.experts import Experts
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.layer_inputs import InputsOfLayers
 from llm_service.layers.linear import PackedLinear, VocabularyEmbedding
 from llm_service.layers.mixer import MixerPart, Rotary
-from llm_service.layers.ops import TORCH, MultimodalRotary, RMSNorm, use_ops
+from llm_service.layers.ops import TORCH, MultimodalRotary, norm_of, use_ops
 from llm_service.models.config import TextConfig
 
 _GROUPED = (9, 10)
@@ -42,12 +42,12 @@ class Deepstack:
         """Whether a layer has a level."""
         return layer < self.values.shape[0]
 
-    def add_to(self, hidden: Tensor, layer: int) -> None:
-        """Adds a layer's level, which there is, in place."""
+    def add_to(self, hidden: Tensor, layer: int, scale: float = 1.0) -> None:
+        """Adds a layer's level, which there is, times a number, in place."""
         if self.index is None:
-            hidden += self.values[layer]
+            hidden.add_(self.values[layer], alpha=scale)
         else:
-            hidden.index_add_(0, self.index, self.values[layer])
+            hidden.index_add_(0, self.index, self.values[layer], alpha=scale)
 
 
 class Decoder(nn.Module):
@@ -64,12 +64,11 @@ class Decoder(nn.Module):
         with device:  # weights are made there: the host need not hold all of them, nor copy what is not filled yet
             scale = config.hidden_size**0.5 if config.family.scaled_embeddings else None
             self.embed_tokens = VocabularyEmbedding(config.vocab_size, config.hidden_size, group, dtype, scale=scale)
-            self.layers = nn.ModuleList(
-                DecoderLayer(config.layer_kind(index), config, group, dtype) for index in layers
-            )
+            made = ParallelLayer if config.family.parallel_residual else DecoderLayer
+            self.layers = nn.ModuleList(made(config.layer_kind(index), config, group, dtype) for index in layers)
             own = config.layer_inputs
             self.layer_inputs = None if own is None else InputsOfLayers(own, config, group, dtype)
-            self.norm = RMSNorm.of(config, config.hidden_size, dtype)
+            self.norm = norm_of(config, dtype, eps=config.residual_eps)
             words = {"lm_head": group.vocabulary_share(config.vocab_size)}
             self.lm_head = PackedLinear(whole, words, bias=False, dtype=dtype)
         if config.tied:
@@ -108,6 +107,8 @@ class Decoder(nn.Module):
         and values, which are there by then, compute no more than that.
         """
         rotary, local = self._angles(positions, hidden.dtype)
+        if self.config.entry_scale != 1:
+            hidden = hidden * self.config.entry_scale
         first_sharing = self.config.layers - self.config.shared_layers
         given: Sequence[Tensor | None] | Tensor = [None] * self.config.layers
         if self.layer_inputs is not None:
@@ -129,7 +130,7 @@ class Decoder(nn.Module):
             hidden, residual = layer(*here, given=given[index], kept=kept)
             if deepstack is not None and deepstack.reaches(index):
                 hidden, residual = hidden if residual is None else residual + hidden, None
-                deepstack.add_to(hidden, index)
+                deepstack.add_to(hidden, index, 1 / self.config.residual_multiplier)
             if last and places is not None and cut is None:
                 hidden, residual = hidden[places], None if residual is None else residual[places]
         return self.norm.after_adding(hidden, residual)[1]
@@ -200,11 +201,13 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """[m, hidden] → float32 [m, vocabulary], on every rank."""
         logits, cap = self.group.join(self.lm_head(hidden), self.config.vocab_size).float(), self.config.logit_cap
+        if self.config.logit_scale != 1:
+            logits = logits * self.config.logit_scale
         return logits if cap is None else (logits / cap).tanh() * cap
 
     def likeliest(self, hidden: Tensor) -> Tensor:
         """[m, hidden] → int64 [m], of the tokens with the highest logits the first, on every rank: each looks through
-        its share, and no logits are exchanged. A cap changes none of their order."""
+        its share, and no logits are exchanged. Neither a scale nor a cap changes their order."""
         return self.group.first_of_highest(self.lm_head(hidden).float(), self.config.vocab_size)
 
 

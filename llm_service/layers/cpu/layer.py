@@ -20,7 +20,7 @@ from llm_service.layers.decoder_layer import DecoderLayer
 from llm_service.layers.linear import PackedLinear
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.mlp import MLP
-from llm_service.layers.ops import RMSNorm, use_ops
+from llm_service.layers.ops import LayerNorm, RMSNorm, Unnormed, use_ops
 from llm_service.layers.self_attention import SelfAttention
 from llm_service.models.config import Activation
 
@@ -62,12 +62,15 @@ class FewRows:
     @classmethod
     def of(cls, layer: DecoderLayer) -> FewRows | None:
         """None where the layer is, or is made of, others than these classes themselves, since a subclass may compute
-        otherwise; where sums over ranks or experts come between, heads have gates of a product of their own, a weight
-        does not lie in panels, or the processor lacks the vectors that the kernel of gates is written for."""
+        otherwise; where sums over ranks or experts come between, norms take means off, heads have gates of a product of
+        their own, a weight does not lie in panels, or the processor lacks the vectors that the kernel of gates is
+        written for."""
         attention, mlp = layer.mixer, layer.mlp
         if type(layer) is not DecoderLayer or type(mlp) is not MLP or type(attention) is not SelfAttention:
             return None
-        if layer.ranks > 1 or layer.beside is not None or attention.head_gates is not None or not fused_vectors():
+        if layer.ranks > 1 or any(type(norm) is LayerNorm for norm in layer.modules()):
+            return None
+        if layer.beside is not None or attention.head_gates is not None or not fused_vectors():
             return None
         linears = (attention.qkv, attention.o, mlp.gate_up, mlp.down)
         forms = [(linear.laid_out, linear.bias) for linear in linears]
@@ -100,9 +103,11 @@ class FewRows:
         return torch.from_numpy(self._mlp_out(out)), torch.from_numpy(joined)
 
 
-def _normed_by(norm: RMSNorm | None) -> Callable[[Array], Array]:
+def _normed_by(norm: RMSNorm | Unnormed | None) -> Callable[[Array], Array]:
     """What a layer's norm gives, of rows as they are where it has none."""
-    return _as_it_is if norm is None else partial(row_kernels.rms_norm_rows, gain=norm.weight.numpy(), eps=norm.eps)
+    if not isinstance(norm, RMSNorm):
+        return _as_it_is
+    return partial(row_kernels.rms_norm_rows, gain=norm.weight.numpy(), eps=norm.eps)
 
 
 def _as_it_is(x: Array) -> Array:

@@ -19,8 +19,9 @@ from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.linear import Stored
 from llm_service.layers.ops import MultimodalRotary, RMSNorm
 from llm_service.layers.self_attention import SelfAttention, gates_last
-from llm_service.models.config import DeltaNetConfig, GroupedExperts, RotaryConfig, TextConfig
+from llm_service.models.config import DeltaNetConfig, GroupedExperts, TextConfig
 from llm_service.models.loader import InMemory, targets
+from llm_service.models.rotary_config import RotaryConfig
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
 
 from transformers.models.qwen3_5.modeling_qwen3_5 import (  # isort: skip

@@ -10,7 +10,7 @@ import torch
 from common.checkpoint import CheckpointError
 from common.library_classes import library
 from llm_service.layers.ops import MultimodalRotary
-from llm_service.models.config import RotaryScaling
+from llm_service.models.rotary_config import RotaryScaling
 
 CPU = torch.device("cpu")
 THETA, DIM, LONGEST = 500_000.0, 128, 131_072

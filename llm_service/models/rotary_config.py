@@ -1,0 +1,118 @@
+"""How heads are rotated, as config.json states it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from common.checkpoint import CheckpointError
+from llm_service.families.family import FULL, SLIDING, Family
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryScaling:
+    """How rotary pairs turn that are made to reach further than a model was trained for: those that turn fast in
+    `original` tokens as before, slow ones `factor` times as slowly, and between `slow` and `fast` turns partly. `kind`
+    is linear (all are slow), llama3 or yarn. What is turned grows by `magnitude`; `truncate`: yarn's bounds are whole
+    pairs. Or, of the kind proportional, the first `share` of the pairs turn as before, and no others."""
+
+    kind: str
+    factor: float
+    original: int = 0
+    slow: float = 1.0
+    fast: float = 1.0
+    magnitude: float = 1.0
+    truncate: bool = True
+    share: float = 1.0
+
+    @classmethod
+    def of(cls, rope: Mapping[str, Any], max_position: int) -> RotaryScaling | None:
+        """Of the rotary settings of a configuration; None where nothing is scaled. Raises CheckpointError for a kind
+        that is not supported, and KeyError where a setting is missing."""
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind in ("default", "mrope", "dynamic"):  # the last scales what is longer than the longest context alone
+            return None
+        if kind == "linear":
+            return cls(kind, float(rope["factor"]))
+        if kind == "llama3":
+            slow, fast = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+            return cls(kind, float(rope["factor"]), int(rope["original_max_position_embeddings"]), slow, fast)
+        if kind == "yarn":
+            original = int(rope["original_max_position_embeddings"])
+            factor = float(rope.get("factor") or max_position / original)
+            return cls(
+                kind,
+                factor,
+                original,
+                slow=float(rope.get("beta_slow") or 1),
+                fast=float(rope.get("beta_fast") or 32),
+                magnitude=_yarn_magnitude(rope, factor),
+                truncate=bool(rope.get("truncate", True)),
+            )
+        if kind == _PROPORTIONAL and rope.get("factor", 1.0) == 1.0:
+            return cls(kind, math.inf, share=float(rope.get("partial_rotary_factor", 1.0)))
+        raise CheckpointError(f"rotary scaling {kind} is not supported")
+
+
+_PROPORTIONAL = "proportional"
+
+
+def _yarn_magnitude(rope: Mapping[str, Any], factor: float) -> float:
+    """What YaRN (Peng et al. 2023) multiplies cosine and sine by, unless it is stated."""
+    if (stated := rope.get("attention_factor")) is not None:
+        return float(stated)
+
+    def grown(share: float) -> float:
+        return 0.1 * share * math.log(factor) + 1 if factor > 1 else 1.0
+
+    one, other = rope.get("mscale"), rope.get("mscale_all_dim")
+    return grown(float(one)) / grown(float(other)) if one and other else grown(1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryConfig:
+    """How heads are rotated: the first `dim` numbers of each, whose pairs `sections` counts for time, height, width,
+    dealt out in turns where it is `interleaved`."""
+
+    dim: int
+    theta: float
+    sections: tuple[int, int, int]
+    interleaved: bool
+    scaling: RotaryScaling | None = None
+
+    @classmethod
+    def of(
+        cls, rope: Mapping[str, Any], text: Mapping[str, Any], family: Family, head_dim: int, max_position: int
+    ) -> RotaryConfig:
+        """Of the rotary settings `rope` of a text. Raises CheckpointError as `RotaryScaling.of`, and KeyError."""
+        share = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", family.rotary_share))
+        dim = head_dim if rope.get("rope_type") == _PROPORTIONAL else int(head_dim * share)
+        sections = tuple(rope.get("mrope_section") or text.get("mrope_section") or (dim // 2, 0, 0))
+        if len(sections) != 3 or sum(sections) != dim // 2:
+            raise CheckpointError("mrope_section does not fill what is rotated of a head")
+        return cls(
+            dim=dim,
+            theta=float(rope.get("rope_theta") or text["rope_theta"]),
+            sections=(sections[0], sections[1], sections[2]),
+            interleaved=bool(rope.get("mrope_interleaved", family.mrope_interleaved)),
+            scaling=RotaryScaling.of(rope, max_position),
+        )
+
+
+_UNROTATED = {"rope_type": _PROPORTIONAL, "partial_rotary_factor": 0.0, "rope_theta": 1.0}
+"""Settings by which no pair turns."""
+
+
+def rotary_settings(
+    text: Mapping[str, Any], family: Family, *, windows: bool
+) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+    """Those of all layers, and of layers with a window, if they have their own; `windows`: some have one."""
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if FULL in rope:
+        return rope[FULL] or _UNROTATED, rope.get(SLIDING)
+    if family.rotary_in_windows and windows:
+        return _UNROTATED, rope
+    local = text.get("rope_local_base_freq")
+    return rope, None if local is None else {"rope_theta": local}
