@@ -21,7 +21,13 @@ HEAVY = {"torch", "transformers", "triton"}
 
 # What computes, and what starts it; everything else of a service is control plane.
 COMPUTES = ("*.worker.*", "*.models.*", "*.layers.*", "*.__main__")
-TORCH_FREE_EVEN_THERE = ("*.worker.messages", "*.models.config", "*.models.layer_shapes", "*.models.served")
+TORCH_FREE_EVEN_THERE = (
+    "*.worker.messages",
+    "*.models.config",
+    "*.models.layer_shapes",
+    "*.models.rotary_config",
+    "*.models.served",
+)
 
 # Where message classes may be seen.
 WIRE = (
@@ -121,6 +127,7 @@ def room_of(name: str) -> str:
         ["prompt", "tokens"],
         ["models", "config"],
         ["models", "layer_shapes"],
+        ["models", "rotary_config"],
         ["models", "served"],
     ):
         return "nouns"

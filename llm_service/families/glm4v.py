@@ -19,5 +19,6 @@ GLM4V_MOE_TEXT = Family(
     {},
     attention_bias=True,
     grouped_experts=True,
+    ungated_shared=True,
     text_defaults={"mrope_section": (8, 12, 12)},
 )

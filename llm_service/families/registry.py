@@ -34,8 +34,10 @@ FAMILIES: Final = {
 """By `model_type` in config.json, as in the encoder service."""
 
 TEXT_FAMILIES: Final = {
+    "aria_text": Family({}, ungated_shared=True, part_names={"mlp.router": "mlp.gate"}),
     "cohere2": COHERE2_TEXT,
     "cohere_compass_text": COHERE_COMPASS_TEXT,
+    "deepseek_ocr2_text": Family({}, probability_weights=True, ungated_shared=True),
     "emu3_text_model": Family({}),
     "exaone4": EXAONE4_TEXT,
     "gemma3_text": GEMMA3_TEXT,

@@ -38,7 +38,9 @@ def _experts(_: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.
         group,
         dtype,
         shared_inner=config.shared_expert_size,
+        shared_gate=not config.family.ungated_shared,
         grouped=config.grouped,
+        scale=config.expert_scale,
         activation=config.activation,
     )
 

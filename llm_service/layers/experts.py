@@ -201,6 +201,21 @@ class GroupedRouter(nn.Module):
         return (weights * (self._grouped.scale / (weights.sum(-1, keepdim=True) + _LEAST))).to(x.dtype), chosen
 
 
+class ProbabilityRouter(nn.Module):
+    """Takes the likeliest experts by their probabilities among all, which are their weights as well, times `scale`:
+    they do not sum up to 1. In float32, whatever the other weights are."""
+
+    def __init__(self, experts: int, per_token: int, hidden: int, scale: float) -> None:
+        super().__init__()
+        self._per_token, self._scale = per_token, scale
+        self.weight = nn.Parameter(torch.empty(experts, hidden), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Pair:
+        """See `GroupedRouter`."""
+        weights, chosen = functional.linear(x.float(), self.weight).softmax(-1).topk(self._per_token, dim=-1)
+        return (weights * self._scale).to(x.dtype), chosen
+
+
 _LEAST = 1e-20
 """Added to what is divided by."""
 
@@ -233,9 +248,9 @@ class Routed(nn.Module):
 
 
 class SparseMLP(Routed):
-    """Routes each token to the `per_token` likeliest experts and sums their outputs by their normalised weights; where
-    there is a shared expert, of size `shared_inner`, every token goes through it as well, by a weight of its own, or,
-    where experts are `grouped`, by 1."""
+    """Routes each token to the `per_token` likeliest experts and sums their outputs by their normalised weights, unless
+    a `scale` multiplies these as they are; where there is a shared expert, of size `shared_inner`, every token goes
+    through it as well, by 1, or, with a `shared_gate`, by a weight of its own."""
 
     def __init__(
         self,
@@ -247,19 +262,26 @@ class SparseMLP(Routed):
         dtype: torch.dtype,
         *,
         shared_inner: int = 0,
+        shared_gate: bool = True,
         grouped: GroupedExperts | None = None,
+        scale: float | None = None,
         activation: Activation = Activation.SILU,
     ) -> None:
         super().__init__()
         self._group, self._per_token = group, per_token
-        gate = Linear(hidden, experts, bias=False, dtype=dtype)
-        self.gate = gate if grouped is None else GroupedRouter(experts, per_token, hidden, grouped)
+        self.gate: Linear | GroupedRouter | ProbabilityRouter
+        if grouped is not None:
+            self.gate = GroupedRouter(experts, per_token, hidden, grouped)
+        elif scale is not None:
+            self.gate = ProbabilityRouter(experts, per_token, hidden, scale)
+        else:
+            self.gate = Linear(hidden, experts, bias=False, dtype=dtype)
         self.experts = Experts(experts, hidden, inner, group, dtype, activation=activation)
         self.shared_expert: MLP | None = None
         if shared_inner:
-            name = "shared_experts" if grouped else ""
+            name = "" if shared_gate else "shared_experts"
             self.shared_expert = MLP(hidden, shared_inner, group, dtype, activation=activation, stored_as=name)
-        has_gate = shared_inner > 0 and grouped is None
+        has_gate = shared_inner > 0 and shared_gate
         self.shared_expert_gate = Linear(hidden, 1, bias=False, dtype=dtype) if has_gate else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -273,4 +295,4 @@ class SparseMLP(Routed):
 
     def _routed(self, x: Tensor) -> Pair:
         made = self.gate(x)
-        return made if isinstance(self.gate, GroupedRouter) else self.ops.route(made, self._per_token)
+        return self.ops.route(made, self._per_token) if isinstance(self.gate, Linear) else made

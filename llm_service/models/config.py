@@ -55,7 +55,8 @@ class TextConfig:
     multiplied by `logit_scale`; `logit_cap` is what none exceeds: cap · tanh(x / cap).
 
     Where `experts` is above 0, every `sparse_step`-th layer but those in `dense_layers` is a mixture of experts, with a
-    shared one beside them where `shared_expert_size` is above 0. `grouped`: in which groups they are, if in any.
+    shared one beside them where `shared_expert_size` is above 0. `grouped`: in which groups they are, if in any. With
+    an `expert_scale` they count by their probabilities among all, times that, else by these over their sum.
     """
 
     family: Family
@@ -77,6 +78,7 @@ class TextConfig:
     sparse_step: int = 1
     dense_layers: frozenset[int] = frozenset()
     grouped: GroupedExperts | None = None
+    expert_scale: float | None = None
     delta_net: DeltaNetConfig | None = None
     convolution_width: int = 0
     activation: Activation = Activation.SILU
@@ -165,7 +167,7 @@ class TextConfig:
         activation = str(text.get("hidden_activation") or text.get("hidden_act", "silu"))
         if activation not in {each.value for each in Activation}:
             raise CheckpointError(f"activation {activation} is not supported")
-        if not text.get("norm_topk_prob", True):
+        if not (family.probability_weights or text.get("norm_topk_prob", True)):
             raise CheckpointError("experts whose weights do not sum up to 1 are not supported")
         try:
             heads = int(text["num_attention_heads"])
@@ -193,12 +195,13 @@ class TextConfig:
                 tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
                 max_position=max_position,
                 experts=experts,
-                experts_per_token=int(text.get("num_experts_per_tok") or text.get("top_k_experts") or 0),
-                expert_size=int(text.get("moe_intermediate_size") or 0),
+                experts_per_token=int(_first(text, "num_experts_per_tok", "top_k_experts", "moe_topk") or 0),
+                expert_size=_expert_size(text) if experts else 0,
                 shared_expert_size=_size_of_shared(text),
                 sparse_step=int(text.get("decoder_sparse_step", 1)),
-                dense_layers=frozenset(text.get("mlp_only_layers") or range(text.get("first_k_dense_replace", 0))),
+                dense_layers=_dense_layers(text),
                 grouped=_grouped(text) if grouped else None,
+                expert_scale=_expert_scale(text) if family.probability_weights and experts else None,
                 delta_net=_delta_net(text) if Mixer.GATED_DELTA_NET in mixers else None,
                 convolution_width=_convolution_width(text) if Mixer.SHORT_CONVOLUTION in mixers else 0,
                 activation=Activation(activation),
@@ -271,17 +274,39 @@ def _norm_eps(text: Mapping[str, Any]) -> float:
     return float(next((text[name] for name in names if name in text), 1e-6))
 
 
+def _first(text: Mapping[str, Any], *names: str) -> Any:
+    """The first of these settings that is stated, and not 0; None where there is none."""
+    return next((text[name] for name in names if text.get(name)), None)
+
+
 def _experts(text: Mapping[str, Any]) -> int:
     """How many a layer has."""
-    names = "num_experts", "num_local_experts", "n_routed_experts"
-    has_any = text.get("enable_moe_block", True)
-    return int(next((text[name] for name in names if text.get(name)), 0)) if has_any else 0
+    found = _first(text, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return int(found or 0) if text.get("enable_moe_block", True) else 0
+
+
+def _expert_size(text: Mapping[str, Any]) -> int:
+    return int(_first(text, "moe_intermediate_size", "intermediate_size") or 0)
 
 
 def _size_of_shared(text: Mapping[str, Any]) -> int:
     """The inner size of what all tokens go through beside their experts; several are one as large as all of them."""
-    each = int(text.get("moe_intermediate_size") or 0)
-    return int(text.get("shared_expert_intermediate_size", text.get("n_shared_experts", 0) * each))
+    count = _first(text, "n_shared_experts", "moe_num_shared_experts") or 0
+    return int(text.get("shared_expert_intermediate_size", count * _expert_size(text) if count else 0))
+
+
+def _dense_layers(text: Mapping[str, Any]) -> frozenset[int]:
+    """Those without experts, of a text that has some."""
+    if kinds := text.get("mlp_layer_types"):
+        return frozenset(layer for layer, kind in enumerate(kinds) if kind == "dense")
+    return frozenset(text.get("mlp_only_layers") or range(text.get("first_k_dense_replace", 0)))
+
+
+def _expert_scale(text: Mapping[str, Any]) -> float:
+    """What experts' probabilities are multiplied by. Raises CheckpointError where experts are chosen within groups."""
+    if (method := text.get("topk_method", "greedy")) != "greedy":
+        raise CheckpointError(f"experts that are chosen as {method} says are not supported")
+    return float(text.get("routed_scaling_factor", 1.0))
 
 
 def _grouped(text: Mapping[str, Any]) -> GroupedExperts:

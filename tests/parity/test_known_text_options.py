@@ -37,6 +37,8 @@ from tools.models.tiny import config_of_recipe, make
 
 CPU = torch.device("cpu")
 FEED_FORWARD = ("gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3")
+_SOAKED = [pytest.param(kind, marks=pytest.mark.soak) for kind in ("hyperclovax_vision_v2", "cohere2_vision")]
+"""Parts that multiply what they add, and that are beside each other."""
 TEXT = "language_model.model."
 """How names of the text's tensors begin, as checkpoints are saved."""
 
@@ -95,7 +97,7 @@ def test_a_tower_whose_weights_are_quantised_is_refused(internvl: Path, form: st
 
 
 @pytest.mark.parametrize("form", ["fp8 in blocks", "awq"])
-@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "glm4v"])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "glm4v", *_SOAKED])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_quantised_weights_of_texts_that_stack_otherwise_are_as_well(kind: str, form: str, tmp_path: Path) -> None:
     quantized, wide = quantize_checkpoint(make(kind, tmp_path / "plain"), FORMATS[form], tmp_path, TEXT)
@@ -122,7 +124,7 @@ def _logits(decoder: Decoder, kind: str = "internvl") -> Tensor:
         return trial._logits(decoder, prompt, positions, [(0, 20), (20, end)], prompt.runs)
 
 
-@pytest.mark.parametrize("kind", ["internvl", "gemma3", "glm4v"])
+@pytest.mark.parametrize("kind", ["internvl", "gemma3", "glm4v", *_SOAKED])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_logits_of_two_ranks_are_those_of_one(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "allows_panels", lambda: False)  # whose kernels take one thread's calls at a time
@@ -140,7 +142,10 @@ def test_logits_of_two_ranks_are_those_of_one(kind: str, tmp_path: Path, monkeyp
         assert weights < 0.7 * all_weights
 
 
-@pytest.mark.parametrize("kind", ["internvl", "idefics3", "gemma3", "gemma4", "glm4v", "lfm2_vl", "lfm3_vl"])
+@pytest.mark.parametrize(
+    "kind",
+    ["internvl", "idefics3", "gemma3", "gemma4", "glm4v", "lfm2_vl", "lfm3_vl", *_SOAKED],
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_tokens_with_adapters_are_those_of_peft(kind: str, tmp_path: Path) -> None:
     directory = make(kind, tmp_path / "model")

@@ -180,7 +180,9 @@ def test_experts_in_groups(groups: int, kept: int) -> None:
         parts = []
         for rank in range(ranks):
             group = TensorGroup(rank, ranks) if ranks > 1 else ALONE
-            ours = SparseMLP(8, 3, HIDDEN, 24, group, torch.float32, shared_inner=48, grouped=grouped)
+            ours = SparseMLP(
+                8, 3, HIDDEN, 24, group, torch.float32, shared_inner=48, shared_gate=False, grouped=grouped
+            )
             read(ours, theirs)
             parts.append(ours(x))
         torch.testing.assert_close(sum(parts), expected, rtol=1e-4, atol=1e-5)

@@ -382,7 +382,14 @@ RECIPES: dict[str, Recipe] = {
             vision_config=part(
                 "qwen2_5_vl_vision", PATCHES, out_hidden_size=64, window_size=56, fullatt_block_indexes=[1]
             ),
-            text_config=part("hyperclovax", TEXT),
+            text_config=part(
+                "hyperclovax",
+                TEXT,
+                embedding_multiplier=0.6,
+                logits_scaling=0.5,
+                residual_multiplier=0.7,
+                attention_multiplier=0.3,
+            ),
             **IDS,
             tie_word_embeddings=False,
         ),

@@ -99,6 +99,7 @@ RECIPES: dict[str, Recipe] = {
                 TEXT,
                 sliding_window=24,
                 layer_types=WINDOWED,
+                logit_scale=0.25,
                 rope_parameters=lambda *_: {"sliding_attention": dict(MROPE), "full_attention": None},
             ),
             image_token_id="<|IMAGE_PAD|>",

@@ -1,0 +1,90 @@
+"""What configurations of texts state in words of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from common.checkpoint import CheckpointError
+from llm_service.layers.decoder_layer import DecoderLayer
+from llm_service.layers.group import ALONE
+from llm_service.layers.ops import LayerNorm, MultimodalRotary, Unnormed
+from llm_service.models.config import TextConfig
+from llm_service.models.decoder import Decoder
+
+CPU = torch.device("cpu")
+SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rope_theta": 1e4,
+}
+MULTIPLIERS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.25, "attention_multiplier": 0.1}
+
+
+def text(kind: str, **more: Any) -> TextConfig:
+    return TextConfig.of({"model_type": kind, **SIZES, **more})
+
+
+def test_logits_are_multiplied_or_divided_as_the_family_has_it() -> None:
+    assert text("granite", logits_scaling=8.0).logit_scale == 0.125
+    assert text("hyperclovax", logits_scaling=8.0).logit_scale == 8.0
+    assert text("cohere_compass_text", logit_scale=0.5).logit_scale == 0.5
+    assert text("cohere_compass_text", logit_scale=None).logit_scale == 1.0
+    assert text("cohere2", logit_scale=0.5).logit_scale == 1.0
+
+
+def test_what_is_added_is_multiplied_where_it_is_added_to() -> None:
+    config = text("granite", rms_norm_eps=1e-6, **MULTIPLIERS)
+    assert (config.entry_scale, config.residual_eps, config.attention_scale) == (48.0, 1.6e-5, 0.1)
+    layer = Decoder(config, ALONE, torch.float32, CPU).layers[0]
+    assert isinstance(layer, DecoderLayer)
+    assert [norm.eps for norm in (layer.mixer_in_norm, layer.mlp_in_norm) if isinstance(norm, nn.Module)] == [
+        1.6e-5
+    ] * 2
+
+
+@pytest.mark.parametrize("name", ["embedding_multiplier", "residual_multiplier", "logits_scaling"])
+def test_a_multiplier_below_0_is_refused(name: str) -> None:
+    with pytest.raises(CheckpointError, match=f"a {name} below 0 is not supported"):
+        text("granite", **{name: -1.0})
+
+
+def test_layers_without_a_window_turn_no_pair_where_others_have_one() -> None:
+    places = torch.arange(3, 9).expand(3, -1)
+
+    def cosines(kind: str, **more: Any) -> torch.Tensor:
+        return MultimodalRotary.of(text(kind, **more).rotary, CPU).tables(places, torch.float32)[0]
+
+    assert (cosines("exaone4", sliding_window=8, sliding_window_pattern=4) == 1).all()
+    assert (cosines("exaone4", sliding_window=None) != 1).any()
+    types = [*["sliding_attention"] * 3, "full_attention"]
+    assert (cosines("exaone4", sliding_window=8, sliding_window_pattern="LLLG", layer_types=types) == 1).all()
+
+
+def test_norms_are_those_that_the_family_has() -> None:
+    behind = Decoder(text("exaone4", sliding_window=8), ALONE, torch.float32, CPU).layers[0]
+    assert [type(behind.mixer_in_norm), type(behind.mlp_in_norm)] == [Unnormed, Unnormed]
+    beside = Decoder(text("cohere2", sliding_window=8), ALONE, torch.float32, CPU)
+    assert [type(beside.layers[0].mixer_in_norm), type(beside.norm)] == [LayerNorm, LayerNorm]
+
+
+def test_experts_that_are_chosen_within_groups_by_their_probabilities_are_refused() -> None:
+    experts = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "routed_scaling_factor": 2.0,
+    }
+    kinds = ["dense", "sparse", "sparse", "sparse"]
+    config = text("deepseek_ocr2_text", **experts, n_shared_experts=2, mlp_layer_types=kinds, topk_method="greedy")
+    assert (config.expert_scale, config.shared_expert_size, config.dense_layers) == (2.0, 32, {0})
+    with pytest.raises(CheckpointError, match="experts that are chosen as group_limited_greedy says"):
+        text("deepseek_ocr2_text", **experts, topk_method="group_limited_greedy")
