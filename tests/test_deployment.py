@@ -80,7 +80,7 @@ def test_what_is_said_for_gpus_is_said_of_services_and_arguments_that_there_are(
 
 def test_the_trial_asks_for_metrics_that_there_are() -> None:
     """And for replicas by the variables and the labels that compose.yaml has."""
-    text = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    text = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
     for service, (number, metric) in rolling_trial.METRICS.items():
         assert metric.removeprefix("twinlens_gateway_").removeprefix("twinlens_llm_") in text
         assert f":{number}" in " ".join(COMPOSE["services"][service]["command"])
