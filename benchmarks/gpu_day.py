@@ -98,9 +98,10 @@ def parts(folder: Path, *, tiny: bool) -> dict[int, list[Table]]:
 def _tests(name: str, seconds: float, *files: str, tiny: bool, alone: bool = False) -> Table:
     """Tests of GPUs by name of file, or of a test in one, which several processes share unless they run `alone`; where
     all is tiny they are collected, and no more. Warnings are errors with the pinned versions alone. A kernel that
-    breaks a process's context takes that process along, and no other test (`tests/gpu/conftest.py`)."""
+    breaks a process's context, or hangs, takes that process along, and no other test (`tests/gpu/conftest.py`)."""
     paths = [f"tests/gpu/{file}.py{colons}{test}" for file, colons, test in (each.partition("::") for each in files)]
-    command = ("-m", "pytest", "-q", "--tb", "short", "-m", "gpu", "-W", "default", "--timeout", "120", *paths)
+    limit = ("--timeout", "120", "--timeout-method", "thread")  # a signal does not end the wait for a kernel that hangs
+    command = ("-m", "pytest", "-q", "--tb", "short", "-m", "gpu", "-W", "default", *limit, *paths)
     shared = () if alone else ("-n", str(max(1, usable_cores() - 4)))
     return Table(name, (*command, *(("--collect-only",) if tiny else shared)), seconds)
 

@@ -10,7 +10,7 @@ shift
 results=build/gpu_day
 mkdir -p "$results/extra"
 if [ ! -e "$results/extra/.installed" ] && ls "$results"/wheels/*.whl >/dev/null 2>&1; then
-    if "$PYTHON" -m pip install --quiet --no-index --no-deps --target "$results/extra" "$results"/wheels/*.whl; then
+    if "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --target "$results/extra" "$results"/wheels/*.whl; then
         touch "$results/extra/.installed"
     else
         echo "wheels could not be installed; what needs them will say so" >&2
