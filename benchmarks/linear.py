@@ -3,7 +3,7 @@
 *oneDNN bf16* computes in bfloat16, where the processor has products for it; all others in float32. *float32*,
 *bfloat16*, *int8*, *fp8* (blocks of 128) and *awq* (4 bits, groups of 128 with zeros) are what panels are stored in:
 the first two need AVX-512, the others AVX2. *pairs* are panels of bfloat16 that rows of bfloat16 are multiplied with,
-where the processor has AVX512-BF16.
+and the same of 8 and 4 bits, where the processor has AVX512-BF16.
 
 Prints GB/s of weights read, as if all were float32, the best of many passes over more weights than the cache holds; for
 many rows, where arithmetic decides, GFLOP/s. The same rows are *repeated* in every pass and go through every weight;
@@ -25,7 +25,8 @@ from common.cpu.jit import use_threads
 from common.linear import BlockedWeight, LaidOut, Linear
 from llm_service.layers.cpu.selection import computes_bfloat16, fused_vectors
 from llm_service.layers.linear import PackedLinear, quantized
-from llm_service.layers.weight_dtype import Rounded
+from llm_service.layers.quantized_weight import QuantizedWeight
+from llm_service.layers.weight_dtype import EXACT, Rounded
 
 _SHAPES = ((6144, 1024), (1024, 3072))
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 216, 512)
@@ -70,7 +71,7 @@ def _in_bfloat16(x: torch.Tensor, weights: list[LaidOut]) -> None:
     _products(x.bfloat16(), weights)
 
 
-def _finalized(weight: torch.Tensor, *, panels: bool = True, rounded: Rounded = "") -> Linear:
+def _finalized(weight: torch.Tensor, *, panels: bool = True, rounded: Rounded = EXACT) -> Linear:
     outputs, inputs = weight.shape
     layer = PackedLinear(slice(0, inputs), {"all": slice(0, outputs)}, bias=False, dtype=weight.dtype)
     layer.weight.data.copy_(weight)
@@ -98,7 +99,7 @@ def main() -> None:
         *(("oneDNN bf16",) if bf16 else ()),
         *(("float32", "bfloat16") if fused_vectors() else ()),
         *("int8", "fp8", "awq"),
-        *(("pairs",) if computes_bfloat16() else ()),
+        *(("pairs", "int8 pairs", "fp8 pairs", "awq pairs") if computes_bfloat16() else ()),
     )
     ratios = [f"{name} ÷ oneDNN" for name in names[2:]]
     print(
@@ -118,11 +119,15 @@ def main() -> None:
         if fused_vectors():
             kinds = (weights, rounded)
             sides += [partial(_through, layers=[_finalized(each) for each in kind]) for kind in kinds]
-        sides.append(partial(_through, layers=[_finalized(weight, rounded="int8") for weight in weights]))
-        forms = (fp8, awq)
+        sides.append(partial(_through, layers=[_finalized(weight, rounded=Rounded(int8=True)) for weight in weights]))
+        forms: tuple[Callable[[torch.Tensor], QuantizedWeight], ...] = (fp8, awq)
         sides += [partial(_products, weights=[quantized([form(weight)]) for weight in weights]) for form in forms]
         if computes_bfloat16():
-            sides.append(partial(_through, layers=[_finalized(weight, rounded="bfloat16") for weight in weights]))
+            pairs = Rounded(bfloat16=True)
+            sides.append(partial(_through, layers=[_finalized(weight, rounded=pairs) for weight in weights]))
+            for form in (QuantizedWeight.rounded, *forms):
+                short = [quantized([form(weight)], rounded=pairs) for weight in weights]
+                sides.append(partial(_products, weights=short))
         for rows in given.rows:
             x = torch.randn(rows, inputs)
             passes = 10 if rows < _MANY else 4

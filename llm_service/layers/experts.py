@@ -15,7 +15,7 @@ from llm_service.layers.linear import Place, Stored, fill, laid_out, quantized
 from llm_service.layers.mlp import MLP, act_and_mul
 from llm_service.layers.ops import TORCH, Pair, RowOps
 from llm_service.layers.quantized_weight import QuantizedWeight
-from llm_service.layers.weight_dtype import Rounded
+from llm_service.layers.weight_dtype import EXACT, Rounded
 from llm_service.models.config import Activation, GroupedExperts
 
 _APART = ("gate_proj", "up_proj", "down_proj")
@@ -123,15 +123,15 @@ class Experts(nn.Module):
     def _opened(self, x: Tensor) -> Tensor:
         return act_and_mul(self.ops, self._activation, x)
 
-    def finalize(self, *, rounded: Rounded = "") -> None:
+    def finalize(self, *, rounded: Rounded = EXACT) -> None:
         """Called when the weights are final: on a CPU they are laid out for speed; quantised ones, and those rounded to
         int8, stay in 8 or 4 bits on any device. `run_grouped` needs the plain ones, or those for GPUs."""
         device = self.gate_up_proj.device
         if self._quantized:
-            self._finalize_quantized(device)
+            self._finalize_quantized(device, rounded)
         elif device.type == "cpu":
             self._finalize_for_cpus(rounded)
-        elif rounded == "int8":
+        elif rounded.int8:
             self._stay_short(*([[QuantizedWeight.rounded(each)] for each in weight] for weight in self._weights()))
 
     def _finalize_for_cpus(self, rounded: Rounded) -> None:
@@ -143,7 +143,7 @@ class Experts(nn.Module):
             every.append((gate_up, down))
         self._replace_weights(every)
 
-    def _finalize_quantized(self, device: torch.device) -> None:
+    def _finalize_quantized(self, device: torch.device, rounded: Rounded) -> None:
         experts = {expert for _, expert in self._quantized}
         if self.gate_up_proj.numel() or len(self._quantized) < len(_APART) * len(experts):
             raise ValueError("some experts are quantised and others are not")
@@ -151,7 +151,8 @@ class Experts(nn.Module):
         if device.type == "cuda":
             self._stay_short([[gate, up] for gate, up, _ in found], [[down] for *_, down in found])
         else:
-            self._replace_weights([(quantized([gate, up]), quantized([down])) for gate, up, down in found])
+            form = partial(quantized, rounded=rounded)
+            self._replace_weights([(form([gate, up]), form([down])) for gate, up, down in found])
 
     def _stay_short(self, gate_up: list[list[QuantizedWeight]], down: list[list[QuantizedWeight]]) -> None:
         """Has a GPU compute with each expert's matrices as they are."""

@@ -6,6 +6,7 @@ So the loader reads only what a rank needs, and knows no model.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,7 +19,7 @@ from common.linear import BlockedWeight, LaidOut, Linear
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.quantized_weight import QuantizedWeight, StackedWeight
-from llm_service.layers.weight_dtype import Rounded, narrowed
+from llm_service.layers.weight_dtype import EXACT, Rounded, narrowed
 
 
 class Stored(Protocol):
@@ -61,7 +62,7 @@ class Finalized(Protocol):
         """Whether all have been."""
         ...
 
-    def finalize(self, *, rounded: Rounded = "") -> None:
+    def finalize(self, *, rounded: Rounded = EXACT) -> None:
         """Called when they are final, to be rounded."""
         ...
 
@@ -159,17 +160,18 @@ class PackedLinear(Linear):
         """Whether all parts have been read."""
         return not self._missing
 
-    def finalize(self, *, rounded: Rounded = "") -> None:
+    def finalize(self, *, rounded: Rounded = EXACT) -> None:
         """As `Linear.finalize`; the weight is rounded first. A quantised one stays as it is."""
         if self.laid_out is not None:
             return
         if not self._quantized:
-            self._replace_weight(laid_out(self.weight.detach(), rounded if self._rounds or rounded != "int8" else ""))
+            rounded = rounded if self._rounds else replace(rounded, int8=False)
+            self._replace_weight(laid_out(self.weight.detach(), rounded))
         elif missing := self.parts.keys() - self._quantized.keys():
             raise ValueError(f"{min(missing)} is not quantised, as what it is computed with is")
         else:
             parts = [each.to(self.weight.device) for part in self.parts for each in self._quantized.pop(part)]
-            self._replace_weight(quantized(parts, self._order))
+            self._replace_weight(quantized(parts, self._order, rounded=rounded))
 
 
 class VocabularyEmbedding(nn.Module):
@@ -209,24 +211,31 @@ class VocabularyEmbedding(nn.Module):
         return rows if self._scale is None else rows.mul_(self._scale)
 
 
-def laid_out(weight: Tensor, rounded: Rounded = "") -> LaidOut | None:
+def laid_out(weight: Tensor, rounded: Rounded = EXACT) -> LaidOut | None:
     """A weight that is final in the form that is computed with fastest here; None where that is as it is. It may be
     rounded to 8 bits on any device, to bfloat16 where `selection.computes_bfloat16`."""
     if weight.device.type == "cpu" and selection.allows_panels():
         from llm_service.layers.cpu.pair_panels import PairPanels  # numba takes its time
         from llm_service.layers.cpu.panels import PanelWeight
 
-        of = {"": PanelWeight.of, "int8": PanelWeight.rounded, "bfloat16": PairPanels.of}[rounded]
-        if (panels := of(weight)) is not None:
+        panels: LaidOut | None
+        if rounded.int8:
+            panels = None if rounded.bfloat16 else PanelWeight.rounded(weight)
+        else:
+            panels = (PairPanels if rounded.bfloat16 else PanelWeight).of(weight)
+        if panels is not None:
             return panels
-    return quantized([QuantizedWeight.rounded(weight)]) if rounded == "int8" else BlockedWeight.of(weight)
+    if rounded.int8:
+        return quantized([QuantizedWeight.rounded(weight)], rounded=rounded)
+    return BlockedWeight.of(weight)
 
 
-def quantized(parts: Sequence[QuantizedWeight], order: Tensor | None = None) -> LaidOut:
+def quantized(parts: Sequence[QuantizedWeight], order: Tensor | None = None, *, rounded: Rounded = EXACT) -> LaidOut:
     """Weights over the same inputs, one below the other, in the form that is computed with fastest here; `order` int64
-    [outputs] says where each of their outputs goes. Raises ValueError for what is not a weight."""
+    [outputs] says where each of their outputs goes; of `rounded`, `bfloat16` counts. Raises ValueError for what is not
+    a weight."""
     each: Sequence[LaidOut] = parts
-    if (form := _form(parts[0].codes.device)) is not None:
+    if (form := _form(parts[0].codes.device, rounded)) is not None:
         if together := form(parts, order):
             return together
         each = [form([part], None) or part for part in parts]
@@ -234,7 +243,9 @@ def quantized(parts: Sequence[QuantizedWeight], order: Tensor | None = None) -> 
     return each[0] if len(each) == 1 and places is None else StackedWeight(each, places)
 
 
-def _form(device: torch.device) -> Callable[[Sequence[QuantizedWeight], Tensor | None], LaidOut | None] | None:
+def _form(
+    device: torch.device, rounded: Rounded
+) -> Callable[[Sequence[QuantizedWeight], Tensor | None], LaidOut | None] | None:
     """What lays quantised weights out for a device, if anything does."""
     if device.type == "cuda":
         from llm_service.layers.gpu.quantized_weight import GpuWeight  # not everywhere is a Triton
@@ -243,7 +254,7 @@ def _form(device: torch.device) -> Callable[[Sequence[QuantizedWeight], Tensor |
     if device.type == "cpu" and selection.allows_panels():
         from llm_service.layers.cpu.quantized_panels import QuantizedPanels  # numba takes its time
 
-        return QuantizedPanels.of
+        return partial(QuantizedPanels.of, bfloat16=rounded.bfloat16)
     return None
 
 

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-Rounded = Literal["", "int8", "bfloat16"]
-"""What weights are rounded to, and multiplied as: nothing, 8 bits, or, on CPUs that multiply it faster, bfloat16."""
-
 _NARROW = torch.bfloat16, torch.float16
 _AT_ONCE = 64
 """Rows of a weight that are compared at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """What is rounded before it is multiplied: weights to `int8`; to `bfloat16`, on CPUs that multiply it faster, rows,
+    and weights that have not fewer bits."""
+
+    int8: bool = False
+    bfloat16: bool = False
+
+
+EXACT = Rounded()
 
 
 def narrowed(weight: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ def leave_quantised(checkpoint: Checkpoint, model: Any) -> dict[str, str]:
 
 def fill_quantised(checkpoint: Checkpoint, names: dict[str, str], device: torch.device) -> Fill:
     """By the names that `leave_quantised` gives."""
-    return lambda model: _fill(model, load_weights(checkpoint, names.get), device, "")
+    return lambda model: _fill(model, load_weights(checkpoint, names.get), device, _rounded(model))
 
 
 def round_linears(model: Any, device: torch.device) -> Fill:
@@ -96,7 +96,12 @@ def round_linears(model: Any, device: torch.device) -> Fill:
         if id(part) in wanted:
             taken |= {f"{name}.{kind}": tensor.detach() for kind, tensor in part.named_parameters(recurse=False)}
             _replace(model, name)
-    return lambda whole: _fill(whole, _given_up(taken), device, "int8")
+    return lambda whole: _fill(whole, _given_up(taken), device, _rounded(whole, int8=True))
+
+
+def _rounded(model: Any, *, int8: bool = False) -> Rounded:
+    """Rows of a model in bfloat16 are that anyway."""
+    return Rounded(int8=int8, bfloat16=model.dtype == torch.bfloat16)
 
 
 def _given_up(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Stored]]:

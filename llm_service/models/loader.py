@@ -76,10 +76,9 @@ def load_decoder(
     scheme = Scheme.of(checkpoint.config)
     if int8 and scheme is not None:
         raise CheckpointError("--weight-dtype int8 is for weights that the checkpoint has not quantised")
-    rounded: Rounded = "int8" if int8 else ""
-    kept = dtype
+    rounded, kept = Rounded(int8=int8), dtype
     if dtype == torch.bfloat16 and device.type == "cpu" and selection.computes_bfloat16():
-        dtype, rounded = torch.float32, rounded or "bfloat16"
+        dtype, rounded = torch.float32, Rounded(int8=int8, bfloat16=True)
     try:
         # Where weights stay quantised, their long forms are never written to: they cost a CPU nothing, a GPU all.
         decoder = Decoder(text.config, group, dtype, torch.device("cpu") if scheme is not None else device)
@@ -107,9 +106,7 @@ def load_mtp(checkpoint: Checkpoint, target: Decoder, dtype: torch.dtype, *, wei
         raise CheckpointError("embeddings of its own for multi-token prediction are not supported")
     if not any(name.startswith(_MTP) for name in checkpoint.tensors):
         raise CheckpointError("the checkpoint has no layer for multi-token prediction: there are no weights mtp.*")
-    rounded: Rounded = "int8" if weight_dtype == "int8" else ""
-    if dtype == torch.bfloat16 and target.dtype == torch.float32:
-        rounded = rounded or "bfloat16"
+    rounded = Rounded(int8=weight_dtype == "int8", bfloat16=dtype == torch.bfloat16 and target.dtype == torch.float32)
     try:
         decoder = MtpDecoder(target)
     except ValueError as error:

@@ -15,6 +15,8 @@ from common.checkpoint import Checkpoint
 from llm_service.layers.attention.backend import PagedChunk
 from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.pair_panels import PairPanels
+from llm_service.layers.cpu.quantized_panels import QuantizedPanels
+from llm_service.layers.linear import PackedLinear
 from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
 from llm_service.request import SamplingParams
@@ -23,6 +25,7 @@ from tests import reference
 from tests.adapters import make_adapter
 from tests.checkpoints import make_checkpoint
 from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
+from tests.quantized import FORMATS, quantize_checkpoint
 
 pytestmark = pytest.mark.skipif(not selection.computes_bfloat16(), reason="this processor lacks AVX512-BF16")
 
@@ -100,3 +103,25 @@ def test_adapters_in_float32_are_rounded_as_the_base_is(directory: Path, prompts
     long, short, none = engine.run([prompts[0]] * 3, structs.replace(_GREEDY, logprobs=1), [1, 2, 0])
     assert (long.tokens, long.logprobs) == (short.tokens, short.logprobs)
     assert long.tokens != none.tokens
+
+
+@pytest.mark.parametrize("form", ["int8", "float-quantized, a scale an output"])
+def test_weights_of_8_bits_are_multiplied_in_pairs_and_company_changes_no_token(
+    directory: Path, prompts: list[Prompt], tmp_path: Path, form: str
+) -> None:
+    weight_dtype, folder = form, directory
+    if form != "int8":
+        weight_dtype = ""
+        folder, _ = quantize_checkpoint(directory, FORMATS[form], tmp_path)
+    decoder = load_decoder(Checkpoint(folder), torch.bfloat16, _CPU, weight_dtype=weight_dtype)
+    exact = load_decoder(Checkpoint(folder), torch.float32, _CPU, weight_dtype=weight_dtype)
+    forms = [part.laid_out for part in decoder.layers.modules() if isinstance(part, PackedLinear)]
+    assert sum(isinstance(each, QuantizedPanels) and each.pairs for each in forms) >= 2 * len(decoder.layers)
+    ours, longer = logits(decoder, prompts[0]), logits(exact, prompts[0])
+    apart = ((ours - longer).norm(dim=1) / longer.norm(dim=1)).median()
+    experts = "moe" in Checkpoint(directory).config["model_type"]  # two may be nearly alike
+    assert 0 < apart < (0.06 if experts else 0.02)
+    given = {"dtype": torch.bfloat16, "weight_dtype": weight_dtype}
+    alone = [LocalEngine(folder, **given).run([prompt], _GREEDY)[0].tokens for prompt in prompts]
+    company = LocalEngine(folder, step_tokens=48, max_running=8, **given)
+    assert [outcome.tokens for outcome in company.run([*prompts, *prompts], _GREEDY)] == alone * 2

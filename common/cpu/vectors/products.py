@@ -31,7 +31,7 @@ from common.cpu.vectors.llvm import (
     store,
     store_half_lines,
 )
-from common.cpu.vectors.stored import HALF_LINES, stored_bytes, widened_line
+from common.cpu.vectors.stored import HALF_LINES, Paired, kind_of, stored_bytes, widened_line
 
 NOTHING, ROWS = 0, -1
 """What a product may ask of the memory while it computes: nothing, or the rows of out and x that come next (all of
@@ -60,15 +60,16 @@ def _add_products(
     after the other, each sum rounded to float32 (AVX512-BF16's VDPBF16PS).
     w is 16 · `vectors`, or those of `HALF_LINES`, and the weights of one input are 16 · `across`, of which these are a
     part. `rows` and `vectors` are literals, of which the product is at most 24 (6 without AVX-512), since the sums stay
-    in registers. `stored` is an array of the type that the weights are stored in. `places` are (address of out, bytes
-    from one row of it to the next, the same of x, address of weights, address of the weights that come next, bytes of
-    them to ask for with each input). `ahead`, a literal, says what is asked of the memory meanwhile.
+    in registers. `stored` is an array of the type that the weights are stored in, as `kind_of` takes it. `places` are
+    (address of out, bytes from one row of it to the next, the same of x, address of weights, address of the weights
+    that come next, bytes of them to ask for with each input). `ahead`, a literal, says what is asked of the memory
+    meanwhile.
     """
     literals = (rows, vectors, across, ahead)
     if not all(isinstance(literal, types.IntegerLiteral) for literal in literals):
         return None  # numba asks again, with what it knows of constants
     signature = types.void(*literals, stored, types.UniTuple(types.intp, 7), types.intp)
-    shape, kind = _Shape(*(literal.literal_value for literal in literals)), stored.dtype
+    shape, kind = _Shape(*(literal.literal_value for literal in literals)), kind_of(stored)
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         _write_products(builder, shape, kind, cgutils.unpack_tuple(builder, given[5]), given[6])
@@ -145,7 +146,7 @@ def _write_turns(builder: Any, shape: _Shape, kind: Any, places: Sequence[Value]
 
 def _added(builder: Any, kind: Any, place: Value, weight: Sequence[Value], totals: Sequence[Value]) -> list[Value]:
     """Sums with the products of one input, whose number is at an address."""
-    if kind == types.uint64:
+    if kind == types.uint64 or isinstance(kind, Paired):
         both = spread_whole(builder, load(builder, place, FLAG))
         return [add_pairs(builder, total, both, part) for total, part in zip(totals, weight, strict=True)]
     number = spread(builder, load(builder, place, SINGLE))
@@ -162,12 +163,12 @@ def _in_pairs(_: Any, stored: Any) -> Any:
 
 
 def _widened_stretch(_: Any, vectors: Any, stored: Any, _wide: Any, _weights: Any, _count: Any) -> Any:
-    """Makes float32 of weights as they are stored, 16 · `vectors` for each of `count` inputs: from one address to
-    another, of which it gives back the one that has float32."""
+    """Makes float32 of weights as they are stored, 16 · `vectors` for each of `count` inputs, or words of each two of
+    them that are `Paired`: from one address to another, of which it gives back the one that has these."""
     if not isinstance(vectors, types.IntegerLiteral):
         return None
     signature = types.intp(vectors, stored, types.intp, types.intp, types.intp)
-    many, kind = vectors.literal_value, stored.dtype
+    many, kind = vectors.literal_value, kind_of(stored)
 
     def generate(_context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         _, _, wide, weights, count = given
@@ -176,7 +177,8 @@ def _widened_stretch(_: Any, vectors: Any, stored: Any, _wide: Any, _weights: An
         with cgutils.for_range(builder, count) as loop:
             place = at(builder, weights, loop.index, WORD(stored_bytes(kind, many)))
             for part, number in enumerate(widened_line(builder, kind, place, many)):
-                store(builder, number, at(builder, wide, loop.index, WORD(LINE * many), LINE * part))
+                to = at(builder, wide, loop.index, WORD(LINE * many), LINE * part)
+                store(builder, builder.bitcast(number, VECTOR), to)
         return wide
 
     return signature, generate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -51,13 +51,31 @@ e4m3, widened to 2⁻⁸ of itself; and in pairs (see `QuantizedPanels`) whole n
 2⁻¹⁴ of itself."""
 
 
+class Paired(NamedTuple):
+    """Numbers of 8 or 4 bits, all of which bfloat16 has: two inputs of an output are multiplied at once, as pairs of
+    `types.uint64` are. Each is stored as the type that this has."""
+
+    kind: Any
+
+
+def kind_of(stored: Any) -> Any:
+    """What weights are stored in, of the type of an array of it; `Paired`, of that of a tuple with the array alone."""
+    return Paired(stored.dtype.dtype) if isinstance(stored, types.UniTuple) else stored.dtype
+
+
 def stored_bytes(kind: Any, vectors: int) -> int:
-    """Bytes of the weights of one input."""
+    """Bytes of the weights of one input, or of two that are multiplied at once."""
+    if isinstance(kind, Paired):
+        return 2 * stored_bytes(kind.kind, vectors)
     return LANES * vectors * _BITS[kind] // 8
 
 
 def widened_line(builder: Any, kind: Any, place: Value, vectors: int) -> list[Value]:
     """The weights of one input, of those at an address: as vectors of float32, but for pairs of inputs."""
+    if isinstance(kind, Paired):
+        size = stored_bytes(kind.kind, vectors)
+        two = (widened_line(builder, kind.kind, plus(builder, place, size * which), vectors) for which in (0, 1))
+        return [_word(builder, *pair) for pair in zip(*two, strict=True)]
     if vectors == HALF_LINES:
         words = load(builder, place, HALF_WHOLE)
         shift, mask = (ir.Constant(HALF_WHOLE, [number] * (LANES // 2)) for number in (16, 0xFFFF0000))
@@ -86,6 +104,12 @@ def widened_line(builder: Any, kind: Any, place: Value, vectors: int) -> list[Va
         widen = _nibbles if kind == types.int32 else _shortest_floats
         return [number for line in lines for number in widen(builder, line)]
     return [load(builder, each, VECTOR) for each in places]
+
+
+def _word(builder: Any, low: Value, high: Value) -> Value:
+    """Two vectors of float32 whose lower halves are 0, as pairs of bfloat16."""
+    lower, upper = (builder.bitcast(number, WHOLE) for number in (low, high))
+    return builder.or_(builder.lshr(lower, flags(16)), upper)
 
 
 def _nibbles(builder: Any, line: Value) -> tuple[Value, Value]:

@@ -72,7 +72,7 @@ def _scale_stretch(form: Any, places: Any, constants: Any, count: Any) -> None:
 
 
 @inner
-def _constants(both: Any, scale: Any, kind: Any, zero: Any, group: Any, panel: Any, panels: Any) -> Any:
+def group_constants(both: Any, scale: Any, kind: Any, zero: Any, group: Any, panel: Any, panels: Any) -> Any:
     """The addresses of float32 scales [64] and zeros [64] of a group's outputs in a panel, for which there is room at
     the address `both`; zeros stay as they are there where no group has any."""
     place = scale.ctypes.data + group * scale.shape[1] + panel * (scale.shape[1] // panels)
@@ -121,7 +121,7 @@ def _few(
             places = (out_at, WIDTH * FLOAT, x_at, _STRETCH * FLOAT, numbers + begin * size, numbers, size)
             _add_few(form, min(AT_A_TIME, rows - row), places, end - begin)
         if end == ends[group]:
-            scales, zeros = _constants(both, scale, kind, zero, group, panel, codes.shape[0])
+            scales, zeros = group_constants(both, scale, kind, zero, group, panel, codes.shape[0])
             for row in range(rows):
                 of_x = sums[row, group] if zero.shape[0] else np.float32(0.0)
                 add_scaled(VECTORS, (totals, parts, scales, zeros), row * WIDTH * FLOAT, of_x)
@@ -154,7 +154,7 @@ def _many(
     numbers = codes.ctypes.data + panel * inputs * size
     apart = _STRETCH * TILE * LINE
     group = 0
-    constants = _constants(both, scale, kind, zero, 0, panel, codes.shape[0])
+    constants = group_constants(both, scale, kind, zero, 0, panel, codes.shape[0])
     for stretch in range(packed.shape[0]):
         begin, last = stretch * _STRETCH, min(inputs, (stretch + 1) * _STRETCH)
         while begin < last:
@@ -163,7 +163,7 @@ def _many(
             _scale_stretch(form, (to, apart, numbers + begin * size), constants, end - begin)
             if end == ends[group] and end < inputs:
                 group += 1
-                constants = _constants(both, scale, kind, zero, group, panel, codes.shape[0])
+                constants = group_constants(both, scale, kind, zero, group, panel, codes.shape[0])
             begin = end
         x = packed.ctypes.data + (stretch * packed.shape[1] + first) * _STRETCH * FLOAT
         for tile in range(VECTORS // TILE):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from common.cpu.jit import Array
-from llm_service.layers.cpu import quantized_kernel, selection
+from llm_service.layers.cpu import quantized_kernel, quantized_pairs, selection
 from llm_service.layers.cpu.panel_kernel import WIDTH
 from llm_service.layers.cpu.quantized_kernel import BFLOAT16, E2M1, E4M3, FLOAT16, FLOAT32, INT8, NIBBLES
 from llm_service.layers.quantized_weight import GroupedWeight, Number, QuantizedWeight, table
@@ -46,7 +47,7 @@ class QuantizedPanels:
     the checkpoint has them, for all outputs of a group; `kind` says their type. `zero` int8 is [groups, outputs], or
     [1, outputs] where all groups have the same, or [0, outputs] where there is none. `unit` float32 [outputs]; ends and
     order are int32 [groups] and [inputs], or [0] where inputs are in order. All but `outputs` count outputs in whole
-    panels.
+    panels. `pairs`: rows are rounded to bfloat16, which all numbers are, and multiplied in pairs of inputs.
     """
 
     number: Number
@@ -58,12 +59,15 @@ class QuantizedPanels:
     unit: Array
     ends: Array
     order: Array
+    pairs: bool
 
     @classmethod
-    def of(cls, parts: Sequence[QuantizedWeight], order: Tensor | None = None) -> QuantizedPanels | None:
+    def of(
+        cls, parts: Sequence[QuantizedWeight], order: Tensor | None = None, *, bfloat16: bool = False
+    ) -> QuantizedPanels | None:
         """Lays out weights over the same inputs, one below the other; `order` int64 [outputs] says where each of their
-        outputs goes. None where they are not quantised alike, or the kernel does not compute here. Raises ValueError
-        where a weight is not a number."""
+        outputs goes. With `bfloat16` rows are rounded to that where products are faster so. None where they are not
+        quantised alike, or the kernel does not compute here. Raises ValueError where a weight is not a number."""
         if not _fits(parts[0]) or (whole := GroupedWeight.of(parts, order)) is None:
             return None
         unit = whole.unit / _SHARE.get(whole.number, 1.0)
@@ -82,12 +86,17 @@ class QuantizedPanels:
             _in_panels(unit.unsqueeze(0)).numpy()[0],
             whole.ends.numpy(),
             (torch.empty(0, dtype=torch.int32) if whole.order is None else whole.order.int()).numpy(),
+            bfloat16 and selection.computes_bfloat16() and quantized_pairs.fits(whole.ends.numpy()),
         )
 
     @property
     def kernels(self) -> frozenset[str]:
         """See `NumbaCompiled`."""
-        return frozenset({"llm_service.layers.cpu.quantized_kernel:product"})
+        return frozenset({f"{self._kernel.__name__}:product"})
+
+    @property
+    def _kernel(self) -> ModuleType:
+        return quantized_pairs if self.pairs else quantized_kernel
 
     @property
     def nbytes(self) -> int:
@@ -110,7 +119,7 @@ class QuantizedPanels:
         weight = (self.codes, _FORMS[self.number], self.scale, self.kind, self.zero, self.unit)
         added = None if bias is None else bias.numpy()
         groups = (self.ends, self.order)
-        return partial(quantized_kernel.product, weight=weight, groups=groups, bias=added, outputs=self.outputs)
+        return partial(self._kernel.product, weight=weight, groups=groups, bias=added, outputs=self.outputs)
 
     def wide(self, first: int = 0, last: int | None = None) -> Tensor:
         """float32 [outputs, inputs] of some panels, from one on up to another."""

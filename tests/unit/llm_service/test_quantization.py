@@ -9,6 +9,7 @@ from llm_service.layers.cpu.quantized_panels import QuantizedPanels
 from llm_service.layers.gpu.quantized_weight import GpuWeight
 from llm_service.layers.linear import PackedLinear
 from llm_service.layers.quantized_weight import QuantizedWeight
+from llm_service.layers.weight_dtype import Rounded
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -73,7 +74,7 @@ def test_a_layer_is_rounded_when_it_is_finalized_and_lets_go_of_its_weight() -> 
         parameter.data.copy_(drawn(*parameter.shape))
     x = drawn(3, 64, seed=2)
     expected = layer(x)
-    layer.finalize(rounded="int8")
+    layer.finalize(rounded=Rounded(int8=True))
     assert layer.weight.numel() == 0
     given = layer(x)
     assert not torch.equal(given, expected)

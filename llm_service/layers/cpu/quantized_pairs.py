@@ -1,0 +1,204 @@
+"""A product of several rows with quantised weights in panels, in bfloat16, compiled by numba for AVX512-BF16.
+
+Numbers of 8 and 4 bits are bfloat16 without loss, so rows alone are rounded. Few are multiplied with numbers that
+become words in registers; for many a stretch does so first. A group's sums, in float32, are multiplied with its scale.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from common.cpu import vectors
+from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.vectors.llvm import FLOAT, LANES
+from common.cpu.vectors.products import ROWS, add_scaled, widened_stretch
+from common.cpu.vectors.stored import lower_half, rounded, upper_half
+from llm_service.layers.cpu import panel_kernel, quantized_kernel
+from llm_service.layers.cpu.panel_kernel import (
+    AT_ONCE,
+    TOGETHER,
+    VECTORS,
+    WIDTH,
+    add_rows,
+    first_line,
+    task_rows,
+    write_panel,
+)
+from llm_service.layers.cpu.quantized_kernel import E4M3, INT8, NIBBLES, Weight, group_constants
+
+_STRETCH = 64
+"""Pairs of inputs that all rows go through before the next: 16 KiB of words, half of most first-level caches."""
+_ALONE = 24
+"""Rows whose numbers one thread puts side by side."""
+FEW = 2 * TOGETHER
+"""Rows that are multiplied with numbers as they are stored: what makes words of them is done for each six rows."""
+SHORTEST = 32
+"""Inputs of a group at the least: for shorter ones scales cost as much as products."""
+_E4M3, _INT8 = (np.empty(0, np.uint8),), (np.empty(0, np.int8),)
+_NIBBLES, _E2M1 = (np.empty(0, np.int32),), (np.empty(0, np.int64),)
+_PAIRS = np.empty(0, np.uint64)
+"""What numbers are stored in, as intrinsics know it: the first four are `Paired`."""
+
+
+@numba.njit(inline="always")
+def _add_few(form: Any, rows: Any, places: Any, count: Any) -> None:
+    """`add_products` of numbers in any form."""
+    if form == E4M3:
+        add_rows(VECTORS, VECTORS, 1, _E4M3, (0, rows), places, count)
+    elif form == INT8:
+        add_rows(VECTORS, VECTORS, 1, _INT8, (0, rows), places, count)
+    elif form == NIBBLES:
+        add_rows(VECTORS, VECTORS, 1, _NIBBLES, (0, rows), places, count)
+    else:
+        add_rows(VECTORS, VECTORS, 1, _E2M1, (0, rows), places, count)
+
+
+@numba.njit(inline="always")
+def _widen(form: Any, words: Any, numbers: Any, count: Any) -> None:
+    """`widened_stretch` of numbers in any form."""
+    if form == E4M3:
+        widened_stretch(VECTORS, _E4M3, words, numbers, count)
+    elif form == INT8:
+        widened_stretch(VECTORS, _INT8, words, numbers, count)
+    elif form == NIBBLES:
+        widened_stretch(VECTORS, _NIBBLES, words, numbers, count)
+    else:
+        widened_stretch(VECTORS, _E2M1, words, numbers, count)
+
+
+@inner
+def _multiply(
+    out: Any,
+    packed: Any,
+    sums: Any,
+    codes: Any,
+    form: Any,
+    scale: Any,
+    kind: Any,
+    zero: Any,
+    unit: Any,
+    bias: Any,
+    ends: Any,
+    panel: Any,
+    begin: Any,
+    rows: Any,
+) -> None:
+    """Fills out [begin : begin + rows] of one panel's outputs; sums float32 [rows, groups] are those of x, the others
+    are as in `_product`."""
+    inputs, size = codes.shape[1], codes.shape[2]
+    room = np.zeros((2 * (rows + 1) + _STRETCH + 2) * WIDTH + LANES, np.float32)
+    totals = room.ctypes.data + first_line(room) * FLOAT
+    parts = totals + (rows + 1) * WIDTH * FLOAT
+    words = parts + (rows + 1) * WIDTH * FLOAT
+    both = words + _STRETCH * WIDTH * FLOAT
+    numbers = codes.ctypes.data + panel * inputs * size
+    group = at = 0
+    while at < inputs:
+        stretch = at // (2 * _STRETCH)
+        end = min(ends[group], (stretch + 1) * 2 * _STRETCH)
+        pairs, first = (end - at) // 2, at // 2 - stretch * _STRETCH
+        x = packed.ctypes.data + ((stretch * packed.shape[1] + begin) * _STRETCH + first) * FLOAT
+        if rows <= FEW:
+            here = numbers + at * size
+            _add_few(form, rows, (parts, WIDTH * FLOAT, x, _STRETCH * FLOAT, here, here, 2 * size), pairs)
+        else:
+            _widen(form, words, numbers + at * size, pairs)
+            places = (parts, WIDTH * FLOAT, x, _STRETCH * FLOAT, words, words, WIDTH * FLOAT)
+            add_rows(VECTORS, VECTORS, ROWS, _PAIRS, (0, rows), places, pairs)
+        if end == ends[group]:
+            scales, zeros = group_constants(both, scale, kind, zero, group, panel, codes.shape[0])
+            for row in range(rows):
+                of_x = sums[begin + row, group] if zero.shape[0] else np.float32(0.0)
+                add_scaled(VECTORS, (totals, parts, scales, zeros), row * WIDTH * FLOAT, of_x)
+            group += 1
+        at = end
+    write_panel(out, panel, begin, rows, room, unit, bias)
+
+
+@inner
+def _pack_row(packed: Any, sums: Any, x: Any, ends: Any, order: Any, row: Any) -> None:
+    """uint32 packed [stretches, m, 64]: pairs of x [m, k], bits of float32, in an order if there is one, rounded to
+    bfloat16; and their sums float32 [m, groups], or [m, 0] where nobody wants them."""
+    inputs = x.shape[1]
+    for stretch in range(packed.shape[0]):
+        first = stretch * 2 * _STRETCH
+        for pair in range(min(_STRETCH, (inputs - first) // 2)):
+            place = first + 2 * pair
+            low = x[row, order[place] if len(order) else place]
+            high = x[row, order[place + 1] if len(order) else place + 1]
+            packed[stretch, row, pair] = rounded(low) >> np.uint32(16) | rounded(high) & np.uint32(0xFFFF0000)
+    at = 0
+    for group in range(sums.shape[1]):
+        total = np.float32(0.0)
+        while at < ends[group]:
+            word = packed[at // 2 // _STRETCH, row, at // 2 % _STRETCH]
+            total += lower_half(word) + upper_half(word)
+            at += 2
+        sums[row, group] = total
+
+
+def _product(
+    out: Any,
+    x: Any,
+    codes: Any,
+    form: Any,
+    scale: Any,
+    kind: Any,
+    zero: Any,
+    unit: Any,
+    bias: Any,
+    ends: Any,
+    order: Any,
+    most: Any,
+) -> None:
+    """float32 out [m, outputs], x [m, k] as bits; bias [outputs] or [0]; the others as in `QuantizedPanels`, for
+    groups that fit. A task has `most` rows of a panel's outputs."""
+    rows, inputs = x.shape
+    stretches = (inputs + 2 * _STRETCH - 1) // (2 * _STRETCH)
+    packed = np.empty((stretches, rows + 1, _STRETCH), np.uint32)
+    for stretch in range(stretches):
+        packed[stretch, rows] = np.uint32(0)
+    sums = np.empty((rows, len(ends) if zero.shape[0] else 0), np.float32)
+    if rows <= _ALONE:
+        for row in range(rows):
+            _pack_row(packed, sums, x, ends, order, row)
+    else:
+        for row in numba.prange(rows):
+            _pack_row(packed, sums, x, ends, order, row)
+    parts = (rows + most - 1) // most
+    for task in numba.prange(codes.shape[0] * parts):
+        begin, panel = np.intp(task) % parts * most, np.intp(task) // parts
+        count = min(most, rows - begin)
+        _multiply(out, packed, sums, codes, form, scale, kind, zero, unit, bias, ends, panel, begin, count)
+
+
+_kernel = compiled(_product, made_of=[vectors, panel_kernel, quantized_kernel])
+_matrix, _vector, _places = numba.float32[:, ::1], numba.float32[::1], numba.int32[::1]
+_weight = (numba.uint8[:, :, ::1], numba.intp, numba.uint8[:, ::1], numba.intp, numba.int8[:, ::1], _vector)
+TYPED = {"product": Typed(_kernel, (_matrix, numba.uint32[:, ::1], *_weight, _vector, _places, _places, numba.intp))}
+_NONE = np.empty(0, np.float32)
+
+
+def fits(ends: Array) -> bool:
+    """Whether groups that end so are long enough, and no pair is in two of them."""
+    lengths = np.diff(ends, prepend=0)
+    return not (lengths % 2).any() and int(lengths.min(initial=SHORTEST)) >= SHORTEST
+
+
+def product(x: Array, weight: Weight, groups: tuple[Array, Array], bias: Array | None, outputs: int) -> Array:
+    """As `quantized_kernel.product`, for groups that fit, but that rows are rounded to bfloat16.
+
+    Raises ValueError where x has another shape or type.
+    """
+    codes = weight[0]
+    if x.ndim != 2 or x.shape[1] != codes.shape[1] or x.dtype != np.float32:
+        raise ValueError(f"{x.dtype} {x.shape} does not fit a weight of {codes.shape[1]} inputs")
+    out, bits = np.empty((len(x), outputs), np.float32), np.ascontiguousarray(x).view(np.uint32)
+    for begin in range(0, len(x), AT_ONCE):
+        part = bits[begin : begin + AT_ONCE]
+        most = task_rows(len(part), len(codes), numba.get_num_threads())
+        _kernel(out[begin : begin + AT_ONCE], part, *weight, _NONE if bias is None else bias, *groups, most)
+    return out
