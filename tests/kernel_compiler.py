@@ -288,6 +288,13 @@ def quantized(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
             wide = ("out",) if constants["SPLITS"] > 1 else ()
             types = {"scales": scales}
             found[f"{what}, {name}"] = compiled(capability, kernel, dtype, wide, types, **same, **constants, **launch)
+        if number is Number.INT8:  # in float32 tiles are the largest
+            launch = asdict(weights_gpu.Launch.of(40, 4096, 4096, weights_gpu.tile_for(torch.float32, 128)))
+            constants = {key.upper(): launch.pop(key) for key in ("rows", "outputs", "inputs", "splits")}
+            constants |= {"ONE": one, "COLUMNS": columns, "EXPERTS": 1, "POWER": 1, "PRECISION": "ieee"}
+            given, types = {**same, **constants, **launch}, {"scales": scales}
+            kernel = quantized_kernel.product_kernel
+            found["some rows, int8, fp32"] = compiled(capability, kernel, torch.float32, ("out",), types, **given)
         if number is not Number.UINT4:
             continue
         outputs, inputs = weights_gpu._WIDEN

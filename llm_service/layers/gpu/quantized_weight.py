@@ -194,7 +194,7 @@ class GpuWeight:
         experts, m, n = len(self.codes), len(x), self.outputs
         if not m:
             return x.new_empty(0, n)
-        launch = Launch.of(m if ends is None else -(-m // experts), n, self.inputs, self.tile)
+        launch = Launch.of(m if ends is None else -(-m // experts), n, self.inputs, tile_for(x.dtype, self.tile))
         splits = launch.splits if ends is None else 1
         tiles = triton.cdiv(m, launch.rows) if ends is None else m // launch.rows + min(m, experts)
         dtype = x.dtype if splits == 1 else torch.float32
@@ -226,6 +226,11 @@ class GpuWeight:
             "E4M3_SCALES": self.scale.dtype == torch.uint8,
             "ZEROS": min(2, self.zero.shape[1]),
         }
+
+
+def tile_for(dtype: torch.dtype, tile: int) -> int:
+    """Inputs of a tile for rows of a type: three tiles of float32 have to fit into 99 KiB of shared memory as well."""
+    return min(64, tile) if dtype == torch.float32 else tile
 
 
 def _alike(one: GroupedWeight, other: GroupedWeight) -> bool:
