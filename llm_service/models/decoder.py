@@ -83,6 +83,11 @@ class Decoder(nn.Module):
         return self.norm.weight.device
 
     @property
+    def hidden_size(self) -> int:
+        """Of what is between layers."""
+        return self.config.hidden_size
+
+    @property
     def spans(self) -> SpanRule:
         """In which layers rows of one run see each other."""
         return self.config.spans

@@ -4,89 +4,43 @@ its own, any number of sequences go in one batch, and a prompt in any number of 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from common import log
 from common.checkpoint import CheckpointError
 from common.library_classes import decoder_of, keep_only, layers_of_levels, library, towers_within
-from llm_service.families.family import SpanRule
-from llm_service.layers.attention.backend import AttentionKind
+from llm_service.families.family import OF_PROMPTS, SpanRule
+from llm_service.layers.attention.backend import AttentionBackend, AttentionKind, CacheShape
+from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.general_backend import AttentionRule, GeneralBackend, GeneralBatch
 from llm_service.layers.cache_spec import PagedKV
 from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.layers.mixer import StateBackend
 from llm_service.models.decoder import Deepstack, kernels_of
-from llm_service.models.layer_rules import chunk_of, take_tempering
+from llm_service.models.layer_rules import take_tempering
+from llm_service.models.library_attention import (
+    NAME,
+    Attend,
+    LibraryAttention,
+    attend_as_ours,
+    attending,
+    beyond_kernels,
+    kind_of,
+    layer_of,
+)
 from llm_service.models.library_linear import Fill
 from llm_service.models.library_shares import share_out
 
-NAME = "twinlens"
-"""Our attention's among the library's."""
+GENERAL = "general"
+"""Names attention by torch, which knows every rule."""
 
-_WITHOUT_MEANING = frozenset({"dropout", "position_ids", "use_cache"})
-"""What the library's layers hand on to attention besides, and nothing depends on here."""
+MakesBackend = Callable[[CacheShape], AttentionBackend]
 
-Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, AttentionRule], Tensor]
-"""From a layer's attention, queries [n, heads, width], keys and values [n, kv_heads, …] → [n, heads, depth]."""
-
-_attend: ContextVar[Attend | None] = ContextVar("attend", default=None)
-
-
-@contextmanager
-def attending(by: Attend) -> Iterator[None]:
-    """In the block, the library's layers attend so. There is one step at a time."""
-    assert _attend.get() is None, "a step within a step"
-    token = _attend.set(by)
-    try:
-        yield
-    finally:
-        _attend.reset(token)
-
-
-def attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **more: Any,
-) -> tuple[Tensor, None]:
-    """What the library calls: query [1, heads, n, width], key and value [1, kv_heads, n, …] → [1, n, heads, depth]."""
-    by = _attend.get()
-    assert by is not None, "it is called in a step alone"
-    if attention_mask is not None:
-        raise CheckpointError(f"{type(module).__name__} has a mask of its own")
-    if unknown := [name for name, value in more.items() if value is not None and name not in _WITHOUT_MEANING]:
-        raise CheckpointError(f"{type(module).__name__} hands on a {unknown[0]}, which our attention does not know")
-    rule = AttentionRule(scaling, sliding_window, softcap, s_aux, chunk_of(module))
-    queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
-    out = by(module, queries, keys, values, rule)
-    return out.unsqueeze(0), None
-
-
-class LibraryAttention:
-    """A layer's attention as the caches see it."""
-
-    def __init__(self, spec: PagedKV) -> None:
-        self._spec = spec
-
-    def cache_spec(self) -> PagedKV:
-        """Keys and values, as wide as the wider of both."""
-        return self._spec
-
-    def state_backend(self) -> StateBackend:
-        """There is no state."""
-        raise NotImplementedError
+_log = log.get("library_decoder")
 
 
 class LibraryDecoder:
@@ -104,11 +58,13 @@ class LibraryDecoder:
         adds_rows: bool = False,
         group: TensorGroup = ALONE,
         fill: Fill | None = None,
+        attention: str | MakesBackend = GENERAL,
     ) -> None:
         """`model` is the library's, of which there need be no more than its text; of it this rank's share is kept, on
         the device. Places are counted on `axes` axes. `spans`: which tokens see those behind them; where all of media
         do, these are `together`. `adds_rows`: to what the table has for their places. `fill` reads what linear layers
-        of ours are still without. Raises CheckpointError where the model cannot be served so."""
+        of ours are still without. `attention`: a back end's name, or what makes one; `auto` is on GPUs that of our
+        decoder where it knows how the layers attend. Raises CheckpointError where the model cannot be served so."""
         self.dtype, self.device, self.spans, self.group, self._axes = dtype, device, spans, group, axes
         self.kv_dtype, self.adds_rows = dtype, adds_rows
         self.together = torch.tensor(together, dtype=torch.int64, device=device)
@@ -128,11 +84,17 @@ class LibraryDecoder:
         self._takes = inspect.signature(self._text.forward).parameters.keys()
         self._pad = getattr(self._text.config, "pad_token_id", None) or 0
         self._media, self._marks = _tokens(model.config, _MEDIA, device), _tokens(model.config, _MARKS, device)
-        library().AttentionInterface.register(NAME, attention)
+        library().AttentionInterface.register(NAME, attend_as_ours)
         for part in self._text.modules():
             if isinstance(part, library().PreTrainedModel):
                 part.config._attn_implementation_internal = NAME
+        self._rules: dict[int, AttentionRule] = {}
         self._specs = self._find_specs()
+        self._attention = attention
+        self._why_general = self._find_why_general()
+        if not self._why_general:
+            kinds = {layer: kind_of(rule, spans) for layer, rule in self._rules.items()}
+            self._specs = {layer: replace(spec, kind=kinds[layer]) for layer, spec in self._specs.items()}
 
     def weights(self) -> nn.Module:
         """All that has any."""
@@ -179,11 +141,18 @@ class LibraryDecoder:
         places_of = {layer: at for at, layer in enumerate(self._specs)}
 
         def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-            at, tempering = places_of[_layer(module)], self._tempering.get(_layer(module))
-            batch: GeneralBatch = batches[at]
+            at, tempering = places_of[layer_of(module)], self._tempering.get(layer_of(module))
+            batch: Any = batches[at]
             if tempering is not None:
                 query = tempering.of(query, positions[0])
-            return batch.attend(query, key, value, caches[at], replace(rule, media=media)).view(*query.shape[:2], -1)
+            if not self._why_general:
+                if rule != self._rules[layer_of(module)]:
+                    raise CheckpointError(f"{type(module).__name__} attends by another rule in each step")
+                given = (each.contiguous() for each in (query, key, value))
+                paged: Tensor = batch.attend(*given, caches[at])
+                return paged.view(*query.shape[:2], -1)
+            out: Tensor = batch.attend(query, key, value, caches[at], replace(rule, media=media))
+            return out.view(*query.shape[:2], -1)
 
         if self._axes > len(positions):  # the first is a token's own number in its sequence
             numbers = [
@@ -226,11 +195,14 @@ class LibraryDecoder:
     def _find_specs(self) -> dict[int, PagedKV]:
         """What each layer keeps, found out by one token."""
         found: dict[int, PagedKV] = {}
+        self._narrower = False
         seeing = AttentionKind(spans=self.spans is not SpanRule.NOWHERE)
 
-        def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _: AttentionRule) -> Tensor:
+        def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
             width = max(key.shape[-1], value.shape[-1])
-            if found.setdefault(_layer(module), spec := PagedKV(query.shape[1], key.shape[1], width, seeing)) != spec:
+            self._rules[layer_of(module)] = rule
+            self._narrower |= key.shape[-1] != value.shape[-1]
+            if found.setdefault(layer_of(module), spec := PagedKV(query.shape[1], key.shape[1], width, seeing)) != spec:
                 raise CheckpointError(f"{type(module).__name__} attends twice in one layer")
             return query.new_zeros(*query.shape[:2], value.shape[-1])
 
@@ -260,17 +232,46 @@ class LibraryDecoder:
         """Each layer's, in order."""
         return [LibraryAttention(spec) for spec in self._specs.values()]
 
-    def backend(self, shape: Any) -> GeneralBackend:
+    def backend(self, shape: CacheShape) -> AttentionBackend | GeneralBackend:
         """What makes its batches."""
-        return GeneralBackend(shape, self.device, self.spans)
+        if self._why_general:
+            return GeneralBackend(shape, self.device, self.spans)
+        if isinstance(self._attention, str):
+            return choose(self._attention, shape, self.dtype, self.device)
+        return self._attention(shape)
+
+    def _find_why_general(self) -> str:
+        """Why `GeneralBackend` computes attention; empty where a back end of our decoder does. Raises CheckpointError
+        where one was asked for that cannot."""
+        if self._attention in (GENERAL, "torch") or (self._attention == "auto" and self.device.type == "cpu"):
+            return "torch computes its attention"
+        why = next((why for rule in self._rules.values() if (why := beyond_kernels(rule))), "")
+        if self._narrower:
+            why = "keys are wider than values"
+        elif self.spans in (*OF_PROMPTS, SpanRule.ALL_MEDIA):
+            why = "all tokens of a prompt, or of its media, see each other"
+        elif _ROUTED in self._takes or self._axes > _MOST_AXES:
+            why = "what it is told of tokens depends on where they stand in a step"
+        if why and self._attention != "auto":
+            raise CheckpointError(
+                f"--attention {self._attention} is not for this model, which the library computes: {why}"
+            )
+        if why:
+            _log.info("torch computes attention", why=why)
+        return why
 
     def kernels(self) -> set[str]:
         """Those of weights in 8 or 4 bits."""
         return kernels_of(self.weights())
 
     def not_capturable(self) -> str:
-        """Why there are no graphs."""
-        return "the library computes this model"
+        """Why there are no graphs, as far as it is known before a step was tried."""
+        return self._why_general
+
+    @property
+    def hidden_size(self) -> int:
+        """Of what is between layers."""
+        return int(self._text.config.hidden_size)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[m, hidden] → float32 [m, vocabulary]."""
@@ -281,6 +282,9 @@ class LibraryDecoder:
         """[m, hidden] → int64 [m], of the tokens with the highest logits the first."""
         return self.logits(hidden).argmax(-1)
 
+
+_MOST_AXES = 3
+"""Of positions, as a plan has them."""
 
 _ROUTED = "moe_mm_token_type_ids"
 """Names an argument: 0 where experts of text compute a token, else those of media."""
@@ -346,13 +350,6 @@ class _Output:
 
     def __getattr__(self, _: str) -> None:
         return None
-
-
-def _layer(module: nn.Module) -> int:
-    index = getattr(module, "layer_idx", None)
-    if not isinstance(index, int):
-        raise CheckpointError(f"{type(module).__name__} does not know which layer it is of")
-    return index
 
 
 def text_alone(model: Any) -> None:

@@ -11,7 +11,7 @@ from common.checkpoint import Checkpoint, CheckpointError
 from common.library import LibraryModel
 from common.library_classes import load
 from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.models.library_decoder import LibraryDecoder, text_alone
+from llm_service.models.library_decoder import LibraryDecoder, MakesBackend, text_alone
 from llm_service.models.library_linear import Fill, fill_quantised, leave_quantised, round_linears
 from llm_service.models.quantized import Scheme
 from llm_service.models.trial import Finding, try_out
@@ -28,9 +28,11 @@ def load_library_decoder(
     finding: Finding | None = None,
     *,
     weight_dtype: str = "",
+    attention: str | MakesBackend = "auto",
 ) -> LibraryDecoder:
     """Reads the text's weights alone, and keeps this rank's share of them; None: its trial has yet to be made.
-    `weight_dtype` int8 rounds the matrices of its linear layers, and of the head. Raises CheckpointError where the
+    `weight_dtype` int8 rounds the matrices of its linear layers, and of the head; `attention` as
+    `LibraryDecoder` has it. Raises CheckpointError where the
     library cannot, or we cannot serve it so."""
     scheme, int8 = Scheme.of(checkpoint.config), weight_dtype == "int8"
     if int8 and scheme is not None:
@@ -62,4 +64,5 @@ def load_library_decoder(
         adds_rows=found.adds_rows,
         group=group,
         fill=fill,
+        attention=attention,
     )

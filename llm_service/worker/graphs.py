@@ -26,6 +26,7 @@ from llm_service.layers.cache_spec import Segment
 from llm_service.layers.mixer import StateMetadata
 from llm_service.layers.transfer import ALIGNMENT, aligned
 from llm_service.models.decoder import Decoder, Deepstack
+from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.plan import Chunk, StepPlan
 from llm_service.worker.adapters import RankAdapters
 from llm_service.worker.caches import Caches
@@ -251,7 +252,7 @@ class GraphRunner:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Decoder | LibraryDecoder,
         caches: Caches,
         bounds: CaptureBounds,
         capture: Capture,
@@ -271,14 +272,15 @@ class GraphRunner:
         self._decoder, self._caches, self._bounds = decoder, caches, bounds
         self._adapters = adapters if adapters is not None and adapters.capturable else None
         self._null_slot = caches.null_block * caches.block_size
-        like = torch.empty(decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device)
+        like = torch.empty(decoder.hidden_size, dtype=decoder.dtype, device=decoder.device)
         self._buffers = Buffers.of(bounds, caches.block_size, like)
         self._filled = 0  # leading places of `deep` that hold rows of the replay before
         self._graphs: dict[GraphKind, list[Graph]] = {kind: [] for kind in GraphKind}
+        ours = isinstance(decoder, Decoder)  # the library's has the host look at prompts
         sizes = {
             GraphKind.DECODE: decode_sizes(bounds.sequences),
-            GraphKind.VERIFY: verify_sizes(bounds.draft_rows) if bounds.drafts else [],
-            GraphKind.PREFILL: prefill_sizes(bounds.tokens),
+            GraphKind.VERIFY: verify_sizes(bounds.draft_rows) if bounds.drafts and ours else [],
+            GraphKind.PREFILL: prefill_sizes(bounds.tokens) if ours else [],
         }
         ways = [False] if self._adapters is None else [False, True]
         wanted = [(size, kind, adapted) for kind in GraphKind for size in sizes[kind] for adapted in ways]

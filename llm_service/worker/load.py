@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 import torch
@@ -166,13 +167,10 @@ def _decoder(
     text = None if settings.library is None else known_text(checkpoint, settings.library, group, settings.max_context)
     if settings.library is None or text is not None:
         return load_decoder(checkpoint, dtype, device, group, weight_dtype=settings.weight_dtype, text=text)
-    asked = {
-        "--compile": settings.compile,
-        f"--attention {settings.attention}": settings.attention not in ("auto", "torch"),
-    }
-    if refused := [option for option, given in asked.items() if given]:
-        raise CheckpointError(f"{refused[0]} is not for a model that the library computes")
-    return load_library_decoder(checkpoint, settings.library, dtype, device, group, weight_dtype=settings.weight_dtype)
+    if settings.compile:
+        raise CheckpointError("--compile is not for a model that the library computes")
+    own: dict[str, Any] = {"weight_dtype": settings.weight_dtype, "attention": settings.attention}
+    return load_library_decoder(checkpoint, settings.library, dtype, device, group, **own)
 
 
 def _with_room(settings: EngineSettings, checkpoint: Checkpoint, decoder: Decoder | LibraryDecoder) -> EngineSettings:

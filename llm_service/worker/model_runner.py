@@ -26,6 +26,7 @@ from llm_service.plan import AdapterOrder, Draw, Install, StepPlan, StepResult, 
 from llm_service.worker import sampler
 from llm_service.worker.adapters import RankAdapters
 from llm_service.worker.caches import Caches
+from llm_service.worker.capture_trial import what_waits
 from llm_service.worker.changeover import Changeover
 from llm_service.worker.device_tables import DeviceTables
 from llm_service.worker.fusion import fuse
@@ -159,12 +160,12 @@ class ModelRunner:
 
     def not_capturable(self) -> str:
         """Why there can be no graphs; empty where there can."""
-        return self.caches.not_capturable() or self._decoder.not_capturable()
+        why = self.caches.not_capturable() or self._decoder.not_capturable()
+        return why or (what_waits(self._decoder, self.caches) if isinstance(self._decoder, LibraryDecoder) else "")
 
     @torch.inference_mode()
     def capture(self, bounds: CaptureBounds, capture: Capture, *, max_bytes: int, agree: Callable[[int], int]) -> None:
         """Captures graphs of batches within bounds; see `GraphRunner`. Nothing may be in the way (`not_capturable`)."""
-        assert isinstance(self._decoder, Decoder), "the library's are not captured"
         given = self._decoder, self.caches, bounds, capture
         self.graphs = GraphRunner(*given, max_bytes=max_bytes, agree=agree, adapters=self.adapters)
 
@@ -262,8 +263,9 @@ class ModelRunner:
         return out, out[moved.drawn] if self._keeps_all(plan) else out, scores
 
     def _ids_of_layers(self, plan: StepPlan, token_ids: Tensor) -> Tensor | None:
-        """See `Decoder.ids_of_layers`."""
-        assert isinstance(self._decoder, Decoder), "the library's tells rows by their tokens"
+        """See `Decoder.ids_of_layers`; the library's tells rows by their tokens."""
+        if isinstance(self._decoder, LibraryDecoder):
+            return token_ids
         return self._decoder.ids_of_layers(token_ids, [(row.at, row.at + row.count) for row in plan.rows])
 
     def _keeps_all(self, plan: StepPlan) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import methodcaller
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -164,8 +165,8 @@ class LocalEngine:
         if library is None or text is not None:
             decoder = load_decoder(checkpoint, dtype, torch.device(device), weight_dtype=weight_dtype, text=text)
         else:
-            given = checkpoint, library, dtype, torch.device(device)
-            decoder = load_library_decoder(*given, finding=finding, weight_dtype=weight_dtype)
+            own: dict[str, Any] = {"finding": finding, "weight_dtype": weight_dtype, "attention": attention}
+            decoder = load_library_decoder(checkpoint, library, dtype, torch.device(device), **own)
             attention = decoder.backend
         self.decoder = decoder
         self._buffer = SharedBuffer.create("test-rows", 64 << 20)

@@ -32,7 +32,7 @@ from llm_service.families.family import SpanRule
 from llm_service.families.registry import TEXT_FAMILIES
 from llm_service.layers.attention import general_backend
 from llm_service.layers.attention.backend import PagedChunk
-from llm_service.models import layer_rules, library_decoder, trial
+from llm_service.models import layer_rules, library_attention, library_decoder, trial
 from llm_service.models.library_loader import load_library_decoder
 from llm_service.models.served import ServedModel
 from llm_service.models.trial import TrialPrompt, drawn_prompt, try_config, try_out
@@ -90,7 +90,7 @@ def test_a_trial_tells_what_llama_4_wants_of_attention(what: str, monkeypatch: p
     config = config_of_recipe("llama4")
     assert try_config(config, drawn_prompt).spans is SpanRule.NOWHERE
     if what == "chunks":
-        monkeypatch.setattr(library_decoder, "chunk_of", lambda _: None)
+        monkeypatch.setattr(library_attention, "chunk_of", lambda _: None)
     else:
         monkeypatch.setattr(layer_rules.Tempering, "of", lambda _, query, __: query)
     with pytest.raises(CheckpointError, match="llama4 gives other logits in chunks"):
@@ -181,10 +181,10 @@ def test_rows_of_kinds_that_are_asked_for_again_go_among_those_of_the_page(
 def test_an_attention_that_hands_on_what_ours_does_not_know_is_refused() -> None:
     query = torch.zeros(1, 2, 3, 4)
     with (
-        library_decoder.attending(lambda *_: torch.zeros(3, 2, 4)),
+        library_attention.attending(lambda *_: torch.zeros(3, 2, 4)),
         pytest.raises(CheckpointError, match="hands on a position_bias"),
     ):
-        library_decoder.attention(torch.nn.Module(), query, query, query, None, position_bias=query)
+        library_attention.attend_as_ours(torch.nn.Module(), query, query, query, None, position_bias=query)
 
 
 def test_a_family_of_ours_and_the_library_make_the_same_of_one_checkpoint(checkpoints: Callable[..., Path]) -> None:

@@ -63,7 +63,6 @@ def test_a_gpu_that_is_too_small_is_told_in_one_line(monkeypatch: pytest.MonkeyP
     ("given", "named"),
     [
         ({"compile": True}, "--compile"),
-        ({"attention": "numba"}, "--attention numba"),
     ],
 )
 def test_what_a_model_that_the_library_computes_does_not_have_is_refused_by_name(

@@ -1,0 +1,107 @@
+"""Attention of the library's layers as ours: what the library calls, what it says of a layer, and what our back ends
+know of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor, nn
+
+from common.checkpoint import CheckpointError
+from llm_service.families.family import SpanRule
+from llm_service.layers.attention.backend import AttentionKind
+from llm_service.layers.attention.general_backend import AttentionRule
+from llm_service.layers.cache_spec import PagedKV
+from llm_service.layers.mixer import StateBackend
+from llm_service.models.layer_rules import chunk_of
+
+NAME = "twinlens"
+"""Our attention's among the library's."""
+
+_WITHOUT_MEANING = frozenset({"dropout", "position_ids", "use_cache"})
+"""What the library's layers hand on to attention besides, and nothing depends on here."""
+
+Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, AttentionRule], Tensor]
+"""From a layer's attention, queries [n, heads, width], keys and values [n, kv_heads, …] → [n, heads, depth]."""
+
+_attend: ContextVar[Attend | None] = ContextVar("attend", default=None)
+
+
+@contextmanager
+def attending(by: Attend) -> Iterator[None]:
+    """In the block, the library's layers attend so. There is one step at a time."""
+    assert _attend.get() is None, "a step within a step"
+    token = _attend.set(by)
+    try:
+        yield
+    finally:
+        _attend.reset(token)
+
+
+def attend_as_ours(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """What the library calls: query [1, heads, n, width], key and value [1, kv_heads, n, …] → [1, n, heads, depth]."""
+    by = _attend.get()
+    assert by is not None, "it is called in a step alone"
+    if attention_mask is not None:
+        raise CheckpointError(f"{type(module).__name__} has a mask of its own")
+    if unknown := [name for name, value in more.items() if value is not None and name not in _WITHOUT_MEANING]:
+        raise CheckpointError(f"{type(module).__name__} hands on a {unknown[0]}, which our attention does not know")
+    rule = AttentionRule(scaling, sliding_window, softcap, s_aux, chunk_of(module))
+    queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
+    out = by(module, queries, keys, values, rule)
+    return out.unsqueeze(0), None
+
+
+class LibraryAttention:
+    """A layer's attention as the caches see it."""
+
+    def __init__(self, spec: PagedKV) -> None:
+        self._spec = spec
+
+    def cache_spec(self) -> PagedKV:
+        """Keys and values, as wide as the wider of both."""
+        return self._spec
+
+    def state_backend(self) -> StateBackend:
+        """There is no state."""
+        raise NotImplementedError
+
+
+def layer_of(module: nn.Module) -> int:
+    """The number of the layer that an attention is of; CheckpointError where it does not know that."""
+    index = getattr(module, "layer_idx", None)
+    if not isinstance(index, int):
+        raise CheckpointError(f"{type(module).__name__} does not know which layer it is of")
+    return index
+
+
+def beyond_kernels(rule: AttentionRule) -> str:
+    """What our decoder's back ends do not know of a rule, if there is anything."""
+    asked = {
+        "scores have a cap": rule.softcap,
+        "heads have sinks": rule.sinks,
+        "layers attend within chunks": rule.chunk,
+    }
+    return next((what for what, given in asked.items() if given is not None), "")
+
+
+def kind_of(rule: AttentionRule, spans: SpanRule) -> AttentionKind:
+    """The same for back ends of our decoder, where tokens see those behind them by `spans`."""
+    in_windows = spans is SpanRule.IN_WINDOWS and rule.window is not None
+    whole = spans is SpanRule.BEYOND_WINDOWS
+    seeing = in_windows or whole or spans is SpanRule.EVERYWHERE
+    return AttentionKind(rule.window or 0, seeing, rule.scale, whole)

@@ -1,0 +1,187 @@
+"""Texts that the library computes over the paged kernels of our decoder, and in graphs: without a GPU, as
+`test_llm_graphs` has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.checkpoint import CheckpointError
+from common.small_models import made_up
+from llm_service.families.family import SpanRule
+from llm_service.layers.attention.backend import AttentionKind
+from llm_service.layers.attention.general_backend import AttentionRule
+from llm_service.models.library_attention import beyond_kernels, kind_of
+from llm_service.models.library_decoder import LibraryDecoder, text_alone
+from llm_service.worker.capture_trial import Watch
+from llm_service.worker.graphs import GraphKind, decode_sizes
+from tests.parity.library_side import GREEDY, Served
+from tests.parity.test_llm_graphs import PEOPLE, graphed
+from tests.plain_attention import PlainTables
+from tests.quantized import FORMATS, quantize_checkpoint
+from tools.models.compare import PROMPTS, Reference
+from tools.models.tiny import config_of_recipe, make
+
+CPU = torch.device("cpu")
+ASKED = list(PROMPTS.values())
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+
+
+@pytest.fixture(scope="module")
+def cohere2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with windows, and a head that scales."""
+    return make("cohere2_vision", tmp_path_factory.mktemp("cohere2"))
+
+
+@pytest.fixture(scope="module")
+def said(cohere2: Path) -> list[list[int]]:
+    """By the library."""
+    library = Reference(cohere2)
+    return [library.tokens(library.inputs(parts)) for parts in ASKED]
+
+
+def captured(served: Served) -> Any:
+    """An engine with graphs of decode steps, whose buffers are poisoned after each replay."""
+    engine, _ = graphed(served.folder, library=served.found, finding=served.finding())
+    assert isinstance(engine.decoder, LibraryDecoder)
+    assert engine.runner.not_capturable() == ""
+    return engine
+
+
+def test_decode_steps_replay_and_give_the_same_tokens(cohere2: Path, said: list[list[int]]) -> None:
+    served = Served.of(cohere2)
+    engine = captured(served)
+    graphs = engine.runner.graphs
+    assert graphs.sizes == {
+        GraphKind.PREFILL: [],
+        GraphKind.VERIFY: [],
+        GraphKind.DECODE: decode_sizes(PEOPLE),
+    }
+    for _ in range(2):
+        before, steps = graphs.replays, engine.scheduler.counters.steps
+        outcomes = engine.run([served.prompt(parts) for parts in ASKED], GREEDY)
+        assert [outcome.tokens for outcome in outcomes] == said
+        done = engine.scheduler.counters.steps - steps
+        assert 0 < len(said[0]) - 1 <= graphs.replays - before < done, "prompts are computed eagerly, and nothing else"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "granite4_vision",  # levels of rows
+        pytest.param("exaone4_5", marks=pytest.mark.soak),
+        pytest.param("paddleocr_vl", marks=pytest.mark.soak),  # positions on three axes
+    ],
+)
+def test_other_texts_do_as_well(kind: str, tmp_path: Path) -> None:
+    served, library = Served.of(make(kind, tmp_path)), Reference(tmp_path)
+    engine = captured(served)
+    expected = [library.tokens(library.inputs(parts)) for parts in ASKED]
+    assert [each.tokens for each in engine.run([served.prompt(parts) for parts in ASKED], GREEDY)] == expected
+    assert engine.runner.graphs.replays > 0
+
+
+def test_quantised_weights_do_as_well(cohere2: Path, tmp_path: Path) -> None:
+    quantized, wide = quantize_checkpoint(cohere2, FORMATS["awq"], tmp_path, "model.language_model.")
+    served, library = Served.of(quantized), Reference(wide)
+    engine = captured(served)
+    assert engine.run([served.prompt(ASKED[0])], GREEDY)[0].tokens == library.tokens(library.inputs(ASKED[0]))
+    assert engine.runner.graphs.replays > 0
+
+
+@pytest.mark.parametrize("attention", ["triton", "numba"])
+def test_kernels_of_our_decoder_attend(attention: str, cohere2: Path, said: list[list[int]]) -> None:
+    """Those for GPUs in their interpreter: prompts in chunks, packed, and answers."""
+    served = Served.of(cohere2)
+    engine = served.engine(attention=attention, step_tokens=40)
+    assert {kind.backend.name for kind in engine.runner.caches.paged.values()} == {attention}
+    assert {spec.kind.window for spec in engine.runner.caches.paged} == {0, 24}
+    few = [1, 0] if attention == "triton" else range(len(ASKED))
+    outcomes = engine.run([served.prompt(ASKED[each]) for each in few], GREEDY)
+    assert [outcome.tokens for outcome in outcomes] == [said[each] for each in few]
+
+
+def test_they_know_rows_that_see_each_other(tmp_path: Path) -> None:
+    served, library = Served.of(make("gemma3", tmp_path)), Reference(tmp_path)
+    engine = served.engine(by_library=True, attention="numba")
+    assert all(spec.kind.spans for spec in engine.runner.caches.paged)
+    expected = [library.tokens(library.inputs(parts)) for parts in ASKED]
+    assert [each.tokens for each in engine.run([served.prompt(parts) for parts in ASKED], GREEDY)] == expected
+
+
+def test_a_step_that_the_host_waits_for_is_not_captured(cohere2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served.of(cohere2)
+    engine = served.engine(attention=PlainTables, max_running=PEOPLE)
+    assert engine.runner.not_capturable() == ""
+    text: Any = type(engine.decoder._text)
+    forward: Callable[..., Any] = text.forward
+
+    def looks(self: Any, *given: Any, **more: Any) -> Any:
+        assert more["position_ids"].max() >= 0
+        return forward(self, *given, **more)
+
+    monkeypatch.setattr(text, "forward", looks)
+    why = "the library waits for what the device has computed (aten::_local_scalar_dense)"
+    assert engine.runner.not_capturable() == why
+
+
+@pytest.mark.parametrize(
+    ("compute", "name"),
+    [
+        (lambda x: x[x > 0], "aten::index.Tensor"),
+        (lambda x: x.nonzero(), "aten::nonzero"),
+        (lambda x: torch.where(x > 0), "aten::nonzero"),
+        (lambda x: x.index_put_((x > 0,), x.new_ones(())), "aten::index_put_"),
+        (lambda x: x.unique(), "aten::_unique2"),
+        (lambda x: bool(x.any()), "aten::_local_scalar_dense"),
+        (lambda x: x.repeat_interleave(x.int()), "aten::repeat_interleave.Tensor"),
+        (lambda x: x.masked_fill(x > 0, 1.0)[x.argsort()].cumsum(0), ""),
+    ],
+)
+def test_what_a_graph_cannot_hold_is_seen(compute: Callable[[torch.Tensor], Any], name: str) -> None:
+    watch = Watch()
+    with watch:
+        compute(torch.tensor([1.0, 0.0, 2.0]))
+    assert watch.waits == name
+
+
+def test_what_kernels_do_not_know_is_left_to_torch_or_refused() -> None:
+    sinks = torch.zeros(2)
+    assert beyond_kernels(AttentionRule(0.5, window=4)) == ""
+    beyond = AttentionRule(softcap=30.0), AttentionRule(sinks=sinks), AttentionRule(chunk=8)
+    assert [bool(beyond_kernels(rule)) for rule in beyond] == [True] * 3
+    kinds = [kind_of(AttentionRule(0.5, window), rule) for rule in SpanRule for window in (None, 4)][:8]
+    assert kinds == [
+        AttentionKind(0, False, 0.5),
+        AttentionKind(4, False, 0.5),
+        AttentionKind(0, True, 0.5),
+        AttentionKind(4, True, 0.5),
+        AttentionKind(0, False, 0.5),
+        AttentionKind(4, True, 0.5),
+        AttentionKind(0, True, 0.5, True),
+        AttentionKind(4, True, 0.5, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("llama4", "layers attend within chunks"),
+        ("kimi_k25", "keys are wider than values"),
+        ("ernie4_5_vl_moe", "what it is told of tokens depends on where they stand in a step"),
+    ],
+)
+def test_a_back_end_that_does_not_know_a_layer_s_rule_is_refused_by_name(kind: str, why: str) -> None:
+    def decoder(attention: str) -> LibraryDecoder:
+        config = config_of_recipe(kind)
+        if kind == "kimi_k25":
+            config.text_config.v_head_dim = 12
+        return LibraryDecoder(made_up(config, text_alone), torch.float32, CPU, attention=attention)
+
+    with pytest.raises(CheckpointError, match=f"--attention triton is not for this model, .*: {why}"):
+        decoder("triton")
+    assert decoder("auto").not_capturable() == "torch computes its attention"
