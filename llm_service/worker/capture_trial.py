@@ -35,7 +35,7 @@ _INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "at
 """Those that do where an index is a mask."""
 
 
-class Watch(TorchDispatchMode):
+class WaitWatch(TorchDispatchMode):
     """Has in `waits` the name of the first operator, on whatever device, that a graph cannot hold."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ def what_waits(decoder: LibraryDecoder, caches: Caches) -> str:
     batches = caches.batches_over(numbers.metadata(table, longest_query=1, longest=caches.block_size), {})
     hidden = torch.zeros(_TOKENS, decoder.hidden_size, dtype=decoder.dtype, device=decoder.device)
     ids = torch.zeros(_TOKENS, dtype=torch.int32, device=decoder.device)
-    watch = Watch()
+    watch = WaitWatch()
     with watch:
         decoder(hidden, numbers.positions, caches.layers, batches, None, token_ids=ids)
     return f"the library waits for what the device has computed ({watch.waits})" if watch.waits else ""

@@ -17,7 +17,7 @@ from llm_service.layers.attention.backend import AttentionKind
 from llm_service.layers.attention.general_backend import AttentionRule
 from llm_service.models.library_attention import beyond_kernels, kind_of
 from llm_service.models.library_decoder import LibraryDecoder, text_alone
-from llm_service.worker.capture_trial import Watch
+from llm_service.worker.capture_trial import WaitWatch
 from llm_service.worker.graphs import GraphKind, decode_sizes
 from tests.parity.library_side import GREEDY, Served
 from tests.parity.test_llm_graphs import PEOPLE, graphed
@@ -97,7 +97,7 @@ def test_quantised_weights_do_as_well(cohere2: Path, tmp_path: Path) -> None:
 def test_kernels_of_our_decoder_attend(attention: str, cohere2: Path, said: list[list[int]]) -> None:
     """Those for GPUs in their interpreter: prompts in chunks, packed, and answers."""
     served = Served.of(cohere2)
-    engine = served.engine(attention=attention, step_tokens=40)
+    engine = served.engine(by_library=True, attention=attention, step_tokens=40)
     assert {kind.backend.name for kind in engine.runner.caches.paged.values()} == {attention}
     assert {spec.kind.window for spec in engine.runner.caches.paged} == {0, 24}
     few = [1, 0] if attention == "triton" else range(len(ASKED))
@@ -115,7 +115,7 @@ def test_they_know_rows_that_see_each_other(tmp_path: Path) -> None:
 
 def test_a_step_that_the_host_waits_for_is_not_captured(cohere2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = Served.of(cohere2)
-    engine = served.engine(attention=PlainTables, max_running=PEOPLE)
+    engine = served.engine(by_library=True, attention=PlainTables, max_running=PEOPLE)
     assert engine.runner.not_capturable() == ""
     text: Any = type(engine.decoder._text)
     forward: Callable[..., Any] = text.forward
@@ -143,7 +143,7 @@ def test_a_step_that_the_host_waits_for_is_not_captured(cohere2: Path, monkeypat
     ],
 )
 def test_what_a_graph_cannot_hold_is_seen(compute: Callable[[torch.Tensor], Any], name: str) -> None:
-    watch = Watch()
+    watch = WaitWatch()
     with watch:
         compute(torch.tensor([1.0, 0.0, 2.0]))
     assert watch.waits == name

@@ -59,7 +59,7 @@ def test_greedy_tokens_are_the_library_s_on_the_weights_that_they_are(kind: str,
     served, library = Served.of(quantized), Reference(wide)
     asked = [PROMPTS["text"], PROMPTS["one picture"]]
     expected = [library.tokens(library.inputs(parts)) for parts in asked]
-    engine = served.engine(step_tokens=64)
+    engine = served.engine(by_library=True, step_tokens=64)
     assert isinstance(engine.decoder, LibraryDecoder)
     method = json.loads((quantized / "config.json").read_text())["quantization_config"]["quant_method"]
     told = weights_of(engine.decoder.weights(), method)
@@ -163,7 +163,7 @@ def test_what_chooses_experts_is_not_rounded(
 def test_quantised_experts_that_the_library_stacks_are_refused_by_name(kind: str, why: str, tmp_path: Path) -> None:
     quantized, _ = quantised(kind, "awq", tmp_path, experts_too=True)
     with pytest.raises(CheckpointError, match=why):
-        Served.of(quantized).engine()
+        Served.of(quantized).engine(by_library=True)
 
 
 def test_what_asks_for_a_weight_that_stays_short_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
