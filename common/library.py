@@ -63,7 +63,9 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     stands for a picture depends on how many a prompt has, so that one alone is served. `video_sound`: a video's sound
     may go between its frames. `frame` is what else its processor sets into prompts, None: nothing but what its
     tokenizer does. `text` is the text's part of the configuration, as JSON has it, every default filled in. `together`:
-    tokens of pictures and of marks around them, as the processor tells them from text.
+    tokens of pictures and of marks around them, as the processor tells them from text. `adapters`: folders of the
+    checkpoint's own adapters, within its own, by the modality that a prompt has which is computed with one; of several
+    the first counts.
     """
 
     architecture: str
@@ -78,6 +80,7 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     frame: PromptFrame | None = None
     text: dict[str, Any] = {}
     together: tuple[int, ...] = ()
+    adapters: dict[str, str] = {}
 
 
 def describe(checkpoint: Checkpoint) -> LibraryModel:

@@ -73,10 +73,9 @@ def load(folder: Path, strip: Callable[[Any], None], dtype: torch.dtype, device:
     CheckpointError where the library cannot read what is left, or it is quantised, or not there where something is
     quantised."""
     config = config_of(folder)
+    more: dict[str, Any] = {"local_files_only": True, "output_loading_info": True, "adapter_kwargs": _NO_ADAPTER}
     try:
-        model, told = without(class_of(config), strip).from_pretrained(
-            folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
-        )
+        model, told = without(class_of(config), strip).from_pretrained(folder, config=config, dtype=dtype, **more)
     except CheckpointError:  # of `strip`
         raise
     except (ValueError, OSError, RuntimeError, KeyError) as error:
@@ -96,6 +95,8 @@ def _is_quantised(config: Mapping[str, Any]) -> bool:
     return bool(config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config"))
 
 
+_NO_ADAPTER = {"subfolder": "there is none"}
+"""Where the library looks for an adapter, if peft is installed: one beside the weights is ours to apply."""
 _OF_QUANTISED = re.compile(r"qweight|weight_(packed|scale|scale_inv)")
 """A tensor of a quantised weight, in every form that one has."""
 

@@ -25,6 +25,7 @@ from common.library_processors import (
     SOUND_RATE,
     Clip,
     Sound,
+    are_filled_up,
     are_padded,
     check_processor,
     frame_of,
@@ -54,13 +55,30 @@ def describe(folder: Path) -> LibraryModel:
         max_position=getattr(text, "max_position_embeddings", None) or _LONGEST,
         placeholders=ids,
         levels=level_count(config),
-        one_item=not stand_alone(processor) or (makes_tokens(model.base_model) and are_padded(processor)),
+        one_item=not stand_alone(processor)
+        or (makes_tokens(model.base_model) and are_padded(processor))
+        or (item_of(processor) == "audio" and are_filled_up(processor)),
+        adapters=own_adapters(config, folder),
         video_sound={"video", "audio"} <= {*taken} and takes_video_sound(model, processor),
         frame=frame_of(processor),
         text=text_of(model),
         axes=axes_of(model),
         together=together_of(processor),
     )
+
+
+def own_adapters(config: Any, folder: Path) -> dict[str, str]:
+    """`LibraryModel.adapters` of a checkpoint. Raises CheckpointError where the configuration has one, and the folder
+    has not."""
+    if not getattr(config, "has_lora_adapter", False):
+        return {}
+    if not (folder / ADAPTER_CONFIG).is_file():
+        why = f"{config.model_type} computes prompts with sounds by an adapter"
+        raise CheckpointError(f"{why}, and there is no {ADAPTER_CONFIG} beside its weights")
+    return {"audio": "."}
+
+
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 def together_of(processor: Any) -> tuple[int, ...]:
@@ -73,7 +91,13 @@ def text_of(model: Any) -> dict[str, Any]:
     of tokens the model says."""
     text, head = model.config.get_text_config(decoder=True), model.get_output_embeddings()
     found: dict[str, Any] = msgspec.json.decode(text.to_json_string(use_diff=False))
+    found |= _NOT_OF_THE_HEAD.get(model.config.model_type, {})
     return {**found, "tie_word_embeddings": head is not None and head.weight is model.get_input_embeddings().weight}
+
+
+_NOT_OF_THE_HEAD = {kind: {"logits_scaling": 1.0} for kind in ("granite_speech", "granite_speech_plus")}
+"""What a text's configuration states of its head of logits, and the library leaves out of the head of a model around
+it: as it is computed, by the kind of model."""
 
 
 _BLANK_FRAMES, _BLANK_SIDES = 64, (48, 64)
@@ -206,8 +230,6 @@ def checked(config: Any) -> Any:
         raise CheckpointError(f"{kind} has an encoder for its text beside the decoder")
     if getattr(config, "canvas_length", None):
         raise CheckpointError(f"{kind} writes stretches of an answer at once, by diffusion")
-    if getattr(config, "has_lora_adapter", False):
-        raise CheckpointError(f"{kind} has an adapter that only prompts with sounds are computed with")
     if _INDEXED in (getattr(config.get_text_config(decoder=True), "layer_types", None) or ()):
         raise CheckpointError(f"layers of {kind} choose the tokens that they see by an index of their own")
     model = blank_of(config)

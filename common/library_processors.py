@@ -15,7 +15,7 @@ from PIL import Image
 
 from common.checkpoint import Checkpoint, CheckpointError
 from common.library import PromptFrame
-from common.library_classes import first_line, library
+from common.library_classes import first_line, library, missing
 from common.library_layouts import LAYOUTS
 
 
@@ -25,23 +25,30 @@ def processor_of(folder: Path) -> Any:
     layout = LAYOUTS.get(str(Checkpoint(folder).config.get("model_type")))
     try:
         found = layout(folder) if layout else library().AutoProcessor.from_pretrained(folder, local_files_only=True)
-    except (ValueError, OSError, KeyError, ImportError, TypeError) as error:
+    except ImportError as error:
+        raise CheckpointError(missing(error)) from error
+    except (ValueError, OSError, KeyError, TypeError) as error:
         raise CheckpointError(f"the library has no processor for this model: {first_line(error)}") from error
     kind = item_of(found)
-    if not isinstance(getattr(found, f"{kind}_token", None), str) or not hasattr(found, EXTRACTORS[kind]):
+    if not isinstance(getattr(found, f"{kind}_token", None), str) or extractor_of(found, kind) is None:
         raise CheckpointError(f"{type(found).__name__} does not say what stands for a {_WORDS[kind]} in a prompt")
     return found
 
 
-EXTRACTORS = {"image": "image_processor", "audio": "feature_extractor"}
+EXTRACTORS = {"image": ("image_processor",), "audio": ("feature_extractor", "audio_processor")}
+"""What processors call that which makes tensors of an item, by its modality."""
 _WORDS = {"image": "picture", "video": "video", "audio": "sound"}
 
 
 def item_of(processor: Any) -> str:
     """The modality that a processor knows at least: `audio`, where it is for sounds alone."""
-    hears = any(hasattr(processor, name) for name in (EXTRACTORS["audio"], "audio_processor"))
-    alone = hears and not hasattr(processor, EXTRACTORS["image"])
+    alone = extractor_of(processor, "audio") is not None and extractor_of(processor, "image") is None
     return "audio" if alone else "image"
+
+
+def extractor_of(processor: Any, kind: str) -> Any:
+    """What makes tensors of an item; None where it takes none of this modality."""
+    return next((getattr(processor, name) for name in EXTRACTORS[kind] if hasattr(processor, name)), None)
 
 
 def placeholder_of(processor: Any, modality: str = "image") -> str:
@@ -91,7 +98,7 @@ def longest_sound(processor: Any) -> int:
     """The samples that a processor takes of a sound, and says nothing of what is behind them; 0: all of any."""
     if seconds := getattr(processor, "max_audio_len", None):
         return int(seconds * SOUND_RATE)
-    extractor = processor.feature_extractor
+    extractor = extractor_of(processor, "audio")
     known = int(getattr(extractor, "n_samples", 0)) or _cut_at(extractor)
     if not known:
         return 0
@@ -160,7 +167,7 @@ def check_processor(processor: Any) -> None:
     """Raises CheckpointError where it does not say what stands for an item, or not for one as we have it."""
     kind = item_of(processor)
     if kind == "audio":
-        check_rate(getattr(processor, EXTRACTORS[kind]))
+        check_rate(extractor_of(processor, kind))
     try:
         replaced(processor, kind, _blanks(kind)[0])
     except (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
@@ -192,11 +199,27 @@ def stand_alone(processor: Any) -> bool:
 def are_padded(processor: Any) -> bool:
     """Whether two pictures of different size get one size, by what is no part of either; which tokens are made of one
     depends on all of its pixels."""
-    alone, _, both = (
-        processor(text=[_BETWEEN.join([wrapped(processor, "image")] * count)], return_tensors="pt", **each)
-        for each, count in zip(_blanks("image"), (1, 1, 2), strict=True)
-    )
+    alone, both = _alone_and_both(processor, "image")
     return bool(alone["pixel_values"].shape[-2:] != both["pixel_values"].shape[-2:])
+
+
+def are_filled_up(processor: Any) -> bool:
+    """Whether features of two sounds get one length, and nothing says which of them are of a sound: a tower hears what
+    the shorter one was filled up with."""
+    alone, both = _alone_and_both(processor, "audio")
+    if (features := both.get("input_features")) is None or features.shape[1:] == alone["input_features"].shape[1:]:
+        return False
+    told = [value.shape for name, value in both.items() if "mask" in name and name != "attention_mask"]
+    return not any(len(shape) == 2 and shape[-1] in features.shape[1:] for shape in told)
+
+
+def _alone_and_both(processor: Any, kind: str) -> tuple[Any, Any]:
+    """What is made of an item, and of that and another one."""
+    alone, _, both = (
+        processor(text=[_BETWEEN.join([wrapped(processor, kind)] * count)], return_tensors="pt", **each)
+        for each, count in zip(_blanks(kind), (1, 1, 2), strict=True)
+    )
+    return alone, both
 
 
 _SIZES = (64, 48), (60, 180)

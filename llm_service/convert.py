@@ -49,7 +49,8 @@ _ABOVE_ZERO = ("top_p", "repetition_penalty")
 
 class RequestReader:
     """Reads GenerateRequest messages under one service's limits; `defaults` are the checkpoint's own settings, and
-    `modalities` what the model takes; `adapter` gives the one of a name, None for no such."""
+    `modalities` what the model takes; `adapter` gives the one of a name, None for no such, and `own_adapter` the
+    checkpoint's own that prompts with items of these modalities are computed with, if any."""
 
     def __init__(
         self,
@@ -59,12 +60,13 @@ class RequestReader:
         defaults: dict[str, Any],
         modalities: Collection[Modality] = VISION,
         adapter: Callable[[str], LoadedAdapter | None] = lambda _: None,
+        own_adapter: Callable[[Collection[Modality]], LoadedAdapter | None] = lambda _: None,
     ) -> None:
         self._config = config
         self.max_items = {kind: limit for kind, limit in config.max_items.items() if kind in modalities}
         """How many items of each modality one request may hold."""
         self._model = model
-        self._adapter = adapter
+        self._adapter, self._own_adapter = adapter, own_adapter
         self._vocab_size = vocab_size
         self._sampling = SamplingReader(config, vocab_size, defaults)
 
@@ -105,7 +107,7 @@ class RequestReader:
             peer=peer,
             resume=tuple(_resumed(message.resume, sampling, self._vocab_size)),
             max_handovers=self._max_handovers(message),
-            adapter=adapter,
+            adapter=adapter or self._own_adapter({item.modality for item in media}),
         )
 
     def _max_handovers(self, message: llm_pb2.GenerateRequest) -> int:

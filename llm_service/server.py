@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 from common import log, stderr_capture, tracing
 from common.allocator import freeze_objects
-from common.checkpoint import Checkpoint
+from common.checkpoint import Checkpoint, CheckpointError
 from common.devices import default_device, default_dtype
 from common.grpc_server import GrpcServer
 from common.identity import encoder_digest
@@ -32,7 +33,9 @@ from llm_service.grammar.compiler import Compiler
 from llm_service.grammar.foresight import StructureLimits
 from llm_service.grammar.messages import Vocabulary
 from llm_service.meters import Meters
+from llm_service.models.adapter_folder import CONFIG, largest_rank
 from llm_service.models.served import ServedModel
+from llm_service.plan import AdapterError
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.mrope import MediaLayout
 from llm_service.prompt.tokens import check_same_tokens, end_tokens
@@ -65,7 +68,9 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
     prompts = await asyncio.to_thread(PromptBuilder, checkpoint, served)
     vocabulary = Vocabulary(str(checkpoint.folder), prompts.vocab_size, sorted(end_tokens(checkpoint)))
     model = config.served_model_name or checkpoint.name
-    modules = list(config.lora_modules)[::-1]  # those that are still to be loaded
+    of_media = served.library.adapters if served.library is not None else {}
+    # Adapters that are still to be loaded: the checkpoint's own have no name.
+    modules = [*config.lora_modules, *(f"={path}" for path in dict.fromkeys(of_media.values()))][::-1]
 
     async with AsyncExitStack() as running:
         running.push_async_callback(asyncio.to_thread, tracing.stop)
@@ -116,13 +121,15 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
         meters.watch_requests(lambda: frame.inflight_bytes)
         compiler = Compiler(vocabulary, _structure_limits(config), seconds=_COMPILE_SECONDS)
         running.push_async_callback(compiler.stop)
-        adapters = Adapters(engine, model, config.max_loaded_loras, enabled=bool(config.lora_dir))
+        most, enabled = config.max_loaded_loras, bool(config.lora_dir)
+        adapters = Adapters(engine, model, most, enabled=enabled, of_media=of_media)
         generator = Generator(prompts, compiler, receiver, engine, prefixes, admission, sessions, meters, adapters)
         running.push_async_callback(_prove_idle, generator, encoder_cache, adapters)
         meters.watch(admission, engine, encoder_cache, receiver, pool)
         meters.watch_adapters(adapters)
         defaults = checkpoint.json("generation_config.json")
-        requests = RequestReader(config, model, prompts.vocab_size, defaults, prompts.modalities, adapters.find)
+        chosen = adapters.find, adapters.of_media
+        requests = RequestReader(config, model, prompts.vocab_size, defaults, prompts.modalities, *chosen)
         components = Components(
             config,
             model,
@@ -156,7 +163,7 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
         await starting
         while modules:
             name, _, path = modules[-1].partition("=")
-            await adapters.load(name, path)
+            await (adapters.load(name, path) if name else adapters.load_own(path))
             modules.pop()
         frame.report(engine.ready is not None)
         freeze_objects()
@@ -274,10 +281,27 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedMo
         row_levels=served.levels,
         row_mirror=config.row_mirror,
         log_level=config.log_level,
-        lora_dir=config.lora_dir and str(Path(config.lora_dir).resolve()),
-        max_loras=config.max_loras if config.lora_dir else 0,
-        max_lora_rank=config.max_lora_rank,
+        **_adapter_settings(config, checkpoint, served),
         base_names=tuple({checkpoint.name, config.served_model_name} - {""}),
         library=served.library,
         grows_steps=not config.max_step_tokens,
     )
+
+
+def _adapter_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedModel) -> dict[str, Any]:
+    """Slots, and where adapters are read from: the operator's folder, or the checkpoint's own where that has some.
+    Raises CheckpointError where both are wanted."""
+    own = set(served.library.adapters.values()) if served.library is not None else set[str]()
+    if not own:
+        folder = config.lora_dir and str(Path(config.lora_dir).resolve())
+        slots = config.max_loras if config.lora_dir else 0
+        return {"lora_dir": folder, "max_loras": slots, "max_lora_rank": config.max_lora_rank}
+    if config.lora_dir:
+        raise CheckpointError("--lora-dir is not for a checkpoint that has adapters of its own")
+    if config.compile:
+        raise CheckpointError("--compile is not for a checkpoint that has adapters of its own")
+    try:
+        rank = max(largest_rank(checkpoint.json(str(Path(path) / CONFIG))) for path in own)
+    except AdapterError as error:
+        raise CheckpointError(f"the checkpoint's own adapter cannot be loaded: {error}") from error
+    return {"lora_dir": "", "max_loras": len(own), "max_lora_rank": rank}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from common import log
-from common.errors import Exhausted, InvalidInput, NotFound, Precondition
+from common.errors import Exhausted, InvalidInput, NotFound, Precondition, Unavailable
+from common.media.item import Modality
 from llm_service.engine.front import EngineFront
 from llm_service.request import LoadedAdapter
 
@@ -16,13 +17,22 @@ _LONGEST_NAME = 128
 
 class Adapters:
     """Those of one service, whose model has the name `model`, `most` at once; `enabled`: there is a folder that they
-    may be read from.
+    may be read from. `of_media`: folders of the checkpoint's own adapters, which have no name, by the modality that a
+    prompt has which is computed with one; of several the first counts.
 
     An adapter is given up when it has been unloaded and no request is under way with it, so that none changes in the
     middle of an answer.
     """
 
-    def __init__(self, engine: EngineFront, model: str, most: int, *, enabled: bool) -> None:
+    def __init__(
+        self,
+        engine: EngineFront,
+        model: str,
+        most: int,
+        *,
+        enabled: bool,
+        of_media: Mapping[str, str] | None = None,
+    ) -> None:
         self._engine = engine
         self._model = model
         self._most = most
@@ -31,6 +41,8 @@ class Adapters:
         self._unloaded: set[LoadedAdapter] = set()
         self._loading = asyncio.Lock()
         self._tasks: set[asyncio.Task[LoadedAdapter]] = set()
+        self._of_media = dict(of_media or {})
+        self._own: dict[str, LoadedAdapter] = {}
         engine.on_adapter_lost = self._lose
 
     @property
@@ -59,6 +71,21 @@ class Adapters:
             adapter = self._named[name] = LoadedAdapter(name, read.id, read.digest, read.rank)
             _log.info("an adapter is loaded", adapter=name, rank=read.rank)
             return adapter
+
+    async def load_own(self, path: str) -> None:
+        """Has the engine read one of the checkpoint's own, before it serves. Raises TwinlensError."""
+        read = await self._engine.load_adapter(path)
+        if read.error:
+            raise Unavailable(f"the checkpoint's own adapter cannot be loaded: {read.error}", reason="ADAPTER_LOST")
+        self._own[path] = LoadedAdapter("", read.id, read.digest, read.rank)
+        _log.info("the checkpoint's own adapter is loaded", rank=read.rank)
+
+    def of_media(self, modalities: Collection[Modality]) -> LoadedAdapter | None:
+        """The checkpoint's own that a prompt with these items is computed with. Raises Unavailable where it is lost."""
+        path = next((path for kind, path in self._of_media.items() if kind in modalities), None)
+        if path is not None and path not in self._own:
+            raise Unavailable("the checkpoint's own adapter is lost", reason="ADAPTER_LOST")
+        return None if path is None else self._own[path]
 
     def _check(self, name: str) -> None:
         if not self._enabled:
@@ -100,9 +127,11 @@ class Adapters:
         """A new engine cannot have it: its folder is not what it was."""
         for adapter in [each for each in self.all if each.number == number]:
             del self._named[adapter.name]
+        self._own = {path: each for path, each in self._own.items() if each.number != number}
         self._unloaded = {each for each in self._unloaded if each.number != number}
 
     def check_integrity(self) -> None:
         """Raises AssertionError where a request is under way with one though all are over."""
         assert not self._unloaded, "an adapter that was unloaded is still kept"
-        assert not any(adapter.in_flight for adapter in self.all), "an adapter is held by nobody"
+        every = [*self.all, *self._own.values()]
+        assert not any(adapter.in_flight for adapter in every), "an adapter is held by nobody"

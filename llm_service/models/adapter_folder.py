@@ -75,6 +75,15 @@ def read(root: str, path: str, adaptable: Adaptable) -> Adapter:
     return Adapter(digest, max(rank for _, rank in pairs.values()), weights, scales, names)
 
 
+def largest_rank(config: Mapping[str, Any]) -> int:
+    """The largest rank that an adapter's configuration states. Raises AdapterError where it states none."""
+    stated = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
+    ranks = [rank for rank in stated if isinstance(rank, int) and rank > 0]
+    if not ranks or len(ranks) < len(stated):
+        raise AdapterError(f"{CONFIG} states no rank")
+    return max(ranks)
+
+
 def stem_of(name: str) -> str:
     """A matrix's name, as `Adaptable` has it, of the one that peft gives it, or an empty text.
 

@@ -96,6 +96,12 @@ class LibraryDecoder:
             kinds = {layer: kind_of(rule, spans) for layer, rule in self._rules.items()}
             self._specs = {layer: replace(spec, kind=kinds[layer]) for layer, spec in self._specs.items()}
 
+    @property
+    def text(self) -> nn.Module:
+        """Its layers, and what is around them."""
+        text: nn.Module = self._text
+        return text
+
     def weights(self) -> nn.Module:
         """All that has any."""
         return nn.ModuleList((self._text, self._embeddings, *self._tables, self._head))

@@ -18,8 +18,10 @@ from common.cpu.compiling import CompilingProcess, not_kept
 from common.device_memory import DeviceMemory, DeviceMemoryError, driver
 from common.devices import usable_cores
 from common.gpu import CudaCapture, use_gpu
+from common.library_classes import config_of
 from common.library_models import longest_run
 from llm_service.families.family import OF_PROMPTS, SpanRule
+from llm_service.families.registry import TEXT_FAMILIES
 from llm_service.layers.cache_spec import block_elements, slot_bytes
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import TensorGroup
@@ -38,6 +40,7 @@ from llm_service.worker.caches import Caches
 from llm_service.worker.changeover import Changeover, There
 from llm_service.worker.draft_loader import Drafting, load_draft_model, load_mtp_layer
 from llm_service.worker.graphs import CaptureBounds
+from llm_service.worker.library_adapters import LibraryAdapters, library_adaptable
 from llm_service.worker.memory import Gauge, block_count, cache_budget, largest_step, prompt, slot_count, snapshot_count
 from llm_service.worker.mirror import Mirror
 from llm_service.worker.model_runner import ModelRunner
@@ -83,12 +86,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     decoder = _decoder(settings, checkpoint, dtype, device, group)
     settings = _with_room(settings, checkpoint, decoder)
     give_back()
-    adapters: RankAdapters | None = None
-    if settings.max_loras:
-        if not isinstance(decoder, Decoder):
-            raise CheckpointError("--lora-dir is not for a model that the library computes")
-        adapters = RankAdapters(decoder, settings.max_loras, settings.max_lora_rank)
-        adapters.warm_up()
+    adapters = _adapters(settings, decoder)
     adapter_kernels = adapters.kernels() if adapters is not None else set[str]()
     all_of_it = decoder if isinstance(decoder, Decoder) else decoder.weights()
     weights = describe(all_of_it, settings.weight_dtype or quantization_of(checkpoint.config))
@@ -154,10 +152,37 @@ def adapter_reader(settings: EngineSettings) -> Callable[[str], Adapter] | None:
     """What reads an adapter's folder for this model, from any thread; None where no adapter is served."""
     if not settings.max_loras:
         return None
-    library = settings.library
-    config = Checkpoint.resolve(settings.model).config if library is None else library.text
-    adaptable = adaptable_of(config, settings.max_lora_rank, settings.base_names, settings.max_context)
-    return partial(read, settings.lora_dir, adaptable=adaptable)
+    library, checkpoint = settings.library, Checkpoint.resolve(settings.model)
+    own = library is not None and library.adapters
+    if library is not None and own and str(library.text.get("model_type")) not in TEXT_FAMILIES:
+        adaptable = library_adaptable(config_of(checkpoint.folder), settings.max_lora_rank)
+    else:
+        config, bases = checkpoint.config if library is None else library.text, () if own else settings.base_names
+        adaptable = adaptable_of(config, settings.max_lora_rank, bases, settings.max_context)
+    if not own:
+        return partial(read, settings.lora_dir, adaptable=adaptable)
+
+    def read_own(path: str) -> Adapter:
+        """Beside the weights, wherever their links lead: the operator has named the checkpoint."""
+        return read("/", str((checkpoint.folder / path).resolve()).removeprefix("/"), adaptable)
+
+    return read_own
+
+
+def _adapters(settings: EngineSettings, decoder: Decoder | LibraryDecoder) -> RankAdapters | LibraryAdapters | None:
+    """Slots for adapters, where some are served. Raises CheckpointError where the library computes the text, but for
+    the checkpoint's own."""
+    if not settings.max_loras:
+        return None
+    if isinstance(decoder, Decoder):
+        adapters = RankAdapters(decoder, settings.max_loras, settings.max_lora_rank)
+        adapters.warm_up()
+        return adapters
+    if settings.library is None or not settings.library.adapters:
+        raise CheckpointError("--lora-dir is not for a model that the library computes")
+    if decoder.group.size > 1:
+        raise CheckpointError(f"the checkpoint's own adapter cannot be split over {decoder.group.size} ranks")
+    return LibraryAdapters(decoder, settings.max_loras)
 
 
 def _decoder(

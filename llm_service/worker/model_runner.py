@@ -31,6 +31,7 @@ from llm_service.worker.changeover import Changeover
 from llm_service.worker.device_tables import DeviceTables
 from llm_service.worker.fusion import fuse
 from llm_service.worker.graphs import CaptureBounds, Graph, GraphRunner
+from llm_service.worker.library_adapters import LibraryAdapters
 from llm_service.worker.row_arena import RowArena
 from llm_service.worker.sampler import Drawn, score
 
@@ -105,7 +106,7 @@ class ModelRunner:
         self._tables = DeviceTables(caches.block_size, decoder.device)
         self.changeover: Changeover | None = None
         self.weights = Weights()
-        self.adapters: RankAdapters | None = None
+        self.adapters: RankAdapters | LibraryAdapters | None = None
         self.share: CoreShare | None = None
         self.proposer: Proposer | None = None
         self.max_step_tokens = 0
@@ -167,7 +168,8 @@ class ModelRunner:
     def capture(self, bounds: CaptureBounds, capture: Capture, *, max_bytes: int, agree: Callable[[int], int]) -> None:
         """Captures graphs of batches within bounds; see `GraphRunner`. Nothing may be in the way (`not_capturable`)."""
         given = self._decoder, self.caches, bounds, capture
-        self.graphs = GraphRunner(*given, max_bytes=max_bytes, agree=agree, adapters=self.adapters)
+        captured = self.adapters if isinstance(self.adapters, RankAdapters) else None
+        self.graphs = GraphRunner(*given, max_bytes=max_bytes, agree=agree, adapters=captured)
 
     def adapt(self, order: AdapterOrder) -> None:
         """Keeps this rank's share of an adapter, or lets go of it. Only where there are slots for any."""

@@ -96,6 +96,12 @@ class Served:
             rows = OneByOne(self.tower).run([made], [tokens])
         return Header(key, kind, Grid(1, 1, tokens), tokens, replacement=parts), rows.clone()
 
+    def adapter(self, prompt: Prompt) -> int:
+        """The number of the checkpoint's own that it is computed with, 0 for none."""
+        kinds = {span.header.modality for span in prompt.layout.spans}
+        numbers = {path: n for n, path in enumerate(dict.fromkeys(self.found.adapters.values()), 1)}
+        return next((numbers[path] for kind, path in self.found.adapters.items() if kind in kinds), 0)
+
     def computes(self, parts: Sequence[Part]) -> bool:
         """Whether the tower gives as many rows of a video as there are places: where not, requests fail."""
         try:
@@ -139,11 +145,13 @@ def compare(served: Served, step_tokens: int = 16) -> set[str]:
         assert prompt.layout.ids == inputs[name]["input_ids"][0].tolist(), name
     chunked = served.engine(step_tokens=step_tokens, max_running=1)
     for name, prompt in prompts.items():
-        assert chunked.run([prompt], GREEDY)[0].tokens == expected[name], f"{name}, in short steps"
+        answer = chunked.run([prompt], GREEDY, [served.adapter(prompt)])[0]
+        assert answer.tokens == expected[name], f"{name}, in short steps"
     company = served.engine(prefix_cache=True)
     names = [*prompts, next(name for name in prompts if name != "text")]
     for cached in (False, True):
-        outcomes = company.run([prompts[name] for name in names], GREEDY)
+        every = [prompts[name] for name in names]
+        outcomes = company.run(every, GREEDY, [served.adapter(prompt) for prompt in every])
         for name, outcome in zip(names, outcomes, strict=True):
             assert outcome.tokens == expected[name], f"{name}, {'from the cache' if cached else 'beside others'}"
         kept = [kept_of(served.found, len(prompts[name].layout.ids)) for name in names]

@@ -19,6 +19,7 @@ from PIL import Image
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
 from common.library import LibraryModel
+from common.library_classes import config_of
 from common.media import kept_rows
 from common.media.item import Grid, Header, Key, Modality
 from llm_service.engine.block_manager import BlockManager
@@ -41,6 +42,7 @@ from llm_service.request import ChatPrompt, MediaItem, Message, PromptLayout, Sa
 from llm_service.worker.adapters import RankAdapters, adaptable_of
 from llm_service.worker.caches import Caches
 from llm_service.worker.draft_loader import load_draft_model, load_mtp_layer
+from llm_service.worker.library_adapters import LibraryAdapters, library_adaptable
 from llm_service.worker.model_runner import Launched, ModelRunner
 from llm_service.worker.row_arena import RowArena
 from tests import reference
@@ -190,6 +192,17 @@ class LocalEngine:
                 adapter = read(str(folder.parent), folder.name, adaptable)
                 self.runner.adapt(Install(number, adapter))
                 self.adapters[number] = adapter
+        if library is not None and library.adapters:
+            own = list(dict.fromkeys(library.adapters.values()))
+            if isinstance(decoder, LibraryDecoder):
+                self.runner.adapters = LibraryAdapters(decoder, len(own))
+                adaptable = library_adaptable(config_of(directory), max_rank=8)
+            else:
+                self.runner.adapters = RankAdapters(decoder, len(own), 8, adapter_kernel)
+                adaptable = adaptable_of(library.text, max_rank=8)
+            for number, path in enumerate(own, 1):
+                self.adapters[number] = read(str(directory), path, adaptable)
+                self.runner.adapt(Install(number, self.adapters[number]))
         self.scheduler = Scheduler(
             BlockManager(
                 blocks,
@@ -208,7 +221,7 @@ class LocalEngine:
                 whole_until=self.runner.whole_until,
                 whole_runs=self.runner.whole_runs,
                 speculative_tokens=speculative_tokens,
-                max_loras=max_loras or len(adapters),
+                max_loras=max_loras or len(self.adapters),
                 proposes=self.runner.proposer is not None,
             ),
             frozenset({-1}),

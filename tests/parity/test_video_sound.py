@@ -41,7 +41,7 @@ def library(served: Served) -> Reference:
 
 
 def features(library: Reference, kind: str, inputs: dict[str, Any]) -> Any:
-    compute = getattr(library._model.base_model, f"get_{kind}_features")
+    compute = getattr(library.model.base_model, f"get_{kind}_features")
     taken = inspect.signature(compute).parameters
     with torch.inference_mode():
         return compute(**{name: value for name, value in inputs.items() if name in taken}, return_dict=True)
@@ -50,7 +50,7 @@ def features(library: Reference, kind: str, inputs: dict[str, Any]) -> Any:
 def test_rows_are_the_library_s_and_in_its_order(served: Served, library: Reference) -> None:
     parts: list[Part] = ["See ", sounding_film(1, 0.5, 1.1), "!"]
     given = library.inputs(parts)
-    ids, config = given["input_ids"][0], library._model.config
+    ids, config = given["input_ids"][0], library.model.config
     prompt = served.prompt(parts)
     assert prompt.layout.ids == ids.tolist()
     frames, sound = (features(library, kind, given) for kind in ("video", "audio"))
@@ -105,7 +105,7 @@ def test_positions_are_the_library_s_whatever_is_longer(
 ) -> None:
     parts: list[Part] = ["See ", sounding_film(2, *lengths, rate=4), " and ", picture(3, 56, 56), "!"]
     given = library.inputs(parts)
-    where = library_models.rope_positions(library._model.base_model, given, sound_in_video=True).numpy()
+    where = library_models.rope_positions(library.model.base_model, given, sound_in_video=True).numpy()
     layout = served.prompt(parts).layout
     assert layout.ids == given["input_ids"][0].tolist()
     assert np.array_equal(np.frombuffer(layout.positions, np.int32).reshape(3, -1), where)
@@ -118,12 +118,12 @@ def test_frames_of_a_second_are_as_many_as_are_asked_for(served: Served, library
     parts: list[Part] = ["See ", sounding_film(4, 3.0, 2.6, fps=rate), "!"]
     given = library.inputs(parts)
     prompt = served.prompt(parts)
-    where = library_models.rope_positions(library._model.base_model, given, sound_in_video=True).numpy()
+    where = library_models.rope_positions(library.model.base_model, given, sound_in_video=True).numpy()
     assert prompt.layout.ids == given["input_ids"][0].tolist()
     assert np.array_equal(np.frombuffer(prompt.layout.positions, np.int32).reshape(3, -1), where)
     frames = features(library, "video", given)
-    video = torch.tensor([token == library._model.config.video_token_id for token in prompt.layout.ids])
-    sound = torch.tensor([token == library._model.config.audio_token_id for token in prompt.layout.ids])
+    video = torch.tensor([token == library.model.config.video_token_id for token in prompt.layout.ids])
+    sound = torch.tensor([token == library.model.config.audio_token_id for token in prompt.layout.ids])
     rows = prompt.rows[0][video[video | sound]]
     torch.testing.assert_close(rows[:, 0], torch.cat(list(frames.pooler_output)), rtol=1e-5, atol=1e-5)
 

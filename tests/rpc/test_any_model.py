@@ -17,7 +17,8 @@ from tools.demo_media import film
 from tools.launcher import Service
 from tools.models.compare import OURS, RANKS, SOUND, TWO, VIDEO, Reference, picture, sounding_prompts, through_services
 from tools.models.recipes import RECIPES
-from tools.models.tiny import make
+from tools.models.recipes.sounds import HEARING_BY_ADAPTER
+from tools.models.tiny import make, make_by
 from twinlens import image, user, video
 
 pytestmark = pytest.mark.soak  # six processes load the library
@@ -63,6 +64,10 @@ def test_tokens_of_quantised_weights_are_the_library_s_where_it_computes_the_tex
         said = answer(running.text, asked(about(pictures.encoded(shown)), greedy(len(expected))))
         assert running.text.get_info().weights.bits == 8
     assert said.choices[0].token_ids == expected
+
+
+def test_prompts_with_sounds_alone_are_computed_with_the_checkpoint_s_own_adapter(tmp_path: Path) -> None:
+    assert {SOUND, OURS, RANKS} < through_services(make_by(HEARING_BY_ADAPTER, tmp_path))
 
 
 def test_a_video_is_refused_by_name_where_the_model_takes_none(both: Pair) -> None:

@@ -173,8 +173,8 @@ class Reference:
         frame = None if self._lays_out_chats else frame_of(self.processor)
         self._frames_texts = frame is not None and frame.always
         model = class_of(config_of(folder))
-        self._model = model.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
-        self._model.generation_config.eos_token_id = None
+        self.model = model.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+        self.model.generation_config.eos_token_id = None
 
     def inputs(self, parts: Sequence[Part]) -> dict[str, Any]:
         """What its processor makes of one user message."""
@@ -192,15 +192,15 @@ class Reference:
             if "token_type_ids" in self.processor.model_input_names:
                 made["token_type_ids"] = torch.zeros_like(made["input_ids"])
             return made
-        if "mm_token_type_ids" in inspect.signature(self._model.forward).parameters:
+        if "mm_token_type_ids" in inspect.signature(self.model.forward).parameters:
             options["return_mm_token_type_ids"] = True
         made = self.processor(**options, **media)
-        return dict(made.to(self._model.dtype))  # some make pixels of 16 bits
+        return dict(made.to(self.model.dtype))  # some make pixels of 16 bits
 
     @torch.no_grad()
     def rows(self, modality: str, inputs: Mapping[str, Any]) -> Tensor:
         """What its tower makes of the only item of such inputs, [n, width]."""
-        compute = getattr(self._model.base_model, f"get_{modality}_features")
+        compute = getattr(self.model.base_model, f"get_{modality}_features")
         taken = inspect.signature(compute).parameters
         made = compute(**{name: value for name, value in inputs.items() if name in taken}, return_dict=True)
         rows: Tensor = made.pooler_output
@@ -232,14 +232,17 @@ class Reference:
 
     @torch.no_grad()
     def tokens(self, inputs: Mapping[str, Any]) -> list[int]:
-        """Greedy ones, whatever ends an answer."""
+        """Greedy ones, whatever ends an answer; where there are sounds with the adapter that the checkpoint has for
+        them, if it has one."""
+        if getattr(self.model, "_hf_peft_config_loaded", False):
+            (self.model.enable_adapters if "input_features" in inputs else self.model.disable_adapters)()
         more = {"use_audio_in_video": True} if self._has_sound_in_video(inputs) else {}
-        out = self._model.generate(**inputs, **more, max_new_tokens=TOKENS, do_sample=False)
+        out = self.model.generate(**inputs, **more, max_new_tokens=TOKENS, do_sample=False)
         return [int(token) for token in out[0, inputs["input_ids"].shape[1] :]]
 
     def _has_sound_in_video(self, inputs: Mapping[str, Any]) -> bool:
         """A video begins with its sound's mark, by which the model's own rule of places tells it as well."""
-        starts = [getattr(self._model.config, f"{kind}_start_token_id", None) for kind in ("vision", "audio")]
+        starts = [getattr(self.model.config, f"{kind}_start_token_id", None) for kind in ("vision", "audio")]
         ids = inputs["input_ids"][0].tolist()
         return None not in starts and starts in [ids[at : at + 2] for at in range(len(ids))]
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import base64
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from common import tekken
 from common.library_classes import class_of, library
 from common.small_models import redraw_corrections
+from llm_service.models.adapter_folder import CONFIG, WEIGHTS
 from tools.models.recipes import RECIPES
 from tools.models.recipes.recipe import Recipe
 
@@ -47,8 +51,24 @@ def make_by(recipe: Recipe, folder: Path, *, seed: int = 0, dtype: torch.dtype =
     if dtype != torch.float32:  # a cast, though to the same type, takes complex tables' imaginary parts
         model.to(dtype)
     model.save_pretrained(folder)
+    if recipe.adapter:
+        _save_adapter(model, recipe.adapter, folder)
     _save_processor(recipe, folder)
     return folder
+
+
+def _save_adapter(model: Any, settings: Mapping[str, Any], folder: Path) -> None:
+    """With pairs that are drawn, for all linear layers whose names fit its settings, as the library saves them."""
+    generator, rank = torch.Generator().manual_seed(7), int(settings["r"])
+    pairs: dict[str, torch.Tensor] = {}
+    for name, part in model.named_modules():
+        if re.fullmatch(settings["target_modules"], name):
+            for half, shape in (("A", (rank, part.in_features)), ("B", (part.out_features, rank))):
+                drawn = torch.randn(shape, generator=generator) / shape[1] ** 0.5
+                pairs[f"base_model.model.{name}.lora_{half}.weight"] = drawn
+    save_file(pairs, folder / WEIGHTS)
+    stated = {"peft_type": "LORA", "base_model_name_or_path": str(folder), "task_type": "CAUSAL_LM", **settings}
+    (folder / CONFIG).write_text(json.dumps(stated), encoding="utf-8")
 
 
 def _save_processor(recipe: Recipe, folder: Path) -> None:

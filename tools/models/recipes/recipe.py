@@ -46,7 +46,8 @@ class Recipe:
     one in a chat. `pieces`: its tokenizer is one of pieces,
     which sets a mark before the first word of a text; else one of bytes. `begins`: it sets <s> before a text. Steps of
     `step_tokens` hold what no chunk may end within. `tekken`: the
-    tokenizer's file is in Mistral's own form, with these special tokens, and there is no template."""
+    tokenizer's file is in Mistral's own form, with these special tokens, and there is no template.
+    `adapter`: settings of a LoRA adapter that the checkpoint has beside its weights."""
 
     config: Callable[[Words, int], Any]
     processor: Callable[[Any, str], Any]
@@ -59,6 +60,7 @@ class Recipe:
     audio: str = "<audio>"
     step_tokens: int = 16
     tekken: tuple[str, ...] = ()
+    adapter: Mapping[str, Any] = field(default_factory=dict)
 
 
 def part(kind: str, sizes: Mapping[str, Any], **more: Any) -> Callable[[Words, int], Any]:
@@ -123,6 +125,9 @@ def processor(
 
 
 LLAMA = part("llama", TEXT)
+GRANITE = part(
+    "granite", TEXT, embedding_multiplier=1.5, logits_scaling=2.0, residual_multiplier=0.8, attention_multiplier=0.25
+)
 QWEN2 = part("qwen2", TEXT)
 QWEN3 = part("qwen3", TEXT)
 CLIP = part("clip_vision_model", VISION, projection_dim=32)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from common.library_classes import library
 from tools.models.recipes.recipe import (
+    GRANITE,
     IDS,
     LLAMA,
     MEDIA,
@@ -56,6 +58,18 @@ _OMNI_IDS = {
     "audio_start_token_id": "<listen>",
     "audio_end_token_id": "<heard>",
 }
+_TEXT_LINEARS = r".*\.language_model\..*\.(q_proj|v_proj|down_proj)"
+_CONFORMER: dict[str, Any] = {
+    "input_dim": 160,
+    "num_layers": 2,
+    "hidden_dim": 32,
+    "feedforward_mult": 2,
+    "num_heads": 2,
+    "dim_head": 16,
+    "context_size": 20,
+    "max_pos_emb": 32,
+}
+_QFORMER: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48}
 _TEKKEN = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
     *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
@@ -63,6 +77,39 @@ _TEKKEN = (
     *("[AUDIO]", "[BEGIN_AUDIO]", "[TRANSCRIBE]", "[ARGS]", "[CALL_ID]"),
 )
 """Of which Mistral's package wants some, two of them at these places."""
+
+
+def _granite_speech(tokenizer: Any, template: str) -> Any:
+    extractor = library().GraniteSpeechFeatureExtractor()
+    made = library().GraniteSpeechProcessor(extractor, tokenizer)
+    made.chat_template = template
+    return made
+
+
+def _glmasr(**more: Any) -> Recipe:
+    return Recipe(
+        whole(
+            "glmasr",
+            audio_config=part(
+                "glmasr_encoder",
+                {},
+                hidden_size=32,
+                intermediate_size=128,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_mel_bins=_BANDS,
+                max_position_embeddings=500,
+            ),
+            text_config=LLAMA,
+            audio_token_id="<audio>",
+            tie_word_embeddings=False,
+            **more,
+        ),
+        processor("GlmAsrProcessor", sounds="WhisperFeatureExtractor", bands=_WHISPER, audio_token="<audio>"),
+        ("<audio>",),
+    )
+
+
 RECIPES: dict[str, Recipe] = {
     "qwen2_5_omni_thinker": Recipe(
         whole(
@@ -204,24 +251,26 @@ RECIPES: dict[str, Recipe] = {
         lambda *_: library().WhisperFeatureExtractor(feature_size=_BANDS),
         tekken=_TEKKEN,
     ),
-    "glmasr": Recipe(
-        whole(
-            "glmasr",
-            audio_config=part(
-                "glmasr_encoder",
-                {},
-                hidden_size=32,
-                intermediate_size=128,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                num_mel_bins=_BANDS,
-                max_position_embeddings=500,
+    "glmasr": _glmasr(),
+    **{
+        kind: Recipe(
+            whole(
+                kind,
+                encoder_config=part(f"{kind}_encoder", {}, **_CONFORMER, **more),
+                projector_config=part("blip_2_qformer", _QFORMER, encoder_hidden_size=width, num_hidden_layers=2),
+                text_config=GRANITE,
+                audio_token_index="<audio>",
+                tie_word_embeddings=False,
             ),
-            text_config=LLAMA,
-            audio_token_id="<audio>",
-            tie_word_embeddings=False,
-        ),
-        processor("GlmAsrProcessor", sounds="WhisperFeatureExtractor", bands=_WHISPER, audio_token="<audio>"),
-        ("<audio>",),
-    ),
+            _granite_speech,
+            ("<audio>",),
+            named={"audio_token": "<audio>"},
+            adapter={"r": 4, "lora_alpha": 8, "target_modules": _TEXT_LINEARS},
+        )
+        for kind, more, width in (("granite_speech", {}, 32), ("granite_speech_plus", {"cat_hidden_layers": [1]}, 64))
+    },
 }
+HEARING_BY_ADAPTER = replace(
+    _glmasr(has_lora_adapter=True), adapter={"r": 4, "lora_alpha": 8, "target_modules": _TEXT_LINEARS}
+)
+"""A kind whose text both decoders compute, with an adapter for sounds, as no published one is."""
