@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 from llm_service.layers.adapter_tiles import RowTiles, tile_numbers
 from llm_service.layers.cpu import selection
 from llm_service.layers.linear import PackedLinear
-from llm_service.layers.low_rank import LowRank, LowRankSlots, PlainSlots, Runs, runs_of
+from llm_service.layers.low_rank import LowRank, LowRankSlots, PlainSlots, Runs, SlotRows, runs_of
 
 
 class AdapterKernel(Enum):
@@ -51,11 +51,12 @@ def adapted_runs(slots: np.ndarray) -> list[AdaptedRun]:
 @dataclass(frozen=True, slots=True)
 class AdaptedRows:
     """The rows of a batch that adapters add to: `long` runs, whose rows share what is read of an adapter, and the slot
-    of each row of the others, int64 [n], -1 for the rest; None where there are no others. `tiles` are the others on a
-    GPU."""
+    of each row of the others, int64 [n], -1 for the rest; None where there are no others. `by_slots` and, on a GPU,
+    `tiles` are the others as kernels take them."""
 
     long: list[AdaptedRun]
     few: np.ndarray | None
+    by_slots: SlotRows | None = None
     tiles: RowTiles | None = None
 
     @classmethod
@@ -68,7 +69,7 @@ class AdaptedRows:
         few = slots.astype(np.int64)
         for run in long:
             few[run.begin : run.end] = -1
-        return cls(long, few)
+        return cls(long, few, SlotRows.of(few))
 
 
 @dataclass(slots=True)
@@ -107,14 +108,14 @@ class AdapterRows:
         given = iter(numbers)
         for count, rows in self._by_count.items():
             if rows.few is not None and self.kernel is AdapterKernel.GPU:
-                self._by_count[count] = AdaptedRows(rows.long, rows.few, RowTiles(next(given), count))
+                self._by_count[count] = replace(rows, tiles=RowTiles(next(given), count))
 
     @contextmanager
     def over(self, tiles: RowTiles | None) -> Iterator[None]:
         """Meanwhile layers compute a batch of these tiles, whatever they hold by then; without tiles one without
         adapters."""
         before = self._by_count
-        self._by_count = {} if tiles is None else {tiles.tokens: AdaptedRows([], None, tiles)}
+        self._by_count = {} if tiles is None else {tiles.tokens: AdaptedRows([], None, tiles=tiles)}
         try:
             yield
         finally:
@@ -129,7 +130,7 @@ class LinearAdapters:
     """The slots of one linear layer, each for one adapter."""
 
     def __init__(self, linear: PackedLinear, slots: int, rank: int, rows: AdapterRows, like: Tensor) -> None:
-        """The slots are of the type and on the device of `like`."""
+        """The slots are on the device of `like`, and of its type, or for numbers of its length."""
         self.rows = rows
         self._linear = linear
         places = [linear.places(part) for part in linear.parts]
@@ -157,7 +158,7 @@ class LinearAdapters:
         rows = self.rows.of(x.shape[0])
         for run in rows.long:
             self._add(run.slot, x[run.begin : run.end], out[run.begin : run.end])
-        few = rows.few if rows.tiles is None else rows.tiles
+        few = rows.by_slots if rows.tiles is None else rows.tiles
         if few is not None:
             self._slots.add(x, out, few)
         return out
@@ -165,8 +166,8 @@ class LinearAdapters:
     def add_arrays(self, x: np.ndarray, out: np.ndarray) -> None:
         """See `AddsToRows`."""
         rows = self.rows.of(len(x))
-        if rows.few is not None and rows.tiles is None and not rows.long:
-            self._slots.add_arrays(x, out, rows.few)
+        if rows.by_slots is not None and rows.tiles is None and not rows.long:
+            self._slots.add_arrays(x, out, rows.by_slots)
         else:
             self.add(torch.from_numpy(x), torch.from_numpy(out))
 

@@ -31,6 +31,26 @@ class LowRank:
         return LowRank(self.a, self.b[order], self.scale)
 
 
+@dataclass(frozen=True, slots=True)
+class SlotRows:
+    """Rows of a batch that go through slots, in the order of these, in which slots lie in memory: `places` int64 [m],
+    and `slots` int64 [m], the slot of each."""
+
+    places: np.ndarray
+    slots: np.ndarray
+
+    @classmethod
+    def of(cls, slots: np.ndarray) -> SlotRows:
+        """Of a batch with these slots, int64 [n], -1 for none.
+
+        >>> SlotRows.of(np.array([2, -1, 0, 2])).places
+        array([2, 0, 3])
+        """
+        order = np.argsort(slots, kind="stable")
+        places = order[np.count_nonzero(slots < 0) :]
+        return cls(places, slots[places])
+
+
 class LowRankSlots(ABC):
     """`ranks` int64 and `scales` float32 [slots, parts] of the pairs that slots hold, 0 where there is none."""
 
@@ -62,12 +82,11 @@ class LowRankSlots(ABC):
     def warm_up(self) -> None:  # noqa: B027 - most have nothing to do
         """Has kernels compiled, where they are not."""
 
-    def add(self, x: Tensor, out: Tensor, rows: np.ndarray | RowTiles) -> None:
-        """Adds to out [n, outputs] for x [n, inputs] by a kernel. `rows` are the slot of each, int64 [n], -1 for
-        none; on a GPU those that lie in tiles."""
+    def add(self, x: Tensor, out: Tensor, rows: SlotRows | RowTiles) -> None:
+        """Adds to out [n, outputs] for x [n, inputs] by a kernel; on a GPU rows lie in tiles."""
         raise NotImplementedError("there is no kernel")
 
-    def add_arrays(self, x: np.ndarray, out: np.ndarray, rows: np.ndarray) -> None:
+    def add_arrays(self, x: np.ndarray, out: np.ndarray, rows: SlotRows) -> None:
         """The same for arrays of float32 that lie together."""
         raise NotImplementedError("there is no kernel for a CPU")
 

@@ -150,18 +150,8 @@ def _upper_number(_: Any, word: Any) -> Any:
     return types.float32(word), generate
 
 
-def _widened_half(_: Any, number: Any) -> Any:
-    """Of the bits of a float16, uint16, the float32."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, given: Any) -> Value:
-        return builder.fpext(builder.bitcast(given[0], ir.HalfType()), SINGLE)
-
-    return types.float32(number), generate
-
-
 lower_half: Any = intrinsic(_lower_number)
 upper_half: Any = intrinsic(_upper_number)
-widened_half: Any = intrinsic(_widened_half)
 
 
 @numba.njit(inline="always")

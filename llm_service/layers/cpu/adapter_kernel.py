@@ -11,126 +11,119 @@ import numpy as np
 
 from common.cpu import vectors
 from common.cpu.jit import Typed, compiled, inner
-from common.cpu.vectors.llvm import FLOAT
-from common.cpu.vectors.products import add_products
-from common.cpu.vectors.stored import lower_half, upper_half, widened_half
+from common.cpu.vectors.dots import add_dots, sum_of_lanes
+from common.cpu.vectors.llvm import FLOAT, LANES, LINE
+from common.cpu.vectors.products import NOTHING, add_products
 from llm_service.layers.cpu import panel_kernel
-from llm_service.layers.cpu.panel_kernel import VECTORS, WIDTH
+from llm_service.layers.cpu.panel_kernel import VECTORS, WIDTH, first_line
 
 SINGLES, PAIRS, HALVES = 0, 1, 2
-"""What the matrices of a slot are stored in: float32; bfloat16, two to a word; float16."""
-_RANKS, _PANELS = 8, 8
-"""What one task takes: rows of A, panels of B."""
-_ZERO = np.float32(0.0)
+"""What a matrix is stored in: float32; bfloat16, two to a word; float16."""
+
+
+@numba.njit(inline="always")
+def _bytes(kind: Any, rank: Any) -> Any:
+    """Of a panel."""
+    return rank * WIDTH * (FLOAT if kind == SINGLES else FLOAT // 2)
 
 
 @inner
-def _dot(x: Any, a: Any) -> Any:
-    """Of float32 [n] both."""
-    total = _ZERO
-    for place in range(x.shape[0]):
-        total += a[place] * x[place]
-    return total
+def _shrink(between: Any, x: Any, stored: Any, weights: Any, size: Any, scale: Any) -> None:
+    """float32 between [rank] = scale · A x, for x [inputs] and the panels of A at an address, each of so many bytes;
+    `stored` is of the type that they are stored in."""
+    rank, panels = len(between), len(x) // WIDTH
+    room = np.zeros(rank * LANES + WIDTH + LANES, np.float32)
+    first = first_line(room)
+    sums = room.ctypes.data + first * FLOAT
+    for panel in range(panels):
+        add_dots(VECTORS, stored, (sums, x.ctypes.data + panel * WIDTH * FLOAT, weights + panel * size), rank)
+    rest = len(x) - panels * WIDTH
+    if rest:
+        padded = room[first + rank * LANES :]
+        for place in range(rest):
+            padded[place] = x[panels * WIDTH + place]
+        add_dots(VECTORS, stored, (sums, padded.ctypes.data, weights + panels * size), rank)
+    for row in range(rank):
+        between[row] = scale * sum_of_lanes(sums + row * LINE)
 
 
 @inner
-def _dot_pairs(low: Any, high: Any, a: Any) -> Any:
-    """Of float32 [n] twice with the lower and the upper halves of words, uint32 [n]."""
-    total = _ZERO
-    for place in range(a.shape[0]):
-        total += lower_half(a[place]) * low[place] + upper_half(a[place]) * high[place]
-    return total
-
-
-@inner
-def _dot_halves(x: Any, a: Any) -> Any:
-    """Of float32 [n] with the bits of float16, uint16 [n]."""
-    total = _ZERO
-    for place in range(x.shape[0]):
-        total += widened_half(a[place]) * x[place]
-    return total
-
-
-@inner
-def _shrink(out: Any, x: Any, a: Any, kind: Any, first: Any, scale: Any) -> None:
-    """float32 out [ranks], x [inputs]; a is a slot's, of which the rows from `first` on are wanted."""
-    # Loops that begin at 0 are compiled to vectors; where one begins elsewhere, each index might be a negative one.
-    inputs = x.shape[0]
-    half = inputs // 2
-    low, high = x[:half], x[half:]
-    for row in range(out.shape[0]):
-        at = first + row
-        if kind == PAIRS:
-            total = _dot_pairs(low, high, a[at * half : (at + 1) * half])
-        elif kind == HALVES:
-            total = _dot_halves(x, a.view(np.uint16)[at * inputs : (at + 1) * inputs])
+def _expand(out: Any, between: Any, stored: Any, weights: Any, size: Any, panels: Any) -> None:
+    """float32 out [outputs] += B between [rank], for the panels of B at an address, each of so many bytes; `panels`
+    int64 [k, 3] are their outputs: part, begin, end."""
+    rank = len(between)
+    for panel in range(len(panels)):
+        begin, end = panels[panel, 1], panels[panel, 2]
+        if end - begin == WIDTH:
+            places = (out.ctypes.data + begin * FLOAT, 0, between.ctypes.data, 0, weights, 0, 0)
+            add_products(1, VECTORS, VECTORS, NOTHING, stored, places, rank)
         else:
-            total = _dot(x, a.view(np.float32)[at * inputs : (at + 1) * inputs])
-        out[row] = total * scale
+            room = np.zeros(WIDTH, np.float32)
+            places = (room.ctypes.data, 0, between.ctypes.data, 0, weights, 0, 0)
+            add_products(1, VECTORS, VECTORS, NOTHING, stored, places, rank)
+            for place in range(end - begin):
+                out[begin + place] += room[place]
+        weights += size
 
 
 @inner
-def _add_panel(out: Any, x: Any, b: Any, kind: Any, panel: Any, apart: Any) -> None:
-    """float32 out [at most 64] += x [ranks] times a panel; b is a slot's, whose panels are `apart` rows."""
-    room = np.zeros(WIDTH if out.shape[0] < WIDTH else 0, np.float32)
-    to = room.ctypes.data if len(room) else out.ctypes.data
-    size = WIDTH * FLOAT if kind == SINGLES else WIDTH * FLOAT // 2
-    weights, count = b.ctypes.data + panel * apart * size, x.shape[0]
-    places = (to, 0, x.ctypes.data, 0, weights, weights + apart * size, size)
-    if kind == PAIRS:
-        add_products(1, VECTORS, VECTORS, 1, b, places, count)
-    elif kind == HALVES:
-        add_products(1, VECTORS, VECTORS, 1, b.view(np.uint16), places, count)
+def _add_pair(out: Any, x: Any, words: Any, begin: Any, rank: Any, scale: Any, kinds: Any, panels: Any) -> None:
+    """float32 out [outputs] += scale · B A x, for x [inputs] and a pair that begins at a byte of uint32 `words`: A's
+    panels, then B's. `kinds` [2] are A's and B's; `panels` are (the part's [k, 3], first and end of the wanted)."""
+    between = np.empty(rank, np.float32)
+    halves, singles = words.view(np.uint16), words.view(np.float32)
+    weights, size = words.ctypes.data + begin, _bytes(kinds[0], rank)
+    if kinds[0] == PAIRS:
+        _shrink(between, x, words, weights, size, scale)
+    elif kinds[0] == HALVES:
+        _shrink(between, x, halves, weights, size, scale)
     else:
-        add_products(1, VECTORS, VECTORS, 1, b.view(np.float32), places, count)
-    for place in range(min(len(room), out.shape[0])):
-        out[place] += room[place]
+        _shrink(between, x, singles, weights, size, scale)
+    every, first, end = panels
+    weights += (len(x) + WIDTH - 1) // WIDTH * size
+    size = _bytes(kinds[1], rank)
+    weights += first * size
+    if kinds[1] == PAIRS:
+        _expand(out, between, words, weights, size, every[first:end])
+    elif kinds[1] == HALVES:
+        _expand(out, between, halves, weights, size, every[first:end])
+    else:
+        _expand(out, between, singles, weights, size, every[first:end])
 
 
 def _add(
     out: Any,
     x: Any,
-    rank: Any,
-    a: Any,
-    b: Any,
+    rows: Any,
     slots: Any,
+    words: Any,
+    begins: Any,
     kinds: Any,
     ranks: Any,
     scales: Any,
     panels: Any,
+    firsts: Any,
+    pieces: Any,
 ) -> None:
-    """float32 out [n, outputs], x [n, inputs]; the rank of slots; uint32 a and b [slots, words], as
-    `LowRankPanels` has them; int64 slots [n], -1 for none, kinds [slots], ranks [slots, parts], panels [k, 3] of
-    outputs: part, begin, end; float32 scales [slots, parts]."""
+    """float32 out [n, outputs], x [n, inputs]; int64 rows [m] that have a slot, and the slots [m] of these. Of slots,
+    as `LowRankPanels` has them: uint32 words [slots, most], in which pairs begin at the bytes int64 begins [slots,
+    parts]; int64 kinds [slots, parts, 2] and ranks [slots, parts], float32 scales [slots, parts]. Of outputs: int64
+    panels [k, 3], part, begin, end, of which part p's are those from firsts[p] to firsts[p + 1]. A task has a row, a
+    part and one of so many pieces of its panels, for each of which what A gives is computed again: cheaper than to wait
+    for all threads in between."""
     parts = ranks.shape[1]
-    between = np.empty((len(slots), parts, rank), np.float32)
-    groups, pieces = (rank + _RANKS - 1) // _RANKS, (len(panels) + _PANELS - 1) // _PANELS
-    for task in numba.prange(len(slots) * parts * groups):
-        row, part, first = task // (parts * groups), task // groups % parts, task % groups * _RANKS
-        slot = slots[row]
-        last = min(first + _RANKS, ranks[slot, part]) if slot >= 0 else 0
-        if first < last:
-            place = between[row, part, first:last]
-            _shrink(place, x[row], a[slot], kinds[slot], part * rank + first, scales[slot, part])
-    for task in numba.prange(len(slots) * pieces):
-        row, first = task // pieces, task % pieces * _PANELS
-        slot = slots[row]
-        for panel in range(first, min(first + _PANELS, len(panels)) if slot >= 0 else first):
-            part, begin, end = panels[panel]
-            own = ranks[slot, part]
-            if own:
-                _add_panel(out[row, begin:end], between[row, part, :own], b[slot], kinds[slot], panel, rank)
+    for task in numba.prange(len(rows) * parts * pieces):
+        place, part, piece = task // (parts * pieces), task // pieces % parts, task % pieces
+        row, slot = rows[place], slots[place]
+        own = panels[firsts[part] : firsts[part + 1]]
+        wanted = own, len(own) * piece // pieces, len(own) * (piece + 1) // pieces
+        rank, scale = ranks[slot, part], scales[slot, part]
+        if rank and wanted[1] < wanted[2]:
+            _add_pair(out[row], x[row], words[slot], begins[slot, part], rank, scale, kinds[slot, part], wanted)
 
 
 add = compiled(_add, made_of=[vectors, panel_kernel])
-_rows, _words, _numbers = numba.float32[:, ::1], numba.uint32[:, ::1], numba.int64[:, ::1]
-TYPED = {
-    "add": Typed(
-        add,
-        (
-            *(_rows, _rows, numba.intp, _words, _words),
-            *(numba.int64[::1], numba.int64[::1], _numbers, _rows, _numbers),
-        ),
-    )
-}
+_rows, _numbers, _list = numba.float32[:, ::1], numba.int64[:, ::1], numba.int64[::1]
+_slots = (numba.uint32[:, ::1], _numbers, numba.int64[:, :, ::1], _numbers, _rows)
+TYPED = {"add": Typed(add, (_rows, _rows, _list, _list, *_slots, _numbers, _list, numba.intp))}
 KERNELS = frozenset({f"{__name__}:add"})

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from llm_service.layers.adapter_tiles import RowTiles
 from llm_service.layers.gpu import adapter_kernels
-from llm_service.layers.low_rank import LowRank, PlainSlots, Runs, pieces_of
+from llm_service.layers.low_rank import LowRank, PlainSlots, Runs, SlotRows, pieces_of
 
 
 class LowRankTiles(PlainSlots):
@@ -34,7 +33,7 @@ class LowRankTiles(PlainSlots):
         nobody = RowTiles.nobody(1, len(self.a), self.a.device)
         self.add(self.a.new_zeros(1, self.a.shape[3]), self.b.new_zeros(1, self.b.shape[2]), nobody)
 
-    def add(self, x: Tensor, out: Tensor, rows: np.ndarray | RowTiles) -> None:
+    def add(self, x: Tensor, out: Tensor, rows: SlotRows | RowTiles) -> None:
         """See `LowRankSlots`."""
         assert isinstance(rows, RowTiles), "they are on a GPU"
         adapter_kernels.add(out, x, (self.a, self.b), (self._ranks, self._scales), self._blocks, rows)

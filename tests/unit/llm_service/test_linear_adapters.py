@@ -149,3 +149,28 @@ def test_an_adapter_of_16_bits_is_what_it_is_in_32(inputs: int, least: int) -> N
                     expected[np.ix_(slot == SLOTS, linear.places(part))] = change[slot == SLOTS]
             out = adapters.add(x, torch.zeros(ROWS, linear.outputs))
             torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("kinds", [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)])
+def test_slots_for_16_bits_have_each_matrix_as_it_is_stored(kinds: tuple[torch.dtype, torch.dtype]) -> None:
+    """And a row has the same bits alone as in company, whose slots are not in its order."""
+    linear = PackedLinear(slice(0, 130), {"one": slice(0, 150), "two": slice(0, 70)}, bias=False, dtype=torch.float32)
+    rows = AdapterRows(kernel=AdapterKernel.CPU)
+    adapters = LinearAdapters(linear, 3, RANK, rows, torch.empty(0, dtype=torch.bfloat16))
+    expected, x = torch.zeros(4, linear.outputs), torch.randn(4, 130)
+    slots = np.array([2, -1, 0, 1])
+    for row in np.flatnonzero(slots >= 0):
+        slot, rank = int(slots[row]), RANK - int(slots[row])
+        halves = {
+            part: (torch.randn(rank, 130), torch.randn(count, rank)) for part, count in (("one", 150), ("two", 70))
+        }
+        pairs = {part: LowRank(a.to(kinds[0]), b.to(kinds[1]), 0.3) for part, (a, b) in halves.items()}
+        adapters.put(slot, pairs)
+        for part, pair in pairs.items():
+            expected[row, linear.places(part)] = 0.3 * (x[row] @ pair.a.float().T @ pair.b.float().T)
+    rows.use(slots, np.arange(4))
+    out = adapters.add(x, torch.zeros(4, linear.outputs))
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-4)
+    for row in (0, 2, 3):
+        rows.use(slots[row : row + 1], np.arange(1))
+        assert torch.equal(adapters.add(x[row : row + 1], torch.zeros(1, linear.outputs))[0], out[row])
