@@ -17,7 +17,8 @@ from llm_service.layers.attention.backend import AttentionKind
 from llm_service.layers.attention.general_backend import AttentionRule
 from llm_service.models.library_attention import beyond_kernels, kind_of
 from llm_service.models.library_decoder import LibraryDecoder, text_alone
-from llm_service.worker.capture_trial import WaitWatch
+from llm_service.worker.caches import Caches
+from llm_service.worker.capture_trial import WaitWatch, what_waits
 from llm_service.worker.graphs import GraphKind, decode_sizes
 from tests.parity.library_side import GREEDY, Served
 from tests.parity.test_llm_graphs import PEOPLE, graphed
@@ -127,6 +128,15 @@ def test_a_step_that_the_host_waits_for_is_not_captured(cohere2: Path, monkeypat
     monkeypatch.setattr(text, "forward", looks)
     why = "the library waits for what the device has computed (aten::_local_scalar_dense)"
     assert engine.runner.not_capturable() == why
+
+
+@pytest.mark.parametrize(("kind", "waits"), [("kimi_k25", False), ("muse_glimmer", False), ("gemma3n", True)])
+def test_a_step_of_a_small_model_says_whether_its_text_can_be_captured(kind: str, waits: bool) -> None:
+    """Gemma 3n looks at numbers that are on the device."""
+    model = made_up(config_of_recipe(kind), text_alone)
+    decoder = LibraryDecoder(model, torch.float32, CPU, attention=PlainTables)
+    caches = Caches(decoder.mixers(), 4, 16, torch.float32, CPU, attention=decoder.backend)
+    assert bool(what_waits(decoder, caches)) == waits
 
 
 @pytest.mark.parametrize(
