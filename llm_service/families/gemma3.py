@@ -1,9 +1,23 @@
-"""Gemma 3's text, which several kinds of models have."""
+"""Gemma's text, which PaliGemma has, and Gemma 3's, which several kinds of models have."""
 
 from __future__ import annotations
 
 from llm_service.families.family import WINDOWED, Family, LayerNorms
 
+GEMMA_TEXT = Family(
+    {},
+    zero_centred_norms=True,
+    scaled_embeddings=True,
+    text_defaults={
+        "vocab_size": 256_000,
+        "num_attention_heads": 16,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "max_position_embeddings": 8192,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": True,
+    },
+)
 GEMMA3_TEXT = Family(
     {},
     qk_norm=True,

@@ -10,7 +10,7 @@ from common.checkpoint import CheckpointError
 from llm_service.families.cohere2 import COHERE2_TEXT, COHERE_COMPASS_TEXT
 from llm_service.families.exaone4 import EXAONE4_TEXT
 from llm_service.families.family import WINDOWED, Family
-from llm_service.families.gemma3 import GEMMA3_TEXT
+from llm_service.families.gemma3 import GEMMA3_TEXT, GEMMA_TEXT
 from llm_service.families.gemma4 import GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT
 from llm_service.families.glm4v import GLM4V_MOE_TEXT, GLM4V_TEXT, GLM_OCR_TEXT
 from llm_service.families.granite import GRANITE_TEXT, HYPERCLOVAX_TEXT
@@ -40,6 +40,7 @@ TEXT_FAMILIES: Final = {
     "deepseek_ocr2_text": Family({}, probability_weights=True, ungated_shared=True),
     "emu3_text_model": Family({}),
     "exaone4": EXAONE4_TEXT,
+    "gemma": GEMMA_TEXT,
     "gemma3_text": GEMMA3_TEXT,
     "gemma4_text": GEMMA4_TEXT,
     "gemma4_unified_text": GEMMA4_UNIFIED_TEXT,

@@ -221,7 +221,7 @@ class TextConfig:
             raise CheckpointError(f"config.json has no {error.args[0]}") from error
 
 
-_EVERYWHERE = SpanRule.EVERYWHERE, SpanRule.BEYOND_WINDOWS
+_EVERYWHERE = SpanRule.EVERYWHERE, SpanRule.BEYOND_WINDOWS, SpanRule.WHOLE_PROMPTS
 _WINDOW = 4096
 """Tokens of a window whose length is not stated."""
 

@@ -59,7 +59,7 @@ _TYPES, _GRIDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"
 _MASK = "attention_mask"
 _SOUND = 3
 """The type of a sound's tokens, where a picture's have 1."""
-_OF_RUNS = tuple(rule for rule in SpanRule if rule not in OF_PROMPTS)
+_OURS = tuple(rule for rule in SpanRule if rule is not SpanRule.ALL_MEDIA)
 """Those by which our decoder computes."""
 
 
@@ -160,10 +160,11 @@ def try_ours_of(config: Any, prompted: Prompted) -> Finding:
     with _tried(config.model_type):
         case = _Case.of(config, prompted)
         shape = TextConfig.of(text_of(case.model), len(case.prompt.ids) + _ANSWER)
-        for rule in _OF_RUNS:
+        for rule in _OURS:
             made = Decoder(replace(shape, spans=rule), ALONE, torch.float32, _CPU)
             decoder = fill_plain(made, named_tensors(case.model))
-            differences.append(max(_difference(decoder, case, rule), _difference_of_answer(decoder, case.said)))
+            later = _difference_of_answer(decoder, case.said, rule)
+            differences.append(max(_difference(decoder, case, rule), later))
             if case.prompt.sounds:
                 differences[-1] = max(differences[-1], _difference(decoder, case.of_sounds()))
             if differences[-1] < _CLOSE:

@@ -4,8 +4,9 @@ once, and answered with the library's tokens, whatever happens to them."""
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,13 +21,15 @@ from common.media.item import Key, Modality
 from llm_service.engine.sequence import Sequence
 from llm_service.families.family import SpanRule
 from llm_service.layers.attention import general_backend
+from llm_service.layers.self_attention import SelfAttention
 from llm_service.models.served import ServedModel
-from llm_service.models.trial import drawn_prompt, try_config, try_out
+from llm_service.models.trial import drawn_prompt, try_config, try_ours, try_out
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, TextPrompt, TokenPrompt
 from tests.parity.library_side import GREEDY, Served, compare
 from tests.parity.local_engine import LocalEngine, Prompt
-from tools.models.compare import PROMPTS, Reference, picture
+from tools.models.compare import OURS, PROMPTS, Reference, picture
+from tools.models.recipes.recipe import Recipe
 from tools.models.recipes.spans import PALIGEMMA_2, RECIPES
 from tools.models.tiny import make, make_by
 
@@ -47,31 +50,52 @@ class Case:
         return [outcome.tokens for outcome in engine.run(self.prompts, GREEDY)]
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """Of a text with windows, shorter than prompts, and with soft caps."""
-    folder = make_by(PALIGEMMA_2, tmp_path_factory.mktemp("paligemma2"))
+def case_of(recipe: Recipe, folder: Path) -> Case:
+    folder = make_by(recipe, folder)
     served, library = Served.of(folder), Reference(folder)
     asked = [*PROMPTS.values(), ["Look: ", picture(4, 90, 90), " Is it a map?"]]
     expected = [library.tokens(library.inputs(parts)) for parts in asked]
     return Case(served, [served.prompt(parts) for parts in asked], expected)
 
 
-def test_ids_and_tokens_are_the_library_s(tmp_path: Path) -> None:
-    assert {"text", "one picture"} <= compare(Served.of(make("paligemma", tmp_path)), STEP)
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """Of a text with windows, shorter than prompts, and with soft caps, which the library computes."""
+    return case_of(PALIGEMMA_2, tmp_path_factory.mktemp("paligemma2"))
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """Of a text without either, which our decoder computes."""
+    return case_of(RECIPES["paligemma"], tmp_path_factory.mktemp("paligemma"))
+
+
+@pytest.fixture(params=["case", "ours"])
+def either(request: pytest.FixtureRequest) -> Case:
+    found: Case = request.getfixturevalue(request.param)
+    return found
+
+
+def test_ids_and_tokens_are_the_library_s(ours: Case) -> None:
+    assert {"text", "one picture", OURS} <= compare(ours.served, STEP)
 
 
 def test_so_they_are_where_windows_are_shorter_than_prompts(case: Case) -> None:
-    assert {"text", "one picture"} <= compare(case.served, STEP)
+    names = compare(case.served, STEP)
+    assert {"text", "one picture"} <= names
+    assert OURS not in names
 
 
-def test_after_a_preemption_an_answer_is_computed_again_and_sees_what_is_before_it_alone(case: Case) -> None:
+def test_after_a_preemption_an_answer_is_computed_again_and_sees_what_is_before_it_alone(either: Case) -> None:
+    case = either
     tight = case.served.engine(blocks=13, step_tokens=STEP, max_running=4, prefix_cache=True)
     assert case.said_by(tight) == case.expected
     assert tight.scheduler.counters.preemptions > 0, "the cache was not tight enough to prove anything"
 
 
-def test_drafts_are_verified_behind_such_a_prompt(case: Case) -> None:
+def test_drafts_are_verified_behind_such_a_prompt(either: Case) -> None:
+    case = either
+
     def foreseen(sequence: Sequence, count: int) -> array[int]:
         drafts = array("i", case.expected[sequence.id - 1][sequence.generated :][:count])
         wrong = sequence.generated % (2 * count)
@@ -85,8 +109,9 @@ def test_drafts_are_verified_behind_such_a_prompt(case: Case) -> None:
     assert 0 < counters.accepted_draft_tokens < counters.draft_tokens
 
 
-def test_questions_about_one_picture_are_answered_from_what_was_computed_for_each(case: Case) -> None:
+def test_questions_about_one_picture_are_answered_from_what_was_computed_for_each(either: Case) -> None:
     """What was computed of the picture for one question is not what it is for another."""
+    case = either
     engine, library = case.served.engine(prefix_cache=True), Reference(case.served.folder)
     cached = []
     for question in ("What is it?", "Which is red?", "What is it?"):
@@ -118,6 +143,19 @@ def test_a_trial_tells_other_masks(case: Case, wrong: SpanRule | None, monkeypat
     monkeypatch.setattr(general_backend._Segment, "mask", mask)
     with pytest.raises(CheckpointError, match="paligemma gives other logits in chunks than of a whole prompt"):
         try_out(case.served.folder)
+
+
+@pytest.mark.parametrize("wrong", [{"spans": False}, {"window": 8}])
+def test_a_trial_of_our_decoder_tells_other_masks(
+    wrong: dict[str, Any], ours: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert try_ours(ours.served.folder).spans is SpanRule.WHOLE_PROMPTS
+    right = SelfAttention.cache_spec
+    monkeypatch.setattr(
+        SelfAttention, "cache_spec", lambda part: replace(spec := right(part), kind=replace(spec.kind, **wrong))
+    )
+    with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
+        try_ours(ours.served.folder)
 
 
 def test_a_configuration_without_a_processor_is_tried_too() -> None:
