@@ -52,7 +52,9 @@ class TextConfig:
     values of the last one before them that has their window, and with `wide_shared` their feed-forward parts are twice
     as wide. `layer_inputs`: layers have inputs of their own. All that enters the first layer, rows of media as well, is
     multiplied by `embedding_multiplier`, and what each part of a layer adds by `residual_multiplier`. Logits are
-    multiplied by `logit_scale`; `logit_cap` is what none exceeds: cap · tanh(x / cap).
+    multiplied by `logit_scale`; `logit_cap` is what none exceeds: cap · tanh(x / cap). Levels of rows, the first as
+    well, are added before the `level_layers`, which are of the library's configurations; where it is empty, the first
+    is among embeddings, and the others are added behind the first layers.
 
     Where `experts` is above 0, every `sparse_step`-th layer but those in `dense_layers` is a mixture of experts, with a
     shared one beside them where `shared_expert_size` is above 0. `grouped`: in which groups they are, if in any. With
@@ -94,6 +96,7 @@ class TextConfig:
     residual_multiplier: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None
+    level_layers: tuple[int, ...] = ()
 
     @property
     def layers(self) -> int:
@@ -111,6 +114,11 @@ class TextConfig:
     def residual_eps(self) -> float:
         """The eps of norms of that sum."""
         return self.norm_eps / self.residual_multiplier**2
+
+    def levels_behind(self, count: int) -> dict[int, int]:
+        """By the layer behind which it is added, -1: before all, the level of so many. A layer takes the last of those
+        that are for it."""
+        return {layer - 1: level for level, layer in enumerate(self.level_layers or range(1, count + 1))}
 
     def layer_kind(self, layer: int) -> LayerKind:
         """What a layer, counted from 0, is made of."""

@@ -32,22 +32,26 @@ _GROUPED = (9, 10)
 
 @dataclass(frozen=True, slots=True)
 class Deepstack:
-    """Rows to add after the first layers: level i, `values[i]` [m, hidden], to the places `index` int64 [m], or, where
-    that is None, to all places, one after the other."""
+    """Rows to add after the first layers, or before those that the decoder names: level i, `values[i]` [m, hidden], to
+    the places `index` int64 [m], or, where that is None, to all places, one after the other."""
 
     index: Tensor | None
     values: Tensor
 
-    def reaches(self, layer: int) -> bool:
-        """Whether a layer has a level."""
-        return layer < self.values.shape[0]
+    def taking_first(self, hidden: Tensor) -> Deepstack:
+        """With what the rows have in `hidden` [n, hidden] as the first level, before the others; zeros are left
+        there."""
+        assert self.index is not None, "rows have places"
+        first = hidden[self.index].unsqueeze(0)
+        hidden.index_fill_(0, self.index, 0.0)
+        return Deepstack(self.index, torch.cat([first, self.values]))
 
-    def add_to(self, hidden: Tensor, layer: int, scale: float = 1.0) -> None:
-        """Adds a layer's level, which there is, times a number, in place."""
+    def add_to(self, hidden: Tensor, level: int, scale: float = 1.0) -> None:
+        """Adds a level times a number, in place."""
         if self.index is None:
-            hidden.add_(self.values[layer], alpha=scale)
+            hidden.add_(self.values[level], alpha=scale)
         else:
-            hidden.index_add_(0, self.index, self.values[layer], alpha=scale)
+            hidden.index_add_(0, self.index, self.values[level], alpha=scale)
 
 
 class Decoder(nn.Module):
@@ -114,6 +118,9 @@ class Decoder(nn.Module):
         rotary, local = self._angles(positions, hidden.dtype)
         if self.config.entry_scale != 1:
             hidden = hidden * self.config.entry_scale
+        levels = {} if deepstack is None else self.config.levels_behind(len(deepstack.values))
+        if deepstack is not None and (level := levels.get(-1)) is not None:
+            deepstack.add_to(hidden, level, 1 / self.config.residual_multiplier)
         first_sharing = self.config.layers - self.config.shared_layers
         given: Sequence[Tensor | None] | Tensor = [None] * self.config.layers
         if self.layer_inputs is not None:
@@ -129,13 +136,13 @@ class Decoder(nn.Module):
                 kept = {window: tuple(each[places] for each in both) for window, both in (kept or {}).items()}
                 batches, places = at_places, None
             last = index == self.config.layers - 1
-            cut = places if last and not (deepstack is not None and deepstack.reaches(index)) else None
+            cut = places if last and index not in levels else None
             angles = local if layer.windowed else rotary
             here = hidden, residual, angles, caches[index], batches[index], cut
             hidden, residual = layer(*here, given=given[index], kept=kept)
-            if deepstack is not None and deepstack.reaches(index):
+            if deepstack is not None and index in levels:
                 hidden, residual = hidden if residual is None else residual + hidden, None
-                deepstack.add_to(hidden, index, 1 / self.config.residual_multiplier)
+                deepstack.add_to(hidden, levels[index], 1 / self.config.residual_multiplier)
             if last and places is not None and cut is None:
                 hidden, residual = hidden[places], None if residual is None else residual[places]
         return self.norm.after_adding(hidden, residual)[1]

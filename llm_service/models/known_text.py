@@ -8,7 +8,7 @@ from dataclasses import replace
 from common import log
 from common.checkpoint import Checkpoint, CheckpointError
 from common.library import LibraryModel
-from common.library_classes import config_of
+from common.library_classes import config_of, layers_of_levels
 from llm_service.families.registry import check_text
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.models.config import TextConfig
@@ -43,9 +43,10 @@ def known_text(
 
 def _found(checkpoint: Checkpoint, library: LibraryModel, max_context: int) -> TextSide:
     check_text(str(library.text.get("model_type")))
-    config = TextConfig.of(library.text, max_context)
-    names = own_names(config_of(checkpoint.folder), checkpoint.tensors)
-    config = replace(config, spans=try_ours(checkpoint.folder).spans)
+    config, whole = TextConfig.of(library.text, max_context), config_of(checkpoint.folder)
+    names = own_names(whole, checkpoint.tensors)
+    levels = tuple(layers_of_levels(whole))
+    config = replace(config, spans=try_ours(checkpoint.folder).spans, level_layers=levels)
     if config.tied:
         config, names = _as_stored(checkpoint, config, names)
     return TextSide(config, names.get)

@@ -160,8 +160,9 @@ def try_ours_of(config: Any, prompted: Prompted) -> Finding:
     with _tried(config.model_type):
         case = _Case.of(config, prompted)
         shape = TextConfig.of(text_of(case.model), len(case.prompt.ids) + _ANSWER)
+        levels = tuple(layers_of_levels(case.model.config))
         for rule in _OURS:
-            made = Decoder(replace(shape, spans=rule), ALONE, torch.float32, _CPU)
+            made = Decoder(replace(shape, spans=rule, level_layers=levels), ALONE, torch.float32, _CPU)
             decoder = fill_plain(made, named_tensors(case.model))
             later = _difference_of_answer(decoder, case.said, rule)
             differences.append(max(_difference(decoder, case, rule), later))
@@ -410,6 +411,8 @@ def _logits(
         placed = positions[:, begin:end].repeat(1, 2)
         packed = torch.cat([other[begin:end], embedded[begin:end]])
         deepstack = _deepstack(prompt, begin, end)
+        if deepstack is not None and isinstance(decoder, Decoder) and decoder.config.level_layers:
+            deepstack = deepstack.taking_first(packed)
         given = packed, placed, layers, batches, deepstack
         ids = torch.cat([prompt.ids.flip(0)[begin:end], prompt.ids[begin:end]])
         if isinstance(decoder, LibraryDecoder):

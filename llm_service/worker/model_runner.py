@@ -242,6 +242,8 @@ class ModelRunner:
         token_ids = self._token_ids(plan, moved)
         hidden = self._decoder.embed_tokens(token_ids)
         deepstack = fuse(hidden, plan.rows, self.arena)
+        if deepstack is not None and isinstance(self._decoder, Decoder) and self._decoder.config.level_layers:
+            deepstack = deepstack.taking_first(hidden)
         if isinstance(self._decoder, MtpDecoder) and previous is not None:
             hidden = self._decoder.join(hidden, previous)
         self.caches.copy_states(plan.restored)

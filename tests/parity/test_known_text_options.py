@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.checkpoint import Checkpoint, CheckpointError
-from common.library_classes import blank_of
+from common.library_classes import blank_of, config_of, layers_of_levels
 from common.library_models import describe
 from llm_service.engine.sequence import Sequence
 from llm_service.layers.cpu import selection
@@ -216,6 +216,19 @@ def test_tokens_are_the_same_with_graphs(
     graphs = engine.runner.graphs
     assert graphs is not None
     assert graphs.replays == engine.scheduler.counters.steps, "every step has a graph that fits it"
+
+
+def test_levels_of_rows_are_added_before_the_layers_that_are_named_with_graphs_too(tmp_path: Path) -> None:
+    """Granite Vision's: the first is among no embeddings."""
+    served, library = Served.of(make("granite4_vision", tmp_path)), Reference(tmp_path)
+    expected = [library.tokens(library.inputs(parts)) for parts in PROMPTS.values()]
+    engine, _ = graphed(tmp_path, library=served.found, text=served.text())
+    assert isinstance(engine.decoder, Decoder)
+    assert engine.decoder.config.level_layers == tuple(layers_of_levels(config_of(tmp_path)))
+    assert [outcome.tokens for outcome in engine.run(list(map(served.prompt, PROMPTS.values())), GREEDY)] == expected
+    graphs = engine.runner.graphs
+    assert graphs is not None
+    assert graphs.replays > 0
 
 
 def test_steps_with_rows_that_see_each_other_have_no_graph(tmp_path: Path) -> None:
