@@ -42,7 +42,7 @@ OMNI = {VIDEO, SOUND, OURS, *sounding_prompts()}
 
 @pytest.mark.parametrize(
     ("kind", "more"),
-    [("qwen2_5_omni_thinker", OMNI), ("qwen3_omni_moe_thinker", OMNI), ("gemma3", {OURS}), ("paligemma", set())],
+    [("qwen2_5_omni_thinker", OMNI), ("qwen3_omni_moe_thinker", OMNI), ("gemma3", {OURS}), ("paligemma", {OURS})],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_ids_and_greedy_tokens_are_the_library_s(kind: str, more: set[str], tmp_path: Path) -> None:
