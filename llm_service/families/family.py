@@ -135,14 +135,15 @@ class Family:
     `logit_scale` and `logit_divisor`, what config.json calls the number that logits are multiplied or divided by, if
     they are; `rotary_neighbours`, the two numbers of a rotary pair are neighbours in checkpoints; `rotary_in_windows`,
     heads are rotated in layers with a window alone, where any has one; `fused_gates`, these have gates and what they
-    open as one matrix; `grouped_experts`, each expert has a score of its own, and the likeliest are among those of the
-    likeliest groups; `probability_weights`, experts count by their probabilities among all, which do not sum up to 1;
-    `ungated_shared`, what all tokens go through beside their experts has no gate; `experts_beside`, a layer with
-    experts has a dense part as well, and each has norms of its own; `mrope_interleaved`, rotary pairs are dealt out to
-    time, height and width in turns, and `rotary_share`, so much of a head is rotated, unless the checkpoint says
-    otherwise. `mixers`: what config.json's `layer_types` stand for; a family has windows where `SLIDING` is among them.
-    `text_defaults`: what holds of the decoder where config.json leaves it out. `part_names`: what the library calls
-    parts of layers, and the decoder otherwise.
+    open as one matrix; `ungated`, feed-forward parts have none, and the square of a ReLU between two products;
+    `grouped_experts`, each expert has a score of its own, and the likeliest are among those of the likeliest groups;
+    `probability_weights`, experts count by their probabilities among all, which do not sum up to 1; `ungated_shared`,
+    what all tokens go through beside their experts has no gate; `experts_beside`, a layer with experts has a dense part
+    as well, and each has norms of its own; `mrope_interleaved`, rotary pairs are dealt out to time, height and width in
+    turns, and `rotary_share`, so much of a head is rotated, unless the checkpoint says otherwise. `mixers`: what
+    config.json's `layer_types` stand for; a family has windows where `SLIDING` is among them. `text_defaults`: what
+    holds of the decoder where config.json leaves it out. `part_names`: what the library calls parts of layers, and the
+    decoder otherwise.
     """
 
     modalities: Mapping[Modality, InPrompt]
@@ -168,6 +169,7 @@ class Family:
     rotary_neighbours: bool = False
     rotary_in_windows: bool = False
     fused_gates: bool = False
+    ungated: bool = False
     grouped_experts: bool = False
     probability_weights: bool = False
     ungated_shared: bool = False

@@ -37,6 +37,13 @@ TEXT_FAMILIES: Final = {
     "aria_text": Family({}, ungated_shared=True, part_names={"mlp.router": "mlp.gate"}),
     "cohere2": COHERE2_TEXT,
     "cohere_compass_text": COHERE_COMPASS_TEXT,
+    "cosmos3_edge_text": Family(
+        {},
+        ungated=True,
+        mrope_interleaved=True,
+        text_defaults={"hidden_act": "relu2"},
+        part_names={"mlp.fc1": "mlp.up_proj", "mlp.fc2": "mlp.down_proj"},
+    ),
     "deepseek_ocr2_text": Family({}, probability_weights=True, ungated_shared=True),
     "emu3_text_model": Family({}),
     "exaone4": EXAONE4_TEXT,

@@ -16,16 +16,18 @@ from llm_service.layers.gated_delta_net import GatedDeltaNet
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.layer_inputs import LayerEnd
 from llm_service.layers.mixer import MixerPart, Rotary
-from llm_service.layers.mlp import MLP
+from llm_service.layers.mlp import MLP, SquaredMLP
 from llm_service.layers.ops import Unnormed, norm_of
 from llm_service.layers.self_attention import SelfAttention
 from llm_service.layers.short_convolution import ShortConvolution
 from llm_service.models.config import TextConfig
 
 
-def _dense(kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> MLP:
+def _dense(kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> MLP | SquaredMLP:
     inner = config.intermediate_size * (2 if kind.wide else 1)
     given = config.hidden_size, inner, group, dtype
+    if config.family.ungated:
+        return SquaredMLP(*given)
     return MLP(*given, activation=config.activation, fused=config.family.fused_gates)
 
 

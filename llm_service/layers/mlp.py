@@ -1,9 +1,10 @@
-"""A gated feed-forward part."""
+"""A feed-forward part, with gates and without."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear
@@ -53,3 +54,18 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[n, hidden] → the same."""
         return self._group.sum(self.run(x))
+
+
+class SquaredMLP(nn.Module):
+    """down(relu(up(x))²), without gates (So et al. 2021, Primer)."""
+
+    def __init__(self, hidden: int, inner: int, group: TensorGroup, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._group = group
+        own, whole = group.share(inner), slice(0, hidden)
+        self.up = PackedLinear(whole, {"up_proj": own}, bias=False, dtype=dtype)
+        self.down = PackedLinear(own, {"down_proj": whole}, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, hidden] → the same."""
+        return self._group.sum(self.down(functional.relu(self.up(x)).square_()))

@@ -36,10 +36,12 @@ class GroupedExperts:
 
 
 class Activation(Enum):
-    """What opens the gates of a feed-forward part, as configurations call it."""
+    """What opens the gates of a feed-forward part, as configurations call it, or is between the products of one without
+    gates."""
 
     SILU = "silu"
     GELU = "gelu_pytorch_tanh"
+    SQUARED_RELU = "relu2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +175,8 @@ class TextConfig:
         max_position = int(text.get("max_position_embeddings", 32768))
         _check_reach(text, rope, family, min(max_context or max_position, max_position))
         activation = str(text.get("hidden_activation") or text.get("hidden_act", "silu"))
-        if activation not in {each.value for each in Activation}:
+        squared = activation == Activation.SQUARED_RELU.value
+        if activation not in {each.value for each in Activation} or squared != family.ungated:
             raise CheckpointError(f"activation {activation} is not supported")
         if not (family.probability_weights or text.get("norm_topk_prob", True)):
             raise CheckpointError("experts whose weights do not sum up to 1 are not supported")

@@ -36,9 +36,10 @@ from tools.models.compare import PROMPTS, TOKENS, Reference
 from tools.models.tiny import config_of_recipe, make
 
 CPU = torch.device("cpu")
-FEED_FORWARD = ("gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3")
-_SOAKED = [pytest.param(kind, marks=pytest.mark.soak) for kind in ("hyperclovax_vision_v2", "cohere2_vision")]
-"""Parts that multiply what they add, and that are beside each other."""
+FEED_FORWARD = ("gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3", "fc1", "fc2")
+_MORE = "hyperclovax_vision_v2", "cohere2_vision", "cosmos3_edge"
+_SOAKED = [pytest.param(kind, marks=pytest.mark.soak) for kind in _MORE]
+"""Parts that multiply what they add, that are beside each other, and that have no gates."""
 TEXT = "language_model.model."
 """How names of the text's tensors begin, as checkpoints are saved."""
 

@@ -60,6 +60,7 @@ KINDS = (
     "glm4v",  # rotary pairs that are neighbours, on three axes; gates and what they open as one matrix
     "granite_docling",  # embeddings, attention, what parts add, and logits that are multiplied
     "cohere2_vision",  # feed-forward parts beside attention, norms that take means off, layers that are not rotated
+    pytest.param("cosmos3_edge", marks=pytest.mark.soak),  # feed-forward parts without gates
     pytest.param("exaone4_5", marks=pytest.mark.soak),  # norms behind parts alone
     pytest.param("deepseek_ocr2", marks=pytest.mark.soak),  # experts that count by their probabilities
     pytest.param("aria", marks=pytest.mark.soak),  # matrices of experts the other way round, none apart

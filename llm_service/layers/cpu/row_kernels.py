@@ -163,7 +163,8 @@ def gelu_and_mul_rows(x: Array) -> Array:
 
 
 class NumbaOps(TorchOps):
-    """These kernels, while they are selected; else torch's operators. Of gates that of one activation is compiled."""
+    """These kernels, while they are selected; else torch's operators. Of gates that of one activation is compiled, if
+    it has any."""
 
     def __init__(self, activation: Activation = Activation.SILU) -> None:
         unused = {"silu", "gelu"} - ({_GATES[activation]} if fused_vectors() else set())
@@ -200,7 +201,7 @@ class NumbaOps(TorchOps):
         return torch.from_numpy(gelu_and_mul_rows(x.numpy()))
 
 
-_GATES = {Activation.SILU: "silu", Activation.GELU: "gelu"}
+_GATES = {Activation.SILU: "silu", Activation.GELU: "gelu", Activation.SQUARED_RELU: ""}
 
 
 def both_gains(gains: Pair | None, eps: float, head_dim: int) -> tuple[Array, float]:

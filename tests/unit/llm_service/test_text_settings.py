@@ -88,3 +88,9 @@ def test_experts_that_are_chosen_within_groups_by_their_probabilities_are_refuse
     assert (config.expert_scale, config.shared_expert_size, config.dense_layers) == (2.0, 32, {0})
     with pytest.raises(CheckpointError, match="experts that are chosen as group_limited_greedy says"):
         text("deepseek_ocr2_text", **experts, topk_method="group_limited_greedy")
+
+
+@pytest.mark.parametrize(("kind", "activation"), [("llama", "relu2"), ("cosmos3_edge_text", "silu")])
+def test_what_opens_gates_is_not_what_parts_without_them_have(kind: str, activation: str) -> None:
+    with pytest.raises(CheckpointError, match=f"activation {activation} is not supported"):
+        text(kind, hidden_act=activation)
