@@ -269,7 +269,7 @@ class GraphRunner:
         as one of them is left. So one that needs too much has to be tried while there is no other.
         """
         self.replays = 0
-        if decoder.config.level_layers:  # the first level is not among embeddings
+        if isinstance(decoder, Decoder) and decoder.config.level_layers:  # the first level is not among embeddings
             bounds = replace(bounds, levels=bounds.levels + 1)
         self._decoder, self._caches, self._bounds = decoder, caches, bounds
         self._adapters = adapters if adapters is not None and adapters.capturable else None
