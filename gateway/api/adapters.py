@@ -22,6 +22,7 @@ from gateway.stream import json_answer
 
 _log = log.get("adapters")
 _OURS = {"name": "lora_name", "path": "lora_path"}
+_EXISTS = "ADAPTER_EXISTS"
 
 Text = Annotated[str, Field(max_length=4096)]
 Outcomes = dict[LlmService, TwinlensError | None]
@@ -133,6 +134,8 @@ class Adapters:
             _log.info("an adapter change", change=verb, adapter=name, address=address, outcome=_reason(error))
         refused = [error for error in outcomes.values() if error is not None]
         if len(refused) == len(outcomes) and len({error.reason for error in refused}) == 1:
+            if refused[0].reason == _EXISTS:  # 400 as by vLLM, by whose words callers tell it
+                raise InvalidInput("the adapter has already been loaded", reason=_EXISTS, field=_OURS["name"])
             raise refused[0]
         if refused:
             raise NotEverywhere(outcomes)

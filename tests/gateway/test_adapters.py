@@ -74,7 +74,8 @@ def test_an_adapter_comes_to_every_service_and_goes(door: Door, services: tuple[
     asked = {"model": "mine", "prompt": "Two red circles.", "max_tokens": 4}
     assert [door.post("/v1/completions", asked).status for _ in range(4)] == [200] * 4
     again = load(door, "mine", "both")
-    assert (again.status, again.error["code"], again.error["param"]) == (422, "ADAPTER_EXISTS", "lora_name")
+    assert (again.status, again.error["code"], again.error["param"]) == (400, "ADAPTER_EXISTS", "lora_name")
+    assert "already been loaded" in again.error["message"]
     gone = unload(door, "mine")
     assert (gone.status, json.loads(gone.body)["object"]) == (200, "lora_adapter.unloaded")
     assert listed(door) == []
