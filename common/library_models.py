@@ -52,7 +52,7 @@ def describe(folder: Path) -> LibraryModel:
         architecture=type(model).__name__,
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
-        max_position=getattr(text, "max_position_embeddings", None) or _LONGEST,
+        max_position=longest_context(text),
         placeholders=ids,
         levels=level_count(config),
         one_item=not stand_alone(processor)
@@ -65,6 +65,19 @@ def describe(folder: Path) -> LibraryModel:
         axes=axes_of(model),
         together=together_of(processor),
     )
+
+
+def longest_context(text: Any) -> int:
+    """The tokens of a context, by a text's configuration. Of one that turns all of a batch by other frequencies as soon
+    as one sequence is longer than it says (LongRoPE), no more than that: a batch has sequences of any length."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    told = [each for each in (rope, *rope.values()) if isinstance(each, dict) and each.get("rope_type") == "longrope"]
+    first = [each.get(_FIRST) or getattr(text, _FIRST, None) for each in told]
+    known = getattr(text, "max_position_embeddings", None) or _LONGEST
+    return int(min([known, *(length for length in first if length)]))
+
+
+_FIRST = "original_max_position_embeddings"
 
 
 def own_adapters(config: Any, folder: Path) -> dict[str, str]:
