@@ -17,6 +17,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -101,15 +102,20 @@ def _print_adapters(folder: Path, contexts: Tensor, dtype: torch.dtype, given: a
 
 
 def _print_drafts(folder: Path, context: Tensor, dtype: torch.dtype, given: argparse.Namespace) -> None:
-    """A step's time by the tokens that it computes, as a part of one token's, and that for each, if all are right."""
+    """A step's time by the tokens that it computes, as a part of one token's, and that for each, if all are right. The
+    copy of states that drafts begin with is part of it."""
     table = list(range(-(-(len(context) + 1 + given.drafts) // _BLOCK)))
     runner, _ = _runner(folder, len(table), "numba", "", dtype)
-    runner.run(_prompt(context, table))
+    slots = [0] if runner.caches.state_slots else []
+    runner.run(_prompt(context, table, slots))
     plans = []
     for count in range(1, given.drafts + 2):
         ids, places = array("i", [5] * count), array("i", [*range(len(context), len(context) + count)] * 3)
         chunks, draws = [Chunk(len(context), count, 0, decodes=True)], [Draw(at=n) for n in range(count)]
-        plans.append(StepPlan(ids.tobytes(), places.tobytes(), chunks, [], draws))
+        plan = StepPlan(ids.tobytes(), places.tobytes(), chunks, [], draws, slots=slots)
+        if slots and count > 1:  # it goes on from a copy, as where drafts may be wrong
+            plan = structs.replace(plan, slots=[1], restored=[(0, 1)])
+        plans.append(plan)
     took = _least_in_turns([partial(runner.run, plan) for plan in plans], given.steps)
     print("| tokens of a step | ms | of one token's | each |\n|---:|---:|---:|---:|")
     for count, seconds in enumerate(took, 1):
@@ -159,30 +165,33 @@ def _steps(
         runner.adapters.begin(StepPlan(b"", b"", [], [], [], filled=[(slot, slot) for slot in range(len(adapters))]))
     for batch in _BATCHES:
         tables = [list(range(n, batch * each, batch)) for n in range(batch)]
-        for ids, table in zip(contexts[:batch], tables, strict=True):
+        slots = [[row] if runner.caches.state_slots else [] for row in range(batch)]
+        for row, (ids, table) in enumerate(zip(contexts[:batch], tables, strict=True)):
             # Memory that nobody has written to is one page, which is read faster than others.
-            runner.run(_prompt(ids, table))
+            runner.run(_prompt(ids, table, slots[row]))
         chunks = [Chunk(context, 1, row) for row in range(batch)]
         told = [appended(row, table) for row, table in enumerate(tables)]
         last, places = array("i", [5] * batch), array("i", [context] * 3 * batch)
         draws = [Draw(at=n) for n in range(batch)]
-        yield runner, StepPlan(last.tobytes(), places.tobytes(), chunks, [], draws, appended=told)
+        plan = StepPlan(last.tobytes(), places.tobytes(), chunks, [], draws, appended=told)
+        yield runner, structs.replace(plan, slots=list(chain(*slots)))
 
 
 def _runner(folder: Path, blocks: int, attention: str, weights: str, dtype: torch.dtype) -> tuple[ModelRunner, Decoder]:
     """What runs steps of a checkpoint, over a cache of so many blocks."""
     decoder = load_decoder(Checkpoint(folder), dtype, _CPU, weight_dtype=weights)
-    caches = Caches(decoder.mixers(), blocks, _BLOCK, decoder.kv_dtype, _CPU, attention=attention)
+    given = decoder.mixers(), blocks, _BLOCK, decoder.kv_dtype, _CPU
+    caches = Caches(*given, attention=attention, state_slots=max(_BATCHES))
     arena = RowArena(SharedBuffer.create("bench", 1 << 16).view, 1, decoder.config.hidden_size, decoder.dtype)
     return ModelRunner(decoder, arena, caches), decoder
 
 
-def _prompt(ids: Tensor, table: list[int]) -> StepPlan:
+def _prompt(ids: Tensor, table: list[int], slots: list[int]) -> StepPlan:
+    """`slots`: where its states are, of a model that has any."""
     count = len(ids)
     places = array("i", [*range(count)] * 3)
-    return StepPlan(
-        ids.numpy().tobytes(), places.tobytes(), [Chunk(0, count, 0)], [], [], appended=[appended(0, table)]
-    )
+    plan = StepPlan(ids.numpy().tobytes(), places.tobytes(), [Chunk(0, count, 0)], [], [])
+    return structs.replace(plan, slots=slots, appended=[appended(0, table)])
 
 
 def _peer(folder: Path, contexts: Tensor, dtype: torch.dtype) -> Iterator[Callable[[], object]]:
