@@ -3,6 +3,7 @@ them give together has a form of its own in every model."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,8 @@ from common.checkpoint import CheckpointError
 from common.library import LibraryModel
 from common.library_classes import decoder_of, keep_only, load, towers_within
 from common.library_models import makes_tokens, marks_of
+from encoder_service.models.attention import Backend
+from encoder_service.models.library_attention import AttendingBy
 
 _OF_NO_PROMPT = re.compile(r"pooler_output|attentions|image_tokens|embedding_loss|\w*hidden_states?")
 """What the library's outputs have of which a prompt gets the rows alone."""
@@ -30,15 +33,27 @@ _MARKS = "visual_indicator_features"
 
 
 class LibraryTower:
-    """Raises CheckpointError where the library cannot load the model."""
+    """A `backend` attends in torch's place, if there is one. Raises CheckpointError where the library cannot load the
+    model."""
 
-    def __init__(self, folder: Path, found: LibraryModel, dtype: torch.dtype, device: torch.device) -> None:
-        self._found, self._dtype, self._device = found, dtype, device
+    def __init__(
+        self,
+        folder: Path,
+        found: LibraryModel,
+        dtype: torch.dtype,
+        device: torch.device,
+        backend: Backend | None = None,
+    ) -> None:
+        self._found, self._dtype, self._device, self._backend = found, dtype, device, backend
         self._model = load(folder, without_text, dtype, device)
 
     def rows(self, inputs: Mapping[str, Any], tokens: int, modality: str = "image") -> Tensor:
         """What the processor has made of one item → [tokens, levels, width]. Raises RuntimeError where there are more
         or fewer."""
+        with contextlib.nullcontext() if self._backend is None else AttendingBy(self._backend):
+            return self._rows(inputs, tokens, modality)
+
+    def _rows(self, inputs: Mapping[str, Any], tokens: int, modality: str) -> Tensor:
         if modality == _UNPOOLED and hasattr(getattr(self._model.base_model, _FILLS_UP, None), "vocab_offset"):
             return self._filled_up(inputs, tokens)
         compute = getattr(self._model.base_model, f"get_{modality}_features")

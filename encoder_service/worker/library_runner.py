@@ -15,7 +15,7 @@ from torch import Tensor
 
 from common.library_processors import SOUND_RATE, Clip, Sound
 from common.media.item import Grid
-from encoder_service.models.attention import AttentionUnavailable
+from encoder_service.models.library_attention import library_backend
 from encoder_service.models.library_tower import LibraryTower, in_turns
 from encoder_service.models.processor import ItemProcessor, Shown
 from encoder_service.worker.graphs import GraphsUnavailable
@@ -64,8 +64,7 @@ class LibraryRunner(Runner):
         """How many numbers a row has."""
         found = settings.library
         assert found is not None, "this is for models that the library computes"
-        if settings.attention != "auto":
-            raise AttentionUnavailable(f"--attention {settings.attention}: this model's tower has its own")
+        self._backend = library_backend(settings.attention, self.device, self.dtype)
         if settings.graphs:
             raise GraphsUnavailable("this model's tower cannot go into CUDA graphs")
         self._processor = ItemProcessor(Path(settings.folder))
@@ -75,7 +74,8 @@ class LibraryRunner(Runner):
     def load(self, settings: WorkerSettings) -> StagedTower:
         """The library's model without its text."""
         assert settings.library is not None, "this is for models that the library computes"
-        return OneByOne(LibraryTower(Path(settings.folder), settings.library, self.dtype, self.device))
+        backend = None if self._backend.name == "sdpa" else self._backend
+        return OneByOne(LibraryTower(Path(settings.folder), settings.library, self.dtype, self.device, backend))
 
     def blocks(self) -> tuple[()]:
         """Nothing is known of its parts."""
@@ -90,7 +90,7 @@ class LibraryRunner(Runner):
             blank = Sound(np.zeros(SOUND_RATE, np.float32))
         tokens = sum(part.rows for part in self._processor.replacement(blank))
         self._staged.run([Made(self._first, self._processor.inputs(blank))], [tokens])
-        return WorkerReady("the library's", [], self.pool_made())
+        return WorkerReady(self._backend.name, [], self.pool_made())
 
     def prepare(self, batch: Batch) -> PreparedBatch:
         """Has the processor make each item's tensors. Raises RuntimeError where it cannot."""
