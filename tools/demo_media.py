@@ -5,8 +5,8 @@ python -m tools.demo_media FOLDER      # writes them there: drawing.png, film.mp
 
 from __future__ import annotations
 
+import argparse
 import io
-import sys
 from pathlib import Path
 
 import av
@@ -64,9 +64,11 @@ def _frame(progress: float) -> np.ndarray:
 
 def main() -> None:
     """Writes all three to the folder that the command line names, by default this one."""
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
+    parser = argparse.ArgumentParser(prog="python -m tools.demo_media", description="Writes media for the demo.")
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(), help="default: this one")
+    folder = parser.parse_args().folder
     if not folder.is_dir():
-        sys.exit(f"usage: python -m tools.demo_media FOLDER ({folder} is none)")
+        parser.error(f"{folder} is not a folder")
     for name, content in (("drawing.png", drawing()), ("film.mp4", film()), ("photograph.png", photograph())):
         (folder / name).write_bytes(content)
         print(folder / name)
