@@ -33,6 +33,20 @@ _WAITING = frozenset(
 """Operators whose result, or its shape, the host waits for."""
 _INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
 """Those that do where an index is a mask."""
+_FROM_HOST = frozenset({"aten::_to_copy", "aten::copy_", "aten::lift_fresh"})
+"""Those that take even a single number of the host's to a device by a copy; others have it as an argument. The last is
+what is seen of `torch.tensor`, whose result it is given."""
+
+
+def _moves(name: str, given: Sequence[Tensor], out: Tensor) -> bool:
+    """Whether numbers go from a device to the host, or to a device from memory of the host that is not locked."""
+    if name.startswith("aten::new_") or name.endswith("_like"):  # of another tensor's type, and without its numbers
+        return False
+    if out.device.type == "cpu":
+        return any(each.device.type != "cpu" for each in given)
+    copies = name in _FROM_HOST
+    here = any(each.device.type == "cpu" and (copies or each.dim() > 0) for each in given)
+    return here or name == "aten::lift_fresh"
 
 
 class WaitWatch(TorchDispatchMode):
@@ -52,8 +66,8 @@ class WaitWatch(TorchDispatchMode):
             each.dtype == torch.bool for each in tree_leaves(args[1]) if isinstance(each, Tensor)
         )
         tensors = [each for each in tree_leaves((args, given)) if isinstance(each, Tensor)]
-        leaves = isinstance(out, Tensor) and not out.is_cuda and any(each.is_cuda for each in tensors)
-        if not self.waits and (by_mask or leaves or not _WAITING.isdisjoint({name, full})):
+        moves = isinstance(out, Tensor) and _moves(name, tensors, out)
+        if not self.waits and (by_mask or moves or not _WAITING.isdisjoint({name, full})):
             self.waits = full
         return out
 

@@ -150,6 +150,11 @@ def test_a_step_of_a_small_model_says_whether_its_text_can_be_captured(kind: str
         (lambda x: bool(x.any()), "aten::_local_scalar_dense"),
         (lambda x: x.repeat_interleave(x.int()), "aten::repeat_interleave.Tensor"),
         (lambda x: x.masked_fill(x > 0, 1.0)[x.argsort()].cumsum(0), ""),
+        (lambda x: x.to("meta"), "aten::_to_copy"),
+        (lambda x: x[0].to("meta"), "aten::_to_copy"),
+        (lambda x: x.new_empty(3, device="meta").copy_(x), "aten::copy_"),
+        (lambda x: x.new_empty(3, device="meta")[x.long()], "aten::index.Tensor"),
+        (lambda x: x.new_zeros(3, device="meta") * x.sum(), ""),  # a number, which a kernel is given
     ],
 )
 def test_what_a_graph_cannot_hold_is_seen(compute: Callable[[torch.Tensor], Any], name: str) -> None:
