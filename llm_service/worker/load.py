@@ -18,14 +18,15 @@ from common.cpu.compiling import CompilingProcess, not_kept
 from common.device_memory import DeviceMemory, DeviceMemoryError, driver
 from common.devices import usable_cores
 from common.gpu import CudaCapture, use_gpu
+from common.library import LibraryModel
 from common.library_classes import config_of
 from common.library_models import longest_run
 from llm_service.families.family import OF_PROMPTS, SpanRule
-from llm_service.families.registry import TEXT_FAMILIES
+from llm_service.families.registry import check_text
 from llm_service.layers.cache_spec import block_elements, slot_bytes
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import TensorGroup
-from llm_service.models.adapter_folder import read
+from llm_service.models.adapter_folder import Adaptable, read
 from llm_service.models.decoder import Decoder
 from llm_service.models.known_text import known_text
 from llm_service.models.library_decoder import LibraryDecoder
@@ -154,11 +155,11 @@ def adapter_reader(settings: EngineSettings) -> Callable[[str], Adapter] | None:
         return None
     library, checkpoint = settings.library, Checkpoint.resolve(settings.model)
     own = library is not None and library.adapters
-    if library is not None and own and str(library.text.get("model_type")) not in TEXT_FAMILIES:
-        adaptable = library_adaptable(config_of(checkpoint.folder), settings.max_lora_rank)
+    if library is not None and own:
+        adaptable = _own_adaptable(settings, library, checkpoint)
     else:
-        config, bases = checkpoint.config if library is None else library.text, () if own else settings.base_names
-        adaptable = adaptable_of(config, settings.max_lora_rank, bases, settings.max_context)
+        config = checkpoint.config if library is None else library.text
+        adaptable = adaptable_of(config, settings.max_lora_rank, settings.base_names, settings.max_context)
     if not own:
         return partial(read, settings.lora_dir, adaptable=adaptable)
 
@@ -167,6 +168,16 @@ def adapter_reader(settings: EngineSettings) -> Callable[[str], Adapter] | None:
         return read("/", str((checkpoint.folder / path).resolve()).removeprefix("/"), adaptable)
 
     return read_own
+
+
+def _own_adaptable(settings: EngineSettings, library: LibraryModel, checkpoint: Checkpoint) -> Adaptable:
+    """What a checkpoint's own adapters may change: by our names where our decoder knows its text, else by the
+    library's."""
+    try:
+        check_text(str(library.text.get("model_type")))
+        return adaptable_of(library.text, settings.max_lora_rank, max_context=settings.max_context)
+    except CheckpointError:
+        return library_adaptable(config_of(checkpoint.folder), settings.max_lora_rank)
 
 
 def _adapters(settings: EngineSettings, decoder: Decoder | LibraryDecoder) -> RankAdapters | LibraryAdapters | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,8 @@ from llm_service.config import LlmConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.served import ServedModel
 from llm_service.server import _adapter_settings
+from llm_service.settings import EngineSettings
+from llm_service.worker.load import adapter_reader
 from tests.parity.library_side import GREEDY, Served, compare
 from tools.models.compare import OURS, SOUND, Part, Reference, tones
 from tools.models.recipes.sounds import HEARING_BY_ADAPTER
@@ -85,6 +88,20 @@ def test_slots_are_as_wide_as_the_checkpoint_s_own_adapter(served: Served, tmp_p
     assert made == {"lora_dir": "", "max_loras": 1, "max_lora_rank": 4}
     with pytest.raises(CheckpointError, match="--lora-dir is not for a checkpoint that has adapters of its own"):
         _adapter_settings(LlmConfig(model=str(served.folder), lora_dir=str(tmp_path)), checkpoint, model)
+
+
+def test_it_is_read_by_the_library_s_names_where_our_decoder_does_not_know_the_text(served: Served) -> None:
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 2048}
+    given = {"model": str(served.folder), "max_loras": 1, "max_lora_rank": 8}
+    blank = EngineSettings(**{**dict.fromkeys(EngineSettings.__struct_fields__, 0), **given})  # type: ignore[arg-type]
+    read = {}
+    for name, text in {"known": {}, "unknown": {"rope_parameters": rope}}.items():
+        found = msgspec.structs.replace(served.found, text={**served.found.text, **text})
+        reader = adapter_reader(msgspec.structs.replace(blank, library=found))
+        assert reader is not None
+        read[name] = reader(".")
+    assert read["known"] == read["unknown"]
+    assert read["known"].scales
 
 
 class Padding:
