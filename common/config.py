@@ -75,8 +75,10 @@ def option(
     minimum: float | None = None,
     maximum: float | None = None,
     secret: bool = False,
+    required: bool = False,
 ) -> Any:
-    """Declares a field of a configuration class; bounds are inclusive, a secret's default is not shown."""
+    """Declares a field of a configuration class; bounds are inclusive, a secret's default is not shown, nor that of a
+    field that is required."""
     metadata = {
         "help": help,
         "parse": parse,
@@ -84,6 +86,7 @@ def option(
         "minimum": minimum,
         "maximum": maximum,
         "secret": secret,
+        "required": required,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -168,7 +171,8 @@ def _add(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hint: A
     shown = "hidden" if about["secret"] and field.default else field.default
     if isinstance(shown, tuple):
         shown = ",".join(map(str, shown))
-    text = f"{about['help']} (default: {'none' if shown in ('', None) else shown}; {variable})"
+    usual = "required" if about["required"] else f"default: {'none' if shown in ('', None) else shown}"
+    text = f"{about['help']} ({usual}; {variable})"
     settings: dict[str, Any] = {"type": _reader(hint, about), "help": text.replace("%", "%%"), "default": None}
     if about["choices"]:
         settings["choices"] = about["choices"]

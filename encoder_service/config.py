@@ -18,7 +18,7 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
     """Options of `python -m encoder_service`."""
 
     listen: str = option("127.0.0.1:7001", LISTEN)
-    model: str = option("", "checkpoint folder, or a name on the Hugging Face hub (required)")
+    model: str = option("", "checkpoint folder, or a name on the Hugging Face hub", required=True)
     device: str = option(
         "auto", "where the vision tower runs: auto, cpu, cuda (each worker on the next GPU), or cuda:N for all workers"
     )

@@ -39,7 +39,7 @@ class LlmConfig(ServerConfig):
     """Everything that `python -m llm_service` can be told."""
 
     listen: str = option("127.0.0.1:7002", LISTEN)
-    model: str = option("", "checkpoint folder, or a name on the Hugging Face hub (required)")
+    model: str = option("", "checkpoint folder, or a name on the Hugging Face hub", required=True)
     served_model_name: str = option("", "name that requests may ask for; by default the folder's")
     encoders: tuple[str, ...] = option(
         (), "encoders: host:port, dns:///name:port or file:///path, comma-separated", parse=words
