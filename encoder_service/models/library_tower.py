@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from common.library_classes import decoder_of, keep_only, load, towers_within
 from common.library_models import makes_tokens, marks_of
 from encoder_service.models.attention import Backend
 from encoder_service.models.library_attention import AttendingBy
+from encoder_service.models.library_products import lay_out
 
 _OF_NO_PROMPT = re.compile(r"pooler_output|attentions|image_tokens|embedding_loss|\w*hidden_states?")
 """What the library's outputs have of which a prompt gets the rows alone."""
@@ -46,6 +47,11 @@ class LibraryTower:
     ) -> None:
         self._found, self._dtype, self._device, self._backend = found, dtype, device, backend
         self._model = load(folder, without_text, dtype, device)
+
+    def lay_out(self, passes: Callable[[], object]) -> int:
+        """Lays out linear layers for oneDNN, as far as `passes` of it show that it can be done; how many (see
+        `library_products`). For CPUs where that is faster."""
+        return lay_out(self._model, passes)
 
     def rows(self, inputs: Mapping[str, Any], tokens: int, modality: str = "image") -> Tensor:
         """What the processor has made of one item → [tokens, levels, width]. Raises RuntimeError where there are more

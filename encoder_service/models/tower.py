@@ -233,7 +233,7 @@ def load_tower(
     except RuntimeError as error:
         raise CheckpointError(f"the vision weights do not fit the configuration: {error}") from error
     tower.eval().requires_grad_(requires_grad=False)
-    if not _multiplies_as_stored(device):
+    if not multiplies_as_stored(device):
         finalize_linears(tower)
     if isinstance(tower, AttendingTower):
         tower.backend = choose(attention, device, dtype, tower.head_dim)
@@ -244,7 +244,7 @@ def load_tower(
     return tower
 
 
-def _multiplies_as_stored(device: torch.device) -> bool:
+def multiplies_as_stored(device: torch.device) -> bool:
     """Whether weights stay as torch's own products take them: without AVX-512, these are faster than oneDNN's for the
     rows of a picture (docs/design/cpu-kernels.md)."""
     return device.type == "cpu" and not torch.backends.cpu.get_cpu_capability().startswith("AVX512")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common import log
+from common.library import LibraryModel
 from common.library_processors import SOUND_RATE, Clip, Sound
 from common.media.item import Grid
 from encoder_service.models.library_attention import library_backend
 from encoder_service.models.library_tower import LibraryTower, in_turns
 from encoder_service.models.processor import ItemProcessor, Shown
+from encoder_service.models.tower import multiplies_as_stored
 from encoder_service.worker.graphs import GraphsUnavailable
 from encoder_service.worker.messages import Batch, Piece, WorkerReady, WorkerSettings
 from encoder_service.worker.runner import PreparedBatch, Runner, StagedTower
 
-_SIDES = (64, 48)
+_SIDES, _FRAMES, _RATE = (64, 48), 8, 8.0
+
+_log = log.get("runner")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +81,33 @@ class LibraryRunner(Runner):
         """The library's model without its text."""
         assert settings.library is not None, "this is for models that the library computes"
         backend = None if self._backend.name == "sdpa" else self._backend
-        return OneByOne(LibraryTower(Path(settings.folder), settings.library, self.dtype, self.device, backend))
+        tower = LibraryTower(Path(settings.folder), settings.library, self.dtype, self.device, backend)
+        if self.device.type == "cpu" and not multiplies_as_stored(self.device):
+            count = self._lay_out(tower, settings.library)
+            _log.info("linear layers are laid out for oneDNN", layers=count)
+        return OneByOne(tower)
+
+    @torch.inference_mode()
+    def _lay_out(self, tower: LibraryTower, found: LibraryModel) -> int:
+        """By passes of an example of each modality. What goes wrong with one is told where an item of it comes."""
+        made = list[tuple[Made, int]]()
+        for modality in found.placeholders:
+            with suppress(RuntimeError, ValueError):
+                made.append(self._example(modality))
+
+        def passes() -> None:
+            for each, tokens in made:
+                with suppress(RuntimeError):
+                    OneByOne(tower).run([each], [tokens])
+
+        return tower.lay_out(passes)
+
+    def _example(self, modality: str) -> tuple[Made, int]:
+        """What the processor makes of a small item, and how many rows that has."""
+        shown = blank(modality)
+        return Made(modality, self._processor.inputs(shown)), sum(
+            part.rows for part in self._processor.replacement(shown)
+        )
 
     def blocks(self) -> tuple[()]:
         """Nothing is known of its parts."""
@@ -85,11 +117,8 @@ class LibraryRunner(Runner):
     def warm_up(self) -> WorkerReady:
         """Runs a small picture, or a second of silence where the model knows no pictures, through everything once: the
         first pass of a process is slow, and what does not fit together shows here."""
-        blank: Shown = np.zeros((*_SIDES, 3), np.uint8)
-        if self._first == "audio":
-            blank = Sound(np.zeros(SOUND_RATE, np.float32))
-        tokens = sum(part.rows for part in self._processor.replacement(blank))
-        self._staged.run([Made(self._first, self._processor.inputs(blank))], [tokens])
+        made, tokens = self._example(self._first)
+        self._staged.run([made], [tokens])
         return WorkerReady(self._backend.name, [], self.pool_made())
 
     def prepare(self, batch: Batch) -> PreparedBatch:
@@ -118,3 +147,11 @@ class LibraryRunner(Runner):
         if piece.modality == "audio":
             return Sound(frames.reshape(-1).view(np.float32))
         return Clip(frames, tuple(range(len(frames))), len(frames), 1.0)
+
+
+def blank(modality: str) -> Shown:
+    """A small picture, a second of a small video, or of silence."""
+    if modality == "audio":
+        return Sound(np.zeros(SOUND_RATE, np.float32))
+    frames = np.zeros((_FRAMES, *_SIDES, 3), np.uint8)
+    return Clip(frames, tuple(range(_FRAMES)), _FRAMES, _RATE) if modality == "video" else frames[0]
