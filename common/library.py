@@ -59,13 +59,13 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What there is to know of a model before it is loaded.
 
     A row has `levels` times `hidden_size` numbers. `placeholders` are the tokens that stand for an item in a prompt, by
-    its modality. `max_position` is the longest context. Places are counted on `axes` axes, 1, 3 or 4. `one_item`: what
-    stands for a picture depends on how many a prompt has, so that one alone is served. `video_sound`: a video's sound
-    may go between its frames. `frame` is what else its processor sets into prompts, None: nothing but what its
-    tokenizer does. `text` is the text's part of the configuration, as JSON has it, every default filled in. `together`:
-    tokens of pictures and of marks around them, as the processor tells them from text. `adapters`: folders of the
-    checkpoint's own adapters, within its own, by the modality that a prompt has which is computed with one; of several
-    the first counts.
+    its modality. `max_position` is the longest context. Places are counted on `axes` axes, 1, 3 or 4. `alone`: of which
+    modalities what stands for an item, or its rows, depend on what is beside it in a prompt, so that there is to be
+    nothing. `video_sound`: a video's sound may go between its frames. `frame` is what else its processor sets into
+    prompts, None: nothing but what its tokenizer does. `text` is the text's part of the configuration, as JSON has it,
+    every default filled in. `together`: tokens of pictures and of marks around them, as the processor tells them from
+    text. `adapters`: folders of the checkpoint's own adapters, within its own, by the modality that a prompt has which
+    is computed with one; of several the first counts.
     """
 
     architecture: str
@@ -75,7 +75,7 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     placeholders: dict[str, int]
     levels: int = 1
     axes: int = 1
-    one_item: bool = False
+    alone: tuple[str, ...] = ()
     video_sound: bool = False
     frame: PromptFrame | None = None
     text: dict[str, Any] = {}

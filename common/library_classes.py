@@ -52,7 +52,16 @@ def config_of(folder: Path) -> Any:
     found = getattr(found, "thinker_config", found)
     for part in (found, found.get_text_config(decoder=True)):
         vars(part).pop("quantization_config", None)
+    state_tokens(found)
     return found
+
+
+def state_tokens(config: Any) -> None:
+    """Has a configuration itself state the tokens at whose places rows go, where parts of it alone do."""
+    for kind, part in (("image", "vision_config"), ("audio", "audio_config")):
+        token = getattr(getattr(config, part, None), name := f"{kind}_token_id", None)
+        if token is not None and getattr(config, name, None) is None:
+            setattr(config, name, token)
 
 
 def class_of(config: Any) -> Any:
@@ -128,8 +137,9 @@ def keep_only(model: nn.Module, wanted: list[nn.Module]) -> None:
 
 
 def towers_within(decoder: nn.Module) -> list[nn.Module]:
-    """What a decoder that is all of a model below its head has of towers among its parts."""
-    return [part for part in decoder.children() if isinstance(part, library().PreTrainedModel)]
+    """What a decoder that is all of a model below its head has of towers among its parts, or parts that hold some."""
+    whole = library().PreTrainedModel
+    return [part for part in decoder.children() if any(isinstance(each, whole) for each in part.modules())]
 
 
 def blank_of(config: Any) -> Any:

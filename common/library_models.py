@@ -20,6 +20,7 @@ from PIL import Image
 from common.checkpoint import CheckpointError
 from common.library import LibraryModel, Refusal
 from common.library_classes import blank_of, config_of, layers_of_levels, library, missing
+from common.library_features import features_of, lacking
 from common.library_processors import (
     EXTRACTORS,
     SOUND_RATE,
@@ -28,6 +29,7 @@ from common.library_processors import (
     are_filled_up,
     are_padded,
     check_processor,
+    extractor_of,
     frame_of,
     frames_of,
     item_of,
@@ -55,9 +57,7 @@ def describe(folder: Path) -> LibraryModel:
         max_position=longest_context(text),
         placeholders=ids,
         levels=level_count(config),
-        one_item=not stand_alone(processor)
-        or (makes_tokens(model.base_model) and are_padded(processor))
-        or (item_of(processor) == "audio" and are_filled_up(processor)),
+        alone=tuple(taken) if _depends_on_others(model, processor) else lacking(config).alone,
         adapters=own_adapters(config, folder),
         video_sound={"video", "audio"} <= {*taken} and takes_video_sound(model, processor),
         frame=frame_of(processor),
@@ -65,6 +65,15 @@ def describe(folder: Path) -> LibraryModel:
         axes=axes_of(model),
         together=together_of(processor),
     )
+
+
+def _depends_on_others(model: Any, processor: Any) -> bool:
+    """Whether what stands for an item, or its rows, depend on how many a prompt has."""
+    if not stand_alone(processor):
+        return True
+    if item_of(processor) == "audio":
+        return are_filled_up(processor)
+    return makes_tokens(model.base_model) and are_padded(processor)
 
 
 def longest_context(text: Any) -> int:
@@ -81,17 +90,19 @@ _FIRST = "original_max_position_embeddings"
 
 
 def own_adapters(config: Any, folder: Path) -> dict[str, str]:
-    """`LibraryModel.adapters` of a checkpoint. Raises CheckpointError where the configuration has one, and the folder
-    has not."""
-    if not getattr(config, "has_lora_adapter", False):
-        return {}
-    if not (folder / ADAPTER_CONFIG).is_file():
-        why = f"{config.model_type} computes prompts with sounds by an adapter"
-        raise CheckpointError(f"{why}, and there is no {ADAPTER_CONFIG} beside its weights")
-    return {"audio": "."}
+    """`LibraryModel.adapters` of a checkpoint. Raises CheckpointError where its kind has some, or the configuration
+    says so, and the folder has not."""
+    found = {"audio": "."} if getattr(config, "has_lora_adapter", False) else lacking(config).adapters
+    for kind, path in found.items():
+        if not (folder / path / ADAPTER_CONFIG).is_file():
+            why = f"{config.model_type} computes prompts with {_SEVERAL[kind]} by an adapter"
+            where = f"in {path}" if path != "." else "beside its weights"
+            raise CheckpointError(f"{why}, and there is no {ADAPTER_CONFIG} {where}")
+    return dict(found)
 
 
 ADAPTER_CONFIG = "adapter_config.json"
+_SEVERAL = {"image": "pictures", "audio": "sounds"}
 
 
 def together_of(processor: Any) -> tuple[int, ...]:
@@ -135,7 +146,7 @@ def takes_videos(model: Any, processor: Any) -> bool:
             return False
     except (AttributeError, ImportError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         return False
-    return hasattr(model.base_model, "get_video_features")
+    return features_of(model.base_model, "video") is not None
 
 
 _BLANK_RATE = 8.0
@@ -145,16 +156,14 @@ def takes_sounds(model: Any, processor: Any) -> bool:
     """Whether the processor says what stands for a sound, and the model has a tower for it, and no tokens of media see
     each other in its text as its configuration has it. Where it tells modalities apart there, a trial has to show that
     nothing follows from it for a sound."""
-    if not isinstance(getattr(processor, "audio_token", None), str) or not hasattr(
-        model.base_model, "get_audio_features"
-    ):
+    if not isinstance(getattr(processor, "audio_token", None), str) or features_of(model.base_model, "audio") is None:
         return False
     if getattr(model.config, "audio_config", "") is None:  # one of several sizes, without a tower for sounds
         return False
     text = model.config.get_text_config(decoder=True)
     if tells_apart(model) and getattr(text, "use_bidirectional_attention", None):
         return False
-    if getattr(getattr(processor, "feature_extractor", None), "sampling_rate", None) != SOUND_RATE:
+    if getattr(extractor_of(processor, "audio"), "sampling_rate", None) != SOUND_RATE:
         return False
     try:
         text = replaced(processor, "audio", Sound(np.zeros(SOUND_RATE, np.float32)).given())
@@ -246,7 +255,7 @@ def checked(config: Any) -> Any:
     if _INDEXED in (getattr(config.get_text_config(decoder=True), "layer_types", None) or ()):
         raise CheckpointError(f"layers of {kind} choose the tokens that they see by an index of their own")
     model = blank_of(config)
-    apart = [each for each in EXTRACTORS if hasattr(model.base_model, f"get_{each}_features")]
+    apart = [each for each in EXTRACTORS if features_of(model.base_model, each) is not None]
     if not apart:
         parts = {name for name, part in vars(config).items() if isinstance(part, library().PreTrainedConfig)}
         media = "sounds" if parts & {"audio_config", "codec_config"} and "vision_config" not in parts else "pictures"

@@ -16,6 +16,7 @@ from torch import Tensor
 from common.checkpoint import CheckpointError
 from common.library import LibraryModel
 from common.library_classes import decoder_of, keep_only, load, towers_within
+from common.library_features import features_of
 from common.library_models import makes_tokens, marks_of
 from encoder_service.models.attention import Backend
 from encoder_service.models.library_attention import AttendingBy
@@ -62,7 +63,8 @@ class LibraryTower:
     def _rows(self, inputs: Mapping[str, Any], tokens: int, modality: str) -> Tensor:
         if modality == _UNPOOLED and hasattr(getattr(self._model.base_model, _FILLS_UP, None), "vocab_offset"):
             return self._filled_up(inputs, tokens)
-        compute = getattr(self._model.base_model, f"get_{modality}_features")
+        compute = features_of(self._model.base_model, modality)
+        assert compute is not None, "the model takes items of this modality"
         taken = inspect.signature(compute).parameters
         given = {name: self._placed(value) for name, value in inputs.items() if name in taken}
         features = compute(**given, return_dict=True)
@@ -154,6 +156,8 @@ def without_text(model: Any) -> None:
         raise CheckpointError(f"{type(model).__name__} does not keep its text layers apart")
     if makes_tokens(model.base_model):
         keep_only(decoder, [model.get_input_embeddings(), *towers_within(decoder)])
+    elif decoder is model.base_model:
+        keep_only(decoder, towers_within(decoder))
     else:
         text.add(id(decoder))
     for module in list(model.modules()):

@@ -121,8 +121,8 @@ class Family:
     computes rows.
 
     `replaced`: the encoder says what stands in a prompt for an item, in its header; nothing follows from a grid.
-    `one_item`: a prompt may have one item, as what stands for one depends on the others. `frame`: what else stands in a
-    prompt with items, where that is not what the tokenizer puts before any text. `texts`: the kinds of text
+    `alone`: of which modalities an item is alone in a prompt, as it depends on the others. `frame`: what else stands in
+    a prompt with items, where that is not what the tokenizer puts before any text. `texts`: the kinds of text
     that it goes with, each of which decides what layers have (`registry.TEXT_FAMILIES`); empty: it has its own.
 
     Layers: `attention_bias`, queries, keys and values have biases; `qk_norm`, each query and key head is normed before
@@ -149,7 +149,7 @@ class Family:
     modalities: Mapping[Modality, InPrompt]
     encoder: EncoderParts = VISION
     replaced: bool = False
-    one_item: bool = False
+    alone: Collection[Modality] = ()
     frame: PromptFrame | None = None
     texts: Collection[str] = ()
     attention_bias: bool = False

@@ -24,6 +24,6 @@ def library_family(found: LibraryModel) -> Family:
         {modality: InPrompt(token, _as_told) for modality, token in tokens.items()},
         encoder=LIBRARY,
         replaced=True,
-        one_item=found.one_item,
+        alone=frozenset(map(Modality, found.alone)),
         frame=found.frame,
     )

@@ -272,8 +272,8 @@ def _positions(base: Any, prompt: TrialPrompt) -> Tensor:
 def _whole(model: Any, prompt: TrialPrompt) -> Tensor:
     """Logits [n, vocabulary] as the library computes them, of all at once."""
     more = _taken(model, prompt)
-    # One for sounds alone, or that is its own base, does no more than this.
-    if getattr(model.config, "image_token_id", None) is None or model.base_model is model:
+    # One for sounds alone, or that is its own base, or puts rows in by itself, does no more than this.
+    if not hasattr(model.base_model, "get_image_features") or model.base_model is model:
         embedded = model.get_input_embeddings()(prompt.ids)
         embedded[prompt.places] = prompt.rows[0].to(embedded)
         alone: Tensor = model(inputs_embeds=embedded.unsqueeze(0), use_cache=False, **more).logits[0].float()

@@ -26,6 +26,7 @@ from llm_service.request import ChatPrompt, PromptLayout, Run, Span, Structure, 
 
 _SHOWN = (*THINK, "<tool_call>", "</tool_call>")
 """Marks of reasoning and of calls."""
+_WORDS = {Modality.IMAGE: "a picture", Modality.VIDEO: "a video", Modality.AUDIO: "a sound"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class PromptBuilder:
         self._added = {each["content"]: int(each["id"]) for each in marks}
         self._special = re.compile("|".join(map(_pattern, sorted(marks, key=_length, reverse=True))) or r"(?!)")
         self._first = list(self.tokenizer.encode("").ids)
-        self._one_item, self._frame = model.family.one_item, model.family.frame
+        self._alone, self._frame = model.family.alone, model.family.frame
         self._media = MediaTokens.of(checkpoint.config, model.family, named_tokens(checkpoint, self._added))
         self.template = ChatTemplate.of(checkpoint, self._plain_template())
         self._media_layout = MediaLayout.of(checkpoint.config, model.family)
@@ -206,8 +207,8 @@ class PromptBuilder:
                 found.append(modality)
             else:
                 out.append(piece)
-        if self._one_item and len(found) > 1:
-            why = "what this model sees of a picture depends on how many there are: one in a prompt is served"
+        if len(found) > 1 and (alone := next((kind for kind in found if kind in self._alone), None)) is not None:
+            why = f"what this model makes of {_WORDS[alone]} depends on others: one in a prompt is served, alone"
             raise InvalidInput(why, reason="TOO_MANY_ITEMS", field=field)
         if found != list(modalities):
             raise InvalidInput(

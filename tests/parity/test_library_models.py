@@ -38,7 +38,7 @@ from llm_service.models.served import ServedModel
 from llm_service.models.trial import TrialPrompt, drawn_prompt, try_config, try_out
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.detokenizer import TokenTexts
-from llm_service.request import ChatPrompt, MediaItem, Message
+from llm_service.request import ChatPrompt, MediaItem, Message, TokenPrompt
 from llm_service.worker.caches import Caches
 from tests.parity.library_side import GREEDY, Served, compare
 from tests.parity.local_engine import LocalEngine, make_prompt
@@ -127,8 +127,8 @@ def test_marks_around_media_are_looked_up_in_tables_of_their_own() -> None:
 
 
 def test_pictures_that_are_padded_before_tokens_are_made_of_them_are_served_alone(tmp_path: Path) -> None:
-    assert library_models.describe(make("emu3", tmp_path / "emu3")).one_item
-    assert not library_models.describe(make("chameleon", tmp_path / "chameleon")).one_item
+    assert library_models.describe(make("emu3", tmp_path / "emu3")).alone == ("image",)
+    assert not library_models.describe(make("chameleon", tmp_path / "chameleon")).alone
 
 
 def test_a_package_that_the_library_wants_is_named(
@@ -357,12 +357,22 @@ def test_pictures_that_depend_on_each_other_are_told() -> None:
 
 
 def test_a_prompt_has_one_picture_where_they_depend_on_each_other(windowed: Path) -> None:
-    found = msgspec.structs.replace(library_models.describe(windowed), one_item=True)
+    found = msgspec.structs.replace(library_models.describe(windowed), alone=("image",))
     builder = PromptBuilder(Checkpoint(windowed), ServedModel.by_library(found))
     items = [MediaItem(Modality.IMAGE, Key(b""), index=n) for n in range(2)]
     assert builder.pieces(ChatPrompt((Message("user", (items[0], "?")),)), [Modality.IMAGE])
-    with pytest.raises(InvalidInput, match="one in a prompt is served"):
+    with pytest.raises(InvalidInput, match="makes of a picture depends on others: one in a prompt is served"):
         builder.pieces(ChatPrompt((Message("user", tuple(items)),)), [Modality.IMAGE] * 2)
+
+
+def test_a_sound_alone_depends_on_others_where_pictures_do_not(windowed: Path) -> None:
+    found = msgspec.structs.replace(
+        library_models.describe(windowed), alone=("audio",), placeholders={"image": 1, "audio": 2}
+    )
+    builder = PromptBuilder(Checkpoint(windowed), ServedModel.by_library(found))
+    assert len(builder.pieces(TokenPrompt((1, 1)), [Modality.IMAGE] * 2)) == 2
+    with pytest.raises(InvalidInput, match="makes of a sound depends on others: one in a prompt is served"):
+        builder.pieces(TokenPrompt((1, 2)), [Modality.IMAGE, Modality.AUDIO])
 
 
 def test_rows_of_a_wrong_number_or_width_are_an_error() -> None:

@@ -21,7 +21,7 @@ from llm_service.worker.load import adapter_reader
 from tests.parity.library_side import GREEDY, Served, compare
 from tools.models.compare import OURS, SOUND, Part, Reference, tones
 from tools.models.recipes.sounds import HEARING_BY_ADAPTER
-from tools.models.tiny import make, make_by
+from tools.models.tiny import config_of_recipe, make, make_by
 
 ASKED: dict[str, list[Part]] = {
     "a text": ["Tell me about two red circles."],
@@ -80,6 +80,17 @@ def test_an_adapter_that_is_not_there_is_missed(folder: Path, tmp_path: Path) ->
         (tmp_path / name).symlink_to(folder / name)
     with pytest.raises(CheckpointError, match="computes prompts with sounds by an adapter, and there is no"):
         library_models.describe(tmp_path)
+
+
+def test_a_kind_has_adapters_in_folders_of_their_own_by_the_modality(tmp_path: Path) -> None:
+    config = config_of_recipe("phi4_multimodal")
+    for path in ("vision-lora", "speech-lora"):
+        kind = "pictures" if path == "vision-lora" else "sounds"
+        with pytest.raises(CheckpointError, match=f"prompts with {kind} by an adapter, and there is no .* in {path}"):
+            library_models.own_adapters(config, tmp_path)
+        (tmp_path / path).mkdir()
+        (tmp_path / path / library_models.ADAPTER_CONFIG).touch()
+    assert list(library_models.own_adapters(config, tmp_path)) == ["image", "audio"], "a picture's is the first"
 
 
 def test_slots_are_as_wide_as_the_checkpoint_s_own_adapter(served: Served, tmp_path: Path) -> None:

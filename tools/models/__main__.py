@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from common.checkpoint import CheckpointError
-from common.library_classes import class_of, library, missing
+from common.library_classes import class_of, library, missing, state_tokens
 from common.library_models import checked, row_token
 from common.library_processors import check_rate
 from llm_service.families.family import SpanRule
@@ -168,6 +168,7 @@ def _text_by(kind: str, made: Any) -> tuple[str, SpanRule]:
 def _configuration(kind: str, made: Any) -> Any:
     config = config_of_recipe(kind) if kind in RECIPES else made()
     class_of(config)
+    state_tokens(config)
     checked(config)
     seen = getattr(config, "image_token_id", None) is not None
     extractors = library().models.auto.feature_extraction_auto.FEATURE_EXTRACTOR_MAPPING

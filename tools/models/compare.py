@@ -21,7 +21,7 @@ from torch import Tensor
 from common.library import LibraryModel
 from common.library_classes import class_of, config_of, library
 from common.library_layouts import LAYOUTS
-from common.library_models import describe
+from common.library_models import describe, own_adapters
 from common.library_processors import SOUND_RATE, frame_of
 from encoder_service.media.audio import read_track
 from encoder_service.media.limits import MediaLimits
@@ -174,6 +174,10 @@ class Reference:
         self._frames_texts = frame is not None and frame.always
         model = class_of(config_of(folder))
         self.model = model.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+        self._adapters = own_adapters(self.model.config, folder)
+        for kind, path in self._adapters.items():
+            if path != ".":  # which the library has loaded
+                self.model.load_adapter(str(folder), kind, adapter_kwargs={"subfolder": path})
         self.model.generation_config.eos_token_id = None
 
     def inputs(self, parts: Sequence[Part]) -> dict[str, Any]:
@@ -232,19 +236,33 @@ class Reference:
 
     @torch.no_grad()
     def tokens(self, inputs: Mapping[str, Any]) -> list[int]:
-        """Greedy ones, whatever ends an answer; where there are sounds with the adapter that the checkpoint has for
+        """Greedy ones, whatever ends an answer; where there are items with the adapter that the checkpoint has for
         them, if it has one."""
-        if getattr(self.model, "_hf_peft_config_loaded", False):
-            (self.model.enable_adapters if "input_features" in inputs else self.model.disable_adapters)()
+        if self._adapters:
+            self._choose_adapter({kind for kind, name in _TOLD_BY if name in inputs})
         more = {"use_audio_in_video": True} if self._has_sound_in_video(inputs) else {}
         out = self.model.generate(**inputs, **more, max_new_tokens=TOKENS, do_sample=False)
         return [int(token) for token in out[0, inputs["input_ids"].shape[1] :]]
+
+    def _choose_adapter(self, kinds: set[str]) -> None:
+        """That of the first of a prompt's modalities that has one."""
+        chosen = next((kind for kind in self._adapters if kind in kinds), None)
+        if chosen is None:
+            self.model.disable_adapters()
+            return
+        self.model.enable_adapters()
+        if self._adapters[chosen] != ".":
+            self.model.set_adapter(chosen)
 
     def _has_sound_in_video(self, inputs: Mapping[str, Any]) -> bool:
         """A video begins with its sound's mark, by which the model's own rule of places tells it as well."""
         starts = [getattr(self.model.config, f"{kind}_start_token_id", None) for kind in ("vision", "audio")]
         ids = inputs["input_ids"][0].tolist()
         return None not in starts and starts in [ids[at : at + 2] for at in range(len(ids))]
+
+
+_TOLD_BY = ("image", "image_pixel_values"), ("audio", "input_features"), ("audio", "audio_input_features")
+"""By which of its tensors a prompt is known to have items of a modality, in models with adapters for some."""
 
 
 def _kind(part: Part) -> str:
@@ -270,14 +288,18 @@ def prompts_for(found: LibraryModel, reference: Reference) -> dict[str, Prompt]:
     asked = {name: parts for name, parts in PROMPTS.items() if all(_known(part, found) for part in parts)}
     asked |= sound_prompts() if "audio" in found.placeholders else {}
     asked |= sounding_prompts() if found.video_sound else {}
-    if found.one_item:
-        asked = {name: parts for name, parts in asked.items() if sum(not isinstance(part, str) for part in parts) < 2}
+    asked = {name: parts for name, parts in asked.items() if not _depends_on_others(parts, found)}
     if "video" in found.placeholders and _gets_through(film_prompt(), reference):
         asked[VIDEO] = film_prompt()
     for name, parts in _COMPANY.items():
         if len(asked) < _TOGETHER:
             asked[name] = parts
     return asked
+
+
+def _depends_on_others(parts: Prompt, found: LibraryModel) -> bool:
+    kinds = [_kind(part) for part in parts if not isinstance(part, str)]
+    return len(kinds) > 1 and not {*found.alone}.isdisjoint(kinds)
 
 
 def _gets_through(parts: Prompt, reference: Reference) -> bool:

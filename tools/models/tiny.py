@@ -51,15 +51,19 @@ def make_by(recipe: Recipe, folder: Path, *, seed: int = 0, dtype: torch.dtype =
     if dtype != torch.float32:  # a cast, though to the same type, takes complex tables' imaginary parts
         model.to(dtype)
     model.save_pretrained(folder)
-    if recipe.adapter:
-        _save_adapter(model, recipe.adapter, folder)
+    for seed, (path, settings) in enumerate(recipe.adapters.items(), _ADAPTER_SEED):
+        _save_adapter(model, settings, folder / path, seed)
     _save_processor(recipe, folder)
     return folder
 
 
-def _save_adapter(model: Any, settings: Mapping[str, Any], folder: Path) -> None:
+_ADAPTER_SEED = 7
+
+
+def _save_adapter(model: Any, settings: Mapping[str, Any], folder: Path, seed: int) -> None:
     """With pairs that are drawn, for all linear layers whose names fit its settings, as the library saves them."""
-    generator, rank = torch.Generator().manual_seed(7), int(settings["r"])
+    folder.mkdir(exist_ok=True)
+    generator, rank = torch.Generator().manual_seed(seed), int(settings["r"])
     pairs: dict[str, torch.Tensor] = {}
     for name, part in model.named_modules():
         if re.fullmatch(settings["target_modules"], name):

@@ -47,7 +47,7 @@ class Recipe:
     which sets a mark before the first word of a text; else one of bytes. `begins`: it sets <s> before a text. Steps of
     `step_tokens` hold what no chunk may end within. `tekken`: the
     tokenizer's file is in Mistral's own form, with these special tokens, and there is no template.
-    `adapter`: settings of a LoRA adapter that the checkpoint has beside its weights."""
+    `adapters`: settings of LoRA adapters that the checkpoint has of its own, by the folder within its own."""
 
     config: Callable[[Words, int], Any]
     processor: Callable[[Any, str], Any]
@@ -60,7 +60,7 @@ class Recipe:
     audio: str = "<audio>"
     step_tokens: int = 16
     tekken: tuple[str, ...] = ()
-    adapter: Mapping[str, Any] = field(default_factory=dict)
+    adapters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def part(kind: str, sizes: Mapping[str, Any], **more: Any) -> Callable[[Words, int], Any]:

@@ -17,6 +17,7 @@ from tools.models.recipes.recipe import (
     QWEN3,
     QWEN_PICTURES,
     TEXT,
+    VISION,
     Recipe,
     part,
     processor,
@@ -84,6 +85,21 @@ def _granite_speech(tokenizer: Any, template: str) -> Any:
     made = library().GraniteSpeechProcessor(extractor, tokenizer)
     made.chat_template = template
     return made
+
+
+def _phi4(tokenizer: Any, template: str) -> Any:
+    parts = library().Phi4MultimodalImageProcessor(), library().Phi4MultimodalFeatureExtractor()
+    made = library().Phi4MultimodalProcessor(*parts, tokenizer)
+    made.chat_template = template
+    return made
+
+
+_PHI4_LINEARS = r".*layers\.\d+\.(self_attn\.(qkv_proj|o_proj)|mlp\.(gate_up_proj|down_proj))"
+_PHI4_FACTORS: dict[str, Any] = {
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+    "long_factor": [1.0, 1.5, 3.0, 6.0, 12.0, 24.0],
+}
 
 
 def _glmasr(**more: Any) -> Recipe:
@@ -251,6 +267,41 @@ RECIPES: dict[str, Recipe] = {
         lambda *_: library().WhisperFeatureExtractor(feature_size=_BANDS),
         tekken=_TEKKEN,
     ),
+    "phi4_multimodal": Recipe(
+        part(
+            "phi4_multimodal",
+            {**TEXT, "max_position_embeddings": 8192},
+            original_max_position_embeddings=4096,
+            rope_parameters=lambda *_: {"rope_type": "longrope", "rope_theta": 10000.0, **_PHI4_FACTORS},
+            eos_token_id="</s>",
+            vision_config=part(
+                "phi4_multimodal_vision",
+                {**VISION, "image_size": 448},
+                num_channels=3,
+                image_token_id="<image>",
+            ),
+            audio_config=part(
+                "phi4_multimodal_audio",
+                {},
+                hidden_size=32,
+                intermediate_size=48,
+                num_blocks=2,
+                num_attention_heads=2,
+                ext_pw_out_channel=32,
+                depthwise_separable_out_channel=32,
+                nemo_conv_channels=8,
+                audio_token_id="<audio>",
+            ),
+            tie_word_embeddings=True,
+        ),
+        _phi4,
+        ("<audio>",),
+        named={"image_token": "<image>", "audio_token": "<audio>"},
+        adapters={
+            "vision-lora": {"r": 4, "lora_alpha": 8, "target_modules": _PHI4_LINEARS},
+            "speech-lora": {"r": 5, "lora_alpha": 10, "target_modules": _PHI4_LINEARS},
+        },
+    ),
     "glmasr": _glmasr(),
     **{
         kind: Recipe(
@@ -265,12 +316,12 @@ RECIPES: dict[str, Recipe] = {
             _granite_speech,
             ("<audio>",),
             named={"audio_token": "<audio>"},
-            adapter={"r": 4, "lora_alpha": 8, "target_modules": _TEXT_LINEARS},
+            adapters={".": {"r": 4, "lora_alpha": 8, "target_modules": _TEXT_LINEARS}},
         )
         for kind, more, width in (("granite_speech", {}, 32), ("granite_speech_plus", {"cat_hidden_layers": [1]}, 64))
     },
 }
 HEARING_BY_ADAPTER = replace(
-    _glmasr(has_lora_adapter=True), adapter={"r": 4, "lora_alpha": 8, "target_modules": _TEXT_LINEARS}
+    _glmasr(has_lora_adapter=True), adapters={".": {"r": 4, "lora_alpha": 8, "target_modules": _TEXT_LINEARS}}
 )
 """A kind whose text both decoders compute, with an adapter for sounds, as no published one is."""
