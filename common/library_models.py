@@ -252,7 +252,8 @@ def checked(config: Any) -> Any:
         raise CheckpointError(f"{kind} has an encoder for its text beside the decoder")
     if getattr(config, "canvas_length", None):
         raise CheckpointError(f"{kind} writes stretches of an answer at once, by diffusion")
-    if _INDEXED in (getattr(config.get_text_config(decoder=True), "layer_types", None) or ()):
+    text = config.get_text_config(decoder=True)
+    if _INDEXED in (getattr(text, "layer_types", None) or ()) and text.model_type not in _KNOWN_INDICES:
         raise CheckpointError(f"layers of {kind} choose the tokens that they see by an index of their own")
     model = blank_of(config)
     apart = [each for each in EXTRACTORS if features_of(model.base_model, each) is not None]
@@ -268,6 +269,8 @@ def checked(config: Any) -> Any:
 
 _INDEXED = "indexed_attention"
 """What a configuration calls layers that score all tokens before one, and attend to the best of them."""
+_KNOWN_INDICES = ("mistral_large4_text",)
+"""Texts whose index is known to the LLM service."""
 _LONGEST = 32768
 """Tokens of a context whose bound no configuration states."""
 

@@ -20,6 +20,8 @@ _SMALL = {
     "hidden_size_per_layer_input": 16,
 }
 _HEADS, _EXPERTS, _WINDOW, _MOST_LAYERS = 4, 4, 8, 8
+_KINDS = "layer_types", "indexer_types", "kv_sharing_modes", "no_rope_layers"
+"""What of each layer a configuration says that makes it one of a kind."""
 _REACH = re.compile(r"window|chunk|topk|top_k|block_size|floor_scale")
 """How a configuration calls that no more than so many tokens are seen, or that what is behind so many is scaled."""
 
@@ -86,7 +88,9 @@ def _fewer_experts(config: Any) -> None:
 def _fewer_layers(config: Any, least: int) -> list[int]:
     """Leaves as many layers as there are kinds of them, or `least`, and of those that share another's keys and values
     as many; the numbers that they had."""
-    layers, kinds = config.num_hidden_layers, getattr(config, "layer_types", None) or []
+    layers = config.num_hidden_layers
+    apart = [own for name in _KINDS if (own := getattr(config, name, None)) and len(own) == layers]
+    kinds = list(zip(*apart, strict=True))
     shared = getattr(config, "num_kv_shared_layers", None) or 0
     kept = max([2, least, *(kinds.index(kind) + 1 for kind in set(kinds))])
     kept = min(kept, _MOST_LAYERS, layers - shared)
@@ -97,7 +101,13 @@ def _fewer_layers(config: Any, least: int) -> list[int]:
     for name, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == layers:
             setattr(config, name, [value[layer] for layer in left])
+    if sources := getattr(config, _SOURCES, None):
+        setattr(config, _SOURCES, [left.index(source) if source in left else at for at, source in enumerate(sources)])
     return left
+
+
+_SOURCES = "kv_source_layers"
+"""Names the layers whose latents others share, by their numbers."""
 
 
 def _layers_apart(config: Any) -> dict[int, dict[str, Any]]:
@@ -134,9 +144,11 @@ def made_up(config: Any, strip: Callable[[Any], None]) -> Any:
 
 def redraw_corrections(model: nn.Module, generator: torch.Generator) -> None:
     """Draws what checkpoints have beside parameters, and the library makes zeros or ones: what routers of experts add
-    to their scores, and what whole layers are multiplied by."""
+    to their scores, what whole layers are multiplied by, and what frequencies are."""
     for name, correction in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             correction.copy_(0.3 * torch.randn(correction.shape, generator=generator))
+        if name.endswith("rotary_emb.alpha"):
+            correction.copy_(0.1 * torch.randn(correction.shape, generator=generator))
         if name.endswith("layer_scalar"):
             correction.copy_(1 + 0.2 * torch.randn(correction.shape, generator=generator))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,18 +51,31 @@ class SharedKV:
     layer: int
 
 
-CacheSpec = PagedKV | SequenceState | SharedKV
+@dataclass(frozen=True, slots=True)
+class IndexedKV:
+    """Keys and values, and an index key of so many numbers of every token, in the same blocks: by these a layer chooses
+    the tokens that it attends to (`layers/index_keys`)."""
+
+    kv: PagedKV
+    index_dim: int
+
+
+CacheSpec = PagedKV | IndexedKV | SequenceState | SharedKV
 
 
 def read_by(specs: Sequence[CacheSpec]) -> list[PagedKV | SequenceState]:
-    """What each layer computes with: what it keeps, or what the layer keeps that it shares with.
+    """What each layer computes with: what it keeps, or what the layer keeps that it shares with. Layers of one kind of
+    keys and values have one back end, whether they have index keys or not.
 
-    >>> [spec.head_dim for spec in read_by([PagedKV(4, 2, 64), PagedKV(4, 1, 128), SharedKV(0)])]
+    >>> [spec.head_dim for spec in read_by([PagedKV(4, 2, 64), IndexedKV(PagedKV(4, 1, 128), 32), SharedKV(0)])]
     [64, 128, 64]
     """
     found: list[PagedKV | SequenceState] = []
     for spec in specs:
-        found.append(found[spec.layer] if isinstance(spec, SharedKV) else spec)
+        if isinstance(spec, SharedKV):
+            found.append(found[spec.layer])
+        else:
+            found.append(spec.kv if isinstance(spec, IndexedKV) else spec)
     return found
 
 
@@ -128,8 +141,17 @@ class StateCache:
             each[target] = each[source]
 
 
-LayerCache = Tensor | StateCache
-"""What a layer is handed: its part of a paged cache, or its states."""
+@dataclass(frozen=True, slots=True)
+class IndexedCache:
+    """One layer's keys and values, as `CacheShape.new_cache` has them of a layer, and its index keys, [blocks + 1,
+    block_size, index_dim]."""
+
+    kv: Tensor
+    index: Tensor
+
+
+LayerCache = Tensor | IndexedCache | StateCache
+"""What a layer is handed: its part of a paged cache, with index keys where it has any, or its states."""
 
 
 def slot_bytes(specs: Sequence[CacheSpec]) -> int:
@@ -141,19 +163,48 @@ def cache_shapes(specs: Sequence[CacheSpec], blocks: int, block_size: int) -> di
     """The paged cache of each kind of keys and values: that of all layers which are alike, and attend alike.
 
     >>> narrow, wide = PagedKV(4, 2, 64), PagedKV(4, 1, 128)
-    >>> [shape.layers for shape in cache_shapes([narrow, wide, narrow], 10, 16).values()]
+    >>> [shape.layers for shape in cache_shapes([narrow, wide, IndexedKV(narrow, 32)], 10, 16).values()]
     [2, 1]
     """
-    counts = Counter(spec for spec in specs if isinstance(spec, PagedKV))
+    own = (spec.kv if isinstance(spec, IndexedKV) else spec for spec in specs)
+    counts = Counter(spec for spec in own if isinstance(spec, PagedKV))
     return {
         spec: CacheShape(layers, blocks, block_size, spec.heads, spec.kv_heads, spec.head_dim, spec.kind)
         for spec, layers in counts.items()
     }
 
 
+def layer_caches(
+    specs: Sequence[CacheSpec],
+    shapes: Mapping[PagedKV, CacheShape],
+    paged: Mapping[PagedKV, Tensor],
+    slots: int,
+    device: torch.device,
+) -> list[LayerCache]:
+    """What each layer is handed: its part of the `paged` cache of its kind, whose shapes are these, of that type and on
+    that device; index keys are made beside it, and states for so many sequences."""
+    parts, made = {kind: iter(cache) for kind, cache in paged.items()}, list[LayerCache]()
+    for spec in specs:
+        if isinstance(spec, SharedKV):
+            made.append(made[spec.layer])
+        elif isinstance(spec, SequenceState):
+            made.append(spec.new_cache(slots, device))
+        elif isinstance(spec, IndexedKV):
+            shape = shapes[spec.kv]
+            keys = paged[spec.kv].new_empty(shape.blocks + 1, shape.block_size, spec.index_dim)
+            made.append(IndexedCache(next(parts[spec.kv]), keys))
+        else:
+            made.append(next(parts[spec]))
+    return made
+
+
 def block_elements(specs: Sequence[CacheSpec], block_size: int) -> int:
-    """Numbers that one block holds over all layers. Raises ValueError where no layer keeps any."""
+    """Numbers that one block holds over all layers, index keys included. Raises ValueError where no layer keeps any.
+
+    >>> block_elements([PagedKV(4, 2, 64), IndexedKV(PagedKV(4, 2, 64), 32)], 16) // 16
+    544
+    """
     total = sum(shape.block_elements for shape in cache_shapes(specs, 1, block_size).values())
     if not total:
         raise ValueError("no layer has keys and values")
-    return total
+    return total + block_size * sum(spec.index_dim for spec in specs if isinstance(spec, IndexedKV))

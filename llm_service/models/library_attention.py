@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 from common.checkpoint import CheckpointError
 from llm_service.families.family import SpanRule
 from llm_service.layers.attention.backend import AttentionKind
-from llm_service.layers.attention.general_backend import AttentionRule
-from llm_service.layers.cache_spec import PagedKV
+from llm_service.layers.attention.general_backend import PLAIN, AttentionRule
+from llm_service.layers.cache_spec import IndexedKV, PagedKV
+from llm_service.layers.index_keys import Chosen
 from llm_service.layers.mixer import StateBackend
 from llm_service.models.layer_rules import chunk_of
+from llm_service.models.library_index import NO_MASK
 
 NAME = "twinlens"
 """Our attention's among the library's."""
@@ -51,16 +54,21 @@ def attend_as_ours(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: tuple[Chosen, ...] | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
     """What the library calls: query [1, heads, n, width], key and value [1, kv_heads, n, …] → [1, n, heads, depth]."""
     by = _attend.get()
     assert by is not None, "it is called in a step alone"
-    if attention_mask is not None:
+    if attention_mask is not None and attention_mask is not NO_MASK:
         raise CheckpointError(f"{type(module).__name__} has a mask of its own")
     if unknown := [name for name, value in more.items() if value is not None and name not in _WITHOUT_MEANING]:
         raise CheckpointError(f"{type(module).__name__} hands on a {unknown[0]}, which our attention does not know")
-    rule = AttentionRule(scaling, sliding_window, softcap, s_aux, chunk_of(module))
+    rule = AttentionRule(scaling, sliding_window, softcap, s_aux, chunk_of(module), chosen=indices)
+    if indices is not None and replace(rule, scale=None, chosen=None) != PLAIN:
+        raise CheckpointError(
+            f"{type(module).__name__} chooses tokens by an index, and attends by another rule besides"
+        )
     queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
     out = by(module, queries, keys, values, rule)
     return out.unsqueeze(0), None
@@ -69,11 +77,11 @@ def attend_as_ours(
 class LibraryAttention:
     """A layer's attention as the caches see it."""
 
-    def __init__(self, spec: PagedKV) -> None:
+    def __init__(self, spec: PagedKV | IndexedKV) -> None:
         self._spec = spec
 
-    def cache_spec(self) -> PagedKV:
-        """Keys and values, as wide as the wider of both."""
+    def cache_spec(self) -> PagedKV | IndexedKV:
+        """Keys and values, as wide as the wider of both; index keys where the layer has an index."""
         return self._spec
 
     def state_backend(self) -> StateBackend:
@@ -95,6 +103,7 @@ def beyond_kernels(rule: AttentionRule) -> str:
         "scores have a cap": rule.softcap,
         "heads have sinks": rule.sinks,
         "layers attend within chunks": rule.chunk,
+        "layers choose by an index what they see": rule.chosen,
     }
     return next((what for what, given in asked.items() if given is not None), "")
 

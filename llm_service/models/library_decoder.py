@@ -18,8 +18,9 @@ from llm_service.families.family import OF_PROMPTS, SpanRule
 from llm_service.layers.attention.backend import AttentionBackend, AttentionKind, CacheShape
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.general_backend import AttentionRule, GeneralBackend, GeneralBatch
-from llm_service.layers.cache_spec import PagedKV
+from llm_service.layers.cache_spec import IndexedKV, PagedKV
 from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.layers.index_keys import Chosen, IndexQuery
 from llm_service.models.decoder import Deepstack, kernels_of
 from llm_service.models.layer_rules import take_tempering
 from llm_service.models.library_attention import (
@@ -32,6 +33,7 @@ from llm_service.models.library_attention import (
     kind_of,
     layer_of,
 )
+from llm_service.models.library_index import Choose, choosing, take_indexers
 from llm_service.models.library_linear import Fill
 from llm_service.models.library_shares import share_out
 
@@ -81,6 +83,7 @@ class LibraryDecoder:
         setattr(*below, _Given(getattr(*below)))
         self._head = model
         self._tempering = dict(take_tempering(self._text))
+        self._for_index = take_indexers(self._text)
         self._takes = inspect.signature(self._text.forward).parameters.keys()
         self._pad = getattr(self._text.config, "pad_token_id", None) or 0
         self._media, self._marks = _tokens(model.config, _MEDIA, device), _tokens(model.config, _MARKS, device)
@@ -148,24 +151,29 @@ class LibraryDecoder:
 
         def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
             at, tempering = places_of[layer_of(module)], self._tempering.get(layer_of(module))
-            batch: Any = batches[at]
+            batch, cache = batches[at], caches[at].kv if layer_of(module) in self._index_dims else caches[at]
             if tempering is not None:
                 query = tempering.of(query, positions[0])
             if not self._why_general:
                 if rule != self._rules[layer_of(module)]:
                     raise CheckpointError(f"{type(module).__name__} attends by another rule in each step")
                 given = (each.contiguous() for each in (query, key, value))
-                paged: Tensor = batch.attend(*given, caches[at])
+                paged: Tensor = batch.attend(*given, cache)
                 return paged.view(*query.shape[:2], -1)
-            out: Tensor = batch.attend(query, key, value, caches[at], replace(rule, media=media))
+            out: Tensor = batch.attend(query, key, value, cache, replace(rule, media=media))
             return out.view(*query.shape[:2], -1)
+
+        def choose(layer: int, asked: IndexQuery) -> tuple[Chosen, ...]:
+            at = places_of[layer]
+            chosen: tuple[Chosen, ...] = batches[at].choose(asked, caches[at].index)
+            return chosen
 
         if self._axes > len(positions):  # the first is a token's own number in its sequence
             numbers = [
                 torch.arange(len(part.slots) - (part.end - part.begin), len(part.slots)) for part in batches[0].segments
             ]
             positions = torch.cat([torch.cat(numbers).to(positions).unsqueeze(0), positions])
-        out = self._run(hidden, positions, attend, **more)
+        out = self._run(hidden, positions, attend, choose, **more)
         return out if places is None else out[places]
 
     def _by_ids(self, token_ids: Tensor, batch: GeneralBatch | None = None) -> dict[str, Any]:
@@ -191,17 +199,18 @@ class LibraryDecoder:
             found = look_up(token_ids.unsqueeze(0))
         return found
 
-    def _run(self, hidden: Tensor, positions: Tensor, attend: Attend, **more: Any) -> Tensor:
+    def _run(self, hidden: Tensor, positions: Tensor, attend: Attend, choose: Choose, **more: Any) -> Tensor:
         places = positions.long().unsqueeze(1) if self._axes > 1 else positions[:1].long()
-        with attending(attend):
-            made = self._text(inputs_embeds=hidden.unsqueeze(0), position_ids=places, use_cache=False, **more)
+        given = {"inputs_embeds": hidden.unsqueeze(0), "position_ids": places, "use_cache": False}
+        with attending(attend), choosing(choose):
+            made = self._text(**given, **self._for_index, **more)
         out: Tensor = made.last_hidden_state[0]
         return out
 
     def _find_specs(self) -> dict[int, PagedKV]:
         """What each layer keeps, found out by one token."""
         found: dict[int, PagedKV] = {}
-        self._narrower = False
+        self._narrower, self._index_dims = False, dict[int, int]()
         seeing = AttentionKind(spans=self.spans is not SpanRule.NOWHERE)
 
         def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
@@ -212,11 +221,15 @@ class LibraryDecoder:
                 raise CheckpointError(f"{type(module).__name__} attends twice in one layer")
             return query.new_zeros(*query.shape[:2], value.shape[-1])
 
+        def choose(layer: int, asked: IndexQuery) -> tuple[Chosen, ...]:
+            self._index_dims[layer] = asked.key.shape[-1]
+            return ()
+
         try:
             with torch.inference_mode():
                 ids = torch.zeros(1, dtype=torch.int64, device=self.device)
                 places = ids.expand(max(3, self._axes), 1)
-                self._run(self.embed_tokens(ids), places, attend, **self._by_ids(ids))
+                self._run(self.embed_tokens(ids), places, attend, choose, **self._by_ids(ids))
         except AttributeError as error:
             raise CheckpointError(f"{type(self._text).__name__} asks a linear layer in 8 or 4 bits: {error}") from error
         except RuntimeError as error:
@@ -236,7 +249,9 @@ class LibraryDecoder:
 
     def mixers(self) -> list[LibraryAttention]:
         """Each layer's, in order."""
-        return [LibraryAttention(spec) for spec in self._specs.values()]
+        dims = self._index_dims
+        specs = (IndexedKV(spec, dims[layer]) if layer in dims else spec for layer, spec in self._specs.items())
+        return [LibraryAttention(spec) for spec in specs]
 
     def backend(self, shape: CacheShape) -> AttentionBackend | GeneralBackend:
         """What makes its batches."""

@@ -38,7 +38,7 @@ from llm_service.families.family import OF_PROMPTS, SLIDING, SpanRule
 from llm_service.families.registry import TEXT_FAMILIES, check_text
 from llm_service.layers.attention.backend import AttentionBatch, CacheShape, PagedChunk, Span
 from llm_service.layers.attention.torch_backend import TorchBackend
-from llm_service.layers.cache_spec import LayerCache, PagedKV, Segment, SharedKV, cache_shapes, read_by
+from llm_service.layers.cache_spec import PagedKV, Segment, cache_shapes, layer_caches, read_by
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.mixer import CachedPart
 from llm_service.models.config import TextConfig
@@ -385,13 +385,8 @@ def _logits(
     mixers: Sequence[CachedPart] = decoder.mixers()
     own = [mixer.cache_spec() for mixer in mixers]
     specs, shapes = read_by(own), cache_shapes(own, 2 * blocks, _BLOCK)
-    caches = {spec: iter(shape.new_cache(torch.float32, decoder.device)) for spec, shape in shapes.items()}
-    layers: list[LayerCache] = []
-    for kept in own:
-        if isinstance(kept, SharedKV):
-            layers.append(layers[kept.layer])
-        else:
-            layers.append(next(caches[kept]) if isinstance(kept, PagedKV) else kept.new_cache(2, _CPU))
+    paged = {spec: shape.new_cache(torch.float32, decoder.device) for spec, shape in shapes.items()}
+    layers = layer_caches(own, shapes, paged, 2, _CPU)
     embedded = decoder.embed_tokens(prompt.ids)
     embedded[prompt.places] = prompt.rows[0].to(embedded)
     other = embedded.flip(0)

@@ -24,13 +24,12 @@ from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.metadata import AttentionMetadata, Tiling
 from llm_service.layers.cache_spec import (
     CacheSpec,
-    LayerCache,
     PagedKV,
     Segment,
     SequenceState,
-    SharedKV,
     StateCache,
     cache_shapes,
+    layer_caches,
     read_by,
     slot_bytes,
 )
@@ -96,17 +95,11 @@ class Caches:
             backend = choose(attention, shape, dtype, device) if isinstance(attention, str) else attention(shape)
             self.paged[kind] = PagedLayers(shape, shape.new_cache(dtype, device), backend)
         self._states: dict[SequenceState, StateBackend] = {}
-        self.layers: list[LayerCache] = []
-        parts = {kind: iter(layers.cache) for kind, layers in self.paged.items()}
+        shapes = {kind: layers.shape for kind, layers in self.paged.items()}
+        paged = {kind: layers.cache for kind, layers in self.paged.items()}
+        self.layers = layer_caches(specs, shapes, paged, self.state_slots + self.snapshot_slots, device)
         for mixer, spec in zip(mixers, specs, strict=True):
-            if isinstance(spec, SharedKV):
-                self.layers.append(self.layers[spec.layer])
-                continue
-            if isinstance(spec, PagedKV):
-                self.layers.append(next(parts[spec]))
-                continue
-            self.layers.append(spec.new_cache(self.state_slots + self.snapshot_slots, device))
-            if spec not in self._states:
+            if isinstance(spec, SequenceState) and spec not in self._states:
                 self._states[spec] = states(mixer)
 
     @property

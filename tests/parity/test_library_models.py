@@ -30,6 +30,7 @@ from encoder_service.models.library_tower import flat_rows
 from encoder_service.models.processor import ItemProcessor
 from llm_service.families.family import SpanRule
 from llm_service.families.registry import TEXT_FAMILIES
+from llm_service.layers import index_keys
 from llm_service.layers.attention import general_backend
 from llm_service.layers.attention.backend import PagedChunk
 from llm_service.models import layer_rules, library_attention, library_decoder, trial
@@ -95,6 +96,19 @@ def test_a_trial_tells_what_llama_4_wants_of_attention(what: str, monkeypatch: p
         monkeypatch.setattr(layer_rules.Tempering, "of", lambda _, query, __: query)
     with pytest.raises(CheckpointError, match="llama4 gives other logits in chunks"):
         try_config(config_of_recipe("llama4"), drawn_prompt)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("what", ["fewer", "all"])
+def test_a_trial_tells_what_an_index_chooses(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert try_config(config_of_recipe("mistral_large4"), drawn_prompt).spans is SpanRule.NOWHERE
+    if what == "fewer":
+        right = index_keys.best
+        monkeypatch.setattr(index_keys, "best", lambda scores, seen, most: right(scores, seen, most - 1))
+    else:
+        monkeypatch.setattr(general_backend, "choose", lambda *_: None)
+    with pytest.raises(CheckpointError, match="mistral_large4 gives other logits in chunks"):
+        try_config(config_of_recipe("mistral_large4"), drawn_prompt)
 
 
 def test_tokens_that_a_model_does_not_let_say_hide_no_other_difference() -> None:
@@ -224,7 +238,7 @@ def test_layers_with_states_are_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        ("mistral_large4", "layers of mistral_large4 choose the tokens that they see by an index of their own"),
+        ("glm5_next", "layers of glm5_next choose the tokens that they see by an index of their own"),
         ("mistral4", "mistral4 is for text alone"),
         ("blip", "blip does not keep the rows of pictures apart from the rest"),
     ],

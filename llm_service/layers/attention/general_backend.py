@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.nn import functional
 
 from llm_service.families.family import SpanRule
 from llm_service.layers.attention.backend import CacheShape, PagedChunk, Span
+from llm_service.layers.index_keys import ROOM, Chosen, IndexQuery, choose, mask_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,8 @@ class AttentionRule:
     `window` tokens, itself among them, None: all before it. Scores are drawn below `softcap` by its hyperbolic tangent.
     `sinks` [heads] are scores of something that nobody attends to, whose share is lost. With `chunk` a sequence is cut
     into chunks of so many tokens, and a token sees those of its own. `media`, bool [n] of a batch, are tokens that see
-    each other, as far as they are in one span (`SpanRule.ALL_MEDIA`)."""
+    each other, as far as they are in one span (`SpanRule.ALL_MEDIA`). `chosen`: of each chunk of a batch what its
+    tokens see, where an index has chosen that; spans do not count there."""
 
     scale: float | None = None
     window: int | None = None
@@ -28,6 +31,7 @@ class AttentionRule:
     sinks: Tensor | None = None
     chunk: int | None = None
     media: Tensor | None = None
+    chosen: tuple[Chosen, ...] | None = None
 
 
 PLAIN = AttentionRule()
@@ -110,12 +114,45 @@ class GeneralBatch:
         keys, values = cache.flatten(1, 2)  # each [slots, kv_heads, head_dim]
         width, depth = key.shape[-1], value.shape[-1]
         out = query.new_empty(*query.shape[:2], depth)
-        for part in self.segments:
+        every = rule.chosen or [None] * len(self.segments)
+        for part, chosen in zip(self.segments, every, strict=True):
             here, new = slice(part.begin, part.end), part.slots[len(part.slots) - (part.end - part.begin) :]
             keys[new, :, :width], values[new, :, :depth] = key[here], value[here]
+            if chosen is not None:
+                attend_to_chosen(out[here], query[here], keys, values, part.slots, chosen, rule.scale)
+                continue
             seen = keys[part.slots, :, :width], values[part.slots, :, :depth]
             out[here] = _attend(query[here], *seen, part.mask(rule.window, rule.chunk, rule.media), rule)
         return out.flatten(1)
+
+    def choose(self, asked: IndexQuery, index: Tensor) -> tuple[Chosen, ...]:
+        """Writes index keys into one layer's cache of them, as `IndexedCache` has it, and chooses for each chunk what
+        its tokens see."""
+        return tuple(choose(asked, slice(part.begin, part.end), part.slots, index) for part in self.segments)
+
+
+def attend_to_chosen(
+    out: Tensor, query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, chosen: Tensor, scale: float | None
+) -> None:
+    """Fills out [n, heads, depth] for queries [n, heads, width] of one sequence, whose tokens' keys and values, [·,
+    kv_heads, …] and as wide or wider, are in these slots, int64 [total]. Where that reads fewer of them than there are,
+    those are gathered that each query has `chosen`, int64 [n, k]; else all are read, and the others are masked."""
+    width, depth, total = query.shape[2], out.shape[2], len(slots)
+    attend = partial(functional.scaled_dot_product_attention, scale=scale, enable_gqa=True)
+    if chosen.numel() <= total:
+        here = slots[chosen.clamp(min=0)]
+        k, v = (each.transpose(1, 2) for each in (keys[here][..., :width], values[here][..., :depth]))
+        mask = (chosen >= 0)[:, None, None]
+        made = attend(query.unsqueeze(2), k, v, attn_mask=mask)
+        out.copy_(made.squeeze(2))
+        return
+    k, v = keys[slots, :, :width].transpose(0, 1), values[slots, :, :depth].transpose(0, 1)
+    rows = max(1, ROOM // (4 * query.shape[1] * total))
+    for begin in range(0, len(query), rows):
+        part = slice(begin, begin + rows)
+        mask, q = mask_of(chosen[part], total), query[part].transpose(0, 1)
+        made = attend(q, k, v, attn_mask=mask)
+        out[part] = made.transpose(0, 1)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rule: AttentionRule) -> Tensor:

@@ -1,0 +1,126 @@
+"""Which tokens a layer attends to, where it chooses them by an index (DeepSeek-V3.2): small heads score all tokens
+before one by their index keys, and it sees those with the highest scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+ROOM = 64 << 20
+"""Bytes of what is computed for queries and all tokens before them, at once."""
+
+
+class Index(Protocol):
+    """How a layer chooses, by what is kept of tokens."""
+
+    @property
+    def reach(self) -> int:
+        """A token with no more than so many up to itself sees all of them."""
+        ...
+
+    def candidates(self, kept: Tensor) -> Tensor:
+        """What is kept of a sequence's tokens [total, index_dim] → keys that are scored, [m, width]."""
+        ...
+
+    def choose(self, scores: Tensor, places: Tensor) -> Tensor:
+        """float32 [n, m], and where the tokens are in their sequence, int64 [n] → the places that each sees, int64
+        [n, k], -1 where there are no more. `scores` may be written to."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIndex:
+    """Each token is scored, and the best `most` are chosen."""
+
+    most: int
+
+    @property
+    def reach(self) -> int:
+        """See `Index`."""
+        return self.most
+
+    def candidates(self, kept: Tensor) -> Tensor:
+        """See `Index`: keys as they are."""
+        return kept
+
+    def choose(self, scores: Tensor, places: Tensor) -> Tensor:
+        """See `Index`."""
+        return best(scores, places + 1, self.most)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexQuery:
+    """What the tokens of a batch are scored with: `query` [n, heads, width], and how much each head counts, `weights`
+    float32 [n, heads]; and what is kept of them, `key` [n, index_dim]. Products of queries and keys are multiplied by
+    `scale`, and count where they are above 0."""
+
+    index: Index
+    query: Tensor
+    weights: Tensor
+    key: Tensor
+    scale: float
+
+
+Chosen = Tensor | None
+"""The places that tokens of one sequence see, int64 [n, k], -1 where there are no more; None: all up to their own."""
+
+
+def choose(asked: IndexQuery, here: slice, slots: Tensor, cache: Tensor) -> Chosen:
+    """What a chunk at `here` in a batch sees, whose sequence's tokens are in these slots, int64 [context + count]. Its
+    index keys are written to the cache, [blocks + 1, block_size, index_dim]. Scores are computed for so many tokens
+    at a time as there is `ROOM` for."""
+    keys = cache.flatten(0, 1)
+    count, total = here.stop - here.start, len(slots)
+    keys[slots[total - count :]] = asked.key[here].to(keys.dtype)
+    if total <= asked.index.reach:
+        return None
+    candidates = asked.index.candidates(keys[slots])
+    rows = max(1, ROOM // (4 * asked.query.shape[1] * max(1, len(candidates))))
+    places = torch.arange(total - count, total, device=slots.device)
+    parts = []
+    for begin in range(0, count, rows):
+        own = slice(here.start + begin, here.start + min(begin + rows, count))
+        scores = score(asked.query[own], asked.weights[own], candidates, asked.scale)
+        parts.append(asked.index.choose(scores, places[begin : begin + rows]))
+    return torch.cat(parts)
+
+
+def score(query: Tensor, weights: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """query [n, heads, width], weights float32 [n, heads], keys [m, width] → float32 [n, m]."""
+    products = query.float().flatten(0, 1) @ keys.float().t()
+    products = products.mul_(scale).relu_().view(*query.shape[:2], -1)
+    return (weights.unsqueeze(1) @ products).squeeze(1)
+
+
+def best(scores: Tensor, seen: Tensor, most: int) -> Tensor:
+    """Of the first `seen` numbers of each row, int64 [n], the `most` highest: where they are, ascending, int64 [n,
+    min(most, m)]; -1 where a row has no more. Of equal ones the first are taken. `scores` [n, m] is written to.
+
+    >>> best(torch.tensor([[3.0, 1.0, 2.0, 9.0], [0.0, 5.0, 0.0, 0.0]]), torch.tensor([3, 4]), 2).tolist()
+    [[0, 2], [0, 1]]
+    >>> best(torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([1]), 2).tolist()
+    [[0, -1]]
+    """
+    count = min(most, scores.shape[1])
+    places = torch.arange(scores.shape[1], device=scores.device)
+    there = places < seen.unsqueeze(1)
+    scores.masked_fill_(~there, -torch.inf)
+    least = scores.topk(count, dim=1).values[:, -1:]
+    above, level = scores > least, (scores == least) & there
+    taken = above | (level & (level.cumsum(1) <= count - above.sum(1, keepdim=True)))
+    to = torch.where(taken, taken.cumsum(1) - 1, count)  # behind the end, where those go that are not
+    found = torch.full((len(scores), count + 1), -1, dtype=torch.int64, device=scores.device)
+    return found.scatter_(1, to, places.expand_as(to))[:, :count]
+
+
+def mask_of(chosen: Tensor, total: int) -> Tensor:
+    """int64 [n, k] → bool [n, total]: which places are chosen.
+
+    >>> mask_of(torch.tensor([[0, 2], [1, -1]]), 3).int().tolist()
+    [[1, 0, 1], [0, 1, 0]]
+    """
+    mask = torch.zeros(len(chosen), total + 1, dtype=torch.bool, device=chosen.device)
+    return mask.scatter_(1, torch.where(chosen < 0, total, chosen), value=True)[:, :total]

@@ -1,0 +1,99 @@
+"""Indexers of the library's layers as ours: they say how a layer's tokens are scored, and ours keeps index keys in the
+paged cache and chooses, for any number of sequences and chunks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.checkpoint import CheckpointError
+from llm_service.layers.index_keys import Chosen, IndexQuery, TokenIndex
+
+NO_MASK = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+"""Stands for a mask where the library's layers cut a part out of one for their indexers. It says nothing."""
+
+Choose = Callable[[int, IndexQuery], tuple[Chosen, ...]]
+"""From a layer's number and what its tokens are scored with: what those of each chunk see."""
+
+_choose: ContextVar[Choose | None] = ContextVar("choose", default=None)
+
+
+@contextmanager
+def choosing(by: Choose) -> Iterator[None]:
+    """In the block, the library's layers choose so."""
+    token = _choose.set(by)
+    try:
+        yield
+    finally:
+        _choose.reset(token)
+
+
+def take_indexers(text: nn.Module) -> dict[str, Any]:
+    """Has a text's indexers score as theirs and choose as ours; what the text is to be given for it, if it has any.
+    Raises CheckpointError where one is not known here."""
+    parts: list[Any] = list(text.modules())
+    found = [part.indexer for part in parts if isinstance(getattr(part, "indexer", None), nn.Module)]
+    for indexer in found:
+        if (asks := _KNOWN.get(type(indexer).__name__)) is None:
+            raise CheckpointError(f"a {type(indexer).__name__} chooses what its layer sees, and is not known here")
+        indexer.forward = partial(asks, indexer)
+    if not found:
+        return {}
+    config: Any = text.config
+    return {"attention_mask": {kind: NO_MASK if kind == INDEXED else None for kind in set(config.layer_types)}}
+
+
+INDEXED = "indexed_attention"
+"""What a configuration calls layers that score all tokens before one, and attend to the best of them."""
+
+
+def _of_hidden(
+    indexer: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], _: Any, places: Tensor, **__: Any
+) -> tuple[Chosen, ...]:
+    """Mistral Large 4's, whose queries are made of the layer's input and grow with their places; hidden [1, n,
+    hidden_size]."""
+    queries = indexer.wq_b(indexer.q_input_norm(hidden)).view(*hidden.shape[:2], -1, indexer.head_dim)
+    queries = indexer.softmax_scaling(queries, places, head_dim_first=False)
+    return _chosen(indexer, hidden, queries, rotary if indexer.use_rope else None)
+
+
+def _chosen(indexer: Any, hidden: Tensor, queries: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Chosen, ...]:
+    """Of queries [1, n, heads, width] and one key for each token, both rotated in their first numbers by `rotary`."""
+    keys = indexer.k_norm(indexer.wk(hidden)).unsqueeze(2)
+    if rotary is not None:
+        queries, keys = (_rotated(each, *rotary) for each in (queries, keys))
+    asked = IndexQuery(
+        TokenIndex(indexer.index_topk), queries[0], _weights(indexer, hidden)[0], keys[0, :, 0], indexer.softmax_scale
+    )
+    return _by()(indexer.layer_idx, asked)
+
+
+def _by() -> Choose:
+    by = _choose.get()
+    assert by is not None, "it is called in a step alone"
+    return by
+
+
+def _weights(indexer: Any, hidden: Tensor) -> Tensor:
+    """How much each head counts, float32 [1, n, heads]."""
+    given = hidden.to(indexer.weights_proj.weight.dtype)  # which may be kept in float32
+    weights: Tensor = indexer.weights_proj(given).float() * indexer.n_heads**-0.5
+    return weights
+
+
+def _rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """heads [1, n, heads, width] with their first numbers rotated, neighbours as pairs, as cosine and sine [1, n, so
+    many] say, of which the first half counts. The first ones of all pairs lie before the second ones then."""
+    many, half = cosine.shape[-1], cosine.shape[-1] // 2
+    first, second = heads[..., 0:many:2], heads[..., 1:many:2]
+    cosine, sine = cosine[..., :half].unsqueeze(2), sine[..., :half].unsqueeze(2)
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine, heads[..., many:]], dim=-1)
+
+
+_KNOWN: dict[str, Callable[..., tuple[Chosen, ...]]] = {"MistralLarge4TextIndexer": _of_hidden}

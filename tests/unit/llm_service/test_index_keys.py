@@ -1,0 +1,124 @@
+"""Which tokens an index chooses, and attention to these: whatever the chunks, the company and the tiles."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llm_service.layers import index_keys
+from llm_service.layers.attention import general_backend
+from llm_service.layers.attention.backend import AttentionKind, CacheShape, PagedChunk
+from llm_service.layers.attention.general_backend import AttentionRule, GeneralBackend, GeneralBatch
+from llm_service.layers.cache_spec import IndexedCache, IndexedKV, PagedKV, block_elements
+from llm_service.layers.index_keys import Chosen, IndexQuery, TokenIndex, best, mask_of
+from llm_service.worker.caches import Caches
+
+CPU = torch.device("cpu")
+BLOCK, BLOCKS, HEADS, WIDTH, MOST = 4, 24, 3, 8, 6
+TABLES = [[5, 1, 7, 0, 2, 9], [3, 8, 4, 6, 11, 10]]
+SHAPE = CacheShape(1, BLOCKS, BLOCK, 4, 2, 16)
+
+
+def whole_numbers(*shape: int, seed: int) -> Tensor:
+    """Few different ones: sums of their products are exact in whatever order, and many are equal."""
+    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+@pytest.mark.parametrize("most", [1, 5, 40, 60])
+def test_the_highest_are_found_and_of_equal_ones_the_first(most: int) -> None:
+    scores, seen = whole_numbers(30, 50, seed=1), torch.arange(30) + 1
+    expected = []
+    for row, count in zip(scores, seen.tolist(), strict=True):
+        order = sorted(range(count), key=lambda at, row=row: (-row[at], at))  # type: ignore[misc]
+        expected.append(sorted(order[:most]) + [-1] * (min(most, 50) - min(most, count)))
+    assert best(scores.clone(), seen, most).tolist() == expected
+
+
+def of_tokens(number: int, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Index queries, weights and keys of a sequence's tokens."""
+    query, weights = whole_numbers(22, HEADS, WIDTH, seed=number), whole_numbers(22, HEADS, seed=number + 10)
+    return query[begin:end], weights[begin:end], whole_numbers(22, WIDTH, seed=number + 20)[begin:end]
+
+
+def chosen_of(cuts: list[tuple[int, int]], numbers: tuple[int, ...], seen: int) -> list[list[int]]:
+    """What each token of the sequence `seen` chooses, in chunks beside those of others."""
+    index, found = torch.full((BLOCKS + 1, BLOCK, WIDTH), torch.nan), list[list[int]]()
+    for begin, end in cuts:
+        chunks = [PagedChunk(begin, end - begin, TABLES[number]) for number in numbers]
+        parts = zip(*(of_tokens(number, begin, end) for number in numbers), strict=True)
+        query, weights, key = (torch.cat(each) for each in parts)
+        batch = GeneralBackend(SHAPE, CPU).batch(chunks)
+        chosen = batch.choose(IndexQuery(TokenIndex(MOST), query, weights, key, 0.5), index)[numbers.index(seen)]
+        rows = torch.full((end - begin, 1), -1) if chosen is None else chosen
+        found += [[*range(begin + at + 1)] if chosen is None else row[row >= 0].tolist() for at, row in enumerate(rows)]
+    return found
+
+
+@pytest.mark.parametrize("room", [1, index_keys.ROOM])
+def test_what_is_chosen_depends_on_no_chunks_and_no_company(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once = chosen_of([(0, 22)], (0,), 0)
+    assert [len(row) for row in at_once] == [min(MOST, at + 1) for at in range(22)]
+    assert any(row != [*range(at + 1)][-MOST:] for at, row in enumerate(at_once))
+    monkeypatch.setattr(index_keys, "ROOM", room)
+    assert chosen_of([(0, 22)], (0,), 0) == at_once
+    assert chosen_of([(0, 5), (5, 13), (13, 14), (14, 22)], (1, 0), 0) == at_once
+    assert chosen_of([(at, at + 1) for at in range(22)], (0, 1), 0) == at_once
+
+
+def test_what_is_chosen_is_what_scores_say() -> None:
+    query, weights, keys = of_tokens(0, 0, 22)
+    products = torch.einsum("qhw,kw->qhk", query, keys).mul(0.5).relu()
+    scores = torch.einsum("qh,qhk->qk", weights, products)
+    for at, row in enumerate(chosen_of([(0, 22)], (0,), 0)):
+        order = sorted(range(at + 1), key=lambda key, at=at: (-scores[at, key], key))  # type: ignore[misc]
+        assert row == sorted(order[:MOST])
+
+
+@pytest.mark.parametrize("room", [1, general_backend.ROOM])
+@pytest.mark.parametrize("count", [1, 7])
+def test_those_alone_are_attended_to(count: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathered for one token, masked for more."""
+    monkeypatch.setattr(general_backend, "ROOM", room)
+    total, noise = 22, torch.Generator().manual_seed(3)
+    cache = SHAPE.new_cache(torch.float32, CPU)[0].fill_(torch.nan)
+    query = torch.randn(total, 4, 12, generator=noise)
+    key, value = torch.randn(total, 2, 12, generator=noise), torch.randn(total, 2, 16, generator=noise)
+    chosen = best(torch.randn(total, total, generator=noise), torch.arange(total) + 1, MOST)
+    chosen[-1, -1] = -1  # fewer than there is room for
+    scale, before = 0.3, total - count
+    mask = mask_of(chosen, total)
+    whole = [each.transpose(0, 1) for each in (query, key, value)]
+    expected = functional.scaled_dot_product_attention(*whole, attn_mask=mask, scale=scale, enable_gqa=True)
+
+    def attend(begin: int, end: int, given: Chosen) -> Tensor:
+        batch = GeneralBackend(SHAPE, CPU).batch([PagedChunk(begin, end - begin, TABLES[0])])
+        rule = AttentionRule(scale, chosen=(given,))
+        return batch.attend(query[begin:end], key[begin:end], value[begin:end], cache, rule)
+
+    attend(0, before, None)
+    found = attend(before, total, chosen[before:]).view(count, 4, 16)
+    torch.testing.assert_close(found, expected.transpose(0, 1)[before:])
+
+
+def test_index_keys_lie_in_the_blocks_of_keys_and_values() -> None:
+    """Layers with an index and without have one back end, and so one batch."""
+    plain = PagedKV(4, 2, 16, AttentionKind(window=9))
+    specs = [IndexedKV(plain, WIDTH), plain, IndexedKV(plain, 12)]
+    assert block_elements(specs, BLOCK) == BLOCK * (3 * 2 * 2 * 16 + WIDTH + 12)
+    mixers: Any = [SimpleNamespace(cache_spec=lambda spec=spec: spec) for spec in specs]
+    made: Any = lambda shape: GeneralBackend(shape, CPU)  # noqa: E731
+    caches = Caches(mixers, BLOCKS, BLOCK, torch.float32, CPU, attention=made)
+    assert len(caches.paged) == 1
+    first, second, third = caches.layers
+    assert isinstance(first, IndexedCache)
+    assert isinstance(third, IndexedCache)
+    assert (first.index.shape, third.index.shape) == ((BLOCKS + 1, BLOCK, WIDTH), (BLOCKS + 1, BLOCK, 12))
+    assert isinstance(second, Tensor)
+    assert first.kv.data_ptr() != third.kv.data_ptr()
+    batches: list[GeneralBatch] = caches.batches([PagedChunk(0, 9, TABLES[0])])
+    assert batches[0] is batches[1] is batches[2]
