@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -49,6 +49,8 @@ class Case:
         """The back end's output and what it leaves in the cache are the plain ones, which are computed in the type of
         what comes in."""
         query, key, value = self.qkv.split([self.shape.heads, self.shape.kv_heads, self.shape.kv_heads], dim=1)
+        if self.shape.values_in_keys:
+            value = key[..., : self.shape.values_in_keys]
         here, there = self.cache.clone(), self.cache.to(query.dtype, copy=True)
         metadata = AttentionMetadata.of(self.chunks, self.shape.block_size, self.qkv.device)
         expected = paged_attention(query, key, value, there[0], metadata, self.shape.kind, spans)
@@ -56,6 +58,11 @@ class Case:
         tolerance = TOLERANCE[here.dtype]
         torch.testing.assert_close(given, expected, rtol=tolerance, atol=tolerance)
         assert torch.equal(here, there.to(here.dtype))
+
+
+def latents_of(width: int = 40, rank: int = 32, heads: int = 4, block_size: int = 16) -> CacheShape:
+    """Of keys with their values in them."""
+    return replace(shape_of(width, heads, 1, block_size), values_in_keys=rank)
 
 
 def shape_of(head_dim: int = 64, heads: int = 4, kv_heads: int = 2, block_size: int = 16) -> CacheShape:

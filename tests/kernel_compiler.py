@@ -21,8 +21,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from encoder_service.models import rotary_kernel, varlen_attention
-from llm_service.layers.attention import triton_kernels
-from llm_service.layers.attention.backend import CacheShape
+from llm_service.layers.attention import latent_kernels, triton_kernels
+from llm_service.layers.attention.backend import CAUSAL, CacheShape
+from llm_service.layers.attention.latent_triton import LatentKernelShape
 from llm_service.layers.attention.triton_backend import COMBINED, KernelShape
 from llm_service.layers.gdn.backend import CHUNK, GdnShape
 from llm_service.layers.gdn.triton_backend import _CHANNELS, _RUN_CHANNELS, KernelConstants
@@ -164,6 +165,17 @@ def wide_heads(capability: int, head_dim: int, group: int) -> dict[str, Needs]:
     }
 
 
+def latents(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
+    """Attention over latents of 512 and 64 numbers, as DeepSeek-V3 has them, as `LatentTritonBatch` launches it."""
+    shape = LatentKernelShape.of(CacheShape(1, 1, 16, 64, 1, 576, CAUSAL, 512), dtype)
+    kernel, sums = latent_kernels.latent_kernel, ("mixtures", "maxima", "sums")
+    made = {
+        f"latent {name}": compiled(capability, kernel, dtype, sums, **shape.constants(tokens))
+        for name, tokens in (("decode", 1), ("verify", 5), ("prefill", shape.tile))
+    }
+    return made | {"latent store": compiled(capability, latent_kernels.store_latents_kernel, dtype, WIDTH=1024)}
+
+
 def vision(capability: int, dtype: torch.dtype, head: int) -> dict[str, Needs]:
     """As the towers launch their attention, over whole pictures and over windows, and their rotary positions."""
     kernel = varlen_attention._varlen_attention
@@ -260,6 +272,8 @@ def main(capability: int, delta_nets: list[str]) -> dict[str, Needs]:
     for head_dim, group in ((256, 2), (512, 8)):
         made = wide_heads(capability, head_dim, group)
         found |= {f"{kernel} bf16 {head_dim}": taken for kernel, taken in made.items()}
+    for dtype in (torch.bfloat16, torch.float32):
+        found |= {f"{kernel} {_NAMES[dtype]}": taken for kernel, taken in latents(capability, dtype).items()}
     for dtype in (getattr(torch, name) for name in delta_nets):
         found |= {
             f"delta net {kernel} {_NAMES[dtype]}": taken for kernel, taken in delta_net(capability, dtype).items()

@@ -22,11 +22,12 @@ def paged_attention(
     kind: AttentionKind = CAUSAL,
     spans: Sequence[Span] = (),
 ) -> Tensor:
-    """As `AttentionBatch.attend`, in float32, reading no more than `metadata` says; rows of padding stay NaN."""
+    """As `AttentionBatch.attend`, in float32, reading no more than `metadata` says; rows of padding stay NaN. Values
+    are in keys where there is one tensor."""
     group = query.shape[1] // key.shape[1]
-    keys, values = cache[0].flatten(0, 1), cache[1].flatten(0, 1)
+    keys, values = cache[0].flatten(0, 1), cache[-1].flatten(0, 1)[..., : value.shape[-1]]
     keys[metadata.slot_mapping.long()], values[metadata.slot_mapping.long()] = key, value
-    out = torch.full_like(query, torch.nan)
+    out = query.new_full((*query.shape[:2], value.shape[-1]), torch.nan)
     size = cache.shape[2]
     for n, length in enumerate(metadata.seq_lens.tolist()):
         if not length:

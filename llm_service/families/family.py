@@ -16,6 +16,7 @@ class Mixer(Enum):
     """What mixes the tokens of a sequence in a layer."""
 
     ATTENTION = "attention"
+    LATENT_ATTENTION = "latent attention"
     GATED_DELTA_NET = "gated delta net"
     SHORT_CONVOLUTION = "short convolution"
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from common.checkpoint import CheckpointError
 from llm_service.families.cohere2 import COHERE2_TEXT, COHERE_COMPASS_TEXT
+from llm_service.families.deepseek import DEEPSEEK_V3_TEXT, MISTRAL4_TEXT
 from llm_service.families.exaone4 import EXAONE4_TEXT
 from llm_service.families.family import WINDOWED, Family
 from llm_service.families.gemma3 import GEMMA3_TEXT, GEMMA_TEXT
@@ -45,6 +46,7 @@ TEXT_FAMILIES: Final = {
         part_names={"mlp.fc1": "mlp.up_proj", "mlp.fc2": "mlp.down_proj"},
     ),
     "deepseek_ocr2_text": Family({}, probability_weights=True, ungated_shared=True),
+    "deepseek_v3": DEEPSEEK_V3_TEXT,
     "emu3_text_model": Family({}),
     "exaone4": EXAONE4_TEXT,
     "gemma": GEMMA_TEXT,
@@ -63,6 +65,7 @@ TEXT_FAMILIES: Final = {
     "llama": Family({}),
     "ministral3": Family({}, mixers=WINDOWED, text_defaults={"use_sliding_window": True, "sliding_window": None}),
     "mistral": Family({}, mixers=WINDOWED, text_defaults={"use_sliding_window": True}),
+    "mistral4": MISTRAL4_TEXT,
     "paddleocr_vl_text": Family({}),
     "qwen2": Family({}, attention_bias=True),
     "qwen2_5_omni_text": QWEN2_5_VL,

@@ -16,12 +16,14 @@ from llm_service.plan import Chunk
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """Keys and values of every token, in the blocks of a sequence's table; `kind` is how a layer attends to them."""
+    """Keys and values of every token, in the blocks of a sequence's table; `kind` is how a layer attends to them. Where
+    `values_in_keys` is not 0 no values are kept: they are the first so many numbers of the keys."""
 
     heads: int
     kv_heads: int
     head_dim: int
     kind: AttentionKind = CAUSAL
+    values_in_keys: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +171,9 @@ def cache_shapes(specs: Sequence[CacheSpec], blocks: int, block_size: int) -> di
     own = (spec.kv if isinstance(spec, IndexedKV) else spec for spec in specs)
     counts = Counter(spec for spec in own if isinstance(spec, PagedKV))
     return {
-        spec: CacheShape(layers, blocks, block_size, spec.heads, spec.kv_heads, spec.head_dim, spec.kind)
+        spec: CacheShape(
+            layers, blocks, block_size, spec.heads, spec.kv_heads, spec.head_dim, spec.kind, spec.values_in_keys
+        )
         for spec, layers in counts.items()
     }
 

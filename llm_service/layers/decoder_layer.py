@@ -14,6 +14,7 @@ from llm_service.layers.experts import SparseMLP
 from llm_service.layers.experts_beside import ExpertsBeside
 from llm_service.layers.gated_delta_net import GatedDeltaNet
 from llm_service.layers.group import TensorGroup
+from llm_service.layers.latent_attention import LatentAttention
 from llm_service.layers.layer_inputs import LayerEnd
 from llm_service.layers.mixer import MixerPart, Rotary
 from llm_service.layers.mlp import MLP, SquaredMLP
@@ -49,6 +50,7 @@ def _experts(_: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.
 
 MIXERS: dict[Mixer, Callable[[LayerKind, TextConfig, TensorGroup, torch.dtype], MixerPart]] = {
     Mixer.ATTENTION: SelfAttention,
+    Mixer.LATENT_ATTENTION: LatentAttention,
     Mixer.GATED_DELTA_NET: lambda _, *given: GatedDeltaNet(*given),
     Mixer.SHORT_CONVOLUTION: lambda _, *given: ShortConvolution(*given),
 }

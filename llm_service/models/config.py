@@ -10,7 +10,7 @@ from typing import Any
 from common.checkpoint import CheckpointError
 from llm_service.families.family import FULL, SLIDING, Family, FeedForwardKind, LayerKind, Mixer, SpanRule
 from llm_service.families.registry import family_of
-from llm_service.models.layer_shapes import HeadShape, LayerInputs
+from llm_service.models.layer_shapes import HeadShape, LatentHeads, LayerInputs
 from llm_service.models.rotary_config import RotaryConfig, rotary_settings
 
 
@@ -52,11 +52,11 @@ class TextConfig:
     are multiplied by, None: head_dim^-0.5. Short convolutions see `convolution_width` tokens. `full_heads` are those of
     keys and values in layers without a window, where they are others. The last `shared_layers` attend to keys and
     values of the last one before them that has their window, and with `wide_shared` their feed-forward parts are twice
-    as wide. `layer_inputs`: layers have inputs of their own. All that enters the first layer, rows of media as well, is
-    multiplied by `embedding_multiplier`, and what each part of a layer adds by `residual_multiplier`. Logits are
-    multiplied by `logit_scale`; `logit_cap` is what none exceeds: cap · tanh(x / cap). Levels of rows, the first as
-    well, are added before the `level_layers`, which are of the library's configurations; where it is empty, the first
-    is among embeddings, and the others are added behind the first layers.
+    as wide. `latent`: the heads of layers with latent attention. `layer_inputs`: layers have inputs of their own. All
+    that enters the first layer, rows of media as well, is multiplied by `embedding_multiplier`, and what each part of a
+    layer adds by `residual_multiplier`. Logits are multiplied by `logit_scale`; `logit_cap` is what none exceeds: cap ·
+    tanh(x / cap). Levels of rows, the first as well, are added before the `level_layers`, which are of the library's
+    configurations; where it is empty, the first is among embeddings, and the others are added behind the first layers.
 
     Where `experts` is above 0, every `sparse_step`-th layer but those in `dense_layers` is a mixture of experts, with a
     shared one beside them where `shared_expert_size` is above 0. `grouped`: in which groups they are, if in any. With
@@ -93,6 +93,7 @@ class TextConfig:
     full_heads: HeadShape | None = None
     shared_layers: int = 0
     wide_shared: bool = False
+    latent: LatentHeads | None = None
     layer_inputs: LayerInputs | None = None
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
@@ -182,7 +183,11 @@ class TextConfig:
             raise CheckpointError("experts whose weights do not sum up to 1 are not supported")
         try:
             heads = int(text["num_attention_heads"])
-            head_dim = int(text.get("head_dim") or text["hidden_size"] // heads)
+            latent = None
+            if Mixer.LATENT_ATTENTION in family.mixers.values():
+                latent = LatentHeads.of(text, rope, neighbours=family.rotary_neighbours)
+                rope = {**rope, "partial_rotary_factor": 1.0}
+            head_dim = int(text.get("head_dim") or text["hidden_size"] // heads) if latent is None else latent.rotated
             types, experts = _layer_types(text, family), _experts(text)
             grouped = family.grouped_experts and experts > 0
             mixers = tuple(family.mixers[each] for each in types)
@@ -222,6 +227,7 @@ class TextConfig:
                 full_heads=full,
                 shared_layers=int(text.get("num_kv_shared_layers") or 0),
                 wide_shared=bool(text.get("use_double_wide_mlp")),
+                latent=latent,
                 layer_inputs=LayerInputs.of(text),
                 embedding_multiplier=_multiplier(text, "embedding_multiplier"),
                 residual_multiplier=_multiplier(text, "residual_multiplier"),

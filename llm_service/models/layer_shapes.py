@@ -8,6 +8,7 @@ from typing import Any
 
 from common.checkpoint import CheckpointError
 from llm_service.families.family import FULL
+from llm_service.models.rotary_config import yarn_growth
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,49 @@ def _alike(stated: Mapping[str, Mapping[str, Any]], types: Sequence[str]) -> Map
     if any(own != (full if kind == FULL else {}) for own, kind in zip(each, types, strict=True)):
         raise CheckpointError("layers of one type with different heads are not supported")
     return full
+
+
+@dataclass(frozen=True, slots=True)
+class LatentHeads:
+    """Heads whose keys and values are made of one latent of `rank` numbers, which all share, as in DeepSeek-V2. A
+    query and a key have `plain` numbers, and `rotated` ones, which of a key all heads share as well; a value has
+    `value`. Queries are made of a latent of `query_rank` numbers, 0: of the layer's input. Products are multiplied by
+    `scale`. `neighbours`: the two numbers of a rotary pair are neighbours in checkpoints."""
+
+    rank: int
+    rotated: int
+    plain: int
+    value: int
+    query_rank: int
+    scale: float
+    neighbours: bool
+
+    @classmethod
+    def of(cls, text: Mapping[str, Any], rope: Mapping[str, Any], *, neighbours: bool) -> LatentHeads:
+        """Of a text with these rotary settings. Raises KeyError where a size is missing."""
+        rotated, plain = int(text["qk_rope_head_dim"]), int(text["qk_nope_head_dim"])
+        scale, growth = (plain + rotated) ** -0.5, rope.get("mscale_all_dim")
+        if growth and rope.get("rope_type", rope.get("type", "default")) != "default":
+            scale *= yarn_growth(float(rope["factor"]), float(growth)) ** 2
+        return cls(
+            rank=int(text["kv_lora_rank"]),
+            rotated=rotated,
+            plain=plain,
+            value=int(text["v_head_dim"]),
+            query_rank=int(text.get("q_lora_rank") or 0),
+            scale=scale,
+            neighbours=bool(text.get("rope_interleave", neighbours)),
+        )
+
+    @property
+    def width(self) -> int:
+        """Numbers that are kept of a token: its latent, and behind that its rotated key."""
+        return self.rank + self.rotated
+
+    @property
+    def query(self) -> int:
+        """Numbers of a head's query."""
+        return self.plain + self.rotated
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,11 +64,19 @@ def _yarn_magnitude(rope: Mapping[str, Any], factor: float) -> float:
     if (stated := rope.get("attention_factor")) is not None:
         return float(stated)
 
-    def grown(share: float) -> float:
-        return 0.1 * share * math.log(factor) + 1 if factor > 1 else 1.0
-
     one, other = rope.get("mscale"), rope.get("mscale_all_dim")
-    return grown(float(one)) / grown(float(other)) if one and other else grown(1.0)
+    if one and other:
+        return yarn_growth(factor, float(one)) / yarn_growth(factor, float(other))
+    return yarn_growth(factor, 1.0)
+
+
+def yarn_growth(factor: float, share: float) -> float:
+    """What YaRN would have what is turned grow by, of pairs that turn so many times as slowly.
+
+    >>> yarn_growth(1.0, 1.0), round(yarn_growth(40.0, 1.0), 4)
+    (1.0, 1.3689)
+    """
+    return 0.1 * share * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,9 +37,9 @@ from tools.models.tiny import config_of_recipe, make
 
 CPU = torch.device("cpu")
 FEED_FORWARD = ("gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3", "fc1", "fc2")
-_MORE = "hyperclovax_vision_v2", "cohere2_vision", "cosmos3_edge"
+_MORE = "hyperclovax_vision_v2", "cohere2_vision", "cosmos3_edge", "kimi_k25"
 _SOAKED = [pytest.param(kind, marks=pytest.mark.soak) for kind in _MORE]
-"""Parts that multiply what they add, that are beside each other, and that have no gates."""
+"""Parts that multiply what they add, that are beside each other, that have no gates, and latent attention."""
 TEXT = "language_model.model."
 """How names of the text's tensors begin, as checkpoints are saved."""
 

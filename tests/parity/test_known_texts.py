@@ -59,6 +59,7 @@ KINDS = (
     "glm4v_moe",  # experts in groups
     "glm4v",  # rotary pairs that are neighbours, on three axes; gates and what they open as one matrix
     "granite_docling",  # embeddings, attention, what parts add, and logits that are multiplied
+    "kimi_k25",  # latent attention, dense layers before those with experts
     "cohere2_vision",  # feed-forward parts beside attention, norms that take means off, layers that are not rotated
     pytest.param("cosmos3_edge", marks=pytest.mark.soak),  # feed-forward parts without gates
     pytest.param("exaone4_5", marks=pytest.mark.soak),  # norms behind parts alone

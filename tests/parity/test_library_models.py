@@ -62,7 +62,6 @@ SUITE = (
     "gemma3",  # rows that see each other
     "gemma4",  # these in windows alone; inputs of layers; keys of two shapes
     "ernie4_5_vl_moe",  # experts by modality; positions on three axes
-    "kimi_k25",  # keys wider than values
     "minicpmv4_6",  # layers with states
     "granite4_vision",  # levels of rows for layers of their own
     "hunyuan_vl",  # positions on four axes, from a picture's own corner; marks that a processor wants around it

@@ -75,7 +75,8 @@ def spans_of(chunks: Sequence[PagedChunk], spans: Sequence[Span]) -> list[list[S
 @dataclass(frozen=True, slots=True)
 class CacheShape:
     """One rank's KV cache. It has one block more, the `null_block`: padding is written there. `kind` is how its layers
-    attend."""
+    attend. Where `values_in_keys` is not 0 it has keys alone, of one head, and their first so many numbers are values:
+    latent attention, with projections of queries and of what comes out that the cache knows nothing of."""
 
     layers: int
     blocks: int
@@ -84,6 +85,7 @@ class CacheShape:
     kv_heads: int
     head_dim: int
     kind: AttentionKind = CAUSAL
+    values_in_keys: int = 0
 
     @property
     def softmax_scale(self) -> float:
@@ -98,15 +100,30 @@ class CacheShape:
     @property
     def block_elements(self) -> int:
         """Numbers that one block holds over all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.block_size
+        return self.tensors * self.layers * self.kv_heads * self.head_dim * self.block_size
+
+    @property
+    def tensors(self) -> int:
+        """Keys and values of a layer, or keys alone."""
+        return 1 if self.values_in_keys else 2
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of a value, and of what comes out of a head."""
+        return self.values_in_keys or self.head_dim
+
+    def split(self, cache: Tensor) -> tuple[Tensor, Tensor]:
+        """One layer's cache → its keys [blocks + 1, block_size, kv_heads, head_dim], and its values, [blocks + 1,
+        block_size, kv_heads, value_dim], which may lie within these."""
+        return cache[0], cache[-1][..., : self.value_dim]
 
     def new_cache(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A cache, [layers, 2, blocks + 1, block_size, kv_heads, head_dim]: index 1 is keys, then values.
+        """A cache, [layers, tensors, blocks + 1, block_size, kv_heads, head_dim]: index 1 is keys, then values.
 
         On a CPU it takes memory as it fills: our kernels read nothing that was not written. A GPU's holds zeros, since
         flash-attn multiplies the values behind a sequence's end by zero, and what is not a number would stay.
         """
-        shape = (self.layers, 2, self.blocks + 1, self.block_size, self.kv_heads, self.head_dim)
+        shape = (self.layers, self.tensors, self.blocks + 1, self.block_size, self.kv_heads, self.head_dim)
         make = torch.empty if device.type == "cpu" else torch.zeros
         return make(shape, dtype=dtype, device=device)
 
@@ -114,7 +131,7 @@ class CacheShape:
         """Queries, keys and values of `count` tokens, laid out as a layer's are."""
         heads = torch.zeros(count, self.heads + 2 * self.kv_heads, self.head_dim, dtype=dtype, device=device)
         query, key, value = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        return query, key, value
+        return query, key, key[..., : self.values_in_keys] if self.values_in_keys else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +171,9 @@ class AttentionBatch(Protocol):
         """Writes the batch's keys and values into one layer's cache, then attends within each sequence, as the cache's
         kind says.
 
-        query [n, heads, head_dim]; key and value [n, kv_heads, head_dim]; cache [2, blocks + 1, block_size, kv_heads,
-        head_dim] → [n, heads · head_dim]. Of each, one token's numbers lie together, in order.
+        query [n, heads, head_dim]; key [n, kv_heads, head_dim], value [n, kv_heads, value_dim]; cache [tensors, blocks
+        + 1, block_size, kv_heads, head_dim] → [n, heads · value_dim]. Of each, one token's numbers lie together, in
+        order; values that are kept within keys are theirs.
         """
         ...
 

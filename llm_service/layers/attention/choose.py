@@ -31,6 +31,8 @@ def choose(name: str, shape: CacheShape, dtype: torch.dtype, device: torch.devic
         found = _BACKENDS[each](shape, dtype, device)
         if not isinstance(found, str) and (device.type == "cpu" or each == "torch" or runs(each, shape, dtype, device)):
             return found
+        if isinstance(found, str) and each != "flash":  # which is a package of its own
+            _log.info("an attention back end is not used", backend=each, why=found)
     raise AssertionError("torch computes everywhere")
 
 
@@ -58,6 +60,8 @@ def _torch(shape: CacheShape, _: torch.dtype, device: torch.device) -> Attention
 def _numba(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> AttentionBackend | str:
     if device.type != "cpu":
         return "it computes on CPUs"
+    if shape.values_in_keys:
+        return _LATENT
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed"
     from llm_service.layers.cpu.numba_backend import NumbaBackend
@@ -76,6 +80,10 @@ def _triton(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Atte
 
     if device.type != "cuda" and not triton.knobs.runtime.interpret:
         return "there is no GPU"
+    if shape.values_in_keys:
+        from llm_service.layers.attention.latent_triton import LatentTritonBackend
+
+        return "it knows no windows over latents" if shape.kind.window else LatentTritonBackend(shape, dtype, device)
     from llm_service.layers.attention.triton_backend import TritonBackend
 
     return TritonBackend(shape, dtype, device)
@@ -86,6 +94,8 @@ def _flash(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Atten
         return "there is no GPU"
     if dtype not in (torch.bfloat16, torch.float16):
         return "it computes in bfloat16 or float16"
+    if shape.values_in_keys:
+        return _LATENT
     if shape.head_dim > _WIDEST_OF_FLASH:
         return f"it knows heads of {_WIDEST_OF_FLASH} numbers at most, and some have {shape.head_dim}"
     from llm_service.layers.attention import flash_backend
@@ -96,5 +106,6 @@ def _flash(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Atten
 
 
 _WIDEST_OF_FLASH = 256
+_LATENT = "it knows no values that lie within keys, as latent attention has them"
 _BACKENDS = {"torch": _torch, "numba": _numba, "triton": _triton, "flash": _flash}
 """From a name to what makes the back end; a string in its place says why it cannot be used."""

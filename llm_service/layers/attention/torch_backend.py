@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llm_service.layers.attention.backend import CacheShape, PagedChunk, Span, spans_of
+from llm_service.layers.attention.one_head import attend_to_one
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,11 @@ class _Segment:
     slots: slice | Tensor
     mask: Tensor | None
     causal: bool
+
+    def mask_of(self, keys: Tensor) -> Tensor | None:
+        """The mask over what any of the tokens sees [m, …], with the causal one."""
+        whole = keys.new_ones(len(keys), len(keys), dtype=torch.bool) if self.causal else None
+        return self.mask if whole is None else whole.tril()
 
 
 class TorchBackend:
@@ -56,7 +62,7 @@ class TorchBackend:
             mask = self._mask(chunk, own, first) if cut else None
             segments.append(_Segment(begin, begin + chunk.count, seen, mask, several and not cut))
             begin += chunk.count
-        return TorchBatch(torch.cat(written), tuple(segments), self._shape.softmax_scale)
+        return TorchBatch(torch.cat(written), tuple(segments), self._shape)
 
     def _mask(self, chunk: PagedChunk, spans: Sequence[Span], first: int) -> Tensor:
         """Which of the positions from `first` on each token sees."""
@@ -71,12 +77,14 @@ class TorchBatch:
 
     slots: Tensor
     segments: tuple[_Segment, ...]
-    scale: float
+    shape: CacheShape
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         """See `AttentionBatch`."""
-        keys, values = cache.flatten(1, 2)  # each [slots, kv_heads, head_dim]
+        keys, values = (each.flatten(0, 1) for each in self.shape.split(cache))  # each [slots, kv_heads, …]
         keys.index_copy_(0, self.slots, key.to(keys.dtype))
+        if self.shape.values_in_keys:
+            return self.attend_to_one(query, keys[:, 0])
         values.index_copy_(0, self.slots, value.to(values.dtype))
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for segment in self.segments:
@@ -86,10 +94,18 @@ class TorchBatch:
                 values[segment.slots].to(query.dtype).transpose(0, 1).unsqueeze(0),
                 attn_mask=segment.mask,
                 is_causal=segment.causal,
-                scale=self.scale,
+                scale=self.shape.softmax_scale,
                 enable_gqa=True,
             )
             out[segment.begin : segment.end] = attended.squeeze(0).transpose(0, 1)
+        return out.flatten(1)
+
+    def attend_to_one(self, query: Tensor, keys: Tensor) -> Tensor:
+        """With values that lie within keys [slots, head_dim]."""
+        out = query.new_empty(*query.shape[:2], self.shape.value_dim)
+        for segment in self.segments:
+            here, seen = slice(segment.begin, segment.end), keys[segment.slots].to(query.dtype)
+            attend_to_one(out[here], query[here], seen, segment.mask_of(seen), self.shape.softmax_scale)
         return out.flatten(1)
 
 

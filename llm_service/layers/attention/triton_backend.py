@@ -98,7 +98,7 @@ class TritonBackend:
         self.shape = shape
         self._device = device
         self.compiled = KernelShape.of(shape, dtype)
-        self.tiling = Tiling(max(1, _WAVES * _multiprocessors(device) // shape.kv_heads), self.compiled.tile)
+        self.tiling = Tiling(max(1, _WAVES * multiprocessors(device) // shape.kv_heads), self.compiled.tile)
 
     def batch(self, chunks: Sequence[PagedChunk], spans: Sequence[Span] = ()) -> AttentionBatch:
         """The batch of a plan."""
@@ -207,6 +207,6 @@ class TritonBatch:
             )
 
 
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     """Of the GPU; 1 where the kernels are interpreted on a CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

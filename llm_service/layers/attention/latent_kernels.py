@@ -1,0 +1,163 @@
+"""Triton kernels of attention over a paged cache of latents: one head's keys, whose first numbers are their values, so
+that both are read once. Otherwise as `triton_kernels`, and without windows."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from llm_service.layers.attention.triton_kernels import _item_of
+
+
+@triton.jit
+def store_latents_kernel(key, keys, slots, key_stride, width, WIDTH: tl.constexpr):
+    """Puts one token's `width` numbers into its slot. Grid [tokens]."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    place = tl.arange(0, WIDTH)
+    inside = place < width
+    tl.store(keys + slot * width + place, tl.load(key + token * key_stride + place, inside), inside)
+
+
+@triton.jit
+def _attend_to_latents(
+    highest,
+    total,
+    mixed,
+    q,
+    q_behind,
+    last,
+    keys,
+    table,
+    begin,
+    end,
+    scale,
+    MASKED: tl.constexpr,
+    RANK: tl.constexpr,
+    BEHIND: tl.constexpr,
+    DIMS: tl.constexpr,
+    DIMS_BEHIND: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Takes the keys of positions [begin, end) into each row's sum, BLOCK_N at a time: RANK numbers, which are values
+    too, and BEHIND more. Where it is MASKED a row sees those up to its `last`; else every row sees all, and BLOCK_N
+    divides their number."""
+    dims = tl.arange(0, DIMS)
+    behind = tl.arange(0, DIMS_BEHIND)
+    for start in range(begin, end, BLOCK_N):
+        positions = start + tl.arange(0, BLOCK_N)
+        inside = positions < end
+        block = tl.load(table + positions // BLOCK_SIZE, inside, 0)
+        slot = block.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE  # a cache may hold more than 2³¹ numbers
+        base = slot * (RANK + BEHIND)
+        v = tl.load(keys + base[:, None] + dims[None, :], inside[:, None] & (dims < RANK)[None, :], 0.0)
+        k_behind = tl.load(
+            keys + base[None, :] + RANK + behind[:, None], inside[None, :] & (behind < BEHIND)[:, None], 0.0
+        )
+        scores = tl.dot(q, tl.trans(v), input_precision=PRECISION)
+        scores = tl.dot(q_behind, k_behind, scores, input_precision=PRECISION) * scale
+        if MASKED:
+            scores = tl.where(inside[None, :] & (positions[None, :] <= last[:, None]), scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        against = tl.where(higher == float("-inf"), 0.0, higher)  # a row may have seen nothing yet
+        weights = tl.exp2(scores - against[:, None])
+        fade = tl.exp2(highest - against)
+        total = total * fade + tl.sum(weights, 1)
+        mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        highest = higher
+    return highest, total, mixed
+
+
+@triton.jit(do_not_specialize=["table_stride", "items"])  # they change, and would be compiled anew
+def latent_kernel(
+    out,
+    mixtures,
+    maxima,
+    sums,
+    query,
+    keys,
+    block_table,
+    starts,
+    lengths,
+    tiles,
+    parts,
+    rooms,
+    scale,
+    query_stride,
+    table_stride,
+    head_groups,
+    items,
+    TOKENS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    RANK: tl.constexpr,
+    BEHIND: tl.constexpr,
+    DIMS: tl.constexpr,
+    DIMS_BEHIND: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A part of the context of one item for GROUP of the query heads, in each program. Grid [parts, head_groups]; query
+    [n, head_groups · GROUP, RANK + BEHIND], out [n, head_groups · GROUP, RANK]. All else is as in `attention_kernel`, a
+    group of heads standing in the place of those that share a KV head."""
+    part = tl.program_id(0)
+    group = tl.program_id(1)
+    if part >= tl.load(parts + 1 + items):
+        return
+    item = _item_of(parts + 1, part, items)
+    own = part - tl.load(parts + 1 + item)
+    room = tl.load(rooms + item)
+    sequence = item.to(tl.int64)
+    first = 0
+    if TOKENS > 1:
+        sequence = tl.load(tiles + 2 * item).to(tl.int64)
+        first = tl.load(tiles + 2 * item + 1)
+    length = tl.load(lengths + sequence)
+    before = tl.load(starts + sequence)
+    count = tl.load(starts + sequence + 1) - before
+    share = tl.load(parts)
+    begin = own * share
+    reached = tl.minimum(length, length - count + first + TOKENS)
+    end = tl.minimum(begin + share, reached)
+
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIMS)
+    behind = tl.arange(0, DIMS_BEHIND)
+    place = first + rows // GROUP
+    heads = group * GROUP + rows % GROUP
+    real = (rows < TOKENS * GROUP) & (place < count)
+    token = (before + place).to(tl.int64)
+    base = query + token * query_stride + heads * (RANK + BEHIND)
+    whole = real[:, None] & (dims < RANK)[None, :]
+    q = tl.load(base[:, None] + dims[None, :], whole, 0.0)
+    q_behind = tl.load(base[:, None] + RANK + behind[None, :], real[:, None] & (behind < BEHIND)[None, :], 0.0)
+    last = tl.minimum(length - count + place, reached - 1)  # rows of padding see something as well
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, DIMS], tl.float32)
+    table = block_table + sequence * table_stride
+    middle = begin
+    if TOKENS > 1:  # a single token's few rows are not worth the registers of two loops
+        plain = tl.maximum(tl.minimum(end, length - count + first + 1) - begin, 0)  # keys that every row sees
+        middle = begin + plain // BLOCK_N * BLOCK_N
+        highest, total, mixed = _attend_to_latents(
+            highest, total, mixed, q, q_behind, last, keys, table, begin, middle, scale,
+            False, RANK, BEHIND, DIMS, DIMS_BEHIND, BLOCK_SIZE, BLOCK_N, PRECISION,
+        )  # fmt: skip
+    highest, total, mixed = _attend_to_latents(
+        highest, total, mixed, q, q_behind, last, keys, table, middle, end, scale,
+        True, RANK, BEHIND, DIMS, DIMS_BEHIND, BLOCK_SIZE, BLOCK_N, PRECISION,
+    )  # fmt: skip
+
+    if room < 0:
+        row = token * head_groups * GROUP + heads
+        tl.store(out + row[:, None] * RANK + dims[None, :], (mixed / total[:, None]).to(out.dtype.element_ty), whole)
+    else:
+        kept = ((room + own).to(tl.int64) * head_groups + group) * (TOKENS * GROUP) + rows
+        there = rows < TOKENS * GROUP
+        tl.store(mixtures + kept[:, None] * RANK + dims[None, :], mixed, whole)
+        tl.store(maxima + kept, highest, there)
+        tl.store(sums + kept, total, there)

@@ -1,0 +1,197 @@
+"""Attention over a cache of latents by our own Triton kernels, for any GPU and any block size. They know no spans and
+no windows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from llm_service.layers.attention.backend import AttentionBatch, CacheShape, PagedChunk, Span
+from llm_service.layers.attention.latent_kernels import latent_kernel, store_latents_kernel
+from llm_service.layers.attention.metadata import AttentionMetadata, Tiling, WorkList
+from llm_service.layers.attention.torch_backend import TorchBackend
+from llm_service.layers.attention.triton_backend import COMBINED, multiprocessors
+from llm_service.layers.attention.triton_kernels import combine_kernel
+
+_WAVES = 4
+"""Programs that each multiprocessor should get, so that few sequences still fill the GPU."""
+_HEADS = 16
+"""Query heads of one program. Others read the same latents, which lie in a cache that all multiprocessors share by
+then: with more of them a row's sums, of hundreds of numbers, would leave the registers."""
+_ROWS, _EXACT_ROWS = 32, 16
+"""Rows of one program, a row being a token's query for one head, where chunks of several tokens are computed; the
+latter in float32, whose latents take twice the shared memory."""
+_LONG = 256
+"""Tokens before a chunk whose context has two parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentKernelShape:
+    """What the kernels are compiled for: so many query heads, `rank` numbers of a latent and `behind` more of a key,
+    filled up to powers of two."""
+
+    heads: int
+    rank: int
+    behind: int
+    block_size: int
+    rows: int
+    keys_at_once: int
+    stages: int
+    warps: int
+    precision: str
+    softmax_scale: float
+
+    @classmethod
+    def of(cls, shape: CacheShape, dtype: torch.dtype) -> LatentKernelShape:
+        exact = dtype == torch.float32  # no tensor cores: factors stand in registers, so few keys and many warps
+        return cls(
+            heads=shape.heads,
+            rank=shape.values_in_keys,
+            behind=shape.head_dim - shape.values_in_keys,
+            block_size=shape.block_size,
+            rows=_EXACT_ROWS if exact else _ROWS,
+            keys_at_once=16 if exact else 32,
+            stages=1 if exact else 2,
+            warps=16 if exact else 8,
+            precision="ieee" if exact else "tf32",
+            softmax_scale=shape.softmax_scale,
+        )
+
+    @property
+    def tile(self) -> int:
+        """Tokens of a chunk that one program takes."""
+        return max(2, self.rows // self.group(1))
+
+    @property
+    def dims(self) -> int:
+        """Numbers of a latent, filled up."""
+        return max(16, triton.next_power_of_2(self.rank))
+
+    def group(self, tokens: int) -> int:
+        """Query heads of a program that takes up to so many tokens: a power of two that divides all."""
+        return math.gcd(self.heads, min(_HEADS, 1 << max(0, (self.rows // tokens).bit_length() - 1)))
+
+    def constants(self, tokens: int) -> dict[str, int | str]:
+        """Constants and options of `latent_kernel` for items of up to so many tokens."""
+        group = self.group(tokens)
+        return {
+            "TOKENS": tokens,
+            "GROUP": group,
+            "ROWS": max(16, triton.next_power_of_2(tokens * group)),
+            "RANK": self.rank,
+            "BEHIND": self.behind,
+            "DIMS": self.dims,
+            "DIMS_BEHIND": max(16, triton.next_power_of_2(self.behind)),
+            "BLOCK_SIZE": self.block_size,
+            "BLOCK_N": self.keys_at_once,
+            "PRECISION": self.precision,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
+
+
+class LatentTritonBackend:
+    """Makes batches for the kernels, compiled for one shape and type."""
+
+    name = "triton"
+
+    def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self._device = shape, device
+        self.compiled = LatentKernelShape.of(shape, dtype)
+        groups = shape.heads // self.compiled.group(1)
+        self.tiling = Tiling(max(1, _WAVES * multiprocessors(device) // groups), self.compiled.tile)
+
+    def batch(self, chunks: Sequence[PagedChunk], spans: Sequence[Span] = ()) -> AttentionBatch:
+        """The batch of a plan."""
+        if spans:
+            return TorchBackend(self.shape, self._device).batch(chunks, spans)
+        return self.over(AttentionMetadata.of(chunks, self.shape.block_size, self._device, self.tiling))
+
+    def over(self, metadata: AttentionMetadata) -> LatentTritonBatch:
+        """A batch over metadata that may be filled anew between uses."""
+        return LatentTritonBatch(metadata, self.compiled)
+
+    def warm_up(self, cache: Tensor) -> None:
+        """Has every kernel compiled, over the null block of one layer's cache."""
+        shape, null_block = self.shape, self.shape.null_block
+        for count in (1, 2):
+            chunk = PagedChunk(_LONG, count, [null_block] * -(-(_LONG + count) // shape.block_size))
+            metadata = AttentionMetadata.of([chunk], shape.block_size, self._device, Tiling(2, self.compiled.tile))
+            self.over(metadata).attend(*shape.zeros(count, cache.dtype, self._device), cache)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentTritonBatch:
+    """A batch of the kernels in `latent_kernels`."""
+
+    metadata: AttentionMetadata
+    shape: LatentKernelShape
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
+        """See `AttentionBatch`."""
+        metadata = self.metadata
+        query, keys, (n, _, width) = query.contiguous(), cache[0], key.shape
+        store_latents_kernel[(n,)](
+            key, keys, metadata.slot_mapping, key.stride(0), width, WIDTH=triton.next_power_of_2(width)
+        )
+        out = torch.empty((n, query.shape[1], value.shape[2]), dtype=query.dtype, device=query.device)
+        if metadata.decodes:
+            self._launch(out, query, keys, metadata.decode_work, 1)
+        if len(metadata.tiles):
+            self._launch(out, query, keys, metadata.tile_work, metadata.tile)
+        return out.flatten(1)
+
+    def _launch(self, out: Tensor, query: Tensor, keys: Tensor, work: WorkList, tokens: int) -> None:
+        """Attention of items of up to so many `tokens` each."""
+        metadata, shape = self.metadata, self.shape
+        group = shape.group(tokens)
+        groups, used = shape.heads // group, tokens * group
+        mixtures = maxima = sums = out
+        if len(work.split):
+            places = work.room, groups, used
+            mixtures = torch.empty((*places, shape.rank), dtype=torch.float32, device=query.device)
+            maxima, sums = torch.empty((2, *places), dtype=torch.float32, device=query.device)
+        latent_kernel[(work.most_parts, groups)](
+            out,
+            mixtures,
+            maxima,
+            sums,
+            query,
+            keys,
+            metadata.block_table,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.tiles,
+            work.parts,
+            work.rooms,
+            math.log2(math.e) * shape.softmax_scale,
+            query.stride(0),
+            metadata.block_table.stride(0),
+            groups,
+            work.items,
+            **shape.constants(tokens),
+        )
+        if len(work.split):
+            combine_kernel[(len(work.split), used, groups)](
+                out,
+                mixtures,
+                maxima,
+                sums,
+                metadata.query_start_loc,
+                metadata.tiles,
+                work.parts,
+                work.rooms,
+                work.split,
+                groups,
+                TOKENS=tokens,
+                GROUP=group,
+                HEAD_DIM=shape.rank,
+                DIMS=shape.dims,
+                PARTS=COMBINED,
+                num_warps=4,
+            )

@@ -1,0 +1,40 @@
+"""The matrices by which heads make keys and values of a latent that they share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from llm_service.layers.group import TensorGroup
+from llm_service.layers.linear import Place, Stored, fill
+from llm_service.models.layer_shapes import LatentHeads
+
+
+class LatentProducts(nn.Module):
+    """This rank's heads' matrices, [heads, plain + value, rank]: what makes the plain part of a key of a latent, and
+    below that what makes a value. A key need not be made to be multiplied with a query: q · (K c) = (Kᵀ q) · c. Nor do
+    values: Σ w (V c) = V (Σ w c). Quantised ones are widened as they are read, since queries take them the other way
+    round."""
+
+    def __init__(self, shape: LatentHeads, heads: int, group: TensorGroup, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._plain, own, rows = shape.plain, group.share(heads), shape.plain + shape.value
+        self._rows = slice(own.start * rows, own.stop * rows)
+        weight = torch.empty(own.stop - own.start, rows, shape.rank, dtype=dtype)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def targets(self, _: str, /) -> dict[str, Place]:
+        """See `Placed`."""
+        return {"kv_b_proj.weight": self._place}
+
+    def _place(self, stored: Stored) -> None:
+        fill(self.weight.view(-1, self.weight.shape[2]), stored[self._rows, :])
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """The plain parts of queries [n, heads, plain] → what is multiplied with latents, [n, heads, rank]."""
+        return torch.bmm(query.transpose(0, 1), self.weight[:, : self._plain]).transpose(0, 1)
+
+    def values(self, mixed: Tensor) -> Tensor:
+        """Sums of weighted latents [n, heads, rank] → those of values, [n, heads · value]."""
+        matrices = self.weight[:, self._plain :].transpose(1, 2)
+        return torch.bmm(mixed.transpose(0, 1), matrices).transpose(0, 1).flatten(1)

@@ -1,0 +1,116 @@
+"""Latent attention: the layer against transformers' own with the same weights, and back ends over a cache of keys that
+have their values in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llm_service.layers.attention.backend import PagedChunk
+from llm_service.layers.attention.torch_backend import TorchBackend
+from llm_service.layers.cache_spec import block_elements, cache_shapes
+from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.layers.latent_attention import LatentAttention
+from llm_service.layers.ops import MultimodalRotary
+from llm_service.models.config import TextConfig
+from llm_service.worker.adapters import shapes_of
+from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
+from tests.unit.llm_service.test_layer_parts import drawn, noise, read
+
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (  # isort: skip
+    DeepseekV3Attention,
+    DeepseekV3Config,
+    DeepseekV3RotaryEmbedding,
+)
+
+CPU = torch.device("cpu")
+HIDDEN, HEADS, TOKENS = 48, 4, 40
+SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 8,
+    "first_k_dense_replace": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "queries without a latent": {"q_lora_rank": None},
+    "pairs apart": {"rope_interleave": False},
+    "yarn": {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}},
+    "yarn without a scale of its own": {"rope_parameters": YARN},
+}
+
+
+def settings_of(form: str) -> DeepseekV3Config:
+    made = DeepseekV3Config(**SIZES | FORMS[form], max_position_embeddings=128)
+    made._attn_implementation = "eager"
+    return made
+
+
+def shape_of(form: str) -> TextConfig:
+    return TextConfig.of(settings_of(form).to_dict())
+
+
+def attended(layer: LatentAttention, shape: TextConfig, x: Tensor, cuts: list[tuple[int, int]]) -> Tensor:
+    """What comes out of the heads, computed from cut to cut."""
+    (cache_shape,) = cache_shapes([layer.cache_spec()], 3, 16).values()
+    cache, backend = cache_shape.new_cache(torch.float32, CPU)[0], TorchBackend(cache_shape, CPU)
+    rotary, found = MultimodalRotary.of(shape.rotary, CPU), []
+    for begin, end in cuts:
+        tables = rotary.tables(torch.arange(begin, end).expand(3, -1), torch.float32)
+        batch = backend.batch([PagedChunk(begin, end - begin, [2, 0, 1])])
+        found.append(layer.mix(layer.project(x[begin:end], tables), cache, batch))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@torch.inference_mode()
+def test_a_layer_gives_what_the_library_s_gives_at_once_in_chunks_and_of_ranks(form: str) -> None:
+    settings, shape = settings_of(form), shape_of(form)
+    theirs = drawn(DeepseekV3Attention(settings, 0))
+    x = noise(TOKENS, HIDDEN)
+    angles = DeepseekV3RotaryEmbedding(settings)(x, torch.arange(TOKENS)[None])
+    mask = torch.full((TOKENS, TOKENS), -torch.inf).triu(1)[None, None]
+    expected = theirs(x[None], angles, mask)[0][0]
+    ranks = [TensorGroup(rank, 2) for rank in range(2)]
+    for groups in ([ALONE], ranks):
+        parts = []
+        for group in groups:
+            ours = LatentAttention(shape.layer_kind(0), shape, group, torch.float32)
+            read(ours, theirs)
+            whole, cut = (attended(ours, shape, x, cuts) for cuts in ([(0, TOKENS)], [(0, 17), (17, 18), (18, TOKENS)]))
+            torch.testing.assert_close(cut, whole, rtol=1e-4, atol=1e-5)
+            parts.append(ours.o(whole))
+        torch.testing.assert_close(sum(parts), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_token_takes_one_latent_and_one_rotated_key_on_every_rank() -> None:
+    shape = shape_of("plain")
+    for group in (ALONE, TensorGroup(1, 2)):
+        layer = LatentAttention(shape.layer_kind(0), shape, group, torch.float32)
+        spec = layer.cache_spec()
+        assert (spec.heads, spec.kv_heads, spec.head_dim) == (HEADS // group.size, 1, 24 + 8)
+        assert block_elements([spec, spec], 16) == 2 * 16 * (24 + 8)
+        (made,) = cache_shapes([spec, spec], 3, 16).values()
+        assert made.new_cache(torch.float32, CPU).shape == (2, 1, 4, 16, 1, 24 + 8)
+
+
+def test_adapters_may_change_all_projections_but_those_that_queries_take_the_other_way_round() -> None:
+    found = {name.removeprefix("layers.0.self_attn.") for name in shapes_of(shape_of("plain")) if "self_attn" in name}
+    assert found == {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"}

@@ -1,0 +1,86 @@
+"""Back ends over a cache of latents, keys that have their values in them, against plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from common.checkpoint import CheckpointError
+from llm_service.layers.attention import metadata as attention_metadata
+from llm_service.layers.attention.backend import AttentionKind, CacheShape, PagedChunk
+from llm_service.layers.attention.choose import choose
+from llm_service.layers.attention.metadata import Tiling
+from tests.attention_cases import CPU, WAYS, Case, latents_of
+
+
+@pytest.mark.parametrize("counts", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_every_back_end_computes_the_same(name: str, counts: tuple[int, ...]) -> None:
+    shape = replace(latents_of(), kind=AttentionKind(scale=0.3))
+    Case.random(shape, counts, torch.float32, 1).check(choose(name, shape, torch.float32, CPU))
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize(
+    "shape",
+    [latents_of(72, 64, heads=6), latents_of(24, 20, heads=1), latents_of(block_size=1), latents_of(heads=48)],
+    ids=["six heads", "no powers of two", "blocks of 1", "several groups of heads"],
+)
+def test_heads_and_latents_of_any_size(name: str, shape: CacheShape) -> None:
+    Case.random(shape, (1, 1, 20, 1), torch.float32, 7).check(choose(name, shape, torch.float32, CPU))
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_half_precision(name: str) -> None:
+    shape = latents_of()
+    Case.random(shape, (1, 1, 40), torch.float16, 3).check(choose(name, shape, torch.float16, CPU))
+
+
+@pytest.mark.parametrize("tile", [2, 5, 40])
+def test_parts_of_contexts_and_tokens_with_their_drafts(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_metadata, "_LEAST", 16)
+    monkeypatch.setattr(attention_metadata, "_MULTIPLE", 16)
+    shape = latents_of(heads=8)
+    backend: Any = choose("triton", shape, torch.float32, CPU)
+    backend.tiling = Tiling(6, tile, singles=tile == 2)
+    case = Case.random(shape, (1, 1, 5), torch.float32, tile)
+    case.chunks[0] = PagedChunk(299, 1, list(range(75, 94)))
+    case.chunks[1], case.chunks[2] = PagedChunk(40, 1, [0, 1, 2]), PagedChunk(160, 5, [*range(3, 14)])
+    metadata = backend.batch(case.chunks).metadata
+    assert len(metadata.decode_work.split) + len(metadata.tile_work.split) > 1
+    case.check(backend)
+
+
+def test_windows_and_spans_are_torch_s() -> None:
+    shape = replace(latents_of(), kind=AttentionKind(window=24, spans=True))
+    case = Case.random(shape, WAYS["mixed"], torch.float32, 2)
+    case.check(choose("torch", shape, torch.float32, CPU), [(2, 30), (34, 67)])
+    with pytest.raises(CheckpointError, match="--attention triton cannot be used: it knows no windows over latents"):
+        choose("triton", shape, torch.float32, CPU)
+
+
+def test_scores_of_many_queries_are_computed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llm_service.layers.attention.one_head._ROOM", 4 * 4 * 300)
+    shape = latents_of()
+    Case.random(shape, (70, 33), torch.float32, 5).check(choose("torch", shape, torch.float32, CPU))
+
+
+def test_kernels_that_know_no_latents_are_refused_by_name_or_left_out_with_a_line_of_the_log() -> None:
+    with pytest.raises(CheckpointError, match="--attention numba cannot be used: it knows no values that lie within"):
+        choose("numba", latents_of(), torch.float32, CPU)
+    with capture_logs() as lines:
+        assert choose("auto", latents_of(), torch.float32, CPU).name == "torch"
+    assert [line["backend"] for line in lines] == ["numba"]
+
+
+def test_warming_up_touches_nobodys_block_alone() -> None:
+    shape = latents_of()
+    cache = torch.full_like(shape.new_cache(torch.float32, CPU)[0], 7.0)
+    backend: Any = choose("triton", shape, torch.float32, CPU)
+    backend.warm_up(cache)
+    assert (cache[:, :-1] == 7.0).all()
+    assert (cache[:, -1, :2] == 0.0).all()
