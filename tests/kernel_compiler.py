@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from encoder_service.models import rotary_kernel, varlen_attention
-from llm_service.layers.attention import latent_kernels, triton_kernels
+from llm_service.layers.attention import triton_kernels
 from llm_service.layers.attention.backend import CAUSAL, CacheShape
 from llm_service.layers.attention.latent_triton import LatentKernelShape
 from llm_service.layers.attention.triton_backend import COMBINED, KernelShape
@@ -30,6 +30,7 @@ from llm_service.layers.gdn.triton_backend import _CHANNELS, _RUN_CHANNELS, Kern
 from llm_service.layers.gpu import (
     adapter_kernels,
     gdn_kernels,
+    latent_kernels,
     quantized_kernel,
     routing_kernels,
     scaled_kernel,

@@ -12,11 +12,11 @@ import triton
 from torch import Tensor
 
 from llm_service.layers.attention.backend import AttentionBatch, CacheShape, PagedChunk, Span
-from llm_service.layers.attention.latent_kernels import latent_kernel, store_latents_kernel
 from llm_service.layers.attention.metadata import AttentionMetadata, Tiling, WorkList
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.attention.triton_backend import COMBINED, multiprocessors
 from llm_service.layers.attention.triton_kernels import combine_kernel
+from llm_service.layers.gpu.latent_kernels import latent_kernel, store_latents_kernel
 
 _WAVES = 4
 """Programs that each multiprocessor should get, so that few sequences still fill the GPU."""
@@ -70,7 +70,7 @@ class LatentKernelShape:
     @property
     def dims(self) -> int:
         """Numbers of a latent, filled up."""
-        return max(16, triton.next_power_of_2(self.rank))
+        return _filled_up(self.rank)
 
     def group(self, tokens: int) -> int:
         """Query heads of a program that takes up to so many tokens: a power of two that divides all."""
@@ -82,11 +82,11 @@ class LatentKernelShape:
         return {
             "TOKENS": tokens,
             "GROUP": group,
-            "ROWS": max(16, triton.next_power_of_2(tokens * group)),
+            "ROWS": _filled_up(tokens * group),
             "RANK": self.rank,
             "BEHIND": self.behind,
             "DIMS": self.dims,
-            "DIMS_BEHIND": max(16, triton.next_power_of_2(self.behind)),
+            "DIMS_BEHIND": _filled_up(self.behind),
             "BLOCK_SIZE": self.block_size,
             "BLOCK_N": self.keys_at_once,
             "PRECISION": self.precision,
@@ -195,3 +195,8 @@ class LatentTritonBatch:
                 PARTS=COMBINED,
                 num_warps=4,
             )
+
+
+def _filled_up(count: int) -> int:
+    """To a power of two, and to what a product takes at the least."""
+    return max(16, int(triton.next_power_of_2(count)))
