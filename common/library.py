@@ -65,7 +65,8 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     prompts, None: nothing but what its tokenizer does. `text` is the text's part of the configuration, as JSON has it,
     every default filled in. `together`: tokens of pictures and of marks around them, as the processor tells them from
     text. `adapters`: folders of the checkpoint's own adapters, within its own, by the modality that a prompt has which
-    is computed with one; of several the first counts.
+    is computed with one; of several the first counts. Sounds have `sound_rate` samples a second; a
+    chat's text has their seconds in the stead of each `length_mark`, if there is one.
     """
 
     architecture: str
@@ -80,6 +81,8 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     frame: PromptFrame | None = None
     text: dict[str, Any] = {}
     together: tuple[int, ...] = ()
+    sound_rate: int = 16_000
+    length_mark: str = ""
     adapters: dict[str, str] = {}
 
 

@@ -23,18 +23,17 @@ from common.library_classes import blank_of, config_of, layers_of_levels, librar
 from common.library_features import features_of, lacking
 from common.library_processors import (
     EXTRACTORS,
-    SOUND_RATE,
     Clip,
     Sound,
     are_filled_up,
     are_padded,
     check_processor,
-    extractor_of,
     frame_of,
     frames_of,
     item_of,
     placeholder_of,
     processor_of,
+    rate_of,
     replaced,
     stand_alone,
 )
@@ -64,7 +63,13 @@ def describe(folder: Path) -> LibraryModel:
         text=text_of(model),
         axes=axes_of(model),
         together=together_of(processor),
+        sound_rate=rate_of(processor),
+        length_mark=getattr(processor, _LENGTH_MARK, None) or "",
     )
+
+
+_LENGTH_MARK = "audio_duration_token"
+"""What a processor calls a text that it sets the seconds of a sound for."""
 
 
 def _depends_on_others(model: Any, processor: Any) -> bool:
@@ -163,10 +168,8 @@ def takes_sounds(model: Any, processor: Any) -> bool:
     text = model.config.get_text_config(decoder=True)
     if tells_apart(model) and getattr(text, "use_bidirectional_attention", None):
         return False
-    if getattr(extractor_of(processor, "audio"), "sampling_rate", None) != SOUND_RATE:
-        return False
     try:
-        text = replaced(processor, "audio", Sound(np.zeros(SOUND_RATE, np.float32)).given())
+        text = replaced(processor, "audio", Sound(np.zeros(rate_of(processor), np.float32)).given())
         row_tokens(model.config, processor, "audio", text)
     except (AttributeError, ImportError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         return False
@@ -184,7 +187,7 @@ def takes_video_sound(model: Any, processor: Any) -> bool:
     base = model.base_model
     if hasattr(base, "get_rope_index") and _SOUND_IN_VIDEO not in inspect.signature(base.get_rope_index).parameters:
         return False
-    frames, silence = np.zeros((_FEW_FRAMES, *_BLANK_SIDES, 3), np.uint8), np.zeros(SOUND_RATE, np.float32)
+    frames, silence = np.zeros((_FEW_FRAMES, *_BLANK_SIDES, 3), np.uint8), np.zeros(rate_of(processor), np.float32)
     clip = Clip(frames, tuple(range(_FEW_FRAMES)), _FEW_FRAMES, _BLANK_RATE, silence)
     try:
         text = replaced(processor, "video", clip.given())

@@ -23,16 +23,16 @@ class Item(Media):
 
 
 SAMPLE_RATE: Final = 16_000
-"""Samples of sound in a second, once it is decoded: what every model takes."""
+"""Samples of sound in a second, once it is decoded: what families take, and most models of the library."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
     """What a file's header says: pixels across and down once its orientation is applied, and a video's length.
 
-    `frames` is 1 and `fps` 0 for a picture. Of sound, `frames` are its samples at `SAMPLE_RATE`, `fps` those that its
-    file has in a second, and `channels` how many of them at a time. `track` is a video's own sound, where that is
-    wanted as well, and it has any.
+    `frames` is 1 and `fps` 0 for a picture. Of sound, `frames` are its samples, of which a second has `rate`, `fps`
+    those that its file has in a second, and `channels` how many of them at a time. `track` is a video's own sound,
+    where that is wanted as well, and it has any.
     """
 
     width: int
@@ -40,6 +40,7 @@ class Inspection:
     frames: int = 1
     fps: float = 0.0
     channels: int = 0
+    rate: int = SAMPLE_RATE
     track: Inspection | None = None
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
+import msgspec
+
 from common import log, stderr_capture, tracing
 from common.allocator import freeze_objects
 from common.arena import SharedBuffer
@@ -31,6 +33,7 @@ from encoder_service.families import config as model_config
 from encoder_service.families.family import ModelConfig
 from encoder_service.media.decoder import DecoderPool
 from encoder_service.media.fetch import Fetcher
+from encoder_service.media.messages import Bounds
 from encoder_service.media.planner import LibraryPlanner, PlannerTimes
 from encoder_service.meters import Meters
 from encoder_service.servicer import Components, EncoderServicer
@@ -90,7 +93,7 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
             seconds=config.decode_seconds,
             start_seconds=config.start_seconds,
             memory_bytes=config.decode_memory_bytes,
-            bounds=config.bounds,
+            bounds=_bounds(config, library),
             on_change=report,
         )
         pools = DevicePools(layout.row_bytes)
@@ -204,6 +207,11 @@ async def _started(frame: GrpcServer, starting: asyncio.Task[None]) -> bool:
     except* (WorkerError, ChildDied, OSError) as group:
         raise group.exceptions[0] from None
     return True
+
+
+def _bounds(config: EncoderConfig, library: LibraryModel | None) -> Bounds:
+    """What files are held to, and at how many samples a second the model takes sounds."""
+    return config.bounds if library is None else msgspec.structs.replace(config.bounds, sample_rate=library.sound_rate)
 
 
 def _worker_settings(

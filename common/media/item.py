@@ -173,8 +173,9 @@ class Header:
     """What is known of an item before its rows exist.
 
     `timestamps` are the seconds of a video's frame groups, `seconds_per_grid` the time from one to the next; both are
-    empty for a picture. `replacement` is what stands in a prompt for the item, where the encoder says that; it is empty
-    where it follows from the grid. `cached` says that the encoder which sent it had the rows.
+    empty for a picture. A sound, where the encoder says what stands for it, has its length in the place of the latter.
+    `replacement` is what stands in a prompt for the item, where the encoder says that; it is empty where it follows
+    from the grid. `cached` says that the encoder which sent it had the rows.
 
     Of a video that is pruned, `tokens` of the `grid_rows` that its grid has are kept (0: none is dropped), and
     `kept_rows` says which (`common.media.kept_rows`); empty until all rows are computed, which decides it.

@@ -98,7 +98,7 @@ class OpenFile(Protocol):
 
 
 class SoundingFile(OpenFile, Protocol):
-    """A file that has sound besides, [n] float32 at `SAMPLE_RATE`."""
+    """A file that has sound besides, [n] float32 at the bounds' rate."""
 
     samples: np.ndarray
 

@@ -1,11 +1,12 @@
 """Sound in the decode process: PyAV, held to the formats that were named by their first bytes. What comes of a file, or
-of a video's own track, is mono at 16 kHz: other rates are resampled, and channels averaged, or, of a video that is
-shown with its sound, mixed."""
+of a video's own track, is mono, of as many samples a second as the model takes: other rates are resampled, and channels
+averaged, or, of a video that is shown with its sound, mixed."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -63,8 +64,8 @@ class AudioFile:
 
 
 def read(data: bytes, bounds: Bounds) -> tuple[Inspection, np.ndarray]:
-    """What a file is, and its samples [n] float32 at `SAMPLE_RATE`, one more than are taken at most; none where its
-    rate or its channels are more than are taken.
+    """What a file is, and its samples [n] float32 at the bounds' rate, one more than are taken at most; none where
+    its rate or its channels are more than are taken.
 
     Raises ValueError where it cannot be read, or is not all there, and TooComplex for too many parts.
     """
@@ -102,22 +103,25 @@ def _track(data: bytes, name: str, bounds: Bounds, layout: str | None = None) ->
             rate, channels = stream.codec_context.sample_rate, stream.codec_context.channels
     except av.FFmpegError as error:
         raise ValueError("the sound cannot be read") from error
-    seen = Inspection(width=1, height=1, fps=float(rate), channels=channels)
+    seen = Inspection(width=1, height=1, fps=float(rate), channels=channels, rate=bounds.sample_rate)
     if not 0 < rate <= bounds.audio_rate or not 0 < channels <= bounds.audio_channels:
         return seen, np.empty(0, np.float32)
-    samples = _decode(data, name, int(bounds.audio_seconds * SAMPLE_RATE), bounds.video_chunks, layout)
-    return Inspection(width=1, height=1, frames=len(samples), fps=float(rate), channels=channels), samples
+    most = int(bounds.audio_seconds * bounds.sample_rate)
+    samples = _decode(data, name, most, bounds.video_chunks, bounds.sample_rate, layout)
+    return replace(seen, frames=len(samples)), samples
 
 
-def _decode(data: bytes, name: str, most: int, max_parts: int, layout: str | None = None) -> np.ndarray:
-    """At most `most` samples, and one more where there are more; channels are mixed to a `layout` before they are
-    averaged."""
+def _decode(
+    data: bytes, name: str, most: int, max_parts: int, wanted: int = SAMPLE_RATE, layout: str | None = None
+) -> np.ndarray:
+    """At most `most` samples, `wanted` a second, and one more where there are more; channels are mixed to a `layout`
+    before they are averaged."""
     parts, found, given = list[np.ndarray](), 0, 0
     count = PartCount(max_parts)
     try:
         with av.open(io.BytesIO(data), "r", format=_DEMUXERS[name]) as file:
             stream: Any = file.streams.best("audio")
-            resampler = av.AudioResampler(format="fltp", layout=layout, rate=SAMPLE_RATE)
+            resampler = av.AudioResampler(format="fltp", layout=layout, rate=wanted)
             for packet in file.demux(stream):
                 count.add()
                 for frame in packet.decode():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from common.config import option, size
 from common.errors import InvalidInput
-from encoder_service.item import SAMPLE_RATE, Inspection, Plan
+from encoder_service.item import Inspection, Plan
 from encoder_service.media.messages import Bounds
 
 MAX_SECONDS = 1e7
@@ -90,7 +90,7 @@ def check_sound(seen: Inspection, field: str, limits: MediaLimits) -> None:
             reason="AUDIO_FORMAT",
             field=field,
         )
-    if seen.frames > limits.max_audio_seconds * SAMPLE_RATE:
+    if seen.frames > limits.max_audio_seconds * seen.rate:
         raise InvalidInput(
             f"the sound goes on for more than {limits.max_audio_seconds:g} seconds",
             reason="AUDIO_TOO_LONG",

@@ -6,11 +6,12 @@ from __future__ import annotations
 import msgspec
 
 from common.media.item import PromptPart
-from encoder_service.item import Inspection
+from encoder_service.item import SAMPLE_RATE, Inspection
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """What a decode process takes; the options of `MediaLimits` say what each is. Areas are in pixels."""
+    """What a decode process takes; the options of `MediaLimits` say what each is. Areas are in pixels. Sounds are
+    resampled to `sample_rate`."""
 
     image_area: int
     image_chunks: int
@@ -20,6 +21,7 @@ class Bounds(msgspec.Struct, frozen=True):
     audio_seconds: float
     audio_rate: int
     audio_channels: int
+    sample_rate: int = SAMPLE_RATE
 
 
 class DecoderSettings(msgspec.Struct, tag=True):

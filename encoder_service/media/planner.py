@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common import log
 from common.errors import InvalidInput, Unavailable
@@ -103,7 +103,9 @@ class LibraryPlanner:
         tokens = sum(part.rows for part in planned.parts)
         if item.modality is Modality.AUDIO:
             shape = (1, about.samples)
-            return Plan(Grid(1, 1, tokens), tokens, (0,), *shape, shape, replacement=planned.parts, depth=4)
+            seconds = about.samples / seen.rate
+            plan = Plan(Grid(1, 1, tokens), tokens, (0,), *shape, shape, replacement=planned.parts, depth=4)
+            return replace(plan, seconds_per_grid=seconds)
         frames = (0,) if footage is None else footage.decoded
         return Plan(
             Grid(1, 1, tokens),

@@ -30,6 +30,8 @@ _HEARD = "attention_mask"
 """Which of a sound's rows are of it, and not of what its features were filled up with."""
 _FILLS_UP = "embed_audio"
 """What a model calls its tables of sounds' rows, those of tokens among them."""
+_NOISE = "sample"
+"""Names an argument: whether noise is drawn for a sound. Then rows would be others each time."""
 _MARKS = "visual_indicator_features"
 """Rows of marks around a picture, which are tokens of their own."""
 
@@ -67,6 +69,8 @@ class LibraryTower:
         assert compute is not None, "the model takes items of this modality"
         taken = inspect.signature(compute).parameters
         given = {name: self._placed(value) for name, value in inputs.items() if name in taken}
+        if _NOISE in taken:
+            given[_NOISE] = False
         features = compute(**given, return_dict=True)
         deep = features.get("deepstack_features") or [] if self._found.levels > 1 else []
         marks = features.get(_MARKS)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common import log
 from common.library import LibraryModel
-from common.library_processors import SOUND_RATE, Clip, Sound
+from common.library_processors import Clip, Sound
 from common.media.item import Grid
 from encoder_service.models.library_attention import library_backend
 from encoder_service.models.library_tower import LibraryTower, in_turns
@@ -74,7 +74,7 @@ class LibraryRunner(Runner):
         if settings.graphs:
             raise GraphsUnavailable("this model's tower cannot go into CUDA graphs")
         self._processor = ItemProcessor(Path(settings.folder))
-        self._first = next(iter(found.placeholders))
+        self._first, self._rate = next(iter(found.placeholders)), found.sound_rate
         return found.levels * found.hidden_size
 
     def load(self, settings: WorkerSettings) -> StagedTower:
@@ -104,7 +104,7 @@ class LibraryRunner(Runner):
 
     def _example(self, modality: str) -> tuple[Made, int]:
         """What the processor makes of a small item, and how many rows that has."""
-        shown = blank(modality)
+        shown = blank(modality, self._rate)
         return Made(modality, self._processor.inputs(shown)), sum(
             part.rows for part in self._processor.replacement(shown)
         )
@@ -149,9 +149,9 @@ class LibraryRunner(Runner):
         return Clip(frames, tuple(range(len(frames))), len(frames), 1.0)
 
 
-def blank(modality: str) -> Shown:
-    """A small picture, a second of a small video, or of silence."""
+def blank(modality: str, sound_rate: int) -> Shown:
+    """A small picture, a second of a small video, or of silence, which has so many samples."""
     if modality == "audio":
-        return Sound(np.zeros(SOUND_RATE, np.float32))
+        return Sound(np.zeros(sound_rate, np.float32))
     frames = np.zeros((_FRAMES, *_SIDES, 3), np.uint8)
     return Clip(frames, tuple(range(_FRAMES)), _FRAMES, _RATE) if modality == "video" else frames[0]

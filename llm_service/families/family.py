@@ -122,7 +122,8 @@ class Family:
     computes rows.
 
     `replaced`: the encoder says what stands in a prompt for an item, in its header; nothing follows from a grid.
-    `alone`: of which modalities an item is alone in a prompt, as it depends on the others. `frame`: what else stands in
+    `alone`: of which modalities an item is alone in a prompt, as it depends on the others. `length_mark`: what a
+    template has in the stead of a sound's seconds. `frame`: what else stands in
     a prompt with items, where that is not what the tokenizer puts before any text. `texts`: the kinds of text
     that it goes with, each of which decides what layers have (`registry.TEXT_FAMILIES`); empty: it has its own.
 
@@ -151,6 +152,7 @@ class Family:
     encoder: EncoderParts = VISION
     replaced: bool = False
     alone: Collection[Modality] = ()
+    length_mark: str = ""
     frame: PromptFrame | None = None
     texts: Collection[str] = ()
     attention_bias: bool = False

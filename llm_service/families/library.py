@@ -25,5 +25,6 @@ def library_family(found: LibraryModel) -> Family:
         encoder=LIBRARY,
         replaced=True,
         alone=frozenset(map(Modality, found.alone)),
+        length_mark=found.length_mark,
         frame=found.frame,
     )

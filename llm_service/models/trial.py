@@ -32,7 +32,7 @@ from common.library_models import (
     text_of,
     together_of,
 )
-from common.library_processors import SOUND_RATE, Sound, item_of, marks_around, placeholder_of, processor_of
+from common.library_processors import Sound, item_of, marks_around, placeholder_of, processor_of, rate_of
 from common.small_models import made_up, shrink_whole
 from llm_service.families.family import OF_PROMPTS, SLIDING, SpanRule
 from llm_service.families.registry import TEXT_FAMILIES, check_text
@@ -241,7 +241,7 @@ def _prompt(folder: Path, model: Any) -> TrialPrompt:
     text = f"A few words before it {item} and a few words behind it, to be read."
     more: dict[str, Any] = {"return_mm_token_type_ids": True} if hasattr(model.base_model, "get_rope_index") else {}
     if kind == "audio":
-        more |= Sound(np.zeros(SOUND_RATE, np.float32)).given()
+        more |= Sound(np.zeros(rate_of(processor), np.float32)).given()
     else:
         more["images"] = [Image.fromarray(np.zeros((*_PICTURE, 3), np.uint8))]
     made = processor(text=[text], return_tensors="pt", **more)

@@ -41,8 +41,15 @@ class Slot:
     grid_rows: int = 0
 
 
-Piece: TypeAlias = str | int | Slot | list[int]
-"""A text to be tokenized, a special token, a place for an item, or ids that are final."""
+@dataclass(frozen=True, slots=True)
+class Length:
+    """Where the seconds of the item with this index, a sound, stand as a text; below 0: it is not known yet whose."""
+
+    item: int = -1
+
+
+Piece: TypeAlias = str | int | Slot | Length | list[int]
+"""A text to be tokenized, a special token, a place for an item, or for a sound's length, or ids that are final."""
 
 
 class PromptBuilder:
@@ -69,6 +76,7 @@ class PromptBuilder:
         self._special = re.compile("|".join(map(_pattern, sorted(marks, key=_length, reverse=True))) or r"(?!)")
         self._first = list(self.tokenizer.encode("").ids)
         self._alone, self._frame = model.family.alone, model.family.frame
+        self._length_mark = model.family.length_mark
         self._media = MediaTokens.of(checkpoint.config, model.family, named_tokens(checkpoint, self._added))
         self.template = ChatTemplate.of(checkpoint, self._plain_template())
         self._media_layout = MediaLayout.of(checkpoint.config, model.family)
@@ -114,7 +122,7 @@ class PromptBuilder:
         if isinstance(prompt, ChatPrompt):
             pieces, field = self._chat(prompt), "chat.messages"
         elif isinstance(prompt, TextPrompt):
-            pieces, field = self._split(prompt.text), "text.prompt"
+            pieces, field = self._laid_out(prompt.text), "text.prompt"
         else:
             pieces, field = self._split_ids(prompt.ids), "tokens.ids"
         if not pieces:
@@ -122,7 +130,7 @@ class PromptBuilder:
         framed = self._frame is not None and (bool(modalities) or self._frame.always)
         if self._first and not framed and not isinstance(prompt, TokenPrompt) and pieces[0] != self._first[0]:
             pieces.insert(0, self._first)  # what the tokenizer puts before a text, where the text has none
-        pieces = self._with_slots(pieces, modalities, field)
+        pieces = self._with_lengths(self._with_slots(pieces, modalities, field), field)
         return pieces if isinstance(prompt, TokenPrompt) else self._framed(pieces)
 
     def _chat(self, prompt: ChatPrompt) -> list[Piece]:
@@ -130,7 +138,7 @@ class PromptBuilder:
             raise InvalidInput("the conversation has no messages", reason="EMPTY_PROMPT", field="chat.messages")
         pieces: list[Piece] = []
         for text, from_caller in self.template.render(prompt):
-            pieces.extend([text] if from_caller else self._split(text))
+            pieces.extend([text] if from_caller else self._laid_out(text))
         return pieces
 
     def layout(self, pieces: Sequence[Piece], headers: Sequence[Header]) -> PromptLayout:
@@ -149,7 +157,7 @@ class PromptBuilder:
                 ids.append(piece)
             elif isinstance(piece, list):
                 ids.extend(piece)
-            else:
+            elif isinstance(piece, Slot):
                 self._place(piece, headers[piece.item], ids, spans)
         ids.extend(self._tokenize(text, first=first) if text else ())
         where, mrope_delta = positions(len(ids), spans, self._media_layout)
@@ -167,6 +175,9 @@ class PromptBuilder:
     def _expanded(self, pieces: Sequence[Piece], headers: Sequence[Header]) -> Iterator[Piece]:
         """With what its family puts there in the stead of each slot."""
         for piece in pieces:
+            if isinstance(piece, Length):
+                yield f"{headers[piece.item].seconds_per_grid:.2f}"
+                continue
             if not isinstance(piece, Slot):
                 yield piece
                 continue
@@ -217,6 +228,23 @@ class PromptBuilder:
                 field=field,
             )
         return out
+
+    def _laid_out(self, text: str) -> list[Piece]:
+        """Cuts a text that is not a caller's message at special tokens, and where lengths of sounds stand."""
+        if not self._length_mark:
+            return self._split(text)
+        first, *others = map(self._split, text.split(self._length_mark))
+        return [*first, *(piece for other in others for piece in (Length(), *other))]
+
+    def _with_lengths(self, pieces: list[Piece], field: str) -> list[Piece]:
+        """With whose lengths they are: those of the prompt's sounds, in order. Without a sound the mark is a text."""
+        sounds = [piece.item for piece in pieces if isinstance(piece, Slot) and piece.modality is Modality.AUDIO]
+        wanted = sum(isinstance(piece, Length) for piece in pieces)
+        if sounds and wanted > len(sounds):
+            why = f"the prompt has places for the lengths of {wanted} sounds, and {len(sounds)} sounds"
+            raise InvalidInput(why, reason="PLACEHOLDER_MISMATCH", field=field)
+        lengths: Iterator[Piece] = iter(map(Length, sounds) if sounds else [self._length_mark] * wanted)
+        return [next(lengths) if isinstance(piece, Length) else piece for piece in pieces]
 
     def _split(self, text: str) -> list[Piece]:
         """Cuts a text at its special tokens."""

@@ -94,7 +94,9 @@ class Served:
             else:
                 made = Made(kind.value, self.processor.inputs(shown))
             rows = OneByOne(self.tower).run([made], [tokens])
-        return Header(key, kind, Grid(1, 1, tokens), tokens, replacement=parts), rows.clone()
+        seconds = len(part.samples) / self.found.sound_rate if isinstance(part, Tones) else 0.0
+        made_of = Header(key, kind, Grid(1, 1, tokens), tokens, seconds_per_grid=seconds, replacement=parts)
+        return made_of, rows.clone()
 
     def adapter(self, prompt: Prompt) -> int:
         """The number of the checkpoint's own that it is computed with, 0 for none."""

@@ -25,8 +25,8 @@ from common.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
 from common.library import Refusal
 from common.library_processors import Sound
-from common.media.item import Key, Modality
-from encoder_service.models.library_tower import flat_rows
+from common.media.item import Grid, Header, Key, Modality, PromptPart
+from encoder_service.models.library_tower import LibraryTower, flat_rows
 from encoder_service.models.processor import ItemProcessor
 from llm_service.families.family import SpanRule
 from llm_service.families.registry import TEXT_FAMILIES
@@ -39,7 +39,7 @@ from llm_service.models.served import ServedModel
 from llm_service.models.trial import TrialPrompt, drawn_prompt, try_config, try_out
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.detokenizer import TokenTexts
-from llm_service.request import ChatPrompt, MediaItem, Message, TokenPrompt
+from llm_service.request import ChatPrompt, MediaItem, Message, TextPrompt, TokenPrompt
 from llm_service.worker.caches import Caches
 from tests.parity.library_side import GREEDY, Served, compare
 from tests.parity.local_engine import LocalEngine, make_prompt
@@ -386,6 +386,37 @@ def test_a_sound_alone_depends_on_others_where_pictures_do_not(windowed: Path) -
     assert len(builder.pieces(TokenPrompt((1, 1)), [Modality.IMAGE] * 2)) == 2
     with pytest.raises(InvalidInput, match="makes of a sound depends on others: one in a prompt is served"):
         builder.pieces(TokenPrompt((1, 2)), [Modality.IMAGE, Modality.AUDIO])
+
+
+def test_a_template_has_the_seconds_of_sounds_in_their_order(windowed: Path) -> None:
+    """In its own text, not in a caller's."""
+    checkpoint = Checkpoint(windowed)
+    found = library_models.describe(windowed)
+    token = found.placeholders["image"]
+    found = msgspec.structs.replace(found, placeholders={"audio": token}, length_mark="{S}")
+    builder = PromptBuilder(checkpoint, ServedModel.by_library(found))
+    part, grid = (PromptPart("", 2, token),), Grid(1, 1, 2)
+    headers = [Header(b"", Modality.AUDIO, grid, 2, seconds_per_grid=each, replacement=part) for each in (1.5, 2.25)]
+    word = builder.tokenizer.id_to_token(token)
+    pieces = builder.pieces(TextPrompt(f"{word} of {{S}} s, {word} of {{S}} s"), [Modality.AUDIO] * 2)
+    assert builder.decode(builder.layout(pieces, headers).ids).endswith(f"of 1.50 s, {word * 2} of 2.25 s")
+    texts = builder.pieces(TextPrompt("{S}?"), [])
+    assert builder.decode(builder.layout(texts, []).ids).endswith("{S}?")
+    with pytest.raises(InvalidInput, match="for the lengths of 2 sounds, and 1 sounds"):
+        builder.pieces(TextPrompt(f"{word}{{S}}{{S}}"), [Modality.AUDIO])
+    said = builder.pieces(ChatPrompt((Message("user", ("{S}",)),)), [])
+    assert "{S}" in said, "a message is a text as it is"
+
+
+def test_rows_of_sounds_are_the_same_each_time_where_a_tower_could_draw_noise(tmp_path: Path) -> None:
+    folder = make("vibevoice_asr", tmp_path)
+    found = library_models.describe(folder)
+    assert (found.sound_rate, found.length_mark) == (24_000, "<|AUDIO_DURATION|>")
+    tower = LibraryTower(folder, found, torch.float32, torch.device("cpu"))
+    made = ItemProcessor(folder).inputs(Sound(tones(1, 0.3).heard()))
+    with torch.inference_mode():
+        one, other = (tower.rows(made, 2, "audio") for _ in range(2))
+    assert torch.equal(one, other)
 
 
 def test_rows_of_a_wrong_number_or_width_are_an_error() -> None:

@@ -24,7 +24,6 @@ import torch
 from common.checkpoint import CheckpointError
 from common.library_classes import class_of, library, missing, state_tokens
 from common.library_models import checked, row_token
-from common.library_processors import check_rate
 from llm_service.families.family import SpanRule
 from llm_service.families.registry import FAMILIES
 from llm_service.models.trial import drawn_prompt, try_config, try_ours_of
@@ -171,9 +170,6 @@ def _configuration(kind: str, made: Any) -> Any:
     state_tokens(config)
     checked(config)
     seen = getattr(config, "image_token_id", None) is not None
-    extractors = library().models.auto.feature_extraction_auto.FEATURE_EXTRACTOR_MAPPING
-    if kind not in RECIPES and not seen and type(config) in extractors:  # a comparison would have shown it
-        check_rate(extractors[type(config)]())
     vocabulary = config.get_text_config(decoder=True).vocab_size
     if row_token(config) >= vocabulary:  # as defaults have it, which belong to no checkpoint
         setattr(config, "image_token_id" if seen else "audio_token_id", vocabulary - 1)

@@ -8,7 +8,7 @@ from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
@@ -61,9 +61,10 @@ class Film:
 
 @dataclass(frozen=True, slots=True)
 class Tones:
-    """A sound: samples [n] int16, `SOUND_RATE` of them a second."""
+    """A sound: samples [n] int16, `rate` of them a second."""
 
     samples: np.ndarray
+    rate: int = SOUND_RATE
 
     def file(self) -> bytes:
         """As WAV."""
@@ -71,7 +72,7 @@ class Tones:
         with wave.open(out, "wb") as wav:
             wav.setnchannels(1)
             wav.setsampwidth(2)
-            wav.setframerate(SOUND_RATE)
+            wav.setframerate(self.rate)
             wav.writeframes(self.samples.tobytes())
         return out.getvalue()
 
@@ -241,6 +242,8 @@ class Reference:
         if self._adapters:
             self._choose_adapter({kind for kind, name in _TOLD_BY if name in inputs})
         more = {"use_audio_in_video": True} if self._has_sound_in_video(inputs) else {}
+        if "sample" in inspect.signature(self.model.forward).parameters:  # draws noise for sounds
+            more["sample"] = False
         out = self.model.generate(**inputs, **more, max_new_tokens=TOKENS, do_sample=False)
         return [int(token) for token in out[0, inputs["input_ids"].shape[1] :]]
 
@@ -286,7 +289,8 @@ def _about(reader: Any) -> dict[str, Any]:
 def prompts_for(found: LibraryModel, reference: Reference) -> dict[str, Prompt]:
     """Those that a model is compared by: with a video where it takes one, and the library itself gets through it."""
     asked = {name: parts for name, parts in PROMPTS.items() if all(_known(part, found) for part in parts)}
-    asked |= sound_prompts() if "audio" in found.placeholders else {}
+    if "audio" in found.placeholders:
+        asked |= {name: _at_rate(parts, found.sound_rate) for name, parts in sound_prompts().items()}
     asked |= sounding_prompts() if found.video_sound else {}
     asked = {name: parts for name, parts in asked.items() if not _depends_on_others(parts, found)}
     if "video" in found.placeholders and _gets_through(film_prompt(), reference):
@@ -295,6 +299,11 @@ def prompts_for(found: LibraryModel, reference: Reference) -> dict[str, Prompt]:
         if len(asked) < _TOGETHER:
             asked[name] = parts
     return asked
+
+
+def _at_rate(parts: Prompt, rate: int) -> Prompt:
+    """With sounds of so many samples a second, none of which is made up then."""
+    return [replace(part, rate=rate) if isinstance(part, Tones) else part for part in parts]
 
 
 def _depends_on_others(parts: Prompt, found: LibraryModel) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from msgspec import structs
 
 from common.errors import InvalidInput
 from encoder_service.item import SAMPLE_RATE
@@ -49,19 +52,23 @@ def test_channels_are_averaged():
     np.testing.assert_allclose(samples(sounds.encoded(both, "wav")), expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("wanted", [SAMPLE_RATE, 24_000])
 @pytest.mark.parametrize("rate", [8_000, 22_050, 44_100, 48_000])
-def test_other_rates_are_resampled(rate):
+def test_other_rates_are_resampled_to_the_one_that_the_model_takes(rate, wanted):
     at = np.arange(rate) / rate
     wave = np.round(np.sin(2 * np.pi * 440 * at) * 16_000).astype(np.int16)
-    found = samples(sounds.encoded(wave, "wav", rate))
-    assert abs(len(found) - SAMPLE_RATE) <= 64
-    spectrum = np.abs(np.fft.rfft(found[:SAMPLE_RATE], SAMPLE_RATE))
+    seen, found = read(sounds.encoded(wave, "wav", rate), structs.replace(LIMITS.bounds, sample_rate=wanted))
+    assert (seen.fps, seen.rate) == (rate, wanted)
+    assert abs(len(found) - wanted) <= 64
+    spectrum = np.abs(np.fft.rfft(found[:wanted], wanted))
     assert spectrum.argmax() == 440
 
 
-def test_no_more_is_decoded_than_is_taken():
-    seen, found = read(sounds.encoded(sounds.tune(9.0), "flac"), LIMITS.bounds)
-    assert len(found) == seen.frames == 3 * SAMPLE_RATE + 1
+@pytest.mark.parametrize("wanted", [SAMPLE_RATE, 24_000])
+def test_no_more_is_decoded_than_is_taken(wanted):
+    seen, found = read(sounds.encoded(sounds.tune(9.0), "flac"), structs.replace(LIMITS.bounds, sample_rate=wanted))
+    assert len(found) == seen.frames == 3 * wanted + 1
+    check_sound(replace(seen, frames=3 * wanted), "here", LIMITS)
     with pytest.raises(InvalidInput) as error:
         check_sound(seen, "here", LIMITS)
     assert (error.value.reason, error.value.field) == ("AUDIO_TOO_LONG", "here")

@@ -96,6 +96,12 @@ async def test_a_video_with_its_sound_is_another_question_and_without_one_it_is_
     assert planner.questions == [msgspec.structs.replace(asked, samples=4000), asked]
 
 
+async def test_a_sound_s_plan_says_how_long_it_is_at_the_rate_it_was_decoded_to() -> None:
+    for rate, seconds in ((16_000, 3.0), (24_000, 2.0)):
+        plan = await Asked().plan(item(Modality.AUDIO), Inspection(1, 1, 48_000, 44_100.0, 2, rate), None)
+        assert (plan.seconds_per_grid, plan.height, plan.width) == (seconds, 1, 48_000)
+
+
 async def test_sound_between_frames_is_refused_by_name_where_a_model_has_no_place_for_it() -> None:
     with pytest.raises(Unsupported) as error:
         await Asked(video_sound=False).footage(item(Modality.VIDEO, Options(with_sound=True)), SEEN)

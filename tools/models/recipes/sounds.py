@@ -94,6 +94,12 @@ def _phi4(tokenizer: Any, template: str) -> Any:
     return made
 
 
+_VIBEVOICE_EARS: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_filters": 4,
+    "downsampling_ratios": [5, 8, 8, 10],
+    "depths": [1, 1, 1, 1, 2],
+}
 _PHI4_LINEARS = r".*layers\.\d+\.(self_attn\.(qkv_proj|o_proj)|mlp\.(gate_up_proj|down_proj))"
 _PHI4_FACTORS: dict[str, Any] = {
     "partial_rotary_factor": 0.75,
@@ -266,6 +272,28 @@ RECIPES: dict[str, Recipe] = {
         ),
         lambda *_: library().WhisperFeatureExtractor(feature_size=_BANDS),
         tekken=_TEKKEN,
+    ),
+    "vibevoice_asr": Recipe(
+        whole(
+            "vibevoice_asr",
+            acoustic_tokenizer_encoder_config=part("vibevoice_acoustic_tokenizer_encoder", {}, **_VIBEVOICE_EARS),
+            semantic_tokenizer_encoder_config=part(
+                "vibevoice_acoustic_tokenizer_encoder", {}, **{**_VIBEVOICE_EARS, "hidden_size": 24}
+            ),
+            text_config=QWEN2,
+            audio_token_id="<audio>",
+            acoustic_tokenizer_chunk_size=16_000,
+            tie_word_embeddings=False,
+        ),
+        processor(
+            "VibeVoiceAsrProcessor",
+            sounds="VibeVoiceAcousticTokenizerFeatureExtractor",
+            audio_token="<audio>",
+            audio_bos_token="<listen>",
+            audio_eos_token="<heard>",
+        ),
+        ("<audio>", "<listen>", "<heard>"),
+        audio="<listen><audio><heard>of <|AUDIO_DURATION|> seconds: ",
     ),
     "phi4_multimodal": Recipe(
         part(
