@@ -27,13 +27,13 @@ from tests import reference  # noqa: F401 - makes the library importable beside 
 
 from transformers import AutoConfig, AutoModelForImageTextToText  # isort: skip
 
-Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
+Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"]
 Layout = Literal["hub", "saved"]
 FAMILIES: tuple[Family, ...] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Families that both services serve; `qwen3_vl_moe` has the tower of `qwen3_vl`."""
 
 TOWERS: tuple[Family, ...] = (*FAMILIES, "qwen3_5")
-"""One of each tower; `qwen3_5_moe` has the tower of `qwen3_5`."""
+"""One of each tower; `qwen3_5_moe` and `qwen4_exp` have the tower of `qwen3_5`."""
 
 _SPECIAL = (
     "<|endoftext|>",
@@ -107,6 +107,7 @@ _ARCHITECTURES: dict[Family, str] = {
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen4_exp": "Qwen4ExpForConditionalGeneration",
 }
 _PROCESSORS: dict[Family, str] = {
     "qwen2_vl": "Qwen2VLProcessor",
@@ -115,7 +116,9 @@ _PROCESSORS: dict[Family, str] = {
     "qwen3_vl_moe": "Qwen3VLProcessor",
     "qwen3_5": "Qwen3VLProcessor",
     "qwen3_5_moe": "Qwen3VLProcessor",
+    "qwen4_exp": "Qwen3VLProcessor",
 }
+_HYBRIDS = "qwen3_5", "qwen3_5_moe", "qwen4_exp"
 _TIED: dict[Family, bool] = {family: family == "qwen2_vl" for family in _ARCHITECTURES}
 
 
@@ -182,7 +185,7 @@ def _config(family: Family, tied: bool) -> dict[str, Any]:
         "tie_word_embeddings": tied,
         **ids,
     }
-    if family.startswith("qwen3_5"):
+    if family in _HYBRIDS:
         return {**head, "text_config": text | _hybrid(family, tied), "vision_config": _vision(family)}
     if family.startswith("qwen3"):
         text |= {
@@ -231,9 +234,15 @@ def _hybrid(family: Family, tied: bool) -> dict[str, Any]:
             "rope_type": "default",
         },
     }
-    if family == "qwen3_5_moe":
+    if family != "qwen3_5":
         text |= {"num_experts": 6, "num_experts_per_tok": 2}
         text |= {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 48}
+    if family == "qwen4_exp":  # prompts of tests are longer than what the index keeps
+        text |= {"hc_count": 3, "hc_lowrank": 12, "output_gate_type": "sigmoid"}
+        text |= {"indexer_n_heads": 6, "indexer_kv_heads": 1, "indexer_head_dim": 24}
+        text |= {"indexer_budget": 24, "indexer_compress_ratio": 6}
+        text |= {"ple_layer_ids": [1, 3], "ple_embed_dim": 48, "heads_per_ngram": 4, "ngram_vocab_size_base": 50}
+        text |= {"make_ngram_vocab_size_divisible_by": 16, "split_ngram_parts": 5}
     return text
 
 
@@ -281,7 +290,7 @@ def _vision(family: Family) -> dict[str, Any]:
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
         "num_position_embeddings": 49,
-        "deepstack_visual_indexes": [] if family.startswith("qwen3_5") else [0, 2],
+        "deepstack_visual_indexes": [] if family in _HYBRIDS else [0, 2],
         "initializer_range": 0.02,
     }
 
@@ -297,14 +306,14 @@ def redraw(model: torch.nn.Module, seed: int) -> None:
                 noise = 0.1 * noise + (1.0 if name in around_one else 0.0)
             elif "experts" in name:  # stacked [experts, out, in]
                 noise *= 1.3 / parameter.shape[-1] ** 0.5
-            elif "embed_tokens" not in name and "pos_embed" not in name:
+            elif not any(table in name for table in ("embed_tokens", "pos_embed", "ngram_embedding")):
                 noise *= 1.3 / parameter[0].numel() ** 0.5
             parameter.copy_(noise)
 
 
 def _norms_by_one_plus(module: torch.nn.Module) -> bool:
     """Whether it is a norm that multiplies by 1 + weight."""
-    return type(module).__name__ in ("Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
+    return type(module).__name__ in ("Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "Qwen4ExpTextRMSNorm")
 
 
 def _draw_generation(model: Any) -> None:
@@ -318,8 +327,8 @@ def _draw_generation(model: Any) -> None:
 
 
 def _write_processors(family: Family, root: Path, layout: Layout) -> None:
-    side = 32 if family.startswith("qwen3") else 28
-    look = _HALF if family.startswith("qwen3") else _CLIP
+    newer = not family.startswith("qwen2")
+    side, look = (32, _HALF) if newer else (28, _CLIP)
     shared = {
         **look,
         "do_convert_rgb": True,
@@ -335,7 +344,7 @@ def _write_processors(family: Family, root: Path, layout: Layout) -> None:
     image = {**shared, "image_processor_type": "Qwen2VLImageProcessorFast"}
     video = {**shared, "video_processor_type": "Qwen2VLVideoProcessor"}
     pixels = {"image": (4 * side * side, 64 * side * side), "video": (4 * side * side, 16 * side * side)}
-    if family.startswith("qwen3"):  # its video budget covers all frames together
+    if newer:  # its video budget covers all frames together
         video |= {
             "video_processor_type": "Qwen3VLVideoProcessor",
             "fps": 2,
@@ -379,7 +388,7 @@ def _write_tokenizer(family: Family, root: Path, layout: Layout) -> None:
     tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in _SPECIAL])
     tokenizer.save(str(root / "tokenizer.json"))
     video = "'<|vision_start|><|video_pad|><|vision_end|>'"
-    template = _TEMPLATE.replace("VIDEO", video).replace("default_system", str(not family.startswith("qwen3")).lower())
+    template = _TEMPLATE.replace("VIDEO", video).replace("default_system", str(family.startswith("qwen2")).lower())
     added = {
         str(number): {
             "content": word,

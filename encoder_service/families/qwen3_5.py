@@ -1,4 +1,5 @@
-"""Qwen3.5 and Qwen3.6, dense or a mixture of experts: Qwen3-VL's processors, and its tower without deepstack."""
+"""Qwen3.5 and Qwen3.6, dense or a mixture of experts, and Qwen4: Qwen3-VL's processors, and its tower without
+deepstack."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ FAMILIES: Final = {
     "qwen3_vl_moe": QWEN3_VL,
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": QWEN3_5,
+    "qwen4_exp": QWEN3_5,
     "qwen2_audio": QWEN2_AUDIO,
     "internvl": INTERNVL,
 }

@@ -17,6 +17,7 @@ class Mixer(Enum):
 
     ATTENTION = "attention"
     LATENT_ATTENTION = "latent attention"
+    INDEXED_ATTENTION = "attention to what an index chooses"
     GATED_DELTA_NET = "gated delta net"
     SHORT_CONVOLUTION = "short convolution"
 

@@ -21,6 +21,7 @@ from llm_service.families.qwen2_audio import QWEN2_AUDIO
 from llm_service.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from llm_service.families.qwen3_5 import QWEN3_5
 from llm_service.families.qwen3_vl import QWEN3_VL
+from llm_service.families.qwen4 import QWEN4
 
 FAMILIES: Final = {
     "qwen2_vl": QWEN2_VL,
@@ -29,6 +30,7 @@ FAMILIES: Final = {
     "qwen3_vl_moe": QWEN3_VL,
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": QWEN3_5,
+    "qwen4_exp": QWEN4,
     "qwen2_audio": QWEN2_AUDIO,
     "internvl": INTERNVL,
 }
@@ -75,6 +77,7 @@ TEXT_FAMILIES: Final = {
     "qwen3_omni_moe_text": QWEN3_VL,
     "qwen3_vl_moe_text": QWEN3_VL,
     "qwen3_vl_text": QWEN3_VL,
+    "qwen4_exp_text": QWEN4,
 }
 """By the `model_type` of a text: of models without media, which propose drafts for those, of families that
 go with several, and of models that no family is for, where our decoder computes the text and the library the rest."""

@@ -38,20 +38,21 @@ class Steps:
         return states.masked_fill_(self.fresh.view(-1, *[1] * (pool.dim() - 1)), 0)
 
 
-def convolve_run(x: Tensor, before: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A run: x [m, channels] behind the tokens [channels, width − 1], weight [channels, width] → [m, channels], and the
-    last tokens, [channels, width − 1]. Sums are float32."""
+def convolve_run(x: Tensor, before: Tensor, weight: Tensor, apart: int = 1) -> tuple[Tensor, Tensor]:
+    """A run: x [m, channels] behind the tokens [channels, (width − 1) · apart], weight [channels, width], of tokens
+    that are so far `apart` → [m, channels], and the last tokens, as those before. Sums are float32."""
     count, every, by_place = len(x), torch.cat([before.t(), x]), weight.t().float().contiguous()
     total = every[:count].float() * by_place[0]
     for place in range(1, len(by_place)):
-        total.addcmul_(every[place : place + count].float(), by_place[place])
+        first = place * apart
+        total.addcmul_(every[first : first + count].float(), by_place[place])
     return total.to(x.dtype), every[count:].t()
 
 
-def convolve_steps(x: Tensor, before: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for a token each of s sequences: x [s, channels], before [s, channels, width − 1]."""
+def convolve_steps(x: Tensor, before: Tensor, weight: Tensor, apart: int = 1) -> tuple[Tensor, Tensor]:
+    """The same for a token each of s sequences: x [s, channels], before [s, channels, (width − 1) · apart]."""
     every = torch.cat([before, x.unsqueeze(2)], dim=2)
     total = every[:, :, 0].float() * weight[:, 0].float()
     for place in range(1, weight.shape[1]):
-        total.addcmul_(every[:, :, place].float(), weight[:, place].float())
+        total.addcmul_(every[:, :, place * apart].float(), weight[:, place].float())
     return total.to(x.dtype), every[:, :, 1:]

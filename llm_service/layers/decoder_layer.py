@@ -14,9 +14,10 @@ from llm_service.layers.experts import SparseMLP
 from llm_service.layers.experts_beside import ExpertsBeside
 from llm_service.layers.gated_delta_net import GatedDeltaNet
 from llm_service.layers.group import TensorGroup
+from llm_service.layers.indexed_attention import IndexedAttention
 from llm_service.layers.latent_attention import LatentAttention
 from llm_service.layers.layer_inputs import LayerEnd
-from llm_service.layers.mixer import MixerPart, Rotary
+from llm_service.layers.mixer import CachedPart, MixerPart, Rotary
 from llm_service.layers.mlp import MLP, SquaredMLP
 from llm_service.layers.ops import Unnormed, norm_of
 from llm_service.layers.self_attention import SelfAttention
@@ -51,6 +52,7 @@ def _experts(_: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.
 MIXERS: dict[Mixer, Callable[[LayerKind, TextConfig, TensorGroup, torch.dtype], MixerPart]] = {
     Mixer.ATTENTION: SelfAttention,
     Mixer.LATENT_ATTENTION: LatentAttention,
+    Mixer.INDEXED_ATTENTION: IndexedAttention,
     Mixer.GATED_DELTA_NET: lambda _, *given: GatedDeltaNet(*given),
     Mixer.SHORT_CONVOLUTION: lambda _, *given: ShortConvolution(*given),
 }
@@ -85,6 +87,11 @@ class DecoderLayer(nn.Module):
         self.windowed, self._window, self._shares = kind.window > 0, kind.window, kind.keys_of is not None
         self.ranks = group.size
 
+    @property
+    def companion(self) -> CachedPart | None:
+        """What keeps something of sequences beside the mixer, if anything does."""
+        return None
+
     def forward(
         self,
         x: Tensor,
@@ -96,12 +103,13 @@ class DecoderLayer(nn.Module):
         *,
         given: Tensor | None = None,
         kept: dict[int, KeysAndValues] | None = None,
+        beside: tuple[Any, Any] | None = None,  # noqa: ARG002 - it has no companion
     ) -> tuple[Tensor, Tensor | None]:
         """[n, hidden], and what is to be added to it, if there is anything → the same, not added either, so that the
         next norm does both at once. With `places` int64 [m], what follows the mixer is computed for those alone.
         `cache` and `batch` are what the mixer takes; `given` [n, width] are inputs of the layer's own. By the window
         `kept` has the keys and values of the last layer that had its own: a layer that shares them writes the same ones
-        into their cache again."""
+        into their cache again. `beside` are the cache and the batch of its companion."""
         residual, inputs = self.before(x, residual, rotary)
         if kept is not None and self._shares:
             inputs = *inputs, *kept[self._window]

@@ -14,7 +14,10 @@ from llm_service.layers.gdn.choose import choose
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear, Place, Stored, fill
 from llm_service.layers.mixer import Rotary
-from llm_service.models.config import TextConfig
+from llm_service.models.config import GateActivation, TextConfig
+
+_OPEN = 64.0
+"""What SiLU gives as it is, in every type: with all gates at this, what is read comes out times a power of two."""
 
 
 class HeadWeights(nn.Module):
@@ -61,7 +64,7 @@ class GatedDeltaNet(nn.Module):
         keys = group.share(sizes.key_heads)
         each = sizes.value_heads // sizes.key_heads
         values = slice(keys.start * each, keys.stop * each)
-        self._eps = config.norm_eps
+        self._eps, self._gates = config.norm_eps, config.delta_gates
         self.shape = GdnShape(
             keys.stop - keys.start, values.stop - values.start, sizes.key_dim, sizes.value_dim, sizes.width
         )
@@ -97,7 +100,11 @@ class GatedDeltaNet(nn.Module):
         """See `MixerPart`: this rank's heads [n, values]."""
         heads = self.heads
         weights = GdnWeights(heads.conv, heads.a_log, heads.dt_bias, heads.gain, self._eps)
-        return batch.run(GdnInput(*inputs), weights, cache)
+        if self._gates is GateActivation.SILU:
+            return batch.run(GdnInput(*inputs), weights, cache)
+        qkv, z, a, b = inputs
+        read = batch.run(GdnInput(qkv, torch.full_like(z, _OPEN), a, b), weights, cache)
+        return read * (z.float().sigmoid() / _OPEN).to(read.dtype)
 
     def join(self, mixed: Tensor) -> Tensor:
         """All ranks' heads → [n, hidden]."""

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import numpy as np
 from torch import Tensor
 
+from llm_service.layers.attention.backend import AttentionBackend, PagedChunk
 from llm_service.layers.cache_spec import CacheSpec, Segment
 
 Rotary = tuple[Tensor, Tensor]
@@ -31,6 +32,24 @@ class CachedPart(Protocol):
 
     def state_backend(self) -> StateBackend:
         """What makes batches for all layers with this one's spec. Only where that is a `SequenceState`."""
+        ...
+
+
+class IndexBackend(Protocol):
+    """Makes the batches of an index of what is attended to."""
+
+    def batch(self, chunks: Sequence[PagedChunk]) -> Any:
+        """What an index takes of a step."""
+        ...
+
+
+@runtime_checkable
+class IndexPart(CachedPart, Protocol):
+    """What keeps `IndexedKV`, and has batches of its own for the index: `mix` takes an `IndexedCache`, and a pair of an
+    `AttentionBatch` and one of the index."""
+
+    def index_backend(self, attention: AttentionBackend, block_size: int, /) -> IndexBackend:
+        """What makes these for all layers with this one's spec, over what computes attention where all is seen."""
         ...
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from llm_service.families.family import LayerKind
 from llm_service.layers.attention.backend import AttentionBatch, AttentionKind
-from llm_service.layers.cache_spec import PagedKV, SharedKV
+from llm_service.layers.cache_spec import IndexedKV, PagedKV, SharedKV
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear, length
 from llm_service.layers.mixer import Rotary, StateBackend
@@ -64,7 +64,7 @@ class SelfAttention(nn.Module):
             return pairs_apart(self.heads + self.kv_heads, self.kv_heads, self.head_dim, config.rotary.dim)
         return None
 
-    def cache_spec(self) -> PagedKV | SharedKV:
+    def cache_spec(self) -> PagedKV | IndexedKV | SharedKV:
         """Keys and values, or whose."""
         if self._keys_of is not None:
             return SharedKV(self._keys_of)

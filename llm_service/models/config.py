@@ -10,7 +10,7 @@ from typing import Any
 from common.checkpoint import CheckpointError
 from llm_service.families.family import FULL, SLIDING, Family, FeedForwardKind, LayerKind, Mixer, SpanRule
 from llm_service.families.registry import family_of
-from llm_service.models.layer_shapes import HeadShape, LatentHeads, LayerInputs
+from llm_service.models.layer_shapes import HeadShape, IndexShape, LatentHeads, LayerInputs, NgramShape, StreamShape
 from llm_service.models.rotary_config import RotaryConfig, rotary_settings
 
 
@@ -35,6 +35,13 @@ class GroupedExperts:
     scale: float
 
 
+class GateActivation(Enum):
+    """What the gates of what gated delta nets give go through, as configurations call it."""
+
+    SILU = "silu"
+    SIGMOID = "sigmoid"
+
+
 class Activation(Enum):
     """What opens the gates of a feed-forward part, as configurations call it, or is between the products of one without
     gates."""
@@ -57,6 +64,7 @@ class TextConfig:
     layer adds by `residual_multiplier`. Logits are multiplied by `logit_scale`; `logit_cap` is what none exceeds: cap ·
     tanh(x / cap). Levels of rows, the first as well, are added before the `level_layers`, which are of the library's
     configurations; where it is empty, the first is among embeddings, and the others are added behind the first layers.
+    `index`, `streams` and `ngrams` are where layers have such.
 
     Where `experts` is above 0, every `sparse_step`-th layer but those in `dense_layers` is a mixture of experts, with a
     shared one beside them where `shared_expert_size` is above 0. `grouped`: in which groups they are, if in any. With
@@ -100,6 +108,10 @@ class TextConfig:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     level_layers: tuple[int, ...] = ()
+    index: IndexShape | None = None
+    streams: StreamShape | None = None
+    ngrams: NgramShape | None = None
+    delta_gates: GateActivation = GateActivation.SILU
 
     @property
     def layers(self) -> int:
@@ -233,6 +245,10 @@ class TextConfig:
                 residual_multiplier=_multiplier(text, "residual_multiplier"),
                 logit_scale=_logit_scale(text, family),
                 logit_cap=None if cap is None else float(cap),
+                index=IndexShape.of(text) if Mixer.INDEXED_ATTENTION in mixers else None,
+                streams=StreamShape.of(text),
+                ngrams=NgramShape.of(text),
+                delta_gates=_delta_gates(text),
             )
         except KeyError as error:
             raise CheckpointError(f"config.json has no {error.args[0]}") from error
@@ -358,6 +374,13 @@ def _delta_net(text: dict[str, Any]) -> DeltaNetConfig:
         value_dim=int(text["linear_value_head_dim"]),
         width=int(text["linear_conv_kernel_dim"]),
     )
+
+
+def _delta_gates(text: Mapping[str, Any]) -> GateActivation:
+    kind = text.get("output_gate_type") or GateActivation.SILU.value
+    if kind not in {each.value for each in GateActivation}:
+        raise CheckpointError(f"gates of delta nets by {kind} are not supported")
+    return GateActivation(kind)
 
 
 def _convolution_width(text: Mapping[str, Any]) -> int:

@@ -22,8 +22,10 @@ from llm_service.layers.experts import Experts
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.layer_inputs import InputsOfLayers
 from llm_service.layers.linear import PackedLinear, VocabularyEmbedding
-from llm_service.layers.mixer import MixerPart, Rotary
-from llm_service.layers.ops import TORCH, MultimodalRotary, norm_of, use_ops
+from llm_service.layers.mixer import CachedPart, Rotary
+from llm_service.layers.ops import TORCH, MultimodalRotary, RMSNorm, norm_of, use_ops
+from llm_service.layers.streamed_layer import StreamedLayer
+from llm_service.layers.streams import StreamMix
 from llm_service.models.config import TextConfig
 
 _GROUPED = (9, 10)
@@ -68,11 +70,13 @@ class Decoder(nn.Module):
         with device:  # weights are made there: the host need not hold all of them, nor copy what is not filled yet
             scale = config.hidden_size**0.5 if config.family.scaled_embeddings else None
             self.embed_tokens = VocabularyEmbedding(config.vocab_size, config.hidden_size, group, dtype, scale=scale)
-            made = ParallelLayer if config.family.parallel_residual else DecoderLayer
-            self.layers = nn.ModuleList(made(config.layer_kind(index), config, group, dtype) for index in layers)
+            self.layers = nn.ModuleList(_layer(index, config, group, dtype) for index in layers)
             own = config.layer_inputs
             self.layer_inputs = None if own is None else InputsOfLayers(own, config, group, dtype)
-            self.norm = norm_of(config, dtype, eps=config.residual_eps)
+            if config.streams is None:
+                self.norm: RMSNorm | StreamMix = norm_of(config, dtype, eps=config.residual_eps)
+            else:
+                self.norm = StreamMix(config, dtype, "hyper_connection_mixer", injects=False)
             words = {"lm_head": group.vocabulary_share(config.vocab_size)}
             self.lm_head = PackedLinear(whole, words, bias=False, dtype=dtype)
         if config.tied:
@@ -84,7 +88,7 @@ class Decoder(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where its weights are."""
-        return self.norm.weight.device
+        return self.embed_tokens.weight.device
 
     @property
     def hidden_size(self) -> int:
@@ -108,8 +112,8 @@ class Decoder(nn.Module):
         token_ids: Tensor | None = None,
         at_places: Sequence[Any] | None = None,
     ) -> Tensor:
-        """hidden [n, hidden], positions int [3, n], and for each layer a cache and a batch, as its mixer takes them →
-        [n, hidden]. `token_ids` int [n] are what `ids_of_layers` gives.
+        """hidden [n, hidden], positions int [3, n], and for each layer a cache and a batch, as its mixer takes them,
+        and behind these those of companions → [n, hidden]. `token_ids` int [n] are what `ids_of_layers` gives.
 
         With `places` int64 [m], m > 0, only theirs are wanted, [m, hidden]: the last layer, whose keys no other layer
         needs more of, then computes little else. With batches of these `at_places` alone all layers that share keys
@@ -126,6 +130,11 @@ class Decoder(nn.Module):
         if self.layer_inputs is not None:
             assert token_ids is not None, "layers have inputs of their own"
             given = self.layer_inputs(hidden, token_ids)
+        if self.config.ngrams is not None:
+            given = [token_ids] * self.config.layers
+        if self.config.streams is not None:
+            hidden = hidden.repeat(1, self.config.streams.count)
+        companions = zip(caches[self.config.layers :], batches[self.config.layers :], strict=True)
         kept: dict[int, KeysAndValues] | None = {} if self.config.shared_layers else None
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
@@ -139,7 +148,8 @@ class Decoder(nn.Module):
             cut = places if last and index not in levels else None
             angles = local if layer.windowed else rotary
             here = hidden, residual, angles, caches[index], batches[index], cut
-            hidden, residual = layer(*here, given=given[index], kept=kept)
+            beside = None if cast(DecoderLayer, layer).companion is None else next(companions)
+            hidden, residual = layer(*here, given=given[index], kept=kept, beside=beside)
             if deepstack is not None and index in levels:
                 hidden, residual = hidden if residual is None else residual + hidden, None
                 deepstack.add_to(hidden, levels[index], 1 / self.config.residual_multiplier)
@@ -154,17 +164,19 @@ class Decoder(nn.Module):
 
     def ids_of_layers(self, token_ids: Tensor, rows: Iterable[tuple[int, int]]) -> Tensor | None:
         """What layers look up inputs of their own by, of tokens int [n]: at the places [begin, end) of media rows the
-        padding; None where they have none."""
+        padding, but for n-grams; None where they have none."""
         if self.layer_inputs is None:
-            return None
+            return None if self.config.ngrams is None else token_ids
         token_ids = token_ids.clone()
         for begin, end in rows:
             token_ids[begin:end] = self.layer_inputs.padding
         return token_ids
 
-    def mixers(self) -> list[MixerPart]:
-        """Each layer's, in order."""
-        return [cast(DecoderLayer, layer).mixer for layer in self.layers]
+    def mixers(self) -> list[CachedPart]:
+        """Each layer's, in order, and behind them layers' companions."""
+        layers = [cast(DecoderLayer, layer) for layer in self.layers]
+        companions = [layer.companion for layer in layers if layer.companion is not None]
+        return [*(layer.mixer for layer in layers), *companions]
 
     def finalize(self) -> None:
         """Called when the weights are final and laid out: has kernels of ours compute where the device has any."""
@@ -188,7 +200,7 @@ class Decoder(nn.Module):
 
     def kernels(self) -> set[str]:
         """Names of our kernels for CPUs that this needs, as `common.cpu.jit.find` takes them."""
-        own: object = self.norm.ops
+        own: object = (self.norm.hc_norm if isinstance(self.norm, StreamMix) else self.norm).ops
         return kernels_of(self).union(own.kernels if isinstance(own, NumbaCompiled) else ())
 
     def compile_layers(self) -> None:
@@ -221,6 +233,14 @@ class Decoder(nn.Module):
         """[m, hidden] → int64 [m], of the tokens with the highest logits the first, on every rank: each looks through
         its share, and no logits are exchanged. Neither a scale nor a cap changes their order."""
         return self.group.first_of_highest(self.lm_head(hidden).float(), self.config.vocab_size)
+
+
+def _layer(index: int, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> DecoderLayer:
+    """One of a decoder's, counted from 0."""
+    kind, own = config.layer_kind(index), () if config.ngrams is None else config.ngrams.layers
+    if config.streams is not None:
+        return StreamedLayer(kind, config, group, dtype, own.index(index) if index in own else None)
+    return (ParallelLayer if config.family.parallel_residual else DecoderLayer)(kind, config, group, dtype)
 
 
 def kernels_of(model: nn.Module) -> set[str]:

@@ -1,4 +1,5 @@
-"""What single layers of a decoder have of their own, as config.json states it: heads, and inputs."""
+"""What single layers of a decoder have of their own, as config.json states it: heads, inputs, an index of what they
+attend to, streams between them, and embeddings of n-grams."""
 
 from __future__ import annotations
 
@@ -110,3 +111,86 @@ class LayerInputs:
         if int(text["vocab_size_per_layer_input"]) != int(text["vocab_size"]):
             raise CheckpointError("layers that have inputs for other tokens than there are are not supported")
         return cls(int(text["hidden_size_per_layer_input"]), int(text.get("pad_token_id") or 0))
+
+
+@dataclass(frozen=True, slots=True)
+class IndexShape:
+    """How a layer's index chooses what a token attends to: keys of `head_dim` numbers, one for each `stretch` tokens,
+    are scored by so many `heads` of queries, and the tokens of the best `kept` stretches are seen, with those behind
+    the last whole one."""
+
+    heads: int
+    head_dim: int
+    stretch: int
+    kept: int
+
+    @classmethod
+    def of(cls, text: Mapping[str, Any]) -> IndexShape:
+        """Raises CheckpointError where keys have several heads, or the budget is no whole number of stretches."""
+        if int(text["indexer_kv_heads"]) != 1:
+            raise CheckpointError("an index with several heads of keys is not supported")
+        budget, stretch = int(text["indexer_budget"]), int(text["indexer_compress_ratio"])
+        if budget < stretch or budget % stretch:
+            raise CheckpointError(f"an index that keeps {budget} tokens in stretches of {stretch} is not supported")
+        return cls(int(text["indexer_n_heads"]), int(text["indexer_head_dim"]), stretch, budget // stretch)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamShape:
+    """Between layers there are so many streams, each as wide as the decoder. How they are mixed into what a part of a
+    layer is given follows from all of them, by way of `rank` numbers."""
+
+    count: int
+    rank: int
+
+    @classmethod
+    def of(cls, text: Mapping[str, Any]) -> StreamShape | None:
+        """None where there is one."""
+        count = int(text.get("hc_count") or 1)
+        return cls(count, int(text["hc_lowrank"])) if count > 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class NgramShape:
+    """In these `layers`, counted from 0, each token adds embeddings of itself with the tokens before it, of n-grams of
+    2 to `size` tokens, which are found by `heads` hashes each, `width` numbers in all; a convolution of `reach` places,
+    `size` tokens apart, sees what others have added. Tables of hashes have more than `base` rows, a prime number of
+    them, and together a multiple of `multiple`, and are in `parts` in a checkpoint. Nothing is seen across the token
+    `end`."""
+
+    layers: tuple[int, ...]
+    size: int
+    heads: int
+    width: int
+    reach: int
+    base: int
+    multiple: int
+    parts: int
+    seed: int
+    end: int
+
+    @classmethod
+    def of(cls, text: Mapping[str, Any]) -> NgramShape | None:
+        """None where no layer has any. Raises CheckpointError where the token that ends texts is not stated, or layers
+        are meant that are not there."""
+        if not (layers := text.get("ple_layer_ids")):
+            return None
+        ends = text.get("eos_token_id")
+        end = ends[0] if isinstance(ends, list) and ends else ends
+        if not isinstance(end, int):
+            raise CheckpointError("embeddings of n-grams need the eos_token_id that config.json does not state")
+        found = tuple(sorted({int(layer) - 1 for layer in layers}))
+        if found[0] < 0 or found[-1] >= int(text["num_hidden_layers"]):
+            raise CheckpointError("ple_layer_ids names layers that are not there")
+        return cls(
+            layers=found,
+            size=int(text.get("ngram_size", 3)),
+            heads=int(text.get("heads_per_ngram", 8)),
+            width=int(text.get("ple_embed_dim") or text["hidden_size"]),
+            reach=int(text.get("ple_conv_kernel_size", 4)),
+            base=int(text.get("ngram_vocab_size_base", 20_000_000)),
+            multiple=int(text.get("make_ngram_vocab_size_divisible_by", 128)),
+            parts=int(text.get("split_ngram_parts", 512)),
+            seed=int(text.get("seed", 1234)),
+            end=end,
+        )

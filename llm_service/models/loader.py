@@ -16,7 +16,6 @@ from common.checkpoint import Checkpoint, CheckpointError
 from common.linear import finalize_linears
 from common.weights import SliceReader
 from llm_service.layers.cpu import selection
-from llm_service.layers.experts import Experts
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.linear import Finalized, PackedLinear, Place, Placed, Stored, fill, path_within
 from llm_service.layers.weight_dtype import Rounded
@@ -28,7 +27,9 @@ from llm_service.models.quantized import Scheme, load_weights
 _log = log.get("loader")
 
 # Where the text side stands: Qwen2-VL and Qwen2.5-VL on the hub use `model.`, newer saves the longer one.
-_TEXT = re.compile(r"^(?:model\.language_model|language_model\.model|model)\.(?=embed_tokens|layers|norm|per_layer_)")
+_TEXT = re.compile(
+    r"^(?:model\.language_model|language_model\.model|model)\.(?=embed_tokens|layers|norm|per_layer_|hyper_connection_mixer)"
+)
 _MTP = "mtp."
 HEAD, TABLE = "lm_head.weight", "embed_tokens.weight"
 """What a decoder calls its matrix of logits, and its table of tokens."""
@@ -102,6 +103,8 @@ def load_mtp(checkpoint: Checkpoint, target: Decoder, dtype: torch.dtype, *, wei
     """The layer that predicts one token more, beside the decoder of the same checkpoint, which is loaded, with
     the same types as `load_decoder`. Raises CheckpointError where the checkpoint has none."""
     text = {**checkpoint.config, **(checkpoint.config.get("text_config") or {})}
+    if target.config.streams is not None:
+        raise CheckpointError("multi-token prediction is not known for texts with several streams between layers")
     if text.get("mtp_use_dedicated_embeddings"):
         raise CheckpointError("embeddings of its own for multi-token prediction are not supported")
     if not any(name.startswith(_MTP) for name in checkpoint.tensors):
@@ -141,7 +144,7 @@ def _read(
         except ValueError as error:
             raise CheckpointError(f"{name} does not fit the model: {error}") from error
         missing.discard(name)
-    missing -= {name for name in missing if isinstance(module := needed[name][0], Experts) and module.whole()}
+    missing -= {name for name in missing if isinstance(module := needed[name][0], Finalized) and module.whole()}
     if missing:
         raise CheckpointError(f"the checkpoint lacks {', '.join(sorted(missing)[:3])}")
 

@@ -62,7 +62,7 @@ class RankAdapters:
         self._dtype, self._device = decoder.kv_dtype, decoder.device
         self._loaded: dict[int, dict[PackedLinear, dict[str, LowRank]]] = {}
         panels = self._rows.kernel is AdapterKernel.CPU  # have what is stored in memory, others what is computed with
-        like = decoder.norm.weight.new_empty(0, dtype=decoder.kv_dtype if panels else decoder.dtype)
+        like = torch.empty(0, dtype=decoder.kv_dtype if panels else decoder.dtype, device=decoder.device)
         self._slots = {
             linear: LinearAdapters(linear, slots, rank, self._rows, like) for linear, _ in self._linears.values()
         }

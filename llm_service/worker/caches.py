@@ -24,6 +24,7 @@ from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.metadata import AttentionMetadata, Tiling
 from llm_service.layers.cache_spec import (
     CacheSpec,
+    IndexedKV,
     PagedKV,
     Segment,
     SequenceState,
@@ -33,7 +34,14 @@ from llm_service.layers.cache_spec import (
     read_by,
     slot_bytes,
 )
-from llm_service.layers.mixer import CachedPart, StableStateBackend, StateBackend, StateMetadata
+from llm_service.layers.mixer import (
+    CachedPart,
+    IndexBackend,
+    IndexPart,
+    StableStateBackend,
+    StateBackend,
+    StateMetadata,
+)
 
 
 @runtime_checkable
@@ -98,9 +106,13 @@ class Caches:
         shapes = {kind: layers.shape for kind, layers in self.paged.items()}
         paged = {kind: layers.cache for kind, layers in self.paged.items()}
         self.layers = layer_caches(specs, shapes, paged, self.state_slots + self.snapshot_slots, device)
+        self._indexes: dict[IndexedKV, IndexBackend] = {}
+        self._kept = specs
         for mixer, spec in zip(mixers, specs, strict=True):
             if isinstance(spec, SequenceState) and spec not in self._states:
                 self._states[spec] = states(mixer)
+            if isinstance(spec, IndexedKV) and isinstance(mixer, IndexPart) and spec not in self._indexes:
+                self._indexes[spec] = mixer.index_backend(self.paged[spec.kv].backend, block_size)
 
     @property
     def state_chunk(self) -> int:
@@ -129,7 +141,10 @@ class Caches:
         if self._states:
             segments = Segment.of(chunks, slots, passed)
             made |= {spec: backend.batch(segments) for spec, backend in self._states.items()}
-        return [made[spec] for spec in self._specs]
+        made |= {spec: (made[spec.kv], backend.batch(chunks)) for spec, backend in self._indexes.items()}
+        return [
+            made[kept if kept in self._indexes else spec] for kept, spec in zip(self._kept, self._specs, strict=True)
+        ]
 
     @property
     def follows_metadata(self) -> bool:
@@ -164,6 +179,8 @@ class Caches:
 
     def not_capturable(self) -> str:
         """Why a step's batches cannot follow metadata; empty where they can."""
+        if self._indexes:
+            return "the host counts what layers choose by an index"
         for kind in self.paged.values():
             if kind.stable is None:
                 return f"--attention {kind.backend.name} launches other kernels for other lengths"

@@ -45,7 +45,10 @@ PROMPTS: dict[str, list[Part]] = {
 }
 
 
-KINDS = [(family, torch.float32) for family in (*FAMILIES, "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")]
+KINDS = [
+    *((family, torch.float32) for family in (*FAMILIES, "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")),
+    pytest.param(("qwen4_exp", torch.float32), marks=pytest.mark.soak),
+]
 STORED = [
     ("qwen2_vl", torch.bfloat16),
     pytest.param(("qwen3_vl", torch.float16), marks=pytest.mark.soak),
@@ -186,7 +189,10 @@ def test_logits_are_the_references(directory: Path, prompts: dict[str, Prompt]) 
         assert torch.isclose(logits[token], torch.tensor(value).double(), rtol=1e-4), token
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    "family",
+    [*FAMILIES, "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", pytest.param("qwen4_exp", marks=pytest.mark.soak)],
+)
 def test_both_layouts_and_shards_hold_the_same_model(family: Family, checkpoints: Callable[..., Path]) -> None:
     answers = []
     for settings in ({"layout": "hub"}, {"layout": "saved", "sharded": True}):

@@ -1,0 +1,20 @@
+"""Qwen4: Qwen3.5's mixture of experts over several streams, with attention to what an index chooses, and embeddings of
+n-grams in some layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from llm_service.families.family import FULL, LayerNorms, Mixer
+from llm_service.families.qwen3_5 import QWEN3_5
+
+QWEN4 = replace(
+    QWEN3_5,
+    norms=LayerNorms("", ""),
+    mixers={
+        FULL: Mixer.INDEXED_ATTENTION,
+        "indexed_attention": Mixer.INDEXED_ATTENTION,
+        "linear_attention": Mixer.GATED_DELTA_NET,
+    },
+    text_defaults={"full_attention_interval": 4},
+)
