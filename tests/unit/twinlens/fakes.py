@@ -74,7 +74,8 @@ class FakeLlm(v1.LlmServiceServicer):
         self.requests.append(request)
         self.metadata = dict(context.invocation_metadata())
         self.remaining = context.time_remaining()
-        context.add_callback(self.ended.set)
+        if not context.add_callback(self.ended.set):  # the call has ended already
+            self.ended.set()
         yield from self.play(request)
         if self.refusal is not None:
             refuse(context, *self.refusal)
