@@ -38,8 +38,8 @@ _OPTIONS: list[tuple[str, str | int]] = [
     # in which all that were known may have been replaced.
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     ("grpc.service_config", _SERVICE_CONFIG),
-    # With gRPC's own retries a stream read by a thread may wait for ever, whatever its deadline, if the service stops as
-    # the call reaches it: one in 20 did (1.70 to 1.85). Without them the caller is told UNAVAILABLE.
+    # With gRPC's own retries a stream read by a thread may wait for ever, whatever its deadline, if the service stops
+    # as the call reaches it: one in 20 did (1.70 to 1.85). Without them the caller is told UNAVAILABLE.
     ("grpc.enable_retries", 0),
     ("grpc.primary_user_agent", f"twinlens/{__version__}"),
 ]
