@@ -137,7 +137,7 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, Needs]:
     """As `TritonBatch` launches them."""
     shape = KernelShape.of(CacheShape(1, 1, 16, 8, 2, head_dim), dtype)
-    windowed = replace(shape, window=1024)
+    windowed, chunked = replace(shape, window=1024), replace(shape, chunk=8192)
     same = {"BLOCK_SIZE": 16, "BLOCK_N": shape.keys_at_once, "PRECISION": shape.precision}
     sums, kernel = ("mixtures", "maxima", "sums"), triton_kernels.attention_kernel
     joined = {"TOKENS": 1, "GROUP": shape.group, "HEAD_DIM": head_dim, "DIMS": shape.dims, "PARTS": COMBINED}
@@ -148,6 +148,7 @@ def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, N
         "combine": compiled(capability, triton_kernels.combine_kernel, dtype, sums, **joined, num_warps=4),
         "prefill": compiled(capability, kernel, dtype, sums, **same, **shape.rows(shape.tile)),
         "windows": compiled(capability, kernel, dtype, sums, **same, **windowed.rows(shape.tile)),
+        "chunks": compiled(capability, kernel, dtype, sums, **same, **chunked.rows(shape.tile)),
     }
 
 

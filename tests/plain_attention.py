@@ -49,6 +49,9 @@ def paged_attention(
             mask &= torch.ones_like(mask).triu(length - (end - begin) + 1 - kind.window)
         for run in runs if kind.whole_spans else ():
             mask[run] = True
+        if kind.chunk:
+            part = position // kind.chunk
+            mask &= part == part[length - (end - begin) :].unsqueeze(1)
         weights = (
             (q @ k.transpose(1, 2) * kind.softmax_scale(query.shape[-1])).masked_fill(~mask, -torch.inf).softmax(-1)
         )

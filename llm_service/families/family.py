@@ -10,6 +10,7 @@ from typing import Any
 from common.identity import VISION, EncoderParts
 from common.library import PromptFrame
 from common.media.item import Header, Modality
+from llm_service.families.gates import Gates
 
 
 class Mixer(Enum):
@@ -18,6 +19,7 @@ class Mixer(Enum):
     ATTENTION = "attention"
     LATENT_ATTENTION = "latent attention"
     INDEXED_ATTENTION = "attention to what an index chooses"
+    TEMPERED_ATTENTION = "attention whose queries grow with their places"
     GATED_DELTA_NET = "gated delta net"
     SHORT_CONVOLUTION = "short convolution"
 
@@ -27,6 +29,7 @@ class FeedForwardKind(Enum):
 
     DENSE = "dense"
     EXPERTS = "experts"
+    SCALED_EXPERTS = "experts whose inputs are scaled"
     BOTH = "dense, and experts beside it"
 
 
@@ -50,9 +53,11 @@ OF_PROMPTS = (SpanRule.WHOLE_PROMPTS, SpanRule.ALL_MEDIA)
 @dataclass(frozen=True, slots=True)
 class LayerKind:
     """What one decoder layer is made of. Where its mixer is attention a token sees `window` tokens, 0: all before it,
-    and with `spans` those of its own run of media rows, with `whole_spans` all of these; `keys_of` is the layer,
-    counted from 0, whose keys and values it attends to, None: its own. `wide`: its dense feed-forward part is twice as
-    wide as others."""
+    and with `spans` those of its own run of media rows, with `whole_spans` all of these; with a `chunk`, none before
+    the chunk of so many tokens that it is in. `keys_of` is the layer, counted from 0, whose keys and values it attends
+    to, None: its own. `wide`: its dense feed-forward part is twice as wide as others. `gates` are those of a dense part
+    and of what all tokens go through beside experts, `expert_gates` those of experts, None: the activation that the
+    configuration names."""
 
     mixer: Mixer
     feed_forward: FeedForwardKind
@@ -61,6 +66,14 @@ class LayerKind:
     whole_spans: bool = False
     keys_of: int | None = None
     wide: bool = False
+    chunk: int = 0
+    gates: Gates | None = None
+    expert_gates: Gates | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether a token may see less than all that is before it."""
+        return self.window + self.chunk > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +125,8 @@ class InPrompt:
     counted: bool = False
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-"""What config.json calls layers of attention whose tokens see all before them, or a window."""
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+"""What config.json calls layers of attention whose tokens see all before them, or a window, or their chunk."""
 WINDOWED: Mapping[str, Mixer] = {FULL: Mixer.ATTENTION, SLIDING: Mixer.ATTENTION}
 
 
@@ -129,24 +142,27 @@ class Family:
     that it goes with, each of which decides what layers have (`registry.TEXT_FAMILIES`); empty: it has its own.
 
     Layers: `attention_bias`, queries, keys and values have biases; `qk_norm`, each query and key head is normed before
-    it is rotated; `output_gate`, each head of queries has a gate for what is attended to, number by number, and
-    `head_gates`, one for all of it; `norms`, which there are, and `zero_centred_norms`, those of layers and heads scale
-    by 1 + weight, or, with `long_gains`, by weights that stay in float32; `layer_norms`, those of layers take the mean
-    off first, as LayerNorm does, without biases; `parallel_residual`, a layer's feed-forward part is given what its
-    mixer is; `value_norm`, each head of values is normed, without a weight; `layer_scalars`, what comes out of a layer
-    is multiplied by a number; `scaled_embeddings`, those of tokens are multiplied by the root of their width;
-    `logit_scale` and `logit_divisor`, what config.json calls the number that logits are multiplied or divided by, if
-    they are; `rotary_neighbours`, the two numbers of a rotary pair are neighbours in checkpoints; `rotary_in_windows`,
-    heads are rotated in layers with a window alone, where any has one; `fused_gates`, these have gates and what they
-    open as one matrix; `ungated`, feed-forward parts have none, and the square of a ReLU between two products;
-    `grouped_experts`, each expert has a score of its own, and the likeliest are among those of the likeliest groups;
-    `probability_weights`, experts count by their probabilities among all, which do not sum up to 1; `ungated_shared`,
-    what all tokens go through beside their experts has no gate; `experts_beside`, a layer with experts has a dense part
-    as well, and each has norms of its own; `mrope_interleaved`, rotary pairs are dealt out to time, height and width in
-    turns, and `rotary_share`, so much of a head is rotated, unless the checkpoint says otherwise. `mixers`: what
-    config.json's `layer_types` stand for; a family has windows where `SLIDING` is among them. `text_defaults`: what
-    holds of the decoder where config.json leaves it out. `part_names`: what the library calls parts of layers, and the
-    decoder otherwise.
+    it is rotated, by a norm without a weight with `plain_head_norms`, with `local_head_norms` in local layers alone;
+    `output_gate`, each head of queries has a gate for what is attended to, number by number, from a projection of its
+    own with `gates_apart`, and `head_gates`, one for all of it; `norms`, which there are, and `zero_centred_norms`,
+    those of layers and heads scale by 1 + weight, but for the last with `whole_last_gain`, or, with `long_gains`, by
+    weights that stay in float32; `layer_norms`, those of layers take the mean off first, as LayerNorm does, without
+    biases; `parallel_residual`, a layer's feed-forward part is given what its mixer is; `value_norm`, each head of
+    values is normed, without a weight; `layer_scalars`, what comes out of a layer is multiplied by a number;
+    `scaled_embeddings`, those of tokens are multiplied by the root of their width, with `normed_embeddings` they are
+    normed, without a weight; `logit_scale` and `logit_divisor`, what config.json calls the number that logits are
+    multiplied or divided by, if they are; `rotary_neighbours`, the two numbers of a rotary pair are neighbours in
+    checkpoints; `rotary_in_windows`, heads are rotated in local layers alone, those with a window or chunks, where
+    there are any; `fused_gates`, these have gates and what they open as one matrix; `ungated`, feed-forward parts have
+    none, and the square of a ReLU between two products; `grouped_experts`, each expert has a score of its own, and the
+    likeliest are among those of the likeliest groups; `probability_weights`, experts count by their probabilities among
+    all, which do not sum up to 1; `ungated_shared`, what all tokens go through beside their experts has no gate;
+    `sparse`, what follows in a layer with experts, whose stacked matrices have inputs first where they are
+    `experts_inputs_first`, None: where their shape says so; `mrope_interleaved`, rotary pairs are dealt out to time,
+    height and width in turns, and `rotary_share`, so much of a head is rotated, unless the checkpoint says otherwise.
+    `mixers`: what config.json's `layer_types` stand for; a family has windows where `SLIDING` is among them, and where
+    queries grow in none of its contexts they are left as they are. `text_defaults`: what holds of the decoder where
+    config.json leaves it out. `part_names`: what the library calls parts of layers, and the decoder otherwise.
     """
 
     modalities: Mapping[Modality, InPrompt]
@@ -158,16 +174,21 @@ class Family:
     texts: Collection[str] = ()
     attention_bias: bool = False
     qk_norm: bool = False
+    plain_head_norms: bool = False
+    local_head_norms: bool = False
     output_gate: bool = False
+    gates_apart: bool = False
     head_gates: bool = False
     norms: LayerNorms = LayerNorms()
     zero_centred_norms: bool = False
     long_gains: bool = False
+    whole_last_gain: bool = False
     layer_norms: bool = False
     parallel_residual: bool = False
     value_norm: bool = False
     layer_scalars: bool = False
     scaled_embeddings: bool = False
+    normed_embeddings: bool = False
     logit_scale: str = ""
     logit_divisor: str = ""
     rotary_neighbours: bool = False
@@ -177,7 +198,8 @@ class Family:
     grouped_experts: bool = False
     probability_weights: bool = False
     ungated_shared: bool = False
-    experts_beside: bool = False
+    sparse: FeedForwardKind = FeedForwardKind.EXPERTS
+    experts_inputs_first: bool | None = None
     mrope_interleaved: bool = False
     rotary_share: float = 1.0
     text_defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llm_service.families.family import WINDOWED, Family
+from llm_service.families.family import WINDOWED, Family, FeedForwardKind
 from llm_service.families.gemma3 import GEMMA3_TEXT
 
 GEMMA4_TEXT = Family(
@@ -15,7 +15,7 @@ GEMMA4_TEXT = Family(
     value_norm=True,
     layer_scalars=True,
     scaled_embeddings=True,
-    experts_beside=True,
+    sparse=FeedForwardKind.BOTH,
     mixers=WINDOWED,
     text_defaults={
         "vocab_size": 262_144,

@@ -10,18 +10,21 @@ from common.checkpoint import CheckpointError
 from llm_service.families.cohere2 import COHERE2_TEXT, COHERE_COMPASS_TEXT
 from llm_service.families.deepseek import DEEPSEEK_V3_TEXT, MISTRAL4_TEXT
 from llm_service.families.exaone4 import EXAONE4_TEXT
-from llm_service.families.family import WINDOWED, Family
+from llm_service.families.family import WINDOWED, Family, Mixer
 from llm_service.families.gemma3 import GEMMA3_TEXT, GEMMA_TEXT
 from llm_service.families.gemma4 import GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT
 from llm_service.families.glm4v import GLM4V_MOE_TEXT, GLM4V_TEXT, GLM_OCR_TEXT
 from llm_service.families.granite import GRANITE_TEXT, HYPERCLOVAX_TEXT
 from llm_service.families.internvl import INTERNVL
 from llm_service.families.lfm import LFM2, LFM3
+from llm_service.families.llama4 import LLAMA4_TEXT
+from llm_service.families.muse import MUSE_GLIMMER_TEXT
 from llm_service.families.qwen2_audio import QWEN2_AUDIO
 from llm_service.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from llm_service.families.qwen3_5 import QWEN3_5
 from llm_service.families.qwen3_vl import QWEN3_VL
 from llm_service.families.qwen4 import QWEN4
+from llm_service.families.step3 import MINIMAX_M3_TEXT, STEP3_TEXT
 
 FAMILIES: Final = {
     "qwen2_vl": QWEN2_VL,
@@ -65,9 +68,16 @@ TEXT_FAMILIES: Final = {
     "lfm2": LFM2,
     "lfm3": LFM3,
     "llama": Family({}),
-    "ministral3": Family({}, mixers=WINDOWED, text_defaults={"use_sliding_window": True, "sliding_window": None}),
+    "llama4_text": LLAMA4_TEXT,
+    "minimax_m3_vl_text": MINIMAX_M3_TEXT,
+    "ministral3": Family(
+        {},
+        mixers=dict.fromkeys(WINDOWED, Mixer.TEMPERED_ATTENTION),
+        text_defaults={"use_sliding_window": True, "sliding_window": None},
+    ),
     "mistral": Family({}, mixers=WINDOWED, text_defaults={"use_sliding_window": True}),
     "mistral4": MISTRAL4_TEXT,
+    "muse_glimmer_text": MUSE_GLIMMER_TEXT,
     "paddleocr_vl_text": Family({}),
     "qwen2": Family({}, attention_bias=True),
     "qwen2_5_omni_text": QWEN2_5_VL,
@@ -78,6 +88,7 @@ TEXT_FAMILIES: Final = {
     "qwen3_vl_moe_text": QWEN3_VL,
     "qwen3_vl_text": QWEN3_VL,
     "qwen4_exp_text": QWEN4,
+    "step3p5": STEP3_TEXT,
 }
 """By the `model_type` of a text: of models without media, which propose drafts for those, of families that
 go with several, and of models that no family is for, where our decoder computes the text and the library the rest."""

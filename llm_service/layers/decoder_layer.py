@@ -20,8 +20,10 @@ from llm_service.layers.layer_inputs import LayerEnd
 from llm_service.layers.mixer import CachedPart, MixerPart, Rotary
 from llm_service.layers.mlp import MLP, SquaredMLP
 from llm_service.layers.ops import Unnormed, norm_of
+from llm_service.layers.scaled_experts import InputScaledMLP
 from llm_service.layers.self_attention import SelfAttention
 from llm_service.layers.short_convolution import ShortConvolution
+from llm_service.layers.tempered_attention import TemperedAttention
 from llm_service.models.config import TextConfig
 
 
@@ -30,11 +32,13 @@ def _dense(kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch
     given = config.hidden_size, inner, group, dtype
     if config.family.ungated:
         return SquaredMLP(*given)
-    return MLP(*given, activation=config.activation, fused=config.family.fused_gates)
+    return MLP(*given, activation=kind.gates or config.activation, fused=config.family.fused_gates)
 
 
-def _experts(_: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> SparseMLP:
-    return SparseMLP(
+def _experts(
+    kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype, made: type[SparseMLP] = SparseMLP
+) -> SparseMLP:
+    return made(
         config.experts,
         config.experts_per_token,
         config.hidden_size,
@@ -45,7 +49,10 @@ def _experts(_: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.
         shared_gate=not config.family.ungated_shared,
         grouped=config.grouped,
         scale=config.expert_scale,
-        activation=config.activation,
+        activation=kind.expert_gates or config.activation,
+        shared_activation=kind.gates or config.activation,
+        fused=config.family.fused_gates,
+        inputs_first=config.family.experts_inputs_first,
     )
 
 
@@ -53,12 +60,14 @@ MIXERS: dict[Mixer, Callable[[LayerKind, TextConfig, TensorGroup, torch.dtype], 
     Mixer.ATTENTION: SelfAttention,
     Mixer.LATENT_ATTENTION: LatentAttention,
     Mixer.INDEXED_ATTENTION: IndexedAttention,
+    Mixer.TEMPERED_ATTENTION: TemperedAttention,
     Mixer.GATED_DELTA_NET: lambda _, *given: GatedDeltaNet(*given),
     Mixer.SHORT_CONVOLUTION: lambda _, *given: ShortConvolution(*given),
 }
 FEED_FORWARDS: dict[FeedForwardKind, Callable[[LayerKind, TextConfig, TensorGroup, torch.dtype], nn.Module]] = {
     FeedForwardKind.DENSE: _dense,
     FeedForwardKind.EXPERTS: _experts,
+    FeedForwardKind.SCALED_EXPERTS: partial(_experts, made=InputScaledMLP),
     FeedForwardKind.BOTH: _dense,
 }
 KeysAndValues = tuple[Tensor, ...]
@@ -76,15 +85,16 @@ class DecoderLayer(nn.Module):
         norm_in = partial(norm, eps=config.residual_eps)
         self.mixer_in_norm = norm_in(names.mixer_in) if names.mixer_in else Unnormed()
         self.mixer = MIXERS[kind.mixer](kind, config, group, dtype)
-        self.mixer_out_norm = norm(names.mixer_out) if names.mixer_out else None
+        norm_out = partial(norm, eps=config.out_eps)
+        self.mixer_out_norm = norm_out(names.mixer_out) if names.mixer_out else None
         self.mlp_in_norm = norm_in(names.feed_forward_in) if names.feed_forward_in else Unnormed()
         self.mlp = FEED_FORWARDS[kind.feed_forward](kind, config, group, dtype)
         both = kind.feed_forward is FeedForwardKind.BOTH
         self.beside = ExpertsBeside(config, group, dtype) if both else None
-        self.mlp_out_norm = norm(names.feed_forward_out) if names.feed_forward_out else None
+        self.mlp_out_norm = norm_out(names.feed_forward_out) if names.feed_forward_out else None
         ends = config.family.layer_scalars or config.layer_inputs is not None
         self.end = LayerEnd(config, dtype) if ends else None
-        self.windowed, self._window, self._shares = kind.window > 0, kind.window, kind.keys_of is not None
+        self.is_local, self._window, self._shares = kind.is_local, kind.window, kind.keys_of is not None
         self.ranks = group.size
 
     @property

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from common.linear import LaidOut, Linear
+from llm_service.families.gates import Gates
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import Place, Stored, fill, laid_out, quantized
 from llm_service.layers.mlp import MLP, act_and_mul
@@ -39,7 +40,8 @@ class Experts(nn.Module):
     """All experts' weights, stacked: gate_up_proj [experts, 2 · inner, hidden], down_proj [experts, hidden, inner].
 
     `inner` is this rank's share; gate and up are each split, so that the halves stay side by side. A checkpoint has
-    them stacked, or each expert's three matrices apart, as quantised ones do.
+    them stacked, with gate and up as one or as two, or each expert's three matrices apart, as quantised ones do. Of
+    stacked ones `inputs_first` says whether inputs come first, None: their shape does.
     """
 
     ops: RowOps = TORCH
@@ -52,9 +54,11 @@ class Experts(nn.Module):
         group: TensorGroup,
         dtype: torch.dtype,
         *,
-        activation: Activation = Activation.SILU,
+        activation: Activation | Gates = Activation.SILU,
+        inputs_first: bool | None = None,
     ) -> None:
         super().__init__()
+        self._inputs_first = inputs_first
         self.count, self._inner, self._share, self._activation = count, inner, group.share(inner), activation
         self.laid_out: list[tuple[LaidOut, LaidOut]] = []
         self.grouped: tuple[GroupedProduct, GroupedProduct] | None = None
@@ -69,22 +73,23 @@ class Experts(nn.Module):
         stacked: dict[str, Place] = {
             f"{own}.{kind}": partial(self._place, kind) for kind in ("gate_up_proj", "down_proj")
         }
+        stacked |= {f"{own}.{kind}": partial(self._place_half, kind) for kind in ("gate_proj", "up_proj")}
         return stacked | {
             f"{own}.{expert}.{kind}.weight": partial(self._place_one, kind, expert) for kind, expert in self._missing
         }
 
     def _place(self, kind: str, stored: Stored) -> None:
-        """Published checkpoints keep each expert's matrices the other way round, [experts, in, out]; where the shape
-        fits both ways, it is that one."""
+        """Some checkpoints keep each expert's matrices the other way round, [experts, in, out]; where the shape fits
+        both ways, and nothing is said, it is that one."""
         target, shape, share = getattr(self, kind), tuple(stored.get_shape()), self._share
         if kind == "gate_up_proj":
             up = slice(self._inner + share.start, self._inner + share.stop)
-            if shape[1:] == (target.shape[2], 2 * self._inner):  # as published
+            if self._has_inputs_first(shape, target.shape[2], 2 * self._inner):
                 parts = [stored[:, :, part].transpose(1, 2) for part in (share, up)]
             else:
                 parts = [stored[:, part] for part in (share, up)]
             source = torch.cat(parts, dim=1)
-        elif shape[1:] == (self._inner, target.shape[1]):  # as published
+        elif self._has_inputs_first(shape, self._inner, target.shape[1]):
             source = stored[:, share].transpose(1, 2)
         else:
             source = stored[:, :, share]
@@ -92,6 +97,15 @@ class Experts(nn.Module):
             raise ValueError(f"it is {shape}, which does not fit {tuple(target.shape)}")
         target.copy_(source)
         self._missing -= {each for each in self._missing if (each[0] == "down_proj") == (kind == "down_proj")}
+
+    def _has_inputs_first(self, shape: tuple[int, ...], inputs: int, outputs: int) -> bool:
+        return shape[1:] == (inputs, outputs) if self._inputs_first is None else self._inputs_first
+
+    def _place_half(self, kind: str, stored: Stored) -> None:
+        """One of two stacked matrices of which others have one, [experts, out, in]."""
+        begin = self.gate_up_proj.shape[1] // 2 if kind == "up_proj" else 0
+        fill(self.gate_up_proj[:, begin : begin + self.gate_up_proj.shape[1] // 2], stored[:, self._share])
+        self._missing -= {each for each in self._missing if each[0] == kind}
 
     def _place_one(self, kind: str, expert: int, stored: Stored) -> None:
         """One matrix of one expert, [out, in]."""
@@ -266,8 +280,13 @@ class SparseMLP(Routed):
         shared_gate: bool = True,
         grouped: GroupedExperts | None = None,
         scale: float | None = None,
-        activation: Activation = Activation.SILU,
+        activation: Activation | Gates = Activation.SILU,
+        shared_activation: Activation | Gates | None = None,
+        fused: bool = False,
+        inputs_first: bool | None = None,
     ) -> None:
+        """The shared expert has the others' activation unless it is given its own; with `fused` a checkpoint has its
+        gates and what they open as one matrix. `inputs_first` is as in `Experts`."""
         super().__init__()
         self._group, self._per_token = group, per_token
         self.gate: Linear | GroupedRouter | ProbabilityRouter
@@ -277,11 +296,13 @@ class SparseMLP(Routed):
             self.gate = ProbabilityRouter(experts, per_token, hidden, scale)
         else:
             self.gate = Linear(hidden, experts, bias=False, dtype=dtype)
-        self.experts = Experts(experts, hidden, inner, group, dtype, activation=activation)
+        self.experts = Experts(experts, hidden, inner, group, dtype, activation=activation, inputs_first=inputs_first)
         self.shared_expert: MLP | None = None
         if shared_inner:
             name = "" if shared_gate else "shared_experts"
-            self.shared_expert = MLP(hidden, shared_inner, group, dtype, activation=activation, stored_as=name)
+            own = activation if shared_activation is None else shared_activation
+            given = hidden, shared_inner, group, dtype
+            self.shared_expert = MLP(*given, activation=own, fused=fused, stored_as=name)
         has_gate = shared_inner > 0 and shared_gate
         self.shared_expert_gate = Linear(hidden, 1, bias=False, dtype=dtype) if has_gate else None
 

@@ -174,13 +174,26 @@ class PackedLinear(Linear):
             self._replace_weight(quantized(parts, self._order, rounded=rounded))
 
 
+_AT_ONCE = 4096
+"""Rows that are normed together."""
+
+
 class VocabularyEmbedding(nn.Module):
-    """Token embeddings, split over the ranks by token id, and multiplied by `scale` as their type has it."""
+    """Token embeddings, split over the ranks by token id, and multiplied by `scale` as their type has it. With a
+    `norm_eps` each is normed when it is read, without a weight."""
 
     def __init__(
-        self, total: int, hidden: int, group: TensorGroup, dtype: torch.dtype, *, scale: float | None = None
+        self,
+        total: int,
+        hidden: int,
+        group: TensorGroup,
+        dtype: torch.dtype,
+        *,
+        scale: float | None = None,
+        norm_eps: float | None = None,
     ) -> None:
         super().__init__()
+        self._norm_eps = norm_eps
         self._scale = None if scale is None else torch.tensor(scale, dtype=dtype, device="cpu").item()
         self.share = group.vocabulary_share(total)
         self._group = group
@@ -189,7 +202,13 @@ class VocabularyEmbedding(nn.Module):
 
     def targets(self, own: str) -> dict[str, Place]:
         """See `Placed`."""
-        return {f"{own}.weight": lambda stored: fill(self.weight, stored[self.share])}
+        return {f"{own}.weight": self._place}
+
+    def _place(self, stored: Stored) -> None:
+        fill(self.weight, stored[self.share])
+        if self._norm_eps is not None:
+            for rows in self.weight.split(_AT_ONCE):
+                rows.copy_(functional.rms_norm(rows.float(), rows.shape[1:], eps=self._norm_eps))
 
     def finalize(self) -> None:
         """Called when the weight is final: it is kept in 16 bits where they have all of its numbers."""

@@ -11,8 +11,8 @@ from torch import Tensor
 from llm_service.layers.attention.backend import AttentionBackend, PagedChunk
 from llm_service.layers.cache_spec import CacheSpec, Segment
 
-Rotary = tuple[Tensor, Tensor]
-"""Cosine and sine, [n, 1, rotary_dim] each."""
+Rotary = tuple[Tensor, ...]
+"""Cosine and sine, [n, 1, rotary_dim] each; for `TemperedAttention` what queries are multiplied by as well."""
 
 
 class StateBackend(Protocol):

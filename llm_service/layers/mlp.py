@@ -6,14 +6,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from llm_service.families.gates import Gates
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear
 from llm_service.layers.ops import TORCH, RowOps
 from llm_service.models.config import Activation
 
 
-def act_and_mul(ops: RowOps, activation: Activation, x: Tensor) -> Tensor:
-    """x [n, 2 · inner] → activation(first half) · second half, [n, inner]."""
+def act_and_mul(ops: RowOps, activation: Activation | Gates, x: Tensor) -> Tensor:
+    """x [n, 2 · inner] → activation(first half) · second half, [n, inner], or as gates of another kind are opened, by
+    torch's operators."""
+    if not isinstance(activation, Activation):
+        opened: Tensor = activation.opened(*x.chunk(2, dim=-1))
+        return opened
     return ops.silu_and_mul(x) if activation is Activation.SILU else ops.gelu_and_mul(x)
 
 
@@ -29,7 +34,7 @@ class MLP(nn.Module):
         group: TensorGroup,
         dtype: torch.dtype,
         *,
-        activation: Activation = Activation.SILU,
+        activation: Activation | Gates = Activation.SILU,
         fused: bool = False,
         stored_as: str = "",
     ) -> None:

@@ -4,7 +4,7 @@ it, torch's operators or a device's kernels."""
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -180,10 +180,20 @@ class RMSNorm(nn.Module):
 
     @classmethod
     def of(
-        cls, config: TextConfig, size: int, dtype: torch.dtype, stored_as: str = "", *, eps: float | None = None
+        cls,
+        config: TextConfig,
+        size: int,
+        dtype: torch.dtype,
+        stored_as: str = "",
+        *,
+        eps: float | None = None,
+        last: bool = False,
     ) -> Self:
-        """One of a decoder's, with the eps that its configuration states, unless it is given."""
-        zero_centred, long_gain = config.family.zero_centred_norms, config.family.long_gains
+        """One of a decoder's, with the eps that its configuration states, unless it is given; `last`: behind all
+        layers."""
+        whole = last and config.family.whole_last_gain
+        zero_centred = config.family.zero_centred_norms and not whole
+        long_gain = config.family.long_gains or whole
         eps = config.norm_eps if eps is None else eps
         return cls(size, eps, dtype, zero_centred=zero_centred, long_gain=long_gain, stored_as=stored_as)
 
@@ -203,6 +213,18 @@ class RMSNorm(nn.Module):
         if more is None:
             return x, self(x)
         return self.ops.add_rms_norm(x, more, self.weight, self.eps)
+
+
+class PlainNorm(RMSNorm):
+    """One without a weight, which is 1."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, **given: Any) -> None:
+        super().__init__(size, eps, dtype, **given)
+        self.weight.fill_(1.0)
+
+    def targets(self, _: str) -> dict[str, Place]:
+        """There are none."""
+        return {}
 
 
 class LayerNorm(RMSNorm):
@@ -227,10 +249,12 @@ class Unnormed(nn.Module):
         return total, total
 
 
-def norm_of(config: TextConfig, dtype: torch.dtype, stored_as: str = "", *, eps: float | None = None) -> RMSNorm:
+def norm_of(
+    config: TextConfig, dtype: torch.dtype, stored_as: str = "", *, eps: float | None = None, last: bool = False
+) -> RMSNorm:
     """One of what a decoder's layers hand on, of its family's kind; see `RMSNorm.of`."""
     kind = LayerNorm if config.family.layer_norms else RMSNorm
-    return kind.of(config, config.hidden_size, dtype, stored_as, eps=eps)
+    return kind.of(config, config.hidden_size, dtype, stored_as, eps=eps, last=last)
 
 
 class MultimodalRotary(nn.Module):
@@ -267,7 +291,7 @@ class MultimodalRotary(nn.Module):
         given = config.dim, config.theta, config.sections
         return cls(*given, interleaved=config.interleaved, device=device, scaling=config.scaling)
 
-    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """int [3, n] → cosine and sine, each [n, 1, dim] in `dtype`."""
         turns = positions[self._axis].float().t() * self._frequencies  # [n, dim / 2]
         turns = torch.cat([turns, turns], dim=-1).unsqueeze(1)

@@ -14,7 +14,7 @@ from llm_service.layers.cache_spec import IndexedKV, PagedKV, SharedKV
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear, length
 from llm_service.layers.mixer import Rotary, StateBackend
-from llm_service.layers.ops import TORCH, RMSNorm, RowOps
+from llm_service.layers.ops import TORCH, PlainNorm, RMSNorm, RowOps
 from llm_service.models.config import TextConfig
 
 
@@ -30,18 +30,22 @@ class SelfAttention(nn.Module):
         super().__init__()
         self._group = group
         family = config.family
-        self._kind = AttentionKind(kind.window, kind.spans, config.attention_scale, kind.whole_spans)
+        self._kind = AttentionKind(kind.window, kind.spans, config.attention_scale, kind.whole_spans, kind.chunk)
         self._keys_of = kind.keys_of
         shape = config.head_shape(kind)
         self.head_dim, self.eps, self._keys_as_values = shape.head_dim, config.norm_eps, shape.keys_as_values
-        shared, own = group.kv_share(shape.kv_heads), group.share(config.heads)
+        shared, own = group.kv_share(shape.kv_heads), group.share(config.heads_of(kind))
         self.heads, self.kv_heads, self.has_gates = length(own), length(shared), family.output_gate
+        self._gates_apart = family.gates_apart
         self.new_keys = self.kv_heads if kind.keys_of is None else 0
         query, key = _elements(own, self.head_dim), _elements(shared, self.head_dim)
         whole = slice(0, config.hidden_size)
-        parts = {"q_proj": _elements(own, 2 * self.head_dim) if self.has_gates else query}
+        within = self.has_gates and not self._gates_apart
+        parts = {"q_proj": _elements(own, 2 * self.head_dim) if within else query}
         if self.new_keys:
             parts |= {"k_proj": key} if self._keys_as_values else {"k_proj": key, "v_proj": key}
+        if self.has_gates and not within:
+            parts |= {"gate_proj": query}
         bias, order = family.attention_bias, self._order(config)
         self.qkv = PackedLinear(whole, parts, bias=bias, dtype=dtype, order=order)
         self.o = PackedLinear(query, {"o_proj": whole}, bias=False, dtype=dtype)
@@ -49,16 +53,17 @@ class SelfAttention(nn.Module):
         if family.head_gates:  # few
             self.head_gates = PackedLinear(whole, {"g_proj": own}, bias=False, dtype=dtype, rounds=False)
 
-        norm = partial(RMSNorm.of, config, self.head_dim, dtype)
-        self.q_norm = norm() if family.qk_norm else nn.Identity()
-        self.k_norm = norm() if family.qk_norm and self.new_keys else nn.Identity()
+        kept = PlainNorm if family.plain_head_norms else RMSNorm
+        norm, normed = partial(kept.of, config, self.head_dim, dtype), config.norms_heads(kind)
+        self.q_norm = norm() if normed else nn.Identity()
+        self.k_norm = norm() if normed and self.new_keys else nn.Identity()
         self._value_gain: Tensor | None
         gain = torch.ones(self.head_dim, dtype=dtype) if family.value_norm and self.new_keys else None
         self.register_buffer("_value_gain", gain, persistent=False)
 
     def _order(self, config: TextConfig) -> Tensor | None:
         """Where the rows of a checkpoint's projections go, if not one behind the other."""
-        if self.has_gates:
+        if self.has_gates and not self._gates_apart:
             return gates_last(self.heads, self.kv_heads, self.head_dim)
         if config.family.rotary_neighbours:
             return pairs_apart(self.heads + self.kv_heads, self.kv_heads, self.head_dim, config.rotary.dim)
@@ -78,7 +83,9 @@ class SelfAttention(nn.Module):
         """x [n, hidden] → this rank's queries [n, heads, head_dim], keys and values [n, kv_heads, head_dim], unless
         they are another layer's, and where there are gates these, [n, heads, head_dim]."""
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
-        rotated = self.ops.qk_norm_rotary(heads, rotary, self.heads, self.new_keys, self.gains, self.eps)
+        cosine, sine = rotary
+        given = self.heads, self.new_keys, self.gains, self.eps
+        rotated = self.ops.qk_norm_rotary(heads, (cosine, sine), *given)
         parts = self.parts(rotated, heads)
         if self.head_gates is None:
             return parts

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from common.checkpoint import CheckpointError
-from llm_service.families.family import FULL, SLIDING, Family, FeedForwardKind, LayerKind, Mixer, SpanRule
+from llm_service.families.family import CHUNKED, FULL, SLIDING, Family, FeedForwardKind, LayerKind, Mixer, SpanRule
+from llm_service.families.gates import Gates
 from llm_service.families.registry import family_of
-from llm_service.models.layer_shapes import HeadShape, IndexShape, LatentHeads, LayerInputs, NgramShape, StreamShape
+from llm_service.models.layer_shapes import (
+    HeadShape,
+    IndexShape,
+    LatentHeads,
+    LayerInputs,
+    NgramShape,
+    StreamShape,
+    gates_of,
+    local_heads,
+)
 from llm_service.models.rotary_config import RotaryConfig, rotary_settings
 
 
@@ -54,17 +65,21 @@ class Activation(Enum):
 @dataclass(frozen=True, slots=True)
 class TextConfig:
     """Shape of a decoder. Sizes count elements; `mixers` has one for each layer, and `windows`, where it is not empty,
-    how many tokens one sees there, 0: all; in layers with a window heads are rotated by `window_rotary`, if there is
-    one. `spans`: in which layers rows of one run see each other. `attention_scale` is what products of queries and keys
-    are multiplied by, None: head_dim^-0.5. Short convolutions see `convolution_width` tokens. `full_heads` are those of
-    keys and values in layers without a window, where they are others. The last `shared_layers` attend to keys and
-    values of the last one before them that has their window, and with `wide_shared` their feed-forward parts are twice
-    as wide. `latent`: the heads of layers with latent attention. `layer_inputs`: layers have inputs of their own. All
-    that enters the first layer, rows of media as well, is multiplied by `embedding_multiplier`, and what each part of a
-    layer adds by `residual_multiplier`. Logits are multiplied by `logit_scale`; `logit_cap` is what none exceeds: cap ·
-    tanh(x / cap). Levels of rows, the first as well, are added before the `level_layers`, which are of the library's
-    configurations; where it is empty, the first is among embeddings, and the others are added behind the first layers.
-    `index`, `streams` and `ngrams` are where layers have such.
+    how many tokens one sees there, 0: all; `chunks` likewise, of how many tokens the chunks are that a sequence is cut
+    into there, 0: of none. In such local layers heads are rotated by `window_rotary`, if there is one; `qk_norm`: heads
+    of queries and keys are normed. `out_eps` is that of norms behind parts of layers, None: the usual. `gates` and
+    `expert_gates`, where they are not empty, have one of what `LayerKind` calls so for each layer. `spans`: in which
+    layers rows of one run see each other. `attention_scale` is what products of queries and keys are multiplied by,
+    None: head_dim^-0.5. Short convolutions see `convolution_width` tokens. `full_heads` are those of keys and values in
+    layers without a window, where they are others, `local_heads` those of queries in layers with one. The last
+    `shared_layers` attend to keys and values of the last one before them that has their window, and with `wide_shared`
+    their feed-forward parts are twice as wide. `latent`: the heads of layers with latent attention. `layer_inputs`:
+    layers have inputs of their own. All that enters the first layer, rows of media as well, is multiplied by
+    `embedding_multiplier`, and what each part of a layer adds by `residual_multiplier`. Logits are multiplied by
+    `logit_scale`; `logit_cap` is what none exceeds: cap · tanh(x / cap). Levels of rows, the first as well, are added
+    before the `level_layers`, which are of the library's configurations; where it is empty, the first is among
+    embeddings, and the others are added behind the first layers. `index`, `streams` and `ngrams` are where layers have
+    such.
 
     Where `experts` is above 0, every `sparse_step`-th layer but those in `dense_layers` is a mixture of experts, with a
     shared one beside them where `shared_expert_size` is above 0. `grouped`: in which groups they are, if in any. With
@@ -95,10 +110,16 @@ class TextConfig:
     convolution_width: int = 0
     activation: Activation = Activation.SILU
     windows: tuple[int, ...] = ()
+    chunks: tuple[int, ...] = ()
+    qk_norm: bool = False
+    out_eps: float | None = None
+    gates: tuple[Gates | None, ...] = ()
+    expert_gates: tuple[Gates | None, ...] = ()
     window_rotary: RotaryConfig | None = None
     spans: SpanRule = SpanRule.NOWHERE
     attention_scale: float | None = None
     full_heads: HeadShape | None = None
+    local_heads: int | None = None
     shared_layers: int = 0
     wide_shared: bool = False
     latent: LatentHeads | None = None
@@ -138,17 +159,23 @@ class TextConfig:
     def layer_kind(self, layer: int) -> LayerKind:
         """What a layer, counted from 0, is made of."""
         sparse = self.experts > 0 and layer not in self.dense_layers and (layer + 1) % self.sparse_step == 0
-        some = FeedForwardKind.BOTH if self.family.experts_beside else FeedForwardKind.EXPERTS
         window, keys_of = self._window_of(layer), self._keys_of(layer)
         return LayerKind(
             self.mixers[layer],
-            some if sparse else FeedForwardKind.DENSE,
+            self.family.sparse if sparse else FeedForwardKind.DENSE,
             window,
             spans=self.spans in _EVERYWHERE or (self.spans is SpanRule.IN_WINDOWS and window > 0),
             whole_spans=self.spans is SpanRule.BEYOND_WINDOWS,
             keys_of=keys_of,
             wide=self.wide_shared and keys_of is not None,
+            chunk=self.chunks[layer] if self.chunks else 0,
+            gates=self.gates[layer] if self.gates else None,
+            expert_gates=self.expert_gates[layer] if self.expert_gates else None,
         )
+
+    def norms_heads(self, kind: LayerKind) -> bool:
+        """Whether a layer's heads of queries and keys are normed."""
+        return self.qk_norm and (kind.is_local or not self.family.local_head_norms)
 
     def _window_of(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
@@ -162,6 +189,15 @@ class TextConfig:
         if not alike:
             raise CheckpointError("no layer has the keys and values that others of its kind share")
         return alike[-1]
+
+    def heads_of(self, kind: LayerKind) -> int:
+        """Heads of a layer's queries."""
+        return self.local_heads if kind.window and self.local_heads is not None else self.heads
+
+    @property
+    def embedding_eps(self) -> float | None:
+        """With which embeddings are normed; None where they are not."""
+        return self.norm_eps if self.family.normed_embeddings else None
 
     def head_shape(self, kind: LayerKind) -> HeadShape:
         """Of a layer's keys and values."""
@@ -184,9 +220,10 @@ class TextConfig:
         """
         family = family_of(config)
         text = {**family.text_defaults, **config, **(config.get("text_config") or {})}
-        rope, window_rope = rotary_settings(text, family, windows=_window(text) > 0)
+        rope, window_rope = rotary_settings(text, family, local=_window(text) + _chunk(text, family) > 0)
         max_position = int(text.get("max_position_embeddings", 32768))
-        _check_reach(text, rope, family, min(max_context or max_position, max_position))
+        longest = min(max_context or max_position, max_position)
+        _check_reach(text, family, longest)
         activation = str(text.get("hidden_activation") or text.get("hidden_act", "silu"))
         squared = activation == Activation.SQUARED_RELU.value
         if activation not in {each.value for each in Activation} or squared != family.ungated:
@@ -201,26 +238,30 @@ class TextConfig:
                 rope = {**rope, "partial_rotary_factor": 1.0}
             head_dim = int(text.get("head_dim") or text["hidden_size"] // heads) if latent is None else latent.rotated
             types, experts = _layer_types(text, family), _experts(text)
+            _check_rotated(text, family, types)
             grouped = family.grouped_experts and experts > 0
-            mixers = tuple(family.mixers[each] for each in types)
             usual = HeadShape(int(text.get("num_key_value_heads") or heads), head_dim)
             full, cap = HeadShape.of_full(text, types, usual), text.get("final_logit_softcapping")
 
             def rotary(settings: Mapping[str, Any], shape: HeadShape) -> RotaryConfig:
-                return RotaryConfig.of(settings, text, family, shape.head_dim, max_position)
+                return RotaryConfig.of(settings, text, family, shape.head_dim, max_position, longest)
+
+            every = rotary(rope, full or usual)
+            local = None if window_rope is None else rotary(window_rope, usual)
+            mixers = tuple(_mixer(family.mixers[each], every if each == FULL else local or every) for each in types)
 
             return cls(
                 family=family,
                 vocab_size=int(text["vocab_size"]),
                 hidden_size=int(text["hidden_size"]),
-                intermediate_size=int(text.get("intermediate_size", 0)) if experts else _inner_size(text),
+                intermediate_size=_dense_size(text) if experts else _inner_size(text),
                 mixers=mixers,
                 heads=heads,
                 kv_heads=usual.kv_heads,
                 head_dim=head_dim,
                 norm_eps=_norm_eps(text),
-                rotary=rotary(rope, full or usual),
-                tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+                rotary=every,
+                tied=_tied(config, text, family),
                 max_position=max_position,
                 experts=experts,
                 experts_per_token=int(_first(text, "num_experts_per_tok", "top_k_experts", "moe_topk") or 0),
@@ -234,9 +275,15 @@ class TextConfig:
                 convolution_width=_convolution_width(text) if Mixer.SHORT_CONVOLUTION in mixers else 0,
                 activation=Activation(activation),
                 windows=_windows(text, types),
-                window_rotary=None if window_rope is None else rotary(window_rope, usual),
-                attention_scale=_attention_scale(text),
+                chunks=_chunks(text, family, types),
+                qk_norm=family.qk_norm and bool(text.get("use_qk_norm", True)),
+                window_rotary=local,
+                attention_scale=_attention_scale(text, head_dim),
                 full_heads=full,
+                local_heads=local_heads(text, types),
+                out_eps=None if (eps := text.get("post_norm_eps")) is None else float(eps),
+                gates=gates_of(text, "swiglu_limits_shared"),
+                expert_gates=gates_of(text, "swiglu_limits"),
                 shared_layers=int(text.get("num_kv_shared_layers") or 0),
                 wide_shared=bool(text.get("use_double_wide_mlp")),
                 latent=latent,
@@ -252,6 +299,13 @@ class TextConfig:
             )
         except KeyError as error:
             raise CheckpointError(f"config.json has no {error.args[0]}") from error
+
+
+def _tied(config: Mapping[str, Any], text: Mapping[str, Any], family: Family) -> bool:
+    tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+    if tied and family.normed_embeddings:
+        raise CheckpointError("a head that is tied to embeddings which are normed is not supported")
+    return tied
 
 
 _EVERYWHERE = SpanRule.EVERYWHERE, SpanRule.BEYOND_WINDOWS, SpanRule.WHOLE_PROMPTS
@@ -271,16 +325,48 @@ def _windows(text: Mapping[str, Any], types: Sequence[str]) -> tuple[int, ...]:
     return tuple(window if each == SLIDING else 0 for each in types) if window else ()
 
 
-def _check_reach(text: Mapping[str, Any], rope: Mapping[str, Any], family: Family, longest: int) -> None:
+def _chunk(text: Mapping[str, Any], family: Family) -> int:
+    """Tokens of a chunk, of a family that has layers which attend within such; else 0."""
+    if CHUNKED not in family.mixers:
+        return 0
+    if not text.get("attention_chunk_size"):
+        raise CheckpointError("config.json does not say how long the chunks are within which layers attend")
+    return int(text["attention_chunk_size"])
+
+
+def _chunks(text: Mapping[str, Any], family: Family, types: Sequence[str]) -> tuple[int, ...]:
+    """One for each layer; empty where none has any."""
+    chunk = _chunk(text, family) if CHUNKED in types else 0
+    chunks = tuple(chunk if each == CHUNKED else 0 for each in types)
+    return chunks if chunk else ()
+
+
+def _check_rotated(text: Mapping[str, Any], family: Family, types: Sequence[str]) -> None:
+    """Raises CheckpointError where a configuration says of each layer whether it is rotated, and these are not the
+    local ones of a family whose local layers are."""
+    rotated = text.get("no_rope_layers") or text.get("layer_rope_theta")  # both say 0 of a layer that is not
+    local = [each != FULL for each in types]
+    if family.rotary_in_windows and any(local) and rotated and [bool(each) for each in rotated] != local:
+        raise CheckpointError("local layers without rotary positions, or others with these, are not supported")
+
+
+def _mixer(mixer: Mixer, rotary: RotaryConfig) -> Mixer:
+    """The same, unless queries do not grow in any context. Raises CheckpointError where they do in one, and it is of
+    another kind than those that let them."""
+    if rotary.tempering is None:
+        return Mixer.ATTENTION if mixer is Mixer.TEMPERED_ATTENTION else mixer
+    if mixer is not Mixer.TEMPERED_ATTENTION:
+        what = "queries that are scaled by their places are not supported here"
+        raise CheckpointError(f"{what}: no context may be longer than {rotary.tempering.reach} tokens (--max-context)")
+    return mixer
+
+
+def _check_reach(text: Mapping[str, Any], family: Family, longest: int) -> None:
     """Raises CheckpointError where the last token of so long a context would not see the first, and the family has no
-    windows, or be scaled otherwise: both are as elsewhere in shorter contexts."""
-    reach, what = longest, ""
-    if SLIDING not in family.mixers and (window := _window(text)):
-        reach, what = window, "sliding-window attention is"
-    elif rope.get("llama_4_scaling_beta"):
-        reach, what = int(rope["original_max_position_embeddings"]), "queries that are scaled by their places are"
-    if reach < longest:
-        raise CheckpointError(f"{what} not supported: no context may be longer than {reach} tokens (--max-context)")
+    windows: shorter ones are as elsewhere."""
+    if SLIDING not in family.mixers and 0 < (window := _window(text)) < longest:
+        what = "sliding-window attention is not supported"
+        raise CheckpointError(f"{what}: no context may be longer than {window} tokens (--max-context)")
 
 
 def _layer_types(text: dict[str, Any], family: Family) -> list[str]:
@@ -318,6 +404,11 @@ def _experts(text: Mapping[str, Any]) -> int:
     return int(found or 0) if text.get("enable_moe_block", True) else 0
 
 
+def _dense_size(text: Mapping[str, Any]) -> int:
+    """The inner size of feed-forward parts without experts, of a text that has experts."""
+    return int(_first(text, "intermediate_size_mlp", "dense_intermediate_size", "intermediate_size") or 0)
+
+
 def _expert_size(text: Mapping[str, Any]) -> int:
     return int(_first(text, "moe_intermediate_size", "intermediate_size") or 0)
 
@@ -325,13 +416,16 @@ def _expert_size(text: Mapping[str, Any]) -> int:
 def _size_of_shared(text: Mapping[str, Any]) -> int:
     """The inner size of what all tokens go through beside their experts; several are one as large as all of them."""
     count = _first(text, "n_shared_experts", "moe_num_shared_experts") or 0
-    return int(text.get("shared_expert_intermediate_size", count * _expert_size(text) if count else 0))
+    stated = _first(text, "shared_expert_intermediate_size", "share_expert_dim", "shared_intermediate_size")
+    return int(stated or (count * _expert_size(text) if count else 0))
 
 
 def _dense_layers(text: Mapping[str, Any]) -> frozenset[int]:
     """Those without experts, of a text that has some."""
     if kinds := text.get("mlp_layer_types"):
         return frozenset(layer for layer, kind in enumerate(kinds) if kind == "dense")
+    if (sparse := text.get("moe_layers")) is not None:
+        return frozenset(range(int(text["num_hidden_layers"]))).difference(sparse)
     return frozenset(text.get("mlp_only_layers") or range(text.get("first_k_dense_replace", 0)))
 
 
@@ -343,14 +437,17 @@ def _expert_scale(text: Mapping[str, Any]) -> float:
 
 
 def _grouped(text: Mapping[str, Any]) -> GroupedExperts:
-    return GroupedExperts(int(text["n_group"]), int(text["topk_group"]), float(text["routed_scaling_factor"]))
+    scale = _first(text, "routed_scaling_factor", "moe_router_scaling_factor") or 1.0
+    return GroupedExperts(int(text.get("n_group") or 1), int(text.get("topk_group") or 1), float(scale))
 
 
-def _attention_scale(text: Mapping[str, Any]) -> float | None:
+def _attention_scale(text: Mapping[str, Any], head_dim: int) -> float | None:
     """Configurations state it, or what it is the root of, the other way up."""
     scale, scalar = text.get("attention_multiplier"), text.get("query_pre_attn_scalar")
     if scale is not None:
         return float(scale)
+    if (factor := text.get("qk_scale_factor")) is not None:  # of what is multiplied by head_dim^-0.5 as well
+        return float(factor) / math.sqrt(head_dim)
     return None if scalar is None else float(scalar) ** -0.5
 
 

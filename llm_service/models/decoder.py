@@ -23,9 +23,10 @@ from llm_service.layers.group import TensorGroup
 from llm_service.layers.layer_inputs import InputsOfLayers
 from llm_service.layers.linear import PackedLinear, VocabularyEmbedding
 from llm_service.layers.mixer import CachedPart, Rotary
-from llm_service.layers.ops import TORCH, MultimodalRotary, RMSNorm, norm_of, use_ops
+from llm_service.layers.ops import TORCH, RMSNorm, norm_of, use_ops
 from llm_service.layers.streamed_layer import StreamedLayer
 from llm_service.layers.streams import StreamMix
+from llm_service.layers.tempered_attention import rotary_of
 from llm_service.models.config import TextConfig
 
 _GROUPED = (9, 10)
@@ -69,21 +70,22 @@ class Decoder(nn.Module):
         layers, whole = range(config.layers), slice(0, config.hidden_size)
         with device:  # weights are made there: the host need not hold all of them, nor copy what is not filled yet
             scale = config.hidden_size**0.5 if config.family.scaled_embeddings else None
-            self.embed_tokens = VocabularyEmbedding(config.vocab_size, config.hidden_size, group, dtype, scale=scale)
+            eps, given = config.embedding_eps, (config.vocab_size, config.hidden_size, group, dtype)
+            self.embed_tokens = VocabularyEmbedding(*given, scale=scale, norm_eps=eps)
             self.layers = nn.ModuleList(_layer(index, config, group, dtype) for index in layers)
             own = config.layer_inputs
             self.layer_inputs = None if own is None else InputsOfLayers(own, config, group, dtype)
             if config.streams is None:
-                self.norm: RMSNorm | StreamMix = norm_of(config, dtype, eps=config.residual_eps)
+                self.norm: RMSNorm | StreamMix = norm_of(config, dtype, eps=config.residual_eps, last=True)
             else:
                 self.norm = StreamMix(config, dtype, "hyper_connection_mixer", injects=False)
             words = {"lm_head": group.vocabulary_share(config.vocab_size)}
             self.lm_head = PackedLinear(whole, words, bias=False, dtype=dtype)
         if config.tied:
             self.lm_head.weight = self.embed_tokens.weight
-        self.rotary = MultimodalRotary.of(config.rotary, device)
+        self.rotary = rotary_of(config.rotary, device)
         local = config.window_rotary
-        self.window_rotary = None if local is None else MultimodalRotary.of(local, device)
+        self.window_rotary = None if local is None else rotary_of(local, device)
 
     @property
     def device(self) -> torch.device:
@@ -146,7 +148,7 @@ class Decoder(nn.Module):
                 batches, places = at_places, None
             last = index == self.config.layers - 1
             cut = places if last and index not in levels else None
-            angles = local if layer.windowed else rotary
+            angles = local if layer.is_local else rotary
             here = hidden, residual, angles, caches[index], batches[index], cut
             beside = None if cast(DecoderLayer, layer).companion is None else next(companions)
             hidden, residual = layer(*here, given=given[index], kept=kept, beside=beside)
@@ -158,7 +160,7 @@ class Decoder(nn.Module):
         return self.norm.after_adding(hidden, residual)[1]
 
     def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Rotary, Rotary]:
-        """Of layers without a window, and of those with one."""
+        """Of layers whose tokens see all before them, and of local ones."""
         rotary = self.rotary.tables(positions, dtype)
         return rotary, rotary if self.window_rotary is None else self.window_rotary.tables(positions, dtype)
 

@@ -47,6 +47,8 @@ def _found(checkpoint: Checkpoint, library: LibraryModel, max_context: int) -> T
     names = own_names(whole, checkpoint.tensors)
     levels = tuple(layers_of_levels(whole))
     config = replace(config, spans=try_ours(checkpoint.folder).spans, level_layers=levels)
+    if config.family.fused_gates and not any(own.endswith(".gate_up_proj.weight") for own in names.values()):
+        config = replace(config, family=replace(config.family, fused_gates=False))  # the library fuses them, ours too
     if config.tied:
         config, names = _as_stored(checkpoint, config, names)
     return TextSide(config, names.get)

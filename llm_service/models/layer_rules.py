@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-_CHUNKED = "chunked_attention"
-"""What a configuration calls layers whose tokens see those of their own chunk."""
+from llm_service.families.family import CHUNKED
+from llm_service.models.rotary_config import Tempering
 
 
 def chunk_of(module: Any) -> int | None:
     """Tokens of the chunks of a sequence within which a layer attends; None: it attends across all."""
     kinds = getattr(module.config, "layer_types", None) or ()
-    chunked = module.layer_idx < len(kinds) and kinds[module.layer_idx] == _CHUNKED
+    chunked = module.layer_idx < len(kinds) and kinds[module.layer_idx] == CHUNKED
     return int(module.config.attention_chunk_size) if chunked else None
-
-
-@dataclass(frozen=True, slots=True)
-class Tempering:
-    """Queries of a layer grow with their places: times 1 + scale · ln(1 + ⌊(place + 1) / floor⌋)."""
-
-    floor: float
-    scale: float
-
-    def of(self, query: Tensor, places: Tensor) -> Tensor:
-        """Queries [n, heads, width], at places int [n]."""
-        factors = ((places.float() + 1.0) / self.floor).floor().log1p() * self.scale + 1.0
-        return (query * factors.view(-1, 1, 1)).to(query.dtype)
 
 
 def take_tempering(text: nn.Module) -> Iterator[tuple[int, Tempering]]:

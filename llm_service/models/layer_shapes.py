@@ -3,12 +3,13 @@ attend to, streams between them, and embeddings of n-grams."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from common.checkpoint import CheckpointError
-from llm_service.families.family import FULL
+from llm_service.families.family import FULL, SLIDING
+from llm_service.families.gates import BoundedGates, Gates, RaisedGates
 from llm_service.models.rotary_config import yarn_growth
 
 
@@ -31,25 +32,47 @@ class HeadShape:
         same, stated = bool(text.get("attention_k_eq_v")), text.get("per_layer_config")
         heads, dim = text.get("num_global_key_value_heads") if same else None, text.get("global_head_dim")
         if stated is not None:
-            own = _alike(stated, types)
+            own = _of_type(stated, types, FULL, {"head_dim", "num_key_value_heads"})
             heads, dim = own.get("num_key_value_heads"), own.get("head_dim")
         found = cls(int(heads or usual.kv_heads), int(dim or usual.head_dim), same)
         return None if found == usual else found
 
 
-_HEADS = {"head_dim", "num_key_value_heads"}
+def local_heads(text: Mapping[str, Any], types: Sequence[str]) -> int | None:
+    """How many heads of queries layers with a window have, where these are others. Raises CheckpointError as
+    `HeadShape.of_full`."""
+    own = _of_type(text.get("per_layer_config") or {}, types, SLIDING, {_QUERIES})
+    found, usual = own.get(_QUERIES), int(text["num_attention_heads"])
+    return None if found in (None, usual) else int(found)
 
 
-def _alike(stated: Mapping[str, Mapping[str, Any]], types: Sequence[str]) -> Mapping[str, Any]:
-    """What all layers without a window have of their own, and no others."""
+_QUERIES = "num_attention_heads"
+_HEADS = {"head_dim", "num_key_value_heads", _QUERIES}
+
+
+def _of_type(
+    stated: Mapping[str, Mapping[str, Any]], types: Sequence[str], wanted: str, names: Collection[str]
+) -> Mapping[str, Any]:
+    """What all layers of one type have of their own among these settings, and no others have."""
     apart = {int(layer): own for layer, own in stated.items()}
     if unknown := sorted({name for own in apart.values() for name in own} - _HEADS):
         raise CheckpointError(f"layers with {unknown[0]} of their own are not supported")
-    each = [apart.get(layer, {}) for layer in range(len(types))]
-    full = next((own for own, kind in zip(each, types, strict=True) if kind == FULL), {})
-    if any(own != (full if kind == FULL else {}) for own, kind in zip(each, types, strict=True)):
+    named = [{name: apart.get(layer, {}).get(name) for name in names} for layer in range(len(types))]
+    each = [{name: value for name, value in own.items() if value is not None} for own in named]
+    found = next((own for own, kind in zip(each, types, strict=True) if kind == wanted), {})
+    if any(own != (found if kind == wanted else {}) for own, kind in zip(each, types, strict=True)):
         raise CheckpointError("layers of one type with different heads are not supported")
-    return full
+    return found
+
+
+def gates_of(text: Mapping[str, Any], limits: str) -> tuple[Gates | None, ...]:
+    """Those of each layer, by what a configuration calls the list of their limits, in which 0 is none; empty where all
+    are plain ones."""
+    count = int(text["num_hidden_layers"])
+    if (sharpness := text.get("swiglu_alpha")) is not None:
+        return (RaisedGates(float(sharpness), float(text["swiglu_limit"])),) * count
+    each = [limit or None for limit in text.get(limits) or ()][:count]
+    return tuple(None if limit is None else BoundedGates(float(limit)) for limit in each) if any(each) else ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,7 +153,7 @@ class LibraryDecoder:
             at, tempering = places_of[layer_of(module)], self._tempering.get(layer_of(module))
             batch, cache = batches[at], caches[at].kv if layer_of(module) in self._index_dims else caches[at]
             if tempering is not None:
-                query = tempering.of(query, positions[0])
+                query = (query * tempering.factors(positions[0]).view(-1, 1, 1)).to(query.dtype)
             if not self._why_general:
                 if rule != self._rules[layer_of(module)]:
                     raise CheckpointError(f"{type(module).__name__} attends by another rule in each step")

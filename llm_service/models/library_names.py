@@ -13,8 +13,9 @@ from common.library_classes import blank_of, decoder_of
 from llm_service.families.registry import TEXT_FAMILIES
 from llm_service.models.loader import HEAD
 
-_EXPERT = ".experts."
-"""Of a tensor's name: the library stacks experts when it loads them; ours takes them as they are."""
+_TOGETHER = ".experts.", ".gate_up_proj."
+"""Of a tensor's name: the library stacks experts when it loads them, and gates with what they open; ours takes them as
+they are."""
 
 
 def named_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -32,10 +33,10 @@ def own_names(config: Any, stored: Iterable[str]) -> dict[str, str]:
     model = blank_of(config)
     names, renamed = _Names(model), {}
     weights = {f"{name.rpartition('.')[0]}.weight" for name in stored}
-    for name, (there, changed) in names_within(model, {*stored, *weights}).items():
+    for name, (there, whole) in names_within(model, {*stored, *weights}).items():
         if (own := names.own(there)) is None:
             continue
-        if changed and _EXPERT not in there:
+        if whole and not any(part in whole for part in _TOGETHER):
             raise CheckpointError(f"the library makes another tensor of {name} when it loads it")
         renamed[name] = own
     return renamed
@@ -62,19 +63,19 @@ class _Names:
         return self._own(name.removeprefix(self._inner)) if name.startswith(self._inner) else None
 
 
-def names_within(model: Any, stored: Iterable[str]) -> dict[str, tuple[str, bool]]:
-    """The name in a model of each tensor of a checkpoint that the library reads, and whether it changes it besides;
-    of one that it puts together with others, the name without that."""
+def names_within(model: Any, stored: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """The name in a model of each tensor of a checkpoint that the library reads, without what it does to it besides,
+    and of one that it changes, or puts together with others, what that becomes."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     steps, known = get_model_conversion_mapping(model), model.state_dict()
     renamings = [step for step in steps if isinstance(step, WeightRenaming)]
     converters = [step for step in steps if isinstance(step, WeightConverter)]
-    found: dict[str, tuple[str, bool]] = {}
+    found: dict[str, tuple[str, str]] = {}
     for name in sorted(stored):
         there, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
         if there in known:
-            plain = name if pattern is None else rename_source_key(name, renamings, [])[0]
-            found[name] = (there if pattern is None else plain), pattern is not None
+            plain = rename_source_key(name, renamings, [])[0]
+            found[name] = (there, "") if pattern is None else (plain, there)
     return found

@@ -80,21 +80,58 @@ def yarn_growth(factor: float, share: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class Tempering:
+    """Queries grow with their places: times 1 + scale · ln(1 + ⌊(place + ahead) / floor⌋)."""
+
+    floor: float
+    scale: float
+    ahead: float = 1.0
+
+    @classmethod
+    def of(cls, rope: Mapping[str, Any], text: Mapping[str, Any], longest: int) -> Tempering | None:
+        """Of layers with the rotary settings `rope`, as Llama 4 has it where these rotate nothing, and Ministral 3 in
+        all layers; None where no query grows in a context of `longest` tokens. Raises KeyError."""
+        found = None
+        if beta := rope.get("llama_4_scaling_beta"):
+            found = cls(float(rope["original_max_position_embeddings"]), float(beta), ahead=0.0)
+        elif rope is _UNROTATED and text.get("attn_temperature_tuning"):
+            found = cls(float(text["floor_scale"]), float(text["attn_scale"]))
+        return found if found is not None and longest > found.reach else None
+
+    @property
+    def reach(self) -> int:
+        """Tokens of the longest context in which no query grows."""
+        return int(self.floor - self.ahead)
+
+    def factors(self, places: Any) -> Any:
+        """What queries at places, of a tensor of integers, are multiplied by: float32, of the same shape."""
+        return ((places.float() + self.ahead) / self.floor).floor().log1p() * self.scale + 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class RotaryConfig:
     """How heads are rotated: the first `dim` numbers of each, whose pairs `sections` counts for time, height, width,
-    dealt out in turns where it is `interleaved`."""
+    dealt out in turns where it is `interleaved`. `tempering`: by how much queries grow besides."""
 
     dim: int
     theta: float
     sections: tuple[int, int, int]
     interleaved: bool
     scaling: RotaryScaling | None = None
+    tempering: Tempering | None = None
 
     @classmethod
     def of(
-        cls, rope: Mapping[str, Any], text: Mapping[str, Any], family: Family, head_dim: int, max_position: int
+        cls,
+        rope: Mapping[str, Any],
+        text: Mapping[str, Any],
+        family: Family,
+        head_dim: int,
+        max_position: int,
+        longest: int,
     ) -> RotaryConfig:
-        """Of the rotary settings `rope` of a text. Raises CheckpointError as `RotaryScaling.of`, and KeyError."""
+        """Of the rotary settings `rope` of a text, in contexts of up to `longest` tokens. Raises CheckpointError as
+        `RotaryScaling.of`, and KeyError."""
         share = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", family.rotary_share))
         dim = head_dim if rope.get("rope_type") == _PROPORTIONAL else int(head_dim * share)
         sections = tuple(rope.get("mrope_section") or text.get("mrope_section") or (dim // 2, 0, 0))
@@ -106,6 +143,7 @@ class RotaryConfig:
             sections=(sections[0], sections[1], sections[2]),
             interleaved=bool(rope.get("mrope_interleaved", family.mrope_interleaved)),
             scaling=RotaryScaling.of(rope, max_position),
+            tempering=Tempering.of(rope, text, longest),
         )
 
 
@@ -114,13 +152,13 @@ _UNROTATED = {"rope_type": _PROPORTIONAL, "partial_rotary_factor": 0.0, "rope_th
 
 
 def rotary_settings(
-    text: Mapping[str, Any], family: Family, *, windows: bool
+    text: Mapping[str, Any], family: Family, *, local: bool
 ) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
-    """Those of all layers, and of layers with a window, if they have their own; `windows`: some have one."""
+    """Those of all layers, and of local ones, if they have their own; `local`: there are such."""
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if FULL in rope:
         return rope[FULL] or _UNROTATED, rope.get(SLIDING)
-    if family.rotary_in_windows and windows:
+    if family.rotary_in_windows and local:
         return _UNROTATED, rope
-    local = text.get("rope_local_base_freq")
-    return rope, None if local is None else {"rope_theta": local}
+    base = text.get("rope_local_base_freq")
+    return rope, None if base is None else {"rope_theta": base}

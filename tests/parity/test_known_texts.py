@@ -19,6 +19,7 @@ from llm_service.families import registry
 from llm_service.families.family import Family, SpanRule
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.self_attention import SelfAttention
+from llm_service.layers.tempered_attention import TemperedAttention
 from llm_service.models import trial
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
@@ -159,22 +160,18 @@ def test_rotary_positions_that_reach_further_give_the_library_s_tokens(kind: str
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, **SCALED["yarn"], "mscale": 1.0, "mscale_all_dim": 1.0}
 SCALED_QUERIES: dict[str, Any] = {
     "model_type": "ministral3",
-    "rope_parameters": YARN | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 256},
+    "rope_parameters": YARN | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16},
 }
 
 
-def test_what_long_contexts_alone_show_leaves_shorter_ones_to_our_decoder(tmp_path: Path) -> None:
-    settings, reach, why = SCALED_QUERIES, 256, "queries that are scaled by their places are not supported"
-    folder = with_text(make("mistral3", tmp_path), **settings)
-    served, library = Served.of(folder), Reference(folder)
-    with capture_logs() as told:
-        engines = [served.engine(max_context=bound) for bound in (reach, reach + 1, 0)]
-    assert [type(engine.decoder) for engine in engines] == [Decoder, LibraryDecoder, LibraryDecoder]
-    said = [line["why"] for line in told if "why" in line]
-    assert said == [f"{why}: no context may be longer than {reach} tokens (--max-context)"] * 2
-    expected = library.tokens(library.inputs(PROMPTS["one picture"]))
-    prompt = served.prompt(PROMPTS["one picture"])
-    assert [engine.run([prompt], GREEDY)[0].tokens for engine in engines[:2]] == [expected] * 2
+def test_queries_grow_with_their_places_where_a_context_is_long_enough_to_show_it(tmp_path: Path) -> None:
+    """None of so many tokens shows it, and one of 16 does."""
+    folder = with_text(make("mistral3", tmp_path), **SCALED_QUERIES)
+    served = Served.of(folder)
+    engines = [served.engine(max_context=bound) for bound in (16, 17)]
+    mixers = [engine.decoder.mixers()[0] for engine in engines]
+    assert [type(mixer) for mixer in mixers] == [SelfAttention, TemperedAttention]
+    assert {"one picture", OURS} <= compare(served)
 
 
 def test_a_window_in_all_layers_gives_the_library_s_tokens(tmp_path: Path) -> None:

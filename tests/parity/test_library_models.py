@@ -33,7 +33,7 @@ from llm_service.families.registry import TEXT_FAMILIES
 from llm_service.layers import index_keys
 from llm_service.layers.attention import general_backend
 from llm_service.layers.attention.backend import PagedChunk
-from llm_service.models import layer_rules, library_attention, library_decoder, trial
+from llm_service.models import library_attention, library_decoder, trial
 from llm_service.models.library_loader import load_library_decoder
 from llm_service.models.served import ServedModel
 from llm_service.models.trial import TrialPrompt, drawn_prompt, try_config, try_out
@@ -92,7 +92,7 @@ def test_a_trial_tells_what_llama_4_wants_of_attention(what: str, monkeypatch: p
     if what == "chunks":
         monkeypatch.setattr(library_attention, "chunk_of", lambda _: None)
     else:
-        monkeypatch.setattr(layer_rules.Tempering, "of", lambda _, query, __: query)
+        monkeypatch.setattr(library_decoder, "take_tempering", lambda _: ())
     with pytest.raises(CheckpointError, match="llama4 gives other logits in chunks"):
         try_config(config_of_recipe("llama4"), drawn_prompt)
 

@@ -15,12 +15,14 @@ from torch import Tensor
 class AttentionKind:
     """How layers attend. A token sees `window` tokens, itself among them, 0: all before it; with `spans` those of a
     span see each other as well, with `whole_spans` all of these, whatever the window. Products of queries and keys are
-    multiplied by `scale`, None: by head_dim^-0.5."""
+    multiplied by `scale`, None: by head_dim^-0.5. With a `chunk` sequences are cut into chunks of so many tokens, and a
+    token sees none before its own."""
 
     window: int = 0
     spans: bool = False
     scale: float | None = None
     whole_spans: bool = False
+    chunk: int = 0
 
     def softmax_scale(self, head_dim: int) -> float:
         """What products are multiplied by."""
@@ -31,8 +33,11 @@ class AttentionKind:
 
         >>> AttentionKind().first_seen(9), AttentionKind(window=4).first_seen(9), AttentionKind(window=4).first_seen(2)
         (0, 6, 0)
+        >>> AttentionKind(chunk=4).first_seen(7), AttentionKind(chunk=4).first_seen(8)
+        (4, 8)
         """
-        return max(0, position + 1 - self.window) if self.window else 0
+        first = max(0, position + 1 - self.window) if self.window else 0
+        return max(first, position // self.chunk * self.chunk) if self.chunk else first
 
     def seen(self, chunk: PagedChunk, spans: Sequence[Span] = ()) -> np.ndarray:
         """The positions [begin, end) that each token of a chunk sees, int64 [count, 2]; spans are those of the chunk.
@@ -41,6 +46,8 @@ class AttentionKind:
         [[0, 0, 1, 2, 3], [3, 6, 6, 6, 7]]
         >>> AttentionKind(window=2, whole_spans=True).seen(PagedChunk(2, 5, []), [(1, 4)]).T.tolist()
         [[1, 2, 3, 3, 5], [3, 6, 6, 6, 7]]
+        >>> AttentionKind(chunk=4).seen(PagedChunk(2, 5, []), [(1, 4)]).T.tolist()
+        [[0, 0, 4, 4, 4], [3, 4, 6, 6, 7]]
         """
         places = np.arange(chunk.context, chunk.context + chunk.count, dtype=np.int64)
         begins = np.maximum(places + 1 - self.window, 0) if self.window else np.zeros_like(places)
@@ -49,6 +56,9 @@ class AttentionKind:
             seen[begin:end, 1] = chunk.context + end
             if self.whole_spans:
                 seen[begin:end, 0] = np.minimum(seen[begin:end, 0], chunk.context + begin)
+        if self.chunk:
+            firsts = places // self.chunk * self.chunk
+            seen = np.stack([np.maximum(seen[:, 0], firsts), np.minimum(seen[:, 1], firsts + self.chunk)], axis=1)
         return seen
 
 

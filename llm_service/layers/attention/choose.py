@@ -96,6 +96,8 @@ def _flash(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Atten
         return "it computes in bfloat16 or float16"
     if shape.values_in_keys:
         return _LATENT
+    if shape.kind.chunk:
+        return "it knows no chunks of a sequence within which layers attend"
     if shape.head_dim > _WIDEST_OF_FLASH:
         return f"it knows heads of {_WIDEST_OF_FLASH} numbers at most, and some have {shape.head_dim}"
     from llm_service.layers.attention import flash_backend

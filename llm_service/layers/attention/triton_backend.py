@@ -44,6 +44,7 @@ class KernelShape:
     prefill_warps: int
     precision: str
     window: int
+    chunk: int
     softmax_scale: float
 
     @classmethod
@@ -64,6 +65,7 @@ class KernelShape:
             prefill_warps=16 if exact else 4 if small else 8,
             precision="ieee" if exact else "tf32",
             window=shape.kind.window,
+            chunk=shape.kind.chunk,
             softmax_scale=shape.softmax_scale,
         )
 
@@ -84,6 +86,7 @@ class KernelShape:
             "HEAD_DIM": self.head_dim,
             "DIMS": self.dims,
             "WINDOW": self.window,
+            "CHUNK": self.chunk,
             "num_warps": 4 if few else self.prefill_warps,
             "num_stages": self.decode_stages if few else self.stages,
         }

@@ -34,6 +34,17 @@ def _item_of(starts, part, items):
 
 
 @triton.jit
+def _first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """The first position that a token sees, of a window and of chunks, of which 0 is none."""
+    first = position - position
+    if WINDOW > 0:
+        first = tl.maximum(first, position + 1 - WINDOW)
+    if CHUNK > 0:
+        first = tl.maximum(first, position // CHUNK * CHUNK)
+    return first
+
+
+@triton.jit
 def _attend(
     highest,
     total,
@@ -51,6 +62,7 @@ def _attend(
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -58,8 +70,8 @@ def _attend(
     PRECISION: tl.constexpr,
 ):
     """Takes the keys of positions [begin, end) into each row's sum, BLOCK_N at a time. Every row sees all of them, but
-    where it is CAUSAL: then a row sees those up to its `last`, and where WINDOW is not 0 so many of them. Where it is
-    not MASKED, BLOCK_N divides their number."""
+    where it is CAUSAL: then a row sees those up to its `last`, from `_first_seen` on. Where it is not MASKED, BLOCK_N
+    divides their number."""
     dims = tl.arange(0, DIMS)
     for start in range(begin, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
@@ -83,8 +95,8 @@ def _attend(
         scores = tl.dot(q, k, input_precision=PRECISION) * scale
         if CAUSAL:
             seen = inside[None, :] & (positions[None, :] <= last[:, None])
-            if WINDOW > 0:
-                seen = seen & (positions[None, :] > last[:, None] - WINDOW)
+            if WINDOW + CHUNK > 0:
+                seen = seen & (positions[None, :] >= _first_seen(last, WINDOW, CHUNK)[:, None])
             scores = tl.where(seen, scores, float("-inf"))
         elif MASKED:
             scores = tl.where(inside[None, :], scores, float("-inf"))
@@ -126,6 +138,7 @@ def attention_kernel(
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -135,7 +148,8 @@ def attention_kernel(
 
     An item is up to TOKENS tokens of one sequence: the only one of sequence i, where TOKENS is 1, or those from token
     tiles[i, 1] on of sequence tiles[i, 0]. The token at place r of a chunk with c tokens before it sees positions 0 …
-    c + r, the last WINDOW of them where that is not 0. A program has GROUP rows for each token.
+    c + r, the last WINDOW of them where that is not 0, and those of its chunk of CHUNK positions where that is not. A
+    program has GROUP rows for each token.
 
     `parts` [items + 2] has the keys of a part, the first part of each item, and the number of parts; programs beyond
     that are there for longer contexts, and do nothing. `rooms` [items] is −1 for an item of one part, whose result goes
@@ -163,8 +177,8 @@ def attention_kernel(
     begin = own * share
     behind = tl.minimum(length, length - count + first + TOKENS)
     end = tl.minimum(begin + share, behind)
-    if WINDOW > 0:
-        begin = tl.maximum(begin, length - count + first + 1 - WINDOW)
+    if WINDOW + CHUNK > 0:
+        begin = tl.maximum(begin, _first_seen(length - count + first, WINDOW, CHUNK))
 
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, DIMS)
@@ -183,23 +197,23 @@ def attention_kernel(
     table = block_table + sequence * table_stride
     middle = begin
     if TOKENS > 1:  # a single token's few rows are not worth the registers of two loops
-        if WINDOW > 0:  # keys before those that every row sees
-            early = tl.minimum(end, length - count + first + TOKENS - WINDOW) - begin
+        if WINDOW + CHUNK > 0:  # keys before those that every row sees
+            early = tl.minimum(end, _first_seen(length - count + first + TOKENS - 1, WINDOW, CHUNK)) - begin
             begin += (tl.maximum(early, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
             begin = tl.minimum(begin, end)
             highest, total, mixed = _attend(
                 highest, total, mixed, q, last, keys, values, table, middle, begin, head, kv_heads, scale,
-                True, True, WINDOW, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_N, PRECISION,
+                True, True, WINDOW, CHUNK, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_N, PRECISION,
             )  # fmt: skip
         plain = tl.maximum(tl.minimum(end, length - count + first + 1) - begin, 0)  # keys that every row sees
         middle = begin + plain // BLOCK_N * BLOCK_N
         highest, total, mixed = _attend(
             highest, total, mixed, q, last, keys, values, table, begin, middle, head, kv_heads, scale,
-            False, False, 0, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_N, PRECISION,
+            False, False, 0, 0, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_N, PRECISION,
         )  # fmt: skip
     highest, total, mixed = _attend(
         highest, total, mixed, q, last, keys, values, table, middle, end, head, kv_heads, scale,
-        True, TOKENS > 1, WINDOW, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_N, PRECISION,
+        True, TOKENS > 1, WINDOW, CHUNK, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_N, PRECISION,
     )  # fmt: skip
 
     if room < 0:

@@ -44,17 +44,19 @@ def _further(blocks: Any, position: Any, size: Any, length: Any) -> Any:
 
 
 @inner
-def _seen(length: Any, count: Any, token: Any, window: Any, size: Any) -> Any:
+def _seen(length: Any, count: Any, token: Any, reach: Any, size: Any) -> Any:
     """Of the positions that `count` tokens of a sequence see, `length` with the last one's own: where the block begins
-    that the token's first one is in, from there the first that it sees, and the end of what it sees."""
+    that the token's first one is in, from there the first that it sees, and the end of what it sees. `reach` is the
+    window, the tokens of a chunk, and how many positions are skipped."""
+    window, chunk, skipped = reach
     end = length - count + 1 + token
-    unseen = max(0, end - window)
+    unseen = max(0, end - window, (skipped + end - 1) // chunk * chunk - skipped)
     begin = unseen // size * size
     return begin, unseen - begin, end - begin
 
 
 @inner
-def _score(weights: Any, numbers: Any, keys: Any, blocks: Any, length: Any, window: Any, first: Any, dim: Any) -> None:
+def _score(weights: Any, numbers: Any, keys: Any, blocks: Any, length: Any, reach: Any, first: Any, dim: Any) -> None:
     """weights float32 [count, own, group, room]: the scores of all queries, numbers [count, own, group, vectors, 2,
     16], with the keys that each token sees, from the block of its first one on; what is behind them is overwritten with
     anything."""
@@ -68,7 +70,7 @@ def _score(weights: Any, numbers: Any, keys: Any, blocks: Any, length: Any, wind
             for head in range(own):
                 where = at + (first + head) * dim * 2
                 for token in range(count):
-                    own_begin, _, end = _seen(length, count, token, window, size)
+                    own_begin, _, end = _seen(length, count, token, reach, size)
                     position = begin + place - own_begin
                     last = min(_TOGETHER, here - place, end - position) - 1
                     if position < 0 or last < 0:
@@ -88,7 +90,7 @@ def _score(weights: Any, numbers: Any, keys: Any, blocks: Any, length: Any, wind
 
 @inner
 def _add_weighted(
-    sums: Any, weights: Any, values: Any, blocks: Any, length: Any, window: Any, first: Any, dim: Any
+    sums: Any, weights: Any, values: Any, blocks: Any, length: Any, reach: Any, first: Any, dim: Any
 ) -> None:
     """sums [count, own, group, vectors, 2, 16] grow by the values that each token sees, each times its weight."""
     count, own, group, room = weights.shape
@@ -102,7 +104,7 @@ def _add_weighted(
             for head in range(own):
                 where = at + (first + head) * dim * 2
                 for token in range(count):
-                    own_begin, _, end = _seen(length, count, token, window, size)
+                    own_begin, _, end = _seen(length, count, token, reach, size)
                     position = begin + place - own_begin
                     last = min(_TOGETHER, here - place, end - position) - 1
                     if position < 0 or last < 0:
@@ -126,7 +128,7 @@ def _add_weighted(
 
 @inner
 def _attend(
-    out: Any, query: Any, keys: Any, values: Any, blocks: Any, length: Any, window: Any, first: Any, scale: Any
+    out: Any, query: Any, keys: Any, values: Any, blocks: Any, length: Any, reach: Any, first: Any, scale: Any
 ) -> None:
     """float32 out and query [count, own, group, dim] of a sequence's last tokens, which share `own` KV heads from
     `first` on, `group` each; keys and values as in `_decode`, of `length` tokens, these included."""
@@ -140,16 +142,16 @@ def _attend(
         for head in range(own):
             for member in range(group):
                 _spread(numbers[token, head, member], query[token, head, member], scale)
-    _score(weights, numbers, keys, blocks, length, window, first, dim)
+    _score(weights, numbers, keys, blocks, length, reach, first, dim)
     for token in range(count):
-        _, unseen, end = _seen(length, count, token, window, size)
+        _, unseen, end = _seen(length, count, token, reach, size)
         fours = (end + _FOUR - 1) // _FOUR
         for head in range(own):
             for member in range(group):
                 weights[token, head, member, :unseen], weights[token, head, member, end:] = -np.inf, -np.inf
                 scores = weights.ctypes.data + ((token * own + head) * group + member) * room * FLOAT
                 totals[token, head, member] = to_powers(scores, fours, highest(scores, fours))
-    _add_weighted(sums, weights, values, blocks, length, window, first, dim)
+    _add_weighted(sums, weights, values, blocks, length, reach, first, dim)
     for token in range(count):
         for head in range(own):
             for member in range(group):
@@ -180,13 +182,14 @@ def _decode(
     lengths: Any,
     ends: Any,
     window: Any,
+    chunk: Any,
     scale: Any,
     parts: Any,
 ) -> None:
     """float32 out and query [n, kv_heads, group, dim], bits of float32 key and value uint32 [n, kv_heads, dim], bits of
     bfloat16 keys and values uint16 [blocks, block_size, kv_heads, dim], table int32 [s, w], lengths int32 [s], of which
-    a token sees the last `window` positions up to its own; ends int32 [s]: a sequence's last tokens are those up to
-    there of the n. parts divides kv_heads. `scale` includes log2 e.
+    a token sees the last `window` positions up to its own, as far as they are in its chunk, of `chunk` positions; ends
+    int32 [s]: a sequence's last tokens are those up to there of the n. parts divides kv_heads. `scale` includes log2 e.
 
     A task is one sequence's neighbouring KV heads and the query heads that share them. It first writes its tokens'
     keys and values. Positions count from the first block that is seen; each token's sums from the first that it sees,
@@ -197,11 +200,13 @@ def _decode(
         sequence, first = np.intp(task) // parts, np.intp(task) % parts * own
         row = np.intp(ends[sequence - 1]) if sequence else 0
         count = np.intp(ends[sequence]) - row
-        skipped = max(0, np.intp(lengths[sequence]) - count + 1 - window) // size
+        before = np.intp(lengths[sequence]) - count
+        skipped = max(0, before + 1 - window, before // chunk * chunk) // size
         blocks, length = table[sequence, skipped:], np.intp(lengths[sequence]) - skipped * size
         _write(keys, key[row : row + count, first : first + own], blocks, length - count, first)
         _write(values, value[row : row + count, first : first + own], blocks, length - count, first)
-        given = keys, values, blocks, length, window, first, scale
+        reach = window, chunk, skipped * size
+        given = keys, values, blocks, length, reach, first, scale
         _attend(out[row : row + count, first : first + own], query[row : row + count, first : first + own], *given)
 
 
@@ -212,7 +217,8 @@ TYPED = {
         _kernel,
         (
             *(_heads, _heads, _bits, _bits, _cache, _cache),
-            *(numba.int32[:, ::1], numba.int32[::1], numba.int32[::1], numba.intp, numba.float32, numba.intp),
+            *(numba.int32[:, ::1], numba.int32[::1], numba.int32[::1]),
+            *(numba.intp, numba.intp, numba.float32, numba.intp),
         ),
     )
 }
@@ -240,5 +246,5 @@ def decode(
     each = torch.arange(1, sequences + 1, dtype=torch.int32) if ends is None else ends
     where = (tensor.numpy() for tensor in (table, lengths, each))
     at_once = parts(sequences, key.shape[1], numba.get_num_threads())
-    _kernel(out, numbers, *new, *cached, *where, kind.window or EVERY, scale, at_once)
+    _kernel(out, numbers, *new, *cached, *where, kind.window or EVERY, kind.chunk or EVERY, scale, at_once)
     return torch.from_numpy(out).view(query.shape)

@@ -18,9 +18,15 @@ _ZERO = np.float32(0.0)
 _TOGETHER = 4
 """Positions that are computed with at once, so that what all of them meet is read once."""
 EVERY = 2**31 - 1
-"""Of a window that there is none of."""
+"""Of a window, or of chunks, that there are none of."""
 _ENOUGH = 4
 """Tasks for each thread with which one that takes longer no longer matters."""
+
+
+@inner
+def first_seen(position: Any, window: Any, chunk: Any) -> Any:
+    """As `AttentionKind.first_seen`; see `EVERY`."""
+    return max(0, position + 1 - window, position // chunk * chunk)
 
 
 @numba.njit(inline="always")
@@ -58,12 +64,14 @@ def _decode(
     lengths: Any,
     ends: Any,
     window: Any,
+    chunk: Any,
     scale: Any,
     parts: Any,
 ) -> None:
     """float32 out and query [n, heads, dim], key and value [n, kv_heads, dim], keys and values [blocks, block_size,
     kv_heads, dim], table int32 [s, w], lengths int32 [s], of which a token sees the last `window` positions up to its
-    own; ends int32 [s]: a sequence's last tokens are those up to there of the n. parts divides kv_heads.
+    own, as far as they are in its chunk, of `chunk` positions; ends int32 [s]: a sequence's last tokens are those up to
+    there of the n. parts divides kv_heads.
 
     A task is one sequence's neighbouring KV heads, which lie side by side at each position, and the query heads that
     share them. It first writes its tokens' keys and values. Positions count from the first block that is seen, and go
@@ -76,7 +84,7 @@ def _decode(
         sequence, first = task // parts, task % parts * own
         row = ends[sequence - 1] if sequence else 0
         count = ends[sequence] - row
-        seen_from = max(0, lengths[sequence] - count + 1 - window) // _TOGETHER * _TOGETHER
+        seen_from = first_seen(np.intp(lengths[sequence]) - count, window, chunk) // _TOGETHER * _TOGETHER
         blocks, skipped = table[sequence, seen_from // size :], seen_from // size * size
         start, last, members = seen_from - skipped, lengths[sequence] - 1 - skipped, own * group
         _write(keys, key[row : row + count, first : first + own], blocks, last + 1 - count, first)
@@ -98,7 +106,7 @@ def _decode(
                 weights[member, begin + 2], weights[member, begin + 3] = s2 * scale, s3 * scale
         for member in range(count * members):
             end = last + 2 - count + member // members
-            seen = max(start, end - window)
+            seen = first_seen(end - 1 + skipped, window, chunk) - skipped
             highest, total = weights[member, seen:end].max(), _ZERO
             for position in range(seen, end):
                 weights[member, position] = np.exp(weights[member, position] - highest)
@@ -129,7 +137,8 @@ TYPED = {
         _kernel,
         (
             *(_heads, _heads, _heads, _heads, _cache, _cache),
-            *(numba.int32[:, ::1], numba.int32[::1], numba.int32[::1], numba.intp, numba.float32, numba.intp),
+            *(numba.int32[:, ::1], numba.int32[::1], numba.int32[::1]),
+            *(numba.intp, numba.intp, numba.float32, numba.intp),
         ),
     )
 }
@@ -158,7 +167,7 @@ def decode(
     each = torch.arange(1, len(lengths) + 1, dtype=torch.int32) if ends is None else ends
     tensors = (out, query.contiguous(), key.contiguous(), value.contiguous(), keys, values, table, lengths, each)
     at_once = parts(len(lengths), key.shape[1], numba.get_num_threads())
-    _kernel(*(tensor.numpy() for tensor in tensors), kind.window or EVERY, scale, at_once)
+    _kernel(*(tensor.numpy() for tensor in tensors), kind.window or EVERY, kind.chunk or EVERY, scale, at_once)
     return out
 
 

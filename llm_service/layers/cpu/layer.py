@@ -63,14 +63,16 @@ class FewRows:
     def of(cls, layer: DecoderLayer) -> FewRows | None:
         """None where the layer is, or is made of, others than these classes themselves, since a subclass may compute
         otherwise; where sums over ranks or experts come between, norms take means off, heads have gates of a product of
-        their own, a weight does not lie in panels, or the processor lacks the vectors that the kernel of gates is
-        written for."""
+        their own, gates are no plain activation, a weight does not lie in panels, or the processor lacks the vectors
+        that the kernel of gates is written for."""
         attention, mlp = layer.mixer, layer.mlp
         if type(layer) is not DecoderLayer or type(mlp) is not MLP or type(attention) is not SelfAttention:
             return None
         if layer.ranks > 1 or any(type(norm) is LayerNorm for norm in layer.modules()):
             return None
         if layer.beside is not None or attention.head_gates is not None or not fused_vectors():
+            return None
+        if not isinstance(mlp.activation, Activation):
             return None
         linears = (attention.qkv, attention.o, mlp.gate_up, mlp.down)
         forms = [(linear.laid_out, linear.bias) for linear in linears]

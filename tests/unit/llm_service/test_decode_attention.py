@@ -39,7 +39,9 @@ def test_tokens_are_written_and_attended_to(
     assert torch.equal(values, expected_values)
 
 
-@pytest.mark.parametrize("kind", [CAUSAL, AttentionKind(window=7)], ids=["all", "window"])
+@pytest.mark.parametrize(
+    "kind", [CAUSAL, AttentionKind(window=7), AttentionKind(chunk=6)], ids=["all", "window", "chunk"]
+)
 @pytest.mark.parametrize(("dtype", "size", "group"), [("float32", 4, 2), ("bfloat16", 4, 2), ("bfloat16", 16, 3)])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_tokens_of_a_sequence_together_are_the_same_to_the_bit_as_one_by_one(
@@ -75,10 +77,13 @@ def test_tokens_of_a_sequence_together_are_the_same_to_the_bit_as_one_by_one(
     assert torch.equal(values.nan_to_num(9), kept[1].nan_to_num(9))
 
 
-WINDOWS = [AttentionKind(window=window, scale=0.3) for window in (1, 5, 8, 13, 40)]
+WINDOWS = [
+    *(AttentionKind(window=window, scale=0.3) for window in (1, 5, 8, 13, 40)),
+    *(AttentionKind(chunk=chunk, scale=0.3) for chunk in (1, 5, 8, 40)),
+]
 
 
-@pytest.mark.parametrize("kind", WINDOWS, ids=lambda kind: kind.window)
+@pytest.mark.parametrize("kind", WINDOWS, ids=lambda kind: f"{kind.window} {kind.chunk}")
 @pytest.mark.parametrize("decode", ["float32", "bfloat16"])
 def test_a_window_hides_what_is_before_it(decode: str, kind: AttentionKind) -> None:
     """What is hidden may be any number."""
@@ -91,7 +96,7 @@ def test_a_window_hides_what_is_before_it(decode: str, kind: AttentionKind) -> N
     expected = []
     for row, length in enumerate(lengths):
         block, offset = int(table[row, (length - 1) // SIZE]), (length - 1) % SIZE
-        first = max(0, length - kind.window)
+        first = kind.first_seen(length - 1)
         for every, own in ((keys, key), (values, value)):
             known = every[table[row].long()].flatten(0, 1)
             known[:first] = 1e4

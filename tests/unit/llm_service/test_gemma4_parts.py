@@ -108,7 +108,7 @@ def test_a_layer_gives_what_the_library_s_gives(form: str, at: int) -> None:
     )[0]
     (cache_shape,) = cache_shapes([spec], 3, 16).values()
     batch = TorchBackend(cache_shape, CPU).batch([PagedChunk(0, TOKENS, [2, 0, 1])])
-    rotary = shape.window_rotary if layer.windowed else shape.rotary
+    rotary = shape.window_rotary if layer.is_local else shape.rotary
     assert rotary is not None
     tables = MultimodalRotary.of(rotary, CPU).tables(positions.expand(3, -1), torch.float32)
     cache = cache_shape.new_cache(torch.float32, CPU)[0]

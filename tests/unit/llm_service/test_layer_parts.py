@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,18 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from llm_service.families.family import Family, Mixer
+from llm_service.families.gates import BoundedGates, RaisedGates
 from llm_service.layers.attention.backend import CacheShape, PagedChunk
 from llm_service.layers.attention.torch_backend import TorchBackend
-from llm_service.layers.cache_spec import Segment
-from llm_service.layers.experts import SparseMLP
+from llm_service.layers.cache_spec import PagedKV, Segment
+from llm_service.layers.experts import Experts, SparseMLP
 from llm_service.layers.gated_delta_net import GatedDeltaNet
 from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.layers.linear import Stored
+from llm_service.layers.linear import Stored, VocabularyEmbedding
+from llm_service.layers.mlp import MLP
 from llm_service.layers.ops import MultimodalRotary, RMSNorm
+from llm_service.layers.scaled_experts import InputScaledMLP
 from llm_service.layers.self_attention import SelfAttention, gates_last
 from llm_service.models.config import DeltaNetConfig, GroupedExperts, TextConfig
+from llm_service.models.layer_shapes import gates_of
 from llm_service.models.loader import InMemory, targets
-from llm_service.models.rotary_config import RotaryConfig
+from llm_service.models.rotary_config import RotaryConfig, Tempering
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
 
 from transformers.models.qwen3_5.modeling_qwen3_5 import (  # isort: skip
@@ -35,6 +41,17 @@ from transformers.models.glm4v_moe.modeling_glm4v_moe import (  # isort: skip
     Glm4vMoeTextConfig,
     Glm4vMoeTextMoE,
 )
+from transformers.models.llama4.modeling_llama4 import (  # isort: skip
+    Llama4TextConfig,
+    Llama4TextMoe,
+)
+from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLDenseMLP  # isort: skip
+from transformers.models.muse_glimmer.modeling_muse_glimmer import (  # isort: skip
+    MuseGlimmerTextAttention,
+    MuseGlimmerTextConfig,
+    MuseGlimmerTextNormedEmbedding,
+)
+from transformers.models.step3p7.modeling_step3p7 import Step3p7MLP  # isort: skip
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (  # isort: skip
     Qwen3_5MoeSparseMoeBlock,
     Qwen3_5MoeTextConfig,
@@ -74,6 +91,7 @@ def config() -> TextConfig:
         rotary=RotaryConfig(HEAD // 4, 10000.0, (2, 1, 1), interleaved=True),
         tied=False,
         max_position=100,
+        qk_norm=True,
     )
 
 
@@ -132,7 +150,9 @@ def test_attention_with_gates_and_a_part_of_each_head_rotated() -> None:
 
 
 def attended(attention: SelfAttention, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    shape = CacheShape(1, 3, 16, attention.heads, attention.kv_heads, HEAD)
+    spec = attention.cache_spec()
+    assert isinstance(spec, PagedKV)
+    shape = CacheShape(1, 3, 16, attention.heads, attention.kv_heads, HEAD, spec.kind)
     batch = TorchBackend(shape, CPU).batch([PagedChunk(0, TOKENS, [0, 1, 2])])
     return attention.mix(attention.project(x, rotary), shape.new_cache(torch.float32, CPU)[0], batch)
 
@@ -156,6 +176,125 @@ def test_experts_with_a_shared_one_beside_them() -> None:
     for rank in ranks:
         read(rank, theirs)
     torch.testing.assert_close(sum(rank(x) for rank in ranks), expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("per_token", [1, 2])
+def test_experts_whose_inputs_are_scaled(per_token: int) -> None:
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 24, "num_attention_heads": 4}
+    theirs = drawn(Llama4TextMoe(Llama4TextConfig(**sizes, num_local_experts=6, num_experts_per_tok=per_token)))
+    names = {"router": "gate", "shared_expert": "shared_experts"}
+    stored = nn.ModuleDict({names.get(name, name): part for name, part in theirs.named_children()})
+    x = noise(9, HIDDEN)
+    expected = theirs(x.unsqueeze(0))[0]
+    for ranks in (1, 2):
+        parts = []
+        for rank in range(ranks):
+            group = TensorGroup(rank, ranks) if ranks > 1 else ALONE
+            given = 6, per_token, HIDDEN, 24, group, torch.float32
+            ours = InputScaledMLP(*given, shared_inner=24, shared_gate=False)
+            read(ours, stored)
+            parts.append(ours(x))
+        torch.testing.assert_close(sum(parts), expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_gates_that_are_more_than_an_activation() -> None:
+    """With limits that noise passes."""
+    x = 4 * noise(9, HIDDEN)
+    settings = SimpleNamespace(hidden_size=HIDDEN, dense_intermediate_size=96, swiglu_alpha=1.7, swiglu_limit=0.5)
+    raised = drawn(MiniMaxM3VLDenseMLP(settings))
+    ours = MLP(HIDDEN, 96, ALONE, torch.float32, activation=RaisedGates(1.7, 0.5), fused=True)
+    read(ours, raised)
+    torch.testing.assert_close(ours(x), raised(x), rtol=1e-4, atol=1e-5)
+    settings = SimpleNamespace(
+        hidden_size=HIDDEN, intermediate_size=96, mlp_bias=False, hidden_act="silu", swiglu_limits_shared=[0.5]
+    )
+    bounded = drawn(Step3p7MLP(settings, 0))
+    ours = MLP(HIDDEN, 96, ALONE, torch.float32, activation=BoundedGates(0.5))
+    read(ours, bounded)
+    torch.testing.assert_close(ours(x), bounded(x), rtol=1e-4, atol=1e-5)
+
+
+def test_limits_of_gates_are_of_single_layers_and_none_is_0() -> None:
+    text = {"num_hidden_layers": 3, "swiglu_limits": [0.0, 7, None, 9]}
+    assert gates_of(text, "swiglu_limits") == (None, BoundedGates(7.0), None)
+    assert gates_of(text, "swiglu_limits_shared") == ()
+    raised = {"num_hidden_layers": 2, "swiglu_alpha": 1.7, "swiglu_limit": 7.0}
+    assert gates_of(raised, "swiglu_limits") == (RaisedGates(1.7, 7.0),) * 2
+
+
+def test_embeddings_are_normed_as_they_are_read_by_each_rank() -> None:
+    theirs = drawn(MuseGlimmerTextNormedEmbedding(10, HIDDEN, 0, norm_eps=1e-2))
+    expected = theirs(torch.arange(10))
+    for ranks in (1, 3):
+        parts = []
+        for rank in range(ranks):
+            group = TensorGroup(rank, ranks) if ranks > 1 else ALONE
+            holder = nn.ModuleDict({"table": VocabularyEmbedding(10, HIDDEN, group, torch.float32, norm_eps=1e-2)})
+            read(holder, nn.ModuleDict({"table": theirs}))
+            parts.append(holder["table"].weight)
+        torch.testing.assert_close(torch.cat(parts), expected)
+
+
+@torch.inference_mode()
+def test_gates_of_heads_from_a_projection_of_their_own() -> None:
+    """Beside norms of heads without weights."""
+    settings = MuseGlimmerTextConfig(**SIZES)
+    settings._attn_implementation = "eager"
+    theirs = drawn(MuseGlimmerTextAttention(settings, 0))
+    family = Family({}, qk_norm=True, plain_head_norms=True, output_gate=True, gates_apart=True)
+    scale = settings.qk_scale_factor / HEAD**0.5
+    shape = replace(config(), family=family, norm_eps=1e-5, attention_scale=scale)
+    x, angles = noise(TOKENS, HIDDEN), noise(TOKENS, HEAD // 2, seed=2).repeat(1, 2)
+    mask = torch.full((TOKENS, TOKENS), -torch.inf).triu(1)[None, None]
+    expected = theirs(x.unsqueeze(0), (angles.cos()[None], angles.sin()[None]), mask)[0][0]
+    parts = []
+    for rank in range(2):
+        ours = SelfAttention(shape.layer_kind(0), shape, TensorGroup(rank, 2), torch.float32)
+        read(ours, theirs)
+        parts.append(ours.o(attended(ours, x, (angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)))))
+    torch.testing.assert_close(sum(parts), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("inputs_first", [False, True])
+def test_stacked_experts_are_read_as_they_are_said_to_lie_whatever_their_shape(*, inputs_first: bool) -> None:
+    """As many numbers go in as come out, twice over for gates, so that no shape tells."""
+    gates, down = noise(3, HIDDEN, HIDDEN), noise(3, HIDDEN, HIDDEN // 2, seed=2)
+    stored = {"gate_up_proj": gates, "down_proj": down}
+    if inputs_first:
+        stored = {name: each.transpose(1, 2) for name, each in stored.items()}
+    ours = Experts(3, HIDDEN, HIDDEN // 2, ALONE, torch.float32, inputs_first=inputs_first)
+    places = ours.targets("experts")
+    for name, each in stored.items():
+        places[f"experts.{name}"](InMemory(each))
+    assert torch.equal(ours.gate_up_proj, gates)
+    assert torch.equal(ours.down_proj, down)
+
+
+def test_stacked_experts_may_have_gates_and_what_they_open_apart() -> None:
+    whole = Experts(3, HIDDEN, 24, ALONE, torch.float32)
+    share = Experts(3, HIDDEN, 24, TensorGroup(1, 2), torch.float32)
+    gates, down = noise(3, 48, HIDDEN), noise(3, HIDDEN, 24, seed=2)
+    for each in (whole, share):
+        places = each.targets("")
+        halves = zip(("gate_proj", "up_proj"), gates.split(24, dim=1), strict=True)
+        for name, half in halves:
+            places[f".{name}"](InMemory(half))
+        assert not each.whole()
+        places[".down_proj"](InMemory(down))
+        assert each.whole()
+    assert torch.equal(whole.gate_up_proj, gates)
+    assert torch.equal(share.gate_up_proj, torch.cat([gates[:, 12:24], gates[:, 36:]], dim=1))
+
+
+def test_queries_grow_from_a_place_on() -> None:
+    """As Llama 4 counts, whose first token is the first, and as Ministral 3 does, whose first is none."""
+    places = torch.tensor([0, 14, 15, 16, 31])
+    grown = [1 + 0.5 * math.log(1 + number) for number in (0, 0, 1, 1, 2)]
+    torch.testing.assert_close(Tempering(16, 0.5).factors(places), torch.tensor(grown))
+    grown = [1 + 0.5 * math.log(1 + number) for number in (0, 0, 0, 1, 1)]
+    torch.testing.assert_close(Tempering(16, 0.5, ahead=0.0).factors(places), torch.tensor(grown))
 
 
 @torch.inference_mode()

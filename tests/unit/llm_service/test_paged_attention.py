@@ -60,6 +60,14 @@ def test_a_token_sees_no_more_than_its_window(name: str, counts: tuple[int, ...]
     Case.random(shape, counts, torch.float32, window).check(choose(name, shape, torch.float32, CPU))
 
 
+@pytest.mark.parametrize("kind", [AttentionKind(chunk=24), AttentionKind(21, chunk=64)])
+@pytest.mark.parametrize("counts", [(1, 1, 1), (1, 65, 20)], ids=["decodes", "mixed"])
+@pytest.mark.parametrize("name", ["torch", "numba", "triton"])
+def test_a_token_sees_none_before_its_chunk(name: str, counts: tuple[int, ...], kind: AttentionKind) -> None:
+    shape = replace(shape_of(), kind=kind)
+    Case.random(shape, counts, torch.float32, kind.chunk).check(choose(name, shape, torch.float32, CPU))
+
+
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("name", ["torch", "numba", "triton"])
 def test_products_are_multiplied_by_the_scale_of_the_layers(name: str, window: int) -> None:

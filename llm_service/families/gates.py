@@ -1,0 +1,34 @@
+"""Gates of feed-forward parts that are more than an activation: bounded, or with weights of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class BoundedGates:
+    """silu(gate), at most `limit`, times what it opens, at most as far from 0, as in Step 3.7."""
+
+    limit: float
+
+    def opened(self, gate: Any, up: Any) -> Any:
+        """Tensors [n, inner] each → [n, inner]."""
+        return (gate * gate.sigmoid()).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
+
+
+@dataclass(frozen=True, slots=True)
+class RaisedGates:
+    """gate · sigmoid(sharpness · gate) times one more than what it opens, the gate at most `limit` and the other at
+    most as far from 0, as in MiniMax M3."""
+
+    sharpness: float
+    limit: float
+
+    def opened(self, gate: Any, up: Any) -> Any:
+        """Tensors [n, inner] each → [n, inner]."""
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * (gate * self.sharpness).sigmoid() * (up + 1.0)
+
+
+Gates = BoundedGates | RaisedGates
