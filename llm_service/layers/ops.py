@@ -40,7 +40,7 @@ class RowOps(Protocol):
         ...
 
     def qk_norm_rotary(
-        self, x: Tensor, rotary: Pair, queries: int, keys: int, gains: Pair | None, eps: float
+        self, x: Tensor, rotary: tuple[Tensor, ...], queries: int, keys: int, gains: Pair | None, eps: float
     ) -> Tensor:
         """Rotates the first heads of x [n, queries + keys or more, head_dim] by the angles of each token → [n, queries
         + keys, head_dim].
@@ -92,7 +92,7 @@ class TorchOps:
         return total, self.rms_norm(total, gain, eps)
 
     def qk_norm_rotary(
-        self, x: Tensor, rotary: Pair, queries: int, keys: int, gains: Pair | None, eps: float
+        self, x: Tensor, rotary: tuple[Tensor, ...], queries: int, keys: int, gains: Pair | None, eps: float
     ) -> Tensor:
         """See `RowOps`."""
         heads = x[:, : queries + keys]

@@ -83,9 +83,7 @@ class SelfAttention(nn.Module):
         """x [n, hidden] → this rank's queries [n, heads, head_dim], keys and values [n, kv_heads, head_dim], unless
         they are another layer's, and where there are gates these, [n, heads, head_dim]."""
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
-        cosine, sine = rotary
-        given = self.heads, self.new_keys, self.gains, self.eps
-        rotated = self.ops.qk_norm_rotary(heads, (cosine, sine), *given)
+        rotated = self.ops.qk_norm_rotary(heads, rotary, self.heads, self.new_keys, self.gains, self.eps)
         parts = self.parts(rotated, heads)
         if self.head_gates is None:
             return parts

@@ -179,7 +179,7 @@ class NumbaOps(TorchOps):
         return torch.from_numpy(rms_norm_rows(x.numpy(), gain.numpy(), eps))
 
     def qk_norm_rotary(
-        self, x: Tensor, rotary: Pair, queries: int, keys: int, gains: Pair | None, eps: float
+        self, x: Tensor, rotary: tuple[Tensor, ...], queries: int, keys: int, gains: Pair | None, eps: float
     ) -> Tensor:
         """See `RowOps`."""
         if not selection.is_numba():

@@ -147,7 +147,9 @@ def _norm(x: Tensor, more: Tensor, total: Tensor, gain: Tensor, eps: float, *, a
     return out
 
 
-def qk_norm_rotary(x: Tensor, rotary: Pair, queries: int, keys: int, gains: Pair | None, eps: float) -> Tensor:
+def qk_norm_rotary(
+    x: Tensor, rotary: tuple[Tensor, ...], queries: int, keys: int, gains: Pair | None, eps: float
+) -> Tensor:
     """See `RowOps`."""
     n, heads, head_dim = x.shape[0], queries + keys, x.shape[2]
     out = torch.empty((n, heads, head_dim), dtype=x.dtype, device=x.device)
