@@ -202,9 +202,9 @@ class VocabularyEmbedding(nn.Module):
 
     def targets(self, own: str) -> dict[str, Place]:
         """See `Placed`."""
-        return {f"{own}.weight": self._place}
+        return {f"{own}.weight": self._fill}
 
-    def _place(self, stored: Stored) -> None:
+    def _fill(self, stored: Stored) -> None:
         fill(self.weight, stored[self.share])
         if self._norm_eps is not None:
             for rows in self.weight.split(_AT_ONCE):
