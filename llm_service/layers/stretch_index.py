@@ -5,8 +5,10 @@ behind the last whole one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -15,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llm_service.layers.attention.backend import AttentionBackend, AttentionBatch, PagedChunk
+from llm_service.layers.cpu import selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +32,27 @@ class ChosenChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Listed:
+    """Tokens at `places` int64 [m] of the batch, each with a list of the units that it sees, int32 [m, w], of which the
+    last may be in part, and how many tokens are in them, int32 [m]."""
+
+    places: Tensor
+    table: Tensor
+    lengths: Tensor
+
+
+AttendAlong = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
+"""Queries [m, heads, dim], a layer's cache of keys and values, a table and lengths as `Listed` has them, and what
+products are multiplied by → [m, heads, dim]."""
+_MANY = 2
+"""Times as many tokens as each is to see a chunk goes through at once in the time that it takes to read each one's."""
+
+
+@dataclass(frozen=True, slots=True)
 class IndexBatch:
     """`written` int64 [n] is where the batch's tokens are, `members` int64 [m, stretch] where those of the stretches
     are that end among them. Of the chunks those in `chosen` do not see all; `rest` int64 [k] are the places of the
-    others, which `dense` attends to."""
+    others, which `dense` attends to. `along` attends along lists of units of so many tokens, which lie together."""
 
     stretch: int
     kept: int
@@ -41,6 +61,8 @@ class IndexBatch:
     chosen: tuple[ChosenChunk, ...]
     rest: Tensor
     dense: AttentionBatch | None
+    unit: int = 1
+    along: AttendAlong | None = None
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, asked: Tensor, keys: Tensor, scale: float
@@ -53,43 +75,71 @@ class IndexBatch:
             out[self.rest] = attended.view(-1, *query.shape[1:])
         cached_keys, cached_values = cache.flatten(1, 2)
         flat = keys.flatten(0, 1)
+        lists = list[Listed]()
         for chunk in self.chosen:
             here, new = slice(chunk.begin, chunk.end), chunk.slots[chunk.context :]
             cached_keys[new], cached_values[new] = key[here].to(cache.dtype), value[here].to(cache.dtype)
-            ends = chunk.slots[self.stretch - 1 :: self.stretch]
-            stretches = flat[ends, : asked.shape[-1]]
-            seen = self.seen(asked[here], stretches, chunk.context)
-            slots = chunk.slots
-            mask: Tensor | None = seen
-            if len(seen) == 1:  # few of many are read
-                slots, mask = slots[seen[0]], None
+            stretches = flat[chunk.slots[self.stretch - 1 :: self.stretch], : asked.shape[-1]]
+            best = self.best(asked[here], stretches, chunk.context)
+            if self.along is not None and self._reads_few(chunk):
+                lists.append(self._listed(best, chunk))
+                continue
             attended = functional.scaled_dot_product_attention(
                 query[here].transpose(0, 1).unsqueeze(0),
-                cached_keys[slots].to(query.dtype).transpose(0, 1).unsqueeze(0),
-                cached_values[slots].to(query.dtype).transpose(0, 1).unsqueeze(0),
-                attn_mask=mask,
+                cached_keys[chunk.slots].to(query.dtype).transpose(0, 1).unsqueeze(0),
+                cached_values[chunk.slots].to(query.dtype).transpose(0, 1).unsqueeze(0),
+                attn_mask=self.seen(best, chunk.context),
                 scale=scale,
                 enable_gqa=True,
             )
             out[here] = attended.squeeze(0).transpose(0, 1)
+        if lists:
+            assert self.along is not None, "what attends along lists"
+            every = torch.cat([each.places for each in lists])
+            table, lengths = torch.cat([each.table for each in lists]), torch.cat([each.lengths for each in lists])
+            out[every] = self.along(query[every], cache, table, lengths, scale)
         return out.flatten(1)
 
-    def seen(self, asked: Tensor, stretches: Tensor, context: int) -> Tensor:
-        """Which tokens of a sequence each of its next ones sees, bool [m, context + m]: queries [m, heads, dim] behind
-        `context` tokens, keys of all whole stretches [s, dim]."""
-        total, count = context + len(asked), len(asked)
-        best = torch.zeros(count, len(stretches), dtype=torch.bool, device=asked.device)
-        scores = scored(asked, stretches)
-        for first, last, whole in self._alike(context, count):
-            own = scores[first:last, :whole]
-            best[first:last].scatter_(1, own.topk(min(self.kept, whole), dim=1).indices, value=True)
-        places = torch.arange(total, device=asked.device)
-        own_places = places[context:].unsqueeze(1)
-        behind = (own_places + 1) // self.stretch * self.stretch  # the last whole stretch
-        seen = (places >= behind) & (places <= own_places)
-        whole_tokens = len(stretches) * self.stretch
-        seen[:, :whole_tokens] |= best.repeat_interleave(self.stretch, dim=1)
+    def best(self, asked: Tensor, stretches: Tensor, context: int) -> Tensor:
+        """Which stretches each of a sequence's next tokens sees, but for the last that is not whole: int64 [m, kept],
+        in the order of their scores, and −1 where there are no more. Queries are [m, heads, dim] behind `context`
+        tokens, keys of all whole stretches [s, dim]."""
+        best = torch.full((len(asked), self.kept), -1, dtype=torch.int64, device=asked.device)
+        for first, last, whole in self._alike(context, len(asked)):
+            count = min(self.kept, whole)
+            best[first:last, :count] = scored(asked[first:last], stretches[:whole]).topk(count, dim=1).indices
+        return best
+
+    def seen(self, best: Tensor, context: int) -> Tensor:
+        """The same as tokens, those of the last stretch among them: bool [m, context + m]."""
+        total = context + len(best)
+        whole = total // self.stretch
+        mask = torch.zeros(len(best), whole + 1, dtype=torch.bool, device=best.device)
+        mask.scatter_(1, torch.where(best < 0, whole, best), value=True)
+        places = torch.arange(total, device=best.device)
+        own = places[context:].unsqueeze(1)
+        seen = (places >= (own + 1) // self.stretch * self.stretch) & (places <= own)
+        seen[:, : whole * self.stretch] |= mask[:, :whole].repeat_interleave(self.stretch, dim=1)
         return seen
+
+    def _reads_few(self, chunk: ChosenChunk) -> bool:
+        """Whether all tokens of a chunk see as many stretches as are kept, and it takes less to read those of each than
+        to go through all once."""
+        enough = (chunk.context + 1) // self.stretch >= self.kept
+        return enough and (chunk.end - chunk.begin == 1 or len(chunk.slots) > _MANY * self.kept * self.stretch)
+
+    def _listed(self, best: Tensor, chunk: ChosenChunk) -> Listed:
+        """What `along` takes of a chunk whose tokens all see as many stretches as are kept."""
+        each = self.stretch // self.unit
+        units = chunk.slots[:: self.unit] // self.unit
+        own = torch.arange(chunk.context, len(chunk.slots))
+        within = torch.arange(each)
+        chosen = (best.sort(dim=1).values.unsqueeze(2) * each + within).flatten(1)
+        whole = (own + 1) // self.stretch
+        behind = (whole.unsqueeze(1) * each + within).clamp(max=len(units) - 1)
+        lengths = self.kept * self.stretch + own + 1 - whole * self.stretch
+        places = torch.arange(chunk.begin, chunk.end)
+        return Listed(places, units[torch.cat([chosen, behind], dim=1)].int(), lengths.int())
 
     def _alike(self, context: int, count: int) -> Iterator[tuple[int, int, int]]:
         """Runs [first, last) of tokens behind which there are as many whole stretches, and how many: the best of these
@@ -117,6 +167,7 @@ class PagedIndex:
     ) -> None:
         self._stretch, self._kept = stretch, kept
         self._attention, self._block_size, self._device = attention, block_size, device
+        self._unit = math.gcd(stretch, block_size)
 
     def batch(self, chunks: Sequence[PagedChunk]) -> IndexBatch:
         """See `IndexBackend`."""
@@ -147,7 +198,16 @@ class PagedIndex:
             tuple(chosen),
             move(rest),
             self._attention.batch(dense) if mixed else None,
+            self._unit,
+            self._along(),
         )
+
+    def _along(self) -> AttendAlong | None:
+        if self._attention.name != "numba" or not selection.is_numba():
+            return None
+        from llm_service.layers.cpu import listed_attention  # numba takes its time
+
+        return partial(listed_attention.attend, unit=self._unit)
 
 
 def slots_of(chunk: PagedChunk, block_size: int) -> np.ndarray:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from common.checkpoint import CheckpointError
 from llm_service.families.family import FeedForwardKind, LayerKind, Mixer
 from llm_service.layers.attention.backend import PagedChunk
-from llm_service.layers.attention.torch_backend import TorchBackend
+from llm_service.layers.attention.choose import choose
 from llm_service.layers.cache_spec import IndexedCache, Segment, StateCache, cache_shapes
 from llm_service.layers.gated_delta_net import GatedDeltaNet
 from llm_service.layers.gdn.torch_backend import TorchBackend as TorchDeltas
@@ -110,10 +110,10 @@ def _positions() -> Tensor:
 class _Attending:
     """An attention of ours over a paged cache of a sequence's own blocks, whatever these hold at first."""
 
-    def __init__(self, ours: IndexedAttention) -> None:
+    def __init__(self, ours: IndexedAttention, attention: str = "torch") -> None:
         self._ours, spec = ours, ours.cache_spec()
         ((_, shape),) = cache_shapes([spec], 40, BLOCK).items()
-        self._backend = TorchBackend(shape, CPU)
+        self._backend = choose(attention, shape, torch.float32, CPU)
         index = torch.full((41, BLOCK, spec.index_dim), torch.nan)
         self._cache = IndexedCache(torch.full_like(shape.new_cache(torch.float32, CPU)[0], torch.nan), index)
 
@@ -133,9 +133,10 @@ def attention() -> tuple[nn.Module, IndexedAttention]:
     return theirs, _fill(IndexedAttention(kind, _config(), ALONE, torch.float32), theirs)
 
 
+@pytest.mark.parametrize("by", ["torch", "numba"])
 @torch.inference_mode()
 def test_tokens_see_what_the_library_chooses_however_a_prompt_is_cut(
-    attention: tuple[nn.Module, IndexedAttention],
+    by: str, attention: tuple[nn.Module, IndexedAttention]
 ) -> None:
     theirs, ours = attention
     one, other = _noise(90, 2, TOKENS, HIDDEN)
@@ -149,15 +150,15 @@ def test_tokens_see_what_the_library_chooses_however_a_prompt_is_cut(
 
     asked, _ = ours.index.project(one, (cosine, sine))
     blocks, others = list(range(20, 32))[::-1], list(range(12))
-    whole = _Attending(ours)
+    whole = _Attending(ours, by)
     torch.testing.assert_close(whole(one, (cosine, sine), [PagedChunk(0, TOKENS, blocks)]), expected)
     keys = whole._cache.index.flatten(0, 1)
     slots = torch.tensor([blocks[at // BLOCK] * BLOCK + at % BLOCK for at in range(TOKENS)])
     batch = ours.index_backend(whole._backend, BLOCK).batch([PagedChunk(0, TOKENS, blocks)])
-    seen = batch.seen(asked, keys[slots[2::3], :12], 0)
+    seen = batch.seen(batch.best(asked, keys[slots[2::3], :12], 0), 0)
     assert torch.equal(seen, full & mask[0, 0])
 
-    pieces, found, begin = _Attending(ours), list[Tensor](), 0
+    pieces, found, begin = _Attending(ours, by), list[Tensor](), 0
     for count in (2, 5, 1, 1, 1, 14, 1, 20):
         end = begin + count
         both = torch.cat([other[begin:end], one[begin:end]])
