@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.checkpoint import CACHE, add_model_options, chosen_model
-from benchmarks.plain_checkpoint import GEMMA3, GEMMA4, LLAVA, plain_checkpoint
+from benchmarks.plain_checkpoint import GEMMA3, GEMMA4, KIMI, LLAVA, plain_checkpoint
 from common import library_models
 from common.checkpoint import Checkpoint
 from common.cpu.jit import use_threads
@@ -123,15 +123,18 @@ def main() -> None:
     parser.add_argument("--llava", action="store_true", help="a random one in LLaVA's format, which no family is for")
     parser.add_argument("--gemma", action="store_true", help="a random one in Gemma 3's, with windows of 256 tokens")
     parser.add_argument("--gemma4", action="store_true", help="a random one in Gemma 4's, with inputs of single layers")
+    parser.add_argument("--kimi", action="store_true", help="a random one in Kimi K2.5's, with latent attention")
     parser.add_argument("--cpu-time", action="store_true", help="of one thread, the least of all rounds")
     parser.add_argument("--side", type=int, default=448, help="of a picture, in pixels")
     parser.add_argument("--rounds", type=int, default=5, help="of which the median is shown")
+    parser.add_argument("--words", type=int, default=40, help="of a question")
     parser.add_argument("--tokens", type=int, default=32, help="of an answer")
     given = parser.parse_args()
     cores = 1 if given.cpu_time else usable_cores()
     torch.set_num_threads(cores)
     use_threads(cores)
     asked = {"llava": (given.llava, LLAVA), "gemma3": (given.gemma, GEMMA3), "gemma4": (given.gemma4, GEMMA4)}
+    asked["kimi"] = given.kimi, KIMI
     plain = {name: recipe for name, (wanted, recipe) in asked.items() if wanted}
     folders = [plain_checkpoint(recipe, CACHE.with_name(f"{CACHE.name}-{name}")) for name, recipe in plain.items()]
     folder = folders[0] if folders else chosen_model(given)
@@ -144,7 +147,7 @@ def main() -> None:
     found: dict[str, list[Seconds]] = {name: [] for name in ways}
     for number in range(given.rounds + 1):
         pixels = random.integers(0, 256, (given.side, given.side, 3), dtype=np.uint8)
-        question = " ".join(random.choice(_WORDS, 40))
+        question = " ".join(random.choice(_WORDS, given.words))
         order = list(ways) if number % 2 else list(ways)[::-1]
         answers = {name: _ask(ways[name], pixels, question, given.tokens, clock) for name in order}
         _, rows, said = answers["library"]

@@ -1,5 +1,5 @@
 """Random checkpoints of about 225 M parameters that no family of ours is for: in LLaVA's format, a tower of CLIP's form
-and a text of Llama's; in Gemma 3's and Gemma 4's. Their words mean nothing."""
+and a text of Llama's; in Gemma 3's, Gemma 4's and Kimi K2.5's. Their words mean nothing."""
 
 from __future__ import annotations
 
@@ -94,6 +94,43 @@ GEMMA4 = gemma4_by(
     layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * (GEMMA4_LAYERS // 5),
 )
 """Shaped as the small published ones: most layers have a window of 256 tokens, a third have no keys of their own."""
+
+
+KIMI_TEXT: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "max_position_embeddings": 8192,
+}
+KIMI = replace(
+    RECIPES["kimi_k25"],
+    config=whole(
+        "kimi_k25",
+        vision_config=part("kimi_k25_vision", VISION, pos_emb_height=64, pos_emb_width=64, merge_kernel_size=[2, 2]),
+        text_config=part(
+            "deepseek_v3",
+            KIMI_TEXT,
+            q_lora_rank=512,
+            kv_lora_rank=512,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=128,
+            v_head_dim=128,
+            first_k_dense_replace=KIMI_TEXT["num_hidden_layers"],
+        ),
+        projection_hidden_size=VISION["hidden_size"],
+        image_token_id="<image>",
+        tie_word_embeddings=False,
+    ),
+    processor=processor(
+        "Kimi_K25Processor",
+        "Kimi_K25ImageProcessor",
+        videos="Kimi_K25VideoProcessor",
+        settings={"size": {"max_height": 64, "max_width": 64}, "max_patches": 4096},
+    ),
+)
+"""Heads, and the latents that they share, are as large as the published one's; there are no experts."""
 
 
 def plain_checkpoint(recipe: Recipe, folder: Path) -> Path:

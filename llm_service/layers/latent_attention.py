@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from llm_service.families.family import LayerKind
 from llm_service.layers.attention.backend import AttentionBatch, AttentionKind
+from llm_service.layers.attention.torch_backend import TorchBatch
 from llm_service.layers.cache_spec import PagedKV
 from llm_service.layers.group import TensorGroup
+from llm_service.layers.latent_chunks import mix_chunks
 from llm_service.layers.latent_products import LatentProducts
 from llm_service.layers.linear import PackedLinear, length
 from llm_service.layers.mixer import Rotary, StateBackend
@@ -85,16 +87,13 @@ class LatentAttention(nn.Module):
         rotated = self.ops.qk_norm_rotary(latent[:, rank:].unsqueeze(1), rotary, 1, 0, None, _EPS)
         return torch.cat([self.kv_norm(latent[:, :rank]).unsqueeze(1), rotated], dim=2)
 
-    def absorbed(self, query: Tensor) -> Tensor:
-        """Queries [n, heads, rotated + plain] → those that are multiplied with what is kept, [n, heads, rank +
-        rotated]."""
-        rotated, plain = query.split([self._shape.rotated, self._shape.plain], dim=2)
-        return torch.cat([self.products.absorb(plain), rotated], dim=2)
-
     def mix(self, inputs: tuple[Tensor, ...], cache: Tensor, batch: AttentionBatch) -> Tensor:
         """See `MixerPart`: this rank's heads [n, heads · value]."""
         query, key = inputs
-        mixed = batch.attend(self.absorbed(query), key, key[..., : self._shape.rank], cache)
+        if isinstance(batch, TorchBatch):
+            keys, _ = batch.store(key, key[..., : self._shape.rank], cache)
+            return mix_chunks(query, keys[:, 0], batch, self._shape, self.products)
+        mixed = batch.attend(self.products.absorbed(query), key, key[..., : self._shape.rank], cache)
         return self.products.values(mixed.view(len(query), self.heads, self._shape.rank))
 
     def join(self, mixed: Tensor) -> Tensor:

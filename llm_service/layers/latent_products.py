@@ -18,7 +18,7 @@ class LatentProducts(nn.Module):
 
     def __init__(self, shape: LatentHeads, heads: int, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__()
-        self._plain, own, rows = shape.plain, group.share(heads), shape.plain + shape.value
+        self._shape, own, rows = shape, group.share(heads), shape.plain + shape.value
         self._rows = slice(own.start * rows, own.stop * rows)
         weight = torch.empty(own.stop - own.start, rows, shape.rank, dtype=dtype)
         self.weight = nn.Parameter(weight, requires_grad=False)
@@ -30,11 +30,19 @@ class LatentProducts(nn.Module):
     def _place(self, stored: Stored) -> None:
         fill(self.weight.view(-1, self.weight.shape[2]), stored[self._rows, :])
 
-    def absorb(self, query: Tensor) -> Tensor:
-        """The plain parts of queries [n, heads, plain] → what is multiplied with latents, [n, heads, rank]."""
-        return torch.bmm(query.transpose(0, 1), self.weight[:, : self._plain]).transpose(0, 1)
+    def absorbed(self, query: Tensor) -> Tensor:
+        """Queries [n, heads, rotated + plain] → those that are multiplied with what is kept, [n, heads, rank +
+        rotated]."""
+        rotated, plain = query.split([self._shape.rotated, self._shape.plain], dim=2)
+        absorbed = torch.bmm(plain.transpose(0, 1), self.weight[:, : self._shape.plain]).transpose(0, 1)
+        return torch.cat([absorbed, rotated], dim=2)
 
     def values(self, mixed: Tensor) -> Tensor:
         """Sums of weighted latents [n, heads, rank] → those of values, [n, heads · value]."""
-        matrices = self.weight[:, self._plain :].transpose(1, 2)
+        matrices = self.weight[:, self._shape.plain :].transpose(1, 2)
         return torch.bmm(mixed.transpose(0, 1), matrices).transpose(0, 1).flatten(1)
+
+    def expand(self, latents: Tensor, head: int) -> tuple[Tensor, Tensor]:
+        """Latents [m, rank] → the plain part of a head's keys [m, plain], and its values [m, value]."""
+        made = latents @ self.weight[head].t()
+        return made[:, : self._shape.plain], made[:, self._shape.plain :]

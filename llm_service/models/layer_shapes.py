@@ -117,6 +117,18 @@ class LatentHeads:
         """Numbers of a head's query."""
         return self.plain + self.rotated
 
+    def expands(self, count: int, context: int) -> bool:
+        """Whether `count` tokens behind `context` others take fewer products if a head's keys and values are made of
+        all latents, rather than its queries multiplied with latents. Of its own tokens that takes as many either way.
+
+        >>> shape = LatentHeads(512, 64, 128, 128, 1536, 0.1, neighbours=True)
+        >>> shape.expands(16, 0), shape.expands(64, 19), shape.expands(64, 20), shape.expands(171, 100_000)
+        (True, True, False, True)
+        """
+        made = context * self.rank * (self.plain + self.value)
+        less = 2 * self.rank - self.plain - self.value  # of products for each token that one sees
+        return made < count * (context + count / 2) * less
+
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:

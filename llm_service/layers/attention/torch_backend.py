@@ -32,6 +32,11 @@ class _Segment:
     mask: Tensor | None
     causal: bool
 
+    @property
+    def seen(self) -> int:
+        """How many tokens any of them sees."""
+        return self.slots.stop - self.slots.start if isinstance(self.slots, slice) else len(self.slots)
+
     def mask_of(self, keys: Tensor) -> Tensor | None:
         """The mask over what any of the tokens sees [m, …], with the causal one."""
         whole = keys.new_ones(len(keys), len(keys), dtype=torch.bool) if self.causal else None
@@ -81,11 +86,9 @@ class TorchBatch:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         """See `AttentionBatch`."""
-        keys, values = (each.flatten(0, 1) for each in self.shape.split(cache))  # each [slots, kv_heads, …]
-        keys.index_copy_(0, self.slots, key.to(keys.dtype))
+        keys, values = self.store(key, value, cache)
         if self.shape.values_in_keys:
-            return self.attend_to_one(query, keys[:, 0])
-        values.index_copy_(0, self.slots, value.to(values.dtype))
+            return self._attend_to_one(query, keys[:, 0])
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for segment in self.segments:
             attended = functional.scaled_dot_product_attention(
@@ -100,7 +103,16 @@ class TorchBatch:
             out[segment.begin : segment.end] = attended.squeeze(0).transpose(0, 1)
         return out.flatten(1)
 
-    def attend_to_one(self, query: Tensor, keys: Tensor) -> Tensor:
+    def store(self, key: Tensor, value: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes the batch's keys and values, as in `attend`, into one layer's cache → all of its keys [slots,
+        kv_heads, head_dim], and values [slots, kv_heads, value_dim]."""
+        keys, values = (each.flatten(0, 1) for each in self.shape.split(cache))
+        keys.index_copy_(0, self.slots, key.to(keys.dtype))
+        if not self.shape.values_in_keys:
+            values.index_copy_(0, self.slots, value.to(values.dtype))
+        return keys, values
+
+    def _attend_to_one(self, query: Tensor, keys: Tensor) -> Tensor:
         """With values that lie within keys [slots, head_dim]."""
         out = query.new_empty(*query.shape[:2], self.shape.value_dim)
         for segment in self.segments:

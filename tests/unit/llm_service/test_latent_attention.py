@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from llm_service.layers import latent_chunks
 from llm_service.layers.attention.backend import PagedChunk
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cache_spec import block_elements, cache_shapes
@@ -16,6 +17,7 @@ from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.latent_attention import LatentAttention
 from llm_service.layers.ops import MultimodalRotary
 from llm_service.models.config import TextConfig
+from llm_service.models.layer_shapes import LatentHeads
 from llm_service.worker.adapters import shapes_of
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
 from tests.unit.llm_service.test_layer_parts import drawn, noise, read
@@ -94,7 +96,7 @@ def test_a_layer_gives_what_the_library_s_gives_at_once_in_chunks_and_of_ranks(f
         for group in groups:
             ours = LatentAttention(shape.layer_kind(0), shape, group, torch.float32)
             read(ours, theirs)
-            whole, cut = (attended(ours, shape, x, cuts) for cuts in ([(0, TOKENS)], [(0, 17), (17, 18), (18, TOKENS)]))
+            whole, cut = (attended(ours, shape, x, cuts) for cuts in ([(0, TOKENS)], [(0, 29), (29, 30), (30, TOKENS)]))
             torch.testing.assert_close(cut, whole, rtol=1e-4, atol=1e-5)
             parts.append(ours.o(whole))
         torch.testing.assert_close(sum(parts), expected, rtol=1e-4, atol=1e-5)
@@ -114,3 +116,28 @@ def test_a_token_takes_one_latent_and_one_rotated_key_on_every_rank() -> None:
 def test_adapters_may_change_all_projections_but_those_that_queries_take_the_other_way_round() -> None:
     found = {name.removeprefix("layers.0.self_attn.") for name in shapes_of(shape_of("plain")) if "self_attn" in name}
     assert found == {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"}
+
+
+@pytest.mark.parametrize("count", [1, 5, TOKENS])
+@torch.inference_mode()
+def test_queries_are_absorbed_or_keys_and_values_made_of_latents(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same comes out, of several chunks in any order, one of which is computed in stretches."""
+    shape = shape_of("yarn")
+    layer = LatentAttention(shape.layer_kind(0), shape, ALONE, torch.float32)
+    drawn(layer)
+    (cache_shape,) = cache_shapes([layer.cache_spec()], 9, 16).values()
+    monkeypatch.setattr(latent_chunks, "_ROOM", 4 * 9 * (count + 20))
+    chunks = [PagedChunk(20, count, [2, 0, 1, 8]), PagedChunk(3, 1, [3]), PagedChunk(0, count, [7, 5, 6])]
+    cache = noise(*cache_shape.new_cache(torch.float32, CPU)[0].shape)
+    rotary = MultimodalRotary.of(shape.rotary, CPU)
+    tables = rotary.tables(torch.arange(2 * count + 1).expand(3, -1), torch.float32)
+    inputs = layer.project(noise(2 * count + 1, HIDDEN), tables)
+    found = []
+    for expands in (True, False):
+        monkeypatch.setattr(LatentHeads, "expands", lambda _, own, before, much=expands: much and own + before != 4)
+        batch = TorchBackend(cache_shape, CPU).batch(chunks)
+        found.append(layer.mix(inputs, cache.clone(), batch))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    mixed = TorchBackend(cache_shape, CPU).batch(chunks)
+    attended = mixed.attend(layer.products.absorbed(inputs[0]), inputs[1], inputs[1][..., :24], cache.clone())
+    torch.testing.assert_close(layer.products.values(attended.view(-1, HEADS, 24)), found[0], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,64 @@
+"""Latent attention by torch's operators: of each chunk in the form that takes fewer products. Queries are absorbed into
+what meets latents, or keys and values are made of all latents that a chunk sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from llm_service.layers.attention.one_head import attend_to_one
+from llm_service.layers.attention.torch_backend import TorchBatch
+from llm_service.layers.latent_products import LatentProducts
+from llm_service.models.layer_shapes import LatentHeads
+
+_ROOM = 32 << 20
+"""Bytes of one head's scores at once."""
+
+
+def mix_chunks(query: Tensor, keys: Tensor, batch: TorchBatch, shape: LatentHeads, products: LatentProducts) -> Tensor:
+    """Queries [n, heads, rotated + plain] of a batch, and all that the cache keeps [slots, rank + rotated], these
+    tokens included → [n, heads · value]."""
+    out = query.new_empty(*query.shape[:2], shape.value)
+    absorbed = []
+    for segment in batch.segments:
+        count = segment.end - segment.begin
+        if shape.expands(count, segment.seen - count):
+            here, seen = slice(segment.begin, segment.end), keys[segment.slots].to(query.dtype)
+            attend_expanded(out[here], query[here], seen, segment.mask_of(seen), shape, products)
+        else:
+            absorbed.append(segment)
+    if absorbed:  # their matrices are read once
+        places = torch.cat([torch.arange(each.begin, each.end, device=query.device) for each in absorbed])
+        queries = products.absorbed(query[places])
+        mixed, at = queries.new_empty(*queries.shape[:2], shape.rank), 0
+        for segment in absorbed:
+            here, seen = slice(at, at + segment.end - segment.begin), keys[segment.slots].to(query.dtype)
+            attend_to_one(mixed[here], queries[here], seen, segment.mask_of(seen), shape.scale)
+            at = here.stop
+        out[places] = products.values(mixed).view(-1, *out.shape[1:])
+    return out.flatten(1)
+
+
+def attend_expanded(
+    out: Tensor, query: Tensor, keys: Tensor, mask: Tensor | None, shape: LatentHeads, products: LatentProducts
+) -> None:
+    """Fills out [n, heads, value] for queries [n, heads, rotated + plain] and what is kept of the tokens that they see,
+    [m, rank + rotated], one head's keys and values after the other; `mask` is as in `attend_to_one`."""
+    latents, rotated = keys.split([shape.rank, shape.rotated], dim=1)
+    for head in range(query.shape[1]):
+        plain, values = products.expand(latents, head)
+        for here in _stretches(len(query), len(keys)):
+            own = query[here, head]
+            scores = (own[:, : shape.rotated] @ rotated.t()).addmm_(own[:, shape.rotated :], plain.t())
+            scores = scores.float().mul_(shape.scale)
+            if mask is not None:
+                scores.masked_fill_(~mask[here], -torch.inf)
+            out[here, head] = scores.softmax(1).to(values.dtype) @ values
+
+
+def _stretches(count: int, seen: int) -> Iterator[slice]:
+    """Of so many tokens those that are computed at once."""
+    tokens = max(1, _ROOM // (4 * seen))
+    return (slice(begin, begin + tokens) for begin in range(0, count, tokens))
