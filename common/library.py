@@ -66,7 +66,8 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     every default filled in. `together`: tokens of pictures and of marks around them, as the processor tells them from
     text. `adapters`: folders of the checkpoint's own adapters, within its own, by the modality that a prompt has which
     is computed with one; of several the first counts. Sounds have `sound_rate` samples a second; a
-    chat's text has their seconds in the stead of each `length_mark`, if there is one.
+    chat's text has their seconds in the stead of each `length_mark`, if there is one. Sequences of more tokens than
+    `turns_at` turn by other rotary frequencies; 0: none do.
     """
 
     architecture: str
@@ -83,6 +84,7 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     together: tuple[int, ...] = ()
     sound_rate: int = 16_000
     length_mark: str = ""
+    turns_at: int = 0
     adapters: dict[str, str] = {}
 
 

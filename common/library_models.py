@@ -54,6 +54,7 @@ def describe(folder: Path) -> LibraryModel:
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
         max_position=longest_context(text),
+        turns_at=turns_at(text),
         placeholders=ids,
         levels=level_count(config),
         alone=tuple(taken) if _depends_on_others(model, processor) else lacking(config).alone,
@@ -82,13 +83,23 @@ def _depends_on_others(model: Any, processor: Any) -> bool:
 
 
 def longest_context(text: Any) -> int:
-    """The tokens of a context, by a text's configuration. Of one that turns all of a batch by other frequencies as soon
-    as one sequence is longer than it says (LongRoPE), no more than that: a batch has sequences of any length."""
+    """The tokens of a context, by a text's configuration. Where some kinds of its layers turn longer sequences by other
+    frequencies, no more than it says that these do."""
     rope = getattr(text, "rope_parameters", None) or {}
-    told = [each for each in (rope, *rope.values()) if isinstance(each, dict) and each.get("rope_type") == "longrope"]
-    first = [each.get(_FIRST) or getattr(text, _FIRST, None) for each in told]
+    first = [_turned_beyond(each, text) for each in rope.values() if isinstance(each, dict)]
     known = getattr(text, "max_position_embeddings", None) or _LONGEST
     return int(min([known, *(length for length in first if length)]))
+
+
+def turns_at(text: Any) -> int:
+    """`LibraryModel.turns_at` of a text's configuration."""
+    return _turned_beyond(getattr(text, "rope_parameters", None) or {}, text)
+
+
+def _turned_beyond(rope: Mapping[str, Any], text: Any) -> int:
+    """The longest sequence that is turned by the first frequencies of LongRoPE; 0: it is not by that."""
+    found = rope.get(_FIRST) or getattr(text, _FIRST, None) if rope.get("rope_type") == "longrope" else 0
+    return int(found or 0)
 
 
 _FIRST = "original_max_position_embeddings"

@@ -38,7 +38,8 @@ class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A new request. `token_ids` is int32 [n], `positions` int32 [3, n]; `deadline` is on the monotonic clock;
     `session` is the number of its session, 0 for none. Choices in `resume` go on behind what they have; at least one
     is not finished. The prompt's first `scored` tokens have been scored already. `adapter` is the number of one that is
-    loaded, 0 for none, and `adapter_digest` its digest."""
+    loaded, 0 for none, and `adapter_digest` its digest. Each sequence may have `longest` tokens, 0: as many as the
+    context."""
 
     id: int
     token_ids: bytes
@@ -54,6 +55,7 @@ class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     scored: int = 0
     adapter: int = 0
     adapter_digest: bytes = b""
+    longest: int = 0
 
 
 class Landed(msgspec.Struct, frozen=True, tag=True):

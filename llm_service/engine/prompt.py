@@ -75,13 +75,15 @@ class Prompt:
         if whole_until:
             found = np.flatnonzero(np.isin(tokens, whole_until))
             whole_end = int(found[-1]) + 1 if len(found) else 0
-        root = root_identity(add.salt, add.adapter_digest)
+        root, positions = root_identity(add.salt, add.adapter_digest), np.frombuffer(add.positions, np.int32)
+        if begins := int(positions[0]):  # one that begins elsewhere turns otherwise
+            root = block_identity(root, begins.to_bytes(4, "little"), ())
         if whole_end:  # what is computed of any of its tokens depends on all of them
             root = block_identity(root, tokens[:whole_end].tobytes(), [(key, row) for _, _, row, key in runs])
         penalises = add.sampling.repetition_penalty != 1.0
         return cls(
             tokens=tokens,
-            positions=np.frombuffer(add.positions, np.int32).reshape(3, len(tokens)),
+            positions=positions.reshape(3, len(tokens)),
             mrope_delta=add.mrope_delta,
             items=items,
             runs=runs,

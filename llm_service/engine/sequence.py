@@ -125,7 +125,7 @@ class Sequence:
                 session=add.session,
                 seed=seed if sampling.seed is None else sampling.seed,
                 order=(-add.priority, arrival, choice),
-                max_length=min(max_length, len(prompt.tokens) + sampling.max_tokens),
+                max_length=min(add.longest or max_length, max_length, len(prompt.tokens) + sampling.max_tokens),
                 stop_ids=(*(() if sampling.ignore_eos else eos), *sampling.stop_token_ids),
                 turn_ends=eos,
                 first_choice=sequences[0] if sequences else None,

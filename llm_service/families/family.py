@@ -125,6 +125,8 @@ class InPrompt:
     counted: bool = False
 
 
+FAR = 1 << 20
+"""Positions of sequences that turn by other frequencies, since they are long, are counted from here."""
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 """What config.json calls layers of attention whose tokens see all before them, or a window, or their chunk."""
 WINDOWED: Mapping[str, Mixer] = {FULL: Mixer.ATTENTION, SLIDING: Mixer.ATTENTION}
@@ -170,6 +172,7 @@ class Family:
     replaced: bool = False
     alone: Collection[Modality] = ()
     length_mark: str = ""
+    turns_at: int = 0
     frame: PromptFrame | None = None
     texts: Collection[str] = ()
     attention_bias: bool = False

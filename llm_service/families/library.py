@@ -26,5 +26,6 @@ def library_family(found: LibraryModel) -> Family:
         replaced=True,
         alone=frozenset(map(Modality, found.alone)),
         length_mark=found.length_mark,
+        turns_at=found.turns_at,
         frame=found.frame,
     )

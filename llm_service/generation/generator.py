@@ -316,6 +316,7 @@ class Generator:
             resume=resume,
             adapter=request.adapter.number if request.adapter else 0,
             adapter_digest=request.adapter.digest if request.adapter else b"",
+            longest=layout.longest,
         )
 
     async def _follow(

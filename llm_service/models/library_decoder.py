@@ -35,6 +35,7 @@ from llm_service.models.library_attention import (
 )
 from llm_service.models.library_index import Choose, choosing, take_indexers
 from llm_service.models.library_linear import Fill
+from llm_service.models.library_rotary import turn_by_sequence
 from llm_service.models.library_shares import share_out
 
 GENERAL = "general"
@@ -75,6 +76,7 @@ class LibraryDecoder:
         if fill is not None:
             fill(model)
         self._text = decoder_of(model)
+        turn_by_sequence(self._text)
         self._embeddings: nn.Module = model.get_input_embeddings()
         self._tables, self._layers_of_levels = _tables(model), layers_of_levels(model.config)
         # The head may do more than multiply, and all of it is the library's: it is given hidden states as if its model

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from common.checkpoint import Checkpoint
 from common.errors import InvalidInput
 from common.media import kept_rows
 from common.media.item import Header, Modality
-from llm_service.families.family import Rows, SpecialToken
+from llm_service.families.family import FAR, Rows, SpecialToken
 from llm_service.models.served import ServedModel
 from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.prompt.detokenizer import TokenTexts
@@ -76,7 +77,7 @@ class PromptBuilder:
         self._special = re.compile("|".join(map(_pattern, sorted(marks, key=_length, reverse=True))) or r"(?!)")
         self._first = list(self.tokenizer.encode("").ids)
         self._alone, self._frame = model.family.alone, model.family.frame
-        self._length_mark = model.family.length_mark
+        self._length_mark, self._turns_at = model.family.length_mark, model.family.turns_at
         self._media = MediaTokens.of(checkpoint.config, model.family, named_tokens(checkpoint, self._added))
         self.template = ChatTemplate.of(checkpoint, self._plain_template())
         self._media_layout = MediaLayout.of(checkpoint.config, model.family)
@@ -162,7 +163,12 @@ class PromptBuilder:
         ids.extend(self._tokenize(text, first=first) if text else ())
         where, mrope_delta = positions(len(ids), spans, self._media_layout)
         spans = [replace(span, runs=tuple(run for run in span.runs if run.count)) for span in spans]
-        return PromptLayout(ids, spans, where.tobytes(), mrope_delta)
+        longest = 0
+        if len(ids) > self._turns_at > 0:
+            where, mrope_delta = where + np.int32(FAR), mrope_delta + FAR
+        elif self._turns_at:  # with one token more, which is not computed, it would have to be computed anew
+            longest = self._turns_at + 1
+        return PromptLayout(ids, spans, where.tobytes(), mrope_delta, longest)
 
     def _place(self, slot: Slot, header: Header, ids: list[int], spans: list[Span]) -> None:
         """Appends an item's next run of rows."""

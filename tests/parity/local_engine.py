@@ -256,6 +256,7 @@ class LocalEngine:
                 deadline=None,
                 adapter=adapter,
                 adapter_digest=self.adapters[adapter].digest if adapter else b"",
+                longest=prompt.layout.longest,
             )
         )
         return self._ids

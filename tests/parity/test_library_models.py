@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -275,16 +276,10 @@ def test_positions_on_four_axes_are_refused() -> None:
         library_models.rope_positions(Base(), {"input_ids": torch.zeros(1, 5)})
 
 
-def test_contexts_end_where_a_longer_one_would_turn_others_of_its_batch_otherwise() -> None:
-    """The library's rotary positions have one length for all sequences of a batch."""
-    made = library_classes.library().CONFIG_MAPPING["phi3"]
-    factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
-    rope, most = {"rope_type": "longrope", "rope_theta": 1e4, **factors}, {"max_position_embeddings": 4096}
-    scaled, plain = made(rope_parameters=rope, original_max_position_embeddings=64, **most), made(**most)
-    assert (library_models.longest_context(scaled), library_models.longest_context(plain)) == (64, 4096)
-    rotary = library_classes.library().models.phi3.modeling_phi3.Phi3RotaryEmbedding(scaled)
-    alone, beside = (rotary(torch.zeros(1), torch.tensor([[5, last]]))[0][0, 0] for last in (63, 64))
-    assert not torch.equal(alone, beside), "the same place, beside a longer sequence"
+def test_contexts_end_where_some_layers_would_turn_others_of_a_batch_otherwise() -> None:
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 64}
+    text = SimpleNamespace(rope_parameters={"full_attention": rope}, max_position_embeddings=4096)
+    assert (library_models.longest_context(text), library_models.turns_at(text)) == (64, 0)
 
 
 @pytest.mark.parametrize(("kind", "name"), [("idefics2", "Idefics2Processor"), ("fuyu", "FuyuProcessor")])

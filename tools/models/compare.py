@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 import wave
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
@@ -176,9 +177,11 @@ class Reference:
         model = class_of(config_of(folder))
         self.model = model.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
         self._adapters = own_adapters(self.model.config, folder)
-        for kind, path in self._adapters.items():
-            if path != ".":  # which the library has loaded
-                self.model.load_adapter(str(folder), kind, adapter_kwargs={"subfolder": path})
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Already found a `peft_config`")  # there may be several
+            for kind, path in self._adapters.items():
+                if path != ".":  # which the library has loaded
+                    self.model.load_adapter(str(folder), kind, adapter_kwargs={"subfolder": path})
         self.model.generation_config.eos_token_id = None
 
     def inputs(self, parts: Sequence[Part]) -> dict[str, Any]:
