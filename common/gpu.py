@@ -79,8 +79,13 @@ class CudaCapture:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Other threads may touch the device meanwhile: NCCL's watchdog asks for the state of its events.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            run()
+        before = torch.cuda.current_stream(self._device)
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                run()
+        except RuntimeError:  # which leaves its stream the current one
+            torch.cuda.set_stream(before)
+            raise
         self._alive.add(graph)
         return graph.replay
 

@@ -1,12 +1,12 @@
-"""A tower that is the library's own model without its text layers. It knows one item at a time, since what several of
-them give together has a form of its own in every model."""
+"""A tower that is the library's own model without its text layers. What several items give together has a form of its
+own in every model: whether they can be computed so a trial has to show (`worker.library_batches`)."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,24 @@ class LibraryTower:
         `library_products`). For CPUs where that is faster."""
         return lay_out(self._model, passes)
 
+    def known(self, inputs: Mapping[str, Any], modality: str) -> dict[str, Any]:
+        """Those of an item's inputs that its rows follow from."""
+        taken = {*self._taken(modality), *(("input_ids",) if marks_of(self._model.config) else ())}
+        return {name: value for name, value in inputs.items() if name in taken}
+
+    def placed(self, inputs: Mapping[str, Any], modality: str) -> dict[str, Any]:
+        """Inputs with what its model is given on the device."""
+        taken = self._taken(modality)
+        return {name: self._placed(value) if name in taken else value for name, value in inputs.items()}
+
+    def _taken(self, modality: str) -> Collection[str]:
+        """The names of the inputs that its model is given."""
+        compute = features_of(self._model.base_model, modality)
+        return () if compute is None else inspect.signature(compute).parameters
+
     def rows(self, inputs: Mapping[str, Any], tokens: int, modality: str = "image") -> Tensor:
-        """What the processor has made of one item → [tokens, levels, width]. Raises RuntimeError where there are more
-        or fewer."""
+        """What the processor has made of one item, or of several at once → [tokens, levels, width], one item's behind
+        the other's. Raises RuntimeError where there are more or fewer."""
         with contextlib.nullcontext() if self._backend is None else AttendingBy(self._backend):
             return self._rows(inputs, tokens, modality)
 
@@ -67,7 +82,7 @@ class LibraryTower:
             return self._filled_up(inputs, tokens)
         compute = features_of(self._model.base_model, modality)
         assert compute is not None, "the model takes items of this modality"
-        taken = inspect.signature(compute).parameters
+        taken = self._taken(modality)
         given = {name: self._placed(value) for name, value in inputs.items() if name in taken}
         if _NOISE in taken:
             given[_NOISE] = False

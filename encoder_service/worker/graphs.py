@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +83,16 @@ class Replay:
     tables: tuple[Tensor, ...]
 
 
+class Captured(Protocol):
+    """A graph of a pass over so many patches."""
+
+    @property
+    def patches(self) -> int: ...
+
+    @property
+    def replay(self) -> Callable[[], None]: ...
+
+
 class Choice:
     """What is chosen by measuring on the device, for as long as `seconds` last; without a clock, nothing is. Each
     choice is logged with what it rests on."""
@@ -107,7 +117,7 @@ class Choice:
         _log.info("attention of a graph is chosen", patches=patches, attention=chosen, microseconds=taken)
         return chosen
 
-    def is_slower(self, graph: Graph, eager: Callable[[], object]) -> bool:
+    def is_slower(self, graph: Captured, eager: Callable[[], object]) -> bool:
         """Whether a replay takes longer than that pass."""
         if (clock := self._measures) is None:
             return False

@@ -1,66 +1,42 @@
-"""Runs batches of a model that the library computes: its processor in the place of patches, its tower in that of ours,
-one item after the other."""
+"""Runs batches of a model that the library computes: its processor in the place of patches, its tower in that of
+ours."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from common import log
+from common.gpu import Capture, CudaCapture, gpu_seconds
 from common.library import LibraryModel
+from common.library_classes import first_line
 from common.library_processors import Clip, Sound
 from common.media.item import Grid
 from encoder_service.models.library_attention import library_backend
-from encoder_service.models.library_tower import LibraryTower, in_turns
+from encoder_service.models.library_tower import LibraryTower
 from encoder_service.models.processor import ItemProcessor, Shown
 from encoder_service.models.tower import multiplies_as_stored
-from encoder_service.worker.graphs import GraphsUnavailable
+from encoder_service.worker.graphs import LADDER, Choice, GraphsUnavailable
+from encoder_service.worker.library_batches import ByShape, Made, patches_of, shape_of, why_apart
+from encoder_service.worker.library_graphs import ShapeGraphs
 from encoder_service.worker.messages import Batch, Piece, WorkerReady, WorkerSettings
 from encoder_service.worker.runner import PreparedBatch, Runner, StagedTower
 
-_SIDES, _FRAMES, _RATE = (64, 48), 8, 8.0
+_MOST_ON_CPUS = 256
+"""Patches of a pass of several items on a CPU: there, more take as long together as one by one, or longer. On GPUs as
+many as graphs have: above that launches do not matter, and some towers score all patches of a pass, behind a mask."""
+_SMALL, _LARGER = (64, 48), (448, 336)
+_USUAL = ((224, 224), (336, 336), (448, 448), (480, 640), (640, 480), (768, 1024), (1024, 768), (720, 1280))
+"""Heights and widths that many pictures have: what the processor makes of them has graphs."""
+_FRAMES, _RATE, _SECONDS = 8, 8.0, (1, 5)
 
 _log = log.get("runner")
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """What the processor has made of an item of a modality; of a video with its sound, of each by itself, and their
-    `turns` (`Plan`)."""
-
-    kind: str
-    inputs: Mapping[str, Any]
-    sound: Mapping[str, Any] = field(default_factory=dict)
-    turns: Sequence[int] = ()
-
-
-class OneByOne:
-    """A tower that takes one item at a time (`StagedTower`)."""
-
-    def __init__(self, tower: LibraryTower) -> None:
-        self._tower = tower
-
-    def prepare(self, grids: Sequence[Grid], device: torch.device) -> list[int]:  # noqa: ARG002
-        """The rows of each item, which are its grid."""
-        return [grid.patches for grid in grids]
-
-    def run(self, patches: Sequence[Made], ready: Sequence[int]) -> Tensor:
-        """What the processor has made of each item → [tokens, levels, width]."""
-        return torch.cat([self._rows(made, tokens) for made, tokens in zip(patches, ready, strict=True)])
-
-    def _rows(self, made: Made, tokens: int) -> Tensor:
-        if not made.turns:
-            return self._tower.rows(made.inputs, tokens, made.kind)
-        frames = self._tower.rows(made.inputs, sum(made.turns[::2]), made.kind)
-        return in_turns(frames, self._tower.rows(made.sound, sum(made.turns[1::2]), "audio"), made.turns)
 
 
 class LibraryRunner(Runner):
@@ -72,42 +48,108 @@ class LibraryRunner(Runner):
         assert found is not None, "this is for models that the library computes"
         self._backend = library_backend(settings.attention, self.device, self.dtype)
         if settings.graphs:
-            raise GraphsUnavailable("this model's tower cannot go into CUDA graphs")
+            raise GraphsUnavailable("this model's tower has graphs by the shapes of items, not by numbers of patches")
         self._processor = ItemProcessor(Path(settings.folder))
         self._first, self._rate = next(iter(found.placeholders)), found.sound_rate
         return found.levels * found.hidden_size
 
     def load(self, settings: WorkerSettings) -> StagedTower:
         """The library's model without its text."""
-        assert settings.library is not None, "this is for models that the library computes"
+        found = settings.library
+        assert found is not None, "this is for models that the library computes"
         backend = None if self._backend.name == "sdpa" else self._backend
-        tower = LibraryTower(Path(settings.folder), settings.library, self.dtype, self.device, backend)
-        if self.device.type == "cpu" and not multiplies_as_stored(self.device):
-            count = self._lay_out(tower, settings.library)
-            _log.info("linear layers are laid out for oneDNN", layers=count)
-        return OneByOne(tower)
+        self._tower_of_items = tower = LibraryTower(Path(settings.folder), found, self.dtype, self.device, backend)
+        on_cpu = self.device.type == "cpu"
+        if on_cpu and not multiplies_as_stored(self.device):
+            _log.info("linear layers are laid out for oneDNN", layers=self._lay_out(tower, found))
+        most = min(settings.batch_patches, _MOST_ON_CPUS if on_cpu else LADDER[-1])
+        together = [modality for modality in found.placeholders if most and self._goes_together(modality, most)]
+        graphs = self._captured(settings.graph_bytes, together) if self.has_graphs(settings) else None
+        self._graphed, self._tells_shapes = graphs, bool(together or graphs)
+        return ByShape(tower, together, most, graphs)
+
+    def has_graphs(self, settings: WorkerSettings) -> bool:
+        """Whether graphs are captured, where they can be."""
+        return self.device.type == "cuda" and settings.graphs != []
 
     @torch.inference_mode()
     def _lay_out(self, tower: LibraryTower, found: LibraryModel) -> int:
         """By passes of an example of each modality. What goes wrong with one is told where an item of it comes."""
         made = list[tuple[Made, int]]()
         for modality in found.placeholders:
-            with suppress(RuntimeError, ValueError):
-                made.append(self._example(modality))
+            with suppress(ImportError, RuntimeError, ValueError):
+                made.append(self._example(blank(modality, self._rate)))
 
         def passes() -> None:
             for each, tokens in made:
                 with suppress(RuntimeError):
-                    OneByOne(tower).run([each], [tokens])
+                    ByShape(tower).run([each], [tokens])
 
         return tower.lay_out(passes)
 
-    def _example(self, modality: str) -> tuple[Made, int]:
-        """What the processor makes of a small item, and how many rows that has."""
-        shown = blank(modality, self._rate)
-        return Made(modality, self._processor.inputs(shown)), sum(
-            part.rows for part in self._processor.replacement(shown)
-        )
+    @torch.inference_mode()
+    def _goes_together(self, modality: str, most: int) -> bool:
+        """Whether items of a modality and of one shape may be in one pass, of so many patches at most: tried by noise
+        of each size of which three are. Says so in the log."""
+        why = "no three items fit into a pass"
+        for three in noise(modality, self._rate):
+            try:
+                made, tokens = zip(*map(self._example, three), strict=True)
+            except (ImportError, ValueError) as error:
+                why = first_line(error)
+                break
+            if 3 * patches_of(made[0].inputs) > most:
+                continue
+            if why := why_apart(self._tower_of_items, made, tokens[0], exact=self.device.type == "cpu"):
+                break
+        _log.info("items of one shape", modality=modality, together=not why, **({"why": why} if why else {}))
+        return not why
+
+    @torch.inference_mode()
+    def _captured(self, max_bytes: int, together: list[str]) -> ShapeGraphs | None:
+        """Graphs of what the processor makes of pictures of usual sizes, where there can be any. Says so in the log."""
+        if self._first != "image":
+            return None
+        graphs = ShapeGraphs(self._tower_of_items, self.capture(), max_bytes=max_bytes, choice=self.choice())
+        shapes, obstacles = set(), set[str]()
+        for sides in _USUAL:
+            try:
+                first, second = (self._example(picture(sides, seed)) for seed in range(2))
+            except ValueError:  # no picture of this size is taken
+                continue
+            if first[0].shape is None or first[0].shape in shapes or first[0].shape != second[0].shape:
+                continue
+            shapes.add(first[0].shape)
+            obstacles.add(graphs.add((first[0], second[0]), first[1], several="image" in together))
+        _log.info("graphs are captured", shapes=len(shapes), rows=graphs.budgets, why_not_more=sorted(obstacles - {""}))
+        return graphs if graphs.budgets else None
+
+    def capture(self) -> Capture:
+        """What captures graphs here."""
+        return CudaCapture(self.device)
+
+    def choice(self) -> Choice:
+        """What measures whether they are worth it."""
+        return Choice(gpu_seconds)
+
+    def _example(self, shown: Shown) -> tuple[Made, int]:
+        """What the processor makes of an item, and how many rows that has."""
+        modality = "image" if isinstance(shown, np.ndarray) else "video" if isinstance(shown, Clip) else "audio"
+        tokens = sum(part.rows for part in self._processor.replacement(shown))
+        return self._placed(Made(modality, self._processor.inputs(shown)), shape=True), tokens
+
+    def _placed(self, made: Made, *, shape: bool) -> Made:
+        """With its inputs on the device, and its shape, if that is of use."""
+        if made.turns:
+            return made
+        known = self._tower_of_items.known(made.inputs, made.kind)
+        like = shape_of(made.kind, known) if shape else None
+        return replace(made, inputs=self._tower_of_items.placed(known, made.kind), shape=like)
+
+    @property
+    def attention(self) -> str:
+        """See `Runner`."""
+        return self._backend.name
 
     def blocks(self) -> tuple[()]:
         """Nothing is known of its parts."""
@@ -117,18 +159,23 @@ class LibraryRunner(Runner):
     def warm_up(self) -> WorkerReady:
         """Runs a small picture, or a second of silence where the model knows no pictures, through everything once: the
         first pass of a process is slow, and what does not fit together shows here."""
-        made, tokens = self._example(self._first)
+        made, tokens = self._example(blank(self._first, self._rate))
         self._staged.run([made], [tokens])
-        return WorkerReady(self._backend.name, [], self.pool_made())
+        return WorkerReady(self.attention, self._graphed.budgets if self._graphed else [], self.pool_made())
 
+    @torch.inference_mode()
     def prepare(self, batch: Batch) -> PreparedBatch:
         """Has the processor make each item's tensors. Raises RuntimeError where it cannot."""
         started = time.perf_counter()
         try:
-            inputs = [self._made(piece) for piece in batch.pieces]
+            made = [self._made(piece) for piece in batch.pieces]
         except ValueError as error:
             raise RuntimeError(str(error)) from error
-        ready = self._staged.prepare([Grid(*piece.grid) for piece in batch.pieces], self.device)
+        with self._beside():
+            inputs = [self._placed(each, shape=self._tells_shapes) for each in made]
+            ready = self._staged.prepare([Grid(*piece.grid) for piece in batch.pieces], self.device)
+            if self._side is not None:
+                self._side.synchronize()
         return PreparedBatch(batch, inputs, ready, time.perf_counter() - started)
 
     def _made(self, piece: Piece) -> Made:
@@ -153,5 +200,25 @@ def blank(modality: str, sound_rate: int) -> Shown:
     """A small picture, a second of a small video, or of silence, which has so many samples."""
     if modality == "audio":
         return Sound(np.zeros(sound_rate, np.float32))
-    frames = np.zeros((_FRAMES, *_SIDES, 3), np.uint8)
+    frames = np.zeros((_FRAMES, *_SMALL, 3), np.uint8)
     return Clip(frames, tuple(range(_FRAMES)), _FRAMES, _RATE) if modality == "video" else frames[0]
+
+
+def picture(sides: tuple[int, int], seed: int) -> np.ndarray:
+    """Noise of a height and width."""
+    return np.random.default_rng(seed).integers(0, 256, (*sides, 3), dtype=np.uint8)
+
+
+def noise(modality: str, sound_rate: int) -> Iterator[list[Shown]]:
+    """Three items of each of some sizes, the smallest first; a second of a sound has so many samples."""
+    if modality == "audio":
+        for seconds in _SECONDS:
+            drawn = (np.random.default_rng(seed) for seed in range(3))
+            yield [Sound(each.normal(0, 0.1, seconds * sound_rate).astype(np.float32)) for each in drawn]
+        return
+    for sides in (_SMALL, _LARGER):
+        if modality == "image":
+            yield [picture(sides, seed) for seed in range(3)]
+        else:
+            films = (picture((_FRAMES * sides[0], sides[1]), seed).reshape(_FRAMES, *sides, 3) for seed in range(3))
+            yield [Clip(film, tuple(range(_FRAMES)), _FRAMES, _RATE) for film in films]

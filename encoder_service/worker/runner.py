@@ -73,6 +73,15 @@ class StagedTower(Protocol):
         ...
 
 
+class Graphed(Protocol):
+    """Graphs of a tower: how many passes were `replays`, and of which `budgets` of patches there are any."""
+
+    replays: int
+
+    @property
+    def budgets(self) -> list[int]: ...
+
+
 class _InOnePiece:
     """A tower that is not built from blocks."""
 
@@ -104,7 +113,7 @@ class Runner:
         self.dtype = DTYPES[settings.dtype]
         row_numbers = self.read(settings)
         self._pool = self._make_pool(settings.pool_bytes, row_numbers) if settings.pool_bytes else None
-        self._graphed: GraphedTower | None = None
+        self._graphed: Graphed | None = None
         self._staged = self.load(settings)
         self._share_of_cores = self._divide_cores(settings)
         self._way_out = way_out or exit_of(self.device)
@@ -123,8 +132,8 @@ class Runner:
         """The tower, in graphs where there are any."""
         checkpoint = Checkpoint(Path(settings.folder))
         self._tower = load_tower(checkpoint, self._config, self.device, self.dtype, settings.attention)
-        self._graphed = self._graphs(settings)
-        return self._graphed or (self._tower if isinstance(self._tower, PackedTower) else _InOnePiece(self._tower))
+        self._graphed = graphed = self._graphs(settings)
+        return graphed or (self._tower if isinstance(self._tower, PackedTower) else _InOnePiece(self._tower))
 
     @torch.inference_mode()
     def warm_up(self) -> WorkerReady:
@@ -139,8 +148,12 @@ class Runner:
             pixels = torch.zeros(shape, dtype=torch.uint8, device=self.device)
             inputs = self._preprocess[modality](pixels, plan.resized, processor).to(self.dtype)
             self._staged.run(inputs, self._staged.prepare([plan.grid], self.device)).isfinite().all().item()
-        attention = self._tower.backend.name if isinstance(self._tower, AttendingTower) else "its own"
-        return WorkerReady(attention, self._graphed.budgets if self._graphed else [], self.pool_made())
+        return WorkerReady(self.attention, self._graphed.budgets if self._graphed else [], self.pool_made())
+
+    @property
+    def attention(self) -> str:
+        """The name of the back end."""
+        return self._tower.backend.name if isinstance(self._tower, AttendingTower) else "its own"
 
     def _divide_cores(self, settings: WorkerSettings) -> CoreShare | None:
         if self.device.type != "cpu" or not settings.core_share:
@@ -152,7 +165,7 @@ class Runner:
 
     def _use_threads(self, count: int) -> None:
         """Has torch compute on so many threads, and our kernels, where there are any."""
-        if isinstance(self._tower, AttendingTower) and self._tower.backend.name == "numba":
+        if self.attention == "numba":
             from common.cpu.jit import use_threads
 
             use_threads(count)

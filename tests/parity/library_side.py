@@ -20,7 +20,7 @@ from common.media.item import Grid, Header, Key, Modality
 from encoder_service.media.video import open_reader
 from encoder_service.models.library_tower import LibraryTower
 from encoder_service.models.processor import ItemProcessor, Shown
-from encoder_service.worker.library_runner import Made, OneByOne
+from encoder_service.worker.library_batches import ByShape, Made
 from llm_service.models.decoder import Decoder
 from llm_service.models.known_text import known_text
 from llm_service.models.loader import TextSide
@@ -93,7 +93,7 @@ class Served:
                 made = Made("video", self.processor.inputs(replace(shown, samples=None)), sound, turns)
             else:
                 made = Made(kind.value, self.processor.inputs(shown))
-            rows = OneByOne(self.tower).run([made], [tokens])
+            rows = ByShape(self.tower).run([made], [tokens])
         seconds = len(part.samples) / self.found.sound_rate if isinstance(part, Tones) else 0.0
         made_of = Header(key, kind, Grid(1, 1, tokens), tokens, seconds_per_grid=seconds, replacement=parts)
         return made_of, rows.clone()

@@ -1,0 +1,146 @@
+"""A worker for a model that the library computes: items of one shape go through its tower together, and as a replay
+where there are graphs, with the rows that each gets alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from common import library_models
+from common.arena import SharedBuffer
+from common.core_share import CoreShare
+from common.devices import usable_cores
+from common.gpu import Capture
+from encoder_service.models.library_products import lay_out
+from encoder_service.models.library_tower import LibraryTower
+from encoder_service.worker import library_runner
+from encoder_service.worker.graphs import Choice
+from encoder_service.worker.library_runner import LibraryRunner, picture
+from encoder_service.worker.messages import Batch, Piece, WorkerSettings
+from tools.models.tiny import make
+
+CPU = torch.device("cpu")
+ROOM = 1 << 20
+SIDES = ((64, 48), (64, 48), (80, 80), (64, 48))
+
+
+class Again:
+    """Captures by keeping the callable."""
+
+    held = 0
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        return run
+
+
+class Graphed(LibraryRunner):
+    """As on a GPU."""
+
+    def has_graphs(self, settings: WorkerSettings) -> bool:
+        return settings.graphs != []
+
+    def capture(self) -> Capture:
+        return Again()
+
+    def choice(self) -> Choice:
+        return Choice(None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("llava", tmp_path_factory.mktemp("llava"))
+
+
+@pytest.fixture(scope="module")
+def arenas() -> Iterator[tuple[SharedBuffer, SharedBuffer]]:
+    made = SharedBuffer.create("staging", ROOM), SharedBuffer.create("store", ROOM)
+    yield made
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "most", "passes"),
+    [(LibraryRunner, 256, [4]), (LibraryRunner, 0, [1, 1, 1, 1]), (Graphed, 256, [])],
+)
+def test_items_of_one_shape_share_a_pass_and_get_the_rows_that_they_get_alone(
+    folder: Path,
+    arenas: tuple[SharedBuffer, SharedBuffer],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[LibraryRunner],
+    most: int,
+    passes: list[int],
+) -> None:
+    found, (staging, store) = library_models.describe(folder), arenas
+    runner = kind(
+        WorkerSettings(str(folder), "cpu", "float32", 0, ROOM, ROOM, library=found, batch_patches=most), *arenas
+    )
+    pictures, pieces, at = [picture(sides, seed) for seed, sides in enumerate(SIDES)], [], 0
+    alone = LibraryTower(folder, found, torch.float32, CPU)
+    expected: list[Tensor] = []
+    for pixels in pictures:
+        staging.view[at : at + pixels.size] = pixels.tobytes()
+        tokens = sum(part.rows for part in runner._processor.replacement(pixels))
+        with torch.inference_mode():
+            expected.append(alone.rows(runner._processor.inputs(pixels), tokens))
+        height, width = pixels.shape[:2]
+        pieces.append(Piece("image", at, 1, height, width, (height, width), (1, 1, tokens), tokens, 4 * at))
+        at += pixels.size
+    calls: list[int] = []
+    right = LibraryTower.rows
+
+    def rows(tower: LibraryTower, inputs: dict[str, Tensor], *given: object) -> Tensor:
+        calls.append(len(inputs["pixel_values"]))
+        return right(tower, inputs, *given)
+
+    assert runner.warm_up().graphs == ([] if kind is LibraryRunner else [16, 32, 64, 128, 256])
+    monkeypatch.setattr(LibraryTower, "rows", rows)
+    done = runner.run(Batch(pieces))
+    assert (done.not_finite, done.replayed) == ([], kind is Graphed)
+    assert calls == (passes or [4]), "a replay runs the pass that was captured"
+    for piece, each in zip(pieces, expected, strict=True):
+        written = bytearray(store.view[piece.rows : piece.rows + 4 * each.numel()])
+        assert torch.equal(torch.frombuffer(written, dtype=torch.float32).view_as(each), each)
+
+
+def test_cores_are_divided_with_others_who_compute(folder: Path, arenas: tuple[SharedBuffer, SharedBuffer]) -> None:
+    threads, cores = torch.get_num_threads(), max(2, usable_cores())
+    found, used = library_models.describe(folder), list[int]()
+    try:
+        settings = WorkerSettings(str(folder), "cpu", "float32", cores, ROOM, ROOM, library=found, core_share=True)
+        runner = LibraryRunner(settings, *arenas)
+        other = CoreShare.of_this_host(cores, used.append)
+        assert other is not None
+        with other.computing():
+            tokens = sum(part.rows for part in runner._processor.replacement(picture((64, 48), 0)))
+            done = runner.run(Batch([Piece("image", 0, 1, 64, 48, (64, 48), (1, 1, tokens), tokens, 0)]))
+            assert done.not_finite == []
+            assert torch.get_num_threads() == cores // 2
+        assert runner._share_of_cores is not None
+        for share in (other, runner._share_of_cores):
+            share.close()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_linear_layers_are_laid_out_by_a_pass_over_an_example(
+    folder: Path, arenas: tuple[SharedBuffer, SharedBuffer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(library_runner, "multiplies_as_stored", lambda _: False)
+    monkeypatch.setattr(
+        "encoder_service.models.library_tower.lay_out", lambda *given: made.append(lay_out(*given)) or made[-1]
+    )
+    found = library_models.describe(folder)
+    runner = LibraryRunner(WorkerSettings(str(folder), "cpu", "float32", 0, ROOM, ROOM, library=found), *arenas)
+    linears = [part for part in runner._tower_of_items._model.modules() if type(part) is torch.nn.Linear]
+    assert (made, linears) == ([20], []), "all of this tower"
+    pixels = picture((64, 48), 0)
+    tokens = sum(part.rows for part in runner._processor.replacement(pixels))
+    inputs, plain = runner._processor.inputs(pixels), LibraryTower(folder, found, torch.float32, CPU)
+    with torch.inference_mode():
+        torch.testing.assert_close(runner._tower_of_items.rows(inputs, tokens), plain.rows(inputs, tokens))
