@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from common.checkpoint import Checkpoint, CheckpointError
@@ -47,7 +48,7 @@ def config_of(folder: Path) -> Any:
         raise CheckpointError(f"{kind} is not supported: neither a family of ours nor the library knows it")
     try:
         found = library().AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (ValueError, OSError, KeyError) as error:
+    except (AttributeError, KeyError, OSError, TypeError, ValueError, StrictDataclassError) as error:
         raise CheckpointError(f"the library cannot read the configuration of {kind}: {first_line(error)}") from error
     found = getattr(found, "thinker_config", found)
     for part in (found, found.get_text_config(decoder=True)):
@@ -143,9 +144,17 @@ def towers_within(decoder: nn.Module) -> list[nn.Module]:
 
 
 def blank_of(config: Any) -> Any:
-    """The model of a configuration without weights: a deep one takes seconds."""
-    with torch.device("meta"):
-        return class_of(config)(config)
+    """The model of a configuration without weights: a deep one takes seconds. Raises CheckpointError where the library
+    makes none of it."""
+    made = class_of(config)
+    try:
+        with torch.device("meta"):
+            return made(config)
+    except ImportError:  # of a package that is missing
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        what = f"the library makes no model of this configuration of {config.model_type}"
+        raise CheckpointError(f"{what}: {first_line(error)}") from error
 
 
 def decoder_of(model: Any) -> Any:

@@ -381,10 +381,15 @@ def _layer_types(text: dict[str, Any], family: Family) -> list[str]:
 
 
 def _usual_types(text: Mapping[str, Any], family: Family, count: int) -> list[str]:
-    """Of so many layers, of which each so manieth is of full attention."""
-    interval, others = int(text.get("full_attention_interval", 1)), "linear_attention"
+    """Of so many layers, of which each so manieth is of full attention, or which a pattern of letters names: L for
+    those with a window, G for others. Raises CheckpointError for a pattern of anything else."""
+    interval, others = text.get("full_attention_interval", 1), "linear_attention"
     if SLIDING in family.mixers:  # all of them have the window, unless some are said to have none
-        interval, others = int(text.get("sliding_window_pattern") or count + 1), SLIDING if _window(text) else FULL
+        interval, others = text.get("sliding_window_pattern") or count + 1, SLIDING if _window(text) else FULL
+    if isinstance(interval, str) and set(interval) <= {"L", "G"}:
+        return [others if interval[at % len(interval)] == "L" else FULL for at in range(count)]
+    if not isinstance(interval, int) or interval < 1:
+        raise CheckpointError(f"a pattern of layers with a window of {str(interval)[:64]!r} is not supported")
     return [others if (at + 1) % interval else FULL for at in range(count)]
 
 

@@ -34,7 +34,7 @@ from llm_service.models.library_attention import (
     layer_of,
 )
 from llm_service.models.library_index import Choose, choosing, take_indexers
-from llm_service.models.library_linear import Fill
+from llm_service.models.library_linear import Fill, TextLinear
 from llm_service.models.library_rotary import turn_by_sequence
 from llm_service.models.library_shares import share_out
 
@@ -233,7 +233,9 @@ class LibraryDecoder:
                 places = ids.expand(max(3, self._axes), 1)
                 self._run(self.embed_tokens(ids), places, attend, choose, **self._by_ids(ids))
         except AttributeError as error:
-            raise CheckpointError(f"{type(self._text).__name__} asks a linear layer in 8 or 4 bits: {error}") from error
+            kind, of_ours = type(self._text).__name__, f"'{TextLinear.__name__}' object" in str(error)
+            what = "asks a linear layer in 8 or 4 bits" if of_ours else "cannot compute a token"
+            raise CheckpointError(f"{kind} {what}: {error}") from error
         except RuntimeError as error:
             if self.group.size == 1:
                 raise

@@ -157,6 +157,16 @@ def test_a_package_that_the_library_wants_is_named(
     assert answer.why == "the library wants a package that is not installed here: timm"
 
 
+def test_a_configuration_that_makes_no_sense_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": 5}))
+    with pytest.raises(CheckpointError, match="the library cannot read the configuration of llava: "):
+        library_classes.config_of(tmp_path)
+    config = config_of_recipe("llava")
+    config.text_config.num_attention_heads = 0
+    with pytest.raises(CheckpointError, match="the library makes no model of this configuration of llava: "):
+        library_models.checked(config)
+
+
 def test_the_page_of_models_has_each_that_the_library_has() -> None:
     listed = re.findall(r"^\| ([\w.-]+) \| (?:native|library|refused|unknown) \|", PAGE.read_text(), re.MULTILINE)
     known = [made.model_type for made in library_classes.library().AutoModelForImageTextToText._model_mapping]

@@ -175,6 +175,14 @@ def test_what_asks_for_a_weight_that_stays_short_is_refused(monkeypatch: pytest.
         LibraryDecoder(model, torch.float32, CPU, fill=fill)
 
 
+def test_what_a_text_asks_of_itself_in_vain_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made_up(config_of_recipe("cohere2_vision"), text_alone)
+    feed_forward: Any = type(model.get_decoder().layers[0].mlp)
+    monkeypatch.setattr(feed_forward, "forward", lambda self, x: self.upward(x))
+    with pytest.raises(CheckpointError, match=r"Cohere2Model cannot compute a token: .* no attribute 'upward'"):
+        LibraryDecoder(model, torch.float32, CPU)
+
+
 def test_int8_beside_quantised_weights_is_refused(tmp_path: Path) -> None:
     quantized, _ = quantised("cohere2_vision", "awq", tmp_path)
     with pytest.raises(CheckpointError, match="--weight-dtype int8 is for weights that"):

@@ -69,6 +69,16 @@ def test_layers_without_a_window_turn_no_pair_where_others_have_one() -> None:
     assert (cosines("exaone4", sliding_window=8, sliding_window_pattern="LLLG", layer_types=types) == 1).all()
 
 
+def test_layers_with_a_window_are_every_so_manieth_or_as_letters_say() -> None:
+    for pattern in (4, "LLLG"):
+        assert text("exaone4", sliding_window=8, sliding_window_pattern=pattern).windows == (8, 8, 8, 0)
+    assert text("exaone4", sliding_window=8, sliding_window_pattern="GL").windows == (0, 8, 0, 8)
+    assert text("exaone4", sliding_window=None, sliding_window_pattern="LLLG").windows == ()
+    for pattern in ("LLXG", -1):
+        with pytest.raises(CheckpointError, match=f"a pattern of layers with a window of '{pattern}' is not supported"):
+            text("exaone4", sliding_window=8, sliding_window_pattern=pattern)
+
+
 def test_norms_are_those_that_the_family_has() -> None:
     behind = Decoder(text("exaone4", sliding_window=8), ALONE, torch.float32, CPU).layers[0]
     assert [type(behind.mixer_in_norm), type(behind.mlp_in_norm)] == [Unnormed, Unnormed]
