@@ -30,6 +30,7 @@ class FeedForwardKind(Enum):
     DENSE = "dense"
     EXPERTS = "experts"
     SCALED_EXPERTS = "experts whose inputs are scaled"
+    BY_MODALITY = "experts by modality"
     BOTH = "dense, and experts beside it"
 
 
@@ -161,10 +162,12 @@ class Family:
     all, which do not sum up to 1; `ungated_shared`, what all tokens go through beside their experts has no gate;
     `sparse`, what follows in a layer with experts, whose stacked matrices have inputs first where they are
     `experts_inputs_first`, None: where their shape says so; `mrope_interleaved`, rotary pairs are dealt out to time,
-    height and width in turns, and `rotary_share`, so much of a head is rotated, unless the checkpoint says otherwise.
-    `mixers`: what config.json's `layer_types` stand for; a family has windows where `SLIDING` is among them, and where
-    queries grow in none of its contexts they are left as they are. `text_defaults`: what holds of the decoder where
-    config.json leaves it out. `part_names`: what the library calls parts of layers, and the decoder otherwise.
+    height and width in turns, and `space_first`, those of height and width so before those of time, and `rotary_share`,
+    so much of a head is rotated, unless the checkpoint says otherwise. `mixers`: what config.json's `layer_types` stand
+    for; a family has windows where `SLIDING` is among them, and where queries grow in none of its contexts they are
+    left as they are. `text_defaults`: what holds of the decoder where config.json leaves it out. `part_names`: what the
+    library calls parts of layers, and the decoder otherwise. `changed_parts`: tensors that the library changes when it
+    loads a checkpoint, and the decoder takes as they are, by parts of their names.
     """
 
     modalities: Mapping[Modality, InPrompt]
@@ -204,10 +207,12 @@ class Family:
     sparse: FeedForwardKind = FeedForwardKind.EXPERTS
     experts_inputs_first: bool | None = None
     mrope_interleaved: bool = False
+    space_first: bool = False
     rotary_share: float = 1.0
     text_defaults: Mapping[str, Any] = field(default_factory=dict)
     mixers: Mapping[str, Mixer] = field(default_factory=lambda: {FULL: Mixer.ATTENTION})
     part_names: Mapping[str, str] = field(default_factory=dict)
+    changed_parts: Collection[str] = ()
 
     def own_name(self, name: str) -> str:
         """What the decoder calls a tensor, or a module, by the library's name behind that of its text.

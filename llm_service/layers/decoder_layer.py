@@ -19,6 +19,7 @@ from llm_service.layers.latent_attention import LatentAttention
 from llm_service.layers.layer_inputs import LayerEnd
 from llm_service.layers.mixer import CachedPart, MixerPart, Rotary
 from llm_service.layers.mlp import MLP, SquaredMLP
+from llm_service.layers.modality_experts import ModalityExperts
 from llm_service.layers.ops import Unnormed, norm_of
 from llm_service.layers.scaled_experts import InputScaledMLP
 from llm_service.layers.self_attention import SelfAttention
@@ -67,6 +68,7 @@ MIXERS: dict[Mixer, Callable[[LayerKind, TextConfig, TensorGroup, torch.dtype], 
 FEED_FORWARDS: dict[FeedForwardKind, Callable[[LayerKind, TextConfig, TensorGroup, torch.dtype], nn.Module]] = {
     FeedForwardKind.DENSE: _dense,
     FeedForwardKind.EXPERTS: _experts,
+    FeedForwardKind.BY_MODALITY: lambda _, *given: ModalityExperts(*given),
     FeedForwardKind.SCALED_EXPERTS: partial(_experts, made=InputScaledMLP),
     FeedForwardKind.BOTH: _dense,
 }

@@ -270,12 +270,14 @@ class MultimodalRotary(nn.Module):
         interleaved: bool,
         device: torch.device,
         scaling: RotaryScaling | None = None,
+        space_first: bool = False,
     ) -> None:
         """See `RotaryConfig`."""
         super().__init__()
         self._magnitude = 1.0 if scaling is None else scaling.magnitude
         pairs = torch.arange(0, dim, 2, dtype=torch.float32, device=device)
-        axes = torch.tensor(axis_of_pairs(sections, interleaved=interleaved), device=device)
+        turns = axes_in_space(sections) if space_first else axis_of_pairs(sections, interleaved=interleaved)
+        axes = torch.tensor(turns, device=device)
         self._frequencies: Tensor  # [dim / 2], as the axis of each pair is
         self._axis: Tensor
         frequencies = 1.0 / theta ** (pairs / dim)
@@ -289,7 +291,13 @@ class MultimodalRotary(nn.Module):
     def of(cls, config: RotaryConfig, device: torch.device) -> Self:
         """What makes the tables of a configuration."""
         given = config.dim, config.theta, config.sections
-        return cls(*given, interleaved=config.interleaved, device=device, scaling=config.scaling)
+        return cls(
+            *given,
+            interleaved=config.interleaved,
+            device=device,
+            scaling=config.scaling,
+            space_first=config.space_first,
+        )
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """int [3, n] → cosine and sine, each [n, 1, dim] in `dtype`."""
@@ -338,3 +346,13 @@ def axis_of_pairs(sections: tuple[int, int, int], *, interleaved: bool) -> list[
     for axis in (1, 2):
         axes[axis : sections[axis] * 3 : 3] = [axis] * len(axes[axis : sections[axis] * 3 : 3])
     return axes
+
+
+def axes_in_space(sections: tuple[int, int, int]) -> list[int]:
+    """The same, where height and width turn as many pairs in turns, and time those behind them.
+
+    >>> axes_in_space((1, 2, 2))
+    [1, 2, 1, 2, 0]
+    """
+    time, height, _ = sections
+    return [1, 2] * height + [0] * time

@@ -83,7 +83,9 @@ class TextConfig:
 
     Where `experts` is above 0, every `sparse_step`-th layer but those in `dense_layers` is a mixture of experts, with a
     shared one beside them where `shared_expert_size` is above 0. `grouped`: in which groups they are, if in any. With
-    an `expert_scale` they count by their probabilities among all, times that, else by these over their sum.
+    an `expert_scale` they count by their probabilities among all, times that, else by these over their sum, which is
+    taken to be `least_weight` at the least. Where they are chosen by modality, those of media, and of the marks around
+    them, are of `media_expert_size`, and their tokens are `media_tokens`, which are of the library's configurations.
     """
 
     family: Family
@@ -129,6 +131,9 @@ class TextConfig:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     level_layers: tuple[int, ...] = ()
+    media_expert_size: int = 0
+    least_weight: float = 0.0
+    media_tokens: tuple[int, ...] = ()
     index: IndexShape | None = None
     streams: StreamShape | None = None
     ngrams: NgramShape | None = None
@@ -264,8 +269,10 @@ class TextConfig:
                 tied=_tied(config, text, family),
                 max_position=max_position,
                 experts=experts,
-                experts_per_token=int(_first(text, "num_experts_per_tok", "top_k_experts", "moe_topk") or 0),
+                experts_per_token=int(_first(text, "num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k") or 0),
                 expert_size=_expert_size(text) if experts else 0,
+                media_expert_size=_expert_sizes(text)[1] if experts else 0,
+                least_weight=float(text.get("moe_norm_min") or 0.0),
                 shared_expert_size=_size_of_shared(text),
                 sparse_step=int(text.get("decoder_sparse_step", 1)),
                 dense_layers=_dense_layers(text),
@@ -415,7 +422,14 @@ def _dense_size(text: Mapping[str, Any]) -> int:
 
 
 def _expert_size(text: Mapping[str, Any]) -> int:
-    return int(_first(text, "moe_intermediate_size", "intermediate_size") or 0)
+    return _expert_sizes(text)[0]
+
+
+def _expert_sizes(text: Mapping[str, Any]) -> tuple[int, int]:
+    """Of experts, and of those of media, which some configurations state behind the others'."""
+    found = _first(text, "moe_intermediate_size", "intermediate_size") or 0
+    first, *others = found if isinstance(found, list | tuple) else (found,)
+    return int(first), int(others[0]) if others else 0
 
 
 def _size_of_shared(text: Mapping[str, Any]) -> int:

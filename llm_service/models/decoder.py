@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from common.linear import Linear
-from llm_service.families.family import SpanRule
+from llm_service.families.family import FeedForwardKind, SpanRule
 from llm_service.layers.attention.backend import NumbaCompiled
 from llm_service.layers.cache_spec import LayerCache
 from llm_service.layers.cpu import selection
@@ -23,6 +23,7 @@ from llm_service.layers.group import TensorGroup
 from llm_service.layers.layer_inputs import InputsOfLayers
 from llm_service.layers.linear import PackedLinear, VocabularyEmbedding
 from llm_service.layers.mixer import CachedPart, Rotary
+from llm_service.layers.modality_layer import ModalityLayer
 from llm_service.layers.ops import TORCH, RMSNorm, norm_of, use_ops
 from llm_service.layers.streamed_layer import StreamedLayer
 from llm_service.layers.streams import StreamMix
@@ -84,6 +85,7 @@ class Decoder(nn.Module):
         if config.tied:
             self.lm_head.weight = self.embed_tokens.weight
         self.rotary = rotary_of(config.rotary, device)
+        self._media_tokens = torch.tensor(config.media_tokens, dtype=torch.int32, device=device)
         local = config.window_rotary
         self.window_rotary = None if local is None else rotary_of(local, device)
 
@@ -132,7 +134,7 @@ class Decoder(nn.Module):
         if self.layer_inputs is not None:
             assert token_ids is not None, "layers have inputs of their own"
             given = self.layer_inputs(hidden, token_ids)
-        if self.config.ngrams is not None:
+        if self.config.ngrams is not None or self.config.media_tokens:
             given = [token_ids] * self.config.layers
         if self.config.streams is not None:
             hidden = hidden.repeat(1, self.config.streams.count)
@@ -166,7 +168,10 @@ class Decoder(nn.Module):
 
     def ids_of_layers(self, token_ids: Tensor, rows: Iterable[tuple[int, int]]) -> Tensor | None:
         """What layers look up inputs of their own by, of tokens int [n]: at the places [begin, end) of media rows the
-        padding, but for n-grams; None where they have none."""
+        padding, but for n-grams; where experts are chosen by modality, 1 for tokens of media and their marks, else 0;
+        None where they have none."""
+        if self.config.media_tokens:
+            return torch.isin(token_ids, self._media_tokens).to(token_ids.dtype)
         if self.layer_inputs is None:
             return None if self.config.ngrams is None else token_ids
         token_ids = token_ids.clone()
@@ -240,6 +245,8 @@ class Decoder(nn.Module):
 def _layer(index: int, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> DecoderLayer:
     """One of a decoder's, counted from 0."""
     kind, own = config.layer_kind(index), () if config.ngrams is None else config.ngrams.layers
+    if kind.feed_forward is FeedForwardKind.BY_MODALITY:
+        return ModalityLayer(kind, config, group, dtype)
     if config.streams is not None:
         return StreamedLayer(kind, config, group, dtype, own.index(index) if index in own else None)
     return (ParallelLayer if config.family.parallel_residual else DecoderLayer)(kind, config, group, dtype)

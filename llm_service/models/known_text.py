@@ -14,7 +14,7 @@ from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.models.config import TextConfig
 from llm_service.models.library_names import own_names
 from llm_service.models.loader import HEAD, TABLE, TextSide, equal_tensors
-from llm_service.models.trial import try_ours
+from llm_service.models.trial import try_ours, with_media
 
 _log = log.get("known_text")
 
@@ -47,6 +47,7 @@ def _found(checkpoint: Checkpoint, library: LibraryModel, max_context: int) -> T
     names = own_names(whole, checkpoint.tensors)
     levels = tuple(layers_of_levels(whole))
     config = replace(config, spans=try_ours(checkpoint.folder).spans, level_layers=levels)
+    config = with_media(config, whole)
     if config.family.fused_gates and not any(own.endswith(".gate_up_proj.weight") for own in names.values()):
         config = replace(config, family=replace(config.family, fused_gates=False))  # the library fuses them, ours too
     if config.tied:

@@ -36,7 +36,7 @@ def own_names(config: Any, stored: Iterable[str]) -> dict[str, str]:
     for name, (there, whole) in names_within(model, {*stored, *weights}).items():
         if (own := names.own(there)) is None:
             continue
-        if whole and not any(part in whole for part in _TOGETHER):
+        if whole and not any(part in whole for part in _TOGETHER) and not names.takes_changed(there):
             raise CheckpointError(f"the library makes another tensor of {name} when it loads it")
         renamed[name] = own
     return renamed
@@ -54,6 +54,11 @@ class _Names:
         self._inner, self._outer = f"{inner}.", {table: "embed_tokens", head: "lm_head"}
         family = TEXT_FAMILIES.get(model.config.get_text_config(decoder=True).model_type)
         self._own = str if family is None else family.own_name
+        self._changed = () if family is None else tuple(family.changed_parts)
+
+    def takes_changed(self, name: str) -> bool:
+        """Whether the decoder takes a tensor as a checkpoint has it that the library changes."""
+        return any(part in name for part in self._changed)
 
     def own(self, name: str) -> str | None:
         """The decoder's name of a tensor; None where it has none."""

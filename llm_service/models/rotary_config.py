@@ -111,7 +111,8 @@ class Tempering:
 @dataclass(frozen=True, slots=True)
 class RotaryConfig:
     """How heads are rotated: the first `dim` numbers of each, whose pairs `sections` counts for time, height, width,
-    dealt out in turns where it is `interleaved`. `tempering`: by how much queries grow besides."""
+    dealt out in turns where it is `interleaved`, and with `space_first` height and width so, before time. `tempering`:
+    by how much queries grow besides."""
 
     dim: int
     theta: float
@@ -119,6 +120,7 @@ class RotaryConfig:
     interleaved: bool
     scaling: RotaryScaling | None = None
     tempering: Tempering | None = None
+    space_first: bool = False
 
     @classmethod
     def of(
@@ -135,6 +137,10 @@ class RotaryConfig:
         share = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", family.rotary_share))
         dim = head_dim if rope.get("rope_type") == _PROPORTIONAL else int(head_dim * share)
         sections = tuple(rope.get("mrope_section") or text.get("mrope_section") or (dim // 2, 0, 0))
+        if family.space_first:  # time is the last
+            sections = *sections[2:], *sections[:2]
+            if sections[1:2] != sections[2:]:
+                raise CheckpointError("height and width that turn different numbers of pairs are not supported")
         if len(sections) != 3 or sum(sections) != dim // 2:
             raise CheckpointError("mrope_section does not fill what is rotated of a head")
         return cls(
@@ -144,6 +150,7 @@ class RotaryConfig:
             interleaved=bool(rope.get("mrope_interleaved", family.mrope_interleaved)),
             scaling=RotaryScaling.of(rope, max_position),
             tempering=Tempering.of(rope, text, longest),
+            space_first=family.space_first,
         )
 
 

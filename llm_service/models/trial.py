@@ -34,7 +34,7 @@ from common.library_models import (
 )
 from common.library_processors import Sound, item_of, marks_around, placeholder_of, processor_of, rate_of
 from common.small_models import made_up, shrink_whole
-from llm_service.families.family import OF_PROMPTS, SLIDING, SpanRule
+from llm_service.families.family import OF_PROMPTS, SLIDING, FeedForwardKind, SpanRule
 from llm_service.families.registry import TEXT_FAMILIES, check_text
 from llm_service.layers.attention.backend import AttentionBatch, CacheShape, PagedChunk, Span
 from llm_service.layers.attention.torch_backend import TorchBackend
@@ -162,7 +162,8 @@ def try_ours_of(config: Any, prompted: Prompted) -> Finding:
         shape = TextConfig.of(text_of(case.model), len(case.prompt.ids) + _ANSWER)
         levels = tuple(layers_of_levels(case.model.config))
         for rule in _OURS:
-            made = Decoder(replace(shape, spans=rule, level_layers=levels), ALONE, torch.float32, _CPU)
+            shaped = with_media(replace(shape, spans=rule, level_layers=levels), case.model.config)
+            made = Decoder(shaped, ALONE, torch.float32, _CPU)
             decoder = fill_plain(made, named_tensors(case.model))
             later = _difference_of_answer(decoder, case.said, rule)
             differences.append(max(_difference(decoder, case, rule), later))
@@ -172,6 +173,13 @@ def try_ours_of(config: Any, prompted: Prompted) -> Finding:
                 return Finding(rule)
     least = min(differences)
     raise CheckpointError(f"the logits of our decoder are not the library's: they differ by {least:.1%}")
+
+
+def with_media(shape: TextConfig, config: Any) -> TextConfig:
+    """A decoder's shape with the tokens of media and of marks around them, by the configuration of a whole model, where
+    experts are chosen by these."""
+    by_modality = shape.family.sparse is FeedForwardKind.BY_MODALITY
+    return replace(shape, media_tokens=tuple(media_tokens(config))) if by_modality else shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from llm_service.layers.gated_delta_net import GatedDeltaNet
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.linear import Stored, VocabularyEmbedding
 from llm_service.layers.mlp import MLP
+from llm_service.layers.modality_experts import ModalityExperts
 from llm_service.layers.ops import MultimodalRotary, RMSNorm
 from llm_service.layers.scaled_experts import InputScaledMLP
 from llm_service.layers.self_attention import SelfAttention, gates_last
@@ -36,6 +37,10 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (  # isort: skip
     Qwen3_5RMSNorm,
     Qwen3_5TextConfig,
     Qwen3_5TextRotaryEmbedding,
+)
+from transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe import (  # isort: skip
+    Ernie4_5_VLMoeMoeBlock,
+    Ernie4_5_VLMoeTextConfig,
 )
 from transformers.models.glm4v_moe.modeling_glm4v_moe import (  # isort: skip
     Glm4vMoeTextConfig,
@@ -113,7 +118,8 @@ def read(ours: nn.Module, theirs: nn.Module) -> None:
     placed = {name: place for name, (_, place) in targets(ours)}
     for name, tensor in stored.items():
         placed.pop(name)(tensor)
-    assert all(".experts." in f".{name}" for name in placed), "all but the names of single experts"
+    single = (".experts.", "gate.weight", ".moe_statics.")
+    assert all(any(part in f".{name}" for part in single) for name in placed), "all but names of other layouts"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -286,6 +292,63 @@ def test_stacked_experts_may_have_gates_and_what_they_open_apart() -> None:
         assert each.whole()
     assert torch.equal(whole.gate_up_proj, gates)
     assert torch.equal(share.gate_up_proj, torch.cat([gates[:, 12:24], gates[:, 36:]], dim=1))
+
+
+def modality_config() -> TextConfig:
+    sizes = {"experts": 6, "experts_per_token": 2, "expert_size": 24, "media_expert_size": 8, "shared_expert_size": 48}
+    return replace(config(), least_weight=1e-12, **sizes)
+
+
+def modality_experts() -> nn.Module:
+    sizes = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": [24, 8], "moe_num_shared_experts": 2}
+    settings = Ernie4_5_VLMoeTextConfig(**SIZES | {"rope_parameters": None}, **sizes)
+    theirs = drawn(Ernie4_5_VLMoeMoeBlock(settings))
+    for part in (theirs.text_moe, theirs.vision_moe):
+        part.gate.moe_statics.e_score_correction_bias.copy_(0.3 * noise(1, 6, seed=3))
+    return theirs
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kinds", [[0, 1, 1, 0, 1], [0] * 5, [1] * 5], ids=["both", "text", "media"])
+def test_experts_by_modality(kinds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU all tokens go through both."""
+    theirs, x, media = modality_experts(), noise(5, HIDDEN), torch.tensor(kinds)
+    expected = theirs(x.unsqueeze(0), media.unsqueeze(0))[0][0]
+    parts = []
+    for rank in range(2):
+        ours = ModalityExperts(modality_config(), TensorGroup(rank, 2), torch.float32)
+        read(ours, theirs)
+        parts.append(ours(x, media.bool()))
+    torch.testing.assert_close(sum(parts), expected, rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr(ModalityExperts, "_apart", ModalityExperts._both)
+    whole = ModalityExperts(modality_config(), ALONE, torch.float32)
+    read(whole, theirs)
+    torch.testing.assert_close(whole(x, media.bool()), expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_experts_by_modality_are_read_as_they_are_published() -> None:
+    theirs = modality_experts()
+    stored = theirs.state_dict()
+    gates = [stored[f"{of}.gate.weight"].t() for of in ("text_moe", "vision_moe")]
+    published = {"gate.weight": gates[0], "gate.weight_1": gates[1]}
+    bias = "moe_statics.e_score_correction_bias"
+    published[bias] = torch.cat([stored[f"{of}.gate.{bias}"] for of in ("text_moe", "vision_moe")])
+    for first, of in ((0, "text_moe"), (6, "vision_moe")):
+        for number in range(6):
+            gate, up = stored[f"{of}.experts.gate_up_proj"][number].chunk(2)
+            matrices = {"gate_proj": gate, "up_proj": up, "down_proj": stored[f"{of}.experts.down_proj"][number]}
+            published |= {f"experts.{first + number}.{kind}.weight": each for kind, each in matrices.items()}
+    published |= {name: each for name, each in stored.items() if name.startswith("shared_experts")}
+    ours, wanted = (ModalityExperts(modality_config(), ALONE, torch.float32) for _ in range(2))
+    places = {name: place for name, (_, place) in targets(ours)}
+    for name, each in published.items():
+        places[name](InMemory(each))
+    read(wanted, theirs)
+    assert ours.routers.whole()
+    assert ours.media.experts.whole()
+    for one, other in zip(ours.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_queries_grow_from_a_place_on() -> None:
