@@ -39,7 +39,7 @@ class LatentAttention(nn.Module):
     def __init__(self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__()
         assert config.latent is not None, "the configuration has the heads' shape"
-        self._group, self._shape = group, config.latent
+        self._group, self._shape, self._grows = group, config.latent, config.rotary.tempering is not None
         shape, own, whole = config.latent, group.share(config.heads), slice(0, config.hidden_size)
         self._kind = AttentionKind(kind.window, kind.spans, shape.scale, kind.whole_spans)
         self.heads = length(own)
@@ -70,16 +70,17 @@ class LatentAttention(nn.Module):
     def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
         """x [n, hidden] → this rank's queries [n, heads, rotated + plain], and what is kept [n, 1, rank + rotated]."""
         made, latent = self.down(x).split([self.down.outputs - self._shape.width, self._shape.width], dim=1)
-        return self.queries(self.resid(made), rotary), self.key(latent, rotary)
+        return self.queries(self.resid(made), rotary), self.key(latent, (rotary[0], rotary[1]))
 
     def resid(self, made: Tensor) -> Tensor:
         """What queries are made of, normed, [n, query_rank]; where that is the layer's input, queries themselves."""
         return made if self.q_norm is None else self.q_norm(made)
 
     def queries(self, resid: Tensor, rotary: Rotary) -> Tensor:
-        """What `resid` gave → queries [n, heads, rotated + plain]."""
+        """What `resid` gave → queries [n, heads, rotated + plain], which may grow with their places."""
         heads = (resid if self.q is None else self.q(resid)).view(len(resid), self.heads, self._shape.query)
-        return self.ops.qk_norm_rotary(heads, rotary, self.heads, 0, None, _EPS)
+        query = self.ops.qk_norm_rotary(heads, (rotary[0], rotary[1]), self.heads, 0, None, _EPS)
+        return (query * rotary[2]).to(query.dtype) if self._grows else query
 
     def key(self, latent: Tensor, rotary: Rotary) -> Tensor:
         """What the input gives for a latent and a rotated key [n, rank + rotated] → what is kept, [n, 1, the same]."""

@@ -25,7 +25,7 @@ def mix_chunks(query: Tensor, keys: Tensor, batch: TorchBatch, shape: LatentHead
     for segment in batch.segments:
         count = segment.end - segment.begin
         if shape.expands(count, segment.seen - count):
-            here, seen = slice(segment.begin, segment.end), keys[segment.slots].to(query.dtype)
+            here, seen = slice(segment.begin, segment.end), keys[segment.slots]
             attend_expanded(out[here], query[here], seen, segment.mask_of(seen), shape, products)
         else:
             absorbed.append(segment)
@@ -34,7 +34,7 @@ def mix_chunks(query: Tensor, keys: Tensor, batch: TorchBatch, shape: LatentHead
         queries = products.absorbed(query[places])
         mixed, at = queries.new_empty(*queries.shape[:2], shape.rank), 0
         for segment in absorbed:
-            here, seen = slice(at, at + segment.end - segment.begin), keys[segment.slots].to(query.dtype)
+            here, seen = slice(at, at + segment.end - segment.begin), keys[segment.slots]
             attend_to_one(mixed[here], queries[here], seen, segment.mask_of(seen), shape.scale)
             at = here.stop
         out[places] = products.values(mixed).view(-1, *out.shape[1:])
@@ -45,17 +45,19 @@ def attend_expanded(
     out: Tensor, query: Tensor, keys: Tensor, mask: Tensor | None, shape: LatentHeads, products: LatentProducts
 ) -> None:
     """Fills out [n, heads, value] for queries [n, heads, rotated + plain] and what is kept of the tokens that they see,
-    [m, rank + rotated], one head's keys and values after the other; `mask` is as in `attend_to_one`."""
+    [m, rank + rotated], one head's keys and values after the other; `mask` is as in `attend_to_one`, and so is what
+    is computed behind these."""
     latents, rotated = keys.split([shape.rank, shape.rotated], dim=1)
+    latents, rotated = latents.to(query.dtype), rotated.float()
     for head in range(query.shape[1]):
-        plain, values = products.expand(latents, head)
+        plain, values = (made.float() for made in products.expand(latents, head))
         for here in _stretches(len(query), len(keys)):
-            own = query[here, head]
+            own = query[here, head].float()
             scores = (own[:, : shape.rotated] @ rotated.t()).addmm_(own[:, shape.rotated :], plain.t())
-            scores = scores.float().mul_(shape.scale)
+            scores.mul_(shape.scale)
             if mask is not None:
                 scores.masked_fill_(~mask[here], -torch.inf)
-            out[here, head] = scores.softmax(1).to(values.dtype) @ values
+            out[here, head] = scores.softmax(1) @ values
 
 
 def _stretches(count: int, seen: int) -> Iterator[slice]:

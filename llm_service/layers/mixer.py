@@ -12,7 +12,7 @@ from llm_service.layers.attention.backend import AttentionBackend, PagedChunk
 from llm_service.layers.cache_spec import CacheSpec, Segment
 
 Rotary = tuple[Tensor, ...]
-"""Cosine and sine, [n, 1, rotary_dim] each; for `TemperedAttention` what queries are multiplied by as well."""
+"""Cosine and sine, [n, 1, rotary_dim] each; where queries grow with their places by what as well."""
 
 
 class StateBackend(Protocol):

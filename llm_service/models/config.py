@@ -362,7 +362,7 @@ def _mixer(mixer: Mixer, rotary: RotaryConfig) -> Mixer:
     another kind than those that let them."""
     if rotary.tempering is None:
         return Mixer.ATTENTION if mixer is Mixer.TEMPERED_ATTENTION else mixer
-    if mixer is not Mixer.TEMPERED_ATTENTION:
+    if mixer not in (Mixer.TEMPERED_ATTENTION, Mixer.LATENT_ATTENTION):
         what = "queries that are scaled by their places are not supported here"
         raise CheckpointError(f"{what}: no context may be longer than {rotary.tempering.reach} tokens (--max-context)")
     return mixer

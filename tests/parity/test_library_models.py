@@ -259,8 +259,8 @@ def test_a_configuration_says_what_cannot_be_served(kind: str, why: str) -> None
 
 
 @pytest.mark.soak
-def test_mistral_3_with_mistral_4_s_text_is_the_library_s(tmp_path: Path) -> None:
-    """As it is published: keys narrower than values, experts, queries that are scaled by their places."""
+def test_tokens_of_mistral_3_with_mistral_4_s_text_are_the_library_s(tmp_path: Path) -> None:
+    """As it is published: latent attention, experts, queries that are scaled by their places."""
     latent = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
     experts = {"n_routed_experts": 4, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
@@ -274,7 +274,7 @@ def test_mistral_3_with_mistral_4_s_text_is_the_library_s(tmp_path: Path) -> Non
         spatial_merge_size=2,
     )
     folder = make_by(replace(RECIPES["mistral3"], config=config), tmp_path)
-    assert {*PROMPTS} <= compare(Served.of(folder))
+    assert {*PROMPTS, OURS} <= compare(Served.of(folder))
 
 
 def test_positions_on_four_axes_are_refused() -> None:

@@ -11,13 +11,14 @@ _ROOM = 32 << 20
 
 
 def attend_to_one(out: Tensor, query: Tensor, keys: Tensor, mask: Tensor | None, scale: float) -> None:
-    """Fills out [n, heads, value_dim] for queries [n, heads, head_dim] and keys [m, head_dim], all of one type; `mask`
-    bool [n, m] says which tokens see which, None: all do. Products are multiplied by `scale`. Scores are float32."""
+    """Fills out [n, heads, value_dim] for queries [n, heads, head_dim] and keys [m, head_dim]; `mask` bool [n, m] says
+    which tokens see which, None: all do. Products are multiplied by `scale`. All is computed in float32."""
+    query, keys = query.float(), keys.float()
     heads, values = query.shape[1], keys[:, : out.shape[2]]
     tokens = max(1, _ROOM // (4 * heads * len(keys)))
     for begin in range(0, len(query), tokens):
         here = slice(begin, begin + tokens)
-        scores = (query[here].reshape(-1, query.shape[2]) @ keys.t()).float().mul_(scale)
+        scores = (query[here].reshape(-1, query.shape[2]) @ keys.t()).mul_(scale)
         if mask is not None:
             scores.view(-1, heads, len(keys)).masked_fill_(~mask[here].unsqueeze(1), -torch.inf)
-        out[here] = (scores.softmax(1).to(values.dtype) @ values).view(-1, heads, out.shape[2])
+        out[here] = (scores.softmax(1) @ values).view(-1, heads, out.shape[2])

@@ -116,7 +116,7 @@ class TorchBatch:
         """With values that lie within keys [slots, head_dim]."""
         out = query.new_empty(*query.shape[:2], self.shape.value_dim)
         for segment in self.segments:
-            here, seen = slice(segment.begin, segment.end), keys[segment.slots].to(query.dtype)
+            here, seen = slice(segment.begin, segment.end), keys[segment.slots]
             attend_to_one(out[here], query[here], seen, segment.mask_of(seen), self.shape.softmax_scale)
         return out.flatten(1)
 

@@ -16,6 +16,7 @@ from llm_service.layers.cache_spec import block_elements, cache_shapes
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.latent_attention import LatentAttention
 from llm_service.layers.ops import MultimodalRotary
+from llm_service.layers.tempered_attention import rotary_of
 from llm_service.models.config import TextConfig
 from llm_service.models.layer_shapes import LatentHeads
 from llm_service.worker.adapters import shapes_of
@@ -26,6 +27,12 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (  # isort: ski
     DeepseekV3Attention,
     DeepseekV3Config,
     DeepseekV3RotaryEmbedding,
+)
+
+from transformers.models.mistral4.modeling_mistral4 import (  # isort: skip
+    Mistral4Attention,
+    Mistral4Config,
+    Mistral4RotaryEmbedding,
 )
 
 CPU = torch.device("cpu")
@@ -73,7 +80,7 @@ def attended(layer: LatentAttention, shape: TextConfig, x: Tensor, cuts: list[tu
     """What comes out of the heads, computed from cut to cut."""
     (cache_shape,) = cache_shapes([layer.cache_spec()], 3, 16).values()
     cache, backend = cache_shape.new_cache(torch.float32, CPU)[0], TorchBackend(cache_shape, CPU)
-    rotary, found = MultimodalRotary.of(shape.rotary, CPU), []
+    rotary, found = rotary_of(shape.rotary, CPU), []
     for begin, end in cuts:
         tables = rotary.tables(torch.arange(begin, end).expand(3, -1), torch.float32)
         batch = backend.batch([PagedChunk(begin, end - begin, [2, 0, 1])])
@@ -102,6 +109,24 @@ def test_a_layer_gives_what_the_library_s_gives_at_once_in_chunks_and_of_ranks(f
         torch.testing.assert_close(sum(parts), expected, rtol=1e-4, atol=1e-5)
 
 
+@torch.inference_mode()
+def test_queries_that_grow_with_their_places_are_the_library_s() -> None:
+    """Mistral 4's, of which the first 16 are as they are."""
+    rope = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5, "partial_rotary_factor": 0.4}
+    settings = Mistral4Config(**SIZES | {"rope_parameters": rope}, max_position_embeddings=128)
+    settings._attn_implementation = "eager"
+    shape, places = TextConfig.of(settings.to_dict()), torch.arange(TOKENS)[None]
+    theirs = drawn(Mistral4Attention(settings, 0))
+    x, mask = noise(TOKENS, HIDDEN), torch.full((TOKENS, TOKENS), -torch.inf).triu(1)[None, None]
+    expected = theirs(x[None], Mistral4RotaryEmbedding(settings)(x, places), mask, places)[0][0]
+    ours = LatentAttention(shape.layer_kind(0), shape, ALONE, torch.float32)
+    read(ours, theirs)
+    torch.testing.assert_close(
+        ours.o(attended(ours, shape, x, [(0, 29), (29, TOKENS)])), expected, rtol=1e-4, atol=1e-5
+    )
+    assert TextConfig.of(settings.to_dict(), 16).rotary.tempering is None
+
+
 def test_a_token_takes_one_latent_and_one_rotated_key_on_every_rank() -> None:
     shape = shape_of("plain")
     for group in (ALONE, TensorGroup(1, 2)):
@@ -116,6 +141,29 @@ def test_a_token_takes_one_latent_and_one_rotated_key_on_every_rank() -> None:
 def test_adapters_may_change_all_projections_but_those_that_queries_take_the_other_way_round() -> None:
     found = {name.removeprefix("layers.0.self_attn.") for name in shapes_of(shape_of("plain")) if "self_attn" in name}
     assert found == {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"}
+
+
+@pytest.mark.parametrize("expands", [True, False])
+@pytest.mark.parametrize(("dtype", "kept"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)])
+@torch.inference_mode()
+def test_latents_in_16_bits(
+    dtype: torch.dtype, kept: torch.dtype, expands: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the cache, and weights as well."""
+    shape = shape_of("plain")
+    exact, layer = (LatentAttention(shape.layer_kind(0), shape, ALONE, each) for each in (torch.float32, dtype))
+    drawn(exact)
+    layer.load_state_dict(exact.state_dict())
+    exact.load_state_dict(layer.state_dict())
+    monkeypatch.setattr(LatentHeads, "expands", lambda *_: expands)
+    (cache_shape,) = cache_shapes([layer.cache_spec()], 3, 16).values()
+    query, key = 3 * noise(TOKENS, HEADS, 20), noise(TOKENS, 1, 32, seed=2)
+    found = []
+    for each, its, cache in ((exact, torch.float32, torch.float32), (layer, dtype, kept)):
+        batch = TorchBackend(cache_shape, CPU).batch([PagedChunk(0, TOKENS, [2, 0, 1])])
+        given = query.to(dtype).to(its), key.to(dtype).to(its)
+        found.append(each.mix(given, cache_shape.new_cache(cache, CPU)[0], batch).float())
+    torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("count", [1, 5, TOKENS])
