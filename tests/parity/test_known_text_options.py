@@ -219,6 +219,21 @@ def test_tokens_are_the_same_with_graphs(
     assert graphs.replays == engine.scheduler.counters.steps, "every step has a graph that fits it"
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("attention", ["", "triton"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+def test_steps_over_latents_have_graphs_and_drafts_too(attention: str, tmp_path: Path) -> None:
+    served, library = Served.of(make("kimi_k25", tmp_path)), Reference(tmp_path)
+    expected = [library.tokens(library.inputs(parts)) for parts in PROMPTS.values()]
+    engine, _ = graphed(tmp_path, attention, drafts=4, library=served.found, text=served.text())
+    outcomes = engine.run(list(map(served.prompt, PROMPTS.values())), GREEDY)
+    assert [outcome.tokens for outcome in outcomes] == expected
+    graphs = engine.runner.graphs
+    assert graphs is not None
+    assert graphs.replays == engine.scheduler.counters.steps, "every step has a graph that fits it"
+    assert engine.scheduler.counters.draft_tokens > 0
+
+
 def test_levels_of_rows_are_added_before_the_layers_that_are_named_with_graphs_too(tmp_path: Path) -> None:
     """Granite Vision's: the first is among no embeddings."""
     served, library = Served.of(make("granite4_vision", tmp_path)), Reference(tmp_path)
