@@ -13,9 +13,14 @@ from llm_service.layers.gated_delta_net import GatedDeltaNet
 from llm_service.layers.gdn.backend import GdnBatch, GdnInput, GdnWeights
 from llm_service.layers.gdn.metadata import GdnMetadata
 from llm_service.layers.gdn.torch_backend import TorchBackend
-from llm_service.layers.mixer import MixerPart
+from llm_service.layers.mixer import CachedPart, MixerPart, StateBackend
 
 CPU = torch.device("cpu")
+
+
+def plain_states(mixer: CachedPart) -> StateBackend:
+    """What follows metadata for a mixer: `PlainStates`, or torch's operators where these do."""
+    return PlainStates(mixer) if isinstance(mixer, GatedDeltaNet) else mixer.state_backend()
 
 
 class PlainStates:

@@ -16,6 +16,7 @@ from llm_service.layers.linear import PackedLinear
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.ops import RMSNorm, apply_rotary
 from llm_service.layers.self_attention import SelfAttention
+from llm_service.layers.stretch_decode import IndexDecodes
 from llm_service.layers.stretch_index import IndexBatch, PagedIndex
 from llm_service.models.config import TextConfig
 
@@ -47,18 +48,18 @@ class Indexer(nn.Module):
         angles = [table[:, 0, :half].to(made.dtype) for table in rotary]
         return apply_rotary(asked, *rotary), torch.cat([made[:, -1], *angles], dim=1)
 
-    def keep(self, kept: Tensor, cache: Tensor, batch: IndexBatch) -> None:
+    def keep(self, kept: Tensor, cache: Tensor, batch: IndexBatch | IndexDecodes) -> None:
         """Writes what is kept of a batch's tokens, [n, width], and the keys of stretches that end among them, into one
         layer's cache [blocks + 1, block_size, width]."""
         flat, dim = cache.flatten(0, 1), self.shape.head_dim
         flat[batch.written] = kept.to(cache.dtype)
-        if len(batch.members):
-            tokens = flat[batch.members]  # [m, stretch, width]
+        if len(members := batch.members):
+            tokens = flat[members]  # [m, stretch, width]
             made = self.k_layernorm(tokens[:, :, :dim].float().mean(dim=1).to(kept.dtype))
             halves = tokens[:, :1, dim:].to(kept.dtype).chunk(2, dim=2)
             cosine, sine = (torch.cat([half, half], dim=2) for half in halves)
             rotated = apply_rotary(made.unsqueeze(1), cosine, sine).squeeze(1)
-            flat[batch.members[:, -1], :dim] = rotated.to(cache.dtype)
+            flat[batch.ends, :dim] = rotated.to(cache.dtype)
 
 
 class IndexedAttention(SelfAttention):
@@ -73,10 +74,10 @@ class IndexedAttention(SelfAttention):
         """Keys and values, and what the index keeps."""
         return IndexedKV(PagedKV(self.heads, self.kv_heads, self.head_dim, self._kind), self.index.kept_width)
 
-    def index_backend(self, attention: AttentionBackend, block_size: int) -> PagedIndex:
+    def index_backend(self, attention: AttentionBackend, blocks: int, block_size: int) -> PagedIndex:
         """See `IndexPart`."""
-        index = self.index.shape
-        return PagedIndex(index.stretch, index.kept, attention, block_size, self.index.q_layernorm.weight.device)
+        index, device = self.index.shape, self.index.q_layernorm.weight.device
+        return PagedIndex(index.stretch, index.kept, attention, blocks, block_size, device)
 
     def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
         """See `SelfAttention.project`."""
@@ -87,10 +88,10 @@ class IndexedAttention(SelfAttention):
         query, key, value, *gates, asked, kept = inputs
         indexed: IndexedCache = cache
         attention: AttentionBatch = batch[0]
-        chosen: IndexBatch = batch[1]
+        chosen: IndexBatch | IndexDecodes = batch[1]
         self.index.keep(kept, indexed.index, chosen)
-        if chosen.chosen:
-            attended = chosen.attend(query, key, value, indexed.kv, asked, indexed.index, self._scale)
-        else:
+        if chosen.sees_all:
             attended = attention.attend(query, key, value, indexed.kv)
+        else:
+            attended = chosen.attend(query, key, value, indexed.kv, asked, indexed.index, self._scale)
         return attended * gates[0].flatten(1).sigmoid() if gates else attended

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from llm_service.layers.attention.backend import AttentionBackend, PagedChunk
+from llm_service.layers.attention.metadata import AttentionMetadata
 from llm_service.layers.cache_spec import CacheSpec, Segment
 
 Rotary = tuple[Tensor, ...]
@@ -44,12 +45,22 @@ class IndexBackend(Protocol):
 
 
 @runtime_checkable
+class StableIndexBackend(IndexBackend, Protocol):
+    """One whose batches of a token of each sequence follow metadata that may be filled anew."""
+
+    def over(self, metadata: AttentionMetadata, /) -> Any:
+        """Such a batch, which reads these metadata at each use."""
+        ...
+
+
+@runtime_checkable
 class IndexPart(CachedPart, Protocol):
     """What keeps `IndexedKV`, and has batches of its own for the index: `mix` takes an `IndexedCache`, and a pair of an
     `AttentionBatch` and one of the index."""
 
-    def index_backend(self, attention: AttentionBackend, block_size: int, /) -> IndexBackend:
-        """What makes these for all layers with this one's spec, over what computes attention where all is seen."""
+    def index_backend(self, attention: AttentionBackend, blocks: int, block_size: int, /) -> IndexBackend:
+        """What makes these for all layers with this one's spec, over what computes attention where all is seen, and a
+        cache of so many blocks."""
         ...
 
 

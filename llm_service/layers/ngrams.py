@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -140,12 +141,15 @@ class NgramTable(VocabularyEmbedding):
         super().finalize()
 
 
-@dataclass(frozen=True, slots=True)
 class NgramBatch:
     """Of a step: `runs` of tokens in their order, and then the sequences' last ones that come alone."""
 
-    runs: tuple[Segment, ...]
-    steps: list[Steps]
+    def __init__(self, runs: Sequence[Segment] = (), steps: Sequence[Steps] = ()) -> None:
+        self.runs, self._steps = runs, steps
+
+    def begun(self) -> Sequence[Steps]:
+        """Those that come alone."""
+        return self._steps
 
     def before(self, tokens: Tensor, end: int, cache: StateCache) -> Tensor:
         """int64 [n] → those before each, the nearest first, [n, size − 1]; `end` where a sequence begins. What is kept
@@ -159,7 +163,7 @@ class NgramBatch:
             for place in range(size):
                 out[run.begin : run.end, place] = every[size - 1 - place : size - 1 - place + count]
             cache.write(run, [every[count:]])
-        for steps in self.steps:
+        for steps in self.begun():
             kept = steps.read(states)
             out[steps.rows] = kept.flip(1)
             states[steps.slots] = torch.cat([kept[:, 1:], shifted[steps.rows].unsqueeze(1)], dim=1)
@@ -174,9 +178,36 @@ class NgramBatch:
             out[run.begin : run.end], after = convolve_run(x[run.begin : run.end], before, weight, apart)
             cache.write(run, [after])
         (states,) = cache.tensors
-        for steps in self.steps:
+        for steps in self.begun():
             out[steps.rows], states[steps.slots] = convolve_steps(x[steps.rows], steps.read(states), weight, apart)
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class NgramMetadata:
+    """Of a step with a token of each sequence: `packed` int32 [3 · s], rows, slots, and whether they are fresh. What it
+    leaves over is its first token once more."""
+
+    packed: Tensor
+
+    def numbers(self, segments: Sequence[Segment]) -> np.ndarray:
+        """See `StateMetadata`."""
+        steps = [(each.begin, each.slot, each.fresh) for each in segments]
+        padded = [*steps, *steps[:1] * (len(self.packed) // 3 - len(steps))]
+        return np.array(padded, np.int32).T.flatten()
+
+
+class NgramReplay(NgramBatch):
+    """Such a step over metadata that may be filled anew."""
+
+    def __init__(self, metadata: NgramMetadata) -> None:
+        super().__init__()
+        self._metadata = metadata
+
+    def begun(self) -> Sequence[Steps]:
+        """See `NgramBatch`."""
+        rows, slots, fresh = self._metadata.packed.view(3, -1).long()
+        return (Steps(rows, slots, fresh.bool()),)
 
 
 class NgramBackend:
@@ -193,7 +224,17 @@ class NgramBackend:
         runs: list[Segment] = []
         for segment in segments:
             (alone if segment.end - segment.begin == 1 and segment.copy < 0 else runs).append(segment)
-        return NgramBatch(tuple(runs), Steps.of([alone] if alone else [], self._device))
+        return NgramBatch(runs, Steps.of([alone] if alone else [], self._device))
+
+    def padding(self, tokens: int, sequences: int, *, decodes_only: bool) -> NgramMetadata:
+        """See `StableStateBackend`. Raises ValueError for steps with more than a token of a sequence."""
+        if not decodes_only:
+            raise ValueError("n-grams of prompts follow no metadata")
+        return NgramMetadata(torch.zeros(3 * min(tokens, sequences), dtype=torch.int32, device=self._device))
+
+    def over(self, metadata: NgramMetadata) -> NgramReplay:
+        """See `StableStateBackend`."""
+        return NgramReplay(metadata)
 
 
 class _Embedding(nn.Module):

@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from llm_service.layers.attention.backend import AttentionBackend, AttentionBatch, PagedChunk
+from llm_service.layers.attention.metadata import AttentionMetadata
 from llm_service.layers.cpu import selection
+from llm_service.layers.stretch_decode import IndexDecodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,16 @@ class IndexBatch:
     dense: AttentionBatch | None
     unit: int = 1
     along: AttendAlong | None = None
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether every token of the batch does, so that the layer's own batch attends."""
+        return not self.chosen
+
+    @property
+    def ends(self) -> Tensor:
+        """Where keys of stretches go, int64 [m]."""
+        return self.members[:, -1]
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, asked: Tensor, keys: Tensor, scale: float
@@ -163,10 +175,17 @@ class PagedIndex:
     """Makes a step's batches; see `IndexBatch`. What sees all is computed by `attention`."""
 
     def __init__(
-        self, stretch: int, kept: int, attention: AttentionBackend, block_size: int, device: torch.device
+        self,
+        stretch: int,
+        kept: int,
+        attention: AttentionBackend,
+        blocks: int,
+        block_size: int,
+        device: torch.device,
     ) -> None:
         self._stretch, self._kept = stretch, kept
         self._attention, self._block_size, self._device = attention, block_size, device
+        self._null_slot = blocks * block_size
         self._unit = math.gcd(stretch, block_size)
 
     def batch(self, chunks: Sequence[PagedChunk]) -> IndexBatch:
@@ -201,6 +220,10 @@ class PagedIndex:
             self._unit,
             self._along(),
         )
+
+    def over(self, metadata: AttentionMetadata) -> IndexDecodes:
+        """See `StableIndexBackend`."""
+        return IndexDecodes(self._stretch, self._kept, self._block_size, self._null_slot, metadata)
 
     def _along(self) -> AttendAlong | None:
         if self._attention.name != "numba" or not selection.is_numba():

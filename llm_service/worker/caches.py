@@ -38,6 +38,7 @@ from llm_service.layers.mixer import (
     CachedPart,
     IndexBackend,
     IndexPart,
+    StableIndexBackend,
     StableStateBackend,
     StateBackend,
     StateMetadata,
@@ -112,7 +113,7 @@ class Caches:
             if isinstance(spec, SequenceState) and spec not in self._states:
                 self._states[spec] = states(mixer)
             if isinstance(spec, IndexedKV) and isinstance(mixer, IndexPart) and spec not in self._indexes:
-                self._indexes[spec] = mixer.index_backend(self.paged[spec.kv].backend, block_size)
+                self._indexes[spec] = mixer.index_backend(self.paged[spec.kv].backend, blocks, block_size)
 
     @property
     def state_chunk(self) -> int:
@@ -141,10 +142,22 @@ class Caches:
         if self._states:
             segments = Segment.of(chunks, slots, passed)
             made |= {spec: backend.batch(segments) for spec, backend in self._states.items()}
-        made |= {spec: (made[spec.kv], backend.batch(chunks)) for spec, backend in self._indexes.items()}
-        return [
-            made[kept if kept in self._indexes else spec] for kept, spec in zip(self._kept, self._specs, strict=True)
-        ]
+        for indexed, index in self._indexes.items():
+            if metadata is not None and metadata.longest_query == 1 and isinstance(index, StableIndexBackend):
+                made[indexed] = made[indexed.kv], index.over(metadata)
+            else:
+                made[indexed] = made[indexed.kv], index.batch(chunks)
+        return self._of_layers(made)
+
+    def _of_layers(self, made: Mapping[CacheSpec, Any]) -> list[Any]:
+        """Each layer's batch, by what it keeps."""
+        pairs = zip(self._kept, self._specs, strict=True)
+        return [made[kept if kept in self._indexes else spec] for kept, spec in pairs]
+
+    @property
+    def decodes_alone(self) -> bool:
+        """Whether steps with more than a token of a sequence follow no metadata."""
+        return bool(self._indexes)
 
     @property
     def follows_metadata(self) -> bool:
@@ -175,11 +188,14 @@ class Caches:
         for state, backend in self._states.items():
             assert isinstance(backend, StableStateBackend), "a back end that does not follow metadata"
             made[state] = backend.over(states[state])
-        return [made[spec] for spec in self._specs]
+        for indexed, index in self._indexes.items():
+            assert isinstance(index, StableIndexBackend), "an index that does not follow metadata"
+            made[indexed] = made[indexed.kv], index.over(metadata)
+        return self._of_layers(made)
 
     def not_capturable(self) -> str:
         """Why a step's batches cannot follow metadata; empty where they can."""
-        if self._indexes:
+        if any(not isinstance(backend, StableIndexBackend) for backend in self._indexes.values()):
             return "the host counts what layers choose by an index"
         for kind in self.paged.values():
             if kind.stable is None:

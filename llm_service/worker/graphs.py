@@ -278,7 +278,8 @@ class GraphRunner:
         self._buffers = Buffers.of(bounds, caches.block_size, like)
         self._filled = 0  # leading places of `deep` that hold rows of the replay before
         self._graphs: dict[GraphKind, list[Graph]] = {kind: [] for kind in GraphKind}
-        ours = isinstance(decoder, Decoder)  # the library's has the host look at prompts
+        # The library's has the host look at prompts, and so has what layers choose by an index.
+        ours = isinstance(decoder, Decoder) and not caches.decodes_alone
         sizes = {
             GraphKind.DECODE: decode_sizes(bounds.sequences),
             GraphKind.VERIFY: verify_sizes(bounds.draft_rows) if bounds.drafts and ours else [],

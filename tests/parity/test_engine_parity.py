@@ -16,6 +16,7 @@ from llm_service.engine.block_manager import BlockTable
 from llm_service.engine.sequence import Sequence
 from llm_service.request import SamplingParams
 from tests import reference
+from tests.checkpoints import Family
 from tests.parity.local_engine import LocalEngine, Part, Prompt, make_prompt
 
 
@@ -94,9 +95,12 @@ def test_drafts_change_no_token_and_take_fewer_steps_where_an_answer_repeats_its
             assert counters.preemptions > 0, "the cache was not tight enough to prove anything"
 
 
-def test_states_go_back_to_before_drafts_of_which_one_was_wrong(checkpoints: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("qwen4_exp", marks=pytest.mark.soak)])
+def test_states_go_back_to_before_drafts_of_which_one_was_wrong(
+    family: Family, checkpoints: Callable[..., Path]
+) -> None:
     """Drafts are what will be said; of every second step's one is not."""
-    directory = checkpoints("qwen3_5")
+    directory = checkpoints(family)
     prompts = [make_prompt(directory, parts) for parts in PARTS]
     sampling = SamplingParams(max_tokens=90, ignore_eos=True, temperature=0.0)
     without = LocalEngine(directory)

@@ -29,7 +29,7 @@ from tests.checkpoints import Family
 from tests.mtp_checkpoint import with_mtp_layer
 from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
 from tests.plain_attention import PlainTables
-from tests.plain_states import PlainStates
+from tests.plain_states import plain_states
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 PEOPLE = 6
@@ -73,7 +73,7 @@ def graphed(
 ) -> tuple[LocalEngine, Again]:
     """An engine with graphs of up to `tokens`, and for up to so many `drafts` of a sequence, whose buffers are poisoned
     after each replay."""
-    kinds = {"attention": attention or PlainTables, "states": PlainStates}
+    kinds = {"attention": attention or PlainTables, "states": plain_states}
     given: dict[str, Any] = {"step_tokens": step_tokens, "speculative_tokens": drafts, **kinds, **more}
     engine = LocalEngine(folder, max_running=PEOPLE, blocks=256, **given)
     capture = Again(room)
@@ -142,6 +142,20 @@ def test_tokens_are_the_same_with_graphs_and_without(family: Family, checkpoints
     assert [outcome.tokens for outcome in engine.run(prompts, GREEDY)] == expected
     assert engine.runner.graphs is not None
     assert engine.runner.graphs.replays == engine.scheduler.counters.steps, "every step has a graph that fits it"
+
+
+@pytest.mark.soak
+def test_steps_of_a_token_each_have_graphs_where_layers_choose_by_an_index(checkpoints: Callable[..., Path]) -> None:
+    folder = checkpoints("qwen4_exp")
+    prompts = prompts_of(folder)[:2]
+    plain = LocalEngine(folder, step_tokens=64, max_running=PEOPLE)
+    expected = [outcome.tokens for outcome in plain.run(prompts, GREEDY)]
+    engine, _ = graphed(folder)
+    assert [outcome.tokens for outcome in engine.run(prompts, GREEDY)] == expected
+    graphs, steps = engine.runner.graphs, engine.scheduler.counters.steps
+    assert graphs is not None
+    assert graphs.sizes == sizes(decode_sizes(PEOPLE), [])
+    assert steps - 4 < graphs.replays < steps, "prompts have none"
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -12,6 +12,7 @@ from common.checkpoint import CheckpointError
 from llm_service.families.family import FeedForwardKind, LayerKind, Mixer
 from llm_service.layers.attention.backend import PagedChunk
 from llm_service.layers.attention.choose import choose
+from llm_service.layers.attention.metadata import AttentionMetadata
 from llm_service.layers.cache_spec import IndexedCache, Segment, StateCache, cache_shapes
 from llm_service.layers.gated_delta_net import GatedDeltaNet
 from llm_service.layers.gdn.torch_backend import TorchBackend as TorchDeltas
@@ -24,6 +25,7 @@ from llm_service.layers.streams import StreamMix
 from llm_service.models.config import TextConfig
 from llm_service.models.loader import InMemory, targets
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
+from tests.plain_attention import PlainTables
 
 from transformers.models.qwen4_exp import modeling_qwen4_exp as library  # isort: skip
 from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig  # isort: skip
@@ -113,12 +115,12 @@ class _Attending:
     def __init__(self, ours: IndexedAttention, attention: str = "torch") -> None:
         self._ours, spec = ours, ours.cache_spec()
         ((_, shape),) = cache_shapes([spec], 40, BLOCK).items()
-        self._backend = choose(attention, shape, torch.float32, CPU)
+        self.shape, self._backend = shape, choose(attention, shape, torch.float32, CPU)
         index = torch.full((41, BLOCK, spec.index_dim), torch.nan)
         self._cache = IndexedCache(torch.full_like(shape.new_cache(torch.float32, CPU)[0], torch.nan), index)
 
     def __call__(self, x: Tensor, rotary: Rotary, chunks: list[PagedChunk]) -> Tensor:
-        batch = self._backend.batch(chunks), self._ours.index_backend(self._backend, BLOCK).batch(chunks)
+        batch = self._backend.batch(chunks), self._ours.index_backend(self._backend, 40, BLOCK).batch(chunks)
         return self._ours.join(self._ours.mix(self._ours.project(x, rotary), self._cache, batch))
 
 
@@ -154,7 +156,7 @@ def test_tokens_see_what_the_library_chooses_however_a_prompt_is_cut(
     torch.testing.assert_close(whole(one, (cosine, sine), [PagedChunk(0, TOKENS, blocks)]), expected)
     keys = whole._cache.index.flatten(0, 1)
     slots = torch.tensor([blocks[at // BLOCK] * BLOCK + at % BLOCK for at in range(TOKENS)])
-    batch = ours.index_backend(whole._backend, BLOCK).batch([PagedChunk(0, TOKENS, blocks)])
+    batch = ours.index_backend(whole._backend, 40, BLOCK).batch([PagedChunk(0, TOKENS, blocks)])
     seen = batch.seen(batch.best(asked, keys[slots[2::3], :12], 0), 0)
     assert torch.equal(seen, full & mask[0, 0])
 
@@ -167,6 +169,37 @@ def test_tokens_see_what_the_library_chooses_however_a_prompt_is_cut(
         found.append(pieces(both, angles, chunks)[count:])
         begin = end
     torch.testing.assert_close(torch.cat(found), expected)
+
+
+@torch.inference_mode()
+def test_a_token_of_each_sequence_follows_metadata(attention: tuple[nn.Module, IndexedAttention]) -> None:
+    """Sequences that see all and such that do not, one of nobody, and stretches that end or do not."""
+    _, ours = attention
+    x = _noise(94, 3, TOKENS, HIDDEN)
+    cosine, sine = _rotary(torch.arange(TOKENS).expand(3, -1))
+    tables = [list(range(first, first + 12))[::-1] for first in (0, 12, 24)]
+    begun, steps = (40, 3, 11), 4
+    metadata = AttentionMetadata.of([PagedChunk(TOKENS - 1, 1, [0] * 12)] * 4, BLOCK, CPU)
+    attending, expected = _Attending(ours), list[Tensor]()
+    for own, table, first in zip(x, tables, begun, strict=True):
+        attending(own[:first], (cosine[:first], sine[:first]), [PagedChunk(0, first, table)])
+        whole = _Attending(ours)(own, (cosine, sine), [PagedChunk(0, TOKENS, table)])
+        expected.append(whole[first : first + steps])
+    index = ours.index_backend(attending._backend, 40, BLOCK)
+    batch = PlainTables(attending.shape).over(metadata), index.over(metadata)
+    for step in range(steps):
+        places = torch.tensor([first + step for first in begun])
+        metadata.block_table.fill_(10**6)
+        metadata.seq_lens.copy_(torch.cat([places + 1, torch.zeros(1)]))
+        metadata.slot_mapping.fill_(40 * BLOCK)
+        for row, (table, place) in enumerate(zip(tables, places.tolist(), strict=True)):
+            blocks = table[: place // BLOCK + 1]
+            metadata.block_table[row, : len(blocks)] = torch.tensor(blocks)
+            metadata.slot_mapping[row] = table[place // BLOCK] * BLOCK + place % BLOCK
+        given = torch.cat([x[torch.arange(3), places], _noise(95, 1, HIDDEN)])
+        angles = torch.cat([cosine[places], cosine[:1]]), torch.cat([sine[places], sine[:1]])
+        made = ours.join(ours.mix(ours.project(given, angles), attending._cache, batch))
+        torch.testing.assert_close(made[:3], torch.stack([each[step] for each in expected]))
 
 
 @torch.inference_mode()
@@ -235,6 +268,15 @@ def test_n_grams_are_the_library_s_in_pieces_and_over_ends_of_texts() -> None:
     torch.testing.assert_close(torch.cat(found), expected)
     batch = ours.state_backend().batch([Segment(0, TOKENS - 8, 3, fresh=False)])
     torch.testing.assert_close(ours(one[8:], ids[0, 8:], cache, batch), expected[8:])
+
+    metadata = ours.state_backend().padding(4, 4, decodes_only=True)  # one token more than there are sequences
+    replayed, found = ours.state_backend().over(metadata), list[Tensor]()
+    for place in range(TOKENS):
+        segments = [Segment(row, row + 1, slot, fresh=place == 0) for row, slot in enumerate((2, 0))]
+        metadata.packed.copy_(torch.from_numpy(metadata.numbers(segments)))
+        streams = torch.stack([other[place], one[place], one[place], one[place]])
+        found.append(ours(streams, ids[[1, 0, 0, 0], place], cache, replayed)[1])
+    torch.testing.assert_close(torch.stack(found), expected)
 
 
 @torch.inference_mode()
