@@ -19,7 +19,9 @@ from torch.nn import functional
 from llm_service.layers.attention.backend import AttentionBackend, AttentionBatch, PagedChunk
 from llm_service.layers.attention.metadata import AttentionMetadata
 from llm_service.layers.cpu import selection
+from llm_service.layers.index_keys import ROOM
 from llm_service.layers.stretch_decode import IndexDecodes
+from llm_service.layers.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +98,8 @@ class IndexBatch:
             if self.along is not None and self._reads_few(chunk):
                 lists.append(self._listed(best, chunk))
                 continue
-            attended = functional.scaled_dot_product_attention(
-                query[here].transpose(0, 1).unsqueeze(0),
-                cached_keys[chunk.slots].to(query.dtype).transpose(0, 1).unsqueeze(0),
-                cached_values[chunk.slots].to(query.dtype).transpose(0, 1).unsqueeze(0),
-                attn_mask=self.seen(best, chunk.context),
-                scale=scale,
-                enable_gqa=True,
-            )
-            out[here] = attended.squeeze(0).transpose(0, 1)
+            seen = cached_keys[chunk.slots], cached_values[chunk.slots]
+            _attend_by_mask(out[here], query[here], *seen, self.seen(best, chunk.context), scale)
         if lists:
             assert self.along is not None, "what attends along lists"
             every = torch.cat([each.places for each in lists])
@@ -171,6 +166,19 @@ def scored(asked: Tensor, stretches: Tensor) -> Tensor:
     return scores
 
 
+def _attend_by_mask(out: Tensor, query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float) -> None:
+    """Fills out [m, heads, dim] for queries [m, heads, dim], which see what they do, bool [m, total], of keys and
+    values [total, kv_heads, dim]; so many at a time as there is `ROOM` for."""
+    near, far = (each.to(query.dtype).transpose(0, 1) for each in (keys, values))
+    rows = max(1, ROOM // (4 * query.shape[1] * len(keys)))
+    for begin in range(0, len(query), rows):
+        part = slice(begin, begin + rows)
+        attended = functional.scaled_dot_product_attention(
+            query[part].transpose(0, 1), near, far, attn_mask=seen[part], scale=scale, enable_gqa=True
+        )
+        out[part] = attended.transpose(0, 1)
+
+
 class PagedIndex:
     """Makes a step's batches; see `IndexBatch`. What sees all is computed by `attention`."""
 
@@ -190,33 +198,33 @@ class PagedIndex:
 
     def batch(self, chunks: Sequence[PagedChunk]) -> IndexBatch:
         """See `IndexBackend`."""
-        written, members, chosen = list[np.ndarray](), list[np.ndarray](), list[ChosenChunk]()
-        dense, rest, begin = list[PagedChunk](), list[np.ndarray](), 0
-        for chunk in chunks:
-            slots, end = slots_of(chunk, self._block_size), begin + chunk.count
-            written.append(slots[chunk.context :])
-            first, last = chunk.context // self._stretch, len(slots) // self._stretch
-            members.append(slots[first * self._stretch : last * self._stretch].reshape(-1, self._stretch))
-            if last > self._kept:
-                chosen.append(ChosenChunk(begin, end, chunk.context, torch.from_numpy(slots).to(self._device)))
-            else:
-                dense.append(chunk)
-                rest.append(np.arange(begin, end))
-            begin = end
-
-        def move(parts: list[np.ndarray], width: int = 0) -> Tensor:
-            empty = np.empty((0, width) if width else 0, np.int64)
-            return torch.from_numpy(np.concatenate([empty, *parts])).to(self._device)
-
-        mixed = bool(chosen and dense)  # where all chunks see all, the layer has a batch of them
+        every = [slots_of(chunk, self._block_size) for chunk in chunks]
+        whole = [len(slots) // self._stretch for slots in every]
+        ends = np.cumsum([chunk.count for chunk in chunks])
+        far = [number for number, stretches in enumerate(whole) if stretches > self._kept]
+        near = [number for number in range(len(chunks)) if number not in far] if far else []
+        begun = [chunk.context // self._stretch * self._stretch for chunk in chunks]
+        new = [slots[first : last * self._stretch] for slots, first, last in zip(every, begun, whole, strict=True)]
+        written, members, rest, *slots = to_device(
+            [
+                np.concatenate([own[chunk.context :] for own, chunk in zip(every, chunks, strict=True)]),
+                np.concatenate(new),
+                np.concatenate([np.arange(0), *(np.arange(ends[at] - chunks[at].count, ends[at]) for at in near)]),
+                *(every[number] for number in far),
+            ],
+            self._device,
+        )
         return IndexBatch(
             self._stretch,
             self._kept,
-            move(written),
-            move(members, self._stretch),
-            tuple(chosen),
-            move(rest),
-            self._attention.batch(dense) if mixed else None,
+            written,
+            members.view(-1, self._stretch),
+            tuple(
+                ChosenChunk(int(ends[at]) - chunks[at].count, int(ends[at]), chunks[at].context, own)
+                for at, own in zip(far, slots, strict=True)
+            ),
+            rest,
+            self._attention.batch([chunks[at] for at in near]) if near else None,
             self._unit,
             self._along(),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from llm_service.layers.ngrams import Ngrams
 from llm_service.layers.ops import MultimodalRotary
 from llm_service.layers.streams import StreamMix
 from llm_service.models.config import TextConfig
-from llm_service.models.loader import InMemory, targets
+from llm_service.models.loader import InMemory, load_mtp, targets
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
 from tests.plain_attention import PlainTables
 
@@ -327,3 +328,10 @@ def test_what_is_not_known_is_refused_by_name() -> None:
     ):
         with pytest.raises(CheckpointError, match=why):
             _config(**more)
+
+
+def test_drafts_of_the_checkpoint_s_own_layer_are_refused_by_name() -> None:
+    checkpoint: Any = SimpleNamespace(config={})
+    target: Any = SimpleNamespace(config=_config())
+    with pytest.raises(CheckpointError, match="multi-token prediction is not known for texts with several streams"):
+        load_mtp(checkpoint, target, torch.float32)
