@@ -159,10 +159,17 @@ def blank_of(config: Any) -> Any:
 
 def decoder_of(model: Any) -> Any:
     """A model's text layers, without the head of logits that the library takes for one of them in some."""
-    found, head = model.get_decoder(), model.get_output_embeddings()
+    found, head = model.get_decoder(), head_of(model)
     if found is model or head is None or all(part is not head for part in found.modules()):
         return found
     return next((part for part in found.children() if isinstance(part, library().PreTrainedModel)), found)
+
+
+def head_of(model: Any) -> Any:
+    """A model's head of logits, or that of the text model within it, where it states none of its own; None where there
+    is none."""
+    found, text = model.get_output_embeddings(), model.get_decoder()
+    return text.get_output_embeddings() if found is None and text is not model else found
 
 
 def layers_of_levels(config: Any) -> list[int]:

@@ -1,5 +1,5 @@
-"""Processors of the library's that do not say what stands for an item in a text: what says it in their stead, by the
-kind of model."""
+"""Processors of the library's that do not say what stands for an item in a text, or not as others do: what says it in
+their stead, by the kind of model."""
 
 from __future__ import annotations
 
@@ -59,4 +59,35 @@ class VoxtralLayout:
             yield tekken.BEGIN_AUDIO + self.audio_token * tekken.sound_rows(self._tekken, len(samples))
 
 
-LAYOUTS: dict[str, Callable[[Path], Any]] = {"voxtral": VoxtralLayout}
+class NemotronOmniLayout:
+    """Nemotron-H Omni's processor replaces marks in texts, and leaves out what by; and it asks what is known of a video
+    of the one that there may be, where others take a list. All else that is asked for, the processor has."""
+
+    def __init__(self, folder: Path) -> None:
+        self._of = library().AutoProcessor.from_pretrained(folder, local_files_only=True)
+        self._replace = self._of.get_text_with_replacements
+        self._of.get_text_with_replacements = self._noted
+        self._offsets: list[list[dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_of"], name)
+
+    def __call__(self, text: Sequence[str], **options: Any) -> Any:
+        """As other processors: one text with as many marks as there are items. Raises ValueError for more than one
+        video."""
+        told = options.pop("return_text_replacement_offsets", False)
+        if about := options.pop("video_metadata", None):
+            if len(about) > 1:
+                raise ValueError("it takes one video")
+            options["video_metadata"] = library().video_utils.VideoMetadata(**about[0])
+        made = self._of(text=list(text), **options)
+        if told:
+            made["text_replacement_offsets"] = self._offsets
+        return made
+
+    def _noted(self, text: list[str], **replacements: Any) -> Any:
+        found, self._offsets = self._replace(text, **replacements)
+        return found, self._offsets
+
+
+LAYOUTS: dict[str, Callable[[Path], Any]] = {"voxtral": VoxtralLayout, "nemotron_h_omni": NemotronOmniLayout}

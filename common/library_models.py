@@ -19,7 +19,7 @@ from PIL import Image
 
 from common.checkpoint import CheckpointError
 from common.library import LibraryModel, Refusal
-from common.library_classes import blank_of, config_of, layers_of_levels, library, missing
+from common.library_classes import blank_of, config_of, head_of, layers_of_levels, library, missing
 from common.library_features import features_of, lacking
 from common.library_processors import (
     EXTRACTORS,
@@ -129,7 +129,7 @@ def together_of(processor: Any) -> tuple[int, ...]:
 def text_of(model: Any) -> dict[str, Any]:
     """The text's part of a model's configuration as JSON has it, every default filled in; whether its head is its table
     of tokens the model says."""
-    text, head = model.config.get_text_config(decoder=True), model.get_output_embeddings()
+    text, head = model.config.get_text_config(decoder=True), head_of(model)
     found: dict[str, Any] = msgspec.json.decode(text.to_json_string(use_diff=False))
     found |= _NOT_OF_THE_HEAD.get(model.config.model_type, {})
     return {**found, "tie_word_embeddings": head is not None and head.weight is model.get_input_embeddings().weight}
@@ -146,8 +146,10 @@ _FEW_FRAMES, _LARGE_SIDES = 8, (160, 224)
 
 def takes_videos(model: Any, processor: Any) -> bool:
     """Whether the processor says what stands for a video of a size, whatever it shows, and the model has a tower for
-    it."""
+    it, all of whose rows go into the prompt."""
     if not isinstance(getattr(processor, "video_token", None), str) or not getattr(processor, "video_processor", None):
+        return False
+    if getattr(model.config, "video_pruning_rate", None):  # its forward leaves rows out that say little new
         return False
     try:
         numbers = tuple(frames_of(processor, _BLANK_FRAMES, _BLANK_RATE))

@@ -94,10 +94,11 @@ def _fewer_layers(config: Any, least: int) -> list[int]:
     shared = getattr(config, "num_kv_shared_layers", None) or 0
     kept = max([2, least, *(kinds.index(kind) + 1 for kind in set(kinds))])
     kept = min(kept, _MOST_LAYERS, layers - shared)
-    left = [*range(kept), *range(layers - shared, layers - shared + min(shared, kept))]
+    beyond = sorted(at for at in map(kinds.index, set(kinds)) if kept <= at < layers - shared)
+    left = [*range(kept), *beyond, *range(layers - shared, layers - shared + min(shared, kept))]
     config.num_hidden_layers = len(left)
     if shared:
-        config.num_kv_shared_layers = len(left) - kept
+        config.num_kv_shared_layers = len(left) - kept - len(beyond)
     for name, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == layers:
             setattr(config, name, [value[layer] for layer in left])

@@ -31,6 +31,7 @@ from llm_service.layers.gpu import (
     adapter_kernels,
     gdn_kernels,
     latent_kernels,
+    mamba2_kernels,
     quantized_kernel,
     routing_kernels,
     scaled_kernel,
@@ -39,6 +40,8 @@ from llm_service.layers.gpu import (
 from llm_service.layers.gpu import quantized_weight as weights_gpu
 from llm_service.layers.gpu import row_kernels as rows_gpu
 from llm_service.layers.gpu import sampling_kernels as sampling
+from llm_service.layers.mamba2.backend import Mamba2Shape
+from llm_service.layers.mamba2.triton_backend import Mamba2Constants
 from llm_service.layers.quantized_weight import Number
 from llm_service.worker import gpu_sampler
 
@@ -71,6 +74,7 @@ _POINTERS += (
     "b",
     "convolution",
     "conv",
+    "bias",
     "a_log",
     "dt_bias",
     "logits",
@@ -238,10 +242,11 @@ def delta_net(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
     shape = GdnShape(16, 32, 128, 128)
     launch = KernelConstants(shape, dtype == torch.float32)
     width, tile = {"WIDTH": shape.width, "num_warps": 4}, {"TILE": CHUNK, "num_warps": 4}
+    plain = {"BIAS": False}
     sizes = {"VALUE_DIM": shape.value_dim, "VALUES": launch.values}
     made = {
-        "conv step": (gdn_kernels.conv_step_kernel, {**width, "BLOCK": _CHANNELS}),
-        "conv run": (gdn_kernels.conv_run_kernel, {**width, **tile, "BLOCK": _RUN_CHANNELS}),
+        "conv step": (gdn_kernels.conv_step_kernel, {**width, **plain, "BLOCK": _CHANNELS}),
+        "conv run": (gdn_kernels.conv_run_kernel, {**width, **plain, **tile, "BLOCK": _RUN_CHANNELS}),
         "conv keep": (gdn_kernels.conv_keep_kernel, {**width, "BLOCK": _CHANNELS}),
         "step": (gdn_kernels.step_kernel, launch.step),
         "system": (gdn_kernels.system_kernel, launch.system),
@@ -250,6 +255,22 @@ def delta_net(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
     }
     wide = ("recurrent", "inverse", "within")
     return {name: compiled(capability, kernel, dtype, wide, **given) for name, (kernel, given) in made.items()}
+
+
+def mamba2(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
+    """As `TritonBatch` of Mamba-2 launches them, with the heads of a model of 30 B."""
+    shape = Mamba2Shape(8, 64, 64, 128, least_step=0.001)
+    launch, width = Mamba2Constants(shape, dtype == torch.float32), {"WIDTH": shape.width, "num_warps": 4}
+    made = {
+        "conv step": (gdn_kernels.conv_step_kernel, {**width, "BIAS": True, "BLOCK": _CHANNELS}),
+        "conv run": (gdn_kernels.conv_run_kernel, {**width, "BIAS": True, "TILE": CHUNK, "BLOCK": _RUN_CHANNELS}),
+        "step": (mamba2_kernels.mamba2_step_kernel, launch.step),
+        "scan": (mamba2_kernels.mamba2_scan_kernel, launch.scan),
+        "group norm": (mamba2_kernels.group_norm_kernel, launch.norm),
+    }
+    wide, types = ("recurrent", "read", "a_log", "dt_bias", "d"), {"answers": "*i32", "least": "fp32"}
+    types["dt"] = f"*{_NAMES[dtype]}"
+    return {name: compiled(capability, kernel, dtype, wide, types, **given) for name, (kernel, given) in made.items()}
 
 
 def sampler(capability: int) -> dict[str, Needs]:
@@ -263,7 +284,7 @@ def sampler(capability: int) -> dict[str, Needs]:
 
 
 def main(capability: int, delta_nets: list[str]) -> dict[str, Needs]:
-    """All kernels, in the types and sizes of head that models have; those of gated delta nets in these types."""
+    """All kernels, in the types and sizes of head that models have; those of layers with states in these types."""
     found: dict[str, Needs] = {}
     for dtype, head_dim in ((torch.bfloat16, 128), (torch.float16, 64), (torch.float32, 80)):
         name = _NAMES[dtype]
@@ -280,6 +301,7 @@ def main(capability: int, delta_nets: list[str]) -> dict[str, Needs]:
         found |= {
             f"delta net {kernel} {_NAMES[dtype]}": taken for kernel, taken in delta_net(capability, dtype).items()
         }
+        found |= {f"Mamba-2 {kernel} {_NAMES[dtype]}": taken for kernel, taken in mamba2(capability, dtype).items()}
     found |= sampler(capability)
     return found | quantized(capability, torch.bfloat16)
 

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from common.checkpoint import CheckpointError
 from common.library import LibraryModel
-from common.library_classes import decoder_of, keep_only, load, towers_within
+from common.library_classes import decoder_of, head_of, keep_only, load, towers_within
 from common.library_features import features_of
 from common.library_models import makes_tokens, marks_of
 from encoder_service.models.attention import Backend
 from encoder_service.models.library_attention import AttendingBy
 from encoder_service.models.library_products import lay_out
 
-_OF_NO_PROMPT = re.compile(r"pooler_output|attentions|image_tokens|embedding_loss|\w*hidden_states?")
+_OF_NO_PROMPT = re.compile(r"pooler_output|attentions|image_tokens|embedding_loss|speaker_logits|\w*hidden_states?")
 """What the library's outputs have of which a prompt gets the rows alone."""
 _UNPOOLED = "audio"
 """The modality whose rows some towers give as their last hidden states."""
@@ -170,7 +170,7 @@ def flat_rows(features: Any, width: int) -> Tensor:
 
 def without_text(model: Any) -> None:
     """Takes the decoder and the head of logits away. The table of tokens stays where rows are of that."""
-    decoder, text = decoder_of(model), {id(model.get_output_embeddings())}
+    decoder, text = decoder_of(model), {id(head_of(model))}
     if decoder is model:
         raise CheckpointError(f"{type(model).__name__} does not keep its text layers apart")
     if makes_tokens(model.base_model):

@@ -22,6 +22,8 @@ class Mixer(Enum):
     TEMPERED_ATTENTION = "attention whose queries grow with their places"
     GATED_DELTA_NET = "gated delta net"
     SHORT_CONVOLUTION = "short convolution"
+    MAMBA2 = "Mamba-2"
+    NONE = "none: the layer is a feed-forward part alone"
 
 
 class FeedForwardKind(Enum):
@@ -32,6 +34,7 @@ class FeedForwardKind(Enum):
     SCALED_EXPERTS = "experts whose inputs are scaled"
     BY_MODALITY = "experts by modality"
     BOTH = "dense, and experts beside it"
+    NONE = "none: the layer is a mixer alone"
 
 
 class SpanRule(Enum):
@@ -130,6 +133,8 @@ FAR = 1 << 20
 """Positions of sequences that turn by other frequencies, since they are long, are counted from here."""
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 """What config.json calls layers of attention whose tokens see all before them, or a window, or their chunk."""
+MLP_ALONE, EXPERTS_ALONE = "mlp", "moe"
+"""What it calls layers that are a feed-forward part alone."""
 WINDOWED: Mapping[str, Mixer] = {FULL: Mixer.ATTENTION, SLIDING: Mixer.ATTENTION}
 
 
@@ -156,18 +161,19 @@ class Family:
     normed, without a weight; `logit_scale` and `logit_divisor`, what config.json calls the number that logits are
     multiplied or divided by, if they are; `rotary_neighbours`, the two numbers of a rotary pair are neighbours in
     checkpoints; `rotary_in_windows`, heads are rotated in local layers alone, those with a window or chunks, where
-    there are any; `fused_gates`, these have gates and what they open as one matrix; `ungated`, feed-forward parts have
-    none, and the square of a ReLU between two products; `grouped_experts`, each expert has a score of its own, and the
-    likeliest are among those of the likeliest groups; `probability_weights`, experts count by their probabilities among
-    all, which do not sum up to 1; `ungated_shared`, what all tokens go through beside their experts has no gate;
-    `sparse`, what follows in a layer with experts, whose stacked matrices have inputs first where they are
-    `experts_inputs_first`, None: where their shape says so; `mrope_interleaved`, rotary pairs are dealt out to time,
-    height and width in turns, and `space_first`, those of height and width so before those of time, and `rotary_share`,
-    so much of a head is rotated, unless the checkpoint says otherwise. `mixers`: what config.json's `layer_types` stand
-    for; a family has windows where `SLIDING` is among them, and where queries grow in none of its contexts they are
-    left as they are. `text_defaults`: what holds of the decoder where config.json leaves it out. `part_names`: what the
-    library calls parts of layers, and the decoder otherwise. `changed_parts`: tensors that the library changes when it
-    loads a checkpoint, and the decoder takes as they are, by parts of their names.
+    there are any, and with `unrotated` in none; `fused_gates`, these have gates and what they open as one matrix;
+    `ungated`, feed-forward parts have none, and the square of a ReLU between two products; `grouped_experts`, each
+    expert has a score of its own, and the likeliest are among those of the likeliest groups; `probability_weights`,
+    experts count by their probabilities among all, which do not sum up to 1; `ungated_shared`, what all tokens go
+    through beside their experts has no gate; `sparse`, what follows in a layer with experts, whose stacked matrices
+    have inputs first where they are `experts_inputs_first`, None: where their shape says so; `single_parts`, a layer is
+    a mixer or a feed-forward part, behind one norm; `mrope_interleaved`, rotary pairs are dealt out to time, height and
+    width in turns, and `space_first`, those of height and width so before those of time, and `rotary_share`, so much of
+    a head is rotated, unless the checkpoint says otherwise. `mixers`: what config.json's `layer_types` stand for; a
+    family has windows where `SLIDING` is among them, and where queries grow in none of its contexts they are left as
+    they are. `text_defaults`: what holds of the decoder where config.json leaves it out. `part_names`: what the library
+    calls parts of layers, and the decoder otherwise. `changed_parts`: tensors that the library changes when it loads a
+    checkpoint, and the decoder takes as they are, by parts of their names.
     """
 
     modalities: Mapping[Modality, InPrompt]
@@ -199,6 +205,7 @@ class Family:
     logit_divisor: str = ""
     rotary_neighbours: bool = False
     rotary_in_windows: bool = False
+    unrotated: bool = False
     fused_gates: bool = False
     ungated: bool = False
     grouped_experts: bool = False
@@ -206,6 +213,7 @@ class Family:
     ungated_shared: bool = False
     sparse: FeedForwardKind = FeedForwardKind.EXPERTS
     experts_inputs_first: bool | None = None
+    single_parts: bool = False
     mrope_interleaved: bool = False
     space_first: bool = False
     rotary_share: float = 1.0

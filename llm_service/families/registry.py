@@ -20,6 +20,7 @@ from llm_service.families.internvl import INTERNVL
 from llm_service.families.lfm import LFM2, LFM3
 from llm_service.families.llama4 import LLAMA4_TEXT
 from llm_service.families.muse import MUSE_GLIMMER_TEXT
+from llm_service.families.nemotron_h import NEMOTRON_H
 from llm_service.families.qwen2_audio import QWEN2_AUDIO
 from llm_service.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from llm_service.families.qwen3_5 import QWEN3_5
@@ -80,6 +81,7 @@ TEXT_FAMILIES: Final = {
     "mistral": Family({}, mixers=WINDOWED, text_defaults={"use_sliding_window": True}),
     "mistral4": MISTRAL4_TEXT,
     "muse_glimmer_text": MUSE_GLIMMER_TEXT,
+    "nemotron_h": NEMOTRON_H,
     "paddleocr_vl_text": Family({}),
     "qwen2": Family({}, attention_bias=True),
     "qwen2_5_omni_text": QWEN2_5_VL,

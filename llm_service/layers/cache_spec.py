@@ -85,7 +85,7 @@ def read_by(specs: Sequence[CacheSpec]) -> list[PagedKV | SequenceState]:
 class Segment:
     """Tokens [begin, end) of the batch belong to the sequence whose state is in `slot`; `fresh`: they are its first.
     The state behind them goes to the slot `copy` as well, if that is not -1; the next segment may go on from it.
-    `context` tokens of the sequence are before them."""
+    `context` tokens of the sequence are before them. `decodes` is as in `plan.Chunk`."""
 
     begin: int
     end: int
@@ -93,6 +93,7 @@ class Segment:
     fresh: bool
     copy: int = -1
     context: int = 0
+    decodes: bool = False
 
     @classmethod
     def of(
@@ -113,7 +114,7 @@ class Segment:
                 first, fresh = begin + place, False
             context = chunk.context + first - begin
             begin += chunk.count
-            segments.append(cls(first, begin, slot, fresh, context=context))
+            segments.append(cls(first, begin, slot, fresh, context=context, decodes=chunk.decodes))
         return segments
 
 

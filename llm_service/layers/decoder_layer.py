@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,12 @@ from llm_service.layers.group import TensorGroup
 from llm_service.layers.indexed_attention import IndexedAttention
 from llm_service.layers.latent_attention import LatentAttention
 from llm_service.layers.layer_inputs import LayerEnd
+from llm_service.layers.mamba2_mixer import Mamba2
 from llm_service.layers.mixer import CachedPart, MixerPart, Rotary
 from llm_service.layers.mlp import MLP, SquaredMLP
 from llm_service.layers.modality_experts import ModalityExperts
 from llm_service.layers.ops import Unnormed, norm_of
+from llm_service.layers.part_layers import FeedForwardLayer, MixerLayer
 from llm_service.layers.scaled_experts import InputScaledMLP
 from llm_service.layers.self_attention import SelfAttention
 from llm_service.layers.short_convolution import ShortConvolution
@@ -48,6 +50,8 @@ def _experts(
         dtype,
         shared_inner=config.shared_expert_size,
         shared_gate=not config.family.ungated_shared,
+        has_gates=not config.family.ungated,
+        latent=config.latent_size,
         grouped=config.grouped,
         scale=config.expert_scale,
         activation=kind.expert_gates or config.activation,
@@ -64,6 +68,7 @@ MIXERS: dict[Mixer, Callable[[LayerKind, TextConfig, TensorGroup, torch.dtype], 
     Mixer.TEMPERED_ATTENTION: TemperedAttention,
     Mixer.GATED_DELTA_NET: lambda _, *given: GatedDeltaNet(*given),
     Mixer.SHORT_CONVOLUTION: lambda _, *given: ShortConvolution(*given),
+    Mixer.MAMBA2: lambda _, *given: Mamba2(*given),
 }
 FEED_FORWARDS: dict[FeedForwardKind, Callable[[LayerKind, TextConfig, TensorGroup, torch.dtype], nn.Module]] = {
     FeedForwardKind.DENSE: _dense,
@@ -80,6 +85,9 @@ class DecoderLayer(nn.Module):
     """One decoder layer, made of what its kind says. What its mixer and its feed-forward part give is normed before it
     is added where the family has norms for that. `beside` adds experts to what a dense part gives, and `end` has
     what comes behind all that."""
+
+    compiled: ClassVar[tuple[str, ...]] = ("before", "after")
+    """Methods that are for each token alone."""
 
     def __init__(self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__()
@@ -159,3 +167,16 @@ class ParallelLayer(DecoderLayer):
     def after(self, residual: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """See `DecoderLayer.after`."""
         return self.mixer.join(mixed) + self.mlp(self.mixer_in_norm.after_adding(residual, None)[1]), residual
+
+
+Layer = DecoderLayer | MixerLayer | FeedForwardLayer
+
+
+def make_layer(kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> Layer:
+    """The layer of a kind, as its family has layers."""
+    if not config.family.single_parts:
+        return (ParallelLayer if config.family.parallel_residual else DecoderLayer)(kind, config, group, dtype)
+    norm = norm_of(config, dtype)
+    if kind.mixer is Mixer.NONE:
+        return FeedForwardLayer(norm, FEED_FORWARDS[kind.feed_forward](kind, config, group, dtype))
+    return MixerLayer(norm, MIXERS[kind.mixer](kind, config, group, dtype))

@@ -12,14 +12,14 @@ from torch.nn import functional
 from common.linear import LaidOut, Linear
 from llm_service.families.gates import Gates
 from llm_service.layers.group import TensorGroup
-from llm_service.layers.linear import Place, Stored, fill, laid_out, quantized
-from llm_service.layers.mlp import MLP, act_and_mul
+from llm_service.layers.linear import PackedLinear, Place, Stored, fill, laid_out, quantized
+from llm_service.layers.mlp import MLP, SquaredMLP, act_and_mul, squared_relu
 from llm_service.layers.ops import TORCH, Pair, RowOps
 from llm_service.layers.quantized_weight import QuantizedWeight
 from llm_service.layers.weight_dtype import EXACT, Rounded
 from llm_service.models.config import Activation, GroupedExperts
 
-_APART = ("gate_proj", "up_proj", "down_proj")
+_WITH_GATES, _WITHOUT_GATES = ("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj")
 """An expert's matrices, where each has a tensor of its own."""
 
 
@@ -41,7 +41,8 @@ class Experts(nn.Module):
 
     `inner` is this rank's share; gate and up are each split, so that the halves stay side by side. A checkpoint has
     them stacked, with gate and up as one or as two, or each expert's three matrices apart, as quantised ones do. Of
-    stacked ones `inputs_first` says whether inputs come first, None: their shape does.
+    stacked ones `inputs_first` says whether inputs come first, None: their shape does. Without
+    `has_gates` there is no gate, and the square of a ReLU between two products.
     """
 
     ops: RowOps = TORCH
@@ -56,24 +57,30 @@ class Experts(nn.Module):
         *,
         activation: Activation | Gates = Activation.SILU,
         inputs_first: bool | None = None,
+        has_gates: bool = True,
     ) -> None:
         super().__init__()
         self._inputs_first = inputs_first
         self.count, self._inner, self._share, self._activation = count, inner, group.share(inner), activation
+        self._has_gates, self._apart = has_gates, _WITH_GATES if has_gates else _WITHOUT_GATES
         self.laid_out: list[tuple[LaidOut, LaidOut]] = []
         self.grouped: tuple[GroupedProduct, GroupedProduct] | None = None
-        self._missing = {(kind, expert) for kind in _APART for expert in range(count)}
+        self._missing = {(kind, expert) for kind in self._apart for expert in range(count)}
         self._quantized: dict[tuple[str, int], QuantizedWeight] = {}
         share = self._share.stop - self._share.start
-        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * share, hidden, dtype=dtype), requires_grad=False)
+        opened = (1 + has_gates) * share
+        self.gate_up_proj = nn.Parameter(torch.empty(count, opened, hidden, dtype=dtype), requires_grad=False)
         self.down_proj = nn.Parameter(torch.empty(count, hidden, share, dtype=dtype), requires_grad=False)
 
     def targets(self, own: str) -> dict[str, Place]:
         """See `Placed`: either the stacked ones or all others."""
+        first = "gate_up_proj" if self._has_gates else "up_proj"
         stacked: dict[str, Place] = {
-            f"{own}.{kind}": partial(self._place, kind) for kind in ("gate_up_proj", "down_proj")
+            f"{own}.{first}": partial(self._place, "gate_up_proj"),
+            f"{own}.down_proj": partial(self._place, "down_proj"),
         }
-        stacked |= {f"{own}.{kind}": partial(self._place_half, kind) for kind in ("gate_proj", "up_proj")}
+        if self._has_gates:
+            stacked |= {f"{own}.{kind}": partial(self._place_half, kind) for kind in ("gate_proj", "up_proj")}
         return stacked | {
             f"{own}.{expert}.{kind}.weight": partial(self._place_one, kind, expert) for kind, expert in self._missing
         }
@@ -84,10 +91,11 @@ class Experts(nn.Module):
         target, shape, share = getattr(self, kind), tuple(stored.get_shape()), self._share
         if kind == "gate_up_proj":
             up = slice(self._inner + share.start, self._inner + share.stop)
-            if self._has_inputs_first(shape, target.shape[2], 2 * self._inner):
-                parts = [stored[:, :, part].transpose(1, 2) for part in (share, up)]
+            rows = (share, up) if self._has_gates else (share,)
+            if self._has_inputs_first(shape, target.shape[2], len(rows) * self._inner):
+                parts = [stored[:, :, part].transpose(1, 2) for part in rows]
             else:
-                parts = [stored[:, part] for part in (share, up)]
+                parts = [stored[:, part] for part in rows]
             source = torch.cat(parts, dim=1)
         elif self._has_inputs_first(shape, self._inner, target.shape[1]):
             source = stored[:, share].transpose(1, 2)
@@ -112,14 +120,14 @@ class Experts(nn.Module):
         share, length = self._share, self._share.stop - self._share.start
         whole = self.down_proj if kind == "down_proj" else self.gate_up_proj
         source = stored[:, share] if kind == "down_proj" else stored[share]
-        begin = length if kind == "up_proj" else 0
+        begin = length if kind == "up_proj" and self._has_gates else 0
         target = whole[expert] if kind == "down_proj" else whole[expert, begin : begin + length]
         if isinstance(source, QuantizedWeight) and source.shape == target.shape:
             self._quantized[kind, expert] = source
         else:
             fill(target, source)
         self._missing.discard((kind, expert))
-        if len(self._quantized) == len(_APART) * len(whole):
+        if len(self._quantized) == len(self._apart) * len(whole):
             self._replace_weights([])  # no more than the short form goes to the device
 
     def whole(self) -> bool:
@@ -135,7 +143,7 @@ class Experts(nn.Module):
         return functional.grouped_mm(inner, self.down_proj.transpose(1, 2), offs=ends)
 
     def _opened(self, x: Tensor) -> Tensor:
-        return act_and_mul(self.ops, self._activation, x)
+        return act_and_mul(self.ops, self._activation, x) if self._has_gates else squared_relu(x)
 
     def finalize(self, *, rounded: Rounded = EXACT) -> None:
         """Called when the weights are final: on a CPU they are laid out for speed; quantised ones, and those rounded to
@@ -159,14 +167,14 @@ class Experts(nn.Module):
 
     def _finalize_quantized(self, device: torch.device, rounded: Rounded) -> None:
         experts = {expert for _, expert in self._quantized}
-        if self.gate_up_proj.numel() or len(self._quantized) < len(_APART) * len(experts):
+        if self.gate_up_proj.numel() or len(self._quantized) < len(self._apart) * len(experts):
             raise ValueError("some experts are quantised and others are not")
-        found = [[self._quantized.pop((kind, expert)).to(device) for kind in _APART] for expert in sorted(experts)]
+        found = [[self._quantized.pop((kind, expert)).to(device) for kind in self._apart] for expert in sorted(experts)]
         if device.type == "cuda":
-            self._stay_short([[gate, up] for gate, up, _ in found], [[down] for *_, down in found])
+            self._stay_short([first for *first, _ in found], [[down] for *_, down in found])
         else:
             form = partial(quantized, rounded=rounded)
-            self._replace_weights([(form([gate, up]), form([down])) for gate, up, down in found])
+            self._replace_weights([(form(first), form([down])) for *first, down in found])
 
     def _stay_short(self, gate_up: list[list[QuantizedWeight]], down: list[list[QuantizedWeight]]) -> None:
         """Has a GPU compute with each expert's matrices as they are."""
@@ -265,7 +273,8 @@ class Routed(nn.Module):
 class SparseMLP(Routed):
     """Routes each token to the `per_token` likeliest experts and sums their outputs by their normalised weights, unless
     a `scale` multiplies these as they are; where there is a shared expert, of size `shared_inner`, every token goes
-    through it as well, by 1, or, with a `shared_gate`, by a weight of its own."""
+    through it as well, by 1, or, with a `shared_gate`, by a weight of its own. Of a token the others are given
+    `latent` numbers, if not all of it, and what they give is made as long as it again. `has_gates` is of all."""
 
     def __init__(
         self,
@@ -284,6 +293,8 @@ class SparseMLP(Routed):
         shared_activation: Activation | Gates | None = None,
         fused: bool = False,
         inputs_first: bool | None = None,
+        has_gates: bool = True,
+        latent: int = 0,
     ) -> None:
         """The shared expert has the others' activation unless it is given its own; with `fused` a checkpoint has its
         gates and what they open as one matrix. `inputs_first` is as in `Experts`."""
@@ -296,20 +307,31 @@ class SparseMLP(Routed):
             self.gate = ProbabilityRouter(experts, per_token, hidden, scale)
         else:
             self.gate = Linear(hidden, experts, bias=False, dtype=dtype)
-        self.experts = Experts(experts, hidden, inner, group, dtype, activation=activation, inputs_first=inputs_first)
-        self.shared_expert: MLP | None = None
-        if shared_inner:
-            name = "" if shared_gate else "shared_experts"
+        sizes = experts, latent or hidden, inner
+        self.experts = Experts(
+            *sizes, group, dtype, activation=activation, inputs_first=inputs_first, has_gates=has_gates
+        )
+        self.latent_in = self.latent_out = None
+        if latent:
+            whole, less = slice(0, hidden), slice(0, latent)
+            self.latent_in = PackedLinear(whole, {"fc1_latent_proj": less}, bias=False, dtype=dtype)
+            self.latent_out = PackedLinear(less, {"fc2_latent_proj": whole}, bias=False, dtype=dtype)
+        self.shared_expert: MLP | SquaredMLP | None = None
+        name, given = "" if shared_gate else "shared_experts", (hidden, shared_inner, group, dtype)
+        if shared_inner and has_gates:
             own = activation if shared_activation is None else shared_activation
-            given = hidden, shared_inner, group, dtype
             self.shared_expert = MLP(*given, activation=own, fused=fused, stored_as=name)
+        elif shared_inner:
+            self.shared_expert = SquaredMLP(*given, stored_as=name)
         has_gate = shared_inner > 0 and shared_gate
         self.shared_expert_gate = Linear(hidden, 1, bias=False, dtype=dtype) if has_gate else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, hidden] → [n, hidden]."""
         weights, chosen = self._routed(x)
-        out = self.mixture(x, weights, chosen)
+        out = self.mixture(x if self.latent_in is None else self.latent_in(x), weights, chosen)
+        if self.latent_out is not None:
+            out = self.latent_out(out)
         if self.shared_expert is not None:
             shared = self.shared_expert.run(x)
             out = out + (shared if self.shared_expert_gate is None else self.shared_expert_gate(x).sigmoid() * shared)

@@ -64,13 +64,26 @@ class MLP(nn.Module):
 class SquaredMLP(nn.Module):
     """down(relu(up(x))²), without gates (So et al. 2021, Primer)."""
 
-    def __init__(self, hidden: int, inner: int, group: TensorGroup, dtype: torch.dtype) -> None:
+    def __init__(self, hidden: int, inner: int, group: TensorGroup, dtype: torch.dtype, *, stored_as: str = "") -> None:
+        """`stored_as` is as in `MLP`."""
         super().__init__()
+        if stored_as:
+            self.stored_as = stored_as
         self._group = group
         own, whole = group.share(inner), slice(0, hidden)
         self.up = PackedLinear(whole, {"up_proj": own}, bias=False, dtype=dtype)
         self.down = PackedLinear(own, {"down_proj": whole}, bias=False, dtype=dtype)
 
+    def run(self, x: Tensor) -> Tensor:
+        """See `MLP.run`."""
+        out: Tensor = self.down(squared_relu(self.up(x)))
+        return out
+
     def forward(self, x: Tensor) -> Tensor:
         """[n, hidden] → the same."""
-        return self._group.sum(self.down(functional.relu(self.up(x)).square_()))
+        return self._group.sum(self.run(x))
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """relu(x)², element by element."""
+    return functional.relu(x).square_()

@@ -9,7 +9,17 @@ from enum import Enum
 from typing import Any
 
 from common.checkpoint import CheckpointError
-from llm_service.families.family import CHUNKED, FULL, SLIDING, Family, FeedForwardKind, LayerKind, Mixer, SpanRule
+from llm_service.families.family import (
+    CHUNKED,
+    EXPERTS_ALONE,
+    FULL,
+    SLIDING,
+    Family,
+    FeedForwardKind,
+    LayerKind,
+    Mixer,
+    SpanRule,
+)
 from llm_service.families.gates import Gates
 from llm_service.families.registry import family_of
 from llm_service.models.layer_shapes import (
@@ -34,6 +44,20 @@ class DeltaNetConfig:
     key_dim: int
     value_dim: int
     width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Config:
+    """Heads of Mamba-2, in groups that share what they read and write, and how long theirs and states are; the
+    convolution sees `width` tokens, and has biases or not. A prompt's tokens step by `least_step` at least."""
+
+    groups: int
+    heads: int
+    head_dim: int
+    state_dim: int
+    width: int
+    bias: bool
+    least_step: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +106,11 @@ class TextConfig:
     such.
 
     Where `experts` is above 0, every `sparse_step`-th layer but those in `dense_layers` is a mixture of experts, with a
-    shared one beside them where `shared_expert_size` is above 0. `grouped`: in which groups they are, if in any. With
-    an `expert_scale` they count by their probabilities among all, times that, else by these over their sum, which is
-    taken to be `least_weight` at the least. Where they are chosen by modality, those of media, and of the marks around
-    them, are of `media_expert_size`, and their tokens are `media_tokens`, which are of the library's configurations.
+    shared one beside them where `shared_expert_size` is above 0. `grouped`: in which groups they are, if in any. They
+    get `latent_size` numbers that are made of a token, 0: all that it has. With an `expert_scale` they count by their
+    probabilities among all, times that, else by these over their sum, which is taken to be `least_weight` at the least.
+    Where they are chosen by modality, those of media, and of the marks around them, are of `media_expert_size`, and
+    their tokens are `media_tokens`, which are of the library's configurations.
     """
 
     family: Family
@@ -104,11 +129,13 @@ class TextConfig:
     experts_per_token: int = 0
     expert_size: int = 0
     shared_expert_size: int = 0
+    latent_size: int = 0
     sparse_step: int = 1
     dense_layers: frozenset[int] = frozenset()
     grouped: GroupedExperts | None = None
     expert_scale: float | None = None
     delta_net: DeltaNetConfig | None = None
+    mamba2: Mamba2Config | None = None
     convolution_width: int = 0
     activation: Activation = Activation.SILU
     windows: tuple[int, ...] = ()
@@ -165,9 +192,12 @@ class TextConfig:
         """What a layer, counted from 0, is made of."""
         sparse = self.experts > 0 and layer not in self.dense_layers and (layer + 1) % self.sparse_step == 0
         window, keys_of = self._window_of(layer), self._keys_of(layer)
+        feed_forward = self.family.sparse if sparse else FeedForwardKind.DENSE
+        if self.family.single_parts and self.mixers[layer] is not Mixer.NONE:
+            feed_forward = FeedForwardKind.NONE
         return LayerKind(
             self.mixers[layer],
-            self.family.sparse if sparse else FeedForwardKind.DENSE,
+            feed_forward,
             window,
             spans=self.spans in _EVERYWHERE or (self.spans is SpanRule.IN_WINDOWS and window > 0),
             whole_spans=self.spans is SpanRule.BEYOND_WINDOWS,
@@ -225,11 +255,14 @@ class TextConfig:
         """
         family = family_of(config)
         text = {**family.text_defaults, **config, **(config.get("text_config") or {})}
+        if types := text.get("layers_block_type"):
+            text |= {"layer_types": types, "num_hidden_layers": len(types)}
         rope, window_rope = rotary_settings(text, family, local=_window(text) + _chunk(text, family) > 0)
         max_position = int(text.get("max_position_embeddings", 32768))
         longest = min(max_context or max_position, max_position)
         _check_reach(text, family, longest)
-        activation = str(text.get("hidden_activation") or text.get("hidden_act", "silu"))
+        names = "hidden_activation", "hidden_act", "mlp_hidden_act"
+        activation = str(_first(text, *names) or "silu")
         squared = activation == Activation.SQUARED_RELU.value
         if activation not in {each.value for each in Activation} or squared != family.ungated:
             raise CheckpointError(f"activation {activation} is not supported")
@@ -244,6 +277,8 @@ class TextConfig:
             head_dim = int(text.get("head_dim") or text["hidden_size"] // heads) if latent is None else latent.rotated
             types, experts = _layer_types(text, family), _experts(text)
             _check_rotated(text, family, types)
+            if family.single_parts and EXPERTS_ALONE not in types:
+                experts = 0
             grouped = family.grouped_experts and experts > 0
             usual = HeadShape(int(text.get("num_key_value_heads") or heads), head_dim)
             full, cap = HeadShape.of_full(text, types, usual), text.get("final_logit_softcapping")
@@ -274,11 +309,13 @@ class TextConfig:
                 media_expert_size=_expert_sizes(text)[1] if experts else 0,
                 least_weight=float(text.get("moe_norm_min") or 0.0),
                 shared_expert_size=_size_of_shared(text),
+                latent_size=int(text.get("moe_latent_size") or 0),
                 sparse_step=int(text.get("decoder_sparse_step", 1)),
-                dense_layers=_dense_layers(text),
+                dense_layers=_dense_layers(text, types if family.single_parts else ()),
                 grouped=_grouped(text) if grouped else None,
                 expert_scale=_expert_scale(text) if family.probability_weights and experts else None,
                 delta_net=_delta_net(text) if Mixer.GATED_DELTA_NET in mixers else None,
+                mamba2=_mamba2(text) if Mixer.MAMBA2 in mixers else None,
                 convolution_width=_convolution_width(text) if Mixer.SHORT_CONVOLUTION in mixers else 0,
                 activation=Activation(activation),
                 windows=_windows(text, types),
@@ -401,7 +438,7 @@ def _usual_types(text: Mapping[str, Any], family: Family, count: int) -> list[st
 
 
 def _norm_eps(text: Mapping[str, Any]) -> float:
-    names = "rms_norm_eps", "norm_eps", "layer_norm_eps"
+    names = "rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon"
     return float(next((text[name] for name in names if name in text), 1e-6))
 
 
@@ -435,12 +472,15 @@ def _expert_sizes(text: Mapping[str, Any]) -> tuple[int, int]:
 def _size_of_shared(text: Mapping[str, Any]) -> int:
     """The inner size of what all tokens go through beside their experts; several are one as large as all of them."""
     count = _first(text, "n_shared_experts", "moe_num_shared_experts") or 0
-    stated = _first(text, "shared_expert_intermediate_size", "share_expert_dim", "shared_intermediate_size")
+    names = "shared_expert_intermediate_size", "share_expert_dim", "shared_intermediate_size"
+    stated = _first(text, *names, "moe_shared_expert_intermediate_size")
     return int(stated or (count * _expert_size(text) if count else 0))
 
 
-def _dense_layers(text: Mapping[str, Any]) -> frozenset[int]:
-    """Those without experts, of a text that has some."""
+def _dense_layers(text: Mapping[str, Any], apart: Sequence[str]) -> frozenset[int]:
+    """Those without experts, of a text that has some; `apart` are the types of layers that are one part alone."""
+    if apart:
+        return frozenset(layer for layer, kind in enumerate(apart) if kind != EXPERTS_ALONE)
     if kinds := text.get("mlp_layer_types"):
         return frozenset(layer for layer, kind in enumerate(kinds) if kind == "dense")
     if (sparse := text.get("moe_layers")) is not None:
@@ -497,6 +537,22 @@ def _delta_gates(text: Mapping[str, Any]) -> GateActivation:
     if kind not in {each.value for each in GateActivation}:
         raise CheckpointError(f"gates of delta nets by {kind} are not supported")
     return GateActivation(kind)
+
+
+def _mamba2(text: Mapping[str, Any]) -> Mamba2Config:
+    if unknown := next((name for name in ("use_bias", "mlp_bias") if text.get(name)), None):
+        raise CheckpointError(f"{unknown} is not supported")
+    if (activation := text.get("mamba_hidden_act", "silu")) != "silu":
+        raise CheckpointError(f"Mamba-2 with the activation {activation} is not supported")
+    return Mamba2Config(
+        groups=int(text["n_groups"]),
+        heads=int(text["mamba_num_heads"]),
+        head_dim=int(text["mamba_head_dim"]),
+        state_dim=int(text["ssm_state_size"]),
+        width=int(text["conv_kernel"]),
+        bias=bool(text.get("use_conv_bias", True)),
+        least_step=float(text.get("time_step_min", 0.001)),
+    )
 
 
 def _convolution_width(text: Mapping[str, Any]) -> int:

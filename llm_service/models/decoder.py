@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from common.linear import Linear
-from llm_service.families.family import FeedForwardKind, SpanRule
+from llm_service.families.family import FeedForwardKind, Mixer, SpanRule
 from llm_service.layers.attention.backend import NumbaCompiled
 from llm_service.layers.cache_spec import LayerCache
 from llm_service.layers.cpu import selection
-from llm_service.layers.decoder_layer import DecoderLayer, KeysAndValues, ParallelLayer
+from llm_service.layers.decoder_layer import DecoderLayer, KeysAndValues, Layer, make_layer
 from llm_service.layers.experts import Experts
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.layer_inputs import InputsOfLayers
@@ -25,6 +25,7 @@ from llm_service.layers.linear import PackedLinear, VocabularyEmbedding
 from llm_service.layers.mixer import CachedPart, Rotary
 from llm_service.layers.modality_layer import ModalityLayer
 from llm_service.layers.ops import TORCH, RMSNorm, norm_of, use_ops
+from llm_service.layers.part_layers import MixerLayer
 from llm_service.layers.streamed_layer import StreamedLayer
 from llm_service.layers.streams import StreamMix
 from llm_service.layers.tempered_attention import rotary_of
@@ -116,8 +117,9 @@ class Decoder(nn.Module):
         token_ids: Tensor | None = None,
         at_places: Sequence[Any] | None = None,
     ) -> Tensor:
-        """hidden [n, hidden], positions int [3, n], and for each layer a cache and a batch, as its mixer takes them,
-        and behind these those of companions → [n, hidden]. `token_ids` int [n] are what `ids_of_layers` gives.
+        """hidden [n, hidden], positions int [3, n], and for each layer with a mixer a cache and a batch, as that
+        takes them, and behind these those of companions → [n, hidden]. `token_ids` int [n] are what `ids_of_layers`
+        gives.
 
         With `places` int64 [m], m > 0, only theirs are wanted, [m, hidden]: the last layer, whose keys no other layer
         needs more of, then computes little else. With batches of these `at_places` alone all layers that share keys
@@ -141,6 +143,7 @@ class Decoder(nn.Module):
         companions = zip(caches[self.config.layers :], batches[self.config.layers :], strict=True)
         kept: dict[int, KeysAndValues] | None = {} if self.config.shared_layers else None
         residual: Tensor | None = None
+        at = -1
         for index, layer in enumerate(self.layers):
             if index == first_sharing and places is not None and at_places is not None:
                 hidden, residual = hidden[places], None if residual is None else residual[places]
@@ -151,8 +154,11 @@ class Decoder(nn.Module):
             last = index == self.config.layers - 1
             cut = places if last and index not in levels else None
             angles = local if layer.is_local else rotary
-            here = hidden, residual, angles, caches[index], batches[index], cut
-            beside = None if cast(DecoderLayer, layer).companion is None else next(companions)
+            mixes = self.config.mixers[index] is not Mixer.NONE
+            at += mixes
+            own = (caches[at], batches[at]) if mixes else (None, None)
+            beside = None if cast(Layer, layer).companion is None else next(companions)
+            here = hidden, residual, angles, *own, cut
             hidden, residual = layer(*here, given=given[index], kept=kept, beside=beside)
             if deepstack is not None and index in levels:
                 hidden, residual = hidden if residual is None else residual + hidden, None
@@ -180,8 +186,8 @@ class Decoder(nn.Module):
         return token_ids
 
     def mixers(self) -> list[CachedPart]:
-        """Each layer's, in order, and behind them layers' companions."""
-        layers = [cast(DecoderLayer, layer) for layer in self.layers]
+        """Those of the layers that have one, in order, and behind them layers' companions."""
+        layers = [cast(DecoderLayer | MixerLayer, layer) for layer in self.layers if hasattr(layer, "mixer")]
         companions = [layer.companion for layer in layers if layer.companion is not None]
         return [*(layer.mixer for layer in layers), *companions]
 
@@ -217,7 +223,7 @@ class Decoder(nn.Module):
         """
         for layer in self.layers:
             use_ops(layer, TORCH)  # from which torch makes kernels of its own
-            for name in ("before", "after"):
+            for name in cast(Layer, layer).compiled:
                 setattr(layer, name, torch.compile(getattr(layer, name), dynamic=True))
 
     def not_capturable(self) -> str:
@@ -242,14 +248,14 @@ class Decoder(nn.Module):
         return self.group.first_of_highest(self.lm_head(hidden).float(), self.config.vocab_size)
 
 
-def _layer(index: int, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> DecoderLayer:
+def _layer(index: int, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> Layer:
     """One of a decoder's, counted from 0."""
     kind, own = config.layer_kind(index), () if config.ngrams is None else config.ngrams.layers
     if kind.feed_forward is FeedForwardKind.BY_MODALITY:
         return ModalityLayer(kind, config, group, dtype)
     if config.streams is not None:
         return StreamedLayer(kind, config, group, dtype, own.index(index) if index in own else None)
-    return (ParallelLayer if config.family.parallel_residual else DecoderLayer)(kind, config, group, dtype)
+    return make_layer(kind, config, group, dtype)
 
 
 def kernels_of(model: nn.Module) -> set[str]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from common import log
 from common.checkpoint import CheckpointError
-from common.library_classes import decoder_of, keep_only, layers_of_levels, library, towers_within
+from common.library_classes import decoder_of, head_of, keep_only, layers_of_levels, library, towers_within
 from llm_service.families.family import OF_PROMPTS, SpanRule
 from llm_service.layers.attention.backend import AttentionBackend, AttentionKind, CacheShape
 from llm_service.layers.attention.choose import choose
@@ -380,7 +380,7 @@ class _Output:
 def text_alone(model: Any) -> None:
     """Takes away all that is not the decoder, its embeddings, other tables of tokens or the head of logits."""
     decoder = decoder_of(model)
-    wanted = [decoder, model.get_output_embeddings(), model.get_input_embeddings(), *_tables(model)]
+    wanted = [decoder, head_of(model), model.get_input_embeddings(), *_tables(model)]
     puts_rows_in = list[str]()
     if decoder is model.base_model:
         towers = {id(part) for part in towers_within(decoder)}

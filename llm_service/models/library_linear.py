@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint import Checkpoint, CheckpointError
-from common.library_classes import decoder_of
+from common.library_classes import decoder_of, head_of
 from llm_service.layers.linear import PackedLinear, Place, Stored, fill
 from llm_service.layers.weight_dtype import Rounded
 from llm_service.models.library_names import names_within
@@ -74,7 +74,7 @@ def leave_quantised(checkpoint: Checkpoint, model: Any) -> dict[str, str]:
         if changed:
             raise CheckpointError(f"{quantised[name]} is quantised, and the library puts it together with others")
         part = model.get_submodule(path)
-        if type(part) is not nn.Linear or (part is model.get_output_embeddings() and _is_tied(model)):
+        if type(part) is not nn.Linear or (part is head_of(model) and _is_tied(model)):
             raise CheckpointError(f"{quantised[name]} is quantised, which is for linear layers of their own alone")
         _replace(model, path)
         names |= {name: there, f"{quantised[name]}.bias": f"{path}.bias"}
@@ -89,7 +89,7 @@ def fill_quantised(checkpoint: Checkpoint, names: dict[str, str], device: torch.
 def round_linears(model: Any, device: torch.device) -> Fill:
     """Puts ours in the places of all linear layers of a text, and of its head, whose weights are to be rounded to 8
     bits. What chooses experts is no such layer: the library has classes of its own for that."""
-    text, head = decoder_of(model), model.get_output_embeddings()
+    text, head = decoder_of(model), head_of(model)
     wanted = {id(part) for part in [*text.modules(), head] if type(part) is nn.Linear}
     taken: dict[str, Tensor] = {}
     for name, part in list(model.named_modules()):

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from common.checkpoint import CheckpointError
-from common.library_classes import blank_of, decoder_of
+from common.library_classes import blank_of, decoder_of, head_of
 from llm_service.families.registry import TEXT_FAMILIES
 from llm_service.models.loader import HEAD
 
@@ -20,7 +20,7 @@ they are."""
 
 def named_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     """The text's tensors of a model of the library, by the decoder's names; a head that is tied is left out."""
-    names, tied = _Names(model), model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    names, tied = _Names(model), head_of(model).weight is model.get_input_embeddings().weight
     for name, tensor in model.state_dict().items():
         own = names.own(name)
         if own is not None and not (tied and own == HEAD):
@@ -47,7 +47,7 @@ class _Names:
 
     def __init__(self, model: Any) -> None:
         names = {id(part): name for name, part in model.named_modules()}
-        parts = decoder_of(model), model.get_input_embeddings(), model.get_output_embeddings()
+        parts = decoder_of(model), model.get_input_embeddings(), head_of(model)
         inner, table, head = (names.get(id(part), "") for part in parts)
         if not (inner and table and head):
             raise CheckpointError(f"{type(model).__name__} does not keep its text layers apart")

@@ -163,6 +163,8 @@ def rotary_settings(
 ) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
     """Those of all layers, and of local ones, if they have their own; `local`: there are such."""
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if family.unrotated:
+        return _UNROTATED, None
     if FULL in rope:
         return rope[FULL] or _UNROTATED, rope.get(SLIDING)
     if family.rotary_in_windows and local:

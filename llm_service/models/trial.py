@@ -335,12 +335,13 @@ def _generated(model: Any, prompt: TrialPrompt) -> _Said:
 
 
 def _difference_of_answer(decoder: Decoder | LibraryDecoder, said: _Said, rule: SpanRule = SpanRule.NOWHERE) -> float:
-    """As `_difference`, of what was said, computed at once with the text before it."""
+    """As `_difference`, of what was said, computed at once behind the text before it."""
     count = len(said.prompt.ids)
     if isinstance(decoder, LibraryDecoder):
         decoder.spans = rule
     spans = [(0, said.begin)] if rule is SpanRule.WHOLE_PROMPTS else []
-    ours = _logits(decoder, said.prompt, torch.arange(count).expand(3, -1), [(0, count)], spans)
+    cuts = [(0, said.begin), (said.begin, count)]
+    ours = _logits(decoder, said.prompt, torch.arange(count).expand(3, -1), cuts, spans, answer=said.begin)
     return _relative(ours[said.begin - 1 : -1], said.logits)
 
 
@@ -388,7 +389,11 @@ def _logits(
     positions: Tensor,
     cuts: list[tuple[int, int]],
     runs: list[tuple[int, int]],
+    *,
+    answer: int | None = None,
 ) -> Tensor:
+    """[n, vocabulary] of a prompt in these parts, each beside one of another; from `answer` on, which a part begins
+    with, tokens are an answer's."""
     blocks = -(-len(prompt.ids) // _BLOCK)
     mixers: Sequence[CachedPart] = decoder.mixers()
     own = [mixer.cache_spec() for mixer in mixers]
@@ -401,7 +406,8 @@ def _logits(
     found: list[Tensor] = []
     for begin, end in cuts:
         tables = [list(range(blocks, 2 * blocks)), list(range(blocks))[::-1]]
-        chunks = [PagedChunk(begin, end - begin, table) for table in tables]
+        decodes = answer is not None and begin >= answer
+        chunks = [PagedChunk(begin, end - begin, table, decodes) for table in tables]
         count = end - begin
         here = [(count + first - begin, count + last - begin) for first, last in runs if begin <= first < last <= end]
         segments = Segment.of(chunks, (1, 0))

@@ -6,10 +6,11 @@ import inspect
 import warnings
 import wave
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from common.library import LibraryModel
 from common.library_classes import class_of, config_of, library
-from common.library_layouts import LAYOUTS
+from common.library_layouts import LAYOUTS, VoxtralLayout
 from common.library_models import describe, own_adapters
 from common.library_processors import SOUND_RATE, frame_of
 from encoder_service.media.audio import read_track
@@ -171,7 +172,10 @@ class Reference:
         template = folder / "chat_template.jinja"
         if self.processor.chat_template is None and template.exists():  # some processors do not read it
             self.processor.chat_template = template.read_text("utf-8")
-        self._lays_out_chats = config_of(folder).model_type in LAYOUTS
+        kind = config_of(folder).model_type
+        self._lays_out_chats = LAYOUTS.get(kind) is VoxtralLayout
+        if kind in LAYOUTS and not self._lays_out_chats:  # its own, called as others are
+            self.processor = LAYOUTS[kind](folder)
         frame = None if self._lays_out_chats else frame_of(self.processor)
         self._frames_texts = frame is not None and frame.always
         model = class_of(config_of(folder))
@@ -182,6 +186,8 @@ class Reference:
             for kind, path in self._adapters.items():
                 if path != ".":  # which the library has loaded
                     self.model.load_adapter(str(folder), kind, adapter_kwargs={"subfolder": path})
+        if kind in _VIDEOS_WHOLE:
+            self.model.get_video_features = partial(_in_parts, self.model.get_video_features)
         self.model.generation_config.eos_token_id = None
 
     def inputs(self, parts: Sequence[Part]) -> dict[str, Any]:
@@ -269,6 +275,17 @@ class Reference:
 
 _TOLD_BY = ("image", "image_pixel_values"), ("audio", "input_features"), ("audio", "audio_input_features")
 """By which of its tensors a prompt is known to have items of a modality, in models with adapters for some."""
+
+
+_VIDEOS_WHOLE = ("nemotron_h_omni",)
+"""Kinds whose forward fails on a video in this release, as it joins what its tower gives as one: it gets that in
+parts."""
+
+
+def _in_parts(compute: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    made = compute(*given, **named)
+    made.pooler_output = tuple(made.pooler_output)
+    return made
 
 
 def _kind(part: Part) -> str:
@@ -359,7 +376,8 @@ def through_services(folder: Path, step_tokens: int = 16) -> set[str]:
 
 def kept_of(found: LibraryModel, count: int) -> int:
     """How much of a prompt of so many tokens the prefix cache has of it, where it has all that it may."""
-    each = CHUNK if _STATES in found.text.get("layer_types", ()) else _BLOCK
+    types = found.text.get("layer_types") or found.text.get("layers_block_type") or ()
+    each = CHUNK if _STATES in types else _BLOCK
     return (count - 1) // each * each
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from common import tekken
-from common.library_classes import class_of, library
+from common.library_classes import class_of, head_of, library
 from common.small_models import redraw_corrections
 from llm_service.models.adapter_folder import CONFIG, WEIGHTS
 from tools.models.recipes import RECIPES
@@ -46,7 +46,7 @@ def make_by(recipe: Recipe, folder: Path, *, seed: int = 0, dtype: torch.dtype =
     model = class_of(config)._from_config(config, dtype=torch.float32)
     redraw(model, seed)
     with torch.no_grad():  # as in models that were trained, no answer has a placeholder
-        model.get_output_embeddings().weight[[id for word, id in ids.items() if word != "</s>"]] = 0
+        head_of(model).weight[[id for word, id in ids.items() if word != "</s>"]] = 0
     model.generation_config.update(eos_token_id=ids["</s>"], pad_token_id=ids["<pad>"], do_sample=False)
     if dtype != torch.float32:  # a cast, though to the same type, takes complex tables' imaginary parts
         model.to(dtype)

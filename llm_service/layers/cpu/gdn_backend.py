@@ -36,11 +36,11 @@ class NumbaBackend:
         runs, rounds = split(segments, FEW)
         if not rounds or not selection.is_numba():
             return self._plain.batch(segments)
-        return _Batch(self._shape, self._plain.batch(runs) if runs else None, _Sequences.of(rounds))
+        return _Batch(self._shape, self._plain.batch(runs) if runs else None, OneByOneSequences.of(rounds))
 
 
 @dataclass(frozen=True, slots=True)
-class _Sequences:
+class OneByOneSequences:
     """Sequences whose tokens are computed one by one: `rows` int64 [2, s], where they begin and end in the batch,
     `slots` int64 [s] of their states, and whether they are its first, bool [s]."""
 
@@ -49,11 +49,11 @@ class _Sequences:
     fresh: Array
 
     @classmethod
-    def of(cls, rounds: Sequence[Sequence[Segment]]) -> _Sequences:
+    def of(cls, rounds: Sequence[Sequence[Segment]]) -> OneByOneSequences:
         """Of rounds of segments of one token, of which each sequence has the first in the first.
 
         >>> rounds = [[Segment(0, 1, 7, fresh=False), Segment(1, 2, 3, fresh=True)], [Segment(2, 3, 3, fresh=False)]]
-        >>> _Sequences.of(rounds).rows.tolist()
+        >>> OneByOneSequences.of(rounds).rows.tolist()
         [[0, 1], [1, 3]]
         """
         counts = Counter(step.slot for steps in rounds for step in steps)
@@ -68,7 +68,7 @@ class _Batch:
 
     shape: GdnShape
     runs: TorchBatch | None
-    sequences: _Sequences
+    sequences: OneByOneSequences
 
     def run(self, given: GdnInput, weights: GdnWeights, cache: StateCache) -> Tensor:
         """See `GdnBatch`."""
@@ -81,10 +81,10 @@ class _Batch:
             before, places = convolution[own.slots].float(), torch.arange(len(own.slots))
         gdn_step.step(
             out.numpy(),
-            [_array(each) for each in (given.qkv, given.z, given.a, given.b)],
+            [float_array(each) for each in (given.qkv, given.z, given.a, given.b)],
             (before.numpy(), recurrent.numpy()),
             (own.rows, torch.stack([places, own.slots]).numpy(), own.fresh),
-            [_array(each) for each in (weights.conv, weights.a_log, weights.dt_bias, weights.gain)],
+            [float_array(each) for each in (weights.conv, weights.a_log, weights.dt_bias, weights.gain)],
             weights.eps,
             self.shape.key_heads,
         )
@@ -93,7 +93,7 @@ class _Batch:
         return out.to(dtype)
 
 
-def _array(x: Tensor) -> Array:
+def float_array(x: Tensor) -> Array:
     """float32, and in order."""
     array: Array = x.float().contiguous().numpy()
     return array

@@ -44,7 +44,7 @@ class GdnMetadata:
         arrays = _arrays(segments)
         counts = [len(each) for each in arrays]
         (packed,) = to_device([_packed(arrays, counts)], device)
-        return cls._over(packed, counts)
+        return cls.over(packed, counts)
 
     @classmethod
     def padding(cls, tokens: int, sequences: int, device: torch.device, *, decodes_only: bool) -> GdnMetadata:
@@ -59,10 +59,11 @@ class GdnMetadata:
         tiles = runs + (tokens - runs) // CHUNK if runs else 0
         counts = [sequences, runs, tiles]
         packed = torch.full((sum(_sizes(counts)),), NOBODY, dtype=torch.int32, device=device)
-        return cls._over(packed, counts)
+        return cls.over(packed, counts)
 
     @classmethod
-    def _over(cls, packed: Tensor, counts: Sequence[int]) -> GdnMetadata:
+    def over(cls, packed: Tensor, counts: Sequence[int]) -> GdnMetadata:
+        """Over numbers as `packed` has them, of so many steps, runs and tiles."""
         parts = packed.split(_sizes(counts))
         steps, runs, tiles = (
             part[: width * count].view(-1, width) for part, width, count in zip(parts, _WIDTHS, counts, strict=True)

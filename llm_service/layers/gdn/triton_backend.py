@@ -137,10 +137,12 @@ class TritonBatch:
             steps,
             convolution,
             weights.conv,
+            weights.conv,  # no biases
             given.qkv.stride(0),
             shape.channels,
             WIDTH=shape.width,
             BLOCK=_CHANNELS,
+            BIAS=False,
             num_warps=4,
         )
         kernels.step_kernel[(len(steps), shape.value_heads)](
@@ -172,11 +174,13 @@ class TritonBatch:
             metadata.tiles,
             convolution,
             weights.conv,
+            weights.conv,  # no biases
             given.qkv.stride(0),
             shape.channels,
             WIDTH=shape.width,
             TILE=CHUNK,
             BLOCK=_RUN_CHANNELS,
+            BIAS=False,
             num_warps=4,
         )
         kernels.conv_keep_kernel[(len(metadata.runs), triton.cdiv(shape.channels, _CHANNELS))](

@@ -34,9 +34,22 @@ def _decay(a, a_log, dt_bias):
 
 
 @triton.jit
-def conv_step_kernel(mixed, qkv, steps, convolution, conv, qkv_row, channels, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def conv_step_kernel(
+    mixed,
+    qkv,
+    steps,
+    convolution,
+    conv,
+    bias,
+    qkv_row,
+    channels,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BIAS: tl.constexpr,
+):
     """Convolution and SiLU of a token each of s sequences, whose states are moved on by it. Grid [s, channels /
-    BLOCK]; convolution [slots, channels, WIDTH − 1], conv [channels, WIDTH]."""
+    BLOCK]; convolution [slots, channels, WIDTH − 1], conv [channels, WIDTH], bias [channels], which is not read without
+    BIAS."""
     row = tl.load(steps + tl.program_id(0) * 3).to(tl.int64)
     slot = tl.load(steps + tl.program_id(0) * 3 + 1).to(tl.int64)
     fresh = tl.load(steps + tl.program_id(0) * 3 + 2)
@@ -54,6 +67,8 @@ def conv_step_kernel(mixed, qkv, steps, convolution, conv, qkv_row, channels, WI
         if place > 0:
             tl.store(state + place - 1, number, inside)
     tl.store(state + WIDTH - 2, own, inside)
+    if BIAS:
+        total += tl.load(bias + channel, inside, 0.0).to(tl.float32)
     result = _silu(_rounded(total, mixed))
     tl.store(mixed + row * channels + channel, result.to(mixed.dtype.element_ty), inside)
 
@@ -125,11 +140,13 @@ def conv_run_kernel(
     tiles,
     convolution,
     conv,
+    bias,
     qkv_row,
     channels,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
+    BIAS: tl.constexpr,
 ):
     """Convolution and SiLU of runs, behind the tokens in their states, and the part of a tile's copy that this reads.
     Grid [t, channels / BLOCK]."""
@@ -154,6 +171,8 @@ def conv_run_kernel(
         known = convolution + (slot * channels + channel)[None, :] * (WIDTH - 1)
         number += tl.load(known + (seen - begin + WIDTH - 1)[:, None], before, 0.0).to(tl.float32)
         total += number * weight[None, :]
+    if BIAS:
+        total += tl.load(bias + channel, real, 0.0).to(tl.float32)[None, :]
     result = _silu(_rounded(total, mixed))
     tl.store(mixed + row.to(tl.int64)[:, None] * channels + channel[None, :], result.to(mixed.dtype.element_ty), inside)
     for place in tl.static_range(WIDTH - 1):

@@ -48,12 +48,12 @@ _REGISTERS |= {f"many rows, {number}": 248 for number in ("int8", "e4m3", "uint4
 )
 def test_every_kernel_compiles_and_fits_a_multiprocessor(capability: int, types: tuple[str, ...]) -> None:
     """In a process of its own: whether kernels are interpreted is decided when they are defined. `types` are those of
-    gated delta nets, whose kernels take as long as all others together."""
+    layers with states, whose kernels take as long as all others together."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernel_compiler", str(capability), *types]
     done = subprocess.run(command, cwd=ROOT, env=environ, check=True, stdout=subprocess.PIPE, text=True)
     taken = json.loads(done.stdout)
-    assert len(taken) == (93 if capability == 80 else 95) + 7 * len(types)
+    assert len(taken) == (93 if capability == 80 else 95) + 12 * len(types)
     assert max(shared for shared, *_ in taken.values()) <= _SHARED, taken
     assert max(stack for _, stack, *_ in taken.values()) <= _STACK, taken
     for each in ("prefill bf16 128", *_VISION, "one row, int8", "one row, uint4", "experts, e4m3"):

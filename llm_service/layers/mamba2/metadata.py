@@ -1,0 +1,62 @@
+"""What kernels need to know of a batch of Mamba-2 layers, as tensors on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llm_service.layers.cache_spec import Segment
+from llm_service.layers.gdn.metadata import GdnMetadata
+from llm_service.layers.transfer import to_device
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Metadata:
+    """`tables` says where tokens are and what they go on from, as for gated delta nets; `answers` int32 [n] is 1 for
+    those of answers. All of it lies in `packed`, in this order."""
+
+    tables: GdnMetadata
+    answers: Tensor
+    packed: Tensor
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment], device: torch.device) -> Mamba2Metadata:
+        """The metadata of a step's segments.
+
+        >>> segments = [Segment(0, 1, 4, fresh=False, decodes=True), Segment(1, 4, 7, fresh=True)]
+        >>> metadata = Mamba2Metadata.of(segments, torch.device("cpu"))
+        >>> metadata.tables.runs.tolist(), metadata.answers.tolist()
+        ([[1, 4, 7, 1, 0]], [1, 0, 0, 0])
+        """
+        tables = GdnMetadata.of(segments, torch.device("cpu"))
+        (packed,) = to_device([_packed(tables.packed.numpy(), segments, segments[-1].end)], device)
+        return cls._over(packed, tables)
+
+    @classmethod
+    def padding(cls, tokens: int, sequences: int, device: torch.device, *, decodes_only: bool) -> Mamba2Metadata:
+        """Room for any segments, as `GdnMetadata.padding`. What stands in it is padding."""
+        tables = GdnMetadata.padding(tokens, sequences, torch.device("cpu"), decodes_only=decodes_only)
+        return cls._over(torch.from_numpy(_packed(tables.packed.numpy(), (), tokens)).to(device), tables)
+
+    @classmethod
+    def _over(cls, packed: Tensor, tables: GdnMetadata) -> Mamba2Metadata:
+        """Over the numbers of tables like these, and what follows."""
+        own, answers = packed.split([len(tables.packed), len(packed) - len(tables.packed)])
+        return cls(
+            GdnMetadata.over(own, [len(each) for each in (tables.steps, tables.runs, tables.tiles)]), answers, packed
+        )
+
+    def numbers(self, segments: Sequence[Segment]) -> np.ndarray:
+        """What is to stand in `packed` for a step."""
+        return _packed(self.tables.numbers(segments), segments, len(self.answers))
+
+
+def _packed(tables: np.ndarray, segments: Sequence[Segment], tokens: int) -> np.ndarray:
+    answers = np.zeros(tokens, np.int32)
+    for segment in segments:
+        answers[segment.begin : segment.end] = segment.decodes
+    return np.concatenate([tables, answers])

@@ -1,0 +1,195 @@
+"""Mamba-2 by our own Triton kernels, for any GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from llm_service.layers.cache_spec import Segment, StateCache
+from llm_service.layers.gdn.backend import CHUNK
+from llm_service.layers.gpu import gdn_kernels, mamba2_kernels
+from llm_service.layers.mamba2.backend import Mamba2Input, Mamba2Shape, Mamba2Weights
+from llm_service.layers.mamba2.metadata import Mamba2Metadata
+
+_CHANNELS, _RUN_CHANNELS = 256, 64
+"""What one program of a convolution takes, of one token and of a tile."""
+_EXACT = "tf32x3"
+"""Products of float32 on tensor cores, in three parts."""
+_PART = (32, 16)
+"""Columns of a state that one program takes through a run, in 16 bits and in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Constants:
+    """What the kernels are compiled for."""
+
+    shape: Mamba2Shape
+    exact: bool
+
+    @property
+    def heads(self) -> dict[str, int]:
+        """Constants of both kernels that know heads."""
+        shape = self.shape
+        return {
+            "GROUPS": shape.groups,
+            "GROUP": shape.group,
+            "STATE_DIM": shape.state_dim,
+            "HEAD_DIM": shape.head_dim,
+            "STATE": max(16, triton.next_power_of_2(shape.state_dim)),
+        }
+
+    @property
+    def step(self) -> dict[str, Any]:
+        """Constants and options of `mamba2_step_kernel`."""
+        return {**self.heads, "HEAD": self._head, "num_warps": 8}
+
+    @property
+    def scan(self) -> dict[str, Any]:
+        """Those of `mamba2_scan_kernel`."""
+        precision = _EXACT if self.exact else "tf32"
+        return {**self.heads, "PART": self.part, "TILE": CHUNK, "PRECISION": precision, "num_warps": 8, "num_stages": 1}
+
+    @property
+    def norm(self) -> dict[str, Any]:
+        """Those of `group_norm_kernel`."""
+        size = self.shape.values // self.shape.groups
+        return {"GROUPS": self.shape.groups, "SIZE": size, "BLOCK": triton.next_power_of_2(size), "num_warps": 4}
+
+    @property
+    def part(self) -> int:
+        """Columns of a state that one program takes."""
+        return min(_PART[self.exact], self._head)
+
+    @property
+    def _head(self) -> int:
+        return max(16, int(triton.next_power_of_2(self.shape.head_dim)))
+
+
+class TritonBackend:
+    """Makes batches for the kernels, compiled for one shape and type."""
+
+    name = "triton"
+
+    def __init__(self, shape: Mamba2Shape, dtype: torch.dtype, device: torch.device) -> None:
+        self._compiled = Mamba2Constants(shape, dtype == torch.float32)
+        self._device = device
+
+    def batch(self, segments: Sequence[Segment]) -> TritonBatch:
+        """See `Mamba2Backend`."""
+        return self.over(Mamba2Metadata.of(segments, self._device))
+
+    def padding(self, tokens: int, sequences: int, *, decodes_only: bool) -> Mamba2Metadata:
+        """See `StableStateBackend`."""
+        return Mamba2Metadata.padding(tokens, sequences, self._device, decodes_only=decodes_only)
+
+    def over(self, metadata: Mamba2Metadata) -> TritonBatch:
+        """See `StableStateBackend`."""
+        return TritonBatch(metadata, self._compiled)
+
+
+@dataclass(frozen=True, slots=True)
+class TritonBatch:
+    """A batch of the kernels; nothing in them waits for the device, so a graph may capture it."""
+
+    metadata: Mamba2Metadata
+    compiled: Mamba2Constants
+
+    def run(self, given: Mamba2Input, weights: Mamba2Weights, cache: StateCache) -> Tensor:
+        """See `Mamba2Batch`."""
+        tables, shape = self.metadata.tables, self.compiled.shape
+        mixed = torch.empty(given.xbc.shape, dtype=given.xbc.dtype, device=given.xbc.device)
+        read = torch.zeros(given.z.shape, device=given.z.device)  # rows of padding are normed too
+        if len(tables.runs):
+            self._run_tiles(read, mixed, given, weights, cache)
+        if len(tables.steps):
+            self._run_steps(read, mixed, given, weights, cache)
+        out = torch.empty(given.z.shape, dtype=given.z.dtype, device=given.z.device)
+        mamba2_kernels.group_norm_kernel[(len(out), shape.groups)](
+            *(out, read, given.z, weights.gain, given.z.stride(0), weights.eps), **self.compiled.norm
+        )
+        return out
+
+    def _run_steps(
+        self, read: Tensor, mixed: Tensor, given: Mamba2Input, weights: Mamba2Weights, cache: StateCache
+    ) -> None:
+        shape, steps, (convolution, recurrent) = self.compiled.shape, self.metadata.tables.steps, cache.tensors
+        gdn_kernels.conv_step_kernel[(len(steps), triton.cdiv(shape.channels, _CHANNELS))](
+            mixed,
+            given.xbc,
+            steps,
+            convolution,
+            weights.conv,
+            weights.conv_bias,
+            given.xbc.stride(0),
+            shape.channels,
+            WIDTH=shape.width,
+            BLOCK=_CHANNELS,
+            BIAS=True,
+            num_warps=4,
+        )
+        mamba2_kernels.mamba2_step_kernel[(len(steps), shape.heads)](
+            read,
+            mixed,
+            given.dt,
+            steps,
+            self.metadata.answers,
+            recurrent,
+            weights.a_log,
+            weights.dt_bias,
+            weights.d,
+            given.dt.stride(0),
+            shape.least_step,
+            **self.compiled.step,
+        )
+
+    def _run_tiles(
+        self, read: Tensor, mixed: Tensor, given: Mamba2Input, weights: Mamba2Weights, cache: StateCache
+    ) -> None:
+        tables, shape, (convolution, recurrent) = self.metadata.tables, self.compiled.shape, cache.tensors
+        gdn_kernels.conv_run_kernel[(len(tables.tiles), triton.cdiv(shape.channels, _RUN_CHANNELS))](
+            mixed,
+            given.xbc,
+            tables.runs,
+            tables.tiles,
+            convolution,
+            weights.conv,
+            weights.conv_bias,
+            given.xbc.stride(0),
+            shape.channels,
+            WIDTH=shape.width,
+            TILE=CHUNK,
+            BLOCK=_RUN_CHANNELS,
+            BIAS=True,
+            num_warps=4,
+        )
+        gdn_kernels.conv_keep_kernel[(len(tables.runs), triton.cdiv(shape.channels, _CHANNELS))](
+            given.xbc,
+            tables.runs,
+            convolution,
+            given.xbc.stride(0),
+            shape.channels,
+            WIDTH=shape.width,
+            BLOCK=_CHANNELS,
+            num_warps=4,
+        )
+        parts = triton.cdiv(shape.head_dim, self.compiled.part)
+        mamba2_kernels.mamba2_scan_kernel[(len(tables.runs), shape.heads, parts)](
+            read,
+            mixed,
+            given.dt,
+            tables.runs,
+            tables.tiles,
+            self.metadata.answers,
+            recurrent,
+            weights.a_log,
+            weights.dt_bias,
+            weights.d,
+            given.dt.stride(0),
+            shape.least_step,
+            **self.compiled.scan,
+        )
