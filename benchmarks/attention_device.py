@@ -1,6 +1,7 @@
 """`python -m benchmarks.attention_device`: attention of one layer over a paged cache, on a GPU, by each back end.
 
-32 query heads and 8 key heads of 128, as in Qwen3-VL-8B. Decoding is held to a copy: *of a copy* is the rate at which
+32 query heads and 8 key heads of 128, as in Qwen3-VL-8B, or with `--latents` 64 query heads over latents of 512 numbers
+and rotated keys of 64, as in Kimi K2.5. Decoding is held to a copy: *of a copy* is the rate at which
 keys and values are read, by the rate of a copy here. Prefills are held to the data sheet's arithmetic. What is timed is
 a graph of several layers over one batch, so that launches do not count; the batch is *repeated*, over a cache full of
 noise. There are no caches of results, so there are no hits to count; the back ends are each other's peers.
@@ -62,10 +63,11 @@ def rows(here: Machine, wanted: Sequence[Case], shape: CacheShape, stages: Seque
                 partial(_attend, layers, backend.batch(batch(case.chunks, shape.block_size)), heads, cache)
             )
             seconds = timed({"replay": replay}, here.runs, here.device)["replay"][0] / layers
-            read = 2 * shape.kv_heads * shape.head_dim * here.dtype.itemsize * sum(map(sum, case.chunks))
+            kept = shape.tensors * shape.kv_heads * shape.head_dim * here.dtype.itemsize
+            read = kept * sum(map(sum, case.chunks))
             seen = sum(context * count + count * (count + 1) / 2 for context, count in case.chunks)
             of_copy = read / seconds / here.here.bandwidth
-            of_peak = 4 * shape.heads * shape.head_dim * seen / seconds / here.peaks.operations
+            of_peak = 2 * shape.heads * (shape.head_dim + shape.value_dim) * seen / seconds / here.peaks.operations
             here.keep(
                 table="attention_device",
                 backend=name,
@@ -99,6 +101,7 @@ def main() -> None:
     parser.add_argument(
         "--stages", type=int, nargs="*", default=(3, 5), help="of our kernel of decodes, at the first block size"
     )
+    parser.add_argument("--latents", action="store_true", help="of heads that share latents")
     given = parser.parse_args()
     here = machine(parser, given)
     asked = ((1, 3), (20,), (16,)) if given.tiny else (given.sequences, given.context, given.tokens)
@@ -108,7 +111,11 @@ def main() -> None:
     names = ["back end", "block", "step", "sequences", "context", "tokens", "a layer", "of a copy", "of peak"]
     print("\n" + head(names))
     for size in sizes:
-        shape = CacheShape(1, max(case.blocks(size) for case in wanted), size, *counts)
+        blocks = max(case.blocks(size) for case in wanted)
+        shape = CacheShape(1, blocks, size, *counts)
+        if given.latents:
+            heads, width, rank = (8, 24, 16) if given.tiny else (64, 576, 512)
+            shape = CacheShape(1, blocks, size, heads, 1, width, values_in_keys=rank)
         for row in rows(here, wanted, shape, given.stages if size == sizes[0] else ()):
             print(row, flush=True)
 

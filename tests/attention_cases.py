@@ -45,12 +45,16 @@ class Case:
         qkv = torch.randn(sum(counts), heads, shape.head_dim, generator=generator).to(device, dtype)
         return cls(shape, chunks, cache, qkv)
 
+    @property
+    def heads(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values."""
+        query, key, value = self.qkv.split([self.shape.heads, self.shape.kv_heads, self.shape.kv_heads], dim=1)
+        return query, key, key[..., : self.shape.value_dim] if self.shape.values_in_keys else value
+
     def check(self, backend: AttentionBackend, spans: Sequence[Span] = ()) -> None:
         """The back end's output and what it leaves in the cache are the plain ones, which are computed in the type of
         what comes in."""
-        query, key, value = self.qkv.split([self.shape.heads, self.shape.kv_heads, self.shape.kv_heads], dim=1)
-        if self.shape.values_in_keys:
-            value = key[..., : self.shape.values_in_keys]
+        query, key, value = self.heads
         here, there = self.cache.clone(), self.cache.to(query.dtype, copy=True)
         metadata = AttentionMetadata.of(self.chunks, self.shape.block_size, self.qkv.device)
         expected = paged_attention(query, key, value, there[0], metadata, self.shape.kind, spans)

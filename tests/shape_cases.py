@@ -28,9 +28,8 @@ def check_noise_outside(shape: CacheShape, dtype: torch.dtype, device: torch.dev
         for place in range(chunk.context + chunk.count):
             live[chunk.blocks[place // shape.block_size] * shape.block_size + place % shape.block_size] = True
     case.cache[0].flatten(1, 2)[:, ~live] = torch.nan
-    query, key, value = case.qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
     batch = choose(attention, shape, dtype, device).batch(case.chunks)
-    given = batch.attend(query, key, value, case.cache[0])
+    given = batch.attend(*case.heads, case.cache[0])
     assert given.isfinite().all()
 
 

@@ -8,7 +8,7 @@ import torch
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.choose import choose
 from tests import shape_cases
-from tests.attention_cases import WAYS, Case
+from tests.attention_cases import WAYS, Case, latents_of
 
 pytestmark = pytest.mark.gpu
 
@@ -20,6 +20,13 @@ CUDA = torch.device("cuda:0")
 def test_32_heads_over_8_in_blocks_of_any_size(size: int, counts: tuple[int, ...]) -> None:
     shape = CacheShape(1, 16 * 256 // size, size, 32, 8, 128)
     Case.random(shape, counts, torch.bfloat16, 1, CUDA).check(choose("triton", shape, torch.bfloat16, CUDA))
+
+
+@pytest.mark.parametrize("counts", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_latents_as_deepseek_v3_has_them(name: str, counts: tuple[int, ...]) -> None:
+    shape = latents_of(576, 512, heads=64)
+    Case.random(shape, counts, torch.bfloat16, 1, CUDA).check(choose(name, shape, torch.bfloat16, CUDA))
 
 
 def test_what_is_not_a_number_outside_of_live_slots_is_not_read() -> None:

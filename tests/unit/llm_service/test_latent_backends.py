@@ -14,6 +14,7 @@ from llm_service.layers.attention import metadata as attention_metadata
 from llm_service.layers.attention.backend import AttentionKind, CacheShape, PagedChunk
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.metadata import Tiling
+from tests import shape_cases
 from tests.attention_cases import CPU, WAYS, Case, latents_of
 
 
@@ -75,6 +76,11 @@ def test_kernels_that_know_no_latents_are_refused_by_name_or_left_out_with_a_lin
     with capture_logs() as lines:
         assert choose("auto", latents_of(), torch.float32, CPU).name == "torch"
     assert [line["backend"] for line in lines] == ["numba"]
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_what_is_not_a_number_outside_of_live_slots_is_not_read(name: str) -> None:
+    shape_cases.check_noise_outside(latents_of(), torch.float32, CPU, name)
 
 
 def test_warming_up_touches_nobodys_block_alone() -> None:
