@@ -32,7 +32,7 @@ from common.media.item import Grid, Header, Key, Modality, Options, Pixels, Prom
 from encoder_service.families import config
 from encoder_service.models.library_tower import LibraryTower
 from encoder_service.models.processor import ItemProcessor
-from encoder_service.models.tower import load_tower
+from encoder_service.models.tower import load_tower, multiplies_as_stored
 from llm_service.families.registry import find_family
 from llm_service.models.known_text import known_text
 from llm_service.models.served import ServedModel
@@ -79,13 +79,16 @@ class ByLibrary:
     def __init__(self, folder: Path, *, ours: bool) -> None:
         found = library_models.describe(folder)
         self._processor = ItemProcessor(folder)
+        self._parts: dict[tuple[int, ...], tuple[PromptPart, ...]] = {}
         self._tower = LibraryTower(folder, found, torch.float32, _CPU)
+        if not multiplies_as_stored(_CPU):  # as in a worker
+            with torch.inference_mode():
+                self._tower.lay_out(lambda: self.rows(np.zeros((64, 48, 3), np.uint8)))
         self.builder = PromptBuilder(Checkpoint(folder), ServedModel.by_library(found))
         text = known_text(Checkpoint(folder), found) if ours else None
         self.engine = LocalEngine(folder, library=found, text=text)
         if ours and text is None:
             raise SystemExit("our decoder does not compute this text: the log says why")
-        self._parts: dict[tuple[int, ...], tuple[PromptPart, ...]] = {}
 
     def rows(self, pixels: np.ndarray) -> tuple[Header, torch.Tensor]:
         """As `Native.rows`. What stands in a prompt is remembered by size, as in the service."""
