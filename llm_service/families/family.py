@@ -19,6 +19,7 @@ class Mixer(Enum):
     ATTENTION = "attention"
     LATENT_ATTENTION = "latent attention"
     INDEXED_ATTENTION = "attention to what an index chooses"
+    LATE_NORMED_ATTENTION = "attention whose heads are normed once they are rotated"
     TEMPERED_ATTENTION = "attention whose queries grow with their places"
     GATED_DELTA_NET = "gated delta net"
     SHORT_CONVOLUTION = "short convolution"

@@ -9,7 +9,7 @@ from torch import Tensor
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.ops import MultimodalRotary
 from llm_service.layers.self_attention import SelfAttention
-from llm_service.models.rotary_config import RotaryConfig, Tempering
+from llm_service.models.rotary_config import Tempering
 
 
 class TemperedAttention(SelfAttention):
@@ -31,12 +31,3 @@ class TemperedRotary(MultimodalRotary):
         """int [3, n] → as `MultimodalRotary.tables`, and float32 [n, 1, 1]."""
         factors: Tensor = self.tempering.factors(positions[0]).view(-1, 1, 1)
         return *super().tables(positions, dtype), factors
-
-
-def rotary_of(config: RotaryConfig, device: torch.device) -> MultimodalRotary:
-    """What makes the tables of a configuration."""
-    if config.tempering is None:
-        return MultimodalRotary.of(config, device)
-    rotary = TemperedRotary.of(config, device)
-    rotary.tempering = config.tempering
-    return rotary

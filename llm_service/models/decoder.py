@@ -26,9 +26,9 @@ from llm_service.layers.mixer import CachedPart, Rotary
 from llm_service.layers.modality_layer import ModalityLayer
 from llm_service.layers.ops import TORCH, RMSNorm, norm_of, use_ops
 from llm_service.layers.part_layers import MixerLayer
+from llm_service.layers.rotaries import rotary_of
 from llm_service.layers.streamed_layer import StreamedLayer
 from llm_service.layers.streams import StreamMix
-from llm_service.layers.tempered_attention import rotary_of
 from llm_service.models.config import TextConfig
 
 _GROUPED = (9, 10)
@@ -101,6 +101,11 @@ class Decoder(nn.Module):
         return self.config.hidden_size
 
     @property
+    def position_rows(self) -> int:
+        """Of what `forward` takes as positions: one for each axis, the first of four a token's own number."""
+        return 4 if self.config.rotary.own_sections else 3
+
+    @property
     def spans(self) -> SpanRule:
         """In which layers rows of one run see each other."""
         return self.config.spans
@@ -117,9 +122,9 @@ class Decoder(nn.Module):
         token_ids: Tensor | None = None,
         at_places: Sequence[Any] | None = None,
     ) -> Tensor:
-        """hidden [n, hidden], positions int [3, n], and for each layer with a mixer a cache and a batch, as that
-        takes them, and behind these those of companions → [n, hidden]. `token_ids` int [n] are what `ids_of_layers`
-        gives.
+        """hidden [n, hidden], positions int [position_rows, n], and for each layer with a mixer a cache and a batch,
+        as that takes them, and behind these those of companions → [n, hidden]. `token_ids` int [n] are what
+        `ids_of_layers` gives.
 
         With `places` int64 [m], m > 0, only theirs are wanted, [m, hidden]: the last layer, whose keys no other layer
         needs more of, then computes little else. With batches of these `at_places` alone all layers that share keys

@@ -102,6 +102,11 @@ class LibraryDecoder:
             self._specs = {layer: replace(spec, kind=kinds[layer]) for layer, spec in self._specs.items()}
 
     @property
+    def position_rows(self) -> int:
+        """See `Decoder.position_rows`; it counts a token's own number by itself."""
+        return 3
+
+    @property
     def text(self) -> nn.Module:
         """Its layers, and what is around them."""
         text: nn.Module = self._text

@@ -112,7 +112,8 @@ class Tempering:
 class RotaryConfig:
     """How heads are rotated: the first `dim` numbers of each, whose pairs `sections` counts for time, height, width,
     dealt out in turns where it is `interleaved`, and with `space_first` height and width so, before time. `tempering`:
-    by how much queries grow besides."""
+    by how much queries grow besides. Where `own_sections` is not empty it counts the pairs of four axes, of which the
+    first is a token's own number, and `sections` nothing."""
 
     dim: int
     theta: float
@@ -121,6 +122,7 @@ class RotaryConfig:
     scaling: RotaryScaling | None = None
     tempering: Tempering | None = None
     space_first: bool = False
+    own_sections: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -141,17 +143,32 @@ class RotaryConfig:
             sections = *sections[2:], *sections[:2]
             if sections[1:2] != sections[2:]:
                 raise CheckpointError("height and width that turn different numbers of pairs are not supported")
+        own_sections: tuple[int, ...] = sections if len(sections) == _OWN_AXES else ()
+        if own_sections and sum(own_sections) == dim // 2:
+            sections = dim // 2, 0, 0
         if len(sections) != 3 or sum(sections) != dim // 2:
             raise CheckpointError("mrope_section does not fill what is rotated of a head")
         return cls(
             dim=dim,
-            theta=float(rope.get("rope_theta") or text["rope_theta"]),
+            theta=_theta(rope, text, dim),
             sections=(sections[0], sections[1], sections[2]),
             interleaved=bool(rope.get("mrope_interleaved", family.mrope_interleaved)),
             scaling=RotaryScaling.of(rope, max_position),
             tempering=Tempering.of(rope, text, longest),
             space_first=family.space_first,
+            own_sections=own_sections,
         )
+
+
+_OWN_AXES = 4
+"""Where one is a token's own number."""
+
+
+def _theta(rope: Mapping[str, Any], text: Mapping[str, Any], dim: int) -> float:
+    """The base of frequencies. An `alpha` for dynamic scaling stretches it, and then contexts of any length."""
+    theta, alpha = float(rope.get("rope_theta") or text["rope_theta"]), float(rope.get("alpha") or 0)
+    stretched = alpha > 0 and rope.get("rope_type", rope.get("type")) == "dynamic"
+    return theta * math.pow(alpha, dim / (dim - 2)) if stretched else theta
 
 
 _UNROTATED = {"rope_type": _PROPORTIONAL, "partial_rotary_factor": 0.0, "rope_theta": 1.0}

@@ -418,6 +418,8 @@ def _logits(
             for mixer, spec in zip(mixers, specs, strict=True)
         ]
         placed = positions[:, begin:end].repeat(1, 2)
+        if decoder.position_rows > len(placed):
+            placed = torch.cat([torch.arange(begin, end).repeat(2).unsqueeze(0), placed])
         packed = torch.cat([other[begin:end], embedded[begin:end]])
         deepstack = _deepstack(prompt, begin, end)
         if deepstack is not None and isinstance(decoder, Decoder) and decoder.config.level_layers:

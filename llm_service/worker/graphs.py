@@ -120,8 +120,8 @@ class Buffers:
 class GraphNumbers:
     """The integers that one graph reads of a step, int32, all in one tensor, `packed`, so that one copy fills them.
 
-    `positions` [3, tokens], `rows` [sequences] of the block tables; the rest is that of `AttentionMetadata`, with room
-    for any step that fits. What a step leaves over is padding: its tokens write their keys to the slot `null_slot`.
+    `positions` [position_rows, tokens], `rows` [sequences] of the block tables; the rest is that of
+    `AttentionMetadata`, with room for any step that fits. What a step leaves over is padding: its tokens write their keys to the slot `null_slot`.
     """
 
     null_slot: int
@@ -138,11 +138,19 @@ class GraphNumbers:
 
     @classmethod
     def padding(
-        cls, tokens: int, sequences: int, tiles: int, tiling: Tiling, null_slot: int, device: torch.device
+        cls,
+        tokens: int,
+        sequences: int,
+        tiles: int,
+        tiling: Tiling,
+        null_slot: int,
+        device: torch.device,
+        *,
+        position_rows: int = 3,
     ) -> Self:
         """A step of nobody."""
         each, wanted, singles = (sequences,), tiling.parts, sequences if tiling.singles else 0
-        shapes: list[tuple[int, ...]] = [(3, tokens), each, (tokens,), (sequences + 1,), each, (tiles, 2)]
+        shapes: list[tuple[int, ...]] = [(position_rows, tokens), each, (tokens,), (sequences + 1,), each, (tiles, 2)]
         for items in (singles, tiles):
             shapes += [(items + 2,), (items,), (wanted if items else 0,)]
         sizes = [aligned(math.prod(shape), ALIGNMENT // 4) for shape in shapes]
@@ -161,7 +169,8 @@ class GraphNumbers:
         return made
 
     def of(self, batch: BatchNumbers, positions: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """What is to stand in `packed` for a step with positions int32 [3, n], whose tables are in these rows."""
+        """What is to stand in `packed` for a step with positions int32 [position_rows, n], whose tables are in these
+        rows."""
         n, sequences = positions.shape[1], len(rows)
         packed = np.zeros(len(self.packed), np.int32)
 
@@ -362,7 +371,8 @@ class GraphRunner:
             longest = 1 + self._bounds.drafts
             tiling = replace(tiling, tile=min(tiling.tile, longest), singles=False)
         most = 0 if kind is GraphKind.DECODE else tokens // tiling.tile + sequences
-        numbers = GraphNumbers.padding(tokens, sequences, most, tiling, self._null_slot, self._decoder.device)
+        given, rows = (tokens, sequences, most, tiling, self._null_slot), self._decoder.position_rows
+        numbers = GraphNumbers.padding(*given, self._decoder.device, position_rows=rows)
         metadata = numbers.metadata(buffers.block_table, longest_query=longest, longest=self._bounds.context)
         hidden, out = buffers.hidden[:tokens], buffers.out[:tokens]
         deep = kind is GraphKind.PREFILL and len(buffers.deep) > 0

@@ -279,6 +279,9 @@ class ModelRunner:
     def _move(self, plan: StepPlan, graph: Graph | None) -> _Moved:
         """All that a step needs to know, in one copy. The block tables have what the plan appends."""
         positions = np.frombuffer(plan.positions, np.int32).reshape(3, -1)
+        if self._decoder.position_rows > len(positions):
+            own = [np.arange(each.context, each.context + each.count, dtype=np.int32) for each in plan.chunks]
+            positions = np.concatenate([np.concatenate(own)[None], positions])
         drawn = np.array([draw.at for draw in plan.draws] or [0])  # where there are none, any place
         carried = np.array(plan.carried, np.int64).reshape(-1, 2).T
         appended = self._tables.append(plan.appended)
@@ -341,9 +344,10 @@ class ModelRunner:
 
 @dataclass(frozen=True, slots=True)
 class _Moved:
-    """A plan on the device: `token_ids` int32 [n], `positions` int32 [3, n], `drawn` int64 [m], the places of draws,
-    and `carried` int64 [2, c]. `places` are those whose hidden states are wanted, None: all. `read` is what kernels
-    read of the `batch`, as a graph or an eager step takes it; both are empty where no kernel does."""
+    """A plan on the device: `token_ids` int32 [n], `positions` int32 [3, n], or with tokens' own numbers before them
+    [4, n], `drawn` int64 [m], the places of draws, and `carried` int64 [2, c]. `places` are those whose hidden states
+    are wanted, None: all. `read` is what kernels read of the `batch`, as a graph or an eager step takes it; both are
+    empty where no kernel does."""
 
     token_ids: Tensor
     positions: Tensor

@@ -1,0 +1,42 @@
+"""Which tables of angles a configuration asks for."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from llm_service.layers.mixer import Rotary
+from llm_service.layers.ops import MultimodalRotary
+from llm_service.layers.tempered_attention import TemperedRotary
+from llm_service.models.rotary_config import RotaryConfig
+
+
+class FourAxisRotary(MultimodalRotary):
+    """Places are on four axes, of which the first is a token's own number in its sequence, and each number of a head,
+    not each pair, has one, as in HunyuanOCR."""
+
+    @classmethod
+    def of(cls, config: RotaryConfig, device: torch.device) -> Self:
+        """See `MultimodalRotary.of`."""
+        made = super().of(config, device)
+        axes = [axis for axis, count in enumerate(config.own_sections) for _ in range(2 * count)]
+        made._axis = torch.tensor(axes, device=device)  # [dim]
+        return made
+
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
+        """int [4, n] → as `MultimodalRotary.tables`."""
+        angles = (positions[self._axis].float().t() * self._frequencies.repeat(2)).unsqueeze(1)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotary_of(config: RotaryConfig, device: torch.device) -> MultimodalRotary:
+    """What makes the tables."""
+    if config.own_sections:
+        return FourAxisRotary.of(config, device)
+    if config.tempering is None:
+        return MultimodalRotary.of(config, device)
+    rotary = TemperedRotary.of(config, device)
+    rotary.tempering = config.tempering
+    return rotary
