@@ -121,7 +121,8 @@ class GraphNumbers:
     """The integers that one graph reads of a step, int32, all in one tensor, `packed`, so that one copy fills them.
 
     `positions` [position_rows, tokens], `rows` [sequences] of the block tables; the rest is that of
-    `AttentionMetadata`, with room for any step that fits. What a step leaves over is padding: its tokens write their keys to the slot `null_slot`.
+    `AttentionMetadata`, with room for any step that fits. What a step leaves over is padding: its tokens write their
+    keys to the slot `null_slot`.
     """
 
     null_slot: int

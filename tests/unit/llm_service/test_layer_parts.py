@@ -13,16 +13,20 @@ from torch import Tensor, nn
 
 from llm_service.families.family import Family, Mixer
 from llm_service.families.gates import BoundedGates, RaisedGates
+from llm_service.families.hunyuan import HUNYUAN_TEXT
 from llm_service.layers.attention.backend import CacheShape, PagedChunk
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cache_spec import PagedKV, Segment
 from llm_service.layers.experts import Experts, SparseMLP
 from llm_service.layers.gated_delta_net import GatedDeltaNet
 from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.layers.late_normed_attention import LateNormedAttention
 from llm_service.layers.linear import Stored, VocabularyEmbedding
+from llm_service.layers.mixer import Rotary
 from llm_service.layers.mlp import MLP
 from llm_service.layers.modality_experts import ModalityExperts
 from llm_service.layers.ops import MultimodalRotary, RMSNorm
+from llm_service.layers.rotaries import rotary_of
 from llm_service.layers.scaled_experts import InputScaledMLP
 from llm_service.layers.self_attention import SelfAttention, gates_last
 from llm_service.models.config import DeltaNetConfig, GroupedExperts, TextConfig
@@ -41,6 +45,11 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (  # isort: skip
 from transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe import (  # isort: skip
     Ernie4_5_VLMoeMoeBlock,
     Ernie4_5_VLMoeTextConfig,
+)
+from transformers.models.hunyuan_vl.modeling_hunyuan_vl import (  # isort: skip
+    HunYuanVLDenseV1Attention,
+    HunYuanVLRotaryEmbedding,
+    HunYuanVLTextConfig,
 )
 from transformers.models.glm4v_moe.modeling_glm4v_moe import (  # isort: skip
     Glm4vMoeTextConfig,
@@ -155,7 +164,7 @@ def test_attention_with_gates_and_a_part_of_each_head_rotated() -> None:
     torch.testing.assert_close(sum(parts), expected, rtol=1e-4, atol=1e-5)
 
 
-def attended(attention: SelfAttention, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+def attended(attention: SelfAttention, x: Tensor, rotary: Rotary) -> Tensor:
     spec = attention.cache_spec()
     assert isinstance(spec, PagedKV)
     shape = CacheShape(1, 3, 16, attention.heads, attention.kv_heads, HEAD, spec.kind)
@@ -292,6 +301,32 @@ def test_stacked_experts_may_have_gates_and_what_they_open_apart() -> None:
         assert each.whole()
     assert torch.equal(whole.gate_up_proj, gates)
     assert torch.equal(share.gate_up_proj, torch.cat([gates[:, 12:24], gates[:, 36:]], dim=1))
+
+
+@torch.inference_mode()
+def test_heads_that_are_normed_once_they_are_rotated_by_four_axes() -> None:
+    """Each number of a head, not each pair, has an axis."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0, "mrope_section": [5, 4, 4, 3]}
+    settings = HunYuanVLTextConfig(**SIZES | {"rope_parameters": rope, "layer_types": None})
+    settings._attn_implementation = "eager"
+    theirs = drawn(HunYuanVLDenseV1Attention(settings, 0))
+    family = replace(HUNYUAN_TEXT, text_defaults={})
+    turns = RotaryConfig.of(rope, {}, family, HEAD, 100, 100)
+    assert turns.own_sections == (5, 4, 4, 3)
+    shape = replace(config(), family=family, norm_eps=settings.rms_norm_eps, rotary=turns)
+    positions = torch.stack([torch.arange(TOKENS) // (axis + 1) + axis for axis in range(4)])
+    x, mask = noise(TOKENS, HIDDEN), torch.full((TOKENS, TOKENS), -torch.inf).triu(1)[None, None]
+    angles = HunYuanVLRotaryEmbedding(settings)(x, positions.unsqueeze(1))
+    expected = theirs(x.unsqueeze(0), angles, mask)[0][0]
+    tables = rotary_of(turns, CPU).tables(positions, x.dtype)
+    stored = {family.own_name(name): each for name, each in theirs.state_dict().items()}
+    parts = []
+    for rank in range(2):
+        ours = LateNormedAttention(shape.layer_kind(0), shape, TensorGroup(rank, 2), torch.float32)
+        for name, (_, place) in targets(ours):
+            place(InMemory(stored[name]))
+        parts.append(ours.o(attended(ours, x, tables)))
+    torch.testing.assert_close(sum(parts), expected, rtol=1e-4, atol=1e-5)
 
 
 def modality_config() -> TextConfig:
