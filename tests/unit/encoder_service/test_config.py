@@ -96,7 +96,7 @@ def test_rows_that_the_decoder_cannot_take_are_told_at_the_start(tmp_path):
 QWEN3_5 = {"out_hidden_size": 64, "patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2}
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_moe", "qwen4_exp"])
 def test_rows_of_qwen3_5_have_one_level(tmp_path, model_type):
     about = {"model_type": model_type, "vision_config": QWEN3_5 | {"deepstack_visual_indexes": []}}
     found = config.read(checkpoint(tmp_path, config=about, preprocessor_config={"patch_size": 16}))
