@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import wraps
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
@@ -187,7 +187,7 @@ class Reference:
                 if path != ".":  # which the library has loaded
                     self.model.load_adapter(str(folder), kind, adapter_kwargs={"subfolder": path})
         if kind in _VIDEOS_WHOLE:
-            self.model.get_video_features = partial(_in_parts, self.model.get_video_features)
+            self.model.get_video_features = _in_parts(self.model.get_video_features)
         self.model.generation_config.eos_token_id = None
 
     def inputs(self, parts: Sequence[Part]) -> dict[str, Any]:
@@ -282,10 +282,14 @@ _VIDEOS_WHOLE = ("nemotron_h_omni",)
 parts."""
 
 
-def _in_parts(compute: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    made = compute(*given, **named)
-    made.pooler_output = tuple(made.pooler_output)
-    return made
+def _in_parts(compute: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(compute)  # the library asks for its arguments
+    def parts(*given: Any, **named: Any) -> Any:
+        made = compute(*given, **named)
+        made.pooler_output = tuple(made.pooler_output)
+        return made
+
+    return parts
 
 
 def _kind(part: Part) -> str:
