@@ -285,7 +285,7 @@ def checked(config: Any) -> Any:
 
 _INDEXED = "indexed_attention"
 """What a configuration calls layers that score all tokens before one, and attend to the best of them."""
-_KNOWN_INDICES = ("mistral_large4_text",)
+_KNOWN_INDICES = ("mistral_large4_text", "dots3_note_text", "glm5_next_text")
 """Texts whose index is known to the LLM service."""
 _LONGEST = 32768
 """Tokens of a context whose bound no configuration states."""

@@ -18,10 +18,13 @@ _SMALL = {
     "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 32,
     "hidden_size_per_layer_input": 16,
+    "index_kpool": 4,
+    "linear_num_heads": 4,
 }
 _HEADS, _EXPERTS, _WINDOW, _MOST_LAYERS = 4, 4, 8, 8
 _KINDS = "layer_types", "indexer_types", "kv_sharing_modes", "no_rope_layers"
 """What of each layer a configuration says that makes it one of a kind."""
+_OF_HEADS = "num_attention_heads", "num_key_value_heads"
 _REACH = re.compile(r"window|chunk|topk|top_k|block_size|floor_scale")
 """How a configuration calls that no more than so many tokens are seen, or that what is behind so many is scaled."""
 
@@ -66,8 +69,9 @@ def shrink(config: Any, ranks: int = 1, layers: int = 2) -> None:
         if _REACH.search(name) and type(value) is int and value > _WINDOW:
             setattr(config, name, _WINDOW)
     for own in apart.values():
-        if own.get("num_key_value_heads"):
-            own["num_key_value_heads"] = max(1, fewer * own["num_key_value_heads"] // heads)
+        for name in _OF_HEADS:
+            if own.get(name):
+                own[name] = max(1, fewer * own[name] // heads)
     if apart:
         config.per_layer_config = {left.index(layer): own for layer, own in apart.items() if layer in left}
 

@@ -21,8 +21,13 @@ class Index(Protocol):
         """A token with no more than so many up to itself sees all of them."""
         ...
 
-    def candidates(self, kept: Tensor) -> Tensor:
-        """What is kept of a sequence's tokens [total, index_dim] → keys that are scored, [m, width]."""
+    def complete(self, kept: Tensor, slots: Tensor, count: int) -> None:
+        """Makes what more is kept of the last `count` tokens of a sequence, whose keys were written: kept [·,
+        index_dim], of which its tokens have these slots, int64 [total]."""
+        ...
+
+    def candidates(self, kept: Tensor, slots: Tensor) -> Tensor:
+        """Keys of the same sequence that are scored, [m, width]."""
         ...
 
     def choose(self, scores: Tensor, places: Tensor) -> Tensor:
@@ -42,13 +47,55 @@ class TokenIndex:
         """See `Index`."""
         return self.most
 
-    def candidates(self, kept: Tensor) -> Tensor:
-        """See `Index`: keys as they are."""
-        return kept
+    def complete(self, kept: Tensor, slots: Tensor, count: int) -> None:
+        """See `Index`: nothing."""
+
+    def candidates(self, kept: Tensor, slots: Tensor) -> Tensor:
+        """See `Index`: all keys."""
+        return kept[slots]
 
     def choose(self, scores: Tensor, places: Tensor) -> Tensor:
         """See `Index`."""
         return best(scores, places + 1, self.most)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolIndex:
+    """Tokens are scored in pools, `pool` of them each from a sequence's first one on, and as many pools are chosen as
+    have `most` tokens; those behind the last whole pool are seen anyway. A pool's key is the sum of its tokens' keys by
+    shares: the softmax, over the pool, of gates that are kept behind the keys, and of `places` [pool, width]. It is
+    made once, with the pool's last token, and kept in the place of that one's key, which nothing else asks for."""
+
+    most: int
+    pool: int
+    places: Tensor
+
+    @property
+    def reach(self) -> int:
+        """See `Index`."""
+        return self.most
+
+    def complete(self, kept: Tensor, slots: Tensor, count: int) -> None:
+        """See `Index`: keys of the pools that these tokens are the last of."""
+        first, behind = (len(slots) - count) // self.pool, len(slots) // self.pool
+        if first < behind:
+            own = slots[first * self.pool : behind * self.pool].view(-1, self.pool)
+            keys, gates = kept[own].chunk(2, dim=-1)
+            shares = (gates.float() + self.places.float()).softmax(1).to(keys.dtype)
+            kept[own[:, -1], : keys.shape[-1]] = (shares * keys).sum(1)
+
+    def candidates(self, kept: Tensor, slots: Tensor) -> Tensor:
+        """See `Index`: one for each whole pool."""
+        return kept[slots[self.pool - 1 :: self.pool], : kept.shape[-1] // 2]
+
+    def choose(self, scores: Tensor, places: Tensor) -> Tensor:
+        """See `Index`."""
+        pools = (places + 1) // self.pool
+        chosen = best(scores, pools, self.most // self.pool).unsqueeze(-1)
+        within = torch.arange(self.pool, device=scores.device)
+        whole = torch.where(chosen < 0, -1, chosen * self.pool + within).flatten(1)
+        rest = (pools * self.pool).unsqueeze(1) + within[:-1]
+        return torch.cat([whole, torch.where(rest > places.unsqueeze(1), -1, rest)], dim=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +122,10 @@ def choose(asked: IndexQuery, here: slice, slots: Tensor, cache: Tensor) -> Chos
     keys = cache.flatten(0, 1)
     count, total = here.stop - here.start, len(slots)
     keys[slots[total - count :]] = asked.key[here].to(keys.dtype)
+    asked.index.complete(keys, slots, count)
     if total <= asked.index.reach:
         return None
-    candidates = asked.index.candidates(keys[slots])
+    candidates = asked.index.candidates(keys, slots)
     rows = max(1, ROOM // (4 * asked.query.shape[1] * max(1, len(candidates))))
     places = torch.arange(total - count, total, device=slots.device)
     parts = []

@@ -3,9 +3,6 @@ know of that."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +12,13 @@ from common.checkpoint import CheckpointError
 from llm_service.families.family import SpanRule
 from llm_service.layers.attention.backend import AttentionKind
 from llm_service.layers.attention.general_backend import PLAIN, AttentionRule
-from llm_service.layers.cache_spec import IndexedKV, PagedKV
+from llm_service.layers.cache_spec import IndexedKV, PagedKV, SequenceState
 from llm_service.layers.index_keys import Chosen
 from llm_service.layers.mixer import StateBackend
 from llm_service.models.layer_rules import chunk_of
 from llm_service.models.library_index import NO_MASK
+from llm_service.models.library_states import LibraryStates
+from llm_service.models.library_step import this_step
 
 NAME = "twinlens"
 """Our attention's among the library's."""
@@ -27,29 +26,13 @@ NAME = "twinlens"
 _WITHOUT_MEANING = frozenset({"dropout", "position_ids", "use_cache"})
 """What the library's layers hand on to attention besides, and nothing depends on here."""
 
-Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, AttentionRule], Tensor]
-"""From a layer's attention, queries [n, heads, width], keys and values [n, kv_heads, …] → [n, heads, depth]."""
-
-_attend: ContextVar[Attend | None] = ContextVar("attend", default=None)
-
-
-@contextmanager
-def attending(by: Attend) -> Iterator[None]:
-    """In the block, the library's layers attend so. There is one step at a time."""
-    assert _attend.get() is None, "a step within a step"
-    token = _attend.set(by)
-    try:
-        yield
-    finally:
-        _attend.reset(token)
-
 
 def attend_as_ours(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | tuple[Chosen, ...] | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -58,8 +41,8 @@ def attend_as_ours(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """What the library calls: query [1, heads, n, width], key and value [1, kv_heads, n, …] → [1, n, heads, depth]."""
-    by = _attend.get()
-    assert by is not None, "it is called in a step alone"
+    if isinstance(attention_mask, tuple):  # of layers that make one of what was chosen
+        attention_mask, indices = None, attention_mask
     if attention_mask is not None and attention_mask is not NO_MASK:
         raise CheckpointError(f"{type(module).__name__} has a mask of its own")
     if unknown := [name for name, value in more.items() if value is not None and name not in _WITHOUT_MEANING]:
@@ -70,23 +53,23 @@ def attend_as_ours(
             f"{type(module).__name__} chooses tokens by an index, and attends by another rule besides"
         )
     queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
-    out = by(module, queries, keys, values, rule)
+    out = this_step().attend(module, queries, keys, values, rule)
     return out.unsqueeze(0), None
 
 
-class LibraryAttention:
-    """A layer's attention as the caches see it."""
+class LibraryMixer:
+    """A layer's attention, or what has a state in its place, as the caches see it."""
 
-    def __init__(self, spec: PagedKV | IndexedKV) -> None:
+    def __init__(self, spec: PagedKV | IndexedKV | SequenceState) -> None:
         self._spec = spec
 
-    def cache_spec(self) -> PagedKV | IndexedKV:
-        """Keys and values, as wide as the wider of both; index keys where the layer has an index."""
+    def cache_spec(self) -> PagedKV | IndexedKV | SequenceState:
+        """Keys and values, as wide as the wider of both; index keys where the layer has an index; or a state."""
         return self._spec
 
     def state_backend(self) -> StateBackend:
-        """There is no state."""
-        raise NotImplementedError
+        """What makes batches of layers with states."""
+        return LibraryStates()
 
 
 def layer_of(module: nn.Module) -> int:

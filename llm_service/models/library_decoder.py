@@ -18,25 +18,25 @@ from llm_service.families.family import OF_PROMPTS, SpanRule
 from llm_service.layers.attention.backend import AttentionBackend, AttentionKind, CacheShape
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.general_backend import AttentionRule, GeneralBackend, GeneralBatch
-from llm_service.layers.cache_spec import IndexedKV, PagedKV
+from llm_service.layers.cache_spec import IndexedKV, PagedKV, SequenceState
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.index_keys import Chosen, IndexQuery
 from llm_service.models.decoder import Deepstack, kernels_of
 from llm_service.models.layer_rules import take_tempering
 from llm_service.models.library_attention import (
     NAME,
-    Attend,
-    LibraryAttention,
+    LibraryMixer,
     attend_as_ours,
-    attending,
     beyond_kernels,
     kind_of,
     layer_of,
 )
-from llm_service.models.library_index import Choose, choosing, take_indexers
+from llm_service.models.library_index import take_indexers
 from llm_service.models.library_linear import Fill, TextLinear
 from llm_service.models.library_rotary import turn_by_sequence
 from llm_service.models.library_shares import share_out
+from llm_service.models.library_states import Held, take_states
+from llm_service.models.library_step import LibraryStep, computing
 
 GENERAL = "general"
 """Names attention by torch, which knows every rule."""
@@ -85,7 +85,7 @@ class LibraryDecoder:
         setattr(*below, _Given(getattr(*below)))
         self._head = model
         self._tempering = dict(take_tempering(self._text))
-        self._for_index = take_indexers(self._text)
+        self._for_index, self._chunks = take_indexers(self._text), take_states(self._text)
         self._takes = inspect.signature(self._text.forward).parameters.keys()
         self._pad = getattr(self._text.config, "pad_token_id", None) or 0
         self._media, self._marks = _tokens(model.config, _MEDIA, device), _tokens(model.config, _MARKS, device)
@@ -137,7 +137,9 @@ class LibraryDecoder:
         token_ids: Tensor,
     ) -> Tensor:
         """As `Decoder.forward`; `token_ids` int [n] are for what a model looks up beside its embeddings."""
-        more = self._by_ids(token_ids, batches[0])
+        places_of = {layer: at for at, layer in enumerate(sorted((*self._specs, *self._states)))}
+        paged: GeneralBatch = batches[places_of[next(iter(self._specs))]]
+        more = self._by_ids(token_ids, paged)
         if deepstack is not None:
             here = torch.zeros(1, len(hidden), dtype=torch.bool, device=self.device)
             here[0, deepstack.index] = True
@@ -149,12 +151,11 @@ class LibraryDecoder:
             else:
                 more["visual_pos_masks"], more["deepstack_visual_embeds"] = here, list(deepstack.values)
         media: Tensor | None = None
-        if self.spans is SpanRule.ALL_MEDIA and (there := _in_spans(batches[0], len(hidden), self.device)) is not None:
+        if self.spans is SpanRule.ALL_MEDIA and (there := _in_spans(paged, len(hidden), self.device)) is not None:
             media = torch.isin(token_ids, self.together) & there
             if self.adds_rows:
                 rows = torch.isin(token_ids, self._media) & there
                 hidden = hidden.masked_scatter(rows.unsqueeze(1), hidden[rows] + self.embed_tokens(token_ids[rows]))
-        places_of = {layer: at for at, layer in enumerate(self._specs)}
 
         def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
             at, tempering = places_of[layer_of(module)], self._tempering.get(layer_of(module))
@@ -165,8 +166,8 @@ class LibraryDecoder:
                 if rule != self._rules[layer_of(module)]:
                     raise CheckpointError(f"{type(module).__name__} attends by another rule in each step")
                 given = (each.contiguous() for each in (query, key, value))
-                paged: Tensor = batch.attend(*given, cache)
-                return paged.view(*query.shape[:2], -1)
+                seen: Tensor = batch.attend(*given, cache)
+                return seen.view(*query.shape[:2], -1)
             out: Tensor = batch.attend(query, key, value, cache, replace(rule, media=media))
             return out.view(*query.shape[:2], -1)
 
@@ -175,12 +176,17 @@ class LibraryDecoder:
             chosen: tuple[Chosen, ...] = batches[at].choose(asked, caches[at].index)
             return chosen
 
+        def carry(layer: int, compute: Callable[[Tensor, Any], Tensor], tokens: Tensor) -> Tensor:
+            at = places_of[layer]
+            made: Tensor = batches[at].carry(compute, tokens, caches[at])
+            return made
+
         if self._axes > len(positions):  # the first is a token's own number in its sequence
             numbers = [
-                torch.arange(len(part.slots) - (part.end - part.begin), len(part.slots)) for part in batches[0].segments
+                torch.arange(len(part.slots) - (part.end - part.begin), len(part.slots)) for part in paged.segments
             ]
             positions = torch.cat([torch.cat(numbers).to(positions).unsqueeze(0), positions])
-        out = self._run(hidden, positions, attend, choose, **more)
+        out = self._run(hidden, positions, LibraryStep(attend, choose, carry), **more)
         return out if places is None else out[places]
 
     def _by_ids(self, token_ids: Tensor, batch: GeneralBatch | None = None) -> dict[str, Any]:
@@ -206,10 +212,10 @@ class LibraryDecoder:
             found = look_up(token_ids.unsqueeze(0))
         return found
 
-    def _run(self, hidden: Tensor, positions: Tensor, attend: Attend, choose: Choose, **more: Any) -> Tensor:
+    def _run(self, hidden: Tensor, positions: Tensor, step: LibraryStep, **more: Any) -> Tensor:
         places = positions.long().unsqueeze(1) if self._axes > 1 else positions[:1].long()
         given = {"inputs_embeds": hidden.unsqueeze(0), "position_ids": places, "use_cache": False}
-        with attending(attend), choosing(choose):
+        with computing(step):
             made = self._text(**given, **self._for_index, **more)
         out: Tensor = made.last_hidden_state[0]
         return out
@@ -217,7 +223,7 @@ class LibraryDecoder:
     def _find_specs(self) -> dict[int, PagedKV]:
         """What each layer keeps, found out by one token."""
         found: dict[int, PagedKV] = {}
-        self._narrower, self._index_dims = False, dict[int, int]()
+        self._narrower, self._index_dims, self._states = False, dict[int, int](), dict[int, SequenceState]()
         seeing = AttentionKind(spans=self.spans is not SpanRule.NOWHERE)
 
         def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
@@ -232,11 +238,16 @@ class LibraryDecoder:
             self._index_dims[layer] = asked.key.shape[-1]
             return ()
 
+        def carry(layer: int, compute: Callable[[Tensor, Any], Tensor], tokens: Tensor) -> Tensor:
+            made = compute(tokens, held := Held())
+            self._states[layer] = held.spec(self._chunks[layer])
+            return made
+
         try:
             with torch.inference_mode():
                 ids = torch.zeros(1, dtype=torch.int64, device=self.device)
                 places = ids.expand(max(3, self._axes), 1)
-                self._run(self.embed_tokens(ids), places, attend, choose, **self._by_ids(ids))
+                self._run(self.embed_tokens(ids), places, LibraryStep(attend, choose, carry), **self._by_ids(ids))
         except AttributeError as error:
             kind, of_ours = type(self._text).__name__, f"'{TextLinear.__name__}' object" in str(error)
             what = "asks a linear layer in 8 or 4 bits" if of_ours else "cannot compute a token"
@@ -249,18 +260,16 @@ class LibraryDecoder:
         if not found:
             raise CheckpointError(f"{type(self._text).__name__} does not let others compute its attention")
         layers = self._text.config.num_hidden_layers
-        if len(found) < layers:  # another sequence's, or none, would be read there
+        if (count := len(found) + len(self._states)) < layers:  # another sequence's, or none, would be read there
             kind = type(self._text).__name__
-            raise CheckpointError(
-                f"{layers - len(found)} of {kind}'s {layers} layers keep states, and no keys and values"
-            )
+            raise CheckpointError(f"{layers - count} of {kind}'s {layers} layers keep states, and no keys and values")
         return dict(sorted(found.items()))
 
-    def mixers(self) -> list[LibraryAttention]:
+    def mixers(self) -> list[LibraryMixer]:
         """Each layer's, in order."""
         dims = self._index_dims
-        specs = (IndexedKV(spec, dims[layer]) if layer in dims else spec for layer, spec in self._specs.items())
-        return [LibraryAttention(spec) for spec in specs]
+        paged = {layer: IndexedKV(spec, dims[layer]) if layer in dims else spec for layer, spec in self._specs.items()}
+        return [LibraryMixer(spec) for _, spec in sorted((paged | self._states).items())]
 
     def backend(self, shape: CacheShape) -> AttentionBackend | GeneralBackend:
         """What makes its batches."""

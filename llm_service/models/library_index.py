@@ -3,9 +3,7 @@ paged cache and chooses, for any number of sequences and chunks of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,31 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint import CheckpointError
-from llm_service.layers.index_keys import Chosen, IndexQuery, TokenIndex
+from llm_service.layers.index_keys import Chosen, IndexQuery, PoolIndex, TokenIndex
+from llm_service.models.library_step import this_step
 
 NO_MASK = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
 """Stands for a mask where the library's layers cut a part out of one for their indexers. It says nothing."""
-
-Choose = Callable[[int, IndexQuery], tuple[Chosen, ...]]
-"""From a layer's number and what its tokens are scored with: what those of each chunk see."""
-
-_choose: ContextVar[Choose | None] = ContextVar("choose", default=None)
-
-
-@contextmanager
-def choosing(by: Choose) -> Iterator[None]:
-    """In the block, the library's layers choose so."""
-    token = _choose.set(by)
-    try:
-        yield
-    finally:
-        _choose.reset(token)
 
 
 def take_indexers(text: nn.Module) -> dict[str, Any]:
     """Has a text's indexers score as theirs and choose as ours; what the text is to be given for it, if it has any.
     Raises CheckpointError where one is not known here."""
     parts: list[Any] = list(text.modules())
+    for part in parts:
+        if hasattr(part, _MAKES_MASK):
+            setattr(part, _MAKES_MASK, _as_chosen)
     found = [part.indexer for part in parts if isinstance(getattr(part, "indexer", None), nn.Module)]
     for indexer in found:
         if (asks := _KNOWN.get(type(indexer).__name__)) is None:
@@ -53,6 +40,13 @@ INDEXED = "indexed_attention"
 """What a configuration calls layers that score all tokens before one, and attend to the best of them."""
 
 
+_MAKES_MASK = "build_attention_mask_from_topk"
+
+
+def _as_chosen(topk_indices: tuple[Chosen, ...], **_: Any) -> tuple[Chosen, ...]:
+    return topk_indices
+
+
 def _of_hidden(
     indexer: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], _: Any, places: Tensor, **__: Any
 ) -> tuple[Chosen, ...]:
@@ -63,6 +57,26 @@ def _of_hidden(
     return _chosen(indexer, hidden, queries, rotary if indexer.use_rope else None)
 
 
+def _of_queries(
+    indexer: Any, hidden: Tensor, made: Tensor, rotary: tuple[Tensor, Tensor], *_: Any, **__: Any
+) -> tuple[Chosen, ...]:
+    """dots3-note's, whose queries are made of what the attention's are, [1, n, q_lora_rank]."""
+    queries = indexer.wq_b(made).view(*hidden.shape[:2], -1, indexer.head_dim)
+    return _chosen(indexer, hidden, queries, rotary)
+
+
+def _of_pools(indexer: Any, hidden_states: Tensor, q_resid: Tensor, **_: Any) -> tuple[Chosen, ...]:
+    """GLM-5 Next's: of so many tokens that follow each other one key is made, and they are chosen together."""
+    if not indexer.index_kpool_always_select_tail:
+        raise CheckpointError(f"a {type(indexer).__name__} leaves the last tokens out, which is not known here")
+    hidden, width = hidden_states[0], indexer.head_dim
+    index = PoolIndex(indexer.index_topk, indexer.index_kpool, indexer.index_kpool_compress_ape)
+    queries = indexer.wq_b(q_resid[0]).view(len(hidden), -1, width)
+    keys = torch.cat([indexer.k_norm(indexer.wk(hidden)), hidden @ indexer.index_kpool_compress_gate.t()], dim=-1)
+    asked = IndexQuery(index, queries, _weights(indexer, hidden), keys, indexer.softmax_scale)
+    return this_step().choose(indexer.layer_idx, asked)
+
+
 def _chosen(indexer: Any, hidden: Tensor, queries: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Chosen, ...]:
     """Of queries [1, n, heads, width] and one key for each token, both rotated in their first numbers by `rotary`."""
     keys = indexer.k_norm(indexer.wk(hidden)).unsqueeze(2)
@@ -71,17 +85,11 @@ def _chosen(indexer: Any, hidden: Tensor, queries: Tensor, rotary: tuple[Tensor,
     asked = IndexQuery(
         TokenIndex(indexer.index_topk), queries[0], _weights(indexer, hidden)[0], keys[0, :, 0], indexer.softmax_scale
     )
-    return _by()(indexer.layer_idx, asked)
-
-
-def _by() -> Choose:
-    by = _choose.get()
-    assert by is not None, "it is called in a step alone"
-    return by
+    return this_step().choose(indexer.layer_idx, asked)
 
 
 def _weights(indexer: Any, hidden: Tensor) -> Tensor:
-    """How much each head counts, float32 [1, n, heads]."""
+    """How much each head counts, float32 […, n, heads]."""
     given = hidden.to(indexer.weights_proj.weight.dtype)  # which may be kept in float32
     weights: Tensor = indexer.weights_proj(given).float() * indexer.n_heads**-0.5
     return weights
@@ -96,4 +104,8 @@ def _rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine, heads[..., many:]], dim=-1)
 
 
-_KNOWN: dict[str, Callable[..., tuple[Chosen, ...]]] = {"MistralLarge4TextIndexer": _of_hidden}
+_KNOWN: dict[str, Callable[..., tuple[Chosen, ...]]] = {
+    "MistralLarge4TextIndexer": _of_hidden,
+    "Dots3NoteTextIndexer": _of_queries,
+    "Glm5NextTextIndexer": _of_pools,
+}

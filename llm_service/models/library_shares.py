@@ -15,7 +15,9 @@ from common.library_classes import decoder_of
 from llm_service.layers.group import TensorGroup
 from llm_service.models.library_linear import TextLinear
 
-_WHOLE = frozenset({"replicated_with_grad_allreduce", "replicate", "embedding_rowwise", "embedding_colwise"})
+_WHOLE = frozenset(
+    {"replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj", "embedding_rowwise", "embedding_colwise"}
+)
 """Styles whose weights every rank keeps: as the library's are, or tables, whose rows cost no time."""
 _DIMENSIONS = {
     "colwise": -2,

@@ -15,7 +15,7 @@ from llm_service.layers.attention import general_backend
 from llm_service.layers.attention.backend import AttentionKind, CacheShape, PagedChunk
 from llm_service.layers.attention.general_backend import AttentionRule, GeneralBackend, GeneralBatch
 from llm_service.layers.cache_spec import IndexedCache, IndexedKV, PagedKV, block_elements
-from llm_service.layers.index_keys import Chosen, IndexQuery, TokenIndex, best, mask_of
+from llm_service.layers.index_keys import Chosen, IndexQuery, PoolIndex, TokenIndex, best, mask_of
 from llm_service.worker.caches import Caches
 
 CPU = torch.device("cpu")
@@ -77,6 +77,46 @@ def test_what_is_chosen_is_what_scores_say() -> None:
     for at, row in enumerate(chosen_of([(0, 22)], (0,), 0)):
         order = sorted(range(at + 1), key=lambda key, at=at: (-scores[at, key], key))  # type: ignore[misc]
         assert row == sorted(order[:MOST])
+
+
+POOL = 3
+
+
+def pools_chosen(cuts: list[tuple[int, int]]) -> list[list[int]]:
+    """What each token of a sequence chooses by pools, beside another sequence."""
+    index, found = torch.full((BLOCKS + 1, BLOCK, 2 * WIDTH), torch.nan), list[list[int]]()
+    query, weights, keys = of_tokens(0, 0, 22)
+    gates, by = 1000.0 * whole_numbers(22, WIDTH, seed=40), PoolIndex(2 * POOL, POOL, 250.0 * PLACES)
+    for begin, end in cuts:
+        here = slice(begin, end)
+        chunks = [PagedChunk(begin, end - begin, table) for table in TABLES]
+        kept = torch.cat([keys[here], gates[here]], dim=1)
+        given = [torch.cat([each, each.flip(0)]) for each in (query[here], weights[here], kept)]
+        chosen = GeneralBackend(SHAPE, CPU).batch(chunks).choose(IndexQuery(by, *given, 0.5), index)[0]
+        if chosen is None:
+            found += [[*range(at + 1)] for at in range(begin, end)]
+        else:
+            found += [sorted(row[row >= 0].tolist()) for row in chosen]
+    return found
+
+
+PLACES = whole_numbers(POOL, WIDTH, seed=41)
+
+
+def test_pools_are_chosen_whole_and_what_is_behind_them_is_seen_anyway() -> None:
+    """Gates are so far apart that a pool's key is one token's, or halves of two, number by number: sums are exact."""
+    query, weights, keys = of_tokens(0, 0, 22)
+    gates = (1000.0 * whole_numbers(22, WIDTH, seed=40))[:21].view(-1, POOL, WIDTH) + 250.0 * PLACES
+    pooled = (gates.softmax(1) * keys[:21].view(-1, POOL, WIDTH)).sum(1)
+    scores = torch.einsum("qh,qhk->qk", weights, torch.einsum("qhw,kw->qhk", query, pooled).mul(0.5).relu())
+    at_once = pools_chosen([(0, 22)])
+    for at, row in enumerate(at_once):
+        whole = (at + 1) // POOL
+        order = sorted(range(whole), key=lambda pool, at=at: (-scores[at, pool], pool))[:2]  # type: ignore[misc]
+        tokens = [pool * POOL + each for pool in sorted(order) for each in range(POOL)]
+        assert row == [*tokens, *range(whole * POOL, at + 1)]
+    assert pools_chosen([(0, 4), (4, 5), (5, 9), (9, 20), (20, 22)]) == at_once
+    assert pools_chosen([(at, at + 1) for at in range(22)]) == at_once
 
 
 @pytest.mark.parametrize("room", [1, general_backend.ROOM])
