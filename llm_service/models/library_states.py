@@ -23,7 +23,8 @@ class Held:
     sees [b, channels, width], and what is carried on [b, …]. Without any they are what a layer says first."""
 
     def __init__(self, states: Sequence[Tensor] = ()) -> None:
-        self._tokens, self._carried = states or (None, None)
+        self._tokens = states[0] if states else None
+        self._carried = states[1] if states else None
 
     @property
     def states(self) -> list[Tensor]:
