@@ -90,7 +90,7 @@ def _chosen(indexer: Any, hidden: Tensor, queries: Tensor, rotary: tuple[Tensor,
 
 def _weights(indexer: Any, hidden: Tensor) -> Tensor:
     """How much each head counts, float32 […, n, heads]."""
-    given = hidden.to(indexer.weights_proj.weight.dtype)  # which may be kept in float32
+    given = hidden.to(getattr(indexer.weights_proj, "weight", hidden).dtype)  # which may be kept in float32
     weights: Tensor = indexer.weights_proj(given).float() * indexer.n_heads**-0.5
     return weights
 

@@ -248,7 +248,7 @@ def test_layers_with_states_are_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        ("glm5_next", "layers of glm5_next choose the tokens that they see by an index of their own"),
+        ("qwen4_exp", "layers of qwen4_exp choose the tokens that they see by an index of their own"),
         ("mistral4", "mistral4 is for text alone"),
         ("blip", "blip does not keep the rows of pictures apart from the rest"),
     ],
