@@ -17,6 +17,7 @@ from llm_service.layers.index_keys import Chosen
 from llm_service.layers.mixer import StateBackend
 from llm_service.models.layer_rules import chunk_of
 from llm_service.models.library_index import NO_MASK
+from llm_service.models.library_latents import absorbed, rank_of, values_of
 from llm_service.models.library_states import LibraryStates
 from llm_service.models.library_step import this_step
 
@@ -53,6 +54,9 @@ def attend_as_ours(
             f"{type(module).__name__} chooses tokens by an index, and attends by another rule besides"
         )
     queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
+    if rank_of(module):
+        mixed = this_step().attend(module, absorbed(module, queries), keys, values, rule)
+        return values_of(module, mixed).unsqueeze(0), None
     out = this_step().attend(module, queries, keys, values, rule)
     return out.unsqueeze(0), None
 

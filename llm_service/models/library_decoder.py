@@ -32,6 +32,7 @@ from llm_service.models.library_attention import (
     layer_of,
 )
 from llm_service.models.library_index import take_indexers
+from llm_service.models.library_latents import rank_of, take_latents
 from llm_service.models.library_linear import Fill, TextLinear
 from llm_service.models.library_rotary import turn_by_sequence
 from llm_service.models.library_shares import share_out
@@ -85,6 +86,7 @@ class LibraryDecoder:
         setattr(*below, _Given(getattr(*below)))
         self._head = model
         self._tempering = dict(take_tempering(self._text))
+        take_latents(self._text)
         self._for_index, self._chunks = take_indexers(self._text), take_states(self._text)
         self._takes = inspect.signature(self._text.forward).parameters.keys()
         self._pad = getattr(self._text.config, "pad_token_id", None) or 0
@@ -227,10 +229,11 @@ class LibraryDecoder:
         seeing = AttentionKind(spans=self.spans is not SpanRule.NOWHERE)
 
         def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-            width = max(key.shape[-1], value.shape[-1])
+            width, rank = max(key.shape[-1], value.shape[-1]), rank_of(module)
             self._rules[layer_of(module)] = rule
-            self._narrower |= key.shape[-1] != value.shape[-1]
-            if found.setdefault(layer_of(module), spec := PagedKV(query.shape[1], key.shape[1], width, seeing)) != spec:
+            self._narrower |= key.shape[-1] != value.shape[-1] and not rank
+            spec = PagedKV(query.shape[1], key.shape[1], width, seeing, rank)
+            if found.setdefault(layer_of(module), spec) != spec:
                 raise CheckpointError(f"{type(module).__name__} attends twice in one layer")
             return query.new_zeros(*query.shape[:2], value.shape[-1])
 

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from llm_service.families.family import SpanRule
 from llm_service.layers.attention.backend import CacheShape, PagedChunk, Span
+from llm_service.layers.attention.one_head import attend_to_one
 from llm_service.layers.index_keys import ROOM, Chosen, IndexQuery, choose, mask_of
 
 
@@ -110,8 +111,9 @@ class GeneralBatch:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
         """As `AttentionBatch.attend`, by a rule → [n, heads · value_dim]. Keys and values may be narrower than the
-        cache's heads, each in its way: what is behind them is zero."""
-        keys, values = cache.flatten(1, 2)  # each [slots, kv_heads, head_dim]
+        cache's heads, each in its way: what is behind them is zero. Values that lie within keys are their first
+        numbers."""
+        keys, values = cache[0].flatten(0, 1), cache[-1].flatten(0, 1)  # each [slots, kv_heads, head_dim]
         width, depth = key.shape[-1], value.shape[-1]
         out = query.new_empty(*query.shape[:2], depth)
         every = rule.chosen or [None] * len(self.segments)
@@ -120,6 +122,10 @@ class GeneralBatch:
             keys[new, :, :width], values[new, :, :depth] = key[here], value[here]
             if chosen is not None:
                 attend_to_chosen(out[here], query[here], keys, values, part.slots, chosen, rule.scale)
+                continue
+            if len(cache) == 1 and rule.softcap is None and rule.sinks is None:
+                mask, scale = part.mask(rule.window, rule.chunk, rule.media), softmax_scale(rule.scale, width)
+                attend_to_one(out[here], query[here], keys[part.slots, 0, :width], mask, scale)
                 continue
             seen = keys[part.slots, :, :width], values[part.slots, :, :depth]
             out[here] = _attend(query[here], *seen, part.mask(rule.window, rule.chunk, rule.media), rule)
@@ -135,24 +141,46 @@ def attend_to_chosen(
     out: Tensor, query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, chosen: Tensor, scale: float | None
 ) -> None:
     """Fills out [n, heads, depth] for queries [n, heads, width] of one sequence, whose tokens' keys and values, [·,
-    kv_heads, …] and as wide or wider, are in these slots, int64 [total]. Where that reads fewer of them than there are,
-    those are gathered that each query has `chosen`, int64 [n, k]; else all are read, and the others are masked."""
-    width, depth, total = query.shape[2], out.shape[2], len(slots)
-    attend = partial(functional.scaled_dot_product_attention, scale=scale, enable_gqa=True)
-    if chosen.numel() <= total:
-        here = slots[chosen.clamp(min=0)]
-        k, v = (each.transpose(1, 2) for each in (keys[here][..., :width], values[here][..., :depth]))
-        mask = (chosen >= 0)[:, None, None]
-        made = attend(query.unsqueeze(2), k, v, attn_mask=mask)
-        out.copy_(made.squeeze(2))
+    kv_heads, …] and as wide or wider, are in these slots, int64 [total]. Those that a query has `chosen`, int64 [n, k],
+    are gathered where that takes less than to read all and to mask the others."""
+    width, depth, kv_heads, total = query.shape[2], out.shape[2], keys.shape[1], len(slots)
+    grouped = query.unflatten(1, (kv_heads, -1))  # [n, kv_heads, group, width]
+    attend = partial(functional.scaled_dot_product_attention, scale=scale)
+    if _gathers(chosen, total, grouped.shape[2]):
+        rows = max(1, ROOM // (4 * chosen.shape[1] * kv_heads * width))
+        for begin in range(0, len(query), rows):
+            part = slice(begin, begin + rows)
+            here = slots[chosen[part].clamp(min=0)]
+            k, v = (each.transpose(1, 2) for each in (keys[here][..., :width], values[here][..., :depth]))
+            made = attend(grouped[part], k, v, attn_mask=(chosen[part] >= 0)[:, None, None])
+            out[part] = made.flatten(1, 2)
         return
     k, v = keys[slots, :, :width].transpose(0, 1), values[slots, :, :depth].transpose(0, 1)
     rows = max(1, ROOM // (4 * query.shape[1] * total))
     for begin in range(0, len(query), rows):
         part = slice(begin, begin + rows)
-        mask, q = mask_of(chosen[part], total), query[part].transpose(0, 1)
-        made = attend(q, k, v, attn_mask=mask)
-        out[part] = made.transpose(0, 1)
+        mask = mask_of(chosen[part], total).unsqueeze(1).expand(-1, grouped.shape[2], -1).flatten(0, 1)
+        made = attend(grouped[part].transpose(0, 1).flatten(1, 2), k, v, attn_mask=mask)
+        out[part] = made.unflatten(1, (-1, grouped.shape[2])).transpose(0, 1).flatten(1, 2)
+
+
+def _gathers(chosen: Tensor, total: int, group: int) -> bool:
+    """Whether what each query has chosen is gathered: for one query, or few, of which each reads keys of its own, or
+    where so many heads share a key that to read it is little beside what is done with it.
+
+    >>> one = torch.zeros(1, 8, dtype=torch.int64)
+    >>> _gathers(one, 9, 1), _gathers(one.expand(4, 8), 20, 1), _gathers(one.expand(4, 8), 20, 64)
+    (True, False, True)
+    """
+    return chosen.numel() <= total or (group >= _MANY and 2 * chosen.shape[1] <= total)
+
+
+_MANY = 8
+
+
+def softmax_scale(scale: float | None, width: int) -> float:
+    """What products are multiplied by."""
+    return width**-0.5 if scale is None else scale
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rule: AttentionRule) -> Tensor:
@@ -164,7 +192,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rule: Atten
         return out.transpose(0, 1)
     groups = len(q) // len(k)
     scores = q.float() @ k.float().repeat_interleave(groups, 0).transpose(1, 2)
-    scores *= query.shape[-1] ** -0.5 if rule.scale is None else rule.scale
+    scores *= softmax_scale(rule.scale, query.shape[-1])
     if rule.softcap is not None:
         scores = (scores / rule.softcap).tanh() * rule.softcap
     scores.masked_fill_(~mask, -torch.inf)

@@ -120,19 +120,34 @@ def test_pools_are_chosen_whole_and_what_is_behind_them_is_seen_anyway() -> None
 
 
 @pytest.mark.parametrize("room", [1, general_backend.ROOM])
-@pytest.mark.parametrize("count", [1, 7])
-def test_those_alone_are_attended_to(count: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gathered for one token, masked for more."""
+@pytest.mark.parametrize(("count", "group"), [(1, 2), (7, 2), (7, 8)])
+def test_those_alone_are_attended_to(count: int, group: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathered for one token, and where many heads share a key, else masked."""
     monkeypatch.setattr(general_backend, "ROOM", room)
-    total, noise = 22, torch.Generator().manual_seed(3)
-    cache = SHAPE.new_cache(torch.float32, CPU)[0].fill_(torch.nan)
-    query = torch.randn(total, 4, 12, generator=noise)
+    total, heads, noise = 22, 2 * group, torch.Generator().manual_seed(3)
+    cache = CacheShape(1, BLOCKS, BLOCK, heads, 2, 16).new_cache(torch.float32, CPU)[0].fill_(torch.nan)
+    query = torch.randn(total, heads, 12, generator=noise)
     key, value = torch.randn(total, 2, 12, generator=noise), torch.randn(total, 2, 16, generator=noise)
-    chosen = best(torch.randn(total, total, generator=noise), torch.arange(total) + 1, MOST)
+    found, expected = attended(cache, query, key, value, count)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("count", [1, 7])
+def test_chosen_latents_are_keys_and_values(count: int) -> None:
+    noise = torch.Generator().manual_seed(5)
+    cache = CacheShape(1, BLOCKS, BLOCK, 8, 1, 16, values_in_keys=12).new_cache(torch.float32, CPU)[0].fill_(torch.nan)
+    query, key = torch.randn(22, 8, 16, generator=noise), torch.randn(22, 1, 16, generator=noise)
+    found, expected = attended(cache, query, key, key[..., :12], count)
+    torch.testing.assert_close(found, expected)
+
+
+def attended(cache: Tensor, query: Tensor, key: Tensor, value: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """What the last `count` tokens of a sequence see of those that are chosen for them, by us and by torch."""
+    total, scale = len(query), 0.3
+    chosen = best(torch.randn(total, total, generator=torch.Generator().manual_seed(4)), torch.arange(total) + 1, MOST)
     chosen[-1, -1] = -1  # fewer than there is room for
-    scale, before = 0.3, total - count
-    mask = mask_of(chosen, total)
     whole = [each.transpose(0, 1) for each in (query, key, value)]
+    mask = mask_of(chosen, total)
     expected = functional.scaled_dot_product_attention(*whole, attn_mask=mask, scale=scale, enable_gqa=True)
 
     def attend(begin: int, end: int, given: Chosen) -> Tensor:
@@ -140,9 +155,9 @@ def test_those_alone_are_attended_to(count: int, room: int, monkeypatch: pytest.
         rule = AttentionRule(scale, chosen=(given,))
         return batch.attend(query[begin:end], key[begin:end], value[begin:end], cache, rule)
 
-    attend(0, before, None)
-    found = attend(before, total, chosen[before:]).view(count, 4, 16)
-    torch.testing.assert_close(found, expected.transpose(0, 1)[before:])
+    attend(0, total - count, None)
+    found = attend(total - count, total, chosen[total - count :])
+    return found.view(count, query.shape[1], -1), expected.transpose(0, 1)[total - count :]
 
 
 def test_index_keys_lie_in_the_blocks_of_keys_and_values() -> None:

@@ -1,0 +1,51 @@
+"""Layers of the library whose heads make keys and values of one latent: the latent is kept in their place, and queries
+meet it as `layers/latent_products` says."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_EXPANDS = "expand_kv"
+"""What the library's layers call to have all heads' keys [1, heads, n, width] and values of latents [1, 1, n, rank] and
+rotated keys [1, 1, n, rotated] that all heads share."""
+
+
+def take_latents(text: nn.Module) -> None:
+    """Has a text's layers hand on what they make keys and values of, but where they make these by quantised weights."""
+    parts: list[Any] = list(text.modules())
+    for part in parts:
+        if hasattr(part, _EXPANDS) and isinstance(part.kv_b_proj, nn.Linear):
+            setattr(part, _EXPANDS, partial(_kept, part))
+
+
+def _kept(_: nn.Module, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.cat([latents, rotated], dim=-1), latents
+
+
+def rank_of(module: Any) -> int:
+    """Numbers of the latents that a layer hands on, which are the first ones of its keys; 0: it hands on none."""
+    return int(module.kv_lora_rank) if isinstance(vars(module).get(_EXPANDS), partial) else 0
+
+
+def absorbed(module: Any, query: Tensor) -> Tensor:
+    """A layer's queries [n, heads, plain + rotated] → those that are multiplied with what it hands on, [n, heads,
+    rank + rotated]."""
+    plain = module.qk_nope_head_dim
+    made = torch.bmm(query[..., :plain].transpose(0, 1), _matrices(module)[:, :plain])
+    return torch.cat([made.transpose(0, 1), query[..., plain:]], dim=-1)
+
+
+def values_of(module: Any, mixed: Tensor) -> Tensor:
+    """Sums of a layer's weighted latents [n, heads, rank] → those of values, [n, heads, depth]."""
+    matrices = _matrices(module)[:, module.qk_nope_head_dim :].transpose(1, 2)
+    return torch.bmm(mixed.transpose(0, 1), matrices).transpose(0, 1)
+
+
+def _matrices(module: Any) -> Tensor:
+    """This rank's heads' [heads, plain + depth, rank]."""
+    weight: Tensor = module.kv_b_proj.weight
+    return weight.view(-1, module.qk_nope_head_dim + module.v_head_dim, weight.shape[1])
