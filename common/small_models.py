@@ -19,6 +19,7 @@ _SMALL = {
     "shared_expert_intermediate_size": 32,
     "hidden_size_per_layer_input": 16,
     "index_kpool": 4,
+    "index_topk_blocks": 2,
     "linear_num_heads": 4,
 }
 _HEADS, _EXPERTS, _WINDOW, _MOST_LAYERS = 4, 4, 8, 8
@@ -56,6 +57,8 @@ def shrink(config: Any, ranks: int = 1, layers: int = 2) -> None:
     config.num_attention_heads = fewer
     if getattr(config, "num_key_value_heads", None):
         config.num_key_value_heads = max(1, fewer * config.num_key_value_heads // heads)
+        if getattr(config, "index_topk_blocks", None):  # chosen by a head of its own for each head of keys
+            config.index_n_heads = config.num_key_value_heads
     left = _fewer_layers(config, layers)
     for name, most in _SMALL.items():
         if isinstance(getattr(config, name, None), int):

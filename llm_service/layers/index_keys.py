@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 ROOM = 64 << 20
 """Bytes of what is computed for queries and all tokens before them, at once."""
@@ -32,7 +33,7 @@ class Index(Protocol):
 
     def choose(self, scores: Tensor, places: Tensor) -> Tensor:
         """float32 [n, m], and where the tokens are in their sequence, int64 [n] → the places that each sees, int64
-        [n, k], -1 where there are no more. `scores` may be written to."""
+        [n, k], -1 where there are no more, and none behind its own. `scores` may be written to."""
         ...
 
 
@@ -99,20 +100,62 @@ class PoolIndex:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockIndex:
+    """Tokens are scored, and seen in blocks of `size` each from a sequence's first one on: the `local` blocks that end
+    with a token's own, and of the others those with the highest scores, `most` blocks in all."""
+
+    most: int
+    size: int
+    local: int
+
+    @property
+    def reach(self) -> int:
+        """See `Index`."""
+        return self.most * self.size
+
+    def complete(self, kept: Tensor, slots: Tensor, count: int) -> None:
+        """See `Index`: nothing."""
+
+    def candidates(self, kept: Tensor, slots: Tensor) -> Tensor:
+        """See `Index`: all keys."""
+        return kept[slots]
+
+    def choose(self, scores: Tensor, places: Tensor) -> Tensor:
+        """See `Index`.
+
+        >>> index, scores = BlockIndex(2, 2, 1), torch.tensor([[9.0, 0.0, 1.0, 2.0, 3.0, 8.0]])
+        >>> index.choose(scores.clone(), torch.tensor([4])).tolist(), index.choose(scores, torch.tensor([5])).tolist()
+        ([[0, 1, 4, -1]], [[0, 1, 4, 5]])
+        """
+        behind = torch.arange(scores.shape[1], device=scores.device) > places.unsqueeze(1)
+        tokens = functional.pad(
+            scores.masked_fill_(behind, -torch.inf), (0, -scores.shape[1] % self.size), value=-torch.inf
+        )
+        blocks, own = tokens.unflatten(1, (-1, self.size)).amax(2), places.unsqueeze(1) // self.size
+        near = own - torch.arange(self.local, device=scores.device)
+        blocks.scatter_(1, near.clamp(min=0), torch.inf)
+        chosen = best(blocks, places // self.size + 1, self.most).unsqueeze(2)
+        every = chosen * self.size + torch.arange(self.size, device=scores.device)
+        return torch.where((chosen < 0) | (every > places[:, None, None]), -1, every).flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
 class IndexQuery:
     """What the tokens of a batch are scored with: `query` [n, heads, width], and how much each head counts, `weights`
     float32 [n, heads]; and what is kept of them, `key` [n, index_dim]. Products of queries and keys are multiplied by
-    `scale`, and count where they are above 0."""
+    `scale`, and count where they are above 0. Without weights each head chooses by itself, by products as they are, for
+    as many heads of keys and values."""
 
     index: Index
     query: Tensor
-    weights: Tensor
+    weights: Tensor | None
     key: Tensor
-    scale: float
+    scale: float = 1.0
 
 
 Chosen = Tensor | None
-"""The places that tokens of one sequence see, int64 [n, k], -1 where there are no more; None: all up to their own."""
+"""The places that tokens of one sequence see, int64 [n, k], or [n, kv_heads, k] where each head sees others; -1 where
+there are no more. None: all up to their own."""
 
 
 def choose(asked: IndexQuery, here: slice, slots: Tensor, cache: Tensor) -> Chosen:
@@ -131,8 +174,13 @@ def choose(asked: IndexQuery, here: slice, slots: Tensor, cache: Tensor) -> Chos
     parts = []
     for begin in range(0, count, rows):
         own = slice(here.start + begin, here.start + min(begin + rows, count))
-        scores = score(asked.query[own], asked.weights[own], candidates, asked.scale)
-        parts.append(asked.index.choose(scores, places[begin : begin + rows]))
+        query, seen = asked.query[own], places[begin : begin + rows]
+        if asked.weights is None:
+            heads = query.shape[1]
+            scores = query.float().flatten(0, 1) @ candidates.float().t()
+            parts.append(asked.index.choose(scores, seen.repeat_interleave(heads)).unflatten(0, (-1, heads)))
+            continue
+        parts.append(asked.index.choose(score(query, asked.weights[own], candidates, asked.scale), seen))
     return torch.cat(parts)
 
 
@@ -165,10 +213,10 @@ def best(scores: Tensor, seen: Tensor, most: int) -> Tensor:
 
 
 def mask_of(chosen: Tensor, total: int) -> Tensor:
-    """int64 [n, k] → bool [n, total]: which places are chosen.
+    """int64 […, k] → bool […, total]: which places are chosen.
 
     >>> mask_of(torch.tensor([[0, 2], [1, -1]]), 3).int().tolist()
     [[1, 0, 1], [0, 1, 0]]
     """
-    mask = torch.zeros(len(chosen), total + 1, dtype=torch.bool, device=chosen.device)
-    return mask.scatter_(1, torch.where(chosen < 0, total, chosen), value=True)[:, :total]
+    mask = torch.zeros(*chosen.shape[:-1], total + 1, dtype=torch.bool, device=chosen.device)
+    return mask.scatter_(-1, torch.where(chosen < 0, total, chosen), value=True)[..., :total]

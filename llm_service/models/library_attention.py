@@ -39,11 +39,13 @@ def attend_as_ours(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     indices: tuple[Chosen, ...] | None = None,
+    block_indices: tuple[Chosen, ...] | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
     """What the library calls: query [1, heads, n, width], key and value [1, kv_heads, n, …] → [1, n, heads, depth]."""
     if isinstance(attention_mask, tuple):  # of layers that make one of what was chosen
         attention_mask, indices = None, attention_mask
+    indices = block_indices if indices is None else indices
     if attention_mask is not None and attention_mask is not NO_MASK:
         raise CheckpointError(f"{type(module).__name__} has a mask of its own")
     if unknown := [name for name, value in more.items() if value is not None and name not in _WITHOUT_MEANING]:

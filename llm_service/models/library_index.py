@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint import CheckpointError
-from llm_service.layers.index_keys import Chosen, IndexQuery, PoolIndex, TokenIndex
+from llm_service.layers.index_keys import BlockIndex, Chosen, IndexQuery, PoolIndex, TokenIndex
 from llm_service.models.library_step import this_step
 
 NO_MASK = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
@@ -30,9 +30,9 @@ def take_indexers(text: nn.Module) -> dict[str, Any]:
         if (asks := _KNOWN.get(type(indexer).__name__)) is None:
             raise CheckpointError(f"a {type(indexer).__name__} chooses what its layer sees, and is not known here")
         indexer.forward = partial(asks, indexer)
-    if not found:
-        return {}
     config: Any = text.config
+    if INDEXED not in (getattr(config, "layer_types", None) or ()):
+        return {}
     return {"attention_mask": {kind: NO_MASK if kind == INDEXED else None for kind in set(config.layer_types)}}
 
 
@@ -77,6 +77,29 @@ def _of_pools(indexer: Any, hidden_states: Tensor, q_resid: Tensor, **_: Any) ->
     return this_step().choose(indexer.layer_idx, asked)
 
 
+def _of_heads(indexer: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], *_: Any) -> tuple[Chosen, ...]:
+    """MiniMax M3's, of which each head chooses blocks of tokens for one head of keys and values."""
+    if indexer.num_heads != indexer.config.num_key_value_heads:
+        raise CheckpointError(f"a {type(indexer).__name__} has other heads than keys have")
+    if indexer.local_blocks > indexer.topk_blocks:
+        raise CheckpointError(f"a {type(indexer).__name__} has more local blocks than blocks")
+    tokens, (cosine, sine) = hidden[0], (each[0, :, None, : indexer.head_dim] for each in rotary)
+    heads = indexer.q_norm(indexer.q_proj(tokens).unflatten(1, (-1, indexer.head_dim)))
+    keys = indexer.k_norm(indexer.k_proj(tokens).unsqueeze(1))
+    heads, keys = (_halves_rotated(each, cosine, sine) for each in (heads, keys))
+    index = BlockIndex(indexer.topk_blocks, indexer.block_size, indexer.local_blocks)
+    return this_step().choose(indexer.layer_idx, IndexQuery(index, heads, None, keys[:, 0]))
+
+
+def _halves_rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """heads [n, heads, width] with their first numbers rotated, of which the first half and the second make pairs, as
+    cosine and sine [n, 1, so many] say."""
+    many = cosine.shape[-1]
+    first, second = heads[..., :many].chunk(2, dim=-1)
+    other = torch.cat([-second, first], dim=-1)
+    return torch.cat([heads[..., :many] * cosine + other * sine, heads[..., many:]], dim=-1)
+
+
 def _chosen(indexer: Any, hidden: Tensor, queries: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Chosen, ...]:
     """Of queries [1, n, heads, width] and one key for each token, both rotated in their first numbers by `rotary`."""
     keys = indexer.k_norm(indexer.wk(hidden)).unsqueeze(2)
@@ -108,4 +131,5 @@ _KNOWN: dict[str, Callable[..., tuple[Chosen, ...]]] = {
     "MistralLarge4TextIndexer": _of_hidden,
     "Dots3NoteTextIndexer": _of_queries,
     "Glm5NextTextIndexer": _of_pools,
+    "MiniMaxM3VLIndexer": _of_heads,
 }

@@ -141,26 +141,28 @@ def attend_to_chosen(
     out: Tensor, query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, chosen: Tensor, scale: float | None
 ) -> None:
     """Fills out [n, heads, depth] for queries [n, heads, width] of one sequence, whose tokens' keys and values, [·,
-    kv_heads, …] and as wide or wider, are in these slots, int64 [total]. Those that a query has `chosen`, int64 [n, k],
-    are gathered where that takes less than to read all and to mask the others."""
+    kv_heads, …] and as wide or wider, are in these slots, int64 [total]. Those that a query has `chosen`, int64 [n, k]
+    or [n, kv_heads, k], are gathered where that takes less than to read all and to mask the others."""
     width, depth, kv_heads, total = query.shape[2], out.shape[2], keys.shape[1], len(slots)
+    chosen = chosen.unsqueeze(1) if chosen.dim() == 2 else chosen
     grouped = query.unflatten(1, (kv_heads, -1))  # [n, kv_heads, group, width]
     attend = partial(functional.scaled_dot_product_attention, scale=scale)
     if _gathers(chosen, total, grouped.shape[2]):
-        rows = max(1, ROOM // (4 * chosen.shape[1] * kv_heads * width))
+        rows = max(1, ROOM // (4 * chosen.shape[2] * kv_heads * width))
+        heads = torch.arange(kv_heads, device=slots.device).unsqueeze(1)
         for begin in range(0, len(query), rows):
             part = slice(begin, begin + rows)
             here = slots[chosen[part].clamp(min=0)]
-            k, v = (each.transpose(1, 2) for each in (keys[here][..., :width], values[here][..., :depth]))
-            made = attend(grouped[part], k, v, attn_mask=(chosen[part] >= 0)[:, None, None])
+            k, v = keys[here, heads, :width], values[here, heads, :depth]  # [n, kv_heads, k, …]
+            made = attend(grouped[part], k, v, attn_mask=(chosen[part] >= 0).unsqueeze(2))
             out[part] = made.flatten(1, 2)
         return
     k, v = keys[slots, :, :width].transpose(0, 1), values[slots, :, :depth].transpose(0, 1)
     rows = max(1, ROOM // (4 * query.shape[1] * total))
     for begin in range(0, len(query), rows):
         part = slice(begin, begin + rows)
-        mask = mask_of(chosen[part], total).unsqueeze(1).expand(-1, grouped.shape[2], -1).flatten(0, 1)
-        made = attend(grouped[part].transpose(0, 1).flatten(1, 2), k, v, attn_mask=mask)
+        mask = mask_of(chosen[part].transpose(0, 1), total).unsqueeze(2).expand(-1, -1, grouped.shape[2], -1)
+        made = attend(grouped[part].transpose(0, 1).flatten(1, 2), k, v, attn_mask=mask.flatten(1, 2))
         out[part] = made.unflatten(1, (-1, grouped.shape[2])).transpose(0, 1).flatten(1, 2)
 
 
@@ -168,11 +170,12 @@ def _gathers(chosen: Tensor, total: int, group: int) -> bool:
     """Whether what each query has chosen is gathered: for one query, or few, of which each reads keys of its own, or
     where so many heads share a key that to read it is little beside what is done with it.
 
-    >>> one = torch.zeros(1, 8, dtype=torch.int64)
-    >>> _gathers(one, 9, 1), _gathers(one.expand(4, 8), 20, 1), _gathers(one.expand(4, 8), 20, 64)
+    >>> one, four = torch.zeros(1, 1, 8), torch.zeros(4, 1, 8)
+    >>> _gathers(one, 9, 1), _gathers(four, 20, 1), _gathers(four, 20, 64)
     (True, False, True)
     """
-    return chosen.numel() <= total or (group >= _MANY and 2 * chosen.shape[1] <= total)
+    count = chosen.shape[2]
+    return len(chosen) * count <= total or (group >= _MANY and 2 * count <= total)
 
 
 _MANY = 8

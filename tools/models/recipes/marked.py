@@ -246,6 +246,7 @@ RECIPES: dict[str, Recipe] = {
                 dense_intermediate_size=96,
                 shared_intermediate_size=32,
                 rotary_dim=8,
+                layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
                 index_n_heads=2,
                 index_head_dim=16,
                 index_block_size=8,
