@@ -248,7 +248,6 @@ def test_layers_with_states_are_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        ("qwen4_exp", "layers of qwen4_exp choose the tokens that they see by an index of their own"),
         ("mistral4", "mistral4 is for text alone"),
         ("blip", "blip does not keep the rows of pictures apart from the rest"),
     ],
@@ -256,6 +255,13 @@ def test_layers_with_states_are_refused() -> None:
 def test_a_configuration_says_what_cannot_be_served(kind: str, why: str) -> None:
     with pytest.raises(CheckpointError, match=why):
         library_models.checked(library_classes.library().CONFIG_MAPPING[kind]())
+
+
+def test_an_index_that_is_not_known_is_refused() -> None:
+    text = SimpleNamespace(model_type="new_text", layer_types=["full_attention", "indexed_attention"])
+    config = SimpleNamespace(model_type="new", get_text_config=lambda decoder: text)
+    with pytest.raises(CheckpointError, match="layers of new choose the tokens that they see by an index of their own"):
+        library_models.checked(config)
 
 
 @pytest.mark.soak

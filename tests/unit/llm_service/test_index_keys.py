@@ -15,7 +15,7 @@ from llm_service.layers.attention import general_backend
 from llm_service.layers.attention.backend import AttentionKind, CacheShape, PagedChunk
 from llm_service.layers.attention.general_backend import AttentionRule, GeneralBackend, GeneralBatch
 from llm_service.layers.cache_spec import IndexedCache, IndexedKV, PagedKV, block_elements
-from llm_service.layers.index_keys import Chosen, IndexQuery, PoolIndex, TokenIndex, best, mask_of
+from llm_service.layers.index_keys import BlockIndex, Chosen, IndexQuery, PoolIndex, TokenIndex, best, mask_of
 from llm_service.worker.caches import Caches
 
 CPU = torch.device("cpu")
@@ -119,16 +119,47 @@ def test_pools_are_chosen_whole_and_what_is_behind_them_is_seen_anyway() -> None
     assert pools_chosen([(at, at + 1) for at in range(22)]) == at_once
 
 
+def blocks_chosen(cuts: list[tuple[int, int]]) -> list[list[list[int]]]:
+    """What each head of each token chooses in blocks of three, two at most."""
+    index, found = torch.full((BLOCKS + 1, BLOCK, WIDTH), torch.nan), list[list[list[int]]]()
+    query, _, keys = of_tokens(0, 0, 22)
+    for begin, end in cuts:
+        here, chunk = slice(begin, end), PagedChunk(begin, end - begin, TABLES[0])
+        asked = IndexQuery(BlockIndex(2, 3, 1), query[here], None, keys[here])
+        chosen = GeneralBackend(SHAPE, CPU).batch([chunk]).choose(asked, index)[0]
+        if chosen is None:
+            found += [[[*range(at + 1)]] * HEADS for at in range(begin, end)]
+        else:
+            found += [[row[row >= 0].tolist() for row in each] for each in chosen]
+    return found
+
+
+def test_each_head_chooses_the_last_block_and_others_by_their_best_token() -> None:
+    query, _, keys = of_tokens(0, 0, 22)
+    scores = torch.einsum("qhw,kw->qhk", query, keys)
+    at_once = blocks_chosen([(0, 22)])
+    for at, heads in enumerate(at_once):
+        others = {block: range(3 * block, 3 * block + 3) for block in range(at // 3)}
+        for head, row in enumerate(heads):
+            highest = [-float(scores[at, head, [*tokens]].max()) for tokens in others.values()]
+            other = [*others[highest.index(min(highest))]] if others else []
+            assert row == [*other, *range(at // 3 * 3, at + 1)]
+    assert len({str(head) for head in at_once[-1]}) > 1
+    assert blocks_chosen([(0, 4), (4, 5), (5, 9), (9, 20), (20, 22)]) == at_once
+
+
 @pytest.mark.parametrize("room", [1, general_backend.ROOM])
-@pytest.mark.parametrize(("count", "group"), [(1, 2), (7, 2), (7, 8)])
-def test_those_alone_are_attended_to(count: int, group: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("count", "group", "apart"), [(1, 2, True), (7, 2, True), (1, 2, False), (7, 8, False)])
+def test_those_alone_are_attended_to(
+    count: int, group: int, apart: bool, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gathered for one token, and where many heads share a key, else masked."""
     monkeypatch.setattr(general_backend, "ROOM", room)
     total, heads, noise = 22, 2 * group, torch.Generator().manual_seed(3)
     cache = CacheShape(1, BLOCKS, BLOCK, heads, 2, 16).new_cache(torch.float32, CPU)[0].fill_(torch.nan)
     query = torch.randn(total, heads, 12, generator=noise)
     key, value = torch.randn(total, 2, 12, generator=noise), torch.randn(total, 2, 16, generator=noise)
-    found, expected = attended(cache, query, key, value, count)
+    found, expected = attended(cache, query, key, value, count, choices=2 if apart else 1)
     torch.testing.assert_close(found, expected)
 
 
@@ -141,14 +172,19 @@ def test_chosen_latents_are_keys_and_values(count: int) -> None:
     torch.testing.assert_close(found, expected)
 
 
-def attended(cache: Tensor, query: Tensor, key: Tensor, value: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """What the last `count` tokens of a sequence see of those that are chosen for them, by us and by torch."""
-    total, scale = len(query), 0.3
-    chosen = best(torch.randn(total, total, generator=torch.Generator().manual_seed(4)), torch.arange(total) + 1, MOST)
-    chosen[-1, -1] = -1  # fewer than there is room for
+def attended(
+    cache: Tensor, query: Tensor, key: Tensor, value: Tensor, count: int, choices: int = 1
+) -> tuple[Tensor, Tensor]:
+    """What the last `count` tokens of a sequence see of those that are chosen for them, by us and by torch; by so many
+    choices, each for as many heads."""
+    total, scale, noise = len(query), 0.3, torch.Generator().manual_seed(4)
+    seen = torch.arange(total) + 1
+    chosen = torch.stack([best(torch.randn(total, total, generator=noise), seen, MOST) for _ in range(choices)], dim=1)
+    chosen[-1, 0, -1] = -1  # fewer than there is room for
     whole = [each.transpose(0, 1) for each in (query, key, value)]
-    mask = mask_of(chosen, total)
+    mask = mask_of(chosen.transpose(0, 1), total).repeat_interleave(query.shape[1] // choices, 0)
     expected = functional.scaled_dot_product_attention(*whole, attn_mask=mask, scale=scale, enable_gqa=True)
+    chosen = chosen[:, 0] if choices == 1 else chosen
 
     def attend(begin: int, end: int, given: Chosen) -> Tensor:
         batch = GeneralBackend(SHAPE, CPU).batch([PagedChunk(begin, end - begin, TABLES[0])])
