@@ -55,10 +55,10 @@ class SharedKV:
 
 @dataclass(frozen=True, slots=True)
 class IndexedKV:
-    """Keys and values, and an index key of so many numbers of every token, in the same blocks: by these a layer chooses
-    the tokens that it attends to (`layers/index_keys`)."""
+    """Keys and values, a layer's own or an earlier one's, and an index key of so many numbers of every token, in the
+    same blocks: by these it chooses the tokens that it attends to (`layers/index_keys`)."""
 
-    kv: PagedKV
+    kv: PagedKV | SharedKV
     index_dim: int
 
 
@@ -74,10 +74,8 @@ def read_by(specs: Sequence[CacheSpec]) -> list[PagedKV | SequenceState]:
     """
     found: list[PagedKV | SequenceState] = []
     for spec in specs:
-        if isinstance(spec, SharedKV):
-            found.append(found[spec.layer])
-        else:
-            found.append(spec.kv if isinstance(spec, IndexedKV) else spec)
+        own = spec.kv if isinstance(spec, IndexedKV) else spec
+        found.append(found[own.layer] if isinstance(own, SharedKV) else own)
     return found
 
 
@@ -189,18 +187,23 @@ def layer_caches(
     """What each layer is handed: its part of the `paged` cache of its kind, whose shapes are these, of that type and on
     that device; index keys are made beside it, and states for so many sequences."""
     parts, made = {kind: iter(cache) for kind, cache in paged.items()}, list[LayerCache]()
-    for spec in specs:
-        if isinstance(spec, SharedKV):
-            made.append(made[spec.layer])
-        elif isinstance(spec, SequenceState):
-            made.append(spec.new_cache(slots, device))
-        elif isinstance(spec, IndexedKV):
-            shape = shapes[spec.kv]
-            keys = paged[spec.kv].new_empty(shape.blocks + 1, shape.block_size, spec.index_dim)
-            made.append(IndexedCache(next(parts[spec.kv]), keys))
+    for spec, kind in zip(specs, read_by(specs), strict=True):
+        if isinstance(kind, SequenceState):
+            made.append(kind.new_cache(slots, device))
+            continue
+        own = spec.kv if isinstance(spec, IndexedKV) else spec
+        kv = _kv_of(made[own.layer]) if isinstance(own, SharedKV) else next(parts[kind])
+        if isinstance(spec, IndexedKV):
+            keys = kv.new_empty(shapes[kind].blocks + 1, shapes[kind].block_size, spec.index_dim)
+            made.append(IndexedCache(kv, keys))
         else:
-            made.append(next(parts[spec]))
+            made.append(kv)
     return made
+
+
+def _kv_of(cache: LayerCache) -> Tensor:
+    assert not isinstance(cache, StateCache), "a layer with states has no keys and values"
+    return cache.kv if isinstance(cache, IndexedCache) else cache
 
 
 def block_elements(specs: Sequence[CacheSpec], block_size: int) -> int:

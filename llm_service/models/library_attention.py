@@ -12,7 +12,7 @@ from common.checkpoint import CheckpointError
 from llm_service.families.family import SpanRule
 from llm_service.layers.attention.backend import AttentionKind
 from llm_service.layers.attention.general_backend import PLAIN, AttentionRule
-from llm_service.layers.cache_spec import IndexedKV, PagedKV, SequenceState
+from llm_service.layers.cache_spec import CacheSpec
 from llm_service.layers.index_keys import Chosen
 from llm_service.layers.mixer import StateBackend
 from llm_service.models.layer_rules import chunk_of
@@ -66,10 +66,10 @@ def attend_as_ours(
 class LibraryMixer:
     """A layer's attention, or what has a state in its place, as the caches see it."""
 
-    def __init__(self, spec: PagedKV | IndexedKV | SequenceState) -> None:
+    def __init__(self, spec: CacheSpec) -> None:
         self._spec = spec
 
-    def cache_spec(self) -> PagedKV | IndexedKV | SequenceState:
+    def cache_spec(self) -> CacheSpec:
         """Keys and values, as wide as the wider of both; index keys where the layer has an index; or a state."""
         return self._spec
 

@@ -18,7 +18,7 @@ from llm_service.families.family import OF_PROMPTS, SpanRule
 from llm_service.layers.attention.backend import AttentionBackend, AttentionKind, CacheShape
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.general_backend import AttentionRule, GeneralBackend, GeneralBatch
-from llm_service.layers.cache_spec import IndexedKV, PagedKV, SequenceState
+from llm_service.layers.cache_spec import CacheSpec, IndexedKV, PagedKV, SequenceState, SharedKV
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.index_keys import Chosen, IndexQuery
 from llm_service.models.decoder import Deepstack, kernels_of
@@ -32,6 +32,7 @@ from llm_service.models.library_attention import (
     layer_of,
 )
 from llm_service.models.library_index import take_indexers
+from llm_service.models.library_latents import rank_of, sources_of, take_latents
 from llm_service.models.library_latents import rank_of, take_latents
 from llm_service.models.library_linear import Fill, TextLinear
 from llm_service.models.library_rotary import turn_by_sequence
@@ -139,7 +140,7 @@ class LibraryDecoder:
         token_ids: Tensor,
     ) -> Tensor:
         """As `Decoder.forward`; `token_ids` int [n] are for what a model looks up beside its embeddings."""
-        places_of = {layer: at for at, layer in enumerate(sorted((*self._specs, *self._states)))}
+        places_of = self._places
         paged: GeneralBatch = batches[places_of[next(iter(self._specs))]]
         more = self._by_ids(token_ids, paged)
         if deepstack is not None:
@@ -270,9 +271,20 @@ class LibraryDecoder:
 
     def mixers(self) -> list[LibraryMixer]:
         """Each layer's, in order."""
-        dims = self._index_dims
-        paged = {layer: IndexedKV(spec, dims[layer]) if layer in dims else spec for layer, spec in self._specs.items()}
-        return [LibraryMixer(spec) for _, spec in sorted((paged | self._states).items())]
+        sources, places = sources_of(self._text), self._places
+        made = list[CacheSpec]()
+        for layer in places:
+            if (state := self._states.get(layer)) is not None:
+                made.append(state)
+                continue
+            kv = SharedKV(places[sources[layer]]) if layer in sources else self._specs[layer]
+            made.append(IndexedKV(kv, self._index_dims[layer]) if layer in self._index_dims else kv)
+        return [LibraryMixer(spec) for spec in made]
+
+    @property
+    def _places(self) -> dict[int, int]:
+        """Where a layer is among those that keep something, by its number."""
+        return {layer: at for at, layer in enumerate(sorted((*self._specs, *self._states)))}
 
     def backend(self, shape: CacheShape) -> AttentionBackend | GeneralBackend:
         """What makes its batches."""

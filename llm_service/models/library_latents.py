@@ -49,3 +49,18 @@ def _matrices(module: Any) -> Tensor:
     """This rank's heads' [heads, plain + depth, rank]."""
     weight: Tensor = module.kv_b_proj.weight
     return weight.view(-1, module.qk_nope_head_dim + module.v_head_dim, weight.shape[1])
+
+
+def sources_of(text: nn.Module) -> dict[int, int]:
+    """The layers that have another's latents, by their numbers, and that one's: the last before them that kept its own
+    for others, of those that rotate keys as they do, or do not."""
+    parts: list[Any] = list(text.modules())
+    kept, found = dict[bool, int](), dict[int, int]()
+    for part in parts:
+        if not rank_of(part):
+            continue
+        if getattr(part, "is_kv_shared_layer", False):
+            found[part.layer_idx] = kept[bool(part.use_rope)]
+        elif getattr(part, "store_full_length_kv", False):
+            kept[bool(part.use_rope)] = part.layer_idx
+    return found

@@ -14,7 +14,7 @@ from llm_service.layers import index_keys
 from llm_service.layers.attention import general_backend
 from llm_service.layers.attention.backend import AttentionKind, CacheShape, PagedChunk
 from llm_service.layers.attention.general_backend import AttentionRule, GeneralBackend, GeneralBatch
-from llm_service.layers.cache_spec import IndexedCache, IndexedKV, PagedKV, block_elements
+from llm_service.layers.cache_spec import IndexedCache, IndexedKV, PagedKV, SharedKV, block_elements
 from llm_service.layers.index_keys import BlockIndex, Chosen, IndexQuery, PoolIndex, TokenIndex, best, mask_of
 from llm_service.worker.caches import Caches
 
@@ -199,17 +199,21 @@ def attended(
 def test_index_keys_lie_in_the_blocks_of_keys_and_values() -> None:
     """Layers with an index and without have one back end, and so one batch."""
     plain = PagedKV(4, 2, 16, AttentionKind(window=9))
-    specs = [IndexedKV(plain, WIDTH), plain, IndexedKV(plain, 12)]
-    assert block_elements(specs, BLOCK) == BLOCK * (3 * 2 * 2 * 16 + WIDTH + 12)
+    specs = [IndexedKV(plain, WIDTH), plain, IndexedKV(plain, 12), SharedKV(0), IndexedKV(SharedKV(2), 10)]
+    assert block_elements(specs, BLOCK) == BLOCK * (3 * 2 * 2 * 16 + WIDTH + 12 + 10)
     mixers: Any = [SimpleNamespace(cache_spec=lambda spec=spec: spec) for spec in specs]
     made: Any = lambda shape: GeneralBackend(shape, CPU)  # noqa: E731
     caches = Caches(mixers, BLOCKS, BLOCK, torch.float32, CPU, attention=made)
     assert len(caches.paged) == 1
-    first, second, third = caches.layers
+    first, second, third, shares, shares_and_has_own = caches.layers
     assert isinstance(first, IndexedCache)
     assert isinstance(third, IndexedCache)
     assert (first.index.shape, third.index.shape) == ((BLOCKS + 1, BLOCK, WIDTH), (BLOCKS + 1, BLOCK, 12))
     assert isinstance(second, Tensor)
     assert first.kv.data_ptr() != third.kv.data_ptr()
+    assert shares is first.kv
+    assert isinstance(shares_and_has_own, IndexedCache)
+    assert shares_and_has_own.kv is third.kv
+    assert shares_and_has_own.index.shape == (BLOCKS + 1, BLOCK, 10)
     batches: list[GeneralBatch] = caches.batches([PagedChunk(0, 9, TABLES[0])])
-    assert batches[0] is batches[1] is batches[2]
+    assert all(batch is batches[0] for batch in batches)
