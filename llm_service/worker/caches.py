@@ -113,6 +113,7 @@ class Caches:
             if isinstance(spec, SequenceState) and spec not in self._states:
                 self._states[spec] = states(mixer)
             if isinstance(spec, IndexedKV) and isinstance(mixer, IndexPart) and spec not in self._indexes:
+                assert isinstance(spec.kv, PagedKV), "an index part has keys and values of its own"
                 self._indexes[spec] = mixer.index_backend(self.paged[spec.kv].backend, blocks, block_size)
 
     @property
