@@ -14,6 +14,7 @@ from common.checkpoint import CheckpointError
 from common.library_classes import decoder_of
 from llm_service.layers.group import TensorGroup
 from llm_service.models.library_linear import TextLinear
+from llm_service.models.library_states import CHUNKS
 
 _WHOLE = frozenset(
     {"replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj", "embedding_rowwise", "embedding_colwise"}
@@ -52,6 +53,8 @@ def share_out(model: Any, group: TensorGroup) -> None:
         style = plan.get(_generic(name))
         if style is None or style in _WHOLE:
             continue
+        if style == "rowwise" and type(modules[name.rpartition(".")[0]]).__name__ in CHUNKS:
+            style = "rowwise_split_input"  # of a layer with states, all of which but this every rank computes
         if style == _SUM:
             module.register_forward_hook(partial(_summed, group=group))
         elif isinstance(module, nn.Linear | TextLinear) and not style.startswith("packed"):

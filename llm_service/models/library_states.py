@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from llm_service.layers.cache_spec import Segment, SequenceState, StateCache
 from llm_service.models.library_step import this_step
 
-_KNOWN = {"Glm5NextTextLinearAttention": 64}
+CHUNKS = {"Glm5NextTextLinearAttention": 64}
 """Layers that are served, and how many tokens they compute at once: a sequence that is cut at multiples of these gives
 the same bits."""
 
@@ -64,7 +64,7 @@ def take_states(text: nn.Module) -> dict[int, int]:
     found: dict[int, int] = {}
     parts: list[Any] = list(text.modules())
     for part in parts:
-        if (chunk := _KNOWN.get(type(part).__name__)) is not None:
+        if (chunk := CHUNKS.get(type(part).__name__)) is not None:
             found[part.layer_idx] = chunk
             part.forward = partial(_carried, part.layer_idx, part.forward)
     return found
