@@ -33,7 +33,6 @@ from llm_service.models.library_attention import (
 )
 from llm_service.models.library_index import take_indexers
 from llm_service.models.library_latents import rank_of, sources_of, take_latents
-from llm_service.models.library_latents import rank_of, take_latents
 from llm_service.models.library_linear import Fill, TextLinear
 from llm_service.models.library_rotary import turn_by_sequence
 from llm_service.models.library_shares import share_out
