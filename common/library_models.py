@@ -44,6 +44,8 @@ def describe(folder: Path) -> LibraryModel:
     config = config_of(folder)
     model, processor = checked(config), processor_of(folder)
     text = config.get_text_config(decoder=True)
+    if row_token(config) >= text.vocab_size:
+        raise CheckpointError(f"{config.model_type} has rows at places of a token that its vocabulary has not")
     check_processor(processor)
     taken = [item_of(processor), *(["video"] if takes_videos(model, processor) else [])]
     if "audio" not in taken and takes_sounds(model, processor):

@@ -239,6 +239,15 @@ def test_a_model_that_answers_by_another_mask_than_it_reads_is_refused() -> None
         try_config(config, drawn_prompt)
 
 
+def test_rows_at_places_of_a_token_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    path = make("nemo_speechlm", tmp_path) / "config.json"
+    stated = json.loads(path.read_text("utf-8"))
+    stated["audio_token_id"] = stated["text_config"]["vocab_size"]
+    path.write_text(json.dumps(stated), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="a token that its vocabulary has not"):
+        library_models.describe(tmp_path)
+
+
 def test_layers_with_states_are_refused() -> None:
     config = config_of_recipe("lfm2_vl")
     with pytest.raises(CheckpointError, match="layers keep states"):
