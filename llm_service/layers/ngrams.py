@@ -156,7 +156,7 @@ class NgramBatch:
         of a sequence, [size − 1], is less than that by `end`, since states begin with zeros."""
         (states,) = cache.tensors
         size = states.shape[1]
-        out, shifted = tokens.new_empty(len(tokens), size), tokens - end
+        out, shifted = tokens.new_zeros(len(tokens), size), tokens - end
         for run in self.runs:
             (kept,) = cache.read(run)
             every, count = torch.cat([kept, shifted[run.begin : run.end]]), run.end - run.begin
@@ -172,7 +172,7 @@ class NgramBatch:
     def convolve(self, x: Tensor, weight: Tensor, apart: int, cache: StateCache) -> Tensor:
         """x [n, channels], weight [channels, reach], whose places are so many tokens apart → [n, channels]; each
         segment's slot has its last tokens afterwards."""
-        out = torch.empty_like(x)
+        out = torch.zeros_like(x)  # a row of padding, which no step fills, must be numbers: others' tiles may read it
         for run in self.runs:
             (before,) = cache.read(run)
             out[run.begin : run.end], after = convolve_run(x[run.begin : run.end], before, weight, apart)

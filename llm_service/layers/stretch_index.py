@@ -98,13 +98,13 @@ class IndexBatch:
             if self.along is not None and self._reads_few(chunk):
                 lists.append(self._listed(best, chunk))
                 continue
-            seen = cached_keys[chunk.slots], cached_values[chunk.slots]
-            _attend_by_mask(out[here], query[here], *seen, self.seen(best, chunk.context), scale)
+            every = cached_keys[chunk.slots], cached_values[chunk.slots]
+            self._attend_by_mask(out[here], query[here], *every, best, scale)
         if lists:
             assert self.along is not None, "what attends along lists"
-            every = torch.cat([each.places for each in lists])
+            places = torch.cat([each.places for each in lists])
             table, lengths = torch.cat([each.table for each in lists]), torch.cat([each.lengths for each in lists])
-            out[every] = self.along(query[every], cache, table, lengths, scale)
+            out[places] = self.along(query[places], cache, table, lengths, scale)
         return out.flatten(1)
 
     def best(self, asked: Tensor, stretches: Tensor, context: int) -> Tensor:
@@ -117,14 +117,30 @@ class IndexBatch:
             best[first:last, :count] = scored(asked[first:last], stretches[:whole]).topk(count, dim=1).indices
         return best
 
-    def seen(self, best: Tensor, context: int) -> Tensor:
-        """The same as tokens, those of the last stretch among them: bool [m, context + m]."""
-        total = context + len(best)
+    def _attend_by_mask(
+        self, out: Tensor, query: Tensor, keys: Tensor, values: Tensor, best: Tensor, scale: float
+    ) -> None:
+        """Fills out [m, heads, dim] for queries [m, heads, dim], the last of so many tokens, whose keys and values are
+        [total, kv_heads, dim]; so many at a time as there is `ROOM` for."""
+        near, far = (each.to(query.dtype).transpose(0, 1) for each in (keys, values))
+        total, context = len(keys), len(keys) - len(query)
+        rows = max(1, ROOM // (4 * query.shape[1] * total))
+        for begin in range(0, len(query), rows):
+            part = slice(begin, begin + rows)
+            seen, own = self.seen(best[part], context + begin, total), query[part].transpose(0, 1)
+            attended = functional.scaled_dot_product_attention(
+                own, near, far, attn_mask=seen, scale=scale, enable_gqa=True
+            )
+            out[part] = attended.transpose(0, 1)
+
+    def seen(self, best: Tensor, context: int, total: int) -> Tensor:
+        """The same as tokens, those of the last stretch among them: bool [m, total], of m tokens behind `context`
+        others of so many in all."""
         whole = total // self.stretch
         mask = torch.zeros(len(best), whole + 1, dtype=torch.bool, device=best.device)
         mask.scatter_(1, torch.where(best < 0, whole, best), value=True)
         places = torch.arange(total, device=best.device)
-        own = places[context:].unsqueeze(1)
+        own = places[context : context + len(best)].unsqueeze(1)
         seen = (places >= (own + 1) // self.stretch * self.stretch) & (places <= own)
         seen[:, : whole * self.stretch] |= mask[:, :whole].repeat_interleave(self.stretch, dim=1)
         return seen
@@ -164,19 +180,6 @@ def scored(asked: Tensor, stretches: Tensor) -> Tensor:
     products = torch.relu(asked.float() @ stretches.float().t())
     scores: Tensor = products.sum(dim=1) / asked.shape[-1] ** 0.5
     return scores
-
-
-def _attend_by_mask(out: Tensor, query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float) -> None:
-    """Fills out [m, heads, dim] for queries [m, heads, dim], which see what they do, bool [m, total], of keys and
-    values [total, kv_heads, dim]; so many at a time as there is `ROOM` for."""
-    near, far = (each.to(query.dtype).transpose(0, 1) for each in (keys, values))
-    rows = max(1, ROOM // (4 * query.shape[1] * len(keys)))
-    for begin in range(0, len(query), rows):
-        part = slice(begin, begin + rows)
-        attended = functional.scaled_dot_product_attention(
-            query[part].transpose(0, 1), near, far, attn_mask=seen[part], scale=scale, enable_gqa=True
-        )
-        out[part] = attended.transpose(0, 1)
 
 
 class PagedIndex:

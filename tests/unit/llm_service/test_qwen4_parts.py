@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from common.checkpoint import CheckpointError
 from llm_service.families.family import FeedForwardKind, LayerKind, Mixer
+from llm_service.layers import stretch_index
 from llm_service.layers.attention.backend import PagedChunk
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.metadata import AttentionMetadata
@@ -23,6 +24,7 @@ from llm_service.layers.mixer import Rotary
 from llm_service.layers.ngrams import Ngrams
 from llm_service.layers.ops import MultimodalRotary
 from llm_service.layers.streams import StreamMix
+from llm_service.layers.stretch_index import IndexBatch
 from llm_service.models.config import TextConfig
 from llm_service.models.loader import InMemory, load_mtp, targets
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
@@ -158,7 +160,7 @@ def test_tokens_see_what_the_library_chooses_however_a_prompt_is_cut(
     keys = whole._cache.index.flatten(0, 1)
     slots = torch.tensor([blocks[at // BLOCK] * BLOCK + at % BLOCK for at in range(TOKENS)])
     batch = ours.index_backend(whole._backend, 40, BLOCK).batch([PagedChunk(0, TOKENS, blocks)])
-    seen = batch.seen(batch.best(asked, keys[slots[2::3], :12], 0), 0)
+    seen = batch.seen(batch.best(asked, keys[slots[2::3], :12], 0), 0, TOKENS)
     assert torch.equal(seen, full & mask[0, 0])
 
     pieces, found, begin = _Attending(ours, by), list[Tensor](), 0
@@ -201,6 +203,26 @@ def test_a_token_of_each_sequence_follows_metadata(attention: tuple[nn.Module, I
         angles = torch.cat([cosine[places], cosine[:1]]), torch.cat([sine[places], sine[:1]])
         made = ours.join(ours.mix(ours.project(given, angles), attending._cache, batch))
         torch.testing.assert_close(made[:3], torch.stack([each[step] for each in expected]))
+
+
+@torch.inference_mode()
+def test_masks_are_of_as_many_rows_as_there_is_room_for(
+    attention: tuple[nn.Module, IndexedAttention], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, ours = attention
+    x, chunk = _noise(96, TOKENS, HIDDEN), PagedChunk(0, TOKENS, list(range(12)))
+    rotary, made = _rotary(torch.arange(TOKENS).expand(3, -1)), IndexBatch.seen
+    expected, rows = _Attending(ours)(x, rotary, [chunk]), list[int]()
+
+    def seen(*given: Any) -> Tensor:
+        mask = made(*given)
+        rows.append(len(mask))
+        return mask
+
+    monkeypatch.setattr(IndexBatch, "seen", seen)
+    monkeypatch.setattr(stretch_index, "ROOM", 7 * 4 * 4 * TOKENS)
+    torch.testing.assert_close(_Attending(ours)(x, rotary, [chunk]), expected)
+    assert rows == [7] * 6 + [3]
 
 
 @torch.inference_mode()
@@ -278,6 +300,25 @@ def test_n_grams_are_the_library_s_in_pieces_and_over_ends_of_texts() -> None:
         streams = torch.stack([other[place], one[place], one[place], one[place]])
         found.append(ours(streams, ids[[1, 0, 0, 0], place], cache, replayed)[1])
     torch.testing.assert_close(torch.stack(found), expected)
+
+
+@torch.inference_mode()
+def test_rows_of_padding_have_n_grams_that_are_numbers() -> None:
+    """Their keys and values go into the null block, which kernels may multiply by 0."""
+    ours = _fill(Ngrams(_config(), 0, ALONE, torch.float32), _theirs("Qwen4ExpTextPLELayer", 0, 0))
+    metadata = ours.state_backend().padding(4, 4, decodes_only=True)
+    metadata.packed.copy_(torch.from_numpy(metadata.numbers([Segment(0, 1, 2, fresh=True)])))
+    torch.use_deterministic_algorithms(mode=True)  # what is not written is no number then
+    try:
+        made = ours(
+            torch.ones(4, 3 * HIDDEN),
+            torch.arange(4),
+            ours.cache_spec().new_cache(4, CPU),
+            ours.state_backend().over(metadata),
+        )
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+    assert made.isfinite().all()
 
 
 @torch.inference_mode()
