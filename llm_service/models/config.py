@@ -253,7 +253,18 @@ class TextConfig:
         Raises CheckpointError where the family is not served, or a field is missing or asks for something that is not
         supported, in a context of that length.
         """
-        family = family_of(config)
+        try:
+            return cls._read(config, family_of(config), max_context)
+        except CheckpointError:
+            raise
+        except KeyError as error:
+            raise CheckpointError(f"config.json has no {error.args[0]}") from error
+        except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+            what = f"config.json has a setting that is of another kind than it has to be: {error}"
+            raise CheckpointError(what[:200]) from error
+
+    @classmethod
+    def _read(cls, config: dict[str, Any], family: Family, max_context: int) -> TextConfig:
         text = {**family.text_defaults, **config, **(config.get("text_config") or {})}
         if types := text.get("layers_block_type"):
             text |= {"layer_types": types, "num_hidden_layers": len(types)}
@@ -268,81 +279,78 @@ class TextConfig:
             raise CheckpointError(f"activation {activation} is not supported")
         if not (family.probability_weights or text.get("norm_topk_prob", True)):
             raise CheckpointError("experts whose weights do not sum up to 1 are not supported")
-        try:
-            heads = int(text["num_attention_heads"])
-            latent = None
-            if Mixer.LATENT_ATTENTION in family.mixers.values():
-                latent = LatentHeads.of(text, rope, neighbours=family.rotary_neighbours)
-                rope = {**rope, "partial_rotary_factor": 1.0}
-            head_dim = int(text.get("head_dim") or text["hidden_size"] // heads) if latent is None else latent.rotated
-            types, experts = _layer_types(text, family), _experts(text)
-            _check_rotated(text, family, types)
-            if family.single_parts and EXPERTS_ALONE not in types:
-                experts = 0
-            grouped = family.grouped_experts and experts > 0
-            usual = HeadShape(int(text.get("num_key_value_heads") or heads), head_dim)
-            full, cap = HeadShape.of_full(text, types, usual), text.get("final_logit_softcapping")
+        heads = int(text["num_attention_heads"])
+        latent = None
+        if Mixer.LATENT_ATTENTION in family.mixers.values():
+            latent = LatentHeads.of(text, rope, neighbours=family.rotary_neighbours)
+            rope = {**rope, "partial_rotary_factor": 1.0}
+        head_dim = int(text.get("head_dim") or text["hidden_size"] // heads) if latent is None else latent.rotated
+        types, experts = _layer_types(text, family), _experts(text)
+        _check_rotated(text, family, types)
+        if family.single_parts and EXPERTS_ALONE not in types:
+            experts = 0
+        grouped = family.grouped_experts and experts > 0
+        usual = HeadShape(int(text.get("num_key_value_heads") or heads), head_dim)
+        full, cap = HeadShape.of_full(text, types, usual), text.get("final_logit_softcapping")
 
-            def rotary(settings: Mapping[str, Any], shape: HeadShape) -> RotaryConfig:
-                return RotaryConfig.of(settings, text, family, shape.head_dim, max_position, longest)
+        def rotary(settings: Mapping[str, Any], shape: HeadShape) -> RotaryConfig:
+            return RotaryConfig.of(settings, text, family, shape.head_dim, max_position, longest)
 
-            every = rotary(rope, full or usual)
-            local = None if window_rope is None else rotary(window_rope, usual)
-            mixers = tuple(_mixer(family.mixers[each], every if each == FULL else local or every) for each in types)
+        every = rotary(rope, full or usual)
+        local = None if window_rope is None else rotary(window_rope, usual)
+        mixers = tuple(_mixer(family.mixers[each], every if each == FULL else local or every) for each in types)
 
-            return cls(
-                family=family,
-                vocab_size=int(text["vocab_size"]),
-                hidden_size=int(text["hidden_size"]),
-                intermediate_size=_dense_size(text) if experts else _inner_size(text),
-                mixers=mixers,
-                heads=heads,
-                kv_heads=usual.kv_heads,
-                head_dim=head_dim,
-                norm_eps=_norm_eps(text),
-                rotary=every,
-                tied=_tied(config, text, family),
-                max_position=max_position,
-                experts=experts,
-                experts_per_token=int(_first(text, "num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k") or 0),
-                expert_size=_expert_size(text) if experts else 0,
-                media_expert_size=_expert_sizes(text)[1] if experts else 0,
-                least_weight=float(text.get("moe_norm_min") or 0.0),
-                shared_expert_size=_size_of_shared(text),
-                latent_size=int(text.get("moe_latent_size") or 0),
-                sparse_step=int(text.get("decoder_sparse_step", 1)),
-                dense_layers=_dense_layers(text, types if family.single_parts else ()),
-                grouped=_grouped(text) if grouped else None,
-                expert_scale=_expert_scale(text) if family.probability_weights and experts else None,
-                delta_net=_delta_net(text) if Mixer.GATED_DELTA_NET in mixers else None,
-                mamba2=_mamba2(text) if Mixer.MAMBA2 in mixers else None,
-                convolution_width=_convolution_width(text) if Mixer.SHORT_CONVOLUTION in mixers else 0,
-                activation=Activation(activation),
-                windows=_windows(text, types),
-                chunks=_chunks(text, family, types),
-                qk_norm=family.qk_norm and bool(text.get("use_qk_norm", True)),
-                window_rotary=local,
-                attention_scale=_attention_scale(text, head_dim),
-                full_heads=full,
-                local_heads=local_heads(text, types),
-                out_eps=None if (eps := text.get("post_norm_eps")) is None else float(eps),
-                gates=gates_of(text, "swiglu_limits_shared"),
-                expert_gates=gates_of(text, "swiglu_limits"),
-                shared_layers=int(text.get("num_kv_shared_layers") or 0),
-                wide_shared=bool(text.get("use_double_wide_mlp")),
-                latent=latent,
-                layer_inputs=LayerInputs.of(text),
-                embedding_multiplier=_multiplier(text, "embedding_multiplier"),
-                residual_multiplier=_multiplier(text, "residual_multiplier"),
-                logit_scale=_logit_scale(text, family),
-                logit_cap=None if cap is None else float(cap),
-                index=IndexShape.of(text) if Mixer.INDEXED_ATTENTION in mixers else None,
-                streams=StreamShape.of(text),
-                ngrams=NgramShape.of(text),
-                delta_gates=_delta_gates(text),
-            )
-        except KeyError as error:
-            raise CheckpointError(f"config.json has no {error.args[0]}") from error
+        return cls(
+            family=family,
+            vocab_size=int(text["vocab_size"]),
+            hidden_size=int(text["hidden_size"]),
+            intermediate_size=_dense_size(text) if experts else _inner_size(text),
+            mixers=mixers,
+            heads=heads,
+            kv_heads=usual.kv_heads,
+            head_dim=head_dim,
+            norm_eps=_norm_eps(text),
+            rotary=every,
+            tied=_tied(config, text, family),
+            max_position=max_position,
+            experts=experts,
+            experts_per_token=int(_first(text, "num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k") or 0),
+            expert_size=_expert_size(text) if experts else 0,
+            media_expert_size=_expert_sizes(text)[1] if experts else 0,
+            least_weight=float(text.get("moe_norm_min") or 0.0),
+            shared_expert_size=_size_of_shared(text),
+            latent_size=int(text.get("moe_latent_size") or 0),
+            sparse_step=int(text.get("decoder_sparse_step", 1)),
+            dense_layers=_dense_layers(text, types if family.single_parts else ()),
+            grouped=_grouped(text) if grouped else None,
+            expert_scale=_expert_scale(text) if family.probability_weights and experts else None,
+            delta_net=_delta_net(text) if Mixer.GATED_DELTA_NET in mixers else None,
+            mamba2=_mamba2(text) if Mixer.MAMBA2 in mixers else None,
+            convolution_width=_convolution_width(text) if Mixer.SHORT_CONVOLUTION in mixers else 0,
+            activation=Activation(activation),
+            windows=_windows(text, types),
+            chunks=_chunks(text, family, types),
+            qk_norm=family.qk_norm and bool(text.get("use_qk_norm", True)),
+            window_rotary=local,
+            attention_scale=_attention_scale(text, head_dim),
+            full_heads=full,
+            local_heads=local_heads(text, types),
+            out_eps=None if (eps := text.get("post_norm_eps")) is None else float(eps),
+            gates=gates_of(text, "swiglu_limits_shared"),
+            expert_gates=gates_of(text, "swiglu_limits"),
+            shared_layers=int(text.get("num_kv_shared_layers") or 0),
+            wide_shared=bool(text.get("use_double_wide_mlp")),
+            latent=latent,
+            layer_inputs=LayerInputs.of(text),
+            embedding_multiplier=_multiplier(text, "embedding_multiplier"),
+            residual_multiplier=_multiplier(text, "residual_multiplier"),
+            logit_scale=_logit_scale(text, family),
+            logit_cap=None if cap is None else float(cap),
+            index=IndexShape.of(text) if Mixer.INDEXED_ATTENTION in mixers else None,
+            streams=StreamShape.of(text),
+            ngrams=NgramShape.of(text),
+            delta_gates=_delta_gates(text),
+        )
 
 
 def _tied(config: Mapping[str, Any], text: Mapping[str, Any], family: Family) -> bool:

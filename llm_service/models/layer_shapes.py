@@ -165,7 +165,7 @@ class IndexShape:
         if int(text["indexer_kv_heads"]) != 1:
             raise CheckpointError("an index with several heads of keys is not supported")
         budget, stretch = int(text["indexer_budget"]), int(text["indexer_compress_ratio"])
-        if budget < stretch or budget % stretch:
+        if not 0 < stretch <= budget or budget % stretch:
             raise CheckpointError(f"an index that keeps {budget} tokens in stretches of {stretch} is not supported")
         return cls(int(text["indexer_n_heads"]), int(text["indexer_head_dim"]), stretch, budget // stretch)
 
@@ -206,8 +206,8 @@ class NgramShape:
 
     @classmethod
     def of(cls, text: Mapping[str, Any]) -> NgramShape | None:
-        """None where no layer has any. Raises CheckpointError where the token that ends texts is not stated, or layers
-        are meant that are not there."""
+        """None where no layer has any. Raises CheckpointError where the token that ends texts is not stated, layers are
+        meant that are not there, or a size makes no sense."""
         if not (layers := text.get("ple_layer_ids")):
             return None
         ends = text.get("eos_token_id")
@@ -217,7 +217,7 @@ class NgramShape:
         found = tuple(sorted({int(layer) - 1 for layer in layers}))
         if found[0] < 0 or found[-1] >= int(text["num_hidden_layers"]):
             raise CheckpointError("ple_layer_ids names layers that are not there")
-        return cls(
+        made = cls(
             layers=found,
             size=int(text.get("ngram_size", 3)),
             heads=int(text.get("heads_per_ngram", 8)),
@@ -229,3 +229,6 @@ class NgramShape:
             seed=int(text.get("seed", 1234)),
             end=end,
         )
+        if made.size < 2 or min(made.heads, made.width, made.reach, made.base, made.multiple, made.parts) < 1:
+            raise CheckpointError("n-grams of fewer than two tokens, or of sizes below 1, are not supported")
+        return made

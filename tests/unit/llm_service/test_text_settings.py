@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -104,3 +105,21 @@ def test_experts_that_are_chosen_within_groups_by_their_probabilities_are_refuse
 def test_what_opens_gates_is_not_what_parts_without_them_have(kind: str, activation: str) -> None:
     with pytest.raises(CheckpointError, match=f"activation {activation} is not supported"):
         text(kind, hidden_act=activation)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"hidden_size": None}, "config.json has a setting that is of another kind than it has to be: int"),
+        ({"rope_parameters": "yarn"}, "config.json has a setting that is of another kind than it has to be: 'str'"),
+        ({"indexer_compress_ratio": 0}, "an index that keeps 9 tokens in stretches of 0 is not supported"),
+        ({"ngram_size": 1}, "n-grams of fewer than two tokens, or of sizes below 1, are not supported"),
+        ({"heads_per_ngram": 0}, "n-grams of fewer than two tokens, or of sizes below 1, are not supported"),
+    ],
+)
+def test_what_is_no_number_or_no_size_is_refused_in_a_sentence(settings: dict[str, Any], why: str) -> None:
+    index = {f"indexer_{name}": 1 for name in ("n_heads", "kv_heads", "head_dim")}
+    index |= {"indexer_budget": 9, "indexer_compress_ratio": 3, "num_experts": 2, "moe_intermediate_size": 8}
+    grams = {"ple_layer_ids": [1], "eos_token_id": 1, "layer_types": ["full_attention"] * 4}
+    with pytest.raises(CheckpointError, match=re.escape(why)):
+        text("qwen4_exp_text", **{**index, **grams, **settings})
