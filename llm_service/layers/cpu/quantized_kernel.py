@@ -6,6 +6,7 @@ of a panel is made float32 first, and rows go through it while it is in the firs
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -246,12 +247,26 @@ def product(x: Array, weight: Weight, groups: tuple[Array, Array], bias: Array |
 
     Raises ValueError where x has another shape or type.
     """
+    return in_goes(_kernel, np.float32, _AT_ONCE, x, weight, groups, bias, outputs)
+
+
+def in_goes(
+    kernel: Callable[..., None],
+    kind: type[np.generic],
+    at_once: int,
+    x: Array,
+    weight: Weight,
+    groups: tuple[Array, Array],
+    bias: Array | None,
+    outputs: int,
+) -> Array:
+    """See `product`: by a kernel that takes numbers of x as of that type, so many rows in one go."""
     codes = weight[0]
     if x.ndim != 2 or x.shape[1] != codes.shape[1] or x.dtype != np.float32:
         raise ValueError(f"{x.dtype} {x.shape} does not fit a weight of {codes.shape[1]} inputs")
-    out, x, added = np.empty((len(x), outputs), np.float32), np.ascontiguousarray(x), _NONE if bias is None else bias
-    for begin in range(0, len(x), _AT_ONCE):
-        part = x[begin : begin + _AT_ONCE]
+    out, numbers = np.empty((len(x), outputs), np.float32), np.ascontiguousarray(x).view(kind)
+    for begin in range(0, len(x), at_once):
+        part = numbers[begin : begin + at_once]
         most = task_rows(len(part), len(codes), numba.get_num_threads())
-        _kernel(out[begin : begin + _AT_ONCE], part, *weight, added, *groups, most)
+        kernel(out[begin : begin + at_once], part, *weight, _NONE if bias is None else bias, *groups, most)
     return out

@@ -24,10 +24,9 @@ from llm_service.layers.cpu.panel_kernel import (
     WIDTH,
     add_rows,
     first_line,
-    task_rows,
     write_panel,
 )
-from llm_service.layers.cpu.quantized_kernel import E4M3, INT8, NIBBLES, Weight, group_constants
+from llm_service.layers.cpu.quantized_kernel import E4M3, INT8, NIBBLES, Weight, group_constants, in_goes
 
 _STRETCH = 64
 """Pairs of inputs that all rows go through before the next: 16 KiB of words, half of most first-level caches."""
@@ -179,7 +178,6 @@ _kernel = compiled(_product, made_of=[vectors, panel_kernel, quantized_kernel])
 _matrix, _vector, _places = numba.float32[:, ::1], numba.float32[::1], numba.int32[::1]
 _weight = (numba.uint8[:, :, ::1], numba.intp, numba.uint8[:, ::1], numba.intp, numba.int8[:, ::1], _vector)
 TYPED = {"product": Typed(_kernel, (_matrix, numba.uint32[:, ::1], *_weight, _vector, _places, _places, numba.intp))}
-_NONE = np.empty(0, np.float32)
 
 
 def fits(ends: Array) -> bool:
@@ -193,12 +191,4 @@ def product(x: Array, weight: Weight, groups: tuple[Array, Array], bias: Array |
 
     Raises ValueError where x has another shape or type.
     """
-    codes = weight[0]
-    if x.ndim != 2 or x.shape[1] != codes.shape[1] or x.dtype != np.float32:
-        raise ValueError(f"{x.dtype} {x.shape} does not fit a weight of {codes.shape[1]} inputs")
-    out, bits = np.empty((len(x), outputs), np.float32), np.ascontiguousarray(x).view(np.uint32)
-    for begin in range(0, len(x), AT_ONCE):
-        part = bits[begin : begin + AT_ONCE]
-        most = task_rows(len(part), len(codes), numba.get_num_threads())
-        _kernel(out[begin : begin + AT_ONCE], part, *weight, _NONE if bias is None else bias, *groups, most)
-    return out
+    return in_goes(_kernel, np.uint32, AT_ONCE, x, weight, groups, bias, outputs)
