@@ -16,7 +16,7 @@ from llm_service.layers.cache_spec import block_elements, cache_shapes
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.latent_attention import LatentAttention
 from llm_service.layers.ops import MultimodalRotary
-from llm_service.layers.tempered_attention import rotary_of
+from llm_service.layers.rotaries import rotary_of
 from llm_service.models.config import TextConfig
 from llm_service.models.layer_shapes import LatentHeads
 from llm_service.worker.adapters import shapes_of
