@@ -65,9 +65,10 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     prompts, None: nothing but what its tokenizer does. `text` is the text's part of the configuration, as JSON has it,
     every default filled in. `together`: tokens of pictures and of marks around them, as the processor tells them from
     text. `adapters`: folders of the checkpoint's own adapters, within its own, by the modality that a prompt has which
-    is computed with one; of several the first counts. Sounds have `sound_rate` samples a second; a
-    chat's text has their seconds in the stead of each `length_mark`, if there is one. Sequences of more tokens than
-    `turns_at` turn by other rotary frequencies; 0: none do.
+    is computed with one; of several the first counts. Sounds have `sound_rate` samples a second; a chat's text has
+    their seconds in the stead of each `length_mark`, if there is one. Of two marks `seam` that touch in a prompt one
+    stays, and a word right behind one gets a space. Sequences of more tokens than `turns_at` turn by other rotary
+    frequencies; 0: none do.
     """
 
     architecture: str
@@ -84,6 +85,7 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     together: tuple[int, ...] = ()
     sound_rate: int = 16_000
     length_mark: str = ""
+    seam: str = ""
     turns_at: int = 0
     adapters: dict[str, str] = {}
 

@@ -90,4 +90,37 @@ class NemotronOmniLayout:
         return found, self._offsets
 
 
-LAYOUTS: dict[str, Callable[[Path], Any]] = {"voxtral": VoxtralLayout, "nemotron_h_omni": NemotronOmniLayout}
+class Idefics2Layout:
+    """Idefics2's processor, which puts marks around pictures, and says nothing of it: of two that touch one stays, and
+    a word right behind one gets a space.
+
+    Texts and pictures are the library's. All else that is asked for, the processor has.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._of = library().AutoProcessor.from_pretrained(folder, local_files_only=True)
+        self.seam = str(self._of.fake_image_token)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_of"], name)
+
+    def __call__(self, text: Sequence[str], images: Sequence[Any] | None = None, **options: Any) -> Any:
+        """One text with as many places as there are pictures."""
+        told = options.pop("return_text_replacement_offsets", False)
+        made = self._of(text=[*text], images=images, **options)
+        if told:
+            tiles = 5 if self._of.image_processor.do_image_splitting else 1
+            own = (self.seam + self._of.image_token * self._of.image_seq_len) * tiles + self.seam
+            made["text_replacement_offsets"] = [[{"replacement": own}] * len(images or ())]
+        return made
+
+
+SEAM = "seam"
+"""What a layout has that changes texts beside items (`LibraryModel.seam`)."""
+
+
+LAYOUTS: dict[str, Callable[[Path], Any]] = {
+    "voxtral": VoxtralLayout,
+    "nemotron_h_omni": NemotronOmniLayout,
+    "idefics2": Idefics2Layout,
+}

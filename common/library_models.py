@@ -21,6 +21,7 @@ from common.checkpoint import CheckpointError
 from common.library import LibraryModel, Refusal
 from common.library_classes import blank_of, config_of, head_of, layers_of_levels, library, missing
 from common.library_features import features_of, lacking
+from common.library_layouts import SEAM
 from common.library_processors import (
     EXTRACTORS,
     Clip,
@@ -57,6 +58,7 @@ def describe(folder: Path) -> LibraryModel:
         vocab_size=text.vocab_size,
         max_position=longest_context(text),
         turns_at=turns_at(text),
+        seam=getattr(processor, SEAM, ""),
         placeholders=ids,
         levels=level_count(config),
         alone=tuple(taken) if _depends_on_others(model, processor) else lacking(config).alone,
@@ -274,17 +276,23 @@ def checked(config: Any) -> Any:
     if _INDEXED in (getattr(text, "layer_types", None) or ()) and text.model_type not in _KNOWN_INDICES:
         raise CheckpointError(f"layers of {kind} choose the tokens that they see by an index of their own")
     model = blank_of(config)
-    apart = [each for each in EXTRACTORS if features_of(model.base_model, each) is not None]
+    found = {modality: features_of(model.base_model, modality) for modality in EXTRACTORS}
+    apart = {modality: compute for modality, compute in found.items() if compute is not None}
     if not apart:
         parts = {name for name, part in vars(config).items() if isinstance(part, library().PreTrainedConfig)}
         media = "sounds" if parts & {"audio_config", "codec_config"} and "vision_config" not in parts else "pictures"
         why = f"does not keep the rows of {media} apart from the rest" if parts else "is for text alone"
         raise CheckpointError(f"{kind} {why}")
-    if getattr(config, f"{apart[0]}_token_id", None) is None:
+    first, compute = next(iter(apart.items()))
+    if _TOLD_THE_TEXT in inspect.signature(compute).parameters:
+        raise CheckpointError(f"{kind} makes rows of a picture by what the prompt says of it")
+    if getattr(config, f"{first}_token_id", None) is None:
         raise CheckpointError(f"{kind} does not state the token at whose places rows go")
     return model
 
 
+_TOLD_THE_TEXT = "qformer_input_ids"
+"""What makes rows takes so, if it is told the prompt's text."""
 _INDEXED = "indexed_attention"
 """What a configuration calls layers that score all tokens before one, and attend to the best of them."""
 _KNOWN_INDICES = ("mistral_large4_text", "dots3_note_text", "glm5_next_text")

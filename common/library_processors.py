@@ -16,7 +16,7 @@ from PIL import Image
 from common.checkpoint import Checkpoint, CheckpointError
 from common.library import PromptFrame
 from common.library_classes import first_line, library, missing
-from common.library_layouts import LAYOUTS
+from common.library_layouts import LAYOUTS, SEAM
 
 
 def processor_of(folder: Path) -> Any:
@@ -243,7 +243,10 @@ def _between(processor: Any, modality: str) -> str:
 
 def frame_of(processor: Any) -> PromptFrame | None:
     """What a processor sets into prompts beside what stands for items: found in one prompt, and tried in it and another
-    with two items, where there may be two. Raises CheckpointError where it sets something else than a frame has."""
+    with two items, where there may be two. Raises CheckpointError where it sets something else than a frame has. Where
+    it changes texts beside items (`LibraryModel.seam`), it sets nothing else."""
+    if getattr(processor, SEAM, ""):
+        return None
     kind = item_of(processor)
     one, _, two = _blanks(kind)
     made, parts = _laid_out(processor, kind, one, 1)

@@ -146,7 +146,8 @@ class Family:
 
     `replaced`: the encoder says what stands in a prompt for an item, in its header; nothing follows from a grid.
     `alone`: of which modalities an item is alone in a prompt, as it depends on the others. `length_mark`: what a
-    template has in the stead of a sound's seconds. `frame`: what else stands in
+    template has in the stead of a sound's seconds. `seam`: a mark beside items, of which two that touch are one, and
+    behind which a word gets a space. `frame`: what else stands in
     a prompt with items, where that is not what the tokenizer puts before any text. `texts`: the kinds of text
     that it goes with, each of which decides what layers have (`registry.TEXT_FAMILIES`); empty: it has its own.
 
@@ -182,6 +183,7 @@ class Family:
     replaced: bool = False
     alone: Collection[Modality] = ()
     length_mark: str = ""
+    seam: str = ""
     turns_at: int = 0
     frame: PromptFrame | None = None
     texts: Collection[str] = ()

@@ -26,6 +26,7 @@ def library_family(found: LibraryModel) -> Family:
         replaced=True,
         alone=frozenset(map(Modality, found.alone)),
         length_mark=found.length_mark,
+        seam=found.seam,
         turns_at=found.turns_at,
         frame=found.frame,
     )

@@ -78,6 +78,7 @@ class PromptBuilder:
         self._first = list(self.tokenizer.encode("").ids)
         self._alone, self._frame = model.family.alone, model.family.frame
         self._length_mark, self._turns_at = model.family.length_mark, model.family.turns_at
+        self._seam = self._added.get(model.family.seam, -1)
         self._media = MediaTokens.of(checkpoint.config, model.family, named_tokens(checkpoint, self._added))
         self.template = ChatTemplate.of(checkpoint, self._plain_template())
         self._media_layout = MediaLayout.of(checkpoint.config, model.family)
@@ -147,7 +148,7 @@ class PromptBuilder:
         ids: list[int] = []
         spans: list[Span] = []
         text, first = "", True  # nothing stands before it but what the tokenizer puts there
-        for piece in self._expanded(pieces, headers):
+        for piece in self._joined(self._expanded(pieces, headers)):
             if isinstance(piece, str):
                 text += piece  # texts that meet are tokenized as one, as the reference does
                 continue
@@ -202,6 +203,24 @@ class PromptBuilder:
                         yield self._media.marks[name]
                     case text:
                         yield from self._split(text)
+
+    def _joined(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        """With one mark of several at a seam of items, and a space between a mark and a word."""
+        before: Piece = ""
+        for piece in pieces:
+            if before == self._seam and piece != "":
+                if piece == self._seam:
+                    continue
+                if self._begins_with_word(piece):
+                    yield " "
+            before = piece
+            yield piece
+
+    def _begins_with_word(self, piece: Piece) -> bool:
+        """Whether a text begins with a word, or a special token's name does, as the library's processors tell one."""
+        if isinstance(piece, int):
+            piece = next((name for name, token in self._added.items() if token == piece), "")
+        return isinstance(piece, str) and piece[:1] not in ("", "<") and not piece[0].isspace()
 
     def _framed(self, pieces: list[Piece]) -> list[Piece]:
         """With what the library's processor sets into a prompt."""

@@ -307,13 +307,31 @@ def test_contexts_end_where_some_layers_would_turn_others_of_a_batch_otherwise()
     assert (library_models.longest_context(text), library_models.turns_at(text)) == (64, 0)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("idefics2", "Idefics2Processor"), ("fuyu", "FuyuProcessor")])
-def test_a_processor_that_does_not_say_what_stands_for_a_picture_is_refused(
-    kind: str, name: str, tmp_path: Path
-) -> None:
-    """One does not by itself; the other puts a picture before the text, and none where there is a mark for one."""
-    with pytest.raises(CheckpointError, match=f"{name} does not say what stands for a picture"):
-        library_models.describe(make(kind, tmp_path))
+def test_a_processor_that_does_not_say_what_stands_for_a_picture_is_refused(tmp_path: Path) -> None:
+    """It puts a picture before the text, and none where there is a mark for one."""
+    with pytest.raises(CheckpointError, match="FuyuProcessor does not say what stands for a picture"):
+        library_models.describe(make("fuyu", tmp_path))
+
+
+def test_rows_that_depend_on_the_prompt_s_text_are_refused() -> None:
+    config = library_classes.library().CONFIG_MAPPING["instructblip"]()
+    with pytest.raises(CheckpointError, match="instructblip makes rows of a picture by what the prompt says of it"):
+        library_models.checked(config)
+
+
+def test_marks_that_touch_are_one_and_a_word_behind_one_gets_a_space(tmp_path: Path) -> None:
+    """As Idefics2's processor lays pictures out, which touch each other, words, spaces and special tokens."""
+    folder = make("idefics2", tmp_path)
+    found, processor = library_models.describe(folder), library_processors.processor_of(folder)
+    assert (found.seam, found.frame) == ("<fake_token_around_image>", None)
+    builder = PromptBuilder(Checkpoint(folder), ServedModel.by_library(found))
+    grid, picture_of = Grid(1, 1, 6), ItemProcessor(folder).replacement(np.zeros((48, 64, 3), np.uint8))
+    for text in ("<image>a", "<image><image>b", "<image> c<image>\nd<image></s>e", "f <image><g<image>"):
+        count = text.count("<image>")
+        made = processor(text=[text], images=[Image.new("RGB", (64, 48))] * count)["input_ids"][0]
+        headers = [Header(b"", Modality.IMAGE, grid, 6, replacement=picture_of)] * count
+        pieces = builder.pieces(TextPrompt(text), [Modality.IMAGE] * count)
+        assert builder.layout(pieces, headers).ids == made, text
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from common.errors import InvalidInput
 from common.library import PromptFrame
 from common.library_classes import library
 from common.library_models import describe
+from common.library_processors import frame_of, processor_of
 from common.media.item import Key, Modality
 from llm_service.engine.sequence import Sequence
 from llm_service.families.family import SpanRule
@@ -170,8 +171,14 @@ def test_what_a_processor_sets_into_prompts_is_found(case: Case, tmp_path: Path)
 
 
 def test_a_processor_that_sets_something_else_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="ShieldGemma2Processor sets something into prompts"):
-        describe(make("shieldgemma2", tmp_path))
+    class Shouting(type(processor_of(make("llava", tmp_path)))):  # type: ignore[misc]
+        def __call__(self, text: list[str], **options: Any) -> Any:
+            return super().__call__(text=[text[0].replace("left", "LEFT")], **options)
+
+    processor = processor_of(tmp_path)
+    processor.__class__ = Shouting
+    with pytest.raises(CheckpointError, match="Shouting sets something into prompts"):
+        frame_of(processor)
 
 
 @pytest.fixture(scope="module")

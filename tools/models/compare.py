@@ -24,7 +24,7 @@ from common.library import LibraryModel
 from common.library_classes import class_of, config_of, library
 from common.library_layouts import LAYOUTS, VoxtralLayout
 from common.library_models import describe, own_adapters
-from common.library_processors import SOUND_RATE, frame_of
+from common.library_processors import SOUND_RATE, frame_of, processor_of
 from encoder_service.media.audio import read_track
 from encoder_service.media.limits import MediaLimits
 from encoder_service.media.video import open_reader
@@ -168,25 +168,24 @@ class Reference:
     """The library itself over a checkpoint, on the CPU in float32."""
 
     def __init__(self, folder: Path) -> None:
-        self.processor = library().AutoProcessor.from_pretrained(folder, local_files_only=True)
+        config = config_of(folder)
+        self._lays_out_chats = LAYOUTS.get(config.model_type) is VoxtralLayout
+        chats = library().AutoProcessor
+        self.processor = chats.from_pretrained(folder) if self._lays_out_chats else processor_of(folder)
         template = folder / "chat_template.jinja"
         if self.processor.chat_template is None and template.exists():  # some processors do not read it
             self.processor.chat_template = template.read_text("utf-8")
-        kind = config_of(folder).model_type
-        self._lays_out_chats = LAYOUTS.get(kind) is VoxtralLayout
-        if kind in LAYOUTS and not self._lays_out_chats:  # its own, called as others are
-            self.processor = LAYOUTS[kind](folder)
         frame = None if self._lays_out_chats else frame_of(self.processor)
         self._frames_texts = frame is not None and frame.always
-        model = class_of(config_of(folder))
-        self.model = model.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+        given: dict[str, Any] = {"config": config, "dtype": torch.float32, "local_files_only": True}
+        self.model = class_of(config).from_pretrained(folder, **given).eval()
         self._adapters = own_adapters(self.model.config, folder)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Already found a `peft_config`")  # there may be several
-            for kind, path in self._adapters.items():
+            for modality, path in self._adapters.items():
                 if path != ".":  # which the library has loaded
-                    self.model.load_adapter(str(folder), kind, adapter_kwargs={"subfolder": path})
-        if kind in _VIDEOS_WHOLE:
+                    self.model.load_adapter(str(folder), modality, adapter_kwargs={"subfolder": path})
+        if config.model_type in _VIDEOS_WHOLE:
             self.model.get_video_features = _in_parts(self.model.get_video_features)
         self.model.generation_config.eos_token_id = None
 
