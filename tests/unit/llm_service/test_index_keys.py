@@ -155,6 +155,7 @@ def test_those_alone_are_attended_to(
 ) -> None:
     """Gathered for one token, and where many heads share a key, else masked."""
     monkeypatch.setattr(general_backend, "ROOM", room)
+    monkeypatch.setattr(general_backend, "_COPIED", 22)
     total, heads, noise = 22, 2 * group, torch.Generator().manual_seed(3)
     cache = CacheShape(1, BLOCKS, BLOCK, heads, 2, 16).new_cache(torch.float32, CPU)[0].fill_(torch.nan)
     query = torch.randn(total, heads, 12, generator=noise)
