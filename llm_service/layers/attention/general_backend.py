@@ -167,8 +167,8 @@ def attend_to_chosen(
 
 
 def _gathers(chosen: Tensor, total: int, group: int) -> bool:
-    """Whether what each query has chosen, [n, ·, k], is gathered: for one query, or few, and where so many heads share a
-    key, and so few keys of all are chosen, that to copy these takes less than to attend to all.
+    """Whether what each query has chosen, [n, ·, k], is gathered: for one query, or few, and where so many heads share
+    a key, and so few keys of all are chosen, that to copy these takes less than to attend to all.
 
     >>> one, four = torch.zeros(1, 1, 8), torch.zeros(4, 1, 8)
     >>> _gathers(one, 9, 1), _gathers(four, 31, 1), _gathers(four, 31, 64)
@@ -181,8 +181,7 @@ def _gathers(chosen: Tensor, total: int, group: int) -> bool:
 
 
 _COPIED = 256
-"""A chosen key is copied in the time in which so many products of a head's query with a key are made, and more: on a CPU
-with 16 heads, and with 64."""
+"""Products of a head's query with a key that take as long as to copy a key, or longer: on a CPU, with 16 heads and 64."""
 
 
 def softmax_scale(scale: float | None, width: int) -> float:
