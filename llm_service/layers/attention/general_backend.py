@@ -181,7 +181,7 @@ def _gathers(chosen: Tensor, total: int, group: int) -> bool:
 
 
 _COPIED = 256
-"""Products of a head's query with a key that take as long as to copy a key, or longer: on a CPU, with 16 heads and 64."""
+"""Products of a query with a key that take as long as to copy a key, or longer: on a CPU, with 16 heads and 64."""
 
 
 def softmax_scale(scale: float | None, width: int) -> float:
