@@ -20,6 +20,7 @@ class Mixer(Enum):
     LATENT_ATTENTION = "latent attention"
     INDEXED_ATTENTION = "attention to what an index chooses"
     LATE_NORMED_ATTENTION = "attention whose heads are normed once they are rotated"
+    NORMED_OUTPUT_ATTENTION = "attention whose heads are normed before their gates open them"
     TEMPERED_ATTENTION = "attention whose queries grow with their places"
     GATED_DELTA_NET = "gated delta net"
     SHORT_CONVOLUTION = "short convolution"
@@ -34,6 +35,7 @@ class FeedForwardKind(Enum):
     EXPERTS = "experts"
     SCALED_EXPERTS = "experts whose inputs are scaled"
     BY_MODALITY = "experts by modality"
+    POOLED_EXPERTS = "experts of narrower rows"
     BOTH = "dense, and experts beside it"
     NONE = "none: the layer is a mixer alone"
 
@@ -157,25 +159,26 @@ class Family:
     own with `gates_apart`, and `head_gates`, one for all of it; `norms`, which there are, and `zero_centred_norms`,
     those of layers and heads scale by 1 + weight, but for the last with `whole_last_gain`, or, with `long_gains`, by
     weights that stay in float32; `layer_norms`, those of layers take the mean off first, as LayerNorm does, without
-    biases; `parallel_residual`, a layer's feed-forward part is given what its mixer is; `value_norm`, each head of
-    values is normed, without a weight; `layer_scalars`, what comes out of a layer is multiplied by a number;
-    `scaled_embeddings`, those of tokens are multiplied by the root of their width, with `normed_embeddings` they are
-    normed, without a weight; `logit_scale` and `logit_divisor`, what config.json calls the number that logits are
-    multiplied or divided by, if they are; `rotary_neighbours`, the two numbers of a rotary pair are neighbours in
-    checkpoints; `rotary_in_windows`, heads are rotated in local layers alone, those with a window or chunks, where
-    there are any, and with `unrotated` in none; `fused_gates`, these have gates and what they open as one matrix;
-    `ungated`, feed-forward parts have none, and the square of a ReLU between two products; `grouped_experts`, each
-    expert has a score of its own, and the likeliest are among those of the likeliest groups; `probability_weights`,
-    experts count by their probabilities among all, which do not sum up to 1; `ungated_shared`, what all tokens go
-    through beside their experts has no gate; `sparse`, what follows in a layer with experts, whose stacked matrices
-    have inputs first where they are `experts_inputs_first`, None: where their shape says so; `single_parts`, a layer is
-    a mixer or a feed-forward part, behind one norm; `mrope_interleaved`, rotary pairs are dealt out to time, height and
-    width in turns, and `space_first`, those of height and width so before those of time, and `rotary_share`, so much of
-    a head is rotated, unless the checkpoint says otherwise. `mixers`: what config.json's `layer_types` stand for; a
-    family has windows where `SLIDING` is among them, and where queries grow in none of its contexts they are left as
-    they are. `text_defaults`: what holds of the decoder where config.json leaves it out. `part_names`: what the library
-    calls parts of layers, and the decoder otherwise. `changed_parts`: tensors that the library changes when it loads a
-    checkpoint, and the decoder takes as they are, by parts of their names.
+    biases; `parallel_residual`, a layer's feed-forward part is given what its mixer is; `gated_residual`, what parts
+    give is added by gates of the layer's own; `value_norm`, each head of values is normed, without a weight;
+    `layer_scalars`, what comes out of a layer is multiplied by a number; `scaled_embeddings`, those of tokens are
+    multiplied by the root of their width, with `normed_embeddings` they are normed, without a weight; `logit_scale` and
+    `logit_divisor`, what config.json calls the number that logits are multiplied or divided by, if they are;
+    `rotary_neighbours`, the two numbers of a rotary pair are neighbours in checkpoints; `rotary_in_windows`, heads are
+    rotated in local layers alone, those with a window or chunks, where there are any, and with `unrotated` in none;
+    `fused_gates`, these have gates and what they open as one matrix; `ungated`, feed-forward parts have none, and the
+    square of a ReLU between two products; `grouped_experts`, each expert has a score of its own, and the likeliest are
+    among those of the likeliest groups; `probability_weights`, experts count by their probabilities among all, which do
+    not sum up to 1; `ungated_shared`, what all tokens go through beside their experts has no gate; `sparse`, what
+    follows in a layer with experts, whose stacked matrices have inputs first where they are `experts_inputs_first`,
+    None: where their shape says so; `single_parts`, a layer is a mixer or a feed-forward part, behind one norm;
+    `mrope_interleaved`, rotary pairs are dealt out to time, height and width in turns, and `space_first`, those of
+    height and width so before those of time, and `rotary_share`, so much of a head is rotated, unless the checkpoint
+    says otherwise. `mixers`: what config.json's `layer_types` stand for; a family has windows where `SLIDING` is among
+    them, and where queries grow in none of its contexts they are left as they are. `text_defaults`: what holds of the
+    decoder where config.json leaves it out. `part_names`: what the library calls parts of layers, and the decoder
+    otherwise. `changed_parts`: tensors that the library changes when it loads a checkpoint, and the decoder takes as
+    they are, by parts of their names.
     """
 
     modalities: Mapping[Modality, InPrompt]
@@ -200,6 +203,7 @@ class Family:
     whole_last_gain: bool = False
     layer_norms: bool = False
     parallel_residual: bool = False
+    gated_residual: bool = False
     value_norm: bool = False
     layer_scalars: bool = False
     scaled_embeddings: bool = False

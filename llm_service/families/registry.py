@@ -20,7 +20,7 @@ from llm_service.families.hunyuan import HUNYUAN_TEXT
 from llm_service.families.internvl import INTERNVL
 from llm_service.families.lfm import LFM2, LFM3
 from llm_service.families.llama4 import LLAMA4_TEXT
-from llm_service.families.muse import MUSE_GLIMMER_TEXT
+from llm_service.families.muse import MUSE_GLIMMER_TEXT, MUSE_SPARK_TEXT
 from llm_service.families.nemotron_h import NEMOTRON_H
 from llm_service.families.qwen2_audio import QWEN2_AUDIO
 from llm_service.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
@@ -83,6 +83,7 @@ TEXT_FAMILIES: Final = {
     "mistral": Family({}, mixers=WINDOWED, text_defaults={"use_sliding_window": True}),
     "mistral4": MISTRAL4_TEXT,
     "muse_glimmer_text": MUSE_GLIMMER_TEXT,
+    "muse_spark_text": MUSE_SPARK_TEXT,
     "nemotron_h": NEMOTRON_H,
     "paddleocr_vl_text": Family({}),
     "qwen2": Family({}, attention_bias=True),

@@ -22,8 +22,10 @@ from llm_service.layers.mamba2_mixer import Mamba2
 from llm_service.layers.mixer import CachedPart, MixerPart, Rotary
 from llm_service.layers.mlp import MLP, SquaredMLP
 from llm_service.layers.modality_experts import ModalityExperts
+from llm_service.layers.normed_output_attention import NormedOutputAttention
 from llm_service.layers.ops import Unnormed, norm_of
 from llm_service.layers.part_layers import FeedForwardLayer, MixerLayer
+from llm_service.layers.pooled_experts import PooledExperts
 from llm_service.layers.scaled_experts import InputScaledMLP
 from llm_service.layers.self_attention import SelfAttention
 from llm_service.layers.short_convolution import ShortConvolution
@@ -67,6 +69,7 @@ MIXERS: dict[Mixer, Callable[[LayerKind, TextConfig, TensorGroup, torch.dtype], 
     Mixer.LATENT_ATTENTION: LatentAttention,
     Mixer.INDEXED_ATTENTION: IndexedAttention,
     Mixer.LATE_NORMED_ATTENTION: LateNormedAttention,
+    Mixer.NORMED_OUTPUT_ATTENTION: NormedOutputAttention,
     Mixer.TEMPERED_ATTENTION: TemperedAttention,
     Mixer.GATED_DELTA_NET: lambda _, *given: GatedDeltaNet(*given),
     Mixer.SHORT_CONVOLUTION: lambda _, *given: ShortConvolution(*given),
@@ -75,6 +78,7 @@ MIXERS: dict[Mixer, Callable[[LayerKind, TextConfig, TensorGroup, torch.dtype], 
 FEED_FORWARDS: dict[FeedForwardKind, Callable[[LayerKind, TextConfig, TensorGroup, torch.dtype], nn.Module]] = {
     FeedForwardKind.DENSE: _dense,
     FeedForwardKind.EXPERTS: _experts,
+    FeedForwardKind.POOLED_EXPERTS: lambda _, *given: PooledExperts(*given),
     FeedForwardKind.BY_MODALITY: lambda _, *given: ModalityExperts(*given),
     FeedForwardKind.SCALED_EXPERTS: partial(_experts, made=InputScaledMLP),
     FeedForwardKind.BOTH: _dense,

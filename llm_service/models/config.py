@@ -110,7 +110,9 @@ class TextConfig:
     get `latent_size` numbers that are made of a token, 0: all that it has. With an `expert_scale` they count by their
     probabilities among all, times that, else by these over their sum, which is taken to be `least_weight` at the least.
     Where they are chosen by modality, those of media, and of the marks around them, are of `media_expert_size`, and
-    their tokens are `media_tokens`, which are of the library's configurations.
+    their tokens are `media_tokens`, which are of the library's configurations. Experts of
+    narrower rows have `pooled_size` numbers of one, and scores by `router_multiplier` times what a router gives. Gates
+    of layers are divided by `gate_temperature`.
     """
 
     family: Family
@@ -161,6 +163,9 @@ class TextConfig:
     media_expert_size: int = 0
     least_weight: float = 0.0
     media_tokens: tuple[int, ...] = ()
+    pooled_size: int = 0
+    router_multiplier: float = 1.0
+    gate_temperature: float = 1.0
     index: IndexShape | None = None
     streams: StreamShape | None = None
     ngrams: NgramShape | None = None
@@ -317,6 +322,9 @@ class TextConfig:
             experts_per_token=int(_first(text, "num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k") or 0),
             expert_size=_expert_size(text) if experts else 0,
             media_expert_size=_expert_sizes(text)[1] if experts else 0,
+            pooled_size=int(text.get("moe_hidden_size") or 0),
+            router_multiplier=_multiplier(text, family.logit_scale) if text.get("moe_hidden_size") else 1.0,
+            gate_temperature=float(text.get("residual_gate_temperature") or 1.0),
             least_weight=float(text.get("moe_norm_min") or 0.0),
             shared_expert_size=_size_of_shared(text),
             latent_size=int(text.get("moe_latent_size") or 0),

@@ -19,6 +19,7 @@ from llm_service.layers.cache_spec import LayerCache
 from llm_service.layers.cpu import selection
 from llm_service.layers.decoder_layer import DecoderLayer, KeysAndValues, Layer, make_layer
 from llm_service.layers.experts import Experts
+from llm_service.layers.gated_residual import GatedResidualLayer
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.layer_inputs import InputsOfLayers
 from llm_service.layers.linear import PackedLinear, VocabularyEmbedding
@@ -258,6 +259,8 @@ def _layer(index: int, config: TextConfig, group: TensorGroup, dtype: torch.dtyp
     kind, own = config.layer_kind(index), () if config.ngrams is None else config.ngrams.layers
     if kind.feed_forward is FeedForwardKind.BY_MODALITY:
         return ModalityLayer(kind, config, group, dtype)
+    if config.family.gated_residual:
+        return GatedResidualLayer(kind, config, group, dtype)
     if config.streams is not None:
         return StreamedLayer(kind, config, group, dtype, own.index(index) if index in own else None)
     return make_layer(kind, config, group, dtype)
