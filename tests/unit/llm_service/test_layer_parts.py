@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from llm_service.families.family import Family, Mixer
 from llm_service.families.gates import BoundedGates, RaisedGates
 from llm_service.families.hunyuan import HUNYUAN_TEXT
+from llm_service.families.muse import MUSE_SPARK_TEXT
 from llm_service.layers.attention.backend import CacheShape, PagedChunk
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cache_spec import PagedKV, Segment
 from llm_service.layers.experts import Experts, SparseMLP
 from llm_service.layers.gated_delta_net import GatedDeltaNet
+from llm_service.layers.gated_residual import ResidualGate
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.late_normed_attention import LateNormedAttention
 from llm_service.layers.linear import Stored, VocabularyEmbedding
@@ -26,6 +28,7 @@ from llm_service.layers.mixer import Rotary
 from llm_service.layers.mlp import MLP
 from llm_service.layers.modality_experts import ModalityExperts
 from llm_service.layers.ops import MultimodalRotary, RMSNorm
+from llm_service.layers.pooled_experts import PooledExperts
 from llm_service.layers.rotaries import rotary_of
 from llm_service.layers.scaled_experts import InputScaledMLP
 from llm_service.layers.self_attention import SelfAttention, gates_last
@@ -34,6 +37,7 @@ from llm_service.models.layer_shapes import gates_of
 from llm_service.models.loader import InMemory, targets
 from llm_service.models.rotary_config import RotaryConfig, Tempering
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
+from tests.parity.test_library_ranks import on_ranks
 
 from transformers.models.qwen3_5.modeling_qwen3_5 import (  # isort: skip
     Qwen3_5Attention,
@@ -50,6 +54,11 @@ from transformers.models.hunyuan_vl.modeling_hunyuan_vl import (  # isort: skip
     HunYuanVLDenseV1Attention,
     HunYuanVLRotaryEmbedding,
     HunYuanVLTextConfig,
+)
+from transformers.models.muse_spark.modeling_muse_spark import (  # isort: skip
+    MuseSparkMoE,
+    MuseSparkResidualGate,
+    MuseSparkTextConfig,
 )
 from transformers.models.glm4v_moe.modeling_glm4v_moe import (  # isort: skip
     Glm4vMoeTextConfig,
@@ -327,6 +336,48 @@ def test_heads_that_are_normed_once_they_are_rotated_by_four_axes() -> None:
             place(InMemory(stored[name]))
         parts.append(ours.o(attended(ours, x, tables)))
     torch.testing.assert_close(sum(parts), expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_experts_of_narrower_rows_whose_outputs_are_normed() -> None:
+    """Over ranks they are normed once they are whole."""
+    sizes = {"num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "moe_hidden_size": 40}
+    settings = MuseSparkTextConfig(**SIZES | {"rope_parameters": None}, **sizes, routed_scaling_factor=1.5)
+    theirs = drawn(MuseSparkMoE(settings))
+    theirs.gate.e_score_correction_bias.copy_(0.5 * noise(6, seed=3))
+    shape = replace(
+        config(),
+        norm_eps=settings.rms_norm_eps,
+        out_eps=settings.post_norm_eps,
+        grouped=GroupedExperts(1, 1, 1.5),
+        experts=6,
+        experts_per_token=2,
+        expert_size=24,
+        pooled_size=40,
+        router_multiplier=settings.output_multiplier,
+    )
+    x, name = noise(9, HIDDEN), MUSE_SPARK_TEXT.own_name
+    expected = theirs(x.unsqueeze(0))[0]
+    stored = {name(f"mlp.{each}").removeprefix("mlp."): tensor for each, tensor in theirs.state_dict().items()}
+
+    def ours(group: TensorGroup) -> Tensor:
+        made = PooledExperts(shape, group, torch.float32)
+        places = {each: place for each, (_, place) in targets(made)}
+        for each, tensor in stored.items():
+            places[each](InMemory(tensor))
+        return made(x)
+
+    for found in (ours(ALONE), *on_ranks(2, ours)):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_residuals_by_gates_of_a_layer_s_own() -> None:
+    theirs = drawn(MuseSparkResidualGate(MuseSparkTextConfig(**SIZES | {"rope_parameters": None})))
+    ours = ResidualGate(HIDDEN, 0.3, "gate_of")
+    ours.targets("")["gate_of.gate"](InMemory(theirs.gate))
+    residual, more = noise(5, HIDDEN), noise(5, HIDDEN, seed=2)
+    torch.testing.assert_close(sum(ours(residual, more)), theirs(residual, more))
 
 
 def modality_config() -> TextConfig:
