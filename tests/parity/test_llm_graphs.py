@@ -334,7 +334,7 @@ def _tokens(run: Callable[[], None]) -> int:
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **(kwargs or {}))
-            if func is torch.ops.aten.full_like.default:
+            if func is torch.ops.aten.new_full.default:
                 seen.append(len(out))
             return out
 

@@ -204,6 +204,7 @@ RECIPES: dict[str, Recipe] = {
         (*_MUSE_WORDS, "<|audio|>", "<|soft_audio_start|>", "<|soft_audio_end|>"),
         image="<|patch|>",
         video="<|video|>",
+        audio="<|audio|>",
     ),
     "llama4": Recipe(
         whole(
