@@ -185,7 +185,7 @@ RECIPES: dict[str, Recipe] = {
             audio_config=part(
                 "muse_spark_audio",
                 {},
-                patch_sizes=[4, 2],
+                patch_sizes=[48, 40],
                 hidden_sizes=[16, 32],
                 depths=[1, 1],
                 num_hidden_layers=2,
