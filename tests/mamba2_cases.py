@@ -82,7 +82,7 @@ def check(backend: Mamba2Backend, case: Case, counts: Sequence[int]) -> None:
             )
             _compare(out[segment.begin : segment.end], expected, near)
             _compare(cache.tensors[1][segment.slot], before[segment.slot][1].transpose(1, 2), near)
-    steps = [Segment(at, at + 1, slot, fresh=False, decodes=True) for at, slot in enumerate(places)]
+    steps = [Segment(at, at + 1, slot, fresh=False, answers=1) for at, slot in enumerate(places)]
     tokens = case.part(0, len(steps))
     out = backend.batch(steps).run(tokens, case.weights, cache)
     for step in steps:

@@ -83,7 +83,7 @@ def read_by(specs: Sequence[CacheSpec]) -> list[PagedKV | SequenceState]:
 class Segment:
     """Tokens [begin, end) of the batch belong to the sequence whose state is in `slot`; `fresh`: they are its first.
     The state behind them goes to the slot `copy` as well, if that is not -1; the next segment may go on from it.
-    `context` tokens of the sequence are before them. `decodes` is as in `plan.Chunk`."""
+    `context` tokens of the sequence are before them. `answers` is as in `plan.Chunk`."""
 
     begin: int
     end: int
@@ -91,7 +91,7 @@ class Segment:
     fresh: bool
     copy: int = -1
     context: int = 0
-    decodes: bool = False
+    answers: int = 0
 
     @classmethod
     def of(
@@ -103,16 +103,19 @@ class Segment:
         >>> cuts = Segment.of([Chunk(7, 1, 0), Chunk(0, 150, 1)], [4, 6], [(1, 128, 9)])
         >>> [(each.begin, each.end, each.slot, each.fresh, each.copy) for each in cuts]
         [(0, 1, 4, False, -1), (1, 129, 6, True, 9), (129, 151, 6, False, -1)]
+        >>> [each.answers for each in Segment.of([Chunk(0, 150, 0, answers=30)], [6], [(0, 64, 8), (0, 128, 9)])]
+        [0, 8, 22]
         """
-        segments, begin = [], 0
+        segments, begin = list[Segment](), 0
         for number, (chunk, slot) in enumerate(zip(chunks, slots, strict=True)):
-            first, fresh = begin, chunk.context == 0
-            for place, copy in sorted((place, copy) for owner, place, copy in passed if owner == number):
-                segments.append(cls(first, begin + place, slot, fresh, copy, chunk.context + first - begin))
-                first, fresh = begin + place, False
-            context = chunk.context + first - begin
+            own = sorted((place, copy) for owner, place, copy in passed if owner == number)
+            first, prompt = 0, chunk.count - chunk.answers
+            for place, copy in (*own, (chunk.count, -1)):
+                fresh, context = chunk.context + first == 0, chunk.context + first
+                answers = max(0, place - max(first, prompt))
+                segments.append(cls(begin + first, begin + place, slot, fresh, copy, context, answers))
+                first = place
             begin += chunk.count
-            segments.append(cls(first, begin, slot, fresh, context=context, decodes=chunk.decodes))
         return segments
 
 

@@ -407,8 +407,8 @@ def _logits(
     for begin, end in cuts:
         tables = [list(range(blocks, 2 * blocks)), list(range(blocks))[::-1]]
         decodes = answer is not None and begin >= answer
-        chunks = [PagedChunk(begin, end - begin, table, decodes) for table in tables]
         count = end - begin
+        chunks = [PagedChunk(begin, count, table, decodes, count * decodes) for table in tables]
         here = [(count + first - begin, count + last - begin) for first, last in runs if begin <= first < last <= end]
         segments = Segment.of(chunks, (1, 0))
         batches = [

@@ -62,7 +62,11 @@ class DeviceTables:
         size, host = self._size, self.host
         return [
             PagedChunk(
-                each.context, each.count, host[each.row, : -(-(each.context + each.count) // size)], each.decodes
+                each.context,
+                each.count,
+                host[each.row, : -(-(each.context + each.count) // size)],
+                each.decodes,
+                each.answers,
             )
             for each in chunks
         ]

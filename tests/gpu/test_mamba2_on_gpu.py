@@ -48,7 +48,7 @@ def test_a_graph_is_replayed_over_new_metadata(decodes_only: bool) -> None:
     )
     segments, begin = [], 0
     for slot, count in enumerate(counts, 1):
-        segments.append(Segment(begin, begin + count, slot, fresh=True, decodes=slot == 1))
+        segments.append(Segment(begin, begin + count, slot, fresh=True, answers=count * (slot == 1)))
         begin += count
     cache, alone = case.states(4), case.states(4)
     metadata = backend.padding(begin, len(counts), decodes_only=decodes_only)

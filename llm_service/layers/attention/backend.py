@@ -147,13 +147,14 @@ class CacheShape:
 @dataclass(frozen=True, slots=True)
 class PagedChunk:
     """`count` tokens of one sequence, after `context` tokens that are in the KV cache: the next ones of a flattened
-    batch. `blocks` is the sequence's block table, integers, long enough for context + count tokens. `decodes` is as in
-    `plan.Chunk`."""
+    batch. `blocks` is the sequence's block table, integers, long enough for context + count tokens. `decodes` and
+    `answers` are as in `plan.Chunk`."""
 
     context: int
     count: int
     blocks: Sequence[int] | np.ndarray
     decodes: bool = False
+    answers: int = 0
 
 
 def parts_at(chunks: Sequence[PagedChunk], places: np.ndarray) -> list[PagedChunk]:

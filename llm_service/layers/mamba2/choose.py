@@ -40,7 +40,7 @@ def runs(backend: Mamba2Backend, shape: Mamba2Shape, dtype: torch.dtype, device:
     conv, bias = zeros(shape.channels, shape.width), zeros(shape.channels)
     weights = Mamba2Weights(conv, bias, of_head, of_head, of_head, zeros(shape.values), 1e-5)
     given = Mamba2Input(zeros(3, shape.values), zeros(3, shape.channels), zeros(3, shape.heads))
-    segments = [Segment(0, 1, 0, fresh=True, decodes=True), Segment(1, 3, 1, fresh=True)]
+    segments = [Segment(0, 1, 0, fresh=True, answers=1), Segment(1, 3, 1, fresh=True)]
     try:
         backend.batch(segments).run(given, weights, cache).sum().item()
     except Exception as error:  # noqa: BLE001 - whatever it fails with, torch may do

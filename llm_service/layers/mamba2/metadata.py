@@ -27,7 +27,7 @@ class Mamba2Metadata:
     def of(cls, segments: Sequence[Segment], device: torch.device) -> Mamba2Metadata:
         """The metadata of a step's segments.
 
-        >>> segments = [Segment(0, 1, 4, fresh=False, decodes=True), Segment(1, 4, 7, fresh=True)]
+        >>> segments = [Segment(0, 1, 4, fresh=False, answers=1), Segment(1, 4, 7, fresh=True)]
         >>> metadata = Mamba2Metadata.of(segments, torch.device("cpu"))
         >>> metadata.tables.runs.tolist(), metadata.answers.tolist()
         ([[1, 4, 7, 1, 0]], [1, 0, 0, 0])
@@ -58,5 +58,5 @@ class Mamba2Metadata:
 def _packed(tables: np.ndarray, segments: Sequence[Segment], tokens: int) -> np.ndarray:
     answers = np.zeros(tokens, np.int32)
     for segment in segments:
-        answers[segment.begin : segment.end] = segment.decodes
+        answers[segment.end - segment.answers : segment.end] = 1
     return np.concatenate([tables, answers])

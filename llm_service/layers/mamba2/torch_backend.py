@@ -35,16 +35,17 @@ class TorchBackend:
 
 def floors_of(segments: Sequence[Segment], least: float) -> Tensor | None:
     """float32 [n, 1]: what Δ of each token is at least; None where that says nothing. An answer's tokens have no such
-    bound, as the library's kernels for one token know of none.
+    bound, as the library's kernels for one token know of none, be it that they are computed anew at once.
 
-    >>> floors_of([Segment(0, 1, 0, fresh=False, decodes=True), Segment(1, 3, 1, fresh=True)], 0.5).tolist()
-    [[0.0], [0.5], [0.5]]
+    >>> floors_of([Segment(0, 1, 0, fresh=False, answers=1), Segment(1, 4, 1, fresh=True, answers=1)], 0.5).tolist()
+    [[0.0], [0.5], [0.5], [0.0]]
     """
-    if not least or all(segment.decodes for segment in segments):
+    if not least or all(segment.answers == segment.end - segment.begin for segment in segments):
         return None
-    counts = torch.tensor([segment.end - segment.begin for segment in segments])
-    each = torch.tensor([0.0 if segment.decodes else least for segment in segments])
-    return each.repeat_interleave(counts).unsqueeze(1)
+    floors = torch.full((segments[-1].end, 1), least)
+    for segment in segments:
+        floors[segment.end - segment.answers : segment.end] = 0.0
+    return floors
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 from llm_service.layers.cache_spec import Segment
 from llm_service.layers.mamba2.backend import Mamba2Shape
 from llm_service.layers.mamba2.torch_backend import TorchBackend
+from llm_service.plan import Chunk
 from tests import mamba2_cases
 from tests.mamba2_cases import Case
 
@@ -46,11 +47,25 @@ def test_drafts_have_the_bits_of_tokens_that_come_one_by_one() -> None:
         backend.batch([Segment(0, 70, 0, fresh=True)]).run(case.part(0, 70), case.weights, cache)
         each = []
         for end in cuts:
-            segment = Segment(0, end - begin, 0, fresh=False, context=begin, decodes=True)
+            segment = Segment(0, end - begin, 0, fresh=False, context=begin, answers=end - begin)
             each.append(backend.batch([segment]).run(case.part(begin, end), case.weights, cache))
             begin = end
         outs.append([torch.cat(each), *cache.tensors])
     assert all(torch.equal(one, other) for one, other in zip(*outs, strict=True))
+
+
+def test_an_answer_that_is_computed_anew_at_once_is_what_it_was_token_by_token() -> None:
+    case = Case.drawn(SHAPE, 150, torch.float32)
+    backend, cache, said = TorchBackend(SHAPE, CPU), case.states(2), list[Tensor]()
+    said.append(backend.batch([Segment(0, 100, 0, fresh=True)]).run(case.part(0, 100), case.weights, cache))
+    for place in range(100, 150):
+        step = [Segment(0, 1, 0, fresh=False, context=place, answers=1)]
+        said.append(backend.batch(step).run(case.part(place, place + 1), case.weights, cache))
+    anew = Segment.of([Chunk(0, 150, 0, answers=50)], [1])
+    made = backend.batch(anew).run(case.given, case.weights, cache)
+    torch.testing.assert_close(made, torch.cat(said), atol=1e-4, rtol=1e-4)
+    for each in cache.tensors:
+        torch.testing.assert_close(each[1], each[0], atol=1e-4, rtol=1e-4)
 
 
 def computed(case: Case, cuts: list[int]) -> list[Tensor]:

@@ -44,11 +44,11 @@ def test_drafts_have_the_bits_of_tokens_that_come_one_by_one_whoever_is_beside_t
             each.fill_(0.5)
     segments, begin = [], 0
     for slot, count in enumerate(counts):
-        segments.append(Segment(begin, begin + count, slot, fresh=False, context=70, decodes=True))
+        segments.append(Segment(begin, begin + count, slot, fresh=False, context=70, answers=count))
         begin += count
     out = backend.batch(segments).run(case.given, case.weights, beside)
     for each in segments:
         for row in range(each.begin, each.end):
-            own = backend.batch([Segment(0, 1, each.slot, fresh=False, decodes=True)])
+            own = backend.batch([Segment(0, 1, each.slot, fresh=False, answers=1)])
             assert torch.equal(own.run(case.part(row, row + 1), case.weights, alone)[0], out[row])
     assert all(torch.equal(one, other) for one, other in zip(alone.tensors, beside.tensors, strict=True))

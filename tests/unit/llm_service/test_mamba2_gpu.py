@@ -35,11 +35,11 @@ def test_padding_touches_nothing(counts: tuple[int, ...]) -> None:
     metadata = backend.padding(tokens + 3, len(counts) + 2, decodes_only=tokens == len(counts))
     batch, begin, segments = backend.over(metadata), 0, []
     for slot, count in enumerate(counts, 1):
-        segments.append(Segment(begin, begin + count, slot, fresh=True, decodes=slot == 1))
+        segments.append(Segment(begin, begin + count, slot, fresh=True, answers=count * (slot == 1)))
         begin += count
     before = [Segment(0, tokens + 3, 0, fresh=True)]
     if tokens == len(counts):
-        before = [Segment(n, n + 1, 0, fresh=True, decodes=True) for n in range(len(counts) + 2)]
+        before = [Segment(n, n + 1, 0, fresh=True, answers=1) for n in range(len(counts) + 2)]
     for given in (before, segments):  # what stood there before is gone
         metadata.packed.copy_(torch.from_numpy(metadata.numbers(given)))
     out = batch.run(case.given, case.weights, cache)

@@ -105,3 +105,11 @@ def test_however_often_engines_die_every_answer_is_the_one_that_it_would_have_be
             deaths += 1
     assert deaths == 20 or all(outcome.over for outcome in engine.outcomes.values())
     engine.drain()
+
+
+def test_what_was_said_is_told_from_the_prompt_where_both_are_computed_at_once() -> None:
+    engine = simulation()
+    engine.submit(order(text(9), max_tokens=20), said=[[5, 6, 7]])
+    step, _ = engine.scheduler.schedule()
+    assert step is not None
+    assert [(chunk.count, chunk.answers, chunk.decodes) for chunk in step.plan.chunks] == [(12, 3, False)]
