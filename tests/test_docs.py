@@ -234,6 +234,15 @@ def test_the_limits_are_the_defaults() -> None:
     assert set(expected) <= said
 
 
+def test_the_readme_names_the_models_whose_text_transformers_computes() -> None:
+    row = re.search(r"^\| \*\*By way of transformers alone.*", (ROOT / "README.md").read_text(), re.MULTILINE)
+    table = (ROOT / "docs/MODELS.md").read_text()
+    assert row is not None
+    assert sorted(re.findall(r"`(\w+)`", row[0])) == sorted(
+        re.findall(r"^\| (\w+) \| library \| library \|", table, re.MULTILINE)
+    )
+
+
 def test_the_page_of_metrics_names_every_metric_of_the_encoder_and_no_other() -> None:
     source = ast.parse((ROOT / "encoder_service/meters.py").read_text())
     calls = [node for node in ast.walk(source) if isinstance(node, ast.Call) and node.args]

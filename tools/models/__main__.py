@@ -12,7 +12,7 @@ import argparse
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from pkgutil import resolve_name
@@ -42,18 +42,19 @@ its {hearing} for sounds and text, as `python -m tools.models docs/MODELS.md` fo
 - **native**: a family of ours ([ARCHITECTURE.md](ARCHITECTURE.md)), compared with transformers by `tests/parity`.
 - **library**: transformers computes rows, and what stands for them in a prompt ([library.md](design/library.md)). The
   text is computed, over our scheduler and paged cache, by *our decoder*, as that of a family is, or by the *library*.
-  *Compared*: both services answered from a tiny checkpoint of the kind, with its own processor and random weights in
-  float32, and token ids and 32 greedy tokens were the library's own: text alone, a picture, two pictures of different
-  size between texts, and videos, sounds, and videos with theirs (*video sound*) where the row says so; each prompt
-  alone, beside three others or more, and from the prefix cache; in steps of 16 tokens (of more, where rows of a
-  picture or all tokens see each other and are more), and at once, there on two ranks where the row says *tp 2*:
-  elsewhere the library, which computes the text, has no plan for ranks, or one that gives other logits, and they are
-  refused.
-  A row is of one size of its kind: Gemma 4's smaller sizes hear, let no rows see each other, and are compared by a test
-  of their own (`tests/parity/test_library_models.py`).
-  *Compared in one process*: the same on one rank, without the wires between (`tests/parity/library_side.py`). Of the
-  rest a small model's logits were the library's own, in chunks, packed with another prompt; a checkpoint shows the rest
-  at start.
+- **compared**: both services answered from a tiny checkpoint of the kind, with its own processor and random weights in
+  float32. Token ids and 32 greedy tokens were the library's own.
+    - Prompts: text alone, a picture, two pictures of different size between texts; also videos, sounds, and videos with
+      theirs (*video sound*), where the row says so. *One picture in a prompt*: two are refused.
+    - Each was computed alone, beside three others or more, and from the prefix cache; in steps of 16 tokens, and at once.
+      Steps have more tokens where rows of a picture or all tokens see each other, and are more.
+    - *tp 2*: on two ranks as well. Without it ranks are refused: the library, which computes the text, has no plan for
+      them, or one that gives other logits.
+    - A row is of one size of its kind. Gemma 4's smaller sizes hear, and let no rows see each other; a test of their own
+      compares them (`tests/parity/test_library_models.py`).
+- **compared in one process**: the same on one rank, without the wires between (`tests/parity/library_side.py`).
+- Rows that say neither: a small model's logits were the library's own, in chunks, packed with another prompt. A
+  checkpoint shows the rest at start.
 - **refused**: the services say why, and do not start.
 - **unknown**: the default configuration alone makes no small model, or the library wants a package for it that was
   not there; a checkpoint is tried at start.
@@ -257,7 +258,7 @@ def main() -> None:
     if wrong:
         sys.exit("some would be served, and answer otherwise than the library")
     if given.only:
-        found = _of_page(given.page) | found
+        found = _among(found, _of_page(given.page), given.only)
     if all(kind in found for kind in every):
         given.page.write_text(page([found[kind] for kind in every]), encoding="utf-8")
 
@@ -268,6 +269,11 @@ def _of_page(path: Path) -> dict[str, Row]:
     if f" transformers {version('transformers')} " not in text:
         return {}
     return {row.kind: row for row in map(Row.read, text.splitlines()) if row is not None}
+
+
+def _among(kept: Mapping[str, Row], told: Mapping[str, Row], asked: Sequence[str]) -> dict[str, Row]:
+    """Rows that were asked for among those that a page tells, which are newer than others that were kept."""
+    return {**kept, **told, **{kind: kept[kind] for kind in asked if kind in kept}}
 
 
 def _kept(path: Path) -> dict[str, Row]:
