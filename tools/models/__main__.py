@@ -46,12 +46,12 @@ its {hearing} for sounds and text, as `python -m tools.models docs/MODELS.md` fo
   float32. Token ids and 32 greedy tokens were the library's own.
     - Prompts: text alone, a picture, two pictures of different size between texts; also videos, sounds, and videos with
       theirs (*video sound*), where the row says so. *One picture in a prompt*: two are refused.
-    - Each was computed alone, beside three others or more, and from the prefix cache; in steps of 16 tokens, and at once.
-      Steps have more tokens where rows of a picture or all tokens see each other, and are more.
+    - Each was computed alone, beside three others or more, and from the prefix cache; at once, and in steps of 16
+      tokens. A step has more where rows of a picture, or all tokens of a prompt, see each other and are more.
     - *tp 2*: on two ranks as well. Without it ranks are refused: the library, which computes the text, has no plan for
       them, or one that gives other logits.
-    - A row is of one size of its kind. Gemma 4's smaller sizes hear, and let no rows see each other; a test of their own
-      compares them (`tests/parity/test_library_models.py`).
+    - A row is of one size of its kind. Gemma 4's smaller sizes hear, and let no rows see each other; a test of their
+      own compares them (`tests/parity/test_library_models.py`).
 - **compared in one process**: the same on one rank, without the wires between (`tests/parity/library_side.py`).
 - Rows that say neither: a small model's logits were the library's own, in chunks, packed with another prompt. A
   checkpoint shows the rest at start.
