@@ -212,7 +212,8 @@ def _reader(hint: Any, about: Mapping[str, Any]) -> Callable[[str], Any]:
         low, high = about["minimum"], about["maximum"]
         inside = (low is None or value >= low) and (high is None or value <= high)  # NaN is in no range
         if not inside:
-            raise argparse.ArgumentTypeError(f"{text} is outside {low} to {'any' if high is None else high}")
+            wanted = f"at least {low}" if high is None else f"within {low} to {high}"
+            raise argparse.ArgumentTypeError(f"{text} is not {wanted}")
         return value
 
     return reader
