@@ -19,7 +19,7 @@ from torch.nn import functional
 from llm_service.layers.attention.backend import AttentionBackend, AttentionBatch, PagedChunk
 from llm_service.layers.attention.metadata import AttentionMetadata
 from llm_service.layers.cpu import selection
-from llm_service.layers.index_keys import ROOM
+from llm_service.layers.index_keys import ROOM, mask_of
 from llm_service.layers.stretch_decode import IndexDecodes
 from llm_service.layers.transfer import to_device
 
@@ -137,12 +137,10 @@ class IndexBatch:
         """The same as tokens, those of the last stretch among them: bool [m, total], of m tokens behind `context`
         others of so many in all."""
         whole = total // self.stretch
-        mask = torch.zeros(len(best), whole + 1, dtype=torch.bool, device=best.device)
-        mask.scatter_(1, torch.where(best < 0, whole, best), value=True)
         places = torch.arange(total, device=best.device)
         own = places[context : context + len(best)].unsqueeze(1)
         seen = (places >= (own + 1) // self.stretch * self.stretch) & (places <= own)
-        seen[:, : whole * self.stretch] |= mask[:, :whole].repeat_interleave(self.stretch, dim=1)
+        seen[:, : whole * self.stretch] |= mask_of(best, whole).repeat_interleave(self.stretch, dim=1)
         return seen
 
     def _reads_few(self, chunk: ChosenChunk) -> bool:
