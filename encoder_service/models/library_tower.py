@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.checkpoint import CheckpointError
 from common.library import LibraryModel
@@ -169,12 +169,16 @@ def flat_rows(features: Any, width: int) -> Tensor:
 
 
 def without_text(model: Any) -> None:
-    """Takes the decoder and the head of logits away. The table of tokens stays where rows are of that."""
-    decoder, text = decoder_of(model), {id(head_of(model))}
+    """Takes the decoder and the head of logits away. The table of tokens stays where rows are of that, and its norm, if
+    it has one, which rows of sounds go through in Muse Spark."""
+    decoder, table, text = decoder_of(model), model.get_input_embeddings(), {id(head_of(model))}
     if decoder is model:
         raise CheckpointError(f"{type(model).__name__} does not keep its text layers apart")
     if makes_tokens(model.base_model):
-        keep_only(decoder, [model.get_input_embeddings(), *towers_within(decoder)])
+        keep_only(decoder, [table, *towers_within(decoder)])
+    elif norms := dict(table.named_children()):
+        keep_only(decoder, [*norms.values(), *towers_within(decoder)])
+        model.set_input_embeddings(nn.ModuleDict(norms))
     elif decoder is model.base_model:
         keep_only(decoder, towers_within(decoder))
     else:
