@@ -28,7 +28,7 @@ def test_a_flag_wins_over_a_variable_and_a_variable_over_the_default():
     [
         ([], "--model is needed"),
         (["--model=m", "--batch-patches=9", "--max-patches-per-call=8"], "--batch-patches"),
-        (["--model=m", "--workers=0"], "outside"),
+        (["--model=m", "--workers=0"], "not within"),
         (["--model=m", "--device=cuda:0"], "--device cuda:0: no GPU"),
         (["--model=m", "--max-image-bytes=lots"], "expected a size"),
         (["--model=m", "--tls-cert=x"], "--tls-key"),
