@@ -283,6 +283,6 @@ def test_a_text_that_computes_otherwise_is_the_library_s(monkeypatch: pytest.Mon
 def test_a_mask_of_ours_that_were_another_is_told(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trial.try_ours(llava)
     right = trial.PagedChunk
-    monkeypatch.setattr(trial, "PagedChunk", lambda context, count, blocks: right(max(0, context - 1), count, blocks))
+    monkeypatch.setattr(trial, "PagedChunk", lambda context, *others: right(max(0, context - 1), *others))
     with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
         trial.try_ours(llava)

@@ -73,7 +73,7 @@ def test_a_checkpoint_that_cannot_be_served_ends_it_with_one_line(checkpoints, t
     [
         ({"model": "/nowhere/at/all"}, "neither a folder nor a hub name"),
         ({"dtype": "float8"}, "invalid choice"),
-        ({"max_ratio": "nan"}, "outside"),
+        ({"max_ratio": "nan"}, "not at least"),
         ({"no_such_option": "1"}, "unrecognized arguments"),
         ({"start_seconds": "0.1"}, "has not started within 0.1 seconds"),
         ({"device": "cuda:0"}, "no GPU can be seen"),
