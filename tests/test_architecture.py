@@ -24,8 +24,11 @@ COMPUTES = ("*.worker.*", "*.models.*", "*.layers.*", "*.__main__")
 TORCH_FREE_EVEN_THERE = (
     "*.worker.messages",
     "*.models.config",
+    "*.models.experts_config",
     "*.models.layer_shapes",
+    "*.models.layer_types",
     "*.models.rotary_config",
+    "*.models.state_config",
     "*.models.served",
 )
 
@@ -127,8 +130,11 @@ def room_of(name: str) -> str:
         ["settings"],
         ["prompt", "tokens"],
         ["models", "config"],
+        ["models", "experts_config"],
         ["models", "layer_shapes"],
+        ["models", "layer_types"],
         ["models", "rotary_config"],
+        ["models", "state_config"],
         ["models", "served"],
     ):
         return "nouns"

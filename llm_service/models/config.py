@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from common.checkpoint import CheckpointError
 from llm_service.families.family import (
-    CHUNKED,
     EXPERTS_ALONE,
     FULL,
-    SLIDING,
     Family,
     FeedForwardKind,
     LayerKind,
@@ -22,6 +20,18 @@ from llm_service.families.family import (
 )
 from llm_service.families.gates import Gates
 from llm_service.families.registry import family_of
+from llm_service.models.experts_config import (
+    GroupedExperts,
+    dense_layers,
+    dense_size,
+    expert_scale,
+    expert_size,
+    expert_sizes,
+    experts_of,
+    first_of,
+    grouped_experts,
+    shared_size,
+)
 from llm_service.models.layer_shapes import (
     HeadShape,
     IndexShape,
@@ -32,49 +42,25 @@ from llm_service.models.layer_shapes import (
     gates_of,
     local_heads,
 )
+from llm_service.models.layer_types import (
+    check_reach,
+    check_rotated,
+    chunk_length,
+    chunk_lengths,
+    layer_types,
+    window_length,
+    window_lengths,
+)
 from llm_service.models.rotary_config import RotaryConfig, rotary_settings
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaNetConfig:
-    """Heads of gated delta nets, and how long theirs are; the convolution sees `width` tokens."""
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    width: int
-
-
-@dataclass(frozen=True, slots=True)
-class Mamba2Config:
-    """Heads of Mamba-2, in groups that share what they read and write, and how long theirs and states are; the
-    convolution sees `width` tokens, and has biases or not. A prompt's tokens step by `least_step` at least."""
-
-    groups: int
-    heads: int
-    head_dim: int
-    state_dim: int
-    width: int
-    bias: bool
-    least_step: float
-
-
-@dataclass(frozen=True, slots=True)
-class GroupedExperts:
-    """Experts are in `groups`, and a token's are of the `kept` of these that it scores highest; its weights, which sum
-    up to 1, are multiplied by `scale`."""
-
-    groups: int
-    kept: int
-    scale: float
-
-
-class GateActivation(Enum):
-    """What the gates of what gated delta nets give go through, as configurations call it."""
-
-    SILU = "silu"
-    SIGMOID = "sigmoid"
+from llm_service.models.state_config import (
+    DeltaNetConfig,
+    GateActivation,
+    Mamba2Config,
+    convolution_width_of,
+    delta_gates_of,
+    delta_net_of,
+    mamba2_of,
+)
 
 
 class Activation(Enum):
@@ -273,12 +259,12 @@ class TextConfig:
         text = {**family.text_defaults, **config, **(config.get("text_config") or {})}
         if types := text.get("layers_block_type"):
             text |= {"layer_types": types, "num_hidden_layers": len(types)}
-        rope, window_rope = rotary_settings(text, family, local=_window(text) + _chunk(text, family) > 0)
+        rope, window_rope = rotary_settings(text, family, local=window_length(text) + chunk_length(text, family) > 0)
         max_position = int(text.get("max_position_embeddings", 32768))
         longest = min(max_context or max_position, max_position)
-        _check_reach(text, family, longest)
+        check_reach(text, family, longest)
         names = "hidden_activation", "hidden_act", "mlp_hidden_act"
-        activation = str(_first(text, *names) or "silu")
+        activation = str(first_of(text, *names) or "silu")
         squared = activation == Activation.SQUARED_RELU.value
         if activation not in {each.value for each in Activation} or squared != family.ungated:
             raise CheckpointError(f"activation {activation} is not supported")
@@ -290,8 +276,8 @@ class TextConfig:
             latent = LatentHeads.of(text, rope, neighbours=family.rotary_neighbours)
             rope = {**rope, "partial_rotary_factor": 1.0}
         head_dim = int(text.get("head_dim") or text["hidden_size"] // heads) if latent is None else latent.rotated
-        types, experts = _layer_types(text, family), _experts(text)
-        _check_rotated(text, family, types)
+        types, experts = layer_types(text, family), experts_of(text)
+        check_rotated(text, family, types)
         if family.single_parts and EXPERTS_ALONE not in types:
             experts = 0
         grouped = family.grouped_experts and experts > 0
@@ -309,7 +295,7 @@ class TextConfig:
             family=family,
             vocab_size=int(text["vocab_size"]),
             hidden_size=int(text["hidden_size"]),
-            intermediate_size=_dense_size(text) if experts else _inner_size(text),
+            intermediate_size=dense_size(text) if experts else _inner_size(text),
             mixers=mixers,
             heads=heads,
             kv_heads=usual.kv_heads,
@@ -319,25 +305,25 @@ class TextConfig:
             tied=_tied(config, text, family),
             max_position=max_position,
             experts=experts,
-            experts_per_token=int(_first(text, "num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k") or 0),
-            expert_size=_expert_size(text) if experts else 0,
-            media_expert_size=_expert_sizes(text)[1] if experts else 0,
+            experts_per_token=int(first_of(text, "num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k") or 0),
+            expert_size=expert_size(text) if experts else 0,
+            media_expert_size=expert_sizes(text)[1] if experts else 0,
             pooled_size=int(text.get("moe_hidden_size") or 0),
             router_multiplier=_multiplier(text, family.logit_scale) if text.get("moe_hidden_size") else 1.0,
             gate_temperature=float(text.get("residual_gate_temperature") or 1.0),
             least_weight=float(text.get("moe_norm_min") or 0.0),
-            shared_expert_size=_size_of_shared(text),
+            shared_expert_size=shared_size(text),
             latent_size=int(text.get("moe_latent_size") or 0),
             sparse_step=int(text.get("decoder_sparse_step", 1)),
-            dense_layers=_dense_layers(text, types if family.single_parts else ()),
-            grouped=_grouped(text) if grouped else None,
-            expert_scale=_expert_scale(text) if family.probability_weights and experts else None,
-            delta_net=_delta_net(text) if Mixer.GATED_DELTA_NET in mixers else None,
-            mamba2=_mamba2(text) if Mixer.MAMBA2 in mixers else None,
-            convolution_width=_convolution_width(text) if Mixer.SHORT_CONVOLUTION in mixers else 0,
+            dense_layers=dense_layers(text, types if family.single_parts else ()),
+            grouped=grouped_experts(text) if grouped else None,
+            expert_scale=expert_scale(text) if family.probability_weights and experts else None,
+            delta_net=delta_net_of(text) if Mixer.GATED_DELTA_NET in mixers else None,
+            mamba2=mamba2_of(text) if Mixer.MAMBA2 in mixers else None,
+            convolution_width=convolution_width_of(text) if Mixer.SHORT_CONVOLUTION in mixers else 0,
             activation=Activation(activation),
-            windows=_windows(text, types),
-            chunks=_chunks(text, family, types),
+            windows=window_lengths(text, types),
+            chunks=chunk_lengths(text, family, types),
             qk_norm=family.qk_norm and bool(text.get("use_qk_norm", True)),
             window_rotary=local,
             attention_scale=_attention_scale(text, head_dim),
@@ -357,7 +343,7 @@ class TextConfig:
             index=IndexShape.of(text) if Mixer.INDEXED_ATTENTION in mixers else None,
             streams=StreamShape.of(text),
             ngrams=NgramShape.of(text),
-            delta_gates=_delta_gates(text),
+            delta_gates=delta_gates_of(text),
         )
 
 
@@ -369,45 +355,6 @@ def _tied(config: Mapping[str, Any], text: Mapping[str, Any], family: Family) ->
 
 
 _EVERYWHERE = SpanRule.EVERYWHERE, SpanRule.BEYOND_WINDOWS, SpanRule.WHOLE_PROMPTS
-_WINDOW = 4096
-"""Tokens of a window whose length is not stated."""
-
-
-def _window(text: Mapping[str, Any]) -> int:
-    """Tokens that are seen in a layer with a window; 0: all."""
-    stated = text.get("sliding_window", _WINDOW) if text.get("use_sliding_window") else None
-    return 0 if stated is None else int(stated)
-
-
-def _windows(text: Mapping[str, Any], types: Sequence[str]) -> tuple[int, ...]:
-    """One for each layer; empty where none has any."""
-    window = _window(text) if SLIDING in types else 0
-    return tuple(window if each == SLIDING else 0 for each in types) if window else ()
-
-
-def _chunk(text: Mapping[str, Any], family: Family) -> int:
-    """Tokens of a chunk, of a family that has layers which attend within such; else 0."""
-    if CHUNKED not in family.mixers:
-        return 0
-    if not text.get("attention_chunk_size"):
-        raise CheckpointError("config.json does not say how long the chunks are within which layers attend")
-    return int(text["attention_chunk_size"])
-
-
-def _chunks(text: Mapping[str, Any], family: Family, types: Sequence[str]) -> tuple[int, ...]:
-    """One for each layer; empty where none has any."""
-    chunk = _chunk(text, family) if CHUNKED in types else 0
-    chunks = tuple(chunk if each == CHUNKED else 0 for each in types)
-    return chunks if chunk else ()
-
-
-def _check_rotated(text: Mapping[str, Any], family: Family, types: Sequence[str]) -> None:
-    """Raises CheckpointError where a configuration says of each layer whether it is rotated, and these are not the
-    local ones of a family whose local layers are."""
-    rotated = text.get("no_rope_layers") or text.get("layer_rope_theta")  # both say 0 of a layer that is not
-    local = [each != FULL for each in types]
-    if family.rotary_in_windows and any(local) and rotated and [bool(each) for each in rotated] != local:
-        raise CheckpointError("local layers without rotary positions, or others with these, are not supported")
 
 
 def _mixer(mixer: Mixer, rotary: RotaryConfig) -> Mixer:
@@ -421,99 +368,9 @@ def _mixer(mixer: Mixer, rotary: RotaryConfig) -> Mixer:
     return mixer
 
 
-def _check_reach(text: Mapping[str, Any], family: Family, longest: int) -> None:
-    """Raises CheckpointError where the last token of so long a context would not see the first, and the family has no
-    windows: shorter ones are as elsewhere."""
-    if SLIDING not in family.mixers and 0 < (window := _window(text)) < longest:
-        what = "sliding-window attention is not supported"
-        raise CheckpointError(f"{what}: no context may be longer than {window} tokens (--max-context)")
-
-
-def _layer_types(text: dict[str, Any], family: Family) -> list[str]:
-    """One for each layer. Raises CheckpointError where one is of a kind that the family's are not served with."""
-    count = int(text["num_hidden_layers"])
-    types: list[str] = text.get("layer_types") or _usual_types(text, family, count)
-    if len(types) != count:
-        raise CheckpointError(f"layer_types names {len(types)} layers of {count}")
-    if unknown := sorted(set(types) - family.mixers.keys()):
-        raise CheckpointError(f"layers of the type {unknown[0]} are not supported")
-    return types
-
-
-def _usual_types(text: Mapping[str, Any], family: Family, count: int) -> list[str]:
-    """Of so many layers, of which each so manieth is of full attention, or which a pattern of letters names: L for
-    those with a window, G for others. Raises CheckpointError for a pattern of anything else."""
-    interval, others = text.get("full_attention_interval", 1), "linear_attention"
-    if SLIDING in family.mixers:  # all of them have the window, unless some are said to have none
-        interval, others = text.get("sliding_window_pattern") or count + 1, SLIDING if _window(text) else FULL
-    if isinstance(interval, str) and set(interval) <= {"L", "G"}:
-        return [others if interval[at % len(interval)] == "L" else FULL for at in range(count)]
-    if not isinstance(interval, int) or interval < 1:
-        raise CheckpointError(f"a pattern of layers with a window of {str(interval)[:64]!r} is not supported")
-    return [others if (at + 1) % interval else FULL for at in range(count)]
-
-
 def _norm_eps(text: Mapping[str, Any]) -> float:
     names = "rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon"
     return float(next((text[name] for name in names if name in text), 1e-6))
-
-
-def _first(text: Mapping[str, Any], *names: str) -> Any:
-    """The first of these settings that is stated, and not 0; None where there is none."""
-    return next((text[name] for name in names if text.get(name)), None)
-
-
-def _experts(text: Mapping[str, Any]) -> int:
-    """How many a layer has."""
-    found = _first(text, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return int(found or 0) if text.get("enable_moe_block", True) else 0
-
-
-def _dense_size(text: Mapping[str, Any]) -> int:
-    """The inner size of feed-forward parts without experts, of a text that has experts."""
-    return int(_first(text, "intermediate_size_mlp", "dense_intermediate_size", "intermediate_size") or 0)
-
-
-def _expert_size(text: Mapping[str, Any]) -> int:
-    return _expert_sizes(text)[0]
-
-
-def _expert_sizes(text: Mapping[str, Any]) -> tuple[int, int]:
-    """Of experts, and of those of media, which some configurations state behind the others'."""
-    found = _first(text, "moe_intermediate_size", "intermediate_size") or 0
-    first, *others = found if isinstance(found, list | tuple) else (found,)
-    return int(first), int(others[0]) if others else 0
-
-
-def _size_of_shared(text: Mapping[str, Any]) -> int:
-    """The inner size of what all tokens go through beside their experts; several are one as large as all of them."""
-    count = _first(text, "n_shared_experts", "moe_num_shared_experts") or 0
-    names = "shared_expert_intermediate_size", "share_expert_dim", "shared_intermediate_size"
-    stated = _first(text, *names, "moe_shared_expert_intermediate_size")
-    return int(stated or (count * _expert_size(text) if count else 0))
-
-
-def _dense_layers(text: Mapping[str, Any], apart: Sequence[str]) -> frozenset[int]:
-    """Those without experts, of a text that has some; `apart` are the types of layers that are one part alone."""
-    if apart:
-        return frozenset(layer for layer, kind in enumerate(apart) if kind != EXPERTS_ALONE)
-    if kinds := text.get("mlp_layer_types"):
-        return frozenset(layer for layer, kind in enumerate(kinds) if kind == "dense")
-    if (sparse := text.get("moe_layers")) is not None:
-        return frozenset(range(int(text["num_hidden_layers"]))).difference(sparse)
-    return frozenset(text.get("mlp_only_layers") or range(text.get("first_k_dense_replace", 0)))
-
-
-def _expert_scale(text: Mapping[str, Any]) -> float:
-    """What experts' probabilities are multiplied by. Raises CheckpointError where experts are chosen within groups."""
-    if (method := text.get("topk_method", "greedy")) != "greedy":
-        raise CheckpointError(f"experts that are chosen as {method} says are not supported")
-    return float(text.get("routed_scaling_factor", 1.0))
-
-
-def _grouped(text: Mapping[str, Any]) -> GroupedExperts:
-    scale = _first(text, "routed_scaling_factor", "moe_router_scaling_factor") or 1.0
-    return GroupedExperts(int(text.get("n_group") or 1), int(text.get("topk_group") or 1), float(scale))
 
 
 def _attention_scale(text: Mapping[str, Any], head_dim: int) -> float | None:
@@ -536,45 +393,6 @@ def _multiplier(text: Mapping[str, Any], name: str) -> float:
 
 def _logit_scale(text: Mapping[str, Any], family: Family) -> float:
     return _multiplier(text, family.logit_scale) / _multiplier(text, family.logit_divisor)
-
-
-def _delta_net(text: dict[str, Any]) -> DeltaNetConfig:
-    return DeltaNetConfig(
-        key_heads=int(text["linear_num_key_heads"]),
-        value_heads=int(text["linear_num_value_heads"]),
-        key_dim=int(text["linear_key_head_dim"]),
-        value_dim=int(text["linear_value_head_dim"]),
-        width=int(text["linear_conv_kernel_dim"]),
-    )
-
-
-def _delta_gates(text: Mapping[str, Any]) -> GateActivation:
-    kind = text.get("output_gate_type") or GateActivation.SILU.value
-    if kind not in {each.value for each in GateActivation}:
-        raise CheckpointError(f"gates of delta nets by {kind} are not supported")
-    return GateActivation(kind)
-
-
-def _mamba2(text: Mapping[str, Any]) -> Mamba2Config:
-    if unknown := next((name for name in ("use_bias", "mlp_bias") if text.get(name)), None):
-        raise CheckpointError(f"{unknown} is not supported")
-    if (activation := text.get("mamba_hidden_act", "silu")) != "silu":
-        raise CheckpointError(f"Mamba-2 with the activation {activation} is not supported")
-    return Mamba2Config(
-        groups=int(text["n_groups"]),
-        heads=int(text["mamba_num_heads"]),
-        head_dim=int(text["mamba_head_dim"]),
-        state_dim=int(text["ssm_state_size"]),
-        width=int(text["conv_kernel"]),
-        bias=bool(text.get("use_conv_bias", True)),
-        least_step=float(text.get("time_step_min", 0.001)),
-    )
-
-
-def _convolution_width(text: Mapping[str, Any]) -> int:
-    if text.get("conv_bias"):
-        raise CheckpointError("short convolutions with biases are not supported")
-    return int(text["conv_L_cache"])
 
 
 def _inner_size(text: Mapping[str, Any]) -> int:

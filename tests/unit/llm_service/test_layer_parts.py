@@ -32,10 +32,12 @@ from llm_service.layers.pooled_experts import PooledExperts
 from llm_service.layers.rotaries import rotary_of
 from llm_service.layers.scaled_experts import InputScaledMLP
 from llm_service.layers.self_attention import SelfAttention, gates_last
-from llm_service.models.config import DeltaNetConfig, GroupedExperts, TextConfig
+from llm_service.models.config import TextConfig
+from llm_service.models.experts_config import GroupedExperts
 from llm_service.models.layer_shapes import gates_of
 from llm_service.models.loader import InMemory, targets
 from llm_service.models.rotary_config import RotaryConfig, Tempering
+from llm_service.models.state_config import DeltaNetConfig
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
 from tests.parity.test_library_ranks import on_ranks
 

@@ -1,0 +1,80 @@
+"""What a configuration says of its experts, by whichever names it has for that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.checkpoint import CheckpointError
+from llm_service.families.family import EXPERTS_ALONE
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedExperts:
+    """Experts are in `groups`, and a token's are of the `kept` of these that it scores highest; its weights, which sum
+    up to 1, are multiplied by `scale`."""
+
+    groups: int
+    kept: int
+    scale: float
+
+
+def first_of(text: Mapping[str, Any], *names: str) -> Any:
+    """The first of these settings that is stated, and not 0; None where there is none."""
+    return next((text[name] for name in names if text.get(name)), None)
+
+
+def experts_of(text: Mapping[str, Any]) -> int:
+    """How many a layer has."""
+    found = first_of(text, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return int(found or 0) if text.get("enable_moe_block", True) else 0
+
+
+def dense_size(text: Mapping[str, Any]) -> int:
+    """The inner size of feed-forward parts without experts, of a text that has experts."""
+    return int(first_of(text, "intermediate_size_mlp", "dense_intermediate_size", "intermediate_size") or 0)
+
+
+def expert_size(text: Mapping[str, Any]) -> int:
+    """The inner size of an expert."""
+    return expert_sizes(text)[0]
+
+
+def expert_sizes(text: Mapping[str, Any]) -> tuple[int, int]:
+    """Of experts, and of those of media, which some configurations state behind the others'."""
+    found = first_of(text, "moe_intermediate_size", "intermediate_size") or 0
+    first, *others = found if isinstance(found, list | tuple) else (found,)
+    return int(first), int(others[0]) if others else 0
+
+
+def shared_size(text: Mapping[str, Any]) -> int:
+    """The inner size of what all tokens go through beside their experts; several are one as large as all of them."""
+    count = first_of(text, "n_shared_experts", "moe_num_shared_experts") or 0
+    names = "shared_expert_intermediate_size", "share_expert_dim", "shared_intermediate_size"
+    stated = first_of(text, *names, "moe_shared_expert_intermediate_size")
+    return int(stated or (count * expert_size(text) if count else 0))
+
+
+def dense_layers(text: Mapping[str, Any], apart: Sequence[str]) -> frozenset[int]:
+    """Those without experts, of a text that has some; `apart` are the types of layers that are one part alone."""
+    if apart:
+        return frozenset(layer for layer, kind in enumerate(apart) if kind != EXPERTS_ALONE)
+    if kinds := text.get("mlp_layer_types"):
+        return frozenset(layer for layer, kind in enumerate(kinds) if kind == "dense")
+    if (sparse := text.get("moe_layers")) is not None:
+        return frozenset(range(int(text["num_hidden_layers"]))).difference(sparse)
+    return frozenset(text.get("mlp_only_layers") or range(text.get("first_k_dense_replace", 0)))
+
+
+def expert_scale(text: Mapping[str, Any]) -> float:
+    """What experts' probabilities are multiplied by. Raises CheckpointError where experts are chosen within groups."""
+    if (method := text.get("topk_method", "greedy")) != "greedy":
+        raise CheckpointError(f"experts that are chosen as {method} says are not supported")
+    return float(text.get("routed_scaling_factor", 1.0))
+
+
+def grouped_experts(text: Mapping[str, Any]) -> GroupedExperts:
+    """In which groups experts are; one of all where nothing is stated."""
+    scale = first_of(text, "routed_scaling_factor", "moe_router_scaling_factor") or 1.0
+    return GroupedExperts(int(text.get("n_group") or 1), int(text.get("topk_group") or 1), float(scale))

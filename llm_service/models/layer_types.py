@@ -1,0 +1,81 @@
+"""Of which kinds a configuration says that layers are, and how far tokens see in each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from common.checkpoint import CheckpointError
+from llm_service.families.family import CHUNKED, FULL, SLIDING, Family
+
+_WINDOW = 4096
+"""Tokens of a window whose length is not stated."""
+
+
+def window_length(text: Mapping[str, Any]) -> int:
+    """Tokens that are seen in a layer with a window; 0: all."""
+    stated = text.get("sliding_window", _WINDOW) if text.get("use_sliding_window") else None
+    return 0 if stated is None else int(stated)
+
+
+def window_lengths(text: Mapping[str, Any], types: Sequence[str]) -> tuple[int, ...]:
+    """One for each layer; empty where none has any."""
+    window = window_length(text) if SLIDING in types else 0
+    return tuple(window if each == SLIDING else 0 for each in types) if window else ()
+
+
+def chunk_length(text: Mapping[str, Any], family: Family) -> int:
+    """Tokens of a chunk, of a family that has layers which attend within such; else 0."""
+    if CHUNKED not in family.mixers:
+        return 0
+    if not text.get("attention_chunk_size"):
+        raise CheckpointError("config.json does not say how long the chunks are within which layers attend")
+    return int(text["attention_chunk_size"])
+
+
+def chunk_lengths(text: Mapping[str, Any], family: Family, types: Sequence[str]) -> tuple[int, ...]:
+    """One for each layer; empty where none has any."""
+    chunk = chunk_length(text, family) if CHUNKED in types else 0
+    chunks = tuple(chunk if each == CHUNKED else 0 for each in types)
+    return chunks if chunk else ()
+
+
+def check_rotated(text: Mapping[str, Any], family: Family, types: Sequence[str]) -> None:
+    """Raises CheckpointError where a configuration says of each layer whether it is rotated, and these are not the
+    local ones of a family whose local layers are."""
+    rotated = text.get("no_rope_layers") or text.get("layer_rope_theta")  # both say 0 of a layer that is not
+    local = [each != FULL for each in types]
+    if family.rotary_in_windows and any(local) and rotated and [bool(each) for each in rotated] != local:
+        raise CheckpointError("local layers without rotary positions, or others with these, are not supported")
+
+
+def check_reach(text: Mapping[str, Any], family: Family, longest: int) -> None:
+    """Raises CheckpointError where the last token of so long a context would not see the first, and the family has no
+    windows: shorter ones are as elsewhere."""
+    if SLIDING not in family.mixers and 0 < (window := window_length(text)) < longest:
+        what = "sliding-window attention is not supported"
+        raise CheckpointError(f"{what}: no context may be longer than {window} tokens (--max-context)")
+
+
+def layer_types(text: dict[str, Any], family: Family) -> list[str]:
+    """One for each layer. Raises CheckpointError where one is of a kind that the family's are not served with."""
+    count = int(text["num_hidden_layers"])
+    types: list[str] = text.get("layer_types") or _usual_types(text, family, count)
+    if len(types) != count:
+        raise CheckpointError(f"layer_types names {len(types)} layers of {count}")
+    if unknown := sorted(set(types) - family.mixers.keys()):
+        raise CheckpointError(f"layers of the type {unknown[0]} are not supported")
+    return types
+
+
+def _usual_types(text: Mapping[str, Any], family: Family, count: int) -> list[str]:
+    """Of so many layers, of which each so manieth is of full attention, or which a pattern of letters names: L for
+    those with a window, G for others. Raises CheckpointError for a pattern of anything else."""
+    interval, others = text.get("full_attention_interval", 1), "linear_attention"
+    if SLIDING in family.mixers:  # all of them have the window, unless some are said to have none
+        interval, others = text.get("sliding_window_pattern") or count + 1, SLIDING if window_length(text) else FULL
+    if isinstance(interval, str) and set(interval) <= {"L", "G"}:
+        return [others if interval[at % len(interval)] == "L" else FULL for at in range(count)]
+    if not isinstance(interval, int) or interval < 1:
+        raise CheckpointError(f"a pattern of layers with a window of {str(interval)[:64]!r} is not supported")
+    return [others if (at + 1) % interval else FULL for at in range(count)]
