@@ -185,6 +185,8 @@ def _part(part: Part, settings: MediaSettings) -> llm_pb2.ChatPart:
         case "video_url":
             media = _media(media_pb2.MODALITY_VIDEO, part.video_url.url)
             _set_options(media, **settings.of_videos)
+        case "audio_url":
+            media = _media(media_pb2.MODALITY_AUDIO, part.audio_url.url)
         case _:
             clip = part.input_audio
             media = _media(media_pb2.MODALITY_AUDIO, f"data:audio/{clip.format};base64,{clip.data}")

@@ -131,7 +131,12 @@ def _path(location: tuple[str | int, ...]) -> str:
     return path
 
 
-_OURS = {"session_id": "prompt_cache_key", "text.prompt": "prompt", "tokens.ids": "prompt"}
+_OURS = {
+    "session_id": "prompt_cache_key",
+    "text.prompt": "prompt",
+    "tokens.ids": "prompt",
+    "transcription.audio": "file",
+}
 _TOOL = re.compile(r"chat\.(tools\[\d+\])\.(\w+)")
 _CHAT = re.compile(r"chat\.messages\[(\d+)\](?:\.parts\[(\d+)\])?(?:\.(role)\b)?.*")
 
@@ -149,4 +154,4 @@ def param_of(field: str) -> str:
         return f"{match[1]}.function.{match[2]}"
     if field in _OURS:
         return _OURS[field]
-    return field.removeprefix("sampling.").removeprefix("chat.")
+    return field.removeprefix("sampling.").removeprefix("chat.").removeprefix("transcription.")

@@ -42,6 +42,8 @@ def routing_key(request: llm_pb2.GenerateRequest) -> bytes:
             digest.update(request.text.prompt[:_CHARACTERS].encode())
         case "tokens":
             digest.update(repr(request.tokens.ids[:_TOKENS]).encode())
+        case "transcription":
+            digest.update(request.transcription.audio.SerializeToString(deterministic=True))
         case _:
             pass
     return digest.digest()

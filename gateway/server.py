@@ -28,6 +28,7 @@ from gateway.api.operations import Operations
 from gateway.api.page import Page
 from gateway.api.responses import Responses
 from gateway.api.tokenize import Tokenizer
+from gateway.api.transcriptions import Transcriptions
 from gateway.config import GatewayConfig
 from gateway.connection import Connection
 from gateway.generation import Generations, HandoverLimits
@@ -65,6 +66,7 @@ async def serve(config: GatewayConfig) -> None:
     chat = Chat(services, generations)
     completions = Completions(services, generations, config.max_prompts)
     responses = Responses(services, generations)
+    transcriptions = Transcriptions(generations)
     models = Models(services)
     tokenizer = Tokenizer(services)
     load = Load(services)
@@ -75,6 +77,7 @@ async def serve(config: GatewayConfig) -> None:
         Route("/v1/chat/completions", chat.answer, methods=["POST"]),
         Route("/v1/completions", completions.answer, methods=["POST"]),
         Route("/v1/responses", responses.answer, methods=["POST"]),
+        Route("/v1/audio/transcriptions", transcriptions.answer, methods=["POST"]),
         Route("/v1/models", models.list, methods=["GET"]),
         Route("/v1/models/{name:path}", models.one, methods=["GET"]),
         Route("/v1/twinlens/load", load.answer, methods=["GET"]),

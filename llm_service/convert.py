@@ -29,6 +29,7 @@ from llm_service.request import (
     ToolCall,
     ToolDefinition,
 )
+from llm_service.transcriber import Transcriber
 from twinlens.v1 import encoder_pb2, llm_pb2, media_pb2
 
 _RANGES: dict[str, tuple[float, float]] = {
@@ -50,7 +51,8 @@ _ABOVE_ZERO = ("top_p", "repetition_penalty")
 class RequestReader:
     """Reads GenerateRequest messages under one service's limits; `defaults` are the checkpoint's own settings, and
     `modalities` what the model takes; `adapter` gives the one of a name, None for no such, and `own_adapter` the
-    checkpoint's own that prompts with items of these modalities are computed with, if any."""
+    checkpoint's own that prompts with items of these modalities are computed with, if any; `transcriber` asks it for
+    the words of a sound."""
 
     def __init__(
         self,
@@ -61,6 +63,7 @@ class RequestReader:
         modalities: Collection[Modality] = VISION,
         adapter: Callable[[str], LoadedAdapter | None] = lambda _: None,
         own_adapter: Callable[[Collection[Modality]], LoadedAdapter | None] = lambda _: None,
+        transcriber: Transcriber | None = None,
     ) -> None:
         self._config = config
         self.max_items = {kind: limit for kind, limit in config.max_items.items() if kind in modalities}
@@ -69,6 +72,7 @@ class RequestReader:
         self._adapter, self._own_adapter = adapter, own_adapter
         self._vocab_size = vocab_size
         self._sampling = SamplingReader(config, vocab_size, defaults)
+        self._transcriber = transcriber or Transcriber()
 
     def read(self, message: llm_pb2.GenerateRequest, remaining: float | None, context: int, peer: str = "") -> Request:
         """The request; `remaining` seconds until its deadline, `context` tokens at most, by the connection from `peer`.
@@ -78,6 +82,7 @@ class RequestReader:
             raise NotFound("this service does not serve that model", reason="UNKNOWN_MODEL", field="model")
         media: list[MediaItem] = []
         prompt: ChatPrompt | TextPrompt | TokenPrompt
+        transcription = None
         match message.WhichOneof("input"):
             case "chat":
                 prompt = self.chat(message.chat, media)
@@ -89,6 +94,14 @@ class RequestReader:
                 self._check_ids(len(message.tokens.ids), context)
                 prompt = TokenPrompt(tuple(message.tokens.ids))
                 media = self._media_list(message.tokens.media, "tokens.media")
+            case "transcription":
+                self._check_text([message.transcription.prompt], "transcription.prompt")
+                media = [self._media(message.transcription.audio, 0, "transcription.audio")]
+                asked = message.transcription
+                prompt = self._transcriber.prompt(
+                    media[0], language=asked.language, prompt=asked.prompt, turns=asked.turns
+                )
+                transcription = self._transcriber.asked
             case _:
                 raise InvalidInput("the request has no input", reason="EMPTY_PROMPT", field="input")
         self._check_media(media)
@@ -108,6 +121,7 @@ class RequestReader:
             resume=tuple(_resumed(message.resume, sampling, self._vocab_size)),
             max_handovers=self._max_handovers(message),
             adapter=adapter or self._own_adapter({item.modality for item in media}),
+            transcription=transcription,
         )
 
     def _max_handovers(self, message: llm_pb2.GenerateRequest) -> int:

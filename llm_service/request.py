@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from common.media.item import Header, Media
+from llm_service.families.transcription import Transcription
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +53,12 @@ class Message:
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """Messages, to be laid out by the chat template, and the functions that the model may call; `thinking` None: as the
-    template has it."""
+    template has it. `opening` is what the answer is begun with, special tokens in it by name."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolDefinition, ...] = ()
     thinking: bool | None = None
+    opening: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,8 @@ class ResumedChoice:
 @dataclass(frozen=True, slots=True)
 class Request:
     """A validated request. `deadline` is on the monotonic clock, None where the caller set none. `peer` is the
-    connection that it came by, which tells callers apart where no salt does. It may outlive `max_handovers` engines."""
+    connection that it came by, which tells callers apart where no salt does. It may outlive `max_handovers` engines.
+    With a `transcription` its answer is the words of a sound, which the model wraps in what that says."""
 
     id: str
     prompt: ChatPrompt | TextPrompt | TokenPrompt
@@ -166,6 +169,7 @@ class Request:
     resume: tuple[ResumedChoice, ...] = ()
     max_handovers: int = 0
     adapter: LoadedAdapter | None = None
+    transcription: Transcription | None = None
 
     @property
     def prefix_space(self) -> str:

@@ -41,6 +41,7 @@ from llm_service.prompt.mrope import MediaLayout
 from llm_service.prompt.tokens import check_same_tokens, end_tokens
 from llm_service.servicer import Components, LlmServicer
 from llm_service.settings import EngineSettings, RankPlace
+from llm_service.transcriber import Transcriber
 from twinlens import __version__
 from twinlens.v1.llm_pb2_grpc import add_LlmServiceServicer_to_server
 
@@ -128,7 +129,7 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
         meters.watch(admission, engine, encoder_cache, receiver, pool)
         meters.watch_adapters(adapters)
         defaults = checkpoint.json("generation_config.json")
-        chosen = adapters.find, adapters.of_media
+        chosen = adapters.find, adapters.of_media, Transcriber.of(checkpoint, prompts)
         requests = RequestReader(config, model, prompts.vocab_size, defaults, prompts.modalities, *chosen)
         components = Components(
             config,

@@ -300,7 +300,13 @@ def _weights(weights: Weights) -> llm_pb2.Weights:
 
 def _delta(event: Delta, texts: TokenTexts) -> llm_pb2.GenerateDelta:
     logprobs = _logprobs(event.tokens, event.logprobs, texts)
-    return llm_pb2.GenerateDelta(index=event.choice, text=event.text, token_ids=event.tokens, logprobs=logprobs)
+    turns = [
+        llm_pb2.TranscriptTurn(start_seconds=turn.start, end_seconds=turn.end, speaker=turn.speaker, text=turn.text)
+        for turn in event.turns
+    ]
+    return llm_pb2.GenerateDelta(
+        index=event.choice, text=event.text, token_ids=event.tokens, logprobs=logprobs, turns=turns
+    )
 
 
 def _prompt_delta(event: PromptScores, texts: TokenTexts) -> llm_pb2.GenerateDelta:

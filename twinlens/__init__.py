@@ -24,6 +24,7 @@ from twinlens.prompts import (
     system,
     tool,
     tool_result,
+    transcription,
     user,
     video,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "system",
     "tool",
     "tool_result",
+    "transcription",
     "user",
     "video",
 ]

@@ -14,7 +14,7 @@ from twinlens.answers import Answer
 from twinlens.channel import REQUEST_BYTES, Endpoint, capped
 from twinlens.client import STREAM_TIMEOUT, UNARY_TIMEOUT, as_encode_request, as_request, tokenize_request
 from twinlens.errors import error_from
-from twinlens.prompts import Prompt, generate_request, user
+from twinlens.prompts import Prompt, generate_request, transcription, user
 from twinlens.streams import AsyncStream
 
 Reply = TypeVar("Reply", bound=Message)
@@ -98,6 +98,26 @@ class AsyncLlmClient(_AsyncClient):
         """
         request = as_request(prompt, sampling)
         return AsyncStream(self._stub.Generate(request, timeout=self._limit(timeout), metadata=self._about(request)))
+
+    async def transcribe(
+        self,
+        sound: v1.Media,
+        *,
+        language: str = "",
+        prompt: str = "",
+        turns: bool = False,
+        sampling: v1.SamplingParams | None = None,
+        cache_salt: str = "",
+        timeout: float | None = None,
+    ) -> Answer:
+        """Waits for the words of a sound (see `twinlens.prompts.transcription`), by default the likeliest ones."""
+        answer = Answer()
+        asked = transcription(sound, language=language, prompt=prompt, turns=turns)
+        request = generate_request(asked, sampling or v1.SamplingParams(temperature=0), cache_salt=cache_salt)
+        async with self.generate(request, timeout=timeout) as events:
+            async for event in events:
+                answer.add(event)
+        return answer
 
     async def abort(self, *request_ids: str, cache_salt: str = "") -> int:
         """Ends requests by name, of those that run under this salt; returns how many of them were running."""

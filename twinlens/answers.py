@@ -12,18 +12,21 @@ from twinlens.v1 import (
     GenerateResponse,
     GenerateStarted,
     TokenLogprobs,
+    TranscriptTurn,
     Usage,
 )
 
 
 @dataclass(slots=True)
 class Completion:
-    """One choice. `timings` is in seconds by stage; `logprobs` has one entry for each token, if asked for."""
+    """One choice. `timings` is in seconds by stage; `logprobs` has one entry for each token, if asked for. Of a
+    transcript `turns` say who speaks when, where the model tells that."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     reason: FinishReason = FINISH_REASON_UNSPECIFIED
+    turns: list[TranscriptTurn] = field(default_factory=list)
     stop_text: str = ""
     usage: Usage = field(default_factory=Usage)
     timings: dict[str, float] = field(default_factory=dict)
@@ -33,6 +36,7 @@ class Completion:
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
+        self.turns.extend(delta.turns)
 
     def finish(self, finished: GenerateFinished) -> None:
         """Notes how the choice ended."""
@@ -73,6 +77,11 @@ class Answer:
     def text(self) -> str:
         """The first choice's text."""
         return self.choices[0].text if self.choices else ""
+
+    @property
+    def turns(self) -> list[TranscriptTurn]:
+        """The first choice's turns."""
+        return self.choices[0].turns if self.choices else []
 
     @property
     def usage(self) -> Usage:

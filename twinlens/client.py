@@ -17,7 +17,7 @@ from twinlens import v1
 from twinlens.answers import Answer
 from twinlens.channel import REQUEST_BYTES, Endpoint, capped
 from twinlens.errors import FailedCall, error_from
-from twinlens.prompts import Prompt, chat, generate_request, user
+from twinlens.prompts import Prompt, chat, generate_request, transcription, user
 from twinlens.streams import Stream
 
 STREAM_TIMEOUT = 600.0
@@ -105,6 +105,26 @@ class LlmClient(_Client):
         """
         request = as_request(prompt, sampling)
         return Stream(self._stub.Generate(request, timeout=self._limit(timeout), metadata=self._about(request)))
+
+    def transcribe(
+        self,
+        sound: v1.Media,
+        *,
+        language: str = "",
+        prompt: str = "",
+        turns: bool = False,
+        sampling: v1.SamplingParams | None = None,
+        cache_salt: str = "",
+        timeout: float | None = None,
+    ) -> Answer:
+        """Waits for the words of a sound (see `twinlens.prompts.transcription`), by default the likeliest ones."""
+        answer = Answer()
+        asked = transcription(sound, language=language, prompt=prompt, turns=turns)
+        request = generate_request(asked, sampling or v1.SamplingParams(temperature=0), cache_salt=cache_salt)
+        with self.generate(request, timeout=timeout) as events:
+            for event in events:
+                answer.add(event)
+        return answer
 
     def abort(self, *request_ids: str, cache_salt: str = "") -> int:
         """Ends requests by name, of those that run under this salt; returns how many of them were running."""

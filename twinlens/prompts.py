@@ -25,6 +25,7 @@ from twinlens.v1 import (
     TokensInput,
     ToolCall,
     ToolDefinition,
+    TranscriptionInput,
 )
 
 _ADDRESS = re.compile(r"[a-zA-Z][\w+.-]*://")
@@ -32,8 +33,11 @@ _ADDRESS = re.compile(r"[a-zA-Z][\w+.-]*://")
 Source: TypeAlias = "str | Path | bytes"
 """A file's path, its content, or an http(s) or data address."""
 
-Prompt: TypeAlias = "str | ChatMessage | Sequence[ChatMessage] | ChatInput | TextInput | TokensInput"
-"""A question; one message; a conversation; or a prompt that is laid out or tokenized already."""
+Prompt: TypeAlias = (
+    "str | ChatMessage | Sequence[ChatMessage] | ChatInput | TextInput | TokensInput | TranscriptionInput"
+)
+"""A question; one message; a conversation; a prompt that is laid out or tokenized already; or a sound whose words are
+wanted."""
 
 
 def image(
@@ -90,6 +94,12 @@ def audio(source: Source, *, mime_type: str | None = None, known_key: bytes = b"
     that cannot be read, ValueError for an address of another kind. `mime_type` and `known_key` as in `image`.
     """
     return _media(MODALITY_AUDIO, source, MediaOptions(), mime_type, known_key)
+
+
+def transcription(sound: Media, *, language: str = "", prompt: str = "", turns: bool = False) -> TranscriptionInput:
+    """A sound whose words are wanted (see `TranscriptionInput`). `language` is what is spoken, `prompt` what is said
+    beside the sound; with `turns`, a model that does not tell who speaks when refuses."""
+    return TranscriptionInput(audio=sound, language=language, prompt=prompt, turns=turns)
 
 
 def message(role: str, *parts: str | Media) -> ChatMessage:
@@ -154,13 +164,15 @@ def generate_request(
         resume=resume,
         max_handovers=max_handovers,
     )
-    if isinstance(prompt, TextInput | TokensInput) and (tools or thinking is not None):
+    if isinstance(prompt, TextInput | TokensInput | TranscriptionInput) and (tools or thinking is not None):
         raise ValueError("tools and thinking are the chat template's: they go with a conversation")
     match prompt:
         case TextInput():
             request.text.CopyFrom(prompt)
         case TokensInput():
             request.tokens.CopyFrom(prompt)
+        case TranscriptionInput():
+            request.transcription.CopyFrom(prompt)
         case _:
             request.chat.CopyFrom(chat(prompt))
             request.chat.tools.extend(tools)

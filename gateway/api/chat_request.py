@@ -67,11 +67,25 @@ class AudioPart(Model):
     input_audio: Audio
 
 
+class AudioUrl(Model):
+    """A clip's address."""
+
+    url: str
+
+
+class AudioUrlPart(Model):
+    """A clip, by its address, as vLLM has it."""
+
+    type: Literal["audio_url"]
+    audio_url: AudioUrl
+
+
 Part = Annotated[
     Annotated[TextPart, Tag("$text")]
     | Annotated[ImagePart, Tag("$image_url")]
     | Annotated[VideoPart, Tag("$video_url")]
-    | Annotated[AudioPart, Tag("$input_audio")],
+    | Annotated[AudioPart, Tag("$input_audio")]
+    | Annotated[AudioUrlPart, Tag("$audio_url")],
     Discriminator(kind_of),
 ]
 Parts = Annotated[list[Part], Field(max_length=4096, fail_fast=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
@@ -14,7 +14,8 @@ from llm_service.engine.messages import Complete, Prefilled, Resumed, Scored, St
 from llm_service.generation.events import Delta
 from llm_service.prompt.detokenizer import Detokenizer
 from llm_service.prompt.reasoning import ReasoningCounter
-from llm_service.request import Request
+from llm_service.prompt.transcript import TranscriptReader, transcript_reader
+from llm_service.request import ChatPrompt, Request
 
 _MOST = 64
 """Tokens of one delta: with twenty likely ones beside each it is still far from what a gRPC message may hold."""
@@ -23,7 +24,8 @@ _MOST = 64
 @dataclass(slots=True)
 class Choice:
     """What is known of a choice that is not finished: its text, how many tokens it has, those that it came with, and
-    how many drafts were verified and accepted. `reasoning` counts where an answer may begin with that."""
+    how many drafts were verified and accepted. `reasoning` counts where an answer may begin with that, and `words`
+    reads a transcript."""
 
     index: int
     text: Detokenizer
@@ -32,6 +34,7 @@ class Choice:
     reasoning: ReasoningCounter | None = None
     drafts: int = 0
     accepted: int = 0
+    words: TranscriptReader = field(default_factory=TranscriptReader)
 
     def resume(self, token_ids: tuple[int, ...]) -> None:
         """Takes the tokens that it comes with, whose text has been told. Raises InvalidInput where it goes on behind a
@@ -39,7 +42,8 @@ class Choice:
         for token in token_ids:
             if self.text.stopped is not None:
                 raise InvalidInput("an answer does not go on behind its end", reason="BAD_RESUME", field="resume")
-            self.text.push(token)
+            self.words.push(self.text.push(token))
+        self.words.take_turns()
         self.tokens, self.resumed = len(token_ids), token_ids
 
     def count_reasoning(self, counter: ReasoningCounter) -> None:
@@ -61,9 +65,13 @@ class Choice:
             text, ended = self.text.push(token.token), token.ended
             if ended:
                 text += self.text.finish()
-            delta.add(text, token.token, token.logprobs)
+            over = bool(ended) or self.text.stopped is not None
+            said = self.words.push(text) + (self.words.finish() if over else "")
+            delta.add(said, token.token, token.logprobs)
             if self.text.stopped is not None:
-                return delta, "stop"
+                ended = "stop"
+                break
+        delta.turns = self.words.take_turns()
         return delta, ended
 
     def complete(self, ended: str) -> str:
@@ -100,6 +108,9 @@ def open_choices(request: Request, tokenizer: Tokenizer) -> dict[int, Choice]:
         if given is not None and given.finished:
             continue
         choice = Choice(index, Detokenizer(tokenizer, request.stop, request.sampling.min_tokens))
+        if request.transcription is not None:
+            opened = isinstance(request.prompt, ChatPrompt) and bool(request.prompt.opening)
+            choice.words = transcript_reader(request.transcription, opened=opened)
         choice.resume(() if given is None else given.token_ids)
         choices[index] = choice
     return choices

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from common.stages import Stage
 from llm_service.plan import TokenLogprobs
+from llm_service.prompt.transcript import Turn
 from llm_service.request import PromptLayout
 
 
@@ -30,12 +31,14 @@ class PromptScores:
 
 @dataclass(slots=True)
 class Delta:
-    """New tokens of one choice and the text that is certain by now; `logprobs` has one for each token, or none."""
+    """New tokens of one choice and the text that is certain by now; `logprobs` has one for each token, or none. Of a
+    transcript, the text is its words, and `turns` are complete with it."""
 
     choice: int
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
 
     def add(self, text: str, token: int, logprobs: TokenLogprobs | None) -> None:
         """One more token, with which so much more text is certain."""

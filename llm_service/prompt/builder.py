@@ -16,6 +16,7 @@ from common.errors import InvalidInput
 from common.media import kept_rows
 from common.media.item import Header, Modality
 from llm_service.families.family import FAR, Rows, SpecialToken
+from llm_service.families.transcription import ASR_TEXT
 from llm_service.models.served import ServedModel
 from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.prompt.detokenizer import TokenTexts
@@ -25,8 +26,8 @@ from llm_service.prompt.strict_calls import strict_calls
 from llm_service.prompt.tokens import MediaTokens, named_tokens
 from llm_service.request import ChatPrompt, PromptLayout, Run, Span, Structure, TextPrompt, TokenPrompt, Trigger
 
-_SHOWN = (*THINK, "<tool_call>", "</tool_call>")
-"""Marks of reasoning and of calls."""
+_SHOWN = (*THINK, "<tool_call>", "</tool_call>", ASR_TEXT)
+"""Marks of reasoning, of calls and of transcripts."""
 _WORDS = {Modality.IMAGE: "a picture", Modality.VIDEO: "a video", Modality.AUDIO: "a sound"}
 
 
@@ -106,6 +107,10 @@ class PromptBuilder:
         or where that mark is no token of its own."""
         return self._added.get(THINK[1]) if self.ends_in_thinking(ids) else None
 
+    def has_token(self, name: str) -> bool:
+        """Whether a text of this name is one token."""
+        return name in self._added
+
     def strict_calls(self, prompt: ChatPrompt | TextPrompt | TokenPrompt) -> tuple[Structure, Trigger] | None:
         """What calls that the model makes by itself are held to, and behind which token. Raises InvalidInput."""
         return strict_calls(prompt.tools, self.template, self._added) if isinstance(prompt, ChatPrompt) else None
@@ -141,7 +146,7 @@ class PromptBuilder:
         pieces: list[Piece] = []
         for text, from_caller in self.template.render(prompt):
             pieces.extend([text] if from_caller else self._laid_out(text))
-        return pieces
+        return [*pieces, *self._split(prompt.opening)]
 
     def layout(self, pieces: Sequence[Piece], headers: Sequence[Header]) -> PromptLayout:
         """The final prompt, when the header of every item is known (in item order)."""

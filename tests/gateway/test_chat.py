@@ -236,8 +236,14 @@ def test_a_picture_that_is_none_is_refused_where_it_stands(door: Trio) -> None:
     assert (error.value.code, error.value.param) == ("MEDIA_FORMAT", "messages[2].content[1]")
 
 
-def test_a_clip_is_refused_by_the_service_that_may_serve_it_one_day(door: Trio) -> None:
-    clip = {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}}
+@pytest.mark.parametrize(
+    "clip",
+    [
+        {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}},
+        {"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,UklGRg=="}},
+    ],
+)
+def test_a_clip_is_refused_by_a_model_that_does_not_hear(door: Trio, clip: dict[str, Any]) -> None:
     reply = door.chat(messages=[said(text("Listen"), clip)])
     assert (reply.status, reply.error["code"], reply.error["param"]) == (501, "NO_AUDIO", "messages[0].content[1]")
     assert reply.headers["x-should-retry"] == "false"

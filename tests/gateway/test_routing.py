@@ -16,7 +16,7 @@ from tests.gateway.replicas import replicas
 from tests.gateway.trio import Door, said
 from tests.unit.twinlens.fakes import FakeLlm
 from tests.waiting import until
-from twinlens import generate_request, image, system, user, v1
+from twinlens import audio, generate_request, image, system, transcription, user, v1
 
 CHAT = "/v1/chat/completions"
 DOWN = (grpc.StatusCode.UNAVAILABLE, v1.Status(code=14, message="no", reason="STOPPING", retry_after_ms=1000))
@@ -117,3 +117,9 @@ def test_a_list_is_read_again(tmp_path: Path) -> None:
 def test_a_conversations_later_turns_have_the_key_of_the_first(one: Any, other: Any, alike: bool) -> None:
     assert (routing_key(generate_request(one)) == routing_key(generate_request(other))) is alike
     assert routing_key(generate_request(one)) != routing_key(generate_request(one, cache_salt="mine"))
+
+
+def test_a_sound_goes_where_it_was_written_down_before() -> None:
+    one, other = (routing_key(generate_request(transcription(audio(sound)))) for sound in (b"RIFF1", b"RIFF2"))
+    assert one != other
+    assert one == routing_key(generate_request(transcription(audio(b"RIFF1"), language="de")))

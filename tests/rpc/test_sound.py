@@ -18,10 +18,11 @@ from tests.launch import gateway
 from tests.rpc.encoder_client import Client
 from tests.rpc.pairs import Pair, answer, asked, greedy, pair, refusal, tokens
 from tests.waiting import until
-from twinlens import audio, image, user, v1
+from twinlens import TwinlensError, audio, image, user, v1
 from twinlens.cli import main
 
 FEW = 16
+USUAL = "Transcribe the audio into text."
 TUNES = [sounds.tune(1.7, seed) for seed in range(4)]
 
 
@@ -145,6 +146,43 @@ def test_a_clip_over_http_and_by_the_command_line_has_the_same_answer(both, tmp_
     said = capsys.readouterr().out.removesuffix("\n")
     assert said, "it may end sooner, where the request above went on"
     assert right.startswith(said)
+
+
+def test_the_words_of_a_clip_are_the_answer_to_the_usual_question(both, tmp_path, capsys):
+    clip = TUNES[1]
+    file = sounds.encoded(clip)
+    for language, question in (("", USUAL), ("it", f"{USUAL} The audio is in Italian.")):
+        expected = reference(both, [clip], question)
+        assert (
+            both.text.transcribe(audio(file), language=language, sampling=greedy(FEW)).choices[0].token_ids == expected
+        )
+    own = both.text.transcribe(audio(file), prompt="What is heard?", sampling=greedy(FEW))
+    assert own.choices[0].token_ids == reference(both, [clip], "What is heard?")
+    right = both.text.transcribe(audio(file), sampling=v1.SamplingParams(temperature=0, max_tokens=FEW)).text
+    assert right
+    path = tmp_path / "clip.wav"
+    path.write_bytes(file)
+    assert main(["transcribe", str(path), "--llm", both.llm.address, "--max-tokens", str(FEW)]) == 0
+    assert capsys.readouterr().out == f"{right}\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "reason", "field"),
+    [
+        ({"language": "xx"}, "NO_LANGUAGE", "transcription.language"),
+        ({"turns": True}, "NO_TURNS", "transcription.turns"),
+    ],
+)
+def test_what_a_model_is_not_told_is_refused_by_name(both, more, reason, field):
+    with pytest.raises(TwinlensError) as caught:
+        both.text.transcribe(audio(sounds.encoded(TUNES[0])), **more)
+    assert (caught.value.reason, caught.value.field) == (reason, field)
+
+
+def test_a_picture_has_no_words_to_write_down(both):
+    with pytest.raises(TwinlensError) as caught:
+        both.text.transcribe(image(pictures.encoded(pictures.noise(64, 64))))
+    assert caught.value.reason == "NO_VISION"
 
 
 def asked_over_http(address: str, method: str, path: str, body: str | None = None) -> tuple[int, bytes]:

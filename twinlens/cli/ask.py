@@ -10,18 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from google.protobuf.json_format import MessageToDict
-
 from twinlens.answers import Answer
 from twinlens.cli.connection import add_flags, bounded, endpoint
 from twinlens.cli.reasoning import ReasoningSplitter
-from twinlens.cli.tables import milliseconds, table
+from twinlens.cli.shown import print_error, print_event, show_timings
+from twinlens.cli.tables import table
 from twinlens.client import STREAM_TIMEOUT, LlmClient
-from twinlens.errors import InterruptedStreamError, TwinlensError
+from twinlens.errors import TwinlensError
 from twinlens.prompts import audio, generate_request, image, system, user, video
 from twinlens.v1 import (
     ChatMessage,
-    FinishReason,
     GenerateRequest,
     GenerateResponse,
     Media,
@@ -136,12 +134,12 @@ def run(arguments: argparse.Namespace) -> int:
                 for event in events:
                     answer.add(event)
                     if arguments.json:
-                        print(json.dumps(MessageToDict(event, preserving_proto_field_name=True)), flush=True)
+                        print_event(event)
                     else:
                         shown.add(event)
         except TwinlensError as error:
             if arguments.json:
-                print(json.dumps({"error": _error(error)}), flush=True)
+                print_error(error)
             else:
                 shown.end()
             raise
@@ -153,7 +151,7 @@ def run(arguments: argparse.Namespace) -> int:
         for choice in answer.choices:
             _show_logprobs("answer", 0, choice.token_ids, choice.logprobs)
     if arguments.timings:
-        _show_timings(answer)
+        show_timings(answer)
     return 0
 
 
@@ -264,29 +262,3 @@ def _quoted(text: str) -> str:
     " a\\n"
     """
     return json.dumps(text, ensure_ascii=False)
-
-
-def _show_timings(answer: Answer) -> None:
-    usage = answer.usage
-    reason = FinishReason.Name(answer.choices[0].reason) if answer.choices else "no choice"
-    thought = f" ({usage.reasoning_tokens} of reasoning)" if usage.reasoning_tokens else ""
-    print(
-        f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), "
-        f"{usage.completion_tokens} generated{thought}, {reason}",
-        file=sys.stderr,
-    )
-    for stage, seconds in answer.timings.items():
-        print(f"  {stage:<16} {milliseconds(seconds):>12}", file=sys.stderr)
-
-
-def _error(error: TwinlensError) -> dict[str, object]:
-    told: dict[str, object] = {
-        "code": error.code.name,
-        "reason": error.reason,
-        "message": error.message,
-        "field": error.field,
-        "retry_after": error.retry_after,
-    }
-    if isinstance(error, InterruptedStreamError):
-        told["events"] = error.events
-    return told

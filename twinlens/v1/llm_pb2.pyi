@@ -29,12 +29,13 @@ TOOL_FORMAT_JSON: ToolFormat
 TOOL_FORMAT_XML: ToolFormat
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "chat", "text", "tokens", "sampling", "cache_salt", "priority", "session_id", "resume", "max_handovers")
+    __slots__ = ("request_id", "model", "chat", "text", "tokens", "transcription", "sampling", "cache_salt", "priority", "session_id", "resume", "max_handovers")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRANSCRIPTION_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
@@ -46,13 +47,14 @@ class GenerateRequest(_message.Message):
     chat: ChatInput
     text: TextInput
     tokens: TokensInput
+    transcription: TranscriptionInput
     sampling: SamplingParams
     cache_salt: str
     priority: int
     session_id: str
     resume: _containers.RepeatedCompositeFieldContainer[ResumedChoice]
     max_handovers: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., text: _Optional[_Union[TextInput, _Mapping]] = ..., tokens: _Optional[_Union[TokensInput, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., session_id: _Optional[str] = ..., resume: _Optional[_Iterable[_Union[ResumedChoice, _Mapping]]] = ..., max_handovers: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., text: _Optional[_Union[TextInput, _Mapping]] = ..., tokens: _Optional[_Union[TokensInput, _Mapping]] = ..., transcription: _Optional[_Union[TranscriptionInput, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., session_id: _Optional[str] = ..., resume: _Optional[_Iterable[_Union[ResumedChoice, _Mapping]]] = ..., max_handovers: _Optional[int] = ...) -> None: ...
 
 class ResumedChoice(_message.Message):
     __slots__ = ("index", "token_ids", "finished")
@@ -133,6 +135,18 @@ class TokensInput(_message.Message):
     ids: _containers.RepeatedScalarFieldContainer[int]
     media: _containers.RepeatedCompositeFieldContainer[_media_pb2.Media]
     def __init__(self, ids: _Optional[_Iterable[int]] = ..., media: _Optional[_Iterable[_Union[_media_pb2.Media, _Mapping]]] = ...) -> None: ...
+
+class TranscriptionInput(_message.Message):
+    __slots__ = ("audio", "language", "prompt", "turns")
+    AUDIO_FIELD_NUMBER: _ClassVar[int]
+    LANGUAGE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    audio: _media_pb2.Media
+    language: str
+    prompt: str
+    turns: bool
+    def __init__(self, audio: _Optional[_Union[_media_pb2.Media, _Mapping]] = ..., language: _Optional[str] = ..., prompt: _Optional[str] = ..., turns: bool = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "n", "logprobs", "prompt_logprobs", "json_schema", "regex", "grammar", "choice")
@@ -236,18 +250,32 @@ class MediaSpan(_message.Message):
     def __init__(self, item: _Optional[int] = ..., start: _Optional[int] = ..., length: _Optional[int] = ..., rows: _Optional[int] = ..., key: _Optional[bytes] = ..., cached: bool = ...) -> None: ...
 
 class GenerateDelta(_message.Message):
-    __slots__ = ("index", "text", "token_ids", "logprobs", "prompt")
+    __slots__ = ("index", "text", "token_ids", "logprobs", "prompt", "turns")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
     index: int
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     prompt: PromptLogprobs
-    def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
+    turns: _containers.RepeatedCompositeFieldContainer[TranscriptTurn]
+    def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., turns: _Optional[_Iterable[_Union[TranscriptTurn, _Mapping]]] = ...) -> None: ...
+
+class TranscriptTurn(_message.Message):
+    __slots__ = ("start_seconds", "end_seconds", "speaker", "text")
+    START_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    END_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SPEAKER_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    start_seconds: float
+    end_seconds: float
+    speaker: str
+    text: str
+    def __init__(self, start_seconds: _Optional[float] = ..., end_seconds: _Optional[float] = ..., speaker: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class PromptLogprobs(_message.Message):
     __slots__ = ("first", "token_ids", "logprobs")

@@ -207,7 +207,7 @@ RECIPES: dict[str, Recipe] = {
             tie_word_embeddings=False,
         ),
         processor("Qwen3ASRProcessor", sounds="Qwen3ASRFeatureExtractor", bands={"feature_size": _BANDS}),
-        ("<audio>", "<listen>", "<heard>"),
+        ("<audio>", "<listen>", "<heard>", "<asr_text>"),
         named={"audio_token": "<audio>", "audio_bos_token": "<listen>", "audio_eos_token": "<heard>"},
         audio="<listen><audio><heard>",
     ),

@@ -1,0 +1,195 @@
+"""`POST /v1/audio/transcriptions`: what it takes and how it answers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final, Literal
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from gateway import convert
+from gateway.api.fields import Count, Int, Model, Seed
+from gateway.form import read_form
+from gateway.generation import Generations
+from gateway.request_context import context_of
+from gateway.stream import DONE, EventStream, Last, event, json_answer
+from twinlens.v1 import llm_pb2, media_pb2
+
+_SAME: Final = (
+    *("top_p", "top_k", "min_p"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+"""Sampling fields that both sides call alike."""
+Events = AsyncGenerator[llm_pb2.GenerateResponse]
+Objects = list[dict[str, Any]]
+_GREEDY = 0.0
+"""The temperature of a request that names none, as OpenAI has it."""
+
+
+class TranscriptionRequest(Model):
+    """The fields of a form, beside its file."""
+
+    without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "chunking_strategy": ("auto",),
+        "stream_include_usage": ("true",),
+    }
+
+    model: str | None = None
+    language: str | None = None
+    prompt: str | None = None
+    response_format: Literal["json", "text", "diarized_json"] = "json"
+    include: Literal["logprobs"] | None = Field(None, alias="include[]")
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    seed: Seed | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    max_completion_tokens: Int | None = None
+    user: str | None = None
+    cache_salt: str | None = None
+    priority: Int | None = None
+    max_handovers: Count | None = None
+
+    @property
+    def scored(self) -> bool:
+        """It is wanted how likely tokens were."""
+        return self.include is not None
+
+
+@dataclass(slots=True)
+class _Transcript:
+    """What has been said so far."""
+
+    words: list[str] = field(default_factory=list)
+    turns: Objects = field(default_factory=list)
+    logprobs: Objects = field(default_factory=list)
+    sound_tokens: int = 0
+    finished: llm_pb2.GenerateFinished = field(default_factory=llm_pb2.GenerateFinished)
+
+    async def read(self, events: Events) -> AsyncGenerator[tuple[str, Objects, Objects]]:
+        """Takes it in: new words, how likely their tokens were, and the turns that are complete with them."""
+        async with aclosing(events) as each:
+            async for said in each:
+                match said.WhichOneof("event"):
+                    case "started":
+                        self.sound_tokens = sum(span.rows for span in said.started.spans)
+                    case "delta":
+                        yield (said.delta.text, *self._add(said.delta))
+                    case "finished":
+                        self.finished = said.finished
+                    case _:  # an event of a newer service
+                        continue
+
+    def _add(self, delta: llm_pb2.GenerateDelta) -> tuple[Objects, Objects]:
+        scores = [
+            {"token": each.text, "logprob": each.logprob, "bytes": list(each.text_bytes)} for each in delta.logprobs
+        ]
+        turns = [
+            {
+                "type": "transcript.text.segment",
+                "id": f"seg_{number}",
+                "start": turn.start_seconds,
+                "end": turn.end_seconds,
+                "speaker": turn.speaker,
+                "text": turn.text,
+            }
+            for number, turn in enumerate(delta.turns, len(self.turns))
+        ]
+        self.words.append(delta.text)
+        self.logprobs += scores
+        self.turns += turns
+        return scores, turns
+
+    @property
+    def text(self) -> str:
+        """All words."""
+        return "".join(self.words)
+
+    def ending(self, *, scored: bool) -> dict[str, Any]:
+        """What is told at its end beside the words: how likely their tokens were, where that is asked for, why it
+        ended, and the tokens that it took."""
+        counted = self.finished.usage
+        prompt, answer = counted.prompt_tokens, counted.completion_tokens
+        details = {"audio_tokens": self.sound_tokens, "text_tokens": prompt - self.sound_tokens}
+        return {
+            **({"logprobs": self.logprobs} if scored else {}),
+            "finish_reason": convert.finish(self.finished)["finish_reason"],
+            "usage": {
+                "type": "tokens",
+                "input_tokens": prompt,
+                "input_token_details": details,
+                "output_tokens": answer,
+                "total_tokens": prompt + answer,
+            },
+        }
+
+
+class Transcriptions:
+    """Answers requests for the words of a sound."""
+
+    def __init__(self, generations: Generations) -> None:
+        self._generations = generations
+
+    async def answer(self, request: Request) -> Response:
+        """One request, streamed or whole."""
+        context = context_of(request, "transcriptions")
+        asked, sound = await read_form(context, request.headers, TranscriptionRequest, "file")
+        message = _message(asked, sound, context.id)
+        del sound
+        events = self._generations.events(message, context.metadata, context.body_lease.release)
+        del message
+        if asked.stream:
+            return EventStream(_chunks(events, asked))
+        said = _Transcript()
+        async for _ in said.read(events):
+            pass
+        if asked.response_format == "text":
+            return PlainTextResponse(said.text)
+        turns = {"task": "transcribe", "segments": said.turns} if asked.response_format == "diarized_json" else {}
+        return json_answer({"text": said.text, **turns, **said.ending(scored=asked.scored)})
+
+
+def _message(asked: TranscriptionRequest, sound: bytes, request_id: str) -> llm_pb2.GenerateRequest:
+    """What the LLM service is asked."""
+    given = {name: value for name in _SAME if (value := getattr(asked, name)) is not None}
+    sampling = llm_pb2.SamplingParams(
+        temperature=_GREEDY if asked.temperature is None else asked.temperature,
+        max_tokens=asked.max_completion_tokens,
+        seed=None if asked.seed is None else asked.seed % (1 << 64),
+        logprobs=0 if asked.scored else None,
+        **given,
+    )
+    return llm_pb2.GenerateRequest(
+        request_id=request_id,
+        model=asked.model or "",
+        transcription=llm_pb2.TranscriptionInput(
+            audio=media_pb2.Media(modality=media_pb2.MODALITY_AUDIO, data=sound),
+            language=asked.language or "",
+            prompt=asked.prompt or "",
+            turns=asked.response_format == "diarized_json",
+        ),
+        sampling=sampling,
+        cache_salt=asked.cache_salt or "",
+        priority=asked.priority or 0,
+        max_handovers=asked.max_handovers,
+    )
+
+
+async def _chunks(events: Events, asked: TranscriptionRequest) -> AsyncGenerator[bytes]:
+    said = _Transcript()
+    async with aclosing(said.read(events)) as deltas:
+        async for text, scores, turns in deltas:
+            if text or (asked.scored and scores):
+                scored = {"logprobs": scores} if asked.scored else {}
+                yield event({"type": "transcript.text.delta", "delta": text, **scored})
+            for turn in turns if asked.response_format == "diarized_json" else ():
+                yield event(turn)
+    yield Last(event({"type": "transcript.text.done", "text": said.text, **said.ending(scored=asked.scored)}) + DONE)

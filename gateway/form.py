@@ -1,0 +1,73 @@
+"""Forms with a file, `multipart/form-data`: as what they should be, in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator
+from typing import Final, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.datastructures import Headers, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+
+from common.errors import InvalidInput
+from gateway.errors import from_validation
+from gateway.request_context import RequestContext
+
+_MOST_FIELDS: Final = 64
+_LONGEST_FIELD: Final = 1 << 20
+"""Bytes of a field that is no file."""
+_PIECE: Final = 256 << 10
+"""Bytes that are read at once; then others get their turn."""
+
+Fields = TypeVar("Fields", bound=BaseModel)
+
+
+class _InMemory(MultiPartParser):
+    """The body is in memory, within its bounds: its file need not go to a disk."""
+
+    spool_max_size = sys.maxsize
+
+
+async def read_form(context: RequestContext, headers: Headers, kind: type[Fields], file: str) -> tuple[Fields, bytes]:
+    """A form's fields, and what is in the file of this name. Of a list, `name[]`, all values stand with commas between
+    them. Raises InvalidInput, which says what is wrong and where."""
+    body, context.body = context.body, b""
+    if headers.get("content-type", "").split(";")[0].strip().lower() != "multipart/form-data":
+        raise InvalidInput("the body is no form: its content type is not multipart/form-data", reason="BAD_FORM")
+    try:
+        parser = _InMemory(headers, _pieces(body), max_files=1, max_fields=_MOST_FIELDS, max_part_size=_LONGEST_FIELD)
+        form = await parser.parse()
+    except MultiPartException as error:
+        raise InvalidInput(f"the form cannot be read: {error.message}", reason="BAD_FORM") from None
+    given = form.multi_items()
+    texts: dict[str, list[str]] = {}
+    content: bytes | None = None
+    for name, value in given:
+        if isinstance(value, UploadFile) == (name != file):
+            raise InvalidInput(f"{file} is a file, and nothing else is", reason="BAD_FIELD", field=name)
+        if isinstance(value, UploadFile):
+            content = await value.read()
+            await value.close()
+        else:
+            texts.setdefault(name, []).append(value)
+    if content is None:
+        raise InvalidInput("the file is missing", reason="BAD_FIELD", field=file)
+    if twice := next((name for name, values in texts.items() if len(values) > 1 and not _is_list(name)), None):
+        raise InvalidInput("this field is there more than once", reason="BAD_FIELD", field=twice)
+    values = {name: ",".join(each) for name, each in texts.items() if each != [""]}
+    try:
+        return kind.model_validate_strings(values, strict=False), content
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+def _is_list(name: str) -> bool:
+    return name.endswith("[]")
+
+
+async def _pieces(body: bytes) -> AsyncGenerator[bytes, None]:
+    for begin in range(0, len(body), _PIECE):
+        yield body[begin : begin + _PIECE]
+        await asyncio.sleep(0)

@@ -1,0 +1,224 @@
+"""The words of a transcript, and its turns, out of what a model says: as they come, and the same wherever it is cut."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from llm_service.families.transcription import Transcription, Wrapping
+
+_SENTENCES = (
+    "The spoken content of the audio is",
+    "The transcription of the audio is",
+    "The content of the input audio is",
+)
+"""How sentences begin that quote the words."""
+_LONGEST_HEAD = 64
+"""Characters within which a mark comes that the words are behind."""
+_LONGEST_TURN = 1 << 16
+"""Characters within which a turn ends."""
+_TAIL = re.compile(r"[\s.'\"]*\Z")
+_TIME = r"\[(\d+(?::\d+)*(?:\.\d+)?)\]"
+_BRACKETED = re.compile(rf"{_TIME}\[(S\d+)\](.*?){_TIME}", re.DOTALL)
+_JSON = json.JSONDecoder()
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one speaker says without a break, in seconds from the sound's beginning; `speaker` empty and `end` 0: the
+    model does not say."""
+
+    start: float
+    end: float
+    speaker: str
+    text: str
+
+
+class TranscriptReader:
+    """Takes what a model says, and gives the words in it. This one takes all for words."""
+
+    def push(self, text: str) -> str:
+        """Takes more; the words that are certain now."""
+        return text
+
+    def finish(self) -> str:
+        """The model has ended; the words that are left."""
+        return ""
+
+    def take_turns(self) -> list[Turn]:
+        """The turns that have become complete since this was asked last."""
+        return []
+
+
+class _Marked(TranscriptReader):
+    """Words behind a mark. Without one all is words."""
+
+    def __init__(self, mark: str) -> None:
+        self._mark = mark
+        self._held: str | None = ""
+
+    def push(self, text: str) -> str:
+        if self._held is None:
+            return text
+        self._held += text
+        before, found, behind = self._held.partition(self._mark)
+        if not found and len(before) <= _LONGEST_HEAD:
+            return ""
+        self._held = None
+        return behind if found else before
+
+    def finish(self) -> str:
+        left, self._held = self._held or "", None
+        return left
+
+
+class _Quoted(TranscriptReader):
+    """Words that a sentence quotes. Another text is words as a whole."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._quote: str | None = None  # "": the sentence has none
+        self._plain = False
+
+    def push(self, text: str) -> str:
+        if self._plain:
+            return text
+        self._held += text
+        if self._quote is None and not self._begin():
+            return ""
+        end = len(self._held) if self._quote is None else _end(self._held)
+        said, self._held = self._held[:end], self._held[end:]
+        return said
+
+    def _begin(self) -> bool:
+        """Whether it is certain by now what comes, a sentence or words."""
+        text = self._held.lstrip()
+        if any(each.startswith(text) for each in _SENTENCES):
+            return False
+        sentence = next((each for each in _SENTENCES if text.startswith(each)), None)
+        if sentence is None:
+            self._plain = True
+            return True
+        words = text.removeprefix(sentence).lstrip()
+        if words:
+            self._quote = words[0] if words[0] in "'\"" else ""
+            self._held = words.removeprefix(self._quote)
+        return bool(words)
+
+    def finish(self) -> str:
+        left, self._held = self._held, ""
+        if self._quote is None:
+            return left
+        left = left.rstrip().removesuffix(".").rstrip()
+        return left.removesuffix(self._quote) if self._quote else left
+
+
+def _end(text: str) -> int:
+    """Where what may be the end of a sentence begins."""
+    found = _TAIL.search(text)
+    return len(text) if found is None else found.start()
+
+
+class _Turns(TranscriptReader):
+    """Words in turns, a space between two of them. Of a text without any turn all is words; what is behind the last
+    complete turn is none."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._turns: list[Turn] = []
+        self._told = 0
+        self._plain = False
+
+    def push(self, text: str) -> str:
+        if self._plain:
+            return text
+        self._held += text
+        if "}" not in text and "]" not in text:
+            if self._told or len(self._held) <= _LONGEST_TURN:
+                return ""
+            self._plain = True
+            return self.finish()
+        said: list[str] = []
+        while (found := self._next(self._held)) is not None:
+            turn, end = found
+            self._held = self._held[end:]
+            if turn is None:
+                continue
+            self._turns.append(turn)
+            said.append(f" {turn.text}" if self._told else turn.text)
+            self._told += 1
+        return "".join(said)
+
+    def _next(self, text: str) -> tuple[Turn | None, int] | None:
+        """The next turn in a text, None for something else, and where it ends; None: nothing is complete."""
+        raise NotImplementedError
+
+    def finish(self) -> str:
+        left, self._held = self._held, ""
+        return "" if self._told else left.strip()
+
+    def take_turns(self) -> list[Turn]:
+        turns, self._turns = self._turns, []
+        return turns
+
+
+class _JsonTurns(_Turns):
+    """`[{"Start": 0.0, "End": 7.56, "Speaker": 0, "Content": "…"}, …]`, as VibeVoice ASR tells them."""
+
+    def _next(self, text: str) -> tuple[Turn | None, int] | None:
+        begin = text.find("{")
+        if begin < 0:
+            return None
+        try:
+            value, end = _JSON.raw_decode(text, begin)
+        except (ValueError, RecursionError):
+            return None
+        content = value.get("Content")
+        if not isinstance(content, str):
+            return None, end
+        speaker = value.get("Speaker")
+        name = "" if speaker is None else str(speaker)
+        return Turn(_seconds(value.get("Start")), _seconds(value.get("End")), name, content.strip()), end
+
+
+class _BracketedTurns(_Turns):
+    """`[0.00][S01]…[7.56]`, as MOSS Transcribe Diarize tells them; times are also written 1:02:03."""
+
+    def _next(self, text: str) -> tuple[Turn | None, int] | None:
+        if (found := _BRACKETED.search(text)) is None:
+            return None
+        begin, speaker, words, end = found.groups()
+        return Turn(_clock(begin), _clock(end), speaker, words.strip()), found.end()
+
+
+def _seconds(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and 0 <= value < 1e9 else 0.0
+
+
+def _clock(written: str) -> float:
+    """Seconds of a time.
+
+    >>> _clock("1:02:03.5")
+    3723.5
+    """
+    seconds = 0.0
+    for part in written.split(":"):
+        seconds = 60 * seconds + float(part)
+    return seconds
+
+
+def transcript_reader(asked: Transcription, *, opened: bool) -> TranscriptReader:
+    """What reads an answer; `opened`: the prompt has begun it, with what would be before a mark."""
+    match asked.wrapping:
+        case Wrapping.MARK:
+            return TranscriptReader() if opened else _Marked(asked.mark)
+        case Wrapping.SENTENCE:
+            return _Quoted()
+        case Wrapping.JSON_TURNS:
+            return _JsonTurns()
+        case Wrapping.BRACKETED_TURNS:
+            return _BracketedTurns()
+        case Wrapping.NONE:
+            return TranscriptReader()

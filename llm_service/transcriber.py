@@ -1,0 +1,67 @@
+"""Asks a model for the words of a sound, in the conversation by which it was taught to give them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from common.checkpoint import Checkpoint
+from common.errors import InvalidInput
+from common.media.item import Modality
+from llm_service.families.languages import code_of
+from llm_service.families.transcription import PromptPlace, Transcription
+from llm_service.prompt.builder import PromptBuilder
+from llm_service.request import ChatPrompt, MediaItem, Message
+
+
+class Transcriber:
+    """Asks one model. `thinking` is what its template is told of that; `lacking`, a token that its answers are begun
+    with, and that the checkpoint has not."""
+
+    def __init__(self, asked: Transcription | None = None, *, thinking: bool | None = None, lacking: str = "") -> None:
+        self.asked: Final = asked or Transcription()
+        self._thinking = thinking
+        self._lacking = lacking
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, prompts: PromptBuilder) -> Transcriber:
+        """That of a checkpoint."""
+        asked = Transcription.of(checkpoint)
+        lacking = next((mark for mark in asked.marks if not prompts.has_token(mark)), "")
+        return cls(asked, thinking=False if prompts.template.knows_thinking else None, lacking=lacking)
+
+    def prompt(self, sound: MediaItem, *, language: str = "", prompt: str = "", turns: bool = False) -> ChatPrompt:
+        """The conversation: what is spoken, what the caller says beside the sound, and whether who speaks when is
+        wanted. Raises InvalidInput for what is no sound, and for what the model cannot be told."""
+        asked = self.asked
+        if sound.modality is not Modality.AUDIO:
+            raise InvalidInput("a transcription is of a sound", reason="NO_SOUND", field=sound.field)
+        if self._lacking:
+            why = f"this checkpoint has no token {self._lacking}, with which the model is asked for words"
+            raise InvalidInput(why, reason="NO_TRANSCRIPTION", field="transcription")
+        if turns and not asked.wrapping.tells_turns:
+            raise InvalidInput(
+                "this model does not tell who speaks when", reason="NO_TURNS", field="transcription.turns"
+            )
+        if prompt and asked.place is PromptPlace.NOWHERE:
+            why = "this model takes no prompt with a sound"
+            raise InvalidInput(why, reason="NO_PROMPT", field="transcription.prompt")
+        sentence, opening = asked.spoken(self._language(language))
+        own = prompt if prompt and asked.place is not PromptPlace.SYSTEM else asked.instruction
+        text = f"{own.rstrip()} {sentence}" if own and sentence else own or sentence
+        parts = [part for part in ((text, sound) if asked.instruction_first else (sound, text)) if part]
+        messages = [Message("user", tuple(parts))]
+        if prompt and asked.place is PromptPlace.SYSTEM:
+            messages.insert(0, Message("system", (prompt,)))
+        return ChatPrompt(tuple(messages), thinking=self._thinking, opening=opening)
+
+    def _language(self, given: str) -> str:
+        """Its code; empty where none is given."""
+        if not given:
+            return ""
+        field, code = "transcription.language", code_of(given)
+        if not self.asked.languages:
+            raise InvalidInput("this model finds the language out, and is told none", reason="NO_LANGUAGE", field=field)
+        if code is None or code not in self.asked.languages:
+            why = "this is no language that the model is told: they are given by ISO 639, such as fr"
+            raise InvalidInput(why, reason="NO_LANGUAGE", field=field)
+        return code
