@@ -49,6 +49,11 @@ def paged_attention(
             mask &= torch.ones_like(mask).triu(length - (end - begin) + 1 - kind.window)
         for run in runs if kind.whole_spans else ():
             mask[run] = True
+        if kind.joined_spans:
+            own = torch.zeros(end - begin, dtype=torch.bool, device=query.device)
+            for here, _ in runs:
+                own[here] = True
+            mask[:, length - (end - begin) :] |= own.unsqueeze(1) & own
         if kind.chunk:
             part = position // kind.chunk
             mask &= part == part[length - (end - begin) :].unsqueeze(1)

@@ -82,6 +82,7 @@ TEXT_FAMILIES: Final = {
     ),
     "mistral": Family({}, mixers=WINDOWED, text_defaults={"use_sliding_window": True}),
     "mistral4": MISTRAL4_TEXT,
+    "molmo2_text": Family({}, qk_norm=True),
     "muse_glimmer_text": MUSE_GLIMMER_TEXT,
     "muse_spark_text": MUSE_SPARK_TEXT,
     "nemotron_h": NEMOTRON_H,

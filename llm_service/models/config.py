@@ -12,6 +12,7 @@ from common.checkpoint import CheckpointError
 from llm_service.families.family import (
     EXPERTS_ALONE,
     FULL,
+    OF_PROMPTS,
     Family,
     FeedForwardKind,
     LayerKind,
@@ -89,7 +90,8 @@ class TextConfig:
     `logit_scale`; `logit_cap` is what none exceeds: cap · tanh(x / cap). Levels of rows, the first as well, are added
     before the `level_layers`, which are of the library's configurations; where it is empty, the first is among
     embeddings, and the others are added behind the first layers. `index`, `streams` and `ngrams` are where layers have
-    such.
+    such. The table of tokens has `table_rows`, 0: as many as the head has. Where all media of a prompt see each other
+    these are the tokens `together`; with `adds_rows` rows are added to what the table has for their places.
 
     Where `experts` is above 0, every `sparse_step`-th layer but those in `dense_layers` is a mixture of experts, with a
     shared one beside them where `shared_expert_size` is above 0. `grouped`: in which groups they are, if in any. They
@@ -156,6 +158,9 @@ class TextConfig:
     streams: StreamShape | None = None
     ngrams: NgramShape | None = None
     delta_gates: GateActivation = GateActivation.SILU
+    table_rows: int = 0
+    together: tuple[int, ...] = ()
+    adds_rows: bool = False
 
     @property
     def layers(self) -> int:
@@ -197,6 +202,7 @@ class TextConfig:
             chunk=self.chunks[layer] if self.chunks else 0,
             gates=self.gates[layer] if self.gates else None,
             expert_gates=self.expert_gates[layer] if self.expert_gates else None,
+            joined_spans=self.spans is SpanRule.ALL_MEDIA,
         )
 
     def norms_heads(self, kind: LayerKind) -> bool:
@@ -344,6 +350,7 @@ class TextConfig:
             streams=StreamShape.of(text),
             ngrams=NgramShape.of(text),
             delta_gates=delta_gates_of(text),
+            table_rows=_table_rows(text),
         )
 
 
@@ -354,7 +361,13 @@ def _tied(config: Mapping[str, Any], text: Mapping[str, Any], family: Family) ->
     return tied
 
 
-_EVERYWHERE = SpanRule.EVERYWHERE, SpanRule.BEYOND_WINDOWS, SpanRule.WHOLE_PROMPTS
+def _table_rows(text: Mapping[str, Any]) -> int:
+    """See `TextConfig.table_rows`."""
+    more = int(text.get("additional_vocab_size") or 0)
+    return int(text["vocab_size"]) + more if more else 0
+
+
+_EVERYWHERE = SpanRule.EVERYWHERE, SpanRule.BEYOND_WINDOWS, *OF_PROMPTS
 
 
 def _mixer(mixer: Mixer, rotary: RotaryConfig) -> Mixer:

@@ -73,7 +73,8 @@ class Decoder(nn.Module):
         layers, whole = range(config.layers), slice(0, config.hidden_size)
         with device:  # weights are made there: the host need not hold all of them, nor copy what is not filled yet
             scale = config.hidden_size**0.5 if config.family.scaled_embeddings else None
-            eps, given = config.embedding_eps, (config.vocab_size, config.hidden_size, group, dtype)
+            eps, tokens = config.embedding_eps, config.table_rows or config.vocab_size
+            given = tokens, config.hidden_size, group, dtype
             self.embed_tokens = VocabularyEmbedding(*given, scale=scale, norm_eps=eps)
             self.layers = nn.ModuleList(_layer(index, config, group, dtype) for index in layers)
             own = config.layer_inputs
@@ -110,6 +111,16 @@ class Decoder(nn.Module):
     def spans(self) -> SpanRule:
         """In which layers rows of one run see each other."""
         return self.config.spans
+
+    @property
+    def together(self) -> tuple[int, ...]:
+        """Tokens of media, where all of a prompt see each other."""
+        return self.config.together
+
+    @property
+    def adds_rows(self) -> bool:
+        """Whether rows are added to what the table has for their places."""
+        return self.config.adds_rows
 
     def forward(
         self,

@@ -4,6 +4,7 @@ knows, and what ours makes of it in small is what the library makes."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from common import log
 from common.checkpoint import Checkpoint, CheckpointError
@@ -44,15 +45,15 @@ def known_text(
 def _found(checkpoint: Checkpoint, library: LibraryModel, max_context: int) -> TextSide:
     check_text(str(library.text.get("model_type")))
     config, whole = TextConfig.of(library.text, max_context), config_of(checkpoint.folder)
-    names = own_names(whole, checkpoint.tensors)
-    levels = tuple(layers_of_levels(whole))
-    config = replace(config, spans=try_ours(checkpoint.folder).spans, level_layers=levels)
-    config = with_media(config, whole)
+    names, parted = own_names(whole, checkpoint.tensors)
+    levels, found = tuple(layers_of_levels(whole)), try_ours(checkpoint.folder)
+    by_trial: dict[str, Any] = {"spans": found.spans, "adds_rows": found.adds_rows, "together": library.together}
+    config = with_media(replace(config, level_layers=levels, **by_trial), whole)
     if config.family.fused_gates and not any(own.endswith(".gate_up_proj.weight") for own in names.values()):
         config = replace(config, family=replace(config.family, fused_gates=False))  # the library fuses them, ours too
     if config.tied:
         config, names = _as_stored(checkpoint, config, names)
-    return TextSide(config, names.get)
+    return TextSide(config, names.get, parted)
 
 
 def _as_stored(checkpoint: Checkpoint, config: TextConfig, names: dict[str, str]) -> tuple[TextConfig, dict[str, str]]:

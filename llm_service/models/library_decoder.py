@@ -71,7 +71,7 @@ class LibraryDecoder:
         decoder where it knows how the layers attend. Raises CheckpointError where the model cannot be served so."""
         self.dtype, self.device, self.spans, self.group, self._axes = dtype, device, spans, group, axes
         self.kv_dtype, self.adds_rows = dtype, adds_rows
-        self.together = torch.tensor(together, dtype=torch.int64, device=device)
+        self.together = tuple(together)
         share_out(model, group)
         model.to(device)
         if fill is not None:
@@ -152,12 +152,6 @@ class LibraryDecoder:
                 more["deepstack_features"] = dict(zip(self._layers_of_levels, levels, strict=True))
             else:
                 more["visual_pos_masks"], more["deepstack_visual_embeds"] = here, list(deepstack.values)
-        media: Tensor | None = None
-        if self.spans is SpanRule.ALL_MEDIA and (there := _in_spans(paged, len(hidden), self.device)) is not None:
-            media = torch.isin(token_ids, self.together) & there
-            if self.adds_rows:
-                rows = torch.isin(token_ids, self._media) & there
-                hidden = hidden.masked_scatter(rows.unsqueeze(1), hidden[rows] + self.embed_tokens(token_ids[rows]))
 
         def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
             at, tempering = places_of[layer_of(module)], self._tempering.get(layer_of(module))
@@ -170,7 +164,7 @@ class LibraryDecoder:
                 given = (each.contiguous() for each in (query, key, value))
                 seen: Tensor = batch.attend(*given, cache)
                 return seen.view(*query.shape[:2], -1)
-            out: Tensor = batch.attend(query, key, value, cache, replace(rule, media=media))
+            out: Tensor = batch.attend(query, key, value, cache, rule)
             return out.view(*query.shape[:2], -1)
 
         def choose(layer: int, asked: IndexQuery) -> tuple[Chosen, ...]:
@@ -301,7 +295,7 @@ class LibraryDecoder:
         why = next((why for rule in self._rules.values() if (why := beyond_kernels(rule))), "")
         if self._narrower:
             why = "keys are wider than values"
-        elif self.spans in (*OF_PROMPTS, SpanRule.ALL_MEDIA):
+        elif self.spans in OF_PROMPTS:
             why = "all tokens of a prompt, or of its media, see each other"
         elif _ROUTED in self._takes or self._axes > _MOST_AXES:
             why = "what it is told of tokens depends on where they stand in a step"
@@ -350,15 +344,6 @@ def media_tokens(config: Any, names: Sequence[str] = (*_MEDIA, *_MARKS)) -> list
     """Those of the tokens of media, and of marks around them, that a configuration states."""
     found = [getattr(config, name, None) for name in names]
     return [each for each in found if each is not None]
-
-
-def _in_spans(batch: GeneralBatch, count: int, device: torch.device) -> Tensor | None:
-    """bool [count]: which tokens of a batch are in spans; None where there is no span."""
-    spans = [span for part in batch.segments for span in part.spans]
-    there = torch.zeros(count, dtype=torch.bool, device=device)
-    for first, last in spans:
-        there[first:last] = True
-    return there if spans else None
 
 
 def _tokens(config: Any, names: Sequence[str], device: torch.device) -> Tensor:

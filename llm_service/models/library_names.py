@@ -4,6 +4,7 @@ in every layout that the library reads."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from common.checkpoint import CheckpointError
 from common.library_classes import blank_of, decoder_of, head_of
 from llm_service.families.registry import TEXT_FAMILIES
 from llm_service.models.loader import HEAD
+from llm_service.models.parted_tensors import PartedTensors
 
 _TOGETHER = ".experts.", ".gate_up_proj."
 """Of a tensor's name: the library stacks experts when it loads them, and gates with what they open; ours takes them as
@@ -27,19 +29,55 @@ def named_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield own, tensor
 
 
-def own_names(config: Any, stored: Iterable[str]) -> dict[str, str]:
+def own_names(config: Any, stored: Iterable[str]) -> tuple[dict[str, str], PartedTensors]:
     """The decoder's names of those of a checkpoint's tensors, and of the weights that several make together, which are
-    the text's. Raises CheckpointError where the library does more to one of them than to rename it."""
+    the text's; and which of these names are of several tensors there, or of parts of one. Raises CheckpointError where
+    the library does something else to one of them."""
     model = blank_of(config)
-    names, renamed = _Names(model), {}
+    names, renamed, parted = _Names(model), dict[str, str](), PartedTensors()
     weights = {f"{name.rpartition('.')[0]}.weight" for name in stored}
     for name, (there, whole) in names_within(model, {*stored, *weights}).items():
         if (own := names.own(there)) is None:
             continue
-        if whole and not any(part in whole for part in _TOGETHER) and not names.takes_changed(there):
+        as_it_is = not whole or any(part in whole for part in _TOGETHER) or names.takes_changed(there)
+        if not as_it_is and not _part(model, names, there, whole, parted):
             raise CheckpointError(f"the library makes another tensor of {name} when it loads it")
         renamed[name] = own
-    return renamed
+    return renamed, parted
+
+
+def _part(model: Any, names: _Names, stored: str, first: str, parted: PartedTensors) -> bool:
+    """Notes into what the library cuts a tensor by its rows, or with what it joins it, by its own names of the tensor
+    and of the first that it makes of that. False where it does something else."""
+    from transformers.core_model_loading import Chunk, Concatenate, Split, WeightConverter
+
+    steps = [step for step in _steps(model) if isinstance(step, WeightConverter)]
+    step = next(step for step in steps if step.rename_source_key(stored)[1] is not None)
+    (does, *more), (target, *_) = step.operations, step.target_patterns
+    if more or not isinstance(does, Chunk | Concatenate | Split) or does.dim != 0:
+        return False
+    if isinstance(does, Concatenate):
+        pattern = step.rename_source_key(stored)[1]
+        each = [names.own(stored.replace(str(pattern), piece)) for piece in step.source_patterns]
+        whole = names.own(first)
+        if whole is None or None in each:
+            return False
+        parted.joined[whole] = [piece for piece in each if piece is not None]
+        return True
+    made = [first.replace(target, each) for each in step.target_patterns]
+    ends = list(accumulate(model.get_parameter(each).shape[0] for each in made))
+    rows = [slice(begin, end) for begin, end in pairwise([0, *ends])]
+    own = names.own(stored)
+    parted.cut[str(own)] = [(str(names.own(each)), part) for each, part in zip(made, rows, strict=True)]
+    return True
+
+
+def _steps(model: Any) -> list[Any]:
+    """What the library does to a checkpoint's tensors when it loads a model."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    found: list[Any] = get_model_conversion_mapping(model)
+    return found
 
 
 class _Names:
@@ -71,10 +109,9 @@ class _Names:
 def names_within(model: Any, stored: Iterable[str]) -> dict[str, tuple[str, str]]:
     """The name in a model of each tensor of a checkpoint that the library reads, without what it does to it besides,
     and of one that it changes, or puts together with others, what that becomes."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    steps, known = get_model_conversion_mapping(model), model.state_dict()
+    steps, known = _steps(model), model.state_dict()
     renamings = [step for step in steps if isinstance(step, WeightRenaming)]
     converters = [step for step in steps if isinstance(step, WeightConverter)]
     found: dict[str, tuple[str, str]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from llm_service.layers.weight_dtype import Rounded
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.mtp import MtpDecoder
+from llm_service.models.parted_tensors import PartedTensors
 from llm_service.models.quantized import Scheme, load_weights
 
 _log = log.get("loader")
@@ -40,10 +41,11 @@ _HEAD = re.compile(r"^(?:language_model\.)?lm_head\.weight$")
 @dataclass(frozen=True, slots=True)
 class TextSide:
     """What of a checkpoint a decoder computes: its shape, and the decoder's own name for each of its tensors, None for
-    those of other sides."""
+    those of other sides; `parted` are those that are others there."""
 
     config: TextConfig
     own_name: Callable[[str], str | None]
+    parted: PartedTensors = field(default_factory=PartedTensors)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> TextSide:
@@ -88,7 +90,7 @@ def load_decoder(
         raise CheckpointError(str(error)) from error
     if scheme is not None:
         _log.info("weights stay as they are quantised", method=scheme.method)
-    _fill(decoder, load_weights(checkpoint, text.own_name), device, rounded)
+    _fill(decoder, text.parted.pieces(load_weights(checkpoint, text.own_name)), device, rounded)
     return decoder.eval()
 
 

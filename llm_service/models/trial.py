@@ -36,7 +36,7 @@ from common.library_processors import Sound, item_of, marks_around, placeholder_
 from common.small_models import made_up, shrink_whole
 from llm_service.families.family import OF_PROMPTS, SLIDING, FeedForwardKind, SpanRule
 from llm_service.families.registry import TEXT_FAMILIES, check_text
-from llm_service.layers.attention.backend import AttentionBatch, CacheShape, PagedChunk, Span
+from llm_service.layers.attention.backend import AttentionBatch, CacheShape, PagedChunk, Span, runs_of
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cache_spec import PagedKV, Segment, cache_shapes, layer_caches, read_by
 from llm_service.layers.group import ALONE, TensorGroup
@@ -59,8 +59,8 @@ _TYPES, _GRIDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"
 _MASK = "attention_mask"
 _SOUND = 3
 """The type of a sound's tokens, where a picture's have 1."""
-_OURS = tuple(rule for rule in SpanRule if rule is not SpanRule.ALL_MEDIA)
-"""Those by which our decoder computes."""
+_RULES = *((rule, False) for rule in SpanRule), (SpanRule.ALL_MEDIA, True)
+"""Those that are tried, in order, and whether rows are added to what the table of tokens has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,20 +119,20 @@ def try_config(config: Any, prompted: Prompted, group: TensorGroup = ALONE) -> F
     with _tried(name):
         case = _Case.of(config, prompted, group.size)
         of_sounds = case.of_sounds() if case.prompt.sounds else None  # before the model becomes a decoder of ours
-        decoder = LibraryDecoder(case.model, torch.float32, _CPU, axes=case.axes, group=group)
-        decoder.together = torch.tensor(case.prompt.together, dtype=torch.int64)
-        differences = {rule: _difference(decoder, case, rule) for rule in SpanRule}
-        found = next((rule for rule, difference in differences.items() if difference < _CLOSE), None)
-        if found is None:
-            decoder.adds_rows = True
-            differences[SpanRule.ALL_MEDIA] = _difference(decoder, case, SpanRule.ALL_MEDIA)
-            found = SpanRule.ALL_MEDIA if differences[SpanRule.ALL_MEDIA] < _CLOSE else None
+        given: dict[str, Any] = {"axes": case.axes, "together": case.prompt.together, "group": group}
+        decoder = LibraryDecoder(case.model, torch.float32, _CPU, **given)
+        differences, found = list[float](), None
+        for rule, decoder.adds_rows in _RULES:
+            differences.append(_difference(decoder, case, rule))
+            if differences[-1] < _CLOSE:
+                found = rule
+                break
         later = 0.0 if found is None else _difference_of_answer(decoder, case.said, found)
         heard = 0.0 if of_sounds is None else _difference(decoder, of_sounds)
     if found is None:
         split = f"over {group.size} ranks " if group.size > 1 else ""
         what = f"{split}{name} gives other logits in chunks than of a whole prompt"
-        raise CheckpointError(f"{what}: they differ by {min(differences.values()):.1%}")
+        raise CheckpointError(f"{what}: they differ by {min(differences):.1%}")
     if not later < _CLOSE:  # nor where there is no number
         raise CheckpointError(f"{name} sees other tokens while it answers than in a prompt: {later:.1%} apart")
     if not heard < _CLOSE:
@@ -161,8 +161,9 @@ def try_ours_of(config: Any, prompted: Prompted) -> Finding:
         case = _Case.of(config, prompted)
         shape = TextConfig.of(text_of(case.model), len(case.prompt.ids) + _ANSWER)
         levels = tuple(layers_of_levels(case.model.config))
-        for rule in _OURS:
-            shaped = with_media(replace(shape, spans=rule, level_layers=levels), case.model.config)
+        for rule, adds_rows in _RULES:
+            by_rule: dict[str, Any] = {"spans": rule, "together": case.prompt.together, "adds_rows": adds_rows}
+            shaped = with_media(replace(shape, level_layers=levels, **by_rule), case.model.config)
             made = Decoder(shaped, ALONE, torch.float32, _CPU)
             decoder = fill_plain(made, named_tensors(case.model))
             later = _difference_of_answer(decoder, case.said, rule)
@@ -170,7 +171,7 @@ def try_ours_of(config: Any, prompted: Prompted) -> Finding:
             if case.prompt.sounds:
                 differences[-1] = max(differences[-1], _difference(decoder, case.of_sounds()))
             if differences[-1] < _CLOSE:
-                return Finding(rule)
+                return Finding(rule, adds_rows)
     least = min(differences)
     raise CheckpointError(f"the logits of our decoder are not the library's: they differ by {least:.1%}")
 
@@ -367,7 +368,10 @@ def _difference(decoder: Decoder | LibraryDecoder, case: _Case, rule: SpanRule =
     length, first = len(prompt.ids), prompt.runs[0][0] if prompt.runs else 4
     last = prompt.runs[-1][1] if prompt.runs else 8
     if rule in OF_PROMPTS:
-        again = _logits(decoder, prompt, positions, [(0, length), (first, length)], [(0, length), (first, length)])
+        media = runs_of(np.isin(prompt.ids, prompt.together)) if rule is SpanRule.ALL_MEDIA else []
+        first = min(first, *(begin for begin, _ in media), first)
+        wholes = [(0, length), (first, length)]
+        again = _logits(decoder, prompt, positions, wholes, media or wholes)
         return _relative(again, torch.cat([case.expected, case.expected[first:]]))
     runs = [] if rule is SpanRule.NOWHERE else prompt.runs
     whole = _logits(decoder, prompt, positions, [(0, length)], runs)
@@ -401,7 +405,8 @@ def _logits(
     paged = {spec: shape.new_cache(torch.float32, decoder.device) for spec, shape in shapes.items()}
     layers = layer_caches(own, shapes, paged, 2, _CPU)
     embedded = decoder.embed_tokens(prompt.ids)
-    embedded[prompt.places] = prompt.rows[0].to(embedded)
+    rows = prompt.rows[0].to(embedded)
+    embedded[prompt.places] = embedded[prompt.places] + rows if decoder.adds_rows else rows
     other = embedded.flip(0)
     found: list[Tensor] = []
     for begin, end in cuts:
@@ -429,8 +434,8 @@ def _logits(
         if isinstance(decoder, LibraryDecoder):
             out = decoder(*given, token_ids=ids)
         else:
-            rows = [count + place - begin for place in prompt.places.tolist() if begin <= place < end]
-            out = decoder(*given, token_ids=decoder.ids_of_layers(ids, [(row, row + 1) for row in rows]))
+            there = [count + place - begin for place in prompt.places.tolist() if begin <= place < end]
+            out = decoder(*given, token_ids=decoder.ids_of_layers(ids, [(row, row + 1) for row in there]))
         found.append(decoder.logits(out[count:]))
     return torch.cat(found)
 

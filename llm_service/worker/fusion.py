@@ -10,8 +10,9 @@ from llm_service.plan import RowSlice
 from llm_service.worker.row_arena import RowArena
 
 
-def fuse(hidden: Tensor, rows: list[RowSlice], arena: RowArena) -> Deepstack | None:
-    """Writes level 0 into `hidden` [n, hidden] in place; the other levels, where the model has any, are returned.
+def fuse(hidden: Tensor, rows: list[RowSlice], arena: RowArena, *, adds: bool = False) -> Deepstack | None:
+    """Writes level 0 into `hidden` [n, hidden] in place, or `adds` it; the other levels, where the model has any, are
+    returned.
 
     A chunk may hold any part of an item: each slice says which rows, and where they go.
     """
@@ -22,7 +23,8 @@ def fuse(hidden: Tensor, rows: list[RowSlice], arena: RowArena) -> Deepstack | N
         at = piece.at
         for part in arena.read(piece):
             blocks.append(part.to(hidden.device, hidden.dtype, non_blocking=True))
-            hidden[at : at + len(part)] = blocks[-1][:, 0]
+            there = hidden[at : at + len(part)]
+            there.copy_(there + blocks[-1][:, 0] if adds else blocks[-1][:, 0])
             at += len(part)
     if arena.levels == 1:
         return None

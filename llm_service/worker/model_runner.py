@@ -15,7 +15,7 @@ from torch import Tensor
 from common.core_share import CoreShare
 from common.gpu import Capture
 from llm_service.families.family import OF_PROMPTS, SpanRule
-from llm_service.layers.attention.backend import Span, parts_at
+from llm_service.layers.attention.backend import Span, parts_at, runs_of
 from llm_service.layers.attention.metadata import AttentionMetadata, BatchNumbers
 from llm_service.layers.transfer import to_device
 from llm_service.models.decoder import Decoder
@@ -138,10 +138,7 @@ class ModelRunner:
     @property
     def whole_until(self) -> tuple[int, ...]:
         """Tokens of media, where these alone see each other: behind the last of them a chunk may end."""
-        decoder = self._decoder
-        if isinstance(decoder, LibraryDecoder) and decoder.spans is SpanRule.ALL_MEDIA:
-            return tuple(decoder.together.tolist())
-        return ()
+        return self._decoder.together if self._decoder.spans is SpanRule.ALL_MEDIA else ()
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -241,7 +238,7 @@ class ModelRunner:
         moved = self._move(plan, graph)
         token_ids = self._token_ids(plan, moved)
         hidden = self._decoder.embed_tokens(token_ids)
-        deepstack = fuse(hidden, plan.rows, self.arena)
+        deepstack = fuse(hidden, plan.rows, self.arena, adds=self._decoder.adds_rows)
         if deepstack is not None and isinstance(self._decoder, Decoder) and self._decoder.config.level_layers:
             deepstack = deepstack.taking_first(hidden)
         if isinstance(self._decoder, MtpDecoder) and previous is not None:
@@ -338,8 +335,14 @@ class ModelRunner:
         return self.caches.batches(parts_at(self._tables.chunks(plan.chunks), drawn))
 
     def _spans(self, plan: StepPlan) -> list[Span]:
-        """Runs of rows, or what is left of prompts, whose places see each other, which no graph computes."""
-        return [(part.at, part.at + part.count) for part in plan.rows] if self.whole_media else plan.whole
+        """Runs of rows, or what is left of prompts, or of media in these, whose places see each other, which no graph
+        computes."""
+        if self.whole_media:
+            return [(part.at, part.at + part.count) for part in plan.rows]
+        if not (media := self.whole_until):
+            return plan.whole
+        ids = np.frombuffer(plan.token_ids, np.int32)
+        return [run for begin, end in plan.whole for run in runs_of(np.isin(ids[begin:end], media), begin)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from array import array
+from pathlib import Path
 
 import numpy as np
 import pytest
-from torch import Tensor
+from structlog.testing import capture_logs
 
-from common.checkpoint import CheckpointError
+from common.checkpoint import Checkpoint, CheckpointError
 from common.library import PromptFrame
-from common.library_models import longest_run
+from common.library_models import describe, longest_run
 from llm_service.engine.messages import Add
 from llm_service.engine.prompt import Prompt
 from llm_service.families.family import SpanRule
-from llm_service.models import library_decoder, trial
-from llm_service.models.trial import Finding, drawn_prompt, try_config, try_out
+from llm_service.models import trial
+from llm_service.models.config import TextConfig
+from llm_service.models.decoder import Decoder
+from llm_service.models.known_text import known_text
+from llm_service.models.library_decoder import LibraryDecoder
+from llm_service.models.trial import Finding, drawn_prompt, try_config, try_ours, try_out
 from llm_service.request import SamplingParams
 from tests.parity.library_side import GREEDY, Served, compare
-from tools.models.compare import TWO, VIDEO, Part, Reference, picture
+from tools.models.compare import OURS, PROMPTS, TWO, VIDEO, Part, Reference, picture
 from tools.models.recipes import RECIPES
 from tools.models.tiny import config_of_recipe, make
 
@@ -30,7 +36,17 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 @pytest.mark.soak
 def test_ids_and_tokens_are_the_library_s(served: Served) -> None:
-    assert {"text", "one picture", TWO, VIDEO} <= compare(served, RECIPES["molmo2"].step_tokens)
+    assert {"text", "one picture", TWO, VIDEO, OURS} <= compare(served, RECIPES["molmo2"].step_tokens)
+
+
+@pytest.mark.parametrize("by_library", [False, True], ids=["by our decoder", "by the library"])
+def test_pictures_beside_others_give_the_library_s_tokens(served: Served, *, by_library: bool) -> None:
+    asked: list[list[Part]] = [PROMPTS["text"], PROMPTS["one picture"], PROMPTS[TWO]]
+    library = Reference(served.folder)
+    expected = [library.tokens(library.inputs(parts)) for parts in asked]
+    engine = served.engine(by_library=by_library)
+    assert isinstance(engine.decoder, LibraryDecoder if by_library else Decoder)
+    assert [outcome.tokens for outcome in engine.run(list(map(served.prompt, asked)), GREEDY)] == expected
 
 
 def test_what_was_computed_of_media_is_found_again_where_all_of_them_are_the_same(served: Served) -> None:
@@ -58,16 +74,13 @@ def test_its_processor_begins_a_text_that_does_not_begin_so(served: Served) -> N
 
 
 def test_a_trial_tells_other_masks_and_rows(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert try_out(served.folder) == Finding(SpanRule.ALL_MEDIA, adds_rows=True)
-    right = library_decoder._in_spans
-
-    def none_in_spans(*given: object) -> Tensor | None:
-        there = right(*given)  # type: ignore[arg-type]
-        return None if there is None else there & False
-
-    monkeypatch.setattr(library_decoder, "_in_spans", none_in_spans)
+    for tried in (try_out, try_ours):
+        assert tried(served.folder) == Finding(SpanRule.ALL_MEDIA, adds_rows=True)
+    monkeypatch.setattr(trial, "runs_of", lambda _: [(0, 2)])
     with pytest.raises(CheckpointError, match="molmo2 gives other logits in chunks than of a whole prompt"):
         try_out(served.folder)
+    with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
+        try_ours(served.folder)
 
 
 def test_a_trial_knows_no_more_of_the_tokens_of_media_than_what_is_served(
@@ -100,3 +113,24 @@ def test_a_prompt_is_whole_up_to_its_last_mark() -> None:
     assert one.root == longer.root != other.root
     assert one.without_partial_media(0, 2, 99) == 0
     assert one.without_partial_media(0, 3, 99) == 3
+
+
+def test_a_text_with_norms_over_all_heads_is_the_library_s(tmp_path: Path) -> None:
+    """Molmo 2 over OLMo has them, and other norms of layers."""
+    folder = make("molmo2", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= {"qk_norm_type": "olmo"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with capture_logs() as told:
+        assert known_text(Checkpoint(folder), describe(folder)) is None
+    assert [line["why"] for line in told] == [
+        "layers.0.self_attn.q_norm.weight does not fit the model: it is (64,), expected (16,)"
+    ]
+
+
+def test_rotary_positions_that_are_scaled_in_some_layers_alone_are_refused() -> None:
+    text = config_of_recipe("molmo2").text_config.to_dict()
+    text["rope_parameters"] = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    assert TextConfig.of(text).table_rows == text["vocab_size"] + text["additional_vocab_size"]
+    with pytest.raises(CheckpointError, match="rotary positions that are scaled in some layers alone"):
+        TextConfig.of({**text, "rope_scaling_layers": [1]})

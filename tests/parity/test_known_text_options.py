@@ -37,11 +37,13 @@ from tools.models.tiny import config_of_recipe, make
 
 CPU = torch.device("cpu")
 FEED_FORWARD = ("gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3", "fc1", "fc2")
-_MORE = "hyperclovax_vision_v2", "cohere2_vision", "cosmos3_edge", "kimi_k25"
+_MORE = "hyperclovax_vision_v2", "cohere2_vision", "cosmos3_edge", "kimi_k25", "molmo2"
 _SOAKED = [pytest.param(kind, marks=pytest.mark.soak) for kind in _MORE]
-"""Parts that multiply what they add, that are beside each other, that have no gates, and latent attention."""
+"""Parts that multiply what they add, that are beside each other, that have no gates, latent attention, and matrices
+that are one in a checkpoint."""
 TEXT = "language_model.model."
-"""How names of the text's tensors begin, as checkpoints are saved."""
+TEXTS = {"molmo2": "model.transformer.blocks."}
+"""How names of the text's tensors begin, as checkpoints are saved, and those of its layers in others."""
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +103,10 @@ def test_a_tower_whose_weights_are_quantised_is_refused(internvl: Path, form: st
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4", "glm4v", *_SOAKED])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_quantised_weights_of_texts_that_stack_otherwise_are_as_well(kind: str, form: str, tmp_path: Path) -> None:
-    quantized, wide = quantize_checkpoint(make(kind, tmp_path / "plain"), FORMATS[form], tmp_path, TEXT)
+    named = TEXTS.get(kind, TEXT)
+    quantized, wide = quantize_checkpoint(make(kind, tmp_path / "plain"), FORMATS[form], tmp_path, named)
     served, library = Served.of(quantized), Reference(wide)
-    engine = served.engine(step_tokens=80)
+    engine = served.engine(step_tokens=160 if kind == "molmo2" else 80)
     assert isinstance(engine.decoder, Decoder)
     outcome = engine.run([served.prompt(PROMPTS["one picture"])], GREEDY)[0]
     assert outcome.tokens == library.tokens(library.inputs(PROMPTS["one picture"]))

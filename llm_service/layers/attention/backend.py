@@ -16,13 +16,20 @@ class AttentionKind:
     """How layers attend. A token sees `window` tokens, itself among them, 0: all before it; with `spans` those of a
     span see each other as well, with `whole_spans` all of these, whatever the window. Products of queries and keys are
     multiplied by `scale`, None: by head_dim^-0.5. With a `chunk` sequences are cut into chunks of so many tokens, and a
-    token sees none before its own."""
+    token sees none before its own. With `joined_spans` those of all spans of a chunk see each other, whatever the
+    window."""
 
     window: int = 0
     spans: bool = False
     scale: float | None = None
     whole_spans: bool = False
     chunk: int = 0
+    joined_spans: bool = False
+
+    @property
+    def is_local(self) -> bool:
+        """Whether a token may see less than all that is before it."""
+        return self.window + self.chunk > 0
 
     def softmax_scale(self, head_dim: int) -> float:
         """What products are multiplied by."""
@@ -40,7 +47,8 @@ class AttentionKind:
         return max(first, position // self.chunk * self.chunk) if self.chunk else first
 
     def seen(self, chunk: PagedChunk, spans: Sequence[Span] = ()) -> np.ndarray:
-        """The positions [begin, end) that each token of a chunk sees, int64 [count, 2]; spans are those of the chunk.
+        """The positions [begin, end) that each token of a chunk sees, int64 [count, 2]; spans are those of the chunk,
+        each by itself.
 
         >>> AttentionKind(window=4).seen(PagedChunk(2, 5, []), [(1, 4)]).T.tolist()
         [[0, 0, 1, 2, 3], [3, 6, 6, 6, 7]]
@@ -155,6 +163,28 @@ class PagedChunk:
     blocks: Sequence[int] | np.ndarray
     decodes: bool = False
     answers: int = 0
+
+
+def runs_of(there: np.ndarray, first: int = 0) -> list[Span]:
+    """Runs of places in bool [n], counted from `first` on.
+
+    >>> runs_of(np.array([True, True, False, True]), 10)
+    [(10, 12), (13, 14)]
+    """
+    edges = np.flatnonzero(np.diff(there, prepend=False, append=False)) + first
+    return [(int(begin), int(end)) for begin, end in edges.reshape(-1, 2)]
+
+
+def within(spans: Sequence[Span], count: int) -> np.ndarray:
+    """Which of a chunk's tokens are in one of its spans, bool [count].
+
+    >>> within([(0, 1), (2, 4)], 5).tolist()
+    [True, False, True, True, False]
+    """
+    found = np.zeros(count, np.bool_)
+    for begin, end in spans:
+        found[begin:end] = True
+    return found
 
 
 def parts_at(chunks: Sequence[PagedChunk], places: np.ndarray) -> list[PagedChunk]:

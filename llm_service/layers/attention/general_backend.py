@@ -22,8 +22,7 @@ class AttentionRule:
     """How a layer attends. Products of queries and keys are multiplied by `scale`, None: by head_dim^-0.5. A token sees
     `window` tokens, itself among them, None: all before it. Scores are drawn below `softcap` by its hyperbolic tangent.
     `sinks` [heads] are scores of something that nobody attends to, whose share is lost. With `chunk` a sequence is cut
-    into chunks of so many tokens, and a token sees those of its own. `media`, bool [n] of a batch, are tokens that see
-    each other, as far as they are in one span (`SpanRule.ALL_MEDIA`). `chosen`: of each chunk of a batch what its
+    into chunks of so many tokens, and a token sees those of its own. `chosen`: of each chunk of a batch what its
     tokens see, where an index has chosen that; spans do not count there."""
 
     scale: float | None = None
@@ -31,12 +30,11 @@ class AttentionRule:
     softcap: float | None = None
     sinks: Tensor | None = None
     chunk: int | None = None
-    media: Tensor | None = None
     chosen: tuple[Chosen, ...] | None = None
 
 
 PLAIN = AttentionRule()
-_EVERYWHERE = SpanRule.EVERYWHERE, SpanRule.BEYOND_WINDOWS
+_EVERYWHERE = SpanRule.EVERYWHERE, SpanRule.BEYOND_WINDOWS, SpanRule.ALL_MEDIA
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +49,13 @@ class _Segment:
     spans: tuple[Span, ...]
     rule: SpanRule = SpanRule.EVERYWHERE
 
-    def mask(self, window: int | None, chunk: int | None = None, media: Tensor | None = None) -> Tensor:
-        """bool [count, context + count]: which tokens see which; `media` as `AttentionRule` has it. Those that were
-        computed before are before all of these, which see them anyway."""
+    def mask(self, window: int | None, chunk: int | None = None) -> Tensor:
+        """bool [count, context + count]: which tokens see which."""
         total, count = len(self.slots), self.end - self.begin
         keys = torch.arange(total, device=self.slots.device)
         queries = keys[total - count :].unsqueeze(1)
         seen = keys <= queries
-        in_windows = window is not None and self.rule is not SpanRule.ALL_MEDIA
-        spans = self.spans if in_windows or self.rule in _EVERYWHERE else ()
+        spans = self.spans if window is not None or self.rule in _EVERYWHERE else ()
         runs = [slice(first - self.begin, last - self.begin) for first, last in spans]
         for here in runs:
             seen[here, total - count + here.start : total - count + here.stop] = True
@@ -71,11 +67,11 @@ class _Segment:
             seen &= keys // chunk == queries // chunk
         for first, last in self.spans if self.rule is SpanRule.WHOLE_PROMPTS else ():
             seen[first - self.begin : last - self.begin, : total - count + last - self.begin] = True
-        if media is not None:
-            for first, last in self.spans:
-                own, before = media[first:last], total - count - self.begin
-                pairs = seen[first - self.begin : last - self.begin, before + first : before + last]
-                pairs |= own.unsqueeze(1) & own
+        if self.rule is SpanRule.ALL_MEDIA:
+            media = torch.zeros(count, dtype=torch.bool, device=seen.device)
+            for here in runs:
+                media[here] = True
+            seen[:, total - count :] |= media.unsqueeze(1) & media
         return seen
 
 
@@ -124,11 +120,11 @@ class GeneralBatch:
                 attend_to_chosen(out[here], query[here], keys, values, part.slots, chosen, rule.scale)
                 continue
             if len(cache) == 1 and rule.softcap is None and rule.sinks is None:
-                mask, scale = part.mask(rule.window, rule.chunk, rule.media), softmax_scale(rule.scale, width)
+                mask, scale = part.mask(rule.window, rule.chunk), softmax_scale(rule.scale, width)
                 attend_to_one(out[here], query[here], keys[part.slots, 0, :width], mask, scale)
                 continue
             seen = keys[part.slots, :, :width], values[part.slots, :, :depth]
-            out[here] = _attend(query[here], *seen, part.mask(rule.window, rule.chunk, rule.media), rule)
+            out[here] = _attend(query[here], *seen, part.mask(rule.window, rule.chunk), rule)
         return out.flatten(1)
 
     def choose(self, asked: IndexQuery, index: Tensor) -> tuple[Chosen, ...]:

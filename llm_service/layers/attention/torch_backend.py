@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llm_service.layers.attention.backend import CacheShape, PagedChunk, Span, spans_of
+from llm_service.layers.attention.backend import CacheShape, PagedChunk, Span, spans_of, within
 from llm_service.layers.attention.one_head import attend_to_one
 
 
@@ -73,7 +73,11 @@ class TorchBackend:
         """Which of the positions from `first` on each token sees."""
         begins, ends = torch.from_numpy(self._shape.kind.seen(chunk, spans)).to(self._device).unsqueeze(2).unbind(1)
         positions = torch.arange(first, chunk.context + chunk.count, device=self._device)
-        return (begins <= positions) & (positions < ends)
+        mask = (begins <= positions) & (positions < ends)
+        if self._shape.kind.joined_spans:
+            joined = torch.from_numpy(within(spans, chunk.count)).to(self._device)
+            mask[:, chunk.context - first :] |= joined.unsqueeze(1) & joined
+        return mask
 
 
 @dataclass(frozen=True, slots=True)

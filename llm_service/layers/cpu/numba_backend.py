@@ -16,12 +16,14 @@ from torch import Tensor
 
 from common.cpu.jit import Array
 from llm_service.layers.attention.backend import (
+    CAUSAL,
     AttentionBatch,
     AttentionKind,
     CacheShape,
     PagedChunk,
     Span,
     spans_of,
+    within,
 )
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cpu import bfloat16_decode, decode_attention, pair_prefill, prefill_attention, selection
@@ -87,19 +89,52 @@ class NumbaBackend:
         return len(chunks)
 
     def _later(self, chunks: Sequence[PagedChunk], spans: Sequence[Span]) -> AttentionBatch:
-        if not self._packs:
+        if not self._packs or (spans and self._shape.kind.joined_spans and self._shape.kind.is_local):
             return self._plain.batch(chunks, spans)
         shape, kind = self._shape, self._shape.kind
         places = [_places(chunk, shape.block_size) for chunk in chunks]
         written = [all_[chunk.context :] for all_, chunk in zip(places, chunks, strict=True)]
-        unseen = [kind.first_seen(chunk.context) // STRETCH * STRETCH for chunk in chunks]
-        reached = [all_[first:] for all_, first in zip(places, unseen, strict=True)]
-        each = zip(chunks, spans_of(chunks, spans), unseen, strict=True)
-        seen = [kind.seen(chunk, own) - first for chunk, own, first in each]
-        metadata = PrefillMetadata.of([chunk.count for chunk in chunks], [len(all_) for all_ in reached], seen)
-        given = metadata, np.concatenate(reached), shape.kv_heads, shape.head_dim
-        attention = self._prefill(*given, scale=kind.scale)
-        return _Packed(torch.from_numpy(np.concatenate(written)), attention)
+        parts, count = list[_Part](), 0
+        for chunk, own, all_ in zip(chunks, spans_of(chunks, spans), places, strict=True):
+            joins = bool(own) and kind.joined_spans
+            made = _joined(chunk, within(own, chunk.count), all_) if joins else [_alone(kind, chunk, own, all_)]
+            parts += [_Part(part.queries + count, part.keys, part.seen) for part in made]
+            count += chunk.count
+        order, keys = np.concatenate([part.queries for part in parts]), np.concatenate([part.keys for part in parts])
+        queries, known = [len(part.queries) for part in parts], [len(part.keys) for part in parts]
+        metadata = PrefillMetadata.of(queries, known, [part.seen for part in parts])
+        attention = self._prefill(metadata, keys, shape.kv_heads, shape.head_dim, scale=kind.scale)
+        moved = None if (np.diff(order) == 1).all() else torch.from_numpy(order)
+        return _Packed(torch.from_numpy(np.concatenate(written)), attention, moved)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Queries of one sequence, int64 [n] of a batch, and where the keys are that any of them sees, int64 [m]: each sees
+    those of them from `seen` int64 [n, 2] on, neither of which falls."""
+
+    queries: Array
+    keys: Array
+    seen: Array
+
+
+def _alone(kind: AttentionKind, chunk: PagedChunk, spans: Sequence[Span], places: Array) -> _Part:
+    """Of a chunk, whose keys and those before them are at these places."""
+    unseen = kind.first_seen(chunk.context) // STRETCH * STRETCH
+    return _Part(np.arange(chunk.count), places[unseen:], kind.seen(chunk, spans) - unseen)
+
+
+def _joined(chunk: PagedChunk, joined: Array, places: Array) -> list[_Part]:
+    """Of one whose tokens `joined`, bool [count], see each other: these first see each other, and then the others up to
+    themselves."""
+    own, before = places[chunk.context :], places[: chunk.context]
+    others = np.flatnonzero(~joined)
+    ends = np.cumsum(~joined)[joined] + chunk.context + joined.sum()
+    keys = np.concatenate([own[joined], before, own[others]])
+    parts = [_Part(np.flatnonzero(joined), keys, np.stack([np.zeros_like(ends), ends], axis=1))]
+    if len(others):
+        parts.append(_Part(others, places, CAUSAL.seen(chunk)[others]))
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,17 +160,23 @@ class _Batch:
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """`written` int64 is where the keys and values of the batch's tokens go."""
+    """`written` int64 is where the keys and values of the batch's tokens go; the queries are computed in this `order`,
+    int64 [n], None: as they come."""
 
     written: Tensor
     attention: PrefillAttention
+    order: Tensor | None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         """See `AttentionBatch`."""
         keys, values = cache.flatten(1, 2)  # each [slots, kv_heads, head_dim]
         keys.index_copy_(0, self.written, key.to(keys.dtype))
         values.index_copy_(0, self.written, value.to(values.dtype))
-        return self.attention.attend(query, keys, values).flatten(1)
+        if self.order is None:
+            return self.attention.attend(query, keys, values).flatten(1)
+        out = torch.empty(query.shape, dtype=query.dtype)
+        out[self.order] = self.attention.attend(query[self.order], keys, values)
+        return out.flatten(1)
 
 
 def _places(chunk: PagedChunk, block_size: int) -> Array:

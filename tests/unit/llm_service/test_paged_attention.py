@@ -84,6 +84,17 @@ def test_tokens_of_a_span_see_each_other(name: str, window: int, *, whole: bool)
     case.check(choose(name, shape, torch.float32, CPU), [(2, 30), (34, 67), (70, 72), (72, 80)])
 
 
+@pytest.mark.parametrize("window", [0, 7])
+@pytest.mark.parametrize("name", ["torch", "numba", "triton"])
+def test_tokens_of_all_spans_of_a_chunk_see_each_other_and_those_between_see_none_behind_them(
+    name: str, window: int
+) -> None:
+    shape = replace(shape_of(), kind=AttentionKind(window, spans=True, joined_spans=True))
+    case = Case.random(shape, WAYS["mixed"], torch.float32, window)
+    case.check(choose(name, shape, torch.float32, CPU), [(2, 30), (34, 60), (66, 67), (68, 72), (74, 80)])
+    case.check(choose(name, shape, torch.float32, CPU), [(2, 67)])
+
+
 @pytest.mark.parametrize("parts", [2, 5])
 @pytest.mark.parametrize("counts", [(1, 1, 1), (20, 1, 30)])
 def test_parts_of_a_context_before_a_window_count_for_nothing(

@@ -100,6 +100,19 @@ def test_queries_of_a_span_see_its_end(window: int, dtype: torch.dtype, *, whole
     case.check(NumbaBackend(shape, dtype, packs=True), [(10, 290), (305, 320)])
 
 
+@pytest.mark.parametrize("context", [0, 270])
+def test_queries_of_joined_spans_see_all_of_these(context: int, dtype: torch.dtype) -> None:
+    shape = CacheShape(1, 50, 16, 4, 2, 64, AttentionKind(spans=True, joined_spans=True))
+    case = Case.random(shape, (1, 300, 20), torch.float32, 1)
+    case.chunks = [
+        PagedChunk(17, 1, [40, 41]),
+        PagedChunk(context, 300, list(range(36))),
+        PagedChunk(16, 20, [37, 38, 39]),
+    ]
+    case.cache = case.cache.to(dtype)
+    case.check(NumbaBackend(shape, dtype, packs=True), [(9, 90), (95, 96), (200, 290), (305, 310), (312, 320)])
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (2, 2, 128), (3, 1, 72), (6, 3, 16)])
 @pytest.mark.parametrize(
     ("queries", "known"),
