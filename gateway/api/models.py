@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,7 +11,13 @@ from common.errors import Unavailable
 from gateway.request_context import context_of
 from gateway.services import LlmServices
 from gateway.stream import json_answer
-from twinlens.v1 import llm_pb2
+from twinlens.v1 import llm_pb2, media_pb2
+
+_MODALITIES: Final = {
+    media_pb2.MODALITY_IMAGE: "image",
+    media_pb2.MODALITY_VIDEO: "video",
+    media_pb2.MODALITY_AUDIO: "audio",
+}
 
 
 class Models:
@@ -47,6 +53,7 @@ class Models:
             "created": self._services.since(info.model),
             "owned_by": "twinlens",
             "max_model_len": info.context_tokens,
+            "modalities": [_MODALITIES[each] for each in info.modalities if each in _MODALITIES],
         }
 
     def _adapter(self, name: str, info: llm_pb2.LlmServiceGetInfoResponse) -> dict[str, Any]:

@@ -31,7 +31,7 @@ _HEADERS: Final = {
     "content-security-policy": _POLICY,
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
-    "permissions-policy": "camera=(self), microphone=(), geolocation=()",
+    "permissions-policy": "camera=(self), microphone=(self), geolocation=()",
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }

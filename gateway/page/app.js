@@ -4,11 +4,12 @@ import { getJson, token } from "./api.js";
 import { Conversation } from "./chat.js";
 import { $, el } from "./dom.js";
 import { LoadView } from "./load.js";
-import { draw, takeDropsAndPastes, takePicture, Tray } from "./media.js";
+import { draw, listed, Recorder, takeDropsAndPastes, takePicture, Tray, WORDS } from "./media.js";
 
 const AGAIN = 2000; // milliseconds after which a gateway that has no model, or does not answer, is asked again
 const load = new LoadView();
 const tray = new Tray(notice, refresh);
+const recorder = new Recorder(add, notice, refresh);
 const conversation = new Conversation({ settings, onState: refresh, onFailure });
 
 function notice(text) {
@@ -33,6 +34,21 @@ function refresh() {
   $("ask").disabled = busy || tray.reading > 0;
   $("welcome").hidden = conversation.turns.length > 0 || tray.items.length > 0;
   $("new").hidden = conversation.turns.length === 0;
+  for (const button of document.querySelectorAll("[data-do=microphone]")) {
+    button.textContent = recorder.recording ? "Stop recording" : "Microphone";
+  }
+}
+
+// What the chosen model takes, as the page offers it.
+function offer() {
+  const kinds = Object.keys(WORDS).filter((kind) => (models.get($("model").value) ?? []).includes(kind));
+  tray.kinds = kinds;
+  $("files").accept = kinds.map((kind) => `${kind}/*`).join(",");
+  $("welcome-title").textContent = kinds.length ? `Ask about ${listed(kinds, "or")}` : "Ask something";
+  $("welcome-how").hidden = kinds.length === 0;
+  $("question").placeholder = kinds.includes("image") ? "What is in the picture?" : kinds.includes("audio") ? "What is said?" : "Ask something";
+  const wanted = { choose: kinds.length > 0, camera: kinds.includes("image"), draw: kinds.includes("image"), microphone: kinds.includes("audio") };
+  for (const button of document.querySelectorAll("[data-do]")) button.hidden = !wanted[button.dataset.do];
 }
 
 function onFailure(failure) {
@@ -42,6 +58,7 @@ function onFailure(failure) {
 // --- models
 
 let asking;
+let models = new Map(); // what each takes, by its name
 
 async function findModels() {
   clearTimeout(asking);
@@ -50,6 +67,8 @@ async function findModels() {
     const chosen = $("model").value;
     $("model").replaceChildren(...data.map(({ id }) => el("option", { value: id, selected: id === chosen }, id)));
     $("model").parentElement.hidden = false;
+    models = new Map(data.map(({ id, modalities }) => [id, modalities]));
+    offer();
     return notice("");
   } catch (error) {
     $("model").parentElement.hidden = !$("model").options.length;
@@ -87,6 +106,7 @@ async function add(files) {
 const ACTIONS = {
   choose: () => $("files").click(),
   camera: () => takePicture(add, notice),
+  microphone: () => recorder.toggle(),
   draw: async () => add([await draw()]),
 };
 
@@ -100,6 +120,7 @@ for (const input of [$("files"), $("capture")]) {
   });
 }
 takeDropsAndPastes(add);
+$("model").addEventListener("change", offer);
 $("composer").addEventListener("submit", ask);
 $("question").addEventListener("input", fit);
 $("question").addEventListener("keydown", (event) => {

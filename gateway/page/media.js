@@ -1,10 +1,21 @@
-// Pictures and videos: chosen, dropped, pasted, taken by the camera, or drawn; until they are asked about, in the tray.
+// Pictures, videos and sounds: chosen, dropped, pasted, taken by camera or microphone, or drawn; until they are asked about,
+// in the tray.
 
 import { $, bytes, el } from "./dom.js";
 
+export const WORDS = { image: "a picture", video: "a video", audio: "a sound" };
+const LABELS = { image: "Picture", video: "Video", audio: "Sound" };
+
+export function listed(kinds, last) {
+  const words = kinds.map((kind) => WORDS[kind]);
+  return words.length > 1 ? `${words.slice(0, -1).join(", ")} ${last} ${words.at(-1)}` : words.join("");
+}
+
+const kindOf = (file) => /^(image|video|audio)\/[\w.+-]+$/.exec(file.type)?.[1];
+
 // One file: `shown` is an address for this page, `url` the whole file as an address, in a blob, which is what is sent.
 async function read(file) {
-  const kind = file.type.startsWith("video/") ? "video" : "image";
+  const kind = kindOf(file);
   const url = await new Promise((resolve, reject) => {
     const reader = new FileReader();
     reader.onload = () => resolve(reader.result);
@@ -18,17 +29,18 @@ export const part = ({ kind, url }) => ({ type: `${kind}_url`, [`${kind}_url`]: 
 
 // What it looks like; of what this browser cannot show, its name.
 export function thumbnail(item) {
-  const label = `${item.kind === "video" ? "Video" : "Picture"} ${item.name}`;
+  const label = `${LABELS[item.kind]} ${item.name}`;
   const onerror = (event) => event.target.replaceWith(el("span", { class: "file" }, label));
-  return item.kind === "video"
-    ? el("video", { src: item.shown, controls: true, muted: true, playsinline: true, preload: "metadata", "aria-label": label, onerror })
-    : el("img", { src: item.shown, alt: label, onerror });
+  const played = { src: item.shown, controls: true, preload: "metadata", "aria-label": label, onerror };
+  if (item.kind === "video") return el("video", { ...played, muted: true, playsinline: true });
+  return item.kind === "audio" ? el("audio", played) : el("img", { src: item.shown, alt: label, onerror });
 }
 
 export class Tray {
   constructor(onProblem, onChange) {
     this.items = [];
     this.reading = 0;
+    this.kinds = Object.keys(WORDS); // what the model takes
     this.onProblem = onProblem;
     this.onChange = onChange;
   }
@@ -37,8 +49,8 @@ export class Tray {
     this.reading++;
     try {
       for (const file of files) {
-        if (/^(image|video)\/[\w.+-]+$/.test(file.type)) this.items.push(await read(file));
-        else this.onProblem(`${file.name || "That"} is neither a picture nor a video.`);
+        if (this.kinds.includes(kindOf(file))) this.items.push(await read(file));
+        else this.onProblem(this.refusal(file.name || "That"));
       }
     } catch {
       this.onProblem("A file could not be read.");
@@ -46,6 +58,11 @@ export class Tray {
       this.reading--;
       this.show();
     }
+  }
+
+  refusal(name) {
+    if (!this.kinds.length) return "This model takes text alone.";
+    return `${name} is ${this.kinds.length > 1 ? "neither" : "not"} ${listed(this.kinds, "nor")}.`;
   }
 
   // Everything in it; it is empty then.
@@ -127,6 +144,41 @@ export async function takePicture(add, onProblem) {
     dialog.close();
   };
   dialog.showModal();
+}
+
+const RECORDED = { "audio/webm": "webm", "audio/mp4": "m4a", "audio/ogg": "ogg" };
+
+// A sound by the microphone: from one press of a button to the next.
+export class Recorder {
+  constructor(add, onProblem, onChange) {
+    Object.assign(this, { add, onProblem, onChange });
+  }
+
+  get recording() {
+    return this.recorder !== undefined;
+  }
+
+  async toggle() {
+    if (this.recording) return this.recorder.stop();
+    let stream;
+    try {
+      stream = await navigator.mediaDevices.getUserMedia({ audio: true });
+    } catch {
+      return this.onProblem("The microphone cannot be used.");
+    }
+    const type = Object.keys(RECORDED).find((each) => MediaRecorder.isTypeSupported(each));
+    const parts = [];
+    const recorder = (this.recorder = new MediaRecorder(stream, { mimeType: type }));
+    recorder.addEventListener("dataavailable", (event) => parts.push(event.data));
+    recorder.addEventListener("stop", () => {
+      stream.getTracks().forEach((track) => track.stop());
+      this.recorder = undefined;
+      this.onChange();
+      this.add([new File(parts, `recording.${RECORDED[type]}`, { type })]);
+    });
+    recorder.start();
+    this.onChange();
+  }
 }
 
 const COLOURS = { red: "#dc322f", green: "#28a03c", blue: "#285ad2", yellow: "#e6c814", purple: "#8c3cb4" };

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,7 +158,7 @@ def test_a_file_that_is_too_large_is_told_from_a_gateway_that_is_away(chromium: 
 
 def test_a_file_of_another_kind_is_not_taken(page: Page) -> None:
     page.set_input_files("#files", {"name": "notes.txt", "mimeType": "text/plain", "buffer": b"words"})
-    expect(page.get_by_role("status").first).to_have_text("notes.txt is neither a picture nor a video.")
+    expect(page.get_by_role("status").first).to_have_text("notes.txt is neither a picture, a video nor a sound.")
     assert page.get_by_role("button", name="Remove notes.txt").count() == 0
 
 
@@ -184,6 +185,56 @@ def test_a_picture_is_taken_by_the_camera(page: Page, door: Scripted) -> None:
     complete(ask(page, "Who is it?"))
     (message,) = door.llm.requests[0].chat.messages
     assert message.parts[0].media.url.startswith("data:image/jpeg;base64,/9j/")
+
+
+def test_a_sound_is_recorded_and_asked_about(page: Page, door: Scripted) -> None:
+    recording = page.get_by_role("button", name="Stop recording")
+    page.get_by_role("button", name="Microphone").first.click()
+    recording.first.wait_for()
+    recording.first.click()
+    page.get_by_role("button", name="Remove recording.webm").wait_for()
+    expect(recording).to_have_count(0)
+    complete(ask(page, "What is said?"))
+    (message,) = door.llm.requests[0].chat.messages
+    media = message.parts[0].media
+    assert (media.modality, media.url[:23]) == (v1.MODALITY_AUDIO, "data:audio/webm;base64,")
+
+
+@pytest.mark.parametrize(
+    ("modalities", "title", "shown", "refused"),
+    [
+        ([v1.MODALITY_AUDIO], "Ask about a sound", ["Choose files", "Microphone"], "a.png is not a sound."),
+        (
+            [v1.MODALITY_IMAGE, v1.MODALITY_VIDEO],
+            "Ask about a picture or a video",
+            ["Choose files", "Camera", "Draw a sample"],
+            "a.mp3 is neither a picture nor a video.",
+        ),
+        ([], "Ask something", [], "This model takes text alone."),
+    ],
+)
+def test_the_page_offers_what_the_model_takes(
+    chromium: Browser, modalities: list[v1.Modality], title: str, shown: list[str], refused: str
+) -> None:
+    with scripted() as door:
+        door.llm.modalities = modalities
+        until(lambda: models(door) == [MODALITIES[each] for each in modalities], "the gateway has heard")
+        with opened(chromium, door.gateway.address) as page:
+            expect(page.get_by_role("heading", name=title)).to_be_visible()
+            buttons = page.locator("#welcome button:visible").all_inner_texts()
+            assert buttons == shown
+            name, kind = ("a.mp3", "audio/mpeg") if v1.MODALITY_IMAGE in modalities else ("a.png", "image/png")
+            page.set_input_files("#files", {"name": name, "mimeType": kind, "buffer": b"file"})
+            expect(page.get_by_role("status").first).to_have_text(refused)
+
+
+MODALITIES = {v1.MODALITY_IMAGE: "image", v1.MODALITY_VIDEO: "video", v1.MODALITY_AUDIO: "audio"}
+
+
+def models(door: Scripted) -> list[str]:
+    """What the only model takes, as the gateway tells it."""
+    found: list[str] = json.loads(door.get("/v1/models").body)["data"][0]["modalities"]
+    return found
 
 
 def test_an_answer_is_copied(page: Page) -> None:

@@ -50,6 +50,7 @@ class FakeLlm(v1.LlmServiceServicer):
         self.refusal: tuple[grpc.StatusCode, v1.Status] | None = None
         self.ended = threading.Event()
         self.adapters: dict[str, v1.Adapter] = {}
+        self.modalities = [v1.MODALITY_IMAGE, v1.MODALITY_VIDEO, v1.MODALITY_AUDIO]
 
     def LoadAdapter(self, request, context):
         if request.name in self.adapters:
@@ -98,6 +99,7 @@ class FakeLlm(v1.LlmServiceServicer):
             tool_format=v1.TOOL_FORMAT_JSON,
             devices=["cpu"],
             adapters=self.adapters.values(),
+            modalities=self.modalities,
             encoder_digest="0123456789abcdef",
             context_tokens=4096,
             tensor_parallel=2,
