@@ -184,7 +184,7 @@ def quantize_checkpoint(
     config: dict[str, Any] = {}
     files: dict[Path, dict[str, Tensor]] = {quantized: {}, wide: {}}
     for folder in files:
-        shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+        shutil.copytree(source, folder, ignore=shutil.ignore_patterns("model*.safetensors*"))
     for file in sorted(source.glob("*.safetensors")):
         for name, tensor in load_file(file).items():
             if experts_too and (experts := _EXPERTS.fullmatch(name)):

@@ -168,19 +168,19 @@ class Family:
     `logit_divisor`, what config.json calls the number that logits are multiplied or divided by, if they are;
     `rotary_neighbours`, the two numbers of a rotary pair are neighbours in checkpoints; `rotary_in_windows`, heads are
     rotated in local layers alone, those with a window or chunks, where there are any, and with `unrotated` in none;
-    `fused_gates`, these have gates and what they open as one matrix; `ungated`, feed-forward parts have none, and the
-    square of a ReLU between two products; `grouped_experts`, each expert has a score of its own, and the likeliest are
-    among those of the likeliest groups; `probability_weights`, experts count by their probabilities among all, which do
-    not sum up to 1; `ungated_shared`, what all tokens go through beside their experts has no gate; `sparse`, what
-    follows in a layer with experts, whose stacked matrices have inputs first where they are `experts_inputs_first`,
-    None: where their shape says so; `single_parts`, a layer is a mixer or a feed-forward part, behind one norm;
-    `mrope_interleaved`, rotary pairs are dealt out to time, height and width in turns, and `space_first`, those of
-    height and width so before those of time, and `rotary_share`, so much of a head is rotated, unless the checkpoint
-    says otherwise. `mixers`: what config.json's `layer_types` stand for; a family has windows where `SLIDING` is among
-    them, and where queries grow in none of its contexts they are left as they are. `text_defaults`: what holds of the
-    decoder where config.json leaves it out. `part_names`: what the library calls parts of layers, and the decoder
-    otherwise. `changed_parts`: tensors that the library changes when it loads a checkpoint, and the decoder takes as
-    they are, by parts of their names.
+    `fused_heads`, checkpoints have queries, keys and values as one matrix, and `fused_gates` gates and what they open;
+    `ungated`, feed-forward parts have none, and the square of a ReLU between two products; `grouped_experts`, each
+    expert has a score of its own, and the likeliest are among those of the likeliest groups; `probability_weights`,
+    experts count by their probabilities among all, which do not sum up to 1; `ungated_shared`, what all tokens go
+    through beside their experts has no gate; `sparse`, what follows in a layer with experts, whose stacked matrices
+    have inputs first where they are `experts_inputs_first`, None: where their shape says so; `single_parts`, a layer is
+    a mixer or a feed-forward part, behind one norm; `mrope_interleaved`, rotary pairs are dealt out to time, height and
+    width in turns, and `space_first`, those of height and width so before those of time, and `rotary_share`, so much of
+    a head is rotated, unless the checkpoint says otherwise. `mixers`: what config.json's `layer_types` stand for; a
+    family has windows where `SLIDING` is among them, and where queries grow in none of its contexts they are left as
+    they are. `text_defaults`: what holds of the decoder where config.json leaves it out. `part_names`: what the library
+    calls parts of layers, and the decoder otherwise. `changed_parts`: tensors that the library changes when it loads a
+    checkpoint, and the decoder takes as they are, by parts of their names.
     """
 
     modalities: Mapping[Modality, InPrompt]
@@ -215,6 +215,7 @@ class Family:
     rotary_neighbours: bool = False
     rotary_in_windows: bool = False
     unrotated: bool = False
+    fused_heads: bool = False
     fused_gates: bool = False
     ungated: bool = False
     grouped_experts: bool = False

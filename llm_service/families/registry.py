@@ -22,6 +22,7 @@ from llm_service.families.lfm import LFM2, LFM3
 from llm_service.families.llama4 import LLAMA4_TEXT
 from llm_service.families.muse import MUSE_GLIMMER_TEXT, MUSE_SPARK_TEXT
 from llm_service.families.nemotron_h import NEMOTRON_H
+from llm_service.families.phi import PHI_TEXT
 from llm_service.families.qwen2_audio import QWEN2_AUDIO
 from llm_service.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from llm_service.families.qwen3_5 import QWEN3_5
@@ -87,6 +88,8 @@ TEXT_FAMILIES: Final = {
     "muse_spark_text": MUSE_SPARK_TEXT,
     "nemotron_h": NEMOTRON_H,
     "paddleocr_vl_text": Family({}),
+    "phi3": PHI_TEXT,
+    "phi4_multimodal": PHI_TEXT,
     "qwen2": Family({}, attention_bias=True),
     "qwen2_5_omni_text": QWEN2_5_VL,
     "qwen3": Family({}, qk_norm=True),

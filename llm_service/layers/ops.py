@@ -301,7 +301,10 @@ class MultimodalRotary(nn.Module):
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """int [3, n] → cosine and sine, each [n, 1, dim] in `dtype`."""
-        turns = positions[self._axis].float().t() * self._frequencies  # [n, dim / 2]
+        return self.of_angles(positions[self._axis].float().t() * self._frequencies, dtype)
+
+    def of_angles(self, turns: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """The same of the angles of pairs, float32 [n, dim / 2]."""
         turns = torch.cat([turns, turns], dim=-1).unsqueeze(1)
         cosine, sine = turns.cos(), turns.sin()
         if self._magnitude != 1:

@@ -47,8 +47,13 @@ class SelfAttention(nn.Module):
             parts |= {"k_proj": key} if self._keys_as_values else {"k_proj": key, "v_proj": key}
         if self.has_gates and not within:
             parts |= {"gate_proj": query}
+        stacked: dict[str, slice | tuple[slice, ...]] = {**parts}
+        if family.fused_heads:
+            keys, values = (config.heads_of(kind) + n * shape.kv_heads for n in range(2))
+            behind = (_elements(shared, self.head_dim, first) for first in (keys, values))
+            stacked = {"qkv_proj": (query, *behind)}
         bias, order = family.attention_bias, self._order(config)
-        self.qkv = PackedLinear(whole, parts, bias=bias, dtype=dtype, order=order)
+        self.qkv = PackedLinear(whole, stacked, bias=bias, dtype=dtype, order=order)
         self.o = PackedLinear(query, {"o_proj": whole}, bias=False, dtype=dtype)
         self.head_gates: PackedLinear | None = None
         if family.head_gates:  # few
@@ -149,6 +154,6 @@ def pairs_apart(rotated: int, kv_heads: int, head_dim: int, rotary_dim: int) -> 
     return torch.cat([(first + places).flatten(), values])
 
 
-def _elements(heads: slice, head_dim: int) -> slice:
-    """The rows of a projection that belong to some heads."""
-    return slice(heads.start * head_dim, heads.stop * head_dim)
+def _elements(heads: slice, head_dim: int, first: int = 0) -> slice:
+    """The rows of a projection that belong to some heads, which are counted from the one with the number `first`."""
+    return slice((first + heads.start) * head_dim, (first + heads.stop) * head_dim)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from common.checkpoint import CheckpointError
-from common.library_classes import blank_of, decoder_of, head_of
+from common.library_classes import blank_of, decoder_of, head_of, towers_within
 from llm_service.families.registry import TEXT_FAMILIES
 from llm_service.models.loader import HEAD
 from llm_service.models.parted_tensors import PartedTensors
@@ -90,6 +90,8 @@ class _Names:
         if not (inner and table and head):
             raise CheckpointError(f"{type(model).__name__} does not keep its text layers apart")
         self._inner, self._outer = f"{inner}.", {table: "embed_tokens", head: "lm_head"}
+        towers = () if parts[0] is not model.base_model else towers_within(parts[0])
+        self._towers = tuple(f"{names[id(part)]}." for part in towers)
         family = TEXT_FAMILIES.get(model.config.get_text_config(decoder=True).model_type)
         self._own = str if family is None else family.own_name
         self._changed = () if family is None else tuple(family.changed_parts)
@@ -103,7 +105,9 @@ class _Names:
         module, _, kind = name.rpartition(".")
         if (own := self._outer.get(module)) is not None:
             return f"{own}.{kind}"
-        return self._own(name.removeprefix(self._inner)) if name.startswith(self._inner) else None
+        if not name.startswith(self._inner) or name.startswith(self._towers):
+            return None
+        return self._own(name.removeprefix(self._inner))
 
 
 def names_within(model: Any, stored: Iterable[str]) -> dict[str, tuple[str, str]]:

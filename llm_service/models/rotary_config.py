@@ -16,7 +16,9 @@ class RotaryScaling:
     """How rotary pairs turn that are made to reach further than a model was trained for: those that turn fast in
     `original` tokens as before, slow ones `factor` times as slowly, and between `slow` and `fast` turns partly. `kind`
     is linear (all are slow), llama3 or yarn. What is turned grows by `magnitude`; `truncate`: yarn's bounds are whole
-    pairs. Or, of the kind proportional, the first `share` of the pairs turn as before, and no others."""
+    pairs. Or, of the kind proportional, the first `share` of the pairs turn as before, and no others. Or, of the kind
+    longrope, each pair turns so many times as slowly as `each` says, and in sequences of more than `original` tokens as
+    `each_if_long` does."""
 
     kind: str
     factor: float
@@ -26,6 +28,8 @@ class RotaryScaling:
     magnitude: float = 1.0
     truncate: bool = True
     share: float = 1.0
+    each: tuple[float, ...] = ()
+    each_if_long: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, rope: Mapping[str, Any], max_position: int) -> RotaryScaling | None:
@@ -51,11 +55,26 @@ class RotaryScaling:
                 magnitude=_yarn_magnitude(rope, factor),
                 truncate=bool(rope.get("truncate", True)),
             )
+        if kind == LONG:
+            original = int(rope["original_max_position_embeddings"])
+            factor = float(rope.get("factor") or max_position / original)
+            stated = rope.get("attention_factor")
+            growth = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+            return cls(
+                kind,
+                factor,
+                original,
+                magnitude=growth if stated is None else float(stated),
+                each=tuple(map(float, rope["short_factor"])),
+                each_if_long=tuple(map(float, rope["long_factor"])),
+            )
         if kind == _PROPORTIONAL and rope.get("factor", 1.0) == 1.0:
             return cls(kind, math.inf, share=float(rope.get("partial_rotary_factor", 1.0)))
         raise CheckpointError(f"rotary scaling {kind} is not supported")
 
 
+LONG = "longrope"
+"""Sequences of two lengths turn by frequencies of their own (Ding et al. 2024, LongRoPE)."""
 _PROPORTIONAL = "proportional"
 
 
@@ -148,16 +167,28 @@ class RotaryConfig:
             sections = dim // 2, 0, 0
         if len(sections) != 3 or sum(sections) != dim // 2:
             raise CheckpointError("mrope_section does not fill what is rotated of a head")
+        tempering = Tempering.of(rope, text, longest)
+        if long := rope.get("rope_type", rope.get("type")) == LONG:
+            if family.modalities or own_sections or tempering is not None:
+                raise CheckpointError("rotary scaling longrope is not supported here")
+            rope = {**_stated(text, "original_max_position_embeddings"), **rope}
+        scaling = RotaryScaling.of(rope, max_position)
+        if long and scaling is not None and {len(scaling.each), len(scaling.each_if_long)} != {dim // 2}:
+            raise CheckpointError("factors of longrope are not as many as pairs that are rotated")
         return cls(
             dim=dim,
             theta=_theta(rope, text, dim),
             sections=(sections[0], sections[1], sections[2]),
             interleaved=bool(rope.get("mrope_interleaved", family.mrope_interleaved)),
-            scaling=RotaryScaling.of(rope, max_position),
-            tempering=Tempering.of(rope, text, longest),
+            scaling=scaling,
+            tempering=tempering,
             space_first=family.space_first,
             own_sections=own_sections,
         )
+
+
+def _stated(text: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {name: text[name]} if text.get(name) else {}
 
 
 _OWN_AXES = 4

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.checkpoint import Checkpoint, CheckpointError
-from common.library_classes import blank_of, config_of, layers_of_levels
+from common.library_classes import blank_of, config_of, layers_of_levels, state_tokens
 from common.library_models import describe
 from llm_service.engine.sequence import Sequence
 from llm_service.layers.cpu import selection
@@ -41,8 +41,10 @@ _MORE = "hyperclovax_vision_v2", "cohere2_vision", "cosmos3_edge", "kimi_k25", "
 _SOAKED = [pytest.param(kind, marks=pytest.mark.soak) for kind in _MORE]
 """Parts that multiply what they add, that are beside each other, that have no gates, latent attention, and matrices
 that are one in a checkpoint."""
+_FUSED = pytest.param("phi4_multimodal", marks=pytest.mark.soak)
+"""Queries, keys and values that are one matrix everywhere, and adapters of the checkpoint's own."""
 TEXT = "language_model.model."
-TEXTS = {"molmo2": "model.transformer.blocks."}
+TEXTS = {"molmo2": "model.transformer.blocks.", "phi4_multimodal": "model.layers."}
 """How names of the text's tensors begin, as checkpoints are saved, and those of its layers in others."""
 
 
@@ -100,7 +102,7 @@ def test_a_tower_whose_weights_are_quantised_is_refused(internvl: Path, form: st
 
 
 @pytest.mark.parametrize("form", ["fp8 in blocks", "awq"])
-@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "glm4v", *_SOAKED])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "glm4v", *_SOAKED, _FUSED])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_quantised_weights_of_texts_that_stack_otherwise_are_as_well(kind: str, form: str, tmp_path: Path) -> None:
     named = TEXTS.get(kind, TEXT)
@@ -108,7 +110,8 @@ def test_quantised_weights_of_texts_that_stack_otherwise_are_as_well(kind: str, 
     served, library = Served.of(quantized), Reference(wide)
     engine = served.engine(step_tokens=160 if kind == "molmo2" else 80)
     assert isinstance(engine.decoder, Decoder)
-    outcome = engine.run([served.prompt(PROMPTS["one picture"])], GREEDY)[0]
+    prompt = served.prompt(PROMPTS["one picture"])
+    outcome = engine.run([prompt], GREEDY, [served.adapter(prompt)])[0]
     assert outcome.tokens == library.tokens(library.inputs(PROMPTS["one picture"]))
 
 
@@ -122,13 +125,15 @@ def test_weights_in_int8_are_rounded_and_say_nearly_the_same(served: Served, pro
 
 def _logits(decoder: Decoder, kind: str = "internvl") -> Tensor:
     """Of a prompt with rows in it, in two chunks."""
-    prompt = drawn_prompt(blank_of(config_of_recipe(kind)))
+    config = config_of_recipe(kind)
+    state_tokens(config)
+    prompt = drawn_prompt(blank_of(config))
     positions, end = torch.arange(len(prompt.ids)).expand(3, -1), len(prompt.ids)
     with torch.inference_mode():
         return trial._logits(decoder, prompt, positions, [(0, 20), (20, end)], prompt.runs)
 
 
-@pytest.mark.parametrize("kind", ["internvl", "gemma3", "glm4v", *_SOAKED])
+@pytest.mark.parametrize("kind", ["internvl", "gemma3", "glm4v", *_SOAKED, _FUSED])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_logits_of_two_ranks_are_those_of_one(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "allows_panels", lambda: False)  # whose kernels take one thread's calls at a time

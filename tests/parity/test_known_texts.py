@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
 from common.checkpoint import Checkpoint, CheckpointError
+from common.library_classes import state_tokens
 from llm_service.families import registry
 from llm_service.families.family import Family, SpanRule
 from llm_service.layers.group import TensorGroup
@@ -62,6 +63,7 @@ KINDS = (
     "granite_docling",  # embeddings, attention, what parts add, and logits that are multiplied
     "kimi_k25",  # latent attention, dense layers before those with experts
     "cohere2_vision",  # feed-forward parts beside attention, norms that take means off, layers that are not rotated
+    pytest.param("phi4_multimodal", marks=pytest.mark.soak),  # an adapter of its own for pictures
     pytest.param("cosmos3_edge", marks=pytest.mark.soak),  # feed-forward parts without gates
     pytest.param("exaone4_5", marks=pytest.mark.soak),  # norms behind parts alone
     pytest.param("deepseek_ocr2", marks=pytest.mark.soak),  # experts that count by their probabilities
@@ -245,6 +247,13 @@ def test_heads_that_divide_the_whole_width_are_tried_as_wide_as_they_are() -> No
     assert (text.num_attention_heads, text.hidden_size) == (4, 512)
 
 
+def test_queries_keys_and_values_may_be_one_matrix() -> None:
+    """Phi-4 multimodal's towers are among the parts of its text."""
+    config = config_of_recipe("phi4_multimodal")
+    state_tokens(config)
+    assert try_ours_of(config, drawn_prompt).spans is SpanRule.NOWHERE
+
+
 def test_lfm_2_has_other_names_and_no_gates() -> None:
     """LFM3, which is compared as a whole, has both."""
     config = config_of_recipe("lfm2_vl")
@@ -252,13 +261,11 @@ def test_lfm_2_has_other_names_and_no_gates() -> None:
 
 
 def test_a_text_that_asks_for_what_our_decoder_lacks_is_the_library_s(tmp_path: Path) -> None:
-    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 2.0, "original_max_position_embeddings": 2048}
-    rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    folder = with_text(make("llava", tmp_path), rope_parameters=rope)
+    folder = with_text(make("llava", tmp_path), hidden_act="gelu")
     served = Served.of(folder)
     with capture_logs() as told:
         assert known_text(Checkpoint(folder), served.found) is None
-    why = "rotary scaling longrope is not supported"
+    why = "activation gelu is not supported"
     assert [(line["event"], line["why"]) for line in told] == [("the library computes the text", why)]
 
 

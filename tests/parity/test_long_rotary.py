@@ -12,6 +12,7 @@ import torch
 from common import library_classes, library_models
 from common.checkpoint import CheckpointError
 from llm_service.families.family import FAR
+from llm_service.models.decoder import Decoder
 from llm_service.models.library_rotary import LongRotary
 from tests.parity.library_side import GREEDY, Served
 from tools.models.compare import TOKENS, Part, Reference
@@ -53,7 +54,8 @@ def test_a_module_that_turns_otherwise_is_refused() -> None:
 
 
 @pytest.mark.soak
-def test_prompts_of_both_lengths_go_on_as_the_library_s_beside_each_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_library", [False, True], ids=["our decoder", "the library"])
+def test_prompts_of_both_lengths_go_on_as_the_library_s_beside_each_other(tmp_path: Path, *, by_library: bool) -> None:
     """In short steps, at once, and from the prefix cache, in which they share nothing; one that is short ends where it
     would turn."""
     recipe = RECIPES["phi4_multimodal"]
@@ -75,13 +77,14 @@ def test_prompts_of_both_lengths_go_on_as_the_library_s_beside_each_other(tmp_pa
     expected = [reference.tokens(reference.inputs(parts)) for parts in asked.values()]
     expected[2] = expected[2][:5]
     for options in ({"step_tokens": 40}, {}):
-        engine = served.engine(prefix_cache=True, **options)
+        engine = served.engine(by_library=by_library, prefix_cache=True, **options)
+        assert isinstance(engine.decoder, Decoder) != by_library
         for cached in (False, True):
             outcomes = engine.run(prompts, GREEDY, [0, 0, 0])
             assert [outcome.tokens for outcome in outcomes] == expected
             assert not cached or all(outcome.cached for outcome in outcomes)
     for first, shared in ((0, True), (1, False)):
-        engine = served.engine(prefix_cache=True)
+        engine = served.engine(by_library=by_library, prefix_cache=True)
         engine.run([prompts[first]], GREEDY, [0])
         (outcome,) = engine.run([prompts[2]], GREEDY, [0])
         assert (outcome.tokens, bool(outcome.cached)) == (expected[2], shared)

@@ -9,7 +9,10 @@ import torch
 
 from common.checkpoint import CheckpointError
 from common.library_classes import library
+from llm_service.families.family import FAR
 from llm_service.layers.ops import MultimodalRotary
+from llm_service.layers.rotaries import rotary_of
+from llm_service.models.config import TextConfig
 from llm_service.models.rotary_config import RotaryScaling
 
 CPU = torch.device("cpu")
@@ -65,6 +68,30 @@ def test_what_is_not_scaled_has_none() -> None:
     assert RotaryScaling.of({"type": "dynamic", "factor": 2.0}, LONGEST) is None
 
 
-def test_scaling_that_depends_on_the_length_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="rotary scaling longrope is not supported"):
-        RotaryScaling.of({"type": "longrope", "short_factor": [], "long_factor": []}, LONGEST)
+@pytest.mark.parametrize("more", [{}, {"factor": 8.0}, {"attention_factor": 1.3}])
+def test_sequences_turn_by_their_length_as_the_library_turns_each_alone(more: dict[str, float]) -> None:
+    factors = {"short_factor": [1.0, 1.2, 1.5, 2.0] * 2, "long_factor": [2.0, 3.0, 5.0, 9.0] * 2}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5, **factors, **more}
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 4096}
+    config = library().CONFIG_MAPPING["phi3"](rope_parameters=rope, original_max_position_embeddings=64, **sizes)
+    theirs, like = library().models.phi3.modeling_phi3.Phi3RotaryEmbedding(config), torch.zeros(1)
+    text = TextConfig.of(config.to_dict())
+    assert text.rotary.dim == 16
+    short, long = torch.arange(64), torch.arange(100)
+    expected = [theirs(like, places[None]) for places in (short, long)]
+    found = rotary_of(text.rotary, CPU).tables(torch.cat([short, long + FAR]).expand(3, -1), torch.float32)
+    for ours, both in zip(found, zip(*expected, strict=True), strict=True):
+        torch.testing.assert_close(ours[:, 0], torch.cat([each[0] for each in both]))
+    assert not torch.equal(expected[0][0][0], expected[1][0][0, :64])
+
+
+def test_it_is_refused_where_places_do_not_tell_it() -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rope |= {"original_max_position_embeddings": 64}
+    text = {"model_type": "llama", "vocab_size": 9, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    text |= {"intermediate_size": 96, "rope_parameters": rope}
+    assert TextConfig.of(text).rotary.scaling is not None
+    with pytest.raises(CheckpointError, match="factors of longrope are not as many as pairs that are rotated"):
+        TextConfig.of({**text, "rope_parameters": {**rope, "long_factor": [2.0]}})
+    with pytest.raises(CheckpointError, match="rotary scaling longrope is not supported here"):
+        TextConfig.of({**text, "model_type": "qwen2_vl"})
