@@ -31,7 +31,9 @@ from encoder_service.worker.runner import PreparedBatch, Runner, StagedTower
 _MOST_ON_CPUS = 256
 """Patches of a pass of several items on a CPU: there, more take as long together as one by one, or longer. On GPUs as
 many as graphs have: above that launches do not matter, and some towers score all patches of a pass, behind a mask."""
-_SMALL, _LARGER = (64, 48), (448, 336)
+_SMALL, _UNEVEN, _LARGER = (64, 48), (84, 84), (448, 336)
+"""Of items that are tried. The second has 36 patches of 14 pixels, and so keys that begin at no whole vector where a
+tower has all patches of a pass in one attention."""
 _USUAL = ((224, 224), (336, 336), (448, 448), (480, 640), (640, 480), (768, 1024), (1024, 768), (720, 1280))
 """Heights and widths that many pictures have: what the processor makes of them has graphs."""
 _FRAMES, _RATE, _SECONDS = 8, 8.0, (1, 5)
@@ -91,15 +93,16 @@ class LibraryRunner(Runner):
     def _goes_together(self, modality: str, most: int) -> bool:
         """Whether items of a modality and of one shape may be in one pass, of so many patches at most: tried by noise
         of each size of which three are. Says so in the log."""
-        why = "no three items fit into a pass"
+        why, tried = "no three items fit into a pass", set()
         for three in noise(modality, self._rate):
             try:
                 made, tokens = zip(*map(self._example, three), strict=True)
             except (ImportError, ValueError) as error:
                 why = first_line(error)
                 break
-            if 3 * patches_of(made[0].inputs) > most:
+            if made[0].shape in tried or 3 * patches_of(made[0].inputs) > most:
                 continue
+            tried.add(made[0].shape)
             if why := why_apart(self._tower_of_items, made, tokens[0], exact=self.device.type == "cpu"):
                 break
         _log.info("items of one shape", modality=modality, together=not why, **({"why": why} if why else {}))
@@ -216,7 +219,7 @@ def noise(modality: str, sound_rate: int) -> Iterator[list[Shown]]:
             drawn = (np.random.default_rng(seed) for seed in range(3))
             yield [Sound(each.normal(0, 0.1, seconds * sound_rate).astype(np.float32)) for each in drawn]
         return
-    for sides in (_SMALL, _LARGER):
+    for sides in (_SMALL, _UNEVEN, _LARGER):
         if modality == "image":
             yield [picture(sides, seed) for seed in range(3)]
         else:

@@ -3,7 +3,8 @@ where there are graphs, with the rows that each gets alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,12 @@ from encoder_service.models.library_products import lay_out
 from encoder_service.models.library_tower import LibraryTower
 from encoder_service.worker import library_runner
 from encoder_service.worker.graphs import Choice
+from encoder_service.worker.library_batches import Made
 from encoder_service.worker.library_runner import LibraryRunner, picture
 from encoder_service.worker.messages import Batch, Piece, WorkerSettings
-from tools.models.tiny import make
+from tools.models.recipes import RECIPES
+from tools.models.recipes.recipe import LLAMA, VISION, part, whole
+from tools.models.tiny import make, make_by
 
 CPU = torch.device("cpu")
 ROOM = 1 << 20
@@ -52,7 +56,11 @@ class Graphed(LibraryRunner):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make("llava", tmp_path_factory.mktemp("llava"))
+    """Of a tower whose layers fill whole vectors, as those of published towers do: where AVX-512 leaves some numbers
+    over at the end of a pass, torch's functions give these other last digits."""
+    tower = part("clip_vision_model", {**VISION, "intermediate_size": 64}, projection_dim=32)
+    config = whole("llava", vision_config=tower, text_config=LLAMA, image_token_index="<image>")
+    return make_by(replace(RECIPES["llava"], config=config), tmp_path_factory.mktemp("llava"))
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +113,25 @@ def test_items_of_one_shape_share_a_pass_and_get_the_rows_that_they_get_alone(
     for piece, each in zip(pieces, expected, strict=True):
         written = bytearray(store.view[piece.rows : piece.rows + 4 * each.numel()])
         assert torch.equal(torch.frombuffer(written, dtype=torch.float32).view_as(each), each)
+
+
+def test_a_trial_has_each_shape_once_and_one_of_uneven_patches(
+    folder: Path, arenas: tuple[SharedBuffer, SharedBuffer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A tower that has all patches of a pass in one attention gives items of other shapes their own bits."""
+    tried: list[tuple[int, ...]] = []
+
+    def why_apart(tower: LibraryTower, items: Sequence[Made], tokens: int, *, exact: bool) -> str:
+        assert (len(items), tower.rows(items[0].inputs, tokens).shape[0], exact) == (3, tokens, True)
+        tried.append(tuple(items[0].inputs["pixel_values"].shape[2:]))
+        return ""
+
+    monkeypatch.setattr(library_runner, "why_apart", why_apart)
+    for each in (folder, make("mistral3", tmp_path)):
+        found = library_models.describe(each)
+        settings = WorkerSettings(str(each), "cpu", "float32", 0, ROOM, ROOM, library=found, batch_patches=256)
+        LibraryRunner(settings, *arenas)
+    assert tried == [(56, 56), (84, 56), (84, 84), (112, 84)]
 
 
 def test_cores_are_divided_with_others_who_compute(folder: Path, arenas: tuple[SharedBuffer, SharedBuffer]) -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional
 from llm_service.layers.cache_spec import Segment, StateCache
 from llm_service.layers.convolution import Steps, convolve_run, convolve_steps
 from llm_service.layers.gdn.backend import CHUNK
-from llm_service.layers.gdn.torch_backend import FEW, remainder, split
+from llm_service.layers.gdn.torch_backend import FEW, remainder, softplus, split
 from llm_service.layers.mamba2.backend import Mamba2Input, Mamba2Shape, Mamba2Weights
 
 
@@ -111,7 +111,7 @@ class TorchBatch:
 
 def steps_of(dt: Tensor, weights: Mamba2Weights, floors: Tensor | None) -> tuple[Tensor, Tensor]:
     """Δ, and the logarithm of what is left of a state: float32 [n, heads] each."""
-    delta = functional.softplus(dt.float() + weights.dt_bias.float())
+    delta = softplus(dt, weights.dt_bias)
     if floors is not None:
         delta = torch.maximum(delta, floors)
     return delta, -weights.a_log.float().exp() * delta

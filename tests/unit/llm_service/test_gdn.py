@@ -12,8 +12,9 @@ from llm_service.layers.gdn.torch_backend import TorchBackend
 from tests import gdn_cases
 from tests.gdn_cases import Case
 
-SHAPE = GdnShape(16, 32, 32, 16)
-"""Rows of whole vectors: the functions of torch give what is left over at the end of a tensor other last digits."""
+SHAPE = GdnShape(4, 8, 32, 16)
+"""Fewer heads than a vector has numbers. Channels fill whole vectors, as in published models: the functions of torch
+give what is left over at the end of a tensor other last digits."""
 CPU = torch.device("cpu")
 
 

@@ -13,7 +13,8 @@ from llm_service.plan import Chunk
 from tests import mamba2_cases
 from tests.mamba2_cases import Case
 
-SHAPE = Mamba2Shape(4, 16, 16, 32, least_step=0.3)
+SHAPE = Mamba2Shape(4, 8, 16, 32, least_step=0.3)
+"""Fewer heads than a vector has numbers; channels fill whole vectors."""
 CPU = torch.device("cpu")
 
 
