@@ -112,13 +112,18 @@ class TorchBatch:
 def gates(a: Tensor, b: Tensor, weights: GdnWeights) -> tuple[Tensor, Tensor]:
     """The logarithm of what is left of a state, and how much of it is made anew: g and β, float32 [n, value_heads]."""
     g = -weights.a_log.float().exp() * softplus(a, weights.dt_bias)
-    return g, b.double().sigmoid().to(b.dtype).float()
+    return g, _widened(b).sigmoid().to(b.dtype).float()
 
 
 def softplus(x: Tensor, bias: Tensor) -> Tensor:
-    """log(1 + e^(x + bias)), float32. In between it is float64: of float32 torch gives the numbers at the end of a
-    tensor that fill no vector other last digits, and so those of a token that has few heads, in other company."""
-    return functional.softplus(x.double() + bias.double()).float()
+    """log(1 + e^(x + bias)), float32."""
+    return functional.softplus(_widened(x) + _widened(bias)).float()
+
+
+def _widened(x: Tensor) -> Tensor:
+    """float64 on a CPU: there torch gives float32 numbers at the end of a tensor that fill no vector other last digits,
+    and so those of a token that has few heads, in other company."""
+    return x.double() if x.device.type == "cpu" else x.float()
 
 
 def heads(shape: GdnShape, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
