@@ -172,6 +172,12 @@ def head_of(model: Any) -> Any:
     return text.get_output_embeddings() if found is None and text is not model else found
 
 
+def mark_tables_of(model: Any) -> dict[str, Any]:
+    """A model's tables of tokens that its text's own has none of, by their names, each for `vocab_size` of them from
+    `vocab_offset` on."""
+    return {name: part for name, part in model.named_modules() if hasattr(part, "vocab_offset")}
+
+
 def layers_of_levels(config: Any) -> list[int]:
     """The layer that each level of a row is added before, where a configuration says so; then nothing of a picture is
     among the embeddings. A layer takes the last of those that are for it."""

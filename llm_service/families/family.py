@@ -78,6 +78,7 @@ class LayerKind:
     gates: Gates | None = None
     expert_gates: Gates | None = None
     joined_spans: bool = False
+    cut_share: float = 0.0
 
     @property
     def is_local(self) -> bool:
@@ -163,23 +164,24 @@ class Family:
     weights that stay in float32; `layer_norms`, those of layers take the mean off first, as LayerNorm does, without
     biases; `parallel_residual`, a layer's feed-forward part is given what its mixer is; `gated_residual`, what parts
     give is added by gates of the layer's own; `value_norm`, each head of values is normed, without a weight;
-    `layer_scalars`, what comes out of a layer is multiplied by a number; `scaled_embeddings`, those of tokens are
-    multiplied by the root of their width, with `normed_embeddings` they are normed, without a weight; `logit_scale` and
-    `logit_divisor`, what config.json calls the number that logits are multiplied or divided by, if they are;
-    `rotary_neighbours`, the two numbers of a rotary pair are neighbours in checkpoints; `rotary_in_windows`, heads are
-    rotated in local layers alone, those with a window or chunks, where there are any, and with `unrotated` in none;
-    `fused_heads`, checkpoints have queries, keys and values as one matrix, and `fused_gates` gates and what they open;
-    `ungated`, feed-forward parts have none, and the square of a ReLU between two products; `grouped_experts`, each
-    expert has a score of its own, and the likeliest are among those of the likeliest groups; `probability_weights`,
-    experts count by their probabilities among all, which do not sum up to 1; `ungated_shared`, what all tokens go
-    through beside their experts has no gate; `sparse`, what follows in a layer with experts, whose stacked matrices
-    have inputs first where they are `experts_inputs_first`, None: where their shape says so; `single_parts`, a layer is
-    a mixer or a feed-forward part, behind one norm; `mrope_interleaved`, rotary pairs are dealt out to time, height and
-    width in turns, and `space_first`, those of height and width so before those of time, and `rotary_share`, so much of
-    a head is rotated, unless the checkpoint says otherwise. `mixers`: what config.json's `layer_types` stand for; a
-    family has windows where `SLIDING` is among them, and where queries grow in none of its contexts they are left as
-    they are. `text_defaults`: what holds of the decoder where config.json leaves it out. `part_names`: what the library
-    calls parts of layers, and the decoder otherwise. `changed_parts`: tensors that the library changes when it loads a
+    `layer_scalars`, what comes out of a layer is multiplied by a number; `media_by_token`, rows of media have inputs of
+    single layers by the tokens that stand for them; `scaled_embeddings`, those of tokens are multiplied by the root of
+    their width, with `normed_embeddings` they are normed, without a weight; `logit_scale` and `logit_divisor`, what
+    config.json calls the number that logits are multiplied or divided by, if they are; `rotary_neighbours`, the two
+    numbers of a rotary pair are neighbours in checkpoints; `rotary_in_windows`, heads are rotated in local layers
+    alone, those with a window or chunks, where there are any, and with `unrotated` in none; `fused_heads`, checkpoints
+    have queries, keys and values as one matrix, and `fused_gates` gates and what they open; `ungated`, feed-forward
+    parts have none, and the square of a ReLU between two products; `grouped_experts`, each expert has a score of its
+    own, and the likeliest are among those of the likeliest groups; `probability_weights`, experts count by their
+    probabilities among all, which do not sum up to 1; `ungated_shared`, what all tokens go through beside their experts
+    has no gate; `sparse`, what follows in a layer with experts, whose stacked matrices have inputs first where they are
+    `experts_inputs_first`, None: where their shape says so; `single_parts`, a layer is a mixer or a feed-forward part,
+    behind one norm; `mrope_interleaved`, rotary pairs are dealt out to time, height and width in turns, and
+    `space_first`, those of height and width so before those of time, and `rotary_share`, so much of a head is rotated,
+    unless the checkpoint says otherwise. `mixers`: what config.json's `layer_types` stand for; a family has windows
+    where `SLIDING` is among them, and where queries grow in none of its contexts they are left as they are.
+    `text_defaults`: what holds of the decoder where config.json leaves it out. `part_names`: what the library calls
+    parts of layers, and the decoder otherwise. `changed_parts`: tensors that the library changes when it loads a
     checkpoint, and the decoder takes as they are, by parts of their names.
     """
 
@@ -208,6 +210,7 @@ class Family:
     gated_residual: bool = False
     value_norm: bool = False
     layer_scalars: bool = False
+    media_by_token: bool = False
     scaled_embeddings: bool = False
     normed_embeddings: bool = False
     logit_scale: str = ""

@@ -1,4 +1,5 @@
-"""Gemma 4's text: dense, with inputs of single layers, or with experts; and of the size that has no towers."""
+"""Gemma 3n's text, whose layers compute one of several streams, and Gemma 4's: dense, with inputs of single layers, or
+with experts; and of the size that has no towers."""
 
 from __future__ import annotations
 
@@ -7,6 +8,17 @@ from dataclasses import replace
 from llm_service.families.family import WINDOWED, Family, FeedForwardKind
 from llm_service.families.gemma3 import GEMMA3_TEXT
 
+GEMMA3N_TEXT = Family(
+    {},
+    qk_norm=True,
+    norms=GEMMA3_TEXT.norms,
+    long_gains=True,
+    value_norm=True,
+    media_by_token=True,
+    scaled_embeddings=True,
+    mixers=WINDOWED,
+    text_defaults={"query_pre_attn_scalar": 1, "use_sliding_window": True},
+)
 GEMMA4_TEXT = Family(
     {},
     qk_norm=True,

@@ -13,7 +13,7 @@ from llm_service.families.ernie import ERNIE_TEXT
 from llm_service.families.exaone4 import EXAONE4_TEXT
 from llm_service.families.family import WINDOWED, Family, Mixer
 from llm_service.families.gemma3 import GEMMA3_TEXT, GEMMA_TEXT
-from llm_service.families.gemma4 import GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT
+from llm_service.families.gemma4 import GEMMA3N_TEXT, GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT
 from llm_service.families.glm4v import GLM4V_MOE_TEXT, GLM4V_TEXT, GLM_OCR_TEXT
 from llm_service.families.granite import GRANITE_TEXT, HYPERCLOVAX_TEXT
 from llm_service.families.hunyuan import HUNYUAN_TEXT
@@ -61,6 +61,7 @@ TEXT_FAMILIES: Final = {
     "exaone4": EXAONE4_TEXT,
     "gemma": GEMMA_TEXT,
     "gemma3_text": GEMMA3_TEXT,
+    "gemma3n_text": GEMMA3N_TEXT,
     "gemma4_text": GEMMA4_TEXT,
     "gemma4_unified_text": GEMMA4_UNIFIED_TEXT,
     "glm4v_moe_text": GLM4V_MOE_TEXT,

@@ -20,7 +20,7 @@ from llm_service.layers.latent_attention import LatentAttention
 from llm_service.layers.layer_inputs import LayerEnd
 from llm_service.layers.mamba2_mixer import Mamba2
 from llm_service.layers.mixer import CachedPart, MixerPart, Rotary
-from llm_service.layers.mlp import MLP, SquaredMLP
+from llm_service.layers.mlp import MLP, CutMLP, SquaredMLP
 from llm_service.layers.modality_experts import ModalityExperts
 from llm_service.layers.normed_output_attention import NormedOutputAttention
 from llm_service.layers.ops import Unnormed, norm_of
@@ -38,6 +38,8 @@ def _dense(kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch
     given = config.hidden_size, inner, group, dtype
     if config.family.ungated:
         return SquaredMLP(*given)
+    if kind.cut_share:
+        return CutMLP(*given, activation=config.activation, share=kind.cut_share)
     return MLP(*given, activation=kind.gates or config.activation, fused=config.family.fused_gates)
 
 
@@ -111,7 +113,7 @@ class DecoderLayer(nn.Module):
         ends = config.family.layer_scalars or config.layer_inputs is not None
         self.end = LayerEnd(config, dtype) if ends else None
         self.is_local, self._window, self._shares = kind.is_local, kind.window, kind.keys_of is not None
-        self.ranks = group.size
+        self.ranks, self.hidden_size = group.size, config.hidden_size
 
     @property
     def companion(self) -> CachedPart | None:
@@ -137,17 +139,22 @@ class DecoderLayer(nn.Module):
         `kept` has the keys and values of the last layer that had its own: a layer that shares them writes the same ones
         into their cache again. `beside` are the cache and the batch of its companion."""
         residual, inputs = self.before(x, residual, rotary)
-        if kept is not None and self._shares:
-            inputs = *inputs, *kept[self._window]
-        elif kept is not None:
-            kept[self._window] = inputs[1:3]
-        mixed = self.mixer.mix(inputs, cache, batch)
+        mixed = self.mixer.mix(self.with_kept(inputs, kept), cache, batch)
         if places is not None:
             residual, mixed = residual[places], mixed[places]
         out, residual = self.after(residual, mixed)
         if self.end is None:
             return out, residual
         return self.end(residual + out, given if given is None or places is None else given[places]), None
+
+    def with_kept(self, inputs: tuple[Tensor, ...], kept: dict[int, KeysAndValues] | None) -> tuple[Tensor, ...]:
+        """What is mixed, with the keys and values that are `kept` where they are another layer's, as `forward` has
+        them."""
+        if kept is not None and self._shares:
+            return *inputs, *kept[self._window]
+        if kept is not None:
+            kept[self._window] = inputs[1:3]
+        return inputs
 
     def before(self, x: Tensor, residual: Tensor | None, rotary: Rotary) -> tuple[Tensor, tuple[Tensor, ...]]:
         """[n, hidden] each → their sum, and what is mixed."""

@@ -30,14 +30,16 @@ class InputsOfLayers(nn.Module):
         self._scale = config.hidden_size**-0.5
         total, scale = config.layers * inputs.width, inputs.width**0.5
         whole, parts = slice(0, config.hidden_size), {"per_layer_model_projection": slice(0, total)}
-        self.embed_tokens_per_layer = VocabularyEmbedding(config.vocab_size, total, group, dtype, scale=scale)
+        self._rows = inputs.rows
+        self.embed_tokens_per_layer = VocabularyEmbedding(inputs.rows, total, group, dtype, scale=scale)
         self.projection = PackedLinear(whole, parts, bias=False, dtype=dtype, rounds=False)
         self.norm = RMSNorm.of(config, inputs.width, dtype, "per_layer_projection_norm")
 
     def forward(self, embedded: Tensor, token_ids: Tensor) -> Tensor:
         """Embeddings [n, hidden], and tokens int [n] → [layers, n, width]."""
         made = self.norm((self.projection(embedded) * self._scale).view(-1, self._width))
-        looked_up = self.embed_tokens_per_layer(token_ids).view(-1, self._width)
+        known = token_ids.masked_fill(token_ids >= self._rows, 0)
+        looked_up = self.embed_tokens_per_layer(known).view(-1, self._width)
         both: Tensor = (made + looked_up) * _HALF
         return both.view(-1, self._layers, self._width).transpose(0, 1)
 
@@ -69,7 +71,13 @@ class LayerEnd(nn.Module):
     def forward(self, x: Tensor, given: Tensor | None) -> Tensor:
         """x [n, hidden], which it may overwrite, and the layer's inputs [n, width] → [n, hidden]."""
         if self.gate is not None:
-            assert given is not None, "the layer has inputs of its own"
-            opened = act_and_mul(self.ops, self._activation, torch.cat([self.gate(x), given], dim=1))
-            x += self.norm(self.projection(opened))
+            x += self.added(x, given)
         return x if self.layer_scalar is None else x.mul_(self.layer_scalar)
+
+    def added(self, x: Tensor, given: Tensor | None) -> Tensor:
+        """What the layer's inputs [n, width] add, opened by x [n, hidden] → [n, hidden]."""
+        assert self.gate is not None, "it has some"
+        assert given is not None, "the layer has inputs of its own"
+        opened = act_and_mul(self.ops, self._activation, torch.cat([self.gate(x), given], dim=1))
+        out: Tensor = self.norm(self.projection(opened))
+        return out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import NormalDist
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -59,6 +61,38 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[n, hidden] → the same."""
         return self._group.sum(self.run(x))
+
+
+class CutMLP(MLP):
+    """One of whose gates those count that are above so many deviations from their mean, over all ranks, less that: what
+    a `share` of normal numbers are below (Lu et al. 2025, Spark Transformer)."""
+
+    def __init__(
+        self,
+        hidden: int,
+        inner: int,
+        group: TensorGroup,
+        dtype: torch.dtype,
+        *,
+        activation: Activation | Gates = Activation.SILU,
+        share: float,
+    ) -> None:
+        super().__init__(hidden, inner, group, dtype, activation=activation)
+        self._deviations, self._inner = NormalDist().inv_cdf(share), inner
+
+    def run(self, x: Tensor) -> Tensor:
+        """See `MLP.run`."""
+        gates = self.gate_up(x)
+        own, _ = gates.chunk(2, dim=-1)
+        mean = self._mean(own)
+        deviation = self._mean((own - mean).square()).sqrt()
+        own.sub_(mean + deviation * self._deviations).relu_()
+        out: Tensor = self.down(act_and_mul(self.ops, self.activation, gates))
+        return out
+
+    def _mean(self, own: Tensor) -> Tensor:
+        """[n, this rank's] → [n, 1], of all ranks'."""
+        return self._group.sum(own.sum(dim=-1, keepdim=True)) / self._inner
 
 
 class SquaredMLP(nn.Module):

@@ -34,12 +34,15 @@ from llm_service.models.experts_config import (
     shared_size,
 )
 from llm_service.models.layer_shapes import (
+    AlternatingShape,
     HeadShape,
     IndexShape,
     LatentHeads,
     LayerInputs,
+    MarkTable,
     NgramShape,
     StreamShape,
+    cut_shares,
     gates_of,
     local_heads,
 )
@@ -92,6 +95,8 @@ class TextConfig:
     embeddings, and the others are added behind the first layers. `index`, `streams` and `ngrams` are where layers have
     such. The table of tokens has `table_rows`, 0: as many as the head has. Where all media of a prompt see each other
     these are the tokens `together`; with `adds_rows` rows are added to what the table has for their places.
+    `alternating`: there are several streams, of which layers compute one. `cut_shares`, where it is not empty, is for
+    each layer what `LayerKind` calls so. `mark_tables` are those of marks, of the library's models.
 
     Where `experts` is above 0, every `sparse_step`-th layer but those in `dense_layers` is a mixture of experts, with a
     shared one beside them where `shared_expert_size` is above 0. `grouped`: in which groups they are, if in any. They
@@ -161,6 +166,9 @@ class TextConfig:
     table_rows: int = 0
     together: tuple[int, ...] = ()
     adds_rows: bool = False
+    alternating: AlternatingShape | None = None
+    cut_shares: tuple[float, ...] = ()
+    mark_tables: tuple[MarkTable, ...] = ()
 
     @property
     def layers(self) -> int:
@@ -203,6 +211,7 @@ class TextConfig:
             gates=self.gates[layer] if self.gates else None,
             expert_gates=self.expert_gates[layer] if self.expert_gates else None,
             joined_spans=self.spans is SpanRule.ALL_MEDIA,
+            cut_share=self.cut_shares[layer] if self.cut_shares else 0.0,
         )
 
     def norms_heads(self, kind: LayerKind) -> bool:
@@ -341,7 +350,9 @@ class TextConfig:
             shared_layers=int(text.get("num_kv_shared_layers") or 0),
             wide_shared=bool(text.get("use_double_wide_mlp")),
             latent=latent,
-            layer_inputs=LayerInputs.of(text),
+            layer_inputs=LayerInputs.of(text, padded=not family.media_by_token),
+            alternating=AlternatingShape.of(text),
+            cut_shares=cut_shares(text),
             embedding_multiplier=_multiplier(text, "embedding_multiplier"),
             residual_multiplier=_multiplier(text, "residual_multiplier"),
             logit_scale=_logit_scale(text, family),
@@ -416,7 +427,10 @@ def _inner_size(text: Mapping[str, Any]) -> int:
     >>> _inner_size(stated), _inner_size({**stated, "block_auto_adjust_ff_dim": False})
     (768, 1000)
     """
-    size = int(text["intermediate_size"])
+    stated = text["intermediate_size"]
+    if isinstance(stated, list) and len(set(stated)) > 1:
+        raise CheckpointError("layers with feed-forward parts of different sizes are not supported")
+    size = int(stated[0] if isinstance(stated, list) else stated)
     if not text.get("block_auto_adjust_ff_dim"):
         return size
     multiple = int(text.get("block_multiple_of", 256))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 from common.linear import Linear
 from llm_service.families.family import FeedForwardKind, Mixer, SpanRule
+from llm_service.layers.alternating import StreamsIn, StreamsOut
+from llm_service.layers.alternating_layer import AlternatingLayer
 from llm_service.layers.attention.backend import NumbaCompiled
 from llm_service.layers.cache_spec import LayerCache
 from llm_service.layers.cpu import selection
@@ -23,6 +26,7 @@ from llm_service.layers.gated_residual import GatedResidualLayer
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.layer_inputs import InputsOfLayers
 from llm_service.layers.linear import PackedLinear, VocabularyEmbedding
+from llm_service.layers.mark_tables import MarkedEmbedding
 from llm_service.layers.mixer import CachedPart, Rotary
 from llm_service.layers.modality_layer import ModalityLayer
 from llm_service.layers.ops import TORCH, RMSNorm, norm_of, use_ops
@@ -75,14 +79,18 @@ class Decoder(nn.Module):
             scale = config.hidden_size**0.5 if config.family.scaled_embeddings else None
             eps, tokens = config.embedding_eps, config.table_rows or config.vocab_size
             given = tokens, config.hidden_size, group, dtype
-            self.embed_tokens = VocabularyEmbedding(*given, scale=scale, norm_eps=eps)
+            embed = partial(MarkedEmbedding, config.mark_tables) if config.mark_tables else VocabularyEmbedding
+            self.embed_tokens = embed(*given, scale=scale, norm_eps=eps)
             self.layers = nn.ModuleList(_layer(index, config, group, dtype) for index in layers)
             own = config.layer_inputs
             self.layer_inputs = None if own is None else InputsOfLayers(own, config, group, dtype)
-            if config.streams is None:
-                self.norm: RMSNorm | StreamMix = norm_of(config, dtype, eps=config.residual_eps, last=True)
-            else:
+            self.streams_in = None if config.alternating is None else StreamsIn(config, dtype)
+            if config.alternating is not None:
+                self.norm: RMSNorm | StreamMix | StreamsOut = StreamsOut(config, dtype)
+            elif config.streams is not None:
                 self.norm = StreamMix(config, dtype, "hyper_connection_mixer", injects=False)
+            else:
+                self.norm = norm_of(config, dtype, eps=config.residual_eps, last=True)
             words = {"lm_head": group.vocabulary_share(config.vocab_size)}
             self.lm_head = PackedLinear(whole, words, bias=False, dtype=dtype)
         if config.tied:
@@ -157,6 +165,8 @@ class Decoder(nn.Module):
             given = [token_ids] * self.config.layers
         if self.config.streams is not None:
             hidden = hidden.repeat(1, self.config.streams.count)
+        elif self.streams_in is not None:
+            hidden = self.streams_in(hidden)
         companions = zip(caches[self.config.layers :], batches[self.config.layers :], strict=True)
         kept: dict[int, KeysAndValues] | None = {} if self.config.shared_layers else None
         residual: Tensor | None = None
@@ -191,12 +201,14 @@ class Decoder(nn.Module):
 
     def ids_of_layers(self, token_ids: Tensor, rows: Iterable[tuple[int, int]]) -> Tensor | None:
         """What layers look up inputs of their own by, of tokens int [n]: at the places [begin, end) of media rows the
-        padding, but for n-grams; where experts are chosen by modality, 1 for tokens of media and their marks, else 0;
-        None where they have none."""
+        padding, unless it is the tokens there, and but for n-grams; where experts are chosen by modality, 1 for tokens
+        of media and their marks, else 0; None where they have none."""
         if self.config.media_tokens:
             return torch.isin(token_ids, self._media_tokens).to(token_ids.dtype)
         if self.layer_inputs is None:
             return None if self.config.ngrams is None else token_ids
+        if self.layer_inputs.padding is None:
+            return token_ids
         token_ids = token_ids.clone()
         for begin, end in rows:
             token_ids[begin:end] = self.layer_inputs.padding
@@ -230,7 +242,7 @@ class Decoder(nn.Module):
 
     def kernels(self) -> set[str]:
         """Names of our kernels for CPUs that this needs, as `common.cpu.jit.find` takes them."""
-        own: object = (self.norm.hc_norm if isinstance(self.norm, StreamMix) else self.norm).ops
+        own: object = next(part for part in self.norm.modules() if isinstance(part, RMSNorm)).ops
         return kernels_of(self).union(own.kernels if isinstance(own, NumbaCompiled) else ())
 
     def compile_layers(self) -> None:
@@ -272,6 +284,8 @@ def _layer(index: int, config: TextConfig, group: TensorGroup, dtype: torch.dtyp
         return ModalityLayer(kind, config, group, dtype)
     if config.family.gated_residual:
         return GatedResidualLayer(kind, config, group, dtype)
+    if config.alternating is not None:
+        return AlternatingLayer(kind, config, group, dtype)
     if config.streams is not None:
         return StreamedLayer(kind, config, group, dtype, own.index(index) if index in own else None)
     return make_layer(kind, config, group, dtype)

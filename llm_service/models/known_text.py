@@ -9,7 +9,7 @@ from typing import Any
 from common import log
 from common.checkpoint import Checkpoint, CheckpointError
 from common.library import LibraryModel
-from common.library_classes import config_of, layers_of_levels
+from common.library_classes import blank_of, config_of, layers_of_levels
 from llm_service.families.registry import check_text
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.models.config import TextConfig
@@ -45,10 +45,11 @@ def known_text(
 def _found(checkpoint: Checkpoint, library: LibraryModel, max_context: int) -> TextSide:
     check_text(str(library.text.get("model_type")))
     config, whole = TextConfig.of(library.text, max_context), config_of(checkpoint.folder)
-    names, parted = own_names(whole, checkpoint.tensors)
+    model = blank_of(whole)
+    names, parted = own_names(model, checkpoint.tensors)
     levels, found = tuple(layers_of_levels(whole)), try_ours(checkpoint.folder)
     by_trial: dict[str, Any] = {"spans": found.spans, "adds_rows": found.adds_rows, "together": library.together}
-    config = with_media(replace(config, level_layers=levels, **by_trial), whole)
+    config = with_media(replace(config, level_layers=levels, **by_trial), model)
     if config.family.fused_gates and not any(own.endswith(".gate_up_proj.weight") for own in names.values()):
         config = replace(config, family=replace(config.family, fused_gates=False))  # the library fuses them, ours too
     if config.tied:

@@ -132,20 +132,63 @@ class LatentHeads:
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """Each layer has an input of its own for each token, of so many numbers, which is looked up by the token; media
-    rows have that of the token `padding`."""
+    """Each layer has an input of its own for each token, of so many numbers, which is looked up by the token in a table
+    of so many `rows`; tokens beyond these have that of the first. Media rows have that of the token `padding`, None: of
+    the tokens that stand for them."""
 
     width: int
-    padding: int
+    padding: int | None
+    rows: int
 
     @classmethod
-    def of(cls, text: Mapping[str, Any]) -> LayerInputs | None:
-        """None where layers have none. Raises CheckpointError where some tokens have none."""
+    def of(cls, text: Mapping[str, Any], *, padded: bool = True) -> LayerInputs | None:
+        """None where layers have none; `padded`: media rows have the padding's. Raises CheckpointError where some
+        tokens have none then."""
         if not text.get("hidden_size_per_layer_input"):
             return None
-        if int(text["vocab_size_per_layer_input"]) != int(text["vocab_size"]):
+        rows = int(text["vocab_size_per_layer_input"])
+        if padded and rows != int(text["vocab_size"]):
             raise CheckpointError("layers that have inputs for other tokens than there are are not supported")
-        return cls(int(text["hidden_size_per_layer_input"]), int(text.get("pad_token_id") or 0))
+        padding = int(text.get("pad_token_id") or 0) if padded else None
+        return cls(int(text["hidden_size_per_layer_input"]), padding, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class MarkTable:
+    """`count` tokens from the id `first` on have a table of their own, of so many numbers each, which is called `name`
+    in checkpoints."""
+
+    name: str
+    first: int
+    count: int
+    width: int
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class AlternatingShape:
+    """Between layers there are so many streams, of which layers compute the first. `scaled`: what that opens of layers'
+    own inputs is by a weight. A second residual goes by way of `residual_rank` numbers."""
+
+    count: int
+    scaled: bool
+    residual_rank: int
+
+    @classmethod
+    def of(cls, text: Mapping[str, Any]) -> AlternatingShape | None:
+        """None where there is one. Raises CheckpointError where it is another than the first that layers compute."""
+        if not text.get("altup_num_inputs"):
+            return None
+        if text.get("altup_active_idx"):
+            raise CheckpointError("layers that compute another stream than the first are not supported")
+        count, scaled = int(text["altup_num_inputs"]), bool(text.get("altup_correct_scale", True))
+        return cls(count, scaled, int(text["laurel_rank"]))
+
+
+def cut_shares(text: Mapping[str, Any]) -> tuple[float, ...]:
+    """Of each layer the share of its gates that do not count; empty where all do in all layers."""
+    stated = text.get("activation_sparsity_pattern") or ()
+    return tuple(map(float, stated)) if any(stated) else ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 from common import log
 from common.checkpoint import CheckpointError
-from common.library_classes import decoder_of, head_of, keep_only, layers_of_levels, library, towers_within
+from common.library_classes import (
+    decoder_of,
+    head_of,
+    keep_only,
+    layers_of_levels,
+    library,
+    mark_tables_of,
+    towers_within,
+)
 from llm_service.families.family import OF_PROMPTS, SpanRule
 from llm_service.layers.attention.backend import AttentionBackend, AttentionKind, CacheShape
 from llm_service.layers.attention.choose import choose
@@ -79,7 +87,7 @@ class LibraryDecoder:
         self._text = decoder_of(model)
         turn_by_sequence(self._text)
         self._embeddings: nn.Module = model.get_input_embeddings()
-        self._tables, self._layers_of_levels = _tables(model), layers_of_levels(model.config)
+        self._tables, self._layers_of_levels = [*mark_tables_of(model).values()], layers_of_levels(model.config)
         # The head may do more than multiply, and all of it is the library's: it is given hidden states as if its model
         # had made them.
         below = _below_head(model)
@@ -393,7 +401,7 @@ class _Output:
 def text_alone(model: Any) -> None:
     """Takes away all that is not the decoder, its embeddings, other tables of tokens or the head of logits."""
     decoder = decoder_of(model)
-    wanted = [decoder, head_of(model), model.get_input_embeddings(), *_tables(model)]
+    wanted = [decoder, head_of(model), model.get_input_embeddings(), *mark_tables_of(model).values()]
     puts_rows_in = list[str]()
     if decoder is model.base_model:
         towers = {id(part) for part in towers_within(decoder)}
@@ -411,8 +419,3 @@ class _NoRows(nn.Module):
 
     def forward(self, _: Tensor, embeddings: Tensor, **__: Any) -> Tensor:
         return embeddings
-
-
-def _tables(model: nn.Module) -> list[Any]:
-    """Of tokens that the text's own has none of, each for `vocab_size` of them from `vocab_offset` on."""
-    return [part for part in model.modules() if hasattr(part, "vocab_offset")]

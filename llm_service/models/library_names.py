@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from common.checkpoint import CheckpointError
-from common.library_classes import blank_of, decoder_of, head_of, towers_within
+from common.library_classes import decoder_of, head_of, mark_tables_of, towers_within
 from llm_service.families.registry import TEXT_FAMILIES
+from llm_service.layers.mark_tables import PARTS
 from llm_service.models.loader import HEAD
 from llm_service.models.parted_tensors import PartedTensors
 
@@ -29,11 +30,10 @@ def named_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield own, tensor
 
 
-def own_names(config: Any, stored: Iterable[str]) -> tuple[dict[str, str], PartedTensors]:
+def own_names(model: Any, stored: Iterable[str]) -> tuple[dict[str, str], PartedTensors]:
     """The decoder's names of those of a checkpoint's tensors, and of the weights that several make together, which are
-    the text's; and which of these names are of several tensors there, or of parts of one. Raises CheckpointError where
-    the library does something else to one of them."""
-    model = blank_of(config)
+    the text's of a model of the library; and which of these names are of several tensors there, or of parts of one.
+    Raises CheckpointError where the library does something else to one of them."""
     names, renamed, parted = _Names(model), dict[str, str](), PartedTensors()
     weights = {f"{name.rpartition('.')[0]}.weight" for name in stored}
     for name, (there, whole) in names_within(model, {*stored, *weights}).items():
@@ -90,6 +90,8 @@ class _Names:
         if not (inner and table and head):
             raise CheckpointError(f"{type(model).__name__} does not keep its text layers apart")
         self._inner, self._outer = f"{inner}.", {table: "embed_tokens", head: "lm_head"}
+        for name in mark_tables_of(model):
+            self._outer |= {f"{name}.{part}": f"{name.rpartition('.')[2]}.{part}" for part in PARTS}
         towers = () if parts[0] is not model.base_model else towers_within(parts[0])
         self._towers = tuple(f"{names[id(part)]}." for part in towers)
         family = TEXT_FAMILIES.get(model.config.get_text_config(decoder=True).model_type)

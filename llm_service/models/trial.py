@@ -20,7 +20,7 @@ from torch import Tensor
 
 from common import log
 from common.checkpoint import CheckpointError
-from common.library_classes import config_of, layers_of_levels
+from common.library_classes import config_of, layers_of_levels, mark_tables_of
 from common.library_models import (
     axes_of,
     level_count,
@@ -43,6 +43,7 @@ from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.mixer import CachedPart
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder, Deepstack
+from llm_service.models.layer_shapes import MarkTable
 from llm_service.models.library_decoder import LibraryDecoder, media_tokens, text_alone
 from llm_service.models.library_names import named_tensors
 from llm_service.models.loader import fill_plain
@@ -163,7 +164,7 @@ def try_ours_of(config: Any, prompted: Prompted) -> Finding:
         levels = tuple(layers_of_levels(case.model.config))
         for rule, adds_rows in _RULES:
             by_rule: dict[str, Any] = {"spans": rule, "together": case.prompt.together, "adds_rows": adds_rows}
-            shaped = with_media(replace(shape, level_layers=levels, **by_rule), case.model.config)
+            shaped = with_media(replace(shape, level_layers=levels, **by_rule), case.model)
             made = Decoder(shaped, ALONE, torch.float32, _CPU)
             decoder = fill_plain(made, named_tensors(case.model))
             later = _difference_of_answer(decoder, case.said, rule)
@@ -176,11 +177,16 @@ def try_ours_of(config: Any, prompted: Prompted) -> Finding:
     raise CheckpointError(f"the logits of our decoder are not the library's: they differ by {least:.1%}")
 
 
-def with_media(shape: TextConfig, config: Any) -> TextConfig:
-    """A decoder's shape with the tokens of media and of marks around them, by the configuration of a whole model, where
-    experts are chosen by these."""
+def with_media(shape: TextConfig, model: Any) -> TextConfig:
+    """A decoder's shape with what is for media in a whole model of the library: tokens of these and of marks around
+    them, where experts are chosen by these, and tables of marks."""
+    tables = tuple(
+        MarkTable(name.rpartition(".")[2], part.vocab_offset, part.vocab_size, part.multimodal_hidden_size, part.eps)
+        for name, part in mark_tables_of(model).items()
+    )
     by_modality = shape.family.sparse is FeedForwardKind.BY_MODALITY
-    return replace(shape, media_tokens=tuple(media_tokens(config))) if by_modality else shape
+    tokens = tuple(media_tokens(model.config)) if by_modality else ()
+    return replace(shape, media_tokens=tokens, mark_tables=tables)
 
 
 @dataclass(frozen=True, slots=True)

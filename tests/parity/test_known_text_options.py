@@ -41,10 +41,15 @@ _MORE = "hyperclovax_vision_v2", "cohere2_vision", "cosmos3_edge", "kimi_k25", "
 _SOAKED = [pytest.param(kind, marks=pytest.mark.soak) for kind in _MORE]
 """Parts that multiply what they add, that are beside each other, that have no gates, latent attention, and matrices
 that are one in a checkpoint."""
-_FUSED = pytest.param("phi4_multimodal", marks=pytest.mark.soak)
-"""Queries, keys and values that are one matrix everywhere, and adapters of the checkpoint's own."""
+_FEWER = [pytest.param(kind, marks=pytest.mark.soak) for kind in ("phi4_multimodal", "gemma3n")]
+"""Queries, keys and values that are one matrix everywhere, and adapters of the checkpoint's own; streams, and gates
+that count by what all ranks have."""
 TEXT = "language_model.model."
-TEXTS = {"molmo2": "model.transformer.blocks.", "phi4_multimodal": "model.layers."}
+TEXTS = {
+    "molmo2": "model.transformer.blocks.",
+    "phi4_multimodal": "model.layers.",
+    "gemma3n": "model.language_model.layers.",
+}
 """How names of the text's tensors begin, as checkpoints are saved, and those of its layers in others."""
 
 
@@ -102,7 +107,7 @@ def test_a_tower_whose_weights_are_quantised_is_refused(internvl: Path, form: st
 
 
 @pytest.mark.parametrize("form", ["fp8 in blocks", "awq"])
-@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "glm4v", *_SOAKED, _FUSED])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "glm4v", *_SOAKED, *_FEWER])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_quantised_weights_of_texts_that_stack_otherwise_are_as_well(kind: str, form: str, tmp_path: Path) -> None:
     named = TEXTS.get(kind, TEXT)
@@ -133,7 +138,7 @@ def _logits(decoder: Decoder, kind: str = "internvl") -> Tensor:
         return trial._logits(decoder, prompt, positions, [(0, 20), (20, end)], prompt.runs)
 
 
-@pytest.mark.parametrize("kind", ["internvl", "gemma3", "glm4v", *_SOAKED, _FUSED])
+@pytest.mark.parametrize("kind", ["internvl", "gemma3", "glm4v", *_SOAKED, *_FEWER])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_logits_of_two_ranks_are_those_of_one(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "allows_panels", lambda: False)  # whose kernels take one thread's calls at a time
@@ -148,7 +153,7 @@ def test_logits_of_two_ranks_are_those_of_one(kind: str, tmp_path: Path, monkeyp
     expected, all_weights = logits(ALONE)
     for found, weights in on_ranks(2, logits):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        assert weights < 0.7 * all_weights
+        assert weights < (0.8 if kind == "gemma3n" else 0.7) * all_weights
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_ranks_share_experts_beside_a_dense_part() -> None:
 def test_inputs_of_layers_are_looked_up_and_made_of_embeddings() -> None:
     theirs = drawn(Gemma4TextModel(library(INPUTS)))
     shape = ours(INPUTS)
-    assert shape.layer_inputs == LayerInputs(8, 0)
+    assert shape.layer_inputs == LayerInputs(8, 0, shape.vocab_size)
     made = InputsOfLayers(shape.layer_inputs, shape, ALONE, torch.float32)
     names = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
     read(made, nn.ModuleDict({name: getattr(theirs, name) for name in names}))
