@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.checkpoint import CACHE, add_model_options, chosen_model
-from benchmarks.plain_checkpoint import GEMMA3, GEMMA4, KIMI, LLAVA, plain_checkpoint
+from benchmarks.plain_checkpoint import GEMMA3, GEMMA3N, GEMMA4, KIMI, LLAVA, MOLMO2, PHI4, plain_checkpoint
 from common import library_models
 from common.checkpoint import Checkpoint
 from common.cpu.jit import use_threads
@@ -114,7 +114,7 @@ def _ask(
     for count in (1, tokens):
         started = clock()
         sampling = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
-        said = way.engine.run([prompt], sampling)[0].tokens
+        said = way.engine.run([prompt], sampling, [1 if way.engine.adapters else 0])[0].tokens
         spent.append(clock() - started)
     return Seconds(encoded, spent[0], (spent[1] - spent[0]) / (tokens - 1)), rows, said
 
@@ -127,6 +127,11 @@ def main() -> None:
     parser.add_argument("--gemma", action="store_true", help="a random one in Gemma 3's, with windows of 256 tokens")
     parser.add_argument("--gemma4", action="store_true", help="a random one in Gemma 4's, with inputs of single layers")
     parser.add_argument("--kimi", action="store_true", help="a random one in Kimi K2.5's, with latent attention")
+    parser.add_argument("--molmo", action="store_true", help="a random one in Molmo 2's, whose rows see each other")
+    parser.add_argument("--phi", action="store_true", help="a random one in Phi-4 multimodal's, with its adapter")
+    parser.add_argument(
+        "--gemma3n", action="store_true", help="a random one in Gemma 3n's, with streams between layers"
+    )
     parser.add_argument("--cpu-time", action="store_true", help="of one thread, the least of all rounds")
     parser.add_argument("--side", type=int, default=448, help="of a picture, in pixels")
     parser.add_argument("--rounds", type=int, default=5, help="of which the median is shown")
@@ -137,7 +142,8 @@ def main() -> None:
     torch.set_num_threads(cores)
     use_threads(cores)
     asked = {"llava": (given.llava, LLAVA), "gemma3": (given.gemma, GEMMA3), "gemma4": (given.gemma4, GEMMA4)}
-    asked["kimi"] = given.kimi, KIMI
+    asked |= {"kimi": (given.kimi, KIMI), "molmo": (given.molmo, MOLMO2), "phi": (given.phi, PHI4)}
+    asked["gemma3n"] = given.gemma3n, GEMMA3N
     plain = {name: recipe for name, (wanted, recipe) in asked.items() if wanted}
     folders = [plain_checkpoint(recipe, CACHE.with_name(f"{CACHE.name}-{name}")) for name, recipe in plain.items()]
     folder = folders[0] if folders else chosen_model(given)

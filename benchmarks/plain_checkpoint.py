@@ -1,5 +1,6 @@
 """Random checkpoints of about 225 M parameters that no family of ours is for: in LLaVA's format, a tower of CLIP's form
-and a text of Llama's; in Gemma 3's, Gemma 4's and Kimi K2.5's. Their words mean nothing."""
+and a text of Llama's; in Gemma 3's, Gemma 4's and Kimi K2.5's. In Molmo 2's, Phi-4 multimodal's and Gemma 3n's
+towers are small. Their words mean nothing."""
 
 from __future__ import annotations
 
@@ -131,6 +132,49 @@ KIMI = replace(
     ),
 )
 """Heads, and the latents that they share, are as large as the published one's; there are no experts."""
+
+
+def _by_text(kind: str, **text: Any) -> Recipe:
+    """A recipe with another text, beside the small towers that it has."""
+    recipe = RECIPES[kind]
+
+    def config(*given: Any) -> Any:
+        made = recipe.config(*given)
+        if kind == "molmo2":
+            made.adapter_config.text_hidden_size = text["hidden_size"]
+        for name, value in text.items():
+            setattr(made.get_text_config(decoder=True), name, value)
+        return made
+
+    return replace(recipe, config=config)
+
+
+MOLMO2 = _by_text("molmo2", **TEXT)
+_FACTORS = [1.0 + 0.1 * pair for pair in range(24)]
+PHI4 = _by_text(
+    "phi4_multimodal",
+    **TEXT,
+    rope_parameters={
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 4096,
+        "short_factor": _FACTORS,
+        "long_factor": [2 * factor for factor in _FACTORS],
+    },
+)
+GEMMA3N_LAYERS = 15
+GEMMA3N = _by_text(
+    "gemma3n",
+    **{**GEMMA3_TEXT, "num_hidden_layers": GEMMA3N_LAYERS, "intermediate_size": [2048] * GEMMA3N_LAYERS},
+    sliding_window=256,
+    layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * (GEMMA3N_LAYERS // 5),
+    num_kv_shared_layers=5,
+    hidden_size_per_layer_input=128,
+    laurel_rank=64,
+    activation_sparsity_pattern=[0.95] * 5 + [0.0] * (GEMMA3N_LAYERS - 5),
+)
+"""Shaped as the small published ones, in a third of whose layers few gates count."""
 
 
 def plain_checkpoint(recipe: Recipe, folder: Path) -> Path:

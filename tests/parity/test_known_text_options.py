@@ -233,6 +233,22 @@ def test_tokens_are_the_same_with_graphs(
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("kind", ["gemma3n", "phi4_multimodal", "molmo2"])
+def test_streams_and_tables_of_marks_and_longer_sequences_are_no_bar_to_graphs(kind: str, tmp_path: Path) -> None:
+    """Of Phi-4's steps those with an adapter, and of Molmo 2's those with rows, are computed without."""
+    served, library = Served.of(make(kind, tmp_path)), Reference(tmp_path)
+    expected = [library.tokens(library.inputs(parts)) for parts in PROMPTS.values()]
+    prompts = [served.prompt(parts) for parts in PROMPTS.values()]
+    engine, _ = graphed(tmp_path, library=served.found, text=served.text(), step_tokens=1024)
+    outcomes = engine.run(prompts, GREEDY, [served.adapter(prompt) for prompt in prompts])
+    assert [outcome.tokens for outcome in outcomes] == expected
+    assert [outcome.tokens for outcome in engine.run(prompts[:1], GREEDY)] == expected[:1]
+    graphs = engine.runner.graphs
+    assert graphs is not None
+    assert graphs.replays >= TOKENS - 1
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("attention", ["", "triton"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_steps_over_latents_have_graphs_and_drafts_too(attention: str, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from llm_service.models.known_text import known_text
 from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.trial import drawn_prompt, try_ours_of
 from tests.parity.library_side import GREEDY, Served, compare
-from tools.models.compare import OURS, PROMPTS, Reference
+from tools.models.compare import OURS, PROMPTS, TOKENS, Reference
 from tools.models.tiny import config_of_recipe, make
 
 Rename = Callable[[str], str]
@@ -88,6 +88,20 @@ def with_text(folder: Path, **settings: Any) -> Path:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_ids_and_tokens_are_the_library_s_whatever_the_chunks_and_the_company(kind: str, tmp_path: Path) -> None:
     assert {"one picture", "two of different sizes", OURS} <= compare(Served.of(make(kind, tmp_path)))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["molmo2", "gemma3n"])
+def test_sequences_that_were_preempted_go_on_as_they_would_have(kind: str, tmp_path: Path) -> None:
+    served, library = Served.of(make(kind, tmp_path)), Reference(tmp_path)
+    expected = [library.tokens(library.inputs(parts)) for parts in PROMPTS.values()]
+    prompts = [served.prompt(parts) for parts in PROMPTS.values()]
+    longest = max(len(prompt.layout.ids) for prompt in prompts)
+    engine = served.engine(blocks=(longest + TOKENS) // 16 + 3, step_tokens=1024, prefix_cache=True)
+    assert isinstance(engine.decoder, Decoder)
+    outcomes = engine.run([*prompts, *prompts], GREEDY)
+    assert [outcome.tokens for outcome in outcomes] == [*expected, *expected]
+    assert engine.scheduler.counters.preemptions > 0
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
