@@ -42,6 +42,7 @@ _KERNEL_TESTS = (
 )
 _TESTS = (
     "test_graphs_on_gpu",
+    "test_library_graphs_on_gpu",
     "test_encoder_on_gpu",
     "test_ranks_on_gpus",
     "test_parity_on_gpu",

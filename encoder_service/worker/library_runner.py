@@ -124,7 +124,8 @@ class LibraryRunner(Runner):
                 continue
             shapes.add(first[0].shape)
             obstacles.add(graphs.add((first[0], second[0]), first[1], several="image" in together))
-        _log.info("graphs are captured", shapes=len(shapes), rows=graphs.budgets, why_not_more=sorted(obstacles - {""}))
+        told = {"rows": graphs.budgets, "why_not_more": sorted(obstacles - {""}), "the_host_looks": graphs.looks}
+        _log.info("graphs are captured", shapes=len(shapes), **told)
         return graphs if graphs.budgets else None
 
     def capture(self) -> Capture:

@@ -1,0 +1,89 @@
+"""Whose towers CUDA graphs can hold: `python -m tools.models.graphs [KIND …]` captures small models' on a CPU, where a
+replay does a pass's operators again, and compares rows of other items to the bit."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from common import library_models
+from common.checkpoint import CheckpointError
+from common.gpu import Capture
+from common.library_classes import first_line
+from encoder_service.models.library_tower import LibraryTower
+from encoder_service.models.processor import ItemProcessor
+from encoder_service.worker.library_batches import Made, shape_of
+from encoder_service.worker.library_graphs import ShapeGraphs
+from encoder_service.worker.library_runner import picture
+from tools.models.recipes import RECIPES
+from tools.models.tiny import make
+
+SIDES = (64, 48)
+
+
+class Again:
+    """Captures by keeping the callable."""
+
+    held = 0
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        return run
+
+
+_CPU = torch.device("cpu")
+
+
+@torch.inference_mode()
+def graphs_of(
+    folder: Path, capture: Capture, device: torch.device = _CPU, *, several: bool = False
+) -> tuple[str, list[str]] | None:
+    """Why pictures of a checkpoint, or `several` in a pass, have no graphs, empty where they have, and by what the host
+    looks at their content; None where it takes no pictures. Raises CheckpointError, RuntimeError and ValueError where
+    no rows are computed at all."""
+    found = library_models.describe(folder)
+    if "image" not in found.placeholders:
+        return None
+    tower, processor = LibraryTower(folder, found, torch.float32, device), ItemProcessor(folder)
+    items: list[Made] = []
+    tokens = 0
+    for seed in range(2):
+        shown = picture(SIDES, seed)
+        tokens = sum(part.rows for part in processor.replacement(shown))
+        known = tower.known(processor.inputs(shown), "image")
+        items.append(Made("image", tower.placed(known, "image"), shape=shape_of("image", known)))
+    if items[0].shape is None or items[0].shape != items[1].shape:
+        return "nothing says which items are of one shape", []
+    graphs = ShapeGraphs(tower, capture, max_bytes=1 << 32)
+    why = graphs.add((items[0], items[1]), tokens, several=several)
+    return why, graphs.looks
+
+
+def found_of(kinds: list[str]) -> Iterator[tuple[str, str, list[str]]]:
+    """Of those that take pictures, the same."""
+    for kind in kinds:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                found = graphs_of(make(kind, Path(folder)), Again())
+            except (CheckpointError, RuntimeError, ValueError, ImportError) as error:
+                found = f"it computes no rows: {first_line(error)}", []
+        if found is not None:
+            yield kind, *found
+
+
+def main() -> None:
+    """Prints a line for each kind, and how many have graphs."""
+    parser = argparse.ArgumentParser(prog="python -m tools.models.graphs", description=__doc__)
+    parser.add_argument("kinds", nargs="*", metavar="KIND", default=sorted(RECIPES))
+    captured, asked = 0, 0
+    for kind, why, looks in found_of(parser.parse_args().kinds):
+        print(f"{kind}: {why or 'graphs'}{', the host looks: ' * bool(looks)}{', '.join(looks)}", flush=True)
+        captured, asked = captured + (not why), asked + 1
+    print(f"{captured} of {asked}")
+
+
+if __name__ == "__main__":
+    main()
