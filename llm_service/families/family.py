@@ -65,7 +65,7 @@ class LayerKind:
     the chunk of so many tokens that it is in. `keys_of` is the layer, counted from 0, whose keys and values it attends
     to, None: its own. `wide`: its dense feed-forward part is twice as wide as others. `gates` are those of a dense part
     and of what all tokens go through beside experts, `expert_gates` those of experts, None: the activation that the
-    configuration names."""
+    configuration names. A dense part has `inner` numbers between its products, 0: as many as others."""
 
     mixer: Mixer
     feed_forward: FeedForwardKind
@@ -79,6 +79,7 @@ class LayerKind:
     expert_gates: Gates | None = None
     joined_spans: bool = False
     cut_share: float = 0.0
+    inner: int = 0
 
     @property
     def is_local(self) -> bool:

@@ -34,7 +34,7 @@ from llm_service.models.config import TextConfig
 
 
 def _dense(kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> MLP | SquaredMLP:
-    inner = config.intermediate_size * (2 if kind.wide else 1)
+    inner = kind.inner or config.intermediate_size * (2 if kind.wide else 1)
     given = config.hidden_size, inner, group, dtype
     if config.family.ungated:
         return SquaredMLP(*given)

@@ -84,9 +84,10 @@ class CutMLP(MLP):
         """See `MLP.run`."""
         gates = self.gate_up(x)
         own, _ = gates.chunk(2, dim=-1)
-        mean = self._mean(own)
-        deviation = self._mean((own - mean).square()).sqrt()
-        own.sub_(mean + deviation * self._deviations).relu_()
+        numbers = own.float()
+        mean = self._mean(numbers)
+        deviation = self._mean((numbers - mean).square()).sqrt()
+        own.sub_((mean + deviation * self._deviations).to(own.dtype)).relu_()
         out: Tensor = self.down(act_and_mul(self.ops, self.activation, gates))
         return out
 

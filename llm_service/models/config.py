@@ -44,6 +44,7 @@ from llm_service.models.layer_shapes import (
     StreamShape,
     cut_shares,
     gates_of,
+    inner_sizes,
     local_heads,
 )
 from llm_service.models.layer_types import (
@@ -95,8 +96,9 @@ class TextConfig:
     embeddings, and the others are added behind the first layers. `index`, `streams` and `ngrams` are where layers have
     such. The table of tokens has `table_rows`, 0: as many as the head has. Where all media of a prompt see each other
     these are the tokens `together`; with `adds_rows` rows are added to what the table has for their places.
-    `alternating`: there are several streams, of which layers compute one. `cut_shares`, where it is not empty, is for
-    each layer what `LayerKind` calls so. `mark_tables` are those of marks, of the library's models.
+    `alternating`: there are several streams, of which layers compute one. `cut_shares` and `inner_sizes`, where they
+    are not empty, have one of what `LayerKind` calls so for each layer. `mark_tables` are those of marks, of the
+    library's models.
 
     Where `experts` is above 0, every `sparse_step`-th layer but those in `dense_layers` is a mixture of experts, with a
     shared one beside them where `shared_expert_size` is above 0. `grouped`: in which groups they are, if in any. They
@@ -168,6 +170,7 @@ class TextConfig:
     adds_rows: bool = False
     alternating: AlternatingShape | None = None
     cut_shares: tuple[float, ...] = ()
+    inner_sizes: tuple[int, ...] = ()
     mark_tables: tuple[MarkTable, ...] = ()
 
     @property
@@ -212,6 +215,7 @@ class TextConfig:
             expert_gates=self.expert_gates[layer] if self.expert_gates else None,
             joined_spans=self.spans is SpanRule.ALL_MEDIA,
             cut_share=self.cut_shares[layer] if self.cut_shares else 0.0,
+            inner=self.inner_sizes[layer] if self.inner_sizes else 0,
         )
 
     def norms_heads(self, kind: LayerKind) -> bool:
@@ -353,6 +357,7 @@ class TextConfig:
             layer_inputs=LayerInputs.of(text, padded=not family.media_by_token),
             alternating=AlternatingShape.of(text),
             cut_shares=cut_shares(text),
+            inner_sizes=inner_sizes(text),
             embedding_multiplier=_multiplier(text, "embedding_multiplier"),
             residual_multiplier=_multiplier(text, "residual_multiplier"),
             logit_scale=_logit_scale(text, family),
@@ -428,9 +433,7 @@ def _inner_size(text: Mapping[str, Any]) -> int:
     (768, 1000)
     """
     stated = text["intermediate_size"]
-    if isinstance(stated, list) and len(set(stated)) > 1:
-        raise CheckpointError("layers with feed-forward parts of different sizes are not supported")
-    size = int(stated[0] if isinstance(stated, list) else stated)
+    size = int(max(stated) if isinstance(stated, list) else stated)
     if not text.get("block_auto_adjust_ff_dim"):
         return size
     multiple = int(text.get("block_multiple_of", 256))

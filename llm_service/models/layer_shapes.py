@@ -185,6 +185,17 @@ class AlternatingShape:
         return cls(count, scaled, int(text["laurel_rank"]))
 
 
+def inner_sizes(text: Mapping[str, Any]) -> tuple[int, ...]:
+    """Of each layer the numbers between the products of its feed-forward part; empty where all have as many. Raises
+    CheckpointError where there is not one for each layer."""
+    stated = text.get("intermediate_size")
+    if not isinstance(stated, list) or len(set(stated)) < 2:
+        return ()
+    if len(stated) != int(text["num_hidden_layers"]):
+        raise CheckpointError("intermediate_size is not of each layer")
+    return tuple(map(int, stated))
+
+
 def cut_shares(text: Mapping[str, Any]) -> tuple[float, ...]:
     """Of each layer the share of its gates that do not count; empty where all do in all layers."""
     stated = text.get("activation_sparsity_pattern") or ()

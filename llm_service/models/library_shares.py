@@ -30,9 +30,6 @@ _DIMENSIONS = {
 }
 """Which dimension of a weight is split; of a vector, its only one."""
 _SUM = "moe_tp_experts"
-_SPARSE = "activation_sparsity"
-"""Names which part of a gate's numbers is cut off, as a normal distribution of all of a token's would have it: of those
-that other ranks have as well."""
 
 
 def share_out(model: Any, group: TensorGroup) -> None:
@@ -48,8 +45,6 @@ def share_out(model: Any, group: TensorGroup) -> None:
             if style := plan.get(_generic(f"{name}.{own}")):
                 _keep(kind, module, own, parameter, style, group)
                 split |= id(module) in text
-        if getattr(module, _SPARSE, 0.0) > 0.0 and plan.get(_generic(f"{name}.gate_proj")) == "colwise":
-            module._gaussian_topk = partial(_above_most, module, group=group)
         style = plan.get(_generic(name))
         if style is None or style in _WHOLE:
             continue
@@ -138,19 +133,6 @@ def _summed(module: nn.Module, _: Any, output: Tensor, *, group: TensorGroup) ->
     bias = module._parameters.get("summed_bias")
     whole = group.sum(output.contiguous())
     return whole if bias is None else whole + bias
-
-
-def _above_most(module: Any, gate: Tensor, *, group: TensorGroup) -> Tensor:
-    """This rank's share of a gate, [..., inner / ranks], above the mean of all by so many standard deviations that a
-    part `activation_sparsity` of them is expected below, and 0 there: what the library has of the whole."""
-    inner: int = module.intermediate_size
-    share = gate.float()
-    mean = group.sum(share.sum(-1, keepdim=True)) / inner
-    deviation = (group.sum((share - mean).square().sum(-1, keepdim=True)) / inner).sqrt()
-    sparsity = torch.tensor(module.activation_sparsity, device=gate.device)
-    cut = torch.distributions.Normal(0.0, 1.0).icdf(sparsity)
-    above: Tensor = share - mean - deviation * cut
-    return above.relu().to(gate)
 
 
 def _joined(_: nn.Module, __: Any, output: Tensor, *, group: TensorGroup, total: int) -> Tensor:

@@ -33,7 +33,6 @@ PLANS = (
     "gemma3",  # norms of single heads; rows that see each other
     "kimi_k25",  # heads that are not split
     "minimax_m3_vl",  # heads that are gathered again
-    "gemma3n",  # gates of which the highest numbers of all ranks are kept
 )
 
 

@@ -111,6 +111,14 @@ def test_our_decoder_gives_the_library_s_logits() -> None:
     assert not try_ours_of(config_of_recipe("gemma3n"), drawn_prompt).adds_rows
 
 
+def test_feed_forward_parts_may_be_of_different_sizes() -> None:
+    config = config_of_recipe("gemma3n")
+    config.text_config.intermediate_size = [96, 64, 80, 64, 96, 96]
+    shape = TextConfig.of(config.text_config.to_dict())
+    assert [shape.layer_kind(layer).inner for layer in range(2)] == [96, 64]
+    assert not try_ours_of(config, drawn_prompt).adds_rows
+
+
 def test_what_it_lacks_is_refused_by_name(model: Any) -> None:
     text = model.config.text_config.to_dict()
     rows = text["vocab_size_per_layer_input"]
@@ -118,7 +126,7 @@ def test_what_it_lacks_is_refused_by_name(model: Any) -> None:
     assert rows < text["vocab_size"]
     refused = {
         "another stream than the first": {"altup_active_idx": 1},
-        "feed-forward parts of different sizes": {"intermediate_size": [64, *text["intermediate_size"][1:]]},
+        "intermediate_size is not of each layer": {"intermediate_size": [64, 96]},
     }
     for why, settings in refused.items():
         with pytest.raises(CheckpointError, match=why):
