@@ -4,7 +4,7 @@ ours."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +36,8 @@ _SMALL, _UNEVEN, _LARGER = (64, 48), (84, 84), (448, 336)
 tower has all patches of a pass in one attention."""
 _USUAL = ((224, 224), (336, 336), (448, 448), (480, 640), (640, 480), (768, 1024), (1024, 768), (720, 1280))
 """Heights and widths that many pictures have: what the processor makes of them has graphs."""
+_USUAL_SECONDS = ((20, 28), (50, 58), (80, 88))
+"""Lengths of sounds that have graphs where the processor fills both up to one, as Voxtral's to chunks of 30."""
 _FRAMES, _RATE, _SECONDS = 8, 8.0, (1, 5)
 
 _log = log.get("runner")
@@ -66,7 +68,8 @@ class LibraryRunner(Runner):
             _log.info("linear layers are laid out for oneDNN", layers=self._lay_out(tower, found))
         most = min(settings.batch_patches, _MOST_ON_CPUS if on_cpu else LADDER[-1])
         together = [modality for modality in found.placeholders if most and self._goes_together(modality, most)]
-        graphs = self._captured(settings.graph_bytes, together) if self.has_graphs(settings) else None
+        modalities = list(found.placeholders)
+        graphs = self._captured(modalities, settings.graph_bytes, together) if self.has_graphs(settings) else None
         self._graphed, self._tells_shapes = graphs, bool(together or graphs)
         return ByShape(tower, together, most, graphs)
 
@@ -109,21 +112,22 @@ class LibraryRunner(Runner):
         return not why
 
     @torch.inference_mode()
-    def _captured(self, max_bytes: int, together: list[str]) -> ShapeGraphs | None:
-        """Graphs of what the processor makes of pictures of usual sizes, where there can be any. Says so in the log."""
-        if self._first != "image":
-            return None
+    def _captured(self, modalities: Collection[str], max_bytes: int, together: list[str]) -> ShapeGraphs | None:
+        """Graphs of what the processor makes of pictures and sounds of usual sizes, where there can be any. Says so in
+        the log."""
         graphs = ShapeGraphs(self._tower_of_items, self.capture(), max_bytes=max_bytes, choice=self.choice())
         shapes, obstacles = set(), set[str]()
-        for sides in _USUAL:
+        for modality, pair in usual(self._rate):
+            if modality not in modalities:
+                continue
             try:
-                first, second = (self._example(picture(sides, seed)) for seed in range(2))
-            except ValueError:  # no picture of this size is taken
+                (first, tokens), (second, others) = map(self._example, pair)
+            except (ImportError, ValueError):  # nothing of this size is taken
                 continue
-            if first[0].shape is None or first[0].shape in shapes or first[0].shape != second[0].shape:
+            if first.shape is None or first.shape in shapes or (first.shape, tokens) != (second.shape, others):
                 continue
-            shapes.add(first[0].shape)
-            obstacles.add(graphs.add((first[0], second[0]), first[1], several="image" in together))
+            shapes.add(first.shape)
+            obstacles.add(graphs.add((first, second), tokens, several=modality in together))
         told = {"rows": graphs.budgets, "why_not_more": sorted(obstacles - {""}), "the_host_looks": graphs.looks}
         _log.info("graphs are captured", shapes=len(shapes), **told)
         return graphs if graphs.budgets else None
@@ -213,12 +217,25 @@ def picture(sides: tuple[int, int], seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (*sides, 3), dtype=np.uint8)
 
 
+def noisy_sound(seconds: int, sound_rate: int, seed: int) -> Sound:
+    """So many seconds of noise."""
+    drawn = np.random.default_rng(seed).normal(0, 0.1, seconds * sound_rate)
+    return Sound(drawn.astype(np.float32))
+
+
+def usual(sound_rate: int) -> Iterator[tuple[str, list[Shown]]]:
+    """Pairs of items that differ in content, with their modality, of each size that is to have graphs."""
+    for sides in _USUAL:
+        yield "image", [picture(sides, seed) for seed in range(2)]
+    for lengths in _USUAL_SECONDS:
+        yield "audio", [noisy_sound(seconds, sound_rate, seed) for seed, seconds in enumerate(lengths)]
+
+
 def noise(modality: str, sound_rate: int) -> Iterator[list[Shown]]:
     """Three items of each of some sizes, the smallest first; a second of a sound has so many samples."""
     if modality == "audio":
         for seconds in _SECONDS:
-            drawn = (np.random.default_rng(seed) for seed in range(3))
-            yield [Sound(each.normal(0, 0.1, seconds * sound_rate).astype(np.float32)) for each in drawn]
+            yield [noisy_sound(seconds, sound_rate, seed) for seed in range(3)]
         return
     for sides in (_SMALL, _UNEVEN, _LARGER):
         if modality == "image":

@@ -26,11 +26,11 @@ GPU = torch.device("cuda")
     ("kind", "several", "looks"),
     [
         ("llava", True, []),
-        ("mistral3", False, []),  # grids of Pixtral's
-        ("idefics3", False, ["aten::index"]),  # pictures that are empty are dropped
-        ("glm4v", False, []),
+        ("mistral3", True, []),  # grids of Pixtral's
+        ("idefics3", True, ["aten::index"]),  # pictures that are empty are dropped
+        ("glm4v", True, []),
         ("kimi_k25", False, []),
-        ("gemma4", False, []),
+        ("gemma4", True, []),
     ],
 )
 def test_replays_of_other_pictures_are_passes_to_the_bit(

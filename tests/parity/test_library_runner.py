@@ -21,7 +21,7 @@ from encoder_service.models.library_tower import LibraryTower
 from encoder_service.worker import library_runner
 from encoder_service.worker.graphs import Choice
 from encoder_service.worker.library_batches import Made
-from encoder_service.worker.library_runner import LibraryRunner, picture
+from encoder_service.worker.library_runner import LibraryRunner, noisy_sound, picture
 from encoder_service.worker.messages import Batch, Piece, WorkerSettings
 from tools.models.recipes import RECIPES
 from tools.models.recipes.recipe import LLAMA, VISION, part, whole
@@ -132,6 +132,30 @@ def test_a_trial_has_each_shape_once_and_one_of_uneven_patches(
         settings = WorkerSettings(str(each), "cpu", "float32", 0, ROOM, ROOM, library=found, batch_patches=256)
         LibraryRunner(settings, *arenas)
     assert tried == [(56, 56), (84, 56), (84, 84), (112, 84)]
+
+
+def test_sounds_that_are_filled_up_to_one_length_have_graphs(
+    tmp_path: Path, arenas: tuple[SharedBuffer, SharedBuffer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library_runner, "_USUAL_SECONDS", ((1, 2), (31, 32)))
+    folder, (staging, store) = make("voxtral", tmp_path), arenas
+    found, pieces = library_models.describe(folder), []
+    settings = WorkerSettings(str(folder), "cpu", "float32", 0, ROOM, ROOM, library=found, batch_patches=0)
+    runner = Graphed(settings, *arenas)
+    sounds, expected = [noisy_sound(seconds, found.sound_rate, seconds) for seconds in (3, 4)], []
+    for at, heard in enumerate(sounds):
+        staging.view[at * ROOM // 2 :][: heard.samples.nbytes] = heard.samples.tobytes()
+        tokens = sum(part.rows for part in runner._processor.replacement(heard))
+        with torch.inference_mode():
+            expected.append(runner._tower_of_items.rows(runner._processor.inputs(heard), tokens, "audio"))
+        size, place = heard.samples.nbytes, at * ROOM // 2
+        pieces.append(Piece("audio", place, 1, 1, size, (1, size), (1, 1, tokens), tokens, place, depth=1))
+    assert runner.warm_up().graphs == [tokens, 2 * tokens]
+    done = runner.run(Batch(pieces))
+    assert (done.not_finite, done.replayed) == ([], True)
+    for piece, each in zip(pieces, expected, strict=True):
+        written = bytearray(store.view[piece.rows : piece.rows + 4 * each.numel()])
+        assert torch.equal(torch.frombuffer(written, dtype=torch.float32).view_as(each), each)
 
 
 def test_cores_are_divided_with_others_who_compute(folder: Path, arenas: tuple[SharedBuffer, SharedBuffer]) -> None:

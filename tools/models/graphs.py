@@ -18,11 +18,12 @@ from encoder_service.models.library_tower import LibraryTower
 from encoder_service.models.processor import ItemProcessor
 from encoder_service.worker.library_batches import Made, shape_of
 from encoder_service.worker.library_graphs import ShapeGraphs
-from encoder_service.worker.library_runner import picture
+from encoder_service.worker.library_runner import noisy_sound, picture
 from tools.models.recipes import RECIPES
 from tools.models.tiny import make
 
 SIDES = (64, 48)
+SECONDS = 2
 
 
 class Again:
@@ -39,22 +40,22 @@ _CPU = torch.device("cpu")
 
 @torch.inference_mode()
 def graphs_of(
-    folder: Path, capture: Capture, device: torch.device = _CPU, *, several: bool = False
+    folder: Path, capture: Capture, device: torch.device = _CPU, *, modality: str = "image", several: bool = False
 ) -> tuple[str, list[str]] | None:
-    """Why pictures of a checkpoint, or `several` in a pass, have no graphs, empty where they have, and by what the host
-    looks at their content; None where it takes no pictures. Raises CheckpointError, RuntimeError and ValueError where
-    no rows are computed at all."""
+    """Why items of a modality, or `several` in a pass, have no graphs, empty where they have, and by what the host
+    looks at their content; None where a checkpoint takes none. Raises CheckpointError, RuntimeError and ValueError
+    where no rows are computed at all."""
     found = library_models.describe(folder)
-    if "image" not in found.placeholders:
+    if modality not in found.placeholders:
         return None
     tower, processor = LibraryTower(folder, found, torch.float32, device), ItemProcessor(folder)
     items: list[Made] = []
     tokens = 0
     for seed in range(2):
-        shown = picture(SIDES, seed)
+        shown = picture(SIDES, seed) if modality == "image" else noisy_sound(SECONDS, found.sound_rate, seed)
         tokens = sum(part.rows for part in processor.replacement(shown))
-        known = tower.known(processor.inputs(shown), "image")
-        items.append(Made("image", tower.placed(known, "image"), shape=shape_of("image", known)))
+        known = tower.known(processor.inputs(shown), modality)
+        items.append(Made(modality, tower.placed(known, modality), shape=shape_of(modality, known)))
     if items[0].shape is None or items[0].shape != items[1].shape:
         return "nothing says which items are of one shape", []
     graphs = ShapeGraphs(tower, capture, max_bytes=1 << 32)
@@ -62,12 +63,12 @@ def graphs_of(
     return why, graphs.looks
 
 
-def found_of(kinds: list[str]) -> Iterator[tuple[str, str, list[str]]]:
-    """Of those that take pictures, the same."""
+def found_of(kinds: list[str], modality: str) -> Iterator[tuple[str, str, list[str]]]:
+    """Of those that take items of a modality, the same."""
     for kind in kinds:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                found = graphs_of(make(kind, Path(folder)), Again())
+                found = graphs_of(make(kind, Path(folder)), Again(), modality=modality)
             except (CheckpointError, RuntimeError, ValueError, ImportError) as error:
                 found = f"it computes no rows: {first_line(error)}", []
         if found is not None:
@@ -78,8 +79,9 @@ def main() -> None:
     """Prints a line for each kind, and how many have graphs."""
     parser = argparse.ArgumentParser(prog="python -m tools.models.graphs", description=__doc__)
     parser.add_argument("kinds", nargs="*", metavar="KIND", default=sorted(RECIPES))
-    captured, asked = 0, 0
-    for kind, why, looks in found_of(parser.parse_args().kinds):
+    parser.add_argument("--sounds", action="store_true", help="of those that hear, in place of those that see")
+    given, captured, asked = parser.parse_args(), 0, 0
+    for kind, why, looks in found_of(given.kinds, "audio" if given.sounds else "image"):
         print(f"{kind}: {why or 'graphs'}{', the host looks: ' * bool(looks)}{', '.join(looks)}", flush=True)
         captured, asked = captured + (not why), asked + 1
     print(f"{captured} of {asked}")
