@@ -259,6 +259,7 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedMo
         compile=config.compile,
         graphs=config.graphs,
         graph_bytes=config.graph_bytes,
+        int8_cache=config.kv_cache_dtype == "int8",
         kv_cache_bytes=config.kv_cache_bytes,
         kv_memory_share=config.kv_memory_share,
         block_size=config.block_size,

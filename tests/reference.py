@@ -125,16 +125,16 @@ _ROPE_INPUTS = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_
 
 @torch.no_grad()
 def reference_generate(
-    directory: Path, inputs: dict[str, torch.Tensor], max_tokens: int = 64, *, by: Any = None
+    directory: Path, inputs: dict[str, torch.Tensor], max_tokens: int = 64, *, by: Any = None, **more: Any
 ) -> list[int]:
     """Greedy token ids, exactly `max_tokens` of them: stops are ignored. `by` is another model than the library's of
-    the checkpoint."""
+    the checkpoint; `more` is what else its `generate` is given."""
     given = {name: value for name, value in inputs.items() if name not in ("position_ids", "rope_deltas")}
     loaded = by or model(directory)
     stops = loaded.generation_config.eos_token_id
     loaded.generation_config.eos_token_id = None
     try:
-        out = loaded.generate(**given, max_new_tokens=max_tokens, do_sample=False)
+        out = loaded.generate(**given, max_new_tokens=max_tokens, do_sample=False, **more)
     finally:
         loaded.generation_config.eos_token_id = stops
     return [int(token) for token in out[0, inputs["input_ids"].shape[1] :]]

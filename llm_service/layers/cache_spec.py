@@ -163,8 +163,11 @@ def slot_bytes(specs: Sequence[CacheSpec]) -> int:
     return sum(spec.slot_bytes for spec in specs if isinstance(spec, SequenceState))
 
 
-def cache_shapes(specs: Sequence[CacheSpec], blocks: int, block_size: int) -> dict[PagedKV, CacheShape]:
-    """The paged cache of each kind of keys and values: that of all layers which are alike, and attend alike.
+def cache_shapes(
+    specs: Sequence[CacheSpec], blocks: int, block_size: int, *, int8: bool = False
+) -> dict[PagedKV, CacheShape]:
+    """The paged cache of each kind of keys and values, in 8 bits or not: that of all layers which are alike, and attend
+    alike.
 
     >>> narrow, wide = PagedKV(4, 2, 64), PagedKV(4, 1, 128)
     >>> [shape.layers for shape in cache_shapes([narrow, wide, IndexedKV(narrow, 32)], 10, 16).values()]
@@ -174,7 +177,7 @@ def cache_shapes(specs: Sequence[CacheSpec], blocks: int, block_size: int) -> di
     counts = Counter(spec for spec in own if isinstance(spec, PagedKV))
     return {
         spec: CacheShape(
-            layers, blocks, block_size, spec.heads, spec.kv_heads, spec.head_dim, spec.kind, spec.values_in_keys
+            layers, blocks, block_size, spec.heads, spec.kv_heads, spec.head_dim, spec.kind, spec.values_in_keys, int8
         )
         for spec, layers in counts.items()
     }
@@ -209,13 +212,14 @@ def _kv_of(cache: LayerCache) -> Tensor:
     return cache.kv if isinstance(cache, IndexedCache) else cache
 
 
-def block_elements(specs: Sequence[CacheSpec], block_size: int) -> int:
-    """Numbers that one block holds over all layers, index keys included. Raises ValueError where no layer keeps any.
+def block_bytes(specs: Sequence[CacheSpec], block_size: int, dtype: torch.dtype, *, int8: bool = False) -> int:
+    """Bytes that one block takes over all layers, of numbers of this type where keys and values are not in 8 bits, as
+    index keys never are. Raises ValueError where no layer keeps any.
 
-    >>> block_elements([PagedKV(4, 2, 64), IndexedKV(PagedKV(4, 2, 64), 32)], 16) // 16
-    544
+    >>> block_bytes([PagedKV(4, 2, 64), IndexedKV(PagedKV(4, 2, 64), 32)], 16, torch.bfloat16) // 16
+    1088
     """
-    total = sum(shape.block_elements for shape in cache_shapes(specs, 1, block_size).values())
+    total = sum(shape.block_bytes(dtype) for shape in cache_shapes(specs, 1, block_size, int8=int8).values())
     if not total:
         raise ValueError("no layer has keys and values")
-    return total + block_size * sum(spec.index_dim for spec in specs if isinstance(spec, IndexedKV))
+    return total + dtype.itemsize * block_size * sum(spec.index_dim for spec in specs if isinstance(spec, IndexedKV))

@@ -91,16 +91,17 @@ class Caches:
         states: Callable[[CachedPart], StateBackend] = methodcaller("state_backend"),
         state_slots: int = 0,
         snapshot_slots: int = 0,
+        int8: bool = False,
     ) -> None:
-        """Room for `blocks` blocks, and where layers have states for those of `state_slots` sequences, and for
-        snapshots. `attention` is a back end's name, or what makes one; `states` makes that of a mixer with states.
-        Raises CheckpointError where one cannot be used."""
+        """Room for `blocks` blocks, with keys and values in 8 bits or not, and where layers have states for those of
+        `state_slots` sequences, and for snapshots. `attention` is a back end's name, or what makes one; `states` makes
+        that of a mixer with states. Raises CheckpointError where one cannot be used."""
         self.blocks, self.block_size, self.null_block = blocks, block_size, blocks
         specs = [mixer.cache_spec() for mixer in mixers]
         self._specs = read_by(specs)
         self.state_slots, self.snapshot_slots = (state_slots, snapshot_slots) if slot_bytes(specs) else (0, 0)
         self.paged: dict[PagedKV, PagedLayers] = {}
-        for kind, shape in cache_shapes(specs, blocks, block_size).items():
+        for kind, shape in cache_shapes(specs, blocks, block_size, int8=int8).items():
             backend = choose(attention, shape, dtype, device) if isinstance(attention, str) else attention(shape)
             self.paged[kind] = PagedLayers(shape, shape.new_cache(dtype, device), backend)
         self._states: dict[SequenceState, StateBackend] = {}

@@ -10,7 +10,7 @@ import torch
 from common.checkpoint import Checkpoint, CheckpointError
 from llm_service.families.registry import FAMILIES
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape
-from llm_service.layers.cache_spec import block_elements, slot_bytes
+from llm_service.layers.cache_spec import block_bytes, slot_bytes
 from llm_service.models.decoder import Decoder
 from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.loader import load_decoder, load_mtp
@@ -33,7 +33,7 @@ class Drafting:
     def block_bytes(self, block_size: int) -> int:
         """What one KV block takes more for it."""
         specs = [mixer.cache_spec() for mixer in self.decoder.mixers()]
-        return block_elements(specs, block_size) * self.decoder.kv_dtype.itemsize
+        return block_bytes(specs, block_size, self.decoder.kv_dtype)
 
     def proposer(
         self, arena: RowArena, blocks: int, block_size: int, attention: str | Callable[[CacheShape], AttentionBackend]

@@ -23,7 +23,8 @@ from common.library_classes import config_of
 from common.library_models import longest_run
 from llm_service.families.family import OF_PROMPTS, SpanRule
 from llm_service.families.registry import check_text
-from llm_service.layers.cache_spec import block_elements, slot_bytes
+from llm_service.layers.attention.int8_blocks import SCALE_BYTES
+from llm_service.layers.cache_spec import IndexedKV, PagedKV, block_bytes, slot_bytes
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import TensorGroup
 from llm_service.models.adapter_folder import Adaptable, read
@@ -86,6 +87,8 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
         group = _with_symmetric_memory(group, dtype, device)
     decoder = _decoder(settings, checkpoint, dtype, device, group)
     settings = _with_room(settings, checkpoint, decoder)
+    if settings.int8_cache:
+        check_int8_cache(decoder)
     give_back()
     adapters = _adapters(settings, decoder)
     adapter_kernels = adapters.kernels() if adapters is not None else set[str]()
@@ -118,14 +121,14 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     del first
     context = served.longest(settings.max_context)
     specs = [mixer.cache_spec() for mixer in decoder.mixers()]
-    block_bytes = block_elements(specs, settings.block_size) * decoder.kv_dtype.itemsize
-    block_bytes += drafting.block_bytes(settings.block_size) if drafting is not None else 0
+    one_block = block_bytes(specs, settings.block_size, decoder.kv_dtype, int8=settings.int8_cache)
+    one_block += drafting.block_bytes(settings.block_size) if drafting is not None else 0
     budget = cache_budget(settings, gauge.free() - graphs * settings.graph_bytes, gpu=gpu)
     one_slot = slot_bytes(specs)
     slots = slot_count(settings, one_slot, budget, group)
     budget -= slots * one_slot
     snapshots = snapshot_count(settings, one_slot, budget, group)
-    blocks = block_count(settings, block_bytes, budget - snapshots * one_slot, context, group)
+    blocks = block_count(settings, one_block, budget - snapshots * one_slot, context, group)
     runner = _runner(decoder, arena, settings, blocks, drafting, slots, snapshots)
     runner.changeover, runner.weights, runner.adapters = changeover, weights, adapters
     runner.max_step_tokens = settings.max_step_tokens
@@ -222,6 +225,19 @@ def _with_room(settings: EngineSettings, checkpoint: Checkpoint, decoder: Decode
         _log.info("steps are larger, since an item is computed at once", tokens=wanted, at_once=most)
         settings = msgspec.structs.replace(settings, max_step_tokens=wanted)
     return settings
+
+
+def check_int8_cache(decoder: Decoder | LibraryDecoder) -> None:
+    """Raises CheckpointError where keys and values of this model cannot be kept in 8 bits."""
+    if isinstance(decoder, LibraryDecoder):
+        raise CheckpointError("--kv-cache-dtype int8 is not for a text that the library computes")
+    for spec in (mixer.cache_spec() for mixer in decoder.mixers()):
+        if isinstance(spec, IndexedKV):
+            raise CheckpointError("--kv-cache-dtype int8 is not for layers that choose by an index what they see")
+        if isinstance(spec, PagedKV) and spec.values_in_keys:
+            raise CheckpointError("--kv-cache-dtype int8 is not for latent attention, whose cache is small")
+        if isinstance(spec, PagedKV) and spec.head_dim % SCALE_BYTES:
+            raise CheckpointError(f"--kv-cache-dtype int8 is for heads of a multiple of {SCALE_BYTES} numbers")
 
 
 def _drafting(
@@ -339,6 +355,7 @@ def _runner(
         settings.block_size,
         decoder.kv_dtype,
         decoder.device,
+        int8=settings.int8_cache,
         attention=decoder.backend if isinstance(decoder, LibraryDecoder) else settings.attention,
         state_slots=slots,
         snapshot_slots=snapshots,

@@ -35,7 +35,7 @@ def test_what_is_not_a_number_outside_of_live_slots_is_not_read() -> None:
 
 def test_a_cache_of_more_than_two_to_the_31_elements() -> None:
     shape = CacheShape(1, 70_000, 16, 32, 8, 128)
-    assert shape.blocks * shape.block_elements > 1 << 31
+    assert shape.blocks * shape.block_bytes(torch.int8) > 1 << 31
     shape_cases.check_far_blocks(shape, torch.bfloat16, CUDA, "triton")
 
 

@@ -160,6 +160,7 @@ class LocalEngine:
         adapter_kernel: AdapterKernel | None = None,
         draft_model: Path | None = None,
         mtp: bool = False,
+        int8_cache: bool = False,
     ) -> None:
         checkpoint = Checkpoint(directory)
         served = ServedModel.of(checkpoint) if library is None else ServedModel.by_library(library)
@@ -176,7 +177,7 @@ class LocalEngine:
         self._memory = torch.frombuffer(self._buffer.view, dtype=torch.uint8)
         made = decoder.mixers(), blocks, block_size, decoder.kv_dtype, decoder.device
         slots = {"state_slots": max_running, "snapshot_slots": 32}
-        caches = Caches(*made, attention=attention, states=states, **slots)
+        caches = Caches(*made, attention=attention, states=states, int8=int8_cache, **slots)
         self.runner = ModelRunner(decoder, arena, caches)
         if draft_model is not None:
             drafting = load_draft_model(Checkpoint(draft_model), served, dtype, torch.device(device))

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llm_service.layers.attention.int8_blocks import SCALE_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
@@ -94,7 +96,8 @@ def spans_of(chunks: Sequence[PagedChunk], spans: Sequence[Span]) -> list[list[S
 class CacheShape:
     """One rank's KV cache. It has one block more, the `null_block`: padding is written there. `kind` is how its layers
     attend. Where `values_in_keys` is not 0 it has keys alone, of one head, and their first so many numbers are values:
-    latent attention, with projections of queries and of what comes out that the cache knows nothing of."""
+    latent attention, with projections of queries and of what comes out that the cache knows nothing of. With `int8`
+    keys and values are kept in 8 bits, as `int8_blocks` has them."""
 
     layers: int
     blocks: int
@@ -104,6 +107,7 @@ class CacheShape:
     head_dim: int
     kind: AttentionKind = CAUSAL
     values_in_keys: int = 0
+    int8: bool = False
 
     @property
     def softmax_scale(self) -> float:
@@ -115,10 +119,15 @@ class CacheShape:
         """The number of the block that no sequence holds."""
         return self.blocks
 
-    @property
-    def block_elements(self) -> int:
-        """Numbers that one block holds over all layers."""
-        return self.tensors * self.layers * self.kv_heads * self.head_dim * self.block_size
+    def block_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes that one block takes over all layers, of numbers of this type where they are not in 8 bits.
+
+        >>> plain = CacheShape(layers=2, blocks=9, block_size=16, heads=4, kv_heads=2, head_dim=64)
+        >>> plain.block_bytes(torch.bfloat16), replace(plain, int8=True).block_bytes(torch.bfloat16)
+        (16384, 8704)
+        """
+        head_bytes = self.head_dim + SCALE_BYTES if self.int8 else self.head_dim * dtype.itemsize
+        return self.tensors * self.layers * self.kv_heads * self.block_size * head_bytes
 
     @property
     def tensors(self) -> int:
@@ -136,14 +145,18 @@ class CacheShape:
         return cache[0], cache[-1][..., : self.value_dim]
 
     def new_cache(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A cache, [layers, tensors, blocks + 1, block_size, kv_heads, head_dim]: index 1 is keys, then values.
+        """A cache, [layers, tensors, blocks + 1, block_size, kv_heads, head_dim]: index 1 is keys, then values. In 8
+        bits it is int8, [layers, tensors, blocks + 1, bytes of a block].
 
         On a CPU it takes memory as it fills: our kernels read nothing that was not written. A GPU's holds zeros, since
         flash-attn multiplies the values behind a sequence's end by zero, and what is not a number would stay.
         """
-        shape = (self.layers, self.tensors, self.blocks + 1, self.block_size, self.kv_heads, self.head_dim)
         make = torch.empty if device.type == "cpu" else torch.zeros
-        return make(shape, dtype=dtype, device=device)
+        parts = self.layers, self.tensors, self.blocks + 1
+        if self.int8:
+            own = self.block_bytes(dtype) // (self.layers * self.tensors)
+            return make((*parts, own), dtype=torch.int8, device=device)
+        return make((*parts, self.block_size, self.kv_heads, self.head_dim), dtype=dtype, device=device)
 
     def zeros(self, count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of `count` tokens, laid out as a layer's are."""

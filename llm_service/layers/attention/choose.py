@@ -62,6 +62,8 @@ def _numba(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Atten
         return "it computes on CPUs"
     if shape.values_in_keys:
         return _LATENT
+    if shape.int8:
+        return _INT8
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed"
     from llm_service.layers.cpu.numba_backend import NumbaBackend
@@ -96,6 +98,8 @@ def _flash(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Atten
         return "it computes in bfloat16 or float16"
     if shape.values_in_keys:
         return _LATENT
+    if shape.int8:
+        return _INT8
     if shape.kind.chunk:
         return "it knows no chunks of a sequence within which layers attend"
     if shape.head_dim > _WIDEST_OF_FLASH:
@@ -109,5 +113,6 @@ def _flash(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Atten
 
 _WIDEST_OF_FLASH = 256
 _LATENT = "it knows no values that lie within keys, as latent attention has them"
+_INT8 = "it reads no keys and values in 8 bits"
 _BACKENDS = {"torch": _torch, "numba": _numba, "triton": _triton, "flash": _flash}
 """From a name to what makes the back end; a string in its place says why it cannot be used."""

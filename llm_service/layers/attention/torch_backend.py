@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llm_service.layers.attention.backend import CacheShape, PagedChunk, Span, spans_of, within
+from llm_service.layers.attention.int8_blocks import Int8Tokens
 from llm_service.layers.attention.one_head import attend_to_one
 
 
@@ -90,9 +91,9 @@ class TorchBatch:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         """See `AttentionBatch`."""
-        keys, values = self.store(key, value, cache)
         if self.shape.values_in_keys:
-            return self._attend_to_one(query, keys[:, 0])
+            return self._attend_to_one(query, self.store(key, value, cache)[0][:, 0])
+        keys, values = (self._store_int8 if self.shape.int8 else self.store)(key, value, cache)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for segment in self.segments:
             attended = functional.scaled_dot_product_attention(
@@ -106,6 +107,13 @@ class TorchBatch:
             )
             out[segment.begin : segment.end] = attended.squeeze(0).transpose(0, 1)
         return out.flatten(1)
+
+    def _store_int8(self, key: Tensor, value: Tensor, cache: Tensor) -> tuple[Int8Tokens, Int8Tokens]:
+        """The same in 8 bits."""
+        keys, values = (Int8Tokens(part, self.shape) for part in cache)
+        keys.write(self.slots, key)
+        values.write(self.slots, value)
+        return keys, values
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
         """Writes the batch's keys and values, as in `attend`, into one layer's cache → all of its keys [slots,

@@ -14,7 +14,12 @@ from torch import Tensor
 from llm_service.layers.attention.backend import AttentionBatch, CacheShape, PagedChunk, Span
 from llm_service.layers.attention.metadata import AttentionMetadata, Tiling, WorkList
 from llm_service.layers.attention.torch_backend import TorchBackend
-from llm_service.layers.attention.triton_kernels import attention_kernel, combine_kernel, store_kernel
+from llm_service.layers.attention.triton_kernels import (
+    attention_kernel,
+    combine_kernel,
+    store_int8_kernel,
+    store_kernel,
+)
 
 _WAVES = 4
 """Programs that each multiprocessor should get, so that few sequences still fill the GPU."""
@@ -46,6 +51,7 @@ class KernelShape:
     window: int
     chunk: int
     softmax_scale: float
+    int8: bool
 
     @classmethod
     def of(cls, shape: CacheShape, dtype: torch.dtype) -> KernelShape:
@@ -67,6 +73,7 @@ class KernelShape:
             window=shape.kind.window,
             chunk=shape.kind.chunk,
             softmax_scale=shape.softmax_scale,
+            int8=shape.int8,
         )
 
     @property
@@ -99,7 +106,7 @@ class TritonBackend:
 
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
-        self._device = device
+        self._dtype, self._device = dtype, device
         self.compiled = KernelShape.of(shape, dtype)
         self.tiling = Tiling(max(1, _WAVES * multiprocessors(device) // shape.kv_heads), self.compiled.tile)
 
@@ -119,7 +126,7 @@ class TritonBackend:
         for count in (1, 2):
             chunk = PagedChunk(_LONG, count, [null_block] * -(-(_LONG + count) // shape.block_size))
             metadata = AttentionMetadata.of([chunk], shape.block_size, self._device, Tiling(2, self.compiled.tile))
-            TritonBatch(metadata, self.compiled).attend(*shape.zeros(count, cache.dtype, self._device), cache)
+            TritonBatch(metadata, self.compiled).attend(*shape.zeros(count, self._dtype, self._device), cache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,35 +139,56 @@ class TritonBatch:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         """See `AttentionBatch`. The heads of one token must lie one after the other."""
         metadata = self.metadata
-        keys, values = cache[0], cache[1]
-        n, kv_heads, head_dim = key.shape
+        self._store(key, value, cache)
+        n, _, head_dim = query.shape
+        out = torch.empty((n, query.shape[1], head_dim), dtype=query.dtype, device=query.device)
+        scale = math.log2(math.e) * self.shape.softmax_scale
+        if metadata.decodes:
+            self._launch(out, query, cache, scale, metadata.decode_work, 1)
+        if len(metadata.tiles):
+            self._launch(out, query, cache, scale, metadata.tile_work, metadata.tile)
+        return out.flatten(1)
+
+    def _store(self, key: Tensor, value: Tensor, cache: Tensor) -> None:
+        slots, (n, kv_heads, head_dim) = self.metadata.slot_mapping, key.shape
+        if self.shape.int8:
+            scales = cache.view(torch.float32)
+            store_int8_kernel[(n,)](
+                key,
+                value,
+                cache[0],
+                cache[1],
+                scales[0],
+                scales[1],
+                slots,
+                key.stride(0),
+                value.stride(0),
+                kv_heads,
+                BLOCK_SIZE=self.shape.block_size,
+                HEAD_DIM=head_dim,
+                HEADS=triton.next_power_of_2(kv_heads),
+                DIMS=self.shape.dims,
+            )
+            return
         width = kv_heads * head_dim
         store_kernel[(n,)](
             key,
             value,
-            keys,
-            values,
-            metadata.slot_mapping,
+            cache[0],
+            cache[1],
+            slots,
             key.stride(0),
             value.stride(0),
             width,
             WIDTH=triton.next_power_of_2(width),
         )
-        out = torch.empty((n, query.shape[1], head_dim), dtype=query.dtype, device=query.device)
-        scale = math.log2(math.e) * self.shape.softmax_scale
-        if metadata.decodes:
-            self._launch(out, query, keys, values, scale, metadata.decode_work, 1)
-        if len(metadata.tiles):
-            self._launch(out, query, keys, values, scale, metadata.tile_work, metadata.tile)
-        return out.flatten(1)
 
-    def _launch(
-        self, out: Tensor, query: Tensor, keys: Tensor, values: Tensor, scale: float, work: WorkList, tokens: int
-    ) -> None:
+    def _launch(self, out: Tensor, query: Tensor, cache: Tensor, scale: float, work: WorkList, tokens: int) -> None:
         """Attention of items of up to so many `tokens` each."""
         metadata, shape = self.metadata, self.shape
         kv_heads, used = query.shape[1] // shape.group, tokens * shape.group
         mixtures = maxima = sums = out
+        scales = cache.view(torch.float32) if shape.int8 else cache  # which are not read
         if len(work.split):
             places = work.room, kv_heads, used
             mixtures = torch.empty((*places, shape.head_dim), dtype=torch.float32, device=query.device)
@@ -171,8 +199,10 @@ class TritonBatch:
             maxima,
             sums,
             query,
-            keys,
-            values,
+            cache[0],
+            cache[1],
+            scales[0],
+            scales[1],
             metadata.block_table,
             metadata.query_start_loc,
             metadata.seq_lens,
@@ -187,6 +217,7 @@ class TritonBatch:
             BLOCK_SIZE=shape.block_size,
             BLOCK_N=shape.keys_at_once,
             PRECISION=shape.precision,
+            INT8=shape.int8,
             **shape.rows(tokens),
         )
         if len(work.split):

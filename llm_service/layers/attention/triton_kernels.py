@@ -20,6 +20,60 @@ def store_kernel(key, value, keys, values, slots, key_stride, value_stride, widt
 
 
 @triton.jit
+def _store_int8(
+    x,
+    numbers,
+    scales,
+    token,
+    slot,
+    stride,
+    kv_heads,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """Puts one token's kv_heads · HEAD_DIM numbers into its slot, in 8 bits, as `int8_blocks.quantize` does."""
+    heads = tl.arange(0, HEADS)
+    dims = tl.arange(0, DIMS)
+    there = (heads[:, None] < kv_heads) & (dims[None, :] < HEAD_DIM)
+    given = tl.load(x + token * stride + heads[:, None] * HEAD_DIM + dims[None, :], there, 0.0).to(tl.float32)
+    highest = tl.max(tl.abs(given), 1)
+    inverse = tl.where(highest > 0.0, 127.0 / highest, 0.0)
+    block = slot // BLOCK_SIZE * (BLOCK_SIZE * kv_heads * (HEAD_DIM + 4))
+    place = slot % BLOCK_SIZE * kv_heads + heads
+    rounded = tl.floor(given * inverse[:, None] + 0.5).to(tl.int8)
+    tl.store(numbers + block + place[:, None] * HEAD_DIM + dims[None, :], rounded, there)
+    scale_places = (block + BLOCK_SIZE * kv_heads * HEAD_DIM) // 4 + place
+    tl.store(scales + scale_places, highest / 127.0, heads < kv_heads)
+
+
+@triton.jit
+def store_int8_kernel(
+    key,
+    value,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    slots,
+    key_stride,
+    value_stride,
+    kv_heads,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """Puts one token's keys and values into its slot, in 8 bits. `keys` and `values` are int8 [blocks, bytes of a
+    block], `key_scales` and `value_scales` the same memory as float32 (`int8_blocks`). Grid [tokens]."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    _store_int8(key, keys, key_scales, token, slot, key_stride, kv_heads, BLOCK_SIZE, HEAD_DIM, HEADS, DIMS)
+    _store_int8(value, values, value_scales, token, slot, value_stride, kv_heads, BLOCK_SIZE, HEAD_DIM, HEADS, DIMS)
+
+
+@triton.jit
 def _item_of(starts, part, items):
     """Which of `items` items a part is of: the last one that does not begin behind it. One without parts begins where
     the next one does."""
@@ -53,6 +107,8 @@ def _attend(
     last,
     keys,
     values,
+    key_scales,
+    value_scales,
     table,
     begin,
     end,
@@ -68,6 +124,7 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    INT8: tl.constexpr,
 ):
     """Takes the keys of positions [begin, end) into each row's sum, BLOCK_N at a time. Every row sees all of them, but
     where it is CAUSAL: then a row sees those up to its `last`, from `_first_seen` on. Where it is not MASKED, BLOCK_N
@@ -80,8 +137,13 @@ def _attend(
             block = tl.load(table + positions // BLOCK_SIZE, inside, 0)
         else:
             block = tl.load(table + positions // BLOCK_SIZE)
-        slot = block.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE  # a cache may hold more than 2³¹ numbers
-        base = (slot * kv_heads + head) * HEAD_DIM
+        if INT8:  # a cache may hold more than 2³¹ numbers
+            line = block.to(tl.int64) * (BLOCK_SIZE * kv_heads * (HEAD_DIM + 4))
+            within = positions % BLOCK_SIZE * kv_heads + head
+            base = line + within * HEAD_DIM
+            scale_places = (line + BLOCK_SIZE * kv_heads * HEAD_DIM) // 4 + within
+        else:
+            base = ((block.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE) * kv_heads + head) * HEAD_DIM
         key_places, value_places = base[None, :] + dims[:, None], base[:, None] + dims[None, :]
         if MASKED:
             k = tl.load(keys + key_places, inside[None, :] & (dims[:, None] < HEAD_DIM), 0.0)
@@ -92,7 +154,12 @@ def _attend(
         else:
             k = tl.load(keys + key_places)
             v = tl.load(values + value_places)
-        scores = tl.dot(q, k, input_precision=PRECISION) * scale
+        scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale
+        if INT8:
+            if MASKED:
+                scores *= tl.load(key_scales + scale_places, inside, 0.0)[None, :]
+            else:
+                scores *= tl.load(key_scales + scale_places)[None, :]
         if CAUSAL:
             seen = inside[None, :] & (positions[None, :] <= last[:, None])
             if WINDOW + CHUNK > 0:
@@ -107,7 +174,12 @@ def _attend(
         weights = tl.exp2(scores - against[:, None])
         fade = tl.exp2(highest - against)
         total = total * fade + tl.sum(weights, 1)
-        mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        if INT8:
+            if MASKED:
+                weights *= tl.load(value_scales + scale_places, inside, 0.0)[None, :]
+            else:
+                weights *= tl.load(value_scales + scale_places)[None, :]
+        mixed = mixed * fade[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision=PRECISION)
         highest = higher
     return highest, total, mixed
 
@@ -121,6 +193,8 @@ def attention_kernel(
     query,
     keys,
     values,
+    key_scales,
+    value_scales,
     block_table,
     starts,
     lengths,
@@ -142,6 +216,7 @@ def attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    INT8: tl.constexpr,
 ):
     """A part of the context of one item, for all query heads of one KV head, in each program. Grid [parts, kv_heads];
     `scale` holds log2(e).
@@ -149,7 +224,7 @@ def attention_kernel(
     An item is up to TOKENS tokens of one sequence: the only one of sequence i, where TOKENS is 1, or those from token
     tiles[i, 1] on of sequence tiles[i, 0]. The token at place r of a chunk with c tokens before it sees positions 0 …
     c + r, the last WINDOW of them where that is not 0, and those of its chunk of CHUNK positions where that is not. A
-    program has GROUP rows for each token.
+    program has GROUP rows for each token. With INT8 keys and values are those of `store_int8_kernel`.
 
     `parts` [items + 2] has the keys of a part, the first part of each item, and the number of parts; programs beyond
     that are there for longer contexts, and do nothing. `rooms` [items] is −1 for an item of one part, whose result goes
@@ -202,18 +277,18 @@ def attention_kernel(
             begin += (tl.maximum(early, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
             begin = tl.minimum(begin, end)
             highest, total, mixed = _attend(
-                highest, total, mixed, q, last, keys, values, table, middle, begin, head, kv_heads, scale,
-                True, True, WINDOW, CHUNK, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_N, PRECISION,
+                highest, total, mixed, q, last, keys, values, key_scales, value_scales, table, middle, begin, head,
+                kv_heads, scale, True, True, WINDOW, CHUNK, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_N, PRECISION, INT8,
             )  # fmt: skip
         plain = tl.maximum(tl.minimum(end, length - count + first + 1) - begin, 0)  # keys that every row sees
         middle = begin + plain // BLOCK_N * BLOCK_N
         highest, total, mixed = _attend(
-            highest, total, mixed, q, last, keys, values, table, begin, middle, head, kv_heads, scale,
-            False, False, 0, 0, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_N, PRECISION,
+            highest, total, mixed, q, last, keys, values, key_scales, value_scales, table, begin, middle, head,
+            kv_heads, scale, False, False, 0, 0, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_N, PRECISION, INT8,
         )  # fmt: skip
     highest, total, mixed = _attend(
-        highest, total, mixed, q, last, keys, values, table, middle, end, head, kv_heads, scale,
-        True, TOKENS > 1, WINDOW, CHUNK, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_N, PRECISION,
+        highest, total, mixed, q, last, keys, values, key_scales, value_scales, table, middle, end, head,
+        kv_heads, scale, True, TOKENS > 1, WINDOW, CHUNK, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_N, PRECISION, INT8,
     )  # fmt: skip
 
     if room < 0:

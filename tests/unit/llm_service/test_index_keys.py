@@ -14,7 +14,7 @@ from llm_service.layers import index_keys
 from llm_service.layers.attention import general_backend
 from llm_service.layers.attention.backend import AttentionKind, CacheShape, PagedChunk
 from llm_service.layers.attention.general_backend import AttentionRule, GeneralBackend, GeneralBatch
-from llm_service.layers.cache_spec import IndexedCache, IndexedKV, PagedKV, SharedKV, block_elements
+from llm_service.layers.cache_spec import IndexedCache, IndexedKV, PagedKV, SharedKV, block_bytes
 from llm_service.layers.index_keys import BlockIndex, Chosen, IndexQuery, PoolIndex, TokenIndex, best, mask_of
 from llm_service.worker.caches import Caches
 
@@ -201,7 +201,7 @@ def test_index_keys_lie_in_the_blocks_of_keys_and_values() -> None:
     """Layers with an index and without have one back end, and so one batch."""
     plain = PagedKV(4, 2, 16, AttentionKind(window=9))
     specs = [IndexedKV(plain, WIDTH), plain, IndexedKV(plain, 12), SharedKV(0), IndexedKV(SharedKV(2), 10)]
-    assert block_elements(specs, BLOCK) == BLOCK * (3 * 2 * 2 * 16 + WIDTH + 12 + 10)
+    assert block_bytes(specs, BLOCK, torch.float32) == 4 * BLOCK * (3 * 2 * 2 * 16 + WIDTH + 12 + 10)
     mixers: Any = [SimpleNamespace(cache_spec=lambda spec=spec: spec) for spec in specs]
     made: Any = lambda shape: GeneralBackend(shape, CPU)  # noqa: E731
     caches = Caches(mixers, BLOCKS, BLOCK, torch.float32, CPU, attention=made)

@@ -12,7 +12,7 @@ from torch import Tensor
 from llm_service.layers import latent_chunks
 from llm_service.layers.attention.backend import PagedChunk
 from llm_service.layers.attention.torch_backend import TorchBackend
-from llm_service.layers.cache_spec import block_elements, cache_shapes
+from llm_service.layers.cache_spec import block_bytes, cache_shapes
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.latent_attention import LatentAttention
 from llm_service.layers.ops import MultimodalRotary
@@ -133,7 +133,7 @@ def test_a_token_takes_one_latent_and_one_rotated_key_on_every_rank() -> None:
         layer = LatentAttention(shape.layer_kind(0), shape, group, torch.float32)
         spec = layer.cache_spec()
         assert (spec.heads, spec.kv_heads, spec.head_dim) == (HEADS // group.size, 1, 24 + 8)
-        assert block_elements([spec, spec], 16) == 2 * 16 * (24 + 8)
+        assert block_bytes([spec, spec], 16, torch.float32) == 4 * 2 * 16 * (24 + 8)
         (made,) = cache_shapes([spec, spec], 3, 16).values()
         assert made.new_cache(torch.float32, CPU).shape == (2, 1, 4, 16, 1, 24 + 8)
 

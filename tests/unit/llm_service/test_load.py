@@ -20,6 +20,7 @@ from common.cpu import jit
 from common.library import LibraryModel
 from common.library_models import describe
 from llm_service.layers.attention import flash_backend
+from llm_service.layers.cache_spec import CacheSpec, IndexedKV, PagedKV
 from llm_service.layers.group import ALONE
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
@@ -147,7 +148,36 @@ def test_the_cache_is_a_share_of_what_is_free_when_the_largest_step_has_run(
     runner = load.load_runner(settings, torch.device("cpu"), ALONE, memory.fd)
     assert seen == [(1, 1), (64, 8), "measured"]  # one token first, for the kernels of few rows
     (kind,) = runner.caches.paged.values()
-    assert runner.caches.blocks == (25 << 20) // (kind.shape.block_elements * 4) < 8 * 4096 // 16
+    assert runner.caches.blocks == (25 << 20) // (kind.shape.block_bytes(torch.float32)) < 8 * 4096 // 16
+
+
+def test_a_cache_in_8_bits_holds_more_blocks(checkpoints: Callable[..., Path]) -> None:
+    sizes = {"block_size": 16, "max_running": 2, "max_step_tokens": 64, "row_bytes": 1 << 20, "row_levels": 3}
+    given = {"model": str(checkpoints("qwen3_vl")), "device": "cpu", "dtype": "float32", "attention": "auto"}
+    found = []
+    for int8 in (False, True):
+        asked = {**given, **sizes, "kv_cache_bytes": 1 << 20, "threads": 1, "int8_cache": int8}
+        memory = SharedBuffer.create("test-rows", 1 << 20)
+        runner = load.load_runner(msgspec.structs.replace(SETTINGS, **asked), torch.device("cpu"), ALONE, memory.fd)
+        (kind,) = runner.caches.paged.values()
+        assert kind.cache.nbytes // (runner.caches.blocks + 1) == kind.shape.block_bytes(torch.float32)
+        found.append((runner.caches.blocks, kind.shape.head_dim))
+    (plain, head_dim), (short, _) = found
+    assert short == (1 << 20) // ((1 << 20) // plain * (head_dim + 4) // (4 * head_dim))
+
+
+@pytest.mark.parametrize(
+    ("specs", "named"),
+    [
+        ([PagedKV(4, 2, 64), IndexedKV(PagedKV(4, 2, 64), 32)], "choose by an index"),
+        ([PagedKV(4, 1, 40, values_in_keys=32)], "latent attention"),
+        ([PagedKV(4, 2, 63)], "a multiple of 4 numbers"),
+    ],
+)
+def test_caches_that_cannot_be_in_8_bits_are_refused(specs: list[CacheSpec], named: str) -> None:
+    mixers = [SimpleNamespace(cache_spec=lambda spec=spec: spec) for spec in specs]
+    with pytest.raises(CheckpointError, match=named):
+        load.check_int8_cache(SimpleNamespace(mixers=lambda: mixers))  # type: ignore[arg-type]
 
 
 def test_a_rank_divides_the_cores_while_it_computes_and_looks_before_each_layer(

@@ -19,6 +19,7 @@ from llm_service.layers.attention import flash_backend, triton_backend
 from llm_service.layers.attention import metadata as attention_metadata
 from llm_service.layers.attention.backend import AttentionKind, CacheShape, PagedChunk
 from llm_service.layers.attention.choose import choose, runs
+from llm_service.layers.attention.int8_blocks import Int8Tokens, quantize
 from llm_service.layers.attention.metadata import AttentionMetadata, Tiling, WorkList, WorkNumbers
 from llm_service.layers.attention.triton_backend import TritonBackend, TritonBatch
 from llm_service.layers.cpu import selection
@@ -392,3 +393,48 @@ def test_one_that_fails_in_any_way_does_not(where: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(TritonBackend if where == "batch" else TritonBatch, where, fails)
     assert not runs("triton", CacheShape(2, 100, 16, 4, 2, 64), torch.float32, CPU)
+
+
+@pytest.mark.parametrize("window", [0, 24])
+@pytest.mark.parametrize("counts", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_keys_and_values_in_8_bits_are_attended_to_as_what_they_stand_for(
+    name: str, counts: tuple[int, ...], window: int
+) -> None:
+    shape = replace(shape_of(64, 6, 2), kind=AttentionKind(window), int8=True)
+    case = Case.random(replace(shape, int8=False), counts, torch.float32, 3)
+    query, key, value = case.heads
+    stored = shape.new_cache(torch.float32, CPU)
+    layer = [Int8Tokens(part, shape) for part in stored[0]]
+    everywhere = torch.arange((shape.blocks + 1) * shape.block_size)
+    for tokens, kept in zip(layer, case.cache[0], strict=True):
+        tokens.write(everywhere, kept.flatten(0, 1))
+    plain = torch.stack([tokens[everywhere].view(case.cache[0, 0].shape) for tokens in layer])
+    near = [(numbers * scales.unsqueeze(2)) for numbers, scales in map(quantize, (key, value))]
+    metadata = AttentionMetadata.of(case.chunks, shape.block_size, CPU)
+    expected = paged_attention(query, *near, plain, metadata, shape.kind, ())
+    given = choose(name, shape, torch.float32, CPU).batch(case.chunks).attend(query, key, value, stored[0])
+    torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-5)
+    for tokens, kept in zip(layer, plain, strict=True):
+        assert torch.equal(tokens[everywhere], kept.flatten(0, 1)), "and nothing else was written"
+    whole = paged_attention(query, key, value, case.cache[0].clone(), metadata, shape.kind, ())
+    assert not torch.equal(expected, whole)
+    torch.testing.assert_close(expected, whole, rtol=0, atol=0.02)
+
+
+def test_a_scale_is_the_largest_number_s() -> None:
+    drawn = torch.randn(50, 3, 16, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 4, 50).view(
+        -1, 1, 1
+    )
+    drawn[7] = 0
+    numbers, scales = quantize(drawn)
+    assert numbers.abs().amax(2).eq(127).sum() == 3 * 49
+    error = (numbers * scales.unsqueeze(2) - drawn).abs()
+    assert bool((error <= scales.unsqueeze(2) * 0.5001).all())
+
+
+def test_no_back_end_takes_8_bits_that_does_not_read_them() -> None:
+    shape = replace(shape_of(), int8=True)
+    assert choose("auto", shape, torch.float32, CPU).name == "torch"
+    with pytest.raises(CheckpointError, match="it reads no keys and values in 8 bits"):
+        choose("numba", shape, torch.float32, CPU)

@@ -23,7 +23,7 @@ from llm_service.layers.cache_spec import (
     Segment,
     SequenceState,
     StateCache,
-    block_elements,
+    block_bytes,
     slot_bytes,
 )
 from llm_service.layers.group import ALONE
@@ -223,7 +223,7 @@ def test_slots_and_blocks_share_one_budget(runner: ModelRunner) -> None:
     left = FREE // 2 - 8 * slot
     assert runner.caches.snapshot_slots == min(16 * 8, int(0.2 * left) // slot)
     left -= runner.caches.snapshot_slots * slot
-    assert runner.caches.blocks == left // (kind.shape.block_elements * 4)
+    assert runner.caches.blocks == left // (kind.shape.block_bytes(torch.float32))
 
 
 def test_a_model_without_states_has_no_slots(checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,8 +255,8 @@ def test_a_block_counts_in_layers_of_every_shape() -> None:
         PagedKV(4, 2, 128),
         SequenceState((((3, 2), torch.float32), ((4,), torch.half))),
     )
-    assert block_elements([alike, state, alike], BLOCK) == 2 * 2 * BLOCK * 2 * 64
-    assert block_elements([alike, state, other], BLOCK) == 2 * BLOCK * 2 * (64 + 128)
+    assert block_bytes([alike, state, alike], BLOCK, torch.float32) == 4 * 2 * 2 * BLOCK * 2 * 64
+    assert block_bytes([alike, state, other], BLOCK, torch.float32) == 4 * 2 * BLOCK * 2 * (64 + 128)
     assert slot_bytes([alike, state, state]) == 2 * (24 + 8)
     with pytest.raises(ValueError, match="no layer has keys"):
-        block_elements([state], BLOCK)
+        block_bytes([state], BLOCK, torch.float32)

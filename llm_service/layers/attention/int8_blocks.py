@@ -1,0 +1,63 @@
+"""Keys and values in 8 bits: each token's number in a head is a multiple of a scale that these share.
+
+A block holds the numbers of its tokens, [block_size, kv_heads, head_dim] int8, and behind them their scales, float32
+[block_size, kv_heads]. A scale is the largest number of a token and head, without its sign, divided by 127.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from llm_service.layers.attention.backend import CacheShape
+
+SCALE_BYTES: Final = 4
+MOST: Final = 127
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers [n, kv_heads, head_dim] → int8 of the same shape, and their scales, float32 [n, kv_heads].
+
+    >>> [each.flatten().tolist() for each in quantize(torch.tensor([[[-2.0, 0.5, 1.0]]]))]
+    [[-127, 32, 64], [0.015748031437397003]]
+    """
+    x = x.float()
+    highest = x.abs().amax(2)
+    inverse = torch.where(highest > 0, MOST / highest, 0.0)
+    return (x * inverse.unsqueeze(2) + 0.5).floor().to(torch.int8), highest / MOST
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Tokens:
+    """The keys of one layer, or its values, by slot: `part` is int8 [blocks + 1, bytes of a block]."""
+
+    part: Tensor
+    shape: CacheShape
+
+    @property
+    def _numbers(self) -> Tensor:
+        shape = self.shape
+        numbers = self.part[:, : shape.block_size * shape.kv_heads * shape.head_dim]
+        return numbers.view(-1, shape.block_size, shape.kv_heads, shape.head_dim)
+
+    @property
+    def _scales(self) -> Tensor:
+        shape = self.shape
+        scales = self.part[:, shape.block_size * shape.kv_heads * shape.head_dim :].view(torch.float32)
+        return scales.view(-1, shape.block_size, shape.kv_heads)
+
+    def write(self, slots: Tensor, x: Tensor) -> None:
+        """Keeps tokens [n, kv_heads, head_dim] in these slots, int64 [n]."""
+        block, place = slots // self.shape.block_size, slots % self.shape.block_size
+        self._numbers[block, place], self._scales[block, place] = quantize(x)
+
+    def __getitem__(self, slots: slice | Tensor) -> Tensor:
+        """What is in these slots, float32 [n, kv_heads, head_dim]."""
+        if isinstance(slots, slice):
+            slots = torch.arange(slots.start, slots.stop, device=self.part.device)
+        block, place = slots // self.shape.block_size, slots % self.shape.block_size
+        return self._numbers[block, place].float() * self._scales[block, place].unsqueeze(2)
