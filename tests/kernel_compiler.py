@@ -63,6 +63,7 @@ _FIXED = {
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _INTEGERS = ("slots", "block_table", "lengths", "starts", "tiles", "steps", "runs", "parts", "split", "rooms")
 _POINTERS = ("out", "mixtures", "maxima", "sums", "query", "key", "value", "keys", "values", "x", "cosine", "sine")
+_POINTERS += ("key_scales", "value_scales")
 _POINTERS += (
     "gain",
     "query_gain",
@@ -142,7 +143,7 @@ def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, N
     """As `TritonBatch` launches them."""
     shape = KernelShape.of(CacheShape(1, 1, 16, 8, 2, head_dim), dtype)
     windowed, chunked = replace(shape, window=1024), replace(shape, chunk=8192)
-    same = {"BLOCK_SIZE": 16, "BLOCK_N": shape.keys_at_once, "PRECISION": shape.precision}
+    same = {"BLOCK_SIZE": 16, "BLOCK_N": shape.keys_at_once, "PRECISION": shape.precision, "INT8": False}
     sums, kernel = ("mixtures", "maxima", "sums"), triton_kernels.attention_kernel
     joined = {"TOKENS": 1, "GROUP": shape.group, "HEAD_DIM": head_dim, "DIMS": shape.dims, "PARTS": COMBINED}
     return {
@@ -156,10 +157,26 @@ def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, N
     }
 
 
+def int8_blocks(capability: int) -> dict[str, Needs]:
+    """Attention over keys and values in 8 bits, in bfloat16, as `TritonBatch` launches it."""
+    shape = KernelShape.of(CacheShape(1, 1, 16, 8, 2, 128, int8=True), torch.bfloat16)
+    same = {"BLOCK_SIZE": 16, "BLOCK_N": shape.keys_at_once, "PRECISION": shape.precision, "INT8": True}
+    kernel, sums = triton_kernels.attention_kernel, ("mixtures", "maxima", "sums")
+    made = {
+        f"int8 {name}": compiled(capability, kernel, torch.bfloat16, sums, _IN_8_BITS, **same, **shape.rows(tokens))
+        for name, tokens in (("decode", 1), ("verify", 5), ("prefill", shape.tile))
+    }
+    store, sizes = triton_kernels.store_int8_kernel, {"HEADS": 2, "HEAD_DIM": 128, "DIMS": 128, "BLOCK_SIZE": 16}
+    return made | {"int8 store": compiled(capability, store, torch.bfloat16, types=_IN_8_BITS, **sizes)}
+
+
+_IN_8_BITS = {"keys": "*i8", "values": "*i8", "key_scales": "*fp32", "value_scales": "*fp32"}
+
+
 def wide_heads(capability: int, head_dim: int, group: int) -> dict[str, Needs]:
     """Attention of heads above 128 in bfloat16, as `TritonBatch` launches it."""
     shape = KernelShape.of(CacheShape(1, 1, 16, group, 1, head_dim), torch.bfloat16)
-    same = {"BLOCK_SIZE": 16, "BLOCK_N": shape.keys_at_once, "PRECISION": shape.precision}
+    same = {"BLOCK_SIZE": 16, "BLOCK_N": shape.keys_at_once, "PRECISION": shape.precision, "INT8": False}
     kernel, sums = triton_kernels.attention_kernel, ("mixtures", "maxima", "sums")
     return {
         name: compiled(capability, kernel, torch.bfloat16, sums, **same, **each.rows(tokens))
@@ -295,6 +312,7 @@ def main(capability: int, delta_nets: list[str]) -> dict[str, Needs]:
     for head_dim, group in ((256, 2), (512, 8)):
         made = wide_heads(capability, head_dim, group)
         found |= {f"{kernel} bf16 {head_dim}": taken for kernel, taken in made.items()}
+    found |= int8_blocks(capability)
     for dtype in (torch.bfloat16, torch.float32):
         found |= {f"{kernel} {_NAMES[dtype]}": taken for kernel, taken in latents(capability, dtype).items()}
     for dtype in (getattr(torch, name) for name in delta_nets):

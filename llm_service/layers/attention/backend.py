@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llm_service.layers.attention.int8_blocks import SCALE_BYTES
+from llm_service.layers.attention.int8_blocks import SCALE_BYTES, Int8Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +143,10 @@ class CacheShape:
         """One layer's cache → its keys [blocks + 1, block_size, kv_heads, head_dim], and its values, [blocks + 1,
         block_size, kv_heads, value_dim], which may lie within these."""
         return cache[0], cache[-1][..., : self.value_dim]
+
+    def int8_tokens(self, part: Tensor) -> Int8Tokens:
+        """One layer's keys, or its values, int8 [blocks + 1, bytes of a block], by slot."""
+        return Int8Tokens(part, self.block_size, self.kv_heads, self.head_dim)
 
     def new_cache(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A cache, [layers, tensors, blocks + 1, block_size, kv_heads, head_dim]: index 1 is keys, then values. In 8

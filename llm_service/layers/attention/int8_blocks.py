@@ -7,13 +7,10 @@ A block holds the numbers of its tokens, [block_size, kv_heads, head_dim] int8, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from llm_service.layers.attention.backend import CacheShape
 
 SCALE_BYTES: Final = 4
 MOST: Final = 127
@@ -36,28 +33,28 @@ class Int8Tokens:
     """The keys of one layer, or its values, by slot: `part` is int8 [blocks + 1, bytes of a block]."""
 
     part: Tensor
-    shape: CacheShape
+    block_size: int
+    kv_heads: int
+    head_dim: int
 
     @property
     def _numbers(self) -> Tensor:
-        shape = self.shape
-        numbers = self.part[:, : shape.block_size * shape.kv_heads * shape.head_dim]
-        return numbers.view(-1, shape.block_size, shape.kv_heads, shape.head_dim)
+        numbers = self.part[:, : self.block_size * self.kv_heads * self.head_dim]
+        return numbers.view(-1, self.block_size, self.kv_heads, self.head_dim)
 
     @property
     def _scales(self) -> Tensor:
-        shape = self.shape
-        scales = self.part[:, shape.block_size * shape.kv_heads * shape.head_dim :].view(torch.float32)
-        return scales.view(-1, shape.block_size, shape.kv_heads)
+        scales = self.part[:, self.block_size * self.kv_heads * self.head_dim :].view(torch.float32)
+        return scales.view(-1, self.block_size, self.kv_heads)
 
     def write(self, slots: Tensor, x: Tensor) -> None:
         """Keeps tokens [n, kv_heads, head_dim] in these slots, int64 [n]."""
-        block, place = slots // self.shape.block_size, slots % self.shape.block_size
+        block, place = slots // self.block_size, slots % self.block_size
         self._numbers[block, place], self._scales[block, place] = quantize(x)
 
     def __getitem__(self, slots: slice | Tensor) -> Tensor:
         """What is in these slots, float32 [n, kv_heads, head_dim]."""
         if isinstance(slots, slice):
             slots = torch.arange(slots.start, slots.stop, device=self.part.device)
-        block, place = slots // self.shape.block_size, slots % self.shape.block_size
+        block, place = slots // self.block_size, slots % self.block_size
         return self._numbers[block, place].float() * self._scales[block, place].unsqueeze(2)

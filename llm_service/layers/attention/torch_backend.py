@@ -110,7 +110,7 @@ class TorchBatch:
 
     def _store_int8(self, key: Tensor, value: Tensor, cache: Tensor) -> tuple[Int8Tokens, Int8Tokens]:
         """The same in 8 bits."""
-        keys, values = (Int8Tokens(part, self.shape) for part in cache)
+        keys, values = map(self.shape.int8_tokens, cache)
         keys.write(self.slots, key)
         values.write(self.slots, value)
         return keys, values

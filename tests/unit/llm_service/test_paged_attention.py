@@ -19,7 +19,7 @@ from llm_service.layers.attention import flash_backend, triton_backend
 from llm_service.layers.attention import metadata as attention_metadata
 from llm_service.layers.attention.backend import AttentionKind, CacheShape, PagedChunk
 from llm_service.layers.attention.choose import choose, runs
-from llm_service.layers.attention.int8_blocks import Int8Tokens, quantize
+from llm_service.layers.attention.int8_blocks import quantize
 from llm_service.layers.attention.metadata import AttentionMetadata, Tiling, WorkList, WorkNumbers
 from llm_service.layers.attention.triton_backend import TritonBackend, TritonBatch
 from llm_service.layers.cpu import selection
@@ -405,7 +405,7 @@ def test_keys_and_values_in_8_bits_are_attended_to_as_what_they_stand_for(
     case = Case.random(replace(shape, int8=False), counts, torch.float32, 3)
     query, key, value = case.heads
     stored = shape.new_cache(torch.float32, CPU)
-    layer = [Int8Tokens(part, shape) for part in stored[0]]
+    layer = [shape.int8_tokens(part) for part in stored[0]]
     everywhere = torch.arange((shape.blocks + 1) * shape.block_size)
     for tokens, kept in zip(layer, case.cache[0], strict=True):
         tokens.write(everywhere, kept.flatten(0, 1))
