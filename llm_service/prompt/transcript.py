@@ -135,13 +135,9 @@ class _Turns(TranscriptReader):
         if self._plain:
             return text
         self._held += text
-        if "}" not in text and "]" not in text:
-            if self._told or len(self._held) <= _LONGEST_TURN:
-                return ""
-            self._plain = True
-            return self.finish()
         said: list[str] = []
-        while (found := self._next(self._held)) is not None:
+        ends = "}" in text or "]" in text
+        while ends and (found := self._next(self._held)) is not None:
             turn, end = found
             self._held = self._held[end:]
             if turn is None:
@@ -149,6 +145,9 @@ class _Turns(TranscriptReader):
             self._turns.append(turn)
             said.append(f" {turn.text}" if self._told else turn.text)
             self._told += 1
+        if len(self._held) > _LONGEST_TURN:  # no turn: it is not read again and again
+            self._plain = not self._told
+            said.append(self.finish())
         return "".join(said)
 
     def _next(self, text: str) -> tuple[Turn | None, int] | None:

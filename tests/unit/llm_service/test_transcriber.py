@@ -103,11 +103,20 @@ def test_a_mark_that_does_not_come_is_not_waited_for() -> None:
     assert "".join(said) == "".join(f"word{number} " for number in range(20))
 
 
-def test_a_turn_that_does_not_end_is_not_waited_for() -> None:
-    reader = transcript_reader(TRANSCRIPTIONS["vibevoice_asr"], opened=False)
-    said = [reader.push('{"Content": "' + "a" * 1000) for _ in range(70)]
+@pytest.mark.parametrize("piece", ['{"Content": "' + "a" * 1000, "[S01]" + "a" * 1000])
+@pytest.mark.parametrize("kind", ["vibevoice_asr", "moss_transcribe_diarize"])
+def test_a_turn_that_does_not_end_is_not_waited_for(kind: str, piece: str) -> None:
+    reader = transcript_reader(TRANSCRIPTIONS[kind], opened=False)
+    said = [reader.push(piece) for _ in range(70)]
     assert said[:60] == [""] * 60
     assert "".join(said).count("a") == 70_000
+
+
+def test_what_is_behind_a_turn_and_does_not_end_is_let_go() -> None:
+    reader = transcript_reader(TRANSCRIPTIONS["moss_transcribe_diarize"], opened=False)
+    assert reader.push("[0.0][S01]Hello.[1.0]") == "Hello."
+    assert "".join(reader.push("[S02]" + "a" * 1000) for _ in range(70)) == ""
+    assert reader.push("[2.0][S02]Hi.[3.0]") == " Hi."
 
 
 def test_plain_answers_pass_as_they_are() -> None:
