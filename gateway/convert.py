@@ -9,15 +9,16 @@ from pydantic_core import to_json
 
 from common.errors import InvalidInput
 from gateway.api.chat_request import ChatRequest, Message, NamedTool, Part, ResponseFormat
-from gateway.api.fields import MediaSettings, SamplingFields
+from gateway.api.fields import MediaSettings, RequestFields, SamplingFields
 from gateway.tools import calls_schema, definition, offered
 from twinlens.v1 import llm_pb2, media_pb2
 
-_SAME = (
-    *("temperature", "top_p", "top_k", "min_p", "n", "max_tokens", "min_tokens", "ignore_eos"),
+_CHOICE = (
+    *("temperature", "top_p", "top_k", "min_p"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
-"""Sampling fields that both sides call alike."""
+_ENDS = ("n", "max_tokens", "min_tokens", "ignore_eos")
+"""Sampling fields that both sides call alike: how tokens are chosen, and when answers end."""
 _FINISH = {
     llm_pb2.FINISH_REASON_STOP: "stop",
     llm_pb2.FINISH_REASON_LENGTH: "length",
@@ -29,21 +30,25 @@ _LOW_DETAIL_PIXELS = 512 * 512
 _ROLES = {"developer": "system"}
 
 
-def sampling(asked: SamplingFields, max_tokens: int | None = None) -> llm_pb2.SamplingParams:
-    """How tokens are chosen. Raises InvalidInput for several forms at once, or a token that is no number."""
-    given = {name: value for name in _SAME if (value := getattr(asked, name)) is not None}
-    if max_tokens is not None:
-        given["max_tokens"] = max_tokens
+def choice(asked: RequestFields, max_tokens: int | None = None) -> llm_pb2.SamplingParams:
+    """How tokens are chosen."""
+    given = {name: value for name in _CHOICE if (value := getattr(asked, name)) is not None}
     if asked.top_k == -1:  # as vLLM has it: all of them
         given["top_k"] = 0
-    if asked.seed is not None:
-        given["seed"] = asked.seed % (1 << 64)
+    seed = None if asked.seed is None else asked.seed % (1 << 64)
+    return llm_pb2.SamplingParams(**given, seed=seed, max_tokens=max_tokens)
+
+
+def sampling(asked: SamplingFields, max_tokens: int | None = None) -> llm_pb2.SamplingParams:
+    """How tokens are chosen, and when the answer ends. Raises InvalidInput for several forms at once, or a token that
+    is no number."""
     params = llm_pb2.SamplingParams(
-        **given,
+        **{name: value for name in _ENDS if (value := getattr(asked, name)) is not None},
         stop=[asked.stop] if isinstance(asked.stop, str) else asked.stop,
         stop_token_ids=asked.stop_token_ids,
         logit_bias=_logit_bias(asked.logit_bias or {}),
     )
+    params.MergeFrom(choice(asked, max_tokens))
     _set_structure(params, asked)
     return params
 
@@ -113,9 +118,9 @@ def _schema(given: dict[str, Any] | str | None) -> str | None:
 
 
 def generate_request(
-    asked: SamplingFields, params: llm_pb2.SamplingParams, request_id: str, **prompt: Any
+    asked: RequestFields, params: llm_pb2.SamplingParams, request_id: str, **prompt: Any
 ) -> llm_pb2.GenerateRequest:
-    """The whole request; `prompt` is one of chat, text and tokens, and what else only one surface has."""
+    """The whole request; `prompt` is one of its inputs, and what else only one surface has."""
     return llm_pb2.GenerateRequest(
         request_id=request_id,
         model=asked.model or "",

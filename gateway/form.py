@@ -41,6 +41,8 @@ async def read_form(context: RequestContext, headers: Headers, kind: type[Fields
         form = await parser.parse()
     except MultiPartException as error:
         raise InvalidInput(f"the form cannot be read: {error.message}", reason="BAD_FORM") from None
+    except UnicodeError:  # of a codec that is named, and is none for texts
+        raise InvalidInput("the form cannot be read: its charset is not known", reason="BAD_FORM") from None
     given = form.multi_items()
     texts: dict[str, list[str]] = {}
     content: bytes | None = None

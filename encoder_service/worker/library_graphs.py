@@ -31,7 +31,7 @@ class ShapeGraph:
     trace: Trace
     replay: Callable[[], None]
 
-    def begun_by_others(self) -> str:
+    def differing_look(self) -> str:
         """After a replay, the operator by which the host would have seen other items than those captured; empty where
         there is none. Waits for the device if the host looked at any."""
         if not self.trace.looks:
@@ -71,7 +71,7 @@ class ShapeGraphs:
             (each for each in self._graphs[items[0].shape] if each.count >= len(items)), key=lambda each: each.count
         )
         self._replay(graph, items)
-        if graph.begun_by_others():
+        if graph.differing_look():
             inputs = joined([made.inputs for made in items])
             return self._tower.rows(inputs, len(items) * graph.tokens, items[0].kind)
         self.replays += 1
@@ -115,7 +115,7 @@ class ShapeGraphs:
         items = [second, *[first, second] * graph.count][: graph.count]
         expected = self._tower.rows(joined([made.inputs for made in items]), len(graph.rows), first.kind)
         self._replay(graph, items)
-        if name := graph.begun_by_others():
+        if name := graph.differing_look():
             return f"the library waits for what depends on an item's content ({name})"
         if torch.equal(graph.rows, expected):
             return ""

@@ -103,33 +103,38 @@ class StreamOptions(Model):
     include_obfuscation: Literal[False] | None = None
 
 
-class SamplingFields(Model):
-    """How tokens are chosen and when an answer ends; and what vLLM's users add to a request."""
+class RequestFields(Model):
+    """What every request for an answer may say: of whom it is asked, how tokens are chosen, and for whom it is."""
 
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int | None = None
     min_p: float | None = None
-    n: Int | None = None
     seed: Seed | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stream: bool | None = None
+    user: str | None = None
+    cache_salt: str | None = None
+    priority: Int | None = None
+    max_handovers: Count | None = None
+
+
+class SamplingFields(RequestFields):
+    """When an answer ends besides, and what form it has; and what vLLM's users add to a request."""
+
+    n: Int | None = None
     stop: (
         Annotated[Annotated[str, Tag("$text")] | Annotated[Texts, Tag("$list")], Discriminator(text_or_list)] | None
     ) = None
     max_tokens: Int | None = None
     min_tokens: Int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=4096)] | None = None
     stop_token_ids: Tokens | None = None
     ignore_eos: bool | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    cache_salt: str | None = None
-    priority: Int | None = None
-    max_handovers: Count | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: Texts | None = None

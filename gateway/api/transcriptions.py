@@ -5,32 +5,27 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from gateway import convert
-from gateway.api.fields import Count, Int, Model, Seed
+from gateway.api.fields import Int, RequestFields
 from gateway.form import read_form
 from gateway.generation import Generations
 from gateway.request_context import context_of
 from gateway.stream import DONE, EventStream, Last, event, json_answer
 from twinlens.v1 import llm_pb2, media_pb2
 
-_SAME: Final = (
-    *("top_p", "top_k", "min_p"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-)
-"""Sampling fields that both sides call alike."""
 Events = AsyncGenerator[llm_pb2.GenerateResponse]
 Objects = list[dict[str, Any]]
 _GREEDY = 0.0
 """The temperature of a request that names none, as OpenAI has it."""
 
 
-class TranscriptionRequest(Model):
+class TranscriptionRequest(RequestFields):
     """The fields of a form, beside its file."""
 
     without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -38,25 +33,17 @@ class TranscriptionRequest(Model):
         "stream_include_usage": ("true",),
     }
 
-    model: str | None = None
     language: str | None = None
     prompt: str | None = None
     response_format: Literal["json", "text", "diarized_json"] = "json"
     include: Literal["logprobs"] | None = Field(None, alias="include[]")
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int | None = None
-    min_p: float | None = None
-    seed: Seed | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     max_completion_tokens: Int | None = None
-    user: str | None = None
-    cache_salt: str | None = None
-    priority: Int | None = None
-    max_handovers: Count | None = None
+
+    @model_validator(mode="after")
+    def _has_a_place_for_what_is_included(self) -> TranscriptionRequest:
+        if self.scored and self.response_format == "text" and not self.stream:
+            raise ValueError("a plain text has no place for logprobs")
+        return self
 
     @property
     def scored(self) -> bool:
@@ -159,28 +146,18 @@ class Transcriptions:
 
 def _message(asked: TranscriptionRequest, sound: bytes, request_id: str) -> llm_pb2.GenerateRequest:
     """What the LLM service is asked."""
-    given = {name: value for name in _SAME if (value := getattr(asked, name)) is not None}
-    sampling = llm_pb2.SamplingParams(
-        temperature=_GREEDY if asked.temperature is None else asked.temperature,
-        max_tokens=asked.max_completion_tokens,
-        seed=None if asked.seed is None else asked.seed % (1 << 64),
-        logprobs=0 if asked.scored else None,
-        **given,
+    params = convert.choice(asked, asked.max_completion_tokens)
+    if asked.temperature is None:
+        params.temperature = _GREEDY
+    if asked.scored:
+        params.logprobs = 0
+    wanted = llm_pb2.TranscriptionInput(
+        audio=media_pb2.Media(modality=media_pb2.MODALITY_AUDIO, data=sound),
+        language=asked.language or "",
+        prompt=asked.prompt or "",
+        turns=asked.response_format == "diarized_json",
     )
-    return llm_pb2.GenerateRequest(
-        request_id=request_id,
-        model=asked.model or "",
-        transcription=llm_pb2.TranscriptionInput(
-            audio=media_pb2.Media(modality=media_pb2.MODALITY_AUDIO, data=sound),
-            language=asked.language or "",
-            prompt=asked.prompt or "",
-            turns=asked.response_format == "diarized_json",
-        ),
-        sampling=sampling,
-        cache_salt=asked.cache_salt or "",
-        priority=asked.priority or 0,
-        max_handovers=asked.max_handovers,
-    )
+    return convert.generate_request(asked, params, request_id, transcription=wanted)
 
 
 async def _chunks(events: Events, asked: TranscriptionRequest) -> AsyncGenerator[bytes]:

@@ -41,6 +41,7 @@ function refresh() {
 
 // What the chosen model takes, as the page offers it.
 function offer() {
+  if (recorder.recording) recorder.toggle(); // what was said is kept, where the model takes it
   const kinds = Object.keys(WORDS).filter((kind) => (models.get($("model").value) ?? []).includes(kind));
   tray.kinds = kinds;
   $("files").accept = kinds.map((kind) => `${kind}/*`).join(",");

@@ -160,15 +160,25 @@ export class Recorder {
 
   async toggle() {
     if (this.recording) return this.recorder.stop();
+    if (this.asking) return;
+    this.asking = true; // the user, who may press again meanwhile
     let stream;
     try {
       stream = await navigator.mediaDevices.getUserMedia({ audio: true });
+      this.record(stream);
     } catch {
-      return this.onProblem("The microphone cannot be used.");
+      stream?.getTracks().forEach((track) => track.stop());
+      this.onProblem("The microphone cannot be used.");
+    } finally {
+      this.asking = false;
     }
+    this.onChange();
+  }
+
+  record(stream) {
     const type = Object.keys(RECORDED).find((each) => MediaRecorder.isTypeSupported(each));
     const parts = [];
-    const recorder = (this.recorder = new MediaRecorder(stream, { mimeType: type }));
+    const recorder = new MediaRecorder(stream, { mimeType: type });
     recorder.addEventListener("dataavailable", (event) => parts.push(event.data));
     recorder.addEventListener("stop", () => {
       stream.getTracks().forEach((track) => track.stop());
@@ -177,7 +187,7 @@ export class Recorder {
       this.add([new File(parts, `recording.${RECORDED[type]}`, { type })]);
     });
     recorder.start();
-    this.onChange();
+    this.recorder = recorder;
   }
 }
 

@@ -16,12 +16,16 @@ _SENTENCES = (
 )
 """How sentences begin that quote the words."""
 _LONGEST_HEAD = 64
-"""Characters within which a mark comes that the words are behind."""
+"""Characters within which a mark begins that the words are behind, or a sentence that quotes them."""
+_LONGEST_TAIL = 64
+"""Characters of which the end of such a sentence is, at most."""
+_TAIL_SIGNS = " \t\r\n.'\""
 _LONGEST_TURN = 1 << 16
 """Characters within which a turn ends."""
-_TAIL = re.compile(r"[\s.'\"]*\Z")
-_TIME = r"\[(\d+(?::\d+)*(?:\.\d+)?)\]"
-_BRACKETED = re.compile(rf"{_TIME}\[(S\d+)\](.*?){_TIME}", re.DOTALL)
+_TIME = r"\[(\d{1,6}(?::\d{1,2}){0,2}(?:\.\d{1,6})?)\]"
+_BEGIN, _END = re.compile(rf"{_TIME}\[(S\d{{1,6}})\]"), re.compile(_TIME)
+_LONGEST_MARK = 40
+"""Characters of what begins a turn, or ends it, at most."""
 _JSON = json.JSONDecoder()
 
 
@@ -53,7 +57,7 @@ class TranscriptReader:
 
 
 class _Marked(TranscriptReader):
-    """Words behind a mark. Without one all is words."""
+    """Words behind a mark. Without one near the beginning all is words."""
 
     def __init__(self, mark: str) -> None:
         self._mark = mark
@@ -62,12 +66,12 @@ class _Marked(TranscriptReader):
     def push(self, text: str) -> str:
         if self._held is None:
             return text
-        self._held += text
-        before, found, behind = self._held.partition(self._mark)
-        if not found and len(before) <= _LONGEST_HEAD:
+        held = self._held = self._held + text
+        at = held.find(self._mark, 0, _LONGEST_HEAD + len(self._mark))
+        if at < 0 and len(held) < _LONGEST_HEAD + len(self._mark):
             return ""
         self._held = None
-        return behind if found else before
+        return held if at < 0 else held[at + len(self._mark) :]
 
     def finish(self) -> str:
         left, self._held = self._held or "", None
@@ -95,17 +99,18 @@ class _Quoted(TranscriptReader):
     def _begin(self) -> bool:
         """Whether it is certain by now what comes, a sentence or words."""
         text = self._held.lstrip()
-        if any(each.startswith(text) for each in _SENTENCES):
-            return False
-        sentence = next((each for each in _SENTENCES if text.startswith(each)), None)
-        if sentence is None:
-            self._plain = True
-            return True
+        before = len(self._held) - len(text)
+        sentence = next((each for each in _SENTENCES if text.startswith(each)), "")
         words = text.removeprefix(sentence).lstrip()
-        if words:
+        between = len(text) - len(sentence) - len(words) if sentence else 0
+        if max(before, between) > _LONGEST_HEAD:
+            self._plain = True
+        elif sentence and words:
             self._quote = words[0] if words[0] in "'\"" else ""
             self._held = words.removeprefix(self._quote)
-        return bool(words)
+        else:
+            self._plain = not sentence and not any(each.startswith(text) for each in _SENTENCES)
+        return self._plain or self._quote is not None
 
     def finish(self) -> str:
         left, self._held = self._held, ""
@@ -117,8 +122,7 @@ class _Quoted(TranscriptReader):
 
 def _end(text: str) -> int:
     """Where what may be the end of a sentence begins."""
-    found = _TAIL.search(text)
-    return len(text) if found is None else found.start()
+    return max(len(text.rstrip(_TAIL_SIGNS)), len(text) - _LONGEST_TAIL)
 
 
 class _Turns(TranscriptReader):
@@ -136,10 +140,9 @@ class _Turns(TranscriptReader):
             return text
         self._held += text
         said: list[str] = []
-        ends = "}" in text or "]" in text
-        while ends and (found := self._next(self._held)) is not None:
+        while (found := self._next(self._held, text)) is not None:
             turn, end = found
-            self._held = self._held[end:]
+            self._held = text = self._held[end:]
             if turn is None:
                 continue
             self._turns.append(turn)
@@ -150,8 +153,9 @@ class _Turns(TranscriptReader):
             said.append(self.finish())
         return "".join(said)
 
-    def _next(self, text: str) -> tuple[Turn | None, int] | None:
-        """The next turn in a text, None for something else, and where it ends; None: nothing is complete."""
+    def _next(self, text: str, new: str) -> tuple[Turn | None, int] | None:
+        """The next turn in a text, None for something else, and where it ends; None: nothing is complete. `new` is how
+        the text ends that was not there when it was asked last."""
         raise NotImplementedError
 
     def finish(self) -> str:
@@ -166,30 +170,49 @@ class _Turns(TranscriptReader):
 class _JsonTurns(_Turns):
     """`[{"Start": 0.0, "End": 7.56, "Speaker": 0, "Content": "…"}, …]`, as VibeVoice ASR tells them."""
 
-    def _next(self, text: str) -> tuple[Turn | None, int] | None:
-        begin = text.find("{")
+    def _next(self, text: str, new: str) -> tuple[Turn | None, int] | None:
+        begin = text.find("{") if "}" in new else -1
         if begin < 0:
             return None
         try:
             value, end = _JSON.raw_decode(text, begin)
         except (ValueError, RecursionError):
             return None
-        content = value.get("Content")
+        content, speaker = value.get("Content"), value.get("Speaker")
         if not isinstance(content, str):
             return None, end
-        speaker = value.get("Speaker")
-        name = "" if speaker is None else str(speaker)
-        return Turn(_seconds(value.get("Start")), _seconds(value.get("End")), name, content.strip()), end
+        name = "" if speaker is None else _whole(str(speaker))
+        return Turn(_seconds(value.get("Start")), _seconds(value.get("End")), name, _whole(content).strip()), end
 
 
 class _BracketedTurns(_Turns):
     """`[0.00][S01]…[7.56]`, as MOSS Transcribe Diarize tells them; times are also written 1:02:03."""
 
-    def _next(self, text: str) -> tuple[Turn | None, int] | None:
-        if (found := _BRACKETED.search(text)) is None:
+    def __init__(self) -> None:
+        super().__init__()
+        self._begun: re.Match[str] | None = None
+
+    def _next(self, text: str, new: str) -> tuple[Turn | None, int] | None:
+        unread = max(0, len(text) - len(new) - _LONGEST_MARK)  # a mark may have begun before
+        if self._begun is None:
+            self._begun = _BEGIN.search(text, unread)
+        if self._begun is None:
             return None
-        begin, speaker, words, end = found.groups()
-        return Turn(_clock(begin), _clock(end), speaker, words.strip()), found.end()
+        begun = self._begun
+        if (ended := _END.search(text, max(begun.end(), unread))) is None:
+            return None
+        self._begun = None
+        words = text[begun.end() : ended.start()].strip()
+        return Turn(_clock(begun[1]), _clock(ended[1]), begun[2], words), ended.end()
+
+    def finish(self) -> str:
+        self._begun = None
+        return super().finish()
+
+
+def _whole(text: str) -> str:
+    """A text without halves of pairs of surrogates, which JSON may name."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _seconds(value: Any) -> float:

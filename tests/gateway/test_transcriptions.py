@@ -195,6 +195,23 @@ def test_a_form_that_is_none_is_refused(door: Scripted, content: bytes, code: st
     assert (error["code"], error["param"]) == (code, param)
 
 
+@pytest.mark.parametrize("charset", ["undefined", "punycode"])
+def test_a_charset_that_is_none_of_texts_is_refused(door: Scripted, charset: str) -> None:
+    content = FILE + part("prompt", "Löß".encode()) + END
+    assert posted(door, content, f"multipart/form-data; boundary=b; charset={charset}")["code"] == "BAD_FORM"
+
+
+def test_all_tokens_may_be_asked_for_as_vllm_has_it(door: Scripted, client: openai.OpenAI) -> None:
+    ask(client, extra_body={"top_k": "-1"})
+    assert door.llm.requests[0].sampling == v1.SamplingParams(temperature=0, top_k=0)
+
+
+def test_scores_have_no_place_in_a_plain_text(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="no place for logprobs"):
+        ask(client, response_format="text", include=["logprobs"])
+    assert list(ask(client, response_format="text", include=["logprobs"], stream=True))[-1].logprobs
+
+
 def test_json_is_no_form(door: Scripted) -> None:
     assert posted(door, b"{}", "application/json")["code"] == "BAD_FORM"
     assert posted(door, FILE + END, "multipart/form-data")["code"] == "BAD_FORM"

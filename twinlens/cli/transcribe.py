@@ -55,8 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
             elif answer.text and not arguments.turns:
                 print()
             raise
-    if not arguments.json and not arguments.turns:
-        print()
+    if not arguments.json and not (arguments.turns and answer.turns):
+        print(answer.text if arguments.turns else "")  # of a model that told no turns this time, the words
     if arguments.timings:
         show_timings(answer)
     return 0

@@ -176,9 +176,13 @@ def _attend(
         total = total * fade + tl.sum(weights, 1)
         if INT8:
             if MASKED:
-                weights *= tl.load(value_scales + scale_places, inside, 0.0)[None, :]
+                steps = tl.load(value_scales + scale_places, inside, 0.0)
             else:
-                weights *= tl.load(value_scales + scale_places)[None, :]
+                steps = tl.load(value_scales + scale_places)
+            if q.dtype == tl.float16:  # a weight times a step may be too small a number
+                v = v.to(tl.float32) * steps[:, None]
+            else:
+                weights *= steps[None, :]
         mixed = mixed * fade[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision=PRECISION)
         highest = higher
     return highest, total, mixed

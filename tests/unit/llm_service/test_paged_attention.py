@@ -438,3 +438,18 @@ def test_no_back_end_takes_8_bits_that_does_not_read_them() -> None:
     assert choose("auto", shape, torch.float32, CPU).name == "torch"
     with pytest.raises(CheckpointError, match="it reads no keys and values in 8 bits"):
         choose("numba", shape, torch.float32, CPU)
+
+
+def test_small_values_in_8_bits_are_not_lost_in_half_precision() -> None:
+    """A weight times the step of a value would be less than float16 tells from 0."""
+    shape = replace(shape_of(64, 4, 2), int8=True)
+    case = Case.random(replace(shape, int8=False), (40,), torch.float16, 5)
+    query, key, value = case.heads
+    out = [
+        choose(name, shape, torch.float16, CPU)
+        .batch([PagedChunk(0, 40, [0, 1, 2])])
+        .attend(query, key, (value * 1e-4).to(torch.float16), shape.new_cache(torch.float16, CPU)[0])
+        for name in ("torch", "triton")
+    ]
+    assert (out[0].abs() > 0).float().mean() > 0.9
+    torch.testing.assert_close(*out, rtol=0.02, atol=3e-6)

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from common.checkpoint import Checkpoint
 from common.errors import InvalidInput
@@ -147,3 +149,38 @@ def test_an_answer_that_goes_on_elsewhere_is_read_from_its_beginning(cut: int) -
         told, turns = told + delta.text, turns + delta.turns
     assert told == "Hello there. Fine, thanks."
     assert [(turn.start, turn.end, turn.speaker) for turn in turns] == [(0.0, 7.56, "S01"), (8.1, 9.0, "S02")]
+
+
+PIECES = [
+    *("[", "]", "{", "}", ".", " ", '"', "'", "a", ":", "[0.5]", "[S01]", "[1:02]", "[2]", "<asr_text>", "language A"),
+    *('{"Content": "', '{"Start": 1, "Content": "x"}', "The spoken content of the audio is", "The content ", " " * 40),
+]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_asr", "audioflamingo3", "vibevoice_asr", "moss_transcribe_diarize"])
+@given(pieces=st.lists(st.sampled_from(PIECES), max_size=30), cut=st.integers(1, 40))
+def test_words_and_turns_are_the_same_wherever_an_answer_is_cut(kind: str, pieces: list[str], cut: int) -> None:
+    answer = "".join(pieces)
+    found = []
+    for size in (1, cut, max(1, len(answer))):
+        reader = transcript_reader(TRANSCRIPTIONS[kind], opened=False)
+        words = [reader.push(answer[at : at + size]) for at in range(0, len(answer), size)]
+        found.append(("".join([*words, reader.finish()]), reader.take_turns()))
+    assert found[0] == found[1] == found[2]
+
+
+def test_what_may_be_the_end_of_a_sentence_is_held_within_a_bound() -> None:
+    reader = transcript_reader(TRANSCRIPTIONS["audioflamingo3"], opened=False)
+    said = reader.push("The spoken content of the audio is '") + "".join(reader.push(".") for _ in range(1000))
+    assert len(said) == 1000 - 64
+    assert said + reader.push("a'.") + reader.finish() == "." * 1000 + "a"
+
+
+def test_halves_of_signs_and_times_that_are_none_are_left_out() -> None:
+    reader = transcript_reader(TRANSCRIPTIONS["vibevoice_asr"], opened=False)
+    assert reader.push('[{"Content": "a\\ud83d", "Speaker": "\\ude00", "Start": 1e999, "End": true}]') == "a?"
+    (turn,) = reader.take_turns()
+    assert (turn.speaker, turn.start, turn.end) == ("?", 0.0, 1.0)
+    reader = transcript_reader(TRANSCRIPTIONS["moss_transcribe_diarize"], opened=False)
+    text = f"[{'9' * 400}][S01]a[1.0]"
+    assert reader.push(text) + reader.finish() == text, "no turn"
