@@ -11,9 +11,9 @@ from torch import Tensor
 
 from common.gpu import Capture
 from common.library_classes import first_line
-from common.op_trace import Trace
 from encoder_service.worker.graphs import LADDER, Choice
 from encoder_service.worker.library_batches import ItemTower, Made, joined, patches_of
+from encoder_service.worker.op_trace import Trace
 
 _MOST_ITEMS = 16
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import torch
 
-from common.capture_watch import WaitWatch
 from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.worker.caches import Caches
+from llm_service.worker.capture_watch import WaitWatch
 from llm_service.worker.graphs import GraphNumbers
 
 _TOKENS = 2

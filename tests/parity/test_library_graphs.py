@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from common.capture_watch import WaitWatch
 from common.checkpoint import CheckpointError
 from common.small_models import made_up
 from llm_service.families.family import SpanRule
@@ -21,6 +20,7 @@ from llm_service.models.library_attention import beyond_kernels, kind_of
 from llm_service.models.library_decoder import LibraryDecoder, text_alone
 from llm_service.worker.caches import Caches
 from llm_service.worker.capture_trial import what_waits
+from llm_service.worker.capture_watch import WaitWatch
 from llm_service.worker.graphs import GraphKind, decode_sizes
 from tests.parity.library_side import GREEDY, Served
 from tests.parity.test_llm_graphs import PEOPLE, graphed

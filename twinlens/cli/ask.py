@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from twinlens.answers import Answer
-from twinlens.cli.connection import add_flags, bounded, endpoint
+from twinlens.cli.connection import add_flags, endpoint
 from twinlens.cli.reasoning import ReasoningSplitter
-from twinlens.cli.shown import print_error, print_event, show_timings
+from twinlens.cli.shown import add_output_flags, print_error, print_event, show_timings
 from twinlens.cli.tables import table
-from twinlens.client import STREAM_TIMEOUT, LlmClient
+from twinlens.client import LlmClient
 from twinlens.errors import TwinlensError
 from twinlens.prompts import audio, generate_request, image, system, user, video
 from twinlens.v1 import (
@@ -83,15 +83,7 @@ def add_parser(commands: Any) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json-object", action="store_true", help="the answer is a JSON object, whichever")
     form.add_argument("--json-schema", metavar="FILE", help="the answer is JSON that follows this schema")
-    parser.add_argument("--json", action="store_true", help="print each event as one line of JSON")
-    parser.add_argument("--timings", action="store_true", help="then print tokens and stage times to standard error")
-    parser.add_argument(
-        "--timeout",
-        type=bounded(float, 0.001),
-        default=STREAM_TIMEOUT,
-        metavar="SECONDS",
-        help="for the whole answer (default: %(default)g)",
-    )
+    add_output_flags(parser)
     _add_sampling(parser.add_argument_group("sampling", "what is not given is left to the model's own settings"))
     _add_preprocessing(parser.add_argument_group("preprocessing"))
     add_flags(parser)

@@ -1,16 +1,32 @@
-"""What commands show of a generation: its events as JSON, a line each, and its tokens and times."""
+"""What commands show of a generation: its events as JSON, a line each, its tokens and times; and the flags for that."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 
 from google.protobuf.json_format import MessageToDict
 
 from twinlens.answers import Answer
+from twinlens.cli.connection import bounded
 from twinlens.cli.tables import milliseconds
+from twinlens.client import STREAM_TIMEOUT
 from twinlens.errors import InterruptedStreamError, TwinlensError
 from twinlens.v1 import FinishReason, GenerateResponse
+
+
+def add_output_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds those that say what is shown of a generation, and how long it may take."""
+    parser.add_argument("--json", action="store_true", help="print each event as one line of JSON")
+    parser.add_argument("--timings", action="store_true", help="then print tokens and stage times to standard error")
+    parser.add_argument(
+        "--timeout",
+        type=bounded(float, 0.001),
+        default=STREAM_TIMEOUT,
+        metavar="SECONDS",
+        help="for the whole answer (default: %(default)g)",
+    )
 
 
 def print_event(event: GenerateResponse) -> None:

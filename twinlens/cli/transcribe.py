@@ -6,9 +6,9 @@ import argparse
 from typing import Any
 
 from twinlens.answers import Answer
-from twinlens.cli.connection import add_flags, bounded, endpoint
-from twinlens.cli.shown import print_error, print_event, show_timings
-from twinlens.client import STREAM_TIMEOUT, LlmClient
+from twinlens.cli.connection import add_flags, endpoint
+from twinlens.cli.shown import add_output_flags, print_error, print_event, show_timings
+from twinlens.client import LlmClient
 from twinlens.errors import TwinlensError
 from twinlens.prompts import audio, generate_request, transcription
 from twinlens.v1 import GenerateRequest, GenerateResponse, SamplingParams
@@ -25,15 +25,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--llm", dest="address", metavar="ADDR", default="127.0.0.1:7002", help="default: %(default)s")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="the most tokens to generate")
     parser.add_argument("--temperature", type=float, metavar="T", default=0.0, help="default: 0, the likeliest words")
-    parser.add_argument("--json", action="store_true", help="print each event as one line of JSON")
-    parser.add_argument("--timings", action="store_true", help="then print tokens and stage times to standard error")
-    parser.add_argument(
-        "--timeout",
-        type=bounded(float, 0.001),
-        default=STREAM_TIMEOUT,
-        metavar="SECONDS",
-        help="for all of it (default: %(default)g)",
-    )
+    add_output_flags(parser)
     add_flags(parser)
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from common import op_trace
-from common.op_trace import Trace, UntraceableError
+from encoder_service.worker import op_trace
+from encoder_service.worker.op_trace import Trace, UntraceableError
 
 SIZES = torch.tensor([2, 1])
 MASK = torch.tensor([True, False, True])
