@@ -135,7 +135,6 @@ _OURS = {
     "session_id": "prompt_cache_key",
     "text.prompt": "prompt",
     "tokens.ids": "prompt",
-    "transcription.audio": "file",
 }
 _TOOL = re.compile(r"chat\.(tools\[\d+\])\.(\w+)")
 _CHAT = re.compile(r"chat\.messages\[(\d+)\](?:\.parts\[(\d+)\])?(?:\.(role)\b)?.*")
@@ -154,4 +153,6 @@ def param_of(field: str) -> str:
         return f"{match[1]}.function.{match[2]}"
     if field in _OURS:
         return _OURS[field]
+    if field.startswith("transcription.audio"):
+        return "file"
     return field.removeprefix("sampling.").removeprefix("chat.").removeprefix("transcription.")

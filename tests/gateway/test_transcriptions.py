@@ -127,7 +127,8 @@ def test_a_failure_in_the_middle_is_the_last_event(door: Scripted, client: opena
 
 
 @pytest.mark.parametrize(
-    ("field", "param"), [("transcription.language", "language"), ("transcription.audio", "file"), ("input", "input")]
+    ("field", "param"),
+    [("transcription.language", "language"), ("transcription.audio.modality", "file"), ("input", "input")],
 )
 def test_a_refusal_names_the_form_s_field(door: Scripted, client: openai.OpenAI, field: str, param: str) -> None:
     code = grpc.StatusCode.INVALID_ARGUMENT
