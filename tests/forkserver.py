@@ -376,10 +376,19 @@ def _load_library() -> None:
         importlib.import_module(module)
 
 
+def own_locks() -> None:
+    """Gives this process a lock of its own in the stead of one that all forks share: numba starts its threads under
+    it, and a fork that is killed meanwhile would leave it taken for all that come later."""
+    parallel = sys.modules.get("numba.np.ufunc.parallel")
+    if parallel is not None and parallel._backend_init_process_lock is not None:
+        parallel._set_init_process_lock()  # type: ignore[attr-defined]
+
+
 def _run(module: str) -> None:
     """Is the module, and ends as Python does, but for its last step: it writes to all that was imported, which the
     kernel would have to copy first."""
     code: Any = 0
+    own_locks()
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:

@@ -113,3 +113,25 @@ def test_what_a_process_reads_before_it_is_asked_is_not_forked_for(monkeypatch: 
     with launch("gateway", "--listen=127.0.0.1:0", "--llm=127.0.0.1:1") as other:
         assert not isinstance(other.process, forkserver.Forked)
         assert b"GRPC_VERBOSITY=error" in Path(f"/proc/{other.pid}/environ").read_bytes()
+
+
+def test_a_fork_that_is_killed_as_it_starts_threads_keeps_no_other_from_it() -> None:
+    parallel = pytest.importorskip("numba.np.ufunc.parallel")
+    parallel._set_init_process_lock()  # which forks share
+
+    def killed() -> None:
+        parallel._backend_init_process_lock.acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def other() -> None:
+        forkserver.own_locks()
+        os._exit(0 if parallel._backend_init_process_lock.acquire(timeout=1) else 1)
+
+    ended = []
+    for does in (killed, other):
+        pid = os.fork()
+        if not pid:
+            does()
+        ended.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    parallel._set_init_process_lock()
+    assert ended == [-signal.SIGKILL, 0]
