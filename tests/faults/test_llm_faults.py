@@ -29,8 +29,14 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 
 
 @pytest.fixture(scope="module")
-def both(checkpoint: Path) -> Iterator[Pair]:
-    with pair(checkpoint) as running:
+def own(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkpoint, from which files may be taken away."""
+    return Path(shutil.copytree(checkpoint, tmp_path_factory.mktemp("own") / "copy"))
+
+
+@pytest.fixture(scope="module")
+def both(own: Path) -> Iterator[Pair]:
+    with pair(own) as running:
         yield running
 
 
@@ -48,7 +54,7 @@ def engine_of(service: Service) -> int:
 
 
 def test_kill_of_the_engine_fails_requests_that_do_not_outlive_it_and_the_next_one_is_right(
-    both: Pair, health: Callable[[], int]
+    both: Pair, health: Callable[[], int], own: Path
 ) -> None:
     asking = asked(about(pictures.encoded(pictures.noise(64, 64, 8_001))))
     good = tokens(both.text, asking)
@@ -57,6 +63,8 @@ def test_kill_of_the_engine_fails_requests_that_do_not_outlive_it_and_the_next_o
         streams = [both.text.generate(asked(user(f"count {n}"), greedy(4000), max_handovers=0)) for n in range(4)]
         for stream in streams:
             assert next(iter(stream)).HasField("started")
+        # Without its weights no engine follows until this test has seen what is said while there is none.
+        weights = (own / "model.safetensors").rename(own / "taken")
         os.kill(killed, signal.SIGKILL)
         errors = list(threads.map(ending, streams))
     assert {(error.code, error.reason) for error in errors} == {(grpc.StatusCode.UNAVAILABLE, "ENGINE_UNAVAILABLE")}
@@ -65,6 +73,7 @@ def test_kill_of_the_engine_fails_requests_that_do_not_outlive_it_and_the_next_o
     with pytest.raises(TwinlensError) as error:
         answer(both.text, asked(user("now?"), max_handovers=0))
     assert error.value.code is grpc.StatusCode.UNAVAILABLE
+    weights.rename(own / "model.safetensors")
     until(lambda: health() == SERVING, "health says that it serves again")
     assert engine_of(both.llm) != killed
     assert not command_line(killed)
