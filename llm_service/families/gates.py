@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,9 @@ class BoundedGates:
 
     limit: float
 
-    def opened(self, gate: Any, up: Any) -> Any:
-        """Tensors [n, inner] each → [n, inner]."""
-        return (gate * gate.sigmoid()).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
+    def opened(self, gate: Any, up: Any, sigmoid: Callable[[Any], Any]) -> Any:
+        """Tensors [n, inner] each, and σ of such → [n, inner]."""
+        return (gate * sigmoid(gate)).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +26,10 @@ class RaisedGates:
     sharpness: float
     limit: float
 
-    def opened(self, gate: Any, up: Any) -> Any:
-        """Tensors [n, inner] each → [n, inner]."""
+    def opened(self, gate: Any, up: Any, sigmoid: Callable[[Any], Any]) -> Any:
+        """Tensors [n, inner] each, and σ of such → [n, inner]."""
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return gate * (gate * self.sharpness).sigmoid() * (up + 1.0)
+        return gate * sigmoid(gate * self.sharpness) * (up + 1.0)
 
 
 Gates = BoundedGates | RaisedGates

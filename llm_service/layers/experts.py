@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from common.linear import LaidOut, Linear
 from llm_service.families.gates import Gates
+from llm_service.layers.elementwise import sigmoid
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear, Place, Stored, fill, laid_out, quantized
 from llm_service.layers.mlp import MLP, SquaredMLP, act_and_mul, squared_relu
@@ -213,7 +214,7 @@ class GroupedRouter(nn.Module):
 
     def forward(self, x: Tensor) -> Pair:
         """[n, hidden] → weights, of the same type, and numbers of experts int64, [n, per_token] each."""
-        scores = functional.linear(x.float(), self.weight).sigmoid()
+        scores = sigmoid(functional.linear(x.float(), self.weight))
         corrected = scores + self.e_score_correction_bias
         if self._grouped.kept < self._grouped.groups:
             apart = corrected.view(len(x), self._grouped.groups, -1)
@@ -335,7 +336,7 @@ class SparseMLP(Routed):
             out = self.latent_out(out)
         if self.shared_expert is not None:
             shared = self.shared_expert.run(x)
-            out = out + (shared if self.shared_expert_gate is None else self.shared_expert_gate(x).sigmoid() * shared)
+            out = out + (shared if self.shared_expert_gate is None else sigmoid(self.shared_expert_gate(x)) * shared)
         return self._group.sum(out)
 
     def _routed(self, x: Tensor) -> Pair:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from llm_service.layers.cache_spec import SequenceState, StateCache
+from llm_service.layers.elementwise import sigmoid
 from llm_service.layers.gdn.backend import GdnBackend, GdnBatch, GdnInput, GdnShape, GdnWeights
 from llm_service.layers.gdn.choose import choose
 from llm_service.layers.group import TensorGroup
@@ -105,7 +106,7 @@ class GatedDeltaNet(nn.Module):
             return batch.run(GdnInput(*inputs), weights, cache)
         qkv, z, a, b = inputs
         read = batch.run(GdnInput(qkv, torch.full_like(z, _OPEN), a, b), weights, cache)
-        return read * (z.float().sigmoid() / _OPEN).to(read.dtype)
+        return read * (sigmoid(z.float()) / _OPEN).to(read.dtype)
 
     def join(self, mixed: Tensor) -> Tensor:
         """All ranks' heads → [n, hidden]."""

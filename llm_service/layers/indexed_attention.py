@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from llm_service.families.family import LayerKind
 from llm_service.layers.attention.backend import AttentionBackend, AttentionBatch
 from llm_service.layers.cache_spec import IndexedCache, IndexedKV, PagedKV
+from llm_service.layers.elementwise import sigmoid
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear
 from llm_service.layers.mixer import Rotary
@@ -94,4 +95,4 @@ class IndexedAttention(SelfAttention):
             attended = attention.attend(query, key, value, indexed.kv)
         else:
             attended = chosen.attend(query, key, value, indexed.kv, asked, indexed.index, self._scale)
-        return attended * gates[0].flatten(1).sigmoid() if gates else attended
+        return attended * sigmoid(gates[0].flatten(1)) if gates else attended

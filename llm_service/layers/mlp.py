@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llm_service.families.gates import Gates
+from llm_service.layers.elementwise import sigmoid
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear
 from llm_service.layers.ops import TORCH, RowOps
@@ -19,7 +20,8 @@ def act_and_mul(ops: RowOps, activation: Activation | Gates, x: Tensor) -> Tenso
     """x [n, 2 · inner] → activation(first half) · second half, [n, inner], or as gates of another kind are opened, by
     torch's operators."""
     if not isinstance(activation, Activation):
-        opened: Tensor = activation.opened(*x.chunk(2, dim=-1))
+        gate, up = x.chunk(2, dim=-1)
+        opened: Tensor = activation.opened(gate, up, sigmoid)
         return opened
     return ops.silu_and_mul(x) if activation is Activation.SILU else ops.gelu_and_mul(x)
 

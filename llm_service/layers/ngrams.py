@@ -13,10 +13,10 @@ from typing import ClassVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from llm_service.layers.cache_spec import Segment, SequenceState, StateCache
 from llm_service.layers.convolution import Steps, convolve_run, convolve_steps
+from llm_service.layers.elementwise import sigmoid, silu
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear, Place, Stored, VocabularyEmbedding, fill
 from llm_service.layers.streams import StreamNorm
@@ -297,10 +297,10 @@ class Ngrams(nn.Module):
         )
         both = self.norm_key(key) * self.norm_query(streams)
         gate = both.unflatten(1, (self._count, -1)).sum(dim=2) / math.sqrt(self._hidden)
-        gate = (gate.abs().clamp_min(_LEAST).sqrt() * gate.sign()).sigmoid()
+        gate = sigmoid(gate.abs().clamp_min(_LEAST).sqrt() * gate.sign())
         own = (gate.unsqueeze(2) * value.unsqueeze(1)).flatten(1)
         seen = batch.convolve(self.norm_conv(own), self.conv1d.weight, self._size, convolved)
-        out: Tensor = own + functional.silu(seen)
+        out: Tensor = own + silu(seen)
         return out
 
 

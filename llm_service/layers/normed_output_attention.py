@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from llm_service.layers.attention.backend import AttentionBatch
+from llm_service.layers.elementwise import sigmoid
 from llm_service.layers.self_attention import SelfAttention
 
 
@@ -18,4 +19,4 @@ class NormedOutputAttention(SelfAttention):
         attended = batch.attend(query, key, value, cache)
         ones = torch.ones(self.head_dim, dtype=attended.dtype, device=attended.device)
         normed = self.ops.rms_norm(attended.view(-1, self.head_dim), ones, self.eps)
-        return normed.view(attended.shape) * gates.flatten(1).sigmoid()
+        return normed.view(attended.shape) * sigmoid(gates.flatten(1))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from llm_service.layers.elementwise import gelu, silu
 from llm_service.layers.linear import Place, Stored, fill
 from llm_service.models.config import TextConfig
 from llm_service.models.rotary_config import RotaryConfig, RotaryScaling
@@ -104,12 +105,12 @@ class TorchOps:
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """See `RowOps`."""
         gate, up = x.chunk(2, dim=-1)
-        return functional.silu(gate).mul_(up)
+        return silu(gate).mul_(up)
 
     def gelu_and_mul(self, x: Tensor) -> Tensor:
         """See `RowOps`."""
         gate, up = x.chunk(2, dim=-1)
-        return functional.gelu(gate, approximate="tanh").mul_(up)
+        return gelu(gate).mul_(up)
 
     def route(self, logits: Tensor, per_token: int) -> Pair:
         """See `RowOps`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from llm_service.layers.elementwise import sigmoid
 from llm_service.layers.experts import SparseMLP
 from llm_service.layers.ops import Pair
 
@@ -21,4 +22,4 @@ class InputScaledMLP(SparseMLP):
 
     def _routed(self, x: Tensor) -> Pair:
         scores, chosen = self.gate(x).topk(self._per_token, dim=-1)
-        return scores.float().sigmoid().to(x.dtype), chosen
+        return sigmoid(scores.float()).to(x.dtype), chosen

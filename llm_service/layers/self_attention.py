@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from llm_service.families.family import LayerKind
 from llm_service.layers.attention.backend import AttentionBatch, AttentionKind
 from llm_service.layers.cache_spec import IndexedKV, PagedKV, SharedKV
+from llm_service.layers.elementwise import sigmoid
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear, length
 from llm_service.layers.mixer import Rotary, StateBackend
@@ -120,7 +121,7 @@ class SelfAttention(nn.Module):
         """See `MixerPart`: this rank's heads [n, heads · head_dim]."""
         query, key, value, *gates = inputs
         attended = batch.attend(query, key, value, cache)
-        return attended * gates[0].flatten(1).sigmoid() if gates else attended
+        return attended * sigmoid(gates[0].flatten(1)) if gates else attended
 
     def join(self, mixed: Tensor) -> Tensor:
         """All ranks' heads [n, heads · head_dim] → [n, hidden]."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from llm_service.layers.elementwise import sigmoid, silu
 from llm_service.layers.linear import PackedLinear
 from llm_service.layers.ops import Pair, RMSNorm
 from llm_service.models.config import TextConfig
@@ -49,11 +50,11 @@ class StreamMix(nn.Module):
         """[n, count · hidden] → [n, hidden], and how much of what is made of it each stream gets, [n, count], of no
         number where none gets any."""
         normed = self.hc_norm(streams)
-        weights = self.up(functional.silu(self.down(normed) / self._count)).sigmoid()
+        weights = sigmoid(self.up(silu(self.down(normed) / self._count)))
         mixed = (weights * normed).unflatten(1, (self._count, -1)).mean(dim=1)
         if self.inject is None:
             return mixed, mixed[:, :0]
-        return mixed, 2 * torch.sigmoid(self.inject(normed) / self._count)
+        return mixed, 2 * sigmoid(self.inject(normed) / self._count)
 
     def after_adding(self, streams: Tensor, _: Tensor | None) -> Pair:
         """As a norm behind all layers: there is nothing to be added."""

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from llm_service.layers.cache_spec import Segment, StateCache
 from llm_service.layers.convolution import Steps, convolve_run, convolve_steps
+from llm_service.layers.elementwise import sigmoid, silu, softplus
 from llm_service.layers.gdn.backend import CHUNK, GdnInput, GdnShape, GdnWeights
 
 FEW = 16
@@ -91,7 +92,7 @@ class TorchBatch:
         for begin in range(run.begin, run.end, CHUNK):
             part = slice(begin, min(begin + CHUNK, run.end))
             mixed, before = convolve_run(qkv[part], before, weights.conv)
-            query, key, value = (each.movedim(0, -2) for each in heads(self.shape, functional.silu(mixed).float()))
+            query, key, value = (each.movedim(0, -2) for each in heads(self.shape, silu(mixed).float()))
             read, state = chunk(query, key, value, g[part].movedim(0, -1), beta[part].movedim(0, -1), state)
             out[part] = read.movedim(-2, 0).flatten(1)
         cache.write(run, [before, state.flatten(0, 1)])
@@ -102,7 +103,7 @@ class TorchBatch:
         convolution, recurrent = cache.tensors
         mixed, after = convolve_steps(qkv[steps.rows], steps.read(convolution), weights.conv)
         convolution[steps.slots] = after
-        query, key, value = heads(self.shape, functional.silu(mixed).float())
+        query, key, value = heads(self.shape, silu(mixed).float())
         states = steps.read(recurrent).unflatten(1, (-1, self.shape.group))
         read = step(query, key, value, g[steps.rows], beta[steps.rows], states)
         out[steps.rows] = read.flatten(1).to(out.dtype)
@@ -111,19 +112,8 @@ class TorchBatch:
 
 def gates(a: Tensor, b: Tensor, weights: GdnWeights) -> tuple[Tensor, Tensor]:
     """The logarithm of what is left of a state, and how much of it is made anew: g and β, float32 [n, value_heads]."""
-    g = -weights.a_log.float().exp() * softplus(a, weights.dt_bias)
-    return g, _widened(b).sigmoid().to(b.dtype).float()
-
-
-def softplus(x: Tensor, bias: Tensor) -> Tensor:
-    """log(1 + e^(x + bias)), float32."""
-    return functional.softplus(_widened(x) + _widened(bias)).float()
-
-
-def _widened(x: Tensor) -> Tensor:
-    """float64 on a CPU: there torch gives float32 numbers at the end of a tensor that fill no vector other last digits,
-    and so those of a token that has few heads, in other company."""
-    return x.double() if x.device.type == "cpu" else x.float()
+    g = -weights.a_log.float().exp() * softplus(a.float() + weights.dt_bias.float())
+    return g, sigmoid(b.float()).to(b.dtype).float()
 
 
 def heads(shape: GdnShape, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -186,5 +176,5 @@ def gated_norm(x: Tensor, z: Tensor, gain: Tensor, eps: float) -> Tensor:
     """x [n, values] over the root of each head's mean square, times gain [value_dim], times SiLU(z [n, values])."""
     by_head = x.unflatten(1, (-1, len(gain)))
     normed = gain * functional.rms_norm(by_head.float(), gain.shape, None, eps).to(x.dtype)
-    out = normed * functional.silu(z.float()).view_as(normed)
+    out = normed * silu(z.float()).view_as(normed)
     return out.to(x.dtype).flatten(1)

@@ -11,8 +11,9 @@ from torch.nn import functional
 
 from llm_service.layers.cache_spec import Segment, StateCache
 from llm_service.layers.convolution import Steps, convolve_run, convolve_steps
+from llm_service.layers.elementwise import silu, softplus
 from llm_service.layers.gdn.backend import CHUNK
-from llm_service.layers.gdn.torch_backend import FEW, remainder, softplus, split
+from llm_service.layers.gdn.torch_backend import FEW, remainder, split
 from llm_service.layers.mamba2.backend import Mamba2Input, Mamba2Shape, Mamba2Weights
 
 
@@ -111,7 +112,7 @@ class TorchBatch:
 
 def steps_of(dt: Tensor, weights: Mamba2Weights, floors: Tensor | None) -> tuple[Tensor, Tensor]:
     """Δ, and the logarithm of what is left of a state: float32 [n, heads] each."""
-    delta = softplus(dt, weights.dt_bias)
+    delta = softplus(dt.float() + weights.dt_bias.float())
     if floors is not None:
         delta = torch.maximum(delta, floors)
     return delta, -weights.a_log.float().exp() * delta
@@ -119,7 +120,7 @@ def steps_of(dt: Tensor, weights: Mamba2Weights, floors: Tensor | None) -> tuple
 
 def heads(shape: Mamba2Shape, mixed: Tensor, weights: Mamba2Weights) -> tuple[Tensor, Tensor, Tensor]:
     """What was convolved [m, channels] → x [m, groups, group, head_dim], B and C [m, groups, 1, state], float32."""
-    opened = functional.silu(mixed.float() + weights.conv_bias.float())
+    opened = silu(mixed.float() + weights.conv_bias.float())
     x, key, query = opened.split([shape.values, shape.keys, shape.keys], dim=1)
     key, query = (each.unflatten(1, (shape.groups, 1, shape.state_dim)) for each in (key, query))
     return x.unflatten(1, (shape.groups, shape.group, shape.head_dim)), key, query
@@ -162,6 +163,6 @@ def chunk(values: Tensor, key: Tensor, query: Tensor, decay: Tensor, state: Tens
 def gated_norm(x: Tensor, z: Tensor, weights: Mamba2Weights, groups: int) -> Tensor:
     """float32 x [n, values] times SiLU(z [n, values]), over the root of each group's mean square, times gain, in the
     type of z."""
-    opened = (x * functional.silu(z.float())).unflatten(1, (groups, -1))
+    opened = (x * silu(z.float())).unflatten(1, (groups, -1))
     normed = functional.rms_norm(opened, opened.shape[-1:], None, weights.eps).flatten(1)
     return weights.gain * normed.to(z.dtype)

@@ -1,0 +1,46 @@
+"""Functions of each number alone, whose digits do not depend on its place, and so not on a token's company.
+
+Torch's exp, log1p and tanh are such. Its sigmoid, silu, softplus and gelu of float32 numbers on a CPU are not: those
+that fill no vector at the end of a thread's share are computed by another formula."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_GELU_SCALE = math.sqrt(2.0 / math.pi)
+_GELU_CUBE = 0.044715
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^-x), in the type of x."""
+    if _is_steady(x):
+        return x.sigmoid()
+    return x.neg().exp_().add_(1.0).reciprocal_()
+
+
+def silu(x: Tensor) -> Tensor:
+    """x / (1 + e^-x), in the type of x."""
+    return functional.silu(x) if _is_steady(x) else sigmoid(x).mul_(x)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + e^x), in the type of x."""
+    if _is_steady(x):
+        return functional.softplus(x)
+    return x.abs().neg_().exp_().log1p_().add_(x.clamp(min=0.0))
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³))), in the type of x."""
+    if _is_steady(x):
+        return functional.gelu(x, approximate="tanh")
+    return (x * x).mul_(_GELU_CUBE).add_(1.0).mul_(x).mul_(_GELU_SCALE).tanh_().add_(1.0).mul_(x).mul_(0.5)
+
+
+def _is_steady(x: Tensor) -> bool:
+    """Whether torch's own functions give a number the same digits wherever it lies."""
+    return x.device.type != "cpu" or x.dtype != torch.float32
