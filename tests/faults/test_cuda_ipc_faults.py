@@ -149,9 +149,9 @@ def test_rows_in_the_mirrors_of_an_engine_that_dies_are_fetched_again(both: Twin
     rows = load.rows_mirrored - before.rows_mirrored
     assert rows > 0
     assert load.row_bytes > 0
-    os.kill(both.llm.children("llm_service.engine")[0], signal.SIGKILL)
-    until(lambda: not _serves(both.text), "the engine is gone")
-    until(lambda: _serves(both.text), "the engine is back")
+    (killed,) = both.llm.children("llm_service.engine")
+    os.kill(killed, signal.SIGKILL)
+    until(lambda: killed not in both.llm.children("llm_service.engine") and _serves(both.text), "another engine serves")
     assert both.text.get_load().row_bytes == 0
     both.until_ready()
     assert both.ask(picture) == said

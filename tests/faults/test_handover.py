@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ import pytest
 
 from tests import pictures
 from tests.faults.deadly_engine import DEADLY
+from tests.faults.weights import taken_away
 from tests.launch import Service, launch, llm_server, send
 from tests.rpc.pairs import LLM_FLAGS, Pair, about, answer, asked, greedy, idle, pair, refusal
 from tests.scrape import scrape
@@ -81,8 +83,10 @@ def handed_over(service: Service) -> float:
 
 
 @pytest.fixture(scope="module")
-def both(checkpoint: Path) -> Iterator[Pair]:
-    with pair(checkpoint, **FLAGS, max_handovers=1000) as running:
+def both(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Over a copy of the checkpoint, whose weights may be taken away."""
+    own = Path(shutil.copytree(checkpoint, tmp_path_factory.mktemp("own") / "copy"))
+    with pair(own, **FLAGS, max_handovers=1000) as running:
         yield running
 
 
@@ -107,7 +111,7 @@ def test_who_waits_and_who_comes_meanwhile_is_answered_as_well(checkpoint: Path)
         LlmClient(service.address) as client,
         ThreadPoolExecutor(5) as threads,
     ):
-        running = client.generate(asked(user("count"), greedy(300)))
+        running = client.generate(asked(user("count"), greedy(1500)))
         events = iter(running)
         assert next(events).HasField("started")
         waiting = [threads.submit(answer, client, asked(user(f"wait {n}"), greedy(20))) for n in range(4)]
@@ -116,7 +120,7 @@ def test_who_waits_and_who_comes_meanwhile_is_answered_as_well(checkpoint: Path)
         late = answer(client, asked(user("now?"), greedy(20)))
         assert len(late.choices[0].token_ids) == 20
         assert [len(each.result().choices[0].token_ids) for each in waiting] == [20] * 4
-        assert list(events)[-1].finished.usage.completion_tokens == 300
+        assert list(events)[-1].finished.usage.completion_tokens == 1500
         until(lambda: idle(client), "nothing is held")
 
 
@@ -124,12 +128,13 @@ def test_a_request_that_is_not_to_be_handed_over_fails_with_its_engine(both: Pai
     stream = both.text.generate(asked(user("count"), greedy(4000), max_handovers=0))
     events = iter(stream)
     assert next(events).HasField("started")
-    kill(both.llm)
-    with pytest.raises(TwinlensError) as error:
-        list(events)
+    with taken_away(both.checkpoint):
+        kill(both.llm)
+        with pytest.raises(TwinlensError) as error:
+            list(events)
+        now = refusal(both.text, asked(user("now?"), max_handovers=0))
     assert (error.value.code, error.value.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_UNAVAILABLE")
     assert error.value.retry_after is not None
-    now = refusal(both.text, asked(user("now?"), max_handovers=0))
     assert (now.code, now.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_UNAVAILABLE")
     until(lambda: len(answer(both.text, asked(user("and now?"))).choices[0].token_ids) == 8, "an engine serves")
 
@@ -142,15 +147,16 @@ def test_a_caller_who_leaves_while_no_engine_serves_gives_everything_back(both: 
     stream = both.text.generate(asking)
     events = iter(stream)
     assert next(events).HasField("started")
-    kill(both.llm)
-    until(lambda: not computes(both.text), "the engine is gone")
-    if leaves == "cancels":
-        stream.cancel()
-    else:
-        assert both.text.abort("leaver") == 1
-        with pytest.raises(TwinlensError) as error:
-            list(events)
-        assert error.value.reason == "ABORTED"
+    with taken_away(both.checkpoint):
+        kill(both.llm)
+        until(lambda: not computes(both.text), "the engine is gone")
+        if leaves == "cancels":
+            stream.cancel()
+        else:
+            assert both.text.abort("leaver") == 1
+            with pytest.raises(TwinlensError) as error:
+                list(events)
+            assert error.value.reason == "ABORTED"
     until(lambda: both_idle(both), "everything was given back")
 
 
@@ -197,3 +203,4 @@ def test_the_real_model_goes_on_in_its_next_engine(checkpoint: Path) -> None:
             for pid in both.llm.children(ENGINE):
                 send(pid, signal.SIGKILL)
             assert [each.result() for each in answers] == undisturbed
+        until(lambda: both_idle(both), "an engine serves, though answers may have ended before")

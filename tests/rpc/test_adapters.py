@@ -118,13 +118,16 @@ def test_an_answer_that_has_begun_ends_with_the_adapter_that_is_unloaded(client:
     client.load_adapter("one", "1")
     whole = tokens(client, asked(PROMPT, greedy(64), model="one"))
     (engine,) = llm.children("llm_service.engine")
-    with client.generate(asked(PROMPT, greedy(64), model="one")) as stream:
+    with client.generate(asked(PROMPT, greedy(4000), model="one")) as stream:
         events = iter(stream)
         assert next(events).HasField("started")
         with stopped(engine):
             assert client.unload_adapter("one").in_flight == 1
             assert refusal(client, asked(PROMPT, model="one")).reason == "UNKNOWN_MODEL"
-        assert [token for event in events for token in event.delta.token_ids] == whole
+        said: list[int] = []
+        while len(said) < len(whole):
+            said += next(events).delta.token_ids
+        assert said[: len(whole)] == whole
     client.load_adapter("one", "2")
     assert tokens(client, asked(PROMPT, greedy(64), model="one")) != whole, "the name is another adapter's now"
 
