@@ -1,4 +1,5 @@
-"""`python -m tests.kernel_compiler CAPABILITY TYPE…`: compiles our Triton kernels for a GPU that is not here.
+"""`python -m tests.kernel_compiler CAPABILITY TYPES [TYPES]`: compiles our Triton kernels for a GPU that is not here,
+in these types, as `bfloat16,float32`, and those of layers with states in the last ones, where there are any.
 
 Down to machine code, which Triton's own assembler makes without a driver. Prints one JSON object: of each kernel, the
 bytes of shared memory that it takes, those that one thread keeps on its stack, whether it copies while it computes, and
@@ -61,6 +62,7 @@ _FIXED = {
 }
 """What parameters of these names are, whatever a model's type."""
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_HEADS = {torch.bfloat16: 128, torch.float16: 64, torch.float32: 80}
 _INTEGERS = ("slots", "block_table", "lengths", "starts", "tiles", "steps", "runs", "parts", "split", "rooms")
 _POINTERS = ("out", "mixtures", "maxima", "sums", "query", "key", "value", "keys", "values", "x", "cosine", "sine")
 _POINTERS += ("key_scales", "value_scales")
@@ -300,11 +302,12 @@ def sampler(capability: int) -> dict[str, Needs]:
     }
 
 
-def main(capability: int, delta_nets: list[str]) -> dict[str, Needs]:
-    """All kernels, in the types and sizes of head that models have; those of layers with states in these types."""
+def main(capability: int, types: list[torch.dtype], states: list[torch.dtype]) -> dict[str, Needs]:
+    """Kernels in these types, bfloat16 among them, each with the sizes of head that models have; those of layers with
+    states in types of their own."""
     found: dict[str, Needs] = {}
-    for dtype, head_dim in ((torch.bfloat16, 128), (torch.float16, 64), (torch.float32, 80)):
-        name = _NAMES[dtype]
+    for dtype in types:
+        name, head_dim = _NAMES[dtype], _HEADS[dtype]
         made = attention(capability, dtype, head_dim) | vision(capability, dtype, head_dim)
         made |= rows(capability, dtype, head_dim)
         found |= {f"{kernel} {name} {head_dim}": taken for kernel, taken in made.items()}
@@ -313,19 +316,20 @@ def main(capability: int, delta_nets: list[str]) -> dict[str, Needs]:
         made = wide_heads(capability, head_dim, group)
         found |= {f"{kernel} bf16 {head_dim}": taken for kernel, taken in made.items()}
     found |= int8_blocks(capability)
-    for dtype in (torch.bfloat16, torch.float32):
-        found |= {f"{kernel} {_NAMES[dtype]}": taken for kernel, taken in latents(capability, dtype).items()}
-    for dtype in (getattr(torch, name) for name in delta_nets):
+    for dtype in types:
+        if dtype != torch.float16:
+            found |= {f"{kernel} {_NAMES[dtype]}": taken for kernel, taken in latents(capability, dtype).items()}
+    for dtype in states:
         found |= {
             f"delta net {kernel} {_NAMES[dtype]}": taken for kernel, taken in delta_net(capability, dtype).items()
         }
         found |= {f"Mamba-2 {kernel} {_NAMES[dtype]}": taken for kernel, taken in mamba2(capability, dtype).items()}
-    found |= sampler(capability)
-    return found | quantized(capability, torch.bfloat16)
+    return found | sampler(capability) | quantized(capability, torch.bfloat16, torch.float32 in types)
 
 
-def quantized(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
-    """As `GpuWeight` launches them: of one row, of as many as go through the kernel at once, of 128 experts."""
+def quantized(capability: int, dtype: torch.dtype, wide: bool) -> dict[str, Needs]:
+    """As `GpuWeight` launches them: of one row, of as many as go through the kernel at once, of 128 experts. `wide`:
+    and in float32."""
     forms = {  # groups of inputs, their size, zeros, the type of scales
         Number.INT8: (True, 1 << 30, 0, "*fp32"),
         Number.E4M3: (False, 128, 0, "*fp32"),
@@ -341,10 +345,10 @@ def quantized(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
             constants = {key.upper(): launch.pop(key) for key in ("rows", "outputs", "inputs", "splits")}
             constants |= {"ONE": one, "COLUMNS": columns, "EXPERTS": experts, "POWER": experts, "PRECISION": "tf32"}
             kernel = quantized_kernel.product_kernel
-            wide = ("out",) if constants["SPLITS"] > 1 else ()
+            sums = ("out",) if constants["SPLITS"] > 1 else ()
             types = {"scales": scales}
-            found[f"{what}, {name}"] = compiled(capability, kernel, dtype, wide, types, **same, **constants, **launch)
-        if number is Number.INT8:  # in float32 tiles are the largest
+            found[f"{what}, {name}"] = compiled(capability, kernel, dtype, sums, types, **same, **constants, **launch)
+        if number is Number.INT8 and wide:  # in float32 tiles are the largest
             launch = asdict(weights_gpu.Launch.of(40, 4096, 4096, weights_gpu.tile_for(torch.float32, 128)))
             constants = {key.upper(): launch.pop(key) for key in ("rows", "outputs", "inputs", "splits")}
             constants |= {"ONE": one, "COLUMNS": columns, "EXPERTS": 1, "POWER": 1, "PRECISION": "ieee"}
@@ -368,4 +372,5 @@ def quantized(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(int(sys.argv[1]), sys.argv[2:])))
+    given = ([getattr(torch, name) for name in names.split(",")] for names in sys.argv[2:])
+    print(json.dumps(main(int(sys.argv[1]), next(given), next(given, []))))
