@@ -68,7 +68,8 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     is computed with one; of several the first counts. Sounds have `sound_rate` samples a second; a chat's text has
     their seconds in the stead of each `length_mark`, if there is one. Of two marks `seam` that touch in a prompt one
     stays, and a word right behind one gets a space. Sequences of more tokens than `turns_at` turn by other rotary
-    frequencies; 0: none do.
+    frequencies; 0: none do. Tokens that are `pinned` stay, on all axes, at an item's time right behind it. What
+    stands for an item has its number among those of its modality behind a `number_mark` that it begins with, if any.
     """
 
     architecture: str
@@ -86,7 +87,9 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sound_rate: int = 16_000
     length_mark: str = ""
     seam: str = ""
+    number_mark: str = ""
     turns_at: int = 0
+    pinned: tuple[int, ...] = ()
     adapters: dict[str, str] = {}
 
 

@@ -32,6 +32,7 @@ from common.library_processors import (
     frame_of,
     frames_of,
     item_of,
+    number_mark,
     placeholder_of,
     processor_of,
     rate_of,
@@ -58,7 +59,9 @@ def describe(folder: Path) -> LibraryModel:
         vocab_size=text.vocab_size,
         max_position=longest_context(text),
         turns_at=turns_at(text),
+        pinned=pinned_of(model),
         seam=getattr(processor, SEAM, ""),
+        number_mark=number_mark(processor),
         placeholders=ids,
         levels=level_count(config),
         alone=tuple(taken) if _depends_on_others(model, processor) else lacking(config).alone,
@@ -323,8 +326,6 @@ def rope_positions(base: Any, made: Mapping[str, Any], *, sound_in_video: bool =
     named = {**made, **{own: tell(made) for own, (name, tell) in _RENAMED.items() if name in made}}
     if sound_in_video:
         named[_SOUND_IN_VIDEO] = True
-    if _CANVAS in known:
-        raise CheckpointError(f"{type(base).__name__} gives marks between rows places of their own, on a canvas")
     found = base.get_rope_index(**{name: named[name] for name in known if name in named})[0][:, 0]
     if len(found) == _AXES + 1 and torch.equal(found[0], torch.arange(found.shape[1])):
         found = found[1:]
@@ -336,6 +337,17 @@ def rope_positions(base: Any, made: Mapping[str, Any], *, sound_in_video: bool =
     return positions
 
 
+def pinned_of(model: Any) -> tuple[int, ...]:
+    """`LibraryModel.pinned` of a model. Raises CheckpointError where its configuration leaves such tokens out."""
+    rule = getattr(model.base_model, "get_rope_index", None)
+    if rule is None or CANVAS not in inspect.signature(rule).parameters:
+        return ()
+    found: tuple[Any, ...] = tuple(getattr(model.config, name, None) for name in _CANVAS_ENDS)
+    if None in found:
+        raise CheckpointError(f"{model.config.model_type} does not state its {_CANVAS_ENDS[found.index(None)]}")
+    return found
+
+
 def axes_of(model: Any) -> int:
     """The axes on which a model counts places: 1, 3, or 4 where each token's own number is another, before these."""
     if not hasattr(model.base_model, "get_rope_index"):
@@ -345,8 +357,10 @@ def axes_of(model: Any) -> int:
 
 
 _AXES = 3
-_CANVAS = "target_sizes"
-"""What a rule of positions wants that lays slices of a picture out on the whole."""
+CANVAS = "target_sizes"
+"""What a rule of positions wants that lays slices of a picture out on the whole: the patches of each."""
+_CANVAS_ENDS = "image_end_id", "slice_end_id", "newline_id"
+"""What a configuration calls tokens that such a rule counts to a picture right before them."""
 _SOUND_IN_VIDEO = "use_audio_in_video"
 _RENAMED: dict[str, tuple[str, Callable[[Mapping[str, Any]], Any]]] = {
     "audio_seqlens": ("feature_attention_mask", lambda made: made["feature_attention_mask"].sum(-1)),

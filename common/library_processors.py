@@ -182,15 +182,38 @@ def _blanks(kind: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
 
 
 def stand_alone(processor: Any) -> bool:
-    """Whether two items in one prompt are made into what each is made into alone."""
+    """Whether two items in one prompt are made into what each is made into alone, but for a number of each."""
+    found = _one_other_and_both(processor)
+    if found is None:
+        return False
+    first, second, both = found
+    if mark := number_mark(processor):
+        second = second.replace(f"{mark}0", f"{mark}1", 1)
+    return first + _between(processor, item_of(processor)) + second == both
+
+
+def number_mark(processor: Any) -> str:
+    """What a text for an item begins with, if behind it is the number of the item, counted from 0 among those of its
+    modality in a prompt; empty where none is."""
+    if (found := _one_other_and_both(processor)) is None:
+        return ""
+    first, second, both = found
+    begin = len(first) + len(_between(processor, item_of(processor)))
+    mark = second.partition("0")[0]
+    numbers = (first, "0"), (second, "0"), (both[begin:], "1")
+    return mark if all(mark and text.startswith(mark + number) for text, number in numbers) else ""
+
+
+def _one_other_and_both(processor: Any) -> tuple[str, str, str] | None:
+    """What two items are made into, each alone and with a word between them; None where that is not told."""
     kind = item_of(processor)
     try:
         first, second, both = (
             replaced(processor, kind, each, count) for each, count in zip(_blanks(kind), (1, 1, 2), strict=True)
         )
     except (TypeError, ValueError, KeyError, IndexError, RuntimeError):
-        return False
-    return first + _between(processor, kind) + second == both
+        return None
+    return first, second, both
 
 
 def are_padded(processor: Any) -> bool:

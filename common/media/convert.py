@@ -217,11 +217,21 @@ def read_header(message: encoder_pb2.EncodeHeader) -> tuple[Header, RowLayout]:
 def _read_replacement(given: Sequence[encoder_pb2.PromptPart]) -> tuple[PromptPart, ...]:
     if len(given) > MAX_PARTS or sum(len(part.text) for part in given) > MAX_REPLACEMENT:
         raise DataLoss("an encoder sent more than can stand for an item in a prompt")
-    if any(part.positions and len(part.positions) != 12 * part.rows for part in given):
+    if any(part.positions and not _has_positions(part) for part in given):
         raise DataLoss("an encoder sent other positions than rows")
     return tuple(
         PromptPart(part.text, part.rows, part.token, part.positions, part.advance, part.from_origin) for part in given
     )
+
+
+def _has_positions(part: encoder_pb2.PromptPart) -> bool:
+    """Whether a part's positions are those of its rows, and of tokens of its text, if of any."""
+    of_text = len(part.positions) // _POSITION_BYTES - part.rows
+    return len(part.positions) % _POSITION_BYTES == 0 and 0 <= of_text <= len(part.text.encode())
+
+
+_POSITION_BYTES = 12
+"""Of a token: three integers."""
 
 
 Checked = encoder_pb2.EncodeHeader | encoder_pb2.EncodeRows

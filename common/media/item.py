@@ -155,9 +155,10 @@ class PromptPart:
     """A stretch of what stands in a prompt for an item: a text, with special tokens by their names, and behind it the
     item's next `rows` rows, each at a place of the token with this id.
 
-    `positions`, int32 [3, rows] as bytes, says where they are in time, height and width, from where they begin, and
-    `advance` how far from there the prompt goes on; empty: each is one further than the one before. `from_origin`: they
-    are counted from 0, and width by one more for each item before this one.
+    `positions`, int32 [3, n] as bytes, says where they are in time, height and width, and before them the last n - rows
+    tokens of the text, from where the first of these would be if text counted on; `advance` how far from there the
+    prompt goes on. Empty: each is one further than the one before. `from_origin`: they are counted from 0, and width by
+    one more for each item before this one.
     """
 
     text: str = ""
@@ -166,6 +167,11 @@ class PromptPart:
     positions: bytes = b""
     advance: int = 0
     from_origin: bool = False
+
+    @property
+    def has_run(self) -> bool:
+        """Whether it has rows, or says without them where its text is, or where the prompt goes on."""
+        return bool(self.rows or self.advance or self.positions)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -167,57 +167,54 @@ def from_origin(parts: Parts, ids: Sequence[int], places: np.ndarray, tokens: Se
 def placed_parts(
     parts: Parts, ids: Sequence[int], places: np.ndarray, tokens: Sequence[int], encode: Callable[[str], Sequence[int]]
 ) -> Parts:
-    """The same parts with the positions of their rows in a prompt with a text before the item and one behind: `ids`
-    [n], at `places` int [3, n]; `tokens` are those that take rows, and `encode` gives a text's own.
+    """The same parts with the positions of their rows, and of tokens of texts before these that do not count on, in a
+    prompt with a text before the item and one behind: `ids` [n], at `places` int [3, n]; `tokens` are those that take
+    rows, and `encode` gives a text's own.
 
-    Texts count on, which is all that a prompt's layout can do. Where the item's first text does not begin, or its last
-    not end, where the prompt goes on, a part without rows says how far from there that is. Raises ValueError for any
-    other place of a text.
+    Other texts count on, which is all that a prompt's layout can do by itself. Raises ValueError where tokens that are
+    no part of the item do not.
 
     >>> where, own = np.array([[0, 0, 1, 2, 2]] * 3), {"(": [2], ")": [3]}
     >>> parts = placed_parts((PromptPart("(", 1, 7), PromptPart(")")), [1, 2, 7, 3, 1], where, [7], own.__getitem__)
-    >>> [(part.text, part.rows, part.advance) for part in parts]
-    [('', 0, -1), ('(', 1, 1), (')', 0, 0), ('', 0, -1)]
+    >>> [(part.text, part.rows, len(part.positions), part.advance) for part in parts]
+    [('(', 1, 24, 2), (')', 0, 0, -1)]
     """
     found, at, position = list[PromptPart](), 0, 0
     runs = [part for part in parts if part.rows]
     for part in runs:
-        end = next(place for place in range(at, len(ids)) if ids[place] in tokens)
-        if turn := _turn(places[:, at:end], position):
-            if found or list(ids[at + turn.at : end]) != list(encode(part.text)):
-                raise ValueError("marks between rows have positions of their own")
-            found.append(PromptPart(advance=turn.by))
-            position += turn.by
-        position += end - at
-        at = end + part.rows
-        run = (places[:, end:at] - position).astype("<i4").tobytes()
+        first = next(place for place in range(at, len(ids)) if ids[place] in tokens)
+        begin = first - _own_places(ids[at:first], places[:, at:first] - position, encode(part.text))
+        position += begin - at
+        at = first + part.rows
+        run = (places[:, begin:at] - position).astype("<i4").tobytes()
         advance = 0 if ids[at] in tokens else int(places[0, at]) - position
         found.append(replace(part, positions=run, advance=advance))
         position += advance
     tail = parts[len(runs) :]
-    if turn := _turn(places[:, at:], position):
-        if list(ids[at : at + turn.at]) != [token for part in tail for token in encode(part.text)]:
-            raise ValueError("marks between rows have positions of their own")
-        tail = (*tail, PromptPart(advance=turn.by))
-    return (*found, *tail)
+    own = [token for part in tail for token in encode(part.text)]
+    end = at + len(own) if list(ids[at : at + len(own)]) == own else at
+    begin = end - _own_places(ids[at:end], places[:, at:end] - position, own)
+    position += begin - at
+    behind = int(places[0, end]) - position
+    if (places[:, end:] != np.arange(len(ids) - end) + places[0, end]).any() or (end == at and behind):
+        raise ValueError(_ASTRAY)
+    if begin == end and not behind:
+        return (*found, *tail)
+    run = (places[:, begin:end] - position).astype("<i4").tobytes()
+    return (*found, *(replace(part, positions=run, advance=behind) for part in tail))
 
 
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """From the text token `at` on, places are `by` further than they would be if the text counted on."""
-
-    at: int
-    by: int
+_ASTRAY = "a text beside an item has positions of its own"
 
 
-def _turn(places: np.ndarray, position: int) -> _Turn | None:
-    """Where the places of a text's tokens, int [3, n], do not count on from `position`. Raises ValueError where that is
-    so more than once, or differs by axis."""
-    off = places - position - np.arange(places.shape[1])
-    turns = np.flatnonzero(np.diff(off[0], prepend=0))
-    if (off != off[0]).any() or len(turns) > 1:
-        raise ValueError("marks between rows have positions of their own")
-    return _Turn(int(turns[0]), int(off[0, -1])) if len(turns) else None
+def _own_places(ids: Sequence[int], places: np.ndarray, own: Sequence[int]) -> int:
+    """How many of a text's last tokens are elsewhere than they would be if they counted on from 0, by their places int
+    [3, n], from the first that is. Raises ValueError where one of these is not the item's `own`."""
+    off = (places != np.arange(len(ids))).any(axis=0)
+    count = len(ids) - int(off.argmax()) if off.any() else 0
+    if count and list(ids[-count:]) != list(own[-count:]):
+        raise ValueError(_ASTRAY)
+    return count
 
 
 def prompt_parts(text: str, tokens: Mapping[str, int]) -> tuple[PromptPart, ...]:

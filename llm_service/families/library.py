@@ -13,7 +13,7 @@ def _as_told(header: Header) -> Iterator[str | SpecialToken | Rows]:
     for part in header.replacement:
         if part.text:
             yield part.text
-        if part.rows or part.advance:  # without rows it says where the prompt goes on
+        if part.has_run:
             yield Rows(part.rows, part.token)
 
 
@@ -27,6 +27,8 @@ def library_family(found: LibraryModel) -> Family:
         alone=frozenset(map(Modality, found.alone)),
         length_mark=found.length_mark,
         seam=found.seam,
+        number_mark=found.number_mark,
         turns_at=found.turns_at,
+        pinned=frozenset(found.pinned),
         frame=found.frame,
     )

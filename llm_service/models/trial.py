@@ -22,6 +22,7 @@ from common import log
 from common.checkpoint import CheckpointError
 from common.library_classes import config_of, layers_of_levels, mark_tables_of
 from common.library_models import (
+    CANVAS,
     axes_of,
     level_count,
     marks_of,
@@ -245,7 +246,13 @@ def drawn_prompt(model: Any) -> TrialPrompt:
     merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", 1)
     grids = torch.tensor([[1, 3 * merge, 4 * merge], [1, 2 * merge, 3 * merge]])
     mask = torch.ones_like(types)
-    return _prompt_of(config, ids, {**dict.fromkeys(_TYPES, types), _GRIDS: grids, _MASK: mask})
+    sizes = torch.tensor([[3, 4], [2, 3]]) * _merge_of_canvas(config)
+    return _prompt_of(config, ids, {**dict.fromkeys(_TYPES, types), _GRIDS: grids, CANVAS: sizes, _MASK: mask})
+
+
+def _merge_of_canvas(config: Any) -> int:
+    """Patches on a side of one row, in models that lay slices of a picture out on the whole."""
+    return 2 if getattr(config, "downsample_mode", None) == "4x" else 4
 
 
 def _prompt(folder: Path, model: Any) -> TrialPrompt:
@@ -260,7 +267,7 @@ def _prompt(folder: Path, model: Any) -> TrialPrompt:
     else:
         more["images"] = [Image.fromarray(np.zeros((*_PICTURE, 3), np.uint8))]
     made = processor(text=[text], return_tensors="pt", **more)
-    taken = {name: made[name] for name in (*_TYPES, _GRIDS, _MASK) if name in made}
+    taken = {name: made[name] for name in (*_TYPES, _GRIDS, CANVAS, _MASK) if name in made}
     sounds = kind != "audio" and tells_apart(model) and takes_sounds(model, processor)
     prompt = _prompt_of(model.config, made["input_ids"][0], taken)
     return replace(prompt, sounds=sounds, together=together_of(processor))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -79,6 +80,7 @@ class PromptBuilder:
         self._first = list(self.tokenizer.encode("").ids)
         self._alone, self._frame = model.family.alone, model.family.frame
         self._length_mark, self._turns_at = model.family.length_mark, model.family.turns_at
+        self._number_mark = model.family.number_mark
         self._seam = self._added.get(model.family.seam, -1)
         self._media = MediaTokens.of(checkpoint.config, model.family, named_tokens(checkpoint, self._added))
         self.template = ChatTemplate.of(checkpoint, self._plain_template())
@@ -167,7 +169,7 @@ class PromptBuilder:
             elif isinstance(piece, Slot):
                 self._place(piece, headers[piece.item], ids, spans)
         ids.extend(self._tokenize(text, first=first) if text else ())
-        where, mrope_delta = positions(len(ids), spans, self._media_layout)
+        where, mrope_delta = positions(ids, spans, self._media_layout)
         spans = [replace(span, runs=tuple(run for run in span.runs if run.count)) for span in spans]
         longest = 0
         if len(ids) > self._turns_at > 0:
@@ -186,6 +188,7 @@ class PromptBuilder:
 
     def _expanded(self, pieces: Sequence[Piece], headers: Sequence[Header]) -> Iterator[Piece]:
         """With what its family puts there in the stead of each slot."""
+        seen = Counter[Modality]()
         for piece in pieces:
             if isinstance(piece, Length):
                 yield f"{headers[piece.item].seconds_per_grid:.2f}"
@@ -194,6 +197,8 @@ class PromptBuilder:
                 yield piece
                 continue
             header, at = headers[piece.item], 0
+            first, number = True, seen[piece.modality]
+            seen[piece.modality] += 1
             kept = kept_rows.unpack(header.kept_rows, header.grid_rows) if header.grid_rows else None
             for part in self._media_layout.modalities[piece.modality].expand(header):
                 match part:
@@ -207,7 +212,13 @@ class PromptBuilder:
                     case SpecialToken(name):
                         yield self._media.marks[name]
                     case text:
-                        yield from self._split(text)
+                        yield from self._split(self._numbered(text, number) if first else text)
+                first = False
+
+    def _numbered(self, text: str, number: int) -> str:
+        """What an item's text is, as that of one with this number in a prompt; encoders know it by the number 0."""
+        mark = self._number_mark
+        return text.replace(f"{mark}0", f"{mark}{number}", 1) if mark and text.startswith(f"{mark}0") else text
 
     def _joined(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
         """With one mark of several at a seam of items, and a space between a mark and a word."""

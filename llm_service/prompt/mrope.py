@@ -4,12 +4,13 @@ out, and the engine is handed numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from common.errors import DataLoss
 from common.media import kept_rows
 from common.media.item import Header, Modality
 from llm_service.families.family import Family, InPrompt
@@ -19,13 +20,14 @@ from llm_service.request import Run, Span
 
 @dataclass(frozen=True, slots=True)
 class MediaLayout:
-    """How a model lays media out in a prompt: `merge` patches on a side of one row; `modalities` and `replaced` as its
-    family has them; `tokens_per_second` of those whose time runs in seconds."""
+    """How a model lays media out in a prompt: `merge` patches on a side of one row; `modalities`, `replaced` and
+    `pinned` as its family has them; `tokens_per_second` of those whose time runs in seconds."""
 
     merge: int
     modalities: Mapping[Modality, InPrompt]
     tokens_per_second: float
     replaced: bool = False
+    pinned: Collection[int] = ()
 
     @classmethod
     def of(cls, config: dict[str, Any], family: Family | None = None) -> MediaLayout:
@@ -38,23 +40,25 @@ class MediaLayout:
             modalities=family.modalities,
             tokens_per_second=float(encoder.get("tokens_per_second", 4)),
             replaced=family.replaced,
+            pinned=family.pinned,
         )
 
 
-def positions(length: int, spans: Sequence[Span], layout: MediaLayout) -> tuple[np.ndarray, int]:
-    """int32 [3, length] and the mrope_delta that turns a later token's index into its position, as transformers'
-    `get_rope_index` has it: text counts on in all three; a run of rows that starts at p has time p + t, height p + row,
-    width p + column over its merged grid, and what follows goes on at p + max(rows, columns). Where rows are
-    pruned, those that are kept and what follows stand where they would without.
+def positions(ids: Sequence[int], spans: Sequence[Span], layout: MediaLayout) -> tuple[np.ndarray, int]:
+    """int32 [3, n] of a prompt's tokens, and the mrope_delta that turns a later token's index into its position, as
+    transformers' `get_rope_index` has it: text counts on in all three; a run of rows that starts at p has time p + t,
+    height p + row, width p + column over its merged grid, and what follows goes on at p + max(rows, columns). Where
+    rows are pruned, those that are kept and what follows stand where they would without.
 
     >>> from common.media.item import Grid, Modality
     >>> grid = Header(b"", Modality.IMAGE, Grid(1, 4, 4), 4)
     >>> layout = MediaLayout(2, {Modality.IMAGE: InPrompt("image_token_id")}, 0.0)
-    >>> positions(7, [Span(0, grid, (Run(2, 0, 4),))], layout)[0].tolist()
+    >>> positions(range(7), [Span(0, grid, (Run(2, 0, 4),))], layout)[0].tolist()
     [[0, 1, 2, 2, 2, 2, 4], [0, 1, 2, 2, 3, 3, 4], [0, 1, 2, 3, 2, 3, 4]]
     """
     if layout.replaced:
-        return _told_positions(length, spans)
+        return _told_positions(ids, spans, layout.pinned)
+    length = len(ids)
     out = np.empty((3, length), np.int32)
     at, position = 0, 0
     runs = sorted((each for span in spans for each in _runs(span)), key=lambda each: each[0].start)
@@ -75,22 +79,33 @@ def positions(length: int, spans: Sequence[Span], layout: MediaLayout) -> tuple[
     return out, int(out.max(initial=-1)) + 1 - length
 
 
-def _told_positions(length: int, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
-    """The same where encoders say it; text, and rows of which nothing is said, count on."""
+def _told_positions(ids: Sequence[int], spans: Sequence[Span], pinned: Collection[int]) -> tuple[np.ndarray, int]:
+    """The same where encoders say it; text, and rows of which nothing is said, count on. Tokens that are `pinned` to an
+    item right before them stay at the time of its last token. Raises DataLoss where an encoder places more tokens of a
+    text than there are."""
+    length = len(ids)
     out = np.tile(np.arange(length, dtype=np.int32), (3, 1))
     at, moved = 0, 0  # how far a token is from its index
     for before, span in enumerate(sorted(spans, key=lambda span: span.start)):
-        parts = [part for part in span.header.replacement if part.rows or part.advance]
+        parts = [part for part in span.header.replacement if part.has_run]
         for run, part in zip(span.runs, parts, strict=True):
-            out[:, at : run.start] += moved
-            at = run.start
+            block = np.frombuffer(part.positions, "<i4").reshape(3, -1)
+            end = run.start + run.count
+            begin = end - (block.shape[1] or run.count)
+            if begin < at:
+                raise DataLoss("an encoder placed more tokens than a prompt has")
+            out[:, at:begin] += moved
             if part.positions:
-                block = np.frombuffer(part.positions, "<i4").reshape(3, -1)
-                at += run.count
-                out[:, run.start : at] = block if part.from_origin else run.start + moved + block
-                out[2, run.start : at] += before * part.from_origin
+                out[:, begin:end] = block if part.from_origin else np.maximum(begin + moved + block, 0)
+                out[2, begin:end] += before * part.from_origin
+            else:
+                out[:, begin:end] += moved
             if part.positions or not part.rows:
-                moved += part.advance - run.count
+                moved += part.advance - (end - begin)
+            at = end
+        while at < length and ids[at] in pinned:
+            out[:, at] = out[0, at - 1]
+            at, moved = at + 1, moved - 1
     out[:, at:] += moved
     return out, int(out.max(initial=-1)) + 1 - length
 

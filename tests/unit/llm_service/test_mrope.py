@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from transformers import Qwen2_5_VLConfig
 
+from common.errors import DataLoss
 from common.media.item import Grid, Header, Modality, PromptPart
 from llm_service.families.family import InPrompt, Rows
 from llm_service.prompt.mrope import MediaLayout, positions
@@ -30,19 +31,19 @@ def span(kind: str, grid: tuple[int, int, int], *starts: int, seconds: float = 0
 
 
 def test_text_counts_on_in_all_three() -> None:
-    where, mrope_delta = positions(5, [], PLAIN)
+    where, mrope_delta = positions(range(5), [], PLAIN)
     assert where.tolist() == [[0, 1, 2, 3, 4]] * 3
     assert mrope_delta == 0
 
 
 def test_nothing_has_no_positions() -> None:
-    where, mrope_delta = positions(0, [], PLAIN)
+    where, mrope_delta = positions(range(0), [], PLAIN)
     assert where.shape == (3, 0)
     assert mrope_delta == 0
 
 
 def test_a_picture_spreads_over_rows_and_columns_and_text_goes_on_past_the_longer_side() -> None:
-    where, mrope_delta = positions(10, [span("image", (1, 4, 6), 2)], PLAIN)
+    where, mrope_delta = positions(range(10), [span("image", (1, 4, 6), 2)], PLAIN)
     assert where.tolist() == [
         [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
         [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
@@ -56,13 +57,13 @@ def test_a_picture_spreads_over_rows_and_columns_and_text_goes_on_past_the_longe
     [(PLAIN, [0, 1, 2]), (layout_of(2.0, timed_frames=True), [0, 3, 6])],
 )
 def test_a_videos_time_counts_frame_groups_or_seconds(layout: MediaLayout, times: list[int]) -> None:
-    where, _ = positions(12, [span("video", (3, 4, 4), 0, seconds=1.5)], layout)
+    where, _ = positions(range(12), [span("video", (3, 4, 4), 0, seconds=1.5)], layout)
     assert where[0].tolist() == [time for time in times for _ in range(4)]
     assert where[1].tolist() == [0, 0, 1, 1] * 3
 
 
 def test_frames_that_stand_apart_are_each_at_one_time_and_later_than_the_text_before() -> None:
-    where, mrope_delta = positions(10, [span("video", (2, 4, 4), 1, 6)], PLAIN)
+    where, mrope_delta = positions(range(10), [span("video", (2, 4, 4), 1, 6)], PLAIN)
     assert where[0].tolist() == [0, 1, 1, 1, 1, 3, 4, 4, 4, 4]
     assert where[2].tolist() == [0, 1, 2, 1, 2, 3, 4, 5, 4, 5]
     assert mrope_delta == 6 - 10
@@ -70,8 +71,8 @@ def test_frames_that_stand_apart_are_each_at_one_time_and_later_than_the_text_be
 
 def test_spans_are_found_in_any_order() -> None:
     first, second = span("image", (1, 2, 2), 1), span("image", (1, 4, 4), 3)
-    one, _ = positions(9, [first, second], PLAIN)
-    other, _ = positions(9, [second, first], PLAIN)
+    one, _ = positions(range(9), [first, second], PLAIN)
+    other, _ = positions(range(9), [second, first], PLAIN)
     assert np.array_equal(one, other)
 
 
@@ -105,7 +106,7 @@ def test_rows_that_are_placed_from_the_origin_are_so_wherever_they_stand() -> No
     spans = [
         Span(item, header, (Run(at, 0, 1), Run(at + 1, 1, 2), Run(at + 3, 3, 1))) for item, at in enumerate((1, 6))
     ]
-    where, mrope_delta = positions(11, spans, layout)
+    where, mrope_delta = positions(range(11), spans, layout)
     assert where.tolist() == [
         [0, 1, 0, 1, 4, 5, 6, 0, 1, 9, 10],
         [0, 1, 5, 5, 4, 5, 6, 5, 5, 9, 10],
@@ -116,15 +117,36 @@ def test_rows_that_are_placed_from_the_origin_are_so_wherever_they_stand() -> No
 
 def test_places_that_encoders_tell_may_go_back_and_the_answer_goes_on_behind_the_furthest() -> None:
     """A mark at the place of the token before it, a run at height 7, and a text behind them that goes on from 3."""
-    run = np.array([[0, 1], [0, 7], [0, 1]], "<i4").tobytes()
-    parts = (PromptPart(advance=-1), PromptPart("(", 2, 5, run, 2), PromptPart(")"), PromptPart(advance=-1))
+    run = np.array([[-1, 0, 1], [-1, 0, 7], [-1, 0, 1]], "<i4").tobytes()
+    parts = (PromptPart("(", 2, 5, run, 2), PromptPart(")", advance=-1))
     header = Header(b"", Modality.VIDEO, Grid(1, 1, 2), 2, replacement=parts)
     layout = MediaLayout(1, {}, 0.0, replaced=True)
-    runs = (Run(2, 0, 0), Run(3, 0, 2), Run(6, 2, 0))
-    where, mrope_delta = positions(9, [Span(0, header, runs)], layout)
+    runs = (Run(3, 0, 2), Run(6, 2, 0))
+    where, mrope_delta = positions(range(9), [Span(0, header, runs)], layout)
     assert where.tolist() == [
         [0, 1, 1, 2, 3, 4, 4, 5, 6],
         [0, 1, 1, 2, 9, 4, 4, 5, 6],
         [0, 1, 1, 2, 3, 4, 4, 5, 6],
     ]
     assert mrope_delta == 10 - 9
+
+
+def test_marks_of_an_item_are_where_an_encoder_says_and_pinned_tokens_behind_it_where_its_last_is() -> None:
+    """A mark before the canvas, a row, a mark at its far corner, and two line ends: the canvas begins at 0."""
+    first, last = (
+        np.array([list(time), list(side), list(side)], "<i4").tobytes()
+        for time, side in (((0, 0), (-1, 0)), ((0,), (3,)))
+    )
+    parts = (PromptPart("(", 1, 5, first, 0), PromptPart(")", positions=last, advance=4))
+    header = Header(b"", Modality.IMAGE, Grid(1, 1, 1), 1, replacement=parts)
+    layout, runs = MediaLayout(1, {}, 0.0, replaced=True, pinned={9}), (Run(1, 0, 1), Run(3, 1, 0))
+    where, mrope_delta = positions([3, 5, 4, 9, 9, 1, 9], [Span(0, header, runs)], layout)
+    assert where.tolist() == [[0, 0, 0, 0, 0, 4, 5], *[[0, 0, 3, 0, 0, 4, 5]] * 2]
+    assert mrope_delta == 6 - 7
+
+
+def test_an_encoder_that_places_more_tokens_than_there_are_is_not_believed() -> None:
+    parts = (PromptPart("((", 1, 5, np.zeros((3, 3), "<i4").tobytes(), 1),)
+    span = Span(0, Header(b"", Modality.IMAGE, Grid(1, 1, 1), 1, replacement=parts), (Run(1, 0, 1),))
+    with pytest.raises(DataLoss):
+        positions(range(3), [span], MediaLayout(1, {}, 0.0, replaced=True))

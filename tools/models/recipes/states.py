@@ -21,7 +21,9 @@ from tools.models.recipes.recipe import (
 _MARKS = ("image", "slice", "image_id")
 _NAMES = {f"{mark}_{end}_token": f"<{mark}-{end}>" for mark in _MARKS for end in ("start", "end")}
 _SIDE = 112
-"""Pixels of a picture's side: larger ones are shown in slices as well."""
+"""Pixels of the side that a tower has places for. Pictures of more than `SIDE` are shown in slices as well."""
+_NEWLINE = 198
+"""The token of a line's end, of a tokenizer of bytes."""
 
 
 def _minicpm(kind: str, classes: str, pictures: str, videos: str = "", **more: Any) -> Recipe:
@@ -47,7 +49,7 @@ def _minicpm(kind: str, classes: str, pictures: str, videos: str = "", **more: A
             f"{classes}Processor",
             pictures,
             videos=videos or f"{classes}VideoProcessor",
-            settings={"scale_resolution": _SIDE},
+            settings={"scale_resolution": SIDE},
         ),
         ("<video>", *_NAMES.values()),
         named={"image_token": "<image>", "video_token": "<video>", **_NAMES},
@@ -63,7 +65,7 @@ RECIPES: dict[str, Recipe] = {
         videos="MiniCPMV4_6VideoProcessor",
         image_size=_SIDE,
         **{f"{mark}_{end}_id": f"<{mark}-{end}>" for mark in _MARKS[:2] for end in ("start", "end")},
-        newline_id=10,
+        newline_id=_NEWLINE,
     ),
     "minicpm_ocr": _minicpm("minicpm_ocr", "MiniCPMOcr", "MiniCPMOcrImageProcessor", tie_word_embeddings=False),
     "lfm2_vl": Recipe(
