@@ -85,7 +85,7 @@ def _triton(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Atte
     if shape.values_in_keys:
         from llm_service.layers.attention.latent_triton import LatentTritonBackend
 
-        return "it knows no windows over latents" if shape.kind.window else LatentTritonBackend(shape, dtype, device)
+        return LatentTritonBackend(shape, dtype, device)
     from llm_service.layers.attention.triton_backend import TritonBackend
 
     return TritonBackend(shape, dtype, device)

@@ -1,5 +1,5 @@
-"""Attention over a cache of latents by our own Triton kernels, for any GPU and any block size. They know no spans and
-no windows."""
+"""Attention over a cache of latents by our own Triton kernels, for any GPU and any block size. They know no
+spans."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ _WAVES = 4
 _HEADS = 16
 """Query heads of one program. Others read the same latents, which lie in a cache that all multiprocessors share by
 then: with more of them a row's sums, of hundreds of numbers, would leave the registers."""
-_ROWS, _EXACT_ROWS = 32, 16
+_ROWS, _FEW_ROWS = 32, 16
 """Rows of one program, a row being a token's query for one head, where chunks of several tokens are computed; the
-latter in float32, whose latents take twice the shared memory."""
+latter in float32, whose latents take twice the shared memory, and of latents whose sums would leave the registers."""
+_WIDE = 512
+"""Numbers of a latent above which they would."""
 _LONG = 256
 """Tokens before a chunk whose context has two parts."""
 
@@ -45,21 +47,26 @@ class LatentKernelShape:
     warps: int
     precision: str
     softmax_scale: float
+    window: int
+    chunk: int
 
     @classmethod
     def of(cls, shape: CacheShape, dtype: torch.dtype) -> LatentKernelShape:
         exact = dtype == torch.float32  # no tensor cores: factors stand in registers, so few keys and many warps
+        few = exact or shape.values_in_keys > _WIDE
         return cls(
             heads=shape.heads,
             rank=shape.values_in_keys,
             behind=shape.head_dim - shape.values_in_keys,
             block_size=shape.block_size,
-            rows=_EXACT_ROWS if exact else _ROWS,
+            rows=_FEW_ROWS if few else _ROWS,
             keys_at_once=16 if exact else 32,
             stages=1 if exact else 2,
             warps=16 if exact else 8,
             precision="ieee" if exact else "tf32",
             softmax_scale=shape.softmax_scale,
+            window=shape.kind.window,
+            chunk=shape.kind.chunk,
         )
 
     @property
@@ -83,6 +90,8 @@ class LatentKernelShape:
             "TOKENS": tokens,
             "GROUP": group,
             "ROWS": _filled_up(tokens * group),
+            "WINDOW": self.window,
+            "CHUNK": self.chunk,
             "RANK": self.rank,
             "BEHIND": self.behind,
             "DIMS": self.dims,

@@ -1,12 +1,12 @@
 """Triton kernels of attention over a paged cache of latents: one head's keys, whose first numbers are their values, so
-that both are read once. Otherwise as `triton_kernels`, and without windows."""
+that both are read once. Otherwise as `triton_kernels`."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from llm_service.layers.attention.triton_kernels import _item_of
+from llm_service.layers.attention.triton_kernels import _first_seen, _item_of
 
 
 @triton.jit
@@ -33,6 +33,8 @@ def _attend_to_latents(
     end,
     scale,
     MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     RANK: tl.constexpr,
     BEHIND: tl.constexpr,
     DIMS: tl.constexpr,
@@ -42,8 +44,8 @@ def _attend_to_latents(
     PRECISION: tl.constexpr,
 ):
     """Takes the keys of positions [begin, end) into each row's sum, BLOCK_N at a time: RANK numbers, which are values
-    too, and BEHIND more. Where it is MASKED a row sees those up to its `last`; else every row sees all, and BLOCK_N
-    divides their number."""
+    too, and BEHIND more. Where it is MASKED a row sees those up to its `last`, from `_first_seen` on; else every row
+    sees all, and BLOCK_N divides their number."""
     dims = tl.arange(0, DIMS)
     behind = tl.arange(0, DIMS_BEHIND)
     for start in range(begin, end, BLOCK_N):
@@ -59,7 +61,10 @@ def _attend_to_latents(
         scores = tl.dot(q, tl.trans(v), input_precision=PRECISION)
         scores = tl.dot(q_behind, k_behind, scores, input_precision=PRECISION) * scale
         if MASKED:
-            scores = tl.where(inside[None, :] & (positions[None, :] <= last[:, None]), scores, float("-inf"))
+            seen = inside[None, :] & (positions[None, :] <= last[:, None])
+            if WINDOW + CHUNK > 0:
+                seen = seen & (positions[None, :] >= _first_seen(last, WINDOW, CHUNK)[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
         against = tl.where(higher == float("-inf"), 0.0, higher)  # a row may have seen nothing yet
         weights = tl.exp2(scores - against[:, None])
@@ -92,6 +97,8 @@ def latent_kernel(
     TOKENS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     RANK: tl.constexpr,
     BEHIND: tl.constexpr,
     DIMS: tl.constexpr,
@@ -122,6 +129,8 @@ def latent_kernel(
     begin = own * share
     reached = tl.minimum(length, length - count + first + TOKENS)
     end = tl.minimum(begin + share, reached)
+    if WINDOW + CHUNK > 0:
+        begin = tl.maximum(begin, _first_seen(length - count + first, WINDOW, CHUNK))
 
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, DIMS)
@@ -141,15 +150,23 @@ def latent_kernel(
     table = block_table + sequence * table_stride
     middle = begin
     if TOKENS > 1:  # a single token's few rows are not worth the registers of two loops
+        if WINDOW + CHUNK > 0:  # keys before those that every row sees
+            early = tl.minimum(end, _first_seen(length - count + first + TOKENS - 1, WINDOW, CHUNK)) - begin
+            begin += (tl.maximum(early, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+            begin = tl.minimum(begin, end)
+            highest, total, mixed = _attend_to_latents(
+                highest, total, mixed, q, q_behind, last, keys, table, middle, begin, scale,
+                True, WINDOW, CHUNK, RANK, BEHIND, DIMS, DIMS_BEHIND, BLOCK_SIZE, BLOCK_N, PRECISION,
+            )  # fmt: skip
         plain = tl.maximum(tl.minimum(end, length - count + first + 1) - begin, 0)  # keys that every row sees
         middle = begin + plain // BLOCK_N * BLOCK_N
         highest, total, mixed = _attend_to_latents(
             highest, total, mixed, q, q_behind, last, keys, table, begin, middle, scale,
-            False, RANK, BEHIND, DIMS, DIMS_BEHIND, BLOCK_SIZE, BLOCK_N, PRECISION,
+            False, 0, 0, RANK, BEHIND, DIMS, DIMS_BEHIND, BLOCK_SIZE, BLOCK_N, PRECISION,
         )  # fmt: skip
     highest, total, mixed = _attend_to_latents(
         highest, total, mixed, q, q_behind, last, keys, table, middle, end, scale,
-        True, RANK, BEHIND, DIMS, DIMS_BEHIND, BLOCK_SIZE, BLOCK_N, PRECISION,
+        True, WINDOW, CHUNK, RANK, BEHIND, DIMS, DIMS_BEHIND, BLOCK_SIZE, BLOCK_N, PRECISION,
     )  # fmt: skip
 
     if room < 0:

@@ -28,8 +28,14 @@ def test_every_back_end_computes_the_same(name: str, counts: tuple[int, ...]) ->
 @pytest.mark.parametrize("name", ["torch", "triton"])
 @pytest.mark.parametrize(
     "shape",
-    [latents_of(72, 64, heads=6), latents_of(24, 20, heads=1), latents_of(block_size=1), latents_of(heads=48)],
-    ids=["six heads", "no powers of two", "blocks of 1", "several groups of heads"],
+    [
+        latents_of(72, 64, heads=6),
+        latents_of(24, 20, heads=1),
+        latents_of(block_size=1),
+        latents_of(heads=48),
+        latents_of(528, 520, heads=2),
+    ],
+    ids=["six heads", "no powers of two", "blocks of 1", "several groups of heads", "wide latents"],
 )
 def test_heads_and_latents_of_any_size(name: str, shape: CacheShape) -> None:
     Case.random(shape, (1, 1, 20, 1), torch.float32, 7).check(choose(name, shape, torch.float32, CPU))
@@ -41,11 +47,14 @@ def test_half_precision(name: str) -> None:
     Case.random(shape, (1, 1, 40), torch.float16, 3).check(choose(name, shape, torch.float16, CPU))
 
 
+@pytest.mark.parametrize("window", [0, 50])
 @pytest.mark.parametrize("tile", [2, 5, 40])
-def test_parts_of_contexts_and_tokens_with_their_drafts(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_contexts_and_tokens_with_their_drafts(
+    tile: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention_metadata, "_LEAST", 16)
     monkeypatch.setattr(attention_metadata, "_MULTIPLE", 16)
-    shape = latents_of(heads=8)
+    shape = replace(latents_of(heads=8), kind=AttentionKind(window=window))
     backend: Any = choose("triton", shape, torch.float32, CPU)
     backend.tiling = Tiling(6, tile, singles=tile == 2)
     case = Case.random(shape, (1, 1, 5), torch.float32, tile)
@@ -56,12 +65,19 @@ def test_parts_of_contexts_and_tokens_with_their_drafts(tile: int, monkeypatch: 
     case.check(backend)
 
 
-def test_windows_and_spans_are_torch_s() -> None:
+@pytest.mark.parametrize("kind", [AttentionKind(window=5), AttentionKind(window=24), AttentionKind(chunk=16)], ids=str)
+@pytest.mark.parametrize("counts", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_windows_and_chunks_of_sequences(name: str, counts: tuple[int, ...], kind: AttentionKind) -> None:
+    shape = replace(latents_of(), kind=kind)
+    Case.random(shape, counts, torch.float32, 4).check(choose(name, shape, torch.float32, CPU))
+
+
+def test_spans_are_torch_s() -> None:
     shape = replace(latents_of(), kind=AttentionKind(window=24, spans=True))
     case = Case.random(shape, WAYS["mixed"], torch.float32, 2)
-    case.check(choose("torch", shape, torch.float32, CPU), [(2, 30), (34, 67)])
-    with pytest.raises(CheckpointError, match="--attention triton cannot be used: it knows no windows over latents"):
-        choose("triton", shape, torch.float32, CPU)
+    for name in ("torch", "triton"):
+        case.check(choose(name, shape, torch.float32, CPU), [(2, 30), (34, 67)])
 
 
 def test_scores_of_many_queries_are_computed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
