@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 
 from encoder_service.models import rotary_kernel, varlen_attention
 from llm_service.layers.attention import triton_kernels
-from llm_service.layers.attention.backend import CAUSAL, CacheShape
+from llm_service.layers.attention.backend import CAUSAL, AttentionKind, CacheShape
 from llm_service.layers.attention.latent_triton import LatentKernelShape
 from llm_service.layers.attention.triton_backend import COMBINED, KernelShape
 from llm_service.layers.gdn.backend import CHUNK, GdnShape
@@ -201,6 +201,17 @@ def latents(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
     return made | {"latent store": compiled(capability, latent_kernels.store_latents_kernel, dtype, WIDTH=1024)}
 
 
+def wide_latents(capability: int) -> dict[str, Needs]:
+    """The same over latents of 1024 numbers within windows, in bfloat16, as dots3-note has them."""
+    seen = AttentionKind(window=512)
+    shape = LatentKernelShape.of(CacheShape(1, 1, 16, 64, 1, 1088, seen, 1024), torch.bfloat16)
+    kernel, sums = latent_kernels.latent_kernel, ("mixtures", "maxima", "sums")
+    return {
+        f"wide latents {name}": compiled(capability, kernel, torch.bfloat16, sums, **shape.constants(tokens))
+        for name, tokens in (("decode", 1), ("prefill", shape.tile))
+    }
+
+
 def vision(capability: int, dtype: torch.dtype, head: int) -> dict[str, Needs]:
     """As the towers launch their attention, over whole pictures and over windows, and their rotary positions."""
     kernel = varlen_attention._varlen_attention
@@ -319,6 +330,8 @@ def main(capability: int, types: list[torch.dtype], states: list[torch.dtype]) -
     for dtype in types:
         if dtype != torch.float16:
             found |= {f"{kernel} {_NAMES[dtype]}": taken for kernel, taken in latents(capability, dtype).items()}
+    if torch.float32 in types:
+        found |= wide_latents(capability)
     for dtype in states:
         found |= {
             f"delta net {kernel} {_NAMES[dtype]}": taken for kernel, taken in delta_net(capability, dtype).items()

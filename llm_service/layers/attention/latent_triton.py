@@ -60,7 +60,7 @@ class LatentKernelShape:
             behind=shape.head_dim - shape.values_in_keys,
             block_size=shape.block_size,
             rows=_FEW_ROWS if few else _ROWS,
-            keys_at_once=16 if exact else 32,
+            keys_at_once=16 if few else 32,
             stages=1 if exact else 2,
             warps=16 if exact else 8,
             precision="ieee" if exact else "tf32",
