@@ -168,6 +168,8 @@ def int8_blocks(capability: int) -> dict[str, Needs]:
         f"int8 {name}": compiled(capability, kernel, torch.bfloat16, sums, _IN_8_BITS, **same, **shape.rows(tokens))
         for name, tokens in (("decode", 1), ("verify", 5), ("prefill", shape.tile))
     }
+    capped = replace(shape, softcap=50.0).rows(shape.tile)
+    made["int8 capped"] = compiled(capability, kernel, torch.bfloat16, sums, _IN_8_BITS, **same, **capped)
     store, sizes = triton_kernels.store_int8_kernel, {"HEADS": 2, "HEAD_DIM": 128, "DIMS": 128, "BLOCK_SIZE": 16}
     return made | {"int8 store": compiled(capability, store, torch.bfloat16, types=_IN_8_BITS, **sizes)}
 
@@ -186,6 +188,8 @@ def wide_heads(capability: int, head_dim: int, group: int) -> dict[str, Needs]:
             ("decode", shape, 1),
             ("prefill", shape, shape.tile),
             ("windows", replace(shape, window=1024), shape.tile),
+            ("capped decode", replace(shape, softcap=50.0), 1),
+            ("capped windows", replace(shape, window=1024, softcap=50.0), shape.tile),
         )
     }
 

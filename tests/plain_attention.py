@@ -49,6 +49,8 @@ def paged_attention(
             mask &= torch.ones_like(mask).triu(length - (end - begin) + 1 - kind.window)
         for run in runs if kind.whole_spans else ():
             mask[run] = True
+        for here, there in runs if kind.prompt_spans else ():
+            mask[here, : there.stop] = True
         if kind.joined_spans:
             own = torch.zeros(end - begin, dtype=torch.bool, device=query.device)
             for here, _ in runs:
@@ -57,9 +59,10 @@ def paged_attention(
         if kind.chunk:
             part = position // kind.chunk
             mask &= part == part[length - (end - begin) :].unsqueeze(1)
-        weights = (
-            (q @ k.transpose(1, 2) * kind.softmax_scale(query.shape[-1])).masked_fill(~mask, -torch.inf).softmax(-1)
-        )
+        scores = q @ k.transpose(1, 2) * kind.softmax_scale(query.shape[-1])
+        if kind.softcap is not None:
+            scores = kind.softcap * torch.tanh(scores / kind.softcap)
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
         out[begin:end] = (weights @ v).transpose(0, 1).to(query.dtype)
     return out.flatten(1)
 

@@ -17,7 +17,7 @@ from common.cpu import vectors
 from common.cpu.jit import Array, Typed, compiled, inner
 from common.cpu.vectors.llvm import FLOAT, LANES
 from common.cpu.vectors.pairs import HALF, copy, interleave, transpose
-from common.cpu.vectors.powers import hide_others, highest, to_short_powers
+from common.cpu.vectors.powers import cap, hide_others, highest, to_short_powers
 from common.cpu.vectors.products import NOTHING, add_products
 from common.cpu.vectors.stored import rounded
 
@@ -108,10 +108,13 @@ def _add_values(sums: Any, weights: Any, lanes: Any, rows: Any) -> None:
 
 
 @inner
-def attend_tile(sums: Any, total: Any, query: Any, panels: Any, lanes: Any, seen: Any, scale: Any) -> None:
+def attend_tile(
+    sums: Any, total: Any, query: Any, panels: Any, lanes: Any, seen: Any, scale: Any, softcap: Any
+) -> None:
     """Adds to float32 sums [24, parts · width] and total [24], both zero, the weighed values of uint32 query [n,
     words], n ≤ 24, of one head, and their weights. Query i sees keys [seen[i, 0], seen[i, 1]), neither of which falls
-    from query to query; they are in panels [p, padded, 64], their values in lanes [p, parts, 32, width].
+    from query to query; they are in panels [p, padded, 64], their values in lanes [p, parts, 32, width]. `scale`
+    includes log2 e, and so does `softcap`, below which scores are drawn, 0: they are not.
 
     All scores of a stretch of keys are known before they are weighed. A query may see none of the first stretches.
     """
@@ -122,7 +125,7 @@ def attend_tile(sums: Any, total: Any, query: Any, panels: Any, lanes: Any, seen
     for index in range(rows):
         for word in range(words):
             numbers[index, word] = query[index, word]
-    last = seen[rows - 1, 1]
+    last, steps = seen[rows - 1, 1], np.float32(1.0) if softcap > np.float32(0.0) else scale
     for start in range(seen[0, 0] // STRETCH * STRETCH, last, STRETCH):
         wide = (min(STRETCH, last - start) + WIDTH - 1) // WIDTH
         for index in range(TILE):
@@ -137,17 +140,20 @@ def attend_tile(sums: Any, total: Any, query: Any, panels: Any, lanes: Any, seen
                 )
                 add_products(_ROWS, _VECTORS, _VECTORS, NOTHING, _PAIRS, places, words)
         for index in range(rows):
+            here = scores[index].ctypes.data
+            if softcap > np.float32(0.0):
+                cap(here, wide, scale, softcap)
             hide_others(scores[index], seen[index, 0] - start, seen[index, 1] - start, wide * WIDTH)
-            above, here = max(most[index], highest(scores[index].ctypes.data, wide) * scale), scores[index].ctypes.data
+            above = max(most[index], highest(here, wide) * steps)
             if above == -np.inf:  # it has seen nothing yet
-                to_short_powers(shorts[index].ctypes.data, here, wide, scale, np.float32(0.0))
+                to_short_powers(shorts[index].ctypes.data, here, wide, steps, np.float32(0.0))
                 continue
             if start and above > most[index]:
                 less = np.exp2(most[index] - above)
                 total[index] *= less
                 sums[index] *= less
             most[index] = above
-            total[index] += to_short_powers(shorts[index].ctypes.data, here, wide, scale, above)
+            total[index] += to_short_powers(shorts[index].ctypes.data, here, wide, steps, above)
         for panel in range(wide):
             weights = shorts[:, panel * WIDTH // 2 : (panel + 1) * WIDTH // 2]
             _add_values(sums, weights, lanes[start // WIDTH + panel], rows)
@@ -161,7 +167,7 @@ def _attend_segment(out: Any, query: Any, panels: Any, lanes: Any, known: Any, s
     sums, total = np.zeros((TILE, lanes.shape[1] * lanes.shape[3]), np.float32), np.zeros(TILE, np.float32)
     seen = np.zeros((rows, 2), np.int64)
     seen[:, 1] = known
-    attend_tile(sums, total, query, panels, lanes, seen, scale)
+    attend_tile(sums, total, query, panels, lanes, seen, scale, np.float32(0.0))
     for index in range(rows):
         share = np.float32(1.0) / total[index]
         for word in range(words):

@@ -61,8 +61,8 @@ OF_PROMPTS = (SpanRule.WHOLE_PROMPTS, SpanRule.ALL_MEDIA)
 class LayerKind:
     """What one decoder layer is made of. Where its mixer is attention a token sees `window` tokens, 0: all before it,
     and with `spans` those of its own run of media rows, with `whole_spans` all of these, and with `joined_spans` those
-    of all such runs; with a `chunk`, none before
-    the chunk of so many tokens that it is in. `keys_of` is the layer, counted from 0, whose keys and values it attends
+    of all such runs, with `prompt_spans` all that is before these; with a `chunk`, none before the chunk of so many
+    tokens that it is in. `keys_of` is the layer, counted from 0, whose keys and values it attends
     to, None: its own. `wide`: its dense feed-forward part is twice as wide as others. `gates` are those of a dense part
     and of what all tokens go through beside experts, `expert_gates` those of experts, None: the activation that the
     configuration names. A dense part has `inner` numbers between its products, 0: as many as others."""
@@ -80,6 +80,7 @@ class LayerKind:
     joined_spans: bool = False
     cut_share: float = 0.0
     inner: int = 0
+    prompt_spans: bool = False
 
     @property
     def is_local(self) -> bool:

@@ -1,8 +1,14 @@
-"""Gemma's text, which PaliGemma has, and Gemma 3's, which several kinds of models have."""
+"""Gemma's text and Gemma 2's, which PaliGemma has, and Gemma 3's, which several kinds of models have."""
 
 from __future__ import annotations
 
 from llm_service.families.family import WINDOWED, Family, LayerNorms
+
+_FOUR_NORMS = LayerNorms(
+    feed_forward_in="pre_feedforward_layernorm",
+    mixer_out="post_attention_layernorm",
+    feed_forward_out="post_feedforward_layernorm",
+)
 
 GEMMA_TEXT = Family(
     {},
@@ -18,14 +24,32 @@ GEMMA_TEXT = Family(
         "tie_word_embeddings": True,
     },
 )
+GEMMA2_TEXT = Family(
+    {},
+    norms=_FOUR_NORMS,
+    zero_centred_norms=True,
+    scaled_embeddings=True,
+    mixers=WINDOWED,
+    text_defaults={
+        "vocab_size": 256_000,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 8192,
+        "query_pre_attn_scalar": 256,
+        "use_sliding_window": True,
+        "sliding_window_pattern": 2,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": True,
+    },
+)
 GEMMA3_TEXT = Family(
     {},
     qk_norm=True,
-    norms=LayerNorms(
-        feed_forward_in="pre_feedforward_layernorm",
-        mixer_out="post_attention_layernorm",
-        feed_forward_out="post_feedforward_layernorm",
-    ),
+    norms=_FOUR_NORMS,
     zero_centred_norms=True,
     scaled_embeddings=True,
     mixers=WINDOWED,

@@ -12,7 +12,7 @@ from llm_service.families.deepseek import DEEPSEEK_V3_TEXT, MISTRAL4_TEXT
 from llm_service.families.ernie import ERNIE_TEXT
 from llm_service.families.exaone4 import EXAONE4_TEXT
 from llm_service.families.family import WINDOWED, Family, Mixer
-from llm_service.families.gemma3 import GEMMA3_TEXT, GEMMA_TEXT
+from llm_service.families.gemma3 import GEMMA2_TEXT, GEMMA3_TEXT, GEMMA_TEXT
 from llm_service.families.gemma4 import GEMMA3N_TEXT, GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT
 from llm_service.families.glm4v import GLM4V_MOE_TEXT, GLM4V_TEXT, GLM_OCR_TEXT
 from llm_service.families.granite import GRANITE_TEXT, HYPERCLOVAX_TEXT
@@ -60,6 +60,7 @@ TEXT_FAMILIES: Final = {
     "ernie4_5_vl_moe_text": ERNIE_TEXT,
     "exaone4": EXAONE4_TEXT,
     "gemma": GEMMA_TEXT,
+    "gemma2": GEMMA2_TEXT,
     "gemma3_text": GEMMA3_TEXT,
     "gemma3n_text": GEMMA3N_TEXT,
     "gemma4_text": GEMMA4_TEXT,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -85,20 +85,20 @@ class TextConfig:
     of queries and keys are normed. `out_eps` is that of norms behind parts of layers, None: the usual. `gates` and
     `expert_gates`, where they are not empty, have one of what `LayerKind` calls so for each layer. `spans`: in which
     layers rows of one run see each other. `attention_scale` is what products of queries and keys are multiplied by,
-    None: head_dim^-0.5. Short convolutions see `convolution_width` tokens. `full_heads` are those of keys and values in
-    layers without a window, where they are others, `local_heads` those of queries in layers with one. The last
-    `shared_layers` attend to keys and values of the last one before them that has their window, and with `wide_shared`
-    their feed-forward parts are twice as wide. `latent`: the heads of layers with latent attention. `layer_inputs`:
-    layers have inputs of their own. All that enters the first layer, rows of media as well, is multiplied by
-    `embedding_multiplier`, and what each part of a layer adds by `residual_multiplier`. Logits are multiplied by
-    `logit_scale`; `logit_cap` is what none exceeds: cap · tanh(x / cap). Levels of rows, the first as well, are added
-    before the `level_layers`, which are of the library's configurations; where it is empty, the first is among
-    embeddings, and the others are added behind the first layers. `index`, `streams` and `ngrams` are where layers have
-    such. The table of tokens has `table_rows`, 0: as many as the head has. Where all media of a prompt see each other
-    these are the tokens `together`; with `adds_rows` rows are added to what the table has for their places.
-    `alternating`: there are several streams, of which layers compute one. `cut_shares` and `inner_sizes`, where they
-    are not empty, have one of what `LayerKind` calls so for each layer. `mark_tables` are those of marks, of the
-    library's models.
+    None: head_dim^-0.5, and `attention_cap` is what scores are drawn below, as `logit_cap` is of logits. Short
+    convolutions see `convolution_width` tokens. `full_heads` are those of keys and values in layers without a window,
+    where they are others, `local_heads` those of queries in layers with one. The last `shared_layers` attend to keys
+    and values of the last one before them that has their window, and with `wide_shared` their feed-forward parts are
+    twice as wide. `latent`: the heads of layers with latent attention. `layer_inputs`: layers have inputs of their own.
+    All that enters the first layer, rows of media as well, is multiplied by `embedding_multiplier`, and what each part
+    of a layer adds by `residual_multiplier`. Logits are multiplied by `logit_scale`; `logit_cap` is what none exceeds:
+    cap · tanh(x / cap). Levels of rows, the first as well, are added before the `level_layers`, which are of the
+    library's configurations; where it is empty, the first is among embeddings, and the others are added behind the
+    first layers. `index`, `streams` and `ngrams` are where layers have such. The table of tokens has `table_rows`, 0:
+    as many as the head has. Where all media of a prompt see each other these are the tokens `together`; with
+    `adds_rows` rows are added to what the table has for their places. `alternating`: there are several streams, of
+    which layers compute one. `cut_shares` and `inner_sizes`, where they are not empty, have one of what `LayerKind`
+    calls so for each layer. `mark_tables` are those of marks, of the library's models.
 
     Where `experts` is above 0, every `sparse_step`-th layer but those in `dense_layers` is a mixture of experts, with a
     shared one beside them where `shared_expert_size` is above 0. `grouped`: in which groups they are, if in any. They
@@ -144,6 +144,7 @@ class TextConfig:
     window_rotary: RotaryConfig | None = None
     spans: SpanRule = SpanRule.NOWHERE
     attention_scale: float | None = None
+    attention_cap: float | None = None
     full_heads: HeadShape | None = None
     local_heads: int | None = None
     shared_layers: int = 0
@@ -214,6 +215,7 @@ class TextConfig:
             gates=self.gates[layer] if self.gates else None,
             expert_gates=self.expert_gates[layer] if self.expert_gates else None,
             joined_spans=self.spans is SpanRule.ALL_MEDIA,
+            prompt_spans=self.spans is SpanRule.WHOLE_PROMPTS,
             cut_share=self.cut_shares[layer] if self.cut_shares else 0.0,
             inner=self.inner_sizes[layer] if self.inner_sizes else 0,
         )
@@ -346,6 +348,7 @@ class TextConfig:
             qk_norm=family.qk_norm and bool(text.get("use_qk_norm", True)),
             window_rotary=local,
             attention_scale=_attention_scale(text, head_dim),
+            attention_cap=_attention_cap(text, mixers),
             full_heads=full,
             local_heads=local_heads(text, types),
             out_eps=None if (eps := text.get("post_norm_eps")) is None else float(eps),
@@ -410,6 +413,15 @@ def _attention_scale(text: Mapping[str, Any], head_dim: int) -> float | None:
     if (factor := text.get("qk_scale_factor")) is not None:  # of what is multiplied by head_dim^-0.5 as well
         return float(factor) / math.sqrt(head_dim)
     return None if scalar is None else float(scalar) ** -0.5
+
+
+def _attention_cap(text: Mapping[str, Any], mixers: Iterable[Mixer]) -> float | None:
+    """Raises CheckpointError where layers have one that do not know any."""
+    if (cap := text.get("attn_logit_softcapping")) is None:
+        return None
+    if others := [each for each in mixers if each in (Mixer.LATENT_ATTENTION, Mixer.INDEXED_ATTENTION)]:
+        raise CheckpointError(f"soft caps of scores are not supported in {others[0].value}")
+    return float(cap)
 
 
 def _multiplier(text: Mapping[str, Any], name: str) -> float:

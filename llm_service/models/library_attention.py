@@ -89,7 +89,6 @@ def layer_of(module: nn.Module) -> int:
 def beyond_kernels(rule: AttentionRule) -> str:
     """What our decoder's back ends do not know of a rule, if there is anything."""
     asked = {
-        "scores have a cap": rule.softcap,
         "heads have sinks": rule.sinks,
         "layers attend within chunks": rule.chunk,
         "layers choose by an index what they see": rule.chosen,
@@ -102,4 +101,4 @@ def kind_of(rule: AttentionRule, spans: SpanRule) -> AttentionKind:
     in_windows = spans is SpanRule.IN_WINDOWS and rule.window is not None
     whole = spans is SpanRule.BEYOND_WINDOWS
     seeing = in_windows or whole or spans is SpanRule.EVERYWHERE
-    return AttentionKind(rule.window or 0, seeing, rule.scale, whole)
+    return AttentionKind(rule.window or 0, seeing, rule.scale, whole, softcap=rule.softcap)

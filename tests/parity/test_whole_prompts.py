@@ -23,6 +23,7 @@ from llm_service.engine.sequence import Sequence
 from llm_service.families.family import SpanRule
 from llm_service.layers.attention import general_backend
 from llm_service.layers.self_attention import SelfAttention
+from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.served import ServedModel
 from llm_service.models.trial import drawn_prompt, try_config, try_ours, try_out
 from llm_service.prompt.builder import PromptBuilder
@@ -61,13 +62,13 @@ def case_of(recipe: Recipe, folder: Path) -> Case:
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """Of a text with windows, shorter than prompts, and with soft caps, which the library computes."""
+    """Of a text with windows, shorter than prompts, and with soft caps."""
     return case_of(PALIGEMMA_2, tmp_path_factory.mktemp("paligemma2"))
 
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """Of a text without either, which our decoder computes."""
+    """Of a text without either."""
     return case_of(RECIPES["paligemma"], tmp_path_factory.mktemp("paligemma"))
 
 
@@ -77,14 +78,14 @@ def either(request: pytest.FixtureRequest) -> Case:
     return found
 
 
-def test_ids_and_tokens_are_the_library_s(ours: Case) -> None:
-    assert {"text", "one picture", OURS} <= compare(ours.served, STEP)
+def test_ids_and_tokens_are_the_library_s(either: Case) -> None:
+    assert {"text", "one picture", OURS} <= compare(either.served, STEP)
 
 
-def test_so_they_are_where_windows_are_shorter_than_prompts(case: Case) -> None:
-    names = compare(case.served, STEP)
-    assert {"text", "one picture"} <= names
-    assert OURS not in names
+def test_they_are_those_of_either_decoder(case: Case) -> None:
+    engine = case.served.engine(step_tokens=STEP, by_library=True)
+    assert isinstance(engine.decoder, LibraryDecoder)
+    assert case.said_by(engine) == case.expected
 
 
 def test_after_a_preemption_an_answer_is_computed_again_and_sees_what_is_before_it_alone(either: Case) -> None:
@@ -146,10 +147,20 @@ def test_a_trial_tells_other_masks(case: Case, wrong: SpanRule | None, monkeypat
         try_out(case.served.folder)
 
 
-@pytest.mark.parametrize("wrong", [{"spans": False}, {"window": 8}])
-def test_a_trial_of_our_decoder_tells_other_masks(
-    wrong: dict[str, Any], ours: Case, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("of", "wrong"),
+    [
+        ("ours", {"spans": False}),
+        ("ours", {"window": 8}),
+        ("case", {"prompt_spans": False}),
+        ("case", {"softcap": None}),
+        ("case", {"softcap": 25.0}),
+    ],
+)
+def test_a_trial_of_our_decoder_tells_other_masks_and_caps(
+    of: str, wrong: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ours: Case = request.getfixturevalue(of)
     assert try_ours(ours.served.folder).spans is SpanRule.WHOLE_PROMPTS
     right = SelfAttention.cache_spec
     monkeypatch.setattr(

@@ -18,6 +18,7 @@ from tools.launcher import Service
 from tools.models.compare import OURS, RANKS, SOUND, TWO, VIDEO, Reference, picture, sounding_prompts, through_services
 from tools.models.recipes import RECIPES
 from tools.models.recipes.sounds import HEARING_BY_ADAPTER
+from tools.models.recipes.spans import PALIGEMMA_2
 from tools.models.tiny import make, make_by
 from twinlens import image, user, video
 
@@ -51,6 +52,13 @@ def test_ids_and_greedy_tokens_are_the_library_s(kind: str, more: set[str], tmp_
     found = through_services(make(kind, tmp_path), RECIPES[kind].step_tokens)
     assert {"one picture", TWO, RANKS} | more < found
     assert (OURS in found) == (OURS in more)
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+def test_so_they_are_where_scores_have_a_cap_and_whole_prompts_see_beyond_windows(tmp_path: Path) -> None:
+    found = through_services(make_by(PALIGEMMA_2, tmp_path), PALIGEMMA_2.step_tokens)
+    assert {"one picture", TWO, RANKS, OURS} < found
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors

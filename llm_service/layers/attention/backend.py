@@ -19,7 +19,8 @@ class AttentionKind:
     span see each other as well, with `whole_spans` all of these, whatever the window. Products of queries and keys are
     multiplied by `scale`, None: by head_dim^-0.5. With a `chunk` sequences are cut into chunks of so many tokens, and a
     token sees none before its own. With `joined_spans` those of all spans of a chunk see each other, whatever the
-    window."""
+    window; with `prompt_spans` those of a span see all that is before them as well, whatever the window. Scores are
+    drawn below `softcap` by its hyperbolic tangent before anything is hidden, None: they are as they are."""
 
     window: int = 0
     spans: bool = False
@@ -27,6 +28,8 @@ class AttentionKind:
     whole_spans: bool = False
     chunk: int = 0
     joined_spans: bool = False
+    prompt_spans: bool = False
+    softcap: float | None = None
 
     @property
     def is_local(self) -> bool:
@@ -48,6 +51,15 @@ class AttentionKind:
         first = max(0, position + 1 - self.window) if self.window else 0
         return max(first, position // self.chunk * self.chunk) if self.chunk else first
 
+    def first_of(self, chunk: PagedChunk, spans: Sequence[Span]) -> int:
+        """The first position that any token of a chunk sees, whose spans these are.
+
+        >>> whole = AttentionKind(window=4, spans=True, prompt_spans=True)
+        >>> whole.first_of(PagedChunk(9, 5, []), []), whole.first_of(PagedChunk(9, 5, []), [(0, 4)])
+        (6, 0)
+        """
+        return 0 if self.prompt_spans and spans else self.first_seen(chunk.context)
+
     def seen(self, chunk: PagedChunk, spans: Sequence[Span] = ()) -> np.ndarray:
         """The positions [begin, end) that each token of a chunk sees, int64 [count, 2]; spans are those of the chunk,
         each by itself.
@@ -66,6 +78,8 @@ class AttentionKind:
             seen[begin:end, 1] = chunk.context + end
             if self.whole_spans:
                 seen[begin:end, 0] = np.minimum(seen[begin:end, 0], chunk.context + begin)
+            if self.prompt_spans:
+                seen[begin:end, 0] = 0
         if self.chunk:
             firsts = places // self.chunk * self.chunk
             seen = np.stack([np.maximum(seen[:, 0], firsts), np.minimum(seen[:, 1], firsts + self.chunk)], axis=1)

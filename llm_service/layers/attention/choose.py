@@ -85,6 +85,8 @@ def _triton(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Atte
     if shape.values_in_keys:
         from llm_service.layers.attention.latent_triton import LatentTritonBackend
 
+        if shape.kind.softcap is not None:
+            return "it knows no soft caps of scores over latents"
         return LatentTritonBackend(shape, dtype, device)
     from llm_service.layers.attention.triton_backend import TritonBackend
 
@@ -106,8 +108,10 @@ def _flash(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Atten
         return f"it knows heads of {_WIDEST_OF_FLASH} numbers at most, and some have {shape.head_dim}"
     from llm_service.layers.attention import flash_backend
 
-    if (compute := flash_backend.find(shape.block_size)) is None:
-        return "flash-attn 3 is not installed, nor version 2 with a --block-size that is a multiple of 256"
+    capped = shape.kind.softcap is not None
+    if (compute := flash_backend.find(shape.block_size, softcap=capped)) is None:
+        which = "with soft caps of scores " if capped else ""
+        return f"flash-attn 3 {which}is not installed, nor version 2 with a --block-size that is a multiple of 256"
     return flash_backend.FlashBackend(shape, device, compute)
 
 

@@ -4,6 +4,7 @@ multiple of 256 tokens. Half-precision types alone. It knows no spans: torch com
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,12 +60,18 @@ class FlashBatch:
         return self.compute(query, cache[0], cache[1], self.metadata, self.shape).flatten(1)
 
 
-def find(block_size: int) -> Compute | None:
-    """The newest version of the library that is here and can read blocks of this size."""
-    if (with_cache := _imported("flash_attn_interface", "flash_attn_with_kvcache")) is not None:
+def find(block_size: int, *, softcap: bool = False) -> Compute | None:
+    """The newest version of the library that is here and can read blocks of this size, and with `softcap` has soft caps
+    of scores."""
+    with_cache = _imported("flash_attn_interface", "flash_attn_with_kvcache")
+    if with_cache is not None and (_knows_caps(with_cache) or not softcap):
         return _version_3(with_cache)
     varlen = _imported("flash_attn", "flash_attn_varlen_func") if block_size % _PAGE_OF_VERSION_2 == 0 else None
-    return None if varlen is None else _version_2(varlen)
+    return _version_2(varlen) if varlen is not None and (_knows_caps(varlen) or not softcap) else None
+
+
+def _knows_caps(compute: Any) -> bool:
+    return "softcap" in inspect.signature(compute).parameters
 
 
 def _imported(module: str, name: str) -> Any:
@@ -78,7 +85,8 @@ def _imported(module: str, name: str) -> Any:
 def _rule(shape: CacheShape) -> dict[str, Any]:
     """How layers attend, as both versions are told: of what is before a token all, or so much."""
     before = shape.kind.window - 1 if shape.kind.window else -1
-    return {"softmax_scale": shape.softmax_scale, "causal": True, "window_size": (before, 0 if before >= 0 else -1)}
+    rule = {"softmax_scale": shape.softmax_scale, "causal": True, "window_size": (before, 0 if before >= 0 else -1)}
+    return rule if shape.kind.softcap is None else {**rule, "softcap": shape.kind.softcap}
 
 
 def _version_3(with_cache: Any) -> Compute:

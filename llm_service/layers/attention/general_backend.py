@@ -14,6 +14,7 @@ from torch.nn import functional
 from llm_service.families.family import SpanRule
 from llm_service.layers.attention.backend import CacheShape, PagedChunk, Span
 from llm_service.layers.attention.one_head import attend_to_one
+from llm_service.layers.attention.scored import attend_by_scores
 from llm_service.layers.index_keys import ROOM, Chosen, IndexQuery, choose, mask_of
 
 
@@ -188,17 +189,9 @@ def softmax_scale(scale: float | None, width: int) -> float:
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rule: AttentionRule) -> Tensor:
     """query [count, heads, width]; key [total, kv_heads, width], value [total, kv_heads, depth] → [count, heads,
     depth]."""
+    if rule.softcap is not None or rule.sinks is not None:
+        scale = softmax_scale(rule.scale, query.shape[-1])
+        return attend_by_scores(query, key, value, mask, scale=scale, softcap=rule.softcap, sinks=rule.sinks)
     q, k, v = (each.transpose(0, 1) for each in (query, key, value))
-    if rule.softcap is None and rule.sinks is None:
-        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rule.scale, enable_gqa=True)
-        return out.transpose(0, 1)
-    groups = len(q) // len(k)
-    scores = q.float() @ k.float().repeat_interleave(groups, 0).transpose(1, 2)
-    scores *= softmax_scale(rule.scale, query.shape[-1])
-    if rule.softcap is not None:
-        scores = (scores / rule.softcap).tanh() * rule.softcap
-    scores.masked_fill_(~mask, -torch.inf)
-    if rule.sinks is not None:
-        scores = torch.cat([scores, rule.sinks.float().view(-1, 1, 1).expand(-1, scores.shape[1], 1)], dim=2)
-    shares = scores.softmax(2)[..., : len(key)]
-    return (shares @ v.float().repeat_interleave(groups, 0)).to(query.dtype).transpose(0, 1)
+    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rule.scale, enable_gqa=True)
+    return out.transpose(0, 1)

@@ -10,15 +10,20 @@ _ROOM = 32 << 20
 """Bytes of scores at once."""
 
 
-def attend_to_one(out: Tensor, query: Tensor, keys: Tensor, mask: Tensor | None, scale: float) -> None:
+def attend_to_one(
+    out: Tensor, query: Tensor, keys: Tensor, mask: Tensor | None, scale: float, softcap: float | None = None
+) -> None:
     """Fills out [n, heads, value_dim] for queries [n, heads, head_dim] and keys [m, head_dim]; `mask` bool [n, m] says
-    which tokens see which, None: all do. Products are multiplied by `scale`. All is computed in float32."""
+    which tokens see which, None: all do. Products are multiplied by `scale`, and scores drawn below `softcap`, if there
+    is one. All is computed in float32."""
     query, keys = query.float(), keys.float()
     heads, values = query.shape[1], keys[:, : out.shape[2]]
     tokens = max(1, _ROOM // (4 * heads * len(keys)))
     for begin in range(0, len(query), tokens):
         here = slice(begin, begin + tokens)
         scores = (query[here].reshape(-1, query.shape[2]) @ keys.t()).mul_(scale)
+        if softcap is not None:
+            scores.div_(softcap).tanh_().mul_(softcap)
         if mask is not None:
             scores.view(-1, heads, len(keys)).masked_fill_(~mask[here].unsqueeze(1), -torch.inf)
         out[here] = (scores.softmax(1) @ values).view(-1, heads, out.shape[2])

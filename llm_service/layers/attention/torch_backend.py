@@ -17,6 +17,7 @@ from torch.nn import functional
 from llm_service.layers.attention.backend import CacheShape, PagedChunk, Span, spans_of, within
 from llm_service.layers.attention.int8_blocks import Int8Tokens
 from llm_service.layers.attention.one_head import attend_to_one
+from llm_service.layers.attention.scored import attend_by_scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class TorchBackend:
             slots = _slots(chunk, self._shape.block_size, device)
             place = torch.arange(slots.start, slots.stop, device=device) if isinstance(slots, slice) else slots
             written.append(place[chunk.context :])
-            first, last = kind.first_seen(chunk.context), chunk.context + chunk.count - 1
+            first, last = kind.first_of(chunk, own), chunk.context + chunk.count - 1
             seen = slice(slots.start + first, slots.stop) if isinstance(slots, slice) else slots[first:]
             several = chunk.count > 1
             cut = several and (chunk.context > 0 or kind.first_seen(last) > 0 or bool(own))
@@ -95,17 +96,24 @@ class TorchBatch:
             return self._attend_to_one(query, self.store(key, value, cache)[0][:, 0])
         keys, values = (self._store_int8 if self.shape.int8 else self.store)(key, value, cache)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        scale, softcap = self.shape.softmax_scale, self.shape.kind.softcap
         for segment in self.segments:
+            here = slice(segment.begin, segment.end)
+            key, value = keys[segment.slots].to(query.dtype), values[segment.slots].to(query.dtype)
+            if softcap is not None:
+                mask = segment.mask_of(key)
+                out[here] = attend_by_scores(query[here], key, value, mask, scale=scale, softcap=softcap)
+                continue
             attended = functional.scaled_dot_product_attention(
-                query[segment.begin : segment.end].transpose(0, 1).unsqueeze(0),
-                keys[segment.slots].to(query.dtype).transpose(0, 1).unsqueeze(0),
-                values[segment.slots].to(query.dtype).transpose(0, 1).unsqueeze(0),
+                query[here].transpose(0, 1).unsqueeze(0),
+                key.transpose(0, 1).unsqueeze(0),
+                value.transpose(0, 1).unsqueeze(0),
                 attn_mask=segment.mask,
                 is_causal=segment.causal,
-                scale=self.shape.softmax_scale,
+                scale=scale,
                 enable_gqa=True,
             )
-            out[segment.begin : segment.end] = attended.squeeze(0).transpose(0, 1)
+            out[here] = attended.squeeze(0).transpose(0, 1)
         return out.flatten(1)
 
     def _store_int8(self, key: Tensor, value: Tensor, cache: Tensor) -> tuple[Int8Tokens, Int8Tokens]:
@@ -129,7 +137,8 @@ class TorchBatch:
         out = query.new_empty(*query.shape[:2], self.shape.value_dim)
         for segment in self.segments:
             here, seen = slice(segment.begin, segment.end), keys[segment.slots]
-            attend_to_one(out[here], query[here], seen, segment.mask_of(seen), self.shape.softmax_scale)
+            mask, kind = segment.mask_of(seen), self.shape.kind
+            attend_to_one(out[here], query[here], seen, mask, self.shape.softmax_scale, kind.softcap)
         return out.flatten(1)
 
 

@@ -99,6 +99,16 @@ def _first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def _capped(scores, SOFTCAP: tl.constexpr):
+    """Scores that hold log2(e), drawn below a cap, which does not, if there is one: cap · tanh(score / cap)."""
+    if SOFTCAP > 0:
+        powers = tl.exp2(tl.abs(scores) * (-2.0 / SOFTCAP))
+        drawn = (SOFTCAP * 1.4426950408889634) * (1.0 - powers) / (1.0 + powers)
+        scores = tl.where(scores < 0, -drawn, drawn)
+    return scores
+
+
+@triton.jit
 def _attend(
     highest,
     total,
@@ -119,6 +129,7 @@ def _attend(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -160,6 +171,7 @@ def _attend(
                 scores *= tl.load(key_scales + scale_places, inside, 0.0)[None, :]
             else:
                 scores *= tl.load(key_scales + scale_places)[None, :]
+        scores = _capped(scores, SOFTCAP)
         if CAUSAL:
             seen = inside[None, :] & (positions[None, :] <= last[:, None])
             if WINDOW + CHUNK > 0:
@@ -217,6 +229,7 @@ def attention_kernel(
     DIMS: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -226,9 +239,10 @@ def attention_kernel(
     `scale` holds log2(e).
 
     An item is up to TOKENS tokens of one sequence: the only one of sequence i, where TOKENS is 1, or those from token
-    tiles[i, 1] on of sequence tiles[i, 0]. The token at place r of a chunk with c tokens before it sees positions 0 …
-    c + r, the last WINDOW of them where that is not 0, and those of its chunk of CHUNK positions where that is not. A
-    program has GROUP rows for each token. With INT8 keys and values are those of `store_int8_kernel`.
+    tiles[i, 1] on of sequence tiles[i, 0]. The token at place r of a chunk with c tokens before it sees positions 0 … c
+    + r, the last WINDOW of them where that is not 0, and those of its chunk of CHUNK positions where that is not. A
+    program has GROUP rows for each token. Scores are drawn below SOFTCAP, where that is not 0. With INT8 keys and
+    values are those of `store_int8_kernel`.
 
     `parts` [items + 2] has the keys of a part, the first part of each item, and the number of parts; programs beyond
     that are there for longer contexts, and do nothing. `rooms` [items] is −1 for an item of one part, whose result goes
@@ -282,17 +296,18 @@ def attention_kernel(
             begin = tl.minimum(begin, end)
             highest, total, mixed = _attend(
                 highest, total, mixed, q, last, keys, values, key_scales, value_scales, table, middle, begin, head,
-                kv_heads, scale, True, True, WINDOW, CHUNK, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_N, PRECISION, INT8,
+                kv_heads, scale, True, True, WINDOW, CHUNK, SOFTCAP, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_N, PRECISION,
+                INT8,
             )  # fmt: skip
         plain = tl.maximum(tl.minimum(end, length - count + first + 1) - begin, 0)  # keys that every row sees
         middle = begin + plain // BLOCK_N * BLOCK_N
         highest, total, mixed = _attend(
             highest, total, mixed, q, last, keys, values, key_scales, value_scales, table, begin, middle, head,
-            kv_heads, scale, False, False, 0, 0, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_N, PRECISION, INT8,
+            kv_heads, scale, False, False, 0, 0, SOFTCAP, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_N, PRECISION, INT8,
         )  # fmt: skip
     highest, total, mixed = _attend(
         highest, total, mixed, q, last, keys, values, key_scales, value_scales, table, middle, end, head,
-        kv_heads, scale, True, TOKENS > 1, WINDOW, CHUNK, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_N, PRECISION, INT8,
+        kv_heads, scale, True, TOKENS > 1, WINDOW, CHUNK, SOFTCAP, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_N, PRECISION, INT8,
     )  # fmt: skip
 
     if room < 0:

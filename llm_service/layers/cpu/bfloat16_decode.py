@@ -15,7 +15,7 @@ from common.cpu import vectors
 from common.cpu.jit import Typed, compiled, inner
 from common.cpu.vectors.keys import add_values, score_keys
 from common.cpu.vectors.llvm import FLOAT, LANES
-from common.cpu.vectors.powers import highest, to_powers
+from common.cpu.vectors.powers import cap, highest, to_powers
 from common.cpu.vectors.stored import rounded
 from llm_service.layers.attention.backend import CAUSAL, AttentionKind
 from llm_service.layers.cpu.decode_attention import EVERY, parts
@@ -128,7 +128,16 @@ def _add_weighted(
 
 @inner
 def _attend(
-    out: Any, query: Any, keys: Any, values: Any, blocks: Any, length: Any, reach: Any, first: Any, scale: Any
+    out: Any,
+    query: Any,
+    keys: Any,
+    values: Any,
+    blocks: Any,
+    length: Any,
+    reach: Any,
+    first: Any,
+    scale: Any,
+    softcap: Any,
 ) -> None:
     """float32 out and query [count, own, group, dim] of a sequence's last tokens, which share `own` KV heads from
     `first` on, `group` each; keys and values as in `_decode`, of `length` tokens, these included."""
@@ -148,8 +157,10 @@ def _attend(
         fours = (end + _FOUR - 1) // _FOUR
         for head in range(own):
             for member in range(group):
-                weights[token, head, member, :unseen], weights[token, head, member, end:] = -np.inf, -np.inf
                 scores = weights.ctypes.data + ((token * own + head) * group + member) * room * FLOAT
+                if softcap > _ZERO:
+                    cap(scores, fours, np.float32(1.0), softcap)
+                weights[token, head, member, :unseen], weights[token, head, member, end:] = -np.inf, -np.inf
                 totals[token, head, member] = to_powers(scores, fours, highest(scores, fours))
     _add_weighted(sums, weights, values, blocks, length, reach, first, dim)
     for token in range(count):
@@ -184,12 +195,14 @@ def _decode(
     window: Any,
     chunk: Any,
     scale: Any,
+    softcap: Any,
     parts: Any,
 ) -> None:
     """float32 out and query [n, kv_heads, group, dim], bits of float32 key and value uint32 [n, kv_heads, dim], bits of
     bfloat16 keys and values uint16 [blocks, block_size, kv_heads, dim], table int32 [s, w], lengths int32 [s], of which
     a token sees the last `window` positions up to its own, as far as they are in its chunk, of `chunk` positions; ends
-    int32 [s]: a sequence's last tokens are those up to there of the n. parts divides kv_heads. `scale` includes log2 e.
+    int32 [s]: a sequence's last tokens are those up to there of the n. Scores are drawn below `softcap`, 0: they are
+    not. parts divides kv_heads. `scale` and `softcap` include log2 e.
 
     A task is one sequence's neighbouring KV heads and the query heads that share them. It first writes its tokens'
     keys and values. Positions count from the first block that is seen; each token's sums from the first that it sees,
@@ -206,7 +219,7 @@ def _decode(
         _write(keys, key[row : row + count, first : first + own], blocks, length - count, first)
         _write(values, value[row : row + count, first : first + own], blocks, length - count, first)
         reach = window, chunk, skipped * size
-        given = keys, values, blocks, length, reach, first, scale
+        given = keys, values, blocks, length, reach, first, scale, softcap
         _attend(out[row : row + count, first : first + own], query[row : row + count, first : first + own], *given)
 
 
@@ -218,7 +231,7 @@ TYPED = {
         (
             *(_heads, _heads, _bits, _bits, _cache, _cache),
             *(numba.int32[:, ::1], numba.int32[::1], numba.int32[::1]),
-            *(numba.intp, numba.intp, numba.float32, numba.intp),
+            *(numba.intp, numba.intp, numba.float32, numba.float32, numba.intp),
         ),
     )
 }
@@ -239,12 +252,13 @@ def decode(
     tokens, heads, dim = query.shape
     sequences, grouped = len(lengths), (tokens, key.shape[1], heads // key.shape[1], dim)
     out = np.empty(grouped, np.float32)
-    scale = np.float32(math.log2(math.e) * kind.softmax_scale(dim))
+    scale, softcap = (np.float32(math.log2(math.e) * each) for each in (kind.softmax_scale(dim), kind.softcap or 0.0))
     numbers = query.contiguous().view(grouped).numpy()
     new = (each.contiguous().numpy().view(np.uint32) for each in (key, value))
     cached = (each.view(torch.uint16).numpy() for each in (keys, values))
     each = torch.arange(1, sequences + 1, dtype=torch.int32) if ends is None else ends
     where = (tensor.numpy() for tensor in (table, lengths, each))
     at_once = parts(sequences, key.shape[1], numba.get_num_threads())
-    _kernel(out, numbers, *new, *cached, *where, kind.window or EVERY, kind.chunk or EVERY, scale, at_once)
+    reach = kind.window or EVERY, kind.chunk or EVERY
+    _kernel(out, numbers, *new, *cached, *where, *reach, scale, softcap, at_once)
     return torch.from_numpy(out).view(query.shape)

@@ -11,7 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.cpu import vectors
 from common.cpu.jit import Typed, compiled, inner
+from common.cpu.vectors.llvm import LANES
+from common.cpu.vectors.powers import cap
 from llm_service.layers.attention.backend import CAUSAL, AttentionKind
 
 _ZERO = np.float32(0.0)
@@ -19,6 +22,8 @@ _TOGETHER = 4
 """Positions that are computed with at once, so that what all of them meet is read once."""
 EVERY = 2**31 - 1
 """Of a window, or of chunks, that there are none of."""
+_FOUR = 4 * LANES
+"""Numbers that `cap` takes together."""
 _ENOUGH = 4
 """Tasks for each thread with which one that takes longer no longer matters."""
 
@@ -53,6 +58,12 @@ def _write(cache: Any, new: Any, blocks: Any, begin: Any, first: Any) -> None:
                 here[first + head, place] = new[index, head, place]
 
 
+@inner
+def _cap_all(scores: Any, softcap: Any) -> None:
+    """Draws scores [members, room] below a cap, whatever is between them; room is a multiple of `_FOUR`."""
+    cap(scores.ctypes.data, np.intp(scores.size // _FOUR), np.float32(1.0), softcap)
+
+
 def _decode(
     out: Any,
     query: Any,
@@ -66,12 +77,13 @@ def _decode(
     window: Any,
     chunk: Any,
     scale: Any,
+    softcap: Any,
     parts: Any,
 ) -> None:
     """float32 out and query [n, heads, dim], key and value [n, kv_heads, dim], keys and values [blocks, block_size,
     kv_heads, dim], table int32 [s, w], lengths int32 [s], of which a token sees the last `window` positions up to its
     own, as far as they are in its chunk, of `chunk` positions; ends int32 [s]: a sequence's last tokens are those up to
-    there of the n. parts divides kv_heads.
+    there of the n. Scores are drawn below `softcap`, 0: they are not. parts divides kv_heads.
 
     A task is one sequence's neighbouring KV heads, which lie side by side at each position, and the query heads that
     share them. It first writes its tokens' keys and values. Positions count from the first block that is seen, and go
@@ -89,7 +101,8 @@ def _decode(
         start, last, members = seen_from - skipped, lengths[sequence] - 1 - skipped, own * group
         _write(keys, key[row : row + count, first : first + own], blocks, last + 1 - count, first)
         _write(values, value[row : row + count, first : first + own], blocks, last + 1 - count, first)
-        weights = np.empty((count * members, last + _TOGETHER), np.float32)
+        fours = (last + _TOGETHER + _FOUR - 1) // _FOUR
+        weights = np.empty((count * members, fours * _FOUR), np.float32)
         sums = np.zeros((count * members, dim), np.float32)
         for begin in range(start, last + 1, _TOGETHER):
             k0, k1, k2, k3 = _together(keys, blocks, begin, last)
@@ -104,6 +117,8 @@ def _decode(
                     s3 += number * k3[head, place]
                 weights[member, begin], weights[member, begin + 1] = s0 * scale, s1 * scale
                 weights[member, begin + 2], weights[member, begin + 3] = s2 * scale, s3 * scale
+        if softcap > _ZERO:
+            _cap_all(weights, softcap)
         for member in range(count * members):
             end = last + 2 - count + member // members
             seen = first_seen(end - 1 + skipped, window, chunk) - skipped
@@ -130,7 +145,7 @@ def _decode(
                 out[row + member // members, first * group + member % members, place] = sums[member, place]
 
 
-_kernel = compiled(_decode)
+_kernel = compiled(_decode, made_of=[vectors])
 _heads, _cache = numba.float32[:, :, ::1], numba.float32[:, :, :, ::1]
 TYPED = {
     "decode": Typed(
@@ -138,7 +153,7 @@ TYPED = {
         (
             *(_heads, _heads, _heads, _heads, _cache, _cache),
             *(numba.int32[:, ::1], numba.int32[::1], numba.int32[::1]),
-            *(numba.intp, numba.intp, numba.float32, numba.intp),
+            *(numba.intp, numba.intp, numba.float32, numba.float32, numba.intp),
         ),
     )
 }
@@ -163,11 +178,12 @@ def decode(
     those of each end. Each of query, key and value lies together: the kernel is compiled for that alone.
     """
     out = torch.empty(query.shape, dtype=query.dtype)
-    scale = np.float32(kind.softmax_scale(query.shape[-1]))
+    scale, softcap = np.float32(kind.softmax_scale(query.shape[-1])), np.float32(kind.softcap or 0.0)
     each = torch.arange(1, len(lengths) + 1, dtype=torch.int32) if ends is None else ends
     tensors = (out, query.contiguous(), key.contiguous(), value.contiguous(), keys, values, table, lengths, each)
     at_once = parts(len(lengths), key.shape[1], numba.get_num_threads())
-    _kernel(*(tensor.numpy() for tensor in tensors), kind.window or EVERY, kind.chunk or EVERY, scale, at_once)
+    reach = kind.window or EVERY, kind.chunk or EVERY
+    _kernel(*(tensor.numpy() for tensor in tensors), *reach, scale, softcap, at_once)
     return out
 
 

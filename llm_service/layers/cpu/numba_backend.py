@@ -81,10 +81,12 @@ class NumbaBackend:
     def _decodes(self, chunks: Sequence[PagedChunk], spans: Sequence[Span]) -> int:
         """How many chunks come before the first that is not computed as one token is."""
         ends = list(itertools.accumulate(chunk.count for chunk in chunks))
-        first = min((begin for begin, _ in spans), default=ends[-1])  # tokens of a span see what is behind them
+        first = min((begin for begin, _ in spans), default=ends[-1])  # tokens of a span see what others do not
+        beyond = self._shape.kind.prompt_spans
         for index, (chunk, end) in enumerate(zip(chunks, ends, strict=True)):
             few = chunk.decodes or (not self._packs and chunk.count <= _FEW)
-            if chunk.count > 1 and not (few and end <= first):
+            alone = chunk.count == 1 and not (beyond and end > first)
+            if not alone and not (few and end <= first):
                 return index
         return len(chunks)
 
@@ -103,7 +105,8 @@ class NumbaBackend:
         order, keys = np.concatenate([part.queries for part in parts]), np.concatenate([part.keys for part in parts])
         queries, known = [len(part.queries) for part in parts], [len(part.keys) for part in parts]
         metadata = PrefillMetadata.of(queries, known, [part.seen for part in parts])
-        attention = self._prefill(metadata, keys, shape.kv_heads, shape.head_dim, scale=kind.scale)
+        sizes = shape.kv_heads, shape.head_dim
+        attention = self._prefill(metadata, keys, *sizes, scale=kind.scale, softcap=kind.softcap)
         moved = None if (np.diff(order) == 1).all() else torch.from_numpy(order)
         return _Packed(torch.from_numpy(np.concatenate(written)), attention, moved)
 
@@ -120,7 +123,7 @@ class _Part:
 
 def _alone(kind: AttentionKind, chunk: PagedChunk, spans: Sequence[Span], places: Array) -> _Part:
     """Of a chunk, whose keys and those before them are at these places."""
-    unseen = kind.first_seen(chunk.context) // STRETCH * STRETCH
+    unseen = kind.first_of(chunk, spans) // STRETCH * STRETCH
     return _Part(np.arange(chunk.count), places[unseen:], kind.seen(chunk, spans) - unseen)
 
 

@@ -34,10 +34,10 @@ def _pack(panels: Any, lanes: Any, keys: Any, values: Any, places: Any, segments
 
 
 @inner
-def _attend_rows(out: Any, query: Any, panels: Any, lanes: Any, seen: Any, scale: Any) -> None:
+def _attend_rows(out: Any, query: Any, panels: Any, lanes: Any, seen: Any, scale: Any, softcap: Any) -> None:
     """float32 out [n, dim] and uint32 query [n, words], of one head; the others are as in `attend_tile`."""
     sums, total = np.zeros((TILE, lanes.shape[1] * lanes.shape[3]), np.float32), np.zeros(TILE, np.float32)
-    attend_tile(sums, total, query, panels, lanes, seen, scale)
+    attend_tile(sums, total, query, panels, lanes, seen, scale, softcap)
     for index in range(out.shape[0]):
         for place in range(out.shape[1]):
             out[index, place] = sums[index, place] / total[index]
@@ -54,10 +54,11 @@ def _attend(
     first: Any,
     group: Any,
     scale: Any,
+    softcap: Any,
 ) -> None:
     """float32 out [n, heads, dim] and uint32 query [n, heads, words], of which this computes those that share the KV
-    heads from `first` on, `group` each. `scale` includes log2 e. panels and lanes are as in `_pack`, the others as in
-    `PrefillMetadata`."""
+    heads from `first` on, `group` each. `scale` and `softcap` include log2 e. panels and lanes are as in `_pack`, the
+    others as in `PrefillMetadata`."""
     for task in numba.prange(panels.shape[0] * group * len(tiles)):
         own, tile = np.intp(task) // len(tiles), np.intp(task) % len(tiles)
         segment, row = tiles[tile]
@@ -65,7 +66,7 @@ def _attend(
         rows = slice(row, min(row + TILE, end))
         head, shared, packed = first * group + own, own // group, slice(base, base + (known + WIDTH - 1) // WIDTH)
         there = panels[shared, packed], lanes[shared, packed]
-        _attend_rows(out[rows, head], query[rows, head], *there, seen[rows], scale)
+        _attend_rows(out[rows, head], query[rows, head], *there, seen[rows], scale, softcap)
 
 
 _made_of = [vectors, pair_attention]
@@ -78,7 +79,7 @@ TYPED = {
         _attend_kernel,
         (
             *(numba.float32[:, :, ::1], _words, _panels, _lanes, _table, _table, _table),
-            *(numba.intp, numba.intp, numba.float32),
+            *(numba.intp, numba.intp, numba.float32, numba.float32),
         ),
     ),
 }

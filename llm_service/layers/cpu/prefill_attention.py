@@ -18,7 +18,7 @@ from torch import Tensor
 from common.cpu import vectors
 from common.cpu.jit import Array, Typed, compiled, inner
 from common.cpu.vectors.llvm import LANES
-from common.cpu.vectors.powers import hide_others, highest, to_powers
+from common.cpu.vectors.powers import cap, hide_others, highest, to_powers
 from common.cpu.vectors.products import NOTHING, add_products
 from llm_service.layers.attention.backend import CAUSAL, PagedChunk
 
@@ -120,9 +120,17 @@ def _multiply(out: Any, x: Any, weights: Any, rows: Any) -> None:
 
 
 @inner
-def _attend_tile(out: Any, query: Any, panels: Any, lanes: Any, seen: Any, scale: Any) -> None:
+def _cap_rows(scores: Any, rows: Any, wide: Any, softcap: Any) -> None:
+    """Draws the scores of so many rows with so many panels' keys below a cap, if there is one."""
+    for index in range(rows if softcap > _ZERO else 0):
+        cap(scores[index].ctypes.data, wide, np.float32(1.0), softcap)
+
+
+@inner
+def _attend_tile(out: Any, query: Any, panels: Any, lanes: Any, seen: Any, scale: Any, softcap: Any) -> None:
     """float32 out and query [n, dim], n ≤ 24, of one head. Query i sees keys [seen[i, 0], seen[i, 1]), neither of which
-    falls from query to query; they are in panels [p, dim, 64], their values in lanes [parts, p, 64, 64].
+    falls from query to query; they are in panels [p, dim, 64], their values in lanes [parts, p, 64, 64]. Scores are
+    drawn below `softcap`, 0: they are not.
 
     All scores of a stretch of keys are known before they are weighed. A query may see none of the first stretches.
     """
@@ -142,6 +150,7 @@ def _attend_tile(out: Any, query: Any, panels: Any, lanes: Any, seen: Any, scale
         for panel in range(wide):
             here = scores[:, panel * _WIDTH : (panel + 1) * _WIDTH]
             _multiply(here, numbers, panels[start // _WIDTH + panel], rows)
+        _cap_rows(scores, rows, wide, softcap)
         for index in range(rows):
             hide_others(scores[index], seen[index, 0] - start, seen[index, 1] - start, wide * _WIDTH)
             above = max(most[index], highest(scores[index].ctypes.data, wide))
@@ -176,9 +185,11 @@ def _attend(
     first: Any,
     group: Any,
     scale: Any,
+    softcap: Any,
 ) -> None:
     """float32 out and query [n, heads, dim], of which this computes those that share the KV heads from `first` on,
-    `group` each. `scale` includes log2 e. panels and lanes are as in `_pack`, the others as in `PrefillMetadata`."""
+    `group` each. `scale` and `softcap` include log2 e. panels and lanes are as in `_pack`, the others as in
+    `PrefillMetadata`."""
     for task in numba.prange(panels.shape[0] * group * len(tiles)):
         own, tile = task // len(tiles), task % len(tiles)
         segment, row = tiles[tile]
@@ -186,7 +197,7 @@ def _attend(
         rows = slice(row, min(row + _TILE, end))
         head, shared, packed = first * group + own, own // group, slice(base, base + (known + _WIDTH - 1) // _WIDTH)
         there = panels[shared, packed], lanes[shared, :, packed]
-        _attend_tile(out[rows, head], query[rows, head], *there, seen[rows], scale)
+        _attend_tile(out[rows, head], query[rows, head], *there, seen[rows], scale, softcap)
 
 
 _pack_kernel = compiled(_pack)
@@ -197,7 +208,10 @@ TYPED = {
     "pack": Typed(_pack_kernel, (_packed, _parts, _slots, _slots, _list, _table, _table, numba.intp)),
     "attend": Typed(
         _attend_kernel,
-        (_slots, _slots, _packed, _parts, _table, _table, _table, numba.intp, numba.intp, numba.float32),
+        (
+            *(_slots, _slots, _packed, _parts, _table, _table, _table),
+            *(numba.intp, numba.intp, numba.float32, numba.float32),
+        ),
     ),
 }
 
@@ -207,8 +221,8 @@ class PrefillAttention:
     nobody has touched yet comes page by page.
 
     `places` int64 says where, among the slots of a cache, the keys of all segments are; `scale` is what products are
-    multiplied by, None: dim^-0.5. Keys and values in panels take `room` bytes at most, unless one head's take more.
-    """
+    multiplied by, None: dim^-0.5, and scores are drawn below `softcap`, None: they are not. Keys and values in panels
+    take `room` bytes at most, unless one head's take more."""
 
     _kernels: ClassVar[tuple[Any, Any]] = (_pack_kernel, _attend_kernel)
 
@@ -220,10 +234,12 @@ class PrefillAttention:
         head_dim: int,
         *,
         scale: float | None = None,
+        softcap: float | None = None,
         room: int = _ROOM,
     ) -> None:
         self._metadata = metadata
-        self._scale = np.float32(math.log2(math.e) * (head_dim**-0.5 if scale is None else scale))
+        rule = head_dim**-0.5 if scale is None else scale, softcap or 0.0
+        self._rule = tuple(np.float32(math.log2(math.e) * each) for each in rule)
         self._places = places
         given = len(metadata.begins), head_dim
         at_once = room // sum(each.nbytes for each in self._packed(1, *given))
@@ -254,5 +270,5 @@ class PrefillAttention:
         for first in range(0, kv_heads, len(self._room[0])):
             packed = tuple(part[: kv_heads - first] for part in self._room)
             pack(*packed, *cached, self._places, metadata.segments, metadata.begins, first)
-            compute(out, numbers, *packed, metadata.segments, metadata.seen, metadata.tiles, first, group, self._scale)
+            compute(out, numbers, *packed, metadata.segments, metadata.seen, metadata.tiles, first, group, *self._rule)
         return torch.from_numpy(out)

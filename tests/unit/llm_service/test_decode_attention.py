@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 from torch.nn import functional
@@ -40,7 +42,9 @@ def test_tokens_are_written_and_attended_to(
 
 
 @pytest.mark.parametrize(
-    "kind", [CAUSAL, AttentionKind(window=7), AttentionKind(chunk=6)], ids=["all", "window", "chunk"]
+    "kind",
+    [CAUSAL, AttentionKind(window=7), AttentionKind(chunk=6), AttentionKind(window=50, softcap=1.5)],
+    ids=["all", "window", "chunk", "cap"],
 )
 @pytest.mark.parametrize(("dtype", "size", "group"), [("float32", 4, 2), ("bfloat16", 4, 2), ("bfloat16", 16, 3)])
 @pytest.mark.parametrize("threads", [1, 3])
@@ -75,6 +79,28 @@ def test_tokens_of_a_sequence_together_are_the_same_to_the_bit_as_one_by_one(
     assert torch.equal(together, torch.cat(alone))
     assert torch.equal(keys.nan_to_num(9), kept[0].nan_to_num(9))
     assert torch.equal(values.nan_to_num(9), kept[1].nan_to_num(9))
+
+
+@pytest.mark.parametrize("kernel", [decode_attention, bfloat16_decode])
+def test_scores_are_drawn_below_a_cap(kernel: ModuleType) -> None:
+    """Caps that are nearly reached, and one that is far above all: each number of a tangent counts."""
+    if kernel is bfloat16_decode and not wide_vectors():
+        pytest.skip("the processor has no AVX-512")
+    random, dtype = torch.Generator().manual_seed(1), torch.bfloat16 if kernel is bfloat16_decode else torch.float32
+    keys, values = torch.randn(2, 40, SIZE, 2, DIM, generator=random).to(dtype)
+    query, key, value = (torch.randn(1, many, DIM, generator=random).to(dtype).float() for many in (4, 2, 2))
+    table, length = torch.randperm(40, generator=random).view(1, 40).int(), torch.tensor([157]).int()
+    seen = []
+    for cache, own in ((keys, key), (values, value)):
+        known = cache[table[0].long()].flatten(0, 1)[:157].double()
+        known[156] = own[0]
+        seen.append(known.transpose(0, 1).repeat_interleave(2, 0))
+    plain = query[0].double().unsqueeze(1) @ seen[0].transpose(1, 2)
+    for softcap in (0.1, 3.0, 50.0, 1e4):
+        weights = (softcap * (plain / softcap).tanh()).softmax(2)
+        kind = AttentionKind(scale=1.0, softcap=softcap)
+        out = kernel.decode(query, key, value, keys.clone(), values.clone(), table, length, kind)
+        torch.testing.assert_close(out[0].double(), (weights @ seen[1]).squeeze(1), rtol=2e-5, atol=2e-5)
 
 
 WINDOWS = [

@@ -106,3 +106,10 @@ def test_warming_up_touches_nobodys_block_alone() -> None:
     backend.warm_up(cache)
     assert (cache[:, :-1] == 7.0).all()
     assert (cache[:, -1, :2] == 0.0).all()
+
+
+def test_torch_alone_draws_scores_over_latents_below_a_cap() -> None:
+    shape = replace(latents_of(), kind=AttentionKind(scale=0.3, softcap=1.5))
+    Case.random(shape, WAYS["mixed"], torch.float32, 4).check(choose("torch", shape, torch.float32, CPU))
+    with pytest.raises(CheckpointError, match="it knows no soft caps of scores over latents"):
+        choose("triton", shape, torch.float32, CPU)

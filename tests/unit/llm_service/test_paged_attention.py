@@ -76,6 +76,30 @@ def test_products_are_multiplied_by_the_scale_of_the_layers(name: str, window: i
     Case.random(shape, WAYS["mixed"], torch.float32, 1).check(choose(name, shape, torch.float32, CPU))
 
 
+CAPPED = AttentionKind(scale=0.4, softcap=1.5)
+"""Of scores several of which are far above it."""
+
+
+@pytest.mark.parametrize("kind", [CAPPED, replace(CAPPED, window=40), replace(CAPPED, softcap=0.02)])
+@pytest.mark.parametrize("counts", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("name", ["torch", "numba", "triton"])
+def test_scores_are_drawn_below_a_cap(name: str, counts: tuple[int, ...], kind: AttentionKind) -> None:
+    shape = replace(shape_of(), kind=kind)
+    Case.random(shape, counts, torch.float32, 1).check(choose(name, shape, torch.float32, CPU))
+
+
+@pytest.mark.parametrize("name", ["torch", "numba", "triton"])
+def test_tokens_of_a_capped_prompt_see_all_that_is_before_them_beyond_a_window(name: str) -> None:
+    shape = replace(shape_of(), kind=replace(CAPPED, window=9, spans=True, prompt_spans=True))
+    case = Case.random(shape, WAYS["mixed"], torch.float32, 5)
+    case.chunks[2] = replace(case.chunks[2], context=17, blocks=list(range(6)))
+    case.chunks[4] = replace(case.chunks[4], context=0, blocks=[6, 7])
+    case.chunks[:2] = [PagedChunk(100, 1, list(range(10, 17))), PagedChunk(3, 1, [20])]
+    case.chunks[3] = PagedChunk(30, 1, [21, 22])
+    case.check(choose(name, shape, torch.float32, CPU), [(2, 60), (68, 88)])
+    case.check(choose(name, shape, torch.float32, CPU), [(0, 1), (2, 60), (68, 88)])
+
+
 @pytest.mark.parametrize("whole", [False, True], ids=["as far as a window reaches", "beyond a window"])
 @pytest.mark.parametrize("window", [0, 7, 40])
 @pytest.mark.parametrize("name", ["torch", "numba", "triton"])
@@ -116,10 +140,11 @@ def test_parts_of_a_context_before_a_window_count_for_nothing(
     case.check(backend)
 
 
+@pytest.mark.parametrize("kind", [AttentionKind(), CAPPED], ids=["plain", "capped"])
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_half_precision(name: str) -> None:
+def test_half_precision(name: str, kind: AttentionKind) -> None:
     """The interpreter has no products in bfloat16: those are tried on a GPU."""
-    shape = shape_of()
+    shape = replace(shape_of(), kind=kind)
     Case.random(shape, (1, 1, 70), torch.float16, 3).check(choose(name, shape, torch.float16, CPU))
 
 
@@ -342,10 +367,12 @@ def _library(name: str, **functions: Any) -> types.ModuleType:
 def test_both_versions_of_flash_attn_are_called_as_they_document(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library cannot run here: stand-ins with its signatures compute from exactly what it would be given."""
 
-    def version_3(q, k_cache, v_cache, *, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, **rule):
+    def version_3(q, k_cache, v_cache, *, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, softcap=0.0, **rule):
+        rule |= {"softcap": softcap or None}
         return _stand_in(q, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, **rule)
 
-    def version_2(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, **rule):
+    def version_2(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, softcap=0.0, **rule):
+        rule |= {"softcap": softcap or None}
         lengths = cu_seqlens_k.diff()
         assert lengths.max() <= max_seqlen_k
         return _stand_in(q, k, v, lengths, block_table, cu_seqlens_q, max_seqlen_q, **rule)
@@ -357,7 +384,7 @@ def test_both_versions_of_flash_attn_are_called_as_they_document(monkeypatch: py
             monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
         compute = flash_backend.find(block_size)
         assert compute is not None
-        for kind in (AttentionKind(), AttentionKind(window=9, scale=0.2)):
+        for kind in (AttentionKind(), AttentionKind(window=9, scale=0.2), CAPPED):
             shape = replace(shape_of(), block_size=block_size, kind=kind)
             Case.random(shape, WAYS["mixed"], torch.float32, 2).check(flash_backend.FlashBackend(shape, CPU, compute))
         spanned = replace(shape, kind=AttentionKind(spans=True))
@@ -366,7 +393,23 @@ def test_both_versions_of_flash_attn_are_called_as_they_document(monkeypatch: py
     assert flash_backend.find(16) is None, "version 2 reads pages of 256 alone"
 
 
-def _stand_in(q, keys, values, lengths, table, starts, longest, *, softmax_scale, causal, window_size):
+def test_a_flash_attn_without_soft_caps_is_refused_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    def older(q, k, v, cu_seqlens_q, *, softmax_scale, causal, window_size): ...
+
+    def newer(q, k, v, cu_seqlens_q, *, softmax_scale, causal, window_size, softcap=0.0): ...
+
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)  # type: ignore[arg-type]
+    capped, gpu = replace(shape_of(), block_size=256, kind=CAPPED), torch.device("cuda")
+    for varlen, knows in ((older, False), (newer, True)):
+        monkeypatch.setitem(sys.modules, "flash_attn", _library("flash_attn", flash_attn_varlen_func=varlen))
+        assert flash_backend.find(256) is not None
+        assert (flash_backend.find(256, softcap=True) is not None) is knows
+        if not knows:
+            with pytest.raises(CheckpointError, match="flash-attn 3 with soft caps of scores is not installed"):
+                choose("flash", capped, torch.bfloat16, gpu)
+
+
+def _stand_in(q, keys, values, lengths, table, starts, longest, *, softmax_scale, causal, window_size, softcap=None):
     assert causal
     before, behind = window_size
     assert behind == (-1 if before < 0 else 0)
@@ -375,7 +418,7 @@ def _stand_in(q, keys, values, lengths, table, starts, longest, *, softmax_scale
     work = WorkList(none, none, none, 0, 0)
     metadata = AttentionMetadata(none, table, starts, lengths, torch.empty(0, 2), work, work, 64, longest, 0)
     nothing = q.new_empty(0, keys.shape[2], keys.shape[3])
-    kind = AttentionKind(before + 1, scale=softmax_scale)
+    kind = AttentionKind(before + 1, scale=softmax_scale, softcap=softcap)
     return paged_attention(q, nothing, nothing, torch.stack([keys, values]), metadata, kind).view_as(q)
 
 
@@ -395,13 +438,15 @@ def test_one_that_fails_in_any_way_does_not(where: str, monkeypatch: pytest.Monk
     assert not runs("triton", CacheShape(2, 100, 16, 4, 2, 64), torch.float32, CPU)
 
 
-@pytest.mark.parametrize("window", [0, 24])
+@pytest.mark.parametrize(
+    "kind", [AttentionKind(), AttentionKind(24), AttentionKind(softcap=1.5)], ids=["plain", "window", "capped"]
+)
 @pytest.mark.parametrize("counts", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_keys_and_values_in_8_bits_are_attended_to_as_what_they_stand_for(
-    name: str, counts: tuple[int, ...], window: int
+    name: str, counts: tuple[int, ...], kind: AttentionKind
 ) -> None:
-    shape = replace(shape_of(64, 6, 2), kind=AttentionKind(window), int8=True)
+    shape = replace(shape_of(64, 6, 2), kind=kind, int8=True)
     case = Case.random(replace(shape, int8=False), counts, torch.float32, 3)
     query, key, value = case.heads
     stored = shape.new_cache(torch.float32, CPU)

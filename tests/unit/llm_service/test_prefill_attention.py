@@ -67,7 +67,13 @@ def plain(
 
 @pytest.mark.parametrize(
     "kind",
-    [AttentionKind(window=100), AttentionKind(window=3), AttentionKind(scale=0.3), AttentionKind(chunk=96)],
+    [
+        AttentionKind(window=100),
+        AttentionKind(window=3),
+        AttentionKind(scale=0.3),
+        AttentionKind(chunk=96),
+        AttentionKind(window=100, scale=0.3, softcap=2.0),
+    ],
 )
 def test_chunks_of_layers_of_any_kind_give_the_same_bits_as_the_whole(kind: AttentionKind, dtype: torch.dtype) -> None:
     """Through the back end, which leaves out what no query of a chunk sees; the first stretches are hidden from some

@@ -123,3 +123,17 @@ def test_what_is_no_number_or_no_size_is_refused_in_a_sentence(settings: dict[st
     grams = {"ple_layer_ids": [1], "eos_token_id": 1, "layer_types": ["full_attention"] * 4}
     with pytest.raises(CheckpointError, match=re.escape(why)):
         text("qwen4_exp_text", **{**index, **grams, **settings})
+
+
+def test_scores_have_the_cap_that_is_stated_or_usual() -> None:
+    assert text("gemma2").attention_cap == 50.0
+    assert text("gemma2", attn_logit_softcapping=None).attention_cap is None
+    assert text("gemma3_text").attention_cap is None
+    windows = text("gemma2", sliding_window=16, num_hidden_layers=3).windows
+    assert windows == (16, 0, 16)
+
+
+def test_latent_attention_with_a_cap_is_refused() -> None:
+    sizes = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    with pytest.raises(CheckpointError, match="soft caps of scores are not supported in latent attention"):
+        text("deepseek_v3", attn_logit_softcapping=50.0, **sizes)
