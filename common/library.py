@@ -70,6 +70,7 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     stays, and a word right behind one gets a space. Sequences of more tokens than `turns_at` turn by other rotary
     frequencies; 0: none do. Tokens that are `pinned` stay, on all axes, at an item's time right behind it. What
     stands for an item has its number among those of its modality behind a `number_mark` that it begins with, if any.
+    `run`: so many placeholders side by side stand for an item, as one does; 0: each stands for one.
     """
 
     architecture: str
@@ -88,6 +89,7 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     length_mark: str = ""
     seam: str = ""
     number_mark: str = ""
+    run: int = 0
     turns_at: int = 0
     pinned: tuple[int, ...] = ()
     adapters: dict[str, str] = {}

@@ -3,6 +3,7 @@ their stead, by the kind of model."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,35 @@ class Idefics2Layout:
         return made
 
 
+class RunLayout:
+    """A processor that takes texts which have a token at the place of each row already, as the chat template of
+    PP-Chart2Table has them, and names no such token. Here one token stands for a picture as well as a run of as many as
+    there are rows. All else that is asked for, the processor has."""
+
+    def __init__(self, folder: Path) -> None:
+        self._of = library().AutoProcessor.from_pretrained(folder, local_files_only=True)
+        config = library().AutoConfig.from_pretrained(folder, local_files_only=True)
+        self.image_token = str(self._of.tokenizer.convert_ids_to_tokens(config.image_token_id))
+        self.run = int(config.image_seq_length)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_of"], name)
+
+    def __call__(self, text: Sequence[str], images: Sequence[Any] | None = None, **options: Any) -> Any:
+        """One text with as many places as there are pictures. Raises ValueError where there are more or fewer."""
+        told, own = options.pop("return_text_replacement_offsets", False), self.image_token * self.run
+        token = re.escape(self.image_token)
+        whole, count = re.subn(f"(?:{token}){{{self.run}}}|{token}", own, text[0])
+        if count != len(images or ()):
+            raise ValueError(f"there are {count} places for {len(images or ())} pictures")
+        made = self._of(text=[whole], images=images, **options)
+        if told:
+            made["text_replacement_offsets"] = [[{"replacement": own}] * count]
+        return made
+
+
+RUN = "run"
+"""What a layout has that takes so many tokens side by side for an item (`LibraryModel.run`)."""
 SEAM = "seam"
 """What a layout has that changes texts beside items (`LibraryModel.seam`)."""
 
@@ -123,4 +153,5 @@ LAYOUTS: dict[str, Callable[[Path], Any]] = {
     "voxtral": VoxtralLayout,
     "nemotron_h_omni": NemotronOmniLayout,
     "idefics2": Idefics2Layout,
+    "pp_chart2table": RunLayout,
 }

@@ -21,7 +21,7 @@ from common.checkpoint import CheckpointError
 from common.library import LibraryModel, Refusal
 from common.library_classes import blank_of, config_of, head_of, layers_of_levels, library, missing
 from common.library_features import features_of, lacking
-from common.library_layouts import SEAM
+from common.library_layouts import RUN, SEAM
 from common.library_processors import (
     EXTRACTORS,
     Clip,
@@ -62,6 +62,7 @@ def describe(folder: Path) -> LibraryModel:
         pinned=pinned_of(model),
         seam=getattr(processor, SEAM, ""),
         number_mark=number_mark(processor),
+        run=getattr(processor, RUN, 0),
         placeholders=ids,
         levels=level_count(config),
         alone=tuple(taken) if _depends_on_others(model, processor) else lacking(config).alone,
@@ -287,6 +288,8 @@ def checked(config: Any) -> Any:
         why = f"does not keep the rows of {media} apart from the rest" if parts else "is for text alone"
         raise CheckpointError(f"{kind} {why}")
     first, compute = next(iter(apart.items()))
+    if _OF_A_STREAM in inspect.signature(compute).parameters:
+        raise CheckpointError(f"{kind} hears on while it answers, and adds rows to the tokens that it has said")
     if _TOLD_THE_TEXT in inspect.signature(compute).parameters:
         raise CheckpointError(f"{kind} makes rows of a picture by what the prompt says of it")
     if getattr(config, f"{first}_token_id", None) is None:
@@ -296,6 +299,8 @@ def checked(config: Any) -> Any:
 
 _TOLD_THE_TEXT = "qformer_input_ids"
 """What makes rows takes so, if it is told the prompt's text."""
+_OF_A_STREAM = "padding_cache"
+"""What makes rows takes so, if it goes on with a sound from where the last pass of it ended."""
 _INDEXED = "indexed_attention"
 """What a configuration calls layers that score all tokens before one, and attend to the best of them."""
 _KNOWN_INDICES = ("mistral_large4_text", "dots3_note_text", "glm5_next_text")

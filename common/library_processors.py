@@ -291,6 +291,8 @@ def frame_of(processor: Any) -> PromptFrame | None:
             return frame
     elif decode(made) == decode(own):  # the same, cut otherwise
         return None
+    if not (_BEFORE in decode(made) or _AFTER in decode(made)):
+        raise CheckpointError(f"{type(processor).__name__} writes prompts by itself, whatever is asked")
     raise CheckpointError(f"{type(processor).__name__} sets something into prompts that is not known here")
 
 

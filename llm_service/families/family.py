@@ -155,10 +155,10 @@ class Family:
     `alone`: of which modalities an item is alone in a prompt, as it depends on the others. `length_mark`: what a
     template has in the stead of a sound's seconds. `seam`: a mark beside items, of which two that touch are one, and
     behind which a word gets a space. `number_mark`: what stands for an item begins with, if its number among those of
-    its modality is behind that. `pinned`: tokens that stay at an item's time where they are right behind it. `frame`:
-    what else stands in a prompt with items, where that is not what the tokenizer puts before any text. `texts`: the
-    kinds of text that it goes with, each of which decides what layers have (`registry.TEXT_FAMILIES`); empty: it has
-    its own.
+    its modality is behind that. `run`: so many placeholders side by side stand for an item, as one does. `pinned`:
+    tokens that stay at an item's time where they are right behind it. `frame`: what else stands in a prompt with items,
+    where that is not what the tokenizer puts before any text. `texts`: the kinds of text that it goes with, each of
+    which decides what layers have (`registry.TEXT_FAMILIES`); empty: it has its own.
 
     Layers: `attention_bias`, queries, keys and values have biases; `qk_norm`, each query and key head is normed before
     it is rotated, by a norm without a weight with `plain_head_norms`, with `local_head_norms` in local layers alone;
@@ -196,6 +196,7 @@ class Family:
     length_mark: str = ""
     seam: str = ""
     number_mark: str = ""
+    run: int = 0
     turns_at: int = 0
     pinned: Collection[int] = ()
     frame: PromptFrame | None = None

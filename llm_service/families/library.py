@@ -28,6 +28,7 @@ def library_family(found: LibraryModel) -> Family:
         length_mark=found.length_mark,
         seam=found.seam,
         number_mark=found.number_mark,
+        run=found.run,
         turns_at=found.turns_at,
         pinned=frozenset(found.pinned),
         frame=found.frame,

@@ -80,7 +80,7 @@ class PromptBuilder:
         self._first = list(self.tokenizer.encode("").ids)
         self._alone, self._frame = model.family.alone, model.family.frame
         self._length_mark, self._turns_at = model.family.length_mark, model.family.turns_at
-        self._number_mark = model.family.number_mark
+        self._number_mark, self._run = model.family.number_mark, model.family.run
         self._seam = self._added.get(model.family.seam, -1)
         self._media = MediaTokens.of(checkpoint.config, model.family, named_tokens(checkpoint, self._added))
         self.template = ChatTemplate.of(checkpoint, self._plain_template())
@@ -253,7 +253,7 @@ class PromptBuilder:
     def _with_slots(self, pieces: list[Piece], modalities: Sequence[Modality], field: str) -> list[Piece]:
         out: list[Piece] = []
         found: list[Modality] = []
-        for piece in pieces:
+        for piece in self._one_for_each(pieces):
             if isinstance(piece, int) and (modality := self._media.placeholders.get(piece)) is not None:
                 out.append(Slot(len(found), modality, piece))
                 found.append(modality)
@@ -269,6 +269,16 @@ class PromptBuilder:
                 field=field,
             )
         return out
+
+    def _one_for_each(self, pieces: list[Piece]) -> Iterator[Piece]:
+        """With one placeholder for each run of them that stands for an item."""
+        at = 0
+        while at < len(pieces):
+            piece = pieces[at]
+            yield piece
+            is_run = self._run and isinstance(piece, int) and piece in self._media.placeholders
+            is_run = is_run and pieces[at : at + self._run] == [piece] * self._run
+            at += self._run if is_run else 1
 
     def _laid_out(self, text: str) -> list[Piece]:
         """Cuts a text that is not a caller's message at special tokens, and where lengths of sounds stand."""

@@ -17,14 +17,14 @@ from llm_service.models.served import ServedModel
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import TextPrompt
 from tools.models.compare import picture
-from tools.models.tiny import make
+from tools.models.tiny import make_without_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # the library's processor
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make("minicpmv4_7", tmp_path_factory.mktemp("canvas"))
+    return make_without_weights("minicpmv4_7", tmp_path_factory.mktemp("canvas"))
 
 
 @pytest.mark.parametrize(

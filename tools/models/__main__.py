@@ -147,6 +147,8 @@ def _tried(kind: str, made: Any, compared: Comparison) -> Row:
             names = compared(kind, make(kind, Path(folder)))
     except (CheckpointError, NotStartedError) as error:
         return Row(kind, "refused", _told(error))
+    except ImportError as error:
+        return Row(kind, "unknown", _told(error))
     except (AssertionError, AttributeError, Differs, KeyError, RuntimeError, TypeError, ValueError) as error:
         return Row(kind, WRONG, " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST])
     if (OURS in names) != (text == OURS):

@@ -39,6 +39,13 @@ def make(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.f
     return make_by(RECIPES[name], folder, seed=seed, dtype=dtype)
 
 
+def make_without_weights(name: str, folder: Path) -> Path:
+    """The same without weights: enough for its processor, and for what the library says of it."""
+    config_of_recipe(name).save_pretrained(folder)
+    _save_processor(RECIPES[name], folder)
+    return folder
+
+
 def make_by(recipe: Recipe, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
     """The same by a recipe."""
     folder.mkdir(parents=True, exist_ok=True)

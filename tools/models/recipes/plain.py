@@ -304,7 +304,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         processor("PPChart2TableProcessor", "PPChart2TableImageProcessorPil"),
         ("<imgpad>", "<img>", "</img>"),
-        image="<imgpad>",
+        image=f"<img>{'<imgpad>' * 256}</img>",
     ),
     "janus": Recipe(
         whole(
