@@ -7,6 +7,8 @@ import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Final
 
+import numpy as np
+
 from common.errors import DataLoss, InvalidInput, Unsupported
 from common.media import kept_rows
 from common.media.item import (
@@ -35,6 +37,8 @@ MAX_PARTS: Final = 16_384
 """Parts at most of what stands in a prompt for an item."""
 MAX_REPLACEMENT: Final = 1 << 20
 """Characters of all of them at most."""
+MAX_POSITION: Final = 1 << 24
+"""How far at most rows are from where a text in their place would be."""
 
 MODALITIES: Final = {
     Modality.IMAGE: media_pb2.MODALITY_IMAGE,
@@ -219,6 +223,8 @@ def _read_replacement(given: Sequence[encoder_pb2.PromptPart]) -> tuple[PromptPa
         raise DataLoss("an encoder sent more than can stand for an item in a prompt")
     if any(part.positions and not _has_positions(part) for part in given):
         raise DataLoss("an encoder sent other positions than rows")
+    if any(abs(at) > MAX_POSITION for part in given for at in (part.advance, *_numbers(part.positions))):
+        raise DataLoss("an encoder places rows further away than prompts are long")
     return tuple(
         PromptPart(part.text, part.rows, part.token, part.positions, part.advance, part.from_origin) for part in given
     )
@@ -228,6 +234,12 @@ def _has_positions(part: encoder_pb2.PromptPart) -> bool:
     """Whether a part's positions are those of its rows, and of tokens of its text, if of any."""
     of_text = len(part.positions) // _POSITION_BYTES - part.rows
     return len(part.positions) % _POSITION_BYTES == 0 and 0 <= of_text <= len(part.text.encode())
+
+
+def _numbers(positions: bytes) -> tuple[int, ...]:
+    """The least and the greatest of them."""
+    each = np.frombuffer(positions, "<i4")
+    return (int(each.min()), int(each.max())) if len(each) else ()
 
 
 _POSITION_BYTES = 12

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from common import log
 from common.errors import InvalidInput, Unavailable
+from common.media.convert import MAX_PARTS, MAX_REPLACEMENT
 from common.media.item import Grid, Modality, Pixels
 from common.processes import Child, ChildDied
 from encoder_service.item import Footage, Inspection, Item, Plan
@@ -100,6 +101,9 @@ class LibraryPlanner:
             samples = seen.track.frames if seen.track is not None else 0
             about = PlanItem(*whole, footage.numbers, footage.total, footage.fps, samples, item.options.fps or 0.0)
         planned = await self._planned(about, item.field)
+        if len(planned.parts) > MAX_PARTS or sum(len(part.text) for part in planned.parts) > MAX_REPLACEMENT:
+            why = "more stands for an item of this size or length in a prompt than is served"
+            raise InvalidInput(why, reason="MEDIA_UNREADABLE", field=item.field)
         tokens = sum(part.rows for part in planned.parts)
         if item.modality is Modality.AUDIO:
             shape = (1, about.samples)

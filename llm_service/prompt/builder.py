@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from common.checkpoint import Checkpoint
-from common.errors import InvalidInput
+from common.errors import DataLoss, InvalidInput
 from common.media import kept_rows
 from common.media.item import Header, Modality
 from llm_service.families.family import FAR, Rows, SpecialToken
@@ -179,7 +179,9 @@ class PromptBuilder:
         return PromptLayout(ids, spans, where.tobytes(), mrope_delta, longest)
 
     def _place(self, slot: Slot, header: Header, ids: list[int], spans: list[Span]) -> None:
-        """Appends an item's next run of rows."""
+        """Appends an item's next run of rows. Raises DataLoss where an encoder has them stand for no token."""
+        if not 0 <= slot.token < self.vocab_size:
+            raise DataLoss("an encoder has rows stand for a token that is none")
         earlier = spans.pop().runs if spans and spans[-1].item == slot.item else ()
         first = earlier[-1].first_row + earlier[-1].count if earlier else 0
         run = Run(len(ids), first, slot.rows, slot.grid_rows)

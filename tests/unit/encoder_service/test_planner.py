@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from common.errors import InvalidInput, Unsupported
+from common.media.convert import MAX_PARTS, MAX_REPLACEMENT
 from common.media.item import Modality, Options, Pixels, PromptPart
 from encoder_service.item import Footage, Inspection, Item
 from encoder_service.media.messages import ChooseFrames, Chosen, PlanItem, Planned
@@ -50,6 +51,24 @@ async def test_a_size_is_asked_for_once_and_other_frames_are_another_question() 
     for numbers in ((0, 1), (0, 2)):
         await planner.plan(film, SEEN, Footage(numbers, 90, 30.0))
     assert len(planner.questions) == 3
+
+
+@pytest.mark.parametrize("parts", [MAX_PARTS * [PromptPart(".", 1, 7)], [PromptPart("." * MAX_REPLACEMENT, 1, 7)]])
+async def test_an_item_for_which_more_would_stand_in_a_prompt_than_a_header_holds_is_refused(
+    parts: list[PromptPart],
+) -> None:
+    class Telling(Asked):
+        told = tuple(parts)
+
+        async def _ask(self, question: ChooseFrames | PlanItem, field: str) -> Planned:
+            return Planned(self.told)
+
+    planner = Telling()
+    assert (await planner.plan(item(Modality.IMAGE), SEEN, None)).replacement == planner.told
+    planner.told = (*planner.told, PromptPart("."))
+    with pytest.raises(InvalidInput, match="more stands for an item of this size") as error:
+        await planner.plan(item(Modality.IMAGE), replace(SEEN, width=65), None)
+    assert error.value.field == "media[0]"
 
 
 async def test_options_are_refused_by_name() -> None:

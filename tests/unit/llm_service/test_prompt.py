@@ -8,6 +8,8 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.checkpoint import Checkpoint
-from common.errors import InvalidInput
-from common.media.item import Grid, Header, Modality
+from common.errors import DataLoss, InvalidInput
+from common.library import LibraryModel
+from common.media.item import Grid, Header, Modality, PromptPart
+from llm_service.families.library import library_family
+from llm_service.models.served import ServedModel
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.request import ChatPrompt, MediaItem, Message, PromptLayout, TextPrompt, TokenPrompt
@@ -273,3 +278,18 @@ def test_a_special_token_that_the_model_has_no_embedding_for_is_text_like_any_ot
     ids = builder.encode("a<|beyond|>b", allow_special=True)
     assert max(ids) < builder.vocab_size == VOCABULARY
     assert builder.tokenizer.decode(ids) == "a<|beyond|>b"
+
+
+@pytest.mark.parametrize("token", [-1, VOCABULARY])
+def test_rows_that_an_encoder_has_stand_for_a_token_that_is_none_are_not_laid_out(
+    checkpoints: Callable[..., Path], token: int
+) -> None:
+    checkpoint = Checkpoint(checkpoints("qwen3_vl"))
+    model = ServedModel.of(checkpoint)
+    sizes = {"hidden_size": 1, "vocab_size": VOCABULARY, "max_position": 1}
+    told = library_family(LibraryModel(architecture="", placeholders={"image": IMAGE}, **sizes))
+    builder = PromptBuilder(checkpoint, replace(model, family=told))
+    for named, fits in ((IMAGE, True), (token, False)):
+        parts = (PromptPart("(", 6, named), PromptPart(")"))
+        with nullcontext() if fits else pytest.raises(DataLoss):
+            assert layout_of(builder, chat(item()), header(replacement=parts)).ids.count(IMAGE) == 6

@@ -6,9 +6,11 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from common.errors import DataLoss, Unavailable
+from common.media.convert import MAX_PARTS, MAX_POSITION, MAX_REPLACEMENT
 from common.media.item import Header
 from common.wire import crc32c
 from llm_service.encoders.stream import EncodeStream
@@ -40,8 +42,9 @@ class SlowCall:
         return next(self._events)
 
 
-def stream(call: Any) -> EncodeStream:
-    return EncodeStream(call, [Inline(LAYOUT.dtype)], LAYOUT, 2, field="here[0]", first=0, silence=SILENCE)
+def stream(call: Any, *, replaced: bool = False) -> EncodeStream:
+    transports = [Inline(LAYOUT.dtype)]
+    return EncodeStream(call, transports, LAYOUT, 2, replaced=replaced, field="here[0]", first=0, silence=SILENCE)
 
 
 def busy(times: int) -> list[v1.EncodeResponse]:
@@ -94,20 +97,53 @@ HEADER: dict[str, Any] = {
 }
 
 
-async def asked(**changes: Any) -> Header:
-    """What is made of a header."""
+async def asked(*, replaced: bool = False, **changes: Any) -> Header:
+    """What is made of a header; `replaced`: encoders say what stands for items in prompts."""
     events = iter([v1.EncodeResponse(header=v1.EncodeHeader(**HEADER | changes))])
 
     async def read() -> v1.EncodeResponse:
         return next(events)
 
-    return await stream(SimpleNamespace(read=read)).header()
+    return await stream(SimpleNamespace(read=read), replaced=replaced).header()
 
 
 @pytest.mark.parametrize("name", LIES)
 async def test_a_header_that_contradicts_itself_is_not_believed(name: str) -> None:
     with pytest.raises(DataLoss):
         await asked(**LIES[name])
+
+
+def places(count: int, at: int = 0) -> bytes:
+    return np.full((3, count), at, "<i4").tobytes()
+
+
+REPLACEMENTS: dict[str, list[v1.PromptPart]] = {
+    "nothing": [],
+    "a row too few": [v1.PromptPart(rows=ROWS - 1)],
+    "a row too many": [v1.PromptPart(text="(", rows=ROWS), v1.PromptPart(rows=1)],
+    "rows below none": [v1.PromptPart(rows=ROWS + 1), v1.PromptPart(rows=-1)],
+    "more parts than there may be": [v1.PromptPart(rows=ROWS), *[v1.PromptPart(text=".")] * MAX_PARTS],
+    "more text than there may be": [v1.PromptPart(text="." * (MAX_REPLACEMENT + 1), rows=ROWS)],
+    "a position too few": [v1.PromptPart(rows=ROWS, positions=places(ROWS - 1))],
+    "positions of more than the text has": [v1.PromptPart(text="ab", rows=ROWS, positions=places(ROWS + 3))],
+    "part of a position": [v1.PromptPart(rows=ROWS, positions=places(ROWS)[:-1])],
+    "positions far away": [v1.PromptPart(rows=ROWS, positions=places(ROWS, MAX_POSITION + 1))],
+    "positions far before": [v1.PromptPart(rows=ROWS, positions=places(ROWS, -MAX_POSITION - 1))],
+    "a prompt that goes on far away": [v1.PromptPart(rows=ROWS, positions=places(ROWS), advance=MAX_POSITION + 1)],
+}
+
+
+@pytest.mark.parametrize("name", REPLACEMENTS)
+async def test_what_cannot_stand_for_an_item_is_not_believed(name: str) -> None:
+    with pytest.raises(DataLoss):
+        await asked(replaced=True, replacement=REPLACEMENTS[name])
+
+
+async def test_as_much_as_may_stand_for_an_item_does() -> None:
+    far = v1.PromptPart(rows=ROWS, positions=places(ROWS, MAX_POSITION), advance=-MAX_POSITION)
+    text = v1.PromptPart(text="." * (MAX_REPLACEMENT - MAX_PARTS + 2))
+    header = await asked(replaced=True, replacement=[far, text, *[v1.PromptPart(text=".")] * (MAX_PARTS - 2)])
+    assert len(header.replacement) == MAX_PARTS
 
 
 async def test_headers_of_a_picture_a_film_and_a_sound_are() -> None:
