@@ -19,6 +19,7 @@ class Mixer(Enum):
     ATTENTION = "attention"
     LATENT_ATTENTION = "latent attention"
     INDEXED_ATTENTION = "attention to what an index chooses"
+    INDEXED_LATENT_ATTENTION = "latent attention to what an index chooses"
     LATE_NORMED_ATTENTION = "attention whose heads are normed once they are rotated"
     NORMED_OUTPUT_ATTENTION = "attention whose heads are normed before their gates open them"
     TEMPERED_ATTENTION = "attention whose queries grow with their places"
@@ -141,6 +142,8 @@ FAR = 1 << 20
 """Positions of sequences that turn by other frequencies, since they are long, are counted from here."""
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 """What config.json calls layers of attention whose tokens see all before them, or a window, or their chunk."""
+INDEXED = "indexed_attention"
+"""What it calls layers that score all tokens before one, and attend to the best of them."""
 MLP_ALONE, EXPERTS_ALONE = "mlp", "moe"
 """What it calls layers that are a feed-forward part alone."""
 WINDOWED: Mapping[str, Mixer] = {FULL: Mixer.ATTENTION, SLIDING: Mixer.ATTENTION}
@@ -172,18 +175,20 @@ class Family:
     single layers by the tokens that stand for them; `scaled_embeddings`, those of tokens are multiplied by the root of
     their width, with `normed_embeddings` they are normed, without a weight; `logit_scale` and `logit_divisor`, what
     config.json calls the number that logits are multiplied or divided by, if they are; `rotary_neighbours`, the two
-    numbers of a rotary pair are neighbours in checkpoints; `rotary_in_windows`, heads are rotated in local layers
-    alone, those with a window or chunks, where there are any, and with `unrotated` in none; `fused_heads`, checkpoints
-    have queries, keys and values as one matrix, and `fused_gates` gates and what they open; `ungated`, feed-forward
-    parts have none, and the square of a ReLU between two products; `grouped_experts`, each expert has a score of its
-    own, and the likeliest are among those of the likeliest groups; `probability_weights`, experts count by their
-    probabilities among all, which do not sum up to 1; `ungated_shared`, what all tokens go through beside their experts
-    has no gate; `sparse`, what follows in a layer with experts, whose stacked matrices have inputs first where they are
-    `experts_inputs_first`, None: where their shape says so; `single_parts`, a layer is a mixer or a feed-forward part,
-    behind one norm; `mrope_interleaved`, rotary pairs are dealt out to time, height and width in turns, and
-    `space_first`, those of height and width so before those of time, and `rotary_share`, so much of a head is rotated,
-    unless the checkpoint says otherwise. `mixers`: what config.json's `layer_types` stand for; a family has windows
-    where `SLIDING` is among them, and where queries grow in none of its contexts they are left as they are.
+    numbers of a rotary pair are neighbours in checkpoints; `latent_eps`, that of norms of latents, None: the usual,
+    with `scaled_latents` these are multiplied by the root of how many times as wide the decoder is, and with
+    `normed_rotary_keys` the rotated key that heads share is normed first; `rotary_in_windows`, heads are rotated in
+    local layers alone, those with a window or chunks, where there are any, and with `unrotated` in none; `fused_heads`,
+    checkpoints have queries, keys and values as one matrix, and `fused_gates` gates and what they open; `ungated`,
+    feed-forward parts have none, and the square of a ReLU between two products; `grouped_experts`, each expert has a
+    score of its own, and the likeliest are among those of the likeliest groups; `probability_weights`, experts count by
+    their probabilities among all, which do not sum up to 1; `ungated_shared`, what all tokens go through beside their
+    experts has no gate; `sparse`, what follows in a layer with experts, whose stacked matrices have inputs first where
+    they are `experts_inputs_first`, None: where their shape says so; `single_parts`, a layer is a mixer or a
+    feed-forward part, behind one norm; `mrope_interleaved`, rotary pairs are dealt out to time, height and width in
+    turns, and `space_first`, those of height and width so before those of time, and `rotary_share`, so much of a head
+    is rotated, unless the checkpoint says otherwise. `mixers`: what config.json's `layer_types` stand for; a family has
+    windows where `SLIDING` is among them, and where queries grow in none of its contexts they are left as they are.
     `text_defaults`: what holds of the decoder where config.json leaves it out. `part_names`: what the library calls
     parts of layers, and the decoder otherwise. `changed_parts`: tensors that the library changes when it loads a
     checkpoint, and the decoder takes as they are, by parts of their names.
@@ -223,6 +228,9 @@ class Family:
     logit_scale: str = ""
     logit_divisor: str = ""
     rotary_neighbours: bool = False
+    latent_eps: float | None = None
+    scaled_latents: bool = False
+    normed_rotary_keys: bool = False
     rotary_in_windows: bool = False
     unrotated: bool = False
     fused_heads: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llm_service.families.family import FULL, LayerNorms, Mixer
+from llm_service.families.family import FULL, INDEXED, LayerNorms, Mixer
 from llm_service.families.qwen3_5 import QWEN3_5
 
 QWEN4 = replace(
@@ -13,7 +13,7 @@ QWEN4 = replace(
     norms=LayerNorms("", ""),
     mixers={
         FULL: Mixer.INDEXED_ATTENTION,
-        "indexed_attention": Mixer.INDEXED_ATTENTION,
+        INDEXED: Mixer.INDEXED_ATTENTION,
         "linear_attention": Mixer.GATED_DELTA_NET,
     },
     text_defaults={"full_attention_interval": 4},

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from common.checkpoint import CheckpointError
 from llm_service.families.cohere2 import COHERE2_TEXT, COHERE_COMPASS_TEXT
-from llm_service.families.deepseek import DEEPSEEK_V3_TEXT, MISTRAL4_TEXT
+from llm_service.families.deepseek import DEEPSEEK_V3_TEXT, DOTS3_TEXT, MISTRAL4_TEXT
 from llm_service.families.ernie import ERNIE_TEXT
 from llm_service.families.exaone4 import EXAONE4_TEXT
 from llm_service.families.family import WINDOWED, Family, Mixer
@@ -56,6 +56,7 @@ TEXT_FAMILIES: Final = {
     ),
     "deepseek_ocr2_text": Family({}, probability_weights=True, ungated_shared=True),
     "deepseek_v3": DEEPSEEK_V3_TEXT,
+    "dots3_note_text": DOTS3_TEXT,
     "emu3_text_model": Family({}),
     "ernie4_5_vl_moe_text": ERNIE_TEXT,
     "exaone4": EXAONE4_TEXT,

@@ -15,6 +15,7 @@ from llm_service.layers.experts_beside import ExpertsBeside
 from llm_service.layers.gated_delta_net import GatedDeltaNet
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.indexed_attention import IndexedAttention
+from llm_service.layers.indexed_latents import IndexedLatentAttention
 from llm_service.layers.late_normed_attention import LateNormedAttention
 from llm_service.layers.latent_attention import LatentAttention
 from llm_service.layers.layer_inputs import LayerEnd
@@ -70,6 +71,7 @@ MIXERS: dict[Mixer, Callable[[LayerKind, TextConfig, TensorGroup, torch.dtype], 
     Mixer.ATTENTION: SelfAttention,
     Mixer.LATENT_ATTENTION: LatentAttention,
     Mixer.INDEXED_ATTENTION: IndexedAttention,
+    Mixer.INDEXED_LATENT_ATTENTION: IndexedLatentAttention,
     Mixer.LATE_NORMED_ATTENTION: LateNormedAttention,
     Mixer.NORMED_OUTPUT_ATTENTION: NormedOutputAttention,
     Mixer.TEMPERED_ATTENTION: TemperedAttention,

@@ -3,8 +3,9 @@ make their keys and values, and one rotated key that all share."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,17 +13,14 @@ from torch import Tensor, nn
 from llm_service.families.family import LayerKind
 from llm_service.layers.attention.backend import AttentionBatch, AttentionKind
 from llm_service.layers.attention.torch_backend import TorchBatch
-from llm_service.layers.cache_spec import PagedKV
+from llm_service.layers.cache_spec import IndexedKV, PagedKV
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.latent_chunks import mix_chunks
 from llm_service.layers.latent_products import LatentProducts
-from llm_service.layers.linear import PackedLinear, length
+from llm_service.layers.linear import PackedLinear, Stored, fill, length
 from llm_service.layers.mixer import Rotary, StateBackend
 from llm_service.layers.ops import TORCH, RMSNorm, RowOps
 from llm_service.models.config import TextConfig
-
-_EPS = 1e-6
-"""Of norms of latents, whatever a configuration states for others."""
 
 
 class LatentAttention(nn.Module):
@@ -30,7 +28,8 @@ class LatentAttention(nn.Module):
     are multiplied with the heads' matrices for keys before they meet it, and what comes out with those for values.
 
     Heads are split over ranks; latents are computed, and kept, by each. A head's rotated numbers lie before the plain
-    ones here, since it is the first ones of a head that are rotated.
+    ones here, since it is the first ones of a head that are rotated. Its family says whether each head has a gate for
+    what is attended to.
     """
 
     stored_as: ClassVar[str] = "self_attn"
@@ -38,39 +37,60 @@ class LatentAttention(nn.Module):
 
     def __init__(self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__()
-        assert config.latent is not None, "the configuration has the heads' shape"
-        self._group, self._shape, self._grows = group, config.latent, config.rotary.tempering is not None
-        shape, own, whole = config.latent, group.share(config.heads), slice(0, config.hidden_size)
+        self._group, self.shape, self._grows = group, config.latent_heads(kind), config.rotary.tempering is not None
+        heads, whole = config.heads_of(kind), slice(0, config.hidden_size)
+        shape, own = self.shape, group.share(heads)
         self._kind = AttentionKind(kind.window, kind.spans, shape.scale, kind.whole_spans)
         self.heads = length(own)
         queries, latent = {"q_proj": _rows(own, shape.query)}, {"kv_a_proj_with_mqa": slice(0, shape.width)}
         order = rotated_first(self.heads, shape.plain, shape.rotated, neighbours=shape.neighbours)
-        linear, norm = partial(PackedLinear, bias=False, dtype=dtype), partial(RMSNorm, eps=_EPS, dtype=dtype)
-        self.q_norm: RMSNorm | None = None
+        linear, norm = partial(PackedLinear, bias=False, dtype=dtype), partial(GrownNorm, eps=shape.eps, dtype=dtype)
+        self.q_norm: GrownNorm | None = None
         self.q: PackedLinear | None = None
         if shape.query_rank:
-            self.q_norm = norm(shape.query_rank, stored_as="q_a_layernorm")
+            self.q_norm = norm(shape.query_rank, stored_as="q_a_layernorm", growth=shape.query_growth)
             self.q = linear(slice(0, shape.query_rank), {"q_b_proj": queries.pop("q_proj")}, order=order)
             queries, order = {"q_a_proj": slice(0, shape.query_rank)}, torch.arange(shape.query_rank)
-        pairs = shape.rank + _pairs(shape.rotated, neighbours=shape.neighbours)
-        order = torch.cat([order, len(order) + torch.cat([torch.arange(shape.rank), pairs])])
+        pairs = _pairs(shape.rotated, neighbours=shape.neighbours)
+        order = torch.cat([order, len(order) + torch.cat([torch.arange(shape.rank), shape.rank + pairs])])
         self.down = linear(whole, queries | latent, order=order)
-        self.kv_norm = norm(shape.rank, stored_as="kv_a_layernorm")
-        self.products = LatentProducts(shape, config.heads, group, dtype)
+        self.kv_norm = norm(shape.rank, stored_as="kv_a_layernorm", growth=shape.growth)
+        self.rotated_norm: GrownNorm | None = None
+        if shape.norms_rotated:
+            self.rotated_norm = norm(shape.rotated, stored_as="k_rope_only_layernorm", order=pairs)
+        self.products = LatentProducts(shape, heads, group, dtype)
+        self.head_gates: PackedLinear | None = None
+        if config.family.head_gates:  # few
+            self.head_gates = linear(whole, {"g_proj": own}, rounds=False)
         self.o = linear(_rows(own, shape.value), {"o_proj": whole})
 
-    def cache_spec(self) -> PagedKV:
+    @property
+    def kept(self) -> PagedKV:
         """One head's keys."""
-        return PagedKV(self.heads, 1, self._shape.width, self._kind, self._shape.rank)
+        return PagedKV(self.heads, 1, self.shape.width, self._kind, self.shape.rank)
+
+    def cache_spec(self) -> PagedKV | IndexedKV:
+        """What is kept of tokens."""
+        return self.kept
 
     def state_backend(self) -> StateBackend:
         """There is no state."""
         raise NotImplementedError
 
     def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
-        """x [n, hidden] → this rank's queries [n, heads, rotated + plain], and what is kept [n, 1, rank + rotated]."""
-        made, latent = self.down(x).split([self.down.outputs - self._shape.width, self._shape.width], dim=1)
-        return self.queries(self.resid(made), rotary), self.key(latent, (rotary[0], rotary[1]))
+        """x [n, hidden] → this rank's queries [n, heads, rotated + plain], what is kept [n, 1, rank + rotated], and
+        where there are gates these, [n, heads, 1]."""
+        made, latent = self.apart(x)
+        return self.queries(self.resid(made), rotary), self.key(latent, (rotary[0], rotary[1])), *self.gates(x)
+
+    def apart(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [n, hidden] → what `resid` takes, and what `key` does."""
+        made, latent = self.down(x).split([self.down.outputs - self.shape.width, self.shape.width], dim=1)
+        return made, latent
+
+    def gates(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x [n, hidden] → this rank's heads' gates [n, heads, 1], if there are any."""
+        return () if self.head_gates is None else (self.head_gates(x).unsqueeze(2),)
 
     def resid(self, made: Tensor) -> Tensor:
         """What queries are made of, normed, [n, query_rank]; where that is the layer's input, queries themselves."""
@@ -78,28 +98,61 @@ class LatentAttention(nn.Module):
 
     def queries(self, resid: Tensor, rotary: Rotary) -> Tensor:
         """What `resid` gave → queries [n, heads, rotated + plain], which may grow with their places."""
-        heads = (resid if self.q is None else self.q(resid)).view(len(resid), self.heads, self._shape.query)
-        query = self.ops.qk_norm_rotary(heads, (rotary[0], rotary[1]), self.heads, 0, None, _EPS)
+        heads = (resid if self.q is None else self.q(resid)).view(len(resid), self.heads, self.shape.query)
+        query = self.ops.qk_norm_rotary(heads, (rotary[0], rotary[1]), self.heads, 0, None, self.shape.eps)
         return (query * rotary[2]).to(query.dtype) if self._grows else query
 
     def key(self, latent: Tensor, rotary: Rotary) -> Tensor:
         """What the input gives for a latent and a rotated key [n, rank + rotated] → what is kept, [n, 1, the same]."""
-        rank = self._shape.rank
-        rotated = self.ops.qk_norm_rotary(latent[:, rank:].unsqueeze(1), rotary, 1, 0, None, _EPS)
+        rank, norm = self.shape.rank, self.rotated_norm
+        gains = None if norm is None else (norm.weight, norm.weight)
+        rotated = self.ops.qk_norm_rotary(latent[:, rank:].unsqueeze(1), rotary, 1, 0, gains, self.shape.eps)
         return torch.cat([self.kv_norm(latent[:, :rank]).unsqueeze(1), rotated], dim=2)
 
-    def mix(self, inputs: tuple[Tensor, ...], cache: Tensor, batch: AttentionBatch) -> Tensor:
+    def mix(self, inputs: tuple[Tensor, ...], cache: Any, batch: Any) -> Tensor:
         """See `MixerPart`: this rank's heads [n, heads · value]."""
-        query, key = inputs
+        query, key, *gates = inputs
+        return self.opened(self.attended(query, key, cache, batch), gates)
+
+    def opened(self, attended: Tensor, gates: Sequence[Tensor]) -> Tensor:
+        """[n, heads · value], by the heads' gates, if there are any."""
+        if not gates:
+            return attended
+        return (attended.view(len(attended), self.heads, -1) * gates[0].sigmoid()).flatten(1)
+
+    def attended(self, query: Tensor, key: Tensor, cache: Tensor, batch: AttentionBatch) -> Tensor:
+        """What `project` gave → [n, heads · value]; a layer's cache has this batch's keys afterwards."""
         if isinstance(batch, TorchBatch):
-            keys, _ = batch.store(key, key[..., : self._shape.rank], cache)
-            return mix_chunks(query, keys[:, 0], batch, self._shape, self.products)
-        mixed = batch.attend(self.products.absorbed(query), key, key[..., : self._shape.rank], cache)
-        return self.products.values(mixed.view(len(query), self.heads, self._shape.rank))
+            keys, _ = batch.store(key, key[..., : self.shape.rank], cache)
+            return mix_chunks(query, keys[:, 0], batch, self.shape, self.products)
+        mixed = batch.attend(self.products.absorbed(query), key, key[..., : self.shape.rank], cache)
+        return self.products.values(mixed.view(len(query), self.heads, self.shape.rank))
 
     def join(self, mixed: Tensor) -> Tensor:
         """All ranks' heads [n, heads · value] → [n, hidden]."""
         return self._group.sum(self.o(mixed))
+
+
+class GrownNorm(RMSNorm):
+    """What it gives is multiplied by `growth`, by way of the weight, which is in float32 then; `order` int64 [size]
+    says where each number of a checkpoint's goes."""
+
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        dtype: torch.dtype,
+        *,
+        stored_as: str,
+        growth: float = 1.0,
+        order: Tensor | None = None,
+    ) -> None:
+        super().__init__(size, eps, dtype, long_gain=growth != 1, stored_as=stored_as)
+        self._growth, self._order = growth, order
+
+    def _place(self, stored: Stored) -> None:
+        gain: Tensor = stored[:] if self._order is None else stored[:][self._order.argsort()]
+        fill(self.weight, gain if self._growth == 1 else gain.float() * self._growth)
 
 
 def rotated_first(heads: int, plain: int, rotated: int, *, neighbours: bool) -> Tensor:

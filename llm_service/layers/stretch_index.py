@@ -18,21 +18,10 @@ from torch.nn import functional
 
 from llm_service.layers.attention.backend import AttentionBackend, AttentionBatch, PagedChunk
 from llm_service.layers.attention.metadata import AttentionMetadata
+from llm_service.layers.chosen_chunks import ChosenChunk, apart, slots_of
 from llm_service.layers.cpu import selection
 from llm_service.layers.index_keys import ROOM, mask_of
 from llm_service.layers.stretch_decode import IndexDecodes
-from llm_service.layers.transfer import to_device
-
-
-@dataclass(frozen=True, slots=True)
-class ChosenChunk:
-    """A chunk at places [begin, end) of the batch, whose last token does not see all: it comes behind `context` tokens
-    of its sequence, and `slots` int64 [context + count] are where all of these are."""
-
-    begin: int
-    end: int
-    context: int
-    slots: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,32 +189,19 @@ class PagedIndex:
     def batch(self, chunks: Sequence[PagedChunk]) -> IndexBatch:
         """See `IndexBackend`."""
         every = [slots_of(chunk, self._block_size) for chunk in chunks]
-        whole = [len(slots) // self._stretch for slots in every]
-        ends = np.cumsum([chunk.count for chunk in chunks])
-        far = [number for number, stretches in enumerate(whole) if stretches > self._kept]
-        near = [number for number in range(len(chunks)) if number not in far] if far else []
+        ends = [len(slots) // self._stretch * self._stretch for slots in every]
         begun = [chunk.context // self._stretch * self._stretch for chunk in chunks]
-        new = [slots[first : last * self._stretch] for slots, first, last in zip(every, begun, whole, strict=True)]
-        written, members, rest, *slots = to_device(
-            [
-                np.concatenate([own[chunk.context :] for own, chunk in zip(every, chunks, strict=True)]),
-                np.concatenate(new),
-                np.concatenate([np.arange(0), *(np.arange(ends[at] - chunks[at].count, ends[at]) for at in near)]),
-                *(every[number] for number in far),
-            ],
-            self._device,
-        )
+        new = np.concatenate([slots[first:last] for slots, first, last in zip(every, begun, ends, strict=True)])
+        reach = (self._kept + 1) * self._stretch - 1
+        found, (members,) = apart(chunks, reach, self._block_size, self._device, new)
         return IndexBatch(
             self._stretch,
             self._kept,
-            written,
+            found.written,
             members.view(-1, self._stretch),
-            tuple(
-                ChosenChunk(int(ends[at]) - chunks[at].count, int(ends[at]), chunks[at].context, own)
-                for at, own in zip(far, slots, strict=True)
-            ),
-            rest,
-            self._attention.batch([chunks[at] for at in near]) if near else None,
+            found.chosen,
+            found.rest,
+            self._attention.batch(found.near) if found.near else None,
             self._unit,
             self._along(),
         )
@@ -240,14 +216,3 @@ class PagedIndex:
         from llm_service.layers.cpu import listed_attention  # numba takes its time
 
         return partial(listed_attention.attend, unit=self._unit)
-
-
-def slots_of(chunk: PagedChunk, block_size: int) -> np.ndarray:
-    """Where a sequence's first context + count tokens are, int64.
-
-    >>> slots_of(PagedChunk(2, 3, [5, 1]), 4)
-    array([20, 21, 22, 23,  4])
-    """
-    starts = np.asarray(chunk.blocks, np.int64)[:, None] * block_size
-    every: np.ndarray = (starts + np.arange(block_size)).reshape(-1)
-    return every[: chunk.context + chunk.count]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 from common.checkpoint import CheckpointError
 from llm_service.families.family import (
+    CHUNKED,
     EXPERTS_ALONE,
-    FULL,
     OF_PROMPTS,
+    SLIDING,
     Family,
     FeedForwardKind,
     LayerKind,
@@ -42,6 +43,7 @@ from llm_service.models.layer_shapes import (
     MarkTable,
     NgramShape,
     StreamShape,
+    TokenIndexShape,
     cut_shares,
     gates_of,
     inner_sizes,
@@ -89,16 +91,17 @@ class TextConfig:
     convolutions see `convolution_width` tokens. `full_heads` are those of keys and values in layers without a window,
     where they are others, `local_heads` those of queries in layers with one. The last `shared_layers` attend to keys
     and values of the last one before them that has their window, and with `wide_shared` their feed-forward parts are
-    twice as wide. `latent`: the heads of layers with latent attention. `layer_inputs`: layers have inputs of their own.
-    All that enters the first layer, rows of media as well, is multiplied by `embedding_multiplier`, and what each part
-    of a layer adds by `residual_multiplier`. Logits are multiplied by `logit_scale`; `logit_cap` is what none exceeds:
-    cap · tanh(x / cap). Levels of rows, the first as well, are added before the `level_layers`, which are of the
-    library's configurations; where it is empty, the first is among embeddings, and the others are added behind the
-    first layers. `index`, `streams` and `ngrams` are where layers have such. The table of tokens has `table_rows`, 0:
-    as many as the head has. Where all media of a prompt see each other these are the tokens `together`; with
-    `adds_rows` rows are added to what the table has for their places. `alternating`: there are several streams, of
-    which layers compute one. `cut_shares` and `inner_sizes`, where they are not empty, have one of what `LayerKind`
-    calls so for each layer. `mark_tables` are those of marks, of the library's models.
+    twice as wide. `latent`: the heads of layers with latent attention, `local_latent` of those with a window, where
+    they are others. `layer_inputs`: layers have inputs of their own. All that enters the first layer, rows of media as
+    well, is multiplied by `embedding_multiplier`, and what each part of a layer adds by `residual_multiplier`. Logits
+    are multiplied by `logit_scale`; `logit_cap` is what none exceeds: cap · tanh(x / cap). Levels of rows, the first as
+    well, are added before the `level_layers`, which are of the library's configurations; where it is empty, the first
+    is among embeddings, and the others are added behind the first layers. `index`, `token_index`, `streams` and
+    `ngrams` are where layers have such. The table of tokens has `table_rows`, 0: as many as the head has. Where all
+    media of a prompt see each other these are the tokens `together`; with `adds_rows` rows are added to what the table
+    has for their places. `alternating`: there are several streams, of which layers compute one. `cut_shares` and
+    `inner_sizes`, where they are not empty, have one of what `LayerKind` calls so for each layer. `mark_tables` are
+    those of marks, of the library's models.
 
     Where `experts` is above 0, every `sparse_step`-th layer but those in `dense_layers` is a mixture of experts, with a
     shared one beside them where `shared_expert_size` is above 0. `grouped`: in which groups they are, if in any. They
@@ -150,6 +153,7 @@ class TextConfig:
     shared_layers: int = 0
     wide_shared: bool = False
     latent: LatentHeads | None = None
+    local_latent: LatentHeads | None = None
     layer_inputs: LayerInputs | None = None
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
@@ -163,6 +167,7 @@ class TextConfig:
     router_multiplier: float = 1.0
     gate_temperature: float = 1.0
     index: IndexShape | None = None
+    token_index: TokenIndexShape | None = None
     streams: StreamShape | None = None
     ngrams: NgramShape | None = None
     delta_gates: GateActivation = GateActivation.SILU
@@ -251,6 +256,12 @@ class TextConfig:
         own = None if kind.window else self.full_heads
         return HeadShape(self.kv_heads, self.head_dim) if own is None else own
 
+    def latent_heads(self, kind: LayerKind) -> LatentHeads:
+        """Of a layer with latent attention."""
+        found = self.latent if self.local_latent is None or not kind.window else self.local_latent
+        assert found is not None, "the configuration has the heads' shape"
+        return found
+
     def longest(self, max_context: int) -> int:
         """Tokens of the longest context where the operator allows `max_context`; 0: as many as the model does."""
         return min(max_context or self.max_position, self.max_position)
@@ -292,25 +303,31 @@ class TextConfig:
         if not (family.probability_weights or text.get("norm_topk_prob", True)):
             raise CheckpointError("experts whose weights do not sum up to 1 are not supported")
         heads = int(text["num_attention_heads"])
-        latent = None
-        if Mixer.LATENT_ATTENTION in family.mixers.values():
-            latent = LatentHeads.of(text, rope, neighbours=family.rotary_neighbours)
-            rope = {**rope, "partial_rotary_factor": 1.0}
-        head_dim = int(text.get("head_dim") or text["hidden_size"] // heads) if latent is None else latent.rotated
         types, experts = layer_types(text, family), experts_of(text)
+        latent = local_latent = None
+        if Mixer.LATENT_ATTENTION in family.mixers.values():
+            latent = LatentHeads.of(text, rope, family, _norm_eps(text))
+            rope = {**rope, "partial_rotary_factor": 1.0}
+            if SLIDING in types:
+                window_rope = {**(window_rope or rope), "partial_rotary_factor": 1.0}
+                local_latent = LatentHeads.of_windows(text, types, window_rope, family, _norm_eps(text))
+        head_dim = int(text.get("head_dim") or text["hidden_size"] // heads) if latent is None else latent.rotated
         check_rotated(text, family, types)
         if family.single_parts and EXPERTS_ALONE not in types:
             experts = 0
         grouped = family.grouped_experts and experts > 0
         usual = HeadShape(int(text.get("num_key_value_heads") or heads), head_dim)
-        full, cap = HeadShape.of_full(text, types, usual), text.get("final_logit_softcapping")
+        full = HeadShape.of_full(text, types, usual) if latent is None else None
+        cap = text.get("final_logit_softcapping")
 
         def rotary(settings: Mapping[str, Any], shape: HeadShape) -> RotaryConfig:
             return RotaryConfig.of(settings, text, family, shape.head_dim, max_position, longest)
 
         every = rotary(rope, full or usual)
-        local = None if window_rope is None else rotary(window_rope, usual)
-        mixers = tuple(_mixer(family.mixers[each], every if each == FULL else local or every) for each in types)
+        windowed = usual if local_latent is None else replace(usual, head_dim=local_latent.rotated)
+        local = None if window_rope is None else rotary(window_rope, windowed)
+        apart = {SLIDING: local or every, CHUNKED: local or every}
+        mixers = tuple(_mixer(family.mixers[each], apart.get(each, every)) for each in types)
 
         return cls(
             family=family,
@@ -357,6 +374,7 @@ class TextConfig:
             shared_layers=int(text.get("num_kv_shared_layers") or 0),
             wide_shared=bool(text.get("use_double_wide_mlp")),
             latent=latent,
+            local_latent=local_latent,
             layer_inputs=LayerInputs.of(text, padded=not family.media_by_token),
             alternating=AlternatingShape.of(text),
             cut_shares=cut_shares(text),
@@ -366,6 +384,7 @@ class TextConfig:
             logit_scale=_logit_scale(text, family),
             logit_cap=None if cap is None else float(cap),
             index=IndexShape.of(text) if Mixer.INDEXED_ATTENTION in mixers else None,
+            token_index=TokenIndexShape.of(text) if Mixer.INDEXED_LATENT_ATTENTION in mixers else None,
             streams=StreamShape.of(text),
             ngrams=NgramShape.of(text),
             delta_gates=delta_gates_of(text),

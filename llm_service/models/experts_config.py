@@ -53,7 +53,8 @@ def shared_size(text: Mapping[str, Any]) -> int:
     count = first_of(text, "n_shared_experts", "moe_num_shared_experts") or 0
     names = "shared_expert_intermediate_size", "share_expert_dim", "shared_intermediate_size"
     stated = first_of(text, *names, "moe_shared_expert_intermediate_size")
-    return int(stated or (count * expert_size(text) if count else 0))
+    each = first_of(text, "shared_experts_intermediate_size") or (expert_size(text) if count else 0)
+    return int(stated or count * each)
 
 
 def dense_layers(text: Mapping[str, Any], apart: Sequence[str]) -> frozenset[int]:

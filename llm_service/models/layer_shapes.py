@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.checkpoint import CheckpointError
-from llm_service.families.family import FULL, SLIDING
+from llm_service.families.family import FULL, SLIDING, Family
 from llm_service.families.gates import BoundedGates, Gates, RaisedGates
 from llm_service.models.rotary_config import yarn_growth
 
@@ -47,7 +47,8 @@ def local_heads(text: Mapping[str, Any], types: Sequence[str]) -> int | None:
 
 
 _QUERIES = "num_attention_heads"
-_HEADS = {"head_dim", "num_key_value_heads", _QUERIES}
+_LATENTS = {"kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
+_KNOWN = {"head_dim", "num_key_value_heads", _QUERIES} | _LATENTS
 
 
 def _of_type(
@@ -55,7 +56,7 @@ def _of_type(
 ) -> Mapping[str, Any]:
     """What all layers of one type have of their own among these settings, and no others have."""
     apart = {int(layer): own for layer, own in stated.items()}
-    if unknown := sorted({name for own in apart.values() for name in own} - _HEADS):
+    if unknown := sorted({name for own in apart.values() for name in own} - _KNOWN):
         raise CheckpointError(f"layers with {unknown[0]} of their own are not supported")
     named = [{name: apart.get(layer, {}).get(name) for name in names} for layer in range(len(types))]
     each = [{name: value for name, value in own.items() if value is not None} for own in named]
@@ -80,7 +81,9 @@ class LatentHeads:
     """Heads whose keys and values are made of one latent of `rank` numbers, which all share, as in DeepSeek-V2. A
     query and a key have `plain` numbers, and `rotated` ones, which of a key all heads share as well; a value has
     `value`. Queries are made of a latent of `query_rank` numbers, 0: of the layer's input. Products are multiplied by
-    `scale`. `neighbours`: the two numbers of a rotary pair are neighbours in checkpoints."""
+    `scale`. `neighbours`: the two numbers of a rotary pair are neighbours in checkpoints. Latents are normed with this
+    `eps`, and then multiplied, that of keys by `growth` and that of queries by `query_growth`; with `norms_rotated` the
+    rotated numbers of a key are normed as well, before they are."""
 
     rank: int
     rotated: int
@@ -89,23 +92,48 @@ class LatentHeads:
     query_rank: int
     scale: float
     neighbours: bool
+    eps: float = 1e-6
+    growth: float = 1.0
+    query_growth: float = 1.0
+    norms_rotated: bool = False
 
     @classmethod
-    def of(cls, text: Mapping[str, Any], rope: Mapping[str, Any], *, neighbours: bool) -> LatentHeads:
-        """Of a text with these rotary settings. Raises KeyError where a size is missing."""
+    def of(cls, text: Mapping[str, Any], rope: Mapping[str, Any], family: Family, norm_eps: float) -> LatentHeads:
+        """Of a text with these rotary settings, whose other norms have this eps. Raises KeyError where a size is
+        missing."""
+        hidden, rank = int(text["hidden_size"]), int(text["kv_lora_rank"])
+        query_rank = int(text.get("q_lora_rank") or 0)
         rotated, plain = int(text["qk_rope_head_dim"]), int(text["qk_nope_head_dim"])
         scale, growth = (plain + rotated) ** -0.5, rope.get("mscale_all_dim")
         if growth and rope.get("rope_type", rope.get("type", "default")) != "default":
             scale *= yarn_growth(float(rope["factor"]), float(growth)) ** 2
         return cls(
-            rank=int(text["kv_lora_rank"]),
+            rank=rank,
             rotated=rotated,
             plain=plain,
             value=int(text["v_head_dim"]),
-            query_rank=int(text.get("q_lora_rank") or 0),
+            query_rank=query_rank,
             scale=scale,
-            neighbours=bool(text.get("rope_interleave", neighbours)),
+            neighbours=bool(text.get("rope_interleave", family.rotary_neighbours)),
+            eps=norm_eps if family.latent_eps is None else family.latent_eps,
+            growth=(hidden / rank) ** 0.5 if family.scaled_latents else 1.0,
+            query_growth=(hidden / query_rank) ** 0.5 if family.scaled_latents and query_rank else 1.0,
+            norms_rotated=family.normed_rotary_keys,
         )
+
+    @classmethod
+    def of_windows(
+        cls,
+        text: Mapping[str, Any],
+        types: Sequence[str],
+        rope: Mapping[str, Any],
+        family: Family,
+        norm_eps: float,
+    ) -> LatentHeads:
+        """The same of layers with a window, which may have sizes of their own. Raises CheckpointError as
+        `HeadShape.of_full`."""
+        own = _of_type(text.get("per_layer_config") or {}, types, SLIDING, _LATENTS)
+        return cls.of({**text, **own}, rope, family, norm_eps)
 
     @property
     def width(self) -> int:
@@ -222,6 +250,21 @@ class IndexShape:
         if not 0 < stretch <= budget or budget % stretch:
             raise CheckpointError(f"an index that keeps {budget} tokens in stretches of {stretch} is not supported")
         return cls(int(text["indexer_n_heads"]), int(text["indexer_head_dim"]), stretch, budget // stretch)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIndexShape:
+    """How a layer's index chooses what a token attends to: each token has a key of `head_dim` numbers, which is scored
+    by so many `heads` of queries, and the `most` with the highest scores are seen."""
+
+    heads: int
+    head_dim: int
+    most: int
+
+    @classmethod
+    def of(cls, text: Mapping[str, Any]) -> TokenIndexShape:
+        """Raises KeyError where a size is missing."""
+        return cls(int(text["index_n_heads"]), int(text["index_head_dim"]), int(text["index_topk"]))
 
 
 @dataclass(frozen=True, slots=True)

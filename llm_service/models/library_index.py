@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint import CheckpointError
+from llm_service.families.family import INDEXED
 from llm_service.layers.index_keys import BlockIndex, Chosen, IndexQuery, PoolIndex, TokenIndex
 from llm_service.models.library_step import this_step
 
@@ -34,10 +35,6 @@ def take_indexers(text: nn.Module) -> dict[str, Any]:
     if INDEXED not in (getattr(config, "layer_types", None) or ()):
         return {}
     return {"attention_mask": {kind: NO_MASK if kind == INDEXED else None for kind in set(config.layer_types)}}
-
-
-INDEXED = "indexed_attention"
-"""What a configuration calls layers that score all tokens before one, and attend to the best of them."""
 
 
 _MAKES_MASK = "build_attention_mask_from_topk"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.checkpoint import CheckpointError
-from llm_service.families.family import FULL, SLIDING, Family
+from llm_service.families.family import FULL, INDEXED, SLIDING, Family
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +213,10 @@ def rotary_settings(
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if family.unrotated:
         return _UNROTATED, None
-    if FULL in rope:
-        return rope[FULL] or _UNROTATED, rope.get(SLIDING)
+    if found := [rope[kind] for kind in (FULL, INDEXED) if kind in rope]:
+        if found[0] != found[-1]:
+            raise CheckpointError("layers with an index and others whose rotary positions differ are not supported")
+        return found[0] or _UNROTATED, rope.get(SLIDING)
     if family.rotary_in_windows and local:
         return _UNROTATED, rope
     base = text.get("rope_local_base_freq")

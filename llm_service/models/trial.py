@@ -41,7 +41,7 @@ from llm_service.layers.attention.backend import AttentionBatch, CacheShape, Pag
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cache_spec import PagedKV, Segment, cache_shapes, layer_caches, read_by
 from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.layers.mixer import CachedPart
+from llm_service.layers.mixer import CachedPart, IndexPart
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder, Deepstack
 from llm_service.models.layer_shapes import MarkTable
@@ -429,12 +429,15 @@ def _logits(
         chunks = [PagedChunk(begin, count, table, decodes, count * decodes) for table in tables]
         here = [(count + first - begin, count + last - begin) for first, last in runs if begin <= first < last <= end]
         segments = Segment.of(chunks, (1, 0))
-        batches = [
-            _batch(decoder, shapes[spec], chunks, here)
-            if isinstance(spec, PagedKV)
-            else mixer.state_backend().batch(segments)
-            for mixer, spec in zip(mixers, specs, strict=True)
-        ]
+        batches = list[Any]()
+        for mixer, spec in zip(mixers, specs, strict=True):
+            if not isinstance(spec, PagedKV):
+                batches.append(mixer.state_backend().batch(segments))
+                continue
+            batches.append(_batch(decoder, shape := shapes[spec], chunks, here))
+            if isinstance(mixer, IndexPart):
+                index = mixer.index_backend(TorchBackend(shape, _CPU), shape.blocks, _BLOCK)
+                batches[-1] = batches[-1], index.batch(chunks)
         placed = positions[:, begin:end].repeat(1, 2)
         if decoder.position_rows > len(placed):
             placed = torch.cat([torch.arange(begin, end).repeat(2).unsqueeze(0), placed])

@@ -144,17 +144,18 @@ def attend_to_chosen(
     chosen = chosen.unsqueeze(1) if chosen.dim() == 2 else chosen
     grouped = query.unflatten(1, (kv_heads, -1))  # [n, kv_heads, group, width]
     attend = partial(functional.scaled_dot_product_attention, scale=scale)
-    if _gathers(chosen, total, grouped.shape[2]):
+    if gathers(chosen, total, grouped.shape[2]):
         rows = max(1, ROOM // (4 * chosen.shape[2] * kv_heads * width))
         heads = torch.arange(kv_heads, device=slots.device).unsqueeze(1)
         for begin in range(0, len(query), rows):
             part = slice(begin, begin + rows)
             here = slots[chosen[part].clamp(min=0)]
-            k, v = keys[here, heads, :width], values[here, heads, :depth]  # [n, kv_heads, k, …]
+            k, v = (each.to(query.dtype) for each in (keys[here, heads, :width], values[here, heads, :depth]))
             made = attend(grouped[part], k, v, attn_mask=(chosen[part] >= 0).unsqueeze(2))
             out[part] = made.flatten(1, 2)
         return
-    k, v = keys[slots, :, :width].transpose(0, 1), values[slots, :, :depth].transpose(0, 1)
+    both = keys[slots, :, :width], values[slots, :, :depth]
+    k, v = (each.to(query.dtype).transpose(0, 1) for each in both)
     rows = max(1, ROOM // (4 * query.shape[1] * total))
     for begin in range(0, len(query), rows):
         part = slice(begin, begin + rows)
@@ -163,14 +164,14 @@ def attend_to_chosen(
         out[part] = made.unflatten(1, (-1, grouped.shape[2])).transpose(0, 1).flatten(1, 2)
 
 
-def _gathers(chosen: Tensor, total: int, group: int) -> bool:
+def gathers(chosen: Tensor, total: int, group: int) -> bool:
     """Whether what each query has chosen, [n, ·, k], is gathered: for one query, or few, and where so many heads share
     a key, and so few keys of all are chosen, that to copy these takes less than to attend to all.
 
     >>> one, four = torch.zeros(1, 1, 8), torch.zeros(4, 1, 8)
-    >>> _gathers(one, 9, 1), _gathers(four, 31, 1), _gathers(four, 31, 64)
+    >>> gathers(one, 9, 1), gathers(four, 31, 1), gathers(four, 31, 64)
     (True, False, False)
-    >>> _gathers(torch.zeros(9, 1, 8), 64, 64)
+    >>> gathers(torch.zeros(9, 1, 8), 64, 64)
     True
     """
     count = chosen.shape[2]

@@ -1,0 +1,71 @@
+"""The chunks of a step by whether all of a sequence is seen there, where layers choose by an index what they see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llm_service.layers.attention.backend import PagedChunk
+from llm_service.layers.transfer import to_device
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenChunk:
+    """A chunk at places [begin, end) of the batch, whose last token does not see all: it comes behind `context` tokens
+    of its sequence, and `slots` int64 [context + count] are where all of these are."""
+
+    begin: int
+    end: int
+    context: int
+    slots: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksApart:
+    """`written` int64 [n] is where a step's tokens are. Of its chunks those in `chosen` do not see all; `rest` int64
+    [k] are the places of the others, `near`."""
+
+    written: Tensor
+    chosen: tuple[ChosenChunk, ...]
+    rest: Tensor
+    near: tuple[PagedChunk, ...]
+
+
+def apart(
+    chunks: Sequence[PagedChunk], reach: int, block_size: int, device: torch.device, *more: np.ndarray
+) -> tuple[ChunksApart, list[Tensor]]:
+    """Of chunks of sequences, of which those of up to `reach` tokens are seen whole. Where all are, none is in `near`,
+    nor in `rest`: the step is attended to as it is. `more` goes to the device in the same copy."""
+    every = [slots_of(chunk, block_size) for chunk in chunks]
+    ends = np.cumsum([chunk.count for chunk in chunks])
+    far = [number for number, slots in enumerate(every) if len(slots) > reach]
+    near = [number for number in range(len(chunks)) if number not in far] if far else []
+    written, rest, *others = to_device(
+        [
+            np.concatenate([own[chunk.context :] for own, chunk in zip(every, chunks, strict=True)]),
+            np.concatenate([np.arange(0), *(np.arange(ends[at] - chunks[at].count, ends[at]) for at in near)]),
+            *(every[number] for number in far),
+            *more,
+        ],
+        device,
+    )
+    chosen = tuple(
+        ChosenChunk(int(ends[at]) - chunks[at].count, int(ends[at]), chunks[at].context, own)
+        for at, own in zip(far, others[: len(far)], strict=True)
+    )
+    return ChunksApart(written, chosen, rest, tuple(chunks[at] for at in near)), others[len(far) :]
+
+
+def slots_of(chunk: PagedChunk, block_size: int) -> np.ndarray:
+    """Where a sequence's first context + count tokens are, int64.
+
+    >>> slots_of(PagedChunk(2, 3, [5, 1]), 4)
+    array([20, 21, 22, 23,  4])
+    """
+    starts = np.asarray(chunk.blocks, np.int64)[:, None] * block_size
+    every: np.ndarray = (starts + np.arange(block_size)).reshape(-1)
+    return every[: chunk.context + chunk.count]

@@ -1,0 +1,79 @@
+"""dots3-note's text by our decoder: latent attention to what an index chooses, and in windows, with all that is for
+models of ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.checkpoint import Checkpoint
+from llm_service.layers.cpu import selection
+from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.models.decoder import Decoder
+from llm_service.models.loader import load_decoder
+from llm_service.worker.weights import describe as weights_of
+from tests.parity.library_side import GREEDY, Served
+from tests.parity.test_known_text_options import _logits
+from tests.parity.test_library_ranks import on_ranks
+from tests.quantized import FORMATS, quantize_checkpoint
+from tools.models.compare import PROMPTS, Reference
+from tools.models.tiny import make
+
+KIND, TEXT = "dots3_note", "model.layers."
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(KIND, tmp_path_factory.mktemp("dots3"))
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Served:
+    return Served.of(folder)
+
+
+def test_tokens_are_the_library_s_in_short_steps_and_beside_others(folder: Path, served: Served) -> None:
+    library = Reference(folder)
+    asked = [PROMPTS["text"], PROMPTS["one picture"]]
+    expected = [library.tokens(library.inputs(parts)) for parts in asked]
+    prompts = [served.prompt(parts) for parts in asked]
+    engine = served.engine(step_tokens=16, prefix_cache=True)
+    assert isinstance(engine.decoder, Decoder)
+    for _ in range(2):
+        assert [outcome.tokens for outcome in engine.run(prompts, GREEDY)] == expected
+
+
+def test_weights_in_int8_are_rounded_and_say_nearly_the_same(folder: Path, served: Served) -> None:
+    """What the index multiplies with is not, so that as much is chosen as may be."""
+    plain, engine = served.engine(), served.engine(weight_dtype="int8")
+    assert weights_of(engine.decoder, "int8").bits == 8
+    whole, rounded = _logits(plain.decoder, KIND), _logits(engine.decoder, KIND)
+    assert 0 < (whole - rounded).norm() / whole.norm() < 0.12
+
+
+@pytest.mark.parametrize("form", ["int-quantized", pytest.param("fp8 in ragged blocks", marks=pytest.mark.soak)])
+def test_tokens_of_quantised_weights_are_the_library_s_on_the_weights_that_they_are(
+    folder: Path, form: str, tmp_path: Path
+) -> None:
+    """Experts, and what is made of latents, among them."""
+    quantized, wide = quantize_checkpoint(folder, FORMATS[form], tmp_path, TEXT)
+    served, library = Served.of(quantized), Reference(wide)
+    engine = served.engine(step_tokens=80)
+    assert isinstance(engine.decoder, Decoder)
+    outcome = engine.run([served.prompt(PROMPTS["one picture"])], GREEDY)[0]
+    assert outcome.tokens == library.tokens(library.inputs(PROMPTS["one picture"]))
+
+
+def test_logits_of_two_ranks_are_those_of_one(folder: Path, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "allows_panels", lambda: False)  # whose kernels take one thread's calls at a time
+    checkpoint, text = Checkpoint(folder), served.text()
+    assert text is not None
+
+    def logits(group: TensorGroup) -> torch.Tensor:
+        return _logits(load_decoder(checkpoint, torch.float32, torch.device("cpu"), group, text=text), KIND)
+
+    expected = logits(ALONE)
+    for found in on_ranks(2, logits):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
