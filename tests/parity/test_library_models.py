@@ -25,9 +25,10 @@ from common import library_classes, library_models, library_processors, small_mo
 from common.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
 from common.library import Refusal
+from common.library_classes import load
 from common.library_processors import Sound
 from common.media.item import Grid, Header, Key, Modality, PromptPart
-from encoder_service.models.library_tower import LibraryTower, flat_rows
+from encoder_service.models.library_tower import LibraryTower, flat_rows, without_text
 from encoder_service.models.processor import ItemProcessor
 from llm_service.families.family import SpanRule
 from llm_service.families.registry import TEXT_FAMILIES
@@ -220,11 +221,20 @@ def test_an_attention_that_hands_on_what_ours_does_not_know_is_refused() -> None
         library_attention.attend_as_ours(torch.nn.Module(), query, query, query, None, position_bias=query)
 
 
+_CUT: dict[str, Any] = {"step_tokens": 16, "max_running": 3}
+
+
 def test_a_family_of_ours_and_the_library_make_the_same_of_one_checkpoint(checkpoints: Callable[..., Path]) -> None:
-    """Rows with levels of deepstack, and positions in time, height and width, both ways."""
+    """Rows with levels of deepstack, and positions in time, height and width; the text by our decoder, as it is served,
+    and by the library. The tower holds nothing of the text."""
     folder = checkpoints("qwen3_vl")
     theirs = Served.of(folder)
     assert (theirs.found.levels, theirs.found.axes) == (3, 3)
+    assert theirs.text() is not None
+    tower, stored = load(folder, without_text, torch.float32, torch.device("cpu")), Checkpoint(folder).tensors
+    held = sum(each.numel() for each in tower.parameters())
+    of_tower = [each for name, each in stored.items() if ".visual." in name]
+    assert held == sum(math.prod(each.shape) for each in of_tower)
     prompts = {name: theirs.prompt(parts) for name, parts in PROMPTS.items()}
     ours = {name: make_prompt(folder, parts) for name, parts in PROMPTS.items()}
     for name, prompt in prompts.items():
@@ -236,8 +246,8 @@ def test_a_family_of_ours_and_the_library_make_the_same_of_one_checkpoint(checkp
         for one, other in zip(prompt.rows, ours[name].rows, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     native = LocalEngine(folder).run(list(ours.values()), GREEDY)
-    for options in ({}, {"step_tokens": 16, "max_running": 3}):
-        said = theirs.engine(**options, by_library=True).run(list(prompts.values()), GREEDY)
+    for options in ({}, _CUT, {"by_library": True}, {"by_library": True, **_CUT}):
+        said = theirs.engine(**options).run(list(prompts.values()), GREEDY)
         assert [outcome.tokens for outcome in said] == [outcome.tokens for outcome in native]
 
 

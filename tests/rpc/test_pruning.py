@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -26,6 +28,10 @@ def client(qwen3):
 @pytest.fixture(scope="module")
 def whole(client) -> Encoded:
     return client.one(video(FILM))
+
+
+def rows_sent(client: Client) -> int:
+    return sum(sent.rows for sent in client.load().rows_sent)
 
 
 def kept(found: Encoded) -> list[int]:
@@ -100,8 +106,14 @@ def test_pruned_rows_are_given_as_ready_made_ones(qwen3, client):
 def test_a_prompt_has_the_rows_that_are_kept_and_a_repeat_asks_for_nothing(qwen3, client):
     file = pictures.video(pictures.frames(40, 160, 128, seed=62), fps=8)
     pruned, plain = video(file, video_pruning_rate=0.5), video(file)
+    sent = [rows_sent(client)]
     found = answer(qwen3.text, asked(user(pruned, "What happens?")))
+    sent.append(rows_sent(client))
     entire = answer(qwen3.text, asked(user(plain, "What happens?")))
+    sent.append(rows_sent(client))
+    assert [behind - before for before, behind in pairwise(sent)] == [
+        each.started.spans[0].rows for each in (found, entire)
+    ]
     dropped = entire.started.spans[0].rows - found.started.spans[0].rows
     assert found.started.spans[0].rows == client.one(pruned).header.tokens
     assert entire.started.prompt_tokens - found.started.prompt_tokens == dropped > 0
