@@ -22,7 +22,6 @@ from tools.models.recipes.spans import PALIGEMMA_2
 from tools.models.tiny import make, make_by
 from twinlens import image, user, video
 
-pytestmark = pytest.mark.soak  # six processes load the library
 PLANNER = "encoder_service.worker.planner"
 
 
@@ -33,14 +32,27 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with pair(make("llava", tmp_path_factory.mktemp("llava")), light=False) as running:
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("llava", tmp_path_factory.mktemp("llava"))
+
+
+@pytest.fixture(scope="module")
+def both(llava: Path) -> Iterator[Pair]:
+    with pair(llava, light=False) as running:
         yield running
+
+
+def test_a_picture_is_answered_as_by_the_library(llava: Path, both: Pair) -> None:
+    shown, library = picture(9, 64, 64), Reference(llava)
+    expected = library.tokens(library.inputs([shown, "What is it?"]))
+    said = answer(both.text, asked(about(pictures.encoded(shown)), greedy(len(expected))))
+    assert said.choices[0].token_ids == expected
 
 
 OMNI = {VIDEO, SOUND, OURS, *sounding_prompts()}
 
 
+@pytest.mark.soak  # six processes load the library
 @pytest.mark.parametrize(
     ("kind", "more"),
     [("qwen2_5_omni_thinker", OMNI), ("qwen3_omni_moe_thinker", OMNI), ("gemma3", {OURS}), ("paligemma", {OURS})],
@@ -61,6 +73,7 @@ def test_so_they_are_where_scores_have_a_cap_and_whole_prompts_see_beyond_window
     assert {"one picture", TWO, RANKS, OURS} < found
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_tokens_of_quantised_weights_are_the_library_s_where_it_computes_the_text(tmp_path: Path) -> None:
     """Pictures and text, on the weights that they are."""
@@ -74,6 +87,7 @@ def test_tokens_of_quantised_weights_are_the_library_s_where_it_computes_the_tex
     assert said.choices[0].token_ids == expected
 
 
+@pytest.mark.soak
 def test_prompts_with_sounds_alone_are_computed_with_the_checkpoint_s_own_adapter(tmp_path: Path) -> None:
     assert {SOUND, OURS, RANKS} < through_services(make_by(HEARING_BY_ADAPTER, tmp_path))
 
