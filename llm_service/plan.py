@@ -16,7 +16,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     They are the next `count` tokens of the flattened batch; the sequence's block table is row `row` of all tables, and
     long enough for context + count tokens. `decodes`: they are an answer's, its last one with drafts behind it for
     example, and what attends gives each the bits that it has alone. `answers`: so many of them, the last ones, are an
-    answer's, which may be computed anew at once.
+    answer's, which may be computed anew at once; `answered`: so many tokens the answer has with them.
     """
 
     context: int
@@ -24,6 +24,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     row: int
     decodes: bool = False
     answers: int = 0
+    answered: int = 0
 
 
 class Appended(msgspec.Struct, frozen=True, array_like=True, gc=False):

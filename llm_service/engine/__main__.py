@@ -35,6 +35,7 @@ def load(settings: EngineSettings, arena_fd: int) -> Loaded:
         whole_prompts=runner.whole_prompts,
         whole_until=runner.whole_until,
         whole_runs=runner.whole_runs,
+        forgets_answers=runner.forgets_answers,
         read_adapter=adapter_reader(settings),
         row_bytes=runner.row_bytes,
         max_step_tokens=runner.max_step_tokens,

@@ -85,8 +85,8 @@ def build(
             positions.window(_positions(sequence, count))
             token_ids.extend(sequence.tokens[begin:end])
             prefill.append((sequence, begin, count))
-        answers = max(0, end - max(begin, sequence.prompt_tokens))
-        chunks.append(Chunk(begin, count, sequence.table.row, decodes, answers))
+        answered = max(0, end - sequence.prompt_tokens)
+        chunks.append(Chunk(begin, count, sequence.table.row, decodes, min(count, answered), answered))
         if sequence.num_scored_tokens < sequence.prompt_tokens and (asked := _score(sequence, count, at)):
             scores.append(asked)
             scoring.append((sequence, begin + asked.at - at + 1))

@@ -14,6 +14,8 @@ from itertools import islice, takewhile
 
 from common.identity import framed
 
+NEVER = 1 << 62
+"""A place that no sequence has."""
 Run = tuple[int, int, int, bytes]
 """Media rows that stand side by side: first place, the one past the last, first row, the item's key."""
 
@@ -33,10 +35,11 @@ def root_identity(salt: str, adapter: bytes = b"") -> bytes:
 
 class BlockIdentities:
     """The identities of a sequence's full blocks, each worked out when it is first asked for. `root` is the parent of
-    the first block, `runs` are the sequence's media, in order."""
+    the first block, `runs` are the sequence's media, in order. From place `other_from` on what blocks hold depends on
+    that place: nobody else has the same there."""
 
-    def __init__(self, root: bytes, runs: Seq[Run]) -> None:
-        self._root = root
+    def __init__(self, root: bytes, runs: Seq[Run], other_from: int = NEVER) -> None:
+        self._root, self._other_from = root, other_from
         self._runs = runs
         self._known: list[bytes] = []
         self._passed_runs = 0
@@ -60,6 +63,8 @@ class BlockIdentities:
             number = len(self._known)
             begin, end = number * block_size, (number + 1) * block_size
             parent = self._known[-1] if number else self._root
+            if begin <= self._other_from < end:
+                parent = block_identity(parent, self._other_from.to_bytes(8, "little"), ())
             media = [(key, row + max(0, begin - start)) for start, _, row, key in self._runs_within(begin, end)]
             self._known.append(block_identity(parent, tokens[begin:end].tobytes(), media))
         return self._known[index]

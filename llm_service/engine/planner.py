@@ -51,6 +51,7 @@ class Limits:
     not end inside a run of media rows that fits into a step beside all the decodes that there may be; with
     `whole_media` none does, and a prompt with a longer one is refused; with `whole_prompts` none ends inside a prompt,
     or, with `whole_until`, before the last of these tokens in it. With `whole_runs` none begins inside a run either.
+    With `forgets_answers` blocks of an answer are found by nothing but this answer.
     A prompt whose rows are not all here goes on
     where at least `early_tokens` can be computed; 0: not before they are. A step verifies up to `speculative_tokens`
     drafts of a sequence, as long as it decodes no more than `draft_rows` tokens in all. A running answer's tokens come
@@ -66,6 +67,7 @@ class Limits:
     whole_prompts: bool = False
     whole_until: tuple[int, ...] = ()
     whole_runs: bool = False
+    forgets_answers: bool = False
     speculative_tokens: int = 0
     draft_rows: int = 16
     decode_slowdown: float = 0.0

@@ -37,7 +37,8 @@ class Loaded:
     `state_slots`: how many sequences may have a state at once; 0 where no layer keeps any, with `snapshot_slots` beside
     them, and `state_chunk`: at multiples of how many tokens a sequence may be cut so that the same bits come out.
     `whole_media`: no chunk may end within a run of media rows; `whole_prompts`: nor within a prompt, up to the last of
-    `whole_until` if any are given; `whole_runs`: none may begin within a run of media rows. `read_adapter` is for any
+    `whole_until` if any are given; `whole_runs`: none may begin within a run of media rows. `forgets_answers`:
+    what is computed of an answer is nothing for a prompt that goes on behind it. `read_adapter` is for any
     thread. `weights` are those of rank 0. `max_step_tokens`: of one step, where they are not as the settings say."""
 
     executor: Executor
@@ -53,6 +54,7 @@ class Loaded:
     whole_prompts: bool = False
     whole_until: tuple[int, ...] = ()
     whole_runs: bool = False
+    forgets_answers: bool = False
     read_adapter: ReadAdapter | None = None
     weights: Weights = field(default_factory=Weights)
     max_step_tokens: int = 0
@@ -115,6 +117,7 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
             whole_prompts=loaded.whole_prompts,
             whole_until=loaded.whole_until,
             whole_runs=loaded.whole_runs,
+            forgets_answers=loaded.forgets_answers,
             speculative_tokens=settings.speculative_tokens,
             draft_rows=settings.draft_rows,
             proposes=settings.speculative_method in ("draft_model", "mtp"),

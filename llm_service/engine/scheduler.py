@@ -93,6 +93,7 @@ class Scheduler:
             max_drafts=self.limits.speculative_tokens,
             whole_prompts=self.limits.whole_prompts,
             whole_until=self.limits.whole_until,
+            forgets_answers=self.limits.forgets_answers,
         )
         if add.sampling.grammar and self._match is not None:
             asked = add.sampling

@@ -7,7 +7,7 @@ from array import array
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from llm_service.engine.block_identity import BlockIdentities
+from llm_service.engine.block_identity import NEVER, BlockIdentities
 from llm_service.engine.block_manager import BlockTable
 from llm_service.engine.drafts import DraftLength
 from llm_service.engine.messages import Add
@@ -100,10 +100,12 @@ class Sequence:
         max_drafts: int = 0,
         whole_prompts: bool = False,
         whole_until: tuple[int, ...] = (),
+        forgets_answers: bool = False,
     ) -> list[Sequence]:
         """One sequence for each choice of a request that is not finished; all but the first of them wait until that one
         has its prompt computed. A step verifies `max_drafts` drafts of each at most. `whole_prompts`: all tokens of one
-        see each other, or, with `whole_until`, what is computed of any up to the last of these depends on all there."""
+        see each other, or, with `whole_until`, what is computed of any up to the last of these depends on all there.
+        `forgets_answers`: blocks with tokens of an answer hold something else than they would in a prompt."""
         prompt = Prompt.of(add, whole=whole_prompts, whole_until=whole_until)
         sampling = add.sampling
         resumed = {each.choice: each for each in add.resume}
@@ -119,7 +121,7 @@ class Sequence:
                 choice=choice,
                 prompt=prompt,
                 tokens=prompt.tokens + output,
-                identities=BlockIdentities(prompt.root, prompt.runs),
+                identities=BlockIdentities(prompt.root, prompt.runs, len(prompt.tokens) if forgets_answers else NEVER),
                 sampling=sampling,
                 adapter=add.adapter,
                 session=add.session,

@@ -121,6 +121,11 @@ class Decoder(nn.Module):
         return self.config.spans
 
     @property
+    def forgets_answers(self) -> bool:
+        """A token of an answer sees other tokens than it would in a prompt."""
+        return False
+
+    @property
     def together(self) -> tuple[int, ...]:
         """Tokens of media, where all of a prompt see each other."""
         return self.config.together

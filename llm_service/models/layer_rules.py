@@ -18,6 +18,17 @@ def chunk_of(module: Any) -> int | None:
     return int(module.config.attention_chunk_size) if chunked else None
 
 
+def answer_window_of(module: Any) -> int | None:
+    """Tokens of an answer that a token of it sees beside all of the prompt; None: it sees all."""
+    kinds = getattr(module.config, "layer_types", None) or ()
+    forgets = module.layer_idx < len(kinds) and kinds[module.layer_idx] == _FORGETS_ANSWERS
+    return int(module.config.sliding_window) if forgets else None
+
+
+_FORGETS_ANSWERS = "reference_sliding_attention"
+"""What a configuration calls layers whose window is for answers alone."""
+
+
 def take_tempering(text: nn.Module) -> Iterator[tuple[int, Tempering]]:
     """Has the layers of a text leave their queries as they are, since they would count places from the first token of
     a batch on; which do it, by their number, and how."""

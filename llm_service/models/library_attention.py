@@ -15,7 +15,7 @@ from llm_service.layers.attention.general_backend import PLAIN, AttentionRule
 from llm_service.layers.cache_spec import CacheSpec
 from llm_service.layers.index_keys import Chosen
 from llm_service.layers.mixer import StateBackend
-from llm_service.models.layer_rules import chunk_of
+from llm_service.models.layer_rules import answer_window_of, chunk_of
 from llm_service.models.library_index import NO_MASK
 from llm_service.models.library_latents import absorbed, rank_of, values_of
 from llm_service.models.library_states import LibraryStates
@@ -50,7 +50,7 @@ def attend_as_ours(
         raise CheckpointError(f"{type(module).__name__} has a mask of its own")
     if unknown := [name for name, value in more.items() if value is not None and name not in _WITHOUT_MEANING]:
         raise CheckpointError(f"{type(module).__name__} hands on a {unknown[0]}, which our attention does not know")
-    rule = AttentionRule(scaling, sliding_window, softcap, s_aux, chunk_of(module), chosen=indices)
+    rule = AttentionRule(scaling, sliding_window, softcap, s_aux, chunk_of(module), answer_window_of(module), indices)
     if indices is not None and replace(rule, scale=None, chosen=None) != PLAIN:
         raise CheckpointError(
             f"{type(module).__name__} chooses tokens by an index, and attends by another rule besides"
@@ -91,6 +91,7 @@ def beyond_kernels(rule: AttentionRule) -> str:
     asked = {
         "heads have sinks": rule.sinks,
         "layers attend within chunks": rule.chunk,
+        "answers are seen in a window": rule.answer_window,
         "layers choose by an index what they see": rule.chosen,
     }
     return next((what for what, given in asked.items() if given is not None), "")

@@ -117,6 +117,11 @@ class LibraryDecoder:
         return 3
 
     @property
+    def forgets_answers(self) -> bool:
+        """A token of an answer sees other tokens than it would in a prompt."""
+        return any(rule.answer_window is not None for rule in self._rules.values())
+
+    @property
     def text(self) -> nn.Module:
         """Its layers, and what is around them."""
         text: nn.Module = self._text

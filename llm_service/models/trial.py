@@ -426,7 +426,8 @@ def _logits(
         tables = [list(range(blocks, 2 * blocks)), list(range(blocks))[::-1]]
         decodes = answer is not None and begin >= answer
         count = end - begin
-        chunks = [PagedChunk(begin, count, table, decodes, count * decodes) for table in tables]
+        answered = max(0, end - answer) if answer is not None else 0
+        chunks = [PagedChunk(begin, count, table, decodes, count * decodes, answered) for table in tables]
         here = [(count + first - begin, count + last - begin) for first, last in runs if begin <= first < last <= end]
         segments = Segment.of(chunks, (1, 0))
         batches = list[Any]()

@@ -67,6 +67,7 @@ class DeviceTables:
                 host[each.row, : -(-(each.context + each.count) // size)],
                 each.decodes,
                 each.answers,
+                each.answered,
             )
             for each in chunks
         ]

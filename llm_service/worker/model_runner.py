@@ -140,6 +140,11 @@ class ModelRunner:
         """Tokens of media, where these alone see each other: behind the last of them a chunk may end."""
         return self._decoder.together if self._decoder.spans is SpanRule.ALL_MEDIA else ()
 
+    @property
+    def forgets_answers(self) -> bool:
+        """What is computed of an answer is not what would be computed of its tokens in a prompt."""
+        return self._decoder.forgets_answers
+
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Has the back ends' and the sampler's kernels compiled, where they compile any, so that no request waits."""

@@ -221,6 +221,7 @@ class LocalEngine:
                 whole_prompts=self.runner.whole_prompts,
                 whole_until=self.runner.whole_until,
                 whole_runs=self.runner.whole_runs,
+                forgets_answers=self.runner.forgets_answers,
                 speculative_tokens=speculative_tokens,
                 max_loras=max_loras or len(self.adapters),
                 proposes=self.runner.proposer is not None,

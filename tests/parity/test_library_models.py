@@ -251,9 +251,11 @@ def test_a_family_of_ours_and_the_library_make_the_same_of_one_checkpoint(checkp
         assert [outcome.tokens for outcome in said] == [outcome.tokens for outcome in native]
 
 
-def test_a_model_that_answers_by_another_mask_than_it_reads_is_refused() -> None:
-    """It keeps its prompt in sight and forgets its answer, which no prompt in chunks would show."""
+def test_a_model_that_answers_by_another_mask_than_it_reads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps its prompt in sight and forgets its answer, which no prompt in chunks would show, if that is not known
+    of it."""
     config = config_of_recipe("unlimited_ocr")
+    monkeypatch.setattr(library_attention, "answer_window_of", lambda _: None)
     with pytest.raises(CheckpointError, match="sees other tokens while it answers"):
         try_config(config, drawn_prompt)
 

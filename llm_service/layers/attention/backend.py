@@ -186,14 +186,15 @@ class CacheShape:
 @dataclass(frozen=True, slots=True)
 class PagedChunk:
     """`count` tokens of one sequence, after `context` tokens that are in the KV cache: the next ones of a flattened
-    batch. `blocks` is the sequence's block table, integers, long enough for context + count tokens. `decodes` and
-    `answers` are as in `plan.Chunk`."""
+    batch. `blocks` is the sequence's block table, integers, long enough for context + count tokens. `decodes`,
+    `answers` and `answered` are as in `plan.Chunk`."""
 
     context: int
     count: int
     blocks: Sequence[int] | np.ndarray
     decodes: bool = False
     answers: int = 0
+    answered: int = 0
 
 
 def runs_of(there: np.ndarray, first: int = 0) -> list[Span]:

@@ -23,15 +23,22 @@ class AttentionRule:
     """How a layer attends. Products of queries and keys are multiplied by `scale`, None: by head_dim^-0.5. A token sees
     `window` tokens, itself among them, None: all before it. Scores are drawn below `softcap` by its hyperbolic tangent.
     `sinks` [heads] are scores of something that nobody attends to, whose share is lost. With `chunk` a sequence is cut
-    into chunks of so many tokens, and a token sees those of its own. `chosen`: of each chunk of a batch what its
-    tokens see, where an index has chosen that; spans do not count there."""
+    into chunks of so many tokens, and a token sees those of its own. With an
+    `answer_window` a token of an answer sees all of the prompt, and so many tokens of the answer, itself among them.
+    `chosen`: of each chunk of a batch what its tokens see, where an index has chosen that; spans do not count there."""
 
     scale: float | None = None
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
     chunk: int | None = None
+    answer_window: int | None = None
     chosen: tuple[Chosen, ...] | None = None
+
+    @property
+    def sight(self) -> tuple[int | None, int | None, int | None]:
+        """Its `window`, `chunk` and `answer_window`: what a segment's mask follows from."""
+        return self.window, self.chunk, self.answer_window
 
 
 PLAIN = AttentionRule()
@@ -42,15 +49,16 @@ _EVERYWHERE = SpanRule.EVERYWHERE, SpanRule.BEYOND_WINDOWS, SpanRule.ALL_MEDIA
 class _Segment:
     """A chunk at places [begin, end) of the batch; `slots` int64 [context + count] says where the tokens that it sees
     are. `spans` are those of its places, [begin, end) each, that see each other by `rule`; the one of a whole prompt
-    sees what was computed of that before as well."""
+    sees what was computed of that before as well. So many tokens of the sequence are a `prompt`'s."""
 
     begin: int
     end: int
     slots: Tensor
     spans: tuple[Span, ...]
     rule: SpanRule = SpanRule.EVERYWHERE
+    prompt: int = 0
 
-    def mask(self, window: int | None, chunk: int | None = None) -> Tensor:
+    def mask(self, window: int | None, chunk: int | None = None, answer_window: int | None = None) -> Tensor:
         """bool [count, context + count]: which tokens see which."""
         total, count = len(self.slots), self.end - self.begin
         keys = torch.arange(total, device=self.slots.device)
@@ -66,6 +74,8 @@ class _Segment:
             seen[here, total - count + here.start : total - count + here.stop] = True
         if chunk is not None:
             seen &= keys // chunk == queries // chunk
+        if answer_window is not None:
+            seen &= (keys < self.prompt) | (queries < self.prompt) | (keys > queries - answer_window)
         for first, last in self.spans if self.rule is SpanRule.WHOLE_PROMPTS else ():
             seen[first - self.begin : last - self.begin, : total - count + last - self.begin] = True
         if self.rule is SpanRule.ALL_MEDIA:
@@ -90,7 +100,8 @@ class GeneralBackend:
         for chunk in chunks:
             end = begin + chunk.count
             own = tuple(span for span in spans if begin <= span[0] and span[1] <= end)
-            segments.append(_Segment(begin, end, self._slots(chunk), own, self._rule))
+            prompt = chunk.context + chunk.count - chunk.answered
+            segments.append(_Segment(begin, end, self._slots(chunk), own, self._rule, prompt))
             begin = end
         return GeneralBatch(tuple(segments))
 
@@ -121,11 +132,11 @@ class GeneralBatch:
                 attend_to_chosen(out[here], query[here], keys, values, part.slots, chosen, rule.scale)
                 continue
             if len(cache) == 1 and rule.softcap is None and rule.sinks is None:
-                mask, scale = part.mask(rule.window, rule.chunk), softmax_scale(rule.scale, width)
+                mask, scale = part.mask(*rule.sight), softmax_scale(rule.scale, width)
                 attend_to_one(out[here], query[here], keys[part.slots, 0, :width], mask, scale)
                 continue
             seen = keys[part.slots, :, :width], values[part.slots, :, :depth]
-            out[here] = _attend(query[here], *seen, part.mask(rule.window, rule.chunk), rule)
+            out[here] = _attend(query[here], *seen, part.mask(*rule.sight), rule)
         return out.flatten(1)
 
     def choose(self, asked: IndexQuery, index: Tensor) -> tuple[Chosen, ...]:
