@@ -14,8 +14,8 @@ import grpc
 import pytest
 
 from tests import pictures
+from tests.faults.configuration import taken_away
 from tests.faults.deadly_engine import DEADLY
-from tests.faults.weights import taken_away
 from tests.launch import Service, launch, llm_server, send
 from tests.rpc.pairs import LLM_FLAGS, Pair, about, answer, asked, greedy, idle, pair, refusal
 from tests.scrape import scrape
@@ -78,13 +78,28 @@ def computes(client: LlmClient) -> bool:
         return False
 
 
+def holds_nothing(client: LlmClient) -> bool:
+    """An engine serves, and nothing is held for anyone."""
+    try:
+        return idle(client)
+    except TwinlensError as error:
+        if error.reason != "ENGINE_UNAVAILABLE":
+            raise
+        return False
+
+
+def both_idle(both: Pair) -> bool:
+    """The same of both services."""
+    return holds_nothing(both.text) and both.idle()
+
+
 def handed_over(service: Service) -> float:
     return scrape(service.metrics)["twinlens_llm_requests_handed_over_total"]
 
 
 @pytest.fixture(scope="module")
 def both(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Over a copy of the checkpoint, whose weights may be taken away."""
+    """Over a copy of the checkpoint, whose configuration may be taken away."""
     own = Path(shutil.copytree(checkpoint, tmp_path_factory.mktemp("own") / "copy"))
     with pair(own, **FLAGS, max_handovers=1000) as running:
         yield running
@@ -94,14 +109,18 @@ def test_no_answer_fails_or_changes_however_often_the_engine_is_killed(both: Pai
     asking = requests()
     undisturbed = [said(both.text, request) for request in asking]
     before = handed_over(both.llm)
-    with ThreadPoolExecutor(len(asking)) as threads:
+    long = asked(user("on and on"), greedy(4000))
+    with ThreadPoolExecutor(len(asking)) as threads, both.text.generate(long) as stream:
+        assert next(iter(stream)).HasField("started")  # so that the first kill hits one, however late it comes
         answers = [threads.submit(said, both.text, request) for request in asking]
-        for _ in range(3):
+        kill(both.llm)
+        for _ in range(2):
             until(lambda: computes(both.text) or all(each.done() for each in answers), "an engine computes")
-            kill(both.llm)
+            if not all(each.done() for each in answers):
+                kill(both.llm)
         assert [each.result() for each in answers] == undisturbed
     assert handed_over(both.llm) > before
-    until(both.idle, "everything was given back")
+    until(lambda: both_idle(both), "everything was given back")
     assert said(both.text, asking[0]) == undisturbed[0]
 
 
@@ -121,7 +140,7 @@ def test_who_waits_and_who_comes_meanwhile_is_answered_as_well(checkpoint: Path)
         assert len(late.choices[0].token_ids) == 20
         assert [len(each.result().choices[0].token_ids) for each in waiting] == [20] * 4
         assert list(events)[-1].finished.usage.completion_tokens == 1500
-        until(lambda: idle(client), "nothing is held")
+        until(lambda: holds_nothing(client), "nothing is held")
 
 
 def test_a_request_that_is_not_to_be_handed_over_fails_with_its_engine(both: Pair) -> None:
@@ -160,13 +179,6 @@ def test_a_caller_who_leaves_while_no_engine_serves_gives_everything_back(both: 
     until(lambda: both_idle(both), "everything was given back")
 
 
-def both_idle(both: Pair) -> bool:
-    try:
-        return both.idle()
-    except TwinlensError:
-        return False
-
-
 def test_a_request_that_kills_every_engine_ends_and_takes_no_other_along(checkpoint: Path) -> None:
     """With every option as it comes: each answer may outlive two engines, and the third end is the deadly one's own."""
     flags = [f"--model={checkpoint}", "--listen=127.0.0.1:0", "--overlap=yes", "--kv-cache-bytes=32MiB"]
@@ -182,7 +194,7 @@ def test_a_request_that_kills_every_engine_ends_and_takes_no_other_along(checkpo
             assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_UNAVAILABLE")
             assert [each.result() for each in answers] == [tokens for ((_, tokens, *_), _) in undisturbed]
         assert service.log.read_text().count("the engine has ended") == 3
-        until(lambda: idle(client), "nothing is held")
+        until(lambda: holds_nothing(client), "nothing is held")
 
 
 def heard(stream: Iterator[v1.GenerateResponse]) -> list[int]:
@@ -203,4 +215,4 @@ def test_the_real_model_goes_on_in_its_next_engine(checkpoint: Path) -> None:
             for pid in both.llm.children(ENGINE):
                 send(pid, signal.SIGKILL)
             assert [each.result() for each in answers] == undisturbed
-        until(lambda: both_idle(both), "an engine serves, though answers may have ended before")
+        until(lambda: both_idle(both), "an engine serves, though the answers may have ended before")

@@ -18,7 +18,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests import pictures
-from tests.faults.weights import taken_away
+from tests.faults.configuration import taken_away
 from tests.launch import ROOT, Service, command_line, descendants, launch, llm_server, send
 from tests.rpc.pairs import LLM_FLAGS, Pair, about, answer, asked, greedy, idle, pair, tokens
 from tests.waiting import until

@@ -1,4 +1,4 @@
-"""A checkpoint whose weights are away for a while."""
+"""A checkpoint whose configuration is away for a while."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 
 @contextmanager
 def taken_away(checkpoint: Path) -> Iterator[None]:
-    """For the length of the block no engine can follow one that has ended, however fast they start."""
-    kept, away = checkpoint / "model.safetensors", checkpoint / "taken"
+    """For the length of the block no engine can follow one that has ended, however fast they start. Light ones read
+    the configuration and no weights."""
+    kept, away = checkpoint / "config.json", checkpoint / "taken"
     kept.rename(away)
     try:
         yield
