@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from common.devices import cuda_device_count
 from common.library import is_too_old
 from common.processes import ChildProcess
-from tests import triton_interpreter
+from tests import kernels_in_turn, triton_interpreter
 from tests.forkserver import forkserver
 
 # Before anything imports torch: tiny models are fastest on one thread, and teams of threads that share cores with
@@ -38,6 +38,8 @@ def pytest_collection_finish() -> None:
     """What is here now stays: collections need not look at it again."""
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
         triton_interpreter.quicken()
+    if "numba" in sys.modules:
+        kernels_in_turn.take_turns()
     gc.freeze()
     gc.enable()
 

@@ -93,17 +93,19 @@ class Typed:
         with one folder, ranks of a group for example, one compiles, and the others load what it has kept."""
         if self.load():
             return
-        with self._alone():
+        with self.alone():
             if not self.load():
                 self.kernel.compile(self.types)
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """A block that one process at a time is in, of those with this folder; any, where it cannot be locked."""
+    def alone(self) -> Iterator[None]:
+        """A block that one process at a time is in, of those that want this kernel in this folder; any, where it cannot
+        be locked."""
         with contextlib.ExitStack() as open_files:
             if self.folder is not None:
                 with contextlib.suppress(OSError):
-                    file = open_files.enter_context((self.folder / "compiling.lock").open("a"))
+                    name = f"{self.kernel.py_func.__module__}.{self.kernel.py_func.__qualname__}.lock"
+                    file = open_files.enter_context((self.folder / name).open("a"))
                     fcntl.flock(file, fcntl.LOCK_EX)
             yield
 

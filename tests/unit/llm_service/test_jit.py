@@ -130,7 +130,10 @@ def test_without_a_folder_nothing_is_kept() -> None:
 
 
 @pytest.mark.usefixtures("folder")
-def test_who_comes_while_another_compiles_waits_and_loads_what_is_kept_then(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("calls", [False, True], ids=["makes it ready", "calls it, as tests do"])
+def test_who_comes_while_another_compiles_waits_and_loads_what_is_kept_then(
+    monkeypatch: pytest.MonkeyPatch, calls: bool
+) -> None:
     first, second, looked = typed(), typed(), threading.Event()
     load = Typed.load
 
@@ -141,8 +144,8 @@ def test_who_comes_while_another_compiles_waits_and_loads_what_is_kept_then(monk
 
     monkeypatch.setattr(Typed, "load", seen)
     with ThreadPoolExecutor(1) as threads:
-        with first._alone():
-            waits = threads.submit(second.compile)
+        with first.alone():
+            waits = threads.submit(second.kernel, np.ones(3, np.float32)) if calls else threads.submit(second.compile)
             assert looked.wait(60)
             first.kernel.compile(first.types)
         waits.result()
