@@ -28,6 +28,8 @@ _KINDS = "layer_types", "indexer_types", "kv_sharing_modes", "no_rope_layers"
 _OF_HEADS = "num_attention_heads", "num_key_value_heads"
 _REACH = re.compile(r"window|chunk|topk|top_k|block_size|floor_scale")
 """How a configuration calls that no more than so many tokens are seen, or that what is behind so many is scaled."""
+_CAP, _LOW = "softcapping", 1.0
+"""How it calls what no score or logit exceeds, and what drawn weights show: scores of theirs are about 1."""
 
 
 def shrink_whole(config: Any, ranks: int = 1) -> None:
@@ -71,6 +73,8 @@ def shrink(config: Any, ranks: int = 1, layers: int = 2) -> None:
     for name, value in list(vars(config).items()):  # what a short prompt would not show
         if _REACH.search(name) and type(value) is int and value > _WINDOW:
             setattr(config, name, _WINDOW)
+        if _CAP in name and isinstance(value, int | float) and value > _LOW:
+            setattr(config, name, _LOW)
     for own in apart.values():
         for name in _OF_HEADS:
             if own.get(name):

@@ -3,6 +3,7 @@ once, and answered with the library's tokens, whatever happens to them."""
 
 from __future__ import annotations
 
+import copy
 from array import array
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,9 +24,10 @@ from llm_service.engine.sequence import Sequence
 from llm_service.families.family import SpanRule
 from llm_service.layers.attention import general_backend
 from llm_service.layers.self_attention import SelfAttention
+from llm_service.models import library_attention
 from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.served import ServedModel
-from llm_service.models.trial import drawn_prompt, try_config, try_ours, try_out
+from llm_service.models.trial import drawn_prompt, try_config, try_ours, try_ours_of, try_out
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, TextPrompt, TokenPrompt
 from tests.parity.library_side import GREEDY, Served, compare
@@ -33,7 +35,7 @@ from tests.parity.local_engine import LocalEngine, Prompt
 from tools.models.compare import OURS, PROMPTS, Reference, picture
 from tools.models.recipes.recipe import Recipe
 from tools.models.recipes.spans import PALIGEMMA_2, RECIPES
-from tools.models.tiny import make, make_by
+from tools.models.tiny import config_of, make, make_by
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 
@@ -239,3 +241,20 @@ def test_a_model_that_was_taught_conversations_needs_its_template(tmp_path: Path
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(CheckpointError, match="the checkpoint has no chat template"):
         PromptBuilder(Checkpoint(folder), ServedModel.by_library(describe(folder)))
+
+
+def test_a_trial_tells_scores_without_their_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(PALIGEMMA_2)
+    assert try_config(copy.deepcopy(config), drawn_prompt).spans is SpanRule.WHOLE_PROMPTS
+    assert try_ours_of(copy.deepcopy(config), drawn_prompt).spans is SpanRule.WHOLE_PROMPTS
+    monkeypatch.setattr("llm_service.models.config._attention_cap", lambda *_: None)
+    with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
+        try_ours_of(copy.deepcopy(config), drawn_prompt)
+    whole = library_attention.AttentionRule
+    monkeypatch.setattr(
+        library_attention,
+        "AttentionRule",
+        lambda scale, window, _, *more, **named: whole(scale, window, None, *more, **named),
+    )
+    with pytest.raises(CheckpointError, match="gives other logits in chunks than of a whole prompt"):
+        try_config(copy.deepcopy(config), drawn_prompt)

@@ -1,0 +1,46 @@
+"""Attention by scores, against the library's for heads with sinks, and plain torch for soft caps."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from llm_service.layers.attention import scored
+from llm_service.layers.attention.scored import attend_by_scores
+from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
+from tests.unit.llm_service.test_layer_parts import noise
+
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as of_gemma2  # isort: skip
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as of_gpt_oss  # isort: skip
+
+HEADS, KV_HEADS, WIDTH, TOKENS, SEEN, SCALE = 6, 2, 8, 21, 34, 0.4
+
+
+def _theirs(heads: list[Tensor], mask: Tensor, softcap: float | None, sinks: Tensor | None) -> Tensor:
+    layer = SimpleNamespace(num_key_value_groups=HEADS // KV_HEADS, training=False, sinks=sinks)
+    given = [each.transpose(0, 1)[None] for each in heads]
+    hidden = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)[None, None]
+    if sinks is None:
+        out: Tensor = of_gemma2(layer, *given, hidden, scaling=SCALE, softcap=softcap)[0][0]
+    else:
+        out = of_gpt_oss(layer, *given, hidden, scaling=SCALE)[0][0]
+    return out
+
+
+@pytest.mark.parametrize("room", [1, 1 << 20])
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(None, True), (2.0, False), (0.1, False)])
+def test_scores_are_weighed_as_the_library_does(
+    softcap: float | None, has_sinks: bool, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scored, "_ROOM", room)
+    query, key, value = noise(TOKENS, HEADS, WIDTH), noise(SEEN, KV_HEADS, WIDTH), noise(SEEN, KV_HEADS, WIDTH)
+    sinks = noise(HEADS) if has_sinks else None
+    mask = torch.ones(TOKENS, SEEN, dtype=torch.bool).tril(SEEN - TOKENS).triu(-4)
+    given = attend_by_scores(query, key, value, mask, scale=SCALE, softcap=softcap, sinks=sinks)
+    expected = _theirs([query, key, value], mask, softcap, sinks)
+    torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-6)
+    without = attend_by_scores(query, key, value, mask, scale=SCALE)
+    assert (without - expected).abs().max() > 1e-2
