@@ -19,6 +19,7 @@ class Mixer(Enum):
     ATTENTION = "attention"
     LATENT_ATTENTION = "latent attention"
     INDEXED_ATTENTION = "attention to what an index chooses"
+    BLOCK_INDEXED_ATTENTION = "attention to blocks that an index chooses"
     INDEXED_LATENT_ATTENTION = "latent attention to what an index chooses"
     LATE_NORMED_ATTENTION = "attention whose heads are normed once they are rotated"
     NORMED_OUTPUT_ATTENTION = "attention whose heads are normed before their gates open them"

@@ -1,4 +1,4 @@
-"""The texts of Step 3.7, and of MiniMax M3, whose layers of attention are all full here."""
+"""The texts of Step 3.7, and of MiniMax M3, of which most layers choose by an index what they see."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MINIMAX_M3_TEXT = replace(
     STEP3_TEXT,
     head_gates=False,
     fused_gates=True,
-    mixers={FULL: Mixer.ATTENTION},
+    mixers={FULL: Mixer.ATTENTION, "minimax_m3_sparse": Mixer.BLOCK_INDEXED_ATTENTION},
     text_defaults={},
     part_names={"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"},
 )

@@ -1,15 +1,17 @@
-"""The chunks of a step by whether all of a sequence is seen there, where layers choose by an index what they see."""
+"""The chunks of a step by whether all of a sequence is seen there, where layers choose by an index what they see, and
+what is chosen of the others over a paged cache."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from llm_service.layers.attention.backend import PagedChunk
+from llm_service.layers.attention.backend import AttentionBackend, AttentionBatch, PagedChunk
+from llm_service.layers.index_keys import IndexQuery, choose
 from llm_service.layers.transfer import to_device
 
 
@@ -69,3 +71,45 @@ def slots_of(chunk: PagedChunk, block_size: int) -> np.ndarray:
     starts = np.asarray(chunk.blocks, np.int64)[:, None] * block_size
     every: np.ndarray = (starts + np.arange(block_size)).reshape(-1)
     return every[: chunk.context + chunk.count]
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenBatch:
+    """`written` int64 [n] is where a step's tokens are. Of its chunks those in `chosen` do not see all; `rest` int64
+    [k] are the places of the others, which `dense` attends to."""
+
+    written: Tensor
+    chosen: tuple[ChosenChunk, ...]
+    rest: Tensor
+    dense: AttentionBatch | None
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether every token of the step does, so that the layer's own batch attends."""
+        return not self.chosen
+
+    def keep(self, kept: Tensor, cache: Tensor) -> None:
+        """Writes keys [n, head_dim] into one layer's cache [blocks + 1, block_size, head_dim]."""
+        cache.flatten(0, 1)[self.written] = kept.to(cache.dtype)
+
+    def choose(self, asked: IndexQuery, cache: Tensor) -> Iterator[tuple[ChosenChunk, Tensor]]:
+        """The chunks that do not see all, and the places that each of their tokens sees, int64 [count, k], -1 where
+        there are no more; keys are in the cache."""
+        for chunk in self.chosen:
+            chosen = choose(asked, slice(chunk.begin, chunk.end), chunk.slots, cache)
+            assert chosen is not None, "these are longer than what is seen whole"
+            yield chunk, chosen
+
+
+class PagedChoice:
+    """Makes a step's batches. Sequences of up to `reach` tokens are seen whole; what sees all is computed by
+    `attention`."""
+
+    def __init__(self, reach: int, attention: AttentionBackend, block_size: int, device: torch.device) -> None:
+        self._reach, self._attention, self._block_size, self._device = reach, attention, block_size, device
+
+    def batch(self, chunks: Sequence[PagedChunk]) -> ChosenBatch:
+        """See `IndexBackend`."""
+        found, _ = apart(chunks, self._reach, self._block_size, self._device)
+        dense = self._attention.batch(found.near) if found.near else None
+        return ChosenBatch(found.written, found.chosen, found.rest, dense)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from llm_service.families.family import FeedForwardKind, LayerKind, Mixer
+from llm_service.layers.block_attention import BlockIndexedAttention
 from llm_service.layers.experts import SparseMLP
 from llm_service.layers.experts_beside import ExpertsBeside
 from llm_service.layers.gated_delta_net import GatedDeltaNet
@@ -71,6 +72,7 @@ MIXERS: dict[Mixer, Callable[[LayerKind, TextConfig, TensorGroup, torch.dtype], 
     Mixer.ATTENTION: SelfAttention,
     Mixer.LATENT_ATTENTION: LatentAttention,
     Mixer.INDEXED_ATTENTION: IndexedAttention,
+    Mixer.BLOCK_INDEXED_ATTENTION: BlockIndexedAttention,
     Mixer.INDEXED_LATENT_ATTENTION: IndexedLatentAttention,
     Mixer.LATE_NORMED_ATTENTION: LateNormedAttention,
     Mixer.NORMED_OUTPUT_ATTENTION: NormedOutputAttention,

@@ -13,14 +13,14 @@ from llm_service.families.family import LayerKind
 from llm_service.layers.attention.backend import AttentionBackend, AttentionBatch
 from llm_service.layers.attention.general_backend import attend_to_chosen, gathers
 from llm_service.layers.cache_spec import IndexedCache, IndexedKV
-from llm_service.layers.chosen_chunks import ChosenChunk
+from llm_service.layers.chosen_chunks import ChosenBatch, ChosenChunk, PagedChoice
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.index_keys import mask_of
 from llm_service.layers.latent_attention import LatentAttention
 from llm_service.layers.latent_chunks import attend_expanded
 from llm_service.layers.latent_products import LatentProducts
 from llm_service.layers.mixer import Rotary
-from llm_service.layers.token_index import PagedTokenIndex, TokenIndexBatch, TokenIndexer
+from llm_service.layers.token_index import TokenIndexer
 from llm_service.models.config import TextConfig
 from llm_service.models.layer_shapes import LatentHeads
 
@@ -36,9 +36,9 @@ class IndexedLatentAttention(LatentAttention):
         """One head's keys, and an index key."""
         return IndexedKV(self.kept, self.index.shape.head_dim)
 
-    def index_backend(self, attention: AttentionBackend, _: int, block_size: int) -> PagedTokenIndex:
+    def index_backend(self, attention: AttentionBackend, _: int, block_size: int) -> PagedChoice:
         """See `IndexPart`."""
-        return PagedTokenIndex(self.index.shape.most, attention, block_size, self.index.k_norm.weight.device)
+        return PagedChoice(self.index.shape.most, attention, block_size, self.index.k_norm.weight.device)
 
     def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
         """See `LatentAttention.project`."""
@@ -52,7 +52,7 @@ class IndexedLatentAttention(LatentAttention):
         query, key, *gates, asked, weights, kept = inputs
         indexed: IndexedCache = cache
         attention: AttentionBatch = batch[0]
-        index: TokenIndexBatch = batch[1]
+        index: ChosenBatch = batch[1]
         index.keep(kept, indexed.index)
         if index.sees_all:
             return self.opened(self.attended(query, key, indexed.kv, attention), gates)

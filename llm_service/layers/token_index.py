@@ -1,18 +1,14 @@
-"""An index of single tokens (DeepSeek-V3.2): what it makes of them, and what it chooses over a paged cache."""
+"""An index of single tokens (DeepSeek-V3.2): what it makes of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from llm_service.layers.attention.backend import AttentionBackend, AttentionBatch, PagedChunk
-from llm_service.layers.chosen_chunks import ChosenChunk, apart
-from llm_service.layers.index_keys import IndexQuery, TokenIndex, choose
+from llm_service.layers.index_keys import IndexQuery, TokenIndex
 from llm_service.layers.linear import PackedLinear, Place, Stored, fill
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.ops import TORCH, RowOps
@@ -91,44 +87,3 @@ class OrderedLayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[n, size] → the same."""
         return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self._eps)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenIndexBatch:
-    """`written` int64 [n] is where a step's tokens are. Of its chunks those in `chosen` do not see all; `rest` int64
-    [k] are the places of the others, which `dense` attends to."""
-
-    written: Tensor
-    chosen: tuple[ChosenChunk, ...]
-    rest: Tensor
-    dense: AttentionBatch | None
-
-    @property
-    def sees_all(self) -> bool:
-        """Whether every token of the step does, so that the layer's own batch attends."""
-        return not self.chosen
-
-    def keep(self, kept: Tensor, cache: Tensor) -> None:
-        """Writes keys [n, head_dim] into one layer's cache [blocks + 1, block_size, head_dim]."""
-        cache.flatten(0, 1)[self.written] = kept.to(cache.dtype)
-
-    def choose(self, asked: IndexQuery, cache: Tensor) -> Iterator[tuple[ChosenChunk, Tensor]]:
-        """The chunks that do not see all, and the places that each of their tokens sees, int64 [count, k], -1 where
-        there are no more; keys are in the cache."""
-        for chunk in self.chosen:
-            chosen = choose(asked, slice(chunk.begin, chunk.end), chunk.slots, cache)
-            assert chosen is not None, "these are longer than what is seen whole"
-            yield chunk, chosen
-
-
-class PagedTokenIndex:
-    """Makes a step's batches. What sees all is computed by `attention`."""
-
-    def __init__(self, most: int, attention: AttentionBackend, block_size: int, device: torch.device) -> None:
-        self._most, self._attention, self._block_size, self._device = most, attention, block_size, device
-
-    def batch(self, chunks: Sequence[PagedChunk]) -> TokenIndexBatch:
-        """See `IndexBackend`."""
-        found, _ = apart(chunks, self._most, self._block_size, self._device)
-        dense = self._attention.batch(found.near) if found.near else None
-        return TokenIndexBatch(found.written, found.chosen, found.rest, dense)

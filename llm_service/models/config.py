@@ -36,6 +36,7 @@ from llm_service.models.experts_config import (
 )
 from llm_service.models.layer_shapes import (
     AlternatingShape,
+    BlockIndexShape,
     HeadShape,
     IndexShape,
     LatentHeads,
@@ -96,11 +97,11 @@ class TextConfig:
     well, is multiplied by `embedding_multiplier`, and what each part of a layer adds by `residual_multiplier`. Logits
     are multiplied by `logit_scale`; `logit_cap` is what none exceeds: cap · tanh(x / cap). Levels of rows, the first as
     well, are added before the `level_layers`, which are of the library's configurations; where it is empty, the first
-    is among embeddings, and the others are added behind the first layers. `index`, `token_index`, `streams` and
-    `ngrams` are where layers have such. The table of tokens has `table_rows`, 0: as many as the head has. Where all
-    media of a prompt see each other these are the tokens `together`; with `adds_rows` rows are added to what the table
-    has for their places. `alternating`: there are several streams, of which layers compute one. `cut_shares` and
-    `inner_sizes`, where they are not empty, have one of what `LayerKind` calls so for each layer. `mark_tables` are
+    is among embeddings, and the others are added behind the first layers. `index`, `token_index`, `block_index`,
+    `streams` and `ngrams` are where layers have such. The table of tokens has `table_rows`, 0: as many as the head has.
+    Where all media of a prompt see each other these are the tokens `together`; with `adds_rows` rows are added to what
+    the table has for their places. `alternating`: there are several streams, of which layers compute one. `cut_shares`
+    and `inner_sizes`, where they are not empty, have one of what `LayerKind` calls so for each layer. `mark_tables` are
     those of marks, of the library's models.
 
     Where `experts` is above 0, every `sparse_step`-th layer but those in `dense_layers` is a mixture of experts, with a
@@ -168,6 +169,7 @@ class TextConfig:
     gate_temperature: float = 1.0
     index: IndexShape | None = None
     token_index: TokenIndexShape | None = None
+    block_index: BlockIndexShape | None = None
     streams: StreamShape | None = None
     ngrams: NgramShape | None = None
     delta_gates: GateActivation = GateActivation.SILU
@@ -385,6 +387,7 @@ class TextConfig:
             logit_cap=None if cap is None else float(cap),
             index=IndexShape.of(text) if Mixer.INDEXED_ATTENTION in mixers else None,
             token_index=TokenIndexShape.of(text) if Mixer.INDEXED_LATENT_ATTENTION in mixers else None,
+            block_index=BlockIndexShape.of(text, usual.kv_heads) if Mixer.BLOCK_INDEXED_ATTENTION in mixers else None,
             streams=StreamShape.of(text),
             ngrams=NgramShape.of(text),
             delta_gates=delta_gates_of(text),
@@ -438,9 +441,18 @@ def _attention_cap(text: Mapping[str, Any], mixers: Iterable[Mixer]) -> float | 
     """Raises CheckpointError where layers have one that do not know any."""
     if (cap := text.get("attn_logit_softcapping")) is None:
         return None
-    if others := [each for each in mixers if each in (Mixer.LATENT_ATTENTION, Mixer.INDEXED_ATTENTION)]:
+    if others := [each for each in mixers if each in _UNCAPPED]:
         raise CheckpointError(f"soft caps of scores are not supported in {others[0].value}")
     return float(cap)
+
+
+_UNCAPPED = (
+    Mixer.LATENT_ATTENTION,
+    Mixer.INDEXED_ATTENTION,
+    Mixer.BLOCK_INDEXED_ATTENTION,
+    Mixer.INDEXED_LATENT_ATTENTION,
+)
+"""Of the mixers that attend, those without soft caps."""
 
 
 def _multiplier(text: Mapping[str, Any], name: str) -> float:

@@ -268,6 +268,29 @@ class TokenIndexShape:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockIndexShape:
+    """How a layer's index chooses what a token attends to: each token has a key of `head_dim` numbers, which is scored
+    by a head of queries for each head of keys and values. Blocks of `size` tokens are seen there, as `BlockIndex` has
+    it: the `local` ones that end with a token's own, and those with the highest scores, `most` in all."""
+
+    head_dim: int
+    size: int
+    most: int
+    local: int
+
+    @classmethod
+    def of(cls, text: Mapping[str, Any], kv_heads: int) -> BlockIndexShape:
+        """Raises CheckpointError where it has other heads than keys have, or more local blocks than blocks, and
+        KeyError where a size is missing."""
+        if int(text["index_n_heads"]) != kv_heads:
+            raise CheckpointError("an index of blocks with other heads than keys have is not supported")
+        most, local = int(text["index_topk_blocks"]), int(text["index_local_blocks"])
+        if local > most:
+            raise CheckpointError(f"an index that keeps {most} blocks, and {local} local ones, is not supported")
+        return cls(int(text["index_head_dim"]), int(text["index_block_size"]), most, local)
+
+
+@dataclass(frozen=True, slots=True)
 class StreamShape:
     """Between layers there are so many streams, each as wide as the decoder. How they are mixed into what a part of a
     layer is given follows from all of them, by way of `rank` numbers."""
