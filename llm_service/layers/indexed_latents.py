@@ -13,13 +13,14 @@ from llm_service.families.family import LayerKind
 from llm_service.layers.attention.backend import AttentionBackend, AttentionBatch
 from llm_service.layers.attention.general_backend import attend_to_chosen, gathers
 from llm_service.layers.cache_spec import IndexedCache, IndexedKV
-from llm_service.layers.chosen_chunks import ChosenBatch, ChosenChunk, PagedChoice
+from llm_service.layers.chosen_chunks import ChosenBatch, ChosenChunk
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.index_keys import mask_of
 from llm_service.layers.latent_attention import LatentAttention
 from llm_service.layers.latent_chunks import attend_expanded
 from llm_service.layers.latent_products import LatentProducts
 from llm_service.layers.mixer import Rotary
+from llm_service.layers.token_decode import PagedTokenIndex, TokenIndexDecodes, attend_to_listed
 from llm_service.layers.token_index import TokenIndexer
 from llm_service.models.config import TextConfig
 from llm_service.models.layer_shapes import LatentHeads
@@ -36,9 +37,10 @@ class IndexedLatentAttention(LatentAttention):
         """One head's keys, and an index key."""
         return IndexedKV(self.kept, self.index.shape.head_dim)
 
-    def index_backend(self, attention: AttentionBackend, _: int, block_size: int) -> PagedChoice:
+    def index_backend(self, attention: AttentionBackend, blocks: int, block_size: int) -> PagedTokenIndex:
         """See `IndexPart`."""
-        return PagedChoice(self.index.shape.most, attention, block_size, self.index.k_norm.weight.device)
+        device = self.index.k_norm.weight.device
+        return PagedTokenIndex(self.index.shape.most, attention, blocks, block_size, device)
 
     def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
         """See `LatentAttention.project`."""
@@ -52,19 +54,23 @@ class IndexedLatentAttention(LatentAttention):
         query, key, *gates, asked, weights, kept = inputs
         indexed: IndexedCache = cache
         attention: AttentionBatch = batch[0]
-        index: ChosenBatch = batch[1]
+        index: ChosenBatch | TokenIndexDecodes = batch[1]
         index.keep(kept, indexed.index)
         if index.sees_all:
             return self.opened(self.attended(query, key, indexed.kv, attention), gates)
+        wanted, latents = self.index.query(asked, weights, kept), indexed.kv[0].flatten(0, 1)
+        if isinstance(index, TokenIndexDecodes):
+            latents[index.written] = key.to(latents.dtype)
+            listed, shape = index.chosen(wanted, indexed.index), self.shape
+            mixed = attend_to_listed(self.products.absorbed(query), latents[:, 0], *listed, shape.scale, shape.rank)
+            return self.opened(self.products.values(mixed), gates)
         out = query.new_empty(*query.shape[:2], self.shape.value)
         if index.dense is not None:
             attended = self.attended(query[index.rest], key[index.rest], indexed.kv, index.dense)
             out[index.rest] = attended.view(-1, *out.shape[1:])
-        latents = indexed.kv[0].flatten(0, 1)
         for chunk in index.chosen:
             latents[chunk.slots[chunk.context :]] = key[chunk.begin : chunk.end].to(latents.dtype)
-        chosen = index.choose(self.index.query(asked, weights, kept), indexed.index)
-        mix_chosen(out, query, latents, chosen, self.shape, self.products)
+        mix_chosen(out, query, latents, index.choose(wanted, indexed.index), self.shape, self.products)
         return self.opened(out.flatten(1), gates)
 
 

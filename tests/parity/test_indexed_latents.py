@@ -17,8 +17,9 @@ from llm_service.worker.weights import describe as weights_of
 from tests.parity.library_side import GREEDY, Served
 from tests.parity.test_known_text_options import _logits
 from tests.parity.test_library_ranks import on_ranks
+from tests.parity.test_llm_graphs import graphed
 from tests.quantized import FORMATS, quantize_checkpoint
-from tools.models.compare import PROMPTS, Reference
+from tools.models.compare import PROMPTS, TOKENS, Reference
 from tools.models.tiny import make
 
 KIND, TEXT = "dots3_note", "model.layers."
@@ -43,6 +44,18 @@ def test_tokens_are_the_library_s_in_short_steps_and_beside_others(folder: Path,
     assert isinstance(engine.decoder, Decoder)
     for _ in range(2):
         assert [outcome.tokens for outcome in engine.run(prompts, GREEDY)] == expected
+
+
+@pytest.mark.parametrize("attention", ["", pytest.param("triton", marks=pytest.mark.soak)])
+def test_steps_with_a_token_of_each_sequence_have_graphs(folder: Path, served: Served, attention: str) -> None:
+    library = Reference(folder)
+    asked = [PROMPTS["text"], PROMPTS["one picture"]]
+    expected = [library.tokens(library.inputs(parts)) for parts in asked]
+    engine, _ = graphed(folder, attention, library=served.found, text=served.text())
+    outcomes = engine.run(list(map(served.prompt, asked)), GREEDY)
+    assert [outcome.tokens for outcome in outcomes] == expected
+    assert engine.runner.graphs is not None
+    assert engine.runner.graphs.replays >= TOKENS - 1
 
 
 def test_weights_in_int8_are_rounded_and_say_nearly_the_same(folder: Path, served: Served) -> None:

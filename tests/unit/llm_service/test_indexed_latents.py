@@ -10,18 +10,26 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint import CheckpointError
+from llm_service.layers import token_decode
 from llm_service.layers.attention import general_backend
 from llm_service.layers.attention.backend import PagedChunk
+from llm_service.layers.attention.metadata import AttentionMetadata
 from llm_service.layers.cache_spec import IndexedCache, IndexedKV, block_bytes
 from llm_service.layers.decoder_layer import MIXERS
+from llm_service.layers.gpu import index_kernels
+from llm_service.layers.gpu.index_kernels import score_tokens
 from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.layers.index_keys import IndexQuery, TokenIndex
+from llm_service.layers.indexed_latents import IndexedLatentAttention
 from llm_service.layers.latent_attention import LatentAttention
 from llm_service.layers.rotaries import rotary_of
+from llm_service.layers.token_decode import ScoreTokens, score_by_torch
 from llm_service.models.config import TextConfig
 from llm_service.models.layer_shapes import LatentHeads
 from llm_service.worker.adapters import shapes_of
 from llm_service.worker.caches import Caches
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
+from tests.plain_attention import PlainTables
 from tests.unit.llm_service.test_layer_parts import drawn, noise, read
 
 from transformers.models.dots3_note.modeling_dots3_note import (  # isort: skip
@@ -161,6 +169,69 @@ def test_sequences_that_are_seen_whole_go_beside_one_that_is_not() -> None:
     found = ours.o(ours.mix(ours.project(torch.cat([short, long]), angles), caches.layers[0], batch))
     expected = torch.cat([expected_of(theirs, settings, 0, x) for x in (short, long)])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("most", [1, MOST, 64], ids=["one", "some", "all"])
+@pytest.mark.parametrize("score", [score_by_torch, score_tokens], ids=["torch", "triton"])
+@torch.inference_mode()
+def test_a_token_of_each_sequence_follows_metadata(
+    score: ScoreTokens, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences that are seen whole and such that are not, and one of nobody, a few at a time."""
+    monkeypatch.setattr(token_decode, "_score_on", lambda _: score)
+    monkeypatch.setattr(token_decode, "ROOM", 4 * 4 * 8 * 40)
+    shape = shape_of(index_topk=most)
+    kind = shape.layer_kind(0)
+    ours = MIXERS[kind.mixer](kind, shape, ALONE, torch.float32)
+    assert isinstance(ours, IndexedLatentAttention)
+    drawn(ours)
+    tables, begun, steps = [[2, 0, 1, 9, 5], [11, 3, 23, 4, 13], [8, 22, 6, 7, 10]], (33, 3, MOST - 1), 4
+    each = [noise(TOKENS, HIDDEN, seed=seed) for seed in range(3)]
+    expected = [
+        joined(ours, shape, [x], CHUNKS[0])[0][first : first + steps] for x, first in zip(each, begun, strict=True)
+    ]
+    caches = Caches([ours], 24, BLOCK, torch.float32, CPU, attention=PlainTables)
+    rotary, cache = rotary_of(shape.rotary, CPU), caches.layers[0]
+    assert isinstance(cache, IndexedCache)
+    for part in (cache.kv, cache.index):
+        part.fill_(torch.nan)
+    for x, table, first in zip(each, tables, begun, strict=True):
+        angles = rotary.tables(torch.arange(first).expand(3, -1), torch.float32)
+        (batch,) = caches.batches([PagedChunk(0, first, table)])
+        ours.mix(ours.project(x[:first], angles), cache, batch)
+    metadata = AttentionMetadata.of([PagedChunk(TOKENS - 1, 1, [0] * 5)] * 4, BLOCK, CPU)
+    (batch,) = caches.batches_over(metadata, {})
+    for step in range(steps):
+        places = torch.tensor([first + step for first in begun])
+        metadata.block_table.fill_(10**6)
+        metadata.seq_lens.copy_(torch.cat([places + 1, torch.zeros(1)]))
+        metadata.slot_mapping.fill_(24 * BLOCK)
+        for row, (table, place) in enumerate(zip(tables, places.tolist(), strict=True)):
+            blocks = table[: place // BLOCK + 1]
+            metadata.block_table[row, : len(blocks)] = torch.tensor(blocks)
+            metadata.slot_mapping[row] = table[place // BLOCK] * BLOCK + place % BLOCK
+        given = torch.cat([torch.stack(each)[torch.arange(3), places], noise(1, HIDDEN, seed=9)])
+        angles = rotary.tables(torch.cat([places, torch.zeros(1, dtype=torch.int64)]).expand(3, -1), torch.float32)
+        made = ours.o(ours.mix(ours.project(given, angles), cache, batch))
+        wanted = torch.stack([rows[step] for rows in expected])
+        torch.testing.assert_close(made[:3], wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@torch.inference_mode()
+def test_our_kernel_scores_tokens_as_torch_does(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tokens than its programs take at once, of several blocks."""
+    monkeypatch.setattr(index_kernels, "_AT_ONCE", 16)
+    monkeypatch.setattr(index_kernels, "_PROGRAMS", 2)
+    lengths, heads, width = [70, 5, 33], 5, 20
+    cache, tables = noise(30, BLOCK, width).to(dtype), [[*range(9)], [9], [*range(28, 10, -1)]]
+    chunks = [PagedChunk(count - 1, 1, table) for count, table in zip(lengths, tables, strict=True)]
+    metadata = AttentionMetadata.of(chunks, BLOCK, CPU)
+    query, weights = noise(3, heads, width, seed=2).to(dtype), noise(3, heads, seed=3)
+    asked = IndexQuery(TokenIndex(4), query, weights, cache[0, :3], 0.3)
+    found, expected = score_tokens(asked, cache, metadata), score_by_torch(asked, cache, metadata)
+    for row, length in enumerate(lengths):
+        torch.testing.assert_close(found[row, :length], expected[row, :length], rtol=1e-4, atol=1e-4)
 
 
 @torch.inference_mode()

@@ -1,0 +1,113 @@
+"""What an index of tokens chooses for one token of each sequence, from metadata on the device alone, so that it can be
+captured in a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llm_service.layers.attention.backend import AttentionBackend
+from llm_service.layers.attention.metadata import AttentionMetadata
+from llm_service.layers.chosen_chunks import PagedChoice
+from llm_service.layers.index_keys import ROOM, IndexQuery, best
+
+ScoreTokens = Callable[[IndexQuery, Tensor, AttentionMetadata], Tensor]
+"""What is asked, for a token of each sequence, and a cache of index keys [blocks + 1, block_size, head_dim] → scores of
+all tokens of these, float32 [s, longest]; what is behind a sequence's end means nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIndexDecodes:
+    """As `ChosenBatch` of such a step, over metadata that may be filled anew; see there. `null_slot` is where
+    nobody's tokens are."""
+
+    most: int
+    block_size: int
+    null_slot: int
+    metadata: AttentionMetadata
+    score: ScoreTokens
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether no sequence may be so long that a token does not."""
+        return self.metadata.longest <= self.most
+
+    @property
+    def written(self) -> Tensor:
+        """See `ChosenBatch`."""
+        return self.metadata.slot_mapping.long()
+
+    def keep(self, kept: Tensor, cache: Tensor) -> None:
+        """See `ChosenBatch`."""
+        cache.flatten(0, 1)[self.written] = kept.to(cache.dtype)
+
+    def chosen(self, asked: IndexQuery, cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Slots int64 [s, most] that each sequence's token sees, and which of them count, bool. So many sequences are
+        looked through at once as there is `ROOM` for; one that nobody has sees the null slot."""
+        lengths, table = self.metadata.seq_lens.long(), self.metadata.block_table
+        scores = self.score(asked, cache, self.metadata)
+        rows = max(1, ROOM // (8 * scores.shape[1]))
+        found = [best(*each, self.most) for each in zip(scores.split(rows), lengths.split(rows), strict=True)]
+        places = torch.cat(found)
+        own = places.clamp(min=0)
+        slots = table.gather(1, own // self.block_size).long() * self.block_size + own % self.block_size
+        nobody = (lengths == 0).unsqueeze(1)
+        return slots.masked_fill(nobody, self.null_slot), (places >= 0) | nobody
+
+
+def score_by_torch(asked: IndexQuery, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    """See `ScoreTokens`: so many tokens of each sequence at once as there is `ROOM` for."""
+    assert asked.weights is not None, "heads count by weights"
+    keys, size, count = cache.flatten(0, 1), cache.shape[1], len(asked.query)
+    last = (metadata.seq_lens.long() - 1).clamp(min=0).unsqueeze(1)
+    step = max(1, ROOM // (4 * count * (cache.shape[2] + asked.query.shape[1])))
+    parts = list[Tensor]()
+    for begin in range(0, metadata.longest, step):
+        places = torch.arange(begin, min(begin + step, metadata.longest), device=cache.device).minimum(last)
+        slots = metadata.block_table.gather(1, places // size).long() * size + places % size
+        slots = slots.masked_fill((metadata.seq_lens == 0).unsqueeze(1), len(keys) - 1)
+        products = asked.query.float() @ keys[slots].float().transpose(1, 2)
+        products = products.mul_(asked.scale).relu_()
+        parts.append((asked.weights.unsqueeze(1) @ products).squeeze(1))
+    return torch.cat(parts, dim=1)
+
+
+def attend_to_listed(query: Tensor, keys: Tensor, slots: Tensor, seen: Tensor, scale: float, depth: int) -> Tensor:
+    """Queries [s, heads, width] that meet keys [·, width] at slots int64 [s, k], as far as they are `seen`, bool; the
+    first `depth` numbers of keys are values → [s, heads, depth]. So many are gathered at once as there is `ROOM`
+    for."""
+    rows = max(1, ROOM // (query.element_size() * slots.shape[1] * query.shape[2]))
+    parts = list[Tensor]()
+    for own, here, there in zip(query.split(rows), slots.split(rows), seen.split(rows), strict=True):
+        near = keys[here].to(query.dtype)  # [s, k, width]
+        scores = (own @ near.transpose(1, 2)).float() * scale
+        shares = scores.masked_fill(~there.unsqueeze(1), -torch.inf).softmax(-1)
+        parts.append(shares.to(query.dtype) @ near[..., :depth])
+    return torch.cat(parts)
+
+
+class PagedTokenIndex(PagedChoice):
+    """Makes a step's batches, over metadata as well."""
+
+    def __init__(
+        self, most: int, attention: AttentionBackend, blocks: int, block_size: int, device: torch.device
+    ) -> None:
+        super().__init__(most, attention, block_size, device)
+        self._most, self._size, self._null_slot, self._score = most, block_size, blocks * block_size, _score_on(device)
+
+    def over(self, metadata: AttentionMetadata) -> TokenIndexDecodes:
+        """See `StableIndexBackend`."""
+        return TokenIndexDecodes(self._most, self._size, self._null_slot, metadata, self._score)
+
+
+def _score_on(device: torch.device) -> ScoreTokens:
+    """By a kernel of ours, where the device has any."""
+    if device.type == "cuda":
+        from llm_service.layers.gpu import index_kernels, row_kernels  # not everywhere is a Triton
+
+        if row_kernels.run_on(device):
+            return index_kernels.score_tokens
+    return score_by_torch
