@@ -168,8 +168,19 @@ def check_processor(processor: Any) -> None:
     try:
         replaced(processor, kind, _blanks(kind)[0])
     except (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
-        what = f"{type(processor).__name__} does not say what stands for a {_WORDS[kind]} in a prompt"
-        raise CheckpointError(what) from error
+        name, what = type(processor).__name__, _WORDS[kind]
+        if _places_by_itself(processor, kind):
+            raise CheckpointError(f"{name} puts a {what} before a text, and nowhere else") from error
+        raise CheckpointError(f"{name} does not say what stands for a {what} in a prompt") from error
+
+
+def _places_by_itself(processor: Any, kind: str) -> bool:
+    """Whether a text without a place for an item gets one."""
+    try:
+        texts = processor.prepare_inputs_layout(text=[_BEFORE], **_blanks(kind)[0])[1]
+    except (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError):
+        return False
+    return placeholder_of(processor, kind) in texts[0]
 
 
 def _blanks(kind: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

@@ -330,7 +330,7 @@ def test_contexts_end_where_some_layers_would_turn_others_of_a_batch_otherwise()
 
 def test_a_processor_that_does_not_say_what_stands_for_a_picture_is_refused(tmp_path: Path) -> None:
     """It puts a picture before the text, and none where there is a mark for one."""
-    with pytest.raises(CheckpointError, match="FuyuProcessor does not say what stands for a picture"):
+    with pytest.raises(CheckpointError, match="FuyuProcessor puts a picture before a text"):
         library_models.describe(make("fuyu", tmp_path))
 
 

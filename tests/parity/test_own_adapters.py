@@ -137,7 +137,7 @@ def test_sounds_that_are_filled_up_by_what_a_tower_hears_are_told() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", ["granite_speech", "granite_speech_plus"])
-def test_tokens_of_granite_speech_are_the_library_s(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["granite_speech", "granite_speech_plus", "fun_asr_nano"])
+def test_tokens_of_models_whose_features_torchaudio_makes_are_the_library_s(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("torchaudio")
     assert {SOUND, OURS} <= compare(Served.of(make(kind, tmp_path)))

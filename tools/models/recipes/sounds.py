@@ -331,6 +331,32 @@ RECIPES: dict[str, Recipe] = {
         },
     ),
     "glmasr": _glmasr(),
+    "fun_asr_nano": Recipe(
+        whole(
+            "fun_asr_nano",
+            audio_config=part(
+                "fun_asr_nano_encoder",
+                {},
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=4,
+                num_attention_heads=2,
+                num_mel_bins=_BANDS,
+                num_timestamp_prediction_layers=1,
+            ),
+            adaptor_config={"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 16},
+            text_config=QWEN3,
+            audio_token_id="<audio>",
+            tie_word_embeddings=False,
+        ),
+        processor(
+            "FunAsrNanoProcessor",
+            sounds="FunAsrNanoFeatureExtractor",
+            bands={"feature_size": _BANDS},
+            audio_token="<audio>",
+        ),
+        ("<audio>",),
+    ),
     **{
         kind: Recipe(
             whole(
