@@ -88,11 +88,19 @@ class RankAdapters:
         tensors = load(adapter.weights)
         shares: dict[PackedLinear, dict[str, LowRank]] = {}
         for target, scale in adapter.scales.items():
-            linear, part = self._linears[target]
-            halves = (tensors[f"{adapter.names[target]}.lora_{half}.weight"] for half in "AB")
-            a, b = map(self._kept, linear.share(part, *halves))
-            shares.setdefault(linear, {})[part] = LowRank(a, b, scale)
+            places = self._places(target)
+            whole, stacked = (tensors[f"{adapter.names[target]}.lora_{half}.weight"] for half in "AB")
+            for (linear, part), rows in zip(places, stacked.chunk(len(places)), strict=True):
+                a, b = map(self._kept, linear.share(part, whole, rows))
+                shares.setdefault(linear, {})[part] = LowRank(a, b, scale)
         self._loaded[number] = shares
+
+    def _places(self, target: str) -> list[tuple[PackedLinear, str]]:
+        """Where a matrix is: gates and what they open are one for the library, and two where a checkpoint has two."""
+        if target in self._linears:
+            return [self._linears[target]]
+        stem = target.removesuffix("gate_up_proj")
+        return [self._linears[f"{stem}{part}"] for part in ("gate_proj", "up_proj")]
 
     def _kept(self, share: Tensor) -> Tensor:
         """In a memory of its own, rounded to what the decoder's matrices are rounded to, or in 16 bits where these have

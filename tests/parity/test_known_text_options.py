@@ -41,8 +41,8 @@ _MORE = "hyperclovax_vision_v2", "cohere2_vision", "cosmos3_edge", "kimi_k25", "
 _SOAKED = [pytest.param(kind, marks=pytest.mark.soak) for kind in _MORE]
 """Parts that multiply what they add, that are beside each other, that have no gates, latent attention, and matrices
 that are one in a checkpoint."""
-_INDEXED = pytest.param("dots3_note", marks=pytest.mark.soak)
-"""Latents in windows, and where an index chooses what is seen."""
+_INDEXED = [pytest.param(kind, marks=pytest.mark.soak) for kind in ("dots3_note", "minimax_m3_vl")]
+"""Latents in windows, and where an index chooses what is seen, tokens or blocks."""
 _FEWER = [pytest.param(kind, marks=pytest.mark.soak) for kind in ("phi4_multimodal", "gemma3n")]
 """Queries, keys and values that are one matrix everywhere, and adapters of the checkpoint's own; streams, and gates
 that count by what all ranks have."""
@@ -160,7 +160,7 @@ def test_logits_of_two_ranks_are_those_of_one(kind: str, tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize(
     "kind",
-    ["internvl", "idefics3", "gemma3", "gemma4", "glm4v", "lfm2_vl", "lfm3_vl", *_SOAKED, _INDEXED],
+    ["internvl", "idefics3", "gemma3", "gemma4", "glm4v", "lfm2_vl", "lfm3_vl", *_SOAKED, *_INDEXED],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_tokens_with_adapters_are_those_of_peft(kind: str, tmp_path: Path) -> None:

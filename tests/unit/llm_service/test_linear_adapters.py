@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save
 
 from common.checkpoint import Checkpoint
 from llm_service.layers.adapters import AdaptedRows, AdapterKernel, AdapterRows, LinearAdapters
@@ -16,7 +19,8 @@ from llm_service.layers.linear import PackedLinear
 from llm_service.layers.low_rank import LowRank
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
-from llm_service.worker.adapters import adapted_linears
+from llm_service.plan import Adapter
+from llm_service.worker.adapters import RankAdapters, adapted_linears, shapes_of
 
 RANK, ROWS = 5, 9
 SLOTS = np.array([0, -1, 1, 1, -1, 0, 0, 0, 0])
@@ -174,3 +178,30 @@ def test_slots_for_16_bits_have_each_matrix_as_it_is_stored(kinds: tuple[torch.d
     for row in (0, 2, 3):
         rows.use(slots[row : row + 1], np.arange(1))
         assert torch.equal(adapters.add(x[row : row + 1], torch.zeros(1, linear.outputs))[0], out[row])
+
+
+def test_what_adapts_gates_and_what_they_open_as_one_goes_to_each_where_a_checkpoint_has_two() -> None:
+    text: dict[str, Any] = {"model_type": "glm4v_text", "vocab_size": 16, "hidden_size": 16, "intermediate_size": 24}
+    text |= {"num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    shape = TextConfig.of(text)
+    apart = replace(shape, family=replace(shape.family, fused_gates=False))
+    target, stem = "layers.0.mlp.gate_up_proj", "base_model.gates"
+    halves = torch.randn(3, 16), torch.randn(48, 3)
+    tensors = {f"{stem}.lora_{half}.weight": each for half, each in zip("AB", halves, strict=True)}
+    adapter = Adapter(b"", 3, save(tensors), {target: 2.0}, {target: stem})
+    x, found = torch.randn(ROWS, 16), []
+    assert target in shapes_of(shape)
+    for each in (shape, apart):
+        decoder = Decoder(each, ALONE, torch.float32, torch.device("cpu"))
+        loaded = RankAdapters(decoder, 1, 4, AdapterKernel.NONE)
+        loaded.load(1, adapter)
+        ((linear, parts),) = loaded._loaded[1].items()
+        rows = AdapterRows(kernel=AdapterKernel.NONE)
+        slots = LinearAdapters(linear, 1, 4, rows, torch.empty(0))
+        slots.put(0, parts)
+        rows.use(np.zeros(ROWS, np.int64), np.arange(ROWS))
+        rows.put([torch.from_numpy(numbers) for numbers in rows.numbers()])
+        found.append(slots.add(x, torch.zeros(ROWS, linear.outputs)))
+    torch.testing.assert_close(found[0], 2.0 * x @ halves[0].t() @ halves[1].t())
+    torch.testing.assert_close(*found)
