@@ -144,7 +144,13 @@ class Planned(msgspec.Struct, tag=True):
     turns: tuple[int, ...] = ()
 
 
+class WrongLength(msgspec.Struct, tag=True):
+    """The sound is longer than the model hears at a time, or, unless `too_long`, shorter than a row."""
+
+    too_long: bool
+
+
 ToPlanner = PlannerSettings | ChooseFrames | PlanItem
-FromPlanner = Ready | PlannerStartFailed | Chosen | Planned | Refused
+FromPlanner = Ready | PlannerStartFailed | Chosen | Planned | WrongLength | Refused
 ToDecoder = DecoderSettings | Inspect | Decode
 FromDecoder = Ready | Inspected | Decoding | Decoded | Refused

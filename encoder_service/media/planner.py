@@ -22,6 +22,7 @@ from encoder_service.media.messages import (
     PlannerSettings,
     PlannerStartFailed,
     Ready,
+    WrongLength,
 )
 
 MODULE = "encoder_service.worker.planner"
@@ -155,11 +156,13 @@ class LibraryPlanner:
         except asyncio.CancelledError:  # its answer would be taken for another one's
             await self._lose()
             raise
-        if not isinstance(answer, Chosen | Planned):
-            _log.info("an item cannot be planned", why=getattr(answer, "why", "?"))
-            why = "the model takes no item of this size or length, or of so many frames, or of so many a second"
-            raise InvalidInput(why, reason="MEDIA_UNREADABLE", field=field)
-        return answer
+        if isinstance(answer, Chosen | Planned):
+            return answer
+        if isinstance(answer, WrongLength):
+            raise _wrong_length(field, too_long=answer.too_long)
+        _log.info("an item cannot be planned", why=getattr(answer, "why", "?"))
+        why = "the model takes no item of this size or length, or of so many frames, or of so many a second"
+        raise InvalidInput(why, reason="MEDIA_UNREADABLE", field=field)
 
     def _check_options(self, item: Item) -> None:
         stated = item.options.stated()
@@ -179,3 +182,9 @@ class LibraryPlanner:
 def _no_option(item: Item, name: str) -> InvalidInput:
     why = f"this model's processor has no {name}, or not for this item"
     return InvalidInput(why, reason="BAD_OPTION", field=f"{item.field}.options.{name}")
+
+
+def _wrong_length(field: str, *, too_long: bool) -> InvalidInput:
+    if too_long:
+        return InvalidInput("the sound is longer than the model hears at a time", reason="AUDIO_TOO_LONG", field=field)
+    return InvalidInput("the sound is shorter than a row", reason="AUDIO_TOO_SHORT", field=field)

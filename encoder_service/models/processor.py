@@ -25,6 +25,7 @@ from common.library_processors import (
     marks_around,
     placeholder_of,
     processor_of,
+    rate_of,
     replaced,
     wrapped,
 )
@@ -36,6 +37,14 @@ _OF_THE_TEXT = frozenset({"attention_mask", "token_type_ids", "mm_token_type_ids
 Shown = np.ndarray | Clip | Sound
 """A picture [height, width, 3] uint8, a video's frames, alone or with their sound, or a sound."""
 Parts = tuple[PromptPart, ...]
+
+
+class SoundLengthError(ValueError):
+    """A sound is longer than the model hears at a time, or, unless `too_long`, shorter than a row."""
+
+    def __init__(self, why: str, *, too_long: bool) -> None:
+        super().__init__(why)
+        self.too_long = too_long
 
 
 class ItemProcessor:
@@ -53,14 +62,26 @@ class ItemProcessor:
             return frames_of(self._processor, total, fps, asked)
 
     def replacement(self, shown: Shown) -> Parts:
-        """What stands in a prompt for an item; it follows from its sizes and times alone."""
+        """What stands in a prompt for an item; it follows from its sizes and times alone. Raises SoundLengthError for a
+        sound that is too long or too short."""
         samples = None if isinstance(shown, np.ndarray) else shown.samples
+        if samples is not None and 0 < self._longest < len(samples):
+            raise SoundLengthError("the processor does not take all of so long a sound", too_long=True)
+        try:
+            return self._replacement(shown)
+        except ValueError as error:
+            if isinstance(shown, Clip) and samples is not None:
+                self.replacement(Sound(samples))  # which raises the other where the sound is what is too short
+            elif samples is not None and len(samples) < rate_of(self._processor):
+                # A second was taken when the model was looked at (`library_models.takes_sounds`).
+                raise SoundLengthError("the processor has no row for so short a sound", too_long=False) from error
+            raise
+
+    def _replacement(self, shown: Shown) -> Parts:
         with self._as_value_errors():
-            if samples is not None and 0 < self._longest < len(samples):
-                raise ValueError("the processor does not take all of so long a sound")
             text = replaced(self._processor, _kind(shown), _given(shown))
         tokens = row_tokens(self._config, self._processor, _kind(shown), text)
-        if isinstance(shown, Clip) and samples is not None:
+        if isinstance(shown, Clip) and shown.samples is not None:
             tokens |= row_tokens(self._config, self._processor, "audio", text)
         parts = prompt_parts(text, tokens)
         return parts if self._base is None else self._placed(parts, self._base, shown, list(tokens.values()))
@@ -78,7 +99,8 @@ class ItemProcessor:
 
     @cached_property
     def _longest(self) -> int:
-        return longest_sound(self._processor)
+        with self._as_value_errors():
+            return longest_sound(self._processor)
 
     def _placed(self, parts: Parts, base: Any, shown: Shown, tokens: Sequence[int]) -> Parts:
         """With the positions of rows, as the model has them in a prompt with a text before the item and one behind."""

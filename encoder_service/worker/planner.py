@@ -23,8 +23,9 @@ from encoder_service.media.messages import (
     Ready,
     Refused,
     ToPlanner,
+    WrongLength,
 )
-from encoder_service.models.processor import ItemProcessor
+from encoder_service.models.processor import ItemProcessor, SoundLengthError
 
 _THREADS = 1
 
@@ -51,7 +52,7 @@ def main(link_fd: int) -> None:
         link.send(_answer(processor, asked))
 
 
-def _answer(processor: ItemProcessor, asked: ChooseFrames | PlanItem) -> Chosen | Planned | Refused:
+def _answer(processor: ItemProcessor, asked: ChooseFrames | PlanItem) -> Chosen | Planned | WrongLength | Refused:
     try:
         if isinstance(asked, ChooseFrames):
             return Chosen(processor.frames(asked.total, asked.fps, asked.wanted))
@@ -63,6 +64,8 @@ def _answer(processor: ItemProcessor, asked: ChooseFrames | PlanItem) -> Chosen 
         clip = Clip(blanks, asked.frames, asked.total, asked.fps, silence if asked.samples else None, asked.wanted)
         parts = processor.replacement(clip)
         return Planned(parts, processor.turns(parts) if asked.samples else ())
+    except SoundLengthError as error:
+        return WrongLength(error.too_long)
     except ValueError as error:
         return Refused(str(error))
 

@@ -505,34 +505,6 @@ def test_ids_and_tokens_are_the_library_s_whatever_the_chunks_and_the_company(ki
     assert {"one picture"} | more <= compare(Served.of(make(kind, tmp_path)), RECIPES[kind].step_tokens)
 
 
-@pytest.fixture(scope="module")
-def hearing(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """A model for sounds alone."""
-    return Served.of(make("glmasr", tmp_path_factory.mktemp("glmasr")))
-
-
-def test_rows_of_sounds_are_the_library_s(hearing: Served) -> None:
-    assert list(hearing.found.placeholders) == ["audio"]
-    library = Reference(hearing.folder)
-    for seconds in (0.4, 1.7):
-        part = tones(7, seconds)
-        given = library.inputs(["Hear ", part, "!"])
-        rows = library.rows("audio", given)
-        ours = hearing.prompt(["Hear ", part, "!"])
-        assert ours.layout.ids == given["input_ids"][0].tolist()
-        torch.testing.assert_close(ours.rows[0][:, 0], rows, rtol=1e-5, atol=1e-5)
-        assert not torch.allclose(rows[0], rows[-1]), "every row would do"
-
-
-def test_tokens_follow_from_what_is_heard(hearing: Served) -> None:
-    asked = [["Hear ", tones(seed, 1.1), " What is said?"] for seed in (8, 9)]
-    library = Reference(hearing.folder)
-    expected = [library.tokens(library.inputs(parts)) for parts in asked]
-    outcomes = hearing.engine(step_tokens=16, max_running=2).run([hearing.prompt(parts) for parts in asked], GREEDY)
-    assert [outcome.tokens for outcome in outcomes] == expected
-    assert expected[0] != expected[1]
-
-
 def test_a_sound_that_the_processor_cuts_off_is_refused(tmp_path: Path) -> None:
     """Its features end after ten seconds, and it says nothing."""
     processor = ItemProcessor(make("qwen2_5_omni_thinker", tmp_path))

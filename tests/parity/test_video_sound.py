@@ -20,6 +20,7 @@ from encoder_service.media.__main__ import Desk
 from encoder_service.media.limits import MediaLimits
 from encoder_service.media.messages import Decode, Decoded, DecoderSettings
 from encoder_service.media.modalities import SPECS
+from encoder_service.models.processor import SoundLengthError
 from encoder_service.worker.library_runner import LibraryRunner
 from encoder_service.worker.messages import Batch, Piece, WorkerSettings
 from tests.parity.library_side import Served, compare
@@ -162,6 +163,13 @@ def test_a_track_that_the_processor_cuts_off_is_refused(served: Served) -> None:
         return
     with pytest.raises(ValueError, match="does not take all of so long a sound"):
         served.processor.replacement(clip)
+
+
+def test_a_track_that_has_no_row_is_too_short(served: Served) -> None:
+    frames = np.zeros((2, 56, 56, 3), np.uint8)
+    with pytest.raises(SoundLengthError) as error:
+        served.processor.replacement(Clip(frames, (0, 1), 2, 8.0, np.zeros(1, np.float32)))
+    assert not error.value.too_long
 
 
 @pytest.mark.soak

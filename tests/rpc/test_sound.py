@@ -21,14 +21,17 @@ from tests.waiting import until
 from twinlens import TwinlensError, audio, image, user, v1
 from twinlens.cli import main
 
-FEW = 16
+FEW = 32
 USUAL = "Transcribe the audio into text."
+MOST = 100_000
+"""Bytes of a file: three seconds as WAV."""
 TUNES = [sounds.tune(1.7, seed) for seed in range(4)]
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory) -> Iterator[Pair]:
-    with pair(audio_checkpoint.make_audio_checkpoint(tmp_path_factory.mktemp("audio")), light=False) as running:
+    checkpoint = audio_checkpoint.make_audio_checkpoint(tmp_path_factory.mktemp("audio"))
+    with pair(checkpoint, light=False, encoder_flags={"max_audio_bytes": MOST}) as running:
         yield running
 
 
@@ -107,6 +110,14 @@ def test_a_data_address_and_a_stated_type_are_checked(both):
     address = "data:audio/mp3;base64," + base64.b64encode(file).decode()
     assert len(tokens(both.text, asked(user(audio(address), "What?"), greedy(2)))) == 2
     assert refusal(both.text, asked(user(audio(file, mime_type="audio/wav"), "What?"))).reason == "MIME_MISMATCH"
+
+
+def test_a_file_that_is_larger_than_the_option_allows_is_refused(both):
+    whole = sounds.encoded(TUNES[0])
+    assert len(tokens(both.text, asked(about(whole.ljust(MOST, b"\0")), greedy(2)))) == 2
+    found = refusal(both.text, asked(about(whole.ljust(MOST + 1, b"\0"))))
+    assert (found.code.name, found.reason) == ("INVALID_ARGUMENT", "AUDIO_TOO_LARGE")
+    assert found.message == f"the media is larger than {MOST} bytes"
 
 
 def test_what_the_model_does_not_take_is_refused_by_name(both):
@@ -199,5 +210,5 @@ def test_bad_files_are_answered_as_they_should_be(both):
         for name, (data, _) in BAD.items():
             found = client.one(v1.Media(modality=v1.MODALITY_AUDIO, data=data))
             said[name] = found.error.reason if found.error is not None else ""
-        assert {name: reason for name, reason in said.items() if reason not in BAD[name][1]} == {}
+        assert said == {name: reason for name, (_, reason) in BAD.items()}
         assert client.one(audio(sounds.encoded(sounds.tune(0.5, 79)))).error is None
