@@ -12,7 +12,7 @@ from encoder_service.item import Inspection, Item, Plan
 from encoder_service.media import checks, limits
 from encoder_service.media.limits import MediaLimits
 
-JPEG, MP4 = b"\xff\xd8\xff", b"\0\0\0\x18ftyp"
+JPEG, MP4, WAV = b"\xff\xd8\xff", b"\0\0\0\x18ftyp", b"RIFF\0\0\0\0WAVE"
 LIMITS = MediaLimits()
 
 
@@ -55,6 +55,14 @@ def item(source, modality: Modality = Modality.IMAGE, **options) -> Item:
 )
 def test_items(what, refused):
     assert reason(checks.check_item, what, LIMITS) == refused
+
+
+@pytest.mark.parametrize(("modality", "file"), [(Modality.AUDIO, WAV), (Modality.VIDEO, MP4)])
+@pytest.mark.parametrize(("more", "refused"), [(0, ""), (1, "AUDIO_TOO_LARGE")])
+def test_files_that_are_heard(modality, file, more, refused):
+    heard = {"with_sound": True} if modality is Modality.VIDEO else {}
+    tight = MediaLimits(max_audio_bytes=100)
+    assert reason(checks.check_item, item(file.ljust(100 + more, b"\0"), modality, **heard), tight) == refused
 
 
 @pytest.mark.parametrize(
