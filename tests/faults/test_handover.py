@@ -17,7 +17,7 @@ from tests import pictures
 from tests.faults.configuration import taken_away
 from tests.faults.deadly_engine import DEADLY
 from tests.launch import Service, launch, llm_server, send
-from tests.rpc.pairs import LLM_FLAGS, Pair, about, answer, asked, greedy, idle, pair, refusal
+from tests.rpc.pairs import LLM_FLAGS, Pair, about, answer, asked, greedy, holds_nothing, pair, refusal
 from tests.scrape import scrape
 from tests.waiting import until
 from twinlens import LlmClient, TwinlensError, user, v1
@@ -78,18 +78,8 @@ def computes(client: LlmClient) -> bool:
         return False
 
 
-def holds_nothing(client: LlmClient) -> bool:
-    """An engine serves, and nothing is held for anyone."""
-    try:
-        return idle(client)
-    except TwinlensError as error:
-        if error.reason != "ENGINE_UNAVAILABLE":
-            raise
-        return False
-
-
 def both_idle(both: Pair) -> bool:
-    """The same of both services."""
+    """An engine serves, and nothing is held for anyone by either service."""
     return holds_nothing(both.text) and both.idle()
 
 

@@ -305,15 +305,15 @@ def test_a_cache_that_holds_no_block_is_told_at_the_start(checkpoint: Path) -> N
 
 
 def test_a_port_for_metrics_that_cannot_be_had_is_one_line(checkpoint: Path) -> None:
-    said = refusal(f"--model={checkpoint}", "--threads=1", "--metrics-listen=192.0.2.1:9400")
+    said = refusal(f"--model={checkpoint}", "--threads=1", "--metrics-listen=192.0.2.1:9400", fork=False)
     assert "cannot serve metrics on 192.0.2.1:9400" in said
 
 
-def refusal(*flags: str) -> str:
+def refusal(*flags: str, fork: bool = True) -> str:
     """The last line that a service says which cannot begin; it ends with 1, and without a traceback."""
-    command = [sys.executable, "-m", "llm_service", ANY_PORT, *flags]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
-    assert ended.returncode == 1
-    assert "Traceback" not in ended.stderr
-    assert ended.stdout == ""
-    return ended.stderr.splitlines()[-1]
+    with pytest.raises(RuntimeError) as error, launch("llm_service", ANY_PORT, *flags, fork=fork):
+        pass
+    said = str(error.value)
+    assert said.startswith("the service ended with 1 before it was ready\n")
+    assert "Traceback" not in said
+    return said.splitlines()[-1]

@@ -96,6 +96,16 @@ def idle(client: LlmClient) -> bool:
     return (load.running, load.waiting, load.kv_blocks_used) == (0, 0, 0)
 
 
+def holds_nothing(client: LlmClient) -> bool:
+    """An engine serves, and nothing is held for anyone."""
+    try:
+        return idle(client)
+    except TwinlensError as error:
+        if error.reason != "ENGINE_UNAVAILABLE":
+            raise
+        return False
+
+
 def quiet(client: EncoderClient) -> bool:
     """The encoder has nothing to do."""
     load = client.get_load()

@@ -78,12 +78,13 @@ def test_what_runs_is_seen_while_it_runs_and_load_says_the_same(service: Service
             stream = streams.enter_context(client.generate(asked(user(f"count {number}"), greedy(4000))))
             if number < 2:
                 assert next(iter(stream)).HasField("started")
-        until(lambda: samples(service)["num_requests_waiting"] == 1, "the third waits")
-        until(lambda: samples(service)["num_sequences_running"] == 2, "two run")
-        until(lambda: 0 < samples(service)["kv_cache_usage_ratio"] <= 1, "they hold blocks")
+        until(lambda: client.get_load().waiting_tokens > 0, "the third waits, and its prompt is laid out")
         load = client.get_load()
         assert (load.running, load.waiting) == (2, 1)
-        until(lambda: client.get_load().waiting_tokens > 0, "its prompt is laid out")
+        until(lambda: samples(service)["num_sequences_running"] == 2, "two run, as the engine's next beat says")
+        found = samples(service)
+        assert found["num_requests_waiting"] == 1
+        assert 0 < found["kv_cache_usage_ratio"] <= 1, "they hold blocks"
     until(lambda: idle(client), "all were given up")
     until(lambda: samples(service)["kv_cache_usage_ratio"] == 0, "and the blocks")
     until(lambda: client.get_load().cancelled_requests == cancelled + 3, "they are counted")
