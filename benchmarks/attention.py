@@ -3,7 +3,8 @@
 They take turns; the least of each is shown. Heads are as in the checkpoint of the other benchmarks: 16 for queries, 8
 for keys, of 128 numbers each, in float32 or, with `--dtype bfloat16`, in bfloat16. Both get the same random numbers,
 *repeated* in every round, as they are warm behind the products that made them in a real step; there is no cache of
-content, and there are no hits to count.
+content, and there are no hits to count. With `--softcap` scores are drawn below a cap, which torch's operator does not
+know: its products do it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.nn import functional
 from common import allocator
 from common.cpu.jit import use_threads
 from common.devices import usable_cores
+from llm_service.layers.attention.scored import attend_by_scores
 from llm_service.layers.cpu.pair_prefill import PairPrefillAttention
 from llm_service.layers.cpu.prefill_attention import PrefillAttention, PrefillMetadata
 from llm_service.layers.cpu.selection import computes_bfloat16, wide_vectors
@@ -38,6 +40,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=usable_cores(), help="of both")
     parser.add_argument("--rounds", type=int, default=20, help="of which the least is shown")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of keys and values")
+    parser.add_argument("--softcap", type=float, help="below which scores are drawn; none: they are not")
     given = parser.parse_args()
     dtype: torch.dtype = getattr(torch, given.dtype)
     if not wide_vectors():
@@ -48,7 +51,7 @@ def main() -> None:
     use_threads(given.threads)
     print("| tokens | of | torch | ours | ratio | GFLOP/s |\n|---:|---:|---:|---:|---:|---:|")
     for count, known in _SHAPES:
-        theirs, ours = _ways(count, known, dtype)
+        theirs, ours = _ways(count, known, dtype, given.softcap)
         torch.testing.assert_close(ours(), theirs().float(), rtol=_OFF[dtype], atol=_OFF[dtype])
         best = [float("inf"), float("inf")]
         for _ in range(given.rounds):
@@ -59,13 +62,18 @@ def main() -> None:
         print(f"| {count} | {known} | {1e3 * best[0]:.2f} ms | {1e3 * best[1]:.2f} ms | {ratio:.2f} | {rate:.0f} |")
 
 
-def _ways(count: int, known: int, dtype: torch.dtype) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+def _ways(
+    count: int, known: int, dtype: torch.dtype, softcap: float | None
+) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
     query, keys, values = torch.randn(count, _HEADS, _DIM), *torch.randn(2, known, _KV_HEADS, _DIM, dtype=dtype)
     mask = torch.ones(count, known, dtype=torch.bool).tril(known - count) if known > count else None
     kind = PairPrefillAttention if dtype == torch.bfloat16 else PrefillAttention
-    ours = kind(PrefillMetadata.of([count], [known]), np.arange(known), _KV_HEADS, _DIM)
+    ours = kind(PrefillMetadata.of([count], [known]), np.arange(known), _KV_HEADS, _DIM, softcap=softcap)
 
     def theirs() -> Tensor:
+        if softcap is not None:
+            seen = torch.ones(count, known, dtype=torch.bool).tril(known - count)
+            return attend_by_scores(query, keys, values, seen, scale=_DIM**-0.5, softcap=softcap)
         q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (query.to(dtype), keys, values))
         out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
         return out.squeeze(0).transpose(0, 1)
