@@ -141,7 +141,7 @@ def test_metadata_go_along_and_the_deadline_is_bounded() -> None:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_a_request_that_takes_too_long_is_ended(stream: bool) -> None:
-    with scripted(request_seconds=0.5) as door:
+    with scripted(request_seconds=4 if stream else 0.5) as door:  # within which a stream must have started
         release = threading.Event()
 
         def play(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:

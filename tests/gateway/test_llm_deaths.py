@@ -35,10 +35,11 @@ def test_streams_outlive_their_llm_services(pair: Fleet, end: Callable[[LlmRepli
     undisturbed = [Stream().ask(door, body).told for body in bodies]
     assert {told[-1] for told in undisturbed} == {""}
     before = door.metric('handovers_total{outcome="taken_over"}')
-    with streaming(pair.gateways, bodies) as streams:
+    with streaming(pair.gateways, [*bodies, question(0, 5 * TOKENS)]) as (*streams, long):  # which is there to be cut
         for victim in pair.services:
             pair.restart(victim, end)
     assert [stream.told for stream in streams] == undisturbed
+    assert not long.failure
     assert door.metric('handovers_total{outcome="taken_over"}') > before
 
 
