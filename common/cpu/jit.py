@@ -6,12 +6,13 @@ import contextlib
 import fcntl
 import importlib
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 import numba
 import numpy as np
@@ -21,6 +22,9 @@ Array = np.ndarray[Any, Any]
 
 _FREEDOMS = {"reassoc", "contract", "arcp", "afn", "nsz"}
 """What the compiler may do with sums and products; what is not a number stays so."""
+PATIENCE_SECONDS = 600.0
+"""For whoever compiles the same kernel."""
+_LOOK_SECONDS = 0.05
 _THREADS: int = numba.get_num_threads()
 """The most that numba has, before anything has told it to use fewer."""
 
@@ -100,13 +104,13 @@ class Typed:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """A block that one process at a time is in, of those that want this kernel in this folder; any, where it cannot
-        be locked."""
+        be locked, or whoever has the lock is at it for longer than any kernel takes, as one that is stopped."""
         with contextlib.ExitStack() as open_files:
             if self.folder is not None:
                 with contextlib.suppress(OSError):
                     name = f"{self.kernel.py_func.__module__}.{self.kernel.py_func.__qualname__}.lock"
                     file = open_files.enter_context((self.folder / name).open("a"))
-                    fcntl.flock(file, fcntl.LOCK_EX)
+                    _lock(file, time.monotonic() + PATIENCE_SECONDS)
             yield
 
     def _forget(self) -> None:
@@ -114,6 +118,15 @@ class Typed:
         for file in self.folder.glob(f"*.{name}-*.nb[ic]") if self.folder is not None else ():
             with contextlib.suppress(OSError):
                 file.unlink()
+
+
+def _lock(file: TextIO, until: float) -> None:
+    """Locks a file; after that time it does not."""
+    while time.monotonic() < until:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(_LOOK_SECONDS)
 
 
 class _NotKept(Exception):

@@ -13,6 +13,7 @@ from common.errors import DataLoss, InvalidInput, Unsupported
 from common.media import kept_rows
 from common.media.item import (
     HEADER_SHAPES,
+    MAX_POSITION,
     Embedding,
     Grid,
     Header,
@@ -37,8 +38,6 @@ MAX_PARTS: Final = 16_384
 """Parts at most of what stands in a prompt for an item."""
 MAX_REPLACEMENT: Final = 1 << 20
 """Characters of all of them at most."""
-MAX_POSITION: Final = 1 << 24
-"""How far at most rows are from where a text in their place would be."""
 
 MODALITIES: Final = {
     Modality.IMAGE: media_pb2.MODALITY_IMAGE,

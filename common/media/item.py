@@ -150,6 +150,10 @@ class Media:
                 return len(encoded)
 
 
+MAX_POSITION = 1 << 24
+"""How far at most rows are from where a text in their place would be."""
+
+
 @dataclass(frozen=True, slots=True)
 class PromptPart:
     """A stretch of what stands in a prompt for an item: a text, with special tokens by their names, and behind it the

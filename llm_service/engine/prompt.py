@@ -47,16 +47,18 @@ class PromptItem:
 @dataclass(slots=True, eq=False)
 class Prompt:
     """`positions` is int32 [3, tokens]; a token at index i past the prompt is at i + mrope_delta in all three. `runs`
-    are those of all items, in order; `media_end` is one past the last place of a media row, 0 without any. `whole_end`
-    is one past the last token of those that are computed at once, since all of them see each other; 0 where none are.
-    `root` is the parent of the first block's identity, `tenant` the same for all that a tenant asks. `distinct` are its
-    tokens, int32, each once, where repeating them is penalised."""
+    are those of all items, in order, and `named_runs` these with texts that do not count on; `media_end` is one past
+    the last place of a media row, 0 without any. `whole_end` is one past the last token of those that are computed at
+    once, since all of them see each other; 0 where none are. `root` is the parent of the first block's identity,
+    `tenant` the same for all that a tenant asks. `distinct` are its tokens, int32, each once, where repeating them is
+    penalised."""
 
     tokens: array[int]
     positions: np.ndarray
     mrope_delta: int
     items: list[PromptItem]
     runs: list[Run]
+    named_runs: list[Run]
     media_end: int
     whole_end: int
     root: bytes
@@ -75,18 +77,20 @@ class Prompt:
         if whole_until:
             found = np.flatnonzero(np.isin(tokens, whole_until))
             whole_end = int(found[-1]) + 1 if len(found) else 0
-        root, positions = root_identity(add.salt, add.adapter_digest), np.frombuffer(add.positions, np.int32)
-        if begins := int(positions[0]):  # one that begins elsewhere turns otherwise
+        root = root_identity(add.salt, add.adapter_digest)
+        positions = np.frombuffer(add.positions, np.int32).reshape(3, len(tokens))
+        if begins := int(positions[0, 0]):  # one that begins elsewhere turns otherwise
             root = block_identity(root, begins.to_bytes(4, "little"), ())
         if whole_end:  # what is computed of any of its tokens depends on all of them
             root = block_identity(root, tokens[:whole_end].tobytes(), [(key, row) for _, _, row, key in runs])
         penalises = add.sampling.repetition_penalty != 1.0
         return cls(
             tokens=tokens,
-            positions=positions.reshape(3, len(tokens)),
+            positions=positions,
             mrope_delta=add.mrope_delta,
             items=items,
             runs=runs,
+            named_runs=sorted([*runs, *_texts_apart(positions, runs)]) if runs else runs,
             media_end=max((end for _, end, _, _ in runs), default=0),
             whole_end=whole_end,
             root=root,
@@ -148,3 +152,22 @@ class Prompt:
             self._ends = sorted({end // multiple * multiple for end in (*turns, *media)})
         found = dict.fromkeys(self._ends[-_LAST_BRANCHES:], Place.TURN)
         return found | dict.fromkeys(self._ends[:_FIRST_BRANCHES], Place.OPENING)
+
+
+def _texts_apart(positions: np.ndarray, runs: list[Run]) -> list[Run]:
+    """Tokens that are no rows and whose positions, int32 [3, n], do not count on from the token before them, or differ
+    among axes, as those of a mark that a picture's rows begin with: what is computed of them is not what it is of the
+    same token elsewhere. Each is as a row of an item that is named by where it is.
+
+    >>> where = np.array([[0, 1, 2, 2, 3], [0, 1, 1, 2, 3], [0, 1, 2, 3, 3]], np.int32)
+    >>> [run[:2] for run in _texts_apart(where, [(3, 4, 0, b"")])]
+    [(2, 3)]
+    """
+    rows = np.zeros(positions.shape[1], np.bool_)
+    for begin, end, _, _ in runs:
+        rows[begin:end] = True
+    behind_rows = np.concatenate([rows[:1], rows[:-1]])
+    jumps = np.diff(positions[0], prepend=positions[0, 0] - 1) != 1
+    apart = (positions != positions[0]).any(axis=0) | (jumps & ~behind_rows)
+    found = np.flatnonzero(apart & ~rows).tolist()
+    return [(at, at + 1, 0, b"positions" + positions[:, at].tobytes()) for at in found]

@@ -121,7 +121,9 @@ class Sequence:
                 choice=choice,
                 prompt=prompt,
                 tokens=prompt.tokens + output,
-                identities=BlockIdentities(prompt.root, prompt.runs, len(prompt.tokens) if forgets_answers else NEVER),
+                identities=BlockIdentities(
+                    prompt.root, prompt.named_runs, len(prompt.tokens) if forgets_answers else NEVER
+                ),
                 sampling=sampling,
                 adapter=add.adapter,
                 session=add.session,

@@ -36,8 +36,10 @@ def softplus(x: Tensor) -> Tensor:
 
 def gelu(x: Tensor) -> Tensor:
     """x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³))), in the type of x."""
-    if _is_steady(x):
+    if x.device.type != "cpu" or x.dtype == torch.float64:
         return functional.gelu(x, approximate="tanh")
+    if x.dtype != torch.float32:
+        return gelu(x.float()).to(x.dtype)
     return (x * x).mul_(_GELU_CUBE).add_(1.0).mul_(x).mul_(_GELU_SCALE).tanh_().add_(1.0).mul_(x).mul_(0.5)
 
 

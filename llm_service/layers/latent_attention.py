@@ -14,6 +14,7 @@ from llm_service.families.family import LayerKind
 from llm_service.layers.attention.backend import AttentionBatch, AttentionKind
 from llm_service.layers.attention.torch_backend import TorchBatch
 from llm_service.layers.cache_spec import IndexedKV, PagedKV
+from llm_service.layers.elementwise import sigmoid
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.latent_chunks import mix_chunks
 from llm_service.layers.latent_products import LatentProducts
@@ -118,7 +119,7 @@ class LatentAttention(nn.Module):
         """[n, heads · value], by the heads' gates, if there are any."""
         if not gates:
             return attended
-        return (attended.view(len(attended), self.heads, -1) * gates[0].sigmoid()).flatten(1)
+        return (attended.view(len(attended), self.heads, -1) * sigmoid(gates[0])).flatten(1)
 
     def attended(self, query: Tensor, key: Tensor, cache: Tensor, batch: AttentionBatch) -> Tensor:
         """What `project` gave → [n, heads · value]; a layer's cache has this batch's keys afterwards."""

@@ -49,6 +49,7 @@ from llm_service.models.layer_shapes import (
     gates_of,
     inner_sizes,
     local_heads,
+    local_latents,
 )
 from llm_service.models.layer_types import (
     check_reach,
@@ -307,12 +308,14 @@ class TextConfig:
         heads = int(text["num_attention_heads"])
         types, experts = layer_types(text, family), experts_of(text)
         latent = local_latent = None
-        if Mixer.LATENT_ATTENTION in family.mixers.values():
+        has_latents = Mixer.LATENT_ATTENTION in family.mixers.values()
+        own = local_latents(text, types, has_latents=has_latents)
+        if has_latents:
             latent = LatentHeads.of(text, rope, family, _norm_eps(text))
             rope = {**rope, "partial_rotary_factor": 1.0}
             if SLIDING in types:
                 window_rope = {**(window_rope or rope), "partial_rotary_factor": 1.0}
-                local_latent = LatentHeads.of_windows(text, types, window_rope, family, _norm_eps(text))
+                local_latent = LatentHeads.of({**text, **own}, window_rope, family, _norm_eps(text))
         head_dim = int(text.get("head_dim") or text["hidden_size"] // heads) if latent is None else latent.rotated
         check_rotated(text, family, types)
         if family.single_parts and EXPERTS_ALONE not in types:

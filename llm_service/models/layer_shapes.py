@@ -46,6 +46,12 @@ def local_heads(text: Mapping[str, Any], types: Sequence[str]) -> int | None:
     return None if found in (None, usual) else int(found)
 
 
+def local_latents(text: Mapping[str, Any], types: Sequence[str], *, has_latents: bool) -> Mapping[str, Any]:
+    """Sizes of latents that layers with a window have of their own. Raises CheckpointError as `HeadShape.of_full`, and
+    where other layers have any, or those of a text without latents."""
+    return _of_type(text.get("per_layer_config") or {}, types, SLIDING if has_latents else "", _LATENTS)
+
+
 _QUERIES = "num_attention_heads"
 _LATENTS = {"kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
 _KNOWN = {"head_dim", "num_key_value_heads", _QUERIES} | _LATENTS
@@ -120,20 +126,6 @@ class LatentHeads:
             query_growth=(hidden / query_rank) ** 0.5 if family.scaled_latents and query_rank else 1.0,
             norms_rotated=family.normed_rotary_keys,
         )
-
-    @classmethod
-    def of_windows(
-        cls,
-        text: Mapping[str, Any],
-        types: Sequence[str],
-        rope: Mapping[str, Any],
-        family: Family,
-        norm_eps: float,
-    ) -> LatentHeads:
-        """The same of layers with a window, which may have sizes of their own. Raises CheckpointError as
-        `HeadShape.of_full`."""
-        own = _of_type(text.get("per_layer_config") or {}, types, SLIDING, _LATENTS)
-        return cls.of({**text, **own}, rope, family, norm_eps)
 
     @property
     def width(self) -> int:

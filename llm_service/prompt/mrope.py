@@ -12,7 +12,7 @@ import numpy as np
 
 from common.errors import DataLoss
 from common.media import kept_rows
-from common.media.item import Header, Modality
+from common.media.item import MAX_POSITION, Header, Modality
 from llm_service.families.family import Family, InPrompt
 from llm_service.families.registry import family_of
 from llm_service.request import Run, Span
@@ -82,9 +82,9 @@ def positions(ids: Sequence[int], spans: Sequence[Span], layout: MediaLayout) ->
 def _told_positions(ids: Sequence[int], spans: Sequence[Span], pinned: Collection[int]) -> tuple[np.ndarray, int]:
     """The same where encoders say it; text, and rows of which nothing is said, count on. Tokens that are `pinned` to an
     item right before them stay at the time of its last token. Raises DataLoss where an encoder places more tokens of a
-    text than there are."""
+    text than there are, or where no prompt has any."""
     length = len(ids)
-    out = np.tile(np.arange(length, dtype=np.int32), (3, 1))
+    out = np.tile(np.arange(length, dtype=np.int64), (3, 1))
     at, moved = 0, 0  # how far a token is from its index
     for before, span in enumerate(sorted(spans, key=lambda span: span.start)):
         parts = [part for part in span.header.replacement if part.has_run]
@@ -107,7 +107,9 @@ def _told_positions(ids: Sequence[int], spans: Sequence[Span], pinned: Collectio
             out[:, at] = out[0, at - 1]
             at, moved = at + 1, moved - 1
     out[:, at:] += moved
-    return out, int(out.max(initial=-1)) + 1 - length
+    if out.min(initial=0) < 0 or out.max(initial=0) > length + MAX_POSITION:
+        raise DataLoss("an encoder placed tokens before a prompt, or far behind it")
+    return out.astype(np.int32), int(out.max(initial=-1)) + 1 - length
 
 
 def _runs(span: Span) -> Iterator[tuple[Run, Header, slice | np.ndarray]]:

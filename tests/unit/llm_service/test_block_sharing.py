@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
+from typing import Any
+
+import numpy as np
 import pytest
 
+from llm_service.engine.block_identity import BlockIdentities
+from llm_service.engine.messages import Add, ItemRows
+from llm_service.engine.prompt import Prompt
+from llm_service.request import SamplingParams
 from tests.unit.llm_service.hashed import Order, Picture
 from tests.unit.llm_service.simulated import order, run_until_over, simulation, text
 
@@ -74,3 +82,24 @@ def test_rows_cut_at_another_place_are_not_shared() -> None:
         run_until_over(engine, id)
     assert engine.outcomes[2].cached <= 8
     engine.check_over()
+
+
+def test_blocks_of_a_mark_that_is_elsewhere_than_in_a_text_are_others() -> None:
+    """A mark before a picture whose rows are in the next block; the mark counts on, or stands beside the canvas."""
+    tokens = array("i", range(12))
+    count_on = np.tile(np.arange(12, dtype=np.int32), (3, 1))
+    beside = count_on.copy()
+    beside[1:, 3] = 1
+    fields: dict[str, Any] = {"mrope_delta": 0, "salt": "", "priority": 0, "deadline": None}
+    fields["sampling"] = SamplingParams(max_tokens=4)
+
+    def names(places: np.ndarray, items: list[ItemRows]) -> list[bytes]:
+        add = Add(id=1, token_ids=tokens.tobytes(), positions=places.tobytes(), items=items, **fields)
+        prompt = Prompt.of(add)
+        return BlockIdentities(prompt.root, prompt.named_runs).first(3, tokens, 4)
+
+    shown = [ItemRows(key=b"picture", offset=0, runs=[(4, 0, 2)], landed=2)]
+    text, plain, marked = names(count_on, []), names(count_on, shown), names(beside, shown)
+    assert text[0] == plain[0] != marked[0]
+    assert len({text[1], plain[1], marked[1]}) == 3
+    assert marked == names(beside, shown)

@@ -175,6 +175,7 @@ def test_heads_are_stated_by_name_or_layer_by_layer() -> None:
     [
         ({"per_layer_config": {"1": {"intermediate_size": 8}}}, "layers with intermediate_size of their own"),
         ({"per_layer_config": {"1": {"head_dim": 32}}}, "layers of one type with different heads"),
+        ({"per_layer_config": {"1": {"v_head_dim": 32}}}, "layers of one type with different heads"),
         ({"per_layer_config": {"0": {"head_dim": 32}}}, "layers of one type with different heads"),
         ({"vocab_size_per_layer_input": 8}, "layers that have inputs for other tokens"),
     ],

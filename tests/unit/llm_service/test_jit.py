@@ -16,6 +16,7 @@ import numba
 import numpy as np
 import pytest
 
+from common.cpu import jit
 from common.cpu.jit import Typed, compiled, find
 
 _PROGRAM = """
@@ -150,6 +151,16 @@ def test_who_comes_while_another_compiles_waits_and_loads_what_is_kept_then(
             first.kernel.compile(first.types)
         waits.result()
     assert sum(second.kernel.stats.cache_hits.values()) == 1
+
+
+@pytest.mark.usefixtures("folder")
+def test_who_compiles_for_too_long_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "PATIENCE_SECONDS", 0.1)
+    first, second = typed(), typed()
+    with ThreadPoolExecutor(1) as threads, first.alone():
+        threads.submit(second.compile).result()
+    assert not second.kernel.stats.cache_hits
+    assert second.kernel.overloads
 
 
 @pytest.mark.soak

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.checkpoint import CheckpointError
 from llm_service.layers import latent_chunks
 from llm_service.layers.attention.backend import PagedChunk
 from llm_service.layers.attention.torch_backend import TorchBackend
@@ -189,3 +190,9 @@ def test_queries_are_absorbed_or_keys_and_values_made_of_latents(count: int, mon
     mixed = TorchBackend(cache_shape, CPU).batch(chunks)
     attended = mixed.attend(layer.products.absorbed(inputs[0]), inputs[1], inputs[1][..., :24], cache.clone())
     torch.testing.assert_close(layer.products.values(attended.view(-1, HEADS, 24)), found[0], rtol=1e-4, atol=1e-5)
+
+
+def test_sizes_of_latents_that_single_layers_have_are_refused() -> None:
+    stated = settings_of("plain").to_dict() | {"per_layer_config": {"0": {"v_head_dim": 99}}}
+    with pytest.raises(CheckpointError, match="layers of one type with different heads"):
+        TextConfig.of(stated)

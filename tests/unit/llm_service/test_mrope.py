@@ -7,7 +7,7 @@ import pytest
 from transformers import Qwen2_5_VLConfig
 
 from common.errors import DataLoss
-from common.media.item import Grid, Header, Modality, PromptPart
+from common.media.item import MAX_POSITION, Grid, Header, Modality, PromptPart
 from llm_service.families.family import InPrompt, Rows
 from llm_service.prompt.mrope import MediaLayout, positions
 from llm_service.request import Run, Span
@@ -150,3 +150,19 @@ def test_an_encoder_that_places_more_tokens_than_there_are_is_not_believed() -> 
     span = Span(0, Header(b"", Modality.IMAGE, Grid(1, 1, 1), 1, replacement=parts), (Run(1, 0, 1),))
     with pytest.raises(DataLoss):
         positions(range(3), [span], MediaLayout(1, {}, 0.0, replaced=True))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (PromptPart("", 1, 5, np.full((3, 1), -5, "<i4").tobytes(), from_origin=True),),
+        (PromptPart("", 1, 5, bytes(12), advance=-9),),
+        (PromptPart("", 1, 5, bytes(12), advance=MAX_POSITION), PromptPart("", advance=MAX_POSITION)),
+    ],
+    ids=["before all", "a text before all", "twice as far as may be"],
+)
+def test_an_encoder_that_places_tokens_where_no_prompt_has_any_is_not_believed(parts: tuple[PromptPart, ...]) -> None:
+    header = Header(b"", Modality.IMAGE, Grid(1, 1, 1), 1, replacement=parts)
+    runs = (Run(0, 0, 1), Run(2, 1, 0))[: len(parts)]
+    with pytest.raises(DataLoss):
+        positions(range(4), [Span(0, header, runs)], MediaLayout(1, {}, 0.0, replaced=True))

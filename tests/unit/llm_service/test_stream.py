@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from common.errors import DataLoss, Unavailable
-from common.media.convert import MAX_PARTS, MAX_POSITION, MAX_REPLACEMENT
-from common.media.item import Header
+from common.media.convert import MAX_PARTS, MAX_REPLACEMENT
+from common.media.item import MAX_POSITION, Header
 from common.wire import crc32c
 from llm_service.encoders.stream import EncodeStream
 from llm_service.encoders.transports.inline import Inline
