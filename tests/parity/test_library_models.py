@@ -28,8 +28,10 @@ from common.library import Refusal
 from common.library_classes import load
 from common.library_processors import Sound
 from common.media.item import Grid, Header, Key, Modality, PromptPart
+from encoder_service.media.messages import PlanItem, WrongLength
 from encoder_service.models.library_tower import LibraryTower, flat_rows, without_text
 from encoder_service.models.processor import ItemProcessor
+from encoder_service.worker import planner
 from llm_service.families.family import SpanRule
 from llm_service.families.registry import TEXT_FAMILIES
 from llm_service.layers import index_keys
@@ -512,6 +514,8 @@ def test_a_sound_that_the_processor_cuts_off_is_refused(tmp_path: Path) -> None:
     assert sum(part.rows for part in whole) == 250
     with pytest.raises(ValueError, match="does not take all of so long a sound"):
         processor.replacement(Sound(np.zeros(160_001, np.float32)))
+    assert planner._answer(processor, PlanItem(samples=160_001)) == WrongLength(too_long=True)
+    assert planner._answer(processor, PlanItem(samples=320)) == WrongLength(too_long=False)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors

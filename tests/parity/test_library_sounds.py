@@ -23,8 +23,10 @@ from tests.parity.library_side import GREEDY, Served
 from tools.models.compare import Reference, tones
 from tools.models.tiny import make
 
+MORE = [pytest.param(kind, marks=pytest.mark.soak) for kind in ("audioflamingo3", "musicflamingo", "nemo_speechlm")]
 
-@pytest.fixture(scope="module", params=["glmasr", "qwen3_asr"])
+
+@pytest.fixture(scope="module", params=["glmasr", "qwen3_asr", *MORE])
 def hearing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     return Served.of(make(request.param, tmp_path_factory.mktemp(request.param)))
 

@@ -11,7 +11,7 @@ from common.errors import InvalidInput, Unsupported
 from common.media.convert import MAX_PARTS, MAX_REPLACEMENT
 from common.media.item import Modality, Options, Pixels, PromptPart
 from encoder_service.item import Footage, Inspection, Item
-from encoder_service.media.messages import ChooseFrames, Chosen, PlanItem, Planned
+from encoder_service.media.messages import ChooseFrames, Chosen, PlanItem, Planned, Refused, WrongLength
 from encoder_service.media.planner import LibraryPlanner, PlannerTimes
 
 SEEN = Inspection(64, 48, frames=90, fps=30.0)
@@ -119,6 +119,37 @@ async def test_a_sound_s_plan_says_how_long_it_is_at_the_rate_it_was_decoded_to(
     for rate, seconds in ((16_000, 3.0), (24_000, 2.0)):
         plan = await Asked().plan(item(Modality.AUDIO), Inspection(1, 1, 48_000, 44_100.0, 2, rate), None)
         assert (plan.seconds_per_grid, plan.height, plan.width) == (seconds, 1, 48_000)
+
+
+class Says:
+    """A process that has one answer."""
+
+    has_ended = False
+
+    def __init__(self, answer: object) -> None:
+        self.answer = answer
+
+    def send(self, question: object) -> None:
+        pass
+
+    async def receive(self) -> object:
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (WrongLength(too_long=True), "AUDIO_TOO_LONG"),
+        (WrongLength(too_long=False), "AUDIO_TOO_SHORT"),
+        (Refused("something else"), "MEDIA_UNREADABLE"),
+    ],
+)
+async def test_a_sound_that_cannot_be_planned_is_refused_by_what_it_lacks(answer: object, reason: str) -> None:
+    planner = LibraryPlanner("", PlannerTimes(1.0, 10.0))
+    planner._child = Says(answer)  # type: ignore[assignment]
+    with pytest.raises(InvalidInput) as error:
+        await planner.plan(item(Modality.AUDIO), Inspection(1, 1, 48_000), None)
+    assert (error.value.reason, error.value.field) == (reason, "media[0]")
 
 
 async def test_sound_between_frames_is_refused_by_name_where_a_model_has_no_place_for_it() -> None:
