@@ -4,15 +4,18 @@ models of ours."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from common.checkpoint import Checkpoint
+from llm_service.families.family import SpanRule
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
+from llm_service.models.trial import drawn_prompt, try_ours_of
 from llm_service.worker.weights import describe as weights_of
 from tests.parity.library_side import GREEDY, Served
 from tests.parity.test_known_text_options import _logits
@@ -20,7 +23,7 @@ from tests.parity.test_library_ranks import on_ranks
 from tests.parity.test_llm_graphs import graphed
 from tests.quantized import FORMATS, quantize_checkpoint
 from tools.models.compare import PROMPTS, TOKENS, Reference
-from tools.models.tiny import make
+from tools.models.tiny import config_of_recipe, make
 
 KIND, TEXT = "dots3_note", "model.layers."
 
@@ -56,6 +59,24 @@ def test_steps_with_a_token_of_each_sequence_have_graphs(folder: Path, served: S
     assert [outcome.tokens for outcome in outcomes] == expected
     assert engine.runner.graphs is not None
     assert engine.runner.graphs.replays >= TOKENS - 1
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ["full_attention", "full_attention", "sliding_attention", "sliding_attention"],
+        ["full_attention", "indexed_attention", "sliding_attention", "indexed_attention"],
+    ],
+    ids=["without an index", "layers of all kinds"],
+)
+def test_layers_of_other_kinds_give_the_library_s_logits(kinds: list[str]) -> None:
+    config: Any = config_of_recipe(KIND)
+    stated = config.text_config.to_dict()
+    windowed = stated["per_layer_config"]["2"]
+    apart = {layer: windowed for layer, kind in enumerate(kinds) if kind == "sliding_attention"}
+    del stated["rope_parameters"]
+    config.text_config = type(config.text_config)(**stated | {"layer_types": kinds, "per_layer_config": apart})
+    assert try_ours_of(config, drawn_prompt).spans is SpanRule.NOWHERE
 
 
 def test_weights_in_int8_are_rounded_and_say_nearly_the_same(folder: Path, served: Served) -> None:
