@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -170,6 +171,12 @@ def head_of(model: Any) -> Any:
     is none."""
     found, text = model.get_output_embeddings(), model.get_decoder()
     return text.get_output_embeddings() if found is None and text is not model else found
+
+
+def speaking(model: Any) -> Any:
+    """What goes on with a text: a model, or the text's own model within one that takes none without a picture."""
+    pixels = inspect.signature(model.forward).parameters.get("pixel_values")
+    return model if pixels is None or pixels.default is None else model.language_model
 
 
 def mark_tables_of(model: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from tokenizers import Tokenizer
 
 from common import tekken
@@ -143,6 +144,35 @@ class RunLayout:
         return made
 
 
+class Blip2Layout:
+    """BLIP-2's processor puts a picture's places before the text, and that begins as the tokenizer has texts begin. So
+    it is here, of the text behind the place for the picture, whatever is before it. All else that is asked for, the
+    processor has."""
+
+    def __init__(self, folder: Path) -> None:
+        self._of = library().AutoProcessor.from_pretrained(folder, local_files_only=True)
+        self.image_token = str(self._of.image_token)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_of"], name)
+
+    def __call__(self, text: Sequence[str], images: Sequence[Any] | None = None, **options: Any) -> Any:
+        """One text with a place for the one picture, if there is one. Raises ValueError for more."""
+        told = options.pop("return_text_replacement_offsets", False)
+        before, place, behind = text[0].partition(self.image_token)
+        if (len(images or ()), self.image_token in behind) != (bool(place), False):
+            raise ValueError("it takes one picture, and a text has a place for it")
+        if not images:
+            return self._of.tokenizer([*text], **options)
+        made = self._of(text=[behind], images=images, **{**options, "add_special_tokens": True})
+        ids = self._of.tokenizer([before], add_special_tokens=False, return_tensors="pt")["input_ids"].long()
+        made["input_ids"] = torch.cat([ids, torch.as_tensor(made["input_ids"])], dim=1)
+        made["attention_mask"] = torch.ones_like(made["input_ids"])
+        if told:
+            made["text_replacement_offsets"] = [[{"replacement": self.image_token * self._of.num_query_tokens}]]
+        return made
+
+
 RUN = "run"
 """What a layout has that takes so many tokens side by side for an item (`LibraryModel.run`)."""
 SEAM = "seam"
@@ -154,4 +184,5 @@ LAYOUTS: dict[str, Callable[[Path], Any]] = {
     "nemotron_h_omni": NemotronOmniLayout,
     "idefics2": Idefics2Layout,
     "pp_chart2table": RunLayout,
+    "blip-2": Blip2Layout,
 }

@@ -22,7 +22,9 @@ from encoder_service.models.attention import Backend
 from encoder_service.models.library_attention import AttendingBy
 from encoder_service.models.library_products import lay_out
 
-_OF_NO_PROMPT = re.compile(r"pooler_output|attentions|image_tokens|embedding_loss|speaker_logits|\w*hidden_states?")
+_OF_NO_PROMPT = re.compile(
+    r"pooler_output|attentions|image_tokens|embedding_loss|speaker_logits|(vision|qformer)_outputs|\w*hidden_states?"
+)
 """What the library's outputs have of which a prompt gets the rows alone."""
 _UNPOOLED = "audio"
 """The modality whose rows some towers give as their last hidden states."""

@@ -91,7 +91,7 @@ class LibraryDecoder:
         # The head may do more than multiply, and all of it is the library's: it is given hidden states as if its model
         # had made them.
         below = _below_head(model)
-        setattr(*below, _Given(getattr(*below)))
+        setattr(*below, _Given(getattr(*below), self._text))
         self._head = model
         self._tempering = dict(take_tempering(self._text))
         take_latents(self._text)
@@ -377,14 +377,17 @@ def _below_head(model: Any) -> tuple[nn.Module, str]:
 
 
 class _Given(nn.Module):
-    """Stands for a model that has made these hidden states, which has what else its head looks at."""
+    """Stands for a model that has made these hidden states, and for its text layers, where a head asks these; it has
+    what else the head looks at."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, text: nn.Module) -> None:
         super().__init__()
-        self._of = (model,)  # none of its parts
+        self._of = model, text  # none of its parts
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_of"][0], name)
+        model, text = self.__dict__["_of"]
+        found = getattr(model, name)
+        return self if found is text else found
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Output:
         return _Output(inputs_embeds)

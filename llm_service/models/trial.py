@@ -20,7 +20,7 @@ from torch import Tensor
 
 from common import log
 from common.checkpoint import CheckpointError
-from common.library_classes import config_of, layers_of_levels, mark_tables_of
+from common.library_classes import config_of, layers_of_levels, mark_tables_of, speaking
 from common.library_models import (
     CANVAS,
     axes_of,
@@ -122,7 +122,7 @@ def try_config(config: Any, prompted: Prompted, group: TensorGroup = ALONE) -> F
         case = _Case.of(config, prompted, group.size)
         of_sounds = case.of_sounds() if case.prompt.sounds else None  # before the model becomes a decoder of ours
         given: dict[str, Any] = {"axes": case.axes, "together": case.prompt.together, "group": group}
-        decoder = LibraryDecoder(case.model, torch.float32, _CPU, **given)
+        decoder = LibraryDecoder(speaking(case.model), torch.float32, _CPU, **given)
         differences, found = list[float](), None
         for rule, decoder.adds_rows in _RULES:
             differences.append(_difference(decoder, case, rule))
@@ -298,7 +298,7 @@ def _whole(model: Any, prompt: TrialPrompt) -> Tensor:
     if not hasattr(model.base_model, "get_image_features") or model.base_model is model:
         embedded = model.get_input_embeddings()(prompt.ids)
         embedded[prompt.places] = prompt.rows[0].to(embedded)
-        alone: Tensor = model(inputs_embeds=embedded.unsqueeze(0), use_cache=False, **more).logits[0].float()
+        alone: Tensor = speaking(model)(inputs_embeds=embedded.unsqueeze(0), use_cache=False, **more).logits[0].float()
         return alone
     first, *deep = prompt.rows[:, prompt.pictures]
     why: list[BaseException] = []
@@ -341,7 +341,9 @@ def _generated(model: Any, prompt: TrialPrompt) -> _Said:
     types = {_TYPES[0]: prompt.more[_TYPES[0]][:, : len(text)]} if _TYPES[0] in _taken(model, prompt) else {}
     settings: dict[str, Any] = {"max_new_tokens": _ANSWER, "min_new_tokens": _ANSWER, "do_sample": False}
     settings["suppress_tokens"] = media_tokens(model.config) or None
-    made = model.generate(text.unsqueeze(0), **types, **settings, output_logits=True, return_dict_in_generate=True)
+    made = speaking(model).generate(
+        text.unsqueeze(0), **types, **settings, output_logits=True, return_dict_in_generate=True
+    )
     logits = torch.cat(made.logits).float()
     none = torch.empty(0, dtype=torch.int64)
     said = TrialPrompt(made.sequences[0], none, prompt.rows[:, :0], prompt.marks, none.bool(), {})

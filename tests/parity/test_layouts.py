@@ -43,6 +43,18 @@ def test_one_token_stands_for_a_picture_as_well_as_a_run_of_as_many_as_it_has_ro
     assert laid_out(folder, TokenPrompt(wanted), 2) == (ids, spans)
 
 
+def test_a_picture_before_a_question_is_laid_out_as_by_the_processor_that_puts_it_there(tmp_path: Path) -> None:
+    folder, shown = make_without_weights("blip-2", tmp_path), [picture(1, 60, 40)]
+    asked = "Question: what is it? Answer:"
+    wanted = library().AutoProcessor.from_pretrained(folder)(images=shown, text=[asked], return_tensors="pt")
+    ids = wanted["input_ids"][0].tolist()
+    assert laid_out(folder, TextPrompt(f"<image>{asked}"), 1)[0] == ids
+    layout = processor_of(folder)
+    assert layout(text=[f"<image>{asked}"], images=shown, return_tensors="pt")["input_ids"][0].tolist() == ids
+    with pytest.raises(ValueError, match="it takes one picture"):
+        layout(text=[f"<image>{asked}"], images=shown * 2)
+
+
 def test_a_model_that_hears_on_while_it_answers_is_refused() -> None:
     with pytest.raises(CheckpointError, match="hears on while it answers"):
         checked(library().CONFIG_MAPPING["voxtral_realtime"]())

@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from common.library import LibraryModel
-from common.library_classes import class_of, config_of, library
+from common.library_classes import class_of, config_of, library, speaking
 from common.library_layouts import LAYOUTS, VoxtralLayout
 from common.library_models import describe, own_adapters
 from common.library_processors import SOUND_RATE, frame_of, processor_of
@@ -173,8 +173,9 @@ class Reference:
         chats = library().AutoProcessor
         self.processor = chats.from_pretrained(folder) if self._lays_out_chats else processor_of(folder)
         template = folder / "chat_template.jinja"
-        if self.processor.chat_template is None and template.exists():  # some processors do not read it
-            self.processor.chat_template = template.read_text("utf-8")
+        self._template = self.processor.chat_template
+        if self._template is None and template.exists():  # some processors do not read it
+            self._template = template.read_text("utf-8")
         frame = None if self._lays_out_chats else frame_of(self.processor)
         self._frames_texts = frame is not None and frame.always
         given: dict[str, Any] = {"config": config, "dtype": torch.float32, "local_files_only": True}
@@ -187,7 +188,8 @@ class Reference:
                     self.model.load_adapter(str(folder), modality, adapter_kwargs={"subfolder": path})
         if config.model_type in _VIDEOS_WHOLE:
             self.model.get_video_features = _in_parts(self.model.get_video_features)
-        self.model.generation_config.eos_token_id = None
+        for model in (self.model, speaking(self.model)):
+            model.generation_config.eos_token_id = None
 
     def inputs(self, parts: Sequence[Part]) -> dict[str, Any]:
         """What its processor makes of one user message."""
@@ -196,7 +198,8 @@ class Reference:
             return dict(self.processor.apply_chat_template(chat, tokenize=True, return_dict=True))
         content = [{"type": "text", "text": part} if isinstance(part, str) else {"type": _kind(part)} for part in parts]
         chat = [{"role": "user", "content": content}]
-        text = self.processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        told: dict[str, Any] = {"chat_template": self._template, "add_generation_prompt": True}
+        text = self.processor.apply_chat_template(chat, tokenize=False, **told)
         options: dict[str, Any] = {"text": [text], "return_tensors": "pt"}
         options["add_special_tokens"] = not text.startswith("<s>")
         media = self._media(parts)
@@ -252,7 +255,8 @@ class Reference:
         more = {"use_audio_in_video": True} if self._has_sound_in_video(inputs) else {}
         if "sample" in inspect.signature(self.model.forward).parameters:  # draws noise for sounds
             more["sample"] = False
-        out = self.model.generate(**inputs, **more, max_new_tokens=TOKENS, do_sample=False)
+        model = self.model if "pixel_values" in inputs else speaking(self.model)
+        out = model.generate(**inputs, **more, max_new_tokens=TOKENS, do_sample=False)
         return [int(token) for token in out[0, inputs["input_ids"].shape[1] :]]
 
     def _choose_adapter(self, kinds: set[str]) -> None:

@@ -280,6 +280,25 @@ RECIPES: dict[str, Recipe] = {
             settings={"size": {"height": 128, "width": 128}, "tile_size": 64, "max_patches": 4},
         ),
     ),
+    "blip-2": Recipe(
+        whole(
+            "blip-2",
+            vision_config=part("blip_2_vision_model", VISION),
+            qformer_config=part(
+                "blip_2_qformer",
+                {},
+                hidden_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                intermediate_size=48,
+                cross_attention_frequency=1,
+            ),
+            text_config=part("opt", TEXT, ffn_dim=96, word_embed_proj_dim=64),
+            num_query_tokens=5,
+            image_token_index="<image>",
+        ),
+        processor("Blip2Processor", "BlipImageProcessorPil", settings={"size": SQUARE}, num_query_tokens=5),
+    ),
     "got_ocr2": Recipe(
         whole(
             "got_ocr2",
