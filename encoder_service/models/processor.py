@@ -199,7 +199,7 @@ def placed_parts(
     >>> where, own = np.array([[0, 0, 1, 2, 2]] * 3), {"(": [2], ")": [3]}
     >>> parts = placed_parts((PromptPart("(", 1, 7), PromptPart(")")), [1, 2, 7, 3, 1], where, [7], own.__getitem__)
     >>> [(part.text, part.rows, len(part.positions), part.advance) for part in parts]
-    [('(', 1, 24, 2), (')', 0, 0, -1)]
+    [('(', 1, 24, 1), (')', 0, 0, -1)]
     """
     found, at, position = list[PromptPart](), 0, 0
     runs = [part for part in parts if part.rows]
