@@ -28,14 +28,14 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("width", [1, 3, 17, 96])
+@pytest.mark.parametrize("width", [1, 17, 416])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_row_has_the_same_digits_in_any_company(name: str, dtype: torch.dtype, width: int) -> None:
     function, _ = FUNCTIONS[name]
-    x = (3.0 * torch.randn(700, width, generator=torch.Generator().manual_seed(width))).to(dtype)
+    x = (3.0 * torch.randn(300, width, generator=torch.Generator().manual_seed(width))).to(dtype)
     alone = torch.cat([function(row) for row in x.split(1)])
-    for count in (2, 5, 15, 33, 700):
+    for count in (2, 5, 15, 33, 300):
         assert torch.equal(function(x[:count]), alone[:count])
 
 
