@@ -121,7 +121,7 @@ class Typed:
 
 
 def _lock(file: TextIO, until: float) -> None:
-    """Locks a file; after that time it does not."""
+    """Locks a file; after that time it does not. Nobody is told when a lock comes free, so it looks again."""
     while time.monotonic() < until:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -158,14 +158,19 @@ Chosen = Tensor | None
 there are no more. None: all up to their own."""
 
 
+def keep(asked: IndexQuery, here: slice, slots: Tensor, cache: Tensor) -> None:
+    """Writes the index keys of a chunk at `here` in a batch, whose sequence's tokens are in these slots, int64 [context
+    + count], to the cache, [blocks + 1, block_size, index_dim]."""
+    keys, count = cache.flatten(0, 1), here.stop - here.start
+    keys[slots[len(slots) - count :]] = asked.key[here].to(keys.dtype)
+    asked.index.complete(keys, slots, count)
+
+
 def choose(asked: IndexQuery, here: slice, slots: Tensor, cache: Tensor) -> Chosen:
-    """What a chunk at `here` in a batch sees, whose sequence's tokens are in these slots, int64 [context + count]. Its
-    index keys are written to the cache, [blocks + 1, block_size, index_dim]. Scores are computed for so many tokens
-    at a time as there is `ROOM` for."""
+    """What such a chunk sees, whose keys are in the cache. Scores are computed for so many tokens at a time as there is
+    `ROOM` for."""
     keys = cache.flatten(0, 1)
     count, total = here.stop - here.start, len(slots)
-    keys[slots[total - count :]] = asked.key[here].to(keys.dtype)
-    asked.index.complete(keys, slots, count)
     if total <= asked.index.reach:
         return None
     candidates = asked.index.candidates(keys, slots)

@@ -26,6 +26,7 @@ from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.messages import Add, ItemRows, Token
 from llm_service.engine.planner import Drafter
 from llm_service.engine.scheduler import Limits, Scheduler, Step
+from llm_service.engine.sequence import Sequence as Sequenced
 from llm_service.layers.adapters import AdapterKernel
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape
 from llm_service.layers.mixer import CachedPart, StateBackend
@@ -129,6 +130,19 @@ def _header(
 ) -> tuple[Header, torch.Tensor]:
     key = hashlib.sha256(patches.numpy().tobytes() + grids.numpy().tobytes()).digest()
     return Header(key, modality, Grid(*grids[0].tolist()), len(rows)), rows.contiguous()
+
+
+def misled_drafts(expected: Sequence[Sequence[int]]) -> Drafter:
+    """Drafts of what is expected of each request, in order, of which now and then one is wrong."""
+
+    def foreseen(sequence: Sequenced, count: int) -> array[int]:
+        drafts = array("i", expected[sequence.id - 1][sequence.generated :][:count])
+        wrong = sequence.generated % (2 * count)
+        if wrong < len(drafts):
+            drafts[wrong] ^= 1
+        return drafts
+
+    return foreseen
 
 
 class LocalEngine:

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from llm_service.engine.block_identity import BlockIdentities
-from llm_service.engine.sequence import Sequence
 from llm_service.request import PromptLayout, TokenPrompt
 from tests.parity.library_side import GREEDY, Served
-from tests.parity.local_engine import LocalEngine, Prompt
+from tests.parity.local_engine import LocalEngine, Prompt, misled_drafts
 from tools.models.compare import PROMPTS, TOKENS, Reference
 from tools.models.tiny import make
 
@@ -51,14 +50,7 @@ def test_after_a_preemption_what_was_said_is_computed_again_as_an_answer(case: C
 
 
 def test_drafts_are_verified_within_the_window(case: Case) -> None:
-    def foreseen(sequence: Sequence, count: int) -> array[int]:
-        drafts = array("i", case.expected[sequence.id - 1][sequence.generated :][:count])
-        wrong = sequence.generated % (2 * count)
-        if wrong < len(drafts):
-            drafts[wrong] ^= 1
-        return drafts
-
-    engine = case.served.engine(speculative_tokens=4, draft=foreseen)
+    engine = case.served.engine(speculative_tokens=4, draft=misled_drafts(case.expected))
     assert case.said_by(engine) == case.expected
     assert engine.scheduler.counters.accepted_draft_tokens > 0
 

@@ -4,7 +4,6 @@ once, and answered with the library's tokens, whatever happens to them."""
 from __future__ import annotations
 
 import copy
-from array import array
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from common.library_classes import library
 from common.library_models import describe
 from common.library_processors import frame_of, processor_of
 from common.media.item import Key, Modality
-from llm_service.engine.sequence import Sequence
 from llm_service.families.family import SpanRule
 from llm_service.layers.attention import general_backend
 from llm_service.layers.self_attention import SelfAttention
@@ -31,7 +29,7 @@ from llm_service.models.trial import drawn_prompt, try_config, try_ours, try_our
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, TextPrompt, TokenPrompt
 from tests.parity.library_side import GREEDY, Served, compare
-from tests.parity.local_engine import LocalEngine, Prompt
+from tests.parity.local_engine import LocalEngine, Prompt, misled_drafts
 from tools.models.compare import OURS, PROMPTS, Reference, picture
 from tools.models.recipes.recipe import Recipe
 from tools.models.recipes.spans import PALIGEMMA_2, RECIPES
@@ -100,14 +98,7 @@ def test_after_a_preemption_an_answer_is_computed_again_and_sees_what_is_before_
 def test_drafts_are_verified_behind_such_a_prompt(either: Case) -> None:
     case = either
 
-    def foreseen(sequence: Sequence, count: int) -> array[int]:
-        drafts = array("i", case.expected[sequence.id - 1][sequence.generated :][:count])
-        wrong = sequence.generated % (2 * count)
-        if wrong < len(drafts):
-            drafts[wrong] ^= 1
-        return drafts
-
-    engine = case.served.engine(speculative_tokens=4, draft=foreseen)
+    engine = case.served.engine(speculative_tokens=4, draft=misled_drafts(case.expected))
     assert case.said_by(engine) == case.expected
     counters = engine.scheduler.counters
     assert 0 < counters.accepted_draft_tokens < counters.draft_tokens

@@ -15,7 +15,7 @@ from llm_service.families.family import SpanRule
 from llm_service.layers.attention.backend import CacheShape, PagedChunk, Span
 from llm_service.layers.attention.one_head import attend_to_one
 from llm_service.layers.attention.scored import attend_by_scores
-from llm_service.layers.index_keys import ROOM, Chosen, IndexQuery, choose, mask_of
+from llm_service.layers.index_keys import ROOM, Chosen, IndexQuery, choose, keep, mask_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,10 @@ class GeneralBatch:
     def choose(self, asked: IndexQuery, index: Tensor) -> tuple[Chosen, ...]:
         """Writes index keys into one layer's cache of them, as `IndexedCache` has it, and chooses for each chunk what
         its tokens see."""
-        return tuple(choose(asked, slice(part.begin, part.end), part.slots, index) for part in self.segments)
+        parts = [(slice(part.begin, part.end), part.slots, index) for part in self.segments]
+        for part in parts:
+            keep(asked, *part)
+        return tuple(choose(asked, *part) for part in parts)
 
 
 def attend_to_chosen(
