@@ -23,13 +23,18 @@ HEAVY = {"torch", "transformers", "triton"}
 COMPUTES = ("*.worker.*", "*.models.*", "*.layers.*", "*.__main__")
 TORCH_FREE_EVEN_THERE = (
     "*.worker.messages",
+    "*.models.attention_config",
     "*.models.config",
     "*.models.experts_config",
+    "*.models.feed_forward_config",
+    "*.models.index_config",
+    "*.models.latent_config",
     "*.models.layer_shapes",
     "*.models.layer_types",
+    "*.models.own_settings",
     "*.models.rotary_config",
-    "*.models.state_config",
     "*.models.served",
+    "*.models.state_config",
 )
 
 # Where message classes may be seen.
@@ -129,13 +134,18 @@ def room_of(name: str) -> str:
         ["plan"],
         ["settings"],
         ["prompt", "tokens"],
+        ["models", "attention_config"],
         ["models", "config"],
         ["models", "experts_config"],
+        ["models", "feed_forward_config"],
+        ["models", "index_config"],
+        ["models", "latent_config"],
         ["models", "layer_shapes"],
         ["models", "layer_types"],
+        ["models", "own_settings"],
         ["models", "rotary_config"],
-        ["models", "state_config"],
         ["models", "served"],
+        ["models", "state_config"],
     ):
         return "nouns"
     if parts[:1] == ["families"]:

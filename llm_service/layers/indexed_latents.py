@@ -23,7 +23,7 @@ from llm_service.layers.mixer import Rotary
 from llm_service.layers.token_decode import PagedTokenIndex, TokenIndexDecodes, attend_to_listed
 from llm_service.layers.token_index import TokenIndexer
 from llm_service.models.config import TextConfig
-from llm_service.models.layer_shapes import LatentHeads
+from llm_service.models.latent_config import LatentHeads
 
 
 class IndexedLatentAttention(LatentAttention):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any
 
 from common.checkpoint import CheckpointError
@@ -22,6 +20,7 @@ from llm_service.families.family import (
 )
 from llm_service.families.gates import Gates
 from llm_service.families.registry import family_of
+from llm_service.models.attention_config import HeadShape, attention_cap, attention_scale, local_heads, mixer_with
 from llm_service.models.experts_config import (
     GroupedExperts,
     dense_layers,
@@ -34,23 +33,17 @@ from llm_service.models.experts_config import (
     grouped_experts,
     shared_size,
 )
-from llm_service.models.layer_shapes import (
-    AlternatingShape,
-    BlockIndexShape,
-    HeadShape,
-    IndexShape,
-    LatentHeads,
-    LayerInputs,
-    MarkTable,
-    NgramShape,
-    StreamShape,
-    TokenIndexShape,
+from llm_service.models.feed_forward_config import (
+    Activation,
+    activation_of,
     cut_shares,
     gates_of,
+    inner_size,
     inner_sizes,
-    local_heads,
-    local_latents,
 )
+from llm_service.models.index_config import BlockIndexShape, IndexShape, TokenIndexShape
+from llm_service.models.latent_config import LatentHeads, latent_heads
+from llm_service.models.layer_shapes import AlternatingShape, LayerInputs, MarkTable, NgramShape, StreamShape
 from llm_service.models.layer_types import (
     check_reach,
     check_rotated,
@@ -70,15 +63,6 @@ from llm_service.models.state_config import (
     delta_net_of,
     mamba2_of,
 )
-
-
-class Activation(Enum):
-    """What opens the gates of a feed-forward part, as configurations call it, or is between the products of one without
-    gates."""
-
-    SILU = "silu"
-    GELU = "gelu_pytorch_tanh"
-    SQUARED_RELU = "relu2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,24 +282,16 @@ class TextConfig:
         max_position = int(text.get("max_position_embeddings", 32768))
         longest = min(max_context or max_position, max_position)
         check_reach(text, family, longest)
-        names = "hidden_activation", "hidden_act", "mlp_hidden_act"
-        activation = str(first_of(text, *names) or "silu")
-        squared = activation == Activation.SQUARED_RELU.value
-        if activation not in {each.value for each in Activation} or squared != family.ungated:
-            raise CheckpointError(f"activation {activation} is not supported")
+        activation = activation_of(text, family)
         if not (family.probability_weights or text.get("norm_topk_prob", True)):
             raise CheckpointError("experts whose weights do not sum up to 1 are not supported")
         heads = int(text["num_attention_heads"])
         types, experts = layer_types(text, family), experts_of(text)
-        latent = local_latent = None
-        has_latents = Mixer.LATENT_ATTENTION in family.mixers.values()
-        own = local_latents(text, types, has_latents=has_latents)
-        if has_latents:
-            latent = LatentHeads.of(text, rope, family, _norm_eps(text))
-            rope = {**rope, "partial_rotary_factor": 1.0}
-            if SLIDING in types:
-                window_rope = {**(window_rope or rope), "partial_rotary_factor": 1.0}
-                local_latent = LatentHeads.of({**text, **own}, window_rope, family, _norm_eps(text))
+        latent, local_latent = latent_heads(text, types, rope, window_rope, family, _norm_eps(text))
+        if latent is not None:
+            rope = {**rope, **_WHOLLY_ROTATED}
+        if local_latent is not None:
+            window_rope = {**(window_rope or rope), **_WHOLLY_ROTATED}
         head_dim = int(text.get("head_dim") or text["hidden_size"] // heads) if latent is None else latent.rotated
         check_rotated(text, family, types)
         if family.single_parts and EXPERTS_ALONE not in types:
@@ -332,13 +308,13 @@ class TextConfig:
         windowed = usual if local_latent is None else replace(usual, head_dim=local_latent.rotated)
         local = None if window_rope is None else rotary(window_rope, windowed)
         apart = {SLIDING: local or every, CHUNKED: local or every}
-        mixers = tuple(_mixer(family.mixers[each], apart.get(each, every)) for each in types)
+        mixers = tuple(mixer_with(family.mixers[each], apart.get(each, every)) for each in types)
 
         return cls(
             family=family,
             vocab_size=int(text["vocab_size"]),
             hidden_size=int(text["hidden_size"]),
-            intermediate_size=dense_size(text) if experts else _inner_size(text),
+            intermediate_size=dense_size(text) if experts else inner_size(text),
             mixers=mixers,
             heads=heads,
             kv_heads=usual.kv_heads,
@@ -364,13 +340,13 @@ class TextConfig:
             delta_net=delta_net_of(text) if Mixer.GATED_DELTA_NET in mixers else None,
             mamba2=mamba2_of(text) if Mixer.MAMBA2 in mixers else None,
             convolution_width=convolution_width_of(text) if Mixer.SHORT_CONVOLUTION in mixers else 0,
-            activation=Activation(activation),
+            activation=activation,
             windows=window_lengths(text, types),
             chunks=chunk_lengths(text, family, types),
             qk_norm=family.qk_norm and bool(text.get("use_qk_norm", True)),
             window_rotary=local,
-            attention_scale=_attention_scale(text, head_dim),
-            attention_cap=_attention_cap(text, mixers),
+            attention_scale=attention_scale(text, head_dim),
+            attention_cap=attention_cap(text, mixers),
             full_heads=full,
             local_heads=local_heads(text, types),
             out_eps=None if (eps := text.get("post_norm_eps")) is None else float(eps),
@@ -411,51 +387,15 @@ def _table_rows(text: Mapping[str, Any]) -> int:
     return int(text["vocab_size"]) + more if more else 0
 
 
+_WHOLLY_ROTATED = {"partial_rotary_factor": 1.0}
+"""Settings of the numbers that are rotated of a latent and of its queries, which are counted apart from others."""
+
 _EVERYWHERE = SpanRule.EVERYWHERE, SpanRule.BEYOND_WINDOWS, *OF_PROMPTS
-
-
-def _mixer(mixer: Mixer, rotary: RotaryConfig) -> Mixer:
-    """The same, unless queries do not grow in any context. Raises CheckpointError where they do in one, and it is of
-    another kind than those that let them."""
-    if rotary.tempering is None:
-        return Mixer.ATTENTION if mixer is Mixer.TEMPERED_ATTENTION else mixer
-    if mixer not in (Mixer.TEMPERED_ATTENTION, Mixer.LATENT_ATTENTION):
-        what = "queries that are scaled by their places are not supported here"
-        raise CheckpointError(f"{what}: no context may be longer than {rotary.tempering.reach} tokens (--max-context)")
-    return mixer
 
 
 def _norm_eps(text: Mapping[str, Any]) -> float:
     names = "rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon"
     return float(next((text[name] for name in names if name in text), 1e-6))
-
-
-def _attention_scale(text: Mapping[str, Any], head_dim: int) -> float | None:
-    """Configurations state it, or what it is the root of, the other way up."""
-    scale, scalar = text.get("attention_multiplier"), text.get("query_pre_attn_scalar")
-    if scale is not None:
-        return float(scale)
-    if (factor := text.get("qk_scale_factor")) is not None:  # of what is multiplied by head_dim^-0.5 as well
-        return float(factor) / math.sqrt(head_dim)
-    return None if scalar is None else float(scalar) ** -0.5
-
-
-def _attention_cap(text: Mapping[str, Any], mixers: Iterable[Mixer]) -> float | None:
-    """Raises CheckpointError where layers have one that do not know any."""
-    if (cap := text.get("attn_logit_softcapping")) is None:
-        return None
-    if others := [each for each in mixers if each in _UNCAPPED]:
-        raise CheckpointError(f"soft caps of scores are not supported in {others[0].value}")
-    return float(cap)
-
-
-_UNCAPPED = (
-    Mixer.LATENT_ATTENTION,
-    Mixer.INDEXED_ATTENTION,
-    Mixer.BLOCK_INDEXED_ATTENTION,
-    Mixer.INDEXED_LATENT_ATTENTION,
-)
-"""Of the mixers that attend, those without soft caps."""
 
 
 def _multiplier(text: Mapping[str, Any], name: str) -> float:
@@ -468,20 +408,3 @@ def _multiplier(text: Mapping[str, Any], name: str) -> float:
 
 def _logit_scale(text: Mapping[str, Any], family: Family) -> float:
     return _multiplier(text, family.logit_scale) / _multiplier(text, family.logit_divisor)
-
-
-def _inner_size(text: Mapping[str, Any]) -> int:
-    """Numbers between the two products of a feed-forward part. Some configurations state what would be with two
-    matrices, for which there are three as large together: of a multiple of so many.
-
-    >>> stated = {"intermediate_size": 1000, "block_auto_adjust_ff_dim": True, "block_multiple_of": 256}
-    >>> _inner_size(stated), _inner_size({**stated, "block_auto_adjust_ff_dim": False})
-    (768, 1000)
-    """
-    stated = text["intermediate_size"]
-    size = int(max(stated) if isinstance(stated, list) else stated)
-    if not text.get("block_auto_adjust_ff_dim"):
-        return size
-    multiple = int(text.get("block_multiple_of", 256))
-    size = int(text.get("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
-    return -(-size // multiple) * multiple

@@ -238,7 +238,7 @@ def test_a_trial_tells_scores_without_their_cap(monkeypatch: pytest.MonkeyPatch)
     config = config_of(PALIGEMMA_2)
     assert try_config(copy.deepcopy(config), drawn_prompt).spans is SpanRule.WHOLE_PROMPTS
     assert try_ours_of(copy.deepcopy(config), drawn_prompt).spans is SpanRule.WHOLE_PROMPTS
-    monkeypatch.setattr("llm_service.models.config._attention_cap", lambda *_: None)
+    monkeypatch.setattr("llm_service.models.config.attention_cap", lambda *_: None)
     with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
         try_ours_of(copy.deepcopy(config), drawn_prompt)
     whole = library_attention.AttentionRule

@@ -18,8 +18,9 @@ from llm_service.layers.experts_beside import ExpertsBeside
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.layer_inputs import InputsOfLayers
 from llm_service.layers.ops import MultimodalRotary, RMSNorm
+from llm_service.models.attention_config import HeadShape
 from llm_service.models.config import TextConfig
-from llm_service.models.layer_shapes import HeadShape, LayerInputs
+from llm_service.models.layer_shapes import LayerInputs
 from llm_service.worker.adapters import shapes_of
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
 from tests.unit.llm_service.test_layer_parts import drawn, noise, read

@@ -19,7 +19,7 @@ from llm_service.layers.latent_attention import LatentAttention
 from llm_service.layers.ops import MultimodalRotary
 from llm_service.layers.rotaries import rotary_of
 from llm_service.models.config import TextConfig
-from llm_service.models.layer_shapes import LatentHeads
+from llm_service.models.latent_config import LatentHeads
 from llm_service.worker.adapters import shapes_of
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
 from tests.unit.llm_service.test_layer_parts import drawn, noise, read

@@ -34,7 +34,7 @@ from llm_service.layers.scaled_experts import InputScaledMLP
 from llm_service.layers.self_attention import SelfAttention, gates_last
 from llm_service.models.config import TextConfig
 from llm_service.models.experts_config import GroupedExperts
-from llm_service.models.layer_shapes import gates_of
+from llm_service.models.feed_forward_config import gates_of
 from llm_service.models.loader import InMemory, targets
 from llm_service.models.rotary_config import RotaryConfig, Tempering
 from llm_service.models.state_config import DeltaNetConfig

@@ -1,0 +1,74 @@
+"""What a configuration says of feed-forward parts: what is between their products, and how wide they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from common.checkpoint import CheckpointError
+from llm_service.families.family import Family
+from llm_service.families.gates import BoundedGates, Gates, RaisedGates
+from llm_service.models.experts_config import first_of
+
+
+class Activation(Enum):
+    """What opens the gates of a feed-forward part, as configurations call it, or is between the products of one without
+    gates."""
+
+    SILU = "silu"
+    GELU = "gelu_pytorch_tanh"
+    SQUARED_RELU = "relu2"
+
+
+def activation_of(text: Mapping[str, Any], family: Family) -> Activation:
+    """Raises CheckpointError for one that is unknown, or that the family's parts do not go with."""
+    activation = str(first_of(text, "hidden_activation", "hidden_act", "mlp_hidden_act") or "silu")
+    squared = activation == Activation.SQUARED_RELU.value
+    if activation not in {each.value for each in Activation} or squared != family.ungated:
+        raise CheckpointError(f"activation {activation} is not supported")
+    return Activation(activation)
+
+
+def gates_of(text: Mapping[str, Any], limits: str) -> tuple[Gates | None, ...]:
+    """Those of each layer, by what a configuration calls the list of their limits, in which 0 is none; empty where all
+    are plain ones."""
+    count = int(text["num_hidden_layers"])
+    if (sharpness := text.get("swiglu_alpha")) is not None:
+        return (RaisedGates(float(sharpness), float(text["swiglu_limit"])),) * count
+    each = [limit or None for limit in text.get(limits) or ()][:count]
+    return tuple(None if limit is None else BoundedGates(float(limit)) for limit in each) if any(each) else ()
+
+
+def inner_size(text: Mapping[str, Any]) -> int:
+    """Numbers between the two products of a feed-forward part. Some configurations state what would be with two
+    matrices, for which there are three as large together: of a multiple of so many.
+
+    >>> stated = {"intermediate_size": 1000, "block_auto_adjust_ff_dim": True, "block_multiple_of": 256}
+    >>> inner_size(stated), inner_size({**stated, "block_auto_adjust_ff_dim": False})
+    (768, 1000)
+    """
+    stated = text["intermediate_size"]
+    size = int(max(stated) if isinstance(stated, list) else stated)
+    if not text.get("block_auto_adjust_ff_dim"):
+        return size
+    multiple = int(text.get("block_multiple_of", 256))
+    size = int(text.get("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+    return -(-size // multiple) * multiple
+
+
+def inner_sizes(text: Mapping[str, Any]) -> tuple[int, ...]:
+    """Of each layer the numbers between the products of its feed-forward part; empty where all have as many. Raises
+    CheckpointError where there is not one for each layer."""
+    stated = text.get("intermediate_size")
+    if not isinstance(stated, list) or len(set(stated)) < 2:
+        return ()
+    if len(stated) != int(text["num_hidden_layers"]):
+        raise CheckpointError("intermediate_size is not of each layer")
+    return tuple(map(int, stated))
+
+
+def cut_shares(text: Mapping[str, Any]) -> tuple[float, ...]:
+    """Of each layer the share of its gates that do not count; empty where all do in all layers."""
+    stated = text.get("activation_sparsity_pattern") or ()
+    return tuple(map(float, stated)) if any(stated) else ()

@@ -1,0 +1,100 @@
+"""Heads of latent attention, as config.json states them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llm_service.families.family import SLIDING, Family, Mixer
+from llm_service.models.own_settings import LATENT_SIZES, own_settings
+from llm_service.models.rotary_config import yarn_growth
+
+
+@dataclass(frozen=True, slots=True)
+class LatentHeads:
+    """Heads whose keys and values are made of one latent of `rank` numbers, which all share, as in DeepSeek-V2. A
+    query and a key have `plain` numbers, and `rotated` ones, which of a key all heads share as well; a value has
+    `value`. Queries are made of a latent of `query_rank` numbers, 0: of the layer's input. Products are multiplied by
+    `scale`. `neighbours`: the two numbers of a rotary pair are neighbours in checkpoints. Latents are normed with this
+    `eps`, and then multiplied, that of keys by `growth` and that of queries by `query_growth`; with `norms_rotated` the
+    rotated numbers of a key are normed as well, before they are."""
+
+    rank: int
+    rotated: int
+    plain: int
+    value: int
+    query_rank: int
+    scale: float
+    neighbours: bool
+    eps: float = 1e-6
+    growth: float = 1.0
+    query_growth: float = 1.0
+    norms_rotated: bool = False
+
+    @classmethod
+    def of(cls, text: Mapping[str, Any], rope: Mapping[str, Any], family: Family, norm_eps: float) -> LatentHeads:
+        """Of a text with these rotary settings, whose other norms have this eps. Raises KeyError where a size is
+        missing."""
+        hidden, rank = int(text["hidden_size"]), int(text["kv_lora_rank"])
+        query_rank = int(text.get("q_lora_rank") or 0)
+        rotated, plain = int(text["qk_rope_head_dim"]), int(text["qk_nope_head_dim"])
+        scale, growth = (plain + rotated) ** -0.5, rope.get("mscale_all_dim")
+        if growth and rope.get("rope_type", rope.get("type", "default")) != "default":
+            scale *= yarn_growth(float(rope["factor"]), float(growth)) ** 2
+        return cls(
+            rank=rank,
+            rotated=rotated,
+            plain=plain,
+            value=int(text["v_head_dim"]),
+            query_rank=query_rank,
+            scale=scale,
+            neighbours=bool(text.get("rope_interleave", family.rotary_neighbours)),
+            eps=norm_eps if family.latent_eps is None else family.latent_eps,
+            growth=(hidden / rank) ** 0.5 if family.scaled_latents else 1.0,
+            query_growth=(hidden / query_rank) ** 0.5 if family.scaled_latents and query_rank else 1.0,
+            norms_rotated=family.normed_rotary_keys,
+        )
+
+    @property
+    def width(self) -> int:
+        """Numbers that are kept of a token: its latent, and behind that its rotated key."""
+        return self.rank + self.rotated
+
+    @property
+    def query(self) -> int:
+        """Numbers of a head's query."""
+        return self.plain + self.rotated
+
+    def expands(self, count: int, context: int) -> bool:
+        """Whether `count` tokens behind `context` others take fewer products if a head's keys and values are made of
+        all latents, rather than its queries multiplied with latents. Of its own tokens that takes as many either way.
+
+        >>> shape = LatentHeads(512, 64, 128, 128, 1536, 0.1, neighbours=True)
+        >>> shape.expands(16, 0), shape.expands(64, 19), shape.expands(64, 20), shape.expands(171, 100_000)
+        (True, True, False, True)
+        """
+        made = context * self.rank * (self.plain + self.value)
+        less = 2 * self.rank - self.plain - self.value  # of products for each token that one sees
+        return made < count * (context + count / 2) * less
+
+
+def latent_heads(
+    text: Mapping[str, Any],
+    types: Sequence[str],
+    rope: Mapping[str, Any],
+    window_rope: Mapping[str, Any] | None,
+    family: Family,
+    norm_eps: float,
+) -> tuple[LatentHeads | None, LatentHeads | None]:
+    """Those of layers of these types, and of the ones with a window, each with its rotary settings; None where there
+    are none. Raises CheckpointError as `own_settings`, where layers without latents have sizes of such as well, and
+    KeyError as `LatentHeads.of`."""
+    has_latents = Mixer.LATENT_ATTENTION in family.mixers.values()
+    own = own_settings(text, types, SLIDING if has_latents else "", LATENT_SIZES)
+    if not has_latents:
+        return None, None
+    every = LatentHeads.of(text, rope, family, norm_eps)
+    if SLIDING not in types:
+        return every, None
+    return every, LatentHeads.of({**text, **own}, window_rope or rope, family, norm_eps)
