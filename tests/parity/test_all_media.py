@@ -16,12 +16,13 @@ from common.library_models import describe, longest_run
 from llm_service.engine.messages import Add
 from llm_service.engine.prompt import Prompt
 from llm_service.families.family import SpanRule
-from llm_service.models import trial
+from llm_service.models import trial, trial_prompts
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.known_text import known_text
 from llm_service.models.library_decoder import LibraryDecoder
-from llm_service.models.trial import Finding, drawn_prompt, try_config, try_ours, try_out
+from llm_service.models.trial import Finding, try_config, try_ours, try_out
+from llm_service.models.trial_prompts import drawn_prompt
 from llm_service.request import SamplingParams
 from tests.parity.library_side import GREEDY, Served, compare
 from tools.models.compare import OURS, PROMPTS, TWO, VIDEO, Part, Reference, picture
@@ -86,7 +87,7 @@ def test_a_trial_tells_other_masks_and_rows(served: Served, monkeypatch: pytest.
 def test_a_trial_knows_no_more_of_the_tokens_of_media_than_what_is_served(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "together_of", lambda _: ())
+    monkeypatch.setattr(trial_prompts, "together_of", lambda _: ())
     with pytest.raises(CheckpointError, match="molmo2 gives other logits in chunks than of a whole prompt"):
         try_out(served.folder)
 

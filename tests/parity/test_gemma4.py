@@ -24,12 +24,13 @@ from llm_service.layers.experts_beside import NormedRouter
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.layer_inputs import LayerEnd
 from llm_service.layers.self_attention import SelfAttention
-from llm_service.models import trial
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.known_text import known_text
 from llm_service.models.loader import load_decoder
-from llm_service.models.trial import drawn_prompt, try_config, try_ours_of
+from llm_service.models.trial import try_config, try_ours_of
+from llm_service.models.trial_chunks import logits_in_chunks
+from llm_service.models.trial_prompts import drawn_prompt
 from llm_service.worker.model_runner import ModelRunner
 from tests.parity.library_side import GREEDY, Served, compare
 from tests.parity.test_library_ranks import on_ranks
@@ -179,7 +180,7 @@ def test_logits_of_two_ranks_are_those_of_one(form: str, tmp_path: Path, monkeyp
     def logits(group: TensorGroup) -> Tensor:
         decoder = load_decoder(checkpoint, torch.float32, CPU, group, text=text)
         with torch.inference_mode():
-            return trial._logits(decoder, prompt, positions, [(0, 20), (20, end)], prompt.runs)
+            return logits_in_chunks(decoder, prompt, positions, [(0, 20), (20, end)], prompt.runs)
 
     expected = logits(ALONE)
     for found in on_ranks(2, logits):

@@ -15,7 +15,8 @@ from llm_service.layers.cpu import selection
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
-from llm_service.models.trial import drawn_prompt, try_ours_of
+from llm_service.models.trial import try_ours_of
+from llm_service.models.trial_prompts import drawn_prompt
 from llm_service.worker.weights import describe as weights_of
 from tests.parity.library_side import GREEDY, Served
 from tests.parity.test_known_text_options import _logits

@@ -19,11 +19,11 @@ from common.library_models import describe
 from llm_service.engine.sequence import Sequence
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.models import trial
 from llm_service.models.decoder import Decoder
 from llm_service.models.known_text import known_text
 from llm_service.models.loader import load_decoder
-from llm_service.models.trial import drawn_prompt
+from llm_service.models.trial_chunks import logits_in_chunks
+from llm_service.models.trial_prompts import drawn_prompt
 from llm_service.worker.weights import describe as weights_of
 from tests.adapters import ATTENTION
 from tests.parity.library_side import GREEDY, Served
@@ -137,7 +137,7 @@ def _logits(decoder: Decoder, kind: str = "internvl") -> Tensor:
     prompt = drawn_prompt(blank_of(config))
     positions, end = torch.arange(len(prompt.ids)).expand(3, -1), len(prompt.ids)
     with torch.inference_mode():
-        return trial._logits(decoder, prompt, positions, [(0, 20), (20, end)], prompt.runs)
+        return logits_in_chunks(decoder, prompt, positions, [(0, 20), (20, end)], prompt.runs)
 
 
 @pytest.mark.parametrize("kind", ["internvl", "gemma3", "glm4v", *_SOAKED, *_FEWER])

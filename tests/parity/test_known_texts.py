@@ -21,12 +21,13 @@ from llm_service.families.family import Family, SpanRule
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.self_attention import SelfAttention
 from llm_service.layers.tempered_attention import TemperedAttention
-from llm_service.models import trial
+from llm_service.models import trial, trial_chunks
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.known_text import known_text
 from llm_service.models.library_decoder import LibraryDecoder
-from llm_service.models.trial import drawn_prompt, try_ours_of
+from llm_service.models.trial import try_ours_of
+from llm_service.models.trial_prompts import drawn_prompt
 from tests.parity.library_side import GREEDY, Served, compare
 from tools.models.compare import OURS, PROMPTS, TOKENS, Reference
 from tools.models.tiny import config_of_recipe, make
@@ -305,7 +306,7 @@ def test_a_text_that_computes_otherwise_is_the_library_s(monkeypatch: pytest.Mon
 
 def test_a_mask_of_ours_that_were_another_is_told(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trial.try_ours(llava)
-    right = trial.PagedChunk
-    monkeypatch.setattr(trial, "PagedChunk", lambda context, *others: right(max(0, context - 1), *others))
+    right = trial_chunks.PagedChunk
+    monkeypatch.setattr(trial_chunks, "PagedChunk", lambda context, *others: right(max(0, context - 1), *others))
     with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
         trial.try_ours(llava)

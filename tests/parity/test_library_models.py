@@ -37,11 +37,12 @@ from llm_service.families.registry import TEXT_FAMILIES
 from llm_service.layers import index_keys
 from llm_service.layers.attention import general_backend
 from llm_service.layers.attention.backend import PagedChunk
-from llm_service.models import library_attention, library_decoder, trial
+from llm_service.models import library_attention, library_decoder, trial, trial_reference
 from llm_service.models.config import TextConfig
 from llm_service.models.library_loader import load_library_decoder
 from llm_service.models.served import ServedModel
-from llm_service.models.trial import TrialPrompt, drawn_prompt, try_config, try_out
+from llm_service.models.trial import try_config, try_out
+from llm_service.models.trial_prompts import TrialPrompt, drawn_prompt
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.detokenizer import TokenTexts
 from llm_service.request import ChatPrompt, MediaItem, Message, TextPrompt, TokenPrompt
@@ -561,7 +562,7 @@ def test_a_trial_tells_a_sound_whose_rows_see_each_other(monkeypatch: pytest.Mon
         return replace(drawn_prompt(model), sounds=True)
 
     assert try_config(config_of_recipe("gemma3"), prompted).spans is SpanRule.EVERYWHERE
-    monkeypatch.setattr(trial, "_SOUND", 1)  # a picture's, whose rows do
+    monkeypatch.setattr(trial_reference, "_SOUND", 1)  # a picture's, whose rows do
     with pytest.raises(CheckpointError, match="gemma3 gives other logits of a sound in chunks than at once"):
         try_config(config_of_recipe("gemma3"), prompted)
 

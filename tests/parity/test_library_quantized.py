@@ -18,12 +18,12 @@ from common.small_models import made_up
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.linear import PackedLinear
-from llm_service.models import trial
 from llm_service.models.library_decoder import LibraryDecoder, text_alone
 from llm_service.models.library_linear import Fill, TextLinear, fill_quantised, leave_quantised, round_linears
 from llm_service.models.library_loader import load_library_decoder
 from llm_service.models.quantized import quantized_modules
-from llm_service.models.trial import drawn_prompt
+from llm_service.models.trial_chunks import logits_in_chunks
+from llm_service.models.trial_prompts import drawn_prompt
 from llm_service.worker.weights import describe as weights_of
 from tests.parity.library_side import GREEDY, Served
 from tests.parity.test_library_ranks import on_ranks
@@ -98,7 +98,7 @@ def test_logits_of_two_ranks_are_those_of_one(tmp_path: Path, monkeypatch: pytes
         model, fill = given
         decoder = LibraryDecoder(model, torch.float32, CPU, group=group, fill=fill)
         with torch.inference_mode():
-            made = trial._logits(decoder, prompt, positions, cuts, [])
+            made = logits_in_chunks(decoder, prompt, positions, cuts, [])
         return made, sum(part.inputs.stop - part.inputs.start for part in linears(decoder))
 
     plain, _ = logits(loaded(wide), ALONE)
@@ -123,7 +123,7 @@ def rounded() -> Callable[[str], tuple[Tensor, Tensor, LibraryDecoder]]:
             fill = round_linears(model, CPU) if short else None
             decoder = LibraryDecoder(model, torch.float32, CPU, fill=fill)
             with torch.inference_mode():
-                logits.append(trial._logits(decoder, prompt, positions, cuts, []))
+                logits.append(logits_in_chunks(decoder, prompt, positions, cuts, []))
         assert decoder is not None
         return logits[0], logits[1], decoder
 

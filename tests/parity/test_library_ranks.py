@@ -16,10 +16,11 @@ from torch.nn import functional
 from common.checkpoint import CheckpointError
 from common.small_models import made_up
 from llm_service.layers.group import TensorGroup
-from llm_service.models import trial
 from llm_service.models.library_decoder import LibraryDecoder, text_alone
 from llm_service.models.library_shares import share_out
-from llm_service.models.trial import drawn_prompt, try_config
+from llm_service.models.trial import try_config
+from llm_service.models.trial_chunks import logits_in_chunks
+from llm_service.models.trial_prompts import drawn_prompt
 from tools.models.tiny import config_of_recipe
 
 CPU = torch.device("cpu")
@@ -96,7 +97,7 @@ def test_logits_of_two_ranks_are_those_of_one(kind: str) -> None:
     def logits(model: Any, group: TensorGroup) -> tuple[Tensor, int]:
         decoder = LibraryDecoder(model, torch.float32, CPU, axes=axes, group=group)
         count = sum(each.numel() for each in decoder.weights().parameters())
-        return trial._logits(decoder, prompt, positions, cuts, []), count
+        return logits_in_chunks(decoder, prompt, positions, cuts, []), count
 
     with torch.inference_mode():
         expected, all_weights = logits(whole, TensorGroup())

@@ -25,7 +25,8 @@ from llm_service.layers.self_attention import SelfAttention
 from llm_service.models import library_attention
 from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.served import ServedModel
-from llm_service.models.trial import drawn_prompt, try_config, try_ours, try_ours_of, try_out
+from llm_service.models.trial import try_config, try_ours, try_ours_of, try_out
+from llm_service.models.trial_prompts import drawn_prompt
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, TextPrompt, TokenPrompt
 from tests.parity.library_side import GREEDY, Served, compare

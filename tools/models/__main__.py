@@ -26,7 +26,8 @@ from common.library_classes import class_of, library, missing, state_tokens
 from common.library_models import checked, row_token
 from llm_service.families.family import SpanRule
 from llm_service.families.registry import FAMILIES
-from llm_service.models.trial import drawn_prompt, try_config, try_ours_of
+from llm_service.models.trial import try_config, try_ours_of
+from llm_service.models.trial_prompts import drawn_prompt
 from tools.launcher import NotStartedError
 from tools.models.compare import FILM_WITH_SOUND, OURS, RANKS, SOUND, TWO, TWO_SOUNDS, VIDEO, Differs, through_services
 from tools.models.recipes import RECIPES

@@ -1,0 +1,99 @@
+"""What a decoder, ours or the library's text over our cache, computes of a prompt in chunks beside those of another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llm_service.layers.attention.backend import CacheShape, PagedChunk, Span
+from llm_service.layers.attention.torch_backend import TorchBackend
+from llm_service.layers.cache_spec import PagedKV, Segment, cache_shapes, layer_caches, read_by
+from llm_service.layers.mixer import CachedPart, IndexPart
+from llm_service.models.decoder import Decoder, Deepstack
+from llm_service.models.library_decoder import LibraryDecoder
+from llm_service.models.trial_prompts import TrialPrompt
+
+_CPU = torch.device("cpu")
+_BLOCK = 16
+
+
+def logits_in_chunks(
+    decoder: Decoder | LibraryDecoder,
+    prompt: TrialPrompt,
+    positions: Tensor,
+    cuts: list[tuple[int, int]],
+    runs: list[tuple[int, int]],
+    *,
+    answer: int | None = None,
+) -> Tensor:
+    """[n, vocabulary] of a prompt in these parts, each beside one of another; from `answer` on, which a part begins
+    with, tokens are an answer's."""
+    blocks = -(-len(prompt.ids) // _BLOCK)
+    mixers: Sequence[CachedPart] = decoder.mixers()
+    own = [mixer.cache_spec() for mixer in mixers]
+    specs, shapes = read_by(own), cache_shapes(own, 2 * blocks, _BLOCK)
+    paged = {spec: shape.new_cache(torch.float32, decoder.device) for spec, shape in shapes.items()}
+    layers = layer_caches(own, shapes, paged, 2, _CPU)
+    embedded = decoder.embed_tokens(prompt.ids)
+    rows = prompt.rows[0].to(embedded)
+    embedded[prompt.places] = embedded[prompt.places] + rows if decoder.adds_rows else rows
+    other = embedded.flip(0)
+    found: list[Tensor] = []
+    for begin, end in cuts:
+        tables = [list(range(blocks, 2 * blocks)), list(range(blocks))[::-1]]
+        decodes = answer is not None and begin >= answer
+        count = end - begin
+        answered = max(0, end - answer) if answer is not None else 0
+        chunks = [PagedChunk(begin, count, table, decodes, count * decodes, answered) for table in tables]
+        here = [(count + first - begin, count + last - begin) for first, last in runs if begin <= first < last <= end]
+        segments = Segment.of(chunks, (1, 0))
+        batches = [
+            _paged_batch(decoder, mixer, shapes[spec], chunks, here)
+            if isinstance(spec, PagedKV)
+            else mixer.state_backend().batch(segments)
+            for mixer, spec in zip(mixers, specs, strict=True)
+        ]
+        placed = positions[:, begin:end].repeat(1, 2)
+        if decoder.position_rows > len(placed):
+            placed = torch.cat([torch.arange(begin, end).repeat(2).unsqueeze(0), placed])
+        packed = torch.cat([other[begin:end], embedded[begin:end]])
+        deepstack = _deepstack(prompt, begin, end)
+        if deepstack is not None and isinstance(decoder, Decoder) and decoder.config.level_layers:
+            deepstack = deepstack.taking_first(packed)
+        given = packed, placed, layers, batches, deepstack
+        ids = torch.cat([prompt.ids.flip(0)[begin:end], prompt.ids[begin:end]])
+        if isinstance(decoder, LibraryDecoder):
+            out = decoder(*given, token_ids=ids)
+        else:
+            there = [count + place - begin for place in prompt.places.tolist() if begin <= place < end]
+            out = decoder(*given, token_ids=decoder.ids_of_layers(ids, [(row, row + 1) for row in there]))
+        found.append(decoder.logits(out[count:]))
+    return torch.cat(found)
+
+
+def _paged_batch(
+    decoder: Decoder | LibraryDecoder,
+    mixer: CachedPart,
+    shape: CacheShape,
+    chunks: list[PagedChunk],
+    spans: list[Span],
+) -> Any:
+    """A mixer's batch of attention, and of its index, if it has one."""
+    if isinstance(decoder, LibraryDecoder):
+        batch: Any = decoder.backend(shape).batch(chunks, spans)
+    else:
+        batch = TorchBackend(shape, _CPU).batch(chunks, spans if shape.kind.spans else ())
+    if not isinstance(mixer, IndexPart):
+        return batch
+    return batch, mixer.index_backend(TorchBackend(shape, _CPU), shape.blocks, _BLOCK).batch(chunks)
+
+
+def _deepstack(prompt: TrialPrompt, begin: int, end: int) -> Deepstack | None:
+    """The levels beyond the first of what the second of two chunks has of a prompt, from `begin` to `end`."""
+    here = (prompt.places >= begin) & (prompt.places < end)
+    if len(prompt.rows) == 1 or not here.any():
+        return None
+    return Deepstack(prompt.places[here] - begin + end - begin, prompt.rows[1:, here])
