@@ -17,7 +17,8 @@ from llm_service.layers.attention.backend import AttentionKind
 from llm_service.layers.attention.general_backend import AttentionRule
 from llm_service.models import library_decoder
 from llm_service.models.library_attention import beyond_kernels, kind_of
-from llm_service.models.library_decoder import LibraryDecoder, text_alone
+from llm_service.models.library_decoder import LibraryDecoder
+from llm_service.models.library_text import text_alone
 from llm_service.worker.caches import Caches
 from llm_service.worker.capture_trial import what_waits
 from llm_service.worker.capture_watch import WaitWatch

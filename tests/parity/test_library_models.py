@@ -40,6 +40,7 @@ from llm_service.layers.attention.backend import PagedChunk
 from llm_service.models import library_attention, library_decoder, trial, trial_reference
 from llm_service.models.config import TextConfig
 from llm_service.models.library_loader import load_library_decoder
+from llm_service.models.library_text import text_alone
 from llm_service.models.served import ServedModel
 from llm_service.models.trial import try_config, try_out
 from llm_service.models.trial_prompts import TrialPrompt, drawn_prompt
@@ -136,7 +137,7 @@ def test_levels_of_rows_are_tried_at_layers_of_their_own(tmp_path: Path, monkeyp
 
 def test_marks_around_media_are_looked_up_in_tables_of_their_own() -> None:
     """Gemma 3n's, of the marks behind media."""
-    model = small_models.made_up(config_of_recipe("gemma3n"), library_decoder.text_alone)
+    model = small_models.made_up(config_of_recipe("gemma3n"), text_alone)
     base, config = model.base_model, model.config
     ids = torch.tensor([config.eoi_token_id, 65, config.eoa_token_id])
     found = library_decoder.LibraryDecoder(model, torch.float32, torch.device("cpu")).embed_tokens(ids)

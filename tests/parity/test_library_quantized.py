@@ -18,9 +18,10 @@ from common.small_models import made_up
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.linear import PackedLinear
-from llm_service.models.library_decoder import LibraryDecoder, text_alone
+from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.library_linear import Fill, TextLinear, fill_quantised, leave_quantised, round_linears
 from llm_service.models.library_loader import load_library_decoder
+from llm_service.models.library_text import text_alone
 from llm_service.models.quantized import quantized_modules
 from llm_service.models.trial_chunks import logits_in_chunks
 from llm_service.models.trial_prompts import drawn_prompt

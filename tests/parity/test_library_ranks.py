@@ -16,8 +16,9 @@ from torch.nn import functional
 from common.checkpoint import CheckpointError
 from common.small_models import made_up
 from llm_service.layers.group import TensorGroup
-from llm_service.models.library_decoder import LibraryDecoder, text_alone
+from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.library_shares import share_out
+from llm_service.models.library_text import text_alone
 from llm_service.models.trial import try_config
 from llm_service.models.trial_chunks import logits_in_chunks
 from llm_service.models.trial_prompts import drawn_prompt

@@ -19,8 +19,9 @@ from llm_service.layers.mlp import CutMLP
 from llm_service.models.config import TextConfig
 from llm_service.models.feed_forward_config import Activation
 from llm_service.models.layer_shapes import LayerInputs
-from llm_service.models.library_decoder import LibraryDecoder, text_alone
+from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.library_names import named_tensors
+from llm_service.models.library_text import text_alone
 from llm_service.models.loader import InMemory, targets
 from llm_service.models.trial import try_ours_of, with_media
 from llm_service.models.trial_prompts import drawn_prompt
