@@ -52,7 +52,7 @@ its {hearing} for sounds and text, as `python -m tools.models docs/MODELS.md` fo
     - *tp 2*: on two ranks as well. Without it ranks are refused: the library, which computes the text, has no plan for
       them, or one that gives other logits.
     - A row is of one size of its kind. Gemma 4's smaller sizes hear, and let no rows see each other; a test of their
-      own compares them (`tests/parity/test_library_models.py`).
+      own compares them (`tests/parity/test_library_hearing.py`).
 - **compared in one process**: the same on one rank, without the wires between (`tests/parity/library_side.py`).
 - Rows that say neither: a small model's logits were the library's own, in chunks, packed with another prompt. A
   checkpoint shows the rest at start.

@@ -1,0 +1,98 @@
+"""What a trial of a text finds out at the start, and what it tells from what is not so."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common import library_models
+from common.checkpoint import CheckpointError
+from llm_service.families.family import SpanRule
+from llm_service.layers import index_keys
+from llm_service.layers.attention import general_backend
+from llm_service.models import library_attention, library_decoder, trial, trial_reference
+from llm_service.models.trial import try_config, try_out
+from llm_service.models.trial_prompts import TrialPrompt, drawn_prompt
+from tools.models.tiny import config_of_recipe, make
+
+
+def test_a_trial_finds_spans_and_tells_other_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make("gemma3", tmp_path)
+    assert try_out(folder).spans is SpanRule.EVERYWHERE
+    right = general_backend._Segment.mask
+    monkeypatch.setattr(general_backend._Segment, "mask", lambda segment, *_: right(segment, None))
+    with pytest.raises(CheckpointError, match="gemma3 gives other logits in chunks"):
+        try_out(folder)
+
+
+@pytest.mark.parametrize("what", ["chunks", "tempering"])
+def test_a_trial_tells_what_llama_4_wants_of_attention(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of_recipe("llama4")
+    assert try_config(config, drawn_prompt).spans is SpanRule.NOWHERE
+    if what == "chunks":
+        monkeypatch.setattr(library_attention, "chunk_of", lambda _: None)
+    else:
+        monkeypatch.setattr(library_decoder, "take_tempering", lambda _: ())
+    with pytest.raises(CheckpointError, match="llama4 gives other logits in chunks"):
+        try_config(config_of_recipe("llama4"), drawn_prompt)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("what", ["fewer", "all"])
+def test_a_trial_tells_what_an_index_chooses(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert try_config(config_of_recipe("mistral_large4"), drawn_prompt).spans is SpanRule.NOWHERE
+    if what == "fewer":
+        right = index_keys.best
+        monkeypatch.setattr(index_keys, "best", lambda scores, seen, most: right(scores, seen, most - 1))
+    else:
+        monkeypatch.setattr(general_backend, "choose", lambda *_: None)
+    with pytest.raises(CheckpointError, match="mistral_large4 gives other logits in chunks"):
+        try_config(config_of_recipe("mistral_large4"), drawn_prompt)
+
+
+def test_tokens_that_a_model_does_not_let_say_hide_no_other_difference() -> None:
+    least = torch.finfo(torch.float32).min
+    expected = torch.tensor([[least, 2.0, -4.0]])
+    assert trial._relative(torch.tensor([[least, 2.0, -4.0]]), expected) == 0.0
+    assert trial._relative(torch.tensor([[least, 1.0, -4.0]]), expected) == 0.25
+    assert trial._relative(torch.tensor([[0.0, 2.0, -4.0]]), expected) == math.inf
+    assert math.isnan(trial._relative(torch.tensor([[least, torch.nan, -4.0]]), expected))
+
+
+def test_levels_of_rows_are_tried_at_layers_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make("granite4_vision", tmp_path)
+    assert library_models.describe(folder).levels == 6
+    assert try_out(folder).spans is SpanRule.NOWHERE
+    monkeypatch.setattr(library_decoder, "layers_of_levels", lambda _: [0, 1, 2, 3, 5, 4])
+    with pytest.raises(CheckpointError, match="granite4_vision gives other logits in chunks"):
+        try_out(folder)
+
+
+def test_a_model_that_answers_by_another_mask_than_it_reads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps its prompt in sight and forgets its answer, which no prompt in chunks would show, if that is not known
+    of it."""
+    config = config_of_recipe("unlimited_ocr")
+    monkeypatch.setattr(library_attention, "answer_window_of", lambda _: None)
+    with pytest.raises(CheckpointError, match="sees other tokens while it answers"):
+        try_config(config, drawn_prompt)
+
+
+def test_layers_with_states_are_refused() -> None:
+    config = config_of_recipe("lfm2_vl")
+    with pytest.raises(CheckpointError, match="layers keep states"):
+        try_config(config, drawn_prompt)
+
+
+def test_a_trial_tells_a_sound_whose_rows_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prompted(model: Any) -> TrialPrompt:
+        return replace(drawn_prompt(model), sounds=True)
+
+    assert try_config(config_of_recipe("gemma3"), prompted).spans is SpanRule.EVERYWHERE
+    monkeypatch.setattr(trial_reference, "_SOUND", 1)  # a picture's, whose rows do
+    with pytest.raises(CheckpointError, match="gemma3 gives other logits of a sound in chunks than at once"):
+        try_config(config_of_recipe("gemma3"), prompted)
