@@ -28,8 +28,7 @@ class CpuTimeLimit(Watchdog):
     for a while, though it could have (`processes.is_held_up`). That while is 3 seconds, or `seconds` where those are
     fewer.
 
-    A process that is gone is none of its business: who listens to it hears of that. Either end is found twice before it
-    counts, so that what was said while this process itself stood still is read first.
+    A process that is gone is none of its business: who listens to it hears of that.
     """
 
     def __init__(self, pid: int, seconds: float, *, still: float = _STILL_SECONDS) -> None:
@@ -37,7 +36,6 @@ class CpuTimeLimit(Watchdog):
         self._pid = pid
         self._seconds = seconds
         self._still = min(still, seconds)
-        self._suspicion: type[Exception] | None = None
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()
@@ -55,20 +53,17 @@ class CpuTimeLimit(Watchdog):
         if late > _LATE_SECONDS:  # this process stood still, and so may have the other: that time counts for nothing
             self._began += late
             self._moved += late
-        before, self._suspicion = self._suspicion, self._verdict()
-        if self._suspicion is None or self._suspicion is not before:
-            return None
-        return ProcessStalled(stopped=is_stopped(self._pid)) if self._suspicion is ProcessStalled else TimeoutError()
+        return self._verdict()
 
-    def _verdict(self) -> type[Exception] | None:
+    def _verdict(self) -> Exception | None:
         now, used = self._loop.time(), cpu_seconds(self._pid)
         if used is None:
             return None
         if now - self._began >= self._seconds and used - self._before >= self._seconds:
-            return TimeoutError
+            return TimeoutError()
         if used > self._seen:
             self._seen, self._moved = used, now
         idle = now - self._moved
         if idle >= self._still and (idle > HELD_UP_SECONDS or not is_held_up(self._pid)):
-            return ProcessStalled
+            return ProcessStalled(stopped=is_stopped(self._pid))
         return None

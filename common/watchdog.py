@@ -1,4 +1,4 @@
-"""A block that is left with an error once a regular look at what it waits for finds one."""
+"""A block that is left with an error once regular looks at what it waits for find one."""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Self
 
+LOOKS = 3
+"""Looks in a row that must find an error of one kind. A word that came before the first of them is read at the end of
+this loop's turn, and heard in the next one. Who judged at once would take what has just spoken for silent: on a busy
+machine a turn takes longer than it takes to say something and fall asleep."""
+
 
 class Watchdog(ABC):
-    """While the block runs, `_look` is called every so many `seconds`; the first error that it gives ends the block."""
+    """While the block runs, `_look` is called every so many `seconds`; the error that `LOOKS` of them in a row give
+    ends the block."""
 
     def __init__(self, seconds: float) -> None:
         self._every = seconds
         self._limit = asyncio.timeout(None)
         self._found: Exception | None = None
+        self._times = 0
 
     @abstractmethod
     def _look(self, late: float) -> Exception | None:
@@ -32,11 +39,15 @@ class Watchdog(ABC):
 
     def _tick(self) -> None:
         now = self._loop.time()
-        self._found = self._look(now - self._due)
+        before, self._found = self._found, self._look(now - self._due)
         if self._found is None:
-            self._look_later()
+            self._times = 0
         else:
+            self._times = self._times + 1 if type(self._found) is type(before) else 1
+        if self._times == LOOKS:
             self._limit.reschedule(now)
+        else:
+            self._look_later()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -11,7 +11,8 @@ from common.watchdog import Watchdog
 from llm_service.engine.messages import FromEngine
 
 MODULE = "llm_service.engine"
-_SILENCE_SECONDS = 3.5
+_SILENCE_SECONDS = 3.0
+"""Before the first look that finds it."""
 _LOOK_SECONDS = 0.25
 
 

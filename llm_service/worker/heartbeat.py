@@ -51,7 +51,9 @@ class Heartbeat:
             self._here[_key(0)] = os.getppid()
         self._own = _key(place.rank)
         self._others = [_key(rank) for rank in range(1, place.size)] if place.rank == 0 else [_key(0)]
-        self._store = TCPStore(place.host, place.port, is_master=False, timeout=timedelta(seconds=place.timeout))
+        # Rank 0 keeps the store. On its own host it may be held up; if it hangs, the front ends it, and us with it.
+        patience = max(place.timeout, HELD_UP_SECONDS) if place.rank < place.here else place.timeout
+        self._store = TCPStore(place.host, place.port, is_master=False, timeout=timedelta(seconds=patience))
         self._store.set(self._own, "0")
 
     def start(self, die: Callable[[], None] = lambda: os._exit(1)) -> None:
@@ -66,8 +68,10 @@ class Heartbeat:
         die()
 
     def _watch(self) -> None:
-        """Returns when another rank is lost."""
+        """Returns when another rank is lost, found so twice in a row: one that was slow may have beaten, and gone to
+        sleep, between the first look at its beat and that at its process."""
         seen: dict[str, tuple[bytes, float]] = {}
+        suspects: set[str] = set()
         before = time.monotonic()
         for count in range(1, 1 << 62):
             self._store.set(self._own, str(count))
@@ -77,13 +81,19 @@ class Heartbeat:
             now = time.monotonic()
             if now - before > 2 * _BEAT_SECONDS:  # this process was held up itself, so it judges no one by the time
                 seen.clear()
+                suspects.clear()
             before = now
             for key, beat in zip(self._others, self._store.multi_get(self._others), strict=True):
                 if key not in seen or seen[key][0] != beat:
                     seen[key] = (beat, now)
-                elif self._is_lost(key, now - seen[key][1]):
+                    suspects.discard(key)
+                elif not self._is_lost(key, now - seen[key][1]):
+                    suspects.discard(key)
+                elif key in suspects:
                     _log.error("a rank is frozen or cut off", rank=key)
                     return
+                else:
+                    suspects.add(key)
             time.sleep(_BEAT_SECONDS)
 
     def _is_lost(self, key: str, silence: float) -> bool:

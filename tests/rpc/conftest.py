@@ -22,8 +22,9 @@ def qwen3(checkpoints: Callable[..., Path]) -> Iterator[Pair]:
 
 @pytest.fixture(scope="package")
 def service(checkpoints: Callable[..., Path]) -> Iterator[Service]:
-    """An encoder alone, with every option as it comes. Its workers may be held up, and its decoders killed."""
-    with encoder_server(checkpoints("qwen3_vl")) as running:
+    """An encoder alone, with every option as it comes but one: who reads its memory may take as long as a busy machine
+    makes it. Its workers may be held up, and its decoders killed."""
+    with encoder_server(checkpoints("qwen3_vl"), lease_seconds=600) as running:
         yield running
 
 

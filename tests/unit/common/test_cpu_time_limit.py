@@ -101,7 +101,7 @@ async def test_a_process_that_is_gone_is_left_to_whoever_listens_to_it(started: 
         verdict = limit._verdict
         seen = []
 
-        def noted() -> type[Exception] | None:
+        def noted() -> Exception | None:
             seen.append(verdict())
             if len(seen) == 5:
                 done.set_result(None)

@@ -121,8 +121,31 @@ async def test_an_engine_that_falls_silent_is_frozen_unless_the_system_says_that
     await forward(5)
     assert not engine.killed
     held_up = False
-    await forward(0.25)
+    await forward(1)
     assert engine.killed
+    await front.stop()
+
+
+async def test_an_engine_that_speaks_just_when_it_is_looked_at_is_heard_before_it_is_judged(
+    monkeypatch: pytest.MonkeyPatch, forward: Forward
+) -> None:
+    """It got a core at last, beats, and sleeps again, all between two lines of this process."""
+    engine = ScriptedEngine()
+    looks = 0
+
+    def beats(_: int) -> bool:
+        nonlocal looks
+        looks += 1
+        engine.says(Beat(State()))
+        return False
+
+    monkeypatch.setattr(keeper, "is_held_up", beats)
+    front = front_of(monkeypatch, engine)
+    engine.serves()
+    await start(front)
+    await forward(20)
+    assert looks >= 4
+    assert not engine.killed
     await front.stop()
 
 

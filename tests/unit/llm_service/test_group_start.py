@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import threading
@@ -111,6 +112,25 @@ def test_a_child_that_ends_badly_is_noticed_before_its_beat_is_missed(place: Ran
     assert not kept.is_set()
     child.code = -9
     assert lost.wait(30)
+
+
+def test_a_rank_that_beats_just_when_it_is_looked_at_is_not_lost(
+    place: RankPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It got a core at last, beats, and sleeps again, after its beat was read and before its process is looked at."""
+    place = msgspec.structs.replace(place, timeout=0.1)
+    slow, beats, enough, lost = Heartbeat(other(place)), itertools.count(1), threading.Event(), threading.Event()
+
+    def beat(_: int) -> bool:
+        slow._store.set("beat/1", str(count := next(beats)))
+        if count == 3:
+            enough.set()
+        return False
+
+    monkeypatch.setattr(heartbeat, "is_held_up", beat)
+    Heartbeat(place, [SimpleNamespace(pid=1, poll=lambda: None)]).start(lambda: (lost.set(), enough.set()))
+    assert enough.wait(180)
+    assert not lost.is_set()
 
 
 def test_a_rank_of_this_host_that_is_held_up_gets_more_time_and_not_without_end(
