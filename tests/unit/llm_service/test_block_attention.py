@@ -20,7 +20,7 @@ from llm_service.models.config import TextConfig
 from llm_service.worker.adapters import shapes_of
 from llm_service.worker.caches import Caches
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
-from tests.unit.llm_service.test_layer_parts import drawn, noise, read
+from tests.layer_cases import drawn, noise, read
 
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (  # isort: skip
     MiniMaxM3VLAttention,

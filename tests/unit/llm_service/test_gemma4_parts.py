@@ -23,7 +23,7 @@ from llm_service.models.config import TextConfig
 from llm_service.models.layer_shapes import LayerInputs
 from llm_service.worker.adapters import shapes_of
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
-from tests.unit.llm_service.test_layer_parts import drawn, noise, read
+from tests.layer_cases import drawn, noise, read
 
 from transformers.models.gemma4.modeling_gemma4 import (  # isort: skip
     Gemma4RMSNorm,

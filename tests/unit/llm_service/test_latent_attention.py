@@ -22,7 +22,7 @@ from llm_service.models.config import TextConfig
 from llm_service.models.latent_config import LatentHeads
 from llm_service.worker.adapters import shapes_of
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
-from tests.unit.llm_service.test_layer_parts import drawn, noise, read
+from tests.layer_cases import drawn, noise, read
 
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (  # isort: skip
     DeepseekV3Attention,

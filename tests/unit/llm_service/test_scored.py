@@ -11,7 +11,7 @@ from torch import Tensor
 from llm_service.layers.attention import scored
 from llm_service.layers.attention.scored import attend_by_scores
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
-from tests.unit.llm_service.test_layer_parts import noise
+from tests.layer_cases import noise
 
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as of_gemma2  # isort: skip
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as of_gpt_oss  # isort: skip
