@@ -1,5 +1,6 @@
-"""Texts whose heads share a latent: DeepSeek-V3's, which is Kimi K2.5's, Mistral Small 4's, and dots3-note's, of which
-some layers choose by an index what they see, and others have a window."""
+"""Texts whose heads share a latent: DeepSeek-V3's, which is Kimi K2.5's, Mistral Small 4's, dots3-note's, of which
+some layers choose by an index what they see, and others have a window, and Mistral Large 4's, whose layers all choose
+so, and may share what they choose, and latents."""
 
 from __future__ import annotations
 
@@ -28,4 +29,12 @@ DOTS3_TEXT = replace(
         INDEXED: Mixer.INDEXED_LATENT_ATTENTION,
     },
     text_defaults={"use_sliding_window": True},
+)
+MISTRAL_LARGE4_TEXT = replace(
+    DEEPSEEK_V3_TEXT,
+    likely_experts=True,
+    latent_eps=None,
+    learned_positions=True,
+    mixers={INDEXED: Mixer.INDEXED_LATENT_ATTENTION},
+    part_names={"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"},
 )

@@ -67,7 +67,9 @@ class LayerKind:
     tokens that it is in. `keys_of` is the layer, counted from 0, whose keys and values it attends
     to, None: its own. `wide`: its dense feed-forward part is twice as wide as others. `gates` are those of a dense part
     and of what all tokens go through beside experts, `expert_gates` those of experts, None: the activation that the
-    configuration names. A dense part has `inner` numbers between its products, 0: as many as others."""
+    configuration names. A dense part has `inner` numbers between its products, 0: as many as others. Latent attention
+    may have no `rotated` numbers where that of other layers has; one to what an index chooses either `chooses`, or sees
+    what the last layer before it chose."""
 
     mixer: Mixer
     feed_forward: FeedForwardKind
@@ -83,6 +85,8 @@ class LayerKind:
     cut_share: float = 0.0
     inner: int = 0
     prompt_spans: bool = False
+    rotated: bool = True
+    chooses: bool = True
 
     @property
     def is_local(self) -> bool:
@@ -178,11 +182,13 @@ class Family:
     config.json calls the number that logits are multiplied or divided by, if they are; `rotary_neighbours`, the two
     numbers of a rotary pair are neighbours in checkpoints; `latent_eps`, that of norms of latents, None: the usual,
     with `scaled_latents` these are multiplied by the root of how many times as wide the decoder is, and with
-    `normed_rotary_keys` the rotated key that heads share is normed first; `rotary_in_windows`, heads are rotated in
+    `normed_rotary_keys` the rotated key that heads share is normed first; `learned_positions`, how fast rotary pairs
+    turn, and by how much queries grow with their places, is in checkpoints; `rotary_in_windows`, heads are rotated in
     local layers alone, those with a window or chunks, where there are any, and with `unrotated` in none; `fused_heads`,
     checkpoints have queries, keys and values as one matrix, and `fused_gates` gates and what they open; `ungated`,
     feed-forward parts have none, and the square of a ReLU between two products; `grouped_experts`, each expert has a
-    score of its own, and the likeliest are among those of the likeliest groups; `probability_weights`, experts count by
+    score of its own, with `likely_experts` its probability among all, and the likeliest are among those of the
+    likeliest groups; `probability_weights`, experts count by
     their probabilities among all, which do not sum up to 1; `ungated_shared`, what all tokens go through beside their
     experts has no gate; `sparse`, what follows in a layer with experts, whose stacked matrices have inputs first where
     they are `experts_inputs_first`, None: where their shape says so; `single_parts`, a layer is a mixer or a
@@ -232,12 +238,14 @@ class Family:
     latent_eps: float | None = None
     scaled_latents: bool = False
     normed_rotary_keys: bool = False
+    learned_positions: bool = False
     rotary_in_windows: bool = False
     unrotated: bool = False
     fused_heads: bool = False
     fused_gates: bool = False
     ungated: bool = False
     grouped_experts: bool = False
+    likely_experts: bool = False
     probability_weights: bool = False
     ungated_shared: bool = False
     sparse: FeedForwardKind = FeedForwardKind.EXPERTS

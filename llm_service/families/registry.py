@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from common.checkpoint import CheckpointError
 from llm_service.families.cohere2 import COHERE2_TEXT, COHERE_COMPASS_TEXT
-from llm_service.families.deepseek import DEEPSEEK_V3_TEXT, DOTS3_TEXT, MISTRAL4_TEXT
+from llm_service.families.deepseek import DEEPSEEK_V3_TEXT, DOTS3_TEXT, MISTRAL4_TEXT, MISTRAL_LARGE4_TEXT
 from llm_service.families.ernie import ERNIE_TEXT
 from llm_service.families.exaone4 import EXAONE4_TEXT
 from llm_service.families.family import WINDOWED, Family, Mixer
@@ -86,6 +86,7 @@ TEXT_FAMILIES: Final = {
     ),
     "mistral": Family({}, mixers=WINDOWED, text_defaults={"use_sliding_window": True}),
     "mistral4": MISTRAL4_TEXT,
+    "mistral_large4_text": MISTRAL_LARGE4_TEXT,
     "molmo2_text": Family({}, qk_norm=True),
     "muse_glimmer_text": MUSE_GLIMMER_TEXT,
     "muse_spark_text": MUSE_SPARK_TEXT,

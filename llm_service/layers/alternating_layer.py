@@ -9,9 +9,9 @@ from torch import Tensor
 
 from llm_service.families.family import LayerKind
 from llm_service.layers.alternating import AltUp, Laurel
-from llm_service.layers.decoder_layer import DecoderLayer, KeysAndValues
+from llm_service.layers.decoder_layer import DecoderLayer
 from llm_service.layers.group import TensorGroup
-from llm_service.layers.mixer import Rotary
+from llm_service.layers.mixer import Kept, Rotary
 from llm_service.models.config import TextConfig
 
 _HALF = 2**-0.5
@@ -35,12 +35,12 @@ class AlternatingLayer(DecoderLayer):
         places: Tensor | None = None,
         *,
         given: Tensor | None = None,
-        kept: dict[int, KeysAndValues] | None = None,
+        kept: Kept | None = None,
         beside: tuple[Any, Any] | None = None,  # noqa: ARG002 - it has no companion
     ) -> tuple[Tensor, Tensor | None]:
         """As `DecoderLayer.forward` of streams [n, count · hidden]."""
         predicted, inputs = self.before(x, residual, rotary)
-        mixed = self.mixer.mix(self.with_kept(inputs, kept), cache, batch)
+        mixed = self.mixed(inputs, cache, batch, kept)
         if places is not None:
             predicted, mixed = predicted[places], mixed[places]
             given = None if given is None else given[places]

@@ -101,7 +101,7 @@ class BlockIndexedAttention(SelfAttention):
             attended = index.dense.attend(query[index.rest], key[index.rest], value[index.rest], cache.kv)
             out[index.rest] = attended.view(-1, *query.shape[1:])
         keys, values = cache.kv.flatten(1, 2)  # each [slots, kv_heads, head_dim]
-        for chunk, chosen in index.choose(asked, cache.index):
+        for chunk, chosen in zip(index.chosen, index.choose(asked, cache.index), strict=True):
             here, new = slice(chunk.begin, chunk.end), chunk.slots[chunk.context :]
             keys[new], values[new] = key[here].to(keys.dtype), value[here].to(values.dtype)
             attend_to_chosen(out[here], query[here], keys, values, chunk.slots, chosen, self._scale)

@@ -3,7 +3,7 @@ what is chosen of the others over a paged cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,13 +92,15 @@ class ChosenBatch:
         """Writes keys [n, head_dim] into one layer's cache [blocks + 1, block_size, head_dim]."""
         cache.flatten(0, 1)[self.written] = kept.to(cache.dtype)
 
-    def choose(self, asked: IndexQuery, cache: Tensor) -> Iterator[tuple[ChosenChunk, Tensor]]:
-        """The chunks that do not see all, and the places that each of their tokens sees, int64 [count, k], -1 where
-        there are no more; keys are in the cache."""
+    def choose(self, asked: IndexQuery, cache: Tensor) -> list[Tensor]:
+        """Of each chunk that does not see all the places that its tokens see, int64 [count, k], -1 where there are no
+        more; keys are in the cache."""
+        made = list[Tensor]()
         for chunk in self.chosen:
             chosen = choose(asked, slice(chunk.begin, chunk.end), chunk.slots, cache)
             assert chosen is not None, "these are longer than what is seen whole"
-            yield chunk, chosen
+            made.append(chosen)
+        return made
 
 
 class PagedChoice:

@@ -21,7 +21,7 @@ from llm_service.layers.late_normed_attention import LateNormedAttention
 from llm_service.layers.latent_attention import LatentAttention
 from llm_service.layers.layer_inputs import LayerEnd
 from llm_service.layers.mamba2_mixer import Mamba2
-from llm_service.layers.mixer import CachedPart, MixerPart, Rotary
+from llm_service.layers.mixer import CachedPart, Kept, MixerPart, Rotary
 from llm_service.layers.mlp import MLP, CutMLP, SquaredMLP
 from llm_service.layers.modality_experts import ModalityExperts
 from llm_service.layers.normed_output_attention import NormedOutputAttention
@@ -89,8 +89,6 @@ FEED_FORWARDS: dict[FeedForwardKind, Callable[[LayerKind, TextConfig, TensorGrou
     FeedForwardKind.SCALED_EXPERTS: partial(_experts, made=InputScaledMLP),
     FeedForwardKind.BOTH: _dense,
 }
-KeysAndValues = tuple[Tensor, ...]
-"""Of a step's tokens, [n, kv_heads, head_dim] each, as attention takes them."""
 
 
 class DecoderLayer(nn.Module):
@@ -134,16 +132,15 @@ class DecoderLayer(nn.Module):
         places: Tensor | None = None,
         *,
         given: Tensor | None = None,
-        kept: dict[int, KeysAndValues] | None = None,
+        kept: Kept | None = None,
         beside: tuple[Any, Any] | None = None,  # noqa: ARG002 - it has no companion
     ) -> tuple[Tensor, Tensor | None]:
         """[n, hidden], and what is to be added to it, if there is anything → the same, not added either, so that the
         next norm does both at once. With `places` int64 [m], what follows the mixer is computed for those alone.
-        `cache` and `batch` are what the mixer takes; `given` [n, width] are inputs of the layer's own. By the window
-        `kept` has the keys and values of the last layer that had its own: a layer that shares them writes the same ones
-        into their cache again. `beside` are the cache and the batch of its companion."""
+        `cache` and `batch` are what the mixer takes; `given` [n, width] are inputs of the layer's own. `kept` is where
+        layers leave what later ones share, where any do. `beside` are the cache and the batch of its companion."""
         residual, inputs = self.before(x, residual, rotary)
-        mixed = self.mixer.mix(self.with_kept(inputs, kept), cache, batch)
+        mixed = self.mixed(inputs, cache, batch, kept)
         if places is not None:
             residual, mixed = residual[places], mixed[places]
         out, residual = self.after(residual, mixed)
@@ -151,14 +148,16 @@ class DecoderLayer(nn.Module):
             return out, residual
         return self.end(residual + out, given if given is None or places is None else given[places]), None
 
-    def with_kept(self, inputs: tuple[Tensor, ...], kept: dict[int, KeysAndValues] | None) -> tuple[Tensor, ...]:
-        """What is mixed, with the keys and values that are `kept` where they are another layer's, as `forward` has
-        them."""
+    def mixed(self, inputs: tuple[Tensor, ...], cache: Any, batch: Any, kept: Kept | None) -> Tensor:
+        """What the mixer makes of what it projects. A layer that shares keys and values writes those that are `kept`
+        into their cache again."""
+        if isinstance(self.mixer, IndexedLatentAttention):
+            return self.mixer.mix(inputs, cache, batch, kept)
         if kept is not None and self._shares:
-            return *inputs, *kept[self._window]
-        if kept is not None:
-            kept[self._window] = inputs[1:3]
-        return inputs
+            inputs = *inputs, *kept.keys[self._window]
+        elif kept is not None:
+            kept.keys[self._window] = inputs[1:3]
+        return self.mixer.mix(inputs, cache, batch)
 
     def before(self, x: Tensor, residual: Tensor | None, rotary: Rotary) -> tuple[Tensor, tuple[Tensor, ...]]:
         """[n, hidden] each → their sum, and what is mixed."""

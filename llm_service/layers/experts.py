@@ -204,18 +204,24 @@ class Experts(nn.Module):
 class GroupedRouter(nn.Module):
     """Scores each expert by a sigmoid, as DeepSeek-V3 does. Which ones a token goes through depends on scores with a
     correction for each expert, and so does which groups these may be of: those with the greatest sums of their two
-    best. By how much, on the scores alone. In float32, whatever the other weights are."""
+    best. By how much, on the scores alone. Or scores are probabilities among all, and there are no corrections. In
+    float32, whatever the other weights are."""
 
     def __init__(self, experts: int, per_token: int, hidden: int, grouped: GroupedExperts) -> None:
         super().__init__()
         self._per_token, self._grouped = per_token, grouped
         self.weight = nn.Parameter(torch.empty(experts, hidden), requires_grad=False)
-        self.e_score_correction_bias = nn.Parameter(torch.empty(experts), requires_grad=False)
+        if not grouped.probabilities:
+            self.e_score_correction_bias = nn.Parameter(torch.empty(experts), requires_grad=False)
 
     def forward(self, x: Tensor) -> Pair:
         """[n, hidden] → weights, of the same type, and numbers of experts int64, [n, per_token] each."""
-        scores = sigmoid(functional.linear(x.float(), self.weight))
-        corrected = scores + self.e_score_correction_bias
+        products = functional.linear(x.float(), self.weight)
+        if self._grouped.probabilities:
+            scores = corrected = products.softmax(-1)
+        else:
+            scores = sigmoid(products)
+            corrected = scores + self.e_score_correction_bias
         if self._grouped.kept < self._grouped.groups:
             apart = corrected.view(len(x), self._grouped.groups, -1)
             kept = apart.topk(2, dim=-1).values.sum(-1).topk(self._grouped.kept, dim=-1).indices

@@ -1,5 +1,6 @@
 """Latent attention to the tokens that an index chooses, as in DeepSeek-V3.2: for queries that meet latents, those that
-each has chosen are gathered, where that takes less than to go through all."""
+each has chosen are gathered, where that takes less than to go through all. Layers may see what an earlier one's index
+chose, and have an earlier one's latents, as in Mistral Large 4."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from torch import Tensor
 from llm_service.families.family import LayerKind
 from llm_service.layers.attention.backend import AttentionBackend, AttentionBatch
 from llm_service.layers.attention.general_backend import attend_to_chosen, gathers
-from llm_service.layers.cache_spec import IndexedCache, IndexedKV
+from llm_service.layers.cache_spec import IndexedCache, IndexedKV, SharedKV
 from llm_service.layers.chosen_chunks import ChosenBatch, ChosenChunk
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.index_keys import mask_of
 from llm_service.layers.latent_attention import LatentAttention
 from llm_service.layers.latent_chunks import attend_expanded
 from llm_service.layers.latent_products import LatentProducts
-from llm_service.layers.mixer import Rotary
+from llm_service.layers.mixer import Kept, Rotary
 from llm_service.layers.token_decode import PagedTokenIndex, TokenIndexDecodes, attend_to_listed
 from llm_service.layers.token_index import TokenIndexer
 from llm_service.models.config import TextConfig
@@ -27,42 +28,52 @@ from llm_service.models.latent_config import LatentHeads
 
 
 class IndexedLatentAttention(LatentAttention):
-    """What `mix` takes of queries and latents is followed by what the index makes of the same tokens."""
+    """What `mix` takes of queries and latents is followed by what the index makes of the same tokens, unless what
+    another layer's index chose counts."""
 
     def __init__(self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__(kind, config, group, dtype)
-        self.index = TokenIndexer(config, dtype)
+        assert config.token_index is not None, "a layer of this kind needs it"
+        self._most = config.token_index.most
+        self.index = TokenIndexer(kind, config, dtype) if kind.chooses else None
 
     def cache_spec(self) -> IndexedKV:
-        """One head's keys, and an index key."""
-        return IndexedKV(self.kept, self.index.shape.head_dim)
+        """One head's keys, or whose, and an index key."""
+        kv = self.kept if self._keys_of is None else SharedKV(self._keys_of)
+        return IndexedKV(kv, 0 if self.index is None else self.index.shape.head_dim)
 
     def index_backend(self, attention: AttentionBackend, blocks: int, block_size: int) -> PagedTokenIndex:
         """See `IndexPart`."""
-        device = self.index.k_norm.weight.device
-        return PagedTokenIndex(self.index.shape.most, attention, blocks, block_size, device)
+        return PagedTokenIndex(self._most, attention, blocks, block_size, self.products.weight.device)
 
     def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
         """See `LatentAttention.project`."""
         made, latent = self.apart(x)
         resid = self.resid(made)
-        key = self.key(latent, (rotary[0], rotary[1]))
-        return self.queries(resid, rotary), key, *self.gates(x), *self.index.ask(x, resid, rotary)
+        keys = (self.key(latent, (rotary[0], rotary[1])),) if self._keys_of is None else ()
+        asked = () if self.index is None else self.index.ask(x, resid, rotary)
+        return self.queries(resid, rotary), *keys, *self.gates(x), *asked
 
-    def mix(self, inputs: tuple[Tensor, ...], cache: Any, batch: Any) -> Tensor:
+    def mix(self, inputs: tuple[Tensor, ...], cache: Any, batch: Any, kept: Kept | None = None) -> Tensor:
         """See `IndexPart`."""
-        query, key, *gates, asked, weights, kept = inputs
+        query, *others = inputs
         indexed: IndexedCache = cache
         attention: AttentionBatch = batch[0]
         index: ChosenBatch | TokenIndexDecodes = batch[1]
-        index.keep(kept, indexed.index)
+        latents = indexed.kv[0].flatten(0, 1)
+        own = self._keys_of is None  # else what attends writes the same once more
+        key = others.pop(0) if own else latents[index.written].to(query.dtype)
+        gates = [others.pop(0)] if self.head_gates is not None else []
+        if self.index is not None:
+            index.keep(others[2], indexed.index)
         if index.sees_all:
             return self.opened(self.attended(query, key, indexed.kv, attention), gates)
-        wanted, latents = self.index.query(asked, weights, kept), indexed.kv[0].flatten(0, 1)
+        choice = self._choice(others, indexed.index, index, kept)
         if isinstance(index, TokenIndexDecodes):
             latents[index.written] = key.to(latents.dtype)
-            listed, shape = index.chosen(wanted, indexed.index), self.shape
-            mixed = attend_to_listed(self.products.absorbed(query), latents[:, 0], *listed, shape.scale, shape.rank)
+            slots, seen = choice
+            absorbed, shape = self.products.absorbed(query), self.shape
+            mixed = attend_to_listed(absorbed, latents[:, 0], slots, seen, shape.scale, shape.rank)
             return self.opened(self.products.values(mixed), gates)
         out = query.new_empty(*query.shape[:2], self.shape.value)
         if index.dense is not None:
@@ -70,8 +81,21 @@ class IndexedLatentAttention(LatentAttention):
             out[index.rest] = attended.view(-1, *out.shape[1:])
         for chunk in index.chosen:
             latents[chunk.slots[chunk.context :]] = key[chunk.begin : chunk.end].to(latents.dtype)
-        mix_chosen(out, query, latents, index.choose(wanted, indexed.index), self.shape, self.products)
+        mix_chosen(out, query, latents, zip(index.chosen, choice, strict=True), self.shape, self.products)
         return self.opened(out.flatten(1), gates)
+
+    def _choice(
+        self, asked: list[Tensor], cache: Tensor, index: ChosenBatch | TokenIndexDecodes, kept: Kept | None
+    ) -> list[Tensor]:
+        """What the index chooses, as the batch gives it, or what the last one before it chose."""
+        if self.index is None:
+            assert kept is not None, "an earlier layer chose"
+            assert kept.choice is not None, "an earlier layer chose"
+            return kept.choice
+        choice = index.choose(self.index.query(asked[0], asked[1], asked[2]), cache)
+        if kept is not None:
+            kept.choice = choice
+        return choice
 
 
 def mix_chosen(

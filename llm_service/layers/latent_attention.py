@@ -18,6 +18,7 @@ from llm_service.layers.elementwise import sigmoid
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.latent_chunks import mix_chunks
 from llm_service.layers.latent_products import LatentProducts
+from llm_service.layers.learned_positions import LearnedGrowth
 from llm_service.layers.linear import PackedLinear, Stored, fill, length
 from llm_service.layers.mixer import Rotary, StateBackend
 from llm_service.layers.ops import TORCH, RMSNorm, RowOps
@@ -30,7 +31,7 @@ class LatentAttention(nn.Module):
 
     Heads are split over ranks; latents are computed, and kept, by each. A head's rotated numbers lie before the plain
     ones here, since it is the first ones of a head that are rotated. Its family says whether each head has a gate for
-    what is attended to.
+    what is attended to. A layer that attends to latents of another one makes queries alone.
     """
 
     stored_as: ClassVar[str] = "self_attn"
@@ -43,7 +44,10 @@ class LatentAttention(nn.Module):
         shape, own = self.shape, group.share(heads)
         self._kind = AttentionKind(kind.window, kind.spans, shape.scale, kind.whole_spans)
         self.heads = length(own)
-        queries, latent = {"q_proj": _rows(own, shape.query)}, {"kv_a_proj_with_mqa": slice(0, shape.width)}
+        self.growth = LearnedGrowth(own) if config.rotary.learned else None
+        self._keys_of, self._made = kind.keys_of, shape.width if kind.keys_of is None else 0
+        queries = {"q_proj": _rows(own, shape.query)}
+        latent = {"kv_a_proj_with_mqa": slice(0, shape.width)} if self._made else {}
         order = rotated_first(self.heads, shape.plain, shape.rotated, neighbours=shape.neighbours)
         linear, norm = partial(PackedLinear, bias=False, dtype=dtype), partial(GrownNorm, eps=shape.eps, dtype=dtype)
         self.q_norm: GrownNorm | None = None
@@ -53,11 +57,13 @@ class LatentAttention(nn.Module):
             self.q = linear(slice(0, shape.query_rank), {"q_b_proj": queries.pop("q_proj")}, order=order)
             queries, order = {"q_a_proj": slice(0, shape.query_rank)}, torch.arange(shape.query_rank)
         pairs = _pairs(shape.rotated, neighbours=shape.neighbours)
-        order = torch.cat([order, len(order) + torch.cat([torch.arange(shape.rank), shape.rank + pairs])])
-        self.down = linear(whole, queries | latent, order=order)
-        self.kv_norm = norm(shape.rank, stored_as="kv_a_layernorm", growth=shape.growth)
+        of_latent = torch.cat([torch.arange(shape.rank), shape.rank + pairs])
+        self.down = linear(whole, queries | latent, order=torch.cat([order, len(order) + of_latent[: self._made]]))
+        self.kv_norm: GrownNorm | None = None
         self.rotated_norm: GrownNorm | None = None
-        if shape.norms_rotated:
+        if self._made:
+            self.kv_norm = norm(shape.rank, stored_as="kv_a_layernorm", growth=shape.growth)
+        if self._made and shape.norms_rotated:
             self.rotated_norm = norm(shape.rotated, stored_as="k_rope_only_layernorm", order=pairs)
         self.products = LatentProducts(shape, heads, group, dtype)
         self.head_gates: PackedLinear | None = None
@@ -85,8 +91,8 @@ class LatentAttention(nn.Module):
         return self.queries(self.resid(made), rotary), self.key(latent, (rotary[0], rotary[1])), *self.gates(x)
 
     def apart(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [n, hidden] → what `resid` takes, and what `key` does."""
-        made, latent = self.down(x).split([self.down.outputs - self.shape.width, self.shape.width], dim=1)
+        """x [n, hidden] → what `resid` takes, and what `key` does, of no numbers where another layer has it."""
+        made, latent = self.down(x).split([self.down.outputs - self._made, self._made], dim=1)
         return made, latent
 
     def gates(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -100,15 +106,23 @@ class LatentAttention(nn.Module):
     def queries(self, resid: Tensor, rotary: Rotary) -> Tensor:
         """What `resid` gave → queries [n, heads, rotated + plain], which may grow with their places."""
         heads = (resid if self.q is None else self.q(resid)).view(len(resid), self.heads, self.shape.query)
-        query = self.ops.qk_norm_rotary(heads, (rotary[0], rotary[1]), self.heads, 0, None, self.shape.eps)
+        query = heads
+        if self.shape.rotated:
+            query = self.ops.qk_norm_rotary(heads, (rotary[0], rotary[1]), self.heads, 0, None, self.shape.eps)
+        if self.growth is not None:
+            query = self.growth(query, rotary[2])
         return (query * rotary[2]).to(query.dtype) if self._grows else query
 
     def key(self, latent: Tensor, rotary: Rotary) -> Tensor:
         """What the input gives for a latent and a rotated key [n, rank + rotated] → what is kept, [n, 1, the same]."""
+        assert self.kv_norm is not None, "the layer has latents of its own"
         rank, norm = self.shape.rank, self.rotated_norm
+        normed: Tensor = self.kv_norm(latent[:, :rank]).unsqueeze(1)
+        if not self.shape.rotated:
+            return normed
         gains = None if norm is None else (norm.weight, norm.weight)
         rotated = self.ops.qk_norm_rotary(latent[:, rank:].unsqueeze(1), rotary, 1, 0, gains, self.shape.eps)
-        return torch.cat([self.kv_norm(latent[:, :rank]).unsqueeze(1), rotated], dim=2)
+        return torch.cat([normed, rotated], dim=2)
 
     def mix(self, inputs: tuple[Tensor, ...], cache: Any, batch: Any) -> Tensor:
         """See `MixerPart`: this rank's heads [n, heads · value]."""
@@ -170,7 +184,7 @@ def rotated_first(heads: int, plain: int, rotated: int, *, neighbours: bool) -> 
 def _pairs(rotated: int, *, neighbours: bool) -> Tensor:
     """Where rotated numbers go, so that the first ones of their pairs come before the second ones."""
     places = torch.arange(rotated)
-    return places.view(2, -1).t().flatten() if neighbours else places
+    return places.view(2, -1).t().flatten() if neighbours and rotated else places
 
 
 def _rows(heads: slice, size: int) -> slice:

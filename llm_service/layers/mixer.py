@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
@@ -14,6 +15,19 @@ from llm_service.layers.cache_spec import CacheSpec, Segment
 
 Rotary = tuple[Tensor, ...]
 """Cosine and sine, [n, 1, rotary_dim] each; where queries grow with their places by what as well."""
+
+
+KeysAndValues = tuple[Tensor, ...]
+"""Of a step's tokens, [n, kv_heads, head_dim] each, as attention takes them."""
+
+
+@dataclass(slots=True)
+class Kept:
+    """What layers of a step leave to later ones: by their windows the `keys` and values of the last layer that had its
+    own, and the last `choice` of what is seen, as the batch of an index gives it."""
+
+    keys: dict[int, KeysAndValues] = field(default_factory=dict)
+    choice: list[Tensor] | None = None
 
 
 class StateBackend(Protocol):
@@ -56,7 +70,7 @@ class StableIndexBackend(IndexBackend, Protocol):
 @runtime_checkable
 class IndexPart(CachedPart, Protocol):
     """What keeps `IndexedKV`, and has batches of its own for the index: `mix` takes an `IndexedCache`, and a pair of an
-    `AttentionBatch` and one of the index."""
+    `AttentionBatch` and one of the index. Parts of layers that see what an earlier one chose take `Kept` as well."""
 
     def index_backend(self, attention: AttentionBackend, blocks: int, block_size: int, /) -> IndexBackend:
         """What makes these for all layers with this one's spec, over what computes attention where all is seen, and a

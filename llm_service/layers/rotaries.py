@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from llm_service.families.family import FAR
+from llm_service.layers.learned_positions import LearnedRotary
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.ops import MultimodalRotary
 from llm_service.layers.tempered_attention import TemperedRotary
@@ -63,6 +64,8 @@ def rotary_of(config: RotaryConfig, device: torch.device) -> MultimodalRotary:
     """What makes the tables."""
     if config.own_sections:
         return FourAxisRotary.of(config, device)
+    if config.learned:
+        return LearnedRotary.of(config, device)
     if config.scaling is not None and config.scaling.kind == LONG:
         return LongRangeRotary.of(config, device)
     if config.tempering is None:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from llm_service.families.family import LayerKind
-from llm_service.layers.decoder_layer import DecoderLayer, KeysAndValues
+from llm_service.layers.decoder_layer import DecoderLayer
 from llm_service.layers.group import TensorGroup
-from llm_service.layers.mixer import Rotary
+from llm_service.layers.mixer import Kept, Rotary
 from llm_service.layers.ngrams import Ngrams
 from llm_service.layers.streams import StreamMix, added
 from llm_service.models.config import TextConfig
@@ -43,7 +43,7 @@ class StreamedLayer(DecoderLayer):
         places: Tensor | None = None,
         *,
         given: Tensor | None = None,
-        kept: dict[int, KeysAndValues] | None = None,  # noqa: ARG002 - no layer shares another's
+        kept: Kept | None = None,
         beside: tuple[Any, Any] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """As `DecoderLayer.forward` of streams [n, count · hidden]; `given` int [n] are the tokens."""
@@ -52,7 +52,7 @@ class StreamedLayer(DecoderLayer):
             assert beside is not None, "they have a state"
             x = x + self.ngrams(x, given, *beside)
         weights, inputs = self.before(x, None, rotary)
-        mixed = self.mixer.mix(inputs, cache, batch)
+        mixed = self.mixed(inputs, cache, batch, kept)
         if places is not None:
             x, mixed, weights = x[places], mixed[places], weights[places]
         return self.after(x, mixed, weights)[0], None

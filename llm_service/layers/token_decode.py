@@ -44,7 +44,7 @@ class TokenIndexDecodes:
         """See `ChosenBatch`."""
         cache.flatten(0, 1)[self.written] = kept.to(cache.dtype)
 
-    def chosen(self, asked: IndexQuery, cache: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(self, asked: IndexQuery, cache: Tensor) -> list[Tensor]:
         """Slots int64 [s, most] that each sequence's token sees, and which of them count, bool. So many sequences are
         looked through at once as there is `ROOM` for; one that nobody has sees the null slot."""
         lengths, table = self.metadata.seq_lens.long(), self.metadata.block_table
@@ -55,7 +55,7 @@ class TokenIndexDecodes:
         own = places.clamp(min=0)
         slots = table.gather(1, own // self.block_size).long() * self.block_size + own % self.block_size
         nobody = (lengths == 0).unsqueeze(1)
-        return slots.masked_fill(nobody, self.null_slot), (places >= 0) | nobody
+        return [slots.masked_fill(nobody, self.null_slot), (places >= 0) | nobody]
 
 
 def score_by_torch(asked: IndexQuery, cache: Tensor, metadata: AttentionMetadata) -> Tensor:

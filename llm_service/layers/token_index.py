@@ -8,36 +8,39 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from llm_service.families.family import LayerKind
 from llm_service.layers.index_keys import IndexQuery, TokenIndex
+from llm_service.layers.learned_positions import LearnedGrowth
 from llm_service.layers.linear import PackedLinear, Place, Stored, fill
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.ops import TORCH, RowOps
 from llm_service.models.config import TextConfig
 
 _EPS = 1e-6
-"""Of the norm of keys, whatever a configuration states for others."""
+"""Of an index's norms, whatever a configuration states for others."""
 
 
 class TokenIndexer(nn.Module):
-    """Makes an index's queries, of the latents that a layer's own queries are made of, and of each token one key and
-    how much each head counts for it; every rank has all of them. The first numbers of a head are rotated, as many as
-    of the layer's own."""
+    """Makes an index's queries, of the latents that a layer's own queries are made of, or, where these are made of its
+    input, of that once it is normed; and of each token one key and how much each head counts for it. Every rank has all
+    of them. The first numbers of a head are rotated, as many as of the layer's own, and queries grow with their places
+    as these do."""
 
     stored_as: ClassVar[str] = "indexer"
     ops: RowOps = TORCH
 
-    def __init__(self, config: TextConfig, dtype: torch.dtype) -> None:
+    def __init__(self, kind: LayerKind, config: TextConfig, dtype: torch.dtype) -> None:
         super().__init__()
         assert config.token_index is not None, "a layer of this kind needs it"
-        assert config.latent is not None, "its queries are made of latents"
-        self.shape, latent = config.token_index, config.latent
+        self.shape, latent = config.token_index, config.latent_heads(kind)
+        self._rotated = latent.rotated > 0
         dim, heads, whole = self.shape.head_dim, self.shape.heads, slice(0, config.hidden_size)
         order = torch.arange(dim)
-        if latent.neighbours:
+        if latent.neighbours and self._rotated:
             order[: latent.rotated] = order[: latent.rotated].view(2, -1).t().flatten()
         all_heads = (torch.arange(heads).unsqueeze(1) * dim + order).flatten()
         self.queries = PackedLinear(
-            slice(0, latent.query_rank),
+            slice(0, latent.query_rank) if latent.query_rank else whole,
             {"wq_b": slice(0, heads * dim)},
             bias=False,
             dtype=dtype,
@@ -47,17 +50,24 @@ class TokenIndexer(nn.Module):
         self.keys = PackedLinear(whole, {"wk": slice(0, dim)}, bias=False, dtype=dtype, order=order, rounds=False)
         self.weights = PackedLinear(whole, {"weights_proj": slice(0, heads)}, bias=False, dtype=dtype, rounds=False)
         self.k_norm = OrderedLayerNorm(order, _EPS, dtype)
+        self.q_input_norm: OrderedLayerNorm | None = None
+        if not latent.query_rank:
+            self.q_input_norm = OrderedLayerNorm(torch.arange(config.hidden_size), _EPS, dtype)
+        self.growth = LearnedGrowth(slice(0, heads)) if config.rotary.learned else None
 
     def ask(self, x: Tensor, resid: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        """x [n, hidden] and what queries are made of [n, query_rank] → queries [n, heads, head_dim], how much each
-        counts, float32 [n, heads], and keys [n, head_dim]."""
+        """x [n, hidden] and, where a layer's queries are made of latents, these [n, query_rank] → queries [n, heads,
+        head_dim], how much each counts, float32 [n, heads], and keys [n, head_dim]."""
         heads, dim = self.shape.heads, self.shape.head_dim
-        queries = self.queries(resid).view(len(x), heads, dim)
-        keys = self.k_norm(self.keys(x)).unsqueeze(1)
-        angles = rotary[0], rotary[1]
-        asked = self.ops.qk_norm_rotary(queries, angles, heads, 0, None, _EPS)
-        kept = self.ops.qk_norm_rotary(keys, angles, 1, 0, None, _EPS).squeeze(1)
-        return asked, self.weights(x).float() * heads**-0.5, kept
+        asked = self.queries(resid if self.q_input_norm is None else self.q_input_norm(x)).view(len(x), heads, dim)
+        kept = self.k_norm(self.keys(x)).unsqueeze(1)
+        if self._rotated:
+            angles = rotary[0], rotary[1]
+            asked = self.ops.qk_norm_rotary(asked, angles, heads, 0, None, _EPS)
+            kept = self.ops.qk_norm_rotary(kept, angles, 1, 0, None, _EPS)
+        if self.growth is not None:
+            asked = self.growth(asked, rotary[2])
+        return asked, self.weights(x).float() * heads**-0.5, kept.squeeze(1)
 
     def query(self, asked: Tensor, weights: Tensor, kept: Tensor) -> IndexQuery:
         """What `ask` gave, as it is chosen by."""

@@ -41,8 +41,8 @@ from llm_service.models.feed_forward_config import (
     inner_size,
     inner_sizes,
 )
-from llm_service.models.index_config import BlockIndexShape, IndexShape, TokenIndexShape
-from llm_service.models.latent_config import LatentHeads, latent_heads
+from llm_service.models.index_config import BlockIndexShape, IndexShape, TokenIndexShape, shared_choices
+from llm_service.models.latent_config import LatentHeads, latent_heads, latent_sources, unrotated_layers
 from llm_service.models.layer_shapes import AlternatingShape, LayerInputs, MarkTable, NgramShape, StreamShape
 from llm_service.models.layer_types import (
     check_reach,
@@ -87,7 +87,9 @@ class TextConfig:
     Where all media of a prompt see each other these are the tokens `together`; with `adds_rows` rows are added to what
     the table has for their places. `alternating`: there are several streams, of which layers compute one. `cut_shares`
     and `inner_sizes`, where they are not empty, have one of what `LayerKind` calls so for each layer. `mark_tables` are
-    those of marks, of the library's models.
+    those of marks, of the library's models. `latent_sources` are layers whose latents each has, empty: its own; latents
+    have no rotated numbers in `unrotated_layers`; layers in `shared_choices` see what the last one before them chose by
+    its index.
 
     Where `experts` is above 0, every `sparse_step`-th layer but those in `dense_layers` is a mixture of experts, with a
     shared one beside them where `shared_expert_size` is above 0. `grouped`: in which groups they are, if in any. They
@@ -165,6 +167,9 @@ class TextConfig:
     cut_shares: tuple[float, ...] = ()
     inner_sizes: tuple[int, ...] = ()
     mark_tables: tuple[MarkTable, ...] = ()
+    latent_sources: tuple[int, ...] = ()
+    unrotated_layers: frozenset[int] = frozenset()
+    shared_choices: frozenset[int] = frozenset()
 
     @property
     def layers(self) -> int:
@@ -210,6 +215,8 @@ class TextConfig:
             prompt_spans=self.spans is SpanRule.WHOLE_PROMPTS,
             cut_share=self.cut_shares[layer] if self.cut_shares else 0.0,
             inner=self.inner_sizes[layer] if self.inner_sizes else 0,
+            rotated=layer not in self.unrotated_layers,
+            chooses=layer not in self.shared_choices,
         )
 
     def norms_heads(self, kind: LayerKind) -> bool:
@@ -220,7 +227,11 @@ class TextConfig:
         return self.windows[layer] if self.windows else 0
 
     def _keys_of(self, layer: int) -> int | None:
-        """The layer whose keys and values one attends to, None: its own. Raises CheckpointError where there is none."""
+        """The layer whose keys and values, or latents, one attends to, None: its own. Raises CheckpointError where
+        there is none."""
+        if self.latent_sources:
+            source = self.latent_sources[layer]
+            return None if source == layer else source
         first = self.layers - self.shared_layers
         if layer < first:
             return None
@@ -247,7 +258,7 @@ class TextConfig:
         """Of a layer with latent attention."""
         found = self.latent if self.local_latent is None or not kind.window else self.local_latent
         assert found is not None, "the configuration has the heads' shape"
-        return found
+        return found if kind.rotated else found.unrotated
 
     def longest(self, max_context: int) -> int:
         """Tokens of the longest context where the operator allows `max_context`; 0: as many as the model does."""
@@ -335,7 +346,7 @@ class TextConfig:
             latent_size=int(text.get("moe_latent_size") or 0),
             sparse_step=int(text.get("decoder_sparse_step", 1)),
             dense_layers=dense_layers(text, types if family.single_parts else ()),
-            grouped=grouped_experts(text) if grouped else None,
+            grouped=grouped_experts(text, probabilities=family.likely_experts) if grouped else None,
             expert_scale=expert_scale(text) if family.probability_weights and experts else None,
             delta_net=delta_net_of(text) if Mixer.GATED_DELTA_NET in mixers else None,
             mamba2=mamba2_of(text) if Mixer.MAMBA2 in mixers else None,
@@ -371,6 +382,9 @@ class TextConfig:
             ngrams=NgramShape.of(text),
             delta_gates=delta_gates_of(text),
             table_rows=_table_rows(text),
+            latent_sources=latent_sources(text) if latent is not None else (),
+            unrotated_layers=unrotated_layers(text) if latent is not None else frozenset(),
+            shared_choices=shared_choices(text) if Mixer.INDEXED_LATENT_ATTENTION in mixers else frozenset(),
         )
 
 

@@ -20,14 +20,14 @@ from llm_service.layers.alternating_layer import AlternatingLayer
 from llm_service.layers.attention.backend import NumbaCompiled
 from llm_service.layers.cache_spec import LayerCache
 from llm_service.layers.cpu import selection
-from llm_service.layers.decoder_layer import DecoderLayer, KeysAndValues, Layer, make_layer
+from llm_service.layers.decoder_layer import DecoderLayer, Layer, make_layer
 from llm_service.layers.experts import Experts
 from llm_service.layers.gated_residual import GatedResidualLayer
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.layer_inputs import InputsOfLayers
 from llm_service.layers.linear import PackedLinear, VocabularyEmbedding
 from llm_service.layers.mark_tables import MarkedEmbedding
-from llm_service.layers.mixer import CachedPart, Rotary
+from llm_service.layers.mixer import CachedPart, Kept, Rotary
 from llm_service.layers.modality_layer import ModalityLayer
 from llm_service.layers.ops import TORCH, RMSNorm, norm_of, use_ops
 from llm_service.layers.part_layers import MixerLayer
@@ -173,7 +173,7 @@ class Decoder(nn.Module):
         elif self.streams_in is not None:
             hidden = self.streams_in(hidden)
         companions = zip(caches[self.config.layers :], batches[self.config.layers :], strict=True)
-        kept: dict[int, KeysAndValues] | None = {} if self.config.shared_layers else None
+        kept = Kept() if self.config.shared_layers or self.config.shared_choices else None
         residual: Tensor | None = None
         at = -1
         for index, layer in enumerate(self.layers):
@@ -181,7 +181,8 @@ class Decoder(nn.Module):
                 hidden, residual = hidden[places], None if residual is None else residual[places]
                 rotary, local = self._angles(positions[:, places], hidden.dtype)
                 given = given[:, places] if isinstance(given, Tensor) else given
-                kept = {window: tuple(each[places] for each in both) for window, both in (kept or {}).items()}
+                if kept is not None:
+                    kept.keys = {window: tuple(each[places] for each in both) for window, both in kept.keys.items()}
                 batches, places = at_places, None
             last = index == self.config.layers - 1
             cut = places if last and index not in levels else None

@@ -13,11 +13,12 @@ from llm_service.families.family import EXPERTS_ALONE
 @dataclass(frozen=True, slots=True)
 class GroupedExperts:
     """Experts are in `groups`, and a token's are of the `kept` of these that it scores highest; its weights, which sum
-    up to 1, are multiplied by `scale`."""
+    up to 1, are multiplied by `scale`. With `probabilities` a score is an expert's probability among all."""
 
     groups: int
     kept: int
     scale: float
+    probabilities: bool = False
 
 
 def first_of(text: Mapping[str, Any], *names: str) -> Any:
@@ -75,7 +76,8 @@ def expert_scale(text: Mapping[str, Any]) -> float:
     return float(text.get("routed_scaling_factor", 1.0))
 
 
-def grouped_experts(text: Mapping[str, Any]) -> GroupedExperts:
+def grouped_experts(text: Mapping[str, Any], *, probabilities: bool) -> GroupedExperts:
     """In which groups experts are; one of all where nothing is stated."""
     scale = first_of(text, "routed_scaling_factor", "moe_router_scaling_factor") or 1.0
-    return GroupedExperts(int(text.get("n_group") or 1), int(text.get("topk_group") or 1), float(scale))
+    groups, kept = int(text.get("n_group") or 1), int(text.get("topk_group") or 1)
+    return GroupedExperts(groups, kept, float(scale), probabilities)

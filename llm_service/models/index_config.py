@@ -67,3 +67,13 @@ class BlockIndexShape:
         if local > most:
             raise CheckpointError(f"an index that keeps {most} blocks, and {local} local ones, is not supported")
         return cls(int(text["index_head_dim"]), int(text["index_block_size"]), most, local)
+
+
+def shared_choices(text: Mapping[str, Any]) -> frozenset[int]:
+    """Layers that see what the last one before them chose. Raises CheckpointError where none chooses before one."""
+    kinds = text.get("indexer_types") or ()
+    found = frozenset(layer for layer, kind in enumerate(kinds) if kind == "shared")
+    first = next((layer for layer, kind in enumerate(kinds) if kind == "full"), len(kinds))
+    if found and min(found) < first:
+        raise CheckpointError("a layer that sees what an earlier one chose comes before all that choose")
+    return found

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from common.checkpoint import CheckpointError
 from llm_service.families.family import SLIDING, Family, Mixer
 from llm_service.models.own_settings import LATENT_SIZES, own_settings
 from llm_service.models.rotary_config import yarn_growth
@@ -57,6 +58,11 @@ class LatentHeads:
         )
 
     @property
+    def unrotated(self) -> LatentHeads:
+        """The same with all numbers of a query and a key plain ones."""
+        return replace(self, rotated=0, plain=self.query)
+
+    @property
     def width(self) -> int:
         """Numbers that are kept of a token: its latent, and behind that its rotated key."""
         return self.rank + self.rotated
@@ -90,7 +96,7 @@ def latent_heads(
     """Those of layers of these types, and of the ones with a window, each with its rotary settings; None where there
     are none. Raises CheckpointError as `own_settings`, where layers without latents have sizes of such as well, and
     KeyError as `LatentHeads.of`."""
-    has_latents = Mixer.LATENT_ATTENTION in family.mixers.values()
+    has_latents = not _MIXERS.isdisjoint(family.mixers.values())
     own = own_settings(text, types, SLIDING if has_latents else "", LATENT_SIZES)
     if not has_latents:
         return None, None
@@ -98,3 +104,26 @@ def latent_heads(
     if SLIDING not in types:
         return every, None
     return every, LatentHeads.of({**text, **own}, window_rope or rope, family, norm_eps)
+
+
+_MIXERS = {Mixer.LATENT_ATTENTION, Mixer.INDEXED_LATENT_ATTENTION}
+
+
+def unrotated_layers(text: Mapping[str, Any]) -> frozenset[int]:
+    """Layers with latents that have no rotated numbers, of a text whose others have some."""
+    stated = (text.get("no_rope_layers") or ())[: int(text["num_hidden_layers"])]
+    return frozenset(layer for layer, rotated in enumerate(stated) if not rotated)  # 0 says so
+
+
+def latent_sources(text: Mapping[str, Any]) -> tuple[int, ...]:
+    """The layers, by their numbers, whose latents each layer has; empty where all have their own. Raises
+    CheckpointError where one has others than those of the last one before it that shares its own, and is rotated as it
+    is."""
+    sources = [int(each) for each in text.get("kv_source_layers") or ()]
+    unrotated = unrotated_layers(text)
+    for layer, source in enumerate(sources):
+        shares = [each for each in range(layer) if sources[each] == each and each in sources[each + 1 :]]
+        alike = [each for each in shares if (each in unrotated) == (layer in unrotated)]
+        if source != layer and alike[-1:] != [source]:
+            raise CheckpointError(f"layer {layer} shares other latents than the last that are for layers of its kind")
+    return () if sources == list(range(len(sources))) else tuple(sources)

@@ -132,7 +132,8 @@ class RotaryConfig:
     """How heads are rotated: the first `dim` numbers of each, whose pairs `sections` counts for time, height, width,
     dealt out in turns where it is `interleaved`, and with `space_first` height and width so, before time. `tempering`:
     by how much queries grow besides. Where `own_sections` is not empty it counts the pairs of four axes, of which the
-    first is a token's own number, and `sections` nothing."""
+    first is a token's own number, and `sections` nothing. `learned`: checkpoints have factors of how fast pairs turn,
+    and of how much queries grow with their places."""
 
     dim: int
     theta: float
@@ -142,6 +143,7 @@ class RotaryConfig:
     tempering: Tempering | None = None
     space_first: bool = False
     own_sections: tuple[int, ...] = ()
+    learned: bool = False
 
     @classmethod
     def of(
@@ -169,7 +171,7 @@ class RotaryConfig:
             raise CheckpointError("mrope_section does not fill what is rotated of a head")
         tempering = Tempering.of(rope, text, longest)
         if long := rope.get("rope_type", rope.get("type")) == LONG:
-            if family.modalities or own_sections or tempering is not None:
+            if family.modalities or own_sections or tempering is not None or family.learned_positions:
                 raise CheckpointError("rotary scaling longrope is not supported here")
             rope = {**_stated(text, "original_max_position_embeddings"), **rope}
         scaling = RotaryScaling.of(rope, max_position)
@@ -184,6 +186,7 @@ class RotaryConfig:
             tempering=tempering,
             space_first=family.space_first,
             own_sections=own_sections,
+            learned=family.learned_positions,
         )
 
 

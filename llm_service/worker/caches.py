@@ -108,14 +108,14 @@ class Caches:
         shapes = {kind: layers.shape for kind, layers in self.paged.items()}
         paged = {kind: layers.cache for kind, layers in self.paged.items()}
         self.layers = layer_caches(specs, shapes, paged, self.state_slots + self.snapshot_slots, device)
-        self._indexes: dict[IndexedKV, IndexBackend] = {}
+        self._indexes: dict[PagedKV, IndexBackend] = {}
         self._kept = specs
-        for mixer, spec in zip(mixers, specs, strict=True):
+        for mixer, spec, kept in zip(mixers, specs, self._specs, strict=True):
             if isinstance(spec, SequenceState) and spec not in self._states:
                 self._states[spec] = states(mixer)
-            if isinstance(spec, IndexedKV) and isinstance(mixer, IndexPart) and spec not in self._indexes:
-                assert isinstance(spec.kv, PagedKV), "an index part has keys and values of its own"
-                self._indexes[spec] = mixer.index_backend(self.paged[spec.kv].backend, blocks, block_size)
+            if isinstance(spec, IndexedKV) and isinstance(mixer, IndexPart) and kept not in self._indexes:
+                assert isinstance(kept, PagedKV), "what an index chooses has keys and values"
+                self._indexes[kept] = mixer.index_backend(self.paged[kept].backend, blocks, block_size)
 
     @property
     def state_chunk(self) -> int:
@@ -144,17 +144,19 @@ class Caches:
         if self._states:
             segments = Segment.of(chunks, slots, passed)
             made |= {spec: backend.batch(segments) for spec, backend in self._states.items()}
+        chosen = dict[CacheSpec, Any]()
         for indexed, index in self._indexes.items():
             if metadata is not None and metadata.longest_query == 1 and isinstance(index, StableIndexBackend):
-                made[indexed] = made[indexed.kv], index.over(metadata)
+                chosen[indexed] = index.over(metadata)
             else:
-                made[indexed] = made[indexed.kv], index.batch(chunks)
-        return self._of_layers(made)
+                chosen[indexed] = index.batch(chunks)
+        return self._of_layers(made, chosen)
 
-    def _of_layers(self, made: Mapping[CacheSpec, Any]) -> list[Any]:
-        """Each layer's batch, by what it keeps."""
+    def _of_layers(self, made: Mapping[CacheSpec, Any], chosen: Mapping[CacheSpec, Any]) -> list[Any]:
+        """Each layer's batch, with that of its index if it has one, by the kind of what it reads."""
         pairs = zip(self._kept, self._specs, strict=True)
-        return [made[kept if kept in self._indexes else spec] for kept, spec in pairs]
+        indexed = [(isinstance(kept, IndexedKV) and spec in chosen, spec) for kept, spec in pairs]
+        return [(made[spec], chosen[spec]) if has_index else made[spec] for has_index, spec in indexed]
 
     @property
     def decodes_alone(self) -> bool:
@@ -190,10 +192,11 @@ class Caches:
         for state, backend in self._states.items():
             assert isinstance(backend, StableStateBackend), "a back end that does not follow metadata"
             made[state] = backend.over(states[state])
+        chosen = dict[CacheSpec, Any]()
         for indexed, index in self._indexes.items():
             assert isinstance(index, StableIndexBackend), "an index that does not follow metadata"
-            made[indexed] = made[indexed.kv], index.over(metadata)
-        return self._of_layers(made)
+            chosen[indexed] = index.over(metadata)
+        return self._of_layers(made, chosen)
 
     def not_capturable(self) -> str:
         """Why a step's batches cannot follow metadata; empty where they can."""

@@ -55,11 +55,13 @@ def _attend_to_latents(
         slot = block.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE  # a cache may hold more than 2³¹ numbers
         base = slot * (RANK + BEHIND)
         v = tl.load(keys + base[:, None] + dims[None, :], inside[:, None] & (dims < RANK)[None, :], 0.0)
-        k_behind = tl.load(
-            keys + base[None, :] + RANK + behind[:, None], inside[None, :] & (behind < BEHIND)[:, None], 0.0
-        )
         scores = tl.dot(q, tl.trans(v), input_precision=PRECISION)
-        scores = tl.dot(q_behind, k_behind, scores, input_precision=PRECISION) * scale
+        if BEHIND > 0:
+            k_behind = tl.load(
+                keys + base[None, :] + RANK + behind[:, None], inside[None, :] & (behind < BEHIND)[:, None], 0.0
+            )
+            scores = tl.dot(q_behind, k_behind, scores, input_precision=PRECISION)
+        scores = scores * scale
         if MASKED:
             seen = inside[None, :] & (positions[None, :] <= last[:, None])
             if WINDOW + CHUNK > 0:
