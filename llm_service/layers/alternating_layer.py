@@ -11,7 +11,7 @@ from llm_service.families.family import LayerKind
 from llm_service.layers.alternating import AltUp, Laurel
 from llm_service.layers.decoder_layer import DecoderLayer
 from llm_service.layers.group import TensorGroup
-from llm_service.layers.mixer import Kept, Rotary
+from llm_service.layers.mixer import HandedOn, Rotary
 from llm_service.models.config import TextConfig
 
 _HALF = 2**-0.5
@@ -35,7 +35,7 @@ class AlternatingLayer(DecoderLayer):
         places: Tensor | None = None,
         *,
         given: Tensor | None = None,
-        kept: Kept | None = None,
+        kept: HandedOn | None = None,
         beside: tuple[Any, Any] | None = None,  # noqa: ARG002 - it has no companion
     ) -> tuple[Tensor, Tensor | None]:
         """As `DecoderLayer.forward` of streams [n, count · hidden]."""

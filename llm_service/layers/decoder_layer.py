@@ -21,7 +21,7 @@ from llm_service.layers.late_normed_attention import LateNormedAttention
 from llm_service.layers.latent_attention import LatentAttention
 from llm_service.layers.layer_inputs import LayerEnd
 from llm_service.layers.mamba2_mixer import Mamba2
-from llm_service.layers.mixer import CachedPart, Kept, MixerPart, Rotary
+from llm_service.layers.mixer import CachedPart, HandedOn, MixerPart, Rotary
 from llm_service.layers.mlp import MLP, CutMLP, SquaredMLP
 from llm_service.layers.modality_experts import ModalityExperts
 from llm_service.layers.normed_output_attention import NormedOutputAttention
@@ -132,7 +132,7 @@ class DecoderLayer(nn.Module):
         places: Tensor | None = None,
         *,
         given: Tensor | None = None,
-        kept: Kept | None = None,
+        kept: HandedOn | None = None,
         beside: tuple[Any, Any] | None = None,  # noqa: ARG002 - it has no companion
     ) -> tuple[Tensor, Tensor | None]:
         """[n, hidden], and what is to be added to it, if there is anything → the same, not added either, so that the
@@ -148,7 +148,7 @@ class DecoderLayer(nn.Module):
             return out, residual
         return self.end(residual + out, given if given is None or places is None else given[places]), None
 
-    def mixed(self, inputs: tuple[Tensor, ...], cache: Any, batch: Any, kept: Kept | None) -> Tensor:
+    def mixed(self, inputs: tuple[Tensor, ...], cache: Any, batch: Any, kept: HandedOn | None) -> Tensor:
         """What the mixer makes of what it projects. A layer that shares keys and values writes those that are `kept`
         into their cache again."""
         if isinstance(self.mixer, IndexedLatentAttention):

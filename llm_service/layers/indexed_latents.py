@@ -20,7 +20,7 @@ from llm_service.layers.index_keys import mask_of
 from llm_service.layers.latent_attention import LatentAttention
 from llm_service.layers.latent_chunks import attend_expanded
 from llm_service.layers.latent_products import LatentProducts
-from llm_service.layers.mixer import Kept, Rotary
+from llm_service.layers.mixer import HandedOn, Rotary
 from llm_service.layers.token_decode import PagedTokenIndex, TokenIndexDecodes, attend_to_listed
 from llm_service.layers.token_index import TokenIndexer
 from llm_service.models.config import TextConfig
@@ -54,7 +54,7 @@ class IndexedLatentAttention(LatentAttention):
         asked = () if self.index is None else self.index.ask(x, resid, rotary)
         return self.queries(resid, rotary), *keys, *self.gates(x), *asked
 
-    def mix(self, inputs: tuple[Tensor, ...], cache: Any, batch: Any, kept: Kept | None = None) -> Tensor:
+    def mix(self, inputs: tuple[Tensor, ...], cache: Any, batch: Any, kept: HandedOn | None = None) -> Tensor:
         """See `IndexPart`."""
         query, *others = inputs
         indexed: IndexedCache = cache
@@ -85,7 +85,7 @@ class IndexedLatentAttention(LatentAttention):
         return self.opened(out.flatten(1), gates)
 
     def _choice(
-        self, asked: list[Tensor], cache: Tensor, index: ChosenBatch | TokenIndexDecodes, kept: Kept | None
+        self, asked: list[Tensor], cache: Tensor, index: ChosenBatch | TokenIndexDecodes, kept: HandedOn | None
     ) -> list[Tensor]:
         """What the index chooses, as the batch gives it, or what the last one before it chose."""
         if self.index is None:

@@ -22,7 +22,7 @@ KeysAndValues = tuple[Tensor, ...]
 
 
 @dataclass(slots=True)
-class Kept:
+class HandedOn:
     """What layers of a step leave to later ones: by their windows the `keys` and values of the last layer that had its
     own, and the last `choice` of what is seen, as the batch of an index gives it."""
 
@@ -70,7 +70,7 @@ class StableIndexBackend(IndexBackend, Protocol):
 @runtime_checkable
 class IndexPart(CachedPart, Protocol):
     """What keeps `IndexedKV`, and has batches of its own for the index: `mix` takes an `IndexedCache`, and a pair of an
-    `AttentionBatch` and one of the index. Parts of layers that see what an earlier one chose take `Kept` as well."""
+    `AttentionBatch` and one of the index; where layers may see what an earlier one chose, `HandedOn` as well."""
 
     def index_backend(self, attention: AttentionBackend, blocks: int, block_size: int, /) -> IndexBackend:
         """What makes these for all layers with this one's spec, over what computes attention where all is seen, and a

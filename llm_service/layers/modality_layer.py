@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from llm_service.layers.decoder_layer import DecoderLayer
-from llm_service.layers.mixer import Kept, Rotary
+from llm_service.layers.mixer import HandedOn, Rotary
 
 
 class ModalityLayer(DecoderLayer):
@@ -23,7 +23,7 @@ class ModalityLayer(DecoderLayer):
         places: Tensor | None = None,
         *,
         given: Tensor | None = None,
-        kept: Kept | None = None,  # noqa: ARG002 - no layer shares another's
+        kept: HandedOn | None = None,  # noqa: ARG002 - no layer shares another's
         beside: tuple[Any, Any] | None = None,  # noqa: ARG002 - it has no companion
     ) -> tuple[Tensor, Tensor | None]:
         """As `DecoderLayer.forward`; `given` int [n] is 1 of tokens of media, and of the marks around them, else 0."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from llm_service.families.family import LayerKind
 from llm_service.layers.decoder_layer import DecoderLayer
 from llm_service.layers.group import TensorGroup
-from llm_service.layers.mixer import Kept, Rotary
+from llm_service.layers.mixer import HandedOn, Rotary
 from llm_service.layers.ngrams import Ngrams
 from llm_service.layers.streams import StreamMix, added
 from llm_service.models.config import TextConfig
@@ -43,7 +43,7 @@ class StreamedLayer(DecoderLayer):
         places: Tensor | None = None,
         *,
         given: Tensor | None = None,
-        kept: Kept | None = None,
+        kept: HandedOn | None = None,
         beside: tuple[Any, Any] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """As `DecoderLayer.forward` of streams [n, count · hidden]; `given` int [n] are the tokens."""

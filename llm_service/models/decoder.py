@@ -27,7 +27,7 @@ from llm_service.layers.group import TensorGroup
 from llm_service.layers.layer_inputs import InputsOfLayers
 from llm_service.layers.linear import PackedLinear, VocabularyEmbedding
 from llm_service.layers.mark_tables import MarkedEmbedding
-from llm_service.layers.mixer import CachedPart, Kept, Rotary
+from llm_service.layers.mixer import CachedPart, HandedOn, Rotary
 from llm_service.layers.modality_layer import ModalityLayer
 from llm_service.layers.ops import TORCH, RMSNorm, norm_of, use_ops
 from llm_service.layers.part_layers import MixerLayer
@@ -173,7 +173,7 @@ class Decoder(nn.Module):
         elif self.streams_in is not None:
             hidden = self.streams_in(hidden)
         companions = zip(caches[self.config.layers :], batches[self.config.layers :], strict=True)
-        kept = Kept() if self.config.shared_layers or self.config.shared_choices else None
+        kept = HandedOn() if self.config.shared_layers or self.config.shared_choices else None
         residual: Tensor | None = None
         at = -1
         for index, layer in enumerate(self.layers):

@@ -17,6 +17,7 @@ from llm_service.layers.decoder_layer import DecoderLayer
 from llm_service.layers.experts_beside import ExpertsBeside
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.layer_inputs import InputsOfLayers
+from llm_service.layers.mixer import HandedOn
 from llm_service.layers.ops import MultimodalRotary, RMSNorm
 from llm_service.models.attention_config import HeadShape
 from llm_service.models.config import TextConfig
@@ -97,12 +98,12 @@ def test_a_layer_gives_what_the_library_s_gives(form: str, at: int) -> None:
     mask = torch.full((TOKENS, TOKENS), -torch.inf).triu(1)
     if kind == "sliding_attention":
         mask = mask + torch.full((TOKENS, TOKENS), -torch.inf).tril(-12)
-    spec, kept = layer.mixer.cache_spec(), dict[int, Any]()
+    spec, kept = layer.mixer.cache_spec(), HandedOn()
     if isinstance(spec, SharedKV):
         spec = PagedKV(4, 2, 32 if kind == "full_attention" else 16, shape_kind(shape, at))
         both = noise(TOKENS, 2, spec.head_dim, seed=6), noise(TOKENS, 2, spec.head_dim, seed=7)
-        kept[shape.windows[at]] = both
-    states = {kind: tuple(each.transpose(0, 1)[None] for each in kept.get(shape.windows[at], ()))}
+        kept.keys[shape.windows[at]] = both
+    states = {kind: tuple(each.transpose(0, 1)[None] for each in kept.keys.get(shape.windows[at], ()))}
     angles = Gemma4TextRotaryEmbedding(settings)(x, positions[None], kind)
     expected = theirs(
         x[None].clone(), None if given is None else given[None], states, angles, mask[None, None], positions[None]
