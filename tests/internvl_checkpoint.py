@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
 from tools.demo_media import film
-from tools.models.compare import Film, Part, picture
+from tools.models.prompts import Film, Part, picture
 from tools.models.recipes import RECIPES
 from tools.models.recipes.recipe import SIDE, TEXT, VISION, part, whole
 from tools.models.tiny import make_by

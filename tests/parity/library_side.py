@@ -29,7 +29,9 @@ from llm_service.models.trial import Finding, try_out
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, SamplingParams
 from tests.parity.local_engine import LocalEngine, Prompt
-from tools.models.compare import OURS, TOKENS, VIDEO, Film, Part, Reference, Tones, kept_of, prompts_for
+from tools.models.compare import OURS, kept_of, prompts_for
+from tools.models.prompts import VIDEO, Film, Part, Tones
+from tools.models.reference import TOKENS, Reference
 
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
 

@@ -25,8 +25,10 @@ from llm_service.models.trial import Finding, try_config, try_ours, try_out
 from llm_service.models.trial_prompts import drawn_prompt
 from llm_service.request import SamplingParams
 from tests.parity.library_side import GREEDY, Served, compare
-from tools.models.compare import OURS, PROMPTS, TWO, VIDEO, Part, Reference, picture
+from tools.models.compare import OURS
+from tools.models.prompts import PROMPTS, TWO, VIDEO, Part, picture
 from tools.models.recipes import RECIPES
+from tools.models.reference import Reference
 from tools.models.tiny import config_of_recipe, make
 
 

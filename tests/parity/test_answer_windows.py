@@ -13,7 +13,8 @@ from llm_service.engine.block_identity import BlockIdentities
 from llm_service.request import PromptLayout, TokenPrompt
 from tests.parity.library_side import GREEDY, Served
 from tests.parity.local_engine import LocalEngine, Prompt, misled_drafts
-from tools.models.compare import PROMPTS, TOKENS, Reference
+from tools.models.prompts import PROMPTS
+from tools.models.reference import TOKENS, Reference
 from tools.models.tiny import make
 
 WINDOW = 24

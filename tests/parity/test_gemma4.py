@@ -35,10 +35,12 @@ from llm_service.worker.model_runner import ModelRunner
 from tests.parity.library_side import GREEDY, Served, compare
 from tests.parity.test_library_ranks import on_ranks
 from tests.parity.test_llm_graphs import graphed
-from tools.models.compare import OURS, PROMPTS, Reference
+from tools.models.compare import OURS
+from tools.models.prompts import PROMPTS
 from tools.models.recipes import RECIPES
 from tools.models.recipes.recipe import Recipe
 from tools.models.recipes.spans import GEMMA4_DENSE, GEMMA4_EXPERTS
+from tools.models.reference import Reference
 from tools.models.tiny import config_of, make_by
 
 CPU = torch.device("cpu")

@@ -30,7 +30,8 @@ from llm_service.request import ChatPrompt, MediaItem, Message, SamplingParams
 from tests.internvl_checkpoint import KINDS, MOST_TILES, PROMPTS, make_internvl
 from tests.parity.local_engine import LocalEngine, Prompt
 from tools.demo_media import film
-from tools.models.compare import TOKENS, Film, Part, Reference, picture
+from tools.models.prompts import Film, Part, picture
+from tools.models.reference import TOKENS, Reference
 
 CPU = torch.device("cpu")
 ROWS = {"rtol": 1e-4, "atol": 1e-4}

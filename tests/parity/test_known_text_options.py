@@ -32,7 +32,8 @@ from tests.parity.test_library_ranks import on_ranks
 from tests.parity.test_llm_graphs import PEOPLE, graphed
 from tests.peft_reference import PeftReference
 from tests.quantized import FORMATS, quantize_checkpoint
-from tools.models.compare import PROMPTS, TOKENS, Reference
+from tools.models.prompts import PROMPTS
+from tools.models.reference import TOKENS, Reference
 from tools.models.tiny import config_of_recipe, make
 
 CPU = torch.device("cpu")

@@ -29,7 +29,9 @@ from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.trial import try_ours_of
 from llm_service.models.trial_prompts import drawn_prompt
 from tests.parity.library_side import GREEDY, Served, compare
-from tools.models.compare import OURS, PROMPTS, TOKENS, Reference
+from tools.models.compare import OURS
+from tools.models.prompts import PROMPTS
+from tools.models.reference import TOKENS, Reference
 from tools.models.tiny import config_of_recipe, make
 
 Rename = Callable[[str], str]

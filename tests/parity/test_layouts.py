@@ -16,7 +16,7 @@ from encoder_service.models.processor import ItemProcessor
 from llm_service.models.served import ServedModel
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import Span, TextPrompt, TokenPrompt
-from tools.models.compare import picture
+from tools.models.prompts import picture
 from tools.models.tiny import make_without_weights
 
 

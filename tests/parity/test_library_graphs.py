@@ -27,7 +27,8 @@ from tests.parity.library_side import GREEDY, Served
 from tests.parity.test_llm_graphs import PEOPLE, graphed
 from tests.plain_attention import PlainTables
 from tests.quantized import FORMATS, quantize_checkpoint
-from tools.models.compare import PROMPTS, Reference
+from tools.models.prompts import PROMPTS
+from tools.models.reference import Reference
 from tools.models.tiny import config_of_recipe, make
 
 CPU = torch.device("cpu")

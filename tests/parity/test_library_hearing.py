@@ -20,8 +20,10 @@ from encoder_service.models.library_tower import LibraryTower
 from encoder_service.models.processor import ItemProcessor
 from encoder_service.worker import planner
 from tests.parity.library_side import GREEDY, Served, compare
-from tools.models.compare import OURS, SOUND, TWO_SOUNDS, Reference, picture, tones
+from tools.models.compare import OURS
+from tools.models.prompts import SOUND, TWO_SOUNDS, picture, tones
 from tools.models.recipes.spans import GEMMA4_HEARING
+from tools.models.reference import Reference
 from tools.models.tiny import make, make_by
 
 

@@ -24,7 +24,8 @@ from llm_service.models.library_text import text_alone
 from llm_service.worker.caches import Caches
 from tests.parity.library_side import GREEDY, Served, compare
 from tests.parity.local_engine import LocalEngine, make_prompt
-from tools.models.compare import OURS, PROMPTS, SOUND, picture, sounding_prompts
+from tools.models.compare import OURS
+from tools.models.prompts import PROMPTS, SOUND, picture, sounding_prompts
 from tools.models.recipes import RECIPES
 from tools.models.recipes.recipe import TEXT, VISION, part, whole
 from tools.models.tiny import config_of_recipe, make, make_by

@@ -29,7 +29,8 @@ from llm_service.worker.weights import describe as weights_of
 from tests.parity.library_side import GREEDY, Served
 from tests.parity.test_library_ranks import on_ranks
 from tests.quantized import FORMATS, quantize_checkpoint
-from tools.models.compare import PROMPTS, Reference
+from tools.models.prompts import PROMPTS
+from tools.models.reference import Reference
 from tools.models.tiny import config_of_recipe, make
 
 CPU = torch.device("cpu")

@@ -20,7 +20,8 @@ from encoder_service.worker import planner as planner_process
 from encoder_service.worker.library_batches import ByShape, Made
 from tests.bad_sounds import BAD
 from tests.parity.library_side import GREEDY, Served
-from tools.models.compare import Reference, tones
+from tools.models.prompts import tones
+from tools.models.reference import Reference
 from tools.models.tiny import make
 
 MORE = [pytest.param(kind, marks=pytest.mark.soak) for kind in ("audioflamingo3", "musicflamingo", "nemo_speechlm")]

@@ -15,8 +15,9 @@ from llm_service.families.family import FAR
 from llm_service.models.decoder import Decoder
 from llm_service.models.library_rotary import LongRotary
 from tests.parity.library_side import GREEDY, Served
-from tools.models.compare import TOKENS, Part, Reference
+from tools.models.prompts import Part
 from tools.models.recipes import RECIPES
+from tools.models.reference import TOKENS, Reference
 from tools.models.tiny import make_by
 
 TURNS_AT = 640

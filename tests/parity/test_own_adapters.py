@@ -19,8 +19,10 @@ from llm_service.server import _adapter_settings
 from llm_service.settings import EngineSettings
 from llm_service.worker.load import adapter_reader
 from tests.parity.library_side import GREEDY, Served, compare
-from tools.models.compare import OURS, SOUND, Part, Reference, tones
+from tools.models.compare import OURS
+from tools.models.prompts import SOUND, Part, tones
 from tools.models.recipes.sounds import HEARING_BY_ADAPTER
+from tools.models.reference import Reference
 from tools.models.tiny import config_of_recipe, make, make_by
 
 ASKED: dict[str, list[Part]] = {

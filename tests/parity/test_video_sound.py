@@ -24,7 +24,8 @@ from encoder_service.models.processor import SoundLengthError
 from encoder_service.worker.library_runner import LibraryRunner
 from encoder_service.worker.messages import Batch, Piece, WorkerSettings
 from tests.parity.library_side import Served, compare
-from tools.models.compare import Film, Part, Reference, picture, sounding_film, sounding_prompts, tones
+from tools.models.prompts import Film, Part, picture, sounding_film, sounding_prompts, tones
+from tools.models.reference import Reference
 from tools.models.tiny import make
 
 KINDS = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")

@@ -31,9 +31,11 @@ from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, TextPrompt, TokenPrompt
 from tests.parity.library_side import GREEDY, Served, compare
 from tests.parity.local_engine import LocalEngine, Prompt, misled_drafts
-from tools.models.compare import OURS, PROMPTS, Reference, picture
+from tools.models.compare import OURS
+from tools.models.prompts import PROMPTS, picture
 from tools.models.recipes.recipe import Recipe
 from tools.models.recipes.spans import PALIGEMMA_2, RECIPES
+from tools.models.reference import Reference
 from tools.models.tiny import config_of, make, make_by
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors

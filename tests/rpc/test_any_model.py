@@ -15,10 +15,12 @@ from tests.rpc.pairs import Pair, about, answer, asked, greedy, pair, refusal
 from tests.waiting import until
 from tools.demo_media import film
 from tools.launcher import Service
-from tools.models.compare import OURS, RANKS, SOUND, TWO, VIDEO, Reference, picture, sounding_prompts, through_services
+from tools.models.compare import OURS, RANKS, through_services
+from tools.models.prompts import SOUND, TWO, VIDEO, picture, sounding_prompts
 from tools.models.recipes import RECIPES
 from tools.models.recipes.sounds import HEARING_BY_ADAPTER
 from tools.models.recipes.spans import PALIGEMMA_2
+from tools.models.reference import Reference
 from tools.models.tiny import make, make_by
 from twinlens import image, user, video
 

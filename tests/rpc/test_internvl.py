@@ -15,7 +15,8 @@ from tests import pictures
 from tests.internvl_checkpoint import PROMPTS, make_internvl
 from tests.rpc.pairs import Pair, answer, asked, greedy, pair, refusal
 from tools.demo_media import film
-from tools.models.compare import TOKENS, Film, Part, Reference, picture
+from tools.models.prompts import Film, Part, picture
+from tools.models.reference import TOKENS, Reference
 from twinlens import image, user, video
 
 

@@ -19,7 +19,8 @@ from tests.rpc.encoder_client import Client
 from tests.rpc.pairs import Pair, answer, asked, greedy, pair, refusal, tokens
 from tests.rpc.test_sound import asked_over_http
 from tests.waiting import until
-from tools.models.compare import Film, Part, Reference, sounding_film
+from tools.models.prompts import Film, Part, sounding_film
+from tools.models.reference import Reference
 from tools.models.tiny import make
 from twinlens import user, v1, video
 from twinlens.cli import main

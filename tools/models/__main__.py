@@ -29,7 +29,8 @@ from llm_service.families.registry import FAMILIES
 from llm_service.models.trial import try_config, try_ours_of
 from llm_service.models.trial_prompts import drawn_prompt
 from tools.launcher import NotStartedError
-from tools.models.compare import FILM_WITH_SOUND, OURS, RANKS, SOUND, TWO, TWO_SOUNDS, VIDEO, Differs, through_services
+from tools.models.compare import OURS, RANKS, Differs, through_services
+from tools.models.prompts import FILM_WITH_SOUND, SOUND, TWO, TWO_SOUNDS, VIDEO
 from tools.models.recipes import RECIPES
 from tools.models.tiny import config_of_recipe, make
 

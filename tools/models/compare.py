@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-import inspect
-import warnings
-import wave
-from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import wraps
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
-import torch
-from PIL import Image
-from torch import Tensor
-
 from common.library import LibraryModel
-from common.library_classes import class_of, config_of, library, speaking
-from common.library_layouts import LAYOUTS, VoxtralLayout
-from common.library_models import describe, own_adapters
-from common.library_processors import SOUND_RATE, frame_of, processor_of
-from encoder_service.media.audio import read_track
-from encoder_service.media.limits import MediaLimits
-from encoder_service.media.video import open_reader
+from common.library_models import describe
 from llm_service.layers.gdn.backend import CHUNK
-from tools.demo_media import film
 from tools.launcher import NotStartedError, Service
+from tools.models.prompts import (
+    PROMPTS,
+    VIDEO,
+    Film,
+    Part,
+    Prompt,
+    Tones,
+    film_prompt,
+    kind_of,
+    sound_prompts,
+    sounding_prompts,
+)
+from tools.models.reference import TOKENS, Reference
 from twinlens import Answer, LlmClient, SamplingParams, TwinlensError, audio, image, user, video
 from twinlens.prompts import generate_request
 
-TOKENS = 32
 _BLOCK = 16
 _STATES = "linear_attention"
 """What a configuration calls layers with states, of which snapshots are kept as they are cut."""
@@ -43,69 +38,6 @@ _SECONDS = 120.0
 _FLAGS = ("--listen", "127.0.0.1:0", "--threads", "1")
 _ENCODER_FLAGS = ("--decode-processes", "1", "--store-bytes", "64MiB", "--staging-bytes", "256MiB")
 _LLM_FLAGS = ("--kv-cache-bytes", "32MiB", "--row-cache-bytes", "64MiB")
-
-
-@dataclass(frozen=True, slots=True)
-class Film:
-    """A video as a file, shown with its sound or without, and with so many frames of each second, or as the model has
-    it."""
-
-    file: bytes
-    with_sound: bool = False
-    fps: float | None = None
-
-    def heard(self) -> np.ndarray:
-        """Its sound, as `Tones.heard`."""
-        found = read_track(self.file, MediaLimits().bounds)
-        assert found is not None, "it has a track"
-        return found[1]
-
-
-@dataclass(frozen=True, slots=True)
-class Tones:
-    """A sound: samples [n] int16, `rate` of them a second."""
-
-    samples: np.ndarray
-    rate: int = SOUND_RATE
-
-    def file(self) -> bytes:
-        """As WAV."""
-        out = BytesIO()
-        with wave.open(out, "wb") as wav:
-            wav.setnchannels(1)
-            wav.setsampwidth(2)
-            wav.setframerate(self.rate)
-            wav.writeframes(self.samples.tobytes())
-        return out.getvalue()
-
-    def heard(self) -> np.ndarray:
-        """What becomes of the file: float32, full scale is 1."""
-        return self.samples.astype(np.float32) / 32768
-
-
-Part = str | Image.Image | Film | Tones
-Prompt = list[Part]
-
-
-def picture(seed: int, width: int, height: int) -> Image.Image:
-    """Coarse colours, so that two pictures differ in what can be seen of them."""
-    coarse = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
-    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
-
-
-def tones(seed: int, seconds: float) -> Tones:
-    """A note a quarter of a second, each with overtones of its own, so that two sounds differ in what can be heard."""
-    draw = np.random.default_rng(seed)
-    at = np.arange(round(seconds * SOUND_RATE)) / SOUND_RATE
-    pitch = draw.uniform(120, 900, (len(at) // 4000 + 1, 3))[np.arange(len(at)) // 4000]
-    samples = np.sin(2 * np.pi * pitch * at[:, None]).mean(1) + draw.normal(0, 0.02, len(at))
-    return Tones((12_000 * samples).astype(np.int16))
-
-
-VIDEO = "a video"
-SOUND = "a sound"
-TWO_SOUNDS = "two sounds"
-TWO = "two of different sizes"
 RANKS = "two ranks"
 OURS = "our decoder"
 _COMPANY: dict[str, Prompt] = {
@@ -114,203 +46,10 @@ _COMPANY: dict[str, Prompt] = {
 }
 """Asked besides, so that each prompt is beside three others at least."""
 _TOGETHER = 4
-PROMPTS: dict[str, Prompt] = {
-    "text": ["Tell me about two red circles."],
-    "one picture": [picture(1, 120, 90), "What is in the picture?"],
-    TWO: ["Left: ", picture(2, 64, 150), " and right: ", picture(3, 200, 60), "\n\nWhich is red?"],
-}
-
-
-def film_prompt() -> Prompt:
-    """A question about a video."""
-    return ["First this: ", Film(film()), " What moves?"]
-
-
-def sound_prompts() -> dict[str, Prompt]:
-    """Questions about one sound, and about two of different length."""
-    return {
-        SOUND: [tones(1, 1.3), "What is said?"],
-        TWO_SOUNDS: ["First: ", tones(2, 0.9), " then: ", tones(3, 2.2), " Which is higher?"],
-    }
-
-
-FILM_WITH_SOUND = "a video with its sound"
-
-
-def sounding_film(seed: int, seconds: float, heard: float, rate: int = 8, fps: float | None = None) -> Film:
-    """A video of so many seconds, with a sound of its own of `heard` seconds, and so many `fps` to be shown."""
-    return Film(film(seconds, rate, tones(seed, heard).samples), with_sound=True, fps=fps)
-
-
-def sounding_prompts() -> dict[str, Prompt]:
-    """Questions about videos with their sound: alone, with texts around, beside a picture and another sound, and where
-    there is more, or less, to be heard than seen."""
-    return {
-        FILM_WITH_SOUND: [sounding_film(4, 0.5, 0.6), "Tell me what you hear, and who says it."],
-        "a video with more sound": ["See ", sounding_film(5, 0.25, 4.7), " and say: what moves?"],
-        "two frames a second, and less sound": [
-            "See ",
-            sounding_film(6, 2.0, 0.8, fps=2.0),
-            " and say: what is heard?",
-        ],
-        "a video with its sound in company": [
-            *("First ", tones(7, 0.8), " then ", picture(7, 90, 60), " and "),
-            *(sounding_film(8, 0.25, 2.1), " and again ", sounding_film(9, 0.5, 1.0, rate=4), "\n\nWhich is louder?"),
-        ],
-    }
 
 
 class Differs(Exception):
     """What the services say is not what the library says."""
-
-
-class Reference:
-    """The library itself over a checkpoint, on the CPU in float32."""
-
-    def __init__(self, folder: Path) -> None:
-        config = config_of(folder)
-        self._lays_out_chats = LAYOUTS.get(config.model_type) is VoxtralLayout
-        chats = library().AutoProcessor
-        self.processor = chats.from_pretrained(folder) if self._lays_out_chats else processor_of(folder)
-        template = folder / "chat_template.jinja"
-        self._template = self.processor.chat_template
-        if self._template is None and template.exists():  # some processors do not read it
-            self._template = template.read_text("utf-8")
-        frame = None if self._lays_out_chats else frame_of(self.processor)
-        self._frames_texts = frame is not None and frame.always
-        given: dict[str, Any] = {"config": config, "dtype": torch.float32, "local_files_only": True}
-        self.model = class_of(config).from_pretrained(folder, **given).eval()
-        self._adapters = own_adapters(self.model.config, folder)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Already found a `peft_config`")  # there may be several
-            for modality, path in self._adapters.items():
-                if path != ".":  # which the library has loaded
-                    self.model.load_adapter(str(folder), modality, adapter_kwargs={"subfolder": path})
-        if config.model_type in _VIDEOS_WHOLE:
-            self.model.get_video_features = _in_parts(self.model.get_video_features)
-        for model in (self.model, speaking(self.model)):
-            model.generation_config.eos_token_id = None
-
-    def inputs(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """What its processor makes of one user message."""
-        if self._lays_out_chats:
-            chat = [{"role": "user", "content": list(map(_in_chat, parts))}]
-            return dict(self.processor.apply_chat_template(chat, tokenize=True, return_dict=True))
-        content = [{"type": "text", "text": part} if isinstance(part, str) else {"type": _kind(part)} for part in parts]
-        chat = [{"role": "user", "content": content}]
-        told: dict[str, Any] = {"chat_template": self._template, "add_generation_prompt": True}
-        text = self.processor.apply_chat_template(chat, tokenize=False, **told)
-        options: dict[str, Any] = {"text": [text], "return_tensors": "pt"}
-        options["add_special_tokens"] = not text.startswith("<s>")
-        media = self._media(parts)
-        if not media and not self._frames_texts:  # some processors want a picture in every text
-            made = dict(self.processor.tokenizer(**options))
-            if "token_type_ids" in self.processor.model_input_names:
-                made["token_type_ids"] = torch.zeros_like(made["input_ids"])
-            return made
-        if "mm_token_type_ids" in inspect.signature(self.model.forward).parameters:
-            options["return_mm_token_type_ids"] = True
-        made = self.processor(**options, **media)
-        return dict(made.to(self.model.dtype))  # some make pixels of 16 bits
-
-    @torch.no_grad()
-    def rows(self, modality: str, inputs: Mapping[str, Any]) -> Tensor:
-        """What its tower makes of the only item of such inputs, [n, width]."""
-        compute = getattr(self.model.base_model, f"get_{modality}_features")
-        taken = inspect.signature(compute).parameters
-        made = compute(**{name: value for name, value in inputs.items() if name in taken}, return_dict=True)
-        rows: Tensor = made.pooler_output
-        return rows
-
-    def _media(self, parts: Sequence[Part]) -> dict[str, Any]:
-        stills = [part for part in parts if isinstance(part, Image.Image)]
-        films = [open_reader(part.file) for part in parts if isinstance(part, Film)]
-        media: dict[str, Any] = {"images": stills} if stills else {}
-        if heard := [part for part in parts if isinstance(part, Tones) or (isinstance(part, Film) and part.with_sound)]:
-            media["audio"] = [part.heard() for part in heard]
-        if any(isinstance(part, Film) for part in heard):
-            shown = [part for part in parts if isinstance(part, Film)]
-            media["audio_from_video_indices"] = [
-                next(at for at, each in enumerate(shown) if each is part) if isinstance(part, Film) else None
-                for part in heard
-            ]
-            media["load_audio_from_video"] = True
-        if films:
-            media["videos"] = [each.get_batch(range(len(each))).asnumpy() for each in films]
-            media["video_metadata"] = [_about(each) for each in films]
-            if rates := {part.fps for part in parts if isinstance(part, Film) and part.fps is not None}:
-                (media["fps"],) = rates  # one for all
-                media["do_sample_frames"] = True
-            elif not self.processor.video_processor.do_sample_frames:
-                for about in media["video_metadata"]:
-                    about["frames_indices"] = list(range(about["total_num_frames"]))
-        return media
-
-    @torch.no_grad()
-    def tokens(self, inputs: Mapping[str, Any]) -> list[int]:
-        """Greedy ones, whatever ends an answer; where there are items with the adapter that the checkpoint has for
-        them, if it has one."""
-        if self._adapters:
-            self._choose_adapter({kind for kind, name in _TOLD_BY if name in inputs})
-        more = {"use_audio_in_video": True} if self._has_sound_in_video(inputs) else {}
-        if "sample" in inspect.signature(self.model.forward).parameters:  # draws noise for sounds
-            more["sample"] = False
-        model = self.model if "pixel_values" in inputs else speaking(self.model)
-        out = model.generate(**inputs, **more, max_new_tokens=TOKENS, do_sample=False)
-        return [int(token) for token in out[0, inputs["input_ids"].shape[1] :]]
-
-    def _choose_adapter(self, kinds: set[str]) -> None:
-        """That of the first of a prompt's modalities that has one."""
-        chosen = next((kind for kind in self._adapters if kind in kinds), None)
-        if chosen is None:
-            self.model.disable_adapters()
-            return
-        self.model.enable_adapters()
-        if self._adapters[chosen] != ".":
-            self.model.set_adapter(chosen)
-
-    def _has_sound_in_video(self, inputs: Mapping[str, Any]) -> bool:
-        """A video begins with its sound's mark, by which the model's own rule of places tells it as well."""
-        starts = [getattr(self.model.config, f"{kind}_start_token_id", None) for kind in ("vision", "audio")]
-        ids = inputs["input_ids"][0].tolist()
-        return None not in starts and starts in [ids[at : at + 2] for at in range(len(ids))]
-
-
-_TOLD_BY = ("image", "image_pixel_values"), ("audio", "input_features"), ("audio", "audio_input_features")
-"""By which of its tensors a prompt is known to have items of a modality, in models with adapters for some."""
-
-
-_VIDEOS_WHOLE = ("nemotron_h_omni",)
-"""Kinds whose forward fails on a video in this release, as it joins what its tower gives as one: it gets that in
-parts."""
-
-
-def _in_parts(compute: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(compute)  # the library asks for its arguments
-    def parts(*given: Any, **named: Any) -> Any:
-        made = compute(*given, **named)
-        made.pooler_output = tuple(made.pooler_output)
-        return made
-
-    return parts
-
-
-def _kind(part: Part) -> str:
-    return "video" if isinstance(part, Film) else "audio" if isinstance(part, Tones) else "image"
-
-
-def _in_chat(part: Part) -> dict[str, str]:
-    """As conversations have it whose processor takes media among them."""
-    if isinstance(part, Tones):
-        return {"type": "audio", "base64": b64encode(part.file()).decode()}
-    assert isinstance(part, str), "sounds alone are taken so"
-    return {"type": "text", "text": part}
-
-
-def _about(reader: Any) -> dict[str, Any]:
-    total, fps = len(reader), float(reader.get_avg_fps())
-    height, width = reader[0].shape[:2]
-    return {"total_num_frames": total, "fps": fps, "duration": total / fps, "height": height, "width": width}
 
 
 def prompts_for(found: LibraryModel, reference: Reference) -> dict[str, Prompt]:
@@ -334,7 +73,7 @@ def _at_rate(parts: Prompt, rate: int) -> Prompt:
 
 
 def _depends_on_others(parts: Prompt, found: LibraryModel) -> bool:
-    kinds = [_kind(part) for part in parts if not isinstance(part, str)]
+    kinds = [kind_of(part) for part in parts if not isinstance(part, str)]
     return len(kinds) > 1 and not {*found.alone}.isdisjoint(kinds)
 
 
@@ -347,7 +86,7 @@ def _gets_through(parts: Prompt, reference: Reference) -> bool:
 
 
 def _known(part: Part, found: LibraryModel) -> bool:
-    return isinstance(part, str) or _kind(part) in found.placeholders
+    return isinstance(part, str) or kind_of(part) in found.placeholders
 
 
 def through_services(folder: Path, step_tokens: int = 16) -> set[str]:
