@@ -17,7 +17,7 @@ from common.checkpoint import CheckpointError
 from common.library import LibraryModel
 from common.library_classes import decoder_of, head_of, keep_only, load, towers_within
 from common.library_features import features_of
-from common.library_models import makes_tokens, marks_of
+from common.library_rows import makes_tokens, marks_of
 from encoder_service.models.attention import Backend
 from encoder_service.models.library_attention import AttendingBy
 from encoder_service.models.library_products import lay_out

@@ -16,7 +16,8 @@ import numpy as np
 from PIL import Image
 
 from common.library_classes import config_of
-from common.library_models import checked, rope_positions, row_tokens
+from common.library_models import checked
+from common.library_positions import rope_positions
 from common.library_processors import (
     Clip,
     Sound,
@@ -29,6 +30,7 @@ from common.library_processors import (
     replaced,
     wrapped,
 )
+from common.library_rows import row_tokens
 from common.media.item import PromptPart
 
 _OF_THE_TEXT = frozenset({"attention_mask", "token_type_ids", "mm_token_type_ids"})
@@ -73,7 +75,7 @@ class ItemProcessor:
             if isinstance(shown, Clip) and samples is not None:
                 self.replacement(Sound(samples))  # which raises the other where the sound is what is too short
             elif samples is not None and len(samples) < rate_of(self._processor):
-                # A second was taken when the model was looked at (`library_models.takes_sounds`).
+                # A second was taken when the model was looked at (`library_rows.takes_sounds`).
                 raise SoundLengthError("the processor has no row for so short a sound", too_long=False) from error
             raise
 

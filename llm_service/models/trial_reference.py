@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.library_classes import layers_of_levels, speaking
-from common.library_models import axes_of, rope_positions
+from common.library_positions import axes_of, rope_positions
 from common.small_models import made_up, shrink_whole
 from llm_service.models.library_inputs import media_tokens
 from llm_service.models.library_text import text_alone

@@ -20,7 +20,7 @@ from common.devices import usable_cores
 from common.gpu import CudaCapture, use_gpu
 from common.library import LibraryModel
 from common.library_classes import config_of
-from common.library_models import longest_run
+from common.library_rows import longest_run
 from llm_service.families.family import OF_PROMPTS, SpanRule
 from llm_service.families.registry import check_text
 from llm_service.layers.attention.int8_blocks import SCALE_BYTES

@@ -12,7 +12,8 @@ from structlog.testing import capture_logs
 
 from common.checkpoint import Checkpoint, CheckpointError
 from common.library import PromptFrame
-from common.library_models import describe, longest_run
+from common.library_models import describe
+from common.library_rows import longest_run
 from llm_service.engine.messages import Add
 from llm_service.engine.prompt import Prompt
 from llm_service.families.family import SpanRule

@@ -9,7 +9,8 @@ import pytest
 
 from common.checkpoint import Checkpoint
 from common.library_classes import config_of
-from common.library_models import checked, describe, rope_positions
+from common.library_models import checked, describe
+from common.library_positions import rope_positions
 from common.library_processors import processor_of
 from common.media.item import Grid, Header, Modality
 from encoder_service.models.processor import ItemProcessor

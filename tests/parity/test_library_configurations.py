@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from common import library_classes, library_models, library_processors
+from common import library_classes, library_models, library_positions, library_processors, library_rows
 from common.checkpoint import CheckpointError
 from common.library import Refusal
 from llm_service.models import library_attention
@@ -79,7 +79,7 @@ def test_positions_on_four_axes_are_refused() -> None:
             return torch.zeros(4, *input_ids.shape), None
 
     with pytest.raises(CheckpointError, match="Base counts places on 4 axes"):
-        library_models.rope_positions(Base(), {"input_ids": torch.zeros(1, 5)})
+        library_positions.rope_positions(Base(), {"input_ids": torch.zeros(1, 5)})
 
 
 def test_contexts_end_where_some_layers_would_turn_others_of_a_batch_otherwise() -> None:
@@ -110,4 +110,4 @@ def test_sounds_are_left_out_where_rows_of_media_see_each_other_or_there_is_no_t
     tower = library_classes.library().CONFIG_MAPPING["gemma4_audio"]()
     for bidirectional, audio, taken in ((None, tower, True), ("vision", tower, False), (None, None, False)):
         config.text_config.use_bidirectional_attention, config.audio_config = bidirectional, audio
-        assert library_models.takes_sounds(model, processor) == taken
+        assert library_rows.takes_sounds(model, processor) == taken

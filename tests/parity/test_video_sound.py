@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from common import library_models, library_processors
+from common import library_models, library_positions, library_processors
 from common.arena import SharedBuffer
 from common.library_processors import Clip
 from common.media.item import Modality
@@ -107,7 +107,7 @@ def test_positions_are_the_library_s_whatever_is_longer(
 ) -> None:
     parts: list[Part] = ["See ", sounding_film(2, *lengths, rate=4), " and ", picture(3, 56, 56), "!"]
     given = library.inputs(parts)
-    where = library_models.rope_positions(library.model.base_model, given, sound_in_video=True).numpy()
+    where = library_positions.rope_positions(library.model.base_model, given, sound_in_video=True).numpy()
     layout = served.prompt(parts).layout
     assert layout.ids == given["input_ids"][0].tolist()
     assert np.array_equal(np.frombuffer(layout.positions, np.int32).reshape(3, -1), where)
@@ -120,7 +120,7 @@ def test_frames_of_a_second_are_as_many_as_are_asked_for(served: Served, library
     parts: list[Part] = ["See ", sounding_film(4, 3.0, 2.6, fps=rate), "!"]
     given = library.inputs(parts)
     prompt = served.prompt(parts)
-    where = library_models.rope_positions(library.model.base_model, given, sound_in_video=True).numpy()
+    where = library_positions.rope_positions(library.model.base_model, given, sound_in_video=True).numpy()
     assert prompt.layout.ids == given["input_ids"][0].tolist()
     assert np.array_equal(np.frombuffer(prompt.layout.positions, np.int32).reshape(3, -1), where)
     frames = features(library, "video", given)

@@ -23,7 +23,8 @@ import torch
 
 from common.checkpoint import CheckpointError
 from common.library_classes import class_of, library, missing, state_tokens
-from common.library_models import checked, row_token
+from common.library_models import checked
+from common.library_rows import row_token
 from llm_service.families.family import SpanRule
 from llm_service.families.registry import FAMILIES
 from llm_service.models.trial import try_config, try_ours_of
