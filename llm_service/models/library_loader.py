@@ -14,7 +14,7 @@ from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.models.library_decoder import LibraryDecoder, MakesBackend
 from llm_service.models.library_linear import Fill, fill_quantised, leave_quantised, round_linears
 from llm_service.models.library_text import text_alone
-from llm_service.models.quantized import Scheme
+from llm_service.models.quantization_config import Scheme
 from llm_service.models.trial import Finding, try_out
 
 _log = log.get("library_loader")

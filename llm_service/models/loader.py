@@ -23,7 +23,8 @@ from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.mtp import MtpDecoder
 from llm_service.models.parted_tensors import PartedTensors
-from llm_service.models.quantized import Scheme, load_weights
+from llm_service.models.quantization_config import Scheme
+from llm_service.models.quantized import load_weights
 
 _log = log.get("loader")
 

@@ -33,7 +33,7 @@ from llm_service.models.known_text import known_text
 from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.library_loader import load_library_decoder
 from llm_service.models.loader import load_decoder
-from llm_service.models.quantized import quantization_of
+from llm_service.models.quantization_config import quantization_of
 from llm_service.models.served import ServedModel
 from llm_service.plan import Adapter, StepPlan
 from llm_service.settings import EngineSettings

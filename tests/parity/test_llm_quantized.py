@@ -23,7 +23,7 @@ from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear
 from llm_service.layers.quantized_weight import Number, StackedWeight
 from llm_service.models.loader import load_decoder
-from llm_service.models.quantized import quantization_of
+from llm_service.models.quantization_config import quantization_of
 from llm_service.request import SamplingParams
 from llm_service.worker.weights import describe
 from tests import reference

@@ -18,7 +18,8 @@ from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.quantized_panels import QuantizedPanels
 from llm_service.layers.linear import quantized
 from llm_service.layers.quantized_weight import QuantizedWeight, StackedWeight
-from llm_service.models.quantized import Scheme, load_weights
+from llm_service.models.quantization_config import Scheme
+from llm_service.models.quantized import load_weights
 from tests.quantized import FORMATS, Made, fp8
 
 OUTPUTS, INPUTS = 256, 384

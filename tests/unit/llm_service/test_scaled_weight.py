@@ -16,7 +16,7 @@ from llm_service.layers.gpu import scaled_weight
 from llm_service.layers.gpu.quantized_weight import GpuWeight
 from llm_service.layers.gpu.scaled_weight import ScaledExperts, ScaledWeight
 from llm_service.layers.quantized_weight import GroupedWeight, Number, QuantizedWeight
-from llm_service.models.quantized import Scheme
+from llm_service.models.quantization_config import Scheme
 from tests.random_weights import random_weight
 
 BLOCKS = {"columns": 128, "rows": 128, "scale": torch.float32}

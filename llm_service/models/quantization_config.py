@@ -1,0 +1,85 @@
+"""What `quantization_config` says of weights, and which schemes are served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from common.checkpoint import CheckpointError
+
+_COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized")
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """What `quantization_config` says: the method, and what its tensors do not say themselves. `block` are outputs and
+    inputs of a scale where scales are for blocks; `plus_one`: zeros are stored less by one; `rounds_inputs`: weights
+    are made to be multiplied with inputs in e4m3, each rounded as it comes."""
+
+    method: str
+    block: tuple[int, int] | None = None
+    bits: int = 0
+    group: int = 0
+    plus_one: bool = False
+    rounds_inputs: bool = False
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Scheme | None:
+        """Of config.json; None where nothing is quantised. Raises CheckpointError for what is not served."""
+        stated = _stated(config)
+        if not stated:
+            return None
+        method = str(stated.get("quant_method", ""))
+        match method:
+            case "fp8":
+                block = stated.get("weight_block_size")
+                rounds = stated.get("activation_scheme") == "dynamic"
+                return cls(method, block=(int(block[0]), int(block[1])) if block else None, rounds_inputs=rounds)
+            case "compressed-tensors":
+                return cls._compressed(stated)
+            case "awq":
+                if str(stated.get("version", "gemm")).lower() != "gemm":
+                    raise CheckpointError(f"AWQ weights in the layout {stated['version']} are not served: gemm is")
+                return cls._packed(method, stated)
+            case "gptq":
+                return cls._packed(method, stated, plus_one=stated.get("checkpoint_format", "gptq") != "gptq_v2")
+            case _:
+                raise CheckpointError(f"weights quantised by {method or 'an unnamed method'} are not served")
+
+    @classmethod
+    def _packed(cls, method: str, stated: Mapping[str, Any], *, plus_one: bool = False) -> Scheme:
+        bits = int(stated.get("bits", stated.get("w_bit", 0)))
+        if bits not in ((4,) if method == "awq" else (4, 8)):
+            raise CheckpointError(f"{method.upper()} weights of {bits} bits are not served")
+        return cls(method, bits=bits, group=int(stated.get("group_size", 0)), plus_one=plus_one)
+
+    @classmethod
+    def _compressed(cls, stated: Mapping[str, Any]) -> Scheme:
+        groups = list((stated.get("config_groups") or {}).values())
+        formats = {str(group.get("format") or stated.get("format")) for group in groups}
+        if not groups or not formats <= set(_COMPRESSED):
+            raise CheckpointError(f"compressed-tensors in the format {', '.join(sorted(formats))} are not served")
+        if (stated.get("sparsity_config") or {}).get("format", "dense") != "dense":
+            raise CheckpointError("sparse compressed-tensors are not served")
+        blocks = {tuple((group.get("weights") or {}).get("block_structure") or ()) for group in groups} - {()}
+        if len(blocks) > 1:
+            raise CheckpointError("compressed-tensors with blocks of several sizes are not served")
+        block = next(iter(blocks), None)
+        rounds = all(_rounds_inputs(group.get("input_activations") or {}) for group in groups)
+        return cls("compressed-tensors", block=(int(block[0]), int(block[1])) if block else None, rounds_inputs=rounds)
+
+
+def _rounds_inputs(stated: Mapping[str, Any]) -> bool:
+    return (stated.get("type"), stated.get("num_bits"), stated.get("dynamic")) == ("float", 8, True)
+
+
+def quantization_of(config: Mapping[str, Any]) -> str:
+    """The `quant_method` of config.json; empty where nothing is quantised."""
+    return str((_stated(config) or {}).get("quant_method", ""))
+
+
+def _stated(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    text = config.get("text_config") or {}
+    stated: Mapping[str, Any] | None = config.get("quantization_config") or text.get("quantization_config")
+    return stated
