@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,8 +12,9 @@ from torch import Tensor
 from tests import reference as _reference  # isort: skip  # noqa: F401 - before transformers
 from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs  # isort: skip
 
-from llm_service.layers.cache_spec import Segment, StateCache
-from llm_service.layers.gdn.backend import GdnBackend, GdnInput, GdnShape, GdnWeights
+from llm_service.layers.cache_spec import Segment, SequenceState, StateCache
+from llm_service.layers.gdn.backend import GdnInput, GdnShape, GdnWeights
+from llm_service.layers.mixer import StateBackend
 
 SHAPES = (GdnShape(2, 4, 32, 16), GdnShape(3, 3, 16, 32))
 COUNTS = ((1, 1, 1), (64,), (1, 130, 1, 65, 7), (2, 63, 128))
@@ -21,7 +23,30 @@ NEAR = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 _EPS = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
+State = tuple[Tensor, Tensor]
+"""A sequence's last tokens, as they were projected, and what is carried on."""
+
+
+class StateCase(Protocol):
+    """What a back end is checked with: tokens of some sequences, and what transformers makes of parts of them."""
+
+    given: Any
+    weights: Any
+
+    def part(self, begin: int, end: int) -> Any:
+        """What is projected from these tokens."""
+        ...
+
+    def states(self, slots: int) -> StateCache:
+        """For so many sequences; nothing in them is a number."""
+        ...
+
+    def by_transformers(self, part: Any, state: State | None, /) -> tuple[Tensor, State]:
+        """One sequence's output behind a state, and the state behind it."""
+        ...
+
+
+@dataclass(slots=True)
 class Case:
     """Weights, and tokens of some sequences one after the other."""
 
@@ -60,14 +85,21 @@ class Case:
         return GdnInput(given.qkv[begin:end], given.z[begin:end], given.a[begin:end], given.b[begin:end])
 
     def states(self, slots: int) -> StateCache:
-        """In which nothing is a number, so that whoever reads a slot before it is written shows."""
-        cache = self.shape.state(self.given.qkv.dtype).new_cache(slots, self.given.qkv.device)
-        for each in cache.tensors:
-            each.fill_(torch.nan)
-        return cache
+        return unwritten(self.shape.state(self.given.qkv.dtype), slots, self.given.qkv.device)
+
+    def by_transformers(self, part: GdnInput, state: State | None) -> tuple[Tensor, State]:
+        return by_transformers(self, part, state)
 
 
-def check(backend: GdnBackend, case: Case, counts: Sequence[int]) -> None:
+def unwritten(kept: SequenceState, slots: int, device: torch.device) -> StateCache:
+    """In which nothing is a number, so that whoever reads a slot before it is written shows."""
+    cache = kept.new_cache(slots, device)
+    for each in cache.tensors:
+        each.fill_(torch.nan)
+    return cache
+
+
+def check(backend: StateBackend, case: StateCase, counts: Sequence[int]) -> None:
     """Sequences begin in a batch and go on in another, each in its slot; both give what transformers gives."""
     slots, dtype = len(counts) + 2, case.given.qkv.dtype
     cache = case.states(slots)
@@ -82,7 +114,7 @@ def check(backend: GdnBackend, case: Case, counts: Sequence[int]) -> None:
         out = backend.batch(segments).run(case.given, case.weights, cache)
         for segment in segments:
             part = case.part(segment.begin, segment.end)
-            expected, states[segment.slot] = by_transformers(case, part, states.get(segment.slot))
+            expected, states[segment.slot] = case.by_transformers(part, states.get(segment.slot))
             close(out[segment.begin : segment.end], expected, dtype)
             for pool, state in zip(cache.tensors, states[segment.slot], strict=True):
                 close(pool[segment.slot], state, dtype)
@@ -90,23 +122,21 @@ def check(backend: GdnBackend, case: Case, counts: Sequence[int]) -> None:
     assert all(pool[slot].isnan().all() for pool in cache.tensors for slot in untouched)
 
 
-def check_copies(backend: GdnBackend, case: Case) -> None:
+def check_copies(backend: StateBackend, case: StateCase) -> None:
     """A run of 200 tokens passes two states that are copied, beside one of 70: both are those of its beginning."""
     parts = Segment(0, 64, 1, fresh=True, copy=5), Segment(64, 128, 1, fresh=False, copy=0)
     segments = [*parts, Segment(128, 200, 1, fresh=False), Segment(200, 270, 3, fresh=True)]
     dtype, cache = case.given.qkv.dtype, case.states(6)
     out = backend.batch(segments).run(case.given, case.weights, cache)
     for begin, end, slot in ((0, 64, 5), (0, 128, 0), (0, 200, 1), (200, 270, 3)):
-        expected, state = by_transformers(case, case.part(begin, end), None)
+        expected, state = case.by_transformers(case.part(begin, end), None)
         close(out[begin:end], expected, dtype)
         for pool, tensor in zip(cache.tensors, state, strict=True):
             close(pool[slot], tensor, dtype)
     assert all(pool[[2, 4]].isnan().all() for pool in cache.tensors)
 
 
-def by_transformers(
-    case: Case, part: GdnInput, state: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def by_transformers(case: Case, part: GdnInput, state: State | None) -> tuple[Tensor, State]:
     """What Qwen3_5GatedDeltaNet does between its projections, for one sequence → its output and state."""
     shape, weights, device = case.shape, case.weights, part.qkv.device
     count, dtype = len(part.qkv), part.qkv.dtype

@@ -19,6 +19,18 @@ class BoundedGates:
 
 
 @dataclass(frozen=True, slots=True)
+class CutGates:
+    """silu of a gate that is at most `limit`, times what it opens, at most as far from 0, as in GLM-5 Next."""
+
+    limit: float
+
+    def opened(self, gate: Any, up: Any, sigmoid: Callable[[Any], Any]) -> Any:
+        """Tensors [n, inner] each, and σ of such → [n, inner]."""
+        gate = gate.clamp(max=self.limit)
+        return gate * sigmoid(gate) * up.clamp(-self.limit, self.limit)
+
+
+@dataclass(frozen=True, slots=True)
 class RaisedGates:
     """gate · sigmoid(sharpness · gate) times one more than what it opens, the gate at most `limit` and the other at
     most as far from 0, as in MiniMax M3."""
@@ -32,4 +44,4 @@ class RaisedGates:
         return gate * sigmoid(gate * self.sharpness) * (up + 1.0)
 
 
-Gates = BoundedGates | RaisedGates
+Gates = BoundedGates | CutGates | RaisedGates

@@ -15,6 +15,7 @@ from llm_service.families.family import WINDOWED, Family, Mixer
 from llm_service.families.gemma3 import GEMMA2_TEXT, GEMMA3_TEXT, GEMMA_TEXT
 from llm_service.families.gemma4 import GEMMA3N_TEXT, GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT
 from llm_service.families.glm4v import GLM4V_MOE_TEXT, GLM4V_TEXT, GLM_OCR_TEXT
+from llm_service.families.glm5 import GLM5_TEXT
 from llm_service.families.granite import GRANITE_TEXT, HYPERCLOVAX_TEXT
 from llm_service.families.hunyuan import HUNYUAN_TEXT
 from llm_service.families.internvl import INTERNVL
@@ -68,6 +69,7 @@ TEXT_FAMILIES: Final = {
     "gemma4_unified_text": GEMMA4_UNIFIED_TEXT,
     "glm4v_moe_text": GLM4V_MOE_TEXT,
     "glm4v_text": GLM4V_TEXT,
+    "glm5_next_text": GLM5_TEXT,
     "glm_ocr_text": GLM_OCR_TEXT,
     "granite": GRANITE_TEXT,
     "granite4_vision_text": GRANITE_TEXT,

@@ -17,6 +17,7 @@ from llm_service.layers.gated_delta_net import GatedDeltaNet
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.indexed_attention import IndexedAttention
 from llm_service.layers.indexed_latents import IndexedLatentAttention
+from llm_service.layers.kimi_delta_attention import KimiDeltaAttention
 from llm_service.layers.late_normed_attention import LateNormedAttention
 from llm_service.layers.latent_attention import LatentAttention
 from llm_service.layers.layer_inputs import LayerEnd
@@ -28,6 +29,7 @@ from llm_service.layers.normed_output_attention import NormedOutputAttention
 from llm_service.layers.ops import Unnormed, norm_of
 from llm_service.layers.part_layers import FeedForwardLayer, MixerLayer
 from llm_service.layers.pooled_experts import PooledExperts
+from llm_service.layers.pooled_latents import PooledLatentAttention
 from llm_service.layers.scaled_experts import InputScaledMLP
 from llm_service.layers.self_attention import SelfAttention
 from llm_service.layers.short_convolution import ShortConvolution
@@ -74,10 +76,12 @@ MIXERS: dict[Mixer, Callable[[LayerKind, TextConfig, TensorGroup, torch.dtype], 
     Mixer.INDEXED_ATTENTION: IndexedAttention,
     Mixer.BLOCK_INDEXED_ATTENTION: BlockIndexedAttention,
     Mixer.INDEXED_LATENT_ATTENTION: IndexedLatentAttention,
+    Mixer.POOLED_LATENT_ATTENTION: PooledLatentAttention,
     Mixer.LATE_NORMED_ATTENTION: LateNormedAttention,
     Mixer.NORMED_OUTPUT_ATTENTION: NormedOutputAttention,
     Mixer.TEMPERED_ATTENTION: TemperedAttention,
     Mixer.GATED_DELTA_NET: lambda _, *given: GatedDeltaNet(*given),
+    Mixer.KIMI_DELTA_ATTENTION: lambda _, *given: KimiDeltaAttention(*given),
     Mixer.SHORT_CONVOLUTION: lambda _, *given: ShortConvolution(*given),
     Mixer.MAMBA2: lambda _, *given: Mamba2(*given),
 }

@@ -81,9 +81,14 @@ class PoolIndex:
         first, behind = (len(slots) - count) // self.pool, len(slots) // self.pool
         if first < behind:
             own = slots[first * self.pool : behind * self.pool].view(-1, self.pool)
-            keys, gates = kept[own].chunk(2, dim=-1)
-            shares = (gates.float() + self.places.float()).softmax(1).to(keys.dtype)
-            kept[own[:, -1], : keys.shape[-1]] = (shares * keys).sum(1)
+            kept[own[:, -1], : kept.shape[-1] // 2] = self.keys(kept[own])
+
+    def keys(self, tokens: Tensor) -> Tensor:
+        """What is kept of the tokens of pools, [m, pool, index_dim], all of them as they were → keys of the pools, [m,
+        width]."""
+        keys, gates = tokens.chunk(2, dim=-1)
+        shares = (gates.float() + self.places.float()).softmax(1).to(keys.dtype)
+        return (shares * keys).sum(1)
 
     def candidates(self, kept: Tensor, slots: Tensor) -> Tensor:
         """See `Index`: one for each whole pool."""

@@ -5,7 +5,7 @@ chose, and have an earlier one's latents, as in Mistral Large 4."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from llm_service.families.family import LayerKind
 from llm_service.layers.attention.backend import AttentionBackend, AttentionBatch
 from llm_service.layers.attention.general_backend import attend_to_chosen, gathers
 from llm_service.layers.cache_spec import IndexedCache, IndexedKV, SharedKV
-from llm_service.layers.chosen_chunks import ChosenBatch, ChosenChunk
+from llm_service.layers.chosen_chunks import ChosenBatch, ChosenChunk, PagedChoice
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.index_keys import mask_of
 from llm_service.layers.latent_attention import LatentAttention
@@ -31,20 +31,22 @@ class IndexedLatentAttention(LatentAttention):
     """What `mix` takes of queries and latents is followed by what the index makes of the same tokens, unless what
     another layer's index chose counts."""
 
+    indexer: ClassVar[type[TokenIndexer]] = TokenIndexer
+
     def __init__(self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__(kind, config, group, dtype)
         assert config.token_index is not None, "a layer of this kind needs it"
-        self._most = config.token_index.most
-        self.index = TokenIndexer(kind, config, dtype) if kind.chooses else None
+        self._chosen = config.token_index
+        self.index = self.indexer(kind, config, dtype) if kind.chooses else None
 
     def cache_spec(self) -> IndexedKV:
-        """One head's keys, or whose, and an index key."""
+        """One head's keys, or whose, and what the index keeps."""
         kv = self.kept if self._keys_of is None else SharedKV(self._keys_of)
-        return IndexedKV(kv, 0 if self.index is None else self.index.shape.head_dim)
+        return IndexedKV(kv, 0 if self.index is None else self.index.kept_width)
 
-    def index_backend(self, attention: AttentionBackend, blocks: int, block_size: int) -> PagedTokenIndex:
+    def index_backend(self, attention: AttentionBackend, blocks: int, block_size: int) -> PagedChoice:
         """See `IndexPart`."""
-        return PagedTokenIndex(self._most, attention, blocks, block_size, self.products.weight.device)
+        return PagedTokenIndex(self._chosen.most, attention, blocks, block_size, self.products.weight.device)
 
     def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
         """See `LatentAttention.project`."""
@@ -65,7 +67,7 @@ class IndexedLatentAttention(LatentAttention):
         key = others.pop(0) if own else latents[index.written].to(query.dtype)
         gates = [others.pop(0)] if self.head_gates is not None else []
         if self.index is not None:
-            index.keep(others[2], indexed.index)
+            self.index.keep(others[2], indexed.index, index)
         if index.sees_all:
             return self.opened(self.attended(query, key, indexed.kv, attention), gates)
         choice = self._choice(others, indexed.index, index, kept)

@@ -278,7 +278,7 @@ class MultimodalRotary(nn.Module):
         self._magnitude = 1.0 if scaling is None else scaling.magnitude
         pairs = torch.arange(0, dim, 2, dtype=torch.float32, device=device)
         turns = axes_in_space(sections) if space_first else axis_of_pairs(sections, interleaved=interleaved)
-        axes = torch.tensor(turns, device=device)
+        axes = torch.tensor(turns, dtype=torch.int64, device=device)
         self._frequencies: Tensor  # [dim / 2], as the axis of each pair is
         self._axis: Tensor
         frequencies = 1.0 / theta ** (pairs / dim)

@@ -47,29 +47,34 @@ class TokenIndexDecodes:
     def choose(self, asked: IndexQuery, cache: Tensor) -> list[Tensor]:
         """Slots int64 [s, most] that each sequence's token sees, and which of them count, bool. So many sequences are
         looked through at once as there is `ROOM` for; one that nobody has sees the null slot."""
-        lengths, table = self.metadata.seq_lens.long(), self.metadata.block_table
+        lengths = self.metadata.seq_lens.long()
         scores = self.score(asked, cache, self.metadata)
         rows = max(1, ROOM // (8 * scores.shape[1]))
         found = [best(*each, self.most) for each in zip(scores.split(rows), lengths.split(rows), strict=True)]
-        places = torch.cat(found)
+        return self.listed(torch.cat(found))
+
+    def listed(self, places: Tensor) -> list[Tensor]:
+        """The same of places int64 [s, k] in sequences, -1 where there are no more."""
+        table, nobody = self.metadata.block_table, (self.metadata.seq_lens == 0).unsqueeze(1)
         own = places.clamp(min=0)
         slots = table.gather(1, own // self.block_size).long() * self.block_size + own % self.block_size
-        nobody = (lengths == 0).unsqueeze(1)
         return [slots.masked_fill(nobody, self.null_slot), (places >= 0) | nobody]
 
 
-def score_by_torch(asked: IndexQuery, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-    """See `ScoreTokens`: so many tokens of each sequence at once as there is `ROOM` for."""
+def score_by_torch(asked: IndexQuery, cache: Tensor, metadata: AttentionMetadata, pool: int = 1) -> Tensor:
+    """See `ScoreTokens`: so many tokens of each sequence at once as there is `ROOM` for. Of so many that are scored
+    together, from a sequence's first one on, the last has their key, and there is one score, [s, longest // pool]."""
     assert asked.weights is not None, "heads count by weights"
     keys, size, count = cache.flatten(0, 1), cache.shape[1], len(asked.query)
     last = (metadata.seq_lens.long() - 1).clamp(min=0).unsqueeze(1)
     step = max(1, ROOM // (4 * count * (cache.shape[2] + asked.query.shape[1])))
     parts = list[Tensor]()
-    for begin in range(0, metadata.longest, step):
-        places = torch.arange(begin, min(begin + step, metadata.longest), device=cache.device).minimum(last)
+    for begin in range(0, metadata.longest // pool, step):
+        numbers = torch.arange(begin, min(begin + step, metadata.longest // pool), device=cache.device)
+        places = (numbers * pool + pool - 1).minimum(last)
         slots = metadata.block_table.gather(1, places // size).long() * size + places % size
         slots = slots.masked_fill((metadata.seq_lens == 0).unsqueeze(1), len(keys) - 1)
-        products = asked.query.float() @ keys[slots].float().transpose(1, 2)
+        products = asked.query.float() @ keys[slots, : asked.query.shape[2]].float().transpose(1, 2)
         products = products.mul_(asked.scale).relu_()
         parts.append((asked.weights.unsqueeze(1) @ products).squeeze(1))
     return torch.cat(parts, dim=1)

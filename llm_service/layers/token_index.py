@@ -9,11 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llm_service.families.family import LayerKind
+from llm_service.layers.chosen_chunks import ChosenBatch
 from llm_service.layers.index_keys import IndexQuery, TokenIndex
 from llm_service.layers.learned_positions import LearnedGrowth
 from llm_service.layers.linear import PackedLinear, Place, Stored, fill
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.ops import TORCH, RowOps
+from llm_service.layers.token_decode import TokenIndexDecodes
 from llm_service.models.config import TextConfig
 
 _EPS = 1e-6
@@ -54,6 +56,16 @@ class TokenIndexer(nn.Module):
         if not latent.query_rank:
             self.q_input_norm = OrderedLayerNorm(torch.arange(config.hidden_size), _EPS, dtype)
         self.growth = LearnedGrowth(slice(0, heads)) if config.rotary.learned else None
+
+    @property
+    def kept_width(self) -> int:
+        """Numbers that are kept of a token."""
+        return self.shape.head_dim
+
+    def keep(self, kept: Tensor, cache: Tensor, batch: ChosenBatch | TokenIndexDecodes) -> None:
+        """Writes what is kept of a batch's tokens, [n, kept_width], into one layer's cache [blocks + 1, block_size,
+        kept_width]."""
+        batch.keep(kept, cache)
 
     def ask(self, x: Tensor, resid: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
         """x [n, hidden] and, where a layer's queries are made of latents, these [n, query_rank] → queries [n, heads,

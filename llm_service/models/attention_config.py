@@ -71,6 +71,7 @@ _UNCAPPED = (
     Mixer.INDEXED_ATTENTION,
     Mixer.BLOCK_INDEXED_ATTENTION,
     Mixer.INDEXED_LATENT_ATTENTION,
+    Mixer.POOLED_LATENT_ATTENTION,
 )
 """Of the mixers that attend, those without soft caps."""
 

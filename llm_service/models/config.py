@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,7 +43,14 @@ from llm_service.models.feed_forward_config import (
 )
 from llm_service.models.index_config import BlockIndexShape, IndexShape, TokenIndexShape, shared_choices
 from llm_service.models.latent_config import LatentHeads, latent_heads, latent_sources, unrotated_layers
-from llm_service.models.layer_shapes import AlternatingShape, LayerInputs, MarkTable, NgramShape, StreamShape
+from llm_service.models.layer_shapes import (
+    AlternatingShape,
+    BalancedShape,
+    LayerInputs,
+    MarkTable,
+    NgramShape,
+    StreamShape,
+)
 from llm_service.models.layer_types import (
     check_reach,
     check_rotated,
@@ -57,10 +64,12 @@ from llm_service.models.rotary_config import RotaryConfig, rotary_settings
 from llm_service.models.state_config import (
     DeltaNetConfig,
     GateActivation,
+    KimiDeltaConfig,
     Mamba2Config,
     convolution_width_of,
     delta_gates_of,
     delta_net_of,
+    kimi_delta_of,
     mamba2_of,
 )
 
@@ -89,7 +98,7 @@ class TextConfig:
     and `inner_sizes`, where they are not empty, have one of what `LayerKind` calls so for each layer. `mark_tables` are
     those of marks, of the library's models. `latent_sources` are layers whose latents each has, empty: its own; latents
     have no rotated numbers in `unrotated_layers`; layers in `shared_choices` see what the last one before them chose by
-    its index.
+    its index. `balanced`: there are several streams, which are mixed among each other as well.
 
     Where `experts` is above 0, every `sparse_step`-th layer but those in `dense_layers` is a mixture of experts, with a
     shared one beside them where `shared_expert_size` is above 0. `grouped`: in which groups they are, if in any. They
@@ -170,6 +179,8 @@ class TextConfig:
     latent_sources: tuple[int, ...] = ()
     unrotated_layers: frozenset[int] = frozenset()
     shared_choices: frozenset[int] = frozenset()
+    kimi_delta: KimiDeltaConfig | None = None
+    balanced: BalancedShape | None = None
 
     @property
     def layers(self) -> int:
@@ -218,6 +229,12 @@ class TextConfig:
             rotated=layer not in self.unrotated_layers,
             chooses=layer not in self.shared_choices,
         )
+
+    @property
+    def stream_count(self) -> int:
+        """How many streams there are between layers."""
+        shape = self.streams or self.balanced
+        return 1 if shape is None else shape.count
 
     def norms_heads(self, kind: LayerKind) -> bool:
         """Whether a layer's heads of queries and keys are normed."""
@@ -320,7 +337,7 @@ class TextConfig:
         local = None if window_rope is None else rotary(window_rope, windowed)
         apart = {SLIDING: local or every, CHUNKED: local or every}
         mixers = tuple(mixer_with(family.mixers[each], apart.get(each, every)) for each in types)
-
+        token_index = _token_index(text, mixers)
         return cls(
             family=family,
             vocab_size=int(text["vocab_size"]),
@@ -349,6 +366,7 @@ class TextConfig:
             grouped=grouped_experts(text, probabilities=family.likely_experts) if grouped else None,
             expert_scale=expert_scale(text) if family.probability_weights and experts else None,
             delta_net=delta_net_of(text) if Mixer.GATED_DELTA_NET in mixers else None,
+            kimi_delta=kimi_delta_of(text) if Mixer.KIMI_DELTA_ATTENTION in mixers else None,
             mamba2=mamba2_of(text) if Mixer.MAMBA2 in mixers else None,
             convolution_width=convolution_width_of(text) if Mixer.SHORT_CONVOLUTION in mixers else 0,
             activation=activation,
@@ -376,15 +394,16 @@ class TextConfig:
             logit_scale=_logit_scale(text, family),
             logit_cap=None if cap is None else float(cap),
             index=IndexShape.of(text) if Mixer.INDEXED_ATTENTION in mixers else None,
-            token_index=TokenIndexShape.of(text) if Mixer.INDEXED_LATENT_ATTENTION in mixers else None,
+            token_index=token_index,
             block_index=BlockIndexShape.of(text, usual.kv_heads) if Mixer.BLOCK_INDEXED_ATTENTION in mixers else None,
             streams=StreamShape.of(text),
+            balanced=BalancedShape.of(text),
             ngrams=NgramShape.of(text),
             delta_gates=delta_gates_of(text),
             table_rows=_table_rows(text),
             latent_sources=latent_sources(text) if latent is not None else (),
             unrotated_layers=unrotated_layers(text) if latent is not None else frozenset(),
-            shared_choices=shared_choices(text) if Mixer.INDEXED_LATENT_ATTENTION in mixers else frozenset(),
+            shared_choices=shared_choices(text, types) if token_index is not None else frozenset(),
         )
 
 
@@ -399,6 +418,12 @@ def _table_rows(text: Mapping[str, Any]) -> int:
     """See `TextConfig.table_rows`."""
     more = int(text.get("additional_vocab_size") or 0)
     return int(text["vocab_size"]) + more if more else 0
+
+
+def _token_index(text: Mapping[str, Any], mixers: Sequence[Mixer]) -> TokenIndexShape | None:
+    if Mixer.POOLED_LATENT_ATTENTION in mixers:
+        return TokenIndexShape.of_pools(text)
+    return TokenIndexShape.of(text) if Mixer.INDEXED_LATENT_ATTENTION in mixers else None
 
 
 _WHOLLY_ROTATED = {"partial_rotary_factor": 1.0}

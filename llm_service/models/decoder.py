@@ -18,6 +18,8 @@ from llm_service.families.family import FeedForwardKind, Mixer, SpanRule
 from llm_service.layers.alternating import StreamsIn, StreamsOut
 from llm_service.layers.alternating_layer import AlternatingLayer
 from llm_service.layers.attention.backend import NumbaCompiled
+from llm_service.layers.balanced_layer import BalancedLayer
+from llm_service.layers.balanced_streams import MeanNorm
 from llm_service.layers.cache_spec import LayerCache
 from llm_service.layers.cpu import selection
 from llm_service.layers.decoder_layer import DecoderLayer, Layer, make_layer
@@ -87,6 +89,8 @@ class Decoder(nn.Module):
             self.streams_in = None if config.alternating is None else StreamsIn(config, dtype)
             if config.alternating is not None:
                 self.norm: RMSNorm | StreamMix | StreamsOut = StreamsOut(config, dtype)
+            elif config.balanced is not None:
+                self.norm = MeanNorm(config, dtype)
             elif config.streams is not None:
                 self.norm = StreamMix(config, dtype, "hyper_connection_mixer", injects=False)
             else:
@@ -168,8 +172,8 @@ class Decoder(nn.Module):
             given = self.layer_inputs(hidden, token_ids)
         if self.config.ngrams is not None or self.config.media_tokens:
             given = [token_ids] * self.config.layers
-        if self.config.streams is not None:
-            hidden = hidden.repeat(1, self.config.streams.count)
+        if self.config.stream_count > 1:
+            hidden = hidden.repeat(1, self.config.stream_count)
         elif self.streams_in is not None:
             hidden = self.streams_in(hidden)
         companions = zip(caches[self.config.layers :], batches[self.config.layers :], strict=True)
@@ -292,6 +296,8 @@ def _layer(index: int, config: TextConfig, group: TensorGroup, dtype: torch.dtyp
         return GatedResidualLayer(kind, config, group, dtype)
     if config.alternating is not None:
         return AlternatingLayer(kind, config, group, dtype)
+    if config.balanced is not None:
+        return BalancedLayer(kind, config, group, dtype)
     if config.streams is not None:
         return StreamedLayer(kind, config, group, dtype, own.index(index) if index in own else None)
     return make_layer(kind, config, group, dtype)

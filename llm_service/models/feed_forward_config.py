@@ -8,7 +8,7 @@ from typing import Any
 
 from common.checkpoint import CheckpointError
 from llm_service.families.family import Family
-from llm_service.families.gates import BoundedGates, Gates, RaisedGates
+from llm_service.families.gates import BoundedGates, CutGates, Gates, RaisedGates
 from llm_service.models.experts_config import first_of
 
 
@@ -32,10 +32,14 @@ def activation_of(text: Mapping[str, Any], family: Family) -> Activation:
 
 def gates_of(text: Mapping[str, Any], limits: str) -> tuple[Gates | None, ...]:
     """Those of each layer, by what a configuration calls the list of their limits, in which 0 is none; empty where all
-    are plain ones."""
+    are plain ones. Raises CheckpointError where there is one limit for all, and the activation is not SiLU."""
     count = int(text["num_hidden_layers"])
     if (sharpness := text.get("swiglu_alpha")) is not None:
         return (RaisedGates(float(sharpness), float(text["swiglu_limit"])),) * count
+    if (limit := text.get("swiglu_limit")) is not None:
+        if (activation := text.get("hidden_act", "silu")) != Activation.SILU.value:
+            raise CheckpointError(f"gates of {activation} that are cut are not supported")
+        return (CutGates(float(limit)),) * count
     each = [limit or None for limit in text.get(limits) or ()][:count]
     return tuple(None if limit is None else BoundedGates(float(limit)) for limit in each) if any(each) else ()
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from common.checkpoint import CheckpointError
+from llm_service.families.family import FULL, INDEXED
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +35,29 @@ class IndexShape:
 @dataclass(frozen=True, slots=True)
 class TokenIndexShape:
     """How a layer's index chooses what a token attends to: each token has a key of `head_dim` numbers, which is scored
-    by so many `heads` of queries, and the `most` with the highest scores are seen."""
+    by so many `heads` of queries, and the `most` with the highest scores are seen. With a `pool` so many tokens, from a
+    sequence's first one on, have one key together, and are seen together, as `PoolIndex` has it."""
 
     heads: int
     head_dim: int
     most: int
+    pool: int = 0
 
     @classmethod
     def of(cls, text: Mapping[str, Any]) -> TokenIndexShape:
         """Raises KeyError where a size is missing."""
         return cls(int(text["index_n_heads"]), int(text["index_head_dim"]), int(text["index_topk"]))
+
+    @classmethod
+    def of_pools(cls, text: Mapping[str, Any]) -> TokenIndexShape:
+        """Raises CheckpointError where the tokens behind the last whole pool are not seen anyway, or what is seen is no
+        whole number of pools, and KeyError where a size is missing."""
+        if not text.get("index_kpool_always_select_tail", True):
+            raise CheckpointError("an index that leaves the last tokens out is not supported")
+        made = replace(cls.of(text), pool=int(text["index_kpool"]))
+        if made.pool < 1 or made.most % made.pool:
+            raise CheckpointError(f"an index that keeps {made.most} tokens in pools of {made.pool} is not supported")
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +83,23 @@ class BlockIndexShape:
         return cls(int(text["index_head_dim"]), int(text["index_block_size"]), most, local)
 
 
-def shared_choices(text: Mapping[str, Any]) -> frozenset[int]:
-    """Layers that see what the last one before them chose. Raises CheckpointError where none chooses before one."""
-    kinds = text.get("indexer_types") or ()
-    found = frozenset(layer for layer, kind in enumerate(kinds) if kind == "shared")
-    first = next((layer for layer, kind in enumerate(kinds) if kind == "full"), len(kinds))
-    if found and min(found) < first:
-        raise CheckpointError("a layer that sees what an earlier one chose comes before all that choose")
-    return found
+def shared_choices(text: Mapping[str, Any], types: Sequence[str]) -> frozenset[int]:
+    """Of layers of these types those that see what the last one before them chose. Raises CheckpointError where none
+    chooses before one, or one that attends to nothing chosen is between them.
+
+    >>> sorted(shared_choices({"indexer_types": ["full", "shared", "shared", "shared"]}, [INDEXED] * 3 + ["other"]))
+    [1, 2]
+    """
+    found, chosen = set[int](), False
+    for layer, (mode, kind) in enumerate(zip(text.get("indexer_types") or (), types, strict=False)):
+        if kind not in (FULL, INDEXED):
+            chosen = False
+        elif mode == "full":
+            chosen = True
+        elif mode != "shared":
+            raise CheckpointError(f"an index of the kind {mode} is not supported")
+        elif not chosen:
+            raise CheckpointError("a layer that sees what an earlier one chose comes before all that choose")
+        else:
+            found.add(layer)
+    return frozenset(found)

@@ -36,10 +36,15 @@ class LatentHeads:
     @classmethod
     def of(cls, text: Mapping[str, Any], rope: Mapping[str, Any], family: Family, norm_eps: float) -> LatentHeads:
         """Of a text with these rotary settings, whose other norms have this eps. Raises KeyError where a size is
-        missing."""
+        missing, and CheckpointError where there are biases, or one is rotated that its family rotates not at
+        all."""
         hidden, rank = int(text["hidden_size"]), int(text["kv_lora_rank"])
         query_rank = int(text.get("q_lora_rank") or 0)
         rotated, plain = int(text["qk_rope_head_dim"]), int(text["qk_nope_head_dim"])
+        if text.get("attention_bias"):
+            raise CheckpointError("latents with biases are not supported")
+        if rotated and family.unrotated:
+            raise CheckpointError("latents with rotated numbers are not supported here")
         scale, growth = (plain + rotated) ** -0.5, rope.get("mscale_all_dim")
         if growth and rope.get("rope_type", rope.get("type", "default")) != "default":
             scale *= yarn_growth(float(rope["factor"]), float(growth)) ** 2
@@ -106,7 +111,7 @@ def latent_heads(
     return every, LatentHeads.of({**text, **own}, window_rope or rope, family, norm_eps)
 
 
-_MIXERS = {Mixer.LATENT_ATTENTION, Mixer.INDEXED_LATENT_ATTENTION}
+_MIXERS = {Mixer.LATENT_ATTENTION, Mixer.INDEXED_LATENT_ATTENTION, Mixer.POOLED_LATENT_ATTENTION}
 
 
 def unrotated_layers(text: Mapping[str, Any]) -> frozenset[int]:

@@ -81,6 +81,23 @@ class StreamShape:
 
 
 @dataclass(frozen=True, slots=True)
+class BalancedShape:
+    """Between layers there are so many streams, each as wide as the decoder, which become each other by matrices that
+    are balanced in so many `rounds`; `eps` is added to what they are made of, and to what is divided by."""
+
+    count: int
+    eps: float
+    rounds: int
+
+    @classmethod
+    def of(cls, text: Mapping[str, Any]) -> BalancedShape | None:
+        """None where there are none of this kind."""
+        if not text.get("hc_mult"):
+            return None
+        return cls(int(text["hc_mult"]), float(text["hc_eps"]), max(1, int(text["hc_sinkhorn_iters"])))
+
+
+@dataclass(frozen=True, slots=True)
 class NgramShape:
     """In these `layers`, counted from 0, each token adds embeddings of itself with the tokens before it, of n-grams of
     2 to `size` tokens, which are found by `heads` hashes each, `width` numbers in all; a convolution of `reach` places,

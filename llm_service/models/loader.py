@@ -106,7 +106,8 @@ def load_mtp(checkpoint: Checkpoint, target: Decoder, dtype: torch.dtype, *, wei
     """The layer that predicts one token more, beside the decoder of the same checkpoint, which is loaded, with
     the same types as `load_decoder`. Raises CheckpointError where the checkpoint has none."""
     text = {**checkpoint.config, **(checkpoint.config.get("text_config") or {})}
-    if target.config.streams is not None or target.config.alternating is not None:
+    shape = target.config
+    if any(several is not None for several in (shape.streams, shape.balanced, shape.alternating)):
         raise CheckpointError("multi-token prediction is not known for texts with several streams between layers")
     if text.get("mtp_use_dedicated_embeddings"):
         raise CheckpointError("embeddings of its own for multi-token prediction are not supported")

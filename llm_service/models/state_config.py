@@ -35,6 +35,17 @@ class Mamba2Config:
     least_step: float
 
 
+@dataclass(frozen=True, slots=True)
+class KimiDeltaConfig:
+    """Heads of Kimi Delta Attention, all `head_dim` long; the convolution sees `width` tokens. What fades is never
+    below `least`, the logarithm of what is left of a state; None: it has no bound."""
+
+    heads: int
+    head_dim: int
+    width: int
+    least: float | None
+
+
 class GateActivation(Enum):
     """What the gates of what gated delta nets give go through, as configurations call it."""
 
@@ -50,6 +61,20 @@ def delta_net_of(text: dict[str, Any]) -> DeltaNetConfig:
         key_dim=int(text["linear_key_head_dim"]),
         value_dim=int(text["linear_value_head_dim"]),
         width=int(text["linear_conv_kernel_dim"]),
+    )
+
+
+def kimi_delta_of(text: Mapping[str, Any]) -> KimiDeltaConfig:
+    """Heads of its Kimi Delta Attention. Raises CheckpointError where something else than SiLU is behind the
+    convolution."""
+    if (activation := text.get("hidden_act", "silu")) != "silu":
+        raise CheckpointError(f"Kimi Delta Attention with the activation {activation} is not supported")
+    least = text.get("linear_lower_bound")
+    return KimiDeltaConfig(
+        heads=int(text["linear_num_heads"]),
+        head_dim=int(text["linear_head_dim"]),
+        width=int(text["linear_conv_kernel_dim"]),
+        least=None if least is None else float(least),
     )
 
 

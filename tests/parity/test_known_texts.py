@@ -70,6 +70,7 @@ KINDS = (
     pytest.param("cosmos3_edge", marks=pytest.mark.soak),  # feed-forward parts without gates
     pytest.param("dots3_note", marks=pytest.mark.soak),  # latents in windows, and where an index chooses
     pytest.param("minimax_m3_vl", marks=pytest.mark.soak),  # an index that chooses blocks, heads for themselves
+    pytest.param("glm5_next", marks=pytest.mark.soak),  # Kimi Delta Attention, pools that layers choose together
     pytest.param("exaone4_5", marks=pytest.mark.soak),  # norms behind parts alone
     pytest.param("deepseek_ocr2", marks=pytest.mark.soak),  # experts that count by their probabilities
     pytest.param("aria", marks=pytest.mark.soak),  # matrices of experts the other way round, none apart

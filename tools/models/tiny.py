@@ -50,7 +50,9 @@ def make_by(recipe: Recipe, folder: Path, *, seed: int = 0, dtype: torch.dtype =
     """The same by a recipe."""
     folder.mkdir(parents=True, exist_ok=True)
     config, ids = config_of(recipe), _ids(recipe)
-    model = class_of(config)._from_config(config, dtype=torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # what is of one dimension is near where the library draws it
+        model = class_of(config)._from_config(config, dtype=torch.float32)
     redraw(model, seed)
     with torch.no_grad():  # as in models that were trained, no answer has a placeholder
         head_of(model).weight[[id for word, id in ids.items() if word != "</s>"]] = 0

@@ -133,7 +133,7 @@ RECIPES: dict[str, Recipe] = {
                 ],
                 indexer_types=["full", "full", "shared", "full", "full"],
                 index_kpool=4,
-                linear_num_heads=3,
+                linear_num_heads=4,
                 linear_head_dim=12,
                 hc_mult=3,
                 mlp_layer_types=["dense", "sparse", "dense", "sparse", "sparse"],

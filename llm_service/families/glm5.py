@@ -1,0 +1,19 @@
+"""GLM-5 Next's text: Kimi Delta Attention, and latent attention without rotary positions to what an index of pools
+chooses, over several streams that are kept in balance."""
+
+from __future__ import annotations
+
+from llm_service.families.family import FULL, INDEXED, Family, Mixer
+
+GLM5_TEXT = Family(
+    {},
+    grouped_experts=True,
+    ungated_shared=True,
+    unrotated=True,
+    mixers={
+        "linear_attention": Mixer.KIMI_DELTA_ATTENTION,
+        FULL: Mixer.POOLED_LATENT_ATTENTION,
+        INDEXED: Mixer.POOLED_LATENT_ATTENTION,
+    },
+    text_defaults={"full_attention_interval": 4},
+)

@@ -1,0 +1,156 @@
+"""Kimi Delta Attention by torch's operators, for every device and type."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llm_service.layers.cache_spec import Segment, StateCache
+from llm_service.layers.convolution import Steps, convolve_run, convolve_steps
+from llm_service.layers.elementwise import sigmoid, silu, softplus
+from llm_service.layers.gdn.backend import CHUNK
+from llm_service.layers.gdn.torch_backend import FEW, remainder, split, unit
+from llm_service.layers.kda.backend import KdaInput, KdaShape, KdaWeights
+
+_NEAR = 16
+"""Tokens of which each pair is multiplied place by place, with what is left of each. Of those further apart both are
+multiplied with what is left up to a token between them: no power of e is above 1, so none grows too large."""
+
+
+class TorchBackend:
+    """Makes batches of torch's operators."""
+
+    name = "torch"
+
+    def __init__(self, shape: KdaShape, device: torch.device) -> None:
+        self._shape = shape
+        self._device = device
+
+    def batch(self, segments: Sequence[Segment]) -> TorchBatch:
+        """See `KdaBackend`."""
+        runs, rounds = split(segments, FEW)
+        return TorchBatch(self._shape, tuple(runs), Steps.of(rounds, self._device))
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBatch:
+    """A batch of torch's operators: runs, and behind these rounds of single tokens."""
+
+    shape: KdaShape
+    runs: tuple[Segment, ...]
+    rounds: Sequence[Steps]
+
+    def run(self, given: KdaInput, weights: KdaWeights, cache: StateCache) -> Tensor:
+        """See `KdaBatch`."""
+        out = torch.empty_like(given.z, memory_format=torch.contiguous_format)
+        g, beta = fading(given.a, weights), learned(given.b)
+        for run in self.runs:
+            self._run_chunks(run, out, given.qkv, g, beta, weights, cache)
+        for steps in self.rounds:
+            self._run_steps(steps, out, given.qkv, g, beta, weights, cache)
+        return gated_norm(out, given.z, weights.gain, weights.eps)
+
+    def _run_chunks(
+        self, run: Segment, out: Tensor, qkv: Tensor, g: Tensor, beta: Tensor, weights: KdaWeights, cache: StateCache
+    ) -> None:
+        before, state = cache.read(run)
+        for begin in range(run.begin, run.end, CHUNK):
+            part = slice(begin, min(begin + CHUNK, run.end))
+            mixed, before = convolve_run(qkv[part].float(), before, weights.conv)
+            query, key, value = (each.transpose(0, 1) for each in self._heads(mixed, qkv.dtype))
+            read, state = chunk(query, key, value, g[part].transpose(0, 1), beta[part].t(), state)
+            out[part] = read.transpose(0, 1).flatten(1)
+        cache.write(run, [before, state])
+
+    def _run_steps(
+        self, steps: Steps, out: Tensor, qkv: Tensor, g: Tensor, beta: Tensor, weights: KdaWeights, cache: StateCache
+    ) -> None:
+        convolution, recurrent = cache.tensors
+        mixed, after = convolve_steps(qkv[steps.rows].float(), steps.read(convolution), weights.conv)
+        convolution[steps.slots] = after.to(convolution.dtype)
+        states = steps.read(recurrent)
+        read = step(*self._heads(mixed, qkv.dtype), g[steps.rows], beta[steps.rows], states)
+        out[steps.rows] = read.flatten(1).to(out.dtype)
+        recurrent[steps.slots] = states
+
+    def _heads(self, mixed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """What is convolved, float32 [m, channels] → queries and keys, each 1 long, queries over √head_dim, and values,
+        float32 [m, heads, head_dim] each, of numbers as a model of this type has them."""
+        query, key, value = silu(mixed).to(dtype).float().unflatten(1, (3, self.shape.heads, -1)).unbind(1)
+        return unit(query) * self.shape.head_dim**-0.5, unit(key), value
+
+
+def fading(a: Tensor, weights: KdaWeights) -> Tensor:
+    """a [n, values] → the logarithm of what is left of a state: g, float32 [n, heads, head_dim]."""
+    heads = len(weights.a_log)
+    moved = (a.float() + weights.dt_bias.float()).unflatten(1, (heads, -1))
+    rate = weights.a_log.float().exp().unsqueeze(1)
+    return -rate * softplus(moved) if weights.least is None else sigmoid(rate * moved) * weights.least
+
+
+def learned(b: Tensor) -> Tensor:
+    """b [n, heads] → how much of a state is made anew: β, float32 [n, heads]."""
+    return sigmoid(b.float()).to(b.dtype).float()
+
+
+def step(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """One token of each of s sequences → what is read, float32 [s, heads, head_dim].
+
+    Queries, keys, values and g [s, heads, head_dim], beta [s, heads]; state [s, heads, head_dim, head_dim] is changed.
+    """
+    state *= g.exp().unsqueeze(-1)
+    change = beta.unsqueeze(-1) * (value - (state * key.unsqueeze(-1)).sum(-2))
+    state += key.unsqueeze(-1) * change.unsqueeze(-2)
+    return (state * query.unsqueeze(-1)).sum(-2)
+
+
+def chunk(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """m tokens of a sequence at once → what they read, float32 [heads, m, head_dim], and the state behind them.
+
+    Queries, keys, values and g [heads, m, head_dim], beta [heads, m], state [heads, head_dim, head_dim]. As in
+    `gdn.torch_backend.chunk` what tokens change solves one unit lower triangular system.
+    """
+    total = g.cumsum(1)
+    of_keys, of_queries = products(query, key, total)
+    beta, left = beta.unsqueeze(-1), remainder(total)
+    known = torch.cat([key * left, query * left], dim=1) @ state
+    from_keys, from_queries = known.chunk(2, dim=1)
+    wanted = (value - from_keys).mul_(beta)
+    changes = torch.linalg.solve_triangular(of_keys.mul_(beta), wanted, upper=False, unitriangular=True)
+    read = (of_queries @ changes).add_(from_queries)
+    last = total[:, -1:]
+    behind = (key * remainder(last - total)).transpose(1, 2) @ changes
+    return read, behind.addcmul_(state, remainder(last).transpose(1, 2))
+
+
+def products(query: Tensor, key: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each token with those up to itself, of what is left of these: its key's and its query's products with their
+    keys, float32 [heads, m, m] each, 0 with those behind it. `total` are sums of g up to each token, and its own."""
+    heads, count, _ = key.shape
+    both = torch.stack([key, query])
+    found = both.new_zeros(2, heads, count, count)
+    for begin in range(0, count, _NEAR):
+        here = slice(begin, min(begin + _NEAR, count))
+        own = total[:, here]
+        near = own.unsqueeze(2) - own.unsqueeze(1)  # [heads, here, here, head_dim]
+        later = torch.ones(near.shape[1:3], dtype=torch.bool, device=key.device).triu(1)
+        weighed = remainder(near.masked_fill_(later.unsqueeze(-1), -torch.inf)).mul_(key[:, here].unsqueeze(1))
+        found[:, :, here, here] = (weighed @ both[:, :, here].unsqueeze(-1)).squeeze(-1)
+        if begin:
+            between = total[:, begin - 1 : begin]
+            far = key[:, :begin] * remainder(between - total[:, :begin])
+            found[:, :, here, :begin] = (both[:, :, here] * remainder(own - between)) @ far.transpose(1, 2)
+    of_keys, of_queries = found
+    return of_keys, of_queries
+
+
+def gated_norm(x: Tensor, z: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """x [n, values] over the root of each head's mean square, times gain [head_dim], times σ(z [n, values]), rounded
+    once."""
+    by_head = x.float().unflatten(1, (-1, len(gain)))
+    normed = functional.rms_norm(by_head, gain.shape, gain.float(), eps)
+    return (normed * sigmoid(z.float()).view_as(normed)).to(x.dtype).flatten(1)

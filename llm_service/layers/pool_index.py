@@ -1,0 +1,110 @@
+"""An index of pools (GLM-5 Next): so many tokens that follow each other have one key, and are chosen together; and what
+it has for a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from llm_service.families.family import LayerKind
+from llm_service.layers.attention.backend import AttentionBackend, PagedChunk
+from llm_service.layers.attention.metadata import AttentionMetadata
+from llm_service.layers.chosen_chunks import ChosenBatch, PagedChoice, apart, slots_of
+from llm_service.layers.index_keys import IndexQuery, PoolIndex
+from llm_service.layers.mixer import Rotary
+from llm_service.layers.pool_decode import PoolDecodes
+from llm_service.layers.token_decode import TokenIndexDecodes, score_by_torch
+from llm_service.layers.token_index import TokenIndexer
+from llm_service.models.config import TextConfig
+
+
+class PoolIndexer(TokenIndexer):
+    """One without rotary positions. Of a token it keeps a key, and a gate for each of its numbers, by which that counts
+    in its pool's key."""
+
+    def __init__(self, kind: LayerKind, config: TextConfig, dtype: torch.dtype) -> None:
+        super().__init__(kind, config, dtype)
+
+        def empty(*sizes: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(sizes, dtype=dtype), requires_grad=False)
+
+        self.index_kpool_compress_gate = empty(self.shape.head_dim, config.hidden_size)
+        self.index_kpool_compress_ape = empty(self.shape.pool, self.shape.head_dim)
+
+    @property
+    def kept_width(self) -> int:
+        """See `TokenIndexer`."""
+        return 2 * self.shape.head_dim
+
+    @property
+    def pools(self) -> PoolIndex:
+        """How it chooses."""
+        return PoolIndex(self.shape.most, self.shape.pool, self.index_kpool_compress_ape)
+
+    def keep(self, kept: Tensor, cache: Tensor, batch: ChosenBatch | TokenIndexDecodes) -> None:
+        """See `TokenIndexer`; keys of the pools that end among these tokens are written as well."""
+        assert isinstance(batch, PoolBatch | PoolDecodes), "it knows where pools end"
+        batch.keep(kept, cache)
+        flat = cache.flatten(0, 1)
+        flat[batch.ends, : self.shape.head_dim] = self.pools.keys(flat[batch.members])
+
+    def ask(self, x: Tensor, resid: Tensor, _: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+        """See `TokenIndexer`: what is kept of tokens in the place of keys, [n, 2 · head_dim]."""
+        heads, dim = self.shape.heads, self.shape.head_dim
+        gates = functional.linear(x, self.index_kpool_compress_gate)
+        kept = torch.cat([self.k_norm(self.keys(x)), gates], dim=1)
+        return self.queries(resid).view(len(x), heads, dim), self.weights(x).float() * heads**-0.5, kept
+
+    def query(self, asked: Tensor, weights: Tensor, kept: Tensor) -> IndexQuery:
+        """See `TokenIndexer`."""
+        return IndexQuery(self.pools, asked, weights, kept, self.shape.head_dim**-0.5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolBatch(ChosenBatch):
+    """`members` int64 [m, pool] are where the tokens of the pools are that end among the step's tokens."""
+
+    members: Tensor
+
+    @property
+    def ends(self) -> Tensor:
+        """Where keys of pools go, int64 [m]."""
+        return self.members[:, -1]
+
+
+class PagedPools(PagedChoice):
+    """Makes a step's batches, over metadata as well. Where no more than `most` tokens are in whole pools all are
+    seen."""
+
+    def __init__(
+        self, most: int, pool: int, attention: AttentionBackend, blocks: int, block_size: int, device: torch.device
+    ) -> None:
+        super().__init__(most + pool - 1, attention, block_size, device)
+        self._most, self._pool, self._null_slot = most, pool, blocks * block_size
+
+    def batch(self, chunks: Sequence[PagedChunk]) -> PoolBatch:
+        """See `IndexBackend`."""
+        every = [slots_of(chunk, self._block_size) for chunk in chunks]
+        ended = [
+            slots[self._begun(chunk.context) : self._begun(len(slots))]
+            for slots, chunk in zip(every, chunks, strict=True)
+        ]
+        found, (members,) = apart(chunks, self._reach, self._block_size, self._device, np.concatenate(ended))
+        dense = self._attention.batch(found.near) if found.near else None
+        members = members.view(-1, self._pool)
+        return PoolBatch(found.written, found.chosen, found.rest, dense, members=members)
+
+    def over(self, metadata: AttentionMetadata) -> PoolDecodes:
+        """See `StableIndexBackend`."""
+        score = partial(score_by_torch, pool=self._pool)
+        return PoolDecodes(self._most, self._block_size, self._null_slot, metadata, score, pool=self._pool)
+
+    def _begun(self, count: int) -> int:
+        """Tokens of so many that are in whole pools."""
+        return count // self._pool * self._pool
