@@ -45,6 +45,14 @@ class Case:
         qkv = torch.randn(sum(counts), heads, shape.head_dim, generator=generator).to(device, dtype)
         return cls(shape, chunks, cache, qkv)
 
+    def with_answers(self, seed: int) -> Case:
+        """The same with sequences some of whose tokens are an answer's: none, those of the chunk or some of them, and
+        more."""
+        numbers = random.Random(seed)
+        each = ((chunk, numbers.choice([0, 1, chunk.count // 2, chunk.count, 99])) for chunk in self.chunks)
+        chunks = [replace(chunk, answered=min(count, chunk.context + chunk.count)) for chunk, count in each]
+        return replace(self, chunks=chunks)
+
     @property
     def heads(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values."""

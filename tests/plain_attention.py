@@ -46,7 +46,8 @@ def paged_attention(
         for run in runs:
             mask[run] = True
         if kind.window:
-            mask &= torch.ones_like(mask).triu(length - (end - begin) + 1 - kind.window)
+            near = torch.ones_like(mask).triu(length - (end - begin) + 1 - kind.window)
+            mask &= near | (position < int(metadata.prompts[n])) if kind.sees_prompt else near
         for run in runs if kind.whole_spans else ():
             mask[run] = True
         for here, there in runs if kind.prompt_spans else ():

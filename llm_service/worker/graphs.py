@@ -132,6 +132,7 @@ class GraphNumbers:
     slot_mapping: Tensor
     query_start_loc: Tensor
     seq_lens: Tensor
+    prompts: Tensor
     tiles: Tensor
     decode_work: WorkList
     tile_work: WorkList
@@ -151,17 +152,18 @@ class GraphNumbers:
     ) -> Self:
         """A step of nobody."""
         each, wanted, singles = (sequences,), tiling.parts, sequences if tiling.singles else 0
-        shapes: list[tuple[int, ...]] = [(position_rows, tokens), each, (tokens,), (sequences + 1,), each, (tiles, 2)]
+        shapes: list[tuple[int, ...]] = [(position_rows, tokens), each, (tokens,), (sequences + 1,), each, each]
+        shapes.append((tiles, 2))
         for items in (singles, tiles):
             shapes += [(items + 2,), (items,), (wanted if items else 0,)]
         sizes = [aligned(math.prod(shape), ALIGNMENT // 4) for shape in shapes]
         packed = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         rooms = zip(packed.split(sizes), shapes, strict=True)
         views = [room[: math.prod(shape)].view(shape) for room, shape in rooms]
-        positions, own, slots, starts, lengths, tile_list, *works = views
+        first, works = views[:7], views[7:]
         decode_work = WorkList(works[0], works[1], works[2], singles + wanted, 2 * wanted)
         tile_work = WorkList(works[3], works[4], works[5], tiles + wanted, 2 * wanted)
-        made = cls(null_slot, packed, positions, own, slots, starts, lengths, tile_list, decode_work, tile_work, tiling)
+        made = cls(null_slot, packed, *first, decode_work, tile_work, tiling)
         made.slot_mapping.fill_(null_slot)
         made.tiles.fill_(-1)
         for work in (decode_work, tile_work):
@@ -184,7 +186,7 @@ class GraphNumbers:
         slots, starts, tiles = part(self.slot_mapping), part(self.query_start_loc), part(self.tiles)
         slots[:n], slots[n:] = batch.slot_mapping, self.null_slot
         starts[: sequences + 1], starts[sequences + 1 :] = batch.query_start_loc, n
-        part(self.seq_lens)[:sequences] = batch.seq_lens
+        part(self.seq_lens)[:sequences], part(self.prompts)[:sequences] = batch.seq_lens, batch.prompts
         tiles[: len(batch.tiles)], tiles[len(batch.tiles) :] = batch.tiles, -1
 
         def fill(work: WorkList, numbers: WorkNumbers) -> None:
@@ -207,6 +209,7 @@ class GraphNumbers:
             block_table=block_table[: len(self.rows)],
             query_start_loc=self.query_start_loc,
             seq_lens=self.seq_lens,
+            prompts=self.prompts,
             tiles=self.tiles,
             decode_work=self.decode_work,
             tile_work=self.tile_work,

@@ -290,9 +290,10 @@ class ModelRunner:
         batch: BatchNumbers | None = None
         read: list[np.ndarray] = []
         if self.caches.follows_metadata:
-            contexts, counts, rows = np.array([(each.context, each.count, each.row) for each in plan.chunks]).T
+            lengths = [(each.context, each.count, each.answered, each.row) for each in plan.chunks]
+            *sequences, rows = np.array(lengths).T
             tiling = self.caches.tiling if graph is None else graph.tiling
-            batch = BatchNumbers.of(contexts, counts, rows, self._tables.host, self.caches.block_size, tiling)
+            batch = BatchNumbers.of(*sequences, rows, self._tables.host, self.caches.block_size, tiling)
             arrays = AttentionMetadata.arrays(batch)
             read = [rows, *arrays] if graph is None else graph.of(plan, batch, positions, rows)
         else:

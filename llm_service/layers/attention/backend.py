@@ -20,7 +20,8 @@ class AttentionKind:
     multiplied by `scale`, None: by head_dim^-0.5. With a `chunk` sequences are cut into chunks of so many tokens, and a
     token sees none before its own. With `joined_spans` those of all spans of a chunk see each other, whatever the
     window; with `prompt_spans` those of a span see all that is before them as well, whatever the window. Scores are
-    drawn below `softcap` by its hyperbolic tangent before anything is hidden, None: they are as they are."""
+    drawn below `softcap` by its hyperbolic tangent before anything is hidden, None: they are as they are. With
+    `sees_prompt` the window is for answers alone: a token sees what is before it of the prompt as well."""
 
     window: int = 0
     spans: bool = False
@@ -30,6 +31,7 @@ class AttentionKind:
     joined_spans: bool = False
     prompt_spans: bool = False
     softcap: float | None = None
+    sees_prompt: bool = False
 
     @property
     def is_local(self) -> bool:
@@ -58,11 +60,15 @@ class AttentionKind:
         >>> whole.first_of(PagedChunk(9, 5, []), []), whole.first_of(PagedChunk(9, 5, []), [(0, 4)])
         (6, 0)
         """
-        return 0 if self.prompt_spans and spans else self.first_seen(chunk.context)
+        return 0 if self.sees_prompt or (self.prompt_spans and spans) else self.first_seen(chunk.context)
+
+    def prompt_of(self, chunk: PagedChunk) -> int:
+        """How many of the first tokens of a chunk's sequence all those behind them see, whatever the window."""
+        return chunk.prompt if self.sees_prompt else 0
 
     def seen(self, chunk: PagedChunk, spans: Sequence[Span] = ()) -> np.ndarray:
-        """The positions [begin, end) that each token of a chunk sees, int64 [count, 2]; spans are those of the chunk,
-        each by itself.
+        """The positions [begin, end) that each token of a chunk sees, int64 [count, 2], of an answer beside those of the
+        prompt, if these are seen; spans are those of the chunk, each by itself.
 
         >>> AttentionKind(window=4).seen(PagedChunk(2, 5, []), [(1, 4)]).T.tolist()
         [[0, 0, 1, 2, 3], [3, 6, 6, 6, 7]]
@@ -70,9 +76,12 @@ class AttentionKind:
         [[1, 2, 3, 3, 5], [3, 6, 6, 6, 7]]
         >>> AttentionKind(chunk=4).seen(PagedChunk(2, 5, []), [(1, 4)]).T.tolist()
         [[0, 0, 4, 4, 4], [3, 4, 6, 6, 7]]
+        >>> AttentionKind(window=2, sees_prompt=True).seen(PagedChunk(2, 5, [], answered=3)).T.tolist()
+        [[0, 0, 3, 4, 5], [3, 4, 5, 6, 7]]
         """
         places = np.arange(chunk.context, chunk.context + chunk.count, dtype=np.int64)
         begins = np.maximum(places + 1 - self.window, 0) if self.window else np.zeros_like(places)
+        begins[places < self.prompt_of(chunk)] = 0
         seen = np.stack([begins, places + 1], axis=1)
         for begin, end in spans:
             seen[begin:end, 1] = chunk.context + end
@@ -196,6 +205,11 @@ class PagedChunk:
     answers: int = 0
     answered: int = 0
 
+    @property
+    def prompt(self) -> int:
+        """How many tokens of the sequence, up to the last one here, are a prompt's."""
+        return self.context + self.count - self.answered
+
 
 def runs_of(there: np.ndarray, first: int = 0) -> list[Span]:
     """Runs of places in bool [n], counted from `first` on.
@@ -226,13 +240,18 @@ def parts_at(chunks: Sequence[PagedChunk], places: np.ndarray) -> list[PagedChun
     >>> whole = [PagedChunk(9, 2, [], decodes=True), PagedChunk(4, 3, []), PagedChunk(0, 8, [])]
     >>> [(part.context, part.count, part.decodes) for part in parts_at(whole, np.array([0, 1, 6, 11, 12]))]
     [(9, 2, True), (1, 1, False), (6, 2, False)]
+    >>> [part.prompt for part in parts_at([PagedChunk(4, 5, [], answered=3)], np.array([0, 3]))]
+    [5, 6]
     """
     found, first = [], 0
     for chunk in chunks:
         own = places[(places >= first) & (places < first + chunk.count)] - first
         stretches = np.split(own, np.flatnonzero(np.diff(own) > 1) + 1) if len(own) else []
         more = ((chunk.context + int(each[0]), len(each)) for each in stretches)
-        found += [replace(chunk, context=context, count=count) for context, count in more]
+        found += [
+            replace(chunk, context=context, count=count, answered=max(0, context + count - chunk.prompt))
+            for context, count in more
+        ]
         first += chunk.count
     return found
 

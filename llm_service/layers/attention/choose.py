@@ -87,6 +87,8 @@ def _triton(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Atte
 
         if shape.kind.softcap is not None:
             return "it knows no soft caps of scores over latents"
+        if shape.kind.sees_prompt:
+            return f"{_ANSWERS} over latents"
         return LatentTritonBackend(shape, dtype, device)
     from llm_service.layers.attention.triton_backend import TritonBackend
 
@@ -104,6 +106,8 @@ def _flash(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Atten
         return _INT8
     if shape.kind.chunk:
         return "it knows no chunks of a sequence within which layers attend"
+    if shape.kind.sees_prompt:
+        return _ANSWERS
     if shape.head_dim > _WIDEST_OF_FLASH:
         return f"it knows heads of {_WIDEST_OF_FLASH} numbers at most, and some have {shape.head_dim}"
     from llm_service.layers.attention import flash_backend
@@ -116,6 +120,7 @@ def _flash(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Atten
 
 
 _WIDEST_OF_FLASH = 256
+_ANSWERS = "it knows no windows that are for answers alone"
 _LATENT = "it knows no values that lie within keys, as latent attention has them"
 _INT8 = "it reads no keys and values in 8 bits"
 _BACKENDS = {"torch": _torch, "numba": _numba, "triton": _triton, "flash": _flash}

@@ -99,6 +99,7 @@ class BatchNumbers:
     slot_mapping: np.ndarray
     query_start_loc: np.ndarray
     seq_lens: np.ndarray
+    prompts: np.ndarray
     tiles: np.ndarray
     decode_work: WorkNumbers
     tile_work: WorkNumbers
@@ -109,19 +110,28 @@ class BatchNumbers:
 
     @classmethod
     def of(
-        cls, contexts: np.ndarray, counts: np.ndarray, rows: np.ndarray, tables: np.ndarray, size: int, tiling: Tiling
+        cls,
+        contexts: np.ndarray,
+        counts: np.ndarray,
+        answered: np.ndarray,
+        rows: np.ndarray,
+        tables: np.ndarray,
+        size: int,
+        tiling: Tiling,
     ) -> BatchNumbers:
-        """Of sequences with so many tokens in the cache and, behind these, in the batch, int [s] each, whose block
-        tables, of blocks of `size` tokens, are `rows` int [s] of `tables` int32 [r, w]. Of a chunk the tile with the
-        longest context comes first, so that the short ones fill what is left at the end.
+        """Of sequences with so many tokens in the cache and, behind these, in the batch, of which so many of both are an
+        answer's, int [s] each, whose block tables, of blocks of `size` tokens, are `rows` int [s] of `tables` int32 [r,
+        w]. Of a chunk the tile with the longest context comes first, so that the short ones fill what is left at the
+        end.
 
         >>> tables = np.array([[0, 1, 2, 4, 6], [3, 5, 0, 0, 0]], np.int32)
-        >>> numbers = BatchNumbers.of(*np.array([[17, 0], [1, 70], [1, 0]]), tables, 16, Tiling(1, 64))
+        >>> numbers = BatchNumbers.of(*np.array([[17, 0], [1, 70], [3, 0], [1, 0]]), tables, 16, Tiling(1, 64))
         >>> numbers.slot_mapping[:3].tolist(), numbers.query_start_loc.tolist(), numbers.seq_lens.tolist()
         ([81, 0, 1], [0, 1, 71], [18, 70])
-        >>> numbers.decodes, numbers.tiles.tolist()
-        (1, [[1, 64], [1, 0]])
-        >>> verified = BatchNumbers.of(*np.array([[17, 30], [1, 3], [1, 0]]), tables, 16, Tiling(1, 4, singles=False))
+        >>> numbers.decodes, numbers.tiles.tolist(), numbers.prompts.tolist()
+        (1, [[1, 64], [1, 0]], [15, 70])
+        >>> drafts = np.array([[17, 30], [1, 3], [1, 3], [1, 0]])
+        >>> verified = BatchNumbers.of(*drafts, tables, 16, Tiling(1, 4, singles=False))
         >>> verified.decodes, verified.tiles.tolist()
         (0, [[0, 0], [1, 0]])
         """
@@ -145,6 +155,7 @@ class BatchNumbers:
             slot_mapping=(tables[rows_of, block] * size + place).astype(np.int32),
             query_start_loc=starts,
             seq_lens=lengths,
+            prompts=(lengths - answered).astype(np.int32),
             tiles=tiles,
             decode_work=WorkNumbers.cut(lengths[:decodes], tiling.parts),
             tile_work=WorkNumbers.cut(seen, tiling.parts),
@@ -161,7 +172,7 @@ class AttentionMetadata:
 
     All are int32: `slot_mapping` [n] is where a token's keys and values go; `block_table` [s, w] is read only as far as
     a sequence is long; `query_start_loc` [s + 1] is where each sequence's tokens begin in the batch; `seq_lens` [s] are
-    its tokens in the cache and in the batch together; `tiles` [t, 2] the tokens of those that are no decodes, `tile` at
+    its tokens in the cache and in the batch together, and `prompts` [s] those of them that are a prompt's; `tiles` [t, 2] the tokens of those that are no decodes, `tile` at
     a time, as (sequence, first token). The contexts of decodes and of tiles are cut into parts as `WorkNumbers.cut`
     does. `longest_query` and `longest` bound a sequence's tokens in the batch, and in all.
 
@@ -172,6 +183,7 @@ class AttentionMetadata:
     block_table: Tensor
     query_start_loc: Tensor
     seq_lens: Tensor
+    prompts: Tensor
     tiles: Tensor
     decode_work: WorkList
     tile_work: WorkList
@@ -198,8 +210,8 @@ class AttentionMetadata:
         tables = np.zeros((len(chunks), max(len(chunk.blocks) for chunk in chunks)), np.int32)
         for row, chunk in zip(tables, chunks, strict=True):
             row[: len(chunk.blocks)] = chunk.blocks
-        contexts, counts = np.array([(chunk.context, chunk.count) for chunk in chunks]).T
-        numbers = BatchNumbers.of(contexts, counts, np.arange(len(chunks)), tables, block_size, tiling)
+        lengths = np.array([(chunk.context, chunk.count, chunk.answered) for chunk in chunks]).T
+        numbers = BatchNumbers.of(*lengths, np.arange(len(chunks)), tables, block_size, tiling)
         table, *moved = to_device([tables, *cls.arrays(numbers)], device)
         return cls.over(numbers, moved, table)
 
@@ -210,6 +222,7 @@ class AttentionMetadata:
             numbers.slot_mapping,
             numbers.query_start_loc,
             numbers.seq_lens,
+            numbers.prompts,
             numbers.tiles,
             *numbers.decode_work.arrays,
             *numbers.tile_work.arrays,
@@ -218,12 +231,13 @@ class AttentionMetadata:
     @classmethod
     def over(cls, numbers: BatchNumbers, moved: Sequence[Tensor], block_table: Tensor) -> AttentionMetadata:
         """Of what `arrays` gave, moved to the device, and the batch's block table."""
-        slot_mapping, query_start_loc, seq_lens, tiles, *works = moved
+        slot_mapping, query_start_loc, seq_lens, prompts, tiles, *works = moved
         return cls(
             slot_mapping=slot_mapping,
             block_table=block_table,
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
+            prompts=prompts,
             tiles=tiles,
             decode_work=WorkList.over(numbers.decode_work, works[:3]),
             tile_work=WorkList.over(numbers.tile_work, works[3:]),

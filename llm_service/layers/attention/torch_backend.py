@@ -64,21 +64,23 @@ class TorchBackend:
             written.append(place[chunk.context :])
             first, last = kind.first_of(chunk, own), chunk.context + chunk.count - 1
             seen = slice(slots.start + first, slots.stop) if isinstance(slots, slice) else slots[first:]
-            several = chunk.count > 1
+            several, positions = chunk.count > 1, torch.arange(first, last + 1)
+            if kind.sees_prompt and (begin_of := kind.first_seen(chunk.context)) > (prompt := chunk.prompt):
+                positions = torch.cat([positions[:prompt], positions[begin_of:]])
+                seen = place[positions.to(device)]
             cut = several and (chunk.context > 0 or kind.first_seen(last) > 0 or bool(own))
-            mask = self._mask(chunk, own, first) if cut else None
+            mask = self._mask(chunk, own, positions.to(device)) if cut else None
             segments.append(_Segment(begin, begin + chunk.count, seen, mask, several and not cut))
             begin += chunk.count
         return TorchBatch(torch.cat(written), tuple(segments), self._shape)
 
-    def _mask(self, chunk: PagedChunk, spans: Sequence[Span], first: int) -> Tensor:
-        """Which of the positions from `first` on each token sees."""
+    def _mask(self, chunk: PagedChunk, spans: Sequence[Span], positions: Tensor) -> Tensor:
+        """Which of these positions, int64 [m], of which the last are the chunk's, each token sees."""
         begins, ends = torch.from_numpy(self._shape.kind.seen(chunk, spans)).to(self._device).unsqueeze(2).unbind(1)
-        positions = torch.arange(first, chunk.context + chunk.count, device=self._device)
-        mask = (begins <= positions) & (positions < ends)
+        mask = ((begins <= positions) | (positions < self._shape.kind.prompt_of(chunk))) & (positions < ends)
         if self._shape.kind.joined_spans:
             joined = torch.from_numpy(within(spans, chunk.count)).to(self._device)
-            mask[:, chunk.context - first :] |= joined.unsqueeze(1) & joined
+            mask[:, len(positions) - chunk.count :] |= joined.unsqueeze(1) & joined
         return mask
 
 

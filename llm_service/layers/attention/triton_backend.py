@@ -50,6 +50,7 @@ class KernelShape:
     precision: str
     window: int
     chunk: int
+    prompts: bool
     softcap: float
     softmax_scale: float
     int8: bool
@@ -73,6 +74,7 @@ class KernelShape:
             precision="ieee" if exact else "tf32",
             window=shape.kind.window,
             chunk=shape.kind.chunk,
+            prompts=shape.kind.sees_prompt,
             softcap=shape.kind.softcap or 0.0,
             softmax_scale=shape.softmax_scale,
             int8=shape.int8,
@@ -83,7 +85,7 @@ class KernelShape:
         """Tokens of a chunk that one program takes."""
         return max(2, (_ROWS if self.dims <= 256 else _WIDE_ROWS) // self.group)
 
-    def rows(self, tokens: int) -> dict[str, int | float]:
+    def rows(self, tokens: int) -> dict[str, int | float | bool]:
         """Constants and options of `attention_kernel` for items of up to so many tokens. With its drafts a token may
         take no more rows than alone."""
         rows = max(_FEWEST, triton.next_power_of_2(tokens * self.group))
@@ -96,6 +98,7 @@ class KernelShape:
             "DIMS": self.dims,
             "WINDOW": self.window,
             "CHUNK": self.chunk,
+            "PROMPTS": self.prompts,
             "SOFTCAP": self.softcap,
             "num_warps": 4 if few else self.prefill_warps,
             "num_stages": self.decode_stages if few else self.stages,
@@ -209,6 +212,7 @@ class TritonBatch:
             metadata.block_table,
             metadata.query_start_loc,
             metadata.seq_lens,
+            metadata.prompts,
             metadata.tiles,
             work.parts,
             work.rooms,

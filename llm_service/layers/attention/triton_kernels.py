@@ -99,6 +99,15 @@ def _first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def _first_behind(position, prompt, WINDOW: tl.constexpr, CHUNK: tl.constexpr, PROMPTS: tl.constexpr):
+    """The same, or with PROMPTS the first behind a prompt of so many tokens, of which one sees all before it."""
+    first = _first_seen(position, WINDOW, CHUNK)
+    if PROMPTS:
+        first = tl.where(position < prompt, 0, first)
+    return first
+
+
+@triton.jit
 def _capped(scores, SOFTCAP: tl.constexpr):
     """Scores that hold log2(e), drawn below a cap, which does not, if there is one: cap · tanh(score / cap)."""
     if SOFTCAP > 0:
@@ -136,10 +145,12 @@ def _attend(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
     INT8: tl.constexpr,
+    prompt,
+    PROMPTS: tl.constexpr,
 ):
     """Takes the keys of positions [begin, end) into each row's sum, BLOCK_N at a time. Every row sees all of them, but
-    where it is CAUSAL: then a row sees those up to its `last`, from `_first_seen` on. Where it is not MASKED, BLOCK_N
-    divides their number."""
+    where it is CAUSAL: then a row sees those up to its `last`, from `_first_seen` on, and with PROMPTS the first
+    `prompt`. Where it is not MASKED, BLOCK_N divides their number."""
     dims = tl.arange(0, DIMS)
     for start in range(begin, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
@@ -175,7 +186,10 @@ def _attend(
         if CAUSAL:
             seen = inside[None, :] & (positions[None, :] <= last[:, None])
             if WINDOW + CHUNK > 0:
-                seen = seen & (positions[None, :] >= _first_seen(last, WINDOW, CHUNK)[:, None])
+                near = positions[None, :] >= _first_seen(last, WINDOW, CHUNK)[:, None]
+                if PROMPTS:
+                    near = near | (positions < prompt)[None, :]
+                seen = seen & near
             scores = tl.where(seen, scores, float("-inf"))
         elif MASKED:
             scores = tl.where(inside[None, :], scores, float("-inf"))
@@ -214,6 +228,7 @@ def attention_kernel(
     block_table,
     starts,
     lengths,
+    prompts,
     tiles,
     parts,
     rooms,
@@ -229,6 +244,7 @@ def attention_kernel(
     DIMS: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
+    PROMPTS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -240,8 +256,9 @@ def attention_kernel(
 
     An item is up to TOKENS tokens of one sequence: the only one of sequence i, where TOKENS is 1, or those from token
     tiles[i, 1] on of sequence tiles[i, 0]. The token at place r of a chunk with c tokens before it sees positions 0 … c
-    + r, the last WINDOW of them where that is not 0, and those of its chunk of CHUNK positions where that is not. A
-    program has GROUP rows for each token. Scores are drawn below SOFTCAP, where that is not 0. With INT8 keys and
+    + r, the last WINDOW of them where that is not 0, and those of its chunk of CHUNK positions where that is not; with
+    PROMPTS the first ones as well, as many as `prompts` has of its sequence. A program has GROUP rows for each token.
+    Scores are drawn below SOFTCAP, where that is not 0. With INT8 keys and
     values are those of `store_int8_kernel`.
 
     `parts` [items + 2] has the keys of a part, the first part of each item, and the number of parts; programs beyond
@@ -270,8 +287,11 @@ def attention_kernel(
     begin = own * share
     behind = tl.minimum(length, length - count + first + TOKENS)
     end = tl.minimum(begin + share, behind)
-    if WINDOW + CHUNK > 0:
-        begin = tl.maximum(begin, _first_seen(length - count + first, WINDOW, CHUNK))
+    prompt = 0
+    shared = 0
+    if PROMPTS:
+        prompt = tl.load(prompts + sequence)
+        shared = tl.where(length - count + first < prompt, 0, tl.minimum(end, prompt))
 
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, DIMS)
@@ -288,26 +308,37 @@ def attention_kernel(
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, DIMS], tl.float32)
     table = block_table + sequence * table_stride
+    if PROMPTS:  # of a prompt, which every row of an answer sees
+        highest, total, mixed = _attend(
+            highest, total, mixed, q, last, keys, values, key_scales, value_scales, table, begin, shared, head,
+            kv_heads, scale, True, False, 0, 0, SOFTCAP, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_N, PRECISION, INT8, 0, False,
+        )  # fmt: skip
+        begin = tl.maximum(begin, shared)
+    if WINDOW + CHUNK > 0:
+        begin = tl.maximum(begin, _first_behind(length - count + first, prompt, WINDOW, CHUNK, PROMPTS))
     middle = begin
     if TOKENS > 1:  # a single token's few rows are not worth the registers of two loops
         if WINDOW + CHUNK > 0:  # keys before those that every row sees
-            early = tl.minimum(end, _first_seen(length - count + first + TOKENS - 1, WINDOW, CHUNK)) - begin
+            unseen = _first_behind(length - count + first + TOKENS - 1, prompt, WINDOW, CHUNK, PROMPTS)
+            early = tl.minimum(end, unseen) - begin
             begin += (tl.maximum(early, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
             begin = tl.minimum(begin, end)
             highest, total, mixed = _attend(
                 highest, total, mixed, q, last, keys, values, key_scales, value_scales, table, middle, begin, head,
                 kv_heads, scale, True, True, WINDOW, CHUNK, SOFTCAP, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_N, PRECISION,
-                INT8,
+                INT8, prompt, PROMPTS,
             )  # fmt: skip
         plain = tl.maximum(tl.minimum(end, length - count + first + 1) - begin, 0)  # keys that every row sees
         middle = begin + plain // BLOCK_N * BLOCK_N
         highest, total, mixed = _attend(
             highest, total, mixed, q, last, keys, values, key_scales, value_scales, table, begin, middle, head,
-            kv_heads, scale, False, False, 0, 0, SOFTCAP, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_N, PRECISION, INT8,
+            kv_heads, scale, False, False, 0, 0, SOFTCAP, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_N, PRECISION, INT8, 0,
+            False,
         )  # fmt: skip
     highest, total, mixed = _attend(
         highest, total, mixed, q, last, keys, values, key_scales, value_scales, table, middle, end, head,
         kv_heads, scale, True, TOKENS > 1, WINDOW, CHUNK, SOFTCAP, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_N, PRECISION, INT8,
+        prompt, PROMPTS,
     )  # fmt: skip
 
     if room < 0:

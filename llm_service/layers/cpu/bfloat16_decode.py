@@ -46,13 +46,16 @@ def _further(blocks: Any, position: Any, size: Any, length: Any) -> Any:
 @inner
 def _seen(length: Any, count: Any, token: Any, reach: Any, size: Any) -> Any:
     """Of the positions that `count` tokens of a sequence see, `length` with the last one's own: where the block begins
-    that the token's first one is in, from there the first that it sees, and the end of what it sees. `reach` is the
-    window, the tokens of a chunk, and how many positions are skipped."""
-    window, chunk, skipped = reach
+    that the token's first one is in, from there the first that it sees, and the end of what it sees; and where what it
+    does not see between a prompt and its window begins and ends. `reach` is the window, the tokens of a chunk, how many
+    positions are skipped, and the tokens of a prompt that are seen whatever the window."""
+    window, chunk, skipped, prompt = reach
     end = length - count + 1 + token
     unseen = max(0, end - window, (skipped + end - 1) // chunk * chunk - skipped)
+    if prompt:
+        return 0, 0, end, min(prompt, end), max(min(prompt, end), unseen)
     begin = unseen // size * size
-    return begin, unseen - begin, end - begin
+    return begin, unseen - begin, end - begin, 0, 0
 
 
 @inner
@@ -70,10 +73,10 @@ def _score(weights: Any, numbers: Any, keys: Any, blocks: Any, length: Any, reac
             for head in range(own):
                 where = at + (first + head) * dim * 2
                 for token in range(count):
-                    own_begin, _, end = _seen(length, count, token, reach, size)
+                    own_begin, _, end, gap, late = _seen(length, count, token, reach, size)
                     position = begin + place - own_begin
                     last = min(_TOGETHER, here - place, end - position) - 1
-                    if position < 0 or last < 0:
+                    if position < 0 or last < 0 or (position >= gap and position + last < late):
                         continue
                     for member in range(0, group, 2):
                         query = (token * own + head) * group + member
@@ -104,10 +107,10 @@ def _add_weighted(
             for head in range(own):
                 where = at + (first + head) * dim * 2
                 for token in range(count):
-                    own_begin, _, end = _seen(length, count, token, reach, size)
+                    own_begin, _, end, gap, late = _seen(length, count, token, reach, size)
                     position = begin + place - own_begin
                     last = min(_TOGETHER, here - place, end - position) - 1
-                    if position < 0 or last < 0:
+                    if position < 0 or last < 0 or (position >= gap and position + last < late):
                         continue
                     for member in range(0, group, 2):
                         query = (token * own + head) * group + member
@@ -153,7 +156,7 @@ def _attend(
                 _spread(numbers[token, head, member], query[token, head, member], scale)
     _score(weights, numbers, keys, blocks, length, reach, first, dim)
     for token in range(count):
-        _, unseen, end = _seen(length, count, token, reach, size)
+        _, unseen, end, gap, late = _seen(length, count, token, reach, size)
         fours = (end + _FOUR - 1) // _FOUR
         for head in range(own):
             for member in range(group):
@@ -161,6 +164,7 @@ def _attend(
                 if softcap > _ZERO:
                     cap(scores, fours, np.float32(1.0), softcap)
                 weights[token, head, member, :unseen], weights[token, head, member, end:] = -np.inf, -np.inf
+                weights[token, head, member, gap:late] = -np.inf
                 totals[token, head, member] = to_powers(scores, fours, highest(scores, fours))
     _add_weighted(sums, weights, values, blocks, length, reach, first, dim)
     for token in range(count):
@@ -192,6 +196,7 @@ def _decode(
     table: Any,
     lengths: Any,
     ends: Any,
+    prompts: Any,
     window: Any,
     chunk: Any,
     scale: Any,
@@ -200,9 +205,9 @@ def _decode(
 ) -> None:
     """float32 out and query [n, kv_heads, group, dim], bits of float32 key and value uint32 [n, kv_heads, dim], bits of
     bfloat16 keys and values uint16 [blocks, block_size, kv_heads, dim], table int32 [s, w], lengths int32 [s], of which
-    a token sees the last `window` positions up to its own, as far as they are in its chunk, of `chunk` positions; ends
-    int32 [s]: a sequence's last tokens are those up to there of the n. Scores are drawn below `softcap`, 0: they are
-    not. parts divides kv_heads. `scale` and `softcap` include log2 e.
+    a token sees the last `window` positions up to its own, as far as they are in its chunk, of `chunk` positions, and
+    so many first ones as prompts int32 [s] says; ends int32 [s]: a sequence's last tokens are those up to there of the
+    n. Scores are drawn below `softcap`, 0: they are not. parts divides kv_heads. `scale` and `softcap` include log2 e.
 
     A task is one sequence's neighbouring KV heads and the query heads that share them. It first writes its tokens'
     keys and values. Positions count from the first block that is seen; each token's sums from the first that it sees,
@@ -213,12 +218,12 @@ def _decode(
         sequence, first = np.intp(task) // parts, np.intp(task) % parts * own
         row = np.intp(ends[sequence - 1]) if sequence else 0
         count = np.intp(ends[sequence]) - row
-        before = np.intp(lengths[sequence]) - count
-        skipped = max(0, before + 1 - window, before // chunk * chunk) // size
+        before, prompt = np.intp(lengths[sequence]) - count, np.intp(prompts[sequence])
+        skipped = 0 if prompt else max(0, before + 1 - window, before // chunk * chunk) // size
         blocks, length = table[sequence, skipped:], np.intp(lengths[sequence]) - skipped * size
         _write(keys, key[row : row + count, first : first + own], blocks, length - count, first)
         _write(values, value[row : row + count, first : first + own], blocks, length - count, first)
-        reach = window, chunk, skipped * size
+        reach = window, chunk, skipped * size, prompt
         given = keys, values, blocks, length, reach, first, scale, softcap
         _attend(out[row : row + count, first : first + own], query[row : row + count, first : first + own], *given)
 
@@ -230,7 +235,7 @@ TYPED = {
         _kernel,
         (
             *(_heads, _heads, _bits, _bits, _cache, _cache),
-            *(numba.int32[:, ::1], numba.int32[::1], numba.int32[::1]),
+            *(numba.int32[:, ::1], numba.int32[::1], numba.int32[::1], numba.int32[::1]),
             *(numba.intp, numba.intp, numba.float32, numba.float32, numba.intp),
         ),
     )
@@ -247,6 +252,7 @@ def decode(
     lengths: Tensor,
     kind: AttentionKind = CAUSAL,
     ends: Tensor | None = None,
+    prompts: Tensor | None = None,
 ) -> Tensor:
     """As `decode_attention.decode`, where keys and values of the cache are bfloat16: those of a token are rounded."""
     tokens, heads, dim = query.shape
@@ -257,7 +263,8 @@ def decode(
     new = (each.contiguous().numpy().view(np.uint32) for each in (key, value))
     cached = (each.view(torch.uint16).numpy() for each in (keys, values))
     each = torch.arange(1, sequences + 1, dtype=torch.int32) if ends is None else ends
-    where = (tensor.numpy() for tensor in (table, lengths, each))
+    kept = torch.zeros_like(lengths) if prompts is None else prompts
+    where = (tensor.numpy() for tensor in (table, lengths, each, kept))
     at_once = parts(sequences, key.shape[1], numba.get_num_threads())
     reach = kind.window or EVERY, kind.chunk or EVERY
     _kernel(out, numbers, *new, *cached, *where, *reach, scale, softcap, at_once)

@@ -64,6 +64,32 @@ def _cap_all(scores: Any, softcap: Any) -> None:
     cap(scores.ctypes.data, np.intp(scores.size // _FOUR), np.float32(1.0), softcap)
 
 
+@inner
+def _ends_highest(scores: Any, early: Any, seen: Any, end: Any) -> Any:
+    """The highest of the scores before `early`, and from `seen` on, of which there is one."""
+    highest = -np.float32(np.inf)
+    for position in range(early):
+        highest = max(highest, scores[position])
+    for position in range(seen, end):
+        highest = max(highest, scores[position])
+    return highest
+
+
+@inner
+def _to_powers(scores: Any, begin: Any, end: Any, highest: Any, total: Any) -> Any:
+    """Makes weights of scores; a total with them."""
+    for position in range(begin, end):
+        scores[position] = np.exp(scores[position] - highest)
+        total += scores[position]
+    return total
+
+
+@inner
+def _divide(weights: Any, begin: Any, end: Any, total: Any) -> None:
+    for position in range(begin, end):
+        weights[position] /= total
+
+
 def _decode(
     out: Any,
     query: Any,
@@ -74,6 +100,7 @@ def _decode(
     table: Any,
     lengths: Any,
     ends: Any,
+    prompts: Any,
     window: Any,
     chunk: Any,
     scale: Any,
@@ -82,12 +109,14 @@ def _decode(
 ) -> None:
     """float32 out and query [n, heads, dim], key and value [n, kv_heads, dim], keys and values [blocks, block_size,
     kv_heads, dim], table int32 [s, w], lengths int32 [s], of which a token sees the last `window` positions up to its
-    own, as far as they are in its chunk, of `chunk` positions; ends int32 [s]: a sequence's last tokens are those up to
-    there of the n. Scores are drawn below `softcap`, 0: they are not. parts divides kv_heads.
+    own, as far as they are in its chunk, of `chunk` positions, and so many first ones as prompts int32 [s] says; ends
+    int32 [s]: a sequence's last tokens are those up to there of the n. Scores are drawn below `softcap`, 0: they are
+    not. parts divides kv_heads.
 
     A task is one sequence's neighbouring KV heads, which lie side by side at each position, and the query heads that
     share them. It first writes its tokens' keys and values. Positions count from the first block that is seen, and go
-    by fours from a multiple of four on, whichever tokens are computed together.
+    by fours from a multiple of four on, whichever tokens are computed together. Fours between a prompt and what the
+    first token sees behind it are passed over.
     """
     _, heads, dim = query.shape
     size, kv_heads = keys.shape[1], keys.shape[2]
@@ -96,7 +125,9 @@ def _decode(
         sequence, first = task // parts, task % parts * own
         row = ends[sequence - 1] if sequence else 0
         count = ends[sequence] - row
-        seen_from = first_seen(np.intp(lengths[sequence]) - count, window, chunk) // _TOGETHER * _TOGETHER
+        prompt, late = np.intp(prompts[sequence]), first_seen(np.intp(lengths[sequence]) - count, window, chunk)
+        seen_from = 0 if prompt else late // _TOGETHER * _TOGETHER
+        late = late if prompt else 0
         blocks, skipped = table[sequence, seen_from // size :], seen_from // size * size
         start, last, members = seen_from - skipped, lengths[sequence] - 1 - skipped, own * group
         _write(keys, key[row : row + count, first : first + own], blocks, last + 1 - count, first)
@@ -105,6 +136,8 @@ def _decode(
         weights = np.empty((count * members, fours * _FOUR), np.float32)
         sums = np.zeros((count * members, dim), np.float32)
         for begin in range(start, last + 1, _TOGETHER):
+            if prompt <= begin <= late - _TOGETHER:
+                continue
             k0, k1, k2, k3 = _together(keys, blocks, begin, last)
             for member in range(count * members):
                 token, head = row + member // members, first + member % members // group
@@ -121,16 +154,18 @@ def _decode(
             _cap_all(weights, softcap)
         for member in range(count * members):
             end = last + 2 - count + member // members
-            seen = first_seen(end - 1 + skipped, window, chunk) - skipped
-            highest, total = weights[member, seen:end].max(), _ZERO
-            for position in range(seen, end):
-                weights[member, position] = np.exp(weights[member, position] - highest)
-                total += weights[member, position]
-            for position in range(seen, end):
-                weights[member, position] /= total
-            weights[member, start:seen] = _ZERO
+            early = min(prompt, end)
+            seen = max(first_seen(end - 1 + skipped, window, chunk) - skipped, early)
+            highest = _ends_highest(weights[member], early, seen, end)
+            total = _to_powers(weights[member], 0, early, highest, _ZERO)
+            total = _to_powers(weights[member], seen, end, highest, total)
+            _divide(weights[member], 0, early, total)
+            _divide(weights[member], seen, end, total)
+            weights[member, max(start, early) : seen] = _ZERO
             weights[member, end:] = _ZERO  # what comes behind the token, or stands for the last one, weighs nothing
         for begin in range(start, last + 1, _TOGETHER):
+            if prompt <= begin <= late - _TOGETHER:
+                continue
             v0, v1, v2, v3 = _together(values, blocks, begin, last)
             for member in range(count * members):
                 head = first + member % members // group
@@ -152,7 +187,7 @@ TYPED = {
         _kernel,
         (
             *(_heads, _heads, _heads, _heads, _cache, _cache),
-            *(numba.int32[:, ::1], numba.int32[::1], numba.int32[::1]),
+            *(numba.int32[:, ::1], numba.int32[::1], numba.int32[::1], numba.int32[::1]),
             *(numba.intp, numba.intp, numba.float32, numba.float32, numba.intp),
         ),
     )
@@ -169,18 +204,21 @@ def decode(
     lengths: Tensor,
     kind: AttentionKind = CAUSAL,
     ends: Tensor | None = None,
+    prompts: Tensor | None = None,
 ) -> Tensor:
     """The last tokens of each sequence, one unless `ends` says otherwise: writes their keys and values, and attends,
     [n, heads, dim]. A token's numbers are the same to the bit, whatever is computed with it.
 
     query float32 [n, heads, dim], key and value [n, kv_heads, dim]; keys and values [blocks, block_size, kv_heads,
     dim], along the block table int32 [s, w]; lengths int32 [s], the tokens included; ends int32 [s], where among the n
-    those of each end. Each of query, key and value lies together: the kernel is compiled for that alone.
+    those of each end; prompts int32 [s], how many first tokens of a sequence are seen whatever the window, without:
+    none. Each of query, key and value lies together: the kernel is compiled for that alone.
     """
     out = torch.empty(query.shape, dtype=query.dtype)
     scale, softcap = np.float32(kind.softmax_scale(query.shape[-1])), np.float32(kind.softcap or 0.0)
     each = torch.arange(1, len(lengths) + 1, dtype=torch.int32) if ends is None else ends
-    tensors = (out, query.contiguous(), key.contiguous(), value.contiguous(), keys, values, table, lengths, each)
+    kept = torch.zeros_like(lengths) if prompts is None else prompts
+    tensors = (out, query.contiguous(), key.contiguous(), value.contiguous(), keys, values, table, lengths, each, kept)
     at_once = parts(len(lengths), key.shape[1], numba.get_num_threads())
     reach = kind.window or EVERY, kind.chunk or EVERY
     _kernel(*(tensor.numpy() for tensor in tensors), *reach, scale, softcap, at_once)

@@ -76,7 +76,8 @@ class NumbaBackend:
         for row, chunk in zip(table, first, strict=True):
             row[: len(chunk.blocks)] = chunk.blocks
         lengths = torch.tensor([chunk.context + chunk.count for chunk in first], dtype=torch.int32)
-        return _Batch(torch.from_numpy(table), lengths, torch.from_numpy(ends), later, self._shape.kind)
+        prompts = torch.tensor([self._shape.kind.prompt_of(chunk) for chunk in first], dtype=torch.int32)
+        return _Batch(torch.from_numpy(table), lengths, torch.from_numpy(ends), prompts, later, self._shape.kind)
 
     def _decodes(self, chunks: Sequence[PagedChunk], spans: Sequence[Span]) -> int:
         """How many chunks come before the first that is not computed as one token is."""
@@ -91,9 +92,10 @@ class NumbaBackend:
         return len(chunks)
 
     def _later(self, chunks: Sequence[PagedChunk], spans: Sequence[Span]) -> AttentionBatch:
-        if not self._packs or (spans and self._shape.kind.joined_spans and self._shape.kind.is_local):
-            return self._plain.batch(chunks, spans)
         shape, kind = self._shape, self._shape.kind
+        apart = kind.sees_prompt and any(chunk.answered for chunk in chunks)  # an answer that is computed anew
+        if not self._packs or apart or (spans and kind.joined_spans and kind.is_local):
+            return self._plain.batch(chunks, spans)
         places = [_places(chunk, shape.block_size) for chunk in chunks]
         written = [all_[chunk.context :] for all_, chunk in zip(places, chunks, strict=True)]
         parts, count = list[_Part](), 0
@@ -142,11 +144,13 @@ def _joined(chunk: PagedChunk, joined: Array, places: Array) -> list[_Part]:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """`table` int32 [s, w], `lengths` and `ends` int32 [s] are of the decodes; `later` computes what comes behind."""
+    """`table` int32 [s, w], `lengths`, `ends` and `prompts` int32 [s] are of the decodes; `later` computes what comes
+    behind."""
 
     table: Tensor
     lengths: Tensor
     ends: Tensor
+    prompts: Tensor
     later: AttentionBatch | None
     kind: AttentionKind
 
@@ -155,7 +159,7 @@ class _Batch:
         count = int(self.ends[-1])
         first = query[:count], key[:count], value[:count], cache[0], cache[1]
         decode = bfloat16_decode.decode if cache.dtype == torch.bfloat16 else decode_attention.decode
-        decoded = decode(*first, self.table, self.lengths, self.kind, self.ends).flatten(1)
+        decoded = decode(*first, self.table, self.lengths, self.kind, self.ends, self.prompts).flatten(1)
         if self.later is None:
             return decoded
         return torch.cat([decoded, self.later.attend(query[count:], key[count:], value[count:], cache)])

@@ -61,6 +61,17 @@ def test_a_token_sees_no_more_than_its_window(name: str, counts: tuple[int, ...]
     Case.random(shape, counts, torch.float32, window).check(choose(name, shape, torch.float32, CPU))
 
 
+@pytest.mark.parametrize("window", [1, 8, 24, 150])
+@pytest.mark.parametrize("counts", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("name", ["torch", "numba", "triton"])
+def test_a_token_of_an_answer_sees_the_prompt_and_a_window(name: str, counts: tuple[int, ...], window: int) -> None:
+    """Chunks are of prompts, of answers, or of both."""
+    shape = replace(shape_of(), kind=AttentionKind(window=window, sees_prompt=True))
+    for seed in range(3):
+        case = Case.random(shape, counts, torch.float32, window + seed).with_answers(seed)
+        case.check(choose(name, shape, torch.float32, CPU))
+
+
 @pytest.mark.parametrize("kind", [AttentionKind(chunk=24), AttentionKind(21, chunk=64)])
 @pytest.mark.parametrize("counts", [(1, 1, 1), (1, 65, 20)], ids=["decodes", "mixed"])
 @pytest.mark.parametrize("name", ["torch", "numba", "triton"])
@@ -120,21 +131,23 @@ def test_tokens_of_all_spans_of_a_chunk_see_each_other_and_those_between_see_non
     case.check(choose(name, shape, torch.float32, CPU), [(2, 67)])
 
 
+@pytest.mark.parametrize("answered", [0, 12, 150, 290])
 @pytest.mark.parametrize("parts", [2, 5])
 @pytest.mark.parametrize("counts", [(1, 1, 1), (20, 1, 30)])
 def test_parts_of_a_context_before_a_window_count_for_nothing(
-    counts: tuple[int, ...], parts: int, monkeypatch: pytest.MonkeyPatch
+    counts: tuple[int, ...], parts: int, answered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor do those between a prompt and the window of an answer of so many tokens, 0: the window is for all."""
     monkeypatch.setattr(attention_metadata, "_LEAST", 16)
     monkeypatch.setattr(attention_metadata, "_MULTIPLE", 16)
     monkeypatch.setattr(triton_backend, "COMBINED", 2)
-    shape = replace(shape_of(), kind=AttentionKind(window=21))
+    shape = replace(shape_of(), kind=AttentionKind(window=21, sees_prompt=answered > 0))
     backend: Any = choose("triton", shape, torch.float32, CPU)
     backend.tiling = replace(backend.tiling, parts=parts)
     case = Case.random(shape, counts, torch.float32, 5)
-    case.chunks[0] = PagedChunk(399 - counts[0], counts[0], list(range(75, 100)))
-    case.chunks[1] = PagedChunk(200, 1, list(range(13)))
-    case.chunks[2] = PagedChunk(70, counts[2], list(range(13, 20)))
+    case.chunks[0] = PagedChunk(399 - counts[0], counts[0], list(range(75, 100)), answered=answered)
+    case.chunks[1] = PagedChunk(200, 1, list(range(13)), answered=answered // 2)
+    case.chunks[2] = PagedChunk(70, counts[2], list(range(13, 20)), answered=answered // 10)
     metadata = backend.batch(case.chunks).metadata
     assert len(metadata.decode_work.split) + len(metadata.tile_work.split) > 0
     case.check(backend)
@@ -263,25 +276,31 @@ def test_a_processor_without_wide_vectors_leaves_chunks_to_torch(counts: tuple[i
     Case.random(shape, counts, torch.float32, 1).check(NumbaBackend(shape, packs=False))
 
 
-@pytest.mark.parametrize("spans", [[], [(29, 50)]], ids=["causal", "a span"])
+@pytest.mark.parametrize(
+    ("spans", "answered"), [([], 0), ([(29, 50)], 0), ([], 70)], ids=["causal", "a span", "answers"]
+)
 @pytest.mark.parametrize(
     ("packs", "dtype"), [(False, torch.float32), (True, torch.float32), (True, torch.bfloat16)], ids=str
 )
 def test_a_token_and_its_drafts_beside_a_prompt_have_the_bits_that_each_has_alone(
-    packs: bool, dtype: torch.dtype, spans: list[tuple[int, int]]
+    packs: bool, dtype: torch.dtype, spans: list[tuple[int, int]], answered: int
 ) -> None:
-    """Those of one sequence are more than a prompt's that are decoded."""
+    """Those of one sequence are more than a prompt's that are decoded. Where so many are `answered` the window is for
+    these alone."""
     if (packs and not selection.wide_vectors()) or (dtype == torch.bfloat16 and not selection.computes_bfloat16()):
         pytest.skip("the processor lacks AVX-512, or AVX512-BF16")
-    shape = replace(shape_of(), kind=AttentionKind(window=40, spans=True))
+    shape = replace(shape_of(), kind=AttentionKind(window=40, spans=True, sees_prompt=answered > 0))
     case, backend = Case.random(shape, (5, 1, 20, 30, 7), torch.float32, 2), NumbaBackend(shape, dtype, packs=packs)
-    case.chunks[:3] = [replace(chunk, decodes=True) for chunk in case.chunks[:3]]
+    case.chunks[:3] = [
+        replace(chunk, decodes=True, answered=min(answered, chunk.context)) for chunk in case.chunks[:3]
+    ]
     parts = case.qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
     together, alone = case.cache[0].to(dtype), case.cache[0].to(dtype)
     out, at = backend.batch(case.chunks, spans).attend(*parts, together), 0
     for chunk in case.chunks[:3]:
         for ahead in range(chunk.count):
-            one = PagedChunk(chunk.context + ahead, 1, chunk.blocks)
+            less = chunk.count - 1 - ahead
+            one = PagedChunk(chunk.context + ahead, 1, chunk.blocks, answered=max(0, chunk.answered - less))
             given = (part[at : at + 1] for part in parts)
             assert torch.equal(backend.batch([one]).attend(*given, alone)[0], out[at])
             at += 1
@@ -416,7 +435,7 @@ def _stand_in(q, keys, values, lengths, table, starts, longest, *, softmax_scale
     assert longest >= starts.diff().max()
     none = torch.empty(0)
     work = WorkList(none, none, none, 0, 0)
-    metadata = AttentionMetadata(none, table, starts, lengths, torch.empty(0, 2), work, work, 64, longest, 0)
+    metadata = AttentionMetadata(none, table, starts, lengths, lengths, torch.empty(0, 2), work, work, 64, longest, 0)
     nothing = q.new_empty(0, keys.shape[2], keys.shape[3])
     kind = AttentionKind(before + 1, scale=softmax_scale, softcap=softcap)
     return paged_attention(q, nothing, nothing, torch.stack([keys, values]), metadata, kind).view_as(q)
