@@ -65,6 +65,7 @@ _FIXED = {
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _HEADS = {torch.bfloat16: 128, torch.float16: 64, torch.float32: 80}
 _INTEGERS = ("slots", "block_table", "lengths", "starts", "tiles", "steps", "runs", "parts", "split", "rooms")
+_INTEGERS += ("prompts",)
 _POINTERS = ("out", "mixtures", "maxima", "sums", "query", "key", "value", "keys", "values", "x", "cosine", "sine")
 _POINTERS += ("key_scales", "value_scales")
 _POINTERS += (
@@ -146,6 +147,7 @@ def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, N
     """As `TritonBatch` launches them."""
     shape = KernelShape.of(CacheShape(1, 1, 16, 8, 2, head_dim), dtype)
     windowed, chunked = replace(shape, window=1024), replace(shape, chunk=8192)
+    answers = replace(shape, window=128, prompts=True)
     same = {"BLOCK_SIZE": 16, "BLOCK_N": shape.keys_at_once, "PRECISION": shape.precision, "INT8": False}
     sums, kernel = ("mixtures", "maxima", "sums"), triton_kernels.attention_kernel
     joined = {"TOKENS": 1, "GROUP": shape.group, "HEAD_DIM": head_dim, "DIMS": shape.dims, "PARTS": COMBINED}
@@ -157,6 +159,8 @@ def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, N
         "prefill": compiled(capability, kernel, dtype, sums, **same, **shape.rows(shape.tile)),
         "windows": compiled(capability, kernel, dtype, sums, **same, **windowed.rows(shape.tile)),
         "chunks": compiled(capability, kernel, dtype, sums, **same, **chunked.rows(shape.tile)),
+        "answers": compiled(capability, kernel, dtype, sums, **same, **answers.rows(1)),
+        "prompts": compiled(capability, kernel, dtype, sums, **same, **answers.rows(shape.tile)),
     }
 
 

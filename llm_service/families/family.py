@@ -71,7 +71,8 @@ class LayerKind:
     and of what all tokens go through beside experts, `expert_gates` those of experts, None: the activation that the
     configuration names. A dense part has `inner` numbers between its products, 0: as many as others. Latent attention
     may have no `rotated` numbers where that of other layers has; one to what an index chooses either `chooses`, or sees
-    what the last layer before it chose."""
+    what the last layer before it chose. With `sees_prompt` the window is for tokens of answers alone, which see all of
+    a prompt besides."""
 
     mixer: Mixer
     feed_forward: FeedForwardKind
@@ -89,6 +90,7 @@ class LayerKind:
     prompt_spans: bool = False
     rotated: bool = True
     chooses: bool = True
+    sees_prompt: bool = False
 
     @property
     def is_local(self) -> bool:
@@ -149,6 +151,8 @@ FAR = 1 << 20
 """Positions of sequences that turn by other frequencies, since they are long, are counted from here."""
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 """What config.json calls layers of attention whose tokens see all before them, or a window, or their chunk."""
+OF_ANSWERS = "reference_sliding_attention"
+"""What it calls layers whose tokens see all of a prompt, and of an answer a window."""
 INDEXED = "indexed_attention"
 """What it calls layers that score all tokens before one, and attend to the best of them."""
 MLP_ALONE, EXPERTS_ALONE = "mlp", "moe"
@@ -197,10 +201,10 @@ class Family:
     feed-forward part, behind one norm; `mrope_interleaved`, rotary pairs are dealt out to time, height and width in
     turns, and `space_first`, those of height and width so before those of time, and `rotary_share`, so much of a head
     is rotated, unless the checkpoint says otherwise. `mixers`: what config.json's `layer_types` stand for; a family has
-    windows where `SLIDING` is among them, and where queries grow in none of its contexts they are left as they are.
-    `text_defaults`: what holds of the decoder where config.json leaves it out. `part_names`: what the library calls
-    parts of layers, and the decoder otherwise. `changed_parts`: tensors that the library changes when it loads a
-    checkpoint, and the decoder takes as they are, by parts of their names.
+    windows where `SLIDING` or `OF_ANSWERS` is among them, and where queries grow in none of its contexts they are left
+    as they are. `text_defaults`: what holds of the decoder where config.json leaves it out. `part_names`: what the
+    library calls parts of layers, and the decoder otherwise. `changed_parts`: tensors that the library changes when it
+    loads a checkpoint, and the decoder takes as they are, by parts of their names.
     """
 
     modalities: Mapping[Modality, InPrompt]
@@ -260,6 +264,11 @@ class Family:
     mixers: Mapping[str, Mixer] = field(default_factory=lambda: {FULL: Mixer.ATTENTION})
     part_names: Mapping[str, str] = field(default_factory=dict)
     changed_parts: Collection[str] = ()
+
+    @property
+    def windowed(self) -> str:
+        """What config.json calls layers with windows; empty where there are none."""
+        return next((each for each in (SLIDING, OF_ANSWERS) if each in self.mixers), "")
 
     def own_name(self, name: str) -> str:
         """What the decoder calls a tensor, or a module, by the library's name behind that of its text.

@@ -9,6 +9,7 @@ from typing import Any, Final
 from common.checkpoint import CheckpointError
 from llm_service.families.cohere2 import COHERE2_TEXT, COHERE_COMPASS_TEXT
 from llm_service.families.deepseek import DEEPSEEK_V3_TEXT, DOTS3_TEXT, MISTRAL4_TEXT, MISTRAL_LARGE4_TEXT
+from llm_service.families.deepseek_ocr import DEEPSEEK_OCR2_TEXT, UNLIMITED_OCR_TEXT
 from llm_service.families.ernie import ERNIE_TEXT
 from llm_service.families.exaone4 import EXAONE4_TEXT
 from llm_service.families.family import WINDOWED, Family, Mixer
@@ -55,7 +56,7 @@ TEXT_FAMILIES: Final = {
         text_defaults={"hidden_act": "relu2"},
         part_names={"mlp.fc1": "mlp.up_proj", "mlp.fc2": "mlp.down_proj"},
     ),
-    "deepseek_ocr2_text": Family({}, probability_weights=True, ungated_shared=True),
+    "deepseek_ocr2_text": DEEPSEEK_OCR2_TEXT,
     "deepseek_v3": DEEPSEEK_V3_TEXT,
     "dots3_note_text": DOTS3_TEXT,
     "emu3_text_model": Family({}),
@@ -106,6 +107,7 @@ TEXT_FAMILIES: Final = {
     "qwen3_vl_text": QWEN3_VL,
     "qwen4_exp_text": QWEN4,
     "step3p5": STEP3_TEXT,
+    "unlimited_ocr_text": UNLIMITED_OCR_TEXT,
 }
 """By the `model_type` of a text: of models without media, which propose drafts for those, of families that
 go with several, and of models that no family is for, where our decoder computes the text and the library the rest."""

@@ -40,6 +40,7 @@ class SelfAttention(nn.Module):
             kind.joined_spans,
             kind.prompt_spans,
             config.attention_cap,
+            kind.sees_prompt,
         )
         self._keys_of = kind.keys_of
         shape = config.head_shape(kind)

@@ -10,6 +10,7 @@ from common.checkpoint import CheckpointError
 from llm_service.families.family import (
     CHUNKED,
     EXPERTS_ALONE,
+    OF_ANSWERS,
     OF_PROMPTS,
     SLIDING,
     Family,
@@ -228,6 +229,7 @@ class TextConfig:
             inner=self.inner_sizes[layer] if self.inner_sizes else 0,
             rotated=layer not in self.unrotated_layers,
             chooses=layer not in self.shared_choices,
+            sees_prompt=window > 0 and self.family.windowed == OF_ANSWERS,
         )
 
     @property

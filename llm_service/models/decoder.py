@@ -127,7 +127,7 @@ class Decoder(nn.Module):
     @property
     def forgets_answers(self) -> bool:
         """A token of an answer sees other tokens than it would in a prompt."""
-        return False
+        return any(self.config.layer_kind(layer).sees_prompt for layer in range(self.config.layers))
 
     @property
     def together(self) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from llm_service.families.family import CHUNKED
+from llm_service.families.family import CHUNKED, OF_ANSWERS
 from llm_service.models.rotary_config import Tempering
 
 
@@ -21,12 +21,8 @@ def chunk_of(module: Any) -> int | None:
 def answer_window_of(module: Any) -> int | None:
     """Tokens of an answer that a token of it sees beside all of the prompt; None: it sees all."""
     kinds = getattr(module.config, "layer_types", None) or ()
-    forgets = module.layer_idx < len(kinds) and kinds[module.layer_idx] == _FORGETS_ANSWERS
+    forgets = module.layer_idx < len(kinds) and kinds[module.layer_idx] == OF_ANSWERS
     return int(module.config.sliding_window) if forgets else None
-
-
-_FORGETS_ANSWERS = "reference_sliding_attention"
-"""What a configuration calls layers whose window is for answers alone."""
 
 
 def take_tempering(text: nn.Module) -> Iterator[tuple[int, Tempering]]:

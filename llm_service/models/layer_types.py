@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.checkpoint import CheckpointError
-from llm_service.families.family import CHUNKED, FULL, SLIDING, Family
+from llm_service.families.family import CHUNKED, FULL, OF_ANSWERS, SLIDING, Family
 
 _WINDOW = 4096
 """Tokens of a window whose length is not stated."""
@@ -20,8 +20,8 @@ def window_length(text: Mapping[str, Any]) -> int:
 
 def window_lengths(text: Mapping[str, Any], types: Sequence[str]) -> tuple[int, ...]:
     """One for each layer; empty where none has any."""
-    window = window_length(text) if SLIDING in types else 0
-    return tuple(window if each == SLIDING else 0 for each in types) if window else ()
+    seen = [window_length(text) if each in (SLIDING, OF_ANSWERS) else 0 for each in types]
+    return tuple(seen) if any(seen) else ()
 
 
 def chunk_length(text: Mapping[str, Any], family: Family) -> int:
@@ -55,7 +55,7 @@ def check_rotated(text: Mapping[str, Any], family: Family, types: Sequence[str])
 def check_reach(text: Mapping[str, Any], family: Family, longest: int) -> None:
     """Raises CheckpointError where the last token of so long a context would not see the first, and the family has no
     windows: shorter ones are as elsewhere."""
-    if SLIDING not in family.mixers and 0 < (window := window_length(text)) < longest:
+    if not family.windowed and 0 < (window := window_length(text)) < longest:
         what = "sliding-window attention is not supported"
         raise CheckpointError(f"{what}: no context may be longer than {window} tokens (--max-context)")
 
@@ -75,8 +75,8 @@ def _usual_types(text: Mapping[str, Any], family: Family, count: int) -> list[st
     """Of so many layers, of which each so manieth is of full attention, or which a pattern of letters names: L for
     those with a window, G for others. Raises CheckpointError for a pattern of anything else."""
     interval, others = text.get("full_attention_interval", 1), "linear_attention"
-    if SLIDING in family.mixers:  # all of them have the window, unless some are said to have none
-        interval, others = text.get("sliding_window_pattern") or count + 1, SLIDING if window_length(text) else FULL
+    if windowed := family.windowed:  # all of them have the window, unless some are said to have none
+        interval, others = text.get("sliding_window_pattern") or count + 1, windowed if window_length(text) else FULL
     if isinstance(interval, str) and set(interval) <= {"L", "G"}:
         return [others if interval[at % len(interval)] == "L" else FULL for at in range(count)]
     if not isinstance(interval, int) or interval < 1:

@@ -91,7 +91,7 @@ def beyond_kernels(rule: AttentionRule) -> str:
     asked = {
         "heads have sinks": rule.sinks,
         "layers attend within chunks": rule.chunk,
-        "answers are seen in a window": rule.answer_window,
+        "a window for answers is beside one for all": rule.window and rule.answer_window,
         "layers choose by an index what they see": rule.chosen,
     }
     return next((what for what, given in asked.items() if given is not None), "")
@@ -102,4 +102,5 @@ def kind_of(rule: AttentionRule, spans: SpanRule) -> AttentionKind:
     in_windows = spans is SpanRule.IN_WINDOWS and rule.window is not None
     whole = spans is SpanRule.BEYOND_WINDOWS
     seeing = in_windows or whole or spans is SpanRule.EVERYWHERE
-    return AttentionKind(rule.window or 0, seeing, rule.scale, whole, softcap=rule.softcap)
+    window, of_answers = rule.window or rule.answer_window or 0, rule.answer_window is not None
+    return AttentionKind(window, seeing, rule.scale, whole, softcap=rule.softcap, sees_prompt=of_answers)

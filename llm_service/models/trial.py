@@ -20,7 +20,7 @@ from common import log
 from common.checkpoint import CheckpointError
 from common.library_classes import config_of, layers_of_levels, mark_tables_of, speaking
 from common.library_models import text_of
-from llm_service.families.family import OF_PROMPTS, SLIDING, FeedForwardKind, SpanRule
+from llm_service.families.family import OF_PROMPTS, FeedForwardKind, SpanRule
 from llm_service.families.registry import TEXT_FAMILIES, check_text
 from llm_service.layers.attention.backend import runs_of
 from llm_service.layers.group import ALONE, TensorGroup
@@ -103,7 +103,7 @@ def try_ours_of(config: Any, prompted: Prompted) -> Finding:
     family has none for is taken out: no context is as long as one that ours is tried for."""
     text = config.get_text_config(decoder=True)
     check_text(text.model_type)
-    if getattr(text, "sliding_window", None) is not None and SLIDING not in TEXT_FAMILIES[text.model_type].mixers:
+    if getattr(text, "sliding_window", None) is not None and not TEXT_FAMILIES[text.model_type].windowed:
         text.sliding_window = None
     differences = []
     with _tried(config.model_type):

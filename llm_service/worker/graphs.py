@@ -160,9 +160,10 @@ class GraphNumbers:
         packed = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         rooms = zip(packed.split(sizes), shapes, strict=True)
         views = [room[: math.prod(shape)].view(shape) for room, shape in rooms]
-        first, works = views[:7], views[7:]
+        positions, own, slots, starts, lengths, prompts, tile_list, *works = views
         decode_work = WorkList(works[0], works[1], works[2], singles + wanted, 2 * wanted)
         tile_work = WorkList(works[3], works[4], works[5], tiles + wanted, 2 * wanted)
+        first = positions, own, slots, starts, lengths, prompts, tile_list
         made = cls(null_slot, packed, *first, decode_work, tile_work, tiling)
         made.slot_mapping.fill_(null_slot)
         made.tiles.fill_(-1)

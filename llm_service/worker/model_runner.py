@@ -290,10 +290,11 @@ class ModelRunner:
         batch: BatchNumbers | None = None
         read: list[np.ndarray] = []
         if self.caches.follows_metadata:
-            lengths = [(each.context, each.count, each.answered, each.row) for each in plan.chunks]
-            *sequences, rows = np.array(lengths).T
+            told = [(each.context, each.count, each.answered, each.row) for each in plan.chunks]
+            contexts, counts, answered, rows = np.array(told).T
             tiling = self.caches.tiling if graph is None else graph.tiling
-            batch = BatchNumbers.of(*sequences, rows, self._tables.host, self.caches.block_size, tiling)
+            sequences = contexts, counts, answered, rows, self._tables.host, self.caches.block_size
+            batch = BatchNumbers.of(*sequences, tiling)
             arrays = AttentionMetadata.arrays(batch)
             read = [rows, *arrays] if graph is None else graph.of(plan, batch, positions, rows)
         else:

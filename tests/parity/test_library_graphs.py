@@ -172,8 +172,11 @@ def test_what_kernels_do_not_know_is_left_to_torch_or_refused() -> None:
     sinks = torch.zeros(2)
     assert beyond_kernels(AttentionRule(0.5, window=4, softcap=30.0)) == ""
     assert kind_of(AttentionRule(0.5, softcap=30.0), SpanRule.NOWHERE) == AttentionKind(scale=0.5, softcap=30.0)
-    beyond = AttentionRule(sinks=sinks), AttentionRule(chunk=8)
-    assert [bool(beyond_kernels(rule)) for rule in beyond] == [True] * 2
+    of_answers = AttentionRule(answer_window=9)
+    assert beyond_kernels(of_answers) == ""
+    assert kind_of(of_answers, SpanRule.NOWHERE) == AttentionKind(9, sees_prompt=True)
+    beyond = AttentionRule(sinks=sinks), AttentionRule(chunk=8), AttentionRule(window=4, answer_window=9)
+    assert [bool(beyond_kernels(rule)) for rule in beyond] == [True] * 3
     kinds = [kind_of(AttentionRule(0.5, window), rule) for rule in SpanRule for window in (None, 4)][:8]
     assert kinds == [
         AttentionKind(0, False, 0.5),

@@ -67,8 +67,8 @@ class AttentionKind:
         return chunk.prompt if self.sees_prompt else 0
 
     def seen(self, chunk: PagedChunk, spans: Sequence[Span] = ()) -> np.ndarray:
-        """The positions [begin, end) that each token of a chunk sees, int64 [count, 2], of an answer beside those of the
-        prompt, if these are seen; spans are those of the chunk, each by itself.
+        """The positions [begin, end) that each token of a chunk sees, int64 [count, 2], of an answer beside those of
+        the prompt, if these are seen; spans are those of the chunk, each by itself.
 
         >>> AttentionKind(window=4).seen(PagedChunk(2, 5, []), [(1, 4)]).T.tolist()
         [[0, 0, 1, 2, 3], [3, 6, 6, 6, 7]]

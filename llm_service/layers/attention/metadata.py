@@ -119,10 +119,10 @@ class BatchNumbers:
         size: int,
         tiling: Tiling,
     ) -> BatchNumbers:
-        """Of sequences with so many tokens in the cache and, behind these, in the batch, of which so many of both are an
-        answer's, int [s] each, whose block tables, of blocks of `size` tokens, are `rows` int [s] of `tables` int32 [r,
-        w]. Of a chunk the tile with the longest context comes first, so that the short ones fill what is left at the
-        end.
+        """Of sequences with so many tokens in the cache and, behind these, in the batch, of which so many of both are
+        an answer's, int [s] each, whose block tables, of blocks of `size` tokens, are `rows` int [s] of `tables` int32
+        [r, w]. Of a chunk the tile with the longest context comes first, so that the short ones fill what is left at
+        the end.
 
         >>> tables = np.array([[0, 1, 2, 4, 6], [3, 5, 0, 0, 0]], np.int32)
         >>> numbers = BatchNumbers.of(*np.array([[17, 0], [1, 70], [3, 0], [1, 0]]), tables, 16, Tiling(1, 64))
@@ -172,9 +172,10 @@ class AttentionMetadata:
 
     All are int32: `slot_mapping` [n] is where a token's keys and values go; `block_table` [s, w] is read only as far as
     a sequence is long; `query_start_loc` [s + 1] is where each sequence's tokens begin in the batch; `seq_lens` [s] are
-    its tokens in the cache and in the batch together, and `prompts` [s] those of them that are a prompt's; `tiles` [t, 2] the tokens of those that are no decodes, `tile` at
-    a time, as (sequence, first token). The contexts of decodes and of tiles are cut into parts as `WorkNumbers.cut`
-    does. `longest_query` and `longest` bound a sequence's tokens in the batch, and in all.
+    its tokens in the cache and in the batch together, and `prompts` [s] those of them that are a prompt's; `tiles` [t,
+    2] the tokens of those that are no decodes, `tile` at a time, as (sequence, first token). The contexts of decodes
+    and of tiles are cut into parts as `WorkNumbers.cut` does. `longest_query` and `longest` bound a sequence's tokens
+    in the batch, and in all.
 
     A sequence of length 0 and a tile of sequence −1 are padding, and have no part.
     """
@@ -210,8 +211,9 @@ class AttentionMetadata:
         tables = np.zeros((len(chunks), max(len(chunk.blocks) for chunk in chunks)), np.int32)
         for row, chunk in zip(tables, chunks, strict=True):
             row[: len(chunk.blocks)] = chunk.blocks
-        lengths = np.array([(chunk.context, chunk.count, chunk.answered) for chunk in chunks]).T
-        numbers = BatchNumbers.of(*lengths, np.arange(len(chunks)), tables, block_size, tiling)
+        contexts, counts, answered = np.array([(each.context, each.count, each.answered) for each in chunks]).T
+        rows = np.arange(len(chunks))
+        numbers = BatchNumbers.of(contexts, counts, answered, rows, tables, block_size, tiling)
         table, *moved = to_device([tables, *cls.arrays(numbers)], device)
         return cls.over(numbers, moved, table)
 

@@ -108,6 +108,15 @@ def _first_behind(position, prompt, WINDOW: tl.constexpr, CHUNK: tl.constexpr, P
 
 
 @triton.jit
+def _near(positions, last, prompt, WINDOW: tl.constexpr, CHUNK: tl.constexpr, PROMPTS: tl.constexpr):
+    """Which of these positions [n] are no further before each row's `last` [rows] than it sees, [rows, n]."""
+    near = positions[None, :] >= _first_seen(last, WINDOW, CHUNK)[:, None]
+    if PROMPTS:
+        near = near | (positions < prompt)[None, :]
+    return near
+
+
+@triton.jit
 def _capped(scores, SOFTCAP: tl.constexpr):
     """Scores that hold log2(e), drawn below a cap, which does not, if there is one: cap · tanh(score / cap)."""
     if SOFTCAP > 0:
@@ -186,10 +195,7 @@ def _attend(
         if CAUSAL:
             seen = inside[None, :] & (positions[None, :] <= last[:, None])
             if WINDOW + CHUNK > 0:
-                near = positions[None, :] >= _first_seen(last, WINDOW, CHUNK)[:, None]
-                if PROMPTS:
-                    near = near | (positions < prompt)[None, :]
-                seen = seen & near
+                seen = seen & _near(positions, last, prompt, WINDOW, CHUNK, PROMPTS)
             scores = tl.where(seen, scores, float("-inf"))
         elif MASKED:
             scores = tl.where(inside[None, :], scores, float("-inf"))

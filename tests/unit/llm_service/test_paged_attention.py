@@ -291,9 +291,7 @@ def test_a_token_and_its_drafts_beside_a_prompt_have_the_bits_that_each_has_alon
         pytest.skip("the processor lacks AVX-512, or AVX512-BF16")
     shape = replace(shape_of(), kind=AttentionKind(window=40, spans=True, sees_prompt=answered > 0))
     case, backend = Case.random(shape, (5, 1, 20, 30, 7), torch.float32, 2), NumbaBackend(shape, dtype, packs=packs)
-    case.chunks[:3] = [
-        replace(chunk, decodes=True, answered=min(answered, chunk.context)) for chunk in case.chunks[:3]
-    ]
+    case.chunks[:3] = [replace(chunk, decodes=True, answered=min(answered, chunk.context)) for chunk in case.chunks[:3]]
     parts = case.qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
     together, alone = case.cache[0].to(dtype), case.cache[0].to(dtype)
     out, at = backend.batch(case.chunks, spans).attend(*parts, together), 0
