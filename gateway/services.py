@@ -33,6 +33,8 @@ _FIRST_SECONDS = 5.0
 """The longest that a gateway waits, before it serves, for what services say to its first question."""
 _ANSWER_SECONDS = 5.0
 """The longest that a service may take to say what it is; and for any other short call."""
+_STARTING = "STARTING"
+"""Why a service that answers cannot serve."""
 _LAST_SECONDS = 600.0
 """For requests under way at a service that is on no list any more."""
 _MOST_ABOVE_MEAN = 1.25
@@ -68,7 +70,8 @@ def generate_method(channel: grpc.aio.Channel) -> grpc.aio.UnaryStreamMultiCalla
 class LlmService:
     """One LLM service. `info` is what it last said of itself, None while it cannot serve; `model` and
     the `adapters` over it are what it served then as well; `told` is what it last said of its load. `came` counts how
-    often it could serve when it could not before, or was another process."""
+    often it could serve when it could not before, or was another process. `between` is what it says of itself while it
+    waits for its next engine, as requests may as well."""
 
     address: str
     name: str
@@ -78,6 +81,7 @@ class LlmService:
     looked_at: bool = False
     came: int = 0
     info: llm_pb2.LlmServiceGetInfoResponse | None = None
+    between: llm_pb2.LlmServiceGetInfoResponse | None = None
     model: str = ""
     adapters: frozenset[str] = frozenset()
     in_flight: int = 0
@@ -107,6 +111,7 @@ class LlmService:
         at once none overrules one that began later."""
         self._looks += 1
         own = self._looks
+        info: llm_pb2.LlmServiceGetInfoResponse | None = None
         try:
             info = await self.stub.GetInfo(
                 llm_pb2.LlmServiceGetInfoRequest(), timeout=_ANSWER_SECONDS, metadata=tuple(metadata)
@@ -119,10 +124,11 @@ class LlmService:
         except grpc.aio.UsageError:  # the channel has been closed
             now, cause = None, "GONE"
         else:
-            now, cause = (info, "") if info.context_tokens else (None, "STARTING")
+            now, cause = (info, "") if info.context_tokens else (None, _STARTING)
         if own < self._last_look:
             return
         self._last_look = own
+        self.between = info if cause == _STARTING and self.model else None
         if not self.looked_at or (now is None) != (self.info is None):
             said = "an LLM service can be used" if now else "an LLM service cannot be used"
             _log.info(said, address=self.address, cause=cause)
@@ -191,8 +197,16 @@ class LlmServices:
         return self._since.setdefault(model, int(time.time()))
 
     def name(self, model: str | None) -> str:
-        """What an answer calls the model: as it was asked for, or whichever is served."""
-        return model or next(iter(self.models), "")
+        """What an answer calls the model: as it was asked for, or whichever is served, or will be again."""
+        return model or next(iter(self.models), "") or next(iter(self._between), "")
+
+    def about(self, model: str) -> llm_pb2.LlmServiceGetInfoResponse | None:
+        """What a service of this model says of itself; None where there is none that a request may go to."""
+        return self.models.get(model) or self._between.get(model)
+
+    @property
+    def _between(self) -> dict[str, llm_pb2.LlmServiceGetInfoResponse]:
+        return {service.model: service.between for service in self.services if service.between is not None}
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
@@ -290,9 +304,11 @@ class LlmServices:
             raise error_of(error) from None
 
     def pick(self, model: str, key: bytes) -> LlmService:
-        """The service that a request goes to, by what makes it meet its beginning. Raises NotFound for a model that no
-        service is known to have, Unavailable where there is none that can serve."""
-        if fitting := self.fitting(model):
+        """The service that a request goes to, by what makes it meet its beginning. Where there is none that can serve,
+        it waits at one that is between two engines. Raises NotFound for a model that no service is known to have,
+        Unavailable where there is neither."""
+        waiting = [service for service in self.services if service.between is not None]
+        if fitting := self.fitting(model) or [service for service in waiting if not model or service.serves(model)]:
             return self.choose(key, fitting)
         raise self.lack(model)
 

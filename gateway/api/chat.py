@@ -120,7 +120,7 @@ class Chat:
             bool(options.include_usage),
             bool(options.include_usage and options.continuous_usage_stats),
             bool(options.include_timings),
-            tool_format(body, self._services.models.get(name)),
+            tool_format(body, self._services.about(name)),
             functions_of(body),
             body.parallel_tool_calls is False,
             convert.is_constrained(message),

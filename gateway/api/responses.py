@@ -45,7 +45,7 @@ class Responses:
         name = self._services.name(asked.model)
         try:
             message = convert.chat_request(body, context.id)
-            calls = tool_format(body, self._services.models.get(name))
+            calls = tool_format(body, self._services.about(name))
         except TwinlensError as error:
             raise of_input(error, places) from None
         parser = OutputParser(

@@ -74,14 +74,15 @@ def serve(load: Load) -> None:
         settings = link.receive()
         assert isinstance(settings, EngineSettings)
         log.configure(settings.log_level, service="llm-engine")
-        core, steps = _build(settings, load(settings, int(sys.argv[2])), link)
+        loaded = load(settings, int(sys.argv[2]))
+        gc.collect()  # before it says that it serves: it says nothing meanwhile
+        gc.freeze()
+        core, steps = _build(settings, loaded, link)
     except CheckpointError as error:
         link.send(Unable(str(error)))
     except EOFError:
         _log_end()
     else:
-        gc.collect()
-        gc.freeze()
         gc.enable()
         threading.Thread(target=_decide, args=(core, steps), name="scheduler", daemon=True).start()
         steps.work()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ import pytest
 from gateway.routing_key import routing_key
 from tests.gateway.replicas import replicas
 from tests.gateway.trio import Door, said
+from tests.launch import gateway
+from tests.unit.twinlens.conftest import serving
 from tests.unit.twinlens.fakes import FakeLlm
 from tests.waiting import until
 from twinlens import audio, generate_request, image, system, transcription, user, v1
@@ -63,6 +66,34 @@ def test_one_that_is_down_before_the_first_token_is_passed_over() -> None:
             each.play, each.refusal = (lambda request: iter(())), DOWN
         reply = door.post(CHAT, {"messages": [said("hello")]})
         assert (reply.status, reply.error["code"]) == (503, "STOPPING")
+
+
+def test_a_request_waits_where_an_engine_is_started_again_and_nobody_else_can_serve() -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    with fakes(2) as (door, services):
+        for number, each in enumerate(services, start=1):
+            each.context_tokens, each.tool_format = 0, v1.TOOL_FORMAT_UNSPECIFIED
+            until(lambda number=number: door.metric("llm_services_usable") == 2 - number, "one cannot serve")
+            if number == 1:
+                assert {ask(door, f"question {each}") for each in range(20)} == {200}
+                assert asked(services) == [0, 20]
+        reply = door.post(CHAT, {"messages": [said("hello")]})
+        assert (reply.status, json.loads(reply.body)["model"]) == (200, "demo")
+        assert ask(door, "hello", model="demo") == 200
+        assert ask(door, "hello", model="another") == 404
+        refused = door.post(CHAT, {"messages": [said("hello")], "tools": [tool]})
+        assert refused.error["code"] == "NO_TOOLS", "what it says of itself holds"
+        assert door.get("/v1/models").status == door.get("/health/ready").status == 503
+
+
+def test_a_service_that_has_never_served_is_not_waited_at() -> None:
+    llm = FakeLlm()
+    llm.context_tokens = 0
+    with serving(llm=llm) as address, gateway(address) as running:
+        door = Door(running)
+        until(lambda: "STARTING" in running.log.read_text(), "it was looked at")
+        reply = door.post(CHAT, {"messages": [said("hello")]})
+        assert (reply.status, reply.error["code"], llm.requests) == (503, "NO_LLM_SERVICE", [])
 
 
 def test_what_is_wrong_with_a_request_is_not_asked_elsewhere() -> None:

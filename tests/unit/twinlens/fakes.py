@@ -49,6 +49,8 @@ class FakeLlm(v1.LlmServiceServicer):
         self.play: Callable[[v1.GenerateRequest], Iterator[v1.GenerateResponse]] = script
         self.refusal: tuple[grpc.StatusCode, v1.Status] | None = None
         self.ended = threading.Event()
+        self.context_tokens = 4096
+        self.tool_format = v1.TOOL_FORMAT_JSON
         self.adapters: dict[str, v1.Adapter] = {}
         self.modalities = [v1.MODALITY_IMAGE, v1.MODALITY_VIDEO, v1.MODALITY_AUDIO]
 
@@ -96,12 +98,12 @@ class FakeLlm(v1.LlmServiceServicer):
             version="0.9",
             model="demo",
             architecture="Qwen3VL",
-            tool_format=v1.TOOL_FORMAT_JSON,
+            tool_format=self.tool_format,
             devices=["cpu"],
             adapters=self.adapters.values(),
             modalities=self.modalities,
             encoder_digest="0123456789abcdef",
-            context_tokens=4096,
+            context_tokens=self.context_tokens,
             tensor_parallel=2,
             weights=v1.Weights(quantization="fp8", number="e4m3", bits=8, widened_in="registers", bytes=1 << 30),
         )
