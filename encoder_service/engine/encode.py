@@ -15,8 +15,9 @@ from common import log, tasks
 from common.errors import Internal, NotFound, TwinlensError
 from common.media.item import Header, Key, Modality, Url
 from encoder_service.engine.admission import Admission
-from encoder_service.engine.flight import Flight, StageTimes, Ticket
+from encoder_service.engine.flight import Flight, Ticket
 from encoder_service.engine.pipeline import Pipeline, not_found
+from encoder_service.engine.progress import StageTimes
 from encoder_service.item import Item
 
 FlightKey = tuple[bytes, str, Modality]

@@ -1,92 +1,22 @@
-"""An item in flight, shared by everyone who asked for it, how far it has come, and one caller's hold on it."""
+"""An item in flight, shared by everyone who asked for it, and one caller's hold on it."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from common.errors import MEDIA_CHANGED, TwinlensError, Unavailable
 from common.media.item import Header, Key
-from common.stages import Stage, add
+from common.stages import Stage
 from encoder_service.engine.admission import Reservation
 from encoder_service.engine.batching import Unit
 from encoder_service.engine.embedding_store import Allocation, Entry
+from encoder_service.engine.progress import Progress, StageTimes
 from encoder_service.item import Item
 
 T = TypeVar("T")
-
-
-class Progress:
-    """How far something has come: frames that are decoded, rows that have landed. It may fail, and then stays so."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._error: BaseException | None = None
-        self._waiters: set[asyncio.Future[None]] = set()
-
-    def advance(self, count: int) -> None:
-        """It has come this far; less than before changes nothing."""
-        if count > self.count:
-            self.count = count
-            self._wake()
-
-    def fail(self, error: BaseException) -> None:
-        """It comes no further."""
-        self._error = self._error or error
-        self._wake()
-
-    def follow(self, task: asyncio.Task[int]) -> None:
-        """It ends as a task does: at the count that the task returns, or with its error."""
-        if task.cancelled():
-            self.fail(asyncio.CancelledError())
-        elif error := task.exception():
-            self.fail(error)
-        else:
-            self.advance(task.result())
-
-    async def reach(self, count: int) -> None:
-        """Returns once it has come this far; raises what it failed with, should it not."""
-        while self.count < count:
-            if self._error is not None:
-                raise self._error
-            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.add(future)
-            try:
-                await future
-            finally:
-                self._waiters.discard(future)
-
-    def _wake(self) -> None:
-        for future in self._waiters:
-            if not future.done():
-                future.set_result(None)
-
-
-class StageTimes:
-    """What is being done for an item now, and the stages so far, whose seconds count in `totals` as well."""
-
-    def __init__(self, stage: str, totals: MutableMapping[str, float]) -> None:
-        self.stage = stage
-        self.stages: dict[str, Stage] = {}
-        self._totals = totals
-
-    @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        """The block is this stage."""
-        started, self.stage = time.perf_counter(), stage
-        try:
-            yield
-        finally:
-            self.add(stage, Stage.between(started, time.perf_counter()))
-
-    def add(self, name: str, stage: Stage) -> None:
-        """Counts time that a stage has taken."""
-        add(self.stages, name, stage)
-        self._totals[name] = self._totals.get(name, 0.0) + stage.seconds
 
 
 def _future() -> asyncio.Future[Any]:

@@ -17,7 +17,8 @@ from common.media.item import Embedding, Grid, Modality, Options, Pixels
 from common.tasks import in_thread, wait_until_done
 from common.wire import RowLayout
 from encoder_service.engine.embedding_store import EmbeddingStore
-from encoder_service.engine.flight import Flight, Progress
+from encoder_service.engine.flight import Flight
+from encoder_service.engine.progress import Progress
 from encoder_service.engine.pruning import pruned
 from encoder_service.engine.staging import Staging, StagingLease
 from encoder_service.families.family import ModelConfig

@@ -20,8 +20,9 @@ from encoder_service.engine.batching import Unit, cut
 from encoder_service.engine.content import Contents
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.embedding_store import Allocation, EmbeddingStore, Entry
-from encoder_service.engine.flight import Flight, Progress
+from encoder_service.engine.flight import Flight
 from encoder_service.engine.media_loader import MediaLoader, fill
+from encoder_service.engine.progress import Progress
 from encoder_service.engine.shared_tier import SharedTier, TierMiss
 from encoder_service.item import Plan
 from encoder_service.media.decoder import TimeBudget
