@@ -200,14 +200,16 @@ def wide_heads(capability: int, head_dim: int, group: int) -> dict[str, Needs]:
 
 
 def latents(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
-    """Attention over latents of 512 and 64 numbers, as DeepSeek-V3 has them, as `LatentTritonBatch` launches it, and
-    scores of an index of DeepSeek-V3.2's size."""
+    """Attention over latents of 512 and 64 numbers, as DeepSeek-V3 has them, and of 512 alone, as `LatentTritonBatch`
+    launches it, and scores of an index of DeepSeek-V3.2's size."""
     shape = LatentKernelShape.of(CacheShape(1, 1, 16, 64, 1, 576, CAUSAL, 512), dtype)
     kernel, sums = latent_kernels.latent_kernel, ("mixtures", "maxima", "sums")
     made = {
         f"latent {name}": compiled(capability, kernel, dtype, sums, **shape.constants(tokens))
         for name, tokens in (("decode", 1), ("verify", 5), ("prefill", shape.tile))
     }
+    plain = LatentKernelShape.of(CacheShape(1, 1, 16, 64, 1, 512, CAUSAL, 512), dtype)
+    made["plain latent decode"] = compiled(capability, kernel, dtype, sums, **plain.constants(1))
     constants = index_kernels.constants(64, 128, 64, dtype)
     types = {"weights": "*fp32", "out": "*fp32"}
     made["token scores"] = compiled(capability, index_kernels.score_tokens_kernel, dtype, types=types, **constants)

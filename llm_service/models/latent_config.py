@@ -99,12 +99,14 @@ def latent_heads(
     norm_eps: float,
 ) -> tuple[LatentHeads | None, LatentHeads | None]:
     """Those of layers of these types, and of the ones with a window, each with its rotary settings; None where there
-    are none. Raises CheckpointError as `own_settings`, where layers without latents have sizes of such as well, and
-    KeyError as `LatentHeads.of`."""
+    are none. Raises CheckpointError as `own_settings`, where layers without latents have sizes of such as well, or
+    latents have biases, and KeyError as `LatentHeads.of`."""
     has_latents = not _MIXERS.isdisjoint(family.mixers.values())
     own = own_settings(text, types, SLIDING if has_latents else "", LATENT_SIZES)
     if not has_latents:
         return None, None
+    if text.get("attention_bias"):
+        raise CheckpointError("biases of latents are not supported")
     every = LatentHeads.of(text, rope, family, norm_eps)
     if SLIDING not in types:
         return every, None

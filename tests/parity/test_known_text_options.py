@@ -42,8 +42,8 @@ _MORE = "hyperclovax_vision_v2", "cohere2_vision", "cosmos3_edge", "kimi_k25", "
 _SOAKED = [pytest.param(kind, marks=pytest.mark.soak) for kind in _MORE]
 """Parts that multiply what they add, that are beside each other, that have no gates, latent attention, and matrices
 that are one in a checkpoint."""
-_INDEXED = [pytest.param(kind, marks=pytest.mark.soak) for kind in ("dots3_note", "minimax_m3_vl")]
-"""Latents in windows, and where an index chooses what is seen, tokens or blocks."""
+_INDEXED = [pytest.param(kind, marks=pytest.mark.soak) for kind in ("dots3_note", "mistral_large4", "minimax_m3_vl")]
+"""Latents in windows, and where an index chooses what is seen, tokens or blocks, for a layer or for several."""
 _FEWER = [pytest.param(kind, marks=pytest.mark.soak) for kind in ("phi4_multimodal", "gemma3n")]
 """Queries, keys and values that are one matrix everywhere, and adapters of the checkpoint's own; streams, and gates
 that count by what all ranks have."""

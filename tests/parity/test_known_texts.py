@@ -69,6 +69,7 @@ KINDS = (
     pytest.param("phi4_multimodal", marks=pytest.mark.soak),  # an adapter of its own for pictures
     pytest.param("cosmos3_edge", marks=pytest.mark.soak),  # feed-forward parts without gates
     pytest.param("dots3_note", marks=pytest.mark.soak),  # latents in windows, and where an index chooses
+    pytest.param("mistral_large4", marks=pytest.mark.soak),  # latents, and what an index chose, of an earlier layer
     pytest.param("minimax_m3_vl", marks=pytest.mark.soak),  # an index that chooses blocks, heads for themselves
     pytest.param("glm5_next", marks=pytest.mark.soak),  # Kimi Delta Attention, pools that layers choose together
     pytest.param("exaone4_5", marks=pytest.mark.soak),  # norms behind parts alone
@@ -97,7 +98,7 @@ def test_ids_and_tokens_are_the_library_s_whatever_the_chunks_and_the_company(ki
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", ["molmo2", "gemma3n", "minimax_m3_vl"])
+@pytest.mark.parametrize("kind", ["molmo2", "gemma3n", "minimax_m3_vl", "mistral_large4"])
 def test_sequences_that_were_preempted_go_on_as_they_would_have(kind: str, tmp_path: Path) -> None:
     served, library = Served.of(make(kind, tmp_path)), Reference(tmp_path)
     expected = [library.tokens(library.inputs(parts)) for parts in PROMPTS.values()]

@@ -34,8 +34,9 @@ def test_every_back_end_computes_the_same(name: str, counts: tuple[int, ...]) ->
         latents_of(block_size=1),
         latents_of(heads=48),
         latents_of(528, 520, heads=2),
+        latents_of(40, 40, heads=6),
     ],
-    ids=["six heads", "no powers of two", "blocks of 1", "several groups of heads", "wide latents"],
+    ids=["six heads", "no powers of two", "blocks of 1", "several groups of heads", "wide latents", "nothing rotated"],
 )
 def test_heads_and_latents_of_any_size(name: str, shape: CacheShape) -> None:
     Case.random(shape, (1, 1, 20, 1), torch.float32, 7).check(choose(name, shape, torch.float32, CPU))

@@ -1,0 +1,198 @@
+"""Mistral Large 4's text by our decoder: latents and choices that layers share, and learned positions, with all that is
+for models of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from common.checkpoint import Checkpoint, CheckpointError
+from llm_service.families.family import SpanRule
+from llm_service.layers.cpu import selection
+from llm_service.layers.experts import GroupedRouter
+from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.layers.indexed_latents import IndexedLatentAttention
+from llm_service.layers.learned_positions import LearnedGrowth, LearnedRotary
+from llm_service.layers.token_index import TokenIndexer
+from llm_service.models import config as text_config
+from llm_service.models.decoder import Decoder
+from llm_service.models.loader import load_decoder
+from llm_service.models.trial import try_ours_of
+from llm_service.models.trial_prompts import drawn_prompt
+from llm_service.worker.load import check_int8_cache
+from llm_service.worker.weights import describe as weights_of
+from tests.parity.library_side import GREEDY, Served
+from tests.parity.test_known_text_options import _logits
+from tests.parity.test_library_ranks import on_ranks
+from tests.parity.test_llm_graphs import graphed
+from tests.quantized import FORMATS, quantize_checkpoint
+from tools.models.compare import PROMPTS, TOKENS, Reference
+from tools.models.tiny import config_of_recipe, make
+
+KIND, TEXT = "mistral_large4", "layers."
+ASKED = [PROMPTS["text"], PROMPTS["one picture"]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(KIND, tmp_path_factory.mktemp("mistral"))
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Served:
+    return Served.of(folder)
+
+
+@pytest.fixture(scope="module")
+def said(folder: Path) -> list[list[int]]:
+    """What the library says."""
+    library = Reference(folder)
+    return [library.tokens(library.inputs(parts)) for parts in ASKED]
+
+
+def test_tokens_are_the_library_s_in_short_steps_and_beside_others(served: Served, said: list[list[int]]) -> None:
+    engine = served.engine(step_tokens=16, prefix_cache=True)
+    assert isinstance(engine.decoder, Decoder)
+    for _ in range(2):
+        assert [outcome.tokens for outcome in engine.run(list(map(served.prompt, ASKED)), GREEDY)] == said
+
+
+@pytest.mark.parametrize("attention", ["", pytest.param("triton", marks=pytest.mark.soak)])
+def test_steps_with_a_token_of_each_sequence_have_graphs(
+    folder: Path, served: Served, said: list[list[int]], attention: str
+) -> None:
+    engine, _ = graphed(folder, attention, library=served.found, text=served.text())
+    assert [outcome.tokens for outcome in engine.run(list(map(served.prompt, ASKED)), GREEDY)] == said
+    assert engine.runner.graphs is not None
+    assert engine.runner.graphs.replays >= TOKENS - 1
+
+
+def test_drafts_change_no_token(served: Served, said: list[list[int]]) -> None:
+    engine = served.engine(speculative_tokens=4)
+    assert [outcome.tokens for outcome in engine.run(list(map(served.prompt, ASKED)), GREEDY)] == said
+    assert engine.scheduler.counters.draft_tokens > 0
+
+
+def test_weights_in_int8_are_rounded_and_say_nearly_the_same(served: Served) -> None:
+    """What the index multiplies with is not; what it chooses, for several layers, changes with its inputs all the
+    same."""
+    plain, engine = served.engine(), served.engine(weight_dtype="int8")
+    assert weights_of(engine.decoder, "int8").bits == 8
+    whole, rounded = _logits(plain.decoder, KIND), _logits(engine.decoder, KIND)
+    assert 0 < (whole - rounded).norm() / whole.norm() < 0.25
+
+
+@pytest.mark.parametrize("form", ["int-quantized", pytest.param("fp8 in ragged blocks", marks=pytest.mark.soak)])
+def test_tokens_of_quantised_weights_are_the_library_s_on_the_weights_that_they_are(
+    folder: Path, form: str, tmp_path: Path
+) -> None:
+    """Experts, and what is made of latents, among them."""
+    quantized, wide = quantize_checkpoint(folder, FORMATS[form], tmp_path, TEXT)
+    served, library = Served.of(quantized), Reference(wide)
+    engine = served.engine(step_tokens=80)
+    assert isinstance(engine.decoder, Decoder)
+    assert weights_of(engine.decoder, "compressed-tensors").bits == 8
+    outcome = engine.run([served.prompt(PROMPTS["one picture"])], GREEDY)[0]
+    assert outcome.tokens == library.tokens(library.inputs(PROMPTS["one picture"]))
+
+
+def test_logits_of_two_ranks_are_those_of_one(folder: Path, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "allows_panels", lambda: False)  # whose kernels take one thread's calls at a time
+    checkpoint, text = Checkpoint(folder), served.text()
+    assert text is not None
+
+    def logits(group: TensorGroup) -> Tensor:
+        return _logits(load_decoder(checkpoint, torch.float32, torch.device("cpu"), group, text=text), KIND)
+
+    expected = logits(ALONE)
+    for found in on_ranks(2, logits):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_latents_in_8_bits_are_refused(served: Served) -> None:
+    with pytest.raises(CheckpointError, match="not for layers that choose by an index what they see"):
+        check_int8_cache(served.engine().decoder)
+
+
+ALL_OWN: Mapping[str, Any] = {"kv_source_layers": [*range(6)], "indexer_types": ["full"] * 6}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ALL_OWN | {"no_rope_layers": [1] * 6, "n_group": 2, "topk_group": 1},
+        ALL_OWN | {"no_rope_layers": [0] * 6, "mlp_layer_types": ["sparse"] * 6},
+        {"no_rope_layers": [1, 1, 1, 0, 1, 0], "kv_source_layers": [*range(6)]},
+        {"kv_source_layers": [0, 1, 1, 3, 1, 3], "indexer_types": ["full"] * 6},
+    ],
+    ids=["nothing shared, experts in groups", "nothing rotated", "choices shared", "latents shared"],
+)
+def test_layers_of_other_kinds_give_the_library_s_logits(settings: dict[str, Any]) -> None:
+    config: Any = config_of_recipe(KIND)
+    stated = config.text_config.to_dict() | {"n_routed_experts": 8} | settings
+    config.text_config = type(config.text_config)(**stated)
+    assert try_ours_of(config, drawn_prompt).spans is SpanRule.NOWHERE
+
+
+def test_the_published_configuration_is_tried_as_it_is() -> None:
+    """Shrunk, and of fewer words; all its other defaults are known."""
+    config: Any = config_of_recipe(KIND)
+    config.text_config = type(config.text_config)(vocab_size=config.text_config.vocab_size)
+    assert try_ours_of(config, drawn_prompt).spans is SpanRule.NOWHERE
+
+
+def _without_growth(heads: Callable[[int], bool]) -> Any:
+    right = LearnedGrowth.forward
+    return lambda part, query, places: query if heads(query.shape[1]) else right(part, query, places)
+
+
+def _first_choice(part: IndexedLatentAttention, asked: Any, cache: Tensor, index: Any, handed: Any) -> list[Tensor]:
+    if part.index is None:
+        return list(handed.choice)
+    made = index.choose(part.index.query(*asked), cache)
+    handed.choice = handed.choice or made
+    return list(made)
+
+
+def _by_sigmoids(router: GroupedRouter, x: Tensor) -> tuple[Tensor, Tensor]:
+    weights, chosen = nn.functional.linear(x, router.weight).sigmoid().topk(2)
+    return weights / weights.sum(1, keepdim=True), chosen
+
+
+def _unnormed(right: Any, part: TokenIndexer, *given: Any) -> Any:
+    part._modules["q_input_norm"] = nn.Identity()
+    return right(part, *given)
+
+
+def _all_rotated(right: Any, part: TokenIndexer, *given: Any) -> Any:
+    part._rotated = True
+    return right(part, *given)
+
+
+INDEX_HEADS = 24
+WRONG: dict[str, tuple[Any, str, Any]] = {
+    "queries do not grow": (LearnedGrowth, "forward", _without_growth(lambda heads: heads < INDEX_HEADS)),
+    "those of the index do not": (LearnedGrowth, "forward", _without_growth(lambda heads: heads == INDEX_HEADS)),
+    "pairs turn as stated": (LearnedRotary, "_place", lambda part, _: part._frequencies.copy_(part._stated)),
+    "another layer's choice": (IndexedLatentAttention, "_choice", _first_choice),
+    "another layer's latents": (text_config, "latent_sources", lambda _: (0, 1, 0, 3, 1, 3)),
+    "experts scored by sigmoids": (GroupedRouter, "forward", _by_sigmoids),
+    "the input of the index is not normed": (TokenIndexer, "ask", _unnormed),
+    "the index is rotated everywhere": (TokenIndexer, "ask", _all_rotated),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_layers_that_compute_otherwise_are_told(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, made = WRONG[wrong]
+    if name == "ask":
+        right, by = TokenIndexer.ask, made
+        made = lambda part, *given: by(right, part, *given)  # noqa: E731
+    monkeypatch.setattr(owner, name, made)
+    with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
+        try_ours_of(config_of_recipe(KIND), drawn_prompt)
