@@ -32,6 +32,7 @@ from llm_service.layers.gpu import (
     adapter_kernels,
     gdn_kernels,
     index_kernels,
+    kda_kernels,
     latent_kernels,
     mamba2_kernels,
     quantized_kernel,
@@ -42,6 +43,8 @@ from llm_service.layers.gpu import (
 from llm_service.layers.gpu import quantized_weight as weights_gpu
 from llm_service.layers.gpu import row_kernels as rows_gpu
 from llm_service.layers.gpu import sampling_kernels as sampling
+from llm_service.layers.kda.backend import KdaShape
+from llm_service.layers.kda.triton_backend import constants_of
 from llm_service.layers.mamba2.backend import Mamba2Shape
 from llm_service.layers.mamba2.triton_backend import Mamba2Constants
 from llm_service.layers.quantized_weight import Number
@@ -302,6 +305,18 @@ def delta_net(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
     return {name: compiled(capability, kernel, dtype, wide, **given) for name, (kernel, given) in made.items()}
 
 
+def kimi_delta(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
+    """As `TritonBatch` of Kimi Delta Attention launches them, with the heads of the published size."""
+    shape, wide = KdaShape(64, 128), ("mixed", "conv", "bias", "recurrent", "a_log", "dt_bias", "gain")
+    step = {**constants_of(shape), "BOUNDED": True}
+    conv = {"WIDTH": shape.width, "BIAS": False, "BLOCK": _CHANNELS, "num_warps": 4}
+    types = {"least": "fp32"}
+    return {
+        "conv step": compiled(capability, gdn_kernels.conv_step_kernel, dtype, wide, **conv),
+        "step": compiled(capability, kda_kernels.kda_step_kernel, dtype, wide, types, **step),
+    }
+
+
 def mamba2(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
     """As `TritonBatch` of Mamba-2 launches them, with the heads of a model of 30 B."""
     shape = Mamba2Shape(8, 64, 64, 128, least_step=0.001)
@@ -352,6 +367,7 @@ def main(capability: int, types: list[torch.dtype], states: list[torch.dtype]) -
             f"delta net {kernel} {_NAMES[dtype]}": taken for kernel, taken in delta_net(capability, dtype).items()
         }
         found |= {f"Mamba-2 {kernel} {_NAMES[dtype]}": taken for kernel, taken in mamba2(capability, dtype).items()}
+        found |= {f"KDA {kernel} {_NAMES[dtype]}": taken for kernel, taken in kimi_delta(capability, dtype).items()}
     return found | sampler(capability) | quantized(capability, torch.bfloat16, torch.float32 in types)
 
 

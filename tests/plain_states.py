@@ -1,36 +1,42 @@
-"""Gated delta nets by torch's operators that follow `GdnMetadata`, as kernels do: graphs are tried with them."""
+"""Gated delta nets and Kimi Delta Attention by torch's operators that follow `GdnMetadata`, as kernels do: graphs are
+tried with them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from llm_service.layers.cache_spec import Segment, StateCache
 from llm_service.layers.gated_delta_net import GatedDeltaNet
-from llm_service.layers.gdn.backend import GdnBatch, GdnInput, GdnWeights
 from llm_service.layers.gdn.metadata import GdnMetadata
-from llm_service.layers.gdn.torch_backend import TorchBackend
-from llm_service.layers.mixer import CachedPart, MixerPart, StateBackend
+from llm_service.layers.gdn.torch_backend import TorchBackend as TorchDeltas
+from llm_service.layers.kda.torch_backend import TorchBackend as TorchKimi
+from llm_service.layers.kimi_delta_attention import KimiDeltaAttention
+from llm_service.layers.mixer import CachedPart, StateBackend
 
 CPU = torch.device("cpu")
 
 
 def plain_states(mixer: CachedPart) -> StateBackend:
     """What follows metadata for a mixer: `PlainStates`, or torch's operators where these do."""
-    return PlainStates(mixer) if isinstance(mixer, GatedDeltaNet) else mixer.state_backend()
+    if isinstance(mixer, GatedDeltaNet):
+        return PlainStates(TorchDeltas(mixer.shape, CPU))
+    if isinstance(mixer, KimiDeltaAttention):
+        return PlainStates(TorchKimi(mixer.shape, CPU))
+    return mixer.state_backend()
 
 
 class PlainStates:
     """A back end that reads its metadata anew at each use."""
 
-    def __init__(self, mixer: MixerPart) -> None:
-        assert isinstance(mixer, GatedDeltaNet)
-        self._torch = TorchBackend(mixer.shape, CPU)
+    def __init__(self, backend: StateBackend) -> None:
+        self._torch = backend
 
-    def batch(self, segments: Sequence[Segment]) -> GdnBatch:
+    def batch(self, segments: Sequence[Segment]) -> Any:
         return self._torch.batch(segments)
 
     def padding(self, tokens: int, sequences: int, *, decodes_only: bool) -> GdnMetadata:
@@ -42,10 +48,10 @@ class PlainStates:
 
 @dataclass(frozen=True)
 class PlainStatesBatch:
-    torch: TorchBackend
+    torch: StateBackend
     metadata: GdnMetadata
 
-    def run(self, given: GdnInput, weights: GdnWeights, cache: StateCache) -> Tensor:
+    def run(self, given: Any, weights: Any, cache: StateCache) -> Tensor:
         """Rows of padding are not numbers."""
         segments = _segments(self.metadata)
         computed = self.torch.batch(segments).run(given, weights, cache)

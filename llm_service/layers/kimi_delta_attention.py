@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from llm_service.layers.cache_spec import SequenceState, StateCache
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.kda.backend import KdaBackend, KdaBatch, KdaInput, KdaShape, KdaWeights
-from llm_service.layers.kda.torch_backend import TorchBackend
+from llm_service.layers.kda.choose import choose
 from llm_service.layers.linear import PackedLinear, Place, Stored, fill, length
 from llm_service.layers.mixer import Rotary
 from llm_service.models.config import TextConfig
@@ -59,7 +59,7 @@ class KimiDeltaAttention(nn.Module):
         assert sizes is not None, "a layer of this kind needs them"
         own, dim, every = group.share(sizes.heads), sizes.head_dim, sizes.heads * sizes.head_dim
         values = slice(own.start * dim, own.stop * dim)
-        self._eps, self._least = config.norm_eps, sizes.least
+        self._eps, self._least, self._dtype = config.norm_eps, sizes.least, dtype
         self.shape = KdaShape(length(own), dim, sizes.width)
         whole, narrow, linear = slice(0, config.hidden_size), slice(0, dim), partial(PackedLinear, bias=False)
         short = partial(linear, dtype=dtype, rounds=False)  # few, and what they say adds up over a whole prompt
@@ -78,8 +78,8 @@ class KimiDeltaAttention(nn.Module):
         return self._state
 
     def state_backend(self) -> KdaBackend:
-        """The one of the weights' device."""
-        return TorchBackend(self.shape, self.channels.conv.device)
+        """The best one of the weights' device."""
+        return choose(self.shape, self._dtype, self.channels.conv.device)
 
     def project(self, x: Tensor, _: Rotary, /) -> tuple[Tensor, ...]:
         """x [n, hidden] → the fields of `KdaInput`, in order. Places count in the convolution, not by angles."""

@@ -23,8 +23,10 @@ from llm_service.worker.weights import describe as weights_of
 from tests.parity.library_side import GREEDY, Served
 from tests.parity.test_known_text_options import _logits
 from tests.parity.test_library_ranks import on_ranks
+from tests.parity.test_llm_graphs import graphed
 from tests.quantized import FORMATS, quantize_checkpoint
-from tools.models.compare import PROMPTS, Reference
+from tools.models.prompts import PROMPTS
+from tools.models.reference import TOKENS, Reference
 from tools.models.tiny import config_of_recipe, make
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processor
@@ -53,6 +55,18 @@ def test_tokens_are_the_library_s_in_short_steps_beside_others_and_behind_snapsh
     for _ in range(2):
         assert [outcome.tokens for outcome in engine.run(prompts, GREEDY)] == expected
     assert engine.scheduler.counters.prefix_hit_tokens > 0
+
+
+@pytest.mark.parametrize("attention", ["", pytest.param("triton", marks=pytest.mark.soak)])
+def test_steps_with_a_token_of_each_sequence_have_graphs(folder: Path, served: Served, attention: str) -> None:
+    library = Reference(folder)
+    asked = [PROMPTS["text"], PROMPTS["one picture"]]
+    expected = [library.tokens(library.inputs(parts)) for parts in asked]
+    engine, _ = graphed(folder, attention, library=served.found, text=served.text())
+    outcomes = engine.run(list(map(served.prompt, asked)), GREEDY)
+    assert [outcome.tokens for outcome in outcomes] == expected
+    assert engine.runner.graphs is not None
+    assert engine.runner.graphs.replays >= TOKENS - 1
 
 
 @pytest.mark.parametrize(

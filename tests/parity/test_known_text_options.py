@@ -42,8 +42,11 @@ _MORE = "hyperclovax_vision_v2", "cohere2_vision", "cosmos3_edge", "kimi_k25", "
 _SOAKED = [pytest.param(kind, marks=pytest.mark.soak) for kind in _MORE]
 """Parts that multiply what they add, that are beside each other, that have no gates, latent attention, and matrices
 that are one in a checkpoint."""
-_INDEXED = [pytest.param(kind, marks=pytest.mark.soak) for kind in ("dots3_note", "mistral_large4", "minimax_m3_vl")]
-"""Latents in windows, and where an index chooses what is seen, tokens or blocks, for a layer or for several."""
+_INDEXED = [
+    pytest.param(kind, marks=pytest.mark.soak)
+    for kind in ("dots3_note", "mistral_large4", "minimax_m3_vl", "glm5_next")
+]
+"""Latents in windows, and where an index chooses what is seen, tokens, blocks or pools, for a layer or for several."""
 _FEWER = [pytest.param(kind, marks=pytest.mark.soak) for kind in ("phi4_multimodal", "gemma3n")]
 """Queries, keys and values that are one matrix everywhere, and adapters of the checkpoint's own; streams, and gates
 that count by what all ranks have."""
@@ -168,6 +171,7 @@ def test_tokens_with_adapters_are_those_of_peft(kind: str, tmp_path: Path) -> No
     directory = make(kind, tmp_path / "model")
     path = "text_model" if kind == "idefics3" else "language_model"
     mixers = (*ATTENTION, "in_proj", "out_proj")  # of short convolutions, and of LFM2's attention
+    mixers = (*mixers, "f_a_proj", "f_b_proj", "b_proj", "g_a_proj", "g_b_proj")  # of Kimi Delta Attention
     peft = PeftReference(
         directory,
         tmp_path,
@@ -192,9 +196,11 @@ def test_drafts_change_no_token(served: Served, prompts: list[Prompt], said: lis
     assert engine.scheduler.counters.draft_tokens > 0
 
 
-def test_drafts_change_no_token_where_layers_keep_the_last_tokens(tmp_path: Path) -> None:
-    """Of each three drafts the last is wrong, and what short convolutions kept of it is not gone on from."""
-    served, library = Served.of(make("lfm2_vl", tmp_path)), Reference(tmp_path)
+@pytest.mark.parametrize("kind", ["lfm2_vl", "glm5_next"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+def test_drafts_change_no_token_where_layers_keep_states(kind: str, tmp_path: Path) -> None:
+    """Of each three drafts the last is wrong, and what layers kept of it is not gone on from, nor is its pool seen."""
+    served, library = Served.of(make(kind, tmp_path)), Reference(tmp_path)
     parts = PROMPTS["one picture"]
     given = library.inputs(parts)
     expected = library.tokens(given)

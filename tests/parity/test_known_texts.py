@@ -98,7 +98,8 @@ def test_ids_and_tokens_are_the_library_s_whatever_the_chunks_and_the_company(ki
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", ["molmo2", "gemma3n", "minimax_m3_vl", "mistral_large4"])
+@pytest.mark.parametrize("kind", ["molmo2", "gemma3n", "minimax_m3_vl", "mistral_large4", "glm5_next"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_sequences_that_were_preempted_go_on_as_they_would_have(kind: str, tmp_path: Path) -> None:
     served, library = Served.of(make(kind, tmp_path)), Reference(tmp_path)
     expected = [library.tokens(library.inputs(parts)) for parts in PROMPTS.values()]

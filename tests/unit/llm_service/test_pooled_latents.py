@@ -153,13 +153,14 @@ def test_pools_may_be_single_tokens_or_all_that_is_chosen(pool: int) -> None:
         torch.testing.assert_close(joined(ours, [x], cuts)[0], expected_of(theirs, x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("short", [MOST + POOL - 1, MOST + POOL], ids=["whole", "but for its last token"])
 @torch.inference_mode()
-def test_sequences_that_are_seen_whole_go_beside_one_that_is_not() -> None:
+def test_sequences_that_are_seen_whole_go_beside_one_that_is_not(short: int) -> None:
     """The short one's pools have keys all the same, which its later tokens are chosen by."""
     theirs, ours = theirs_of(settings_of()), layers_of(shape_of())
     for own, their in zip(ours, theirs, strict=True):
         read(own, their)
-    each, caches, steps = [noise(TOKENS, HIDDEN), noise(TOKENS, HIDDEN, seed=3)], None, [(0, MOST + POOL - 1), (0, 30)]
+    each, caches, steps = [noise(TOKENS, HIDDEN), noise(TOKENS, HIDDEN, seed=3)], None, [(0, short), (0, 30)]
     caches, found = caches_of(ours, attention="torch"), [list[Tensor](), list[Tensor]()]
     for cuts in (steps, [(end, TOKENS) for _, end in steps]):
         chunks = [PagedChunk(begin, end - begin, table) for (begin, end), table in zip(cuts, TABLES, strict=True)]
