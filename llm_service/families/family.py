@@ -22,6 +22,7 @@ class Mixer(Enum):
     BLOCK_INDEXED_ATTENTION = "attention to blocks that an index chooses"
     INDEXED_LATENT_ATTENTION = "latent attention to what an index chooses"
     POOLED_LATENT_ATTENTION = "latent attention to pools that an index chooses"
+    OWN_NORMED_ATTENTION = "attention each of whose heads is normed by weights of its own"
     LATE_NORMED_ATTENTION = "attention whose heads are normed once they are rotated"
     NORMED_OUTPUT_ATTENTION = "attention whose heads are normed before their gates open them"
     TEMPERED_ATTENTION = "attention whose queries grow with their places"
@@ -107,6 +108,11 @@ class LayerNorms:
     feed_forward_in: str = "post_attention_layernorm"
     mixer_out: str = ""
     feed_forward_out: str = ""
+
+    @property
+    def behind(self) -> LayerNorms:
+        """The same of what comes out of each part, in the stead of what goes in."""
+        return LayerNorms("", "", self.mixer_in, self.feed_forward_in)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,17 +200,17 @@ class Family:
     checkpoints have queries, keys and values as one matrix, and `fused_gates` gates and what they open; `ungated`,
     feed-forward parts have none, and the square of a ReLU between two products; `grouped_experts`, each expert has a
     score of its own, with `likely_experts` its probability among all, and the likeliest are among those of the
-    likeliest groups; `probability_weights`, experts count by
-    their probabilities among all, which do not sum up to 1; `ungated_shared`, what all tokens go through beside their
-    experts has no gate; `sparse`, what follows in a layer with experts, whose stacked matrices have inputs first where
-    they are `experts_inputs_first`, None: where their shape says so; `single_parts`, a layer is a mixer or a
-    feed-forward part, behind one norm; `mrope_interleaved`, rotary pairs are dealt out to time, height and width in
-    turns, and `space_first`, those of height and width so before those of time, and `rotary_share`, so much of a head
-    is rotated, unless the checkpoint says otherwise. `mixers`: what config.json's `layer_types` stand for; a family has
-    windows where `SLIDING` or `OF_ANSWERS` is among them, and where queries grow in none of its contexts they are left
-    as they are. `text_defaults`: what holds of the decoder where config.json leaves it out. `part_names`: what the
-    library calls parts of layers, and the decoder otherwise. `changed_parts`: tensors that the library changes when it
-    loads a checkpoint, and the decoder takes as they are, by parts of their names.
+    likeliest groups; `probability_weights`, experts count by their probabilities among all, which do not sum up to 1;
+    `ungated_shared`, what all tokens go through beside their experts has no gate; `sparse`, what follows in a layer
+    with experts, whose stacked matrices have inputs first where they are `experts_inputs_first`, None: where their
+    shape says so; `single_parts`, a layer is a mixer or a feed-forward part, behind one norm; `mrope_interleaved`,
+    rotary pairs are dealt out to time, height and width in turns, and `space_first`, those of height and width so
+    before those of time, and `rotary_share`, so much of a head is rotated, unless the checkpoint says otherwise.
+    `mixers`: what config.json's `layer_types` stand for; a family has windows where `SLIDING` or `OF_ANSWERS` is among
+    them, and where queries grow in none of its contexts they are left as they are. `unsaid`: what names of tokens begin
+    with that are never said. `text_defaults`: what holds of the decoder where config.json leaves it out. `part_names`:
+    what the library calls parts of layers, and the decoder otherwise. `changed_parts`: tensors that the library changes
+    when it loads a checkpoint, and the decoder takes as they are, by parts of their names.
     """
 
     modalities: Mapping[Modality, InPrompt]
@@ -262,6 +268,7 @@ class Family:
     rotary_share: float = 1.0
     text_defaults: Mapping[str, Any] = field(default_factory=dict)
     mixers: Mapping[str, Mixer] = field(default_factory=lambda: {FULL: Mixer.ATTENTION})
+    unsaid: str = ""
     part_names: Mapping[str, str] = field(default_factory=dict)
     changed_parts: Collection[str] = ()
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from common.checkpoint import CheckpointError
+from llm_service.families.chameleon import CHAMELEON_TEXT
 from llm_service.families.cohere2 import COHERE2_TEXT, COHERE_COMPASS_TEXT
 from llm_service.families.deepseek import DEEPSEEK_V3_TEXT, DOTS3_TEXT, MISTRAL4_TEXT, MISTRAL_LARGE4_TEXT
 from llm_service.families.deepseek_ocr import DEEPSEEK_OCR2_TEXT, UNLIMITED_OCR_TEXT
@@ -47,6 +48,7 @@ FAMILIES: Final = {
 
 TEXT_FAMILIES: Final = {
     "aria_text": Family({}, ungated_shared=True, part_names={"mlp.router": "mlp.gate"}),
+    "chameleon": CHAMELEON_TEXT,
     "cohere2": COHERE2_TEXT,
     "cohere_compass_text": COHERE_COMPASS_TEXT,
     "cosmos3_edge_text": Family(

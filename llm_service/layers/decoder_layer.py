@@ -27,6 +27,7 @@ from llm_service.layers.mlp import MLP, CutMLP, SquaredMLP
 from llm_service.layers.modality_experts import ModalityExperts
 from llm_service.layers.normed_output_attention import NormedOutputAttention
 from llm_service.layers.ops import Unnormed, norm_of
+from llm_service.layers.own_normed_attention import OwnNormedAttention
 from llm_service.layers.part_layers import FeedForwardLayer, MixerLayer
 from llm_service.layers.pooled_experts import PooledExperts
 from llm_service.layers.pooled_latents import PooledLatentAttention
@@ -77,6 +78,7 @@ MIXERS: dict[Mixer, Callable[[LayerKind, TextConfig, TensorGroup, torch.dtype], 
     Mixer.BLOCK_INDEXED_ATTENTION: BlockIndexedAttention,
     Mixer.INDEXED_LATENT_ATTENTION: IndexedLatentAttention,
     Mixer.POOLED_LATENT_ATTENTION: PooledLatentAttention,
+    Mixer.OWN_NORMED_ATTENTION: OwnNormedAttention,
     Mixer.LATE_NORMED_ATTENTION: LateNormedAttention,
     Mixer.NORMED_OUTPUT_ATTENTION: NormedOutputAttention,
     Mixer.TEMPERED_ATTENTION: TemperedAttention,

@@ -71,8 +71,8 @@ class SelfAttention(nn.Module):
 
         kept = PlainNorm if family.plain_head_norms else RMSNorm
         norm, normed = partial(kept.of, config, self.head_dim, dtype), config.norms_heads(kind)
-        self.q_norm = norm() if normed else nn.Identity()
-        self.k_norm = norm() if normed and self.new_keys else nn.Identity()
+        self.q_norm: nn.Module = norm() if normed else nn.Identity()
+        self.k_norm: nn.Module = norm() if normed and self.new_keys else nn.Identity()
         self._value_gain: Tensor | None
         gain = torch.ones(self.head_dim, dtype=dtype) if family.value_norm and self.new_keys else None
         self.register_buffer("_value_gain", gain, persistent=False)

@@ -99,7 +99,8 @@ class TextConfig:
     and `inner_sizes`, where they are not empty, have one of what `LayerKind` calls so for each layer. `mark_tables` are
     those of marks, of the library's models. `latent_sources` are layers whose latents each has, empty: its own; latents
     have no rotated numbers in `unrotated_layers`; layers in `shared_choices` see what the last one before them chose by
-    its index. `balanced`: there are several streams, which are mixed among each other as well.
+    its index. `balanced`: there are several streams, which are mixed among each other as well. Tokens that are `unsaid`
+    are in prompts alone.
 
     Where `experts` is above 0, every `sparse_step`-th layer but those in `dense_layers` is a mixture of experts, with a
     shared one beside them where `shared_expert_size` is above 0. `grouped`: in which groups they are, if in any. They
@@ -182,6 +183,7 @@ class TextConfig:
     shared_choices: frozenset[int] = frozenset()
     kimi_delta: KimiDeltaConfig | None = None
     balanced: BalancedShape | None = None
+    unsaid: tuple[int, ...] = ()
 
     @property
     def layers(self) -> int:
@@ -306,6 +308,8 @@ class TextConfig:
     @classmethod
     def _read(cls, config: dict[str, Any], family: Family, max_context: int) -> TextConfig:
         text = {**family.text_defaults, **config, **(config.get("text_config") or {})}
+        if text.get("swin_norm"):
+            family = replace(family, norms=family.norms.behind)
         if types := text.get("layers_block_type"):
             text |= {"layer_types": types, "num_hidden_layers": len(types)}
         rope, window_rope = rotary_settings(text, family, local=window_length(text) + chunk_length(text, family) > 0)
@@ -403,6 +407,7 @@ class TextConfig:
             ngrams=NgramShape.of(text),
             delta_gates=delta_gates_of(text),
             table_rows=_table_rows(text),
+            unsaid=_unsaid(text, family),
             latent_sources=latent_sources(text) if latent is not None else (),
             unrotated_layers=unrotated_layers(text) if latent is not None else frozenset(),
             shared_choices=shared_choices(text, types) if token_index is not None else frozenset(),
@@ -414,6 +419,12 @@ def _tied(config: Mapping[str, Any], text: Mapping[str, Any], family: Family) ->
     if tied and family.normed_embeddings:
         raise CheckpointError("a head that is tied to embeddings which are normed is not supported")
     return tied
+
+
+def _unsaid(text: Mapping[str, Any], family: Family) -> tuple[int, ...]:
+    """See `TextConfig.unsaid`."""
+    named = (text.get("vocabulary_map") or {}) if family.unsaid else {}
+    return tuple(sorted(int(token) for name, token in named.items() if name.startswith(family.unsaid)))
 
 
 def _table_rows(text: Mapping[str, Any]) -> int:

@@ -99,6 +99,9 @@ class Decoder(nn.Module):
             self.lm_head = PackedLinear(whole, words, bias=False, dtype=dtype)
         if config.tied:
             self.lm_head.weight = self.embed_tokens.weight
+        said = group.vocabulary_share(config.vocab_size)
+        unsaid = [token - said.start for token in config.unsaid if said.start <= token < said.stop]
+        self._unsaid = torch.tensor(unsaid, dtype=torch.int64, device=device)
         self.rotary = rotary_of(config.rotary, device)
         self._media_tokens = torch.tensor(config.media_tokens, dtype=torch.int32, device=device)
         local = config.window_rotary
@@ -276,7 +279,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[m, hidden] → float32 [m, vocabulary], on every rank."""
-        logits, cap = self.group.join(self.lm_head(hidden), self.config.vocab_size).float(), self.config.logit_cap
+        logits, cap = self.group.join(self._scores(hidden), self.config.vocab_size).float(), self.config.logit_cap
         if self.config.logit_scale != 1:
             logits = logits * self.config.logit_scale
         return logits if cap is None else (logits / cap).tanh() * cap
@@ -284,7 +287,15 @@ class Decoder(nn.Module):
     def likeliest(self, hidden: Tensor) -> Tensor:
         """[m, hidden] → int64 [m], of the tokens with the highest logits the first, on every rank: each looks through
         its share, and no logits are exchanged. Neither a scale nor a cap changes their order."""
-        return self.group.first_of_highest(self.lm_head(hidden).float(), self.config.vocab_size)
+        return self.group.first_of_highest(self._scores(hidden).float(), self.config.vocab_size)
+
+    def _scores(self, hidden: Tensor) -> Tensor:
+        """[m, hidden] → logits of this rank's part of the vocabulary [m, part], before they are scaled and capped;
+        those of tokens that are never said are the lowest number."""
+        scores: Tensor = self.lm_head(hidden)
+        if self.config.unsaid:
+            scores.index_fill_(1, self._unsaid, torch.finfo(scores.dtype).min)
+        return scores
 
 
 def _layer(index: int, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> Layer:

@@ -1,0 +1,60 @@
+"""Attention each of whose heads is normed with weights of its own, as in Chameleon."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from llm_service.families.family import LayerKind
+from llm_service.layers.group import TensorGroup
+from llm_service.layers.linear import Place, Stored, fill, length
+from llm_service.layers.mixer import Rotary
+from llm_service.layers.self_attention import SelfAttention
+from llm_service.models.config import TextConfig
+
+_EPS = 1e-5
+
+
+class HeadNorms(nn.Module):
+    """(x - mean(x)) / deviation(x) · weight + bias of each head's numbers, each head with its own weight and bias. Of a
+    checkpoint's, [heads, head_dim] each, this has the heads of a rank."""
+
+    def __init__(self, own: slice, head_dim: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._own = own
+        shape = length(own), head_dim
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+    def targets(self, own: str) -> dict[str, Place]:
+        """See `Placed`."""
+
+        def read_into(parameter: nn.Parameter) -> Place:
+            def place(stored: Stored) -> None:
+                fill(parameter, stored[self._own])
+
+            return place
+
+        return {f"{own}.weight": read_into(self.weight), f"{own}.bias": read_into(self.bias)}
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """[n, heads, head_dim] → the same."""
+        return functional.layer_norm(heads, heads.shape[-1:], eps=_EPS) * self.weight + self.bias
+
+
+class OwnNormedAttention(SelfAttention):
+    """Self-attention whose heads of queries and keys are normed before they are rotated, each by its own weights."""
+
+    def __init__(self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
+        super().__init__(kind, config, group, dtype)
+        heads = group.share(config.heads_of(kind)), group.kv_share(config.head_shape(kind).kv_heads)
+        self.q_norm, self.k_norm = (HeadNorms(own, self.head_dim, dtype) for own in heads)
+
+    def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
+        """See `SelfAttention.project`."""
+        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        query, key, _ = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        normed = torch.cat([self.q_norm(query), self.k_norm(key)], dim=1)
+        rotated = self.ops.qk_norm_rotary(normed, rotary, self.heads, self.kv_heads, None, self.eps)
+        return self.parts(rotated, heads)
