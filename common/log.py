@@ -4,12 +4,12 @@ terminal, a line to be read by people."""
 from __future__ import annotations
 
 import logging
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any, TextIO, cast
+
+from common.log_sink import Sink
 
 
 @contextmanager
@@ -29,30 +29,10 @@ with _left_out("rich"):  # structlog would draw tracebacks with it, at 0.06 s of
     import structlog
 
 
-class _Sink:
-    """Where lines go. What cannot be written is lost: whoever logs has something else to do than to fail by it."""
+class _Current:
+    """Where this process's lines go."""
 
-    def __init__(self, stream: TextIO | None) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> None:
-        """Takes text in."""
-        self._try(lambda stream: stream.write(text))
-
-    def flush(self) -> None:
-        """Writes it out."""
-        self._try(lambda stream: stream.flush())
-
-    def _try(self, act: Callable[[TextIO], object]) -> None:
-        if self._stream is None:
-            return
-        try:
-            act(self._stream)
-        except BrokenPipeError:  # for good: nor shall the interpreter try again at its end
-            with Path(os.devnull).open("w") as nowhere:
-                os.dup2(nowhere.fileno(), self._stream.fileno())
-        except OSError:  # a full disk, say, which may have room again
-            return
+    sink = Sink(None)
 
 
 def configure(level: str, *, service: str) -> None:
@@ -62,6 +42,7 @@ def configure(level: str, *, service: str) -> None:
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
+            _with_losses,
             *_rendered(people=sys.stderr is not None and sys.stderr.isatty()),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
@@ -78,7 +59,15 @@ def write_to(stream: TextIO) -> None:
 
 def _to(stream: TextIO | None) -> structlog.WriteLoggerFactory:
     """A line is one write, so that those of several processes do not run into each other."""
-    return structlog.WriteLoggerFactory(cast(TextIO, _Sink(stream)))
+    _Current.sink = Sink(stream)
+    return structlog.WriteLoggerFactory(cast(TextIO, _Current.sink))
+
+
+def _with_losses(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """A line says how many there was no room for before it."""
+    if lost := _Current.sink.lost:
+        event["lines_lost"] = lost
+    return event
 
 
 def _rendered(*, people: bool) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -100,6 +101,33 @@ def test_a_full_disk_loses_lines_and_fails_nobody(
         say_twice()
         said = True
     assert said
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket"])
+def test_who_does_not_read_the_log_holds_nobody_up_and_is_told_what_is_missing(
+    written: Callable[[bool, str], str], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """As a collector that hangs. Lines come whole, a long one among them that there is no room for at once."""
+    reader, writer = os.pipe() if kind == "pipe" else (each.detach() for each in socket.socketpair())
+    os.set_blocking(reader, False)
+    with os.fdopen(writer, "w") as stream, os.fdopen(reader, "rb", buffering=0) as lines:
+        monkeypatch.setattr("sys.stderr", stream)
+        log.configure("info", service="encoder")
+        found = b""
+        for turn in range(4):
+            for number in range(600):
+                log.get("server").info("said", number=number, turn=turn, text="x" * (100_000 if number == 7 else 500))
+            while piece := lines.read(1 << 20):
+                found += piece
+        assert os.get_blocking(writer), "others write there as before"
+    *whole, _ = found.split(b"\n")
+    entries = list(map(json.loads, whole))
+    assert len(entries) < 4 * 600
+    missing = sum(entry.get("lines_lost", 0) for entry in entries)
+    after = [(entry["turn"], entry["number"]) for entry in entries]
+    assert after == sorted(after)
+    turn, number = after[-1]
+    assert len(entries) + missing == 600 * turn + number + 1
 
 
 def test_a_closed_standard_error_is_no_place_for_a_log(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from common import request_budget
 from common.errors import Exhausted, TwinlensError
 from common.grpc_server import ServerConfig
 from common.request_budget import SMALL, UNREAD, RequestBudget, max_large_bytes
@@ -50,11 +51,13 @@ class Kernel:
 
 
 class Crowd:
-    """A budget of 64 MiB for messages of up to 20, and connections whose messages are coming."""
+    """A budget of 64 MiB for messages of up to 20, and connections whose messages are coming. What is said of none of
+    its times takes for ever."""
 
     def __init__(self, **settings: Any) -> None:
         self.kernel = Kernel()
-        settings = {"wait_seconds": 0.05, "foreseen_seconds": 0, **settings}
+        never = {"still_seconds": 3600, "stall_seconds": 3600}
+        settings = {"wait_seconds": 0.05, "foreseen_seconds": 0, **never, **settings}
         self.budget = RequestBudget(64 * MIB, 20 * MIB, received=self.kernel, **settings)
         self.open = AsyncExitStack()
 
@@ -103,7 +106,7 @@ async def test_of_many_the_largest_give_way_until_the_rest_fits(crowd: Crowd) ->
 
 
 async def test_who_had_said_how_much_would_come_does_not_give_way_while_it_comes() -> None:
-    crowd = Crowd(still_seconds=3600)
+    crowd = Crowd()
     async with crowd.open:
         coming = [(await crowd.comes(port, stated=9 * MIB))[0] for port in (1, 2, 3)]
         with pytest.raises(Exhausted) as full:
@@ -153,7 +156,10 @@ async def test_messages_of_one_connection_share_what_has_come_over_it(crowd: Cro
     assert not third[0].reason
 
 
-async def test_who_has_filled_his_window_waits_until_there_is_room_for_the_largest() -> None:
+async def test_who_has_filled_his_window_waits_until_there_is_room_for_the_largest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request_budget, "_CLAIM_SECONDS", 3600)
     crowd = Crowd(wait_seconds=60)
     for port in (1, 2, 3):
         crowd.brings(port, UNREAD)

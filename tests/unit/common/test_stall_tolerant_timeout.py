@@ -13,17 +13,15 @@ Forward = Callable[[float], None]
 
 
 @pytest.fixture
-def forward(monkeypatch: pytest.MonkeyPatch) -> Forward:
-    """Puts the event loop's clock forward."""
-    passed = 0.0
+async def forward(monkeypatch: pytest.MonkeyPatch) -> Forward:
+    """Puts the event loop's clock forward, which stands still but for that."""
+    loop = asyncio.get_running_loop()
+    now = loop.time()
+    monkeypatch.setattr(loop, "time", lambda: now)
 
     def put_forward(seconds: float) -> None:
-        nonlocal passed
-        if not passed:
-            loop = asyncio.get_running_loop()
-            time = loop.time
-            monkeypatch.setattr(loop, "time", lambda: time() + passed)
-        passed += seconds
+        nonlocal now
+        now += seconds
 
     return put_forward
 

@@ -20,24 +20,23 @@ NO_MEMORY = OSError(errno.ENOMEM, "Cannot allocate memory")
 
 
 class Forward(Protocol):
-    """Puts the event loop's clock forward: in steps in which its timers go off, or in one."""
+    """Puts the event loop's clock forward, which stands still but for that: in steps in which its timers go off, or in
+    one."""
 
     async def __call__(self, seconds: float, *, at_once: bool = False) -> None: ...
 
 
 @pytest.fixture
-def forward(monkeypatch: pytest.MonkeyPatch) -> Forward:
-    passed = 0.0
+async def forward(monkeypatch: pytest.MonkeyPatch) -> Forward:
+    loop = asyncio.get_running_loop()
+    now = loop.time()
+    monkeypatch.setattr(loop, "time", lambda: now)
 
     async def put_forward(seconds: float, *, at_once: bool = False) -> None:
-        nonlocal passed
-        if not passed:
-            loop = asyncio.get_running_loop()
-            time = loop.time
-            monkeypatch.setattr(loop, "time", lambda: time() + passed)
+        nonlocal now
         steps = 1 if at_once else max(1, round(seconds / 0.25))
         for _ in range(steps):
-            passed += seconds / steps
+            now += seconds / steps
             for _ in range(10):  # timers go off, and tasks hear of it
                 await asyncio.sleep(0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -161,8 +162,9 @@ async def test_a_question_that_failed_says_that_an_encoder_is_gone_only_where_it
     quarantine: Quarantine,
 ) -> None:
     async with replica_of_a_pool(quarantine) as (_, replica):
+        asked = time.monotonic()
         assert replica._failed(grpc.StatusCode.RESOURCE_EXHAUSTED, 0.0) is ANSWERS
-        assert replica.full, "it is as good as it says: with too many calls, and left alone for a moment"
+        assert replica.full_until > asked, "it is as good as it says: with too many calls, and left alone for a moment"
         assert replica._failed(grpc.StatusCode.UNAVAILABLE, 0.0) is GONE
         replica.health.hear()
         assert replica._failed(grpc.StatusCode.DEADLINE_EXCEEDED, replica.health.heard - 1) is ANSWERS

@@ -120,8 +120,9 @@ async def test_rows_that_others_may_share_wait_for_room_longer_than_one_request_
         await b.usable(1)
         await b.whole(b"picture")  # its header is known from now on
         b.cache.flush()
-        (first,) = await b.land(b"picture", deadline=asyncio.get_running_loop().time())
-        (second,) = await b.land(b"picture")
+        (first,), (second,) = await asyncio.gather(
+            b.land(b"picture", deadline=asyncio.get_running_loop().time()), b.land(b"picture")
+        )
         assert first is second
         await settled(second)
         assert second.error is None
