@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
+from common import small_models
 from common.checkpoint import Checkpoint, CheckpointError
 from common.library_classes import state_tokens
 from llm_service.families import registry
@@ -274,6 +275,17 @@ def test_queries_keys_and_values_may_be_one_matrix() -> None:
     config = config_of_recipe("phi4_multimodal")
     state_tokens(config)
     assert try_ours_of(config, drawn_prompt).spans is SpanRule.NOWHERE
+
+
+@pytest.mark.parametrize("kind", ["kimi_k25", "dots3_note", "mistral_large4", "glm5_next"])
+def test_square_matrices_of_experts_lie_as_the_library_has_them(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Mistral Large 4's published ones are: nothing but the family says which way round."""
+    monkeypatch.setitem(small_models._SMALL, "moe_intermediate_size", 64)
+    config = config_of_recipe(kind)
+    text = config.text_config
+    text.moe_intermediate_size = text.hidden_size
+    assert try_ours_of(config, drawn_prompt).spans is SpanRule.NOWHERE
+    assert text.moe_intermediate_size == text.hidden_size == 64
 
 
 def test_lfm_2_has_other_names_and_no_gates() -> None:
