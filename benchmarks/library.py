@@ -23,7 +23,17 @@ import numpy as np
 import torch
 
 from benchmarks.checkpoint import CACHE, add_model_options, chosen_model
-from benchmarks.plain_checkpoint import GEMMA3, GEMMA3N, GEMMA4, KIMI, LLAVA, MOLMO2, PHI4, plain_checkpoint
+from benchmarks.plain_checkpoint import (
+    GEMMA3,
+    GEMMA3N,
+    GEMMA4,
+    KIMI,
+    LLAVA,
+    MISTRAL_LARGE4,
+    MOLMO2,
+    PHI4,
+    plain_checkpoint,
+)
 from common import library_models
 from common.checkpoint import Checkpoint
 from common.cpu.jit import use_threads
@@ -132,6 +142,7 @@ def main() -> None:
     parser.add_argument(
         "--gemma3n", action="store_true", help="a random one in Gemma 3n's, with streams between layers"
     )
+    parser.add_argument("--mistral", action="store_true", help="a random one in Mistral Large 4's, with an index")
     parser.add_argument("--cpu-time", action="store_true", help="of one thread, the least of all rounds")
     parser.add_argument("--side", type=int, default=448, help="of a picture, in pixels")
     parser.add_argument("--rounds", type=int, default=5, help="of which the median is shown")
@@ -143,7 +154,7 @@ def main() -> None:
     use_threads(cores)
     asked = {"llava": (given.llava, LLAVA), "gemma3": (given.gemma, GEMMA3), "gemma4": (given.gemma4, GEMMA4)}
     asked |= {"kimi": (given.kimi, KIMI), "molmo": (given.molmo, MOLMO2), "phi": (given.phi, PHI4)}
-    asked["gemma3n"] = given.gemma3n, GEMMA3N
+    asked |= {"gemma3n": (given.gemma3n, GEMMA3N), "mistral": (given.mistral, MISTRAL_LARGE4)}
     plain = {name: recipe for name, (wanted, recipe) in asked.items() if wanted}
     folders = [plain_checkpoint(recipe, CACHE.with_name(f"{CACHE.name}-{name}")) for name, recipe in plain.items()]
     folder = folders[0] if folders else chosen_model(given)

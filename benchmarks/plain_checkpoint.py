@@ -177,6 +177,27 @@ GEMMA3N = _by_text(
 """Shaped as the small published ones, in a third of whose layers few gates count."""
 
 
+MISTRAL_LARGE4 = _by_text(
+    "mistral_large4",
+    hidden_size=1024,
+    intermediate_size=3072,
+    moe_intermediate_size=512,
+    n_routed_experts=8,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    head_dim=64,
+    qk_nope_head_dim=64,
+    qk_head_dim=128,
+    v_head_dim=128,
+    index_topk=256,
+    index_head_dim=128,
+    index_n_heads=32,
+)
+"""Heads, latents and those of the index are as large as the published ones; an eighth of the tokens are chosen."""
+
+
 def plain_checkpoint(recipe: Recipe, folder: Path) -> Path:
     """Makes the checkpoint of a recipe in `folder` unless it is there already."""
     if not (folder / "complete").is_file():
