@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +32,7 @@ class StateCase(Protocol):
 
     given: Any
     weights: Any
+    near: Mapping[torch.dtype, float]
 
     def part(self, begin: int, end: int) -> Any:
         """What is projected from these tokens."""
@@ -53,6 +54,7 @@ class Case:
     shape: GdnShape
     weights: GdnWeights
     given: GdnInput
+    near: Mapping[torch.dtype, float] = field(default_factory=lambda: NEAR)
 
     @classmethod
     def drawn(cls, shape: GdnShape, tokens: int, dtype: torch.dtype, device: str = "cpu") -> Case:
@@ -115,9 +117,9 @@ def check(backend: StateBackend, case: StateCase, counts: Sequence[int]) -> None
         for segment in segments:
             part = case.part(segment.begin, segment.end)
             expected, states[segment.slot] = case.by_transformers(part, states.get(segment.slot))
-            close(out[segment.begin : segment.end], expected, dtype)
+            close(out[segment.begin : segment.end], expected, dtype, case.near)
             for pool, state in zip(cache.tensors, states[segment.slot], strict=True):
-                close(pool[segment.slot], state, dtype)
+                close(pool[segment.slot], state, dtype, case.near)
     untouched = set(range(slots)) - set(places)
     assert all(pool[slot].isnan().all() for pool in cache.tensors for slot in untouched)
 
@@ -130,9 +132,9 @@ def check_copies(backend: StateBackend, case: StateCase) -> None:
     out = backend.batch(segments).run(case.given, case.weights, cache)
     for begin, end, slot in ((0, 64, 5), (0, 128, 0), (0, 200, 1), (200, 270, 3)):
         expected, state = case.by_transformers(case.part(begin, end), None)
-        close(out[begin:end], expected, dtype)
+        close(out[begin:end], expected, dtype, case.near)
         for pool, tensor in zip(cache.tensors, state, strict=True):
-            close(pool[slot], tensor, dtype)
+            close(pool[slot], tensor, dtype, case.near)
     assert all(pool[[2, 4]].isnan().all() for pool in cache.tensors)
 
 
@@ -168,9 +170,9 @@ def by_transformers(case: Case, part: GdnInput, state: State | None) -> tuple[Te
     return out.view(count, -1), (convolution, recurrent[0])
 
 
-def close(given: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+def close(given: Tensor, expected: Tensor, dtype: torch.dtype, nearness: Mapping[torch.dtype, float]) -> None:
     """As near as a model of a type gets; states are float32 in all."""
     assert given.shape == expected.shape
     assert given.dtype == expected.dtype
-    near = NEAR[dtype]
+    near = nearness[dtype]
     torch.testing.assert_close(given, expected, rtol=near, atol=near)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,9 +13,12 @@ from transformers.models.glm5_next import modeling_glm5_next as theirs  # isort:
 
 from llm_service.layers.cache_spec import StateCache
 from llm_service.layers.kda.backend import KdaInput, KdaShape, KdaWeights
+from tests import gdn_cases
 from tests.gdn_cases import State, unwritten
 
 _EPS = 1e-5
+NEAR = {**gdn_cases.NEAR, torch.float32: 1e-4}
+"""transformers' own numbers are as far from those that float64 gives."""
 
 
 @dataclass(slots=True)
@@ -24,6 +28,7 @@ class Case:
     shape: KdaShape
     weights: KdaWeights
     given: KdaInput
+    near: Mapping[torch.dtype, float] = field(default_factory=lambda: NEAR)
 
     @classmethod
     def drawn(cls, shape: KdaShape, tokens: int, dtype: torch.dtype, least: float | None = -5.0) -> Case:
@@ -49,7 +54,8 @@ class Case:
         """Makes all tokens the same, and nothing fade."""
         self.given.qkv.copy_(self.given.qkv[:1].expand_as(self.given.qkv))
         self.given.b.fill_(9.0)
-        self.given.a.fill_(-1e4)
+        self.given.a.fill_(-60.0)
+        self.weights.a_log.zero_()
 
     def part(self, begin: int, end: int) -> KdaInput:
         given = self.given
@@ -80,6 +86,28 @@ class Case:
         norm.weight.data = weights.gain
         out = norm(read, part.z.view(1, count, shape.heads, -1))
         return out.reshape(count, -1), (convolution, recurrent[0])
+
+    def exact(self) -> Tensor:
+        """All tokens as one sequence, one after the other in float64."""
+        shape, weights = self.shape, self.weights
+        given = KdaInput(*(each.double() for each in (self.given.qkv, self.given.z, self.given.a, self.given.b)))
+        conv, gain, rate = weights.conv.double(), weights.gain.double(), weights.a_log.double().exp().unsqueeze(1)
+        behind = torch.nn.functional.pad(given.qkv.t(), (shape.width - 1, 0))[None]
+        mixed = torch.nn.functional.conv1d(behind, conv.unsqueeze(1), groups=shape.channels)[0].t()
+        query, key, value = torch.nn.functional.silu(mixed).unflatten(1, (3, shape.heads, -1)).unbind(1)
+        query, key = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (query, key))
+        moved = (given.a + weights.dt_bias.double()).unflatten(1, (shape.heads, -1))
+        g = -rate * torch.nn.functional.softplus(moved)
+        if weights.least is not None:
+            g = weights.least * (rate * moved).sigmoid()
+        state, found = key.new_zeros(shape.heads, shape.head_dim, shape.head_dim), list[Tensor]()
+        for at, beta in enumerate(given.b.sigmoid()):
+            state = state * g[at].exp().unsqueeze(-1)
+            change = beta.unsqueeze(-1) * (value[at] - (state * key[at].unsqueeze(-1)).sum(-2))
+            state = state + key[at].unsqueeze(-1) * change.unsqueeze(-2)
+            found.append((state * query[at].unsqueeze(-1)).sum(-2) * shape.head_dim**-0.5)
+        normed = torch.nn.functional.rms_norm(torch.stack(found), gain.shape, gain, weights.eps)
+        return (normed * given.z.sigmoid().view_as(normed)).flatten(1)
 
     def _fading(self, a: Tensor) -> Tensor:
         gate = object.__new__(theirs.Glm5NextTextForgetGate)

@@ -44,7 +44,7 @@ from llm_service.layers.gpu import quantized_weight as weights_gpu
 from llm_service.layers.gpu import row_kernels as rows_gpu
 from llm_service.layers.gpu import sampling_kernels as sampling
 from llm_service.layers.kda.backend import KdaShape
-from llm_service.layers.kda.triton_backend import constants_of
+from llm_service.layers.kda.triton_backend import RUN_CHANNELS, KdaConstants
 from llm_service.layers.mamba2.backend import Mamba2Shape
 from llm_service.layers.mamba2.triton_backend import Mamba2Constants
 from llm_service.layers.quantized_weight import Number
@@ -307,14 +307,20 @@ def delta_net(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
 
 def kimi_delta(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
     """As `TritonBatch` of Kimi Delta Attention launches them, with the heads of the published size."""
-    shape, wide = KdaShape(64, 128), ("mixed", "conv", "bias", "recurrent", "a_log", "dt_bias", "gain")
-    step = {**constants_of(shape), "BOUNDED": True}
-    conv = {"WIDTH": shape.width, "BIAS": False, "BLOCK": _CHANNELS, "num_warps": 4}
-    types = {"least": "fp32"}
-    return {
-        "conv step": compiled(capability, gdn_kernels.conv_step_kernel, dtype, wide, **conv),
-        "step": compiled(capability, kda_kernels.kda_step_kernel, dtype, wide, types, **step),
+    shape = KdaShape(64, 128)
+    launch, width = KdaConstants(shape, dtype == torch.float32), {"WIDTH": shape.width, "num_warps": 4}
+    bounded, plain = {"BOUNDED": True}, {"BIAS": False}
+    made = {
+        "conv step": (gdn_kernels.conv_step_kernel, {**width, **plain, "BLOCK": _CHANNELS}),
+        "conv run": (gdn_kernels.conv_run_kernel, {**width, **plain, "TILE": CHUNK, "BLOCK": RUN_CHANNELS}),
+        "step": (kda_kernels.kda_step_kernel, {**launch.step, **bounded}),
+        "pairs": (kda_kernels.kda_pairs_kernel, {**launch.pairs, **bounded}),
+        "invert": (kda_kernels.kda_invert_kernel, launch.invert),
+        "scan": (kda_kernels.kda_scan_kernel, {**launch.scan, **bounded}),
     }
+    wide = "mixed", "conv", "bias", "recurrent", "a_log", "dt_bias", "gain", "system", "inverse", "within"
+    types = {"least": "fp32"}
+    return {name: compiled(capability, kernel, dtype, wide, types, **given) for name, (kernel, given) in made.items()}
 
 
 def mamba2(capability: int, dtype: torch.dtype) -> dict[str, Needs]:

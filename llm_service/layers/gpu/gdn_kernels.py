@@ -222,6 +222,20 @@ def _heads(mixed, row, end, first, channels, SIZE: tl.constexpr, FULL: tl.conste
 
 
 @triton.jit
+def _inverted(system, i, j, LEVELS: tl.constexpr, EXACT: tl.constexpr):
+    """The inverse of a unit lower triangular system of 2^LEVELS unknowns, of which what is below the diagonal counts;
+    `i` and `j` are its rows and columns. It grows from blocks of one token to blocks of two, four, …: [[P, 0], [A, R]]
+    has [[P⁻¹, 0], [−R⁻¹ A P⁻¹, R⁻¹]]. Its powers would be shorter to write, and lose all digits where keys are
+    alike."""
+    solved = tl.where(i == j, 1.0, 0.0)
+    for level in tl.static_range(LEVELS):
+        corner = tl.where((i >> level > j >> level) & (i >> level + 1 == j >> level + 1), system, 0.0)
+        corner = tl.dot(corner, solved, input_precision=EXACT)
+        solved -= tl.dot(solved, corner, input_precision=EXACT)
+    return solved
+
+
+@triton.jit
 def system_kernel(
     inverse,
     within,
@@ -247,11 +261,7 @@ def system_kernel(
 ):
     """What a tile's tokens have to do with each other: the inverse of the unit lower triangular system that their
     changes solve, and what they read of these changes. Grid [t, value heads]; float32 inverse and within [t, value
-    heads, TILE, TILE].
-
-    The inverse grows from blocks of one token to blocks of two, four, …: [[P, 0], [A, R]] has [[P⁻¹, 0], [−R⁻¹ A P⁻¹,
-    R⁻¹]]. Its powers would be shorter to write, and lose all digits where keys are alike.
-    """
+    heads, TILE, TILE]."""
     TILE: tl.constexpr = 1 << LEVELS
     head, run = tl.program_id(1), tl.load(tiles + tl.program_id(0) * 3)
     if run < 0:
@@ -275,12 +285,7 @@ def system_kernel(
     place = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + head) * (TILE * TILE) + i * TILE + j
     tl.store(within + place, reads * decay * query_factor[:, None])
     system = writes * decay * (beta * key_factor)[:, None]
-    solved = tl.where(i == j, 1.0, 0.0)
-    for level in tl.static_range(LEVELS):
-        corner = tl.where((i >> level > j >> level) & (i >> level + 1 == j >> level + 1), system, 0.0)
-        corner = tl.dot(corner, solved, input_precision=EXACT)
-        solved -= tl.dot(solved, corner, input_precision=EXACT)
-    tl.store(inverse + place, solved)
+    tl.store(inverse + place, _inverted(system, i, j, LEVELS, EXACT))
 
 
 @triton.jit

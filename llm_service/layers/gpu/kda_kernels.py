@@ -1,11 +1,12 @@
-"""A token each of many sequences by Kimi Delta Attention, in Triton; convolutions are those of `gdn_kernels`."""
+"""Kimi Delta Attention in Triton: a token each of many sequences in one kernel, runs of tokens in three. Convolutions
+are those of `gdn_kernels`, and `steps`, `runs` and `tiles` are as there."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from llm_service.layers.gpu.gdn_kernels import _unit
+from llm_service.layers.gpu.gdn_kernels import _heads, _inverted, _unit
 from llm_service.layers.gpu.row_kernels import _rounded
 
 
@@ -41,8 +42,8 @@ def kda_step_kernel(
     BOUNDED: tl.constexpr,
 ):
     """One token of a head: its state is read, changed and written, and what is read normed and gated. Grid [s, heads];
-    DIMS is a head's size, filled up to a power of two. `steps` are as in `gdn_kernels`; out and mixed are whole, and
-    what is BOUNDED never fades by more than `least`."""
+    DIMS is a head's size, filled up to a power of two; out and mixed are whole, and what is BOUNDED never fades by more
+    than `least`."""
     row = tl.load(steps + tl.program_id(0) * 3).to(tl.int64)
     slot = tl.load(steps + tl.program_id(0) * 3 + 1).to(tl.int64)
     fresh = tl.load(steps + tl.program_id(0) * 3 + 2)
@@ -69,3 +70,162 @@ def kda_step_kernel(
     normal = read * tl.rsqrt(tl.sum(read * read, 0) / HEAD_DIM + eps) * tl.load(gain + dims, real, 0.0)
     gate = tl.load(z + row * z_row + place, real, 0.0).to(tl.float32)
     tl.store(out + row * values + place, (normal * tl.sigmoid(gate)).to(out.dtype.element_ty), real)
+
+
+@triton.jit
+def _faded(
+    a, dt_bias, row, end, first, rate, least, a_row, SIZE: tl.constexpr, FULL: tl.constexpr, BOUNDED: tl.constexpr
+):
+    """g of places [first, first + SIZE) of these tokens, filled up to FULL; behind the run's end nothing fades."""
+    place = tl.arange(0, FULL)
+    real = place < SIZE
+    inside = (row < end)[:, None] & real[None, :]
+    moved = tl.load(a + row.to(tl.int64)[:, None] * a_row + (first + place)[None, :], inside, 0.0).to(tl.float32)
+    moved += tl.load(dt_bias + first + place, real, 0.0)[None, :]
+    return tl.where(inside, _fading(moved, rate, least, BOUNDED), 0.0)
+
+
+@triton.jit
+def kda_pairs_kernel(
+    system,
+    within,
+    mixed,
+    a,
+    b,
+    runs,
+    tiles,
+    a_log,
+    dt_bias,
+    a_row,
+    b_row,
+    scale,
+    least,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    PART: tl.constexpr,
+    TILE: tl.constexpr,
+    NEAR: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """What NEAR of a tile's tokens have to do with those up to themselves, of what is left of these: the rows of the
+    system that changes solve, and how much of the changes each reads. Pairs of the NEAR tokens are multiplied place by
+    place; with those before them by way of what is left up to the first. Grid [t, heads, TILE / NEAR]; float32 system
+    and within [t, heads, TILE, TILE]."""
+    head, block, run = tl.program_id(1), tl.program_id(2), tl.load(tiles + tl.program_id(0) * 3)
+    if run < 0:
+        return
+    end, first = tl.load(runs + run * 5 + 1), tl.load(tiles + tl.program_id(0) * 3 + 1)
+    channels: tl.constexpr = 3 * HEADS * HEAD_DIM
+    i, j = tl.arange(0, NEAR), tl.arange(0, TILE)
+    row, own = first + j, first + block * NEAR + i
+    before, rate = (j < block * NEAR)[:, None], tl.exp(tl.load(a_log + head))
+    query_squares, key_squares = tl.zeros((NEAR,), tl.float32), tl.zeros((NEAR,), tl.float32)
+    squares = tl.zeros((TILE,), tl.float32)
+    reads, writes = tl.zeros((NEAR, TILE), tl.float32), tl.zeros((NEAR, TILE), tl.float32)
+    for part in tl.static_range(0, DIMS, PART):
+        place = head * HEAD_DIM + part
+        query = _rounded(_heads(mixed, own, end, place, channels, HEAD_DIM - part, PART), a)
+        key = _rounded(_heads(mixed, own, end, HEADS * HEAD_DIM + place, channels, HEAD_DIM - part, PART), a)
+        others = _rounded(_heads(mixed, row, end, HEADS * HEAD_DIM + place, channels, HEAD_DIM - part, PART), a)
+        query_squares += tl.sum(query * query, 1)
+        key_squares += tl.sum(key * key, 1)
+        squares += tl.sum(others * others, 1)
+        g = _faded(a, dt_bias, row, end, place, rate, least, a_row, HEAD_DIM - part, PART, BOUNDED)
+        between = tl.sum(tl.where(before, g, 0.0), 0)
+        far = others * tl.exp(tl.where(before, between[None, :] - tl.cumsum(g, 0), float("-inf")))
+        g = _faded(a, dt_bias, own, end, place, rate, least, a_row, HEAD_DIM - part, PART, BOUNDED)
+        total = tl.cumsum(g, 0)
+        left = tl.exp(total)
+        reads += tl.dot(query * left, tl.trans(far), input_precision=PRECISION)
+        writes += tl.dot(key * left, tl.trans(far), input_precision=PRECISION)
+        for other in range(NEAR):
+            its = (i == other)[:, None]
+            up_to, with_key = tl.sum(tl.where(its, total, 0.0), 0), tl.sum(tl.where(its, key, 0.0), 0)
+            seen = tl.exp(tl.where((i >= other)[:, None], total - up_to[None, :], float("-inf"))) * with_key[None, :]
+            here = (j == block * NEAR + other)[None, :]
+            reads += tl.where(here, tl.sum(query * seen, 1)[:, None], 0.0)
+            writes += tl.where(here, tl.sum(key * seen, 1)[:, None], 0.0)
+    real, factor = own < end, tl.rsqrt(squares + 1e-6)[None, :]
+    beta = _rounded(tl.sigmoid(tl.load(b + own.to(tl.int64) * b_row + head, real, 0.0).to(tl.float32)), b)
+    beta = tl.where(real, beta, 0.0)
+    rows = (tl.program_id(0).to(tl.int64) * HEADS + head) * (TILE * TILE) + (block * NEAR + i)[:, None] * TILE
+    tl.store(within + rows + j[None, :], reads * (scale * tl.rsqrt(query_squares + 1e-6))[:, None] * factor)
+    tl.store(system + rows + j[None, :], writes * (beta * tl.rsqrt(key_squares + 1e-6))[:, None] * factor)
+
+
+@triton.jit
+def kda_invert_kernel(system, tiles, HEADS: tl.constexpr, LEVELS: tl.constexpr, EXACT: tl.constexpr):
+    """The inverses of systems in their places. Grid [t, heads]."""
+    TILE: tl.constexpr = 1 << LEVELS
+    if tl.load(tiles + tl.program_id(0) * 3) < 0:
+        return
+    i, j = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
+    place = (tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)) * (TILE * TILE) + i * TILE + j
+    tl.store(system + place, _inverted(tl.load(system + place), i, j, LEVELS, EXACT))
+
+
+@triton.jit
+def kda_scan_kernel(
+    out,
+    inverse,
+    within,
+    mixed,
+    a,
+    b,
+    runs,
+    tiles,
+    recurrent,
+    a_log,
+    dt_bias,
+    a_row,
+    b_row,
+    scale,
+    least,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    PART: tl.constexpr,
+    TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A run's tiles, one after the other, through PART columns of a head's state, which stay on the multiprocessor.
+    Grid [r, heads, HEAD_DIM / PART]; out [n, values] is what is read, not yet normed."""
+    run, head = runs + tl.program_id(0) * 5, tl.program_id(1)
+    begin, end, slot = tl.load(run), tl.load(run + 1), tl.load(run + 2).to(tl.int64)
+    fresh, tile = tl.load(run + 3), tl.load(run + 4)
+    if slot < 0:
+        return
+    values: tl.constexpr = HEADS * HEAD_DIM
+    k, v = tl.arange(0, DIMS), tl.program_id(2) * PART + tl.arange(0, PART)
+    i, j = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
+    real, rate = (k < HEAD_DIM)[:, None] & (v < HEAD_DIM)[None, :], tl.exp(tl.load(a_log + head))
+    within_slot = head * (HEAD_DIM * HEAD_DIM) + k[:, None] * HEAD_DIM + v[None, :]
+    states = recurrent + slot * (values * HEAD_DIM) + within_slot
+    state = tl.load(states, real & (fresh == 0), 0.0)
+    for first in range(begin, end, TILE):
+        row = first + tl.arange(0, TILE)
+        inside = (row < end)[:, None] & (v < HEAD_DIM)[None, :]
+        place = head * HEAD_DIM
+        g = _faded(a, dt_bias, row, end, place, rate, least, a_row, HEAD_DIM, DIMS, BOUNDED)
+        total, last = tl.cumsum(g, 0), tl.sum(g, 0)
+        beta = _rounded(tl.sigmoid(tl.load(b + row.to(tl.int64) * b_row + head, row < end, 0.0).to(tl.float32)), b)
+        key = _unit(_rounded(_heads(mixed, row, end, values + place, 3 * values, HEAD_DIM, DIMS), a), 1)
+        value_place = row.to(tl.int64)[:, None] * (3 * values) + 2 * values + place + v[None, :]
+        value = _rounded(tl.load(mixed + value_place, inside, 0.0), a)
+        known = tl.dot(key * tl.exp(total), state, input_precision=PRECISION)
+        own = (tile.to(tl.int64) * HEADS + head) * (TILE * TILE) + i * TILE + j
+        change = tl.dot(tl.load(inverse + own), (value - known) * beta[:, None], input_precision=PRECISION)
+        query = _unit(_rounded(_heads(mixed, row, end, place, 3 * values, HEAD_DIM, DIMS), a), 1) * scale
+        read = tl.dot(query * tl.exp(total), state, input_precision=PRECISION)
+        read += tl.dot(tl.load(within + own), change, input_precision=PRECISION)
+        out_place = row.to(tl.int64)[:, None] * values + place + v[None, :]
+        tl.store(out + out_place, read.to(out.dtype.element_ty), inside)
+        written = tl.dot(tl.trans(key * tl.exp(last[None, :] - total)), change, input_precision=PRECISION)
+        state = tl.exp(last)[:, None] * state + written
+        copy = tl.load(tiles + tile * 3 + 2).to(tl.int64)
+        tl.store(recurrent + copy * (values * HEAD_DIM) + within_slot, state, real & (copy >= 0))
+        tile += 1
+    tl.store(states, state, real)

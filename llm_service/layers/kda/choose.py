@@ -15,11 +15,11 @@ _log = log.get("kda")
 
 
 def choose(shape: KdaShape, dtype: torch.dtype, device: torch.device) -> KdaBackend:
-    """On a GPU the one with Triton's kernel, if it passes a trial; else torch's operators."""
+    """On a GPU Triton's kernels, if they pass a trial; else torch's operators."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from llm_service.layers.kda.triton_backend import TritonBackend
 
-        backend = TritonBackend(shape, device)
+        backend = TritonBackend(shape, dtype, device)
         if runs(backend, shape, dtype, device):
             return backend
     return TorchBackend(shape, device)

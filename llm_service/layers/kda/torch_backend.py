@@ -115,7 +115,7 @@ def chunk(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, st
     `gdn.torch_backend.chunk` what tokens change solves one unit lower triangular system.
     """
     total = g.cumsum(1)
-    of_keys, of_queries = products(query, key, total)
+    of_keys, of_queries = products(query, key, g)
     beta, left = beta.unsqueeze(-1), remainder(total)
     known = torch.cat([key * left, query * left], dim=1) @ state
     from_keys, from_queries = known.chunk(2, dim=1)
@@ -127,15 +127,16 @@ def chunk(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, st
     return read, behind.addcmul_(state, remainder(last).transpose(1, 2))
 
 
-def products(query: Tensor, key: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+def products(query: Tensor, key: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Of each token with those up to itself, of what is left of these: its key's and its query's products with their
-    keys, float32 [heads, m, m] each, 0 with those behind it. `total` are sums of g up to each token, and its own."""
+    keys, float32 [heads, m, m] each, 0 with those behind it. Sums of g are short ones where it matters: what is left of
+    near tokens is told from no difference of large numbers."""
     heads, count, _ = key.shape
-    both = torch.stack([key, query])
+    both, total = torch.stack([key, query]), g.cumsum(1)
     found = both.new_zeros(2, heads, count, count)
     for begin in range(0, count, _NEAR):
         here = slice(begin, min(begin + _NEAR, count))
-        own = total[:, here]
+        own = g[:, here].cumsum(1)
         near = own.unsqueeze(2) - own.unsqueeze(1)  # [heads, here, here, head_dim]
         later = torch.ones(near.shape[1:3], dtype=torch.bool, device=key.device).triu(1)
         weighed = remainder(near.masked_fill_(later.unsqueeze(-1), -torch.inf)).mul_(key[:, here].unsqueeze(1))
@@ -143,7 +144,7 @@ def products(query: Tensor, key: Tensor, total: Tensor) -> tuple[Tensor, Tensor]
         if begin:
             between = total[:, begin - 1 : begin]
             far = key[:, :begin] * remainder(between - total[:, :begin])
-            found[:, :, here, :begin] = (both[:, :, here] * remainder(own - between)) @ far.transpose(1, 2)
+            found[:, :, here, :begin] = (both[:, :, here] * remainder(own)) @ far.transpose(1, 2)
     of_keys, of_queries = found
     return of_keys, of_queries
 

@@ -1,80 +1,119 @@
-"""Kimi Delta Attention on any GPU: tokens that come one by one by a Triton kernel of our own, chunks by torch's
-products."""
+"""Kimi Delta Attention by our own Triton kernels, for any GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from llm_service.layers.cache_spec import Segment, StateCache
+from llm_service.layers.gdn.backend import CHUNK
 from llm_service.layers.gdn.metadata import GdnMetadata
-from llm_service.layers.gdn.torch_backend import split
-from llm_service.layers.gpu.gdn_kernels import conv_step_kernel
-from llm_service.layers.gpu.kda_kernels import kda_step_kernel
+from llm_service.layers.gpu import gdn_kernels
+from llm_service.layers.gpu import kda_kernels as kernels
 from llm_service.layers.kda.backend import KdaInput, KdaShape, KdaWeights
-from llm_service.layers.kda.torch_backend import TorchBatch
+from llm_service.layers.kda.torch_backend import gated_norm
 
-_CHANNELS = 256
-"""What one program of a convolution takes of a token."""
+CHANNELS, RUN_CHANNELS = 256, 32
+"""What one program of a convolution takes, of one token and of a tile."""
+_NEAR = 16
+"""Tokens of which each pair is multiplied place by place."""
+_KEYS = 32
+"""Places of keys that are multiplied at once."""
+_PART = 16
+"""Columns of a state that one program takes through a run: few, so that one sequence has programs for many
+multiprocessors."""
+_EXACT = "tf32x3"
+"""Products of float32 on tensor cores, in three parts."""
 
 
-def constants_of(shape: KdaShape) -> dict[str, int]:
-    """Constants and options of `kda_step_kernel`."""
-    dims = max(16, int(triton.next_power_of_2(shape.head_dim)))
-    return {"HEADS": shape.heads, "HEAD_DIM": shape.head_dim, "DIMS": dims, "num_warps": 8}
+@dataclass(frozen=True, slots=True)
+class KdaConstants:
+    """What the kernels are compiled for; `exact`: products have all digits of float32."""
+
+    shape: KdaShape
+    exact: bool
+
+    @property
+    def heads(self) -> dict[str, Any]:
+        """Constants of all kernels that know heads."""
+        dims = max(16, int(triton.next_power_of_2(self.shape.head_dim)))
+        return {"HEADS": self.shape.heads, "HEAD_DIM": self.shape.head_dim, "DIMS": dims}
+
+    @property
+    def step(self) -> dict[str, Any]:
+        """Constants and options of `kda_step_kernel`."""
+        return {**self.heads, "num_warps": 8}
+
+    @property
+    def pairs(self) -> dict[str, Any]:
+        """Those of `kda_pairs_kernel`."""
+        part = min(_KEYS, self.heads["DIMS"])
+        sizes = {"PART": part, "TILE": CHUNK, "NEAR": _NEAR}
+        return {**self.heads, **sizes, "PRECISION": self._precision, "num_warps": 4}
+
+    @property
+    def invert(self) -> dict[str, Any]:
+        """Those of `kda_invert_kernel`, which is exact in all types."""
+        return {"HEADS": self.shape.heads, "LEVELS": CHUNK.bit_length() - 1, "EXACT": _EXACT, "num_warps": 4}
+
+    @property
+    def scan(self) -> dict[str, Any]:
+        """Those of `kda_scan_kernel`, which has no room for a tile that is fetched ahead."""
+        options = {"num_warps": 8, "num_stages": 1}
+        return {**self.heads, "PART": _PART, "TILE": CHUNK, "PRECISION": self._precision, **options}
+
+    @property
+    def _precision(self) -> str:
+        return _EXACT if self.exact else "tf32"
 
 
 class TritonBackend:
-    """Makes batches for the kernels."""
+    """Makes batches for the kernels, compiled for one shape and type."""
 
     name = "triton"
 
-    def __init__(self, shape: KdaShape, device: torch.device) -> None:
-        self._shape, self._device = shape, device
+    def __init__(self, shape: KdaShape, dtype: torch.dtype, device: torch.device) -> None:
+        self._compiled, self._device = KdaConstants(shape, dtype == torch.float32), device
 
     def batch(self, segments: Sequence[Segment]) -> TritonBatch:
         """See `KdaBackend`."""
-        runs, rounds = split(segments)
-        alone = GdnMetadata.of(rounds[0] if rounds else [], self._device)
-        return TritonBatch(self._shape, alone.steps, TorchBatch(self._shape, tuple(runs), ()) if runs else None)
+        return TritonBatch(GdnMetadata.of(segments, self._device), self._compiled)
 
     def padding(self, tokens: int, sequences: int, *, decodes_only: bool) -> GdnMetadata:
-        """See `StableStateBackend`. Chunks follow no metadata: beside these layers an index chooses, and steps with
-        more than a token of a sequence have no graphs for that reason (`Caches.decodes_alone`)."""
-        assert decodes_only, "chunks are computed by torch"
-        return GdnMetadata.padding(tokens, sequences, self._device, decodes_only=True)
+        """See `StableStateBackend`."""
+        return GdnMetadata.padding(tokens, sequences, self._device, decodes_only=decodes_only)
 
     def over(self, metadata: GdnMetadata) -> TritonBatch:
         """See `StableStateBackend`."""
-        return TritonBatch(self._shape, metadata.steps)
+        return TritonBatch(metadata, self._compiled)
 
 
 @dataclass(frozen=True, slots=True)
 class TritonBatch:
-    """A batch whose `steps` are as `GdnMetadata` has them; `runs` computes what comes before these."""
+    """A batch of the kernels; nothing in them waits for the device, so that a graph may capture it."""
 
-    shape: KdaShape
-    steps: Tensor
-    runs: TorchBatch | None = None
+    metadata: GdnMetadata
+    compiled: KdaConstants
 
     def run(self, given: KdaInput, weights: KdaWeights, cache: StateCache) -> Tensor:
         """See `KdaBatch`."""
-        if self.runs is None:
-            out = torch.empty(given.z.shape, dtype=given.z.dtype, device=given.z.device)
-        else:
-            out = self.runs.run(given, weights, cache)
-        if len(self.steps):
-            self._run_steps(out, given, weights, cache)
+        mixed = torch.empty(given.qkv.shape, dtype=torch.float32, device=given.qkv.device)
+        out = torch.empty(given.z.shape, dtype=given.z.dtype, device=given.z.device)
+        if len(self.metadata.runs):
+            self._run_tiles(out, mixed, given, weights, cache)
+            out = gated_norm(out, given.z, weights.gain, weights.eps)
+        if len(self.metadata.steps):
+            self._run_steps(out, mixed, given, weights, cache)
         return out
 
-    def _run_steps(self, out: Tensor, given: KdaInput, weights: KdaWeights, cache: StateCache) -> None:
-        shape, steps, (convolution, recurrent) = self.shape, self.steps, cache.tensors
-        mixed = torch.empty(given.qkv.shape, dtype=torch.float32, device=given.qkv.device)
-        conv_step_kernel[(len(steps), triton.cdiv(shape.channels, _CHANNELS))](
+    def _run_steps(self, out: Tensor, mixed: Tensor, given: KdaInput, weights: KdaWeights, cache: StateCache) -> None:
+        shape, steps, (convolution, recurrent) = self.compiled.shape, self.metadata.steps, cache.tensors
+        gdn_kernels.conv_step_kernel[(len(steps), triton.cdiv(shape.channels, CHANNELS))](
             mixed,
             given.qkv,
             steps,
@@ -84,11 +123,11 @@ class TritonBatch:
             given.qkv.stride(0),
             shape.channels,
             WIDTH=shape.width,
-            BLOCK=_CHANNELS,
+            BLOCK=CHANNELS,
             BIAS=False,
             num_warps=4,
         )
-        kda_step_kernel[(len(steps), shape.heads)](
+        kernels.kda_step_kernel[(len(steps), shape.heads)](
             out,
             mixed,
             given.z,
@@ -106,5 +145,40 @@ class TritonBatch:
             shape.head_dim**-0.5,
             weights.least or 0.0,
             BOUNDED=weights.least is not None,
-            **constants_of(shape),
+            **self.compiled.step,
+        )
+
+    def _run_tiles(self, out: Tensor, mixed: Tensor, given: KdaInput, weights: KdaWeights, cache: StateCache) -> None:
+        runs, tiles, shape = self.metadata.runs, self.metadata.tiles, self.compiled.shape
+        row, width = given.qkv.stride(0), {"WIDTH": shape.width, "num_warps": 4}
+        gdn_kernels.conv_run_kernel[(len(tiles), triton.cdiv(shape.channels, RUN_CHANNELS))](
+            mixed,
+            given.qkv,
+            runs,
+            tiles,
+            cache.tensors[0],
+            weights.conv,
+            weights.conv,  # no biases
+            row,
+            shape.channels,
+            TILE=CHUNK,
+            BLOCK=RUN_CHANNELS,
+            BIAS=False,
+            **width,
+        )
+        gdn_kernels.conv_keep_kernel[(len(runs), triton.cdiv(shape.channels, CHANNELS))](
+            given.qkv, runs, cache.tensors[0], row, shape.channels, BLOCK=CHANNELS, **width
+        )
+        sizes = len(tiles), shape.heads, CHUNK, CHUNK
+        system, within = torch.empty((2, *sizes), dtype=torch.float32, device=out.device)
+        seen = mixed, given.a, given.b, runs, tiles
+        fading = weights.a_log, weights.dt_bias, given.a.stride(0), given.b.stride(0)
+        factors = shape.head_dim**-0.5, weights.least or 0.0
+        bounded = {"BOUNDED": weights.least is not None}
+        kernels.kda_pairs_kernel[(len(tiles), shape.heads, CHUNK // _NEAR)](
+            system, within, *seen, *fading, *factors, **bounded, **self.compiled.pairs
+        )
+        kernels.kda_invert_kernel[(len(tiles), shape.heads)](system, tiles, **self.compiled.invert)
+        kernels.kda_scan_kernel[(len(runs), shape.heads, triton.cdiv(shape.head_dim, _PART))](
+            out, system, within, *seen, cache.tensors[1], *fading, *factors, **bounded, **self.compiled.scan
         )

@@ -61,6 +61,15 @@ def test_what_fades_at_once_leaves_numbers() -> None:
     gdn_cases.check(TorchBackend(SHAPE, CPU), case, [128])
 
 
+@pytest.mark.parametrize(("shape", "least"), [*zip(SHAPES, (-5.0, None), strict=True)], ids=str)
+def test_numbers_are_those_of_float64(shape: KdaShape, least: float | None) -> None:
+    case = Case.drawn(shape, 150, torch.float32, least)
+    found = (
+        TorchBackend(shape, CPU).batch([Segment(0, 150, 0, fresh=True)]).run(case.given, case.weights, case.states(1))
+    )
+    torch.testing.assert_close(found, case.exact().float(), rtol=1e-5, atol=1e-5)
+
+
 def test_states_that_a_run_passes_are_copied() -> None:
     gdn_cases.check_copies(TorchBackend(SHAPE, CPU), Case.drawn(SHAPE, 270, torch.float32))
 

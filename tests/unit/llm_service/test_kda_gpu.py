@@ -1,4 +1,4 @@
-"""Kimi Delta Attention with Triton's kernel in its interpreter."""
+"""Kimi Delta Attention by Triton's kernels in their interpreter, whose products know no bfloat16."""
 
 from __future__ import annotations
 
@@ -18,36 +18,69 @@ CPU = torch.device("cpu")
 SHAPES = (KdaShape(2, 16), KdaShape(3, 24, width=3))
 
 
-@pytest.mark.parametrize("counts", [(1, 1, 1), (1, 65, 2)], ids=str)
+@pytest.mark.parametrize("counts", [(1, 1, 1), (1, 130, 65, 2)], ids=str)
 @pytest.mark.parametrize(
     ("shape", "least", "dtype"), [*zip(SHAPES, (-5.0, None), (torch.float32, torch.float16), strict=True)], ids=str
 )
 def test_sequences_of_a_batch_are_transformers_one_by_one(
     shape: KdaShape, least: float | None, dtype: torch.dtype, counts: tuple[int, ...]
 ) -> None:
-    gdn_cases.check(TritonBackend(shape, CPU), Case.drawn(shape, sum(counts), dtype, least), counts)
+    gdn_cases.check(TritonBackend(shape, dtype, CPU), Case.drawn(shape, sum(counts), dtype, least), counts)
+
+
+@pytest.mark.parametrize(("shape", "least"), [*zip(SHAPES, (-5.0, None), strict=True)], ids=str)
+def test_numbers_are_those_of_float64(shape: KdaShape, least: float | None) -> None:
+    case = Case.drawn(shape, 150, torch.float32, least)
+    found = (
+        TritonBackend(shape, torch.float32, CPU)
+        .batch([Segment(0, 150, 0, fresh=True)])
+        .run(case.given, case.weights, case.states(1))
+    )
+    torch.testing.assert_close(found, case.exact().float(), rtol=1e-5, atol=1e-5)
 
 
 def test_states_that_a_run_passes_are_copied() -> None:
-    gdn_cases.check_copies(TritonBackend(SHAPES[0], CPU), Case.drawn(SHAPES[0], 270, torch.float32))
+    gdn_cases.check_copies(TritonBackend(SHAPES[0], torch.float32, CPU), Case.drawn(SHAPES[0], 270, torch.float32))
 
 
-def test_padding_touches_nothing() -> None:
-    shape, backend = SHAPES[0], TritonBackend(SHAPES[0], CPU)
-    case = Case.drawn(shape, 6, torch.float32)
+def test_equal_keys_that_nothing_fades_are_exact_enough() -> None:
+    case = Case.drawn(SHAPES[0], 128, torch.float32)
+    case.alike()
+    gdn_cases.check(TritonBackend(SHAPES[0], torch.float32, CPU), case, [128])
+
+
+def test_what_fades_at_once_leaves_numbers() -> None:
+    case = Case.drawn(SHAPES[0], 70, torch.float32, None)
+    case.given.a.fill_(30.0)
+    case.weights.a_log.fill_(1.0)
+    gdn_cases.check(TritonBackend(SHAPES[0], torch.float32, CPU), case, [70])
+
+
+@pytest.mark.parametrize("counts", [(1, 66, 5), (1, 1, 1)], ids=str)
+def test_padding_touches_nothing(counts: tuple[int, ...]) -> None:
+    tokens, shape = sum(counts), SHAPES[0]
+    case = Case.drawn(shape, tokens + 3, torch.float32)
     cache, alone = case.states(4), case.states(4)
-    metadata = backend.padding(6, 5, decodes_only=True)
-    batch, segments = backend.over(metadata), [Segment(n, n + 1, n + 1, fresh=True) for n in range(3)]
-    for given in ([Segment(n, n + 1, 0, fresh=True) for n in range(5)], segments):  # what stood there before is gone
+    backend = TritonBackend(shape, torch.float32, CPU)
+    metadata = backend.padding(tokens + 3, len(counts) + 2, decodes_only=tokens == len(counts))
+    batch, begin, segments = backend.over(metadata), 0, []
+    for slot, count in enumerate(counts, 1):
+        segments.append(Segment(begin, begin + count, slot, fresh=True))
+        begin += count
+    before = [Segment(0, tokens + 3, 0, fresh=True)]
+    if tokens == len(counts):
+        before = [Segment(n, n + 1, 0, fresh=True) for n in range(len(counts) + 2)]
+    for given in (before, segments):  # what stood there before is gone
         metadata.packed.copy_(torch.from_numpy(metadata.numbers(given)))
     out = batch.run(case.given, case.weights, cache)
-    assert torch.equal(out[:3], backend.batch(segments).run(case.part(0, 3), case.weights, alone))
+    expected = backend.batch(segments).run(case.part(0, tokens), case.weights, alone)
+    assert torch.equal(out[:tokens], expected)
     for one, other in zip(cache.tensors, alone.tensors, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_kernel_that_does_not_run_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = TritonBackend(SHAPES[0], CPU)
+    backend = TritonBackend(SHAPES[0], torch.float32, CPU)
     assert runs(backend, SHAPES[0], torch.float32, CPU)
-    monkeypatch.setattr("llm_service.layers.kda.triton_backend.kda_step_kernel", None)
+    monkeypatch.setattr("llm_service.layers.gpu.kda_kernels.kda_step_kernel", None)
     assert not runs(backend, SHAPES[0], torch.float32, CPU)
