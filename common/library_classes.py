@@ -163,7 +163,8 @@ def decoder_of(model: Any) -> Any:
     found, head = model.get_decoder(), head_of(model)
     if found is model or head is None or all(part is not head for part in found.modules()):
         return found
-    return next((part for part in found.children() if isinstance(part, library().PreTrainedModel)), found)
+    within = next((part for part in found.children() if isinstance(part, library().PreTrainedModel)), found)
+    return within if within is found else within.get_decoder()
 
 
 def head_of(model: Any) -> Any:

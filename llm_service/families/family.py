@@ -180,37 +180,38 @@ class Family:
     where that is not what the tokenizer puts before any text. `texts`: the kinds of text that it goes with, each of
     which decides what layers have (`registry.TEXT_FAMILIES`); empty: it has its own.
 
-    Layers: `attention_bias`, queries, keys and values have biases; `qk_norm`, each query and key head is normed before
-    it is rotated, by a norm without a weight with `plain_head_norms`, with `local_head_norms` in local layers alone;
-    `output_gate`, each head of queries has a gate for what is attended to, number by number, from a projection of its
-    own with `gates_apart`, and `head_gates`, one for all of it; `norms`, which there are, and `zero_centred_norms`,
-    those of layers and heads scale by 1 + weight, but for the last with `whole_last_gain`, or, with `long_gains`, by
-    weights that stay in float32; `layer_norms`, those of layers take the mean off first, as LayerNorm does, without
-    biases; `parallel_residual`, a layer's feed-forward part is given what its mixer is; `gated_residual`, what parts
-    give is added by gates of the layer's own; `value_norm`, each head of values is normed, without a weight;
-    `layer_scalars`, what comes out of a layer is multiplied by a number; `media_by_token`, rows of media have inputs of
-    single layers by the tokens that stand for them; `scaled_embeddings`, those of tokens are multiplied by the root of
-    their width, with `normed_embeddings` they are normed, without a weight; `logit_scale` and `logit_divisor`, what
-    config.json calls the number that logits are multiplied or divided by, if they are; `rotary_neighbours`, the two
-    numbers of a rotary pair are neighbours in checkpoints; `latent_eps`, that of norms of latents, None: the usual,
-    with `scaled_latents` these are multiplied by the root of how many times as wide the decoder is, and with
-    `normed_rotary_keys` the rotated key that heads share is normed first; `learned_positions`, how fast rotary pairs
-    turn, and by how much queries grow with their places, is in checkpoints; `rotary_in_windows`, heads are rotated in
-    local layers alone, those with a window or chunks, where there are any, and with `unrotated` in none; `fused_heads`,
-    checkpoints have queries, keys and values as one matrix, and `fused_gates` gates and what they open; `ungated`,
-    feed-forward parts have none, and the square of a ReLU between two products; `grouped_experts`, each expert has a
-    score of its own, with `likely_experts` its probability among all, and the likeliest are among those of the
-    likeliest groups; `probability_weights`, experts count by their probabilities among all, which do not sum up to 1;
-    `ungated_shared`, what all tokens go through beside their experts has no gate; `sparse`, what follows in a layer
-    with experts, whose stacked matrices have inputs first where they are `experts_inputs_first`, None: where their
-    shape says so; `single_parts`, a layer is a mixer or a feed-forward part, behind one norm; `mrope_interleaved`,
-    rotary pairs are dealt out to time, height and width in turns, and `space_first`, those of height and width so
-    before those of time, and `rotary_share`, so much of a head is rotated, unless the checkpoint says otherwise.
-    `mixers`: what config.json's `layer_types` stand for; a family has windows where `SLIDING` or `OF_ANSWERS` is among
-    them, and where queries grow in none of its contexts they are left as they are. `unsaid`: what names of tokens begin
-    with that are never said. `text_defaults`: what holds of the decoder where config.json leaves it out. `part_names`:
-    what the library calls parts of layers, and the decoder otherwise. `changed_parts`: tensors that the library changes
-    when it loads a checkpoint, and the decoder takes as they are, by parts of their names.
+    Layers: `attention_bias`, queries, keys and values have biases; `output_biases`, what comes out of attention and
+    both products of a feed-forward part; `qk_norm`, each query and key head is normed before it is rotated, by a norm
+    without a weight with `plain_head_norms`, with `local_head_norms` in local layers alone; `output_gate`, each head of
+    queries has a gate for what is attended to, number by number, from a projection of its own with `gates_apart`, and
+    `head_gates`, one for all of it; `norms`, which there are, and `zero_centred_norms`, those of layers and heads scale
+    by 1 + weight, but for the last with `whole_last_gain`, or, with `long_gains`, by weights that stay in float32;
+    `layer_norms`, those of layers take the mean off first, as LayerNorm does, without biases, or with `norm_biases`;
+    `parallel_residual`, a layer's feed-forward part is given what its mixer is; `gated_residual`, what parts give is
+    added by gates of the layer's own; `value_norm`, each head of values is normed, without a weight; `layer_scalars`,
+    what comes out of a layer is multiplied by a number; `media_by_token`, rows of media have inputs of single layers by
+    the tokens that stand for them; `scaled_embeddings`, those of tokens are multiplied by the root of their width, with
+    `normed_embeddings` they are normed, without a weight; `logit_scale` and `logit_divisor`, what config.json calls the
+    number that logits are multiplied or divided by, if they are; `rotary_neighbours`, the two numbers of a rotary pair
+    are neighbours in checkpoints; `latent_eps`, that of norms of latents, None: the usual, with `scaled_latents` these
+    are multiplied by the root of how many times as wide the decoder is, and with `normed_rotary_keys` the rotated key
+    that heads share is normed first; `learned_positions`, how fast rotary pairs turn, and by how much queries grow with
+    their places, is in checkpoints; `rotary_in_windows`, heads are rotated in local layers alone, those with a window
+    or chunks, where there are any, and with `unrotated` in none; `learned_places`, what enters has numbers added by its
+    place; `fused_heads`, checkpoints have queries, keys and values as one matrix, and `fused_gates` gates and what they
+    open; `ungated`, feed-forward parts have none, and a ReLU or its square between two products; `grouped_experts`,
+    each expert has a score of its own, with `likely_experts` its probability among all, and the likeliest are among
+    those of the likeliest groups; `probability_weights`, experts count by their probabilities among all, which do not
+    sum up to 1; `ungated_shared`, what all tokens go through beside their experts has no gate; `sparse`, what follows
+    in a layer with experts, whose stacked matrices have inputs first where they are `experts_inputs_first`, None: where
+    their shape says so; `single_parts`, a layer is a mixer or a feed-forward part, behind one norm;
+    `mrope_interleaved`, rotary pairs are dealt out to time, height and width in turns, and `space_first`, those of
+    height and width so before those of time, and `rotary_share`, so much of a head is rotated, unless the checkpoint
+    says otherwise. `mixers`: what config.json's `layer_types` stand for; a family has windows where `SLIDING` or
+    `OF_ANSWERS` is among them, and where queries grow in none of its contexts they are left as they are. `unsaid`: what
+    names of tokens begin with that are never said. `text_defaults`: what holds of the decoder where config.json leaves
+    it out. `part_names`: what the library calls parts of layers, and the decoder otherwise. `changed_parts`: tensors
+    that the library changes when it loads a checkpoint, and the decoder takes as they are, by parts of their names.
     """
 
     modalities: Mapping[Modality, InPrompt]
@@ -226,6 +227,7 @@ class Family:
     frame: PromptFrame | None = None
     texts: Collection[str] = ()
     attention_bias: bool = False
+    output_biases: bool = False
     qk_norm: bool = False
     plain_head_norms: bool = False
     local_head_norms: bool = False
@@ -237,6 +239,7 @@ class Family:
     long_gains: bool = False
     whole_last_gain: bool = False
     layer_norms: bool = False
+    norm_biases: bool = False
     parallel_residual: bool = False
     gated_residual: bool = False
     value_norm: bool = False
@@ -253,6 +256,7 @@ class Family:
     learned_positions: bool = False
     rotary_in_windows: bool = False
     unrotated: bool = False
+    learned_places: bool = False
     fused_heads: bool = False
     fused_gates: bool = False
     ungated: bool = False

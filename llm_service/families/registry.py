@@ -25,6 +25,7 @@ from llm_service.families.lfm import LFM2, LFM3
 from llm_service.families.llama4 import LLAMA4_TEXT
 from llm_service.families.muse import MUSE_GLIMMER_TEXT, MUSE_SPARK_TEXT
 from llm_service.families.nemotron_h import NEMOTRON_H
+from llm_service.families.opt import OPT_TEXT
 from llm_service.families.phi import PHI_TEXT
 from llm_service.families.qwen2_audio import QWEN2_AUDIO
 from llm_service.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
@@ -96,6 +97,7 @@ TEXT_FAMILIES: Final = {
     "muse_glimmer_text": MUSE_GLIMMER_TEXT,
     "muse_spark_text": MUSE_SPARK_TEXT,
     "nemotron_h": NEMOTRON_H,
+    "opt": OPT_TEXT,
     "paddleocr_vl_text": Family({}),
     "phi3": PHI_TEXT,
     "phi4_multimodal": PHI_TEXT,

@@ -23,7 +23,7 @@ from llm_service.layers.latent_attention import LatentAttention
 from llm_service.layers.layer_inputs import LayerEnd
 from llm_service.layers.mamba2_mixer import Mamba2
 from llm_service.layers.mixer import CachedPart, HandedOn, MixerPart, Rotary
-from llm_service.layers.mlp import MLP, CutMLP, SquaredMLP
+from llm_service.layers.mlp import MLP, CutMLP, PlainReluMLP, SquaredMLP
 from llm_service.layers.modality_experts import ModalityExperts
 from llm_service.layers.normed_output_attention import NormedOutputAttention
 from llm_service.layers.ops import Unnormed, norm_of
@@ -36,13 +36,15 @@ from llm_service.layers.self_attention import SelfAttention
 from llm_service.layers.short_convolution import ShortConvolution
 from llm_service.layers.tempered_attention import TemperedAttention
 from llm_service.models.config import TextConfig
+from llm_service.models.feed_forward_config import Activation
 
 
 def _dense(kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> MLP | SquaredMLP:
     inner = kind.inner or config.intermediate_size * (2 if kind.wide else 1)
     given = config.hidden_size, inner, group, dtype
     if config.family.ungated:
-        return SquaredMLP(*given)
+        made = PlainReluMLP if config.activation is Activation.RELU else SquaredMLP
+        return made(*given, biases=config.family.output_biases)
     if kind.cut_share:
         return CutMLP(*given, activation=config.activation, share=kind.cut_share)
     return MLP(*given, activation=kind.gates or config.activation, fused=config.family.fused_gates)

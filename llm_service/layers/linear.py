@@ -174,6 +174,28 @@ class PackedLinear(Linear):
             self._replace_weight(quantized(parts, self._order, rounded=rounded))
 
 
+class SummedLinear(PackedLinear):
+    """One whose outputs are summed over the ranks of a group: the bias is the first one's."""
+
+    def __init__(
+        self,
+        inputs: slice,
+        parts: Mapping[str, slice | tuple[slice, ...]],
+        group: TensorGroup,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(inputs, parts, bias=bias, dtype=dtype)
+        self._first = group.rank == 0
+
+    def _place(self, part: str, kind: str, stored: Stored) -> None:
+        super()._place(part, kind, stored)
+        if kind == "bias" and not self._first:
+            assert self.bias is not None, "it has just been read"
+            self.bias.zero_()
+
+
 _AT_ONCE = 4096
 """Rows that are normed together."""
 

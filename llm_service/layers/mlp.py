@@ -11,7 +11,7 @@ from torch.nn import functional
 from llm_service.families.gates import Gates
 from llm_service.layers.elementwise import sigmoid
 from llm_service.layers.group import TensorGroup
-from llm_service.layers.linear import PackedLinear
+from llm_service.layers.linear import PackedLinear, SummedLinear
 from llm_service.layers.ops import TORCH, RowOps
 from llm_service.models.feed_forward_config import Activation
 
@@ -101,24 +101,45 @@ class CutMLP(MLP):
 class SquaredMLP(nn.Module):
     """down(relu(up(x))²), without gates (So et al. 2021, Primer)."""
 
-    def __init__(self, hidden: int, inner: int, group: TensorGroup, dtype: torch.dtype, *, stored_as: str = "") -> None:
-        """`stored_as` is as in `MLP`."""
+    def __init__(
+        self,
+        hidden: int,
+        inner: int,
+        group: TensorGroup,
+        dtype: torch.dtype,
+        *,
+        stored_as: str = "",
+        biases: bool = False,
+    ) -> None:
+        """`stored_as` is as in `MLP`; with `biases` both products have some."""
         super().__init__()
         if stored_as:
             self.stored_as = stored_as
         self._group = group
         own, whole = group.share(inner), slice(0, hidden)
-        self.up = PackedLinear(whole, {"up_proj": own}, bias=False, dtype=dtype)
-        self.down = PackedLinear(own, {"down_proj": whole}, bias=False, dtype=dtype)
+        self.up = PackedLinear(whole, {"up_proj": own}, bias=biases, dtype=dtype)
+        self.down = SummedLinear(own, {"down_proj": whole}, group, bias=biases, dtype=dtype)
 
     def run(self, x: Tensor) -> Tensor:
         """See `MLP.run`."""
-        out: Tensor = self.down(squared_relu(self.up(x)))
+        out: Tensor = self.down(self.between(self.up(x)))
         return out
+
+    def between(self, x: Tensor) -> Tensor:
+        """What is between the products, [n, inner] → the same."""
+        return squared_relu(x)
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, hidden] → the same."""
         return self._group.sum(self.run(x))
+
+
+class PlainReluMLP(SquaredMLP):
+    """down(relu(up(x)))."""
+
+    def between(self, x: Tensor) -> Tensor:
+        """See `SquaredMLP.between`."""
+        return functional.relu(x)
 
 
 def squared_relu(x: Tensor) -> Tensor:

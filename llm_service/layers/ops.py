@@ -241,6 +241,25 @@ class LayerNorm(RMSNorm):
         return total, self(total)
 
 
+class BiasedLayerNorm(LayerNorm):
+    """The same with a bias."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, **given: Any) -> None:
+        super().__init__(size, eps, dtype, **given)
+        self.bias = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
+
+    def targets(self, own: str) -> dict[str, Place]:
+        """See `Placed`."""
+        return {**super().targets(own), f"{own}.bias": self._place_bias}
+
+    def _place_bias(self, stored: Stored) -> None:
+        fill(self.bias, stored[:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, size] → the same."""
+        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
 class Unnormed(nn.Module):
     """Stands where a layer has no norm."""
 
@@ -254,7 +273,9 @@ def norm_of(
     config: TextConfig, dtype: torch.dtype, stored_as: str = "", *, eps: float | None = None, last: bool = False
 ) -> RMSNorm:
     """One of what a decoder's layers hand on, of its family's kind; see `RMSNorm.of`."""
-    kind = LayerNorm if config.family.layer_norms else RMSNorm
+    kind = RMSNorm
+    if config.family.layer_norms:
+        kind = BiasedLayerNorm if config.family.norm_biases else LayerNorm
     return kind.of(config, config.hidden_size, dtype, stored_as, eps=eps, last=last)
 
 

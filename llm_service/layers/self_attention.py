@@ -13,7 +13,7 @@ from llm_service.layers.attention.backend import AttentionBatch, AttentionKind
 from llm_service.layers.cache_spec import IndexedKV, PagedKV, SharedKV
 from llm_service.layers.elementwise import sigmoid
 from llm_service.layers.group import TensorGroup
-from llm_service.layers.linear import PackedLinear, length
+from llm_service.layers.linear import PackedLinear, SummedLinear, length
 from llm_service.layers.mixer import Rotary, StateBackend
 from llm_service.layers.ops import TORCH, PlainNorm, RMSNorm, RowOps
 from llm_service.models.config import TextConfig
@@ -64,7 +64,7 @@ class SelfAttention(nn.Module):
             stacked = {"qkv_proj": (query, *behind)}
         bias, order = family.attention_bias, self._order(config)
         self.qkv = PackedLinear(whole, stacked, bias=bias, dtype=dtype, order=order)
-        self.o = PackedLinear(query, {"o_proj": whole}, bias=False, dtype=dtype)
+        self.o = SummedLinear(query, {"o_proj": whole}, group, bias=family.output_biases, dtype=dtype)
         self.head_gates: PackedLinear | None = None
         if family.head_gates:  # few
             self.head_gates = PackedLinear(whole, {"g_proj": own}, bias=False, dtype=dtype, rounds=False)

@@ -73,6 +73,7 @@ from llm_service.models.state_config import (
     kimi_delta_of,
     mamba2_of,
 )
+from llm_service.models.unknown_settings import check_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +309,7 @@ class TextConfig:
     @classmethod
     def _read(cls, config: dict[str, Any], family: Family, max_context: int) -> TextConfig:
         text = {**family.text_defaults, **config, **(config.get("text_config") or {})}
+        check_settings(text)
         if text.get("swin_norm"):
             family = replace(family, norms=family.norms.behind)
         if types := text.get("layers_block_type"):

@@ -33,6 +33,7 @@ from llm_service.layers.mixer import CachedPart, HandedOn, Rotary
 from llm_service.layers.modality_layer import ModalityLayer
 from llm_service.layers.ops import TORCH, RMSNorm, norm_of, use_ops
 from llm_service.layers.part_layers import MixerLayer
+from llm_service.layers.place_table import PlaceTable
 from llm_service.layers.rotaries import rotary_of
 from llm_service.layers.streamed_layer import StreamedLayer
 from llm_service.layers.streams import StreamMix
@@ -83,6 +84,8 @@ class Decoder(nn.Module):
             given = tokens, config.hidden_size, group, dtype
             embed = partial(MarkedEmbedding, config.mark_tables) if config.mark_tables else VocabularyEmbedding
             self.embed_tokens = embed(*given, scale=scale, norm_eps=eps)
+            places = config.max_position, config.hidden_size, dtype
+            self.embed_positions = PlaceTable(*places) if config.family.learned_places else None
             self.layers = nn.ModuleList(_layer(index, config, group, dtype) for index in layers)
             own = config.layer_inputs
             self.layer_inputs = None if own is None else InputsOfLayers(own, config, group, dtype)
@@ -165,6 +168,8 @@ class Decoder(nn.Module):
         rotary, local = self._angles(positions, hidden.dtype)
         if self.config.entry_scale != 1:
             hidden = hidden * self.config.entry_scale
+        if self.embed_positions is not None:
+            hidden = hidden + self.embed_positions(positions[0])
         levels = {} if deepstack is None else self.config.levels_behind(len(deepstack.values))
         if deepstack is not None and (level := levels.get(-1)) is not None:
             deepstack.add_to(hidden, level, 1 / self.config.residual_multiplier)

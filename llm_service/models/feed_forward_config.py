@@ -19,13 +19,15 @@ class Activation(Enum):
     SILU = "silu"
     GELU = "gelu_pytorch_tanh"
     SQUARED_RELU = "relu2"
+    RELU = "relu"
 
 
 def activation_of(text: Mapping[str, Any], family: Family) -> Activation:
     """Raises CheckpointError for one that is unknown, or that the family's parts do not go with."""
-    activation = str(first_of(text, "hidden_activation", "hidden_act", "mlp_hidden_act") or "silu")
-    squared = activation == Activation.SQUARED_RELU.value
-    if activation not in {each.value for each in Activation} or squared != family.ungated:
+    names = "hidden_activation", "hidden_act", "mlp_hidden_act", "activation_function"
+    activation = str(first_of(text, *names) or "silu")
+    ungated = activation in (Activation.SQUARED_RELU.value, Activation.RELU.value)
+    if activation not in {each.value for each in Activation} or ungated != family.ungated:
         raise CheckpointError(f"activation {activation} is not supported")
     return Activation(activation)
 
@@ -52,7 +54,7 @@ def inner_size(text: Mapping[str, Any]) -> int:
     >>> inner_size(stated), inner_size({**stated, "block_auto_adjust_ff_dim": False})
     (768, 1000)
     """
-    stated = text["intermediate_size"]
+    stated = text["ffn_dim"] if "ffn_dim" in text else text["intermediate_size"]
     size = int(max(stated) if isinstance(stated, list) else stated)
     if not text.get("block_auto_adjust_ff_dim"):
         return size

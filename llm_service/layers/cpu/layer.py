@@ -68,7 +68,7 @@ class FewRows:
         attention, mlp = layer.mixer, layer.mlp
         if type(layer) is not DecoderLayer or type(mlp) is not MLP or type(attention) is not SelfAttention:
             return None
-        if layer.ranks > 1 or any(type(norm) is LayerNorm for norm in layer.modules()):
+        if layer.ranks > 1 or any(isinstance(norm, LayerNorm) for norm in layer.modules()):
             return None
         if layer.beside is not None or attention.head_gates is not None or not fused_vectors():
             return None

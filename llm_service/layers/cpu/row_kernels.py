@@ -167,7 +167,7 @@ class NumbaOps(TorchOps):
     it has any."""
 
     def __init__(self, activation: Activation = Activation.SILU) -> None:
-        unused = {"silu", "gelu"} - ({_GATES[activation]} if fused_vectors() else set())
+        unused = {"silu", "gelu"} - ({_GATES.get(activation)} if fused_vectors() else set())
         names = (name for name in TYPED if name.partition("_")[0] not in unused)
         self.kernels = frozenset(f"{__name__}:{name}" for name in names)
         """See `NumbaCompiled`."""
@@ -201,7 +201,7 @@ class NumbaOps(TorchOps):
         return torch.from_numpy(gelu_and_mul_rows(x.numpy()))
 
 
-_GATES = {Activation.SILU: "silu", Activation.GELU: "gelu", Activation.SQUARED_RELU: ""}
+_GATES = {Activation.SILU: "silu", Activation.GELU: "gelu"}
 
 
 def both_gains(gains: Pair | None, eps: float, head_dim: int) -> tuple[Array, float]:
