@@ -35,6 +35,7 @@ TORCH_FREE_EVEN_THERE = (
     "*.models.rotary_config",
     "*.models.served",
     "*.models.state_config",
+    "*.models.unknown_settings",
 )
 
 # Where message classes may be seen.
@@ -146,6 +147,7 @@ def room_of(name: str) -> str:
         ["models", "rotary_config"],
         ["models", "served"],
         ["models", "state_config"],
+        ["models", "unknown_settings"],
     ):
         return "nouns"
     if parts[:1] == ["families"]:
