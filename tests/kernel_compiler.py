@@ -24,8 +24,9 @@ from triton.compiler import ASTSource
 from encoder_service.models import rotary_kernel, varlen_attention
 from llm_service.layers.attention import triton_kernels
 from llm_service.layers.attention.backend import CAUSAL, AttentionKind, CacheShape
+from llm_service.layers.attention.kernel_backend import COMBINED
 from llm_service.layers.attention.latent_triton import LatentKernelShape
-from llm_service.layers.attention.triton_backend import COMBINED, KernelShape
+from llm_service.layers.attention.triton_backend import KernelShape
 from llm_service.layers.gdn.backend import CHUNK, GdnShape
 from llm_service.layers.gdn.triton_backend import _CHANNELS, _RUN_CHANNELS, KernelConstants
 from llm_service.layers.gpu import (
@@ -35,6 +36,7 @@ from llm_service.layers.gpu import (
     kda_kernels,
     latent_kernels,
     mamba2_kernels,
+    part_kernels,
     quantized_kernel,
     routing_kernels,
     scaled_kernel,
@@ -158,7 +160,7 @@ def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, N
         "store": compiled(capability, triton_kernels.store_kernel, dtype, WIDTH=256),
         "decode": compiled(capability, kernel, dtype, sums, **same, **shape.rows(1)),
         "verify": compiled(capability, kernel, dtype, sums, **same, **shape.rows(5)),
-        "combine": compiled(capability, triton_kernels.combine_kernel, dtype, sums, **joined, num_warps=4),
+        "combine": compiled(capability, part_kernels.combine_kernel, dtype, sums, **joined, num_warps=4),
         "prefill": compiled(capability, kernel, dtype, sums, **same, **shape.rows(shape.tile)),
         "windows": compiled(capability, kernel, dtype, sums, **same, **windowed.rows(shape.tile)),
         "chunks": compiled(capability, kernel, dtype, sums, **same, **chunked.rows(shape.tile)),

@@ -4,22 +4,17 @@ spans."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import triton
 from torch import Tensor
 
-from llm_service.layers.attention.backend import AttentionBatch, CacheShape, PagedChunk, Span
-from llm_service.layers.attention.metadata import AttentionMetadata, Tiling, WorkList
-from llm_service.layers.attention.torch_backend import TorchBackend
-from llm_service.layers.attention.triton_backend import COMBINED, multiprocessors
-from llm_service.layers.attention.triton_kernels import combine_kernel
+from llm_service.layers.attention.backend import CacheShape
+from llm_service.layers.attention.kernel_backend import KernelBackend, PartSums
+from llm_service.layers.attention.metadata import AttentionMetadata, WorkList
 from llm_service.layers.gpu.latent_kernels import latent_kernel, store_latents_kernel
 
-_WAVES = 4
-"""Programs that each multiprocessor should get, so that few sequences still fill the GPU."""
 _HEADS = 16
 """Query heads of one program. Others read the same latents, which lie in a cache that all multiprocessors share by
 then: with more of them a row's sums, of hundreds of numbers, would leave the registers."""
@@ -28,8 +23,6 @@ _ROWS, _FEW_ROWS = 32, 16
 latter in float32, whose latents take twice the shared memory, and of latents whose sums would leave the registers."""
 _WIDE = 512
 """Numbers of a latent above which they would."""
-_LONG = 256
-"""Tokens before a chunk whose context has two parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,34 +97,16 @@ class LatentKernelShape:
         }
 
 
-class LatentTritonBackend:
+class LatentTritonBackend(KernelBackend):
     """Makes batches for the kernels, compiled for one shape and type."""
 
-    name = "triton"
-
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self._device = shape, device
         self.compiled = LatentKernelShape.of(shape, dtype)
-        groups = shape.heads // self.compiled.group(1)
-        self.tiling = Tiling(max(1, _WAVES * multiprocessors(device) // groups), self.compiled.tile)
-
-    def batch(self, chunks: Sequence[PagedChunk], spans: Sequence[Span] = ()) -> AttentionBatch:
-        """The batch of a plan."""
-        if spans:
-            return TorchBackend(self.shape, self._device).batch(chunks, spans)
-        return self.over(AttentionMetadata.of(chunks, self.shape.block_size, self._device, self.tiling))
+        super().__init__(shape, dtype, device, shape.heads // self.compiled.group(1), self.compiled.tile)
 
     def over(self, metadata: AttentionMetadata) -> LatentTritonBatch:
         """A batch over metadata that may be filled anew between uses."""
         return LatentTritonBatch(metadata, self.compiled)
-
-    def warm_up(self, cache: Tensor) -> None:
-        """Has every kernel compiled, over the null block of one layer's cache."""
-        shape, null_block = self.shape, self.shape.null_block
-        for count in (1, 2):
-            chunk = PagedChunk(_LONG, count, [null_block] * -(-(_LONG + count) // shape.block_size))
-            metadata = AttentionMetadata.of([chunk], shape.block_size, self._device, Tiling(2, self.compiled.tile))
-            self.over(metadata).attend(*shape.zeros(count, cache.dtype, self._device), cache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,17 +134,13 @@ class LatentTritonBatch:
         """Attention of items of up to so many `tokens` each."""
         metadata, shape = self.metadata, self.shape
         group = shape.group(tokens)
-        groups, used = shape.heads // group, tokens * group
-        mixtures = maxima = sums = out
-        if len(work.split):
-            places = work.room, groups, used
-            mixtures = torch.empty((*places, shape.rank), dtype=torch.float32, device=query.device)
-            maxima, sums = torch.empty((2, *places), dtype=torch.float32, device=query.device)
+        groups = shape.heads // group
+        parts = PartSums.of(work, groups, tokens * group, shape.rank, out)
         latent_kernel[(work.most_parts, groups)](
             out,
-            mixtures,
-            maxima,
-            sums,
+            parts.mixtures,
+            parts.maxima,
+            parts.sums,
             query,
             keys,
             metadata.block_table,
@@ -185,25 +156,7 @@ class LatentTritonBatch:
             work.items,
             **shape.constants(tokens),
         )
-        if len(work.split):
-            combine_kernel[(len(work.split), used, groups)](
-                out,
-                mixtures,
-                maxima,
-                sums,
-                metadata.query_start_loc,
-                metadata.tiles,
-                work.parts,
-                work.rooms,
-                work.split,
-                groups,
-                TOKENS=tokens,
-                GROUP=group,
-                HEAD_DIM=shape.rank,
-                DIMS=shape.dims,
-                PARTS=COMBINED,
-                num_warps=4,
-            )
+        parts.join(out, metadata, work, tokens, group, shape.dims)
 
 
 def _filled_up(count: int) -> int:

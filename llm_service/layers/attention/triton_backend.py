@@ -4,34 +4,26 @@ have any."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import triton
 from torch import Tensor
 
-from llm_service.layers.attention.backend import AttentionBatch, CacheShape, PagedChunk, Span
-from llm_service.layers.attention.metadata import AttentionMetadata, Tiling, WorkList
-from llm_service.layers.attention.torch_backend import TorchBackend
+from llm_service.layers.attention.backend import CacheShape
+from llm_service.layers.attention.kernel_backend import KernelBackend, PartSums
+from llm_service.layers.attention.metadata import AttentionMetadata, WorkList
 from llm_service.layers.attention.triton_kernels import (
     attention_kernel,
-    combine_kernel,
     store_int8_kernel,
     store_kernel,
 )
 
-_WAVES = 4
-"""Programs that each multiprocessor should get, so that few sequences still fill the GPU."""
 _FEWEST = 16
 """Rows of a product at the least."""
 _ROWS, _WIDE_ROWS = 64, 32
 """Rows of one program, a row being a token's query for one head, where chunks of several tokens are computed; the
 latter with heads above 256, whose sums would leave the registers otherwise."""
-COMBINED = 16
-"""Parts of a context that are joined at once."""
-_LONG = 256
-"""Tokens before a chunk whose context has two parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,34 +97,16 @@ class KernelShape:
         }
 
 
-class TritonBackend:
+class TritonBackend(KernelBackend):
     """Makes batches for the kernels, compiled for one shape and type."""
 
-    name = "triton"
-
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
-        self.shape = shape
-        self._dtype, self._device = dtype, device
         self.compiled = KernelShape.of(shape, dtype)
-        self.tiling = Tiling(max(1, _WAVES * multiprocessors(device) // shape.kv_heads), self.compiled.tile)
-
-    def batch(self, chunks: Sequence[PagedChunk], spans: Sequence[Span] = ()) -> AttentionBatch:
-        """The batch of a plan."""
-        if spans:
-            return TorchBackend(self.shape, self._device).batch(chunks, spans)
-        return self.over(AttentionMetadata.of(chunks, self.shape.block_size, self._device, self.tiling))
+        super().__init__(shape, dtype, device, shape.kv_heads, self.compiled.tile)
 
     def over(self, metadata: AttentionMetadata) -> TritonBatch:
         """A batch over metadata that may be filled anew between uses."""
         return TritonBatch(metadata, self.compiled)
-
-    def warm_up(self, cache: Tensor) -> None:
-        """Has every kernel compiled, over the null block of one layer's cache."""
-        shape, null_block = self.shape, self.shape.null_block
-        for count in (1, 2):
-            chunk = PagedChunk(_LONG, count, [null_block] * -(-(_LONG + count) // shape.block_size))
-            metadata = AttentionMetadata.of([chunk], shape.block_size, self._device, Tiling(2, self.compiled.tile))
-            TritonBatch(metadata, self.compiled).attend(*shape.zeros(count, self._dtype, self._device), cache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,18 +166,14 @@ class TritonBatch:
     def _launch(self, out: Tensor, query: Tensor, cache: Tensor, scale: float, work: WorkList, tokens: int) -> None:
         """Attention of items of up to so many `tokens` each."""
         metadata, shape = self.metadata, self.shape
-        kv_heads, used = query.shape[1] // shape.group, tokens * shape.group
-        mixtures = maxima = sums = out
+        kv_heads = query.shape[1] // shape.group
+        parts = PartSums.of(work, kv_heads, tokens * shape.group, shape.head_dim, out)
         scales = cache.view(torch.float32) if shape.int8 else cache  # which are not read
-        if len(work.split):
-            places = work.room, kv_heads, used
-            mixtures = torch.empty((*places, shape.head_dim), dtype=torch.float32, device=query.device)
-            maxima, sums = torch.empty((2, *places), dtype=torch.float32, device=query.device)
         attention_kernel[(work.most_parts, kv_heads)](
             out,
-            mixtures,
-            maxima,
-            sums,
+            parts.mixtures,
+            parts.maxima,
+            parts.sums,
             query,
             cache[0],
             cache[1],
@@ -227,27 +197,4 @@ class TritonBatch:
             INT8=shape.int8,
             **shape.rows(tokens),
         )
-        if len(work.split):
-            combine_kernel[(len(work.split), used, kv_heads)](
-                out,
-                mixtures,
-                maxima,
-                sums,
-                metadata.query_start_loc,
-                metadata.tiles,
-                work.parts,
-                work.rooms,
-                work.split,
-                kv_heads,
-                TOKENS=tokens,
-                GROUP=shape.group,
-                HEAD_DIM=shape.head_dim,
-                DIMS=shape.dims,
-                PARTS=COMBINED,
-                num_warps=4,
-            )
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Of the GPU; 1 where the kernels are interpreted on a CPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        parts.join(out, metadata, work, tokens, shape.group, shape.dims)

@@ -7,6 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from llm_service.layers.gpu.part_kernels import first_seen, item_of, leave_sums, sequence_of, softmax_step
+
 
 @triton.jit
 def store_kernel(key, value, keys, values, slots, key_stride, value_stride, width, WIDTH: tl.constexpr):
@@ -74,34 +76,9 @@ def store_int8_kernel(
 
 
 @triton.jit
-def _item_of(starts, part, items):
-    """Which of `items` items a part is of: the last one that does not begin behind it. One without parts begins where
-    the next one does."""
-    low = 0
-    high = items
-    while high - low > 1:
-        middle = (low + high) // 2
-        before = tl.load(starts + middle) <= part
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle)
-    return low
-
-
-@triton.jit
-def _first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """The first position that a token sees, of a window and of chunks, of which 0 is none."""
-    first = position - position
-    if WINDOW > 0:
-        first = tl.maximum(first, position + 1 - WINDOW)
-    if CHUNK > 0:
-        first = tl.maximum(first, position // CHUNK * CHUNK)
-    return first
-
-
-@triton.jit
 def _first_behind(position, prompt, WINDOW: tl.constexpr, CHUNK: tl.constexpr, PROMPTS: tl.constexpr):
     """The same, or with PROMPTS the first behind a prompt of so many tokens, of which one sees all before it."""
-    first = _first_seen(position, WINDOW, CHUNK)
+    first = first_seen(position, WINDOW, CHUNK)
     if PROMPTS:
         first = tl.where(position < prompt, 0, first)
     return first
@@ -110,7 +87,7 @@ def _first_behind(position, prompt, WINDOW: tl.constexpr, CHUNK: tl.constexpr, P
 @triton.jit
 def _near(positions, last, prompt, WINDOW: tl.constexpr, CHUNK: tl.constexpr, PROMPTS: tl.constexpr):
     """Which of these positions [n] are no further before each row's `last` [rows] than it sees, [rows, n]."""
-    near = positions[None, :] >= _first_seen(last, WINDOW, CHUNK)[:, None]
+    near = positions[None, :] >= first_seen(last, WINDOW, CHUNK)[:, None]
     if PROMPTS:
         near = near | (positions < prompt)[None, :]
     return near
@@ -158,7 +135,7 @@ def _attend(
     PROMPTS: tl.constexpr,
 ):
     """Takes the keys of positions [begin, end) into each row's sum, BLOCK_N at a time. Every row sees all of them, but
-    where it is CAUSAL: then a row sees those up to its `last`, from `_first_seen` on, and with PROMPTS the first
+    where it is CAUSAL: then a row sees those up to its `last`, from `first_seen` on, and with PROMPTS the first
     `prompt`. Where it is not MASKED, BLOCK_N divides their number."""
     dims = tl.arange(0, DIMS)
     for start in range(begin, end, BLOCK_N):
@@ -199,13 +176,7 @@ def _attend(
             scores = tl.where(seen, scores, float("-inf"))
         elif MASKED:
             scores = tl.where(inside[None, :], scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        against = higher
-        if CAUSAL:  # a row may have seen nothing yet
-            against = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - against[:, None])
-        fade = tl.exp2(highest - against)
-        total = total * fade + tl.sum(weights, 1)
+        highest, total, weights, fade = softmax_step(highest, total, scores, CAUSAL)
         if INT8:
             if MASKED:
                 steps = tl.load(value_scales + scale_places, inside, 0.0)
@@ -216,7 +187,6 @@ def _attend(
             else:
                 weights *= steps[None, :]
         mixed = mixed * fade[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision=PRECISION)
-        highest = higher
     return highest, total, mixed
 
 
@@ -269,30 +239,25 @@ def attention_kernel(
 
     `parts` [items + 2] has the keys of a part, the first part of each item, and the number of parts; programs beyond
     that are there for longer contexts, and do nothing. `rooms` [items] is −1 for an item of one part, whose result goes
-    to `out` [n, heads, HEAD_DIM]. Of the others each part leaves its unnormalised sums in `mixtures` [room + part,
-    kv_heads, TOKENS · GROUP, HEAD_DIM], with their maxima and sums of weights beside them, for `combine_kernel`. The
-    softmax is the online one of FlashAttention (Dao et al. 2022), in base 2; contexts are split as in Flash-Decoding.
-    Padding has no part.
+    to `out` [n, heads, HEAD_DIM]. Of the others each part leaves its sums as `leave_sums` has it. The softmax is the
+    online one of FlashAttention (Dao et al. 2022), in base 2; contexts are split as in Flash-Decoding. Padding has no
+    part.
     """
     part = tl.program_id(0)
     head = tl.program_id(1)
     if part >= tl.load(parts + 1 + items):
         return
-    item = _item_of(parts + 1, part, items)
+    item = item_of(parts + 1, part, items)
     own = part - tl.load(parts + 1 + item)
     room = tl.load(rooms + item)
-    sequence = item.to(tl.int64)
-    first = 0
-    if TOKENS > 1:
-        sequence = tl.load(tiles + 2 * item).to(tl.int64)
-        first = tl.load(tiles + 2 * item + 1)
+    sequence, first = sequence_of(item, tiles, TOKENS)
     length = tl.load(lengths + sequence)
     before = tl.load(starts + sequence)
     count = tl.load(starts + sequence + 1) - before
     share = tl.load(parts)
     begin = own * share
-    behind = tl.minimum(length, length - count + first + TOKENS)
-    end = tl.minimum(begin + share, behind)
+    reached = tl.minimum(length, length - count + first + TOKENS)
+    end = tl.minimum(begin + share, reached)
     prompt = 0
     shared = 0
     if PROMPTS:
@@ -309,7 +274,7 @@ def attention_kernel(
     whole = ((rows < TOKENS * GROUP) & (place < count))[:, None] & (dims[None, :] < HEAD_DIM)
     token = (before + place).to(tl.int64)
     q = tl.load(query + token[:, None] * query_stride + heads[:, None] * HEAD_DIM + dims[None, :], whole, 0.0)
-    last = tl.minimum(length - count + place, behind - 1)  # rows of padding see something as well
+    last = tl.minimum(length - count + place, reached - 1)  # rows of padding see something as well
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, DIMS], tl.float32)
@@ -347,71 +312,7 @@ def attention_kernel(
         prompt, PROMPTS,
     )  # fmt: skip
 
-    if room < 0:
-        row = token * kv_heads * GROUP + heads
-        result = (mixed / total[:, None]).to(out.dtype.element_ty)
-        tl.store(out + row[:, None] * HEAD_DIM + dims[None, :], result, whole)
-    else:
-        kept = ((room + own).to(tl.int64) * kv_heads + head) * (TOKENS * GROUP) + rows
-        there = rows < TOKENS * GROUP
-        tl.store(mixtures + kept[:, None] * HEAD_DIM + dims[None, :], mixed, whole)
-        tl.store(maxima + kept, highest, there)
-        tl.store(sums + kept, total, there)
-
-
-@triton.jit
-def combine_kernel(
-    out,
-    mixtures,
-    maxima,
-    sums,
-    starts,
-    tiles,
-    parts,
-    rooms,
-    split,
-    kv_heads,
-    TOKENS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """Joins the parts of one row of an item, PARTS at a time. Grid [number of `split`, TOKENS · GROUP, kv_heads]:
-    `split` has the items of several parts, −1 is padding. See `attention_kernel`."""
-    item = tl.load(split + tl.program_id(0))
-    if item < 0:
-        return
-    row = tl.program_id(1)
-    head = tl.program_id(2)
-    sequence = item.to(tl.int64)
-    place = row // GROUP
-    if TOKENS > 1:
-        sequence = tl.load(tiles + 2 * item).to(tl.int64)
-        place += tl.load(tiles + 2 * item + 1)
-    token = tl.load(starts + sequence) + place
-    if token >= tl.load(starts + sequence + 1):
-        return
-    count = tl.load(parts + 2 + item) - tl.load(parts + 1 + item)
-    room = tl.load(rooms + item)
-    dims = tl.arange(0, DIMS)
-    highest = float("-inf")
-    total = 0.0
-    mixed = tl.zeros([DIMS], tl.float32)
-    for begin in range(0, count, PARTS):
-        each = begin + tl.arange(0, PARTS)
-        inside = each < count
-        kept = ((room + each).to(tl.int64) * kv_heads + head) * (TOKENS * GROUP) + row
-        peaks = tl.load(maxima + kept, inside, float("-inf"))
-        higher = tl.maximum(highest, tl.max(peaks, 0))
-        against = tl.where(higher == float("-inf"), 0.0, higher)  # before a window nothing is seen
-        weights = tl.exp2(peaks - against)
-        fade = tl.exp2(highest - against)
-        total = total * fade + tl.sum(tl.load(sums + kept, inside, 0.0) * weights, 0)
-        there = inside[:, None] & (dims[None, :] < HEAD_DIM)
-        some = tl.load(mixtures + kept[:, None] * HEAD_DIM + dims[None, :], there, 0.0)
-        mixed = mixed * fade + tl.sum(some * weights[:, None], 0)
-        highest = higher
-    result = (mixed / total).to(out.dtype.element_ty)
-    own = (token.to(tl.int64) * kv_heads + head) * GROUP + row % GROUP
-    tl.store(out + own * HEAD_DIM + dims, result, dims < HEAD_DIM)
+    leave_sums(
+        out, mixtures, maxima, sums, highest, total, mixed, whole, rows, dims, token, heads, room, own, head,
+        kv_heads, TOKENS, GROUP, HEAD_DIM,
+    )  # fmt: skip

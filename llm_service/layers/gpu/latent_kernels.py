@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from llm_service.layers.attention.triton_kernels import _first_seen, _item_of
+from llm_service.layers.gpu.part_kernels import first_seen, item_of, leave_sums, sequence_of, softmax_step
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _attend_to_latents(
     PRECISION: tl.constexpr,
 ):
     """Takes the keys of positions [begin, end) into each row's sum, BLOCK_N at a time: RANK numbers, which are values
-    too, and BEHIND more. Where it is MASKED a row sees those up to its `last`, from `_first_seen` on; else every row
+    too, and BEHIND more. Where it is MASKED a row sees those up to its `last`, from `first_seen` on; else every row
     sees all, and BLOCK_N divides their number."""
     dims = tl.arange(0, DIMS)
     behind = tl.arange(0, DIMS_BEHIND)
@@ -65,15 +65,10 @@ def _attend_to_latents(
         if MASKED:
             seen = inside[None, :] & (positions[None, :] <= last[:, None])
             if WINDOW + CHUNK > 0:
-                seen = seen & (positions[None, :] >= _first_seen(last, WINDOW, CHUNK)[:, None])
+                seen = seen & (positions[None, :] >= first_seen(last, WINDOW, CHUNK)[:, None])
             scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        against = tl.where(higher == float("-inf"), 0.0, higher)  # a row may have seen nothing yet
-        weights = tl.exp2(scores - against[:, None])
-        fade = tl.exp2(highest - against)
-        total = total * fade + tl.sum(weights, 1)
+        highest, total, weights, fade = softmax_step(highest, total, scores, True)
         mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-        highest = higher
     return highest, total, mixed
 
 
@@ -116,14 +111,10 @@ def latent_kernel(
     group = tl.program_id(1)
     if part >= tl.load(parts + 1 + items):
         return
-    item = _item_of(parts + 1, part, items)
+    item = item_of(parts + 1, part, items)
     own = part - tl.load(parts + 1 + item)
     room = tl.load(rooms + item)
-    sequence = item.to(tl.int64)
-    first = 0
-    if TOKENS > 1:
-        sequence = tl.load(tiles + 2 * item).to(tl.int64)
-        first = tl.load(tiles + 2 * item + 1)
+    sequence, first = sequence_of(item, tiles, TOKENS)
     length = tl.load(lengths + sequence)
     before = tl.load(starts + sequence)
     count = tl.load(starts + sequence + 1) - before
@@ -132,7 +123,7 @@ def latent_kernel(
     reached = tl.minimum(length, length - count + first + TOKENS)
     end = tl.minimum(begin + share, reached)
     if WINDOW + CHUNK > 0:
-        begin = tl.maximum(begin, _first_seen(length - count + first, WINDOW, CHUNK))
+        begin = tl.maximum(begin, first_seen(length - count + first, WINDOW, CHUNK))
 
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, DIMS)
@@ -153,7 +144,7 @@ def latent_kernel(
     middle = begin
     if TOKENS > 1:  # a single token's few rows are not worth the registers of two loops
         if WINDOW + CHUNK > 0:  # keys before those that every row sees
-            early = tl.minimum(end, _first_seen(length - count + first + TOKENS - 1, WINDOW, CHUNK)) - begin
+            early = tl.minimum(end, first_seen(length - count + first + TOKENS - 1, WINDOW, CHUNK)) - begin
             begin += (tl.maximum(early, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
             begin = tl.minimum(begin, end)
             highest, total, mixed = _attend_to_latents(
@@ -171,12 +162,7 @@ def latent_kernel(
         True, WINDOW, CHUNK, RANK, BEHIND, DIMS, DIMS_BEHIND, BLOCK_SIZE, BLOCK_N, PRECISION,
     )  # fmt: skip
 
-    if room < 0:
-        row = token * head_groups * GROUP + heads
-        tl.store(out + row[:, None] * RANK + dims[None, :], (mixed / total[:, None]).to(out.dtype.element_ty), whole)
-    else:
-        kept = ((room + own).to(tl.int64) * head_groups + group) * (TOKENS * GROUP) + rows
-        there = rows < TOKENS * GROUP
-        tl.store(mixtures + kept[:, None] * RANK + dims[None, :], mixed, whole)
-        tl.store(maxima + kept, highest, there)
-        tl.store(sums + kept, total, there)
+    leave_sums(
+        out, mixtures, maxima, sums, highest, total, mixed, whole, rows, dims, token, heads, room, own, group,
+        head_groups, TOKENS, GROUP, RANK,
+    )  # fmt: skip

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.checkpoint import CheckpointError
-from llm_service.layers.attention import flash_backend, triton_backend
+from llm_service.layers.attention import flash_backend, kernel_backend
 from llm_service.layers.attention import metadata as attention_metadata
 from llm_service.layers.attention.backend import AttentionKind, CacheShape, PagedChunk
 from llm_service.layers.attention.choose import choose, runs
@@ -140,7 +140,7 @@ def test_parts_of_a_context_before_a_window_count_for_nothing(
     """Nor do those between a prompt and the window of an answer of so many tokens, 0: the window is for all."""
     monkeypatch.setattr(attention_metadata, "_LEAST", 16)
     monkeypatch.setattr(attention_metadata, "_MULTIPLE", 16)
-    monkeypatch.setattr(triton_backend, "COMBINED", 2)
+    monkeypatch.setattr(kernel_backend, "COMBINED", 2)
     shape = replace(shape_of(), kind=AttentionKind(window=21, sees_prompt=answered > 0))
     backend: Any = choose("triton", shape, torch.float32, CPU)
     backend.tiling = replace(backend.tiling, parts=parts)
@@ -195,7 +195,7 @@ class Made(TorchDispatchMode):
 def test_parts_of_long_contexts_are_put_together(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside sequences of one part, and, of so many that they are joined in several rounds."""
     monkeypatch.setattr(attention_metadata, "_LEAST", 64)
-    monkeypatch.setattr(triton_backend, "COMBINED", 2)
+    monkeypatch.setattr(kernel_backend, "COMBINED", 2)
     shape = shape_of()
     backend: Any = choose("triton", shape, torch.float32, CPU)
     backend.tiling = replace(backend.tiling, parts=parts)

@@ -1,0 +1,102 @@
+"""What back ends of attention by our own Triton kernels share: how batches are made, and parts of contexts joined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llm_service.layers.attention.backend import AttentionBatch, CacheShape, PagedChunk, Span
+from llm_service.layers.attention.metadata import AttentionMetadata, Tiling, WorkList
+from llm_service.layers.attention.torch_backend import TorchBackend
+from llm_service.layers.gpu.part_kernels import combine_kernel
+
+_WAVES = 4
+"""Programs that each multiprocessor should get, so that few sequences still fill the GPU."""
+COMBINED = 16
+"""Parts of a context that are joined at once."""
+_LONG = 256
+"""Tokens before a chunk whose context has two parts."""
+
+
+class KernelBackend:
+    """Makes batches for kernels that are compiled for one shape and type. They know no spans: torch computes steps that
+    have any. Each part of a context is for `groups` programs, and chunks are cut into tiles of `tile` tokens."""
+
+    name = "triton"
+
+    def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device, groups: int, tile: int) -> None:
+        self.shape = shape
+        self._dtype, self._device = dtype, device
+        self.tiling = Tiling(max(1, _WAVES * _multiprocessors(device) // groups), tile)
+
+    def batch(self, chunks: Sequence[PagedChunk], spans: Sequence[Span] = ()) -> AttentionBatch:
+        """The batch of a plan."""
+        if spans:
+            return TorchBackend(self.shape, self._device).batch(chunks, spans)
+        return self.over(AttentionMetadata.of(chunks, self.shape.block_size, self._device, self.tiling))
+
+    def over(self, metadata: AttentionMetadata) -> AttentionBatch:
+        """A batch over metadata that may be filled anew between uses."""
+        raise NotImplementedError
+
+    def warm_up(self, cache: Tensor) -> None:
+        """Has every kernel compiled, over the null block of one layer's cache."""
+        shape, null_block = self.shape, self.shape.null_block
+        for count in (1, 2):
+            chunk = PagedChunk(_LONG, count, [null_block] * -(-(_LONG + count) // shape.block_size))
+            metadata = AttentionMetadata.of([chunk], shape.block_size, self._device, Tiling(2, self.tiling.tile))
+            self.over(metadata).attend(*shape.zeros(count, self._dtype, self._device), cache)
+
+
+@dataclass(frozen=True, slots=True)
+class PartSums:
+    """What parts of contexts leave until they are joined, float32: `mixtures` [room, groups, rows, width], their
+    `maxima` and `sums` of weights [room, groups, rows]. Where no context has several parts, nothing that is read."""
+
+    mixtures: Tensor
+    maxima: Tensor
+    sums: Tensor
+
+    @classmethod
+    def of(cls, work: WorkList, groups: int, rows: int, width: int, out: Tensor) -> PartSums:
+        """For this work, by programs of so many rows, whose result is `out`."""
+        if not len(work.split):
+            return cls(out, out, out)
+        places = work.room, groups, rows
+        mixtures = torch.empty((*places, width), dtype=torch.float32, device=out.device)
+        maxima, sums = torch.empty((2, *places), dtype=torch.float32, device=out.device)
+        return cls(mixtures, maxima, sums)
+
+    def join(
+        self, out: Tensor, metadata: AttentionMetadata, work: WorkList, tokens: int, group: int, dims: int
+    ) -> None:
+        """Of items of up to so many tokens, each of `group` rows, whose `width` is filled up to `dims`."""
+        if not len(work.split):
+            return
+        _, groups, rows, width = self.mixtures.shape
+        combine_kernel[(len(work.split), rows, groups)](
+            out,
+            self.mixtures,
+            self.maxima,
+            self.sums,
+            metadata.query_start_loc,
+            metadata.tiles,
+            work.parts,
+            work.rooms,
+            work.split,
+            groups,
+            TOKENS=tokens,
+            GROUP=group,
+            HEAD_DIM=width,
+            DIMS=dims,
+            PARTS=COMBINED,
+            num_warps=4,
+        )
+
+
+def _multiprocessors(device: torch.device) -> int:
+    """Of the GPU; 1 where the kernels are interpreted on a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
