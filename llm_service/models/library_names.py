@@ -123,6 +123,8 @@ def names_within(model: Any, stored: Iterable[str]) -> dict[str, tuple[str, str]
     found: dict[str, tuple[str, str]] = {}
     for name in sorted(stored):
         there, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        if there not in known and name in known:  # it has the library's own name, and keeps it
+            there, pattern = name, None
         if there in known:
             plain = rename_source_key(name, renamings, [])[0]
             found[name] = (there, "") if pattern is None else (plain, there)

@@ -3,15 +3,18 @@ for models of ours."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from common.checkpoint import Checkpoint, CheckpointError
+from common.library_classes import class_of, config_of
 from llm_service.families.family import SpanRule
 from llm_service.layers.cpu import selection
 from llm_service.layers.experts import GroupedRouter
@@ -112,6 +115,21 @@ def test_logits_of_two_ranks_are_those_of_one(folder: Path, served: Served, monk
     expected = logits(ALONE)
     for found in on_ranks(2, logits):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_are_found_by_the_library_s_own_names_and_where_experts_are_stacked(
+    folder: Path, served: Served, said: list[list[int]], tmp_path: Path
+) -> None:
+    """Checkpoints are published, and saved, with other names, and each expert's matrices apart."""
+    assert any(".experts.0.w1." in name for name in Checkpoint(folder).tensors)
+    model = class_of(config_of(folder)).from_pretrained(folder, dtype=torch.float32)
+    shutil.copytree(folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    tensors = {name: each.clone() for name, each in model.state_dict().items()}
+    assert any(name.endswith(".mlp.experts.gate_up_proj") for name in tensors)
+    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    engine = Served.of(tmp_path / "model").engine()
+    assert isinstance(engine.decoder, Decoder)
+    assert [outcome.tokens for outcome in engine.run(list(map(served.prompt, ASKED)), GREEDY)] == said
 
 
 def test_latents_in_8_bits_are_refused(served: Served) -> None:
