@@ -6,12 +6,14 @@ import asyncio
 import signal
 import sys
 
+from common.forks import keep_grpc_out
 from common.requirements import require
 
 
 def main(*, worker: str = "encoder_service.worker") -> None:
     """Serves until a signal comes; exits with 1 and one line where it cannot begin. Device workers run `worker`."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the service listens for it, it ends the process in silence
+    keep_grpc_out()
     require("encoder_service")  # before anything that is installed with it is imported
     from common.allocator import keep_large_blocks
     from common.checkpoint import CheckpointError
