@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from llm_service.layers.attention.backend import AttentionBackend, CacheShape, PagedChunk, Span
+from llm_service.layers.attention.backend import AttentionBackend, AttentionKind, CacheShape, PagedChunk, Span
 from llm_service.layers.attention.metadata import AttentionMetadata
 from tests.plain_attention import paged_attention
 
 CPU = torch.device("cpu")
+CAPPED = AttentionKind(scale=0.4, softcap=1.5)
+"""Of scores several of which are far above it."""
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 WAYS = {"decodes": (1, 1, 1, 1), "prefills": (70, 33, 16, 64), "mixed": (1, 1, 65, 1, 20)}
 """How many tokens each chunk of a batch has."""
