@@ -15,7 +15,11 @@ _log = log.get("kda")
 
 
 def choose(shape: KdaShape, dtype: torch.dtype, device: torch.device) -> KdaBackend:
-    """On a GPU Triton's kernels, if they pass a trial; else torch's operators."""
+    """numba's kernel on a CPU; on a GPU Triton's, if they pass a trial; else torch's operators."""
+    if device.type == "cpu" and importlib.util.find_spec("numba") is not None:
+        from llm_service.layers.cpu.kda_backend import NumbaBackend
+
+        return NumbaBackend(shape)
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from llm_service.layers.kda.triton_backend import TritonBackend
 

@@ -19,6 +19,8 @@ from llm_service.layers.kda.backend import KdaInput, KdaShape, KdaWeights
 _NEAR = 16
 """Tokens of which each pair is multiplied place by place, with what is left of each. Of those further apart both are
 multiplied with what is left up to a token between them: no power of e is above 1, so none grows too large."""
+_LOWEST = -81.0
+"""e to this, and its inverse, times what keys and queries have, are numbers of float32."""
 
 
 class TorchBackend:
@@ -62,7 +64,7 @@ class TorchBatch:
             part = slice(begin, min(begin + CHUNK, run.end))
             mixed, before = convolve_run(qkv[part].float(), before, weights.conv)
             query, key, value = (each.transpose(0, 1) for each in self._heads(mixed, qkv.dtype))
-            read, state = chunk(query, key, value, g[part].transpose(0, 1), beta[part].t(), state)
+            read, state = chunk(query, key, value, g[part].transpose(0, 1), beta[part].t(), state, weights.least)
             out[part] = read.transpose(0, 1).flatten(1)
         cache.write(run, [before, state])
 
@@ -108,14 +110,16 @@ def step(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, sta
     return (state * query.unsqueeze(-1)).sum(-2)
 
 
-def chunk(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def chunk(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor, least: float | None
+) -> tuple[Tensor, Tensor]:
     """m tokens of a sequence at once → what they read, float32 [heads, m, head_dim], and the state behind them.
 
     Queries, keys, values and g [heads, m, head_dim], beta [heads, m], state [heads, head_dim, head_dim]. As in
     `gdn.torch_backend.chunk` what tokens change solves one unit lower triangular system.
     """
     total = g.cumsum(1)
-    of_keys, of_queries = products(query, key, g)
+    of_keys, of_queries = products(query, key, g, least)
     beta, left = beta.unsqueeze(-1), remainder(total)
     known = torch.cat([key * left, query * left], dim=1) @ state
     from_keys, from_queries = known.chunk(2, dim=1)
@@ -127,7 +131,7 @@ def chunk(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, st
     return read, behind.addcmul_(state, remainder(last).transpose(1, 2))
 
 
-def products(query: Tensor, key: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def products(query: Tensor, key: Tensor, g: Tensor, least: float | None) -> tuple[Tensor, Tensor]:
     """Of each token with those up to itself, of what is left of these: its key's and its query's products with their
     keys, float32 [heads, m, m] each, 0 with those behind it. Sums of g are short ones where it matters: what is left of
     near tokens is told from no difference of large numbers."""
@@ -137,16 +141,26 @@ def products(query: Tensor, key: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     for begin in range(0, count, _NEAR):
         here = slice(begin, min(begin + _NEAR, count))
         own = g[:, here].cumsum(1)
-        near = own.unsqueeze(2) - own.unsqueeze(1)  # [heads, here, here, head_dim]
-        later = torch.ones(near.shape[1:3], dtype=torch.bool, device=key.device).triu(1)
-        weighed = remainder(near.masked_fill_(later.unsqueeze(-1), -torch.inf)).mul_(key[:, here].unsqueeze(1))
-        found[:, :, here, here] = (weighed @ both[:, :, here].unsqueeze(-1)).squeeze(-1)
+        found[:, :, here, here] = near_products(both[:, :, here], own, least)
         if begin:
             between = total[:, begin - 1 : begin]
             far = key[:, :begin] * remainder(between - total[:, :begin])
             found[:, :, here, :begin] = (both[:, :, here] * remainder(own)) @ far.transpose(1, 2)
     of_keys, of_queries = found
     return of_keys, of_queries
+
+
+def near_products(both: Tensor, own: Tensor, least: float | None) -> Tensor:
+    """The same of few tokens alone: keys and queries [2, heads, m, head_dim], and sums of g from the first one on,
+    [heads, m, head_dim] → [2, heads, m, m]. Where no sum can be so low that float32 lacks its power of e or the
+    inverse of that, one is put on either side."""
+    if least is not None and least * own.shape[1] > _LOWEST:
+        left = own.exp()
+        return ((both * left) @ (both[0] / left).transpose(1, 2)).tril_()
+    near = own.unsqueeze(2) - own.unsqueeze(1)  # [heads, m, m, head_dim]
+    later = torch.ones(near.shape[1:3], dtype=torch.bool, device=own.device).triu(1)
+    weighed = remainder(near.masked_fill_(later.unsqueeze(-1), -torch.inf)).mul_(both[0].unsqueeze(1))
+    return (weighed @ both.unsqueeze(-1)).squeeze(-1)
 
 
 def gated_norm(x: Tensor, z: Tensor, gain: Tensor, eps: float) -> Tensor:

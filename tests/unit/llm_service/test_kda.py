@@ -53,9 +53,11 @@ def test_equal_keys_that_nothing_fades_are_exact_enough() -> None:
     gdn_cases.check(TorchBackend(SHAPE, CPU), case, [128])
 
 
-def test_what_fades_at_once_leaves_numbers() -> None:
-    """e to what 64 tokens fade by together is no number of float32, nor is its inverse."""
-    case = Case.drawn(SHAPE, 128, torch.float32, None)
+@pytest.mark.parametrize("least", [None, -5.0, -6.0], ids=str)
+def test_what_fades_at_once_leaves_numbers(least: float | None) -> None:
+    """e to what 64 tokens fade by together is no number of float32, nor is its inverse; of 16 tokens with the second
+    bound they still are."""
+    case = Case.drawn(SHAPE, 128, torch.float32, least)
     case.given.a.fill_(30.0)
     case.weights.a_log.fill_(1.0)
     gdn_cases.check(TorchBackend(SHAPE, CPU), case, [128])
