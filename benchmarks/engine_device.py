@@ -27,7 +27,8 @@ from benchmarks.llm_device import Settings, config_of, make_runner, step
 from llm_service.engine.batch import Step
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.messages import Add
-from llm_service.engine.scheduler import Limits, Scheduler
+from llm_service.engine.planner import Limits
+from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.step_queue import StepQueue
 from llm_service.request import SamplingParams
 from llm_service.worker.executor import LoneExecutor

@@ -22,7 +22,8 @@ from benchmarks.hits import PREFIX, Hits, check_new, no_wrong_figures, told
 from llm_service.engine.batch import Step
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.messages import Add, Tokens
-from llm_service.engine.scheduler import Limits, Scheduler
+from llm_service.engine.planner import Limits
+from llm_service.engine.scheduler import Scheduler
 from llm_service.plan import StepResult
 from llm_service.request import SamplingParams
 

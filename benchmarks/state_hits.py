@@ -20,7 +20,8 @@ import numpy as np
 
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.messages import Add, ItemRows
-from llm_service.engine.scheduler import Limits, Scheduler
+from llm_service.engine.planner import Limits
+from llm_service.engine.scheduler import Scheduler
 from llm_service.plan import StepResult
 from llm_service.request import SamplingParams
 

@@ -143,11 +143,6 @@ class RangeAllocator:
         return sum(self._owned.values())
 
     @property
-    def largest_free(self) -> int:
-        """The greatest size that `allocate` can serve now."""
-        return max(self._sizes.values(), default=0)
-
-    @property
     def given_out(self) -> list[Range]:
         """What `allocate` has served and `free` has not had back, each as large as it really is."""
         return [Range(start, size) for start, size in self._owned.items()]
@@ -210,8 +205,8 @@ class RangeAllocator:
 
         >>> ranges = RangeAllocator(256)
         >>> span = ranges.trim(ranges.allocate(200), 60)
-        >>> (span, ranges.used, ranges.largest_free)
-        (Range(offset=0, size=60), 64, 192)
+        >>> (span, ranges.used, ranges.gaps)
+        (Range(offset=0, size=60), 64, [Range(offset=64, size=192)])
         """
         need = -(-size // ALIGNMENT) * ALIGNMENT
         rest = self._owned[span.offset] - need

@@ -19,7 +19,8 @@ from common.processes import ParentLink, die_with_parent, leave_signals_to_paren
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.core import EngineCore, ReadAdapter, Wake
 from llm_service.engine.messages import AdapterRead, Beat, PullEnded, Ready, ToEngine, Unable
-from llm_service.engine.scheduler import Limits, Scheduler
+from llm_service.engine.planner import Limits
+from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.step_queue import Executor, StepQueue
 from llm_service.engine.structure import Matchers, Structures
 from llm_service.models.served import ServedModel, Weights

@@ -24,8 +24,6 @@ from llm_service.engine.step_pace import StepPace
 from llm_service.engine.structure import Form, Matcher
 from llm_service.plan import StepResult
 
-__all__ = ["Limits", "Scheduler", "Step"]
-
 
 @dataclass(slots=True)
 class Counters:

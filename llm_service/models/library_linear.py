@@ -17,8 +17,6 @@ from llm_service.models.library_names import names_within
 from llm_service.models.loader import InMemory
 from llm_service.models.quantized import load_weights, quantized_modules
 
-_OWN = "own"
-
 
 class TextLinear(nn.Module):
     """Stands for a linear layer of the library, [..., in_features] → [..., out_features], until `targets` have been

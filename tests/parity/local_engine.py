@@ -22,10 +22,11 @@ from common.library import LibraryModel
 from common.library_classes import config_of
 from common.media import kept_rows
 from common.media.item import Grid, Header, Key, Modality
+from llm_service.engine.batch import Step
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.messages import Add, ItemRows, Token
-from llm_service.engine.planner import Drafter
-from llm_service.engine.scheduler import Limits, Scheduler, Step
+from llm_service.engine.planner import Drafter, Limits
+from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.sequence import Sequence as Sequenced
 from llm_service.layers.adapters import AdapterKernel
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape

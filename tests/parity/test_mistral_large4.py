@@ -34,7 +34,8 @@ from tests.parity.test_known_text_options import _logits
 from tests.parity.test_library_ranks import on_ranks
 from tests.parity.test_llm_graphs import graphed
 from tests.quantized import FORMATS, quantize_checkpoint
-from tools.models.compare import PROMPTS, TOKENS, Reference
+from tools.models.prompts import PROMPTS
+from tools.models.reference import TOKENS, Reference
 from tools.models.tiny import config_of_recipe, make
 
 KIND, TEXT = "mistral_large4", "layers."

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llm_service.engine.batch import uniform
-from llm_service.engine.scheduler import Limits
+from llm_service.engine.planner import Limits
 from llm_service.engine.structure import Matcher
 from llm_service.plan import Draw, RowSlice, StepPlan, StepResult, TokenLogprobs
 from llm_service.request import SamplingParams

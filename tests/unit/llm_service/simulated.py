@@ -13,10 +13,12 @@ from functools import partial
 import msgspec
 import numpy as np
 
+from llm_service.engine.batch import Step
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.drafts import look_up
 from llm_service.engine.messages import NOWHERE, Add, Failed, ItemRows, Resumed, Token
-from llm_service.engine.scheduler import Limits, Scheduler, Step
+from llm_service.engine.planner import Limits
+from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.sequence import Sequence
 from llm_service.plan import StepResult, TokenLogprobs
 from llm_service.request import SamplingParams

@@ -23,7 +23,7 @@ from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_mtp
 from llm_service.worker.adapters import shapes_of
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
-from tests.unit.llm_service.test_layer_parts import drawn, noise, read
+from tests.layer_cases import drawn, noise, read
 from tests.unit.llm_service.test_pooled_latents import HIDDEN, UNROTATED, settings_of
 
 from transformers.models.glm5_next import modeling_glm5_next as library  # isort: skip

@@ -23,8 +23,8 @@ from llm_service.models.config import TextConfig
 from llm_service.worker.adapters import shapes_of
 from llm_service.worker.caches import Caches
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
+from tests.layer_cases import drawn, noise, read
 from tests.plain_attention import PlainTables
-from tests.unit.llm_service.test_layer_parts import drawn, noise, read
 
 from transformers.models.glm5_next.modeling_glm5_next import (  # isort: skip
     Glm5NextTextAttention,

@@ -17,7 +17,8 @@ from common.arena import SharedBuffer
 from llm_service.engine.batch import Step, uniform
 from llm_service.engine.block_manager import BlockManager, BlockTable
 from llm_service.engine.messages import Add
-from llm_service.engine.scheduler import Limits, Scheduler
+from llm_service.engine.planner import Limits
+from llm_service.engine.scheduler import Scheduler
 from llm_service.layers.cache_spec import (
     PagedKV,
     Segment,

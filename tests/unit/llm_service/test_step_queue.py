@@ -31,7 +31,8 @@ from llm_service.engine.messages import (
     State,
     Tokens,
 )
-from llm_service.engine.scheduler import Limits, Scheduler
+from llm_service.engine.planner import Limits
+from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.step_queue import StepQueue
 from llm_service.plan import Draw, Invalidate, MirrorOrder, Pull, Pulled, StepPlan, StepResult, Unmap
 from llm_service.request import SamplingParams
