@@ -35,6 +35,7 @@ TORCH_FREE_EVEN_THERE = (
     "*.models.rotary_config",
     "*.models.served",
     "*.models.state_config",
+    "*.models.vocabulary_config",
     "*.models.unknown_settings",
 )
 
@@ -147,6 +148,7 @@ def room_of(name: str) -> str:
         ["models", "rotary_config"],
         ["models", "served"],
         ["models", "state_config"],
+        ["models", "vocabulary_config"],
         ["models", "unknown_settings"],
     ):
         return "nouns"

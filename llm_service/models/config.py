@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,7 +42,7 @@ from llm_service.models.feed_forward_config import (
     inner_size,
     inner_sizes,
 )
-from llm_service.models.index_config import BlockIndexShape, IndexShape, TokenIndexShape, shared_choices
+from llm_service.models.index_config import BlockIndexShape, IndexShape, TokenIndexShape, shared_choices, token_index_of
 from llm_service.models.latent_config import LatentHeads, latent_heads, latent_sources, unrotated_layers
 from llm_service.models.layer_shapes import (
     AlternatingShape,
@@ -74,6 +74,7 @@ from llm_service.models.state_config import (
     mamba2_of,
 )
 from llm_service.models.unknown_settings import check_settings
+from llm_service.models.vocabulary_config import logit_scale, multiplier, table_rows, tied_of, unsaid_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +346,7 @@ class TextConfig:
         local = None if window_rope is None else rotary(window_rope, windowed)
         apart = {SLIDING: local or every, CHUNKED: local or every}
         mixers = tuple(mixer_with(family.mixers[each], apart.get(each, every)) for each in types)
-        token_index = _token_index(text, mixers)
+        token_index = token_index_of(text, mixers)
         return cls(
             family=family,
             vocab_size=int(text["vocab_size"]),
@@ -357,14 +358,14 @@ class TextConfig:
             head_dim=head_dim,
             norm_eps=_norm_eps(text),
             rotary=every,
-            tied=_tied(config, text, family),
+            tied=tied_of(config, text, family),
             max_position=max_position,
             experts=experts,
             experts_per_token=int(first_of(text, "num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k") or 0),
             expert_size=expert_size(text) if experts else 0,
             media_expert_size=expert_sizes(text)[1] if experts else 0,
             pooled_size=int(text.get("moe_hidden_size") or 0),
-            router_multiplier=_multiplier(text, family.logit_scale) if text.get("moe_hidden_size") else 1.0,
+            router_multiplier=multiplier(text, family.logit_scale) if text.get("moe_hidden_size") else 1.0,
             gate_temperature=float(text.get("residual_gate_temperature") or 1.0),
             least_weight=float(text.get("moe_norm_min") or 0.0),
             shared_expert_size=shared_size(text),
@@ -397,9 +398,9 @@ class TextConfig:
             alternating=AlternatingShape.of(text),
             cut_shares=cut_shares(text),
             inner_sizes=inner_sizes(text),
-            embedding_multiplier=_multiplier(text, "embedding_multiplier"),
-            residual_multiplier=_multiplier(text, "residual_multiplier"),
-            logit_scale=_logit_scale(text, family),
+            embedding_multiplier=multiplier(text, "embedding_multiplier"),
+            residual_multiplier=multiplier(text, "residual_multiplier"),
+            logit_scale=logit_scale(text, family),
             logit_cap=None if cap is None else float(cap),
             index=IndexShape.of(text) if Mixer.INDEXED_ATTENTION in mixers else None,
             token_index=token_index,
@@ -408,37 +409,12 @@ class TextConfig:
             balanced=BalancedShape.of(text),
             ngrams=NgramShape.of(text),
             delta_gates=delta_gates_of(text),
-            table_rows=_table_rows(text),
-            unsaid=_unsaid(text, family),
+            table_rows=table_rows(text),
+            unsaid=unsaid_tokens(text, family),
             latent_sources=latent_sources(text) if latent is not None else (),
             unrotated_layers=unrotated_layers(text) if latent is not None else frozenset(),
             shared_choices=shared_choices(text, types) if token_index is not None else frozenset(),
         )
-
-
-def _tied(config: Mapping[str, Any], text: Mapping[str, Any], family: Family) -> bool:
-    tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
-    if tied and family.normed_embeddings:
-        raise CheckpointError("a head that is tied to embeddings which are normed is not supported")
-    return tied
-
-
-def _unsaid(text: Mapping[str, Any], family: Family) -> tuple[int, ...]:
-    """See `TextConfig.unsaid`."""
-    named = (text.get("vocabulary_map") or {}) if family.unsaid else {}
-    return tuple(sorted(int(token) for name, token in named.items() if name.startswith(family.unsaid)))
-
-
-def _table_rows(text: Mapping[str, Any]) -> int:
-    """See `TextConfig.table_rows`."""
-    more = int(text.get("additional_vocab_size") or 0)
-    return int(text["vocab_size"]) + more if more else 0
-
-
-def _token_index(text: Mapping[str, Any], mixers: Sequence[Mixer]) -> TokenIndexShape | None:
-    if Mixer.POOLED_LATENT_ATTENTION in mixers:
-        return TokenIndexShape.of_pools(text)
-    return TokenIndexShape.of(text) if Mixer.INDEXED_LATENT_ATTENTION in mixers else None
 
 
 _WHOLLY_ROTATED = {"partial_rotary_factor": 1.0}
@@ -450,15 +426,3 @@ _EVERYWHERE = SpanRule.EVERYWHERE, SpanRule.BEYOND_WINDOWS, *OF_PROMPTS
 def _norm_eps(text: Mapping[str, Any]) -> float:
     names = "rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon"
     return float(next((text[name] for name in names if name in text), 1e-6))
-
-
-def _multiplier(text: Mapping[str, Any], name: str) -> float:
-    """What a configuration calls so; 1 where it does not."""
-    multiplier = float(text.get(name) or 1.0)
-    if multiplier < 0:
-        raise CheckpointError(f"a {name} below 0 is not supported")
-    return multiplier
-
-
-def _logit_scale(text: Mapping[str, Any], family: Family) -> float:
-    return _multiplier(text, family.logit_scale) / _multiplier(text, family.logit_divisor)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from common.checkpoint import CheckpointError
-from llm_service.families.family import FULL, INDEXED
+from llm_service.families.family import FULL, INDEXED, Mixer
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +103,10 @@ def shared_choices(text: Mapping[str, Any], types: Sequence[str]) -> frozenset[i
         else:
             found.add(layer)
     return frozenset(found)
+
+
+def token_index_of(text: Mapping[str, Any], mixers: Sequence[Mixer]) -> TokenIndexShape | None:
+    """Of a text with these mixers, None where none has one. Raises KeyError as these."""
+    if Mixer.POOLED_LATENT_ATTENTION in mixers:
+        return TokenIndexShape.of_pools(text)
+    return TokenIndexShape.of(text) if Mixer.INDEXED_LATENT_ATTENTION in mixers else None
