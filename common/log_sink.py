@@ -47,7 +47,7 @@ class Sink:
         except BrokenPipeError:
             self._give_up(self._stream)
         except OSError:
-            self.lost += 1
+            return
 
     def _give_up(self, stream: TextIO) -> None:
         """Nobody will read any more: nor shall the interpreter try again at its end."""
@@ -73,11 +73,12 @@ class Sink:
 
 
 def _sender(stream: TextIO, owner: Sink) -> Callable[[bytes], int] | None:
-    """What writes to the stream's pipe or socket as much as there is room for, and raises BlockingIOError where there
-    is none, as long as `owner` lives; None for what is neither, or another user's pipe. Others write there too and
-    wait, so whether one waits is not set for all: a pipe is opened once more, a socket is told each time."""
+    """What writes to the stream's descriptor, if it has one, as long as `owner` lives: to a pipe or socket as much as
+    there is room for, with BlockingIOError where there is none, but for another user's pipe. Others write there too
+    and wait, so whether one waits is not set for all: a pipe is opened once more, a socket is told each time."""
     send: Callable[[bytes], int]
     end: Callable[[], None]
+    descriptor = -1
     try:
         descriptor = stream.fileno()
         kind = os.fstat(descriptor).st_mode
@@ -88,10 +89,12 @@ def _sender(stream: TextIO, owner: Sink) -> Callable[[bytes], int] | None:
             connection = socket.socket(fileno=os.dup(descriptor))
             send, end = partial(_send_now, connection), connection.close
         else:
-            return None
+            return partial(os.write, descriptor)
         finalize(owner, end).atexit = False  # there may be last words
-    except (AttributeError, OSError):  # it has no descriptor, or no other one may be had
+    except AttributeError:  # what is no file
         return None
+    except OSError:  # it has no descriptor, or no other one may be had
+        return None if descriptor < 0 else partial(os.write, descriptor)
     return send
 
 

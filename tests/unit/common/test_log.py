@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -128,6 +129,31 @@ def test_who_does_not_read_the_log_holds_nobody_up_and_is_told_what_is_missing(
     assert after == sorted(after)
     turn, number = after[-1]
     assert len(entries) + missing == 600 * turn + number + 1
+
+
+def test_lines_that_a_full_disk_has_no_room_for_are_counted_once(
+    written: Callable[[bool, str], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    room = True
+
+    def write(descriptor: int, data: bytes) -> int:
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_anyhow(descriptor, data)
+
+    write_anyhow = os.write
+    monkeypatch.setattr(os, "write", write)
+    with (tmp_path / "log").open("w") as stream:
+        monkeypatch.setattr("sys.stderr", stream)
+        say_twice()
+        room = False
+        say_twice()
+        room = True
+        log.get("server").info("drained")
+        log.get("server").info("drained")
+        entries = list(map(json.loads, (tmp_path / "log").read_text().splitlines()))
+    assert [entry.get("lines_lost", 0) for entry in entries] == [0, 0, 2, 0]
+    assert [entry["event"] for entry in entries] == ["draining", "drained", "drained", "drained"]
 
 
 def test_a_closed_standard_error_is_no_place_for_a_log(
