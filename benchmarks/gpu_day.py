@@ -36,6 +36,7 @@ _KERNEL_TESTS = (
     "test_vision_attention_on_gpu",
     "test_shapes_on_gpu",
     "test_gdn_on_gpu",
+    "test_kda_on_gpu",
     "test_mamba2_on_gpu",
     "test_adapters_on_gpu",
     "test_quantized_on_gpu",

@@ -31,11 +31,13 @@ class Case:
     near: Mapping[torch.dtype, float] = field(default_factory=lambda: NEAR)
 
     @classmethod
-    def drawn(cls, shape: KdaShape, tokens: int, dtype: torch.dtype, least: float | None = -5.0) -> Case:
+    def drawn(
+        cls, shape: KdaShape, tokens: int, dtype: torch.dtype, least: float | None = -5.0, device: str = "cpu"
+    ) -> Case:
         random = torch.Generator().manual_seed(tokens)
 
         def normal(*size: int, scale: float = 1.0, dtype: torch.dtype = dtype) -> Tensor:
-            return (scale * torch.randn(size, generator=random)).to(dtype)
+            return (scale * torch.randn(size, generator=random)).to(device, dtype)
 
         long = torch.float32
         weights = KdaWeights(
@@ -66,12 +68,12 @@ class Case:
 
     def by_transformers(self, part: KdaInput, state: State | None) -> tuple[Tensor, State]:
         """What Glm5NextTextLinearAttention does between its projections, for one sequence."""
-        shape, weights, count, dtype = self.shape, self.weights, len(part.qkv), part.qkv.dtype
+        shape, weights, count, qkv = self.shape, self.weights, len(part.qkv), part.qkv
         if state is None:
-            before = torch.zeros(shape.channels, shape.width - 1, dtype=dtype)
-            state = before, torch.zeros(shape.heads, shape.head_dim, shape.head_dim)
+            before = qkv.new_zeros(shape.channels, shape.width - 1)
+            state = before, qkv.new_zeros(shape.heads, shape.head_dim, shape.head_dim, dtype=torch.float32)
         convolution = state[0].clone()
-        mixed = theirs.causal_conv1d_update(part.qkv.t()[None], convolution[None], weights.conv, activation="silu")
+        mixed = theirs.causal_conv1d_update(qkv.t()[None], convolution[None], weights.conv, activation="silu")
         heads = (each.view(1, count, shape.heads, -1) for each in mixed[0].t().split([shape.values] * 3, dim=1))
         rule = theirs.recurrent_kimi_delta_attention if count == 1 else theirs.chunk_kimi_delta_attention
         read, recurrent = rule(
