@@ -1,4 +1,5 @@
-"""Linear layers of a tower of the library, computed from weights that are laid out as oneDNN wants them."""
+"""Linear layers of a tower of the library, computed from weights that are laid out as oneDNN wants them, and through the
+activations behind them in the same pass."""
 
 from __future__ import annotations
 
@@ -9,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from common.linear import Linear, finalize_linears
+from encoder_service.models.library_activations import Watch
 
 
 def lay_out(model: nn.Module, passes: Callable[[], object]) -> int:
     """Has our `Linear` in the place of each linear layer of a model of which the `passes` show that nobody but itself
-    reads its weight; how many these are.
+    reads its weight; how many these are. Where they show that nothing but an activation takes what it computes, it
+    computes that as well.
 
     What has its weight read, as a slice or in a product of somebody else's, stays as it is; so does what shares its
     weight or is no plain `nn.Linear` (as the last layer of `nn.MultiheadAttention`), and what no pass calls: of that
@@ -28,19 +31,25 @@ def lay_out(model: nn.Module, passes: Callable[[], object]) -> int:
     for part in watched:
         part.__class__ = _Watched
     try:
-        passes()
+        with Watch(model, watched) as watch:
+            passes()
         alone = {id(part) for part in watched if isinstance(part, _Watched) and part.__dict__.pop(_READ, None) is False}
     finally:
         for part in watched:
             part.__dict__.pop(_READ, None)
             part.__class__ = nn.Linear
-    made = {id(part): _LaidOut(part) for part in watched if id(part) in alone}
+    behind = watch.activations(alone)
+    made: dict[int, nn.Module] = {
+        id(part): _LaidOut(part, behind.get(id(part))) for part in watched if id(part) in alone
+    }
+    laid_out = len(made)
+    made |= {id(part): nn.Identity() for part in watch.left_out(behind)}
     for module in list(model.modules()):
         for name, child in list(module._modules.items()):  # one that stands at two places is replaced at both
             if id(child) in made:
                 setattr(module, name, made[id(child)])
     finalize_linears(model)
-    return len(made)
+    return laid_out
 
 
 _READ = "read_by_others"
@@ -71,10 +80,14 @@ def _hooked(part: nn.Module) -> bool:
 
 
 class _LaidOut(Linear):
-    """Ours, with the sizes that some towers ask a linear layer for."""
+    """Ours, with the sizes that some towers ask a linear layer for, and the activation behind it."""
 
-    def __init__(self, of: nn.Linear) -> None:
+    def __init__(self, of: nn.Linear, activation: nn.Module | None) -> None:
         with torch.device("meta"):
             super().__init__(of.in_features, of.out_features, bias=of.bias is not None, dtype=of.weight.dtype)
         self.in_features, self.out_features = of.in_features, of.out_features
-        self.weight, self.bias = of.weight, of.bias
+        self.weight, self.bias, self._activation = of.weight, of.bias, activation
+
+    def forward(self, x: Tensor, activation: nn.Module | None = None) -> Tensor:
+        """See `Linear`."""
+        return super().forward(x, activation or self._activation)

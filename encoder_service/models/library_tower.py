@@ -20,6 +20,7 @@ from common.library_features import features_of
 from common.library_rows import makes_tokens, marks_of
 from encoder_service.models.attention import Backend
 from encoder_service.models.library_attention import AttendingBy
+from encoder_service.models.library_patches import multiply_patches
 from encoder_service.models.library_products import lay_out
 
 _OF_NO_PROMPT = re.compile(
@@ -52,6 +53,7 @@ class LibraryTower:
     ) -> None:
         self._found, self._dtype, self._device, self._backend = found, dtype, device, backend
         self._model = load(folder, without_text, dtype, device)
+        multiply_patches(self._model)
 
     def lay_out(self, passes: Callable[[], object]) -> int:
         """Lays out linear layers for oneDNN, as far as `passes` of it show that it can be done; how many (see
