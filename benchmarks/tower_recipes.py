@@ -33,7 +33,7 @@ def _with(kind: str, pictures: str, eyes: Any, settings: Mapping[str, Any], vide
         made = recipe.config(*given)
         made.vision_config = eyes(*given)
         if hasattr(made.vision_config, "out_hidden_size"):
-            made.vision_config.out_hidden_size = made.get_text_config(decoder=True).hidden_size
+            made.get_text_config(decoder=True).hidden_size = made.vision_config.out_hidden_size
         for name in ("mm_tokens_per_image", "image_seq_length", "image_grid_pinpoints"):
             if name in beside:
                 setattr(made, name, beside[name])
@@ -83,7 +83,7 @@ TOWERS: dict[str, Recipe] = {
     "glm4v": _with(
         "glm4v",
         "Glm4vProcessor Glm4vImageProcessorPil",
-        part("glm4v_vision", _PACKED, image_size=SIDE, out_hidden_size=64),
+        part("glm4v_vision", _PACKED, image_size=SIDE, out_hidden_size=2048),
         {"size": {"shortest_edge": 112 * 112, "longest_edge": 4 * SIDE * SIDE}}
         | {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2},
         "Glm4vVideoProcessor",

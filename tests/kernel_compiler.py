@@ -240,8 +240,9 @@ def vision(capability: int, dtype: torch.dtype, head: int) -> dict[str, Needs]:
         f"vision {rows}": compiled(capability, kernel, dtype, **varlen_attention.launch(head, dtype, rows), **same)
         for rows in (64, 128)
     }
-    turn, angles = rotary_kernel.constants(32, head), ("cosine", "sine")
-    made["vision rotary"] = compiled(capability, rotary_kernel.rotary_kernel, dtype, angles, **turn, num_warps=4)
+    turn, angles = rotary_kernel.rotary_kernel, ("cosine", "sine")
+    for name, given in (("vision rotary", 0), ("vision rotary of the library", head)):
+        made[name] = compiled(capability, turn, dtype, angles, **rotary_kernel.constants(32, head, given), num_warps=4)
     return made
 
 

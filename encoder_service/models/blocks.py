@@ -29,19 +29,20 @@ def apply_rotary(x: Tensor, rotary: Rotary) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     rotated = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     left, right = rotated.chunk(2, dim=-1)
-    torch.mul(first, rotary.cos, out=left).addcmul_(second, rotary.sin, value=-1)
-    torch.mul(second, rotary.cos, out=right).addcmul_(first, rotary.sin)
+    half = first.shape[-1]
+    torch.mul(first, rotary.cos[..., :half], out=left).addcmul_(second, rotary.sin[..., :half], value=-1)
+    torch.mul(second, rotary.cos[..., -half:], out=right).addcmul_(first, rotary.sin[..., -half:])
     return rotated.to(x.dtype)
 
 
-def turn(x: Tensor, rotary: Rotary) -> Tensor:
-    """As `apply_rotary`; on a GPU by one kernel, which changes x itself."""
+def turn(x: Tensor, rotary: Rotary, *, fresh: bool = False) -> Tensor:
+    """As `apply_rotary`; on a GPU by one kernel, which changes x itself unless the result is to be `fresh`."""
     kernel = _kernel(x.device)
-    return apply_rotary(x, rotary) if kernel is None else kernel(x, rotary)
+    return apply_rotary(x, rotary) if kernel is None else kernel(x, rotary, fresh=fresh)
 
 
 @functools.cache
-def _kernel(device: torch.device) -> Callable[[Tensor, Rotary], Tensor] | None:
+def _kernel(device: torch.device) -> Callable[..., Tensor] | None:
     """The rotary kernel; None where it does not run: Triton may be missing, or lack a compiler."""
     if device.type != "cuda":
         return None
@@ -52,7 +53,7 @@ def _kernel(device: torch.device) -> Callable[[Tensor, Rotary], Tensor] | None:
     except Exception as error:  # noqa: BLE001 - whatever it fails with, torch computes the same
         _log.warning("the rotary kernel does not run here", cause=str(error)[:500])
         return None
-    found: Callable[[Tensor, Rotary], Tensor] = kernel
+    found: Callable[..., Tensor] = kernel
     return found
 
 

@@ -1,5 +1,5 @@
-"""Linear layers of a tower of the library, computed from weights that are laid out as oneDNN wants them, and activations
-behind them in the same pass."""
+"""Linear layers of a tower of the library, computed from weights that are laid out as oneDNN wants them, with
+activations behind them in the same pass."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from encoder_service.models.attention import Backend
 from encoder_service.models.library_attention import AttendingBy
 from encoder_service.models.library_patches import multiply_patches
 from encoder_service.models.library_products import lay_out
+from encoder_service.models.library_rotary import TurningBy
 
 _OF_NO_PROMPT = re.compile(
     r"pooler_output|attentions|image_tokens|embedding_loss|speaker_logits|(vision|qformer)_outputs|\w*hidden_states?"
@@ -54,6 +55,7 @@ class LibraryTower:
         self._found, self._dtype, self._device, self._backend = found, dtype, device, backend
         self._model = load(folder, without_text, dtype, device)
         multiply_patches(self._model)
+        self._turning = TurningBy(self._model)
 
     def lay_out(self, passes: Callable[[], object]) -> int:
         """Lays out linear layers for oneDNN, as far as `passes` of it show that it can be done; how many (see
@@ -78,7 +80,8 @@ class LibraryTower:
     def rows(self, inputs: Mapping[str, Any], tokens: int, modality: str = "image") -> Tensor:
         """What the processor has made of one item, or of several at once → [tokens, levels, width], one item's behind
         the other's. Raises RuntimeError where there are more or fewer."""
-        with contextlib.nullcontext() if self._backend is None else AttendingBy(self._backend):
+        attending = contextlib.nullcontext() if self._backend is None else AttendingBy(self._backend)
+        with attending, self._turning:
             return self._rows(inputs, tokens, modality)
 
     def _rows(self, inputs: Mapping[str, Any], tokens: int, modality: str) -> Tensor:

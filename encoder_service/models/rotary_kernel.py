@@ -15,37 +15,55 @@ _HEADS = 32
 
 @triton.jit
 def rotary_kernel(
-    x, cosine, sine, row, heads, HEAD: tl.constexpr, HALF: tl.constexpr, DIMS: tl.constexpr, PART: tl.constexpr
+    x,
+    out,
+    cosine,
+    sine,
+    row,
+    out_row,
+    heads,
+    HEAD: tl.constexpr,
+    HALF: tl.constexpr,
+    ANGLES: tl.constexpr,
+    DIMS: tl.constexpr,
+    PART: tl.constexpr,
 ):
-    """Turns the first half of each head against the second, in place. Grid [tokens, heads / PART].
+    """Turns the first half of each head against the second; out may be x. Grid [tokens, heads / PART].
 
-    Tokens of x are `row` apart, their heads lie together; cosine and sine [tokens, HALF] float32.
+    Tokens of x and out are `row` and `out_row` apart, their heads lie together; cosine and sine [tokens, ANGLES]
+    float32, the HALF first of the first half of a head and the HALF last of the other: HALF numbers are of both.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * PART + tl.arange(0, PART)
     dim = tl.arange(0, DIMS)
     inside = (head < heads)[:, None] & (dim < HALF)[None, :]
-    place = x + token * row + head[:, None] * HEAD + dim[None, :]
-    first = tl.load(place, inside, 0.0).to(tl.float32)
-    second = tl.load(place + HALF, inside, 0.0).to(tl.float32)
-    cos = tl.load(cosine + token * HALF + dim, dim < HALF, 0.0)[None, :]
-    sin = tl.load(sine + token * HALF + dim, dim < HALF, 0.0)[None, :]
-    tl.store(place, (first * cos - second * sin).to(x.dtype.element_ty), inside)
-    tl.store(place + HALF, (second * cos + first * sin).to(x.dtype.element_ty), inside)
+    within = head[:, None] * HEAD + dim[None, :]
+    first = tl.load(x + token * row + within, inside, 0.0).to(tl.float32)
+    second = tl.load(x + token * row + within + HALF, inside, 0.0).to(tl.float32)
+    angle = token * ANGLES + dim
+    cos = tl.load(cosine + angle, dim < HALF, 0.0)[None, :]
+    sin = tl.load(sine + angle, dim < HALF, 0.0)[None, :]
+    turned = (first * cos - second * sin).to(out.dtype.element_ty)
+    cos = tl.load(cosine + angle + (ANGLES - HALF), dim < HALF, 0.0)[None, :]
+    sin = tl.load(sine + angle + (ANGLES - HALF), dim < HALF, 0.0)[None, :]
+    tl.store(out + token * out_row + within + HALF, (second * cos + first * sin).to(out.dtype.element_ty), inside)
+    tl.store(out + token * out_row + within, turned, inside)
 
 
-def turn(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotates x [N, heads, head_dim] in place, whose tokens may be apart and whose heads are not, and returns it."""
+def turn(x: Tensor, rotary: Rotary, *, fresh: bool = False) -> Tensor:
+    """Rotates x [N, heads, head_dim], whose tokens may be apart and whose heads are not: in place, or into a `fresh`
+    tensor. Returns that."""
     count, heads, head = x.shape
-    launch = constants(heads, head)
+    launch = constants(heads, head, rotary.cos.shape[-1])
+    out = x.new_empty(x.shape) if fresh else x
     rotary_kernel[(count, triton.cdiv(heads, launch["PART"]))](
-        x, rotary.cos, rotary.sin, x.stride(0), heads, **launch, num_warps=4
+        x, out, rotary.cos, rotary.sin, x.stride(0), out.stride(0), heads, **launch, num_warps=4
     )
-    return x
+    return out
 
 
-def constants(heads: int, head: int) -> dict[str, int]:
-    """What a launch for so many heads of this size is compiled for."""
+def constants(heads: int, head: int, angles: int = 0) -> dict[str, int]:
+    """What a launch for so many heads of this size is compiled for; tables have so many `angles`, 0: half a head's."""
     half = head // 2
     part = min(_HEADS, triton.next_power_of_2(heads))
-    return {"HEAD": head, "HALF": half, "DIMS": triton.next_power_of_2(half), "PART": part}
+    return {"HEAD": head, "HALF": half, "ANGLES": angles or half, "DIMS": triton.next_power_of_2(half), "PART": part}

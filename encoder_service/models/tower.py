@@ -43,7 +43,8 @@ class Tower(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Cosines and sines [N, 1, head_dim / 2] float32 of each patch's row and column."""
+    """Cosines and sines [N, 1, head_dim / 2] float32 of each patch's row and column; of a tower of the library
+    [N, 1, head_dim], of the first half of a head and of the second."""
 
     cos: Tensor
     sin: Tensor

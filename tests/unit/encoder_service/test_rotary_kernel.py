@@ -15,7 +15,7 @@ from common.devices import cuda_device_count
 from common.media.item import Grid
 from encoder_service.families import config
 from encoder_service.models import blocks, rotary_kernel
-from encoder_service.models.tower import load_tower, rotary
+from encoder_service.models.tower import Rotary, load_tower, rotary
 from tests.checkpoints import TOWERS
 
 DEVICE = torch.device("cuda" if cuda_device_count() else "cpu")
@@ -37,6 +37,21 @@ def test_queries_and_keys_are_turned_as_by_torch_and_values_stay(heads: int, hea
     assert torch.equal(packed[:, 2], values)
 
 
+@pytest.mark.parametrize("dtype", NEAR, ids=str)
+def test_halves_of_heads_may_turn_by_angles_of_their_own_into_a_fresh_tensor(dtype: torch.dtype) -> None:
+    cos, sin = torch.rand(2, 9, 1, 80, device=DEVICE)
+    packed = torch.randn(9, 3, 5, 80).clamp(-2, 2).to(DEVICE, dtype)
+    before, keys = packed.clone(), packed[:, 1]
+    x = keys.float()
+    behind = torch.cat([-x[..., 40:], x[..., :40]], dim=-1)
+    for found in (
+        rotary_kernel.turn(keys, Rotary(cos, sin), fresh=True),
+        blocks.apply_rotary(keys, Rotary(cos, sin)),
+    ):
+        torch.testing.assert_close(found.float(), x * cos + behind * sin, rtol=0, atol=2 * NEAR[dtype])
+    assert torch.equal(packed, before)
+
+
 @pytest.mark.parametrize("family", TOWERS)
 @torch.inference_mode()
 def test_towers_give_the_same_rows_with_it(
@@ -49,9 +64,9 @@ def test_towers_give_the_same_rows_with_it(
     patches = torch.randn(20, 3 * 2 * settings.tower["patch_size"] ** 2, device=DEVICE)
     expected, calls = tower(patches, grids), []
 
-    def turn(*given: object) -> torch.Tensor:
+    def turn(*given: object, fresh: bool) -> torch.Tensor:
         calls.append(given)
-        return rotary_kernel.turn(*given)
+        return rotary_kernel.turn(*given, fresh=fresh)
 
     monkeypatch.setattr(blocks, "_kernel", lambda _: turn)
     torch.testing.assert_close(tower(patches, grids), expected, rtol=1e-5, atol=1e-5)
