@@ -67,15 +67,17 @@ def _ours_or(theirs: Turn) -> Turn:
         shaped = all(each.dim() > 2 and each.shape[-1] == head and head % 2 == 0 for each in (queries, keys))
         if not shaped or any(each.numel() != count * each.shape[-2] * head for each in (queries, keys)):
             return theirs(queries, keys, cos, sin)
-        angles = Rotary(*(each.reshape(count, 1, head).float().contiguous() for each in (cos, sin)))
-        return _turned(queries, angles), _turned(keys, angles)
+        angles = [each.reshape(count, 1, head).float().contiguous() for each in (cos, sin)]
+        flat = [each.reshape(count, -1, head) for each in (queries, keys)]
+        return _turned(flat[0], *angles).view(queries.shape), _turned(flat[1], *angles).view(keys.shape)
 
     return turned
 
 
-def _turned(x: Tensor, angles: Rotary) -> Tensor:
-    """[…, N, heads, head_dim], of which one axis at most is longer than 1 before N."""
-    flat = x.reshape(-1, *x.shape[-2:])
-    if flat.stride(2) != 1 or flat.stride(1) != flat.shape[2]:  # a kernel's heads lie together
-        flat = flat.contiguous()
-    return turn(flat, angles, fresh=True).view(x.shape)
+@torch.library.custom_op("twinlens::turned", mutates_args=())
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[N, heads, head_dim], by angles [N, 1, head_dim]. An operator of torch's: what records a pass sees those alone
+    (`worker.op_trace`)."""
+    if x.stride(2) != 1 or x.stride(1) != x.shape[2]:  # the kernel's heads lie together
+        x = x.contiguous()
+    return turn(x, Rotary(cos, sin), fresh=True)

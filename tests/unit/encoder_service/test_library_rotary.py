@@ -76,6 +76,7 @@ def test_what_computes_something_else_or_has_other_shapes_is_left_to_the_library
 def test_the_library_has_its_own_again_when_a_pass_fails() -> None:
     glm = module_of("glm4v")
     theirs = getattr(glm, NAME)
-    with pytest.raises(IndexError), TurningBy(model_of(glm)):
-        getattr(glm, NAME)(*torch.zeros(4, 1))
+    q, angles = torch.zeros(2, 4, 8), torch.zeros(5, 8)
+    with pytest.raises(RuntimeError), TurningBy(model_of(glm)):
+        getattr(glm, NAME)(q, q, angles, angles)
     assert getattr(glm, NAME) is theirs
