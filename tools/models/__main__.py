@@ -31,6 +31,7 @@ from llm_service.models.trial import try_config, try_ours_of
 from llm_service.models.trial_prompts import drawn_prompt
 from tools.launcher import NotStartedError
 from tools.models.compare import OURS, RANKS, Differs, through_services
+from tools.models.families import make_native
 from tools.models.prompts import FILM_WITH_SOUND, SOUND, TWO, TWO_SOUNDS, VIDEO
 from tools.models.recipes import RECIPES
 from tools.models.tiny import config_of_recipe, make
@@ -42,7 +43,7 @@ All {seeing} kinds of models that transformers {release} has for pictures and te
 its {hearing} for sounds and text, as `python -m tools.models docs/MODELS.md` found them (`make models`).
 {counts}.
 
-- **native**: a family of ours ([ARCHITECTURE.md](ARCHITECTURE.md)), compared with transformers by `tests/parity`.
+- **native**: a family of ours ([ARCHITECTURE.md](ARCHITECTURE.md)); `tests/parity` compares more of it.
 - **library**: transformers computes rows, and what stands for them in a prompt ([library.md](design/library.md)). The
   text is computed, over our scheduler and paged cache, by *our decoder*, as that of a family is, or by the *library*.
 - **compared**: both services answered from a tiny checkpoint of the kind, with its own processor and random weights in
@@ -130,9 +131,19 @@ def rows(asked: Sequence[str], compared: Comparison) -> Iterator[Row]:
     configurations = {kind: library().CONFIG_MAPPING[kind] for kind in asked}
     for kind in asked:
         if kind in FAMILIES:
-            yield Row(kind, "native")
+            yield _compared_family(kind)
         else:
             yield _tried(kind, configurations[kind], compared)
+
+
+def _compared_family(kind: str) -> Row:
+    """Always by both services: there is nothing of the library to be tried."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            names = through_services(make_native(kind, Path(folder)))
+    except (AssertionError, Differs, NotStartedError, RuntimeError) as error:
+        return Row(kind, WRONG, " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST])
+    return Row(kind, "native", ", ".join([_COMPARED[by_services], *_notes(names)]), OURS)
 
 
 def _tried(kind: str, made: Any, compared: Comparison) -> Row:
@@ -225,7 +236,7 @@ def page(found: Sequence[Row]) -> str:
     compared = sum("compared" in row.note for row in found)
     ours = sum(row.text == OURS for row in found)
     told = ", ".join(f"{counts[how]} {how}" for how in _HOW)
-    told = told.replace(" library", f" library ({compared} of them compared, the text of {ours} by our decoder)")
+    told += f". {compared} were compared; our decoder computes the text of {ours}"
     seeing = len(library().AutoModelForImageTextToText._model_mapping)
     return _PAGE.format(
         seeing=seeing,

@@ -14,6 +14,7 @@ from common.library import LibraryModel
 from common.library_models import describe
 from llm_service.layers.gdn.backend import CHUNK
 from tools.launcher import NotStartedError, Service
+from tools.models.families import taken_by_family
 from tools.models.prompts import (
     PROMPTS,
     VIDEO,
@@ -59,12 +60,17 @@ def prompts_for(found: LibraryModel, reference: Reference) -> dict[str, Prompt]:
         asked |= {name: _at_rate(parts, found.sound_rate) for name, parts in sound_prompts().items()}
     asked |= sounding_prompts() if found.video_sound else {}
     asked = {name: parts for name, parts in asked.items() if not _depends_on_others(parts, found)}
-    if "video" in found.placeholders and _gets_through(film_prompt(), reference):
-        asked[VIDEO] = film_prompt()
+    shown = film_prompt(_RATES.get(reference.model.config.model_type))
+    if "video" in found.placeholders and _gets_through(shown, reference):
+        asked[VIDEO] = shown
     for name, parts in _COMPANY.items():
         if len(asked) < _TOGETHER:
             asked[name] = parts
     return asked
+
+
+_RATES = {"qwen2_vl": 2.0, "qwen2_5_vl": 2.0}
+"""Frames a second of kinds whose processor takes all unless it is told how many: their families show so many."""
 
 
 def _at_rate(parts: Prompt, rate: int) -> Prompt:
@@ -94,7 +100,7 @@ def through_services(folder: Path, step_tokens: int = 16) -> set[str]:
     are cached; and the same at once, on two ranks where the library has a plan for them. Returns the prompts' names,
     `RANKS` where there were two, and `OURS` where our decoder computed. Raises Differs where an answer is not the
     library's, and NotStartedError, with the last that was said, where a service does not start."""
-    found = describe(folder)
+    found = taken_by_family(folder) or describe(folder)
     reference = Reference(folder)
     prompts = prompts_for(found, reference)
     inputs = {name: reference.inputs(parts) for name, parts in prompts.items()}

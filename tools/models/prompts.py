@@ -83,16 +83,16 @@ PROMPTS: dict[str, Prompt] = {
 }
 
 
-def film_prompt() -> Prompt:
-    """A question about a video."""
-    return ["First this: ", Film(film()), " What moves?"]
+def film_prompt(fps: float | None = None) -> Prompt:
+    """A question about a video, of which so many frames a second are shown, or as many as the model has it."""
+    return ["First this: ", Film(film(), fps=fps), " What moves?"]
 
 
 def sound_prompts() -> dict[str, Prompt]:
     """Questions about one sound, and about two of different length."""
     return {
         SOUND: [tones(1, 1.3), "What is said?"],
-        TWO_SOUNDS: ["First: ", tones(2, 0.9), " then: ", tones(3, 2.2), " Which is higher?"],
+        TWO_SOUNDS: ["First: ", tones(2, 0.9), " then: ", tones(3, 1.9), " Which is higher?"],
     }
 
 

@@ -1,0 +1,45 @@
+"""Kinds that a family of ours serves: their tiny checkpoints, which the tests make, and what they take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from pkgutil import resolve_name
+
+from common.checkpoint import Checkpoint
+from common.library import LibraryModel
+from common.library_classes import class_of, config_of
+from encoder_service.families import config as families
+from encoder_service.families.registry import find_family
+
+_MAKERS = {
+    "internvl": "tests.internvl_checkpoint:make_internvl",
+    "qwen2_audio": "tests.audio_checkpoint:make_audio_checkpoint",
+}
+_USUAL = "tests.checkpoints:make_checkpoint"
+
+
+def make_native(kind: str, folder: Path) -> Path:
+    """Writes a checkpoint of a kind into a folder, and returns that."""
+    if kind in _MAKERS:
+        resolve_name(_MAKERS[kind])(folder)
+    else:
+        resolve_name(_USUAL)(kind, folder)
+    return folder
+
+
+def taken_by_family(folder: Path) -> LibraryModel | None:
+    """What a family of ours takes, and its text's configuration, as one would know it of a model of the library; None
+    where none is for a checkpoint."""
+    checkpoint = Checkpoint(folder)
+    if find_family(checkpoint.config) is None:
+        return None
+    config = config_of(folder)
+    text = config.get_text_config()
+    return LibraryModel(
+        architecture=class_of(config).__name__,
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        max_position=text.max_position_embeddings,
+        placeholders={modality.name.lower(): 0 for modality in families.read(checkpoint).processors},
+        text=text.to_dict(),
+    )
