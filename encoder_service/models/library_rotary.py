@@ -62,20 +62,20 @@ def _theirs(module: ModuleType) -> Turn | None:
 def _ours_or(theirs: Turn) -> Turn:
     """Ours, and theirs for what has other shapes."""
 
-    def turned(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rotated(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         count, head = cos.shape[-2:]
         shaped = all(each.dim() > 2 and each.shape[-1] == head and head % 2 == 0 for each in (queries, keys))
         if not shaped or any(each.numel() != count * each.shape[-2] * head for each in (queries, keys)):
             return theirs(queries, keys, cos, sin)
         angles = [each.reshape(count, 1, head).float().contiguous() for each in (cos, sin)]
         flat = [each.reshape(count, -1, head) for each in (queries, keys)]
-        return _turned(flat[0], *angles).view(queries.shape), _turned(flat[1], *angles).view(keys.shape)
+        return _rotated(flat[0], *angles).view(queries.shape), _rotated(flat[1], *angles).view(keys.shape)
 
-    return turned
+    return rotated
 
 
-@torch.library.custom_op("twinlens::turned", mutates_args=())
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+@torch.library.custom_op("twinlens::rotated", mutates_args=())
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """[N, heads, head_dim], by angles [N, 1, head_dim]. An operator of torch's: what records a pass sees those alone
     (`worker.op_trace`)."""
     if x.stride(2) != 1 or x.stride(1) != x.shape[2]:  # the kernel's heads lie together

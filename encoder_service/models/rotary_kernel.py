@@ -43,11 +43,11 @@ def rotary_kernel(
     angle = token * ANGLES + dim
     cos = tl.load(cosine + angle, dim < HALF, 0.0)[None, :]
     sin = tl.load(sine + angle, dim < HALF, 0.0)[None, :]
-    turned = (first * cos - second * sin).to(out.dtype.element_ty)
+    upper = (first * cos - second * sin).to(out.dtype.element_ty)
     cos = tl.load(cosine + angle + (ANGLES - HALF), dim < HALF, 0.0)[None, :]
     sin = tl.load(sine + angle + (ANGLES - HALF), dim < HALF, 0.0)[None, :]
     tl.store(out + token * out_row + within + HALF, (second * cos + first * sin).to(out.dtype.element_ty), inside)
-    tl.store(out + token * out_row + within, turned, inside)
+    tl.store(out + token * out_row + within, upper, inside)
 
 
 def turn(x: Tensor, rotary: Rotary, *, fresh: bool = False) -> Tensor:
