@@ -21,7 +21,7 @@ prepare()
 
 import transformers  # noqa: E402
 from PIL import Image  # noqa: E402
-from transformers import AutoModelForImageTextToText, AutoProcessor  # noqa: E402
+from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationMixin  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -131,12 +131,17 @@ def reference_generate(
     the checkpoint; `more` is what else its `generate` is given."""
     given = {name: value for name, value in inputs.items() if name not in ("position_ids", "rope_deltas")}
     loaded = by or model(directory)
-    stops = loaded.generation_config.eos_token_id
-    loaded.generation_config.eos_token_id = None
+    settings = [loaded.generation_config]
+    if isinstance(within := getattr(loaded, "language_model", None), GenerationMixin):  # which may go on with it
+        settings.append(within.generation_config)
+    stops = [each.eos_token_id for each in settings]
+    for each in settings:
+        each.eos_token_id = None
     try:
         out = loaded.generate(**given, max_new_tokens=max_tokens, do_sample=False, **more)
     finally:
-        loaded.generation_config.eos_token_id = stops
+        for each, stop in zip(settings, stops, strict=True):
+            each.eos_token_id = stop
     return [int(token) for token in out[0, inputs["input_ids"].shape[1] :]]
 
 

@@ -26,7 +26,9 @@ _BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _BASE = "base_model.model."
 _TENSOR = re.compile(r"base_model\.model\.(?P<target>[\w.]+)\.lora_(?P<half>[AB])\.weight")
 _MOST_PATTERNS = 4096
-_STEM = re.compile(r"^(?:model\.language_model|language_model\.model|model\.text_model|model)\.(?=layers\.)")
+_STEM = re.compile(
+    r"^(?:model\.language_model|language_model\.model(?:\.decoder)?|model\.text_model|model)\.(?=layers\.)"
+)
 _SAYS_NOTHING = frozenset(
     {
         *("auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode"),

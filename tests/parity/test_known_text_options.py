@@ -50,13 +50,23 @@ _INDEXED = [
 _FEWER = [pytest.param(kind, marks=pytest.mark.soak) for kind in ("phi4_multimodal", "gemma3n")]
 """Queries, keys and values that are one matrix everywhere, and adapters of the checkpoint's own; streams, and gates
 that count by what all ranks have."""
+_OWN_NAMES = [pytest.param(kind, marks=pytest.mark.soak) for kind in ("chameleon", "blip-2")]
+"""Norms of each head's own, and biases of all products, under other names than most."""
 TEXT = "language_model.model."
 TEXTS = {
     "molmo2": "model.transformer.blocks.",
     "phi4_multimodal": "model.layers.",
     "gemma3n": "model.language_model.layers.",
+    "chameleon": "model.layers.",
+    "blip-2": "language_model.model.decoder.layers.",
 }
 """How names of the text's tensors begin, as checkpoints are saved, and those of its layers in others."""
+_LAYERS_WITHIN = {
+    "idefics3": r"model\.text_model",
+    "chameleon": "model",
+    "blip-2": r"language_model\.model\.decoder",
+}
+"""And in memory, as patterns."""
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +123,7 @@ def test_a_tower_whose_weights_are_quantised_is_refused(internvl: Path, form: st
 
 
 @pytest.mark.parametrize("form", ["fp8 in blocks", "awq"])
-@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "glm4v", *_SOAKED, *_FEWER])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "glm4v", *_SOAKED, *_FEWER, *_OWN_NAMES])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_quantised_weights_of_texts_that_stack_otherwise_are_as_well(kind: str, form: str, tmp_path: Path) -> None:
     named = TEXTS.get(kind, TEXT)
@@ -164,20 +174,20 @@ def test_logits_of_two_ranks_are_those_of_one(kind: str, tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize(
     "kind",
-    ["internvl", "idefics3", "gemma3", "gemma4", "glm4v", "lfm2_vl", "lfm3_vl", *_SOAKED, *_INDEXED],
+    ["internvl", "idefics3", "gemma3", "gemma4", "glm4v", "lfm2_vl", "lfm3_vl", *_SOAKED, *_INDEXED, *_OWN_NAMES],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_tokens_with_adapters_are_those_of_peft(kind: str, tmp_path: Path) -> None:
     directory = make(kind, tmp_path / "model")
-    path = "text_model" if kind == "idefics3" else "language_model"
+    path = _LAYERS_WITHIN.get(kind, r"model\.language_model")
     mixers = (*ATTENTION, "in_proj", "out_proj")  # of short convolutions, and of LFM2's attention
     mixers = (*mixers, "f_a_proj", "f_b_proj", "b_proj", "g_a_proj", "g_b_proj")  # of Kimi Delta Attention
     peft = PeftReference(
         directory,
         tmp_path,
         [
-            {"r": 4, "lora_alpha": 16, "target_modules": rf"model\.{path}\.layers\..*\.({'|'.join(mixers)})"},
-            {"r": 2, "lora_alpha": 8, "target_modules": rf"model\.{path}\.layers\..*\.({'|'.join(FEED_FORWARD)})"},
+            {"r": 4, "lora_alpha": 16, "target_modules": rf"{path}\.layers\..*\.({'|'.join(mixers)})"},
+            {"r": 2, "lora_alpha": 8, "target_modules": rf"{path}\.layers\..*\.({'|'.join(FEED_FORWARD)})"},
         ],
     )
     served, library = Served.of(directory), Reference(directory)

@@ -65,28 +65,22 @@ def _cap_all(scores: Any, softcap: Any) -> None:
 
 
 @inner
-def _ends_highest(scores: Any, early: Any, seen: Any, end: Any) -> Any:
-    """The highest of the scores before `early`, and from `seen` on, of which there is one."""
-    highest = -np.float32(np.inf)
+def _softmax(weights: Any, early: Any, seen: Any, end: Any) -> None:
+    """Makes weights of scores: of those before `early`, of a prompt's tokens, and of those from `seen` to `end`."""
+    highest, total = -np.float32(np.inf), _ZERO
+    if early:
+        highest = weights[:early].max()
+    if seen < end:
+        highest = max(highest, weights[seen:end].max())
     for position in range(early):
-        highest = max(highest, scores[position])
+        weights[position] = np.exp(weights[position] - highest)
+        total += weights[position]
     for position in range(seen, end):
-        highest = max(highest, scores[position])
-    return highest
-
-
-@inner
-def _to_powers(scores: Any, begin: Any, end: Any, highest: Any, total: Any) -> Any:
-    """Makes weights of scores; a total with them."""
-    for position in range(begin, end):
-        scores[position] = np.exp(scores[position] - highest)
-        total += scores[position]
-    return total
-
-
-@inner
-def _divide(weights: Any, begin: Any, end: Any, total: Any) -> None:
-    for position in range(begin, end):
+        weights[position] = np.exp(weights[position] - highest)
+        total += weights[position]
+    for position in range(early):
+        weights[position] /= total
+    for position in range(seen, end):
         weights[position] /= total
 
 
@@ -156,11 +150,7 @@ def _decode(
             end = last + 2 - count + member // members
             early = min(prompt, end)
             seen = max(first_seen(end - 1 + skipped, window, chunk) - skipped, early)
-            highest = _ends_highest(weights[member], early, seen, end)
-            total = _to_powers(weights[member], 0, early, highest, _ZERO)
-            total = _to_powers(weights[member], seen, end, highest, total)
-            _divide(weights[member], 0, early, total)
-            _divide(weights[member], seen, end, total)
+            _softmax(weights[member], early, seen, end)
             weights[member, max(start, early) : seen] = _ZERO
             weights[member, end:] = _ZERO  # what comes behind the token, or stands for the last one, weighs nothing
         for begin in range(start, last + 1, _TOGETHER):
