@@ -41,6 +41,8 @@ HELD_UP_SECONDS = 30.0
 """How long a process is waited for that is held up: not without end, since one that spins for ever looks no different.
 """
 
+_ASK_SECONDS = 0.5
+
 ReceiveT = TypeVar("ReceiveT")
 
 
@@ -125,11 +127,22 @@ class ChildProcess:
     @property
     def returncode(self) -> int | None:
         """How it ended, -N by signal N; None as long as that is not known."""
-        return self._started.returncode
+        return self._started.poll()
 
     async def wait(self) -> int:
-        """Returns how it ended, when it has."""
-        return await asyncio.wrap_future(self._ended)
+        """Returns how it ended, when it has. A thread waits for that; where it could not begin, or memory ran out under
+        it, we ask now and then."""
+        ended = asyncio.wrap_future(self._ended)
+        try:
+            while (status := self.returncode) is None:
+                if ended.done():
+                    await asyncio.sleep(_ASK_SECONDS)
+                else:
+                    await asyncio.wait({ended}, timeout=_ASK_SECONDS)
+        finally:
+            if not ended.cancel() and not ended.cancelled():
+                ended.exception()  # nobody will ask for it
+        return status
 
     def kill(self) -> None:
         """Kills it, where it has not ended."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import os
-import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from types import TracebackType
@@ -69,8 +69,9 @@ def in_daemon_thread(work: Callable[..., T], *args: Any) -> Future[T]:
             future.set_result(result)
 
     try:
-        threading.Thread(target=run, name="daemon", daemon=True).start()
-    except RuntimeError as error:  # no thread can be had
+        # A `threading.Thread` is waited for until it runs: for ever, where memory runs out before it does.
+        _thread.start_new_thread(run, ())
+    except (MemoryError, RuntimeError) as error:  # no thread can be had
         future.set_exception(error)
     return future
 

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
+from common import tasks
 from common.arena import SharedBuffer
-from common.processes import Child, ChildDied, is_held_up
+from common.processes import Child, ChildDied, ChildProcess, is_held_up
 from tests.launch import ROOT, command_line, descendants
 from tests.unit.common.echo_child import Do, Say
 from tests.waiting import until
@@ -110,6 +112,24 @@ async def test_a_child_does_not_outlive_a_parent_that_was_killed() -> None:
     parent.kill()
     await parent.wait()
     await asyncio.to_thread(until, lambda: not command_line(child), "the child is gone")
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("can't start new thread")])
+async def test_the_end_of_a_process_is_noticed_though_no_thread_can_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    """It could not begin, or it began and there was no memory for its first line."""
+    thread: Future[int] = Future()
+    thread.set_running_or_notify_cancel()
+    if error is not None:
+        thread.set_exception(error)
+    monkeypatch.setattr(tasks, "in_daemon_thread", lambda _: thread)
+    process = ChildProcess([sys.executable, "-c", "import time; time.sleep(600)"], {}, ())
+    assert process.returncode is None
+    process.kill()
+    assert await process.wait() == -signal.SIGKILL
+    short = ChildProcess(["/bin/true"], {}, ())
+    assert await short.wait() == 0
 
 
 def test_a_process_that_would_go_on_if_it_could_is_told_from_one_that_is_stopped_waits_or_has_ended() -> None:

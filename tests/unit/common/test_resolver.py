@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import socket
 import threading
@@ -42,10 +43,10 @@ async def test_a_name_that_no_thread_can_look_up_just_now_stands_for_what_it_las
     before = await resolver.resolve()
     assert before
 
-    def no_thread(_: threading.Thread) -> None:
+    def no_thread(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    monkeypatch.setattr(_thread, "start_new_thread", no_thread)
     assert await resolver.resolve() == before
 
 

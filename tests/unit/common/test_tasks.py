@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import subprocess
 import sys
@@ -58,10 +59,10 @@ def test_what_a_daemon_thread_made_or_raised_comes_back():
 
 
 def test_where_no_thread_can_be_had_the_result_says_so(monkeypatch):
-    def start(_: threading.Thread) -> None:
+    def start(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(_thread, "start_new_thread", start)
     with pytest.raises(RuntimeError, match="new thread"):
         in_daemon_thread(int, "7").result(60)
 

@@ -45,6 +45,7 @@ class FakeLlm(v1.LlmServiceServicer):
         self.requests: list[v1.GenerateRequest] = []
         self.metadata: dict[str, str | bytes] = {}
         self.remaining = 0.0
+        self.generated_with: list[tuple[dict[str, str | bytes], float]] = []
         self.encoders: list[str] = []
         self.play: Callable[[v1.GenerateRequest], Iterator[v1.GenerateResponse]] = script
         self.refusal: tuple[grpc.StatusCode, v1.Status] | None = None
@@ -77,6 +78,7 @@ class FakeLlm(v1.LlmServiceServicer):
         self.requests.append(request)
         self.metadata = dict(context.invocation_metadata())
         self.remaining = context.time_remaining()
+        self.generated_with.append((self.metadata, self.remaining))
         if not context.add_callback(self.ended.set):  # the call has ended already
             self.ended.set()
         yield from self.play(request)
