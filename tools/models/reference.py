@@ -7,6 +7,7 @@ import warnings
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,14 @@ TOKENS = 32
 
 
 class Reference:
-    """The library itself over a checkpoint, on the CPU in float32."""
+    """The library itself over a checkpoint, on the CPU in float32. Raises ImportError where it wants a package that is
+    not there."""
 
     def __init__(self, folder: Path) -> None:
         config = config_of(folder)
         self._lays_out_chats = LAYOUTS.get(config.model_type) is VoxtralLayout
+        if self._lays_out_chats:  # by a package that the library only wants where it is used
+            import_module("mistral_common")
         chats = library().AutoProcessor
         self.processor = chats.from_pretrained(folder) if self._lays_out_chats else processor_of(folder)
         template = folder / "chat_template.jinja"
