@@ -8,8 +8,12 @@ import stat
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import TextIO
 from weakref import finalize
+
+_TURN_SECONDS = 0.1
+"""How long a thread waits for another one's line, which may be stuck where a descriptor cannot but wait."""
 
 
 class Sink:
@@ -23,16 +27,26 @@ class Sink:
         self._stream = stream
         self._send = None if stream is None else _sender(stream, self)
         self._rest = b""
+        self._lock = Lock()
         self.lost = 0
 
     def write(self, line: str) -> None:
-        """Takes one line in, with its end."""
+        """Takes one line in, with its end. Threads that log at once write one after the other."""
         if self._stream is None:
             return
+        if not self._lock.acquire(timeout=_TURN_SECONDS):
+            self.lost += 1
+            return
         try:
-            written = self._sent(line.encode(errors="backslashreplace")) if self._send else self._stream.write(line)
+            self._write(self._stream, line)
+        finally:
+            self._lock.release()
+
+    def _write(self, stream: TextIO, line: str) -> None:
+        try:
+            written = self._sent(line.encode(errors="backslashreplace")) if self._send else stream.write(line)
         except BrokenPipeError:
-            self._give_up(self._stream)
+            self._give_up(stream)
         except OSError:  # a full disk, say, which may have room again
             self.lost += 1
         else:

@@ -10,13 +10,16 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 import structlog
 
 from common import log
+from common.log_sink import Sink
 
 
 class Screen(io.StringIO):
@@ -129,6 +132,27 @@ def test_who_does_not_read_the_log_holds_nobody_up_and_is_told_what_is_missing(
     assert after == sorted(after)
     turn, number = after[-1]
     assert len(entries) + missing == 600 * turn + number + 1
+
+
+def test_threads_that_log_at_once_write_whole_lines() -> None:
+    def say(sink: Sink, thread: int) -> None:
+        for number in range(200):
+            sink.write(f"{thread} {number} {'x' * 20_000}\n")
+
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb") as lines, ThreadPoolExecutor(5) as pool:
+        found = pool.submit(lines.read)
+        with os.fdopen(writer, "w") as stream:
+            sink = Sink(stream)
+            list(pool.map(partial(say, sink), range(4)))
+            del sink  # which has a descriptor of its own
+        *whole, _ = found.result(60).split(b"\n")
+    entries = [line.split() for line in whole]
+    assert {len(entry) for entry in entries} == {3}
+    assert {entry[2] for entry in entries} == {b"x" * 20_000}
+    for thread in (b"0", b"1", b"2", b"3"):
+        numbers = [int(number) for who, number, _ in entries if who == thread]
+        assert numbers == sorted(set(numbers))
 
 
 def test_lines_that_a_full_disk_has_no_room_for_are_counted_once(
