@@ -85,9 +85,10 @@ class Watch(Watchdog):
         self._last, self._serves, self._busy = self._loop.time(), serves, busy
 
     def _look(self, late: float) -> Exception | None:
-        stood_still = late > _LOOK_SECONDS  # this loop itself: what was said meanwhile is still to be read
-        lost = not stood_still and self._is_lost(self._loop.time() - self._last)
-        return ChildDied(self._why()) if lost else None
+        now = self._loop.time()
+        if late > _LOOK_SECONDS:  # this loop stood still, and so may have the engine: that time is no silence
+            self._last = min(now, self._last + late)
+        return ChildDied(self._why()) if self._is_lost(now - self._last) else None
 
     def _is_lost(self, silence: float) -> bool:
         if not self._serves:

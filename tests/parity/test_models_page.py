@@ -34,7 +34,8 @@ def test_the_page_of_models_has_each_that_the_library_has() -> None:
 def test_the_page_of_models_says_whose_decoder_computes_each_text() -> None:
     rows = [row for row in map(Row.read, PAGE.read_text().splitlines()) if row is not None]
     assert [row.kind for row in rows] == kinds()
-    assert all((row.text in (OURS, "library")) == (row.how == "library") for row in rows)
+    assert all((row.text in (OURS, "library")) == (row.how in ("native", "library")) for row in rows)
+    assert all(row.text == OURS for row in rows if row.how == "native")
     for row in rows:
         if row.how == "library":
             text = json.loads(config_of_recipe(row.kind).get_text_config(decoder=True).to_json_string(use_diff=False))

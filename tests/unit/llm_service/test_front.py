@@ -181,6 +181,26 @@ async def test_an_engine_that_is_held_up_for_ever_is_not_waited_for_as_long(
     await front.stop()
 
 
+async def test_a_frozen_engine_is_found_by_a_loop_that_is_late_at_every_other_look(
+    monkeypatch: pytest.MonkeyPatch, forward: Forward
+) -> None:
+    """Time in which the loop stands still is no silence, and does not make what it finds undone."""
+    engine = ScriptedEngine()
+    monkeypatch.setattr(keeper, "is_held_up", lambda _: False)
+    front = front_of(monkeypatch, engine)
+    engine.serves()
+    await start(front)
+    for _ in range(3):  # three quarters of a second each in which it looks
+        await forward(0.55, at_once=True)
+        await forward(0.5)
+    assert not engine.killed
+    for _ in range(3):
+        await forward(0.55, at_once=True)
+        await forward(0.5)
+    assert engine.killed
+    await front.stop()
+
+
 async def test_what_an_engine_said_while_this_loop_stood_still_is_read_before_it_is_judged(
     monkeypatch: pytest.MonkeyPatch, forward: Forward
 ) -> None:
