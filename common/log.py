@@ -3,11 +3,12 @@ terminal, a line to be read by people."""
 
 from __future__ import annotations
 
+import atexit
 import logging
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 from common.log_sink import Sink
 
@@ -34,6 +35,11 @@ class _Current:
 
     sink = Sink(None)
 
+    @classmethod
+    def finish(cls) -> None:
+        """As the process ends."""
+        cls.sink.finish()
+
 
 def configure(level: str, *, service: str) -> None:
     """Sets logging up for this process; `level` is debug, info, warning or error."""
@@ -57,10 +63,27 @@ def write_to(stream: TextIO) -> None:
     structlog.configure(**{**structlog.get_config(), "logger_factory": _to(stream)})
 
 
-def _to(stream: TextIO | None) -> structlog.WriteLoggerFactory:
+def _to(stream: TextIO | None) -> Callable[..., _Lines]:
     """A line is one write, so that those of several processes do not run into each other."""
-    _Current.sink = Sink(stream)
-    return structlog.WriteLoggerFactory(cast(TextIO, _Current.sink))
+    sink = _Current.sink = Sink(stream)
+    return lambda *_: _Lines(sink)
+
+
+class _Lines:
+    """What structlog writes rendered events with. Its own waits for another thread's line without end."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+
+    def msg(self, line: str) -> None:
+        """Writes a line."""
+        self._sink.write(line + "\n")
+        self._sink.flush()
+
+    debug = info = warning = error = critical = exception = msg
+
+
+atexit.register(_Current.finish)
 
 
 def _with_losses(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

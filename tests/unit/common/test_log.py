@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from threading import Event
 
 import pytest
 import structlog
@@ -132,6 +133,48 @@ def test_who_does_not_read_the_log_holds_nobody_up_and_is_told_what_is_missing(
     assert after == sorted(after)
     turn, number = after[-1]
     assert len(entries) + missing == 600 * turn + number + 1
+
+
+def test_a_line_that_is_longer_than_there_is_room_for_is_whole_before_another_process_s() -> None:
+    reader, writer = os.pipe()
+    long = "x" * 300_000
+    with os.fdopen(reader, "rb") as lines, os.fdopen(writer, "w") as stream, ThreadPoolExecutor(1) as pool:
+        found = pool.submit(lines.readline)
+        sink = Sink(stream)
+        sink.write(f"{long}\n")
+        os.write(writer, b"another's\n")
+        assert found.result(60) == f"{long}\n".encode()
+        assert lines.readline() == b"another's\n"
+
+
+def test_a_process_that_ends_has_said_its_last_line_if_somebody_reads() -> None:
+    say = "from common import log; log.configure('info', service='llm'); log.get('engine').error('x' * 200_000)"
+    with subprocess.Popen([sys.executable, "-c", say], stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        first = process.stderr.read(60_000)
+        entry = json.loads(first + process.stderr.read())
+    assert entry["event"] == 200_000 * "x"
+    assert process.returncode == 0
+
+
+def test_a_thread_whose_line_is_stuck_holds_no_other_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck, go = Event(), Event()
+
+    def write(_: int, data: bytes) -> int:
+        stuck.set()
+        assert go.wait(60)
+        return len(data)
+
+    before = structlog.get_config()
+    monkeypatch.setattr(os, "write", write)
+    with Path(os.devnull).open("w") as stream, ThreadPoolExecutor(1) as pool:
+        log.write_to(stream)
+        first = pool.submit(log.get("server").info, "said")
+        assert stuck.wait(60)
+        log.get("server").info("lost")
+        go.set()
+        first.result(60)
+    structlog.configure(**before)
 
 
 def test_threads_that_log_at_once_write_whole_lines() -> None:
