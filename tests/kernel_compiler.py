@@ -215,9 +215,10 @@ def latents(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
     }
     plain = LatentKernelShape.of(CacheShape(1, 1, 16, 64, 1, 512, CAUSAL, 512), dtype)
     made["plain latent decode"] = compiled(capability, kernel, dtype, sums, **plain.constants(1))
-    constants = index_kernels.constants(64, 128, 64, dtype)
-    types = {"weights": "*fp32", "out": "*fp32"}
-    made["token scores"] = compiled(capability, index_kernels.score_tokens_kernel, dtype, types=types, **constants)
+    score, types = index_kernels.score_tokens_kernel, {"weights": "*fp32", "out": "*fp32"}
+    for name, pooled in (("token scores", {}), ("pool scores", {"kept": 256, "pool": 16})):
+        constants = index_kernels.constants(64, 128, 64, dtype, **pooled)
+        made[name] = compiled(capability, score, dtype, types=types, **constants)
     return made | {"latent store": compiled(capability, latent_kernels.store_latents_kernel, dtype, WIDTH=1024)}
 
 

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llm_service.families.family import LayerKind
+from llm_service.layers import token_decode
 from llm_service.layers.attention.backend import AttentionBackend, PagedChunk
 from llm_service.layers.attention.metadata import AttentionMetadata
 from llm_service.layers.chosen_chunks import ChosenBatch, PagedChoice, apart, slots_of
 from llm_service.layers.index_keys import IndexQuery, PoolIndex
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.pool_decode import PoolDecodes
-from llm_service.layers.token_decode import TokenIndexDecodes, score_by_torch
+from llm_service.layers.token_decode import TokenIndexDecodes
 from llm_service.layers.token_index import TokenIndexer
 from llm_service.models.config import TextConfig
 
@@ -87,6 +88,7 @@ class PagedPools(PagedChoice):
     ) -> None:
         super().__init__(most + pool - 1, attention, block_size, device)
         self._most, self._pool, self._null_slot = most, pool, blocks * block_size
+        self._score = partial(token_decode.score_on(device), pool=pool)
 
     def batch(self, chunks: Sequence[PagedChunk]) -> PoolBatch:
         """See `IndexBackend`."""
@@ -102,8 +104,7 @@ class PagedPools(PagedChoice):
 
     def over(self, metadata: AttentionMetadata) -> PoolDecodes:
         """See `StableIndexBackend`."""
-        score = partial(score_by_torch, pool=self._pool)
-        return PoolDecodes(self._most, self._block_size, self._null_slot, metadata, score, pool=self._pool)
+        return PoolDecodes(self._most, self._block_size, self._null_slot, metadata, self._score, pool=self._pool)
 
     def _begun(self, count: int) -> int:
         """Tokens of so many that are in whole pools."""

@@ -3,8 +3,8 @@ captured in a graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,9 +14,15 @@ from llm_service.layers.attention.metadata import AttentionMetadata
 from llm_service.layers.chosen_chunks import PagedChoice
 from llm_service.layers.index_keys import ROOM, IndexQuery, best
 
-ScoreTokens = Callable[[IndexQuery, Tensor, AttentionMetadata], Tensor]
-"""What is asked, for a token of each sequence, and a cache of index keys [blocks + 1, block_size, head_dim] → scores of
-all tokens of these, float32 [s, longest]; what is behind a sequence's end means nothing."""
+
+class ScoreTokens(Protocol):
+    """What is asked, for a token of each sequence, and a cache of index keys [blocks + 1, block_size, ≥ head_dim] →
+    scores of all tokens of these, float32 [s, longest // pool]; what is behind a sequence's end means nothing.
+
+    Of `pool` tokens that are scored together, from a sequence's first one on, the last has their key.
+    """
+
+    def __call__(self, asked: IndexQuery, cache: Tensor, metadata: AttentionMetadata, pool: int = 1) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +68,7 @@ class TokenIndexDecodes:
 
 
 def score_by_torch(asked: IndexQuery, cache: Tensor, metadata: AttentionMetadata, pool: int = 1) -> Tensor:
-    """See `ScoreTokens`: so many tokens of each sequence at once as there is `ROOM` for. Of so many that are scored
-    together, from a sequence's first one on, the last has their key, and there is one score, [s, longest // pool]."""
+    """See `ScoreTokens`: so many tokens of each sequence at once as there is `ROOM` for."""
     assert asked.weights is not None, "heads count by weights"
     keys, size, count = cache.flatten(0, 1), cache.shape[1], len(asked.query)
     last = (metadata.seq_lens.long() - 1).clamp(min=0).unsqueeze(1)
@@ -101,15 +106,15 @@ class PagedTokenIndex(PagedChoice):
         self, most: int, attention: AttentionBackend, blocks: int, block_size: int, device: torch.device
     ) -> None:
         super().__init__(most, attention, block_size, device)
-        self._most, self._size, self._null_slot, self._score = most, block_size, blocks * block_size, _score_on(device)
+        self._most, self._size, self._null_slot, self._score = most, block_size, blocks * block_size, score_on(device)
 
     def over(self, metadata: AttentionMetadata) -> TokenIndexDecodes:
         """See `StableIndexBackend`."""
         return TokenIndexDecodes(self._most, self._size, self._null_slot, metadata, self._score)
 
 
-def _score_on(device: torch.device) -> ScoreTokens:
-    """By a kernel of ours, where the device has any."""
+def score_on(device: torch.device) -> ScoreTokens:
+    """What scores there: a kernel of ours, if it has any."""
     if device.type == "cuda":
         from llm_service.layers.gpu import index_kernels, row_kernels  # not everywhere is a Triton
 

@@ -1,5 +1,5 @@
-"""A Triton kernel that scores all tokens of sequences by their index keys, over a paged cache. It reads no more than a
-sequence has, however long others may be."""
+"""A Triton kernel that scores all tokens of sequences, or pools of them, by their index keys, over a paged cache. It
+reads no more than a sequence has, however long others may be."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ def score_tokens_kernel(
     longest,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
+    KEPT: tl.constexpr,
+    POOL: tl.constexpr,
     ROWS: tl.constexpr,
     DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -37,31 +39,39 @@ def score_tokens_kernel(
     PRECISION: tl.constexpr,
 ):
     """Of a sequence's tokens the sums, over HEADS, of weights · max(0, scale · query · key). Grid [sequences,
-    programs]."""
+    programs].
+
+    POOL tokens have one sum, by the key of the last of them; those behind the last whole pool have none. KEPT numbers
+    of a token are in the cache, of which WIDTH are its key.
+    """
     sequence = tl.program_id(0).to(tl.int64)
-    length = tl.load(lengths + sequence)
+    count = tl.load(lengths + sequence) // POOL
     heads, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
     inside = (heads < HEADS)[:, None] & (dims < WIDTH)[None, :]
     first = sequence * HEADS
     q = tl.load(query + (first + heads)[:, None] * WIDTH + dims[None, :], inside, 0.0)
     each = tl.load(weights + first + heads, heads < HEADS, 0.0)
-    for start in range(tl.program_id(1) * BLOCK_N, length, tl.num_programs(1) * BLOCK_N):
-        positions = start + tl.arange(0, BLOCK_N)
-        there = positions < length
+    for start in range(tl.program_id(1) * BLOCK_N, count, tl.num_programs(1) * BLOCK_N):
+        numbers = start + tl.arange(0, BLOCK_N)
+        there, positions = numbers < count, numbers * POOL + (POOL - 1)
         block = tl.load(block_table + sequence * table_stride + positions // BLOCK_SIZE, there, 0)
         slot = block.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE  # a cache may hold more than 2³¹ numbers
-        k = tl.load(keys + slot[:, None] * WIDTH + dims[None, :], there[:, None] & (dims < WIDTH)[None, :], 0.0)
+        k = tl.load(keys + slot[:, None] * KEPT + dims[None, :], there[:, None] & (dims < WIDTH)[None, :], 0.0)
         products = tl.dot(q, tl.trans(k).to(q.dtype), input_precision=PRECISION) * scale
         scores = tl.sum(tl.maximum(products, 0.0) * each[:, None], 0)
-        tl.store(out + sequence * longest + positions, scores, there)
+        tl.store(out + sequence * longest + numbers, scores, there)
 
 
-def constants(heads: int, width: int, block_size: int, dtype: torch.dtype) -> dict[str, int | str]:
-    """Constants and options of the kernel."""
+def constants(
+    heads: int, width: int, block_size: int, dtype: torch.dtype, *, kept: int = 0, pool: int = 1
+) -> dict[str, int | str]:
+    """Constants and options of the kernel; a token has `kept` numbers in the cache, 0: a key alone."""
     exact = dtype == torch.float32  # no tensor cores
     return {
         "HEADS": heads,
         "WIDTH": width,
+        "KEPT": kept or width,
+        "POOL": pool,
         "ROWS": max(16, int(triton.next_power_of_2(heads))),
         "DIMS": max(16, int(triton.next_power_of_2(width))),
         "BLOCK_SIZE": block_size,
@@ -72,12 +82,13 @@ def constants(heads: int, width: int, block_size: int, dtype: torch.dtype) -> di
     }
 
 
-def score_tokens(asked: IndexQuery, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+def score_tokens(asked: IndexQuery, cache: Tensor, metadata: AttentionMetadata, pool: int = 1) -> Tensor:
     """See `token_decode.ScoreTokens`."""
     assert asked.weights is not None, "heads count by weights"
     count, heads, width = asked.query.shape
-    out = torch.empty(count, metadata.longest, dtype=torch.float32, device=cache.device)
-    score_tokens_kernel[(count, min(_PROGRAMS, -(-metadata.longest // _AT_ONCE)))](
+    longest = metadata.longest // pool
+    out = torch.empty(count, longest, dtype=torch.float32, device=cache.device)
+    score_tokens_kernel[(count, max(1, min(_PROGRAMS, -(-longest // _AT_ONCE))))](
         out,
         asked.query.contiguous(),
         asked.weights.contiguous(),
@@ -86,7 +97,7 @@ def score_tokens(asked: IndexQuery, cache: Tensor, metadata: AttentionMetadata) 
         metadata.seq_lens,
         asked.scale,
         metadata.block_table.stride(0),
-        metadata.longest,
-        **constants(heads, width, cache.shape[1], asked.query.dtype),
+        longest,
+        **constants(heads, width, cache.shape[1], asked.query.dtype, kept=cache.shape[2], pool=pool),
     )
     return out

@@ -16,9 +16,11 @@ from llm_service.layers.attention.backend import PagedChunk
 from llm_service.layers.attention.metadata import AttentionMetadata
 from llm_service.layers.cache_spec import IndexedCache, IndexedKV, block_bytes
 from llm_service.layers.decoder_layer import MIXERS
+from llm_service.layers.gpu.index_kernels import score_tokens
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.mixer import HandedOn, Rotary
 from llm_service.layers.pooled_latents import PooledLatentAttention
+from llm_service.layers.token_decode import ScoreTokens, score_by_torch
 from llm_service.models.config import TextConfig
 from llm_service.worker.adapters import shapes_of
 from llm_service.worker.caches import Caches
@@ -187,9 +189,13 @@ def test_a_token_that_was_taken_back_is_in_no_pool() -> None:
 
 
 @pytest.mark.parametrize("most", [POOL, MOST, 63], ids=["one pool", "some", "all"])
+@pytest.mark.parametrize("score", [score_by_torch, score_tokens], ids=["torch", "triton"])
 @torch.inference_mode()
-def test_a_token_of_each_sequence_follows_metadata(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_of_each_sequence_follows_metadata(
+    score: ScoreTokens, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sequences that are seen whole and such that are not, and one of nobody, a few at a time."""
+    monkeypatch.setattr(token_decode, "score_on", lambda _: score)
     monkeypatch.setattr(token_decode, "ROOM", 4 * 4 * 8 * 40)
     monkeypatch.setattr(pool_decode, "ROOM", 2 * 8 * 40 // POOL)
     ours = layers_of(shape_of(index_topk=most))
