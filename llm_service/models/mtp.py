@@ -37,7 +37,7 @@ class MtpDecoder(Decoder):
             self.layers = nn.ModuleList([DecoderLayer(kind, self.config, self.group, self.dtype)])
         # Not among this one's own modules: they are the model's, which has finalized them.
         vars(self).update(embed_tokens=target.embed_tokens, lm_head=target.lm_head, rotary=target.rotary)
-        self.window_rotary = self.layer_inputs = self.streams_in = None
+        self.window_rotary = self.layer_inputs = self.streams_in = self.embed_positions = None
 
     def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
         """Embeddings of the next tokens and hidden states, [n, hidden] each → [n, hidden]."""

@@ -129,17 +129,6 @@ def test_a_gateway_that_serves_knows_the_services_that_are_there() -> None:
         assert http.get(f"http://{door.address}/v1/models/{model['id']}").json() == model
 
 
-class Starting(FakeLlm):
-    """An LLM service whose engine has not said yet how long a context it has memory for."""
-
-    context_tokens = 0
-
-    def GetInfo(self, request, context):
-        info = super().GetInfo(request, context)
-        info.context_tokens = self.context_tokens
-        return info
-
-
 @pytest.mark.parametrize(
     ("flags", "said_of_it"),
     [
@@ -198,7 +187,8 @@ def test_a_model_whose_service_is_down_is_not_unknown() -> None:
 
 
 def test_models_are_listed_once_a_service_has_said_that_it_can_serve() -> None:
-    llm = Starting()
+    llm = FakeLlm()
+    llm.context_tokens = 0  # its engine has not said yet how long a context it has memory for
     with serving(llm=llm) as address, gateway(address) as running:
         front = Door(running)
         for path in ("/v1/models", "/v1/models/demo", "/health/ready"):

@@ -23,6 +23,7 @@ from llm_service.layers.decoder_layer import DecoderLayer
 from llm_service.layers.experts_beside import NormedRouter
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.layer_inputs import LayerEnd
+from llm_service.layers.mixer import HandedOn
 from llm_service.layers.self_attention import SelfAttention
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
@@ -124,7 +125,7 @@ WRONG: dict[str, tuple[str, type, str, Callable[..., Any]]] = {
         "inputs",
         DecoderLayer,
         "forward",
-        lambda layer, *given, kept, **more: _RIGHT_LAYER(layer, *given, kept=_Last(kept), **more),
+        lambda layer, *given, kept, **more: _RIGHT_LAYER(layer, *given, kept=HandedOn(_Last(kept.keys)), **more),
     ),
     "values are rotated": (
         "dense",
