@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -134,9 +135,18 @@ class Served:
         return LocalEngine(self.folder, library=self.found, text=text, finding=finding, **options)
 
 
-def compare(served: Served, step_tokens: int = 16) -> set[str]:
+def with_text(folder: Path, **settings: Any) -> Path:
+    """A checkpoint whose text is told other settings."""
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= settings
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def compare(served: Served, step_tokens: int = 16, *, by_library: bool = False) -> set[str]:
     """Asserts that ids and greedy tokens are the library's: in short steps, at once beside others, and from the prefix
-    cache. Returns the names of the prompts that were compared, and `OURS` where our decoder computed."""
+    cache. The text is computed as it is served, or by the library. Returns the names of the prompts that were compared,
+    and `OURS` where our decoder computed."""
     library = Reference(served.folder)
     asked = prompts_for(served.found, library)
     if VIDEO in asked and not served.computes(asked[VIDEO]):
@@ -147,11 +157,11 @@ def compare(served: Served, step_tokens: int = 16) -> set[str]:
     prompts = {name: served.prompt(parts) for name, parts in asked.items()}
     for name, prompt in prompts.items():
         assert prompt.layout.ids == inputs[name]["input_ids"][0].tolist(), name
-    chunked = served.engine(step_tokens=step_tokens, max_running=1)
+    chunked = served.engine(by_library=by_library, step_tokens=step_tokens, max_running=1)
     for name, prompt in prompts.items():
         answer = chunked.run([prompt], GREEDY, [served.adapter(prompt)])[0]
         assert answer.tokens == expected[name], f"{name}, in short steps"
-    company = served.engine(prefix_cache=True)
+    company = served.engine(by_library=by_library, prefix_cache=True)
     names = [*prompts, next(name for name in prompts if name != "text")]
     for cached in (False, True):
         every = [prompts[name] for name in names]
@@ -160,4 +170,6 @@ def compare(served: Served, step_tokens: int = 16) -> set[str]:
             assert outcome.tokens == expected[name], f"{name}, {'from the cache' if cached else 'beside others'}"
         kept = [kept_of(served.found, len(prompts[name].layout.ids)) for name in names]
         assert not cached or [outcome.cached for outcome in outcomes] == kept
-    return {*prompts, *([OURS] if isinstance(chunked.decoder, Decoder) else [])}
+    ours = {isinstance(engine.decoder, Decoder) for engine in (chunked, company)}
+    assert len(ours) == 1
+    return {*prompts, *([OURS] if ours == {True} else [])}

@@ -29,7 +29,7 @@ from llm_service.models.known_text import known_text
 from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.trial import try_ours_of
 from llm_service.models.trial_prompts import drawn_prompt
-from tests.parity.library_side import GREEDY, Served, compare
+from tests.parity.library_side import GREEDY, Served, compare, with_text
 from tools.models.compare import OURS
 from tools.models.prompts import PROMPTS
 from tools.models.reference import TOKENS, Reference
@@ -82,14 +82,6 @@ SCALED: dict[str, dict[str, Any]] = {
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
     "yarn": {"factor": 8.0, "original_max_position_embeddings": 64},
 }
-
-
-def with_text(folder: Path, **settings: Any) -> Path:
-    """A checkpoint whose text is told other settings."""
-    config = json.loads((folder / "config.json").read_text())
-    config["text_config"] |= settings
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -301,6 +293,23 @@ def test_a_text_that_asks_for_what_our_decoder_lacks_is_the_library_s(tmp_path: 
         assert known_text(Checkpoint(folder), served.found) is None
     why = "activation gelu is not supported"
     assert [(line["event"], line["why"]) for line in told] == [("the library computes the text", why)]
+
+
+def test_a_text_of_which_our_decoder_gives_other_logits_is_the_library_s(
+    llava: Path, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that our decoder needs is there, so its trial alone tells."""
+    right = SelfAttention.cache_spec
+    monkeypatch.setattr(
+        SelfAttention, "cache_spec", lambda part: replace(spec := right(part), kind=replace(spec.kind, scale=0.3))
+    )
+    with capture_logs() as told:
+        assert known_text(Checkpoint(llava), served.found) is None
+        decoder = Served.of(llava).engine().decoder
+    assert isinstance(decoder, LibraryDecoder)
+    said = [line["why"] for line in told if line["event"] == "the library computes the text"]
+    assert len(said) == 2
+    assert all(why.startswith("the logits of our decoder are not the library's: they differ by ") for why in said)
 
 
 def test_where_another_rank_cannot_the_library_computes_on_all(

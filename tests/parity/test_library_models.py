@@ -165,4 +165,21 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_ids_and_tokens_are_the_library_s_whatever_the_chunks_and_the_company(kind: str, tmp_path: Path) -> None:
     more = {SOUND, *sounding_prompts()} if kind == "qwen2_5_omni_thinker" else set()
-    assert {"one picture"} | more <= compare(Served.of(make(kind, tmp_path)), RECIPES[kind].step_tokens)
+    assert {"one picture", OURS} | more <= compare(Served.of(make(kind, tmp_path)), RECIPES[kind].step_tokens)
+
+
+CHEAP = "mistral3", "aya_vision", "gemma3"
+BY_LIBRARY = [
+    kind if kind in CHEAP else pytest.param(kind, marks=pytest.mark.soak)
+    for kind in SUITE
+    if kind != "minicpmv4_6"  # its layers keep states, and pictures come between
+]
+
+
+@pytest.mark.parametrize("kind", BY_LIBRARY)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+def test_so_they_are_where_the_library_computes_the_text(kind: str, tmp_path: Path) -> None:
+    served = Served.of(make(kind, tmp_path))
+    found = compare(served, RECIPES[kind].step_tokens, by_library=True)
+    assert "one picture" in found
+    assert OURS not in found

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from common import library_models
-from common.checkpoint import CheckpointError
+from common.checkpoint import Checkpoint, CheckpointError
 from llm_service.families.family import SpanRule
 from llm_service.layers import index_keys
 from llm_service.layers.attention import general_backend
-from llm_service.models import library_attention, library_decoder, trial, trial_reference
+from llm_service.models import library_attention, library_decoder, trial, trial_chunks, trial_reference
+from llm_service.models.library_loader import load_library_decoder
 from llm_service.models.trial import try_config, try_out
 from llm_service.models.trial_prompts import TrialPrompt, drawn_prompt
 from tools.models.tiny import config_of_recipe, make
@@ -53,6 +54,17 @@ def test_a_trial_tells_what_an_index_chooses(what: str, monkeypatch: pytest.Monk
         monkeypatch.setattr(general_backend, "choose", lambda *_: None)
     with pytest.raises(CheckpointError, match="mistral_large4 gives other logits in chunks"):
         try_config(config_of_recipe("mistral_large4"), drawn_prompt)
+
+
+def test_a_checkpoint_whose_trial_fails_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong is only where the trial looks, so nothing else of loading tells."""
+    folder = make("llava", tmp_path)
+    checkpoint, found, cpu = Checkpoint(folder), library_models.describe(folder), torch.device("cpu")
+    assert load_library_decoder(checkpoint, found, torch.float32, cpu).spans is SpanRule.NOWHERE
+    right = trial_chunks.PagedChunk
+    monkeypatch.setattr(trial_chunks, "PagedChunk", lambda context, *others: right(max(0, context - 1), *others))
+    with pytest.raises(CheckpointError, match="llava gives other logits in chunks than of a whole prompt: they differ"):
+        load_library_decoder(checkpoint, found, torch.float32, cpu)
 
 
 def test_tokens_that_a_model_does_not_let_say_hide_no_other_difference() -> None:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests import forkserver, pictures
-from tests.launch import send
+from tests.launch import llm_server, send
+from tests.parity.library_side import with_text
 from tests.quantized import FORMATS, quantize_checkpoint
-from tests.rpc.pairs import Pair, about, answer, asked, greedy, pair, refusal
+from tests.rpc.pairs import LLM_FLAGS, Pair, about, answer, asked, greedy, pair, refusal
 from tests.waiting import until
 from tools.demo_media import film
 from tools.launcher import Service
 from tools.models.compare import OURS, RANKS, through_services
 from tools.models.prompts import SOUND, TWO, VIDEO, picture, sounding_prompts
 from tools.models.recipes import RECIPES
+from tools.models.recipes.recipe import CLIP, TEXT, part, whole
 from tools.models.recipes.sounds import HEARING_BY_ADAPTER
 from tools.models.recipes.spans import PALIGEMMA_2
 from tools.models.reference import Reference
@@ -75,17 +78,38 @@ def test_so_they_are_where_scores_have_a_cap_and_whole_prompts_see_beyond_window
     assert {"one picture", TWO, RANKS, OURS} < found
 
 
+def of_the_library(folder: Path) -> Path:
+    """A checkpoint whose text the library computes: our decoder has no such activation for it."""
+    return with_text(make("llava", folder), hidden_act="gelu")
+
+
+def test_ids_and_greedy_tokens_are_the_library_s_where_it_computes_the_text(tmp_path: Path) -> None:
+    found = through_services(of_the_library(tmp_path))
+    assert {"one picture", TWO, RANKS} < found
+    assert OURS not in found
+
+
+def test_a_text_whose_trial_fails_ends_the_service_with_one_sentence(tmp_path: Path) -> None:
+    """DiffLlama's, whose attention goes other ways than ours knows. It would load, and answer something else."""
+    text = part("diffllama", TEXT)
+    config = whole("llava", vision_config=CLIP, text_config=text, image_token_index="<image>")
+    folder = make_by(replace(RECIPES["llava"], config=config), tmp_path)
+    says = "llm_service: llava gives other logits in chunks than of a whole prompt: they differ by"
+    with pytest.raises(RuntimeError, match=says), llm_server(folder, light=False, **LLM_FLAGS):
+        pass
+
+
 @pytest.mark.soak
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_tokens_of_quantised_weights_are_the_library_s_where_it_computes_the_text(tmp_path: Path) -> None:
     """Pictures and text, on the weights that they are."""
-    plain = make("ernie4_5_vl_moe", tmp_path / "plain")
-    quantized, wide = quantize_checkpoint(plain, FORMATS["fp8 in blocks"], tmp_path, "model.", experts_too=False)
+    plain = of_the_library(tmp_path / "plain")
+    quantized, wide = quantize_checkpoint(plain, FORMATS["fp8 in blocks"], tmp_path, "language_model.")
     shown, library = picture(9, 64, 64), Reference(wide)
     expected = library.tokens(library.inputs([shown, "What is it?"]))
     with pair(quantized, light=False) as running:
         said = answer(running.text, asked(about(pictures.encoded(shown)), greedy(len(expected))))
         assert running.text.get_info().weights.bits == 8
+        assert "the library computes the text" in running.llm.log.read_text("utf-8")
     assert said.choices[0].token_ids == expected
 
 
