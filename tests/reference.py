@@ -164,3 +164,31 @@ def _metadata(video: Video) -> dict[str, Any]:
         "height": height,
         "duration": count / video.fps,
     }
+
+
+@torch.no_grad()
+def pruned_tokens(
+    directory: Path, inputs: dict[str, torch.Tensor], rows: torch.Tensor, mask: np.ndarray, count: int
+) -> tuple[list[int], torch.Tensor, list[int]]:
+    """Ids and positions [3, n] of a prompt with one video without the rows that `mask` [tokens] drops, and `count`
+    greedy tokens that follow. `rows` [kept, levels, width] are those that stay."""
+    loaded = model(directory)
+    decoder = loaded.model.language_model
+    ids, positions = inputs["input_ids"][0], inputs["position_ids"]
+    placeholder = ids == loaded.config.video_token_id
+    stays = ~placeholder
+    stays[placeholder] = torch.from_numpy(mask)
+    ids, positions, visual = ids[stays], positions[:, :, stays], placeholder[stays]
+    hidden = decoder.get_input_embeddings()(ids)
+    hidden[visual] = rows[:, 0]
+    deep = list(rows[:, 1:].unbind(1))
+    out: list[int] = []
+    where = positions
+    for _ in range(count):
+        given = {"visual_pos_masks": visual[None], "deepstack_visual_embeds": deep} if deep else {}
+        states = decoder(inputs_embeds=hidden[None], position_ids=where, use_cache=False, **given).last_hidden_state
+        out.append(int(loaded.lm_head(states[0, -1]).argmax()))
+        hidden = torch.cat([hidden, decoder.get_input_embeddings()(torch.tensor(out[-1:]))])
+        where = torch.cat([where, where.amax() + torch.ones(3, 1, 1, dtype=where.dtype)], dim=2)
+        visual = torch.cat([visual, torch.zeros(1, dtype=torch.bool)])
+    return ids.tolist(), positions[:, 0], out

@@ -78,10 +78,10 @@ def make_prompt(
     parts: Sequence[Part],
     builder: PromptBuilder | None = None,
     *,
-    prune: Callable[[Header], np.ndarray] | None = None,
+    prune: Callable[[Header, torch.Tensor], np.ndarray] | None = None,
 ) -> Prompt:
     """One user message with these parts, laid out by us, with rows and inputs from the reference. Of a video, those
-    rows are kept that `prune` says, [tokens] of bool; the inputs have all."""
+    rows are kept that `prune` says of its header and rows, [tokens] of bool; the inputs have all."""
     builder = builder or PromptBuilder(Checkpoint(directory))
     images = [part for part in parts if isinstance(part, Image.Image)]
     videos = [part for part in parts if isinstance(part, reference.Video)]
@@ -94,7 +94,7 @@ def make_prompt(
             continue
         header, block = _image(directory, part) if isinstance(part, Image.Image) else _video(directory, part)
         if prune is not None and header.modality is Modality.VIDEO:
-            mask = prune(header)
+            mask = prune(header, block)
             bits = kept_rows.pack(mask)
             header = dataclasses.replace(header, tokens=int(mask.sum()), grid_rows=len(mask), kept_rows=bits)
             block = block[torch.from_numpy(mask)].contiguous()

@@ -21,6 +21,7 @@ from common.checkpoint import Checkpoint
 from common.core_share import CoreShare
 from common.media.item import Grid, Modality, Options
 from encoder_service.families import config, registry
+from encoder_service.families.family import Processor
 from encoder_service.item import Inspection, Plan
 from encoder_service.models.attention import AttentionUnavailable
 from encoder_service.models.tower import Pass, load_tower
@@ -30,6 +31,7 @@ from encoder_service.worker.messages import Batch, Piece, WorkerSettings
 from encoder_service.worker.patches import preprocess
 from encoder_service.worker.row_ring import RowRing
 from encoder_service.worker.runner import Runner
+from tests import audio_checkpoint, sounds
 from tests.lazy_copier import LazyCopier
 
 SIDE = 64
@@ -213,6 +215,35 @@ def test_rows_that_are_not_finite_are_reported_and_not_written(checkpoints, buff
     done = runner.run(Batch([piece(0, 0), piece(65536, 512_000)]))
     assert done.not_finite == [1]
     assert not any(buffers[1].view[512_000:520_000])
+
+
+def heard(staging: SharedBuffer, at: int, samples: int, seed: int, rows: int, clips: Processor) -> Piece:
+    """A clip in the staging arena, as float32."""
+    wave = torch.from_numpy(sounds.tune(2.0, seed)[:samples]) / 32768
+    data = wave.float().numpy().tobytes()
+    staging.view[at : at + len(data)] = data
+    plan = clips.plan(Inspection(1, 1, frames=samples), Options())
+    grid = (plan.grid.t, plan.grid.h, plan.grid.w)
+    return Piece("audio", at, 1, 1, samples, plan.resized, grid, plan.tokens, rows, depth=plan.depth)
+
+
+def test_clips_of_one_length_and_of_another_in_one_batch_have_the_rows_that_each_has_alone(tmp_path, buffers):
+    folder = audio_checkpoint.make_audio_checkpoint(tmp_path)
+    runner = Runner(worker_settings(folder), *buffers)
+    settings = config.read(Checkpoint(folder))
+    clips = settings.processors[Modality.AUDIO]
+    lengths = (9000, 9000, 20_001, 9000)
+    given = [heard(buffers[0], n << 17, count, n, n << 16, clips) for n, count in enumerate(lengths)]
+    alone = []
+    for each in given:
+        assert runner.run(Batch([each])).not_finite == []
+        alone.append(rows_at(buffers[1], each.rows, each.tokens, settings))
+    assert not torch.allclose(alone[0], alone[1], atol=0.01), "any rows would do"
+    buffers[1].view[:] = bytes(ROOM)
+    assert runner.run(Batch(given)).not_finite == []
+    for each, expected in zip(given, alone, strict=True):
+        found = rows_at(buffers[1], each.rows, each.tokens, settings)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture
