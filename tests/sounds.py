@@ -19,6 +19,8 @@ KINDS = {
     "webm": ("webm", "libopus"),
 }
 """Container and codec of each."""
+STEREO = {"vorbis": ("ogg", "vorbis")}
+"""The same of what FFmpeg's own encoder makes of two channels alone."""
 
 
 def tune(seconds: float, seed: int = 0, rate: int = RATE) -> np.ndarray:
@@ -36,11 +38,12 @@ def encoded(samples: np.ndarray, kind: str = "wav", rate: int = RATE) -> bytes:
     """A file of int16 samples, [n], or [channels, n]."""
     import av
 
-    container, codec = KINDS[kind]
+    container, codec = (KINDS | STEREO)[kind]
     lines = samples.reshape(-1, samples.shape[-1])
     file = io.BytesIO()
     with av.open(file, "w", format=container) as out:
         stream: Any = out.add_stream(codec, rate=rate, layout={1: "mono", 2: "stereo"}[len(lines)])
+        stream.codec_context.options = {"strict": "experimental"}
         _write(out, stream, lines, rate)
     return file.getvalue()
 
