@@ -28,7 +28,7 @@ from llm_service.layers.attention.kernel_backend import COMBINED
 from llm_service.layers.attention.latent_triton import LatentKernelShape
 from llm_service.layers.attention.triton_backend import KernelShape
 from llm_service.layers.gdn.backend import CHUNK, GdnShape
-from llm_service.layers.gdn.triton_backend import _CHANNELS, _RUN_CHANNELS, KernelConstants
+from llm_service.layers.gdn.triton_backend import KernelConstants
 from llm_service.layers.gpu import (
     adapter_kernels,
     gdn_kernels,
@@ -45,8 +45,9 @@ from llm_service.layers.gpu import (
 from llm_service.layers.gpu import quantized_weight as weights_gpu
 from llm_service.layers.gpu import row_kernels as rows_gpu
 from llm_service.layers.gpu import sampling_kernels as sampling
+from llm_service.layers.gpu.convolutions import CHANNELS, EXACT_RUN_CHANNELS, RUN_CHANNELS
 from llm_service.layers.kda.backend import KdaShape
-from llm_service.layers.kda.triton_backend import RUN_CHANNELS, KdaConstants
+from llm_service.layers.kda.triton_backend import KdaConstants
 from llm_service.layers.mamba2.backend import Mamba2Shape
 from llm_service.layers.mamba2.triton_backend import Mamba2Constants
 from llm_service.layers.quantized_weight import Number
@@ -297,9 +298,9 @@ def delta_net(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
     plain = {"BIAS": False}
     sizes = {"VALUE_DIM": shape.value_dim, "VALUES": launch.values}
     made = {
-        "conv step": (gdn_kernels.conv_step_kernel, {**width, **plain, "BLOCK": _CHANNELS}),
-        "conv run": (gdn_kernels.conv_run_kernel, {**width, **plain, **tile, "BLOCK": _RUN_CHANNELS}),
-        "conv keep": (gdn_kernels.conv_keep_kernel, {**width, "BLOCK": _CHANNELS}),
+        "conv step": (gdn_kernels.conv_step_kernel, {**width, **plain, "BLOCK": CHANNELS}),
+        "conv run": (gdn_kernels.conv_run_kernel, {**width, **plain, **tile, "BLOCK": RUN_CHANNELS}),
+        "conv keep": (gdn_kernels.conv_keep_kernel, {**width, "BLOCK": CHANNELS}),
         "step": (gdn_kernels.step_kernel, launch.step),
         "system": (gdn_kernels.system_kernel, launch.system),
         "scan": (gdn_kernels.scan_kernel, launch.scan),
@@ -315,8 +316,8 @@ def kimi_delta(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
     launch, width = KdaConstants(shape, dtype == torch.float32), {"WIDTH": shape.width, "num_warps": 4}
     bounded, plain = {"BOUNDED": True}, {"BIAS": False}
     made = {
-        "conv step": (gdn_kernels.conv_step_kernel, {**width, **plain, "BLOCK": _CHANNELS}),
-        "conv run": (gdn_kernels.conv_run_kernel, {**width, **plain, "TILE": CHUNK, "BLOCK": RUN_CHANNELS}),
+        "conv step": (gdn_kernels.conv_step_kernel, {**width, **plain, "BLOCK": CHANNELS}),
+        "conv run": (gdn_kernels.conv_run_kernel, {**width, **plain, "TILE": CHUNK, "BLOCK": EXACT_RUN_CHANNELS}),
         "step": (kda_kernels.kda_step_kernel, {**launch.step, **bounded}),
         "pairs": (kda_kernels.kda_pairs_kernel, {**launch.pairs, **bounded}),
         "invert": (kda_kernels.kda_invert_kernel, launch.invert),
@@ -332,8 +333,8 @@ def mamba2(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
     shape = Mamba2Shape(8, 64, 64, 128, least_step=0.001)
     launch, width = Mamba2Constants(shape, dtype == torch.float32), {"WIDTH": shape.width, "num_warps": 4}
     made = {
-        "conv step": (gdn_kernels.conv_step_kernel, {**width, "BIAS": True, "BLOCK": _CHANNELS}),
-        "conv run": (gdn_kernels.conv_run_kernel, {**width, "BIAS": True, "TILE": CHUNK, "BLOCK": _RUN_CHANNELS}),
+        "conv step": (gdn_kernels.conv_step_kernel, {**width, "BIAS": True, "BLOCK": CHANNELS}),
+        "conv run": (gdn_kernels.conv_run_kernel, {**width, "BIAS": True, "TILE": CHUNK, "BLOCK": RUN_CHANNELS}),
         "step": (mamba2_kernels.mamba2_step_kernel, launch.step),
         "scan": (mamba2_kernels.mamba2_scan_kernel, launch.scan),
         "group norm": (mamba2_kernels.group_norm_kernel, launch.norm),

@@ -16,9 +16,8 @@ from llm_service.layers.gdn.fla_rule import LibraryRule, Round, rounds
 from llm_service.layers.gdn.metadata import GdnMetadata
 from llm_service.layers.gdn.torch_backend import split
 from llm_service.layers.gpu import gdn_kernels as kernels
+from llm_service.layers.gpu.convolutions import convolve_runs, convolve_steps
 
-_CHANNELS, _RUN_CHANNELS = 256, 64
-"""What one program of a convolution takes, of one token and of a tile."""
 _KEYS = (64, 32)
 """Places of keys that are multiplied at once, in 16 bits and in float32, which takes more registers."""
 _EXACT = "tf32x3"
@@ -131,20 +130,7 @@ class TritonBatch:
 
     def _run_steps(self, out: Tensor, mixed: Tensor, given: GdnInput, weights: GdnWeights, cache: StateCache) -> None:
         shape, steps, (convolution, recurrent) = self.compiled.shape, self.metadata.steps, cache.tensors
-        kernels.conv_step_kernel[(len(steps), triton.cdiv(shape.channels, _CHANNELS))](
-            mixed,
-            given.qkv,
-            steps,
-            convolution,
-            weights.conv,
-            weights.conv,  # no biases
-            given.qkv.stride(0),
-            shape.channels,
-            WIDTH=shape.width,
-            BLOCK=_CHANNELS,
-            BIAS=False,
-            num_warps=4,
-        )
+        convolve_steps(mixed, given.qkv, self.metadata, convolution, weights.conv)
         kernels.step_kernel[(len(steps), shape.value_heads)](
             out,
             mixed,
@@ -166,33 +152,7 @@ class TritonBatch:
 
     def _run_tiles(self, out: Tensor, mixed: Tensor, given: GdnInput, weights: GdnWeights, cache: StateCache) -> None:
         metadata, shape = self.metadata, self.compiled.shape
-        convolution, blocks = cache.tensors[0], triton.cdiv(shape.channels, _RUN_CHANNELS)
-        kernels.conv_run_kernel[(len(metadata.tiles), blocks)](
-            mixed,
-            given.qkv,
-            metadata.runs,
-            metadata.tiles,
-            convolution,
-            weights.conv,
-            weights.conv,  # no biases
-            given.qkv.stride(0),
-            shape.channels,
-            WIDTH=shape.width,
-            TILE=CHUNK,
-            BLOCK=_RUN_CHANNELS,
-            BIAS=False,
-            num_warps=4,
-        )
-        kernels.conv_keep_kernel[(len(metadata.runs), triton.cdiv(shape.channels, _CHANNELS))](
-            given.qkv,
-            metadata.runs,
-            convolution,
-            given.qkv.stride(0),
-            shape.channels,
-            WIDTH=shape.width,
-            BLOCK=_CHANNELS,
-            num_warps=4,
-        )
+        convolve_runs(mixed, given.qkv, metadata, cache.tensors[0], weights.conv)
         if self.rule is None:
             self._scan(out, mixed, given, weights, cache.tensors[1])
         else:

@@ -13,13 +13,11 @@ from torch import Tensor
 from llm_service.layers.cache_spec import Segment, StateCache
 from llm_service.layers.gdn.backend import CHUNK
 from llm_service.layers.gdn.metadata import GdnMetadata
-from llm_service.layers.gpu import gdn_kernels
 from llm_service.layers.gpu import kda_kernels as kernels
+from llm_service.layers.gpu.convolutions import EXACT_RUN_CHANNELS, convolve_runs, convolve_steps
 from llm_service.layers.kda.backend import KdaInput, KdaShape, KdaWeights
 from llm_service.layers.kda.torch_backend import gated_norm
 
-CHANNELS, RUN_CHANNELS = 256, 32
-"""What one program of a convolution takes, of one token and of a tile."""
 _NEAR = 16
 """Tokens of which each pair is multiplied place by place."""
 _KEYS = 32
@@ -113,20 +111,7 @@ class TritonBatch:
 
     def _run_steps(self, out: Tensor, mixed: Tensor, given: KdaInput, weights: KdaWeights, cache: StateCache) -> None:
         shape, steps, (convolution, recurrent) = self.compiled.shape, self.metadata.steps, cache.tensors
-        gdn_kernels.conv_step_kernel[(len(steps), triton.cdiv(shape.channels, CHANNELS))](
-            mixed,
-            given.qkv,
-            steps,
-            convolution,
-            weights.conv,
-            weights.conv,  # no biases
-            given.qkv.stride(0),
-            shape.channels,
-            WIDTH=shape.width,
-            BLOCK=CHANNELS,
-            BIAS=False,
-            num_warps=4,
-        )
+        convolve_steps(mixed, given.qkv, self.metadata, convolution, weights.conv)
         kernels.kda_step_kernel[(len(steps), shape.heads)](
             out,
             mixed,
@@ -150,25 +135,8 @@ class TritonBatch:
 
     def _run_tiles(self, out: Tensor, mixed: Tensor, given: KdaInput, weights: KdaWeights, cache: StateCache) -> None:
         runs, tiles, shape = self.metadata.runs, self.metadata.tiles, self.compiled.shape
-        row, width = given.qkv.stride(0), {"WIDTH": shape.width, "num_warps": 4}
-        gdn_kernels.conv_run_kernel[(len(tiles), triton.cdiv(shape.channels, RUN_CHANNELS))](
-            mixed,
-            given.qkv,
-            runs,
-            tiles,
-            cache.tensors[0],
-            weights.conv,
-            weights.conv,  # no biases
-            row,
-            shape.channels,
-            TILE=CHUNK,
-            BLOCK=RUN_CHANNELS,
-            BIAS=False,
-            **width,
-        )
-        gdn_kernels.conv_keep_kernel[(len(runs), triton.cdiv(shape.channels, CHANNELS))](
-            given.qkv, runs, cache.tensors[0], row, shape.channels, BLOCK=CHANNELS, **width
-        )
+        states = cache.tensors[0]
+        convolve_runs(mixed, given.qkv, self.metadata, states, weights.conv, at_once=EXACT_RUN_CHANNELS)
         sizes = len(tiles), shape.heads, CHUNK, CHUNK
         system, within = torch.empty((2, *sizes), dtype=torch.float32, device=out.device)
         seen = mixed, given.a, given.b, runs, tiles

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from llm_service.layers.cache_spec import Segment, StateCache
 from llm_service.layers.gdn.backend import CHUNK
-from llm_service.layers.gpu import gdn_kernels, mamba2_kernels
+from llm_service.layers.gpu import mamba2_kernels
+from llm_service.layers.gpu.convolutions import convolve_runs, convolve_steps
 from llm_service.layers.mamba2.backend import Mamba2Input, Mamba2Shape, Mamba2Weights
 from llm_service.layers.mamba2.metadata import Mamba2Metadata
 
-_CHANNELS, _RUN_CHANNELS = 256, 64
-"""What one program of a convolution takes, of one token and of a tile."""
 _EXACT = "ieee"
 """How float32 is multiplied: three products in tf32 do not fit the registers of 8.0."""
 _PART = (32, 16)
@@ -118,20 +117,7 @@ class TritonBatch:
         self, read: Tensor, mixed: Tensor, given: Mamba2Input, weights: Mamba2Weights, cache: StateCache
     ) -> None:
         shape, steps, (convolution, recurrent) = self.compiled.shape, self.metadata.tables.steps, cache.tensors
-        gdn_kernels.conv_step_kernel[(len(steps), triton.cdiv(shape.channels, _CHANNELS))](
-            mixed,
-            given.xbc,
-            steps,
-            convolution,
-            weights.conv,
-            weights.conv_bias,
-            given.xbc.stride(0),
-            shape.channels,
-            WIDTH=shape.width,
-            BLOCK=_CHANNELS,
-            BIAS=True,
-            num_warps=4,
-        )
+        convolve_steps(mixed, given.xbc, self.metadata.tables, convolution, weights.conv, weights.conv_bias)
         mamba2_kernels.mamba2_step_kernel[(len(steps), shape.heads)](
             read,
             mixed,
@@ -151,32 +137,7 @@ class TritonBatch:
         self, read: Tensor, mixed: Tensor, given: Mamba2Input, weights: Mamba2Weights, cache: StateCache
     ) -> None:
         tables, shape, (convolution, recurrent) = self.metadata.tables, self.compiled.shape, cache.tensors
-        gdn_kernels.conv_run_kernel[(len(tables.tiles), triton.cdiv(shape.channels, _RUN_CHANNELS))](
-            mixed,
-            given.xbc,
-            tables.runs,
-            tables.tiles,
-            convolution,
-            weights.conv,
-            weights.conv_bias,
-            given.xbc.stride(0),
-            shape.channels,
-            WIDTH=shape.width,
-            TILE=CHUNK,
-            BLOCK=_RUN_CHANNELS,
-            BIAS=True,
-            num_warps=4,
-        )
-        gdn_kernels.conv_keep_kernel[(len(tables.runs), triton.cdiv(shape.channels, _CHANNELS))](
-            given.xbc,
-            tables.runs,
-            convolution,
-            given.xbc.stride(0),
-            shape.channels,
-            WIDTH=shape.width,
-            BLOCK=_CHANNELS,
-            num_warps=4,
-        )
+        convolve_runs(mixed, given.xbc, tables, convolution, weights.conv, weights.conv_bias)
         parts = triton.cdiv(shape.head_dim, self.compiled.part)
         mamba2_kernels.mamba2_scan_kernel[(len(tables.runs), shape.heads, parts)](
             read,

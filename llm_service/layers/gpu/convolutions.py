@@ -1,0 +1,70 @@
+"""Launches of the convolutions that layers with states begin with: of a token each of many sequences, and of runs."""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+
+from llm_service.layers.gdn.backend import CHUNK
+from llm_service.layers.gdn.metadata import GdnMetadata
+from llm_service.layers.gpu import gdn_kernels
+
+CHANNELS = 256
+"""What one program takes of a token."""
+RUN_CHANNELS, EXACT_RUN_CHANNELS = 64, 32
+"""What one program takes of a tile, and of one whose result stays float32."""
+
+
+def convolve_steps(
+    mixed: Tensor, given: Tensor, metadata: GdnMetadata, states: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> None:
+    """Writes to rows of mixed [n, channels] what steps make of theirs of given, through SiLU, and moves their states
+    [slots, channels, width − 1] on; weight [channels, width], bias [channels]."""
+    channels, width = weight.shape
+    gdn_kernels.conv_step_kernel[(len(metadata.steps), triton.cdiv(channels, CHANNELS))](
+        mixed,
+        given,
+        metadata.steps,
+        states,
+        weight,
+        weight if bias is None else bias,
+        given.stride(0),
+        channels,
+        WIDTH=width,
+        BLOCK=CHANNELS,
+        BIAS=bias is not None,
+        num_warps=4,
+    )
+
+
+def convolve_runs(
+    mixed: Tensor,
+    given: Tensor,
+    metadata: GdnMetadata,
+    states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    at_once: int = RUN_CHANNELS,
+) -> None:
+    """The same of runs, a program `at_once` channels of a tile, and of the copies of their states."""
+    (channels, width), runs = weight.shape, metadata.runs
+    gdn_kernels.conv_run_kernel[(len(metadata.tiles), triton.cdiv(channels, at_once))](
+        mixed,
+        given,
+        runs,
+        metadata.tiles,
+        states,
+        weight,
+        weight if bias is None else bias,
+        given.stride(0),
+        channels,
+        WIDTH=width,
+        TILE=CHUNK,
+        BLOCK=at_once,
+        BIAS=bias is not None,
+        num_warps=4,
+    )
+    gdn_kernels.conv_keep_kernel[(len(runs), triton.cdiv(channels, CHANNELS))](
+        given, runs, states, given.stride(0), channels, WIDTH=width, BLOCK=CHANNELS, num_warps=4
+    )
