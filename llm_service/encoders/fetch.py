@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from common import log, tracing
-from common.errors import MEDIA_CHANGED, MEDIA_HOST, DataLoss, Exhausted, Internal, NotFound, TwinlensError, Unavailable
+from common.errors import MEDIA_CHANGED, MEDIA_HOST, DataLoss, Exhausted, NotFound, TwinlensError, Unavailable
 from common.media.item import Header, Key, Url
 from common.stages import Stage, add
 from llm_service.encoders.breaker import RetryBudget
+from llm_service.encoders.choice import EncoderChoice
 from llm_service.encoders.encoder_cache import CacheEntry, EncoderCache
 from llm_service.encoders.header_cache import HeaderCache, KnownHeader
 from llm_service.encoders.identity import Identity, given_by
@@ -22,14 +23,11 @@ from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.replica import Asking, Replica
 from llm_service.encoders.stream import SLOW, UNREACHABLE, EncodeStream
 from llm_service.encoders.transports.base import MirrorPlace
-from llm_service.encoders.wait_queue import Waiter
 from llm_service.request import MediaItem, Request
 
 _log = log.get("fetch")
 _ATTEMPTS = 3
 _RETRIED = (Unavailable, DataLoss, Exhausted, NotFound)
-_LEAST_HINT = 0.1
-"""Seconds for which a full encoder is left alone, whatever it says: an item is sent anew each time."""
 
 
 @dataclass(slots=True)
@@ -72,11 +70,7 @@ class Fetch:
         self._request = request
         self._salt = request.salt
         self._asking = Asking(request_id=request.id, salt=request.salt, priority=request.priority)
-        self._patient_until = min(monotonic() + links.patience, request.deadline or float("inf"))
-        self._tried: list[str] = []
-        self._lacking: set[str] = set()
         self._missing: NotFound | None = None
-        self._refusal: Exhausted | None = None
         self._failures = 0
         self._replica: Replica | None = None
         self._stream: EncodeStream | ParallelStreams | None = None
@@ -84,7 +78,8 @@ class Fetch:
         self._key_there = b""
         self._states_rows = False
         self._holds = ExitStack()
-        self._waiter = Waiter(links.pool.wait_queue, request.priority)
+        patient_until = min(monotonic() + links.patience, request.deadline or float("inf"))
+        self._choice = EncoderChoice(links.pool, self._affinity, request, item.field, patient_until)
 
     @property
     def has_content(self) -> bool:
@@ -110,7 +105,8 @@ class Fetch:
 
     async def fetch_rows(self, cache: EncoderCache, entry: CacheEntry) -> None:
         """Lands the rows of an entry that are missing; raises what kept them from coming."""
-        self._patient_until = monotonic() + self._links.patience  # not this request's time alone: others may share them
+        # Not this request's time alone: others may share the rows.
+        self._choice.patient_until = monotonic() + self._links.patience
 
         async def receive() -> None:
             if self._stream is None:
@@ -143,11 +139,12 @@ class Fetch:
         """Ends the stream that is open, if any, and the waiting for room. It waits for nothing, so that no cancellation
         can come between."""
         self._hang_up()
-        self._waiter.leave()
+        self._choice.close()
 
     def _hang_up(self) -> None:
         self._stream = None
         self._holds.close()
+        self._choice.ends()
 
     async def _persistently(self, work: Callable[[], Awaitable[None]]) -> None:
         """Does `work` until it succeeds, or until `_after` says that it is no use."""
@@ -159,27 +156,23 @@ class Fetch:
 
     async def _open(self, first: int = 0) -> None:
         """Opens a stream at an encoder and waits for its header."""
-        links, affinity = self._links, self._affinity
-        if await links.pool.refuses(affinity):
-            raise Internal("encoders have died over this item", reason="POISON_ITEM", field=self.item.field)
+        links, choice = self._links, self._choice
+        asking = dataclasses.replace(self._asking, first=first, attempt=len(choice.tried), broke=self._failures > 0)
         self._replica = None
-        await self._room()
-        self._replica = replica = await links.pool.pick(affinity, self._tried, self._lacking)
-        asking = dataclasses.replace(self._asking, first=first, attempt=len(self._tried), broke=self._failures > 0)
-        self._tried.append(replica.address)
+        self._replica = replica = await choice.next()
         links.counters.attempts += 1
         if not asking.attempt:
             links.budget.earn()
         self._opened = replica.breaker.now()
-        self._waiter.asks()
+        choice.asks()
         with tracing.span("header", encoder=replica.address, attempt=asking.attempt):
             self._stream = self._holds.enter_context(replica.encode(self._item(), asking))
             header = await self._stream.header()
-        self._waiter.leave()
+        choice.let_in()
         self._key_there = header.key
         if self._keeps_others(header):
             self._hang_up()
-            self._tried.pop()
+            choice.tried.pop()
             self._states_rows = True
             await self._open(first)
             return
@@ -187,7 +180,7 @@ class Fetch:
             header = dataclasses.replace(header, key=self.header.key)  # there, they have one of their own
         self._compare(header)
         self.header = header
-        links.header_cache.remember(self._names(header), header, self._salt, affinity)
+        links.header_cache.remember(self._names(header), header, self._salt, self._affinity)
 
     async def _parallelise(self, first: int, row_bytes: int) -> None:
         """Has several streams bring the rows from `first` on in place of the one that is open, where that is better."""
@@ -260,16 +253,15 @@ class Fetch:
         if error.reason in (MEDIA_HOST, MEDIA_CHANGED, SLOW):  # no encoder is to blame, and no other can do better
             raise error
         if isinstance(error, NotFound):
-            self._lacking.add(replica.address)
-            if not isinstance(self.item.source, Key) or not any(may.usable or may.unsure for may in self._may_have()):
+            self._choice.lacks(replica)
+            if not isinstance(self.item.source, Key) or not any(
+                may.usable or may.unsure for may in self._choice.may_have()
+            ):
                 raise error
             self._missing = error
             return
         if isinstance(error, Exhausted):
-            if error.retry_after is None:  # it never fits
-                raise error
-            replica.refused(max(error.retry_after, _LEAST_HINT))
-            self._refusal = error
+            self._choice.refused(replica, error)
             return
         replica.breaker.failed(self._opened)
         if isinstance(error, Unavailable):
@@ -279,19 +271,3 @@ class Fetch:
         if self._failures >= _ATTEMPTS or not self._links.budget.spend():
             raise error
         self._links.counters.retries += 1
-
-    async def _room(self) -> None:
-        """Returns when an encoder may have room for the item, which is mostly at once."""
-
-        def usable() -> list[Replica]:
-            return [replica for replica in self._may_have() if replica.usable]
-
-        try:
-            await self._waiter.wait(usable, self._patient_until)
-        except TimeoutError:
-            full = Exhausted("every encoder is full", reason="QUEUE_FULL", field=self.item.field)
-            raise self._refusal or full from None
-
-    def _may_have(self) -> list[Replica]:
-        """The encoders that have not said that they have no such key."""
-        return [replica for replica in self._links.pool.replicas if replica.address not in self._lacking]

@@ -16,6 +16,8 @@ from common.rendezvous import ranked
 from common.resolver import Resolver
 from llm_service.encoders.absence import Absence
 from llm_service.encoders.breaker import DEATHS, Quarantine
+from llm_service.encoders.health import EncoderHealth
+from llm_service.encoders.isolation import Isolation
 from llm_service.encoders.replica import LinkSettings, Replica
 from llm_service.encoders.wait_queue import WaitQueue
 
@@ -33,6 +35,7 @@ class EncoderPool:
     def __init__(self, addresses: Sequence[str], settings: LinkSettings) -> None:
         self.settings = settings
         self.quarantine = Quarantine()
+        self.isolation = Isolation()
         self.wait_queue = WaitQueue()
         self._retiring: set[asyncio.Task[None]] = set()
         self._sources = Resolver(addresses)
@@ -108,10 +111,17 @@ class EncoderPool:
     async def refuses(self, identity: bytes) -> bool:
         """Whether two encoders have died over this item; where that is still in question it is waited for, so that no
         third one does."""
-        suspects = [replica.health for replica in self.replicas if replica.health.is_suspected_with(identity)]
+        suspects = self._suspected_with(identity)
         if len(suspects) + self.quarantine.deaths(identity) >= DEATHS:
             await asyncio.gather(*(health.judged() for health in suspects))
         return self.quarantine.is_quarantined(identity)
+
+    def is_suspect(self, identity: bytes) -> bool:
+        """Whether an encoder has died over this item, or may have, perhaps by chance."""
+        return bool(self.quarantine.deaths(identity) or self._suspected_with(identity))
+
+    def _suspected_with(self, identity: bytes) -> list[EncoderHealth]:
+        return [replica.health for replica in self.replicas if replica.health.is_suspected_with(identity)]
 
     async def pick(self, identity: bytes, tried: Collection[str] = (), lacking: Collection[str] = ()) -> Replica:
         """The encoder for an item, by what makes repeats of it alike; one that was not tried yet, where there is one,

@@ -1,0 +1,113 @@
+"""Which encoder one item is sent to, try after try."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from time import monotonic
+
+from common.errors import Exhausted, Internal
+from llm_service.encoders.pool import EncoderPool
+from llm_service.encoders.replica import Replica
+from llm_service.encoders.wait_queue import Waiter
+from llm_service.request import Request
+
+_APART_SECONDS = 10.0
+"""How long an item over which an encoder has died waits for one without others of the kind."""
+_LEAST_HINT = 0.1
+"""Seconds for which a full encoder is left alone, whatever it says: an item is sent anew each time."""
+
+
+class EncoderChoice:
+    """The encoders that an item has `tried` (addresses, in order), those that lack it, and the next one.
+
+    `affinity` is what makes repeats of the item alike, `field` where the request has it. It waits for room until
+    `patient_until`, in monotonic seconds. Whoever makes it closes it.
+    """
+
+    def __init__(self, pool: EncoderPool, affinity: bytes, request: Request, field: str, patient_until: float) -> None:
+        self.tried: list[str] = []
+        self.patient_until = patient_until
+        self._pool = pool
+        self._affinity = affinity
+        self._request = request
+        self._field = field
+        self._lacking: set[str] = set()
+        self._refusal: Exhausted | None = None
+        self._waiter = Waiter(pool.wait_queue, request.priority)
+        self._apart = ExitStack()
+
+    async def next(self) -> Replica:
+        """The encoder to ask, which is mostly known at once; it counts as tried.
+
+        An item over which one has died goes where no other request has such an item, if that need not be waited for too
+        long: else it could not be told over which of them the next one dies. Raises Internal where two have died over
+        the item, Exhausted where all are full for too long, Unavailable where there is none.
+        """
+        pool, isolation, request = self._pool, self._pool.isolation, self._request
+        apart_until = monotonic() + _APART_SECONDS
+        while True:
+            if await pool.refuses(self._affinity):
+                raise Internal("encoders have died over this item", reason="POISON_ITEM", field=self._field)
+            suspect = pool.is_suspect(self._affinity)
+            apart = suspect and monotonic() < apart_until
+            if apart and self._usable() and not self._free():
+                self._waiter.leave()
+                await isolation.one_left(min(apart_until, monotonic() + pool.settings.check_seconds))  # or one came
+                continue
+            await self._room()
+            avoided = self._lacking | isolation.taken(request) if apart and self._free() else self._lacking
+            replica = await pool.pick(self._affinity, self.tried, avoided)
+            if apart and replica.address in isolation.taken(request):  # meanwhile
+                continue
+            if suspect:
+                self._apart.enter_context(isolation.at(replica.address, request))
+            self.tried.append(replica.address)
+            return replica
+
+    def asks(self) -> None:
+        """The item is being sent to the encoder."""
+        self._waiter.asks()
+
+    def let_in(self) -> None:
+        """The encoder has taken it: whoever waits for room may go."""
+        self._waiter.leave()
+
+    def ends(self) -> None:
+        """The encoder no longer has to do with the item."""
+        self._apart.close()
+
+    def lacks(self, replica: Replica) -> None:
+        """It has no such key, and is not asked again."""
+        self._lacking.add(replica.address)
+
+    def refused(self, replica: Replica, error: Exhausted) -> None:
+        """It is full. Raises the error where it is so for good: the item never fits."""
+        if error.retry_after is None:
+            raise error
+        replica.refused(max(error.retry_after, _LEAST_HINT))
+        self._refusal = error
+
+    def may_have(self) -> list[Replica]:
+        """The encoders that have not said that they have no such key."""
+        return [replica for replica in self._pool.replicas if replica.address not in self._lacking]
+
+    def close(self) -> None:
+        """Ends it, and the waiting for room. It waits for nothing, so that no cancellation can come between."""
+        self.ends()
+        self._waiter.leave()
+
+    async def _room(self) -> None:
+        """Returns when an encoder may have room for the item, which is mostly at once."""
+        try:
+            await self._waiter.wait(self._usable, self.patient_until)
+        except TimeoutError:
+            full = Exhausted("every encoder is full", reason="QUEUE_FULL", field=self._field)
+            raise self._refusal or full from None
+
+    def _usable(self) -> list[Replica]:
+        return [replica for replica in self.may_have() if replica.usable]
+
+    def _free(self) -> list[Replica]:
+        """The encoders that can be used, and have no suspects of other requests."""
+        taken = self._pool.isolation.taken(self._request)
+        return [replica for replica in self._usable() if replica.address not in taken]

@@ -1,0 +1,136 @@
+"""Items over which an encoder died are kept apart at the next one: the deadly one is found, and takes nobody along."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from common.errors import Internal
+from llm_service.encoders import choice
+from llm_service.encoders.isolation import Isolation
+from tests.unit.llm_service.scripted import Bench, Call, Say, ScriptedEncoder, bench, content, eventually, well
+
+INNOCENT = b"innocent"
+
+
+def poison_with_ranks_of(b: Bench, innocent: bytes) -> bytes:
+    """An item that prefers the same encoders in the same order as another one."""
+    of_innocent = b.first_and_second(innocent)
+    names = (b"poison %d" % number for number in range(1000))
+    return next(name for name in names if b.first_and_second(name) == of_innocent)
+
+
+def deadly(encoder: ScriptedEncoder, poison: bytes, company: asyncio.Event) -> Say:
+    """A line of a script: the encoder dies over this item, when `company` is set; others wait to see it."""
+
+    async def say(call: Call) -> None:
+        if call.data == poison:
+            await call.header()
+            await company.wait()
+            call.ending = asyncio.create_task(encoder.server.stop(None))
+            await asyncio.Event().wait()
+        elif any(other.data == poison for other in encoder.calls):
+            await call.header()
+            company.set()
+            await asyncio.Event().wait()
+        else:
+            await well(call)
+
+    return say
+
+
+async def test_an_innocent_item_is_not_at_both_encoders_that_a_poison_ends() -> None:
+    async with bench(*(ScriptedEncoder() for _ in range(3))) as b:
+        await b.usable(3)
+        poison = poison_with_ranks_of(b, INNOCENT)
+        first, second = b.first_and_second(INNOCENT)
+        company = asyncio.Event()
+        first.script = [first.dies(2)]
+        second.script = [deadly(second, poison, company)]
+        poisoned = asyncio.create_task(b.whole(poison))
+        innocent = asyncio.create_task(b.whole(INNOCENT))
+        innocent.add_done_callback(lambda _: company.set())
+        assert await innocent == content(INNOCENT)
+        with pytest.raises(Internal) as error:
+            await poisoned
+        assert error.value.reason == "POISON_ITEM"
+        await b.usable(1)
+
+
+async def test_suspects_go_one_after_the_other_where_one_encoder_is_left_and_others_go_as_ever() -> None:
+    async with bench(ScriptedEncoder(), ScriptedEncoder()) as b:
+        await b.usable(2)
+        first, second = b.first_and_second(INNOCENT)
+        files = [name for name in (b"item %d" % number for number in range(99)) if b.first_and_second(name)[0] is first]
+        suspects = files[:4]
+        other = next(name for name in (b"other %d" % n for n in range(99)) if b.first_and_second(name)[0] is second)
+        may_end = asyncio.Event()
+        there: set[bytes] = set()
+        together: list[int] = []
+
+        async def say(call: Call) -> None:
+            if call.data not in suspects:
+                await well(call)
+                return
+            there.add(call.data)
+            together.append(len(there))
+            await may_end.wait()
+            there.discard(call.data)
+            await well(call)
+
+        first.script, second.script = [first.dies(4)], [say]
+        asked = [asyncio.create_task(b.whole(name)) for name in suspects]
+        await eventually(lambda: there)
+        assert await b.whole(other) == content(other), "it waits for none of them"
+        may_end.set()
+        assert await asyncio.gather(*asked) == [content(name) for name in suspects]
+        assert together == [1] * 4
+
+
+async def test_suspects_of_one_request_wait_for_no_turn_of_each_other() -> None:
+    async with bench(ScriptedEncoder(), ScriptedEncoder()) as b:
+        await b.usable(2)
+        first, _ = b.first_and_second(INNOCENT)
+        names = (b"item %d" % number for number in range(99))
+        pair = [name for name in names if b.first_and_second(name)[0] is first][:2]
+        first.script = [first.dies(2)]
+        entries = await b.land(*pair)
+        await eventually(lambda: all(entry.complete for entry in entries))
+        for entry in entries:
+            b.cache.release(entry)
+
+
+async def test_a_suspect_that_does_not_end_holds_others_up_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "_APART_SECONDS", 0.1)
+    async with bench(ScriptedEncoder(), ScriptedEncoder()) as b:
+        await b.usable(2)
+        first, second = b.first_and_second(INNOCENT)
+        names = (b"item %d" % number for number in range(99))
+        slow = next(name for name in names if b.first_and_second(name)[0] is first)
+        done = asyncio.Event()
+
+        async def waits(call: Call) -> None:
+            if call.data == slow:
+                await done.wait()
+            await well(call)
+
+        first.script, second.script = [first.dies(2)], [waits]
+        held = asyncio.create_task(b.whole(slow))
+        innocent = asyncio.create_task(b.whole(INNOCENT))
+        assert await innocent == content(INNOCENT)
+        done.set()
+        assert await held == content(slow)
+
+
+async def test_places_are_given_back_and_whoever_waits_is_told() -> None:
+    isolation = Isolation()
+    one, other = object(), object()
+    with isolation.at("a", one), isolation.at("a", one), isolation.at("b", other):
+        assert isolation.taken(one) == {"b"}
+        assert isolation.taken(other) == {"a"}
+        waiting = asyncio.create_task(isolation.one_left(float("inf")))
+        await asyncio.sleep(0)
+    await waiting
+    assert not isolation.taken(None)
+    await isolation.one_left(0.0)
