@@ -116,9 +116,10 @@ class LlmService:
             info = await self.stub.GetInfo(
                 llm_pb2.LlmServiceGetInfoRequest(), timeout=_ANSWER_SECONDS, metadata=tuple(metadata)
             )
-            self.told = await self.stub.GetLoad(
-                llm_pb2.LlmServiceGetLoadRequest(), timeout=_ANSWER_SECONDS, metadata=tuple(metadata)
-            )
+            if info.context_tokens:  # else no engine is there that could say
+                self.told = await self.stub.GetLoad(
+                    llm_pb2.LlmServiceGetLoadRequest(), timeout=_ANSWER_SECONDS, metadata=tuple(metadata)
+                )
         except grpc.aio.AioRpcError as error:
             now, cause = None, _cause(error)
         except grpc.aio.UsageError:  # the channel has been closed
@@ -140,6 +141,8 @@ class LlmService:
 
 def _cause(error: grpc.aio.AioRpcError) -> str:
     """Why a service does not answer, in words where there are any."""
+    if from_rpc_error(error).reason == "ENGINE_UNAVAILABLE":  # since it said what it is
+        return _STARTING
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return "what listens there is no LLM service"
     obstacle = obstacle_in(error.details() or "")

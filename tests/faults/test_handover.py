@@ -16,7 +16,9 @@ import pytest
 from tests import pictures
 from tests.faults.configuration import taken_away
 from tests.faults.deadly_engine import DEADLY
-from tests.launch import Service, launch, llm_server, send
+from tests.gateway.trio import Door
+from tests.gateway.trio import said as said_by
+from tests.launch import Service, gateway, launch, llm_server, send
 from tests.rpc.pairs import LLM_FLAGS, Pair, about, answer, asked, greedy, holds_nothing, pair, refusal
 from tests.scrape import scrape
 from tests.waiting import until
@@ -131,6 +133,18 @@ def test_who_waits_and_who_comes_meanwhile_is_answered_as_well(checkpoint: Path)
         assert [len(each.result().choices[0].token_ids) for each in waiting] == [20] * 4
         assert list(events)[-1].finished.usage.completion_tokens == 1500
         until(lambda: holds_nothing(client), "nothing is held")
+
+
+def test_who_asks_a_gateway_meanwhile_waits_as_well(both: Pair) -> None:
+    until(lambda: len(answer(both.text, asked(user("hello"))).choices[0].token_ids) == 8, "an engine serves")
+    with gateway(both.llm.address) as running, ThreadPoolExecutor(1) as threads:
+        door = Door(running)
+        with taken_away(both.checkpoint):
+            kill(both.llm)
+            until(lambda: door.metric("llm_services_usable") == 0, "the gateway has noticed")
+            late = threads.submit(door.post, "/v1/chat/completions", {"messages": [said_by("now?")], "max_tokens": 4})
+            until(lambda: late.done() or door.metric("open_requests") == 1, "it has come")
+        assert late.result().status == 200
 
 
 def test_a_request_that_is_not_to_be_handed_over_fails_with_its_engine(both: Pair) -> None:

@@ -68,11 +68,14 @@ def test_one_that_is_down_before_the_first_token_is_passed_over() -> None:
         assert (reply.status, reply.error["code"]) == (503, "STOPPING")
 
 
-def test_a_request_waits_where_an_engine_is_started_again_and_nobody_else_can_serve() -> None:
+@pytest.mark.parametrize("between", [{"context_tokens": 0}, {"has_engine": False}], ids=["told", "between-questions"])
+def test_a_request_waits_where_an_engine_is_started_again_and_nobody_else_can_serve(between: dict[str, int]) -> None:
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
     with fakes(2) as (door, services):
         for number, each in enumerate(services, start=1):
-            each.context_tokens, each.tool_format = 0, v1.TOOL_FORMAT_UNSPECIFIED
+            each.tool_format = v1.TOOL_FORMAT_UNSPECIFIED
+            for name, value in between.items():
+                setattr(each, name, value)
             until(lambda number=number: door.metric("llm_services_usable") == 2 - number, "one cannot serve")
             if number == 1:
                 assert {ask(door, f"question {each}") for each in range(20)} == {200}

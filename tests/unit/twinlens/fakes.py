@@ -50,7 +50,7 @@ class FakeLlm(v1.LlmServiceServicer):
         self.play: Callable[[v1.GenerateRequest], Iterator[v1.GenerateResponse]] = script
         self.refusal: tuple[grpc.StatusCode, v1.Status] | None = None
         self.ended = threading.Event()
-        self.context_tokens = 4096
+        self.context_tokens, self.has_engine = 4096, True
         self.tool_format = v1.TOOL_FORMAT_JSON
         self.adapters: dict[str, v1.Adapter] = {}
         self.modalities = [v1.MODALITY_IMAGE, v1.MODALITY_VIDEO, v1.MODALITY_AUDIO]
@@ -111,6 +111,8 @@ class FakeLlm(v1.LlmServiceServicer):
         )
 
     def GetLoad(self, request, context):
+        if not (self.context_tokens and self.has_engine):  # as of a service whose engine is not there
+            refuse(context, grpc.StatusCode.UNAVAILABLE, v1.Status(code=14, reason="ENGINE_UNAVAILABLE"))
         encoders = [v1.EncoderStatus(address=address, usable=True, failures=2) for address in self.encoders]
         stages = [v1.StageTiming(stage="prefill", seconds=1.5)]
         return v1.LlmServiceGetLoadResponse(
