@@ -31,6 +31,17 @@ class Verified:
     token: int
     proposal: Proposal
 
+    def own_chunk(self, more: int = 0) -> Chunk:
+        """The chunk of the same sequence for what proposes, `more` tokens of the answer longer than what counts.
+
+        >>> part = Verified(Chunk(7, 5, 0, True, 5, 6), 0, 3, 9, Proposal(4, 0))
+        >>> part.own_chunk(1)
+        Chunk(context=7, count=4, row=0, decodes=True, answers=4, answered=5)
+        """
+        count = self.count + more
+        answered = max(0, self.chunk.answered + count - self.chunk.count)
+        return Chunk(self.chunk.context, count, self.chunk.row, self.chunk.decodes, min(count, answered), answered)
+
 
 def verified(plan: StepPlan, chosen: list[int]) -> Iterator[Verified]:
     """Each chunk of a plan whose draws have `chosen` these tokens; without what stands behind a wrong draft."""
@@ -47,6 +58,11 @@ def verified(plan: StepPlan, chosen: list[int]) -> Iterator[Verified]:
         token = chosen[first + right] if draw > first else -1
         yield Verified(chunk, at, chunk.count - drafts + right, token, proposal)
         at = end
+
+
+def _behind(chunk: Chunk, ahead: int) -> Chunk:
+    """The answer's token that is `ahead` places behind a chunk's last one."""
+    return Chunk(chunk.context + chunk.count - 1 + ahead, 1, chunk.row, answers=1, answered=chunk.answered + ahead)
 
 
 _First = tuple[StepPlan, dict[int, tuple[int, int]], list[int]]
@@ -96,7 +112,7 @@ class DraftModel:
                     StepPlan(
                         bytes(4 * len(numbers)),
                         positions.tobytes() * 3,
-                        [Chunk(places[number][0] + ahead, 1, plan.chunks[number].row) for number in numbers],
+                        [_behind(first.chunks[number], ahead) for number in numbers],
                         [],
                         [Draw(at=place) for place in range(len(numbers))],
                         carried=[(place, draws[number]) for place, number in enumerate(numbers)],
@@ -138,7 +154,7 @@ class DraftModel:
                 where.append(np.full((3, 1), position, np.int32))
                 draws.append(Draw(at=at + count))
                 count += 1
-            chunks.append(Chunk(context, count, part.chunk.row, part.chunk.decodes))
+            chunks.append(part.own_chunk(count - part.count))
             at += count
         known = np.concatenate(ids)
         known = np.where(known < self._own_vocab_size, known, 0).astype(np.int32)
@@ -192,7 +208,7 @@ class MtpLayer(DraftModel):
             if part.proposal.count:
                 places[number] = last, last + part.proposal.mrope_delta
                 draws.append(Draw(at=len(own) - 1))
-            chunks.append(Chunk(part.chunk.context, part.count, part.chunk.row, part.chunk.decodes))
+            chunks.append(part.own_chunk())
         positions = np.frombuffer(plan.positions, np.int32).reshape(3, -1)[:, own]
         made = StepPlan(ids.tobytes(), positions.tobytes(), chunks, rows, draws, appended=plan.appended)
         return made, places, own

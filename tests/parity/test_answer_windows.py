@@ -3,12 +3,15 @@ whatever happens to them, and of no use to prompts that go on behind them."""
 
 from __future__ import annotations
 
+import json
 from array import array
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from common.checkpoint import CheckpointError
 from llm_service.engine.block_identity import BlockIdentities
@@ -17,6 +20,7 @@ from llm_service.layers.attention.backend import AttentionKind, CacheShape
 from llm_service.layers.attention.choose import choose
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
+from llm_service.models.loader import HEAD
 from llm_service.models.trial import try_ours_of
 from llm_service.models.trial_prompts import drawn_prompt
 from llm_service.request import PromptLayout, TokenPrompt
@@ -78,6 +82,35 @@ def test_drafts_are_verified_within_the_window(case: Case, by: dict[str, Any]) -
     engine = case.served.engine(speculative_tokens=4, draft=misled_drafts(case.expected), **by)
     assert case.said_by(engine) == case.expected
     assert engine.scheduler.counters.accepted_draft_tokens > 0
+
+
+@pytest.fixture(scope="module")
+def text_alone(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The text as a checkpoint of its own."""
+    folder, side = tmp_path_factory.mktemp("text"), case.served.text()
+    assert side is not None
+    config = json.loads((case.served.folder / "config.json").read_text())["text_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    named = {side.own_name(name): each for name, each in load_file(case.served.folder / "model.safetensors").items()}
+    tensors = {name if name == HEAD else f"model.{name}": each for name, each in named.items() if name is not None}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+TIGHT: dict[str, Any] = {"step_tokens": 24, "blocks": 10, "prefix_cache": True}
+
+
+@pytest.mark.parametrize("given", [{}, {"attention": "torch"}, TIGHT], ids=["numba", "torch", "tight"])
+def test_such_a_text_proposes_what_it_says_itself(case: Case, text_alone: Path, given: dict[str, Any]) -> None:
+    """Prompts without media, whose rows a model of text alone does not have; preempted answers among them."""
+    prompts, expected = case.prompts[:2], case.expected[:2]
+    assert min(map(len, expected)) > WINDOW
+    engine = case.served.engine(speculative_tokens=4, draft_model=text_alone, **given)
+    for _ in range(2):
+        assert [outcome.tokens for outcome in engine.run(prompts, GREEDY)] == expected
+    counters = engine.scheduler.counters
+    assert counters.accepted_draft_tokens == counters.draft_tokens > 0
+    assert (counters.preemptions > 0) == (given is TIGHT)
 
 
 def test_a_prompt_that_goes_on_behind_an_answer_has_no_blocks_of_it(case: Case) -> None:
