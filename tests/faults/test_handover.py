@@ -19,7 +19,7 @@ from tests.faults.deadly_engine import DEADLY
 from tests.gateway.trio import Door
 from tests.gateway.trio import said as said_by
 from tests.launch import Service, gateway, launch, llm_server, send
-from tests.rpc.pairs import LLM_FLAGS, Pair, about, answer, asked, greedy, holds_nothing, pair, refusal
+from tests.rpc.pairs import LLM_FLAGS, Pair, about, answer, asked, greedy, holds_nothing, lasting, pair, refusal
 from tests.scrape import scrape
 from tests.waiting import until
 from twinlens import LlmClient, TwinlensError, user, v1
@@ -122,16 +122,16 @@ def test_who_waits_and_who_comes_meanwhile_is_answered_as_well(checkpoint: Path)
         LlmClient(service.address) as client,
         ThreadPoolExecutor(5) as threads,
     ):
-        running = client.generate(asked(user("count"), greedy(1500)))
+        running = client.generate(asked(user("count"), lasting()))
         events = iter(running)
         assert next(events).HasField("started")
         waiting = [threads.submit(answer, client, asked(user(f"wait {n}"), greedy(20))) for n in range(4)]
         until(lambda: client.get_load().waiting == 4, "four wait")
         kill(service)
-        late = answer(client, asked(user("now?"), greedy(20)))
-        assert len(late.choices[0].token_ids) == 20
-        assert [len(each.result().choices[0].token_ids) for each in waiting] == [20] * 4
-        assert list(events)[-1].finished.usage.completion_tokens == 1500
+        late = threads.submit(answer, client, asked(user("now?"), greedy(20)))
+        until(lambda: computes(client), "the next engine goes on with the one that ran")
+        running.cancel()
+        assert [len(each.result().choices[0].token_ids) for each in (*waiting, late)] == [20] * 5
         until(lambda: holds_nothing(client), "nothing is held")
 
 
@@ -148,7 +148,7 @@ def test_who_asks_a_gateway_meanwhile_waits_as_well(both: Pair) -> None:
 
 
 def test_a_request_that_is_not_to_be_handed_over_fails_with_its_engine(both: Pair) -> None:
-    stream = both.text.generate(asked(user("count"), greedy(4000), max_handovers=0))
+    stream = both.text.generate(asked(user("count"), lasting(), max_handovers=0))
     events = iter(stream)
     assert next(events).HasField("started")
     with taken_away(both.checkpoint):
@@ -165,7 +165,7 @@ def test_a_request_that_is_not_to_be_handed_over_fails_with_its_engine(both: Pai
 @pytest.mark.parametrize("leaves", ["cancels", "aborts"])
 def test_a_caller_who_leaves_while_no_engine_serves_gives_everything_back(both: Pair, leaves: str) -> None:
     file = pictures.encoded(pictures.noise(64, 64, 9_411))
-    asking = asked(about(file), greedy(4000), request_id="leaver")
+    asking = asked(about(file), lasting(), request_id="leaver")
     until(lambda: len(answer(both.text, asked(user("hello"))).choices[0].token_ids) == 8, "an engine serves")
     stream = both.text.generate(asking)
     events = iter(stream)
@@ -190,15 +190,23 @@ def test_a_request_that_kills_every_engine_ends_and_takes_no_other_along(checkpo
     asking = [asked(user(f"count {n}"), drawn(seed=n)) for n in range(6)]
     with launch("tests.faults.deadly_engine", *flags) as service, LlmClient(service.address) as client:
         undisturbed = [said(client, request) for request in asking]
-        with ThreadPoolExecutor(len(asking)) as threads:
+        with ThreadPoolExecutor(len(asking) + 1) as threads, client.generate(asked(user("stay"), lasting())) as beside:
             running = [client.generate(request) for request in asking]
             answers = [threads.submit(heard, stream) for stream in running]
-            until(lambda: client.get_load().running > 2, "some are computed")
-            error = refusal(client, asked(user("die"), deadly))
+            until(lambda: client.get_load().running > len(asking), "they are computed")
+            dying = threads.submit(refusal, client, asked(user("die"), deadly))
+            until(lambda: ends(service) > 0, "it has taken one engine along")
+            beside.cancel()
+            error = dying.result()
             assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_UNAVAILABLE")
             assert [each.result() for each in answers] == [tokens for ((_, tokens, *_), _) in undisturbed]
-        assert service.log.read_text().count("the engine has ended") == 3
+        assert ends(service) == 3
         until(lambda: holds_nothing(client), "nothing is held")
+
+
+def ends(service: Service) -> int:
+    """Engines of the service that have ended."""
+    return service.log.read_text().count("the engine has ended")
 
 
 def heard(stream: Iterator[v1.GenerateResponse]) -> list[int]:

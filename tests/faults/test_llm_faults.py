@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests import pictures
 from tests.faults.configuration import taken_away
 from tests.launch import ROOT, Service, command_line, descendants, launch, llm_server, send
-from tests.rpc.pairs import LLM_FLAGS, Pair, about, answer, asked, greedy, idle, pair, tokens
+from tests.rpc.pairs import LLM_FLAGS, Pair, about, answer, asked, greedy, idle, lasting, pair, tokens
 from tests.waiting import until
 from twinlens import LlmClient, TwinlensError, user, v1
 
@@ -61,7 +61,7 @@ def test_kill_of_the_engine_fails_requests_that_do_not_outlive_it_and_the_next_o
     good = tokens(both.text, asking)
     killed = engine_of(both.llm)
     with ThreadPoolExecutor(4) as threads:
-        streams = [both.text.generate(asked(user(f"count {n}"), greedy(4000), max_handovers=0)) for n in range(4)]
+        streams = [both.text.generate(asked(user(f"count {n}"), lasting(), max_handovers=0)) for n in range(4)]
         for stream in streams:
             assert next(iter(stream)).HasField("started")
         with taken_away(own):
@@ -85,9 +85,9 @@ def test_those_who_wait_for_their_turn_are_told_as_well_when_the_engine_is_kille
         LlmClient(service.address) as client,
         ThreadPoolExecutor(7) as pool,
     ):
-        running = client.generate(asked(user("count"), greedy(4000), max_handovers=0))
+        running = client.generate(asked(user("count"), lasting(), max_handovers=0))
         assert next(iter(running)).HasField("started")
-        waiting = [client.generate(asked(user(f"wait {n}"), greedy(4000), max_handovers=0)) for n in range(6)]
+        waiting = [client.generate(asked(user(f"wait {n}"), max_handovers=0)) for n in range(6)]
         errors = [pool.submit(ending, stream) for stream in (running, *waiting)]
         until(lambda: client.get_load().waiting == 6, "six wait")
         os.kill(engine_of(service), signal.SIGKILL)
@@ -148,7 +148,7 @@ def _read(stream: Iterator[v1.GenerateResponse]) -> None:
 def test_a_caller_who_leaves_gives_everything_back(both: Pair, moment: str) -> None:
     cancelled = both.text.get_load().cancelled_requests
     words = "word " * 1200 if moment == "in prefill" else "count"
-    stream = both.text.generate(asked(user(words), greedy(2000)))
+    stream = both.text.generate(asked(user(words), lasting()))
     if moment == "in decode":
         events = iter(stream)
         while not next(events).HasField("delta"):
@@ -176,14 +176,14 @@ def test_callers_who_leave_at_any_moment_leave_nothing_behind(both: Pair) -> Non
 
 def test_a_channel_that_closes_ends_all_its_calls(both: Pair) -> None:
     with LlmClient(both.llm.address) as leaver:
-        streams = [leaver.generate(asked(user(f"count {n}"), greedy(4000))) for n in range(3)]
+        streams = [leaver.generate(asked(user(f"count {n}"), lasting())) for n in range(3)]
         for stream in streams:
             next(iter(stream))
     until(both.idle, "everything was given back")
 
 
 def test_a_frozen_reader_holds_nobody_up(both: Pair) -> None:
-    with both.text.generate(asked(user("count"), greedy(3000))) as stream:
+    with both.text.generate(asked(user("count"), lasting())) as stream:
         next(iter(stream))
         assert len(tokens(both.text, asked(user("hello")))) == 8
     until(both.idle, "everything was given back")
@@ -220,7 +220,9 @@ def test_sigterm_lets_a_stream_finish_and_turns_new_calls_away(checkpoint: Path)
         with grpc.insecure_channel(service.address) as channel:
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
             assert next(watch).status == SERVING
-            stream = iter(client.generate(asked(user("count"), greedy(4000))))
+            beside = client.generate(asked(user("stay"), lasting()))
+            assert next(iter(beside)).HasField("started")
+            stream = iter(client.generate(asked(user("count"), greedy(400))))
             assert next(stream).HasField("started")
             service.process.send_signal(signal.SIGTERM)
             assert next(watch).status == NOT_SERVING
@@ -229,8 +231,9 @@ def test_sigterm_lets_a_stream_finish_and_turns_new_calls_away(checkpoint: Path)
                     answer(late, asked(user("me too")))
                 assert (error.value.code, error.value.reason) == (grpc.StatusCode.UNAVAILABLE, "STOPPING")
                 assert error.value.retry_after
+            beside.cancel()
             events = list(stream)
-        assert events[-1].finished.usage.completion_tokens == 4000
+        assert events[-1].finished.usage.completion_tokens == 400
         assert service.process.wait(60) == 0
 
 
@@ -247,7 +250,7 @@ def test_sigterm_to_all_of_its_processes_lets_a_stream_finish_too(checkpoint: Pa
 
 def test_sigterm_with_no_time_left_ends_streams_with_a_status(checkpoint: Path) -> None:
     with llm_server(checkpoint, **LLM_FLAGS, grace_seconds=0.2) as service, LlmClient(service.address) as client:
-        stream = client.generate(asked(user("count"), greedy(4000)))
+        stream = client.generate(asked(user("count"), lasting()))
         assert next(iter(stream)).HasField("started")
         service.process.send_signal(signal.SIGTERM)
         assert ending(stream).code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)

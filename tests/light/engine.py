@@ -22,6 +22,7 @@ from llm_service.plan import Draw, StepPlan, StepResult, TokenLogprobs
 from llm_service.settings import EngineSettings
 from llm_service.worker.block_tables import BlockTables
 from tests.in_turn import InTurn
+from tests.light.slow import SLOW, SLOW_SECONDS
 
 STEP_SECONDS = 0.001
 """A step sleeps as long as that: an answer of a thousand tokens takes a second, as from a small model."""
@@ -90,7 +91,7 @@ class Hashes:
         self._tables = BlockTables()
 
     def run(self, plan: StepPlan) -> StepResult:
-        time.sleep(self._step_seconds)
+        time.sleep(SLOW_SECONDS if any(SLOW in draw.logit_bias for draw in plan.draws) else self._step_seconds)
         states = self._states(plan)
         chosen = [self._choose(states[draw.at], draw) for draw in plan.draws]
         scores = [

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.launch import Service, encoder_server, llm_server
+from tests.light.slow import SLOW
 from tests.waiting import until
 from twinlens import Answer, EncoderClient, LlmClient, TwinlensError, image, user, v1
 from twinlens.prompts import generate_request
@@ -47,6 +48,12 @@ class Pair:
 def greedy(max_tokens: int = 8, **more: Any) -> v1.SamplingParams:
     """The likeliest tokens, exactly this many."""
     return v1.SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, **more})
+
+
+def lasting(**more: Any) -> v1.SamplingParams:
+    """From a light LLM service: the likeliest tokens, for several minutes. For what is to last until a test is through
+    with it; whatever is computed beside it is as slow."""
+    return greedy(4000, logit_bias={SLOW: 0.0}, **more)
 
 
 def asked(prompt: Any, sampling: v1.SamplingParams | None = None, **fields: Any) -> v1.GenerateRequest:

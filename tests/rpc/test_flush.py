@@ -11,7 +11,7 @@ import pytest
 
 from tests import pictures
 from tests.launch import send, stopped
-from tests.rpc.pairs import Pair, about, answer, asked, greedy, pair, tokens
+from tests.rpc.pairs import Pair, about, answer, asked, greedy, lasting, pair, tokens
 from tests.waiting import until
 from twinlens import image, user, v1
 
@@ -82,9 +82,9 @@ def test_the_llm_service_forgets_rows_and_blocks_and_says_how_many(both: Pair) -
 def test_the_llm_service_keeps_what_a_request_uses(both: Pair) -> None:
     both.text.flush_cache()
     prompt = user(image(new_picture()), "count")
-    right = tokens(both.text, asked(prompt, greedy(64)))
+    right = tokens(both.text, asked(prompt, greedy(16)))
     both.text.flush_cache()
-    with both.text.generate(asked(prompt, greedy(4000))) as stream:
+    with both.text.generate(asked(prompt, lasting())) as stream:
         events, said = iter(stream), list[int]()
         while not said:
             said += next(events).delta.token_ids

@@ -11,7 +11,7 @@ import pytest
 
 from tests import pictures
 from tests.launch import Service, llm_server
-from tests.rpc.pairs import LLM_FLAGS, about, asked, greedy, idle, refusal, tokens
+from tests.rpc.pairs import LLM_FLAGS, about, asked, idle, lasting, refusal, tokens
 from tests.waiting import until
 from twinlens import Endpoint, LlmClient, user
 from twinlens.v1 import llm_pb2
@@ -36,7 +36,7 @@ def narrow_client(narrow: Service) -> Iterator[LlmClient]:
 def test_a_full_queue_refuses_at_once_with_a_hint_and_serves_again_when_there_is_room(narrow_client: LlmClient) -> None:
     with ExitStack() as streams:
         for _ in range(2):
-            stream = streams.enter_context(narrow_client.generate(asked(user("count"), greedy(4000))))
+            stream = streams.enter_context(narrow_client.generate(asked(user("count"), lasting())))
             assert next(iter(stream)).HasField("started")
         error = refusal(narrow_client, asked(user("me too")))
         assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS")

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from tests.launch import ROOT, Service, llm_server
-from tests.rpc.pairs import LLM_FLAGS, answer, asked, greedy, idle, refusal, tokens
+from tests.rpc.pairs import LLM_FLAGS, answer, asked, greedy, idle, lasting, refusal, tokens
 from tests.scrape import families, scrape
 from tests.waiting import until
 from twinlens import LlmClient, user
@@ -75,7 +75,7 @@ def test_what_runs_is_seen_while_it_runs_and_load_says_the_same(service: Service
     cancelled = client.get_load().cancelled_requests
     with ExitStack() as streams:
         for number in range(3):
-            stream = streams.enter_context(client.generate(asked(user(f"count {number}"), greedy(4000))))
+            stream = streams.enter_context(client.generate(asked(user(f"count {number}"), lasting())))
             if number < 2:
                 assert next(iter(stream)).HasField("started")
         until(lambda: client.get_load().waiting_tokens > 0, "the third waits, and its prompt is laid out")
@@ -106,7 +106,7 @@ def test_what_would_wait_too_long_is_refused_at_once_while_the_engine_is_busy(
     refused = client.get_load().refused_requests
     with ExitStack() as streams:
         for number in range(2):
-            stream = streams.enter_context(client.generate(asked(user(f"busy {number}"), greedy(4000))))
+            stream = streams.enter_context(client.generate(asked(user(f"busy {number}"), lasting())))
             assert next(iter(stream)).HasField("started")
         waiting = [streams.enter_context(client.generate(asked(user(f"wait {n}"), greedy(2)))) for n in range(3)]
         until(lambda: client.get_load().waiting == 3, "three wait")
@@ -127,7 +127,7 @@ def test_what_would_wait_too_long_is_refused_at_once_while_the_engine_is_busy(
 def test_too_many_tokens_may_not_wait_though_few_requests_do(client: LlmClient) -> None:
     with ExitStack() as streams:
         for number in range(2):
-            stream = streams.enter_context(client.generate(asked(user(f"busy {number}"), greedy(4000))))
+            stream = streams.enter_context(client.generate(asked(user(f"busy {number}"), lasting())))
             assert next(iter(stream)).HasField("started")
         streams.enter_context(client.generate(asked(user("word " * 150), greedy(2))))
         until(lambda: client.get_load().waiting_tokens > 100, "one waits")
