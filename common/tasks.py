@@ -95,12 +95,31 @@ def _report(task: asyncio.Task[None]) -> None:
         _log.error("a task failed", task=task.get_name(), exc_info=error)
 
 
-class StallTolerantTimeout:
-    """`asyncio.timeout`, for what others send: where this loop stood still until after the time was up, what they sent
-    meanwhile is still to be read, and gets a moment more. Raises TimeoutError at the end of the block."""
+class StallTolerantTimer:
+    """Calls `then` after so many seconds, for what others send: where this loop stood still until after the time was
+    up, what they sent meanwhile is still to be read, and gets a moment more in which to `cancel`."""
 
     _STALL = 0.05
     _DOUBT = 0.5
+
+    def __init__(self, seconds: float, then: Callable[[], object]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._due = self._loop.time() + seconds
+        self._timer = self._loop.call_at(self._due, self._over, then)
+
+    def _over(self, then: Callable[[], object]) -> None:
+        if self._loop.time() - self._due > self._STALL:
+            self._timer = self._loop.call_later(self._DOUBT, then)
+        else:
+            then()
+
+    def cancel(self) -> None:
+        """Nothing is called any more."""
+        self._timer.cancel()
+
+
+class StallTolerantTimeout:
+    """`asyncio.timeout` by a `StallTolerantTimer`. Raises TimeoutError at the end of the block."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -108,13 +127,10 @@ class StallTolerantTimeout:
 
     async def __aenter__(self) -> None:
         await self._limit.__aenter__()
-        loop = asyncio.get_running_loop()
-        due = loop.time() + self._seconds
-        self._timer = loop.call_at(due, self._over, loop, due)
+        self._timer = StallTolerantTimer(self._seconds, self._over)
 
-    def _over(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
-        now = loop.time()
-        self._limit.reschedule(now + self._DOUBT if now - due > self._STALL else now)
+    def _over(self) -> None:
+        self._limit.reschedule(asyncio.get_running_loop().time())
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

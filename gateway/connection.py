@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from common.errors import InvalidInput
+from common.tasks import StallTolerantTimer
 from gateway.errors import body_of, headers_of
 
 _HEAD_BYTES = 64 << 10
@@ -29,7 +30,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: StallTolerantTimer | None = None
         self._head = 0
         self._in_head = True
         self._in_body = False
@@ -149,7 +150,7 @@ class Connection(HttpToolsProtocol):
 
     def _wait(self) -> None:
         self._stop_waiting()
-        self._timer = self.loop.call_later(self.head_seconds, self.transport.abort)
+        self._timer = StallTolerantTimer(self.head_seconds, self.transport.abort)
 
     def _stop_waiting(self) -> None:
         if self._timer is not None:

@@ -16,7 +16,7 @@ from typing import Final
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common import log, tracing
+from common import log, tasks, tracing
 from common.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -150,7 +150,7 @@ class RequestMiddleware:
         parts: list[bytes] = []
         while True:
             try:
-                async with asyncio.timeout(self._config.request_stall_seconds):
+                async with tasks.StallTolerantTimeout(self._config.request_stall_seconds):
                     message = await receive()
             except TimeoutError:
                 why = "nothing of the request came for too long"
@@ -220,7 +220,7 @@ class _BoundedSend:
         self._complete = False
         self._loop = asyncio.get_running_loop()
         self._sending_since: float | None = None
-        self._timer = self._loop.call_later(seconds, self._look)
+        self._timer = tasks.StallTolerantTimer(seconds, self._look)
 
     def close(self) -> None:
         """Nothing is sent any more."""
@@ -231,7 +231,7 @@ class _BoundedSend:
         now = self._loop.time()
         since = now if self._sending_since is None else self._sending_since
         if now - since < self._seconds:
-            self._timer = self._loop.call_at(since + self._seconds, self._look)
+            self._timer = tasks.StallTolerantTimer(since + self._seconds - now, self._look)
             return
         self._abort()
         self._context.end(Unavailable("the caller takes nothing of the answer", reason="CALLER_STALLED"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import sys
@@ -18,6 +19,7 @@ from common.devices import cuda_device_count
 from common.library import is_too_old
 from common.processes import ChildProcess
 from tests import kernels_in_turn, triton_interpreter
+from tests.clock import Forward
 from tests.forkserver import forkserver
 
 # Before anything imports torch: tiny models are fastest on one thread, and teams of threads that share cores with
@@ -103,6 +105,20 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 def checkpoint(checkpoints: Callable[..., Path]) -> Path:
     """A tiny Qwen3-VL, for tests to which the family does not matter."""
     return checkpoints("qwen3_vl")
+
+
+@pytest.fixture
+async def forward(monkeypatch: pytest.MonkeyPatch) -> Forward:
+    """Puts the clock of the test's event loop forward, which stands still but for that."""
+    loop = asyncio.get_running_loop()
+    now = loop.time()
+    monkeypatch.setattr(loop, "time", lambda: now)
+
+    def put_forward(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    return put_forward
 
 
 @pytest.fixture

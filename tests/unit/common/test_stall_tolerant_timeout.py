@@ -3,33 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from functools import partial
 
 import pytest
 
-from common.tasks import StallTolerantTimeout
-
-Forward = Callable[[float], None]
-
-
-@pytest.fixture
-async def forward(monkeypatch: pytest.MonkeyPatch) -> Forward:
-    """Puts the event loop's clock forward, which stands still but for that."""
-    loop = asyncio.get_running_loop()
-    now = loop.time()
-    monkeypatch.setattr(loop, "time", lambda: now)
-
-    def put_forward(seconds: float) -> None:
-        nonlocal now
-        now += seconds
-
-    return put_forward
-
-
-async def turns(count: int = 3) -> None:
-    """Lets the loop look at its timers."""
-    for _ in range(count):
-        await asyncio.sleep(0)
+from common.tasks import StallTolerantTimeout, StallTolerantTimer
+from tests.clock import Forward, turns
 
 
 async def receive(news: asyncio.Future[str], seconds: float = 100.0) -> str:
@@ -89,3 +68,23 @@ async def test_who_is_cancelled_is_not_told_of_a_limit(forward: Forward) -> None
         await receiving
     forward(500)
     await turns(9)
+
+
+async def test_a_timer_that_is_late_waits_a_moment_in_which_it_can_be_cancelled(forward: Forward) -> None:
+    called: list[str] = []
+    timers = {name: StallTolerantTimer(100, partial(called.append, name)) for name in ("one", "other")}
+    forward(500)
+    await turns(9)
+    assert called == []
+    timers["one"].cancel()
+    forward(5)
+    await turns()
+    assert called == ["other"]
+
+
+async def test_a_timer_that_is_in_time_calls_at_once(forward: Forward) -> None:
+    called: list[str] = []
+    StallTolerantTimer(100, lambda: called.append("now"))
+    forward(100)
+    await turns()
+    assert called == ["now"]
