@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -16,3 +17,12 @@ def until(holds: Callable[[], object], what: str, seconds: float = 180.0) -> Non
         assert time.monotonic() < end, f"never: {what}"
         time.sleep(pause)
         pause = min(1.2 * pause, 0.05)  # who asks for seconds takes the cores from what it waits for
+
+
+async def eventually(holds: Callable[[], object], what: str, seconds: float = 180.0) -> None:
+    """`until`, for what this event loop does: it asks between two turns, and so finds nothing half done."""
+    end, pause = time.monotonic() + seconds, 0.005
+    while not holds():
+        assert time.monotonic() < end, f"never: {what}"
+        await asyncio.sleep(pause)
+        pause = min(1.2 * pause, 0.05)

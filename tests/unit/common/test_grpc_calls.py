@@ -20,7 +20,7 @@ from common.grpc_channel import from_rpc_error
 from common.grpc_server import GrpcServer, ServerConfig
 from common.grpc_status import fail, from_plain_status
 from common.request_budget import RequestBudget
-from tests.waiting import until
+from tests.waiting import eventually
 from twinlens import v1
 
 TOKEN = "open sesame"
@@ -74,7 +74,7 @@ class Serving:
 
     async def __aexit__(self, *_: object) -> None:
         await self.channel.close()
-        await asyncio.to_thread(until, lambda: self.interceptor.open_calls == 0, "every call is counted off")
+        await eventually(lambda: self.interceptor.open_calls == 0, "every call is counted off")
         await self.server.stop(None)
 
 
@@ -164,7 +164,7 @@ async def test_a_handler_whose_task_is_cancelled_leaves_no_caller_waiting(model:
         serving.servicer.act = lambda: tasks.append(asyncio.current_task())
         call = serving.stub.Generate(v1.GenerateRequest(model=model), timeout=20)
         assert (await call.read()).HasField("started")
-        await asyncio.to_thread(until, lambda: tasks, "it is under way")
+        await eventually(lambda: tasks, "it is under way")
         assert tasks[0] is not None
         tasks[0].cancel()
         error = await failure(call)
@@ -179,7 +179,7 @@ async def test_a_caller_who_does_not_read_on_keeps_no_place_once_the_call_has_en
         serving.servicer.act = lambda: tasks.append(asyncio.current_task())
         call = serving.stub.Generate(v1.GenerateRequest(model="endless"))
         assert (await call.read()).HasField("started")
-        await asyncio.to_thread(until, lambda: tasks, "it is under way")
+        await eventually(lambda: tasks, "it is under way")
         assert tasks[0] is not None
         tasks[0].cancel()
         await asyncio.wait_for(serving.interceptor.empty(), 60)
@@ -233,7 +233,7 @@ async def test_a_caller_who_goes_away_while_a_message_is_on_its_way_is_no_failur
             call.cancel()
             await serving.servicer.closed.wait()
             serving.servicer.closed.clear()
-        await asyncio.to_thread(until, lambda: serving.interceptor.open_calls == 0, "every call is counted off")
+        await eventually(lambda: serving.interceptor.open_calls == 0, "every call is counted off")
     said = capsys.readouterr().out
     assert said.count("outcome=CANCELLED") == 60
     assert "failed" not in said
@@ -248,7 +248,7 @@ async def test_more_calls_than_allowed_are_refused_with_a_hint_until_one_ends() 
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert details(error)["RetryInfo"].retry_delay.ToMilliseconds() > 0
         calls[0].cancel()
-        await asyncio.to_thread(until, lambda: serving.interceptor.open_calls == 1, "the first has ended")
+        await eventually(lambda: serving.interceptor.open_calls == 1, "the first has ended")
         assert (await serving.stub.GetInfo(v1.LlmServiceGetInfoRequest())).model == "tiny"
         calls[1].cancel()
 
@@ -358,7 +358,7 @@ async def test_the_reason_of_each_failed_call_is_told_once() -> None:
         await holding.read()
         await failure(serving.stub.GetInfo(v1.LlmServiceGetInfoRequest()))
         holding.cancel()
-        await asyncio.to_thread(until, lambda: serving.interceptor.open_calls == 0, "it has ended")
+        await eventually(lambda: serving.interceptor.open_calls == 0, "it has ended")
         assert await serving.stub.GetInfo(v1.LlmServiceGetInfoRequest())
         serving.servicer.act = raising(RuntimeError("oh"))
         await failure(serving.stub.GetInfo(v1.LlmServiceGetInfoRequest()))

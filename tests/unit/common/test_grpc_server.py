@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.grpc_channel import from_rpc_error
 from common.grpc_server import GrpcServer, ServerConfig
-from tests.waiting import until
+from tests.waiting import eventually
 from twinlens import v1
 
 NAME = "twinlens.v1.LlmService"
@@ -93,7 +93,7 @@ async def test_a_call_that_outlives_the_grace_time_is_told_why_it_ends(capsys: p
         stub = v1.LlmServiceStub(channel)
         stream, answer = stub.Generate(v1.GenerateRequest()), stub.Tokenize(v1.TokenizeRequest(text="x"))
         await stream.read()
-        await asyncio.to_thread(until, lambda: server.open_calls == 2, "both are under way")
+        await eventually(lambda: server.open_calls == 2, "both are under way")
         await server.drain()
         for call in (stream.read(), answer):
             with pytest.raises(grpc.aio.AioRpcError) as raised:

@@ -18,7 +18,7 @@ from common.arena import SharedBuffer
 from common.processes import Child, ChildDied, ChildProcess, is_held_up
 from tests.launch import ROOT, command_line, descendants
 from tests.unit.common.echo_child import Do, Say
-from tests.waiting import until
+from tests.waiting import eventually, until
 
 MODULE = "tests.unit.common.echo_child"
 
@@ -111,7 +111,7 @@ async def test_a_child_does_not_outlive_a_parent_that_was_killed() -> None:
     assert MODULE in command_line(child)
     parent.kill()
     await parent.wait()
-    await asyncio.to_thread(until, lambda: not command_line(child), "the child is gone")
+    await eventually(lambda: not command_line(child), "the child is gone")
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("can't start new thread")])

@@ -19,7 +19,7 @@ from common.request_budget import SMALL, UNREAD, RequestBudget, max_large_bytes
 from common.tcp_connections import Address
 from tests.launch import Service, launch
 from tests.raw_http2 import RawConnection, message
-from tests.waiting import until
+from tests.waiting import eventually, until
 from twinlens import LlmClient, v1
 from twinlens import TwinlensError as ClientError
 
@@ -70,7 +70,7 @@ class Crowd:
 
     async def looked(self, holds: Callable[[], object]) -> None:
         """The budget has looked, and then this holds."""
-        await asyncio.to_thread(until, holds, "it has looked")
+        await eventually(holds, "it has looked")
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from encoder_service.media.download_slots import DownloadSlots
 from encoder_service.media.fetch import FetchConfig, Fetcher
 from tests.media_host import media_host
 from tests.unit.encoder_service.fakes import turns
-from tests.waiting import until
+from tests.waiting import eventually
 
 GOOD = b"good" * 1000
 
@@ -111,7 +111,7 @@ async def test_a_host_that_drips_keeps_nobody_else_waiting():
             asyncio.create_task(made.fetch(slow.url("/held"), 1 << 20, "url", caller(f"tenant {number}")))
             for number in range(40)
         ]
-        await asyncio.to_thread(until, lambda: slow.asked["/held"] == 16, "half of the slots are taken")
+        await eventually(lambda: slow.asked["/held"] == 16, "half of the slots are taken")
         assert await made.fetch(quick.url("/good", "localhost"), 1 << 20, "url", caller("tenant 0")) == GOOD
         assert slow.asked["/held"] == 16
         slow.held.set()

@@ -16,7 +16,7 @@ import trustme
 from common.errors import DeadlineExceeded, Forbidden, InvalidInput, Precondition, TwinlensError, Unavailable
 from encoder_service.media.fetch import FetchConfig, Fetcher
 from tests.media_host import MediaHost, media_host
-from tests.waiting import until
+from tests.waiting import eventually
 
 GOOD = bytes(range(256)) * 1000
 MOST = 1 << 20
@@ -252,7 +252,7 @@ async def test_no_cookie_proxy_or_password_is_used(host, monkeypatch):
 async def test_at_most_so_many_downloads_go_on_at_once(host: MediaHost):
     made = fetcher(host.authority, max_fetches=4)
     waiting = [asyncio.create_task(made.fetch(host.url("/held"), MOST, "url")) for _ in range(5)]
-    await asyncio.to_thread(until, lambda: host.asked["/held"] == 2, "two downloads are under way")
+    await eventually(lambda: host.asked["/held"] == 2, "two downloads are under way")
     assert (await asyncio.wait(waiting, timeout=0.2))[0] == set()
     assert host.asked["/held"] == 2
     host.held.set()

@@ -25,7 +25,7 @@ from encoder_service.transports.base import RowRun
 from encoder_service.transports.link import Link
 from llm_service.encoders.transports.base import ArrivedRows
 from llm_service.encoders.transports.shared_memory import Region
-from tests.waiting import until
+from tests.waiting import eventually
 from twinlens.v1 import encoder_pb2
 
 INLINE, SHARED = encoder_pb2.TRANSPORT_INLINE, encoder_pb2.TRANSPORT_SHARED_MEMORY
@@ -160,7 +160,7 @@ async def test_rows_that_are_written_over_after_their_lease_are_never_taken() ->
         stream = b.link.choose([SHARED], host, b.run()).send(b.run(), host)
         message = await anext(stream)
         run = ArrivedRows(message.first_row, message.count, message.handle)
-        await asyncio.to_thread(until, lambda: b.link.leases == 0, "the lease ends")
+        await eventually(lambda: b.link.leases == 0, "the lease ends")
         b.store.buffer.slice(b.entry.span)[:] = bytes(b.entry.span.size)
         with pytest.raises(DataLoss):
             await anext(region.receive(run, memoryview(bytearray(run.count * LAYOUT.row_bytes))))
@@ -270,7 +270,7 @@ async def test_an_encoder_that_had_no_descriptor_left_hands_over_when_it_has(mon
         before = descriptors()
         with pytest.raises(OSError, match=r"nothing|reset"):
             await b.mapped()
-        await asyncio.to_thread(until, lambda: descriptors() <= before, "nothing is left open")
+        await eventually(lambda: descriptors() <= before, "nothing is left open")
         region, _ = await b.mapped()
         region.close()
 
@@ -285,4 +285,4 @@ async def test_no_descriptor_is_left_open() -> None:
         for _ in range(3):
             region, _ = await b.mapped()
             region.close()
-    await asyncio.to_thread(until, lambda: descriptors() <= before, "all are closed")
+    await eventually(lambda: descriptors() <= before, "all are closed")

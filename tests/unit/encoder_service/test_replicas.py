@@ -16,11 +16,11 @@ from encoder_service.item import Inspection
 from encoder_service.worker.messages import BatchFailed
 from tests.unit.encoder_service.engines import LAYOUT, PICTURES, SEEN, encoder, item, rows
 from tests.unit.encoder_service.fakes import DONE, FakeDecoders, turns
-from tests.waiting import until
+from tests.waiting import eventually
 
 
 async def written(made, count: int) -> None:
-    await asyncio.to_thread(until, lambda: made.tier_counts["written"] >= count, "the rows are shared")
+    await eventually(lambda: made.tier_counts["written"] >= count, "the rows are shared")
 
 
 async def test_replicas_compute_an_item_once_between_them(monkeypatch, server):
@@ -177,7 +177,7 @@ async def test_content_that_comes_while_an_address_is_fetched_is_used_where_that
                 client.hset(f"twinlens:rows:{key.hex()}", "0", b"spoilt")
             monkeypatch.setattr(made._contents, "fetched", slow_fetch)
             await made.resolve(ticket)
-            await asyncio.to_thread(until, lambda: ticket.stage == "fetch", "the address is fetched")
+            await eventually(lambda: ticket.stage == "fetch", "the address is fetched")
             by_content = asyncio.create_task(rows(made, item(3)))
             await turns()
             fetched.set()

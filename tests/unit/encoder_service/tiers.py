@@ -13,7 +13,7 @@ from common.wire import DType, RowLayout
 from encoder_service.engine.embedding_store import EmbeddingStore
 from encoder_service.engine.shared_tier import SharedTier
 from encoder_service.engine.tier_client import TierClient
-from tests.waiting import until
+from tests.waiting import eventually
 
 LAYOUT = RowLayout(3, 64, DType.FLOAT32)
 TOKENS = 4000
@@ -56,7 +56,7 @@ async def computed(
 
 async def written(made: SharedTier, count: int = 1) -> None:
     counts = made.counts
-    await asyncio.to_thread(until, lambda: counts["written"] + counts["dropped"] >= count, "all is written")
+    await eventually(lambda: counts["written"] + counts["dropped"] >= count, "all is written")
     while made._unlocking:
         await asyncio.gather(*made._unlocking)
 

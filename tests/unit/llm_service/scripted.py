@@ -23,7 +23,7 @@ from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.receiver import RowReceiver
 from llm_service.encoders.replica import LinkSettings
 from llm_service.request import MediaItem, Request, SamplingParams, TextPrompt
-from tests.waiting import until
+from tests import waiting
 from twinlens import v1
 
 DIGEST = "the digest of our model"
@@ -173,7 +173,7 @@ class Bench:
 
 
 async def eventually(holds: Callable[[], object]) -> None:
-    await asyncio.to_thread(until, holds, "what the test waits for")
+    await waiting.eventually(holds, "what the test waits for")
 
 
 async def settled(entry: CacheEntry) -> None:

@@ -24,7 +24,7 @@ from llm_service.grammar.messages import Compile, Vocabulary
 from llm_service.request import Structure
 from tests.checkpoints import VOCABULARY
 from tests.launch import command_line
-from tests.waiting import until
+from tests.waiting import eventually, until
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -135,7 +135,7 @@ async def test_a_refusal_for_time_alone_does_not_last(folder: Path) -> None:
     slow = Structure("json_schema", '{"type": "integer", "multipleOf": 29989}')
     async with compiling(folder, seconds=0.0, doubt_seconds=0.01) as compiler:
         assert "too long" in (await refusal(compiler, slow)).message
-        await asyncio.to_thread(until, lambda: ("", slow) not in compiler._known, "it is forgotten")
+        await eventually(lambda: ("", slow) not in compiler._known, "it is forgotten")
         assert not compiler._known_bytes
         compiler._seconds = 30.0
         assert await compiler.grammar(slow)
@@ -294,7 +294,7 @@ async def test_processes_that_were_killed_without_a_job_cost_nobody_anything(com
     children = set(compiler._children)
     signal_all(compiler, signal.SIGKILL)
     if known:
-        await asyncio.to_thread(until, lambda: all(child.has_ended for child in children), "it is known")
+        await eventually(lambda: all(child.has_ended for child in children), "it is known")
     assert await compiler.grammar(Structure("regex", "b+"))
     await asyncio.gather(*compiler._tasks)
     assert not children & compiler._children

@@ -16,7 +16,7 @@ from llm_service.encoders.replica import LinkSettings
 from tests.unit.llm_service.scripted import LAYOUT
 from tests.unit.twinlens.conftest import serving
 from tests.unit.twinlens.fakes import FakeEncoder
-from tests.waiting import until
+from tests.waiting import eventually
 
 
 class Asked(FakeEncoder):
@@ -58,9 +58,9 @@ def test_what_is_in_the_files_now_is_shown_to_encoders(tmp_path: Path) -> None:
         pool = EncoderPool([address], settings)
         await pool.start()
         try:
-            await asyncio.to_thread(until, lambda: encoder.shown == first, "the first ones are shown")
+            await eventually(lambda: encoder.shown == first, "the first ones are shown")
             second = issue("number two")
-            await asyncio.to_thread(until, lambda: encoder.shown == second, "the second ones are shown")
+            await eventually(lambda: encoder.shown == second, "the second ones are shown")
         finally:
             await pool.stop()
 
