@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from common import stderr_capture, tasks
+from common.stacks import Stacks
 
 _LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
@@ -42,6 +43,8 @@ HELD_UP_SECONDS = 30.0
 """
 
 _ASK_SECONDS = 0.5
+_LAST_SECONDS = 1.0
+"""In which a process that says nothing more has ended, as a rule; then it is killed."""
 
 ReceiveT = TypeVar("ReceiveT")
 
@@ -99,6 +102,21 @@ def was_ended(status: int | None) -> bool:
     return status is None or -status in _FROM_OUTSIDE
 
 
+def how_it_ended(status: int | None) -> str:
+    """An exit status (`returncode`) in words, for the log.
+
+    >>> how_it_ended(70), how_it_ended(-9)
+    ('exit status 70', 'killed by SIGKILL')
+    """
+    if status is None:
+        return "it has not ended"
+    if status >= 0:
+        return f"exit status {status}"
+    with contextlib.suppress(ValueError):  # some have no name
+        return f"killed by {signal.Signals(-status).name}"
+    return f"killed by signal {-status}"
+
+
 def _thread_states(pid: int) -> Iterator[str]:
     """One letter for each thread, as the kernel shows it."""
     for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
@@ -148,6 +166,10 @@ class ChildProcess:
         """Kills it, where it has not ended."""
         self._started.kill()
 
+    def send_signal(self, number: int) -> None:
+        """Sends it a signal, where it has not ended."""
+        self._started.send_signal(number)
+
 
 class Child(Generic[ReceiveT]):
     """The parent's end of one child process. Owned by whoever starts it, ended by `stop`.
@@ -161,26 +183,44 @@ class Child(Generic[ReceiveT]):
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         received: Any,
+        stacks: Stacks | None = None,
     ) -> None:
         self.process = process
+        self._stacks = stacks
         self._reader = reader
         self._writer = writer
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(received).decode
 
     @classmethod
-    async def start(cls, module: str, *, receives: Any, fds: Sequence[int] = (), exposed: bool = False) -> Child[Any]:
+    async def start(
+        cls, module: str, *, receives: Any, fds: Sequence[int] = (), exposed: bool = False, stacks: bool = False
+    ) -> Child[Any]:
         """Starts `python -m module SOCKET_FD FD…`; `receives` is the type (or union) of the child's messages.
 
-        One that is `exposed` to what strangers send gets no variable that could be a secret.
+        One that is `exposed` to what strangers send gets no variable that could be a secret. One with `stacks` calls
+        `stacks.write_when_asked`, and `post_mortem` can tell in what it hangs.
         """
         environ = harmless(os.environ) if exposed else os.environ
+        told = Stacks() if stacks else None
+        try:
+            return await cls._start(module, {**DEFAULTS, **environ}, fds, receives, told)
+        except BaseException:
+            if told is not None:
+                told.close()
+            raise
+
+    @classmethod
+    async def _start(
+        cls, module: str, environ: Mapping[str, str], fds: Sequence[int], receives: Any, stacks: Stacks | None
+    ) -> Child[Any]:
+        more, inherited = ({}, fds) if stacks is None else (stacks.environ, (*fds, stacks.fd))
         ours, theirs = socket.socketpair()
         try:
             process = ChildProcess(
                 [sys.executable, "-m", module, str(theirs.fileno()), *map(str, fds)],
-                {**DEFAULTS, **environ, "TWINLENS_PARENT": str(os.getpid())},
-                (theirs.fileno(), *fds),
+                {**environ, **more, "TWINLENS_PARENT": str(os.getpid())},
+                (theirs.fileno(), *inherited),
             )
         except BaseException:
             ours.close()
@@ -195,7 +235,7 @@ class Child(Generic[ReceiveT]):
             ours.close()
             await process.wait()
             raise
-        return cls(process, reader, writer, receives)
+        return cls(process, reader, writer, receives, stacks)
 
     def send(self, message: Any) -> None:
         """Queues a message; the child's death is reported by `receive`, not here."""
@@ -222,9 +262,33 @@ class Child(Generic[ReceiveT]):
         """It is known to be gone, and everything that it said has been received."""
         return self._reader.at_eof() or self._reader.exception() is not None
 
+    async def stacks(self) -> dict[str, str]:
+        """For the log: the `stacks` of its threads, where it tells them within a second. It may be ended by that, so
+        this is for one that is about to be killed."""
+        if self._stacks is None or is_stopped(self.process.pid):
+            return {}
+        told = await self._stacks.read(self.process.send_signal)
+        return {"stacks": told} if told else {}
+
+    async def post_mortem(self) -> dict[str, str]:
+        """For the log: the `status` of a child that has ended, else its `stacks`. It is killed then."""
+        try:
+            return await self._status() if self.has_ended else await self.stacks()
+        finally:
+            self.kill()
+
+    async def _status(self) -> dict[str, str]:
+        """How it has ended; nothing where it takes long over that."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_SECONDS):
+                return {"status": how_it_ended(await self.process.wait())}
+        return {}
+
     async def stop(self, grace: float = 5.0) -> None:
         """Ends the child: closes the socket (it exits), kills it after `grace` seconds; returns when it is gone."""
         self._writer.close()
+        if self._stacks is not None:
+            self._stacks.close()
         try:
             await asyncio.wait_for(self.process.wait(), grace)
         except TimeoutError:

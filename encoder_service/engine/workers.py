@@ -43,6 +43,7 @@ class WorkerSlot:
     timer: asyncio.TimerHandle | None = None
     looks_ahead: bool = False
     ahead: list[Unit] = field(default_factory=list)
+    ending: asyncio.Task[None] | None = None
 
     @property
     def units(self) -> list[Unit]:
@@ -73,7 +74,14 @@ class WorkerSlot:
             self._watch(child, seconds)
             return
         _log.error("a batch takes too long", worker=self.index, seconds=seconds, units=len(self.batch))
-        child.kill()
+        self.ending = tasks.start(self._end(child, self.batch), "end a worker")
+
+    async def _end(self, child: Child[FromWorker], batch: list[Unit]) -> None:
+        """Kills a worker once it has told in what it hangs, unless it has answered by then."""
+        if found := await child.stacks():
+            _log.error("of that worker is known", worker=self.index, **found)
+        if self.batch is batch:
+            child.kill()
 
     def take(self) -> list[Unit]:
         """The batch, which is no longer the worker's; the next one takes its place."""
@@ -163,7 +171,9 @@ class Workers:
         return sorted((slot for slot in self.slots if slot.may_have_next), key=lambda slot: slot.began)
 
     async def _start(self, slot: WorkerSlot) -> None:
-        child: Child[FromWorker] = await Child.start(self._module, receives=FromWorker, fds=self._fds)
+        child: Child[FromWorker] = await Child.start(
+            self._module, receives=FromWorker, fds=self._fds, stacks=True
+        )
         try:
             child.send(self.settings[slot.index])
             answer = await self._first_answer(child)
@@ -196,7 +206,8 @@ class Workers:
                 _log.error("a worker died", worker=slot.index, why=str(death), units=len(slot.batch))
             self._pools.lose(slot.pool)
             child, slot.child = slot.child, None
-            child.kill()
+            if found := await child.post_mortem():
+                _log.error("of that worker is known", worker=slot.index, **found)
             await child.stop(grace=1.0)
             self._on_death(slot)
             await self._revive(slot)

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from common import log
+from common import log, stacks
 from common.arena import SharedBuffer
 from common.checkpoint import CheckpointError
 from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
@@ -27,6 +27,7 @@ def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
     """Serves batches until the parent is gone."""
     die_with_parent()
     leave_signals_to_parent()
+    stacks.write_when_asked()
     link: ParentLink[Any] = ParentLink(link_fd, ToWorker)
     settings = link.receive()
     assert isinstance(settings, WorkerSettings)

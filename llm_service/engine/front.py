@@ -253,8 +253,9 @@ class EngineFront:
             _log.error("the engine has ended", cause=str(error))
             if self._first is not None and not self._first.done():
                 self._first.set_exception(Internal(f"the engine could not start: {error}"))
-            child.kill()
             self._lose_all()
+            if found := await child.post_mortem():
+                _log.error("of that engine is known", **found)
         finally:
             await child.stop()
             self._lose_all()

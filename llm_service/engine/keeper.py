@@ -58,7 +58,9 @@ class Reserve:
         self._standby = await self._start()
 
     async def _start(self) -> Child[FromEngine]:
-        child: Child[FromEngine] = await Child.start(self._module, receives=FromEngine, fds=(self._arena_fd,))
+        child: Child[FromEngine] = await Child.start(
+            self._module, receives=FromEngine, fds=(self._arena_fd,), stacks=True
+        )
         return child
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common import log
+from common import log, stacks
 from common.checkpoint import Checkpoint, CheckpointError
 from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
 from llm_service.engine.block_manager import BlockManager
@@ -69,6 +69,7 @@ def serve(load: Load) -> None:
     """Serves the front that started this process, as `python -m MODULE SOCKET_FD ROW_ARENA_FD`, until it is gone."""
     die_with_parent()
     leave_signals_to_parent()
+    stacks.write_when_asked()
     link: ParentLink[ToEngine] = ParentLink(int(sys.argv[1]), ToEngine)
     gc.disable()  # what is imported and loaded stays: collections would look through it again and again
     try:

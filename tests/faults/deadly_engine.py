@@ -16,6 +16,9 @@ from tests.light import engine
 DEADLY = 13
 """Whoever has a bias for this token, and penalties, kills the engine at its sixth token."""
 
+HANGING = 14
+"""Whoever has a bias for this one has it hang."""
+
 
 def _load(settings: EngineSettings, arena_fd: int) -> Loaded:
     loaded = engine.load(settings, arena_fd)
@@ -24,6 +27,8 @@ def _load(settings: EngineSettings, arena_fd: int) -> Loaded:
     def launch_or_die(plan: StepPlan) -> StepUnderWay:
         if any(DEADLY in draw.logit_bias and len(draw.output) == 5 * 4 for draw in plan.draws):
             os.kill(os.getpid(), signal.SIGKILL)
+        if any(HANGING in draw.logit_bias for draw in plan.draws):
+            signal.pause()
         return launch(plan)
 
     loaded.executor.launch = launch_or_die

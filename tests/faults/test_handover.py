@@ -15,7 +15,7 @@ import pytest
 
 from tests import pictures
 from tests.faults.configuration import taken_away
-from tests.faults.deadly_engine import DEADLY
+from tests.faults.deadly_engine import DEADLY, HANGING
 from tests.gateway.trio import Door
 from tests.gateway.trio import said as said_by
 from tests.launch import Service, gateway, launch, llm_server, send
@@ -200,13 +200,23 @@ def test_a_request_that_kills_every_engine_ends_and_takes_no_other_along(checkpo
             error = dying.result()
             assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_UNAVAILABLE")
             assert [each.result() for each in answers] == [tokens for ((_, tokens, *_), _) in undisturbed]
-        assert ends(service) == 3
+        assert ends(service) == service.log.read_text().count("killed by SIGKILL") == 3
         until(lambda: holds_nothing(client), "nothing is held")
 
 
 def ends(service: Service) -> int:
     """Engines of the service that have ended."""
     return service.log.read_text().count("the engine has ended")
+
+
+def test_of_an_engine_that_hangs_the_log_says_where(checkpoint: Path) -> None:
+    flags = [f"--model={checkpoint}", "--listen=127.0.0.1:0", "--kv-cache-bytes=32MiB", "--step-seconds=1"]
+    with launch("tests.faults.deadly_engine", *flags) as service, LlmClient(service.address) as client:
+        hanging = drawn(logit_bias={HANGING: -1.0})
+        error = refusal(client, asked(user("hang"), hanging, max_handovers=0))
+        assert error.reason == "ENGINE_UNAVAILABLE"
+        until(lambda: "in launch_or_die" in service.log.read_text(), "the log says where")
+        until(lambda: len(answer(client, asked(user("and now?"))).choices[0].token_ids) == 8, "an engine serves")
 
 
 def heard(stream: Iterator[v1.GenerateResponse]) -> list[int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common import log
+from common import log, stacks
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
 from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
@@ -22,6 +22,7 @@ def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
     """Serves batches until the parent is gone."""
     die_with_parent()
     leave_signals_to_parent()
+    stacks.write_when_asked()
     link: ParentLink[WorkerSettings | Batch] = ParentLink(link_fd, ToWorker)
     settings = link.receive()
     assert isinstance(settings, WorkerSettings)

@@ -13,6 +13,7 @@ import sys
 
 import msgspec
 
+from common import stacks
 from common.arena import SharedBuffer
 from common.processes import Child, ParentLink, die_with_parent
 
@@ -34,6 +35,7 @@ Message = Say | Do
 
 def main() -> None:
     die_with_parent()
+    stacks.write_when_asked()
     link: ParentLink[Message] = ParentLink(int(sys.argv[1]), Message)
     try:
         while True:

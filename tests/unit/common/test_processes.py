@@ -15,7 +15,7 @@ import pytest
 
 from common import tasks
 from common.arena import SharedBuffer
-from common.processes import Child, ChildDied, ChildProcess, is_held_up
+from common.processes import Child, ChildDied, ChildProcess, is_held_up, is_stopped
 from tests.launch import ROOT, command_line, descendants
 from tests.unit.common.echo_child import Do, Say
 from tests.waiting import eventually, until
@@ -36,6 +36,46 @@ async def test_messages_of_any_size_go_both_ways_in_order(child: Child[Say]) -> 
     for words in said:
         child.send(Say(words))
     assert [(await child.receive()).words for _ in said] == said
+
+
+async def test_a_child_that_hangs_tells_where_before_it_is_killed() -> None:
+    child: Child[Say] = await Child.start(MODULE, receives=Say, stacks=True)
+    child.send(Do("hang"))
+    assert (await child.receive()).words == b"hanging"
+    found = await child.post_mortem()
+    assert "in main" in found["stacks"]
+    with pytest.raises(ChildDied):
+        await child.receive()
+    await child.stop()
+    assert child.process.returncode == -signal.SIGKILL
+
+
+async def test_a_child_that_has_ended_is_told_of_by_how_it_did() -> None:
+    for how, status in ((Do("exit"), "exit status 0"), (None, "killed by SIGTERM")):
+        child: Child[Say] = await Child.start(MODULE, receives=Say, stacks=True)
+        child.send(Say(b"hello"))
+        await child.receive()
+        if how is None:
+            child.process.send_signal(signal.SIGTERM)
+        else:
+            child.send(how)
+        with pytest.raises(ChildDied):
+            await child.receive()
+        assert await child.post_mortem() == {"status": status}
+        await child.stop()
+
+
+async def test_a_child_that_is_stopped_or_tells_no_stacks_is_killed_all_the_same() -> None:
+    for stacks in (True, False):
+        child: Child[Say] = await Child.start(MODULE, receives=Say, stacks=stacks)
+        child.send(Say(b"hello"))
+        await child.receive()
+        if stacks:
+            child.process.send_signal(signal.SIGSTOP)
+            until(lambda pid=child.process.pid: is_stopped(pid), "it is stopped")
+        assert await child.post_mortem() == {}
+        await child.stop()
+        assert child.process.returncode == -signal.SIGKILL
 
 
 async def test_shared_memory_is_seen_by_both() -> None:

@@ -54,6 +54,13 @@ class FakeChild:
             raise message
         return message
 
+    async def stacks(self) -> dict[str, str]:
+        return {}
+
+    async def post_mortem(self) -> dict[str, str]:
+        self.kill()
+        return {}
+
     async def stop(self, grace: float = 5.0) -> None:
         self.alive = False
 

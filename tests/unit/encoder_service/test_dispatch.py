@@ -184,6 +184,26 @@ async def test_a_worker_that_takes_far_longer_than_the_batches_of_late_has_hung(
     assert not unit.done.done()
 
 
+async def test_a_worker_that_answers_while_it_is_asked_where_it_hangs_goes_on(start):
+    dispatcher, (worker, _), _ = await start(workers=2, patience=0.01)
+    await computed(dispatcher, worker, 8)
+    asked, told = asyncio.Event(), asyncio.Event()
+
+    async def stacks() -> dict[str, str]:
+        asked.set()
+        await told.wait()
+        return {"stacks": "somewhere"}
+
+    worker.stacks = stacks
+    unit = submit(dispatcher, b"slow")
+    await asked.wait()
+    worker.say(DONE)
+    await unit.done
+    told.set()
+    await turns()
+    assert worker.alive
+
+
 async def test_no_worker_counts_as_hung_before_it_is_known_how_long_a_batch_takes(start):
     dispatcher, (worker,), _ = await start(patience=0.0)
     await computed(dispatcher, worker, 7)

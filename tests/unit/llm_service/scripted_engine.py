@@ -52,8 +52,9 @@ class ScriptedEngine:
             raise message
         return message
 
-    def kill(self) -> None:
+    async def post_mortem(self) -> dict[str, str]:
         self.killed = True
+        return {}
 
     async def stop(self) -> None:
         pass

@@ -1,0 +1,51 @@
+"""Where the threads of a child process stand: what its parent has it write down before it gives it up, so that the log
+shows in what it hung. Python's `faulthandler` writes it from a signal, also where no thread gets the interpreter."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import signal
+from collections.abc import Callable
+from time import monotonic
+
+SIGNAL = signal.SIGUSR1
+
+_VARIABLE = "TWINLENS_STACKS"
+_SECONDS, _LOOK_SECONDS = 1.0, 0.05
+"""How long a child is waited for, and from one look at what it has written to the next."""
+_MOST_BYTES = 16 << 10
+
+
+def write_when_asked() -> None:
+    """For a child, before it starts any of its own: it writes its threads' stacks where its parent reads them."""
+    if fd := os.environ.pop(_VARIABLE, ""):
+        faulthandler.register(SIGNAL, file=int(fd), all_threads=True)
+
+
+class Stacks:
+    """The parent's side, for one child that inherits the descriptor `fd` and has `environ` in its environment."""
+
+    def __init__(self) -> None:
+        """Raises OSError where no descriptor is free."""
+        self.fd = os.memfd_create("twinlens-stacks", os.MFD_CLOEXEC)
+        self.environ = {_VARIABLE: str(self.fd)}
+
+    async def read(self, ask: Callable[[int], None]) -> str:
+        """What the child writes once it is sent the signal, which `ask` does: 16 KiB at most; what there is after a
+        second. A child that has not got as far as `write_when_asked` is ended by it."""
+        ask(SIGNAL)
+        size, end = 0, monotonic() + _SECONDS
+        while monotonic() < end:
+            await asyncio.sleep(_LOOK_SECONDS)
+            before, size = size, os.fstat(self.fd).st_size
+            if size and size == before:
+                break
+        return os.pread(self.fd, _MOST_BYTES, 0).decode(errors="replace")
+
+    def close(self) -> None:
+        """Once the child has been started, and nothing is read any more; again is of no account."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
