@@ -171,9 +171,7 @@ class Workers:
         return sorted((slot for slot in self.slots if slot.may_have_next), key=lambda slot: slot.began)
 
     async def _start(self, slot: WorkerSlot) -> None:
-        child: Child[FromWorker] = await Child.start(
-            self._module, receives=FromWorker, fds=self._fds, stacks=True
-        )
+        child: Child[FromWorker] = await Child.start(self._module, receives=FromWorker, fds=self._fds, stacks=True)
         try:
             child.send(self.settings[slot.index])
             answer = await self._first_answer(child)

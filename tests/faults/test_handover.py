@@ -200,7 +200,8 @@ def test_a_request_that_kills_every_engine_ends_and_takes_no_other_along(checkpo
             error = dying.result()
             assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_UNAVAILABLE")
             assert [each.result() for each in answers] == [tokens for ((_, tokens, *_), _) in undisturbed]
-        assert ends(service) == service.log.read_text().count("killed by SIGKILL") == 3
+        assert ends(service) == 3
+        until(lambda: service.log.read_text().count("killed by SIGKILL") == 3, "the log says how they ended")
         until(lambda: holds_nothing(client), "nothing is held")
 
 
