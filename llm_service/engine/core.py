@@ -98,6 +98,9 @@ class EngineCore:
         self._under_way: deque[Step] = deque()
         self._next_proof = 0.0
         self._next_beat = math.inf if steps.beat_seconds is None else 0.0
+        self._news = select.poll()  # `select` knows no descriptor above 1023, which a front with many callers has
+        for descriptor in (link.fileno(), wake.fileno()):
+            self._news.register(descriptor, select.POLLIN)
 
     def run(self) -> None:
         """Serves until the front goes away (EOFError)."""
@@ -156,7 +159,7 @@ class EngineCore:
             self._next_beat = time.monotonic() + self._steps.beat_seconds
         deadline = self._scheduler.next_deadline()
         due = min(self._next_beat, math.inf if deadline is None else deadline) - time.monotonic()
-        select.select([self._link.fileno(), self._wake.fileno()], [], [], min(_LONGEST_REST, max(0.0, due)))
+        self._news.poll(1000 * min(_LONGEST_REST, max(0.0, due)))
         self._wake.clear()
 
     def _take(self, message: ToEngine) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 import time
 from array import array
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -286,6 +287,20 @@ def test_a_deadline_farther_off_than_any_timer_reaches_is_only_a_deadline() -> N
     sent = served([[waiting], [], [GetState()]], overlap=True)
     assert [type(message) for message in sent] == [State]
     assert sent[0].waiting == 1
+
+
+def test_an_engine_rests_whose_descriptors_have_large_numbers() -> None:
+    """They have the numbers that they had in the front, which has a descriptor for each of its callers."""
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < 1500:
+        pytest.skip("this machine allows too few descriptors")
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (allowed, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(allowed, 1500), most))
+        while (descriptor := os.open(os.devnull, os.O_RDONLY)) < 1024:
+            stack.callback(os.close, descriptor)
+        stack.callback(os.close, descriptor)
+        assert [type(message) for message in served([[], [GetState()]], overlap=True)] == [State]
 
 
 def test_ranks_hear_from_an_engine_that_rests_though_questions_never_let_it_rest_for_long() -> None:
