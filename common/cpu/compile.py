@@ -16,12 +16,14 @@ would wait for its kernels for half an hour."""
 
 
 def main(names: list[str]) -> None:
-    """Makes sure that all of them are kept."""
+    """Makes sure that all of them are kept; ends with one line where they cannot be."""
     die_with_parent()
     leave_signals_to_parent()
     os.nice(_NICE)
     for kernel in [find(name) for name in names]:
         kernel.compile()
+        if kernel.unkept:  # nor could the others
+            sys.exit(kernel.unkept)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,9 @@ from typing import Any, TextIO
 import numba
 import numpy as np
 from numba.core import event
+from numba.core.caching import FunctionCache
+
+from common import log
 
 Array = np.ndarray[Any, Any]
 
@@ -25,6 +28,7 @@ _FREEDOMS = {"reassoc", "contract", "arcp", "afn", "nsz"}
 PATIENCE_SECONDS = 600.0
 """For whoever compiles the same kernel."""
 _LOOK_SECONDS = 0.05
+_log = log.get("kernels")
 _THREADS: int = numba.get_num_threads()
 """The most that numba has, before anything has told it to use fewer."""
 
@@ -42,10 +46,31 @@ def compiled(function: Callable[..., None], *, parallel: bool = True, made_of: S
     function = FunctionType(function.__code__, function.__globals__, function.__name__)
     function.__qualname__ = name
     options: dict[str, Any] = {"parallel": parallel, "fastmath": _FREEDOMS, "nogil": True, "error_model": "numpy"}
-    try:
-        return numba.njit(**options, cache=True)(function)
-    except RuntimeError:  # no folder to keep it in
-        return numba.njit(**options)(function)
+    kernel = numba.njit(**options)(function)
+    with contextlib.suppress(RuntimeError):  # no folder to keep it in
+        kernel._cache = _Cache(function)
+    return kernel
+
+
+class _Cache(FunctionCache):
+    """What is compiled is of use though it cannot be kept, on a disk that is full for example, or though what is kept
+    cannot be read. `unkept` is why the last one was not."""
+
+    unkept = ""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """What is kept; None where it cannot be read."""
+        with contextlib.suppress(OSError):
+            return super().load_overload(sig, target_context)
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keeps what was compiled, where there is room."""
+        self.unkept = ""
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            self.unkept = f"{self.cache_path}: {error.strerror}"
+            _log.warning("a kernel cannot be kept", kernel=self._py_func.__qualname__, cause=self.unkept)
 
 
 def _sources(module: ModuleType) -> list[Path]:
@@ -78,6 +103,11 @@ class Typed:
         """Where it is kept on disk; None where no folder can be written."""
         kept = self.kernel.stats.cache_path
         return None if kept is None else Path(kept)
+
+    @property
+    def unkept(self) -> str:
+        """Why what was just compiled could not be kept; empty where it was, or where there is no folder."""
+        return getattr(self.kernel._cache, "unkept", "")
 
     def load(self) -> bool:
         """Makes it ready from what is kept on disk; False, and nothing has changed, where nothing is kept that was

@@ -27,6 +27,7 @@ from llm_service.worker.changeover import Changeover, There
 from llm_service.worker.executor import GroupExecutor, LoneExecutor, follow
 from tests import pictures, row_cases
 from tests.checkpoints import Family
+from tests.full_disk import no_room_for_files
 from tests.parity.local_engine import LocalEngine, Outcome, make_prompt
 from tests.waiting import until
 
@@ -145,6 +146,18 @@ def test_what_cannot_be_compiled_is_told_with_its_cause(monkeypatch: pytest.Monk
     until(lambda: process.readiness is not WAITING, "the process has ended")
     assert process.readiness is FAILED
     assert said == ["ModuleNotFoundError: No module named 'llm_service.layers.cpu.nowhere'"]
+
+
+def test_what_cannot_be_kept_is_told_with_its_cause(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(compiling, "_log", SimpleNamespace(warning=lambda _, cause: said.append(cause)))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    with no_room_for_files():
+        process = CompilingProcess(["llm_service.layers.cpu.row_kernels:rms_norm_few"])
+    until(lambda: process.readiness is not WAITING, "the process has ended")
+    assert process.readiness is FAILED
+    assert said[0].startswith(str(tmp_path))
+    assert said[0].endswith(": File too large")
 
 
 def test_ranks_begin_alike_and_one_that_has_all_kernels_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

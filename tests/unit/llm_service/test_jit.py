@@ -10,6 +10,7 @@ import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numba
@@ -18,6 +19,7 @@ import pytest
 
 from common.cpu import jit
 from common.cpu.jit import Typed, compiled, find
+from tests.full_disk import no_room_for_files
 
 _PROGRAM = """
 import numba
@@ -118,6 +120,38 @@ def test_what_another_processor_s_is_is_left_alone(monkeypatch: pytest.MonkeyPat
         elsewhere.setattr(numba.config, "CPU_NAME", "nehalem")
         assert not typed().load()
     assert typed().load()
+
+
+@pytest.mark.usefixtures("folder")
+def test_what_there_is_no_room_for_computes_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(jit, "_log", SimpleNamespace(warning=lambda _, kernel, cause: said.append(cause)))
+    crowded, numbers = typed(), np.ones(3, np.float32)
+    with no_room_for_files():
+        crowded.compile()
+    assert crowded.unkept.endswith(": File too large")
+    assert said == [crowded.unkept]
+    crowded.kernel(numbers)
+    assert numbers.tolist() == [2, 2, 2]
+    assert not typed().load()
+    roomy = typed()
+    roomy.compile()
+    assert not roomy.unkept
+    assert typed().load()
+
+
+@pytest.mark.usefixtures("folder")
+def test_what_may_not_be_read_is_compiled_anew() -> None:
+    typed().compile()
+    unreadable = typed()
+    assert unreadable.folder is not None
+    (index,) = unreadable.folder.glob("*.nbi")
+    index.unlink()
+    index.mkdir()
+    assert not unreadable.load()
+    unreadable.compile()
+    assert unreadable.kernel.signatures
+    assert unreadable.unkept
 
 
 def test_without_a_folder_nothing_is_kept() -> None:
