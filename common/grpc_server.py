@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from common import grpc_reflection, log
 from common.config import is_port, option, size
+from common.descriptors import say
 from common.errors import Unavailable
 from common.grpc_calls import CallInterceptor
 from common.request_budget import UNREAD, RequestBudget, max_large_bytes
@@ -175,9 +175,8 @@ class GrpcServer:
         `metrics` is where those are served."""
         self._announced = True
         await self._publish()
-        sys.stdout.write(f"ready grpc={self.address}" + (f" metrics={metrics}" if metrics else "") + "\n")
-        sys.stdout.flush()
-        _log.info("ready", address=self.address, metrics=metrics)
+        unsaid = say(f"ready grpc={self.address}" + (f" metrics={metrics}" if metrics else ""))
+        _log.info("ready", address=self.address, metrics=metrics, **({"standard_output": unsaid} if unsaid else {}))
 
     def report(self, ready: bool) -> None:
         """Whether the services can serve, at any time: health checks say so once the server has been announced, and

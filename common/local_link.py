@@ -38,7 +38,7 @@ class SharedArena:
 def listen(folder: str) -> tuple[socket.socket, str]:
     """A listening socket and its name; in `folder`, or in the abstract name space where that is empty.
 
-    Raises OSError where the folder cannot be used. `unlink` removes what it leaves in the folder.
+    Raises OSError where the folder cannot be used, and says so. `unlink` removes what it leaves in the folder.
     """
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     name = f"{_PREFIX}{secrets.token_hex(8)}"
@@ -60,7 +60,10 @@ def listen(folder: str) -> tuple[socket.socket, str]:
 def _listen_in(folder: Path, name: str, server: socket.socket) -> None:
     """The file gets its name when somebody listens behind it: until then another's `_sweep` would take it for dead."""
     hidden = folder / f".{name}"
-    server.bind(str(hidden))
+    try:
+        server.bind(str(hidden))
+    except OSError as error:
+        raise OSError(f"no local socket can be made in {folder}: {error.strerror or error}") from error
     try:
         server.listen(_BACKLOG)
         hidden.rename(folder / name)

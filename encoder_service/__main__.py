@@ -6,6 +6,7 @@ import asyncio
 import signal
 import sys
 
+from common.descriptors import prepare
 from common.forks import keep_grpc_out
 from common.requirements import require
 
@@ -13,6 +14,7 @@ from common.requirements import require
 def main(*, worker: str = "encoder_service.worker") -> None:
     """Serves until a signal comes; exits with 1 and one line where it cannot begin. Device workers run `worker`."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the service listens for it, it ends the process in silence
+    prepare()
     keep_grpc_out()
     require("encoder_service")  # before anything that is installed with it is imported
     from common.allocator import keep_large_blocks

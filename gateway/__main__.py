@@ -6,12 +6,15 @@ import signal
 import sys
 from importlib.util import find_spec
 
+from common.descriptors import prepare
+
 _MODULES = ("google.rpc", "httptools", "prometheus_client", "pydantic", "starlette", "structlog", "uvicorn", "uvloop")
 
 
 def main() -> None:
     """Serves until a signal comes; exits with 1 and one line where it cannot begin."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the service listens for it, it ends the process in silence
+    prepare()
     if missing := [name for name in _MODULES if not _is_here(name)]:
         sys.exit(f"gateway: not installed: {', '.join(missing)}. Install them with: pip install 'twinlens[gateway]'")
     import uvloop

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 from collections.abc import Generator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 
@@ -17,6 +16,7 @@ from starlette.types import ASGIApp
 
 from common import log, stderr_capture, tasks, tracing
 from common.allocator import freeze_objects
+from common.descriptors import say
 from common.errors import Unavailable
 from common.tls_files import TlsFiles
 from gateway.api.adapters import Adapters
@@ -186,9 +186,8 @@ class _Server(uvicorn.Server):
         assert sockets is not None
         address = f"{self._host}:{sockets[0].getsockname()[1]}"
         freeze_objects()
-        sys.stdout.write(f"ready http={address}\n")
-        sys.stdout.flush()
-        _log.info("ready", address=address)
+        unsaid = say(f"ready http={address}")
+        _log.info("ready", address=address, **({"standard_output": unsaid} if unsaid else {}))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """New connections are refused, running requests get the grace time; then they are ended, each with an error."""

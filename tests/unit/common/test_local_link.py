@@ -96,6 +96,11 @@ def test_a_name_without_a_listener_and_a_file_without_a_folder_are_errors(tmp_pa
             local_link.connect(name, folder, SECRET)
 
 
+def test_a_folder_that_takes_no_socket_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=f"no local socket can be made in {tmp_path}/none: No such file"):
+        local_link.listen(str(tmp_path / "none"))
+
+
 def test_one_who_hangs_up_without_handing_over_is_an_error() -> None:
     server, name = local_link.listen("")
     with closing(server):
