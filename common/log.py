@@ -109,6 +109,6 @@ def bound(**values: str) -> AbstractContextManager[None]:
     return structlog.contextvars.bound_contextvars(**values)
 
 
-def bind(**values: str) -> None:
+def bind(**values: object) -> None:
     """Binds values to every further line of this task, and of the tasks that it starts."""
     structlog.contextvars.bind_contextvars(**values)

@@ -213,6 +213,7 @@ class _Generation:
             Outgoing(self._request), timeout=seconds, metadata=(*self._services.metadata, *self._metadata, stated)
         )
         service.in_flight += 1
+        log.bind(llm=service.address)
         return call
 
     def takes(self, service: LlmService, event: Event) -> bool:

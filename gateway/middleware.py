@@ -89,14 +89,17 @@ class RequestMiddleware:
             ):
                 if mine := tracing.outgoing():
                     context.metadata = mine
+                    log.bind(trace_id=tracing.trace_id())
                 await self._guarded(
                     scope, send, context, lambda out: self._serve(scope, receive, out, context, headers)
                 )
         finally:
             self._requests.discard(context)
             seconds = time.perf_counter() - begun
+            first_byte = {}
             if context.first_byte:
                 self._meters.first_byte(context.surface, context.first_byte - begun)
+                first_byte = {"first_byte_seconds": round(context.first_byte - begun, 4)}
             self._meters.ended(context.surface, context.status, seconds)
             outcome = context.cause.reason if context.cause else "OK"
             stranger = context.status == HTTPStatus.UNAUTHORIZED  # counted, but no way to fill the log
@@ -107,6 +110,7 @@ class RequestMiddleware:
                 status=context.status,
                 outcome=outcome,
                 seconds=round(seconds, 4),
+                **first_byte,
             )
 
     async def _serve(

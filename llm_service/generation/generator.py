@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from common import tracing
+from common import log, tracing
 from common.errors import Cancelled, Exhausted, InvalidInput
 from common.media.item import Header
 from common.stages import Stage, add, seconds_of
@@ -83,7 +83,8 @@ class Stages:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request under way: the task that serves it, its tenant's salt and, once it is there, its part in the engine."""
+    """A request under way: the task that serves it, its tenant's salt and, once it is there, its part in the engine;
+    and how many tokens of each kind its caller has been told of."""
 
     task: asyncio.Task[object] | None
     admission: AdmissionTicket
@@ -91,6 +92,7 @@ class Job:
     engine_request: EngineRequest | None = None
     aborted: bool = False
     stages: Stages = field(default_factory=Stages)
+    tokens: Counter[str] = field(default_factory=Counter)
 
     def see(self, event: Event, meter: RequestMeter) -> None:
         """Takes note of what is told to the caller."""
@@ -98,10 +100,18 @@ class Job:
             case Begun():
                 self.admission.start()
                 meter.prompt(len(event.layout.ids))
+                self.tokens.update(prompt_tokens=len(event.layout.ids), cached_tokens=event.cached)
             case Delta():
                 meter.tokens(event.choice, len(event.tokens))
+                self.tokens["completion_tokens"] += len(event.tokens)
             case Ended():
                 meter.choice(event.reason, event.completion_tokens)
+
+    def log(self) -> None:
+        """Has the line about its call say how many tokens it had, and how long each stage took that followed on the one
+        before it."""
+        seconds = {name: round(each, 4) for name, each in seconds_of(self.stages.in_turn).items()}
+        log.bind(**self.tokens, stages=seconds)
 
     def abort(self) -> None:
         """Ends the request inside the generator, which then says why; cancelled in the middle of a message to its
@@ -189,6 +199,7 @@ class Generator:
             if request.adapter is not None:
                 self._adapters.end(request.adapter)
             meter.end(outcome, job.stages.seconds)
+            job.log()
             self.outcomes[outcome] += 1
             self.stage_totals.update(job.stages.seconds)
             tracing.in_turn(seconds_of(job.stages.in_turn), job.stages.begun)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -10,7 +11,9 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from tests.gateway.trio import CLIP, PICTURE, Trio, image, said, text, video
+from tests.launch import Service
 from tests.rpc.pairs import answer, asked
+from tests.waiting import until
 from twinlens import Answer, assistant, system, user, v1
 from twinlens import image as an_image
 from twinlens import video as a_video
@@ -228,6 +231,37 @@ def test_the_request_id_goes_through(door: Trio) -> None:
     )
     assert (reply.headers["x-request-id"], json.loads(reply.body)["id"]) == ("mine-17", "chatcmpl-mine-17")
     assert '"request_id": "mine-17"' in door.services.llm.log.read_text()
+
+
+def test_the_logs_last_line_about_a_request_says_what_it_was_and_what_took_its_time(door: Trio) -> None:
+    reply = door.post(
+        "/v1/chat/completions",
+        {"messages": [said(text("What is this?"), image())], "max_tokens": 3},
+        {"x-request-id": "lasting-line"},
+    )
+    usage = json.loads(reply.body)["usage"]
+    call, request = (lines(each, "lasting-line") for each in (door.services.llm, door.gateway))
+    until(lambda: call() and request(), "both lines are there")
+    (said_by_llm,), (said_by_gateway,) = call(), request()
+    assert {name: said_by_llm[name] for name in ("prompt_tokens", "completion_tokens")} == {
+        name: usage[name] for name in ("prompt_tokens", "completion_tokens")
+    }
+    stages = said_by_llm["stages"]
+    assert list(stages)[:2] == ["prompt", "encode_header"]
+    assert {"queue", "first_token", "decode_tokens"} <= stages.keys()
+    assert sum(stages.values()) <= said_by_llm["seconds"] + 0.01
+    assert said_by_gateway["llm"] == door.services.llm.address
+    assert 0 < said_by_gateway["first_byte_seconds"] <= said_by_gateway["seconds"]
+
+
+def lines(service: Service, request_id: str) -> Callable[[], list[dict[str, Any]]]:
+    """A service's lines at the end of a request."""
+
+    def read() -> list[dict[str, Any]]:
+        found = (json.loads(line) for line in service.log.read_text().splitlines() if request_id in line)
+        return [each for each in found if each["event"] in ("call", "request") and each.get("method") != "Encode"]
+
+    return read
 
 
 def test_a_picture_that_is_none_is_refused_where_it_stands(door: Trio) -> None:
