@@ -90,6 +90,7 @@ class LlmService:
     looking: asyncio.Task[None] | None = field(default=None)
     _looks: int = 0
     _last_look: int = 0
+    _cause: str = ""
 
     def serves(self, model: str) -> bool:
         """Whether it has a model or an adapter of this name, or had when it could last serve."""
@@ -111,13 +112,14 @@ class LlmService:
         at once none overrules one that began later."""
         self._looks += 1
         own = self._looks
-        info: llm_pb2.LlmServiceGetInfoResponse | None = None
+        info: Any = None
         try:
             info = await self.stub.GetInfo(
                 llm_pb2.LlmServiceGetInfoRequest(), timeout=_ANSWER_SECONDS, metadata=tuple(metadata)
             )
-            if info.context_tokens:  # else no engine is there that could say
-                self.told = await self.stub.GetLoad(
+            load: Any = self.told
+            if info is not None and info.context_tokens:  # else no engine is there that could say
+                load = await self.stub.GetLoad(
                     llm_pb2.LlmServiceGetLoadRequest(), timeout=_ANSWER_SECONDS, metadata=tuple(metadata)
                 )
         except grpc.aio.AioRpcError as error:
@@ -125,16 +127,20 @@ class LlmService:
         except grpc.aio.UsageError:  # the channel has been closed
             now, cause = None, "GONE"
         else:
-            now, cause = (info, "") if info.context_tokens else (None, _STARTING)
+            if info is None or load is None:  # what gRPC makes of bytes that are no message
+                now, cause = None, "what it answers is no message of ours"
+            else:
+                self.told = load
+                now, cause = (info, "") if info.context_tokens else (None, _STARTING)
         if own < self._last_look:
             return
         self._last_look = own
         self.between = info if cause == _STARTING and self.model else None
-        if not self.looked_at or (now is None) != (self.info is None):
+        if not self.looked_at or cause != self._cause:
             said = "an LLM service can be used" if now else "an LLM service cannot be used"
             _log.info(said, address=self.address, cause=cause)
         self.came += now is not None and (self.info is None or now.instance != self.info.instance)
-        self.looked_at, self.info = True, now
+        self.looked_at, self.info, self._cause = True, now, cause
         self.model = now.model if now else self.model
         self.adapters = frozenset(adapter.name for adapter in now.adapters) if now else self.adapters
 

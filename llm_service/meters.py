@@ -180,4 +180,6 @@ def _media(encoder_cache: EncoderCache, receiver: RowReceiver, pool: EncoderPool
     yield total("encode_retries", "streams that took the place of one that broke", receiver.counters.retries)
     known = receiver.counters.headers_known
     yield total("headers_known", "items laid out by a header from before, without asking an encoder", known)
+    waiting = len(pool.wait_queue)
+    yield gauge("items_waiting_for_encoders", "items that wait for room, since every encoder is full", waiting)
     yield gauge("encoders_usable", "encoders that answer and fit", sum(replica.usable for replica in pool.replicas))

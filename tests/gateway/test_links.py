@@ -21,12 +21,13 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 
 from tests.gateway.scripted import scripted
 from tests.gateway.trio import Door, fronted, said
-from tests.launch import gateway
+from tests.launch import Service, gateway
 from tests.rpc.pairs import pair
 from tests.rpc.test_tracing import PARENT, TRACE, Collector
 from tests.unit.twinlens.conftest import serving
 from tests.unit.twinlens.fakes import WORDS, FakeLlm
 from tests.waiting import until
+from twinlens import v1
 
 
 def test_tls_to_callers_and_to_llm_services(tmp_path: Path) -> None:
@@ -232,6 +233,36 @@ def another_service() -> Iterator[str]:
         server.stop(None).wait()
 
 
+def test_a_service_that_answers_nonsense_is_asked_again_and_each_new_cause_is_logged() -> None:
+    """What is no message comes out of gRPC as None."""
+    whole = v1.LlmServiceGetInfoResponse(model="demo", context_tokens=4096).SerializeToString()
+    said = {"GetInfo": b"\xff", "GetLoad": b"\xff"}
+    methods = {name: grpc.unary_unary_rpc_method_handler(lambda *_, name=name: said[name]) for name in said}
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("twinlens.v1.LlmService", methods)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with gateway(f"127.0.0.1:{port}", fork=False) as service:
+
+        def causes() -> list[str]:
+            return [each["cause"] for each in logged(service) if "an LLM service can" in each["event"]]
+
+        nonsense = "what it answers is no message of ours"
+        until(lambda: causes() == [nonsense], "it is logged")
+        said["GetInfo"] = v1.LlmServiceGetInfoResponse(model="demo").SerializeToString()
+        until(lambda: causes() == [nonsense, "STARTING"], "it is asked again")
+        said["GetInfo"] = whole
+        until(lambda: causes() == [nonsense, "STARTING", nonsense], "of its load it says nonsense")
+        said["GetLoad"] = b""
+        until(lambda: causes()[3:] == [""], "it can be used")
+        server.stop(None).wait()
+
+
+def logged(service: Service) -> list[dict[str, str]]:
+    """A service's log so far."""
+    return [json.loads(line) for line in service.log.read_text("utf-8").splitlines()]
+
+
 @pytest.mark.parametrize(
     ("listening", "cause"),
     [(nobody, "nothing listens there"), (another_service, "what listens there is no LLM service")],
@@ -242,8 +273,7 @@ def test_an_address_without_an_llm_service_is_logged_with_its_cause(
     with listening() as address, gateway(address, fork=False) as service:
 
         def lines() -> list[dict[str, str]]:
-            logged = [json.loads(line) for line in service.log.read_text("utf-8").splitlines()]
-            return [line for line in logged if line["event"] == "an LLM service cannot be used"]
+            return [line for line in logged(service) if line["event"] == "an LLM service cannot be used"]
 
         until(lambda: bool(lines()), "it is logged")
         assert {(line["address"], line["cause"]) for line in lines()} == {(address, cause)}

@@ -180,8 +180,9 @@ async def test_an_encoder_that_answers_nonsense_is_gone_for_now_and_is_asked_aga
         return None
 
     async with replica_of_a_pool(quarantine) as (_, replica):
-        replica._stub = SimpleNamespace(GetInfo=nothing, GetLoad=nothing)  # type: ignore[assignment]
+        replica._connections.stub = SimpleNamespace(GetInfo=nothing, GetLoad=nothing)  # type: ignore[assignment]
         assert await replica._check() is GONE
+        assert "no message" in replica.trouble
 
 
 async def test_memory_that_could_not_be_shared_is_tried_again_later_and_not_at_every_question(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from common.errors import Exhausted
+from llm_service.meters import _media
 from tests.unit.llm_service.scripted import (
     ROWS,
     Bench,
@@ -133,6 +134,8 @@ async def test_what_is_more_urgent_comes_first() -> None:
             wanted = replace(request(b"%d" % number), priority=number // 4)
             asking.append(asyncio.create_task(b.whole_of(wanted)))
             await eventually(lambda: len(b.pool.wait_queue) == len(asking) - 1)
+        told = {each.name: each.samples[0].value for each in _media(b.cache, b.receiver, b.pool)}
+        assert told["items_waiting_for_encoders"] == len(asking) - 1
         for _ in asking:
             hall.leave.release()
         await asyncio.gather(*asking)
