@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,43 @@ _COMPILE_SECONDS = 0.7
 """The longest that a structure may take to compile: its caller has an answer within a second."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """What is known of a model before anything is opened. `name` is what requests may ask for; `own_adapters` are the
+    checkpoint's own, folders by modality."""
+
+    checkpoint: Checkpoint
+    served: ServedModel
+    settings: EngineSettings
+    layout: RowLayout
+    digest: str
+    prompts: PromptBuilder
+    name: str
+
+    @classmethod
+    async def read(cls, config: LlmConfig) -> _Model:
+        """Raises CheckpointError where it cannot be served, or not so."""
+        checkpoint = Checkpoint.resolve(config.model)
+        served = await asyncio.to_thread(ServedModel.of, checkpoint)
+        settings = _engine_settings(config, checkpoint, served)
+        layout = RowLayout(served.levels, served.hidden_size, DType(settings.dtype))
+        digest = await asyncio.to_thread(encoder_digest, checkpoint, layout.dtype, served.family.encoder)
+        if settings.draft_model:
+            await asyncio.to_thread(check_same_tokens, checkpoint, Checkpoint(Path(settings.draft_model)))
+        prompts = await asyncio.to_thread(PromptBuilder, checkpoint, served)
+        name = config.served_model_name or checkpoint.name
+        return cls(checkpoint, served, settings, layout, digest, prompts, name)
+
+    @property
+    def own_adapters(self) -> Mapping[str, str]:
+        return self.served.library.adapters if self.served.library is not None else {}
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        ends = sorted(end_tokens(self.checkpoint))
+        return Vocabulary(str(self.checkpoint.folder), self.prompts.vocab_size, ends)
+
+
 async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
     """Serves until SIGTERM or SIGINT, with an engine that runs `engine_module`.
 
@@ -59,112 +98,37 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
     log.configure(config.log_level, service="llm")
     stderr_capture.start()
     tracing.start("twinlens-llm")
-    checkpoint = Checkpoint.resolve(config.model)
-    served = await asyncio.to_thread(ServedModel.of, checkpoint)
-    settings = _engine_settings(config, checkpoint, served)
-    layout = RowLayout(served.levels, served.hidden_size, DType(settings.dtype))
-    digest = await asyncio.to_thread(encoder_digest, checkpoint, layout.dtype, served.family.encoder)
-    if settings.draft_model:
-        await asyncio.to_thread(check_same_tokens, checkpoint, Checkpoint(Path(settings.draft_model)))
-    prompts = await asyncio.to_thread(PromptBuilder, checkpoint, served)
-    vocabulary = Vocabulary(str(checkpoint.folder), prompts.vocab_size, sorted(end_tokens(checkpoint)))
-    model = config.served_model_name or checkpoint.name
-    of_media = served.library.adapters if served.library is not None else {}
+    model = await _Model.read(config)
     # Adapters that are still to be loaded: the checkpoint's own have no name.
-    modules = [*config.lora_modules, *(f"={path}" for path in dict.fromkeys(of_media.values()))][::-1]
+    own = (f"={path}" for path in dict.fromkeys(model.own_adapters.values()))
+    modules = [*config.lora_modules, *own][::-1]
 
     async with AsyncExitStack() as running:
         running.push_async_callback(asyncio.to_thread, tracing.stop)
         frame = GrpcServer(config, [SERVICE])
         running.push_async_callback(frame.server.stop, None)  # where it does not come to draining
         sessions = Sessions(_session_limits(config))
-        encoder_cache = EncoderCache(
-            config.row_cache_bytes,
-            layout,
-            retained=sessions.is_retained,
-            on_place=lambda place: engine.mirrors.invalidate(place.offset, place.size),
+        encoder_cache, engine = _cache_and_engine(
+            config, model, sessions, engine_module, on_ready=lambda ready: frame.report(ready and not modules)
         )
         running.callback(encoder_cache.close)
-        engine = EngineFront(
-            settings,
-            encoder_cache.buffer.fd,
-            lambda ready: frame.report(ready and not modules),
-            start_seconds=config.start_seconds,
-            step_seconds=config.step_seconds,
-            handover_seconds=config.handover_seconds,
-            standby=config.spare_engine,
-            module=engine_module,
-        )
-        engine.mirrors.on_lost = encoder_cache.lose_mirrors
-        mirrors = engine.mirrors if config.row_mirror else None
-        pool = EncoderPool(
-            config.encoders,
-            _link_settings(config, digest, layout, MediaLayout.of(checkpoint.config, served.family), mirrors),
-        )
-        receiver = RowReceiver(pool, encoder_cache, config.encoder_wait_seconds)
-        prefixes = Prefixes(lambda: engine.prefix_block)
-        admission = Admission(
-            max_requests=config.request_limit(),
-            max_waiting=config.max_waiting,
-            max_waiting_tokens=config.max_waiting_tokens,
-        )
         metrics = Metrics("twinlens_llm")
-        meters = Meters(metrics)
-        meters.describe(
-            version=__version__,
-            model=model,
-            architecture=checkpoint.architecture,
-            digest=digest,
-            device=settings.device,
-            dtype=settings.dtype,
-        )
-        frame.watch(meters.failed)
-        meters.watch_requests(lambda: frame.inflight_bytes)
-        compiler = Compiler(vocabulary, _structure_limits(config), seconds=_COMPILE_SECONDS)
+        meters = _meters(metrics, model, frame)
+        compiler = Compiler(model.vocabulary, _structure_limits(config), seconds=_COMPILE_SECONDS)
         running.push_async_callback(compiler.stop)
-        most, enabled = config.max_loaded_loras, bool(config.lora_dir)
-        adapters = Adapters(engine, model, most, enabled=enabled, of_media=of_media)
-        generator = Generator(prompts, compiler, receiver, engine, prefixes, admission, sessions, meters, adapters)
-        running.push_async_callback(_prove_idle, generator, encoder_cache, adapters)
-        meters.watch(admission, engine, encoder_cache, receiver, pool)
-        meters.watch_adapters(adapters)
-        defaults = checkpoint.json("generation_config.json")
-        chosen = adapters.find, adapters.of_media, Transcriber.of(checkpoint, prompts)
-        requests = RequestReader(config, model, prompts.vocab_size, defaults, prompts.modalities, *chosen)
-        components = Components(
-            config,
-            model,
-            checkpoint.architecture,
-            digest,
-            served.longest(config.max_context),
-            requests,
-            prompts,
-            generator,
-            adapters,
-            engine,
-            encoder_cache,
-            receiver,
-            pool,
-        )
+        components = _components(config, model, encoder_cache, engine, sessions, compiler, meters)
+        running.push_async_callback(_prove_idle, components)
         add_LlmServiceServicer_to_server(LlmServicer(components), frame.server)
         await frame.bind()
         metrics_address = await running.enter_async_context(metrics.serve(config.metrics_listen))
         running.push_async_callback(engine.stop)
-        running.push_async_callback(pool.stop)
+        running.push_async_callback(components.pool.stop)
         running.push_async_callback(frame.drain)
-        starting = asyncio.create_task(engine.start())
-        stopped = asyncio.create_task(frame.wait())
-        await pool.start()
-        await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
-        if stopped.done():
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
+        if not await _started(frame, components):
             return
-        stopped.cancel()
-        await starting
         while modules:
             name, _, path = modules[-1].partition("=")
-            await (adapters.load(name, path) if name else adapters.load_own(path))
+            await (components.adapters.load(name, path) if name else components.adapters.load_own(path))
             modules.pop()
         frame.report(engine.ready is not None)
         freeze_objects()
@@ -172,18 +136,117 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
         await frame.wait()
 
 
-async def _prove_idle(generator: Generator, encoder_cache: EncoderCache, adapters: Adapters) -> None:
+def _cache_and_engine(
+    config: LlmConfig, model: _Model, sessions: Sessions, module: str, on_ready: Callable[[bool], None]
+) -> tuple[EncoderCache, EngineFront]:
+    """The rows, and the engine that reads them where they are."""
+    encoder_cache = EncoderCache(
+        config.row_cache_bytes,
+        model.layout,
+        retained=sessions.is_retained,
+        on_place=lambda place: engine.mirrors.invalidate(place.offset, place.size),
+    )
+    engine = EngineFront(
+        model.settings,
+        encoder_cache.buffer.fd,
+        on_ready,
+        start_seconds=config.start_seconds,
+        step_seconds=config.step_seconds,
+        handover_seconds=config.handover_seconds,
+        standby=config.spare_engine,
+        module=module,
+    )
+    engine.mirrors.on_lost = encoder_cache.lose_mirrors
+    return encoder_cache, engine
+
+
+def _meters(metrics: Metrics, model: _Model, frame: GrpcServer) -> Meters:
+    meters = Meters(metrics)
+    meters.describe(
+        version=__version__,
+        model=model.name,
+        architecture=model.checkpoint.architecture,
+        digest=model.digest,
+        device=model.settings.device,
+        dtype=model.settings.dtype,
+    )
+    frame.watch(meters.failed)
+    meters.watch_requests(lambda: frame.inflight_bytes)
+    return meters
+
+
+def _components(
+    config: LlmConfig,
+    model: _Model,
+    encoder_cache: EncoderCache,
+    engine: EngineFront,
+    sessions: Sessions,
+    compiler: Compiler,
+    meters: Meters,
+) -> Components:
+    """Everything that answers requests; nothing of it is started."""
+    prompts, checkpoint = model.prompts, model.checkpoint
+    media = MediaLayout.of(checkpoint.config, model.served.family)
+    mirrors = engine.mirrors if config.row_mirror else None
+    pool = EncoderPool(config.encoders, _link_settings(config, model.digest, model.layout, media, mirrors))
+    receiver = RowReceiver(pool, encoder_cache, config.encoder_wait_seconds)
+    admission = Admission(
+        max_requests=config.request_limit(),
+        max_waiting=config.max_waiting,
+        max_waiting_tokens=config.max_waiting_tokens,
+    )
+    enabled = bool(config.lora_dir)
+    adapters = Adapters(engine, model.name, config.max_loaded_loras, enabled=enabled, of_media=model.own_adapters)
+    prefixes = Prefixes(lambda: engine.prefix_block)
+    generator = Generator(prompts, compiler, receiver, engine, prefixes, admission, sessions, meters, adapters)
+    meters.watch(admission, engine, encoder_cache, receiver, pool)
+    meters.watch_adapters(adapters)
+    defaults = checkpoint.json("generation_config.json")
+    chosen = adapters.find, adapters.of_media, Transcriber.of(checkpoint, prompts)
+    return Components(
+        config=config,
+        model=model.name,
+        architecture=checkpoint.architecture,
+        digest=model.digest,
+        longest=model.served.longest(config.max_context),
+        requests=RequestReader(config, model.name, prompts.vocab_size, defaults, prompts.modalities, *chosen),
+        prompts=prompts,
+        generator=generator,
+        adapters=adapters,
+        engine=engine,
+        encoder_cache=encoder_cache,
+        receiver=receiver,
+        pool=pool,
+    )
+
+
+async def _started(frame: GrpcServer, components: Components) -> bool:
+    """The engine serves; False where a signal came first. Raises CheckpointError or Internal where it cannot."""
+    starting = asyncio.create_task(components.engine.start())
+    stopped = asyncio.create_task(frame.wait())
+    await components.pool.start()
+    await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
+    if stopped.done():
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        return False
+    stopped.cancel()
+    await starting
+    return True
+
+
+async def _prove_idle(components: Components) -> None:
     """Says so where something is still held when every request is over: that is a defect, and the service ends anyway.
 
     Nothing is said where the grace time ended before the last request did.
     """
-    if generator.open_requests:
+    if components.generator.open_requests:
         return
-    await encoder_cache.drain()
+    await components.encoder_cache.drain()
     try:
-        encoder_cache.check_integrity(idle=True)
-        generator.sessions.check_integrity()
-        adapters.check_integrity()
+        components.encoder_cache.check_integrity(idle=True)
+        components.generator.sessions.check_integrity()
+        components.adapters.check_integrity()
     except AssertionError as error:
         _log.error("something is still held at the end", cause=str(error))
 
