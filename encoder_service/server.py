@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
 
 import msgspec
 
@@ -30,7 +32,7 @@ from encoder_service.engine.shared_tier import SharedTier
 from encoder_service.engine.staging import Staging
 from encoder_service.engine.workers import MODULE, WorkerError
 from encoder_service.families import config as model_config
-from encoder_service.families.family import ModelConfig
+from encoder_service.families.family import ModelConfig, ServedConfig
 from encoder_service.media.decoder import DecoderPool
 from encoder_service.media.fetch import Fetcher
 from encoder_service.media.messages import Bounds
@@ -51,6 +53,27 @@ LAST_SECONDS = 6.0
 _log = log.get("server")
 
 
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """What is known of a model before anything is opened. The `library` computes it where no family of ours does."""
+
+    checkpoint: Checkpoint
+    config: ServedConfig
+    library: LibraryModel | None
+    device: str
+    layout: RowLayout
+
+    @classmethod
+    async def read(cls, config: EncoderConfig) -> _Model:
+        """Raises CheckpointError where it cannot be served."""
+        checkpoint = Checkpoint.resolve(config.model)
+        served = await asyncio.to_thread(model_config.served, checkpoint)
+        library = None if isinstance(served, ModelConfig) else served.library
+        device = default_device() if config.device == "auto" else config.device
+        dtype = DType(default_dtype(device, checkpoint) if config.dtype == "auto" else config.dtype)
+        return cls(checkpoint, served, library, device, RowLayout(served.levels, served.width, dtype))
+
+
 async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
     """Serves until SIGTERM or SIGINT, with device workers that run the module `worker`.
 
@@ -59,12 +82,7 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
     log.configure(config.log_level, service="encoder")
     stderr_capture.start()
     tracing.start("twinlens-encoder")
-    checkpoint = Checkpoint.resolve(config.model)
-    model = await asyncio.to_thread(model_config.served, checkpoint)
-    library = None if isinstance(model, ModelConfig) else model.library
-    device = default_device() if config.device == "auto" else config.device
-    dtype = DType(default_dtype(device, checkpoint) if config.dtype == "auto" else config.dtype)
-    layout = RowLayout(model.levels, model.width, dtype)
+    model = await _Model.read(config)
 
     async with AsyncExitStack() as running:
         running.push_async_callback(asyncio.to_thread, tracing.stop)
@@ -86,77 +104,116 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
         def report() -> None:
             frame.report(dispatcher.alive > 0 and decoders.processes.able)
 
-        decoders = DecoderPool(
-            staging,
-            processes=config.decode_processes,
-            threads=max(1, min(_MAX_DECODE_THREADS, usable_cores() // config.decode_processes)),
-            seconds=config.decode_seconds,
-            start_seconds=config.start_seconds,
-            memory_bytes=config.decode_memory_bytes,
-            bounds=_bounds(config, library),
-            on_change=report,
-        )
-        pools = DevicePools(layout.row_bytes)
-        dispatcher = Dispatcher(
-            _worker_settings(config, checkpoint, device, dtype, library),
-            (staging.fd, store.fd),
-            budget=config.batch_patches,
-            max_units=config.batch_items,
-            seconds=config.worker_seconds,
-            patience=config.worker_patience_seconds,
-            start_seconds=config.start_seconds,
-            pass_seconds=config.pass_seconds,
-            module=worker,
-            on_change=lambda _: report(),
-            on_batch=meters.computed,
-            pools=pools,
-        )
+        decoders = _decoders(config, model, staging, report)
+        dispatcher = _dispatcher(config, model, (staging.fd, store.fd), worker, report, meters)
         running.push_async_callback(decoders.processes.stop)
         running.push_async_callback(dispatcher.stop)
-        planner = None
-        if library is not None:
-            times = PlannerTimes(start=config.start_seconds, answer=config.decode_seconds)
-            planner = LibraryPlanner(str(checkpoint.folder), times, video_sound=library.video_sound)
+        planner = _planner(config, model)
+        if planner is not None:
             running.push_async_callback(planner.stop)
         starting = asyncio.create_task(_start(decoders, dispatcher, planner))
         if not await _started(frame, starting):
             await frame.drain()
             return
-        digest = await asyncio.to_thread(encoder_digest, checkpoint, dtype, model.parts)
-        rows = EmbeddingStore(store, layout.row_bytes)
-        tier = _tier(config, rows, layout)
-        plans = model if isinstance(model, ModelConfig) else planner
-        assert plans is not None, "it is made where the library computes"
-        most = config.max_patches_per_call
-        media = MediaLoader(plans, config, layout, Staging(staging), rows, decoders, max_patches=most)
-        contents = Contents(Fetcher(config), config, digest)
-        pipeline = Pipeline(media, rows, dispatcher, contents, tier)
+        digest = await asyncio.to_thread(encoder_digest, model.checkpoint, model.layout.dtype, model.config.parts)
+        rows = EmbeddingStore(store, model.layout.row_bytes)
+        tier = _tier(config, rows, model.layout)
+        media = _media_loader(config, model, planner, Staging(staging), rows, decoders)
+        pipeline = Pipeline(media, rows, dispatcher, Contents(Fetcher(config), config, digest), tier)
         encoder = EncoderEngine(pipeline, digest, items=config.max_queued_items, size=config.max_queued_bytes)
-        link = await running.enter_async_context(
-            Link.open(
-                rows,
-                layout,
-                shared_memory=config.shared_memory,
-                folder=config.local_dir,
-                lease_seconds=config.lease_seconds,
-                pools=pools if config.device_pool_bytes else None,
-            )
-        )
-        meters.describe(
-            version=__version__,
-            model=checkpoint.name,
-            architecture=model.architecture,
-            digest=digest,
-            device=device,
-            dtype=dtype.value,
-        )
+        link = await running.enter_async_context(_link(config, model, rows, dispatcher.pools))
+        _describe(meters, model, digest)
         meters.watch(encoder, link)
-        servicer.served = Components(config, checkpoint.name, model, encoder, link, meters)
+        servicer.served = Components(config, model.checkpoint.name, model.config, encoder, link, meters)
         freeze_objects()
         await frame.announce(metrics_address)
         await frame.wait()
         await frame.drain()
         await _end(dispatcher, encoder, tier)
+
+
+def _decoders(config: EncoderConfig, model: _Model, staging: SharedBuffer, report: Callable[[], None]) -> DecoderPool:
+    return DecoderPool(
+        staging,
+        processes=config.decode_processes,
+        threads=max(1, min(_MAX_DECODE_THREADS, usable_cores() // config.decode_processes)),
+        seconds=config.decode_seconds,
+        start_seconds=config.start_seconds,
+        memory_bytes=config.decode_memory_bytes,
+        bounds=_bounds(config, model.library),
+        on_change=report,
+    )
+
+
+def _dispatcher(
+    config: EncoderConfig,
+    model: _Model,
+    fds: tuple[int, int],
+    worker: str,
+    report: Callable[[], None],
+    meters: Meters,
+) -> Dispatcher:
+    """Over the staging and store arenas, whose descriptors are given, in this order."""
+    return Dispatcher(
+        _worker_settings(config, model),
+        fds,
+        budget=config.batch_patches,
+        max_units=config.batch_items,
+        seconds=config.worker_seconds,
+        patience=config.worker_patience_seconds,
+        start_seconds=config.start_seconds,
+        pass_seconds=config.pass_seconds,
+        module=worker,
+        on_change=lambda _: report(),
+        on_batch=meters.computed,
+        pools=DevicePools(model.layout.row_bytes),
+    )
+
+
+def _planner(config: EncoderConfig, model: _Model) -> LibraryPlanner | None:
+    """What plans items where the library computes."""
+    if model.library is None:
+        return None
+    times = PlannerTimes(start=config.start_seconds, answer=config.decode_seconds)
+    return LibraryPlanner(str(model.checkpoint.folder), times, video_sound=model.library.video_sound)
+
+
+def _media_loader(
+    config: EncoderConfig,
+    model: _Model,
+    planner: LibraryPlanner | None,
+    staging: Staging,
+    rows: EmbeddingStore,
+    decoders: DecoderPool,
+) -> MediaLoader:
+    plans = model.config if isinstance(model.config, ModelConfig) else planner
+    assert plans is not None, "it is made where the library computes"
+    most = config.max_patches_per_call
+    return MediaLoader(plans, config, model.layout, staging, rows, decoders, max_patches=most)
+
+
+def _link(
+    config: EncoderConfig, model: _Model, rows: EmbeddingStore, pools: DevicePools
+) -> AbstractAsyncContextManager[Link]:
+    return Link.open(
+        rows,
+        model.layout,
+        shared_memory=config.shared_memory,
+        folder=config.local_dir,
+        lease_seconds=config.lease_seconds,
+        pools=pools if config.device_pool_bytes else None,
+    )
+
+
+def _describe(meters: Meters, model: _Model, digest: str) -> None:
+    meters.describe(
+        version=__version__,
+        model=model.checkpoint.name,
+        architecture=model.config.architecture,
+        digest=digest,
+        device=model.device,
+        dtype=model.layout.dtype.value,
+    )
 
 
 async def _end(dispatcher: Dispatcher, encoder: EncoderEngine, tier: SharedTier | None) -> None:
@@ -214,17 +271,15 @@ def _bounds(config: EncoderConfig, library: LibraryModel | None) -> Bounds:
     return config.bounds if library is None else msgspec.structs.replace(config.bounds, sample_rate=library.sound_rate)
 
 
-def _worker_settings(
-    config: EncoderConfig, checkpoint: Checkpoint, device: str, dtype: DType, library: LibraryModel | None = None
-) -> list[WorkerSettings]:
+def _worker_settings(config: EncoderConfig, model: _Model) -> list[WorkerSettings]:
     """What each worker is told: GPUs are handed out in turn, unless one was named; cores are shared."""
-    in_turn = device.startswith("cuda") and config.device in ("auto", "cuda")
+    in_turn = model.device.startswith("cuda") and config.device in ("auto", "cuda")
     threads = config.threads or max(1, usable_cores() // config.workers)
     return [
         WorkerSettings(
-            folder=str(checkpoint.folder),
-            device=f"cuda:{index % max(1, cuda_device_count())}" if in_turn else device,
-            dtype=dtype.value,
+            folder=str(model.checkpoint.folder),
+            device=f"cuda:{index % max(1, cuda_device_count())}" if in_turn else model.device,
+            dtype=model.layout.dtype.value,
             threads=threads,
             staging_bytes=config.staging_bytes,
             store_bytes=config.store_bytes,
@@ -234,7 +289,7 @@ def _worker_settings(
             batch_patches=config.batch_patches,
             pool_bytes=config.device_pool_bytes,
             log_level=config.log_level,
-            library=library,
+            library=model.library,
             core_share=config.core_share,
         )
         for index in range(config.workers)

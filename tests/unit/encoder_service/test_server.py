@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from common.checkpoint import Checkpoint
-from common.wire import DType
+from common.wire import DType, RowLayout
 from encoder_service import server
 from encoder_service.config import EncoderConfig
 
@@ -26,5 +27,6 @@ def test_gpus_are_handed_out_in_turn_unless_one_was_named(monkeypatch, tmp_path:
     monkeypatch.setattr(server, "cuda_device_count", lambda: 2)
     (tmp_path / "config.json").write_text("{}")
     config = EncoderConfig(model="m", device=asked, workers=3)
-    settings = server._worker_settings(config, Checkpoint(tmp_path), found, DType.FLOAT32)
+    model = server._Model(Checkpoint(tmp_path), SimpleNamespace(), None, found, RowLayout(1, 64, DType.FLOAT32))
+    settings = server._worker_settings(config, model)
     assert [each.device for each in settings] == devices
