@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from common import tracing
+from common import log, tracing
 from common.errors import TwinlensError
 from common.media.convert import add_checksum, write_header, write_stages
 from common.media.item import Header
@@ -49,6 +50,12 @@ class Delivery:
     """When the call came."""
     transfer: Stage = field(default_factory=lambda: Stage(0.0))
     """The time for which rows were on their way."""
+    failure: str = ""
+    """The reason of the error that it got."""
+    rows: int = 0
+    """How many were sent."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of each stage, once all is sent."""
 
     async def events(self) -> Events:
         """The item's events; its failure is one of them."""
@@ -62,6 +69,7 @@ class Delivery:
                 async for event in events:
                     yield event
         except TwinlensError as failure:
+            self.failure = failure.reason
             self.meters.failed(failure.reason)
             tracing.failed(failure.reason)
             yield encoder_pb2.EncodeResponse(error=convert.error(self.index, failure))
@@ -83,7 +91,8 @@ class Delivery:
                 async for event in events:
                     yield event
             stages = {**ticket.stages, "transfer": self.transfer}
-            self.meters.served(seconds_of(stages))
+            self.seconds = seconds_of(stages)
+            self.meters.served(self.seconds)
         told = {name: stage.since(self.began) for name, stage in stages.items()}
         done = encoder_pb2.EncodeDone(item=self.index, timings=write_stages(told))
         yield encoder_pb2.EncodeResponse(done=done)
@@ -112,6 +121,7 @@ class Delivery:
                         add_checksum(chunk)
                         yield encoder_pb2.EncodeResponse(rows=chunk)
             spans.append(("transfer", started, time.perf_counter()))
+            self.rows += run.end - at
             at = run.end
         async with aclosing(self._progress_until(ticket.ready(), ticket)) as events:
             async for event in events:
@@ -133,6 +143,16 @@ class Delivery:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)  # it may be fetching or hashing for a ticket that ends
+
+
+def log_deliveries(deliveries: Sequence[Delivery]) -> None:
+    """Has the line about their call say what came of its items: the call itself ends well though an item fails."""
+    seconds = Counter[str]()
+    for each in deliveries:
+        seconds.update(each.seconds)
+    stages = {name: round(value, 4) for name, value in seconds.items()}
+    failed = [each.failure for each in deliveries if each.failure]
+    log.bind(items=len(deliveries), rows=sum(each.rows for each in deliveries), failed=failed, stages=stages)
 
 
 class _Outbox(Generic[T]):

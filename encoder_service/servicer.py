@@ -16,7 +16,7 @@ from common.media import convert as media_convert
 from common.media.item import Modality
 from encoder_service import convert
 from encoder_service.config import EncoderConfig
-from encoder_service.delivery import Delivery, merged
+from encoder_service.delivery import Delivery, log_deliveries, merged
 from encoder_service.engine.encode import EncoderEngine
 from encoder_service.families.family import ServedConfig
 from encoder_service.meters import Meters
@@ -70,17 +70,18 @@ class EncoderServicer(EncoderServiceServicer):
         )
         del request
         self._open_streams += 1
+        deliveries = [
+            Delivery(served.encoder, served.link, served.meters, rest, index, item) for index, item in enumerate(items)
+        ]
+        del items
         try:
-            streams = [
-                Delivery(served.encoder, served.link, served.meters, rest, index, item).events()
-                for index, item in enumerate(items)
-            ]
-            async with aclosing(merged(streams)) as events:
+            async with aclosing(merged([each.events() for each in deliveries])) as events:
                 async for event in events:
                     with _stall_limit(grpc_calls.current(), served.config.stall_seconds):
                         yield event
         finally:
             self._open_streams -= 1
+            log_deliveries(deliveries)
 
     async def Prefetch(self, request: encoder_pb2.PrefetchRequest, context: Context) -> encoder_pb2.PrefetchResponse:
         """Encodes into the store behind the caller's back; answers when the headers are known."""

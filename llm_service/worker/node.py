@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from common import log
+from common import log, tasks
 from common.processes import Child, ChildDied
 from llm_service.settings import Joined, RankPlace
 
@@ -27,7 +27,7 @@ async def lend(first: RankPlace, start_seconds: float, log_level: str) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    keeping = asyncio.create_task(_keep(first, start_seconds))
+    keeping = tasks.start_vital(_keep(first, start_seconds), "ranks of this host")
     await stop.wait()
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)

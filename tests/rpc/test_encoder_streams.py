@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import pytest
@@ -38,6 +40,20 @@ def test_an_error_names_the_item_by_its_place_in_the_caller_s_own_request(servic
         until(lambda: client.load().store_hits == hits + 1, "the second waits for what the first has begun")
     fields = [event.error.status.field for stream in (first, second) for event in stream if event.HasField("error")]
     assert fields == ["items[0]", "items[1]"]
+
+
+def test_the_line_about_a_call_says_what_came_of_its_items(service, client):
+    broken = image(pictures.encoded(pictures.photograph("rocket"), "JPEG")[:8000])
+    rows = sum(event.rows.count for event in client.start([image(new_picture()), broken], request_id="one and none"))
+
+    def lines() -> list[dict[str, Any]]:
+        found = (json.loads(line) for line in service.log.read_text().splitlines() if "one and none" in line)
+        return [each for each in found if each["event"] == "call"]
+
+    until(lambda: bool(lines()), "it is logged")
+    (line,) = lines()
+    assert (line["outcome"], line["items"], line["failed"], line["rows"]) == ("OK", 2, ["MEDIA_UNREADABLE"], rows)
+    assert {"hash", "vit", "transfer"} <= line["stages"].keys()
 
 
 def test_the_header_leaves_and_progress_is_reported_while_the_worker_is_busy(service, client):
