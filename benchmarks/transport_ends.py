@@ -27,6 +27,7 @@ from common.allocator import keep_large_blocks
 from common.arena import SharedBuffer
 from common.grpc_calls import CallInterceptor
 from common.media.item import Grid, Header, Key, Modality
+from common.tokens import AcceptedTokens
 from common.wire import CHUNK_BYTES, DType, RowLayout
 from encoder_service.convert import stretch
 from encoder_service.engine.device_pool import DevicePools
@@ -106,7 +107,7 @@ async def send(device: str) -> None:
 
         fill(pools, device, store, entries)
     async with Link.open(store, LAYOUT, shared_memory=True, folder="", lease_seconds=60, pools=pools) as link:
-        server = grpc.aio.server(interceptors=[CallInterceptor("")])
+        server = grpc.aio.server(interceptors=[CallInterceptor(AcceptedTokens())])
         encoder_pb2_grpc.add_EncoderServiceServicer_to_server(Sender(link, entries), server)
         await _serve(server)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -12,6 +11,7 @@ import grpc
 from common import log
 from common.errors import Unauthenticated
 from common.grpc_status import Context, fail
+from common.tokens import AcceptedTokens
 
 _STRANGERS_SECONDS = 1.0
 """From one line about callers without the token to the next."""
@@ -38,20 +38,19 @@ class RateLimit:
 
 
 class BearerToken:
-    """What `authorization` must hold; an empty token lets every caller in."""
+    """What `authorization` must hold."""
 
-    def __init__(self, token: str) -> None:
-        self._token = token.encode()
+    def __init__(self, accepted: AcceptedTokens) -> None:
+        self._accepted = accepted
         self._lines = RateLimit(_STRANGERS_SECONDS)
 
     def admits(self, details: grpc.HandlerCallDetails) -> bool:
-        """Whether a call carries the token."""
-        if not self._token:
-            return True
+        """Whether a call carries a token, where one is asked for."""
         given = next((value for key, value in details.invocation_metadata or () if key == "authorization"), "")
         if isinstance(given, str):
             given = given.encode()
-        return hmac.compare_digest(given, b"Bearer " + self._token)
+        kind, _, token = given.partition(b" ")
+        return self._accepted.admit(token if kind == b"Bearer" else b"")
 
     async def refuse(self, context: Context, on_error: Callable[[str], Any]) -> NoReturn:
         """Ends a stranger's call."""

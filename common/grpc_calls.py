@@ -19,6 +19,7 @@ from common.grpc_auth import BearerToken
 from common.grpc_requests import CallReader
 from common.grpc_status import Context, fail
 from common.request_budget import RequestBudget
+from common.tokens import AcceptedTokens
 
 _OURS = "/twinlens.v1."
 _TRACED = ("Generate", "Encode", "Prefetch")
@@ -62,15 +63,16 @@ def current() -> Call:
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """The one interceptor. An empty `token` lets every caller in; past `max_calls` at once further ones are refused,
-    health checks excepted, and once it is `closed` all of them. `budget` bounds the bytes of requests.
+    """The one interceptor. Callers must send one of the `accepted` tokens, where there are any; past `max_calls` at
+    once further ones are refused, health checks excepted, and once it is `closed` all of them. `budget` bounds the
+    bytes of requests.
 
     To gRPC every method is one of streamed requests: of those it takes no message before it is asked to, so that each
     is read here, within bounds.
     """
 
-    def __init__(self, token: str, max_calls: int = 1024, budget: RequestBudget | None = None) -> None:
-        self._token = BearerToken(token)
+    def __init__(self, accepted: AcceptedTokens, max_calls: int = 1024, budget: RequestBudget | None = None) -> None:
+        self._token = BearerToken(accepted)
         self._max_calls = max_calls
         self._budget = budget or RequestBudget(256 << 20, 68 << 20)
         self.on_error: Callable[[str], None] = _nobody

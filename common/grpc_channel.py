@@ -13,7 +13,8 @@ from google.rpc import error_details_pb2, status_pb2
 
 from common import errors
 from common.grpc_status import from_plain_status
-from common.tls_files import TlsFiles, TokenFile
+from common.tls_files import TlsFiles
+from common.tokens import TokenFile
 from twinlens.v1 import media_pb2
 
 OPTIONS = (

@@ -9,7 +9,6 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import grpc
@@ -22,6 +21,7 @@ from common.errors import Unavailable
 from common.grpc_calls import CallInterceptor
 from common.request_budget import UNREAD, RequestBudget, max_large_bytes
 from common.tls_files import Certificates, TlsFiles
+from common.tokens import AcceptedTokens
 from twinlens import credentials
 
 _log = log.get("server")
@@ -45,7 +45,7 @@ class ServerConfig:
     tls_key: str = option("", "PEM private key of --tls-cert")
     tls_client_ca: str = option("", "PEM roots; callers must then show a certificate signed by one of them")
     auth_token: str = option("", "callers must send `authorization: Bearer TOKEN`", secret=True)
-    auth_token_file: str = option("", "file that holds the token, in place of --auth-token")
+    auth_token_file: str = option("", "file of such tokens, one a line, in place of --auth-token; callers send one")
     grace_seconds: float = option(30.0, "on SIGTERM, running calls get this long to finish", minimum=0)
     max_message_bytes: int = option(
         68 << 20, "largest gRPC message accepted", parse=size, minimum=1 << 20, maximum=(1 << 31) - 1
@@ -79,7 +79,7 @@ class ServerConfig:
             raise ValueError("give --auth-token or --auth-token-file, not both")
         if max_large_bytes(self.max_inflight_bytes) < self.max_message_bytes:
             raise ValueError("--max-inflight-bytes must be 16/7 of --max-message-bytes at least, or none would come in")
-        self.token()
+        self.accepted()
         host, _, port = self.listen.rpartition(":")
         if not (host and is_port(port)):  # gRPC would take another port, or 443, and say nothing
             raise ValueError("--listen must be HOST:PORT")
@@ -87,27 +87,9 @@ class ServerConfig:
         if self.metrics_listen and not (is_port(port) and ":" in self.metrics_listen):
             raise ValueError("--metrics-listen must be HOST:PORT")
 
-    def token(self) -> str:
-        """The token that callers must send; empty when none is asked for. Raises as `read_token`."""
-        return read_token(self.auth_token, self.auth_token_file)
-
-
-def read_token(token: str, file: str) -> str:
-    """A token given directly or in a file, without the line feed that often ends it; empty where neither is given.
-
-    Raises ValueError for a file that cannot be read, or holds none, and for what no header could carry.
-    """
-    if not (token or file):
-        return ""
-    try:
-        text = (Path(file).read_text("utf-8") if file else token).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} cannot be read as a token") from error
-    if file and not text:
-        raise ValueError(f"{file} holds no token")
-    if not (text and text.isascii() and text.isprintable()):
-        raise ValueError("a token is one line of ASCII characters")
-    return text
+    def accepted(self) -> AcceptedTokens:
+        """The tokens of which callers must send one. Raises as `read_tokens`."""
+        return AcceptedTokens(self.auth_token, self.auth_token_file)
 
 
 class GrpcServer:
@@ -122,7 +104,7 @@ class GrpcServer:
         self._budget = RequestBudget(
             config.max_inflight_bytes, config.max_message_bytes, stall_seconds=config.request_stall_seconds
         )
-        self._interceptor = CallInterceptor(config.token(), config.max_concurrent_calls, self._budget)
+        self._interceptor = CallInterceptor(config.accepted(), config.max_concurrent_calls, self._budget)
         self.server = grpc.aio.server(
             interceptors=[self._interceptor],
             options=[

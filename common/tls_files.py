@@ -1,11 +1,10 @@
-"""Certificates and tokens that are replaced while a process runs, as cert-manager does long before old ones end.
+"""Certificates that are replaced while a process runs, as cert-manager does long before old ones end.
 
 Files are looked at, not watched. What cannot be used, such as a certificate whose key has not been written yet, is left
 alone, and looked at again next time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from twinlens import credentials
 
 _log = log.get("tls")
 
-_Seen = tuple[tuple[int, int, int], ...]
+Seen = tuple[tuple[int, int, int], ...]
 """Of each file its inode, its length in bytes, and when it was written, in nanoseconds."""
 
 
@@ -42,8 +41,8 @@ class TlsFiles:
         """Reads nothing yet. A name may be "" where there is no such file; `options` are what messages call them."""
         self._cert, self._key, self._ca = cert, key, ca
         self._options = options
-        self._used: _Seen = ()
-        self._refused: _Seen = ()
+        self._used: Seen = ()
+        self._refused: Seen = ()
 
     def read(self) -> Certificates:
         """What is in the files. Raises OSError or ValueError where it cannot be used."""
@@ -67,8 +66,8 @@ class TlsFiles:
         _log.info("certificates were replaced", cert=self._cert or self._ca)
         return certificates
 
-    def _look(self) -> _Seen:
-        return _seen(self._cert, self._key, self._ca)
+    def _look(self) -> Seen:
+        return look_at(self._cert, self._key, self._ca)
 
     def _refuse(self, cause: str) -> None:
         """Says it once for each state of the files."""
@@ -81,35 +80,7 @@ class TlsFiles:
             _log.warning("certificates were replaced by what cannot be used; the old ones stay", cause=cause)
 
 
-class TokenFile:
-    """A file that holds a bearer token. `read` gives what is in it; it raises ValueError for what is no token."""
-
-    def __init__(self, path: str, read: Callable[[], str]) -> None:
-        """Reads the file. Raises as `read`."""
-        self._path, self._read = path, read
-        self._looked_at = self._look()
-        self._token = read()
-
-    @property
-    def token(self) -> str:
-        """The token that is there now; while there is none that can be used, the last one."""
-        looked = self._look()
-        if looked != self._looked_at:
-            self._looked_at = looked
-            try:
-                self._token = self._read()
-                _log.info("a token was replaced", file=self._path)
-            except ValueError as error:
-                _log.warning("a token was replaced by what cannot be used; the old one stays", cause=str(error))
-        return self._token
-
-    def _look(self) -> _Seen:
-        try:
-            return _seen(self._path)
-        except OSError:
-            return ()
-
-
-def _seen(*names: str) -> _Seen:
+def look_at(*names: str) -> Seen:
+    """What files are like now; "" stands for none. Raises OSError where one is not there."""
     files = [Path(name).stat() for name in names if name]
     return tuple((file.st_ino, file.st_size, file.st_mtime_ns) for file in files)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from common.config import is_port, option, size, words
 from common.grpc_channel import ChannelSecurity
-from common.tls_files import TokenFile
+from common.tokens import AcceptedTokens, TokenFile
 from twinlens import credentials
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
@@ -35,7 +34,7 @@ class GatewayConfig:
     llm_cert: str = option("", "PEM client certificate shown to LLM services")
     llm_key: str = option("", "PEM private key of --llm-cert")
     llm_token: str = option("", "bearer token sent to LLM services", secret=True)
-    llm_token_file: str = option("", "file that holds that token")
+    llm_token_file: str = option("", "file that holds that token; of several, one a line, the first")
     request_seconds: float = option(600.0, "longest that a request may take, its last token included", minimum=0.1)
     grace_seconds: float = option(30.0, "on SIGTERM, running requests get this long to finish", minimum=0)
     max_requests: int = option(512, "requests under way; further ones are refused at once", minimum=1)
@@ -96,31 +95,14 @@ class GatewayConfig:
         credentials.check_files(
             ca=("--llm-ca", self.llm_ca), cert=("--llm-cert", self.llm_cert), key=("--llm-key", self.llm_key)
         )
-        self.tokens()
+        self.accepted()
         self.link()
 
-    def tokens(self) -> tuple[bytes, ...]:
-        """The tokens of which callers must send one; none where no file is given.
-
-        Raises ValueError for a file that cannot be read, or holds none, and for what no header could carry.
-        """
-        return tuple(token.encode() for token in _tokens(self.auth_token_file)) if self.auth_token_file else ()
+    def accepted(self) -> AcceptedTokens:
+        """The tokens of which callers must send one. Raises as `read_tokens`."""
+        return AcceptedTokens(file=self.auth_token_file)
 
     def link(self) -> ChannelSecurity:
         """How LLM services are spoken to. Raises ValueError where the token's file holds none."""
-        file = self.llm_token_file
-        token_file = TokenFile(file, lambda: _tokens(file)[0]) if file else None
+        token_file = TokenFile(self.llm_token_file) if self.llm_token_file else None
         return ChannelSecurity(self.llm_ca, self.llm_cert, self.llm_key, self.llm_token, token_file)
-
-
-def _tokens(file: str) -> list[str]:
-    try:
-        lines = Path(file).read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} cannot be read as tokens") from error
-    tokens = [line.strip() for line in lines if line.strip()]
-    if not tokens:
-        raise ValueError(f"{file} holds no token")
-    if not all(token.isascii() and token.isprintable() for token in tokens):
-        raise ValueError("a token is one line of ASCII characters")
-    return tokens

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from common.config import is_port, option, size, words
 from common.devices import check_device, cuda_memory, default_device
 from common.grpc_channel import ChannelSecurity
-from common.grpc_server import LISTEN, ServerConfig, read_token
+from common.grpc_server import LISTEN, ServerConfig
 from common.media.item import Modality
-from common.tls_files import TokenFile
+from common.tokens import TokenFile, read_tokens
 from twinlens import credentials
 
 _CPU_LIMITS, _GPU_LIMITS, _LARGE_GPU_LIMITS = (64, 512), (256, 4096), (256, 8192)
@@ -250,7 +250,7 @@ class LlmConfig(ServerConfig):
     encoder_cert: str = option("", "PEM client certificate shown to encoders")
     encoder_key: str = option("", "PEM private key of --encoder-cert")
     encoder_token: str = option("", "bearer token sent to encoders", secret=True)
-    encoder_token_file: str = option("", "file that holds that token")
+    encoder_token_file: str = option("", "file that holds that token; of several, one a line, the first")
 
     @property
     def method(self) -> str:
@@ -362,11 +362,11 @@ class LlmConfig(ServerConfig):
 
     def link(self) -> ChannelSecurity:
         """How encoders are spoken to. Raises ValueError where a file of it cannot be used, or holds no token."""
-        token, file = read_token(self.encoder_token, ""), self.encoder_token_file
-        token_file = TokenFile(file, lambda: read_token("", file)) if file else None
+        token_file = TokenFile(self.encoder_token_file) if self.encoder_token_file else None
         credentials.check_files(
             ca=("--encoder-ca", self.encoder_ca),
             cert=("--encoder-cert", self.encoder_cert),
             key=("--encoder-key", self.encoder_key),
         )
+        token = "".join(read_tokens(self.encoder_token, ""))
         return ChannelSecurity(self.encoder_ca, self.encoder_cert, self.encoder_key, token, token_file)

@@ -233,6 +233,19 @@ def another_service() -> Iterator[str]:
         server.stop(None).wait()
 
 
+def test_callers_tokens_are_those_that_are_in_the_file_now(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("old\n")
+    with scripted(auth_token_file=tokens) as door:
+
+        def statuses() -> list[int]:
+            return [door.get("/v1/models", {"authorization": f"Bearer {token}"}).status for token in ("old", "new")]
+
+        assert statuses() == [200, 401]
+        tokens.write_text("new\n")
+        assert statuses() == [401, 200]
+
+
 def test_a_service_that_answers_nonsense_is_asked_again_and_each_new_cause_is_logged() -> None:
     """What is no message comes out of gRPC as None."""
     whole = v1.LlmServiceGetInfoResponse(model="demo", context_tokens=4096).SerializeToString()

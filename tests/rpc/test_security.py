@@ -108,6 +108,26 @@ def test_with_a_wrong_link_pictures_are_unavailable_and_text_goes_on(
         assert answer(client, asked(user("hello"))).usage.completion_tokens == 8
 
 
+def test_a_token_that_is_taken_out_of_the_file_opens_nothing_any_more(
+    checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("old\nnew\n")
+
+    def admitted(service: Service, token: str) -> bool:
+        with LlmClient(Endpoint(service.address, token)) as client:
+            try:
+                return bool(client.get_info().model)
+            except TwinlensError as error:
+                assert error.code is grpc.StatusCode.UNAUTHENTICATED
+                return False
+
+    with llm_server(checkpoints("qwen3_vl"), auth_token_file=tokens, **LLM_FLAGS) as service:
+        assert [admitted(service, token) for token in ("old", "new", "newer")] == [True, True, False]
+        tokens.write_text("new\nnewer\n")
+        assert [admitted(service, token) for token in ("old", "new", "newer")] == [False, True, True]
+
+
 def test_an_encoder_of_another_model_is_not_used(
     checkpoints: Callable[..., Path], papers: Papers, encoder: Service
 ) -> None:

@@ -82,9 +82,10 @@ def _token(arguments: argparse.Namespace, names: Mapping[str, str]) -> str | Non
     file = getattr(arguments, names["token_file"])
     if file is None:
         return os.environ.get("TWINLENS_TOKEN", "").strip() or None
-    if not (token := Path(file).read_text("utf-8").strip()):
+    lines = Path(file).read_text("utf-8").split("\n")
+    if not (tokens := [stripped for line in lines if (stripped := line.strip())]):
         raise ValueError(f"{_flag(names['token_file'])} {file} holds no token")
-    return token
+    return tokens[0]
 
 
 def _tls(arguments: argparse.Namespace, names: Mapping[str, str]) -> Tls | None:

@@ -20,6 +20,7 @@ from common.grpc_channel import from_rpc_error
 from common.grpc_server import GrpcServer, ServerConfig
 from common.grpc_status import fail, from_plain_status
 from common.request_budget import RequestBudget
+from common.tokens import AcceptedTokens
 from tests.waiting import eventually
 from twinlens import v1
 
@@ -60,7 +61,7 @@ class Serving:
     """A server with a frame, its scripted servicer, and a channel to it."""
 
     def __init__(self, token: str = "", max_calls: int = 1024) -> None:
-        self.interceptor = CallInterceptor(token, max_calls)
+        self.interceptor = CallInterceptor(AcceptedTokens(token), max_calls)
         self.servicer = Scripted()
         self.server = grpc.aio.server(interceptors=[self.interceptor])
         v1.add_LlmServiceServicer_to_server(self.servicer, self.server)
@@ -419,7 +420,7 @@ async def test_a_failed_call_is_over_though_its_status_waits_behind_what_is_not_
 
 async def test_what_a_health_check_brought_is_let_go_of() -> None:
     budget = RequestBudget(64 << 20, 20 << 20)
-    interceptor = CallInterceptor("", budget=budget)
+    interceptor = CallInterceptor(AcceptedTokens(), budget=budget)
 
     async def check(_request: bytes, _context: object) -> None:
         assert budget.held == 5
@@ -462,7 +463,7 @@ async def test_a_call_whose_deadline_has_passed_is_refused_before_any_work(remai
         )
 
     called = SimpleNamespace(method=GENERATE, invocation_metadata=())
-    handler = await CallInterceptor("").intercept_service(find, called)  # type: ignore[arg-type]
+    handler = await CallInterceptor(AcceptedTokens()).intercept_service(find, called)  # type: ignore[arg-type]
     with pytest.raises(grpc.aio.AbortError):
         await handler.stream_stream(None, context)
     assert context.code is grpc.StatusCode.DEADLINE_EXCEEDED

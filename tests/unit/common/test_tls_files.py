@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-from common.grpc_channel import ChannelSecurity
-from common.grpc_server import read_token
-from common.tls_files import TlsFiles, TokenFile
+from common.tls_files import TlsFiles
 
 
 class Files:
@@ -74,25 +72,3 @@ def test_roots_without_a_certificate_are_looked_at_too(files: Files) -> None:
     changed = tls.changed()
     assert changed is not None
     assert changed.roots == files.cert.read_bytes()
-
-
-def test_a_token_is_the_one_that_is_in_the_file_now(tmp_path: Path) -> None:
-    path = tmp_path / "token"
-    path.write_text("first\n")
-    file = TokenFile(str(path), lambda: read_token("", str(path)))
-    security = ChannelSecurity(token_file=file)
-    assert security.metadata == (("authorization", "Bearer first"),)
-    path.write_text("the second\n")
-    assert security.metadata == (("authorization", "Bearer the second"),)
-    path.write_text("")
-    assert file.token == "the second"
-    path.unlink()
-    assert file.token == "the second"
-    path.write_text("third, again\n")
-    assert file.token == "third, again"
-
-
-def test_a_token_that_is_none_is_refused_at_the_start(tmp_path: Path) -> None:
-    path = tmp_path / "token"
-    with pytest.raises(ValueError, match="cannot be read as a token"):
-        TokenFile(str(path), lambda: read_token("", str(path)))

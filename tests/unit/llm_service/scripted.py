@@ -16,6 +16,7 @@ from common.errors import Unavailable
 from common.grpc_calls import CallInterceptor
 from common.media.identity import content_key
 from common.media.item import Modality, Options
+from common.tokens import AcceptedTokens
 from common.wire import DType, RowLayout, crc32c
 from llm_service.encoders.breaker import RetryBudget
 from llm_service.encoders.encoder_cache import CacheEntry, EncoderCache
@@ -200,7 +201,7 @@ async def bench(
     left."""
     async with AsyncExitStack() as stack:
         for encoder in encoders:
-            server = grpc.aio.server(interceptors=[CallInterceptor("")])
+            server = grpc.aio.server(interceptors=[CallInterceptor(AcceptedTokens())])
             v1.add_EncoderServiceServicer_to_server(_Driven(encoder), server)
             encoder.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
             encoder.server = server

@@ -9,8 +9,7 @@ import grpc
 import trustme
 
 from common.grpc_channel import ChannelSecurity
-from common.grpc_server import read_token
-from common.tls_files import TokenFile
+from common.tokens import TokenFile
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.replica import LinkSettings
 from tests.unit.llm_service.scripted import LAYOUT
@@ -44,9 +43,7 @@ def test_what_is_in_the_files_now_is_shown_to_encoders(tmp_path: Path) -> None:
         return cert.read_text().strip(), f"Bearer {word}"
 
     async def watch(address: str, encoder: Asked) -> None:
-        security = ChannelSecurity(
-            str(ca), str(cert), str(key), token_file=TokenFile(str(token), lambda: read_token("", str(token)))
-        )
+        security = ChannelSecurity(str(ca), str(cert), str(key), token_file=TokenFile(str(token)))
         settings = LinkSettings(
             digest="0123456789abcdef",
             layout=LAYOUT,

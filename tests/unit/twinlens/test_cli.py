@@ -225,6 +225,12 @@ class TestAsk:
         assert ask(llm_address, "what?", "--token-file", str(tmp_path / "token")) == 0
         assert llm.metadata["authorization"] == "Bearer inner"
 
+    def test_of_several_tokens_in_a_file_the_first_is_sent(self, llm: FakeLlm, llm_address: str, tmp_path) -> None:
+        path = tmp_path / "tokens"
+        path.write_text("\n of two \nanother\n")
+        assert ask(llm_address, "what?", "--token-file", str(path)) == 0
+        assert llm.metadata["authorization"] == "Bearer of two"
+
     def test_an_empty_token_file_is_refused(self, llm_address: str, tmp_path) -> None:
         (tmp_path / "token").write_text("\n")
         assert ask(llm_address, "what?", "--token-file", str(tmp_path / "token")) == 2
