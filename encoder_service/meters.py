@@ -41,7 +41,8 @@ class Meters:
     def watch(self, encoder: EncoderEngine, link: Link) -> None:
         """Has every scrape read queues, totals and the store."""
         self._metrics.read(lambda: _queues(encoder))
-        self._metrics.read(lambda: _work(encoder.pipeline.dispatcher))
+        decoders = encoder.pipeline.media.decoders.processes
+        self._metrics.read(lambda: _work(encoder.pipeline.dispatcher, decoders.restarts))
         self._metrics.read(lambda: _rows(encoder, link))
 
     def computed(self, batch: BatchStats) -> None:
@@ -73,7 +74,7 @@ def _queues(encoder: EncoderEngine) -> Iterator[Metric]:
     yield total("items", "items whose encoding ended", _by(encoder.counts, "encoded", "failed"), ["outcome"])
 
 
-def _work(dispatcher: Dispatcher) -> Iterator[Metric]:
+def _work(dispatcher: Dispatcher, restarts: int) -> Iterator[Metric]:
     totals = dispatcher.totals
     calls: dict[tuple[str, ...], float] = {
         ("graph",): totals.graph_calls,
@@ -81,6 +82,7 @@ def _work(dispatcher: Dispatcher) -> Iterator[Metric]:
     }
     yield gauge("workers_alive", "device workers that can compute", dispatcher.alive)
     yield total("worker_deaths", "device workers that died, were killed or hung", totals.worker_deaths)
+    yield total("decode_process_restarts", "decode processes that were replaced", restarts)
     yield total("vit_calls", "passes of the vision tower", calls, ["mode"])
     yield total("vit_patches", "patches that went through it", totals.vit_patches)
 

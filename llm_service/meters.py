@@ -148,6 +148,7 @@ def _engine(engine: EngineFront) -> Iterator[Metric]:
     yield gauge("state_snapshots", "of these, slots that hold a snapshot", state.state_snapshots)
     yield total("prefix_cache_queries", "prompt tokens looked for in the prefix cache", state.prefix_query_tokens)
     yield total("prefix_cache_hits", "prompt tokens found there", state.prefix_hit_tokens)
+    yield total("engine_deaths", "engines that died, froze or hung, or did not start", engine.deaths)
     about = "requests that went on in another engine after theirs had ended"
     yield total("requests_handed_over", about, engine.handed_over)
     yield total("num_preemptions", "choices put back to waiting since blocks ran out", state.preemptions)

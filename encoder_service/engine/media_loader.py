@@ -62,12 +62,12 @@ class MediaLoader:
         self.staging = staging
         self._store = store
         self._limits = media_limits
-        self._decoders = decoders
+        self.decoders = decoders
         self._max_patches = max_patches
 
     def time_budget(self) -> TimeBudget:
         """The decode processes' time that one item has."""
-        return self._decoders.time_budget()
+        return self.decoders.time_budget()
 
     async def plan(self, flight: Flight, time_budget: TimeBudget) -> Plan:
         """Sizes and grid from the header alone; raises InvalidInput for what no limit allows, and for what neither the
@@ -133,10 +133,10 @@ class MediaLoader:
     async def _inspect(self, flight: Flight, time_budget: TimeBudget) -> Inspection:
         source = flight.item.source
         assert isinstance(source, bytes | bytearray)
-        with flight.times.timed("inspect"), await self._decoders.turn(flight.item.modality):
+        with flight.times.timed("inspect"), await self.decoders.turn(flight.item.modality):
             async with self.staging.lease(len(source)) as lease:
                 await fill(self.staging.buffer, lease.ranges[0], source)
-                return await self._decoders.inspect(
+                return await self.decoders.inspect(
                     lease.ranges[0],
                     key=flight.key,
                     modality=flight.item.modality,
@@ -159,7 +159,7 @@ class MediaLoader:
             return
         assert isinstance(source, bytes | bytearray)
         with flight.times.timed("decode"):
-            turn = await self._decoders.turn(flight.item.modality)
+            turn = await self.decoders.turn(flight.item.modality)
         with turn:
             async with self._room(flight, len(source), plan.pixel_bytes) as lease:
                 encoded, pixels = lease.ranges
@@ -167,7 +167,7 @@ class MediaLoader:
                 async def decode() -> int:
                     with flight.times.timed("decode"):
                         await fill(self.staging.buffer, encoded, source)
-                        await self._decoders.decode(
+                        await self.decoders.decode(
                             encoded,
                             pixels,
                             plan,

@@ -90,6 +90,8 @@ class EngineFront:
         self.mirrors = Mirrors(self._order)
         self._adapters = AdapterOrders()
         self._loaded: Ready | None = None
+        self.deaths = 0
+        """Engines that have ended by themselves, or were given up, since the start."""
         self.on_adapter_lost: Callable[[int], None] = lambda _: None
 
     async def start(self) -> Ready:
@@ -250,6 +252,7 @@ class EngineFront:
                     served = self.ready is not None
                     watch.heard(serves=served, busy=message.busy_seconds if isinstance(message, Beat) else 0.0)
         except ChildDied as error:
+            self.deaths += 1
             _log.error("the engine has ended", cause=str(error))
             if self._first is not None and not self._first.done():
                 self._first.set_exception(Internal(f"the engine could not start: {error}"))

@@ -185,7 +185,13 @@ def test_a_caller_who_leaves_while_no_engine_serves_gives_everything_back(both: 
 
 def test_a_request_that_kills_every_engine_ends_and_takes_no_other_along(checkpoint: Path) -> None:
     """With every option as it comes: each answer may outlive two engines, and the third end is the deadly one's own."""
-    flags = [f"--model={checkpoint}", "--listen=127.0.0.1:0", "--overlap=yes", "--kv-cache-bytes=32MiB"]
+    flags = [
+        f"--model={checkpoint}",
+        "--listen=127.0.0.1:0",
+        "--overlap=yes",
+        "--kv-cache-bytes=32MiB",
+        "--metrics-listen=127.0.0.1:0",
+    ]
     deadly = drawn(logit_bias={DEADLY: -1.0}, presence_penalty=0.5)
     asking = [asked(user(f"count {n}"), drawn(seed=n)) for n in range(6)]
     with launch("tests.faults.deadly_engine", *flags) as service, LlmClient(service.address) as client:
@@ -202,6 +208,7 @@ def test_a_request_that_kills_every_engine_ends_and_takes_no_other_along(checkpo
             assert [each.result() for each in answers] == [tokens for ((_, tokens, *_), _) in undisturbed]
         assert ends(service) == 3
         until(lambda: service.log.read_text().count("killed by SIGKILL") == 3, "the log says how they ended")
+        assert scrape(service.metrics)["twinlens_llm_engine_deaths_total"] == 3
         until(lambda: holds_nothing(client), "nothing is held")
 
 

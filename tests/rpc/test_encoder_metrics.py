@@ -11,7 +11,7 @@ import pytest
 
 from tests import pictures
 from tests.launch import Service, encoder_server
-from tests.rpc.encoder_client import Client, image
+from tests.rpc.encoder_client import DECODER, Client, image, new_picture
 from tests.scrape import scrape
 from tests.waiting import until
 
@@ -103,6 +103,18 @@ def test_a_dead_worker_shows(service, client):
     os.kill(service.children("encoder_service.worker")[0], signal.SIGKILL)
     until(lambda: scrape(service.metrics)[died] == before + 1, "the death is counted")
     until(partial(_alive, service), "another worker is there")
+
+
+def test_a_dead_decode_process_shows(service, client):
+    replaced = PREFIX + "decode_process_restarts_total"
+    before = scrape(service.metrics)[replaced]
+    os.kill(service.children(DECODER)[0], signal.SIGKILL)
+
+    def counted() -> bool:  # it is missed when somebody wants it
+        client.one(image(new_picture()))
+        return scrape(service.metrics)[replaced] == before + 1
+
+    until(counted, "it is counted")
 
 
 def _alive(service: Service) -> bool:
