@@ -28,6 +28,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from common import tasks
+
 SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
@@ -94,7 +96,7 @@ class Metrics:
         ProcessCollector(registry=scraped)
         # In a thread, since it may look a name up.
         try:
-            server = await asyncio.to_thread(_Server, (host.strip("[]"), int(port)), scraped)
+            server = await tasks.to_thread(_Server, (host.strip("[]"), int(port)), scraped)
         except OSError as error:
             raise OSError(f"cannot serve metrics on {listen} (--metrics-listen): {error.strerror or error}") from error
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, name="metrics")
@@ -102,7 +104,7 @@ class Metrics:
         try:
             yield f"{host}:{server.server_port}"
         finally:
-            await asyncio.to_thread(server.shutdown)
+            await tasks.to_thread(server.shutdown)
             server.server_close()
             thread.join()
 

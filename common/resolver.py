@@ -11,7 +11,7 @@ from pathlib import Path
 
 from common import log
 from common.config import is_port
-from common.tasks import in_daemon_thread
+from common.tasks import in_daemon_thread, to_thread
 
 _log = log.get("resolver")
 
@@ -45,7 +45,7 @@ async def _read(source: str) -> dict[str, str]:
     if source.startswith(DNS):
         return await _look_up(source.removeprefix(DNS))
     if source.startswith(FILE):
-        text = await asyncio.to_thread(Path(source.removeprefix(FILE)).read_text, "utf-8")
+        text = await to_thread(Path(source.removeprefix(FILE)).read_text, "utf-8")
         lines = [line.partition("#")[0].strip() for line in text.splitlines()]
         found = {check_address(line): "" for line in lines if line}
         if not found:

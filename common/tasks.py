@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import contextvars
 import os
+import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -15,6 +18,8 @@ from common import log
 _log = log.get("tasks")
 
 T = TypeVar("T")
+
+_MOST_THREADS = 32
 
 EXIT_DEFECT = 70
 """How a process ends that has found a defect in itself: EX_SOFTWARE of sysexits.h."""
@@ -47,9 +52,39 @@ def start_vital(
     return task
 
 
+class _Threads:
+    """Those in which this process does work; None: the loop's own, which begin when there is work for them."""
+
+    pool: ThreadPoolExecutor | None = None
+
+
+def start_threads() -> None:
+    """Starts all threads for `to_thread`. A loop starts its own when there is work for them, and one more to end them.
+    Where none can be had then, the work fails, and may be done when nobody waits for it any more.
+
+    Raises OSError where there are not as many to be had.
+    """
+    count = min(_MOST_THREADS, (os.cpu_count() or 1) + 4)
+    pool, begun = ThreadPoolExecutor(count, "work"), threading.Barrier(count)
+    try:
+        for _ in range(count):
+            pool.submit(begun.wait)  # each waits for the last: none is free to take another's place
+    except RuntimeError as error:
+        begun.abort()
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise OSError(f"not even {count} threads can be started: {error}") from error
+    _Threads.pool = pool
+
+
+async def to_thread(work: Callable[..., T], *args: Any, **named: Any) -> T:
+    """Runs `work` in a thread, as `asyncio.to_thread` does, in one of those that were started."""
+    call = partial(contextvars.copy_context().run, work, *args, **named)
+    return await asyncio.get_running_loop().run_in_executor(_Threads.pool, call)
+
+
 async def in_thread(work: Callable[..., T], *args: Any) -> T:
     """Runs `work` in a thread, and does not leave before it has ended: it may be writing to memory that is leased."""
-    task = asyncio.ensure_future(asyncio.to_thread(work, *args))
+    task = asyncio.ensure_future(to_thread(work, *args))
     await wait_until_done(task)
     return task.result()
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from common import log, stderr_capture, tracing
+from common import log, stderr_capture, tasks, tracing
 from common.allocator import freeze_objects
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
@@ -67,7 +67,7 @@ class _Model:
     async def read(cls, config: EncoderConfig) -> _Model:
         """Raises CheckpointError where it cannot be served."""
         checkpoint = Checkpoint.resolve(config.model)
-        served = await asyncio.to_thread(model_config.served, checkpoint)
+        served = await tasks.to_thread(model_config.served, checkpoint)
         library = None if isinstance(served, ModelConfig) else served.library
         device = default_device() if config.device == "auto" else config.device
         dtype = DType(default_dtype(device, checkpoint) if config.dtype == "auto" else config.dtype)
@@ -82,10 +82,11 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
     log.configure(config.log_level, service="encoder")
     stderr_capture.start()
     tracing.start("twinlens-encoder")
+    tasks.start_threads()
     model = await _Model.read(config)
 
     async with AsyncExitStack() as running:
-        running.push_async_callback(asyncio.to_thread, tracing.stop)
+        running.push_async_callback(tasks.to_thread, tracing.stop)
         staging = SharedBuffer.create("twinlens-staging", config.staging_bytes)
         running.callback(staging.close)
         store = SharedBuffer.create("twinlens-store", config.store_bytes)
@@ -115,7 +116,7 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
         if not await _started(frame, starting):
             await frame.drain()
             return
-        digest = await asyncio.to_thread(encoder_digest, model.checkpoint, model.layout.dtype, model.config.parts)
+        digest = await tasks.to_thread(encoder_digest, model.checkpoint, model.layout.dtype, model.config.parts)
         rows = EmbeddingStore(store, model.layout.row_bytes)
         tier = _tier(config, rows, model.layout)
         media = _media_loader(config, model, planner, Staging(staging), rows, decoders)

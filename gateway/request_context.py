@@ -96,7 +96,7 @@ class RequestContext:
         body, self.body = self.body, b""
         if len(body) < _SMALL_BODY:
             return _read(kind, body)
-        return await asyncio.to_thread(_read, kind, body)
+        return await tasks.to_thread(_read, kind, body)
 
 
 def _read(kind: type[Body], body: bytes) -> Body:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 
+from common import tasks
 from twinlens.v1 import llm_pb2
 
 _CHARACTERS, _TOKENS = 2048, 512
@@ -15,7 +15,7 @@ _LARGE = 256 << 10
 
 async def key_of(request: llm_pb2.GenerateRequest) -> bytes:
     """The routing key; in a thread, where there are megabytes to hash."""
-    return await asyncio.to_thread(routing_key, request) if request.ByteSize() > _LARGE else routing_key(request)
+    return await tasks.to_thread(routing_key, request) if request.ByteSize() > _LARGE else routing_key(request)
 
 
 def routing_key(request: llm_pb2.GenerateRequest) -> bytes:

@@ -57,6 +57,7 @@ async def serve(config: GatewayConfig) -> None:
     log.configure(config.log_level, service="gateway")
     stderr_capture.start()
     tracing.start("twinlens-gateway")
+    tasks.start_threads()
     meters = Meters()
     services = LlmServices(config.llm, config.link())
     limits = HandoverLimits(
@@ -105,7 +106,7 @@ async def serve(config: GatewayConfig) -> None:
         kept,
     )
     async with AsyncExitStack() as running:
-        running.push_async_callback(asyncio.to_thread, tracing.stop)
+        running.push_async_callback(tasks.to_thread, tracing.stop)
         await running.enter_async_context(services.watched())
         await running.enter_async_context(kept.brought())
         await services.first_look()

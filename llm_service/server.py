@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import log, stderr_capture, tracing
+from common import log, stderr_capture, tasks, tracing
 from common.allocator import freeze_objects
 from common.checkpoint import Checkpoint, CheckpointError
 from common.devices import default_device, default_dtype
@@ -70,13 +70,13 @@ class _Model:
     async def read(cls, config: LlmConfig) -> _Model:
         """Raises CheckpointError where it cannot be served, or not so."""
         checkpoint = Checkpoint.resolve(config.model)
-        served = await asyncio.to_thread(ServedModel.of, checkpoint)
+        served = await tasks.to_thread(ServedModel.of, checkpoint)
         settings = _engine_settings(config, checkpoint, served)
         layout = RowLayout(served.levels, served.hidden_size, DType(settings.dtype))
-        digest = await asyncio.to_thread(encoder_digest, checkpoint, layout.dtype, served.family.encoder)
+        digest = await tasks.to_thread(encoder_digest, checkpoint, layout.dtype, served.family.encoder)
         if settings.draft_model:
-            await asyncio.to_thread(check_same_tokens, checkpoint, Checkpoint(Path(settings.draft_model)))
-        prompts = await asyncio.to_thread(PromptBuilder, checkpoint, served)
+            await tasks.to_thread(check_same_tokens, checkpoint, Checkpoint(Path(settings.draft_model)))
+        prompts = await tasks.to_thread(PromptBuilder, checkpoint, served)
         name = config.served_model_name or checkpoint.name
         return cls(checkpoint, served, settings, layout, digest, prompts, name)
 
@@ -98,13 +98,14 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
     log.configure(config.log_level, service="llm")
     stderr_capture.start()
     tracing.start("twinlens-llm")
+    tasks.start_threads()
     model = await _Model.read(config)
     # Adapters that are still to be loaded: the checkpoint's own have no name.
     own = (f"={path}" for path in dict.fromkeys(model.own_adapters.values()))
     modules = [*config.lora_modules, *own][::-1]
 
     async with AsyncExitStack() as running:
-        running.push_async_callback(asyncio.to_thread, tracing.stop)
+        running.push_async_callback(tasks.to_thread, tracing.stop)
         frame = GrpcServer(config, [SERVICE])
         running.push_async_callback(frame.server.stop, None)  # where it does not come to draining
         sessions = Sessions(_session_limits(config))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from common import tasks
 from common.errors import InvalidInput
 from common.media.convert import MODALITIES, write_stages
 from llm_service.config import LlmConfig
@@ -116,7 +116,7 @@ class LlmServicer(LlmServiceServicer):
             case "text":
                 if len(request.text.encode()) > self._components.config.max_prompt_bytes:
                     raise InvalidInput("the text is too long", reason="PROMPT_TOO_LONG", field="text")
-                ids = await asyncio.to_thread(prompts.encode, request.text, allow_special=request.allow_special)
+                ids = await tasks.to_thread(prompts.encode, request.text, allow_special=request.allow_special)
             case "chat":
                 media: list[MediaItem] = []
                 chat = self._components.requests.chat(request.chat, media)
@@ -124,8 +124,8 @@ class LlmServicer(LlmServiceServicer):
                     raise InvalidInput(
                         "media have no tokens before they are encoded", reason="MEDIA_IN_TOKENIZE", field=media[0].field
                     )
-                pieces = await asyncio.to_thread(prompts.pieces, chat, ())
-                ids = (await asyncio.to_thread(prompts.layout, pieces, ())).ids
+                pieces = await tasks.to_thread(prompts.pieces, chat, ())
+                ids = (await tasks.to_thread(prompts.layout, pieces, ())).ids
             case _:
                 raise InvalidInput("there is nothing to tokenize", reason="EMPTY_PROMPT", field="input")
         return llm_pb2.TokenizeResponse(ids=ids)
@@ -141,7 +141,7 @@ class LlmServicer(LlmServiceServicer):
             raise InvalidInput("there are more tokens than a context holds", reason="PROMPT_TOO_LONG", field="ids")
         if any(token >= components.prompts.vocab_size for token in request.ids):
             raise InvalidInput("a token id is outside the vocabulary", reason="TOKEN_OUT_OF_RANGE", field="ids")
-        text = await asyncio.to_thread(components.prompts.decode, request.ids)
+        text = await tasks.to_thread(components.prompts.decode, request.ids)
         return llm_pb2.DetokenizeResponse(text=text)
 
     async def GetInfo(

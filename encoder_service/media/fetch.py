@@ -18,7 +18,7 @@ import httpcore2
 from common import log
 from common.config import option, words
 from common.errors import MEDIA_HOST, DeadlineExceeded, InvalidInput, Precondition, TwinlensError, Unavailable
-from common.tasks import in_daemon_thread
+from common.tasks import in_daemon_thread, to_thread
 from encoder_service.media.address import Address, HostRule, HostRules, forbidden, is_reachable, literal, parse
 from encoder_service.media.download_slots import Caller, DownloadSlots
 
@@ -156,7 +156,7 @@ class Fetcher:
 
     async def _context(self, address: Address) -> ssl.SSLContext | None:
         if address.scheme == "https" and self._tls is None:  # reading the system's roots takes a while
-            self._tls = await asyncio.to_thread(httpcore2.default_ssl_context)
+            self._tls = await to_thread(httpcore2.default_ssl_context)
         return self._tls
 
     async def _look_up(self, asked: _Asked, host: str, port: int) -> list[str]:

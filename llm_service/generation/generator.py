@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from common import log, tracing
+from common import log, tasks, tracing
 from common.errors import Cancelled, Exhausted, InvalidInput
 from common.media.item import Header
 from common.stages import Stage, add, seconds_of
@@ -288,7 +288,7 @@ class Generator:
         """The choices that are not finished, behind what they come with."""
         if not request.resume:
             return open_choices(request, self._prompts.tokenizer)
-        return await asyncio.to_thread(open_choices, request, self._prompts.tokenizer)
+        return await tasks.to_thread(open_choices, request, self._prompts.tokenizer)
 
     def _check_length(self, layout: PromptLayout) -> None:
         if not layout.ids:
@@ -392,7 +392,7 @@ def _is_short(prompt: ChatPrompt | TextPrompt | TokenPrompt) -> bool:
 
 async def _computed(work: Callable[..., T], *given: Any, at_once: bool) -> T:
     """What this work gives; beside the event loop where it may take long."""
-    return work(*given) if at_once else await asyncio.to_thread(work, *given)
+    return work(*given) if at_once else await tasks.to_thread(work, *given)
 
 
 def _sampled(request: Request, **values: Any) -> Request:

@@ -9,7 +9,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from common import log
+from common import log, tasks
 from common.cpu_time_limit import CpuTimeLimit, ProcessStalled
 from common.errors import Exhausted, InvalidInput, Unavailable
 from common.processes import Child, ChildDied
@@ -154,7 +154,7 @@ class Compiler:
         if len(structure.text) <= _SHORT:
             why = refusal(structure, self._limits)
         else:
-            why = await asyncio.to_thread(refusal, structure, self._limits)
+            why = await tasks.to_thread(refusal, structure, self._limits)
         answer = Refused(why, too_large=True) if why else await self._compile(job)
         self._remember(job.name, answer)
         return answer

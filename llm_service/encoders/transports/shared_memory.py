@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from common import local_link, log
+from common import local_link, log, tasks
 from common.arena import ReaderView
 from common.errors import DataLoss
 from common.lease_board import BoardReader
@@ -53,7 +53,7 @@ class SharedMemory:
         if not name or self.region is not None or (secret == self._refused and now < self._again):
             return
         try:
-            region = await asyncio.to_thread(Region.open, name, self._folder, secret, self._dtype)
+            region = await tasks.to_thread(Region.open, name, self._folder, secret, self._dtype)
         except TimeoutError:
             return  # it has too much to do to greet anyone: the next check tries again
         except (OSError, ValueError, RuntimeError) as error:  # the last where there is no thread to be had

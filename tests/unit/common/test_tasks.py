@@ -10,7 +10,9 @@ import threading
 
 import pytest
 
+from common import tasks
 from common.tasks import EXIT_DEFECT, in_daemon_thread, in_thread, start_vital, wait_until_done
+from tests.waiting import until
 
 
 async def turns(count: int = 10) -> None:
@@ -65,6 +67,32 @@ def test_where_no_thread_can_be_had_the_result_says_so(monkeypatch):
     monkeypatch.setattr(_thread, "start_new_thread", start)
     with pytest.raises(RuntimeError, match="new thread"):
         in_daemon_thread(int, "7").result(60)
+
+
+async def test_threads_that_were_started_need_no_other(monkeypatch):
+    monkeypatch.setattr(tasks._Threads, "pool", None)
+    tasks.start_threads()
+
+    def start(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading, "_start_new_thread", start)
+    found = await asyncio.gather(*(tasks.to_thread(int, str(number)) for number in range(100)))
+    assert found == list(range(100))
+
+
+async def test_where_too_few_threads_can_be_had_none_is_left(monkeypatch):
+    before, started, begin = threading.active_count(), [], threading._start_new_thread
+
+    def start(*given: object) -> None:
+        if len(started) == 3:
+            raise RuntimeError("can't start new thread")
+        started.append(begin(*given))
+
+    monkeypatch.setattr(threading, "_start_new_thread", start)
+    with pytest.raises(OSError, match="not even"):
+        tasks.start_threads()
+    until(lambda: threading.active_count() <= before, "they have ended")
 
 
 async def test_who_leaves_does_not_take_a_daemon_thread_s_work_back():
