@@ -6,12 +6,14 @@ import contextlib
 import math
 import os
 import select
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 
 from common.processes import ParentLink
+from common.tasks import in_daemon_thread
 from llm_service.engine.batch import Step
 from llm_service.engine.messages import (
     Abort,
@@ -177,7 +179,8 @@ class EngineCore:
                 for session in sessions:
                     self._scheduler.end_session(session)
             case LoadAdapter():
-                threading.Thread(target=self._load_adapter, args=(message,), daemon=True).start()
+                reading = in_daemon_thread(self._load_adapter, message)
+                reading.add_done_callback(partial(self._adapter_read, message.id))
             case DropAdapter(id):
                 self._scheduler.adapter_slots.forget(id)
                 self._steps.order(Drop(id))
@@ -201,6 +204,12 @@ class EngineCore:
             self._link.send(AdapterRead(message.id, error=str(error)))
         else:
             self._steps.order(Install(message.id, adapter))
+
+    def _adapter_read(self, id: int, reading: Future[None]) -> None:
+        """Whoever waits for an adapter hears of it, where there was no thread or no memory to read it."""
+        if (error := reading.exception()) is not None:
+            with contextlib.suppress(EOFError):
+                self._link.send(AdapterRead(id, error=str(error) or type(error).__name__, passing=True))
 
 
 def _prefilled(sequence: Sequence, first: int, count: int, result: StepResult) -> Prefilled:

@@ -272,12 +272,14 @@ class PullEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class AdapterRead(msgspec.Struct, frozen=True, tag=True):
-    """What came of a `LoadAdapter`: every rank has it, or `error` says why none does."""
+    """What came of a `LoadAdapter`: every rank has it, or `error` says why none does. A `passing` one is none of the
+    adapter's: there was no thread, or no memory, to read it."""
 
     id: int
     digest: bytes = b""
     rank: int = 0
     error: str = ""
+    passing: bool = False
 
 
 class Flushed(msgspec.Struct, frozen=True, tag=True):

@@ -66,6 +66,8 @@ class Adapters:
         async with self._loading:
             self._check(name)
             read = await self._engine.load_adapter(path)
+            if read.passing:
+                raise Unavailable(f"the adapter cannot be loaded now: {read.error}", reason="ENGINE_UNAVAILABLE")
             if read.error:
                 raise InvalidInput(f"the adapter cannot be loaded: {read.error}", reason="BAD_ADAPTER", field="path")
             adapter = self._named[name] = LoadedAdapter(name, read.id, read.digest, read.rank)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import resource
 import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,7 @@ from llm_service.engine.messages import (
     Flushed,
     GetState,
     ItemRows,
+    LoadAdapter,
     Released,
     Started,
     State,
@@ -35,7 +37,7 @@ from llm_service.engine.messages import (
 from llm_service.engine.planner import Limits
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.step_queue import StepQueue
-from llm_service.plan import Draw, Invalidate, MirrorOrder, Pull, Pulled, StepPlan, StepResult, Unmap
+from llm_service.plan import Adapter, Draw, Invalidate, MirrorOrder, Pull, Pulled, StepPlan, StepResult, Unmap
 from llm_service.request import SamplingParams
 from tests.in_turn import InTurn
 from tests.unit.llm_service.hashed import EOS, ROW_BYTES, HashExecutor, Order, expected
@@ -226,14 +228,21 @@ def add(id: int, order: Order) -> Add:
     )
 
 
-def served(turns: list[list[Any]], *, overlap: bool, executor: InTurn | None = None) -> list[Any]:
+def served(
+    turns: list[list[Any]],
+    *,
+    overlap: bool,
+    executor: InTurn | None = None,
+    read_adapter: Callable[[str], Adapter] | None = None,
+) -> list[Any]:
     """What the engine says when the front says this, turn by turn."""
     steps = StepQueue(executor or InTurn(HashExecutor(4).run))
     scheduler = Scheduler(BlockManager(64, 4), Limits(8, 16, 256), frozenset({EOS}), ROW_BYTES)
     link, wake = Link(turns), Wake()
+    core = EngineCore(link, scheduler, steps, wake, overlap=overlap, read_adapter=read_adapter)  # type: ignore[arg-type]
     try:
         with deciding(steps), pytest.raises(EOFError):
-            EngineCore(link, scheduler, steps, wake, overlap=overlap).run()  # type: ignore[arg-type]
+            core.run()
     finally:
         wake.close()
         link.close()
@@ -287,6 +296,23 @@ def test_a_deadline_farther_off_than_any_timer_reaches_is_only_a_deadline() -> N
     sent = served([[waiting], [], [GetState()]], overlap=True)
     assert [type(message) for message in sent] == [State]
     assert sent[0].waiting == 1
+
+
+@pytest.mark.parametrize("lacking", ["threads", "memory"])
+def test_an_adapter_that_cannot_be_read_now_ends_no_engine(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    def read(path: str) -> Adapter:
+        raise MemoryError
+
+    if lacking == "threads":
+        monkeypatch.setattr(_thread, "start_new_thread", refuse)
+    sent = served([[LoadAdapter(1, "x")]], overlap=True, read_adapter=read)
+    until(lambda: sent, "whoever waits for it is told")
+    assert [(read.id, read.error, read.passing) for read in sent] == [
+        (1, "can't start new thread" if lacking == "threads" else "MemoryError", True)
+    ]
 
 
 def test_an_engine_rests_whose_descriptors_have_large_numbers() -> None:
