@@ -337,6 +337,18 @@ def short_heads(tree: Tree) -> list[str]:
     ]
 
 
+def threads_of_the_start(tree: Tree) -> list[str]:
+    """Work for a thread goes to `common.tasks.to_thread`: asyncio starts threads when there is work, if it can."""
+    found = []
+    for module in tree.modules.values():
+        found += [
+            f"{module.name}:{node.lineno}"
+            for node in ast.walk(module.syntax)
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == "asyncio.to_thread"
+        ]
+    return found
+
+
 RULES: tuple[Callable[[Tree], list[str]], ...] = (
     ground_floor,
     services_apart,
@@ -349,6 +361,7 @@ RULES: tuple[Callable[[Tree], list[str]], ...] = (
     retired_words,
     one_name_one_thing,
     short_heads,
+    threads_of_the_start,
 )
 
 
@@ -424,6 +437,7 @@ def test_the_house_keeps_the_rule(rule: Callable[[Tree], list[str]]) -> None:
         (retired_words, {"common/stint": ""}),
         (one_name_one_thing, {"llm_service/a": "class Choice: ...", "llm_service/engine/b": "class Choice: ..."}),
         (short_heads, {"common/a": '"""One\n\ntwo\nthree\nfour"""'}),
+        (threads_of_the_start, {"gateway/a": "async def f():\n    await asyncio.to_thread(read)"}),
         (one_name_one_thing, {"common/a": "class Reader: ...", "gateway/b": "class Reader: ..."}),
     ],
 )
@@ -457,6 +471,7 @@ def test_the_rule_bites(rule: Callable[[Tree], list[str]], sources: dict[str, st
         (one_owner, {"encoder_service/engine/a": "self.flight = flight.joined(ticket)"}),
         (retired_words, {"common/a": "weight = coolant = seated"}),
         (short_heads, {"common/a": '"""One\ntwo\nthree\nfour"""'}),
+        (threads_of_the_start, {"gateway/a": "async def f():\n    await tasks.to_thread(read)"}),
         (one_name_one_thing, {"encoder_service/a": "class Meters: ...", "llm_service/a": "class Meters: ..."}),
         (one_name_one_thing, {"llm_service/a": "class _Batch: ...", "llm_service/b": "class _Batch: ..."}),
     ],
