@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 
 from tests.gateway.scripted import Scripted
+from tests.waiting import until
 from twinlens import v1
 
 WEATHER: dict[str, Any] = {
@@ -44,8 +45,7 @@ def converse(door: Scripted) -> None:
             return
         yield v1.GenerateResponse(started=v1.GenerateStarted(prompt_tokens=9))
         if question == "Slow":
-            door.llm.ended.clear()
-            door.llm.ended.wait(60)
+            until(lambda: id(request) not in door.llm.under_way, "its caller leaves")
             return
         said = _said(request)
         for at in range(0, len(said), 3):

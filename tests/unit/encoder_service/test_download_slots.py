@@ -127,10 +127,10 @@ async def test_the_time_for_a_download_runs_from_the_asking():
                 await made.fetch(url, 1 << 20, "items[0].url", caller("b"))
             assert (waited.value.reason, waited.value.field) == ("FETCHES_BUSY", "items[0].url")
             assert not slow.asked["/held"]
-        with pytest.raises(DeadlineExceeded) as served:
-            await made.fetch(url, 1 << 20, "items[0].url", caller("b"))
-        assert served.value.reason == "MEDIA_HOST_SLOW"
-        assert slow.asked["/held"] == 1
+        while not slow.asked["/held"]:  # where the time was over before the host was reached
+            with pytest.raises(DeadlineExceeded) as served:
+                await made.fetch(url, 1 << 20, "items[0].url", caller("b"))
+            assert served.value.reason == "MEDIA_HOST_SLOW"
 
 
 def test_a_caller_is_its_tenant_or_where_it_connects_from():

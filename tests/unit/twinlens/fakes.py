@@ -50,6 +50,7 @@ class FakeLlm(v1.LlmServiceServicer):
         self.play: Callable[[v1.GenerateRequest], Iterator[v1.GenerateResponse]] = script
         self.refusal: tuple[grpc.StatusCode, v1.Status] | None = None
         self.ended = threading.Event()
+        self.under_way: dict[int, v1.GenerateRequest] = {}
         self.context_tokens, self.has_engine = 4096, True
         self.tool_format = v1.TOOL_FORMAT_JSON
         self.adapters: dict[str, v1.Adapter] = {}
@@ -79,8 +80,14 @@ class FakeLlm(v1.LlmServiceServicer):
         self.metadata = dict(context.invocation_metadata())
         self.remaining = context.time_remaining()
         self.generated_with.append((self.metadata, self.remaining))
-        if not context.add_callback(self.ended.set):  # the call has ended already
+        self.under_way[id(request)] = request
+
+        def over() -> None:
+            del self.under_way[id(request)]
             self.ended.set()
+
+        if not context.add_callback(over):  # the call has ended already
+            over()
         yield from self.play(request)
         if self.refusal is not None:
             refuse(context, *self.refusal)
