@@ -27,7 +27,9 @@ OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 200),
+    # How long a connection may take, handshakes included. A peer that is starved, or far away, is not gone; and where
+    # there was none, the kernel asks again after 1 and 3 seconds, so that it is found soon when it is back.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.enable_retries", 0),
     # `http_proxy` is for downloads; a name's addresses are connected to one by one, which no `no_proxy` lists.
