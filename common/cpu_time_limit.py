@@ -49,6 +49,13 @@ class CpuTimeLimit(Watchdog):
         self._began = self._moved = self._loop.time()
         self._before = self._seen = 0.0
 
+    @property
+    def spent(self) -> float:
+        """Seconds that the work has taken so far: of the processor or of the clock, whichever are less. Of a process
+        that has ended, the processor's are those that it was last seen with."""
+        self._seen = max(self._seen, cpu_seconds(self._pid) or 0.0)
+        return min(self._loop.time() - self._began, self._seen - self._before)
+
     def _look(self, late: float) -> Exception | None:
         if late > _LATE_SECONDS:  # this process stood still, and so may have the other: that time counts for nothing
             self._began += late

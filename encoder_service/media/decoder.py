@@ -5,16 +5,15 @@ job's ranges in the staging arena go back to its caller only when no process can
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager, suppress
 
 from common import log
 from common.arena import Range, SharedBuffer
 from common.cpu_time_limit import CpuTimeLimit, ProcessStalled
 from common.errors import InvalidInput, TwinlensError, Unavailable
 from common.media.item import Modality
-from common.processes import Child, ChildDied, cpu_seconds, was_ended
+from common.processes import Child, ChildDied, was_ended
 from encoder_service.item import Inspection, Plan
 from encoder_service.media.messages import (
     Bounds,
@@ -46,15 +45,14 @@ class TimeBudget:
     def __init__(self, seconds: float) -> None:
         self.left = seconds
 
-    @contextmanager
-    def spent_by(self, pid: int) -> Iterator[None]:
-        """In the block, the process with this id works for the item."""
-        began, before = time.monotonic(), cpu_seconds(pid) or 0.0
-        try:
-            yield
-        finally:
-            passed, after = time.monotonic() - began, cpu_seconds(pid)
-            self.left -= passed if after is None else min(passed, after - before)
+    @asynccontextmanager
+    async def spent_by(self, pid: int) -> AsyncIterator[None]:
+        """A block in which the process with this id works for the item, left as a `CpuTimeLimit` is."""
+        async with CpuTimeLimit(pid, self.left) as limit:
+            try:
+                yield
+            finally:
+                self.left -= limit.spent
 
 
 class DecoderPool:
@@ -199,11 +197,10 @@ class DecoderPool:
         child.send(job)
         asked = asyncio.ensure_future(child.receive())
         try:
-            with time_budget.spent_by(pid := child.process.pid):
-                async with CpuTimeLimit(pid, time_budget.left):
-                    while isinstance(answer := await asyncio.shield(asked), Decoding):
-                        on_frames(answer.frames)
-                        asked = asyncio.ensure_future(child.receive())
+            async with time_budget.spent_by(child.process.pid):
+                while isinstance(answer := await asyncio.shield(asked), Decoding):
+                    on_frames(answer.frames)
+                    asked = asyncio.ensure_future(child.receive())
         except asyncio.CancelledError:
             with suppress(asyncio.CancelledError):
                 await asyncio.wait({asked}, timeout=_PATIENCE)

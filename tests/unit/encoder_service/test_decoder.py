@@ -190,6 +190,22 @@ async def test_no_file_is_to_blame_for_processes_that_others_have_killed_or_stop
         assert await decoders.inspect(data, key=b"x", modality=IMAGE, field="x") == Inspection(50, 40)
 
 
+async def test_a_file_has_spent_nothing_where_its_process_was_killed_while_the_service_stood_still(monkeypatch):
+    """Nor is it known any more how much of that time its process has had."""
+
+    def kill(child: Child, _: object) -> None:
+        os.kill(child.process.pid, signal.SIGKILL)
+        time.sleep(0.3)
+
+    async with pool(processes=2, seconds=0.2) as (decoders, _, stage):
+        data = stage(pictures.encoded(pictures.noise(50, 40)))
+        with monkeypatch.context() as patched:
+            patched.setattr(Child, "send", lambda child, job: asyncio.get_running_loop().call_soon(kill, child, job))
+            with pytest.raises(Unavailable) as told:
+                await decoders.inspect(data, key=b"x", modality=IMAGE, field="x")
+        assert told.value.reason == "NO_DECODER"
+
+
 async def test_where_one_process_was_stopped_another_does_its_job():
     async with pool(processes=2, seconds=0.2) as (decoders, _, stage):
         data = stage(pictures.encoded(pictures.noise(50, 40)))
