@@ -92,6 +92,10 @@ class ServerConfig:
         return AcceptedTokens(self.auth_token, self.auth_token_file)
 
 
+PINGS = (("grpc.http2.min_ping_interval_without_data_ms", 1_000), ("grpc.http2.max_ping_strikes", 0))
+"""What lets callers ask as often as ours do whether a silent connection lives: gRPC by itself hangs up on them."""
+
+
 class GrpcServer:
     """One listening gRPC server; `names` are the full names of the services that the owner adds to `server`."""
 
@@ -118,8 +122,7 @@ class GrpcServer:
                 ("grpc.keepalive_time_ms", 10_000),
                 ("grpc.keepalive_timeout_ms", 5_000),
                 ("grpc.http2.ping_timeout_ms", 5_000),  # without it, a caller whose host is gone is missed for a minute
-                ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
-                ("grpc.http2.max_ping_strikes", 0),
+                *PINGS,
                 ("grpc.keepalive_permit_without_calls", 1),
             ],
         )

@@ -12,6 +12,8 @@ from typing import Any
 
 import grpc
 
+from common.grpc_server import PINGS
+
 _SERVICE = "/twinlens.v1.EncoderService/"
 _LARGE = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
@@ -35,7 +37,7 @@ class LyingProxy:
 
         async def serve() -> None:
             async with grpc.aio.insecure_channel(self._target, options=_LARGE) as channel:
-                server = grpc.aio.server(options=_LARGE)
+                server = grpc.aio.server(options=[*_LARGE, *PINGS])
                 server.add_generic_rpc_handlers((_Handlers(self, channel),))
                 self.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
                 await server.start()

@@ -14,6 +14,7 @@ import numpy as np
 
 from common.errors import Unavailable
 from common.grpc_calls import CallInterceptor
+from common.grpc_server import PINGS
 from common.media.identity import content_key
 from common.media.item import Modality, Options
 from common.tokens import AcceptedTokens
@@ -201,7 +202,7 @@ async def bench(
     left."""
     async with AsyncExitStack() as stack:
         for encoder in encoders:
-            server = grpc.aio.server(interceptors=[CallInterceptor(AcceptedTokens())])
+            server = grpc.aio.server(interceptors=[CallInterceptor(AcceptedTokens())], options=PINGS)
             v1.add_EncoderServiceServicer_to_server(_Driven(encoder), server)
             encoder.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
             encoder.server = server
