@@ -124,5 +124,9 @@ class _Features:
         self.visual_indicator_features = marks
         self.deepstack_features = deep or None
 
+    def to_tuple(self) -> tuple[Any, ...]:
+        """What an output of the library is beside its names."""
+        return (self.pooler_output,)
+
     def __getattr__(self, _: str) -> None:
         return None
