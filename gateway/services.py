@@ -71,7 +71,7 @@ class LlmService:
     """One LLM service. `info` is what it last said of itself, None while it cannot serve; `model` and
     the `adapters` over it are what it served then as well; `told` is what it last said of its load. `came` counts how
     often it could serve when it could not before, or was another process. `between` is what it says of itself while it
-    waits for its next engine, as requests may as well."""
+    waits for its next engine, as requests may as well; a process that starts lets none wait."""
 
     address: str
     name: str
@@ -91,6 +91,7 @@ class LlmService:
     _looks: int = 0
     _last_look: int = 0
     _cause: str = ""
+    _instance: int = 0
 
     def serves(self, model: str) -> bool:
         """Whether it has a model or an adapter of this name, or had when it could last serve."""
@@ -135,13 +136,13 @@ class LlmService:
         if own < self._last_look:
             return
         self._last_look = own
-        self.between = info if cause == _STARTING and self.model else None
+        self.between = info if cause == _STARTING and self.model and info.instance == self._instance else None
         if not self.looked_at or cause != self._cause:
             said = "an LLM service can be used" if now else "an LLM service cannot be used"
             _log.info(said, address=self.address, cause=cause)
         self.came += now is not None and (self.info is None or now.instance != self.info.instance)
         self.looked_at, self.info, self._cause = True, now, cause
-        self.model = now.model if now else self.model
+        self.model, self._instance = (now.model, now.instance) if now else (self.model, self._instance)
         self.adapters = frozenset(adapter.name for adapter in now.adapters) if now else self.adapters
 
 

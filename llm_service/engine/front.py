@@ -136,6 +136,10 @@ class EngineFront:
         self._ids += 1
         return self._ids
 
+    def check(self, max_handovers: int) -> None:
+        """Raises Unavailable where `submit` would now: for who has something done for a request before that."""
+        self._handover.check(max_handovers, serves=self.ready is not None)
+
     def submit(self, add: Add, on_released: Callable[[], None], max_handovers: int = 0) -> EngineRequest:
         """Hands a request over, or has it wait where an engine has just ended. It may outlive `max_handovers` engines.
         Raises Unavailable, without calling `on_released`, where no engine is to be had, or it does not wait for one."""

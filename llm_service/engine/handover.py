@@ -46,14 +46,17 @@ class Handover:
         """Requests that the engine has."""
         return sum(request.held for request in self._requests.values())
 
-    def enter(self, request: EngineRequest, *, serves: bool) -> None:
-        """A new request. Raises Unavailable where no engine `serves` and none is about to, or it does not want to
+    def check(self, max_handovers: int, *, serves: bool) -> None:
+        """Raises Unavailable for a new request where no engine `serves` and none is about to, or it does not want to
         wait for one."""
+        if not serves and (not max_handovers or self._seconds_left() <= 0):
+            raise Unavailable("the engine is starting", reason="ENGINE_UNAVAILABLE")
+
+    def enter(self, request: EngineRequest, *, serves: bool) -> None:
+        """A new request. Raises as `check`."""
+        self.check(request.max_handovers, serves=serves)
         if not serves:
-            left = self._seconds_left()
-            if not request.max_handovers or left <= 0:
-                raise Unavailable("the engine is starting", reason="ENGINE_UNAVAILABLE")
-            self._limit(request, left)
+            self._limit(request, self._seconds_left())
         self._requests[request.id] = request
 
     def sendable(self) -> list[EngineRequest]:

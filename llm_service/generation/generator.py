@@ -222,6 +222,8 @@ class Generator:
         request = await self._with_grammar(request)
         choices = await self._choices(request)
         stages.mark("prompt")
+        if any(choice.text.stopped is None for choice in choices.values()):
+            self._engine.check(request.max_handovers)  # before encoders do anything in vain
         fetches = await self._receiver.fetch_headers(request)
         async with MediaRows(self._receiver, fetches) as media:
             stages.mark("encode_header")

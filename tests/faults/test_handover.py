@@ -25,6 +25,7 @@ from tests.waiting import until
 from twinlens import LlmClient, TwinlensError, user, v1
 
 ENGINE = "llm_service.engine"
+ATTEMPTS = "twinlens_llm_encode_attempts_total"
 FLAGS: dict[str, object] = {**LLM_FLAGS, "metrics_listen": "127.0.0.1:0"}
 SCHEMA = '{"type": "array", "items": {"enum": [1, 22, 333]}, "minItems": 40}'
 
@@ -156,6 +157,10 @@ def test_a_request_that_is_not_to_be_handed_over_fails_with_its_engine(both: Pai
         with pytest.raises(TwinlensError) as error:
             list(events)
         now = refusal(both.text, asked(user("now?"), max_handovers=0))
+        before = scrape(both.llm.metrics)[ATTEMPTS]
+        picture = pictures.encoded(pictures.noise(64, 64, 9_417))
+        assert refusal(both.text, asked(about(picture), max_handovers=0)).reason == "ENGINE_UNAVAILABLE"
+        assert scrape(both.llm.metrics)[ATTEMPTS] == before, "no encoder has worked in vain"
     assert (error.value.code, error.value.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_UNAVAILABLE")
     assert error.value.retry_after is not None
     assert (now.code, now.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_UNAVAILABLE")

@@ -99,6 +99,17 @@ def test_a_service_that_has_never_served_is_not_waited_at() -> None:
         assert (reply.status, reply.error["code"], llm.requests) == (503, "NO_LLM_SERVICE", [])
 
 
+def test_a_service_that_starts_as_another_process_is_not_waited_at() -> None:
+    llm = FakeLlm()
+    with serving(llm=llm) as address, gateway(address) as running:
+        door = Door(running)
+        until(lambda: door.metric("llm_services_usable") == 1, "it serves")
+        llm.context_tokens, llm.instance = 0, 8
+        until(lambda: door.metric("llm_services_usable") == 0, "it starts anew")
+        reply = door.post(CHAT, {"messages": [said("hello")]})
+        assert (reply.status, reply.error["code"], llm.requests) == (503, "NO_LLM_SERVICE", [])
+
+
 def test_what_is_wrong_with_a_request_is_not_asked_elsewhere() -> None:
     with fakes(2) as (door, services):
         for each in services:

@@ -146,21 +146,36 @@ async def everything(generator: Generator, request: Request) -> list[Any]:
 
 
 async def test_a_prompt_is_measured_by_the_engine_that_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine is down while the prompt is laid out; while the request waits for room, one comes that is smaller."""
-    child = ScriptedEngine()
-    front = front_of(monkeypatch, child)
+    """The engine has ended when the prompt is laid out; while the request waits for room, one comes that is smaller."""
+    large, child = ScriptedEngine(), ScriptedEngine()
+    front = front_of(monkeypatch, large, child, handover_seconds=60)
     async with bench(ScriptedEncoder(), rows=ROWS) as b, serving(front) as starting:
         await b.usable(1)
+        large.serves(context=1000)
+        await starting
+        large.dies()
+        await eventually(lambda: front.ready is None)
         (held,) = await b.land(b"another")
-        ends = asyncio.create_task(everything(generator(b, front, tokens=50), asked(b"picture")))
+        patient = replace(asked(b"picture"), max_handovers=1)
+        ends = asyncio.create_task(everything(generator(b, front, tokens=50), patient))
         await eventually(b.cache._turn.locked)
         child.serves(context=20)
-        await starting
+        await eventually(lambda: front.ready is not None)
         b.cache.release(held)
         with pytest.raises(InvalidInput) as error:
             await asyncio.wait_for(ends, 20)
         assert error.value.reason == "PROMPT_TOO_LONG"
         assert child.told(Add) == []
+
+
+async def test_nothing_is_encoded_for_who_finds_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = ScriptedEncoder()
+    front = front_of(monkeypatch, ScriptedEngine(), handover_seconds=60)
+    async with bench(encoder, rows=ROWS) as b, serving(front):
+        await b.usable(1)
+        with pytest.raises(Unavailable) as error:
+            await everything(generator(b, front), replace(asked(b"picture"), max_handovers=1))
+        assert (error.value.reason, encoder.calls) == ("ENGINE_UNAVAILABLE", [])
 
 
 LONG = "x" * 5000

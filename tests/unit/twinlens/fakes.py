@@ -51,7 +51,7 @@ class FakeLlm(v1.LlmServiceServicer):
         self.refusal: tuple[grpc.StatusCode, v1.Status] | None = None
         self.ended = threading.Event()
         self.under_way: dict[int, v1.GenerateRequest] = {}
-        self.context_tokens, self.has_engine = 4096, True
+        self.context_tokens, self.has_engine, self.instance = 4096, True, 7
         self.tool_format = v1.TOOL_FORMAT_JSON
         self.adapters: dict[str, v1.Adapter] = {}
         self.modalities = [v1.MODALITY_IMAGE, v1.MODALITY_VIDEO, v1.MODALITY_AUDIO]
@@ -113,6 +113,7 @@ class FakeLlm(v1.LlmServiceServicer):
             modalities=self.modalities,
             encoder_digest="0123456789abcdef",
             context_tokens=self.context_tokens,
+            instance=self.instance,
             tensor_parallel=2,
             weights=v1.Weights(quantization="fp8", number="e4m3", bits=8, widened_in="registers", bytes=1 << 30),
         )
