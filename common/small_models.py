@@ -67,8 +67,6 @@ def shrink(config: Any, ranks: int = 1, layers: int = 2) -> None:
             setattr(config, name, min(getattr(config, name), most))
     if divided:
         config.hidden_size = fewer * config.head_dim
-    if getattr(config, "moe_intermediate_size", None) == config.hidden_size // 2:
-        config.moe_intermediate_size += config.hidden_size // 4  # square matrices do not show which way round they lie
     _fewer_experts(config)
     for name, value in list(vars(config).items()):  # what a short prompt would not show
         if _REACH.search(name) and type(value) is int and value > _WINDOW:

@@ -14,7 +14,6 @@ DEEPSEEK_V3_TEXT = Family(
     ungated_shared=True,
     rotary_neighbours=True,
     latent_eps=1e-6,
-    experts_inputs_first=False,
     mixers={FULL: Mixer.LATENT_ATTENTION},
 )
 MISTRAL4_TEXT = replace(DEEPSEEK_V3_TEXT, grouped_experts=False)

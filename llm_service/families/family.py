@@ -203,8 +203,8 @@ class Family:
     each expert has a score of its own, with `likely_experts` its probability among all, and the likeliest are among
     those of the likeliest groups; `probability_weights`, experts count by their probabilities among all, which do not
     sum up to 1; `ungated_shared`, what all tokens go through beside their experts has no gate; `sparse`, what follows
-    in a layer with experts, whose stacked matrices have inputs first where they are `experts_inputs_first`, None: where
-    their shape says so; `single_parts`, a layer is a mixer or a feed-forward part, behind one norm;
+    in a layer with experts, whose stacked matrices have inputs first where they are `experts_inputs_first`, or their
+    shape says so; `single_parts`, a layer is a mixer or a feed-forward part, behind one norm;
     `mrope_interleaved`, rotary pairs are dealt out to time, height and width in turns, and `space_first`, those of
     height and width so before those of time, and `rotary_share`, so much of a head is rotated, unless the checkpoint
     says otherwise. `mixers`: what config.json's `layer_types` stand for; a family has windows where `SLIDING` or
@@ -265,7 +265,7 @@ class Family:
     probability_weights: bool = False
     ungated_shared: bool = False
     sparse: FeedForwardKind = FeedForwardKind.EXPERTS
-    experts_inputs_first: bool | None = None
+    experts_inputs_first: bool = False
     single_parts: bool = False
     mrope_interleaved: bool = False
     space_first: bool = False

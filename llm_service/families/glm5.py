@@ -9,7 +9,6 @@ GLM5_TEXT = Family(
     {},
     grouped_experts=True,
     ungated_shared=True,
-    experts_inputs_first=False,
     unrotated=True,
     mixers={
         "linear_attention": Mixer.KIMI_DELTA_ATTENTION,

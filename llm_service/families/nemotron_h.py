@@ -17,7 +17,6 @@ NEMOTRON_H = Family(
     unrotated=True,
     ungated=True,
     grouped_experts=True,
-    experts_inputs_first=False,
     ungated_shared=True,
     text_defaults={"mlp_hidden_act": "relu2", "layer_norm_epsilon": 1e-5},
     mixers={

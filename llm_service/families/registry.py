@@ -48,7 +48,7 @@ FAMILIES: Final = {
 """By `model_type` in config.json, as in the encoder service."""
 
 TEXT_FAMILIES: Final = {
-    "aria_text": Family({}, ungated_shared=True, part_names={"mlp.router": "mlp.gate"}),
+    "aria_text": Family({}, experts_inputs_first=True, ungated_shared=True, part_names={"mlp.router": "mlp.gate"}),
     "chameleon": CHAMELEON_TEXT,
     "cohere2": COHERE2_TEXT,
     "cohere_compass_text": COHERE_COMPASS_TEXT,

@@ -12,7 +12,6 @@ STEP3_TEXT = Family(
     head_gates=True,
     zero_centred_norms=True,
     grouped_experts=True,
-    experts_inputs_first=False,
     ungated_shared=True,
     mixers=WINDOWED,
     text_defaults={"use_sliding_window": True},

@@ -43,8 +43,8 @@ class Experts(nn.Module):
 
     `inner` is this rank's share; gate and up are each split, so that the halves stay side by side. A checkpoint has
     them stacked, with gate and up as one or as two, or each expert's three matrices apart, as quantised ones do. Of
-    stacked ones `inputs_first` says whether inputs come first, None: their shape does. Without
-    `has_gates` there is no gate, and the square of a ReLU between two products.
+    stacked ones inputs come first with `inputs_first`, else where no other order fits their shape. Without `has_gates`
+    there is no gate, and the square of a ReLU between two products.
     """
 
     ops: RowOps = TORCH
@@ -58,7 +58,7 @@ class Experts(nn.Module):
         dtype: torch.dtype,
         *,
         activation: Activation | Gates = Activation.SILU,
-        inputs_first: bool | None = None,
+        inputs_first: bool = False,
         has_gates: bool = True,
     ) -> None:
         super().__init__()
@@ -88,8 +88,7 @@ class Experts(nn.Module):
         }
 
     def _place(self, kind: str, stored: Stored) -> None:
-        """Some checkpoints keep each expert's matrices the other way round, [experts, in, out]; where the shape fits
-        both ways, and nothing is said, it is that one."""
+        """Some checkpoints keep each expert's matrices the other way round, [experts, in, out]."""
         target, shape, share = getattr(self, kind), tuple(stored.get_shape()), self._share
         if kind == "gate_up_proj":
             up = slice(self._inner + share.start, self._inner + share.stop)
@@ -109,7 +108,7 @@ class Experts(nn.Module):
         self._missing -= {each for each in self._missing if (each[0] == "down_proj") == (kind == "down_proj")}
 
     def _has_inputs_first(self, shape: tuple[int, ...], inputs: int, outputs: int) -> bool:
-        return shape[1:] == (inputs, outputs) if self._inputs_first is None else self._inputs_first
+        return self._inputs_first or shape[1:] == (inputs, outputs) != (outputs, inputs)
 
     def _place_half(self, kind: str, stored: Stored) -> None:
         """One of two stacked matrices of which others have one, [experts, out, in]."""
@@ -300,7 +299,7 @@ class SparseMLP(Routed):
         activation: Activation | Gates = Activation.SILU,
         shared_activation: Activation | Gates | None = None,
         fused: bool = False,
-        inputs_first: bool | None = None,
+        inputs_first: bool = False,
         has_gates: bool = True,
         latent: int = 0,
     ) -> None:

@@ -39,11 +39,21 @@ def own_names(model: Any, stored: Iterable[str]) -> tuple[dict[str, str], Parted
     for name, (there, whole) in names_within(model, {*stored, *weights}).items():
         if (own := names.own(there)) is None:
             continue
-        as_it_is = not whole or any(part in whole for part in _TOGETHER) or names.takes_changed(there)
+        together = any(part in whole for part in _TOGETHER) and not _transposed(model, name)
+        as_it_is = not whole or together or names.takes_changed(there)
         if not as_it_is and not _part(model, names, there, whole, parted):
             raise CheckpointError(f"the library makes another tensor of {name} when it loads it")
         renamed[name] = own
     return renamed, parted
+
+
+def _transposed(model: Any, stored: str) -> bool:
+    """Whether the library transposes a tensor whatever its shape."""
+    from transformers.core_model_loading import Transpose, WeightConverter
+
+    steps = [step for step in _steps(model) if isinstance(step, WeightConverter)]
+    does = [each for step in steps if step.rename_source_key(stored)[1] is not None for each in step.operations]
+    return any(isinstance(each, Transpose) and not each.check_dims for each in does)
 
 
 def _part(model: Any, names: _Names, stored: str, first: str, parted: PartedTensors) -> bool:

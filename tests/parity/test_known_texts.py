@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 
 from common import small_models
 from common.checkpoint import Checkpoint, CheckpointError
-from common.library_classes import state_tokens
+from common.library_classes import blank_of, class_of, state_tokens
 from llm_service.families import registry
 from llm_service.families.family import Family, SpanRule
 from llm_service.layers.group import TensorGroup
@@ -27,6 +27,7 @@ from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.known_text import known_text
 from llm_service.models.library_decoder import LibraryDecoder
+from llm_service.models.library_names import names_within, own_names
 from llm_service.models.trial import try_ours_of
 from llm_service.models.trial_prompts import drawn_prompt
 from tests.parity.library_side import GREEDY, Served, compare, with_text
@@ -269,15 +270,32 @@ def test_queries_keys_and_values_may_be_one_matrix() -> None:
     assert try_ours_of(config, drawn_prompt).spans is SpanRule.NOWHERE
 
 
-@pytest.mark.parametrize("kind", ["kimi_k25", "dots3_note", "mistral_large4", "glm5_next"])
-def test_square_matrices_of_experts_lie_as_the_library_has_them(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("square", ["down_proj", "gate_up_proj"])
+@pytest.mark.parametrize("kind", ["aria", "deepseek_ocr2", "kimi_k25", "muse_spark", "qwen3_omni_moe_thinker"])
+def test_square_matrices_of_experts_lie_as_the_library_has_them(
+    kind: str, square: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As Mistral Large 4's published ones are: nothing but the family says which way round."""
     monkeypatch.setitem(small_models._SMALL, "moe_intermediate_size", 64)
     config = config_of_recipe(kind)
     text = config.text_config
-    text.moe_intermediate_size = text.hidden_size
+    wide = text.moe_hidden_size if kind == "muse_spark" else text.hidden_size
+    size = "intermediate_size" if kind == "aria" else "moe_intermediate_size"
+    setattr(text, size, wide if square == "down_proj" else wide // 2)
     assert try_ours_of(config, drawn_prompt).spans is SpanRule.NOWHERE
-    assert text.moe_intermediate_size == text.hidden_size == 64
+    stacked = class_of(config)(config).state_dict()
+    shapes = {tensor.shape[1:] for name, tensor in stacked.items() if name.endswith(f".experts.{square}")}
+    assert [one == other for one, other in shapes] == [True]
+
+
+@pytest.mark.parametrize("stacked", ["gate_and_up_projs", "down_projs"])
+def test_stacked_experts_that_the_library_transposes_are_the_library_s(stacked: str) -> None:
+    """As NeMo keeps those of Nemotron 3.5 Transcribe, under names that our decoder has none for."""
+    model = blank_of(config_of_recipe("nemo_speechlm"))
+    name = f"llm.model.layers.1.mixer.experts.{stacked}"
+    assert name in names_within(model, [name])
+    with pytest.raises(CheckpointError, match=f"the library makes another tensor of {name} when it loads it"):
+        own_names(model, [name])
 
 
 def test_lfm_2_has_other_names_and_no_gates() -> None:
