@@ -16,7 +16,7 @@ from typing import Protocol
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not re-exported for checkers
 
 from common import log
-from common.processes import HELD_UP_SECONDS, is_held_up
+from common.processes import HELD_UP_SECONDS, how_it_ended, is_held_up
 from llm_service.settings import RankPlace
 
 _BEAT_SECONDS = 0.5
@@ -75,9 +75,10 @@ class Heartbeat:
         before = time.monotonic()
         for count in range(1, 1 << 62):
             self._store.set(self._own, str(count))
-            if any(child.poll() for child in self._children):
-                _log.error("a rank of this host has ended")
-                return
+            for key, status in zip(self._here, (child.poll() for child in self._children), strict=False):
+                if status:
+                    _log.error("a rank of this host has ended", rank=key, status=how_it_ended(status))
+                    return
             now = time.monotonic()
             if now - before > 2 * _BEAT_SECONDS:  # this process was held up itself, so it judges no one by the time
                 seen.clear()

@@ -93,7 +93,12 @@ def test_a_beat_that_stands_still_ends_the_others_and_one_that_goes_on_does_not(
     assert frozen._store.get("beat/1") == b"0"
 
 
-def test_a_child_that_ends_badly_is_noticed_before_its_beat_is_missed(place: RankPlace) -> None:
+def test_a_child_that_ends_badly_is_noticed_before_its_beat_is_missed(
+    place: RankPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[dict[str, object]] = []
+    monkeypatch.setattr(heartbeat, "_log", SimpleNamespace(error=lambda event, **values: said.append(values)))
+
     class Child:
         pid = 0
         code: int | None = None
@@ -111,6 +116,7 @@ def test_a_child_that_ends_badly_is_noticed_before_its_beat_is_missed(place: Ran
     assert not kept.is_set()
     child.code = -9
     assert lost.wait(180)
+    assert said == [{"rank": "beat/1", "status": "killed by SIGKILL"}]
 
 
 def test_a_rank_that_beats_just_when_it_is_looked_at_is_not_lost(
