@@ -4,7 +4,7 @@ for models of ours."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from common.checkpoint import Checkpoint, CheckpointError
-from common.library_classes import class_of, config_of
+from common.library_classes import class_of, config_of, speaking
+from common.library_models import text_of
+from common.small_models import made_up
 from llm_service.families.family import SpanRule
 from llm_service.layers.cpu import selection
 from llm_service.layers.experts import GroupedRouter
@@ -24,9 +27,12 @@ from llm_service.layers.learned_positions import LearnedGrowth, LearnedRotary
 from llm_service.layers.token_index import TokenIndexer
 from llm_service.models import config as text_config
 from llm_service.models.decoder import Decoder
-from llm_service.models.loader import load_decoder
+from llm_service.models.library_names import named_tensors
+from llm_service.models.library_text import text_alone
+from llm_service.models.loader import fill_plain, load_decoder
 from llm_service.models.trial import try_ours_of
-from llm_service.models.trial_prompts import drawn_prompt
+from llm_service.models.trial_chunks import logits_in_chunks
+from llm_service.models.trial_prompts import TrialPrompt, drawn_prompt
 from llm_service.worker.load import check_int8_cache
 from llm_service.worker.weights import describe as weights_of
 from tests.parity.library_side import GREEDY, Served
@@ -163,6 +169,54 @@ def test_the_published_configuration_is_tried_as_it_is() -> None:
     config: Any = config_of_recipe(KIND)
     config.text_config = type(config.text_config)(vocab_size=config.text_config.vocab_size)
     assert try_ours_of(config, drawn_prompt).spans is SpanRule.NOWHERE
+
+
+def _wider(given: Any) -> Any:
+    return torch.float64 if given is torch.float32 else given
+
+
+class _InDouble(TorchFunctionMode):
+    """What asks for float32 gets float64."""
+
+    def __torch_function__(self, asked: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if asked is Tensor.float:
+            return args[0].double()
+        named = {name: _wider(each) for name, each in (kwargs or {}).items()}
+        return asked(*map(_wider, args), **named)
+
+
+@pytest.fixture
+def in_double() -> Iterator[None]:
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    with _InDouble():
+        yield
+    torch.set_default_dtype(usual)
+
+
+@torch.inference_mode()
+@pytest.mark.usefixtures("in_double")
+def test_in_double_precision_a_long_text_has_the_library_s_logits() -> None:
+    """In float32 rounding turns some choices of an index. The library's experts are multiplied one by one, as their
+    product of all is for shorter numbers alone."""
+    count, config = 300, config_of_recipe(KIND)
+    config.text_config.index_topk = 32
+    model = made_up(config, text_alone).double()
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")
+    ids = torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(3))
+    none = torch.empty(0, dtype=torch.int64)
+    rows = torch.empty(1, 0, config.text_config.hidden_size, dtype=torch.float64)
+    prompt = TrialPrompt(ids, none, rows, rows[0], none.bool(), {})
+    rotary = model.model.language_model.rotary_emb
+    rotary.inv_freq = type(rotary)(config.text_config).inv_freq
+    expected = speaking(model)(input_ids=ids.unsqueeze(0), use_cache=False).logits[0]
+    made = Decoder(text_config.TextConfig.of(text_of(model), count), ALONE, torch.float64, torch.device("cpu"))
+    decoder = fill_plain(made, named_tensors(model))
+    for cuts in ([(0, count)], [(0, 100), (100, 290), (290, count)]):
+        found = logits_in_chunks(decoder, prompt, torch.arange(count).expand(3, -1), cuts, [])
+        assert found.dtype == expected.dtype == torch.float64
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9 * float(expected.abs().max()))
 
 
 def _without_growth(heads: Callable[[int], bool]) -> Any:
