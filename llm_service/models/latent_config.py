@@ -8,7 +8,7 @@ from typing import Any
 
 from common.checkpoint import CheckpointError
 from llm_service.families.family import SLIDING, Family, Mixer
-from llm_service.models.own_settings import LATENT_SIZES, own_settings
+from llm_service.models.own_settings import KEY_HEADS, LATENT_SIZES, QUERY_HEADS, own_settings
 from llm_service.models.rotary_config import yarn_growth
 
 
@@ -108,9 +108,20 @@ def latent_heads(
     if text.get("attention_bias"):
         raise CheckpointError("biases of latents are not supported")
     every = LatentHeads.of(text, rope, family, norm_eps)
-    if SLIDING not in types:
-        return every, None
-    return every, LatentHeads.of({**text, **own}, window_rope or rope, family, norm_eps)
+    local = LatentHeads.of({**text, **own}, window_rope or rope, family, norm_eps)
+    _check_heads(text, types, local)
+    return every, local if SLIDING in types else None
+
+
+def _check_heads(text: Mapping[str, Any], types: Sequence[str], local: LatentHeads) -> None:
+    """Configurations that are saved repeat for layers with a window what follows from sizes of latents. Raises
+    CheckpointError where that is something else."""
+    own = own_settings(text, types, SLIDING, KEY_HEADS | {QUERY_HEADS})
+    queries, keys = own.get(QUERY_HEADS, text.get(QUERY_HEADS)), own.get("num_key_value_heads")
+    if keys not in (None, queries):
+        raise CheckpointError(f"layers whose latents are for {keys} heads of keys and {queries} of queries do not fit")
+    if own.get("head_dim") not in (None, local.query, local.rotated):
+        raise CheckpointError(f"layers whose heads have {own['head_dim']} numbers do not fit latents for {local.query}")
 
 
 _MIXERS = {Mixer.LATENT_ATTENTION, Mixer.INDEXED_LATENT_ATTENTION, Mixer.POOLED_LATENT_ATTENTION}

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from common.checkpoint import Checkpoint
+from common.checkpoint import Checkpoint, CheckpointError
 from llm_service.families.family import SpanRule
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
 from llm_service.models.trial import try_ours_of
@@ -79,6 +80,24 @@ def test_layers_of_other_kinds_give_the_library_s_logits(kinds: list[str]) -> No
     del stated["rope_parameters"]
     config.text_config = type(config.text_config)(**stated | {"layer_types": kinds, "per_layer_config": apart})
     assert try_ours_of(config, drawn_prompt).spans is SpanRule.NOWHERE
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"num_key_value_heads": 1}, "layers whose latents are for 1 heads of keys and 2 of queries do not fit"),
+        ({"head_dim": 24}, "layers whose heads have 24 numbers do not fit latents for 20"),
+    ],
+)
+def test_heads_of_layers_with_a_window_that_do_not_fit_their_latents_are_refused(
+    changed: dict[str, int], why: str
+) -> None:
+    stated: dict[str, Any] = config_of_recipe(KIND).text_config.to_dict()
+    TextConfig.of(stated)
+    for own in stated["per_layer_config"].values():
+        own.update(changed)
+    with pytest.raises(CheckpointError, match=why):
+        TextConfig.of(stated)
 
 
 def test_weights_in_int8_are_rounded_and_say_nearly_the_same(folder: Path, served: Served) -> None:

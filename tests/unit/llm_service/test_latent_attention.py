@@ -192,7 +192,8 @@ def test_queries_are_absorbed_or_keys_and_values_made_of_latents(count: int, mon
     torch.testing.assert_close(layer.products.values(attended.view(-1, HEADS, 24)), found[0], rtol=1e-4, atol=1e-5)
 
 
-def test_sizes_of_latents_that_single_layers_have_are_refused() -> None:
-    stated = settings_of("plain").to_dict() | {"per_layer_config": {"0": {"v_head_dim": 99}}}
+@pytest.mark.parametrize("own", [{"v_head_dim": 99}, {"head_dim": 99}, {"num_key_value_heads": 1}])
+def test_sizes_of_latents_and_heads_that_single_layers_have_are_refused(own: dict[str, int]) -> None:
+    stated = settings_of("plain").to_dict() | {"per_layer_config": {"0": own}}
     with pytest.raises(CheckpointError, match="layers of one type with different heads"):
         TextConfig.of(stated)
