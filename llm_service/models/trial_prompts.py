@@ -12,13 +12,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from common.library_positions import CANVAS, axes_of
+from common.library_positions import CANVAS
 from common.library_processors import Sound, item_of, marks_around, placeholder_of, processor_of, rate_of
 from common.library_rows import level_count, marks_of, row_token, takes_sounds, tells_apart, together_of
 
 TOKEN_TYPES = "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"
 """What models call the argument by which they are told of which medium a token is."""
-_GRIDS, _MASK = "image_grid_thw", "attention_mask"
+GRIDS, MASK = "image_grid_thw", "attention_mask"
+"""What they call pictures' grids, and what says which tokens count."""
 _PICTURE = 48, 64
 
 
@@ -54,29 +55,6 @@ Prompted = Callable[[Any], TrialPrompt]
 """Makes a prompt for a model of the library."""
 
 
-def drawn_prompt(model: Any) -> TrialPrompt:
-    """Tokens of text, and two runs of rows among them: for a model without a processor. Types tell rows from text, but
-    where all tokens of a prompt see each other an answer from a prompt."""
-    config = model.config
-    token = row_token(config)
-    first, second = (3 * 5 + 2, 2 * 4 + 2) if axes_of(model) > 3 else (3 * 4, 2 * 3)  # with marks of its own
-    ids = torch.arange(22 + first + second) % 7 + 3
-    ids[8 : 8 + first], ids[12 + first : 12 + first + second] = token, token
-    types = (ids == token).long().unsqueeze(0)
-    if getattr(config.get_text_config(decoder=True), "use_bidirectional_attention", None) is True:
-        types.zero_()
-    merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", 1)
-    grids = torch.tensor([[1, 3 * merge, 4 * merge], [1, 2 * merge, 3 * merge]])
-    mask = torch.ones_like(types)
-    sizes = torch.tensor([[3, 4], [2, 3]]) * _merge_of_canvas(config)
-    return _prompt_of(config, ids, {**dict.fromkeys(TOKEN_TYPES, types), _GRIDS: grids, CANVAS: sizes, _MASK: mask})
-
-
-def _merge_of_canvas(config: Any) -> int:
-    """Patches on a side of one row, in models that lay slices of a picture out on the whole."""
-    return 2 if getattr(config, "downsample_mode", None) == "4x" else 4
-
-
 def processed_prompt(folder: Path, model: Any) -> TrialPrompt:
     """Text, a picture, text, as the processor in a checkpoint's folder makes it; a sound where it knows no pictures."""
     processor = processor_of(folder)
@@ -89,14 +67,14 @@ def processed_prompt(folder: Path, model: Any) -> TrialPrompt:
     else:
         more["images"] = [Image.fromarray(np.zeros((*_PICTURE, 3), np.uint8))]
     made = processor(text=[text], return_tensors="pt", **more)
-    taken = {name: made[name] for name in (*TOKEN_TYPES, _GRIDS, CANVAS, _MASK) if name in made}
+    taken = {name: made[name] for name in (*TOKEN_TYPES, GRIDS, CANVAS, MASK) if name in made}
     sounds = kind != "audio" and tells_apart(model) and takes_sounds(model, processor)
-    prompt = _prompt_of(model.config, made["input_ids"][0], taken)
+    prompt = prompt_of(model.config, made["input_ids"][0], taken)
     return replace(prompt, sounds=sounds, together=together_of(processor))
 
 
-def _prompt_of(config: Any, ids: Tensor, more: dict[str, Tensor]) -> TrialPrompt:
-    """With rows that are drawn."""
+def prompt_of(config: Any, ids: Tensor, more: dict[str, Tensor]) -> TrialPrompt:
+    """Ids int64 [n] for a model of this configuration, with rows that are drawn; `more` as `TrialPrompt` has it."""
     hidden, marks = config.get_text_config(decoder=True).hidden_size, marks_of(config)
     token = row_token(config)
     places = torch.isin(ids, torch.tensor([token, *marks])).nonzero().flatten()

@@ -23,10 +23,10 @@ from llm_service.models.decoder import Decoder
 from llm_service.models.known_text import known_text
 from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.trial import Finding, try_config, try_ours, try_out
-from llm_service.models.trial_prompts import drawn_prompt
 from llm_service.request import SamplingParams
 from tests.parity.library_side import GREEDY, Served, compare
 from tools.models.compare import OURS
+from tools.models.drawn_prompts import drawn_prompt
 from tools.models.prompts import PROMPTS, TWO, VIDEO, Part, picture
 from tools.models.recipes import RECIPES
 from tools.models.reference import Reference

@@ -22,12 +22,12 @@ from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.loader import HEAD
 from llm_service.models.trial import try_ours_of
-from llm_service.models.trial_prompts import drawn_prompt
 from llm_service.request import PromptLayout, TokenPrompt
 from tests.parity.library_side import GREEDY, Served
 from tests.parity.local_engine import LocalEngine, Prompt, misled_drafts
 from tests.parity.test_int8_cache import RoundingCache
 from tests.parity.test_llm_graphs import graphed
+from tools.models.drawn_prompts import drawn_prompt
 from tools.models.prompts import PROMPTS
 from tools.models.reference import TOKENS, Reference
 from tools.models.tiny import config_of_recipe, make

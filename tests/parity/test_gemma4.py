@@ -31,12 +31,12 @@ from llm_service.models.known_text import known_text
 from llm_service.models.loader import load_decoder
 from llm_service.models.trial import try_config, try_ours_of
 from llm_service.models.trial_chunks import logits_in_chunks
-from llm_service.models.trial_prompts import drawn_prompt
 from llm_service.worker.model_runner import ModelRunner
 from tests.parity.library_side import GREEDY, Served, compare
 from tests.parity.test_library_ranks import on_ranks
 from tests.parity.test_llm_graphs import graphed
 from tools.models.compare import OURS
+from tools.models.drawn_prompts import drawn_prompt
 from tools.models.prompts import PROMPTS
 from tools.models.recipes import RECIPES
 from tools.models.recipes.recipe import Recipe

@@ -17,13 +17,13 @@ from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
 from llm_service.models.trial import try_ours_of
-from llm_service.models.trial_prompts import drawn_prompt
 from llm_service.worker.weights import describe as weights_of
 from tests.parity.library_side import GREEDY, Served
 from tests.parity.test_known_text_options import _logits
 from tests.parity.test_library_ranks import on_ranks
 from tests.parity.test_llm_graphs import graphed
 from tests.quantized import FORMATS, quantize_checkpoint
+from tools.models.drawn_prompts import drawn_prompt
 from tools.models.prompts import PROMPTS
 from tools.models.reference import TOKENS, Reference
 from tools.models.tiny import config_of_recipe, make

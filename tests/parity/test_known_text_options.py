@@ -23,7 +23,6 @@ from llm_service.models.decoder import Decoder
 from llm_service.models.known_text import known_text
 from llm_service.models.loader import load_decoder
 from llm_service.models.trial_chunks import logits_in_chunks
-from llm_service.models.trial_prompts import drawn_prompt
 from llm_service.worker.weights import describe as weights_of
 from tests.adapters import ATTENTION
 from tests.parity.library_side import GREEDY, Served
@@ -32,6 +31,7 @@ from tests.parity.test_library_ranks import on_ranks
 from tests.parity.test_llm_graphs import PEOPLE, graphed
 from tests.peft_reference import PeftReference
 from tests.quantized import FORMATS, quantize_checkpoint
+from tools.models.drawn_prompts import drawn_prompt
 from tools.models.prompts import PROMPTS
 from tools.models.reference import TOKENS, Reference
 from tools.models.tiny import config_of_recipe, make

@@ -29,9 +29,9 @@ from llm_service.models.known_text import known_text
 from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.library_names import names_within, own_names
 from llm_service.models.trial import try_ours_of
-from llm_service.models.trial_prompts import drawn_prompt
 from tests.parity.library_side import GREEDY, Served, compare, with_text
 from tools.models.compare import OURS
+from tools.models.drawn_prompts import drawn_prompt
 from tools.models.prompts import PROMPTS
 from tools.models.reference import TOKENS, Reference
 from tools.models.tiny import config_of_recipe, make

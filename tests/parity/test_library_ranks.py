@@ -21,7 +21,7 @@ from llm_service.models.library_shares import share_out
 from llm_service.models.library_text import text_alone
 from llm_service.models.trial import try_config
 from llm_service.models.trial_chunks import logits_in_chunks
-from llm_service.models.trial_prompts import drawn_prompt
+from tools.models.drawn_prompts import drawn_prompt
 from tools.models.tiny import config_of_recipe
 
 CPU = torch.device("cpu")

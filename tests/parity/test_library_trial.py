@@ -18,7 +18,8 @@ from llm_service.layers.attention import general_backend
 from llm_service.models import library_attention, library_decoder, trial, trial_chunks, trial_reference
 from llm_service.models.library_loader import load_library_decoder
 from llm_service.models.trial import try_config, try_out
-from llm_service.models.trial_prompts import TrialPrompt, drawn_prompt
+from llm_service.models.trial_prompts import TrialPrompt
+from tools.models.drawn_prompts import drawn_prompt
 from tools.models.tiny import config_of_recipe, make
 
 

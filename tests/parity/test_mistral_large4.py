@@ -32,7 +32,7 @@ from llm_service.models.library_text import text_alone
 from llm_service.models.loader import fill_plain, load_decoder
 from llm_service.models.trial import try_ours_of
 from llm_service.models.trial_chunks import logits_in_chunks
-from llm_service.models.trial_prompts import TrialPrompt, drawn_prompt
+from llm_service.models.trial_prompts import TrialPrompt
 from llm_service.worker.load import check_int8_cache
 from llm_service.worker.weights import describe as weights_of
 from tests.parity.library_side import GREEDY, Served
@@ -40,6 +40,7 @@ from tests.parity.test_known_text_options import _logits
 from tests.parity.test_library_ranks import on_ranks
 from tests.parity.test_llm_graphs import graphed
 from tests.quantized import FORMATS, quantize_checkpoint
+from tools.models.drawn_prompts import drawn_prompt
 from tools.models.prompts import PROMPTS
 from tools.models.reference import TOKENS, Reference
 from tools.models.tiny import config_of_recipe, make

@@ -26,12 +26,12 @@ from llm_service.models import library_attention
 from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.served import ServedModel
 from llm_service.models.trial import try_config, try_ours, try_ours_of, try_out
-from llm_service.models.trial_prompts import drawn_prompt
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, TextPrompt, TokenPrompt
 from tests.parity.library_side import GREEDY, Served, compare
 from tests.parity.local_engine import LocalEngine, Prompt, misled_drafts
 from tools.models.compare import OURS
+from tools.models.drawn_prompts import drawn_prompt
 from tools.models.prompts import PROMPTS, picture
 from tools.models.recipes.recipe import Recipe
 from tools.models.recipes.spans import PALIGEMMA_2, RECIPES

@@ -28,9 +28,9 @@ from common.library_rows import row_token
 from llm_service.families.family import SpanRule
 from llm_service.families.registry import FAMILIES
 from llm_service.models.trial import try_config, try_ours_of
-from llm_service.models.trial_prompts import drawn_prompt
 from tools.launcher import NotStartedError
 from tools.models.compare import OURS, RANKS, Differs, through_services
+from tools.models.drawn_prompts import drawn_prompt
 from tools.models.families import make_native
 from tools.models.prompts import FILM_WITH_SOUND, SOUND, TWO, TWO_SOUNDS, VIDEO
 from tools.models.recipes import RECIPES

@@ -24,8 +24,8 @@ from llm_service.models.library_names import named_tensors
 from llm_service.models.library_text import text_alone
 from llm_service.models.loader import InMemory, targets
 from llm_service.models.trial import try_ours_of, with_media
-from llm_service.models.trial_prompts import drawn_prompt
 from tests.parity.test_library_ranks import on_ranks
+from tools.models.drawn_prompts import drawn_prompt
 from tools.models.tiny import config_of_recipe
 
 

@@ -1,0 +1,34 @@
+"""Prompts for models of the library that have no processor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from common.library_positions import CANVAS, axes_of
+from common.library_rows import row_token
+from llm_service.models.trial_prompts import GRIDS, MASK, TOKEN_TYPES, TrialPrompt, prompt_of
+
+
+def drawn_prompt(model: Any) -> TrialPrompt:
+    """Tokens of text, and two runs of rows among them: for a model without a processor. Types tell rows from text, but
+    where all tokens of a prompt see each other an answer from a prompt."""
+    config = model.config
+    token = row_token(config)
+    first, second = (3 * 5 + 2, 2 * 4 + 2) if axes_of(model) > 3 else (3 * 4, 2 * 3)  # with marks of its own
+    ids = torch.arange(22 + first + second) % 7 + 3
+    ids[8 : 8 + first], ids[12 + first : 12 + first + second] = token, token
+    types = (ids == token).long().unsqueeze(0)
+    if getattr(config.get_text_config(decoder=True), "use_bidirectional_attention", None) is True:
+        types.zero_()
+    merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", 1)
+    grids = torch.tensor([[1, 3 * merge, 4 * merge], [1, 2 * merge, 3 * merge]])
+    mask = torch.ones_like(types)
+    sizes = torch.tensor([[3, 4], [2, 3]]) * _merge_of_canvas(config)
+    return prompt_of(config, ids, {**dict.fromkeys(TOKEN_TYPES, types), GRIDS: grids, CANVAS: sizes, MASK: mask})
+
+
+def _merge_of_canvas(config: Any) -> int:
+    """Patches on a side of one row, in models that lay slices of a picture out on the whole."""
+    return 2 if getattr(config, "downsample_mode", None) == "4x" else 4
