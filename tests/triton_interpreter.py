@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from importlib import metadata
 from typing import Any
 
@@ -60,3 +61,70 @@ def quicken() -> None:
 
     interpreter._patch_builtin = patch
     interpreter._get_np_dtype = numpy_type
+    _patch_once(interpreter)
+    _make_types_once(core)
+
+
+def _patch_once(interpreter: Any) -> None:
+    """Has what a kernel calls find Triton's modules as they are, where the kernel itself has replaced their members."""
+    replace, language = interpreter._patch_lang, (interpreter.tl, interpreter.tl.core)
+    scope, restore = interpreter._LangPatchScope, interpreter._LangPatchScope.restore
+    replaced: set[int] = set()  # modules of the language whose members are, by `id`
+
+    @functools.cache
+    def modules(function: Any) -> frozenset[int]:
+        return frozenset(id(each) for each in function.__globals__.values() if any(each is known for known in language))
+
+    def patch(function: Any) -> Any:
+        if replaced and modules(function) <= replaced:
+            return scope()
+        made = replace(function)
+        replaced.update(modules(function))
+        return made
+
+    def restored(self: Any) -> None:
+        restore(self)
+        replaced.clear()
+
+    interpreter._patch_lang, scope.restore = patch, restored
+
+
+def _make_types_once(core: Any) -> None:
+    """Has types and tensors of one shape share what is said of that, values that have one shape are not made to, and
+    sums are not looked at for an overflow that is told to nobody."""
+    from triton.language.semantic import TritonSemantic
+
+    look_for_overflow = TritonSemantic.binary_op_sanitize_overflow_impl
+    make_type, fit, constexpr = core.block_type.__init__, TritonSemantic.broadcast_impl_value, core.constexpr
+
+    @functools.cache
+    def of_type(sizes: tuple[int, ...]) -> tuple[Any, int, str]:
+        make_type(made := object.__new__(core.block_type), core.int1, list(sizes))
+        return made.shape, made.numel, str(made.shape)
+
+    @functools.cache
+    def of_tensor(sizes: tuple[int, ...]) -> tuple[Any, Any]:
+        return core.tuple([constexpr(size) for size in sizes]), constexpr(math.prod(sizes))
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(size.value if isinstance(size, constexpr) else size for size in shape)
+        self.element_ty = element_ty
+        self.shape, self.numel, said = of_type(sizes)
+        self.name = f"<{said}, {element_ty}>"
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:  # noqa: A002 - Triton's name
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = of_tensor(tuple(type.shape.values) if type.is_block() else ())
+
+    def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+        left, right = lhs.type, rhs.type
+        if left.is_block() and right.is_block() and left.shape is right.shape:
+            return lhs, rhs
+        return fit(self, lhs, rhs)
+
+    def sanitize(self: Any, lhs: Any, rhs: Any, operation: Any) -> None:
+        if self.builder.options.debug:  # or nobody looks at what is found
+            look_for_overflow(self, lhs, rhs, operation)
+
+    core.block_type.__init__, core.tensor.__init__ = block_type, tensor
+    TritonSemantic.broadcast_impl_value, TritonSemantic.binary_op_sanitize_overflow_impl = broadcast, sanitize
