@@ -48,11 +48,17 @@ class SharedBuffer:
 
     @classmethod
     def create(cls, label: str, size: int) -> SharedBuffer:
-        """A new buffer of `size` zero bytes, which never changes its size; pages take memory when first written."""
+        """A new buffer of `size` zero bytes, which never changes its size; pages take memory when first written. Raises
+        OSError, which says what it is for, where there are no such addresses."""
         fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FIXED_SIZE)
-        return cls(fd, size)
+        try:
+            os.ftruncate(fd, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FIXED_SIZE)
+            return cls(fd, size)
+        except OSError as error:
+            os.close(fd)
+            why = error.strerror or type(error).__name__
+            raise OSError(f"{size} bytes of shared memory cannot be had for {label}: {why}") from error
 
     @classmethod
     def attach(cls, fd: int, size: int) -> SharedBuffer:

@@ -50,6 +50,8 @@ from llm_service.worker.row_arena import RowArena
 from llm_service.worker.weights import describe
 
 _log = log.get("load")
+_LACK = "DefaultCPUAllocator: can't allocate memory: "
+"""How torch begins to say that there is none."""
 _USUAL_PROMPT = 512
 """Tokens of a prompt beside its picture's rows."""
 
@@ -66,6 +68,10 @@ def load_runner(settings: EngineSettings, device: torch.device, group: TensorGro
         return _load(settings, device, group, arena_fd)
     except torch.OutOfMemoryError as error:
         raise CheckpointError(f"the GPU's memory is too small: {str(error).partition(chr(10))[0]}") from error
+    except RuntimeError as error:  # so torch says it of the host's
+        if _LACK not in str(error):
+            raise
+        raise CheckpointError(f"this machine's memory is too small: {str(error).partition(_LACK)[2]}") from error
 
 
 def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, arena_fd: int) -> ModelRunner:

@@ -307,6 +307,17 @@ def test_a_cache_that_holds_no_block_is_told_at_the_start(checkpoint: Path) -> N
     assert "--kv-cache-bytes is too small" in said
 
 
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("--kv-cache-bytes=200TiB", "this machine's memory is too small: you tried to allocate "),
+        ("--row-cache-bytes=200TiB", "219902325555200 bytes of shared memory cannot be had for twinlens-rows: "),
+    ],
+)
+def test_memory_that_cannot_be_had_is_one_line(checkpoint: Path, option: str, says: str) -> None:
+    assert says in refusal(f"--model={checkpoint}", "--threads=1", option)
+
+
 def test_a_port_for_metrics_that_cannot_be_had_is_one_line(checkpoint: Path) -> None:
     said = refusal(f"--model={checkpoint}", "--threads=1", "--metrics-listen=192.0.2.1:9400", fork=False)
     assert "cannot serve metrics on 192.0.2.1:9400" in said

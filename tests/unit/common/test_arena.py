@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -110,6 +111,13 @@ def test_what_is_not_there_cannot_be_discarded() -> None:
         with pytest.raises(ValueError, match="size"):
             buffer.discard(beyond)
     buffer.close()
+
+
+def test_memory_that_cannot_be_had_is_named_and_leaves_no_descriptor() -> None:
+    before = len([*Path("/proc/self/fd").iterdir()])
+    with pytest.raises(OSError, match=f"{1 << 60} bytes of shared memory cannot be had for the rows: "):
+        SharedBuffer.create("the rows", 1 << 60)
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
 
 
 def test_closing_twice_or_under_a_reader_is_safe() -> None:
