@@ -15,6 +15,7 @@ class Obstacle(Enum):
     UNTRUSTED = "its certificate is not signed by the roots that are trusted"
     OTHER_NAME = "its certificate is for another name"
     NO_GRPC = "what listens there does not speak gRPC"
+    SILENT = "nothing answers there, as behind a firewall or on a host that is gone"
 
 
 _SAID = {
@@ -26,6 +27,8 @@ _SAID = {
     "Hostname Verification Check failed": Obstacle.OTHER_NAME,
     "Failed parsing HTTP/2": Obstacle.NO_GRPC,
     "Socket closed": Obstacle.CLOSED,
+    "tcp handshaker shutdown": Obstacle.SILENT,
+    "before receiving SETTINGS frame": Obstacle.SILENT,
     "Connection reset by peer": Obstacle.CLOSED,
 }
 """What gRPC's text has in it. These words are not promised by anyone; where they change, gRPC's own are shown."""

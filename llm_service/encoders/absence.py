@@ -94,5 +94,5 @@ def _option(obstacle: Obstacle, security: ChannelSecurity) -> str:
             return "--encoder-ca says which roots to trust"
         case Obstacle.OTHER_NAME:
             return "it must name the host that --encoders names"
-        case Obstacle.NOBODY_LISTENS | Obstacle.UNKNOWN_HOST | Obstacle.NO_GRPC:
+        case Obstacle.NOBODY_LISTENS | Obstacle.UNKNOWN_HOST | Obstacle.NO_GRPC | Obstacle.SILENT:
             return ""

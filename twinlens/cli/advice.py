@@ -62,7 +62,7 @@ def _way_round(obstacle: Obstacle, endpoint: Endpoint, prefix: str) -> str:
             return (
                 f"where it is a proxy that wants TLS, say {prefix}ca-file, or {prefix}tls; a gateway's port is for HTTP"
             )
-        case Obstacle.UNKNOWN_HOST | Obstacle.NO_GRPC:
+        case Obstacle.UNKNOWN_HOST | Obstacle.NO_GRPC | Obstacle.SILENT:
             return ""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +11,13 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from common.grpc_channel import ChannelSecurity
+from common.grpc_channel import ChannelSecurity, open_channel
 from common.wire import DType, RowLayout
 from llm_service.encoders.absence import Absence, trouble
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.replica import LinkSettings
+from twinlens.v1 import encoder_pb2
+from twinlens.v1.encoder_pb2_grpc import EncoderServiceStub
 
 PLAIN, ROOTS = ChannelSecurity(), ChannelSecurity(ca="ca.pem")
 PAPERS = ChannelSecurity(ca="ca.pem", cert="cert.pem", key="key.pem")
@@ -110,3 +114,24 @@ def test_what_is_wrong_is_told_with_the_option_that_helps(
     code: grpc.StatusCode, details: str, security: ChannelSecurity, says: str
 ) -> None:
     assert says in trouble(code, details, security)
+
+
+@pytest.mark.parametrize("connects", [True, False])
+async def test_of_an_address_where_nothing_answers_that_is_told(connects: bool) -> None:
+    """As a host behind a firewall that drops what comes, or a process that has stopped."""
+    with ExitStack() as stack:
+        listening = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        while not connects:  # until the kernel drops what comes, since nobody takes the ones before
+            waiting = stack.enter_context(socket.socket())
+            waiting.settimeout(0.1)
+            try:
+                waiting.connect(listening.getsockname())
+            except TimeoutError:
+                break
+        channel = open_channel(f"127.0.0.1:{listening.getsockname()[1]}", PLAIN)
+        stub: Any = EncoderServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.GetInfo(encoder_pb2.EncoderServiceGetInfoRequest(), timeout=60)
+        await channel.close()
+    said = trouble(caught.value.code(), caught.value.details() or "", PLAIN)
+    assert said == "nothing answers there, as behind a firewall or on a host that is gone"
