@@ -99,6 +99,17 @@ def test_stacked_experts_are_read_as_they_are_said_to_lie_whatever_their_shape(*
     assert torch.equal(ours.down_proj, down)
 
 
+def test_stacked_experts_with_inputs_first_are_told_by_their_shape() -> None:
+    """As Qwen3-VL's published ones lie."""
+    gates, down = noise(3, 48, HIDDEN), noise(3, HIDDEN, 24, seed=2)
+    ours = Experts(3, HIDDEN, 24, ALONE, torch.float32)
+    places = ours.targets("experts")
+    for name, each in {"gate_up_proj": gates, "down_proj": down}.items():
+        places[f"experts.{name}"](InMemory(each.transpose(1, 2)))
+    assert torch.equal(ours.gate_up_proj, gates)
+    assert torch.equal(ours.down_proj, down)
+
+
 def test_stacked_experts_may_have_gates_and_what_they_open_apart() -> None:
     whole = Experts(3, HIDDEN, 24, ALONE, torch.float32)
     share = Experts(3, HIDDEN, 24, TensorGroup(1, 2), torch.float32)
