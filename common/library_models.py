@@ -188,7 +188,7 @@ _INDEXED = "indexed_attention"
 """What a configuration calls layers that score all tokens before one, and attend to the best of them."""
 
 
-_KNOWN_INDICES = ("mistral_large4_text", "dots3_note_text", "glm5_next_text")
+_KNOWN_INDICES = ("mistral_large4_text", "dots3_note_text", "glm5_next_text", "hy_v4_vl_text")
 """Texts whose index is known to the LLM service."""
 
 

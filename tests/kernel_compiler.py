@@ -209,13 +209,19 @@ def latents(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
     """Attention over latents of 512 and 64 numbers, as DeepSeek-V3 has them, and of 512 alone, as `LatentTritonBatch`
     launches it, and scores of an index of DeepSeek-V3.2's size."""
     shape = LatentKernelShape.of(CacheShape(1, 1, 16, 64, 1, 576, CAUSAL, 512), dtype)
-    kernel, sums = latent_kernels.latent_kernel, ("mixtures", "maxima", "sums")
+    kernel, sums = latent_kernels.latent_kernel, ("mixtures", "maxima", "sums", "sinks")
     made = {
-        f"latent {name}": compiled(capability, kernel, dtype, sums, **shape.constants(tokens))
-        for name, tokens in (("decode", 1), ("verify", 5), ("prefill", shape.tile))
+        f"latent {name}": compiled(capability, kernel, dtype, sums, SINKS=sinks, **shape.constants(tokens))
+        for name, tokens, sinks in (
+            ("decode", 1, False),
+            ("verify", 5, False),
+            ("prefill", shape.tile, False),
+            ("decode with sinks", 1, True),
+            ("prefill with sinks", shape.tile, True),
+        )
     }
     plain = LatentKernelShape.of(CacheShape(1, 1, 16, 64, 1, 512, CAUSAL, 512), dtype)
-    made["plain latent decode"] = compiled(capability, kernel, dtype, sums, **plain.constants(1))
+    made["plain latent decode"] = compiled(capability, kernel, dtype, sums, SINKS=False, **plain.constants(1))
     score, types = index_kernels.score_tokens_kernel, {"weights": "*fp32", "out": "*fp32"}
     for name, pooled in (("token scores", {}), ("pool scores", {"kept": 256, "pool": 16})):
         constants = index_kernels.constants(64, 128, 64, dtype, **pooled)
@@ -227,9 +233,11 @@ def wide_latents(capability: int) -> dict[str, Needs]:
     """The same over latents of 1024 numbers within windows, in bfloat16, as dots3-note has them."""
     seen = AttentionKind(window=512)
     shape = LatentKernelShape.of(CacheShape(1, 1, 16, 64, 1, 1088, seen, 1024), torch.bfloat16)
-    kernel, sums = latent_kernels.latent_kernel, ("mixtures", "maxima", "sums")
+    kernel, sums = latent_kernels.latent_kernel, ("mixtures", "maxima", "sums", "sinks")
     return {
-        f"wide latents {name}": compiled(capability, kernel, torch.bfloat16, sums, **shape.constants(tokens))
+        f"wide latents {name}": compiled(
+            capability, kernel, torch.bfloat16, sums, SINKS=False, **shape.constants(tokens)
+        )
         for name, tokens in (("decode", 1), ("prefill", shape.tile))
     }
 

@@ -169,7 +169,7 @@ FORMATS: dict[str, Format] = {
 
 _LINEAR = re.compile(
     r"layers\.\d+\.(attention(\.indexer)?\.(wq|wo|wk|wq_b|wkv_a_with_mqa|wkv_b)|(shared_experts|experts\.\d+)\.w[123])\.weight"
-    r"|.*(layers|transformer\.blocks)\.\d+\.(self_attn(\.indexer)?|mlp(\.shared_experts?|\.experts\.\d+)?|feed_forward|linear_attn)\.(\w+_proj(_with_mqa)?|wq_b|wk|(attn|ff)_out|in_proj_qkv|in_proj_z)\.weight"
+    r"|.*(layers|transformer\.blocks)\.\d+\.(self_attn(\.indexer)?|mlp(\.shared_experts?|\.experts\.\d+)?|feed_forward|linear_attn)\.(\w+_proj(_with_mqa)?|wq_b|wk|linear_gate|(attn|ff)_out|in_proj_qkv|in_proj_z)\.weight"
 )
 """Matrices of the text layers, but for routers, and what decides how a gated delta net forgets."""
 _EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")

@@ -193,7 +193,9 @@ class Family:
     the tokens that stand for them; `scaled_embeddings`, those of tokens are multiplied by the root of their width, with
     `normed_embeddings` they are normed, without a weight; `logit_scale` and `logit_divisor`, what config.json calls the
     number that logits are multiplied or divided by, if they are; `rotary_neighbours`, the two numbers of a rotary pair
-    are neighbours in checkpoints; `latent_eps`, that of norms of latents, None: the usual, with `scaled_latents` these
+    are neighbours in checkpoints; `latent_eps`, that of norms of latents, and `index_eps`, that of norms of an index of
+    tokens, None: the usual, with `index_turns_last` the last numbers of its heads are rotated in the stead of the
+    first; `sinks`, each head has a score of something that nobody attends to; with `scaled_latents` these
     are multiplied by the root of how many times as wide the decoder is, and with `normed_rotary_keys` the rotated key
     that heads share is normed first; `learned_positions`, how fast rotary pairs turn, and by how much queries grow with
     their places, is in checkpoints; `rotary_in_windows`, heads are rotated in local layers alone, those with a window
@@ -202,9 +204,10 @@ class Family:
     open; `ungated`, feed-forward parts have none, and a ReLU or its square between two products; `grouped_experts`,
     each expert has a score of its own, with `likely_experts` its probability among all, and the likeliest are among
     those of the likeliest groups; `probability_weights`, experts count by their probabilities among all, which do not
-    sum up to 1; `ungated_shared`, what all tokens go through beside their experts has no gate; `sparse`, what follows
-    in a layer with experts, whose stacked matrices have inputs first where they are `experts_inputs_first`, or their
-    shape says so; `single_parts`, a layer is a mixer or a feed-forward part, behind one norm;
+    sum up to 1; `ungated_shared`, what all tokens go through beside their experts has no gate; `cut_experts`, one
+    limit of gates is for those of experts alone; `sparse`, what follows in a layer with experts, whose stacked matrices
+    have inputs first where they are `experts_inputs_first`, or their shape says so; `single_parts`, a layer is a mixer
+    or a feed-forward part, behind one norm;
     `mrope_interleaved`, rotary pairs are dealt out to time, height and width in turns, and `space_first`, those of
     height and width so before those of time, and `rotary_share`, so much of a head is rotated, unless the checkpoint
     says otherwise. `mixers`: what config.json's `layer_types` stand for; a family has windows where `SLIDING` or
@@ -251,6 +254,9 @@ class Family:
     logit_divisor: str = ""
     rotary_neighbours: bool = False
     latent_eps: float | None = None
+    index_eps: float | None = 1e-6
+    index_turns_last: bool = False
+    sinks: bool = False
     scaled_latents: bool = False
     normed_rotary_keys: bool = False
     learned_positions: bool = False
@@ -264,6 +270,7 @@ class Family:
     likely_experts: bool = False
     probability_weights: bool = False
     ungated_shared: bool = False
+    cut_experts: bool = False
     sparse: FeedForwardKind = FeedForwardKind.EXPERTS
     experts_inputs_first: bool = False
     single_parts: bool = False

@@ -19,7 +19,7 @@ from llm_service.families.gemma4 import GEMMA3N_TEXT, GEMMA4_TEXT, GEMMA4_UNIFIE
 from llm_service.families.glm4v import GLM4V_MOE_TEXT, GLM4V_TEXT, GLM_OCR_TEXT
 from llm_service.families.glm5 import GLM5_TEXT
 from llm_service.families.granite import GRANITE_TEXT, HYPERCLOVAX_TEXT
-from llm_service.families.hunyuan import HUNYUAN_TEXT
+from llm_service.families.hunyuan import HUNYUAN4_TEXT, HUNYUAN_TEXT
 from llm_service.families.internvl import INTERNVL
 from llm_service.families.lfm import LFM2, LFM3
 from llm_service.families.llama4 import LLAMA4_TEXT
@@ -79,6 +79,7 @@ TEXT_FAMILIES: Final = {
     "granite4_vision_text": GRANITE_TEXT,
     "granite_docling_text": GRANITE_TEXT,
     "hunyuan_vl_text": HUNYUAN_TEXT,
+    "hy_v4_vl_text": HUNYUAN4_TEXT,
     "hyperclovax": HYPERCLOVAX_TEXT,
     "lfm2": LFM2,
     "lfm3": LFM3,

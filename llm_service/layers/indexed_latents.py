@@ -75,7 +75,7 @@ class IndexedLatentAttention(LatentAttention):
             latents[index.written] = key.to(latents.dtype)
             slots, seen = choice
             absorbed, shape = self.products.absorbed(query), self.shape
-            mixed = attend_to_listed(absorbed, latents[:, 0], slots, seen, shape.scale, shape.rank)
+            mixed = attend_to_listed(absorbed, latents[:, 0], slots, seen, shape.scale, shape.rank, self.lost)
             return self.opened(self.products.values(mixed), gates)
         out = query.new_empty(*query.shape[:2], self.shape.value)
         if index.dense is not None:
@@ -83,7 +83,8 @@ class IndexedLatentAttention(LatentAttention):
             out[index.rest] = attended.view(-1, *out.shape[1:])
         for chunk in index.chosen:
             latents[chunk.slots[chunk.context :]] = key[chunk.begin : chunk.end].to(latents.dtype)
-        mix_chosen(out, query, latents, zip(index.chosen, choice, strict=True), self.shape, self.products)
+        parts = zip(index.chosen, choice, strict=True)
+        mix_chosen(out, query, latents, parts, self.shape, self.products, self.lost)
         return self.opened(out.flatten(1), gates)
 
     def _choice(
@@ -107,10 +108,11 @@ def mix_chosen(
     parts: Iterable[tuple[ChosenChunk, Tensor]],
     shape: LatentHeads,
     products: LatentProducts,
+    sinks: Tensor | None = None,
 ) -> None:
     """Fills out [n, heads, value] at the places of these chunks, of which each token sees some places, int64 [count,
     k], -1 where there are no more, for queries [n, heads, rotated + plain] and all that the cache keeps, [slots, 1,
-    rank + rotated]."""
+    rank + rotated]; `sinks` float32 [heads] are as in `attend_by_scores`."""
     absorbed = list[tuple[ChosenChunk, Tensor]]()
     for chunk, chosen in parts:
         total, count = len(chunk.slots), chunk.end - chunk.begin
@@ -118,13 +120,13 @@ def mix_chosen(
             absorbed.append((chunk, chosen))
             continue
         here, seen = slice(chunk.begin, chunk.end), keys[chunk.slots, 0]
-        attend_expanded(out[here], query[here], seen, mask_of(chosen, total), shape, products)
+        attend_expanded(out[here], query[here], seen, mask_of(chosen, total), shape, products, sinks)
     if absorbed:  # their matrices are read once
         places = torch.cat([torch.arange(chunk.begin, chunk.end, device=query.device) for chunk, _ in absorbed])
         queries = products.absorbed(query[places])
         mixed, at = queries.new_empty(*queries.shape[:2], shape.rank), 0
         for chunk, chosen in absorbed:
             here = slice(at, at + len(chosen))
-            attend_to_chosen(mixed[here], queries[here], keys, keys, chunk.slots, chosen, shape.scale)
+            attend_to_chosen(mixed[here], queries[here], keys, keys, chunk.slots, chosen, shape.scale, sinks)
             at = here.stop
         out[places] = products.values(mixed).view(-1, *out.shape[1:])

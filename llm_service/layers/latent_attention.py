@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,32 @@ from llm_service.layers.group import TensorGroup
 from llm_service.layers.latent_chunks import mix_chunks
 from llm_service.layers.latent_products import LatentProducts
 from llm_service.layers.learned_positions import LearnedGrowth
-from llm_service.layers.linear import PackedLinear, Stored, fill, length
+from llm_service.layers.linear import PackedLinear, Place, Stored, fill, length
 from llm_service.layers.mixer import Rotary, StateBackend
 from llm_service.layers.ops import TORCH, RMSNorm, RowOps
 from llm_service.models.config import TextConfig
+
+
+class SinksLatents(Protocol):
+    """A batch over latents whose `attend` knows scores, float32 [heads], of something that nobody attends to."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, sinks: Tensor | None, /) -> Tensor: ...
+
+
+class HeadSinks(nn.Module):
+    """Of each of these heads the score of something that nobody attends to, float32."""
+
+    def __init__(self, heads: slice) -> None:
+        super().__init__()
+        self._own, count = heads, heads.stop - heads.start
+        self.scores = nn.Parameter(torch.empty(count, dtype=torch.float32), requires_grad=False)
+
+    def targets(self, own: str) -> dict[str, Place]:
+        """See `Placed`."""
+        return {own: self._place}
+
+    def _place(self, stored: Stored) -> None:
+        fill(self.scores, stored[self._own].float())
 
 
 class LatentAttention(nn.Module):
@@ -31,7 +53,8 @@ class LatentAttention(nn.Module):
 
     Heads are split over ranks; latents are computed, and kept, by each. A head's rotated numbers lie before the plain
     ones here, since it is the first ones of a head that are rotated. Its family says whether each head has a gate for
-    what is attended to. A layer that attends to latents of another one makes queries alone.
+    what is attended to, or one for each number of that, and whether it has a sink. A layer that attends to latents of
+    another one makes queries alone.
     """
 
     stored_as: ClassVar[str] = "self_attn"
@@ -69,6 +92,9 @@ class LatentAttention(nn.Module):
         self.head_gates: PackedLinear | None = None
         if config.family.head_gates:  # few
             self.head_gates = linear(whole, {"g_proj": own}, rounds=False)
+        elif config.family.output_gate:
+            self.head_gates = linear(whole, {"gate_proj": _rows(own, shape.value)})
+        self.sinks = HeadSinks(own) if config.family.sinks else None
         self.o = linear(_rows(own, shape.value), {"o_proj": whole})
 
     @property
@@ -86,7 +112,7 @@ class LatentAttention(nn.Module):
 
     def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
         """x [n, hidden] → this rank's queries [n, heads, rotated + plain], what is kept [n, 1, rank + rotated], and
-        where there are gates these, [n, heads, 1]."""
+        where there are gates these, [n, heads, 1 or value]."""
         made, latent = self.apart(x)
         return self.queries(self.resid(made), rotary), self.key(latent, (rotary[0], rotary[1])), *self.gates(x)
 
@@ -96,8 +122,13 @@ class LatentAttention(nn.Module):
         return made, latent
 
     def gates(self, x: Tensor) -> tuple[Tensor, ...]:
-        """x [n, hidden] → this rank's heads' gates [n, heads, 1], if there are any."""
-        return () if self.head_gates is None else (self.head_gates(x).unsqueeze(2),)
+        """x [n, hidden] → this rank's heads' gates [n, heads, 1 or value], if there are any."""
+        return () if self.head_gates is None else (self.head_gates(x).view(len(x), self.heads, -1),)
+
+    @property
+    def lost(self) -> Tensor | None:
+        """The sinks' scores, float32 [heads]."""
+        return None if self.sinks is None else self.sinks.scores
 
     def resid(self, made: Tensor) -> Tensor:
         """What queries are made of, normed, [n, query_rank]; where that is the layer's input, queries themselves."""
@@ -139,8 +170,9 @@ class LatentAttention(nn.Module):
         """What `project` gave → [n, heads · value]; a layer's cache has this batch's keys afterwards."""
         if isinstance(batch, TorchBatch):
             keys, _ = batch.store(key, key[..., : self.shape.rank], cache)
-            return mix_chunks(query, keys[:, 0], batch, self.shape, self.products)
-        mixed = batch.attend(self.products.absorbed(query), key, key[..., : self.shape.rank], cache)
+            return mix_chunks(query, keys[:, 0], batch, self.shape, self.products, self.lost)
+        given = self.products.absorbed(query), key, key[..., : self.shape.rank], cache
+        mixed = batch.attend(*given) if self.sinks is None else cast(SinksLatents, batch).attend(*given, self.lost)
         return self.products.values(mixed.view(len(query), self.heads, self.shape.rank))
 
     def join(self, mixed: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from llm_service.layers.attention.one_head import attend_to_one
+from llm_service.layers.attention.scored import shares_of
 from llm_service.layers.attention.torch_backend import TorchBatch
 from llm_service.layers.latent_products import LatentProducts
 from llm_service.models.latent_config import LatentHeads
@@ -17,16 +18,23 @@ _ROOM = 32 << 20
 """Bytes of one head's scores at once."""
 
 
-def mix_chunks(query: Tensor, keys: Tensor, batch: TorchBatch, shape: LatentHeads, products: LatentProducts) -> Tensor:
+def mix_chunks(
+    query: Tensor,
+    keys: Tensor,
+    batch: TorchBatch,
+    shape: LatentHeads,
+    products: LatentProducts,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Queries [n, heads, rotated + plain] of a batch, and all that the cache keeps [slots, rank + rotated], these
-    tokens included → [n, heads · value]."""
+    tokens included → [n, heads · value]. `sinks` float32 [heads] are as in `attend_by_scores`."""
     out = query.new_empty(*query.shape[:2], shape.value)
     absorbed = []
     for segment in batch.segments:
         count = segment.end - segment.begin
         if shape.expands(count, segment.seen - count):
             here, seen = slice(segment.begin, segment.end), keys[segment.slots]
-            attend_expanded(out[here], query[here], seen, segment.mask_of(seen), shape, products)
+            attend_expanded(out[here], query[here], seen, segment.mask_of(seen), shape, products, sinks)
         else:
             absorbed.append(segment)
     if absorbed:  # their matrices are read once
@@ -35,18 +43,24 @@ def mix_chunks(query: Tensor, keys: Tensor, batch: TorchBatch, shape: LatentHead
         mixed, at = queries.new_empty(*queries.shape[:2], shape.rank), 0
         for segment in absorbed:
             here, seen = slice(at, at + segment.end - segment.begin), keys[segment.slots]
-            attend_to_one(mixed[here], queries[here], seen, segment.mask_of(seen), shape.scale)
+            attend_to_one(mixed[here], queries[here], seen, segment.mask_of(seen), shape.scale, sinks=sinks)
             at = here.stop
         out[places] = products.values(mixed).view(-1, *out.shape[1:])
     return out.flatten(1)
 
 
 def attend_expanded(
-    out: Tensor, query: Tensor, keys: Tensor, mask: Tensor | None, shape: LatentHeads, products: LatentProducts
+    out: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    mask: Tensor | None,
+    shape: LatentHeads,
+    products: LatentProducts,
+    sinks: Tensor | None = None,
 ) -> None:
     """Fills out [n, heads, value] for queries [n, heads, rotated + plain] and what is kept of the tokens that they see,
-    [m, rank + rotated], one head's keys and values after the other; `mask` is as in `attend_to_one`, and so is what
-    is computed behind these."""
+    [m, rank + rotated], one head's keys and values after the other; `mask` and
+    `sinks` are as in `attend_to_one`, and so is what is computed behind these."""
     latents, rotated = keys.split([shape.rank, shape.rotated], dim=1)
     latents, rotated = latents.to(query.dtype), rotated.float()
     for head in range(query.shape[1]):
@@ -57,7 +71,7 @@ def attend_expanded(
             scores.mul_(shape.scale)
             if mask is not None:
                 scores.masked_fill_(~mask[here], -torch.inf)
-            out[here, head] = scores.softmax(1) @ values
+            out[here, head] = shares_of(scores, None if sinks is None else sinks[head]) @ values
 
 
 def _stretches(count: int, seen: int) -> Iterator[slice]:

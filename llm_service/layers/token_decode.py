@@ -11,6 +11,7 @@ from torch import Tensor
 
 from llm_service.layers.attention.backend import AttentionBackend
 from llm_service.layers.attention.metadata import AttentionMetadata
+from llm_service.layers.attention.scored import shares_of
 from llm_service.layers.chosen_chunks import PagedChoice
 from llm_service.layers.index_keys import ROOM, IndexQuery, best
 
@@ -85,16 +86,25 @@ def score_by_torch(asked: IndexQuery, cache: Tensor, metadata: AttentionMetadata
     return torch.cat(parts, dim=1)
 
 
-def attend_to_listed(query: Tensor, keys: Tensor, slots: Tensor, seen: Tensor, scale: float, depth: int) -> Tensor:
+def attend_to_listed(
+    query: Tensor,
+    keys: Tensor,
+    slots: Tensor,
+    seen: Tensor,
+    scale: float,
+    depth: int,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Queries [s, heads, width] that meet keys [·, width] at slots int64 [s, k], as far as they are `seen`, bool; the
     first `depth` numbers of keys are values → [s, heads, depth]. So many are gathered at once as there is `ROOM`
-    for."""
+    for. `sinks` float32 [heads] are as in `attend_by_scores`."""
     rows = max(1, ROOM // (query.element_size() * slots.shape[1] * query.shape[2]))
     parts = list[Tensor]()
     for own, here, there in zip(query.split(rows), slots.split(rows), seen.split(rows), strict=True):
         near = keys[here].to(query.dtype)  # [s, k, width]
         scores = (own @ near.transpose(1, 2)).float() * scale
-        shares = scores.masked_fill(~there.unsqueeze(1), -torch.inf).softmax(-1)
+        scores = scores.masked_fill(~there.unsqueeze(1), -torch.inf)
+        shares = shares_of(scores, None if sinks is None else sinks.unsqueeze(1))
         parts.append(shares.to(query.dtype) @ near[..., :depth])
     return torch.cat(parts)
 

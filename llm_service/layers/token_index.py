@@ -18,15 +18,12 @@ from llm_service.layers.ops import TORCH, RowOps
 from llm_service.layers.token_decode import TokenIndexDecodes
 from llm_service.models.config import TextConfig
 
-_EPS = 1e-6
-"""Of an index's norms, whatever a configuration states for others."""
-
 
 class TokenIndexer(nn.Module):
     """Makes an index's queries, of the latents that a layer's own queries are made of, or, where these are made of its
     input, of that once it is normed; and of each token one key and how much each head counts for it. Every rank has all
-    of them. The first numbers of a head are rotated, as many as of the layer's own, and queries grow with their places
-    as these do."""
+    of them. The first numbers of a head are rotated, or of some families the last, as many as of the layer's own, and
+    queries grow with their places as these do."""
 
     stored_as: ClassVar[str] = "indexer"
     ops: RowOps = TORCH
@@ -37,9 +34,12 @@ class TokenIndexer(nn.Module):
         self.shape, latent = config.token_index, config.latent_heads(kind)
         self._rotated = latent.rotated > 0
         dim, heads, whole = self.shape.head_dim, self.shape.heads, slice(0, config.hidden_size)
+        eps = self._eps = config.norm_eps if config.family.index_eps is None else config.family.index_eps
         order = torch.arange(dim)
         if latent.neighbours and self._rotated:
             order[: latent.rotated] = order[: latent.rotated].view(2, -1).t().flatten()
+        if config.family.index_turns_last:
+            order = order.roll(dim - latent.rotated)
         all_heads = (torch.arange(heads).unsqueeze(1) * dim + order).flatten()
         self.queries = PackedLinear(
             slice(0, latent.query_rank) if latent.query_rank else whole,
@@ -51,10 +51,10 @@ class TokenIndexer(nn.Module):
         )
         self.keys = PackedLinear(whole, {"wk": slice(0, dim)}, bias=False, dtype=dtype, order=order, rounds=False)
         self.weights = PackedLinear(whole, {"weights_proj": slice(0, heads)}, bias=False, dtype=dtype, rounds=False)
-        self.k_norm = OrderedLayerNorm(order, _EPS, dtype)
+        self.k_norm = OrderedLayerNorm(order, eps, dtype)
         self.q_input_norm: OrderedLayerNorm | None = None
         if not latent.query_rank:
-            self.q_input_norm = OrderedLayerNorm(torch.arange(config.hidden_size), _EPS, dtype)
+            self.q_input_norm = OrderedLayerNorm(torch.arange(config.hidden_size), eps, dtype)
         self.growth = LearnedGrowth(slice(0, heads)) if config.rotary.learned else None
 
     @property
@@ -75,8 +75,8 @@ class TokenIndexer(nn.Module):
         kept = self.k_norm(self.keys(x)).unsqueeze(1)
         if self._rotated:
             angles = rotary[0], rotary[1]
-            asked = self.ops.qk_norm_rotary(asked, angles, heads, 0, None, _EPS)
-            kept = self.ops.qk_norm_rotary(kept, angles, 1, 0, None, _EPS)
+            asked = self.ops.qk_norm_rotary(asked, angles, heads, 0, None, self._eps)
+            kept = self.ops.qk_norm_rotary(kept, angles, 1, 0, None, self._eps)
         if self.growth is not None:
             asked = self.growth(asked, rotary[2])
         return asked, self.weights(x).float() * heads**-0.5, kept.squeeze(1)

@@ -50,6 +50,7 @@ from llm_service.models.layer_shapes import (
     LayerInputs,
     MarkTable,
     NgramShape,
+    OpenedShape,
     StreamShape,
 )
 from llm_service.models.layer_types import (
@@ -101,8 +102,8 @@ class TextConfig:
     and `inner_sizes`, where they are not empty, have one of what `LayerKind` calls so for each layer. `mark_tables` are
     those of marks, of the library's models. `latent_sources` are layers whose latents each has, empty: its own; latents
     have no rotated numbers in `unrotated_layers`; layers in `shared_choices` see what the last one before them chose by
-    its index. `balanced`: there are several streams, which are mixed among each other as well. Tokens that are `unsaid`
-    are in prompts alone.
+    its index. `balanced`: there are several streams, which are mixed among each other as well, `opened`: which are
+    added to by gates. Tokens that are `unsaid` are in prompts alone.
 
     Where `experts` is above 0, every `sparse_step`-th layer but those in `dense_layers` is a mixture of experts, with a
     shared one beside them where `shared_expert_size` is above 0. `grouped`: in which groups they are, if in any. They
@@ -185,6 +186,7 @@ class TextConfig:
     shared_choices: frozenset[int] = frozenset()
     kimi_delta: KimiDeltaConfig | None = None
     balanced: BalancedShape | None = None
+    opened: OpenedShape | None = None
     unsaid: tuple[int, ...] = ()
 
     @property
@@ -239,7 +241,7 @@ class TextConfig:
     @property
     def stream_count(self) -> int:
         """How many streams there are between layers."""
-        shape = self.streams or self.balanced
+        shape = self.streams or self.balanced or self.opened
         return 1 if shape is None else shape.count
 
     def norms_heads(self, kind: LayerKind) -> bool:
@@ -388,7 +390,7 @@ class TextConfig:
             full_heads=full,
             local_heads=local_heads(text, types),
             out_eps=None if (eps := text.get("post_norm_eps")) is None else float(eps),
-            gates=gates_of(text, "swiglu_limits_shared"),
+            gates=gates_of(text, "swiglu_limits_shared", cut=not family.cut_experts),
             expert_gates=gates_of(text, "swiglu_limits"),
             shared_layers=int(text.get("num_kv_shared_layers") or 0),
             wide_shared=bool(text.get("use_double_wide_mlp")),
@@ -407,6 +409,7 @@ class TextConfig:
             block_index=BlockIndexShape.of(text, usual.kv_heads) if Mixer.BLOCK_INDEXED_ATTENTION in mixers else None,
             streams=StreamShape.of(text),
             balanced=BalancedShape.of(text),
+            opened=OpenedShape.of(text),
             ngrams=NgramShape.of(text),
             delta_gates=delta_gates_of(text),
             table_rows=table_rows(text),

@@ -31,6 +31,8 @@ from llm_service.layers.linear import PackedLinear, VocabularyEmbedding
 from llm_service.layers.mark_tables import MarkedEmbedding
 from llm_service.layers.mixer import CachedPart, HandedOn, Rotary
 from llm_service.layers.modality_layer import ModalityLayer
+from llm_service.layers.opened_layer import OpenedLayer
+from llm_service.layers.opened_streams import JoinedStreams
 from llm_service.layers.ops import TORCH, RMSNorm, norm_of, use_ops
 from llm_service.layers.part_layers import MixerLayer
 from llm_service.layers.place_table import PlaceTable
@@ -91,9 +93,11 @@ class Decoder(nn.Module):
             self.layer_inputs = None if own is None else InputsOfLayers(own, config, group, dtype)
             self.streams_in = None if config.alternating is None else StreamsIn(config, dtype)
             if config.alternating is not None:
-                self.norm: RMSNorm | StreamMix | StreamsOut = StreamsOut(config, dtype)
+                self.norm: RMSNorm | StreamMix | StreamsOut | JoinedStreams = StreamsOut(config, dtype)
             elif config.balanced is not None:
                 self.norm = MeanNorm(config, dtype)
+            elif config.opened is not None:
+                self.norm = JoinedStreams(config, dtype)
             elif config.streams is not None:
                 self.norm = StreamMix(config, dtype, "hyper_connection_mixer", injects=False)
             else:
@@ -314,6 +318,8 @@ def _layer(index: int, config: TextConfig, group: TensorGroup, dtype: torch.dtyp
         return AlternatingLayer(kind, config, group, dtype)
     if config.balanced is not None:
         return BalancedLayer(kind, config, group, dtype)
+    if config.opened is not None:
+        return OpenedLayer(kind, config, group, dtype)
     if config.streams is not None:
         return StreamedLayer(kind, config, group, dtype, own.index(index) if index in own else None)
     return make_layer(kind, config, group, dtype)

@@ -32,13 +32,14 @@ def activation_of(text: Mapping[str, Any], family: Family) -> Activation:
     return Activation(activation)
 
 
-def gates_of(text: Mapping[str, Any], limits: str) -> tuple[Gates | None, ...]:
+def gates_of(text: Mapping[str, Any], limits: str, *, cut: bool = True) -> tuple[Gates | None, ...]:
     """Those of each layer, by what a configuration calls the list of their limits, in which 0 is none; empty where all
-    are plain ones. Raises CheckpointError where there is one limit for all, and the activation is not SiLU."""
+    are plain ones. Where there is one limit for all they are `cut` by it, or it is not for these. Raises
+    CheckpointError where they are, and the activation is not SiLU."""
     count = int(text["num_hidden_layers"])
     if (sharpness := text.get("swiglu_alpha")) is not None:
         return (RaisedGates(float(sharpness), float(text["swiglu_limit"])),) * count
-    if (limit := text.get("swiglu_limit")) is not None:
+    if cut and (limit := text.get("swiglu_limit")) is not None:
         if (activation := text.get("hidden_act", "silu")) != Activation.SILU.value:
             raise CheckpointError(f"gates of {activation} that are cut are not supported")
         return (CutGates(float(limit)),) * count

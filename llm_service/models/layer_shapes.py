@@ -92,9 +92,27 @@ class BalancedShape:
     @classmethod
     def of(cls, text: Mapping[str, Any]) -> BalancedShape | None:
         """None where there are none of this kind."""
-        if not text.get("hc_mult"):
+        if not text.get("hc_mult") or "hc_magnitude" in text:
             return None
         return cls(int(text["hc_mult"]), float(text["hc_eps"]), max(1, int(text["hc_sinkhorn_iters"])))
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedShape:
+    """Between layers there are so many streams, each as wide as the decoder, by which gates are opened: of each as much
+    as one says goes into a part of a layer, and as much as another one says, `magnitude` at the most, of what that
+    makes is added to it. `eps` is added to both."""
+
+    count: int
+    eps: float
+    magnitude: float
+
+    @classmethod
+    def of(cls, text: Mapping[str, Any]) -> OpenedShape | None:
+        """None where there are none of this kind."""
+        if not text.get("hc_mult") or "hc_magnitude" not in text:
+            return None
+        return cls(int(text["hc_mult"]), float(text["hc_eps"]), float(text["hc_magnitude"]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ def attend_as_ours(
     if unknown := [name for name, value in more.items() if value is not None and name not in _WITHOUT_MEANING]:
         raise CheckpointError(f"{type(module).__name__} hands on a {unknown[0]}, which our attention does not know")
     rule = AttentionRule(scaling, sliding_window, softcap, s_aux, chunk_of(module), answer_window_of(module), indices)
-    if indices is not None and replace(rule, scale=None, chosen=None) != PLAIN:
+    if indices is not None and replace(rule, scale=None, chosen=None, sinks=None) != PLAIN:
         raise CheckpointError(
             f"{type(module).__name__} chooses tokens by an index, and attends by another rule besides"
         )

@@ -62,6 +62,17 @@ def _of_queries(
     return _chosen(indexer, hidden, queries, rotary)
 
 
+def _of_last_numbers(
+    indexer: Any, hidden: Tensor, made: Tensor, rotary: tuple[Tensor, Tensor], *_: Any, **__: Any
+) -> tuple[Chosen, ...]:
+    """Hunyuan V4's: the same, but that the last numbers of its heads are rotated, which are put first here, and that
+    keys are normed in the type of the norm."""
+    width = indexer.qk_rope_head_dim
+    queries = indexer.wq_b(made).view(*hidden.shape[:2], -1, indexer.head_dim)
+    normed = indexer.k_norm(indexer.wk(hidden).to(indexer.k_norm.weight.dtype)).to(hidden.dtype)
+    return _scored(indexer, hidden, queries.roll(width, -1), normed.roll(width, -1), rotary)
+
+
 def _of_pools(indexer: Any, hidden_states: Tensor, q_resid: Tensor, **_: Any) -> tuple[Chosen, ...]:
     """GLM-5 Next's: of so many tokens that follow each other one key is made, and they are chosen together."""
     if not indexer.index_kpool_always_select_tail:
@@ -99,7 +110,14 @@ def _halves_rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 def _chosen(indexer: Any, hidden: Tensor, queries: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Chosen, ...]:
     """Of queries [1, n, heads, width] and one key for each token, both rotated in their first numbers by `rotary`."""
-    keys = indexer.k_norm(indexer.wk(hidden)).unsqueeze(2)
+    return _scored(indexer, hidden, queries, indexer.k_norm(indexer.wk(hidden)), rotary)
+
+
+def _scored(
+    indexer: Any, hidden: Tensor, queries: Tensor, keys: Tensor, rotary: tuple[Tensor, Tensor] | None
+) -> tuple[Chosen, ...]:
+    """The same of keys [1, n, width] that are normed."""
+    keys = keys.unsqueeze(2)
     if rotary is not None:
         queries, keys = (_rotated(each, *rotary) for each in (queries, keys))
     asked = IndexQuery(
@@ -127,6 +145,7 @@ def _rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 _KNOWN: dict[str, Callable[..., tuple[Chosen, ...]]] = {
     "MistralLarge4TextIndexer": _of_hidden,
     "Dots3NoteTextIndexer": _of_queries,
+    "HYV4VLIndexer": _of_last_numbers,
     "Glm5NextTextIndexer": _of_pools,
     "MiniMaxM3VLIndexer": _of_heads,
 }

@@ -107,7 +107,7 @@ def load_mtp(checkpoint: Checkpoint, target: Decoder, dtype: torch.dtype, *, wei
     the same types as `load_decoder`. Raises CheckpointError where the checkpoint has none."""
     text = {**checkpoint.config, **(checkpoint.config.get("text_config") or {})}
     shape = target.config
-    if any(several is not None for several in (shape.streams, shape.balanced, shape.alternating)):
+    if any(several is not None for several in (shape.streams, shape.balanced, shape.opened, shape.alternating)):
         raise CheckpointError("multi-token prediction is not known for texts with several streams between layers")
     if text.get("mtp_use_dedicated_embeddings"):
         raise CheckpointError("embeddings of its own for multi-token prediction are not supported")

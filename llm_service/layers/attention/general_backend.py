@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch.nn import functional
 from llm_service.families.family import SpanRule
 from llm_service.layers.attention.backend import CacheShape, PagedChunk, Span
 from llm_service.layers.attention.one_head import attend_to_one
-from llm_service.layers.attention.scored import attend_by_scores
+from llm_service.layers.attention.scored import attend_by_scores, shares_of
 from llm_service.layers.index_keys import ROOM, Chosen, IndexQuery, choose, keep, mask_of
 
 
@@ -129,7 +128,7 @@ class GeneralBatch:
             here, new = slice(part.begin, part.end), part.slots[len(part.slots) - (part.end - part.begin) :]
             keys[new, :, :width], values[new, :, :depth] = key[here], value[here]
             if chosen is not None:
-                attend_to_chosen(out[here], query[here], keys, values, part.slots, chosen, rule.scale)
+                attend_to_chosen(out[here], query[here], keys, values, part.slots, chosen, rule.scale, rule.sinks)
                 continue
             if len(cache) == 1 and rule.softcap is None and rule.sinks is None:
                 mask, scale = part.mask(*rule.sight), softmax_scale(rule.scale, width)
@@ -149,15 +148,23 @@ class GeneralBatch:
 
 
 def attend_to_chosen(
-    out: Tensor, query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, chosen: Tensor, scale: float | None
+    out: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    chosen: Tensor,
+    scale: float | None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Fills out [n, heads, depth] for queries [n, heads, width] of one sequence, whose tokens' keys and values, [·,
     kv_heads, …] and as wide or wider, are in these slots, int64 [total]. Those that a query has `chosen`, int64 [n, k]
-    or [n, kv_heads, k], are gathered where that takes less than to read all and to mask the others."""
+    or [n, kv_heads, k], are gathered where that takes less than to read all and to mask the others. `sinks`
+    [heads] are as in `attend_by_scores`."""
     width, depth, kv_heads, total = query.shape[2], out.shape[2], keys.shape[1], len(slots)
     chosen = chosen.unsqueeze(1) if chosen.dim() == 2 else chosen
     grouped = query.unflatten(1, (kv_heads, -1))  # [n, kv_heads, group, width]
-    attend = partial(functional.scaled_dot_product_attention, scale=scale)
+    lost = None if sinks is None else sinks.float().view(kv_heads, 1, -1)  # each head's
     if gathers(chosen, total, grouped.shape[2]):
         rows = max(1, ROOM // (4 * chosen.shape[2] * kv_heads * width))
         heads = torch.arange(kv_heads, device=slots.device).unsqueeze(1)
@@ -165,7 +172,8 @@ def attend_to_chosen(
             part = slice(begin, begin + rows)
             here = slots[chosen[part].clamp(min=0)]
             k, v = (each.to(query.dtype) for each in (keys[here, heads, :width], values[here, heads, :depth]))
-            made = attend(grouped[part], k, v, attn_mask=(chosen[part] >= 0).unsqueeze(2))
+            own = None if lost is None else lost.transpose(1, 2)
+            made = _weighed(grouped[part], k, v, (chosen[part] >= 0).unsqueeze(2), scale, own)
             out[part] = made.flatten(1, 2)
         return
     both = keys[slots, :, :width], values[slots, :, :depth]
@@ -174,8 +182,20 @@ def attend_to_chosen(
     for begin in range(0, len(query), rows):
         part = slice(begin, begin + rows)
         mask = mask_of(chosen[part].transpose(0, 1), total).unsqueeze(2).expand(-1, -1, grouped.shape[2], -1)
-        made = attend(grouped[part].transpose(0, 1).flatten(1, 2), k, v, attn_mask=mask.flatten(1, 2))
+        own = None if lost is None else lost.expand(-1, mask.shape[1], -1).flatten(1).unsqueeze(2)
+        made = _weighed(grouped[part].transpose(0, 1).flatten(1, 2), k, v, mask.flatten(1, 2), scale, own)
         out[part] = made.unflatten(1, (-1, grouped.shape[2])).transpose(0, 1).flatten(1, 2)
+
+
+def _weighed(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, sinks: Tensor | None
+) -> Tensor:
+    """query […, n, width], key […, m, width], value […, m, depth], and which see which, bool […, n, m] → […, n, depth];
+    `sinks` float32 […, n, 1]."""
+    if sinks is None:
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    scores = (query @ key.transpose(-1, -2)).float() * softmax_scale(scale, query.shape[-1])
+    return shares_of(scores.masked_fill_(~mask, -torch.inf), sinks).to(value.dtype) @ value
 
 
 def gathers(chosen: Tensor, total: int, group: int) -> bool:

@@ -116,8 +116,8 @@ class LatentTritonBatch:
     metadata: AttentionMetadata
     shape: LatentKernelShape
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
-        """See `AttentionBatch`."""
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """See `AttentionBatch`, and `SinksLatents`."""
         metadata = self.metadata
         query, keys, (n, _, width) = query.contiguous(), cache[0], key.shape
         store_latents_kernel[(n,)](
@@ -125,12 +125,14 @@ class LatentTritonBatch:
         )
         out = torch.empty((n, query.shape[1], value.shape[2]), dtype=query.dtype, device=query.device)
         if metadata.decodes:
-            self._launch(out, query, keys, metadata.decode_work, 1)
+            self._launch(out, query, keys, sinks, metadata.decode_work, 1)
         if len(metadata.tiles):
-            self._launch(out, query, keys, metadata.tile_work, metadata.tile)
+            self._launch(out, query, keys, sinks, metadata.tile_work, metadata.tile)
         return out.flatten(1)
 
-    def _launch(self, out: Tensor, query: Tensor, keys: Tensor, work: WorkList, tokens: int) -> None:
+    def _launch(
+        self, out: Tensor, query: Tensor, keys: Tensor, sinks: Tensor | None, work: WorkList, tokens: int
+    ) -> None:
         """Attention of items of up to so many `tokens` each."""
         metadata, shape = self.metadata, self.shape
         group = shape.group(tokens)
@@ -143,6 +145,7 @@ class LatentTritonBatch:
             parts.sums,
             query,
             keys,
+            query if sinks is None else sinks,  # not read where there are none
             metadata.block_table,
             metadata.query_start_loc,
             metadata.seq_lens,
@@ -154,6 +157,7 @@ class LatentTritonBatch:
             metadata.block_table.stride(0),
             groups,
             work.items,
+            SINKS=sinks is not None,
             **shape.constants(tokens),
         )
         parts.join(out, metadata, work, tokens, group, shape.dims)

@@ -6,16 +6,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from llm_service.layers.attention.scored import shares_of
+
 _ROOM = 32 << 20
 """Bytes of scores at once."""
 
 
 def attend_to_one(
-    out: Tensor, query: Tensor, keys: Tensor, mask: Tensor | None, scale: float, softcap: float | None = None
+    out: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Fills out [n, heads, value_dim] for queries [n, heads, head_dim] and keys [m, head_dim]; `mask` bool [n, m] says
     which tokens see which, None: all do. Products are multiplied by `scale`, and scores drawn below `softcap`, if there
-    is one. All is computed in float32."""
+    is one; `sinks` float32 [heads] are as in `attend_by_scores`. All is computed in float32."""
     query, keys = query.float(), keys.float()
     heads, values = query.shape[1], keys[:, : out.shape[2]]
     tokens = max(1, _ROOM // (4 * heads * len(keys)))
@@ -26,4 +34,5 @@ def attend_to_one(
             scores.div_(softcap).tanh_().mul_(softcap)
         if mask is not None:
             scores.view(-1, heads, len(keys)).masked_fill_(~mask[here].unsqueeze(1), -torch.inf)
-        out[here] = (scores.softmax(1) @ values).view(-1, heads, out.shape[2])
+        own = None if sinks is None else sinks.repeat(len(scores) // heads).unsqueeze(1)
+        out[here] = (shares_of(scores, own) @ values).view(-1, heads, out.shape[2])

@@ -10,6 +10,20 @@ _ROOM = 32 << 20
 """Bytes of scores at once."""
 
 
+def shares_of(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Scores float32 […, m] → how much of what attends each gets, as large. `sinks` […, 1] are scores of something that
+    nobody attends to, which gets the rest.
+
+    >>> shares_of(torch.tensor([[0.0, 0.0]]), torch.tensor([[2.0]]).log()).tolist()
+    [[0.25, 0.25]]
+    """
+    if sinks is None:
+        return scores.softmax(-1)
+    highest = torch.maximum(scores.amax(-1, keepdim=True), sinks)
+    weights = (scores - highest).exp_()
+    return weights.div_(weights.sum(-1, keepdim=True) + (sinks - highest).exp())
+
+
 def attend_by_scores(
     query: Tensor,
     key: Tensor,

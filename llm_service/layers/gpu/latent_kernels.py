@@ -8,6 +8,8 @@ import triton.language as tl
 
 from llm_service.layers.gpu.part_kernels import first_seen, item_of, leave_sums, sequence_of, softmax_step
 
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def store_latents_kernel(key, keys, slots, key_stride, width, WIDTH: tl.constexpr):
@@ -80,6 +82,7 @@ def latent_kernel(
     sums,
     query,
     keys,
+    sinks,
     block_table,
     starts,
     lengths,
@@ -91,6 +94,7 @@ def latent_kernel(
     table_stride,
     head_groups,
     items,
+    SINKS: tl.constexpr,
     TOKENS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -105,8 +109,9 @@ def latent_kernel(
     PRECISION: tl.constexpr,
 ):
     """A part of the context of one item for GROUP of the query heads, in each program. Grid [parts, head_groups]; query
-    [n, head_groups · GROUP, RANK + BEHIND], out [n, head_groups · GROUP, RANK]. All else is as in `attention_kernel`, a
-    group of heads standing in the place of those that share a KV head."""
+    [n, head_groups · GROUP, RANK + BEHIND], out [n, head_groups · GROUP, RANK]. With SINKS `sinks`, float32
+    [head_groups · GROUP], are scores of something that nobody attends to. All else is as in `attention_kernel`, a group
+    of heads standing in the place of those that share a KV head."""
     part = tl.program_id(0)
     group = tl.program_id(1)
     if part >= tl.load(parts + 1 + items):
@@ -140,6 +145,9 @@ def latent_kernel(
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, DIMS], tl.float32)
+    if SINKS:  # of several parts of a context the first has them
+        highest = tl.where(own == 0, tl.load(sinks + heads, real, 0.0) * _LOG2_E, highest)
+        total = tl.where(own == 0, 1.0, total)
     table = block_table + sequence * table_stride
     middle = begin
     if TOKENS > 1:  # a single token's few rows are not worth the registers of two loops

@@ -14,6 +14,8 @@ from llm_service.layers.attention import metadata as attention_metadata
 from llm_service.layers.attention.backend import AttentionKind, CacheShape, PagedChunk
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.metadata import Tiling
+from llm_service.layers.attention.one_head import attend_to_one
+from llm_service.layers.attention.torch_backend import TorchBatch
 from tests import shape_cases
 from tests.attention_cases import CPU, WAYS, Case, latents_of
 
@@ -114,3 +116,37 @@ def test_torch_alone_draws_scores_over_latents_below_a_cap() -> None:
     Case.random(shape, WAYS["mixed"], torch.float32, 4).check(choose("torch", shape, torch.float32, CPU))
     with pytest.raises(CheckpointError, match="it knows no soft caps of scores over latents"):
         choose("triton", shape, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("counts", WAYS.values(), ids=WAYS)
+def test_sinks_take_their_share_of_what_attends(
+    name: str, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of contexts in several parts as well."""
+    monkeypatch.setattr(attention_metadata, "_LEAST", 16)
+    monkeypatch.setattr(attention_metadata, "_MULTIPLE", 16)
+    shape = replace(latents_of(), kind=AttentionKind(scale=0.3))
+    case, sinks = Case.random(shape, counts, torch.float32, 9), torch.tensor([-1.0, 0.5, 2.0, 40.0])
+    backend: Any = choose(name, shape, torch.float32, CPU)
+    query, key, value = case.heads
+    plain = choose("torch", shape, torch.float32, CPU).batch(case.chunks)
+    expected = torch.empty(*query.shape[:2], shape.value_dim)
+    assert isinstance(plain, TorchBatch)
+    keys = plain.store(key, value, case.cache[0].clone())[0][:, 0]
+    for part in plain.segments:
+        here, seen = slice(part.begin, part.end), keys[part.slots]
+        scores = torch.einsum("nhw,mw->nhm", query[here], seen) * 0.3
+        if (mask := part.mask_of(seen)) is not None:
+            scores = scores.masked_fill(~mask.unsqueeze(1), -torch.inf)
+        lost = sinks.view(1, -1, 1).expand(len(scores), -1, -1)
+        shares = torch.cat([scores, lost], dim=2).softmax(2)[..., :-1]
+        expected[here] = shares @ seen[:, : shape.value_dim]
+        if name == "torch":
+            made = torch.empty_like(expected[here])
+            attend_to_one(made, query[here], seen, mask, 0.3, sinks=sinks)
+            torch.testing.assert_close(made, expected[here], rtol=1e-5, atol=1e-5)
+    if name == "triton":
+        backend.tiling = Tiling(6, 5)
+        made = backend.batch(case.chunks).attend(query, key, value, case.cache[0].clone(), sinks)
+        torch.testing.assert_close(made, expected.flatten(1), rtol=1e-5, atol=1e-5)

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from llm_service.layers.attention import scored
+from llm_service.layers.attention.general_backend import attend_to_chosen, gathers
 from llm_service.layers.attention.scored import attend_by_scores
+from llm_service.layers.index_keys import mask_of
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
 from tests.layer_cases import noise
 
@@ -44,3 +46,15 @@ def test_scores_are_weighed_as_the_library_does(
     torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-6)
     without = attend_by_scores(query, key, value, mask, scale=SCALE)
     assert (without - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("many", [1, 9], ids=["gathered", "masked"])
+def test_what_is_chosen_is_weighed_beside_sinks_as_well(many: int) -> None:
+    """Of one token what it has chosen is gathered; of many with few heads all is read."""
+    query, key, value = noise(many, HEADS, WIDTH), noise(SEEN, KV_HEADS, WIDTH), noise(SEEN, KV_HEADS, 5)
+    chosen, sinks = torch.tensor([0, 3, 4, 9, 30, -1]).expand(many, -1), noise(HEADS) * 3
+    assert gathers(chosen.unsqueeze(1), SEEN, HEADS // KV_HEADS) == (many == 1)
+    out = torch.empty(many, HEADS, 5)
+    attend_to_chosen(out, query, key, value, torch.arange(SEEN), chosen, SCALE, sinks)
+    mask = mask_of(chosen, SEEN)
+    torch.testing.assert_close(out, attend_by_scores(query, key, value, mask, scale=SCALE, sinks=sinks))

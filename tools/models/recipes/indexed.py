@@ -153,4 +153,36 @@ RECIPES: dict[str, Recipe] = {
         image="<|begin_of_image|><image><|end_of_image|>",
         video="<|begin_of_video|><video><|end_of_video|>",
     ),
+    "hy_v4_vl": Recipe(
+        whole(
+            "hy_v4_vl",
+            vision_config=part("hy_v4_vl_vision", {**VISION, "patch_size": 16}, max_image_size=256, out_hidden_size=64),
+            text_config=part(
+                "hy_v4_vl_text",
+                {**_LATENTS, "num_hidden_layers": 5},
+                q_lora_rank=20,
+                rope_parameters=lambda *_: {
+                    "rope_type": "default",
+                    "rope_theta": 10000.0,
+                    "mrope_section": [2, 1, 1],
+                },
+                indexer_types=["full", "full", "shared", "shared", "full"],
+                mlp_layer_types=["dense", "sparse", "sparse", "dense", "sparse"],
+                hc_mult=3,
+                swiglu_limit=0.5,
+            ),
+            image_token_id="<image>",
+            video_token_id="<video>",
+        ),
+        processor(
+            "HYV4VLProcessor",
+            "HYV4VLImageProcessorPil",
+            videos="HYV4VLVideoProcessor",
+            stills={"size": {"shortest_edge": 32 * 32 * 4, "longest_edge": 32 * 32 * 24}},
+            frames={"size": {"shortest_edge": 32 * 32, "longest_edge": 32 * 32 * 48}},
+        ),
+        ("<video>",),
+        named=MEDIA,
+        since=(5, 24),
+    ),
 }
