@@ -199,11 +199,12 @@ def _peer(folder: Path, contexts: Tensor, dtype: torch.dtype) -> Iterator[Callab
     model = reference.model(folder, dtype)
     for batch in _BATCHES:
         with torch.inference_mode():
-            cache = model(input_ids=contexts[:batch].long(), use_cache=True).past_key_values
+            cache = getattr(model(input_ids=contexts[:batch].long(), use_cache=True), reference.CACHE)
 
         @torch.inference_mode()
         def step(batch: int = batch, cache: object = cache) -> list[int]:
-            logits = model(input_ids=torch.full((batch, 1), 5), past_key_values=cache, use_cache=True).logits
+            given = {"input_ids": torch.full((batch, 1), 5), reference.CACHE: cache}
+            logits = model(**given, use_cache=True).logits
             tokens: list[int] = logits[:, -1].argmax(-1).tolist()
             return tokens
 

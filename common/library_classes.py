@@ -180,6 +180,20 @@ def speaking(model: Any) -> Any:
     return model if pixels is None or pixels.default is None else model.language_model
 
 
+def complete(model: Any) -> Any:
+    """The model, which asks its text's outputs for a picture's in some releases (Llama 4, 5.24): they have none then,
+    where its own forward would fail."""
+
+    def without_pictures(_: Any, __: Any, outputs: Any) -> None:
+        if hasattr(outputs, "logits") and not hasattr(outputs, "image_outputs"):
+            outputs.image_outputs = None
+
+    text = getattr(model, "language_model", None)
+    if isinstance(text, nn.Module):
+        text.register_forward_hook(without_pictures)
+    return model
+
+
 def mark_tables_of(model: Any) -> dict[str, Any]:
     """A model's tables of tokens that its text's own has none of, by their names, each for `vocab_size` of them from
     `vocab_offset` on."""

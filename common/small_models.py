@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from common.library_classes import class_of, layers_of_levels, without
+from common.library_classes import class_of, complete, layers_of_levels, without
 
 _SMALL = {
     "hidden_size": 64,
@@ -149,7 +149,7 @@ def made_up(config: Any, strip: Callable[[Any], None]) -> Any:
             else:
                 parameter.copy_(noise if id(parameter) in tables else noise / parameter.shape[-1] ** 0.5)
         redraw_corrections(part, generator)
-    return part.eval().requires_grad_(requires_grad=False)
+    return complete(part).eval().requires_grad_(requires_grad=False)
 
 
 def redraw_corrections(model: nn.Module, generator: torch.Generator) -> None:

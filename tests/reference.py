@@ -5,6 +5,7 @@ Import this module before anything that imports `transformers` (`tools.demo_mode
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,10 +22,13 @@ prepare()
 
 import transformers  # noqa: E402
 from PIL import Image  # noqa: E402
-from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationMixin  # noqa: E402
+from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationMixin, LlamaModel  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
+
+CACHE = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"  # before 5.24
+"""What the library's models call a cache that they are given, or give."""
 
 
 @dataclass(frozen=True, slots=True)

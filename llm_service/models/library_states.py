@@ -3,6 +3,7 @@ the sequences of one call."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -66,16 +67,17 @@ def take_states(text: nn.Module) -> dict[int, int]:
     for part in parts:
         if (chunk := CHUNKS.get(type(part).__name__)) is not None:
             found[part.layer_idx] = chunk
-            part.forward = partial(_carried, part.layer_idx, part.forward)
+            name = "cache" if "cache" in inspect.signature(part.forward).parameters else "cache_params"  # before 5.24
+            part.forward = partial(_carried, part.layer_idx, part.forward, name)
     return found
 
 
-def _carried(layer: int, compute: Callable[..., Tensor], hidden_states: Tensor, **_: Any) -> Tensor:
-    return this_step().carry(layer, partial(_computed, compute), hidden_states)
+def _carried(layer: int, compute: Callable[..., Tensor], cache: str, /, hidden_states: Tensor, **_: Any) -> Tensor:
+    return this_step().carry(layer, partial(_computed, compute, cache), hidden_states)
 
 
-def _computed(compute: Callable[..., Tensor], hidden: Tensor, held: Held) -> Tensor:
-    return compute(hidden_states=hidden, cache_params=held)
+def _computed(compute: Callable[..., Tensor], cache: str, hidden: Tensor, held: Held) -> Tensor:
+    return compute(hidden_states=hidden, **{cache: held})
 
 
 class LibraryStates:

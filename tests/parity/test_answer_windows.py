@@ -27,6 +27,7 @@ from tests.parity.library_side import GREEDY, Served
 from tests.parity.local_engine import LocalEngine, Prompt, misled_drafts
 from tests.parity.test_int8_cache import RoundingCache
 from tests.parity.test_llm_graphs import graphed
+from tests.reference import CACHE
 from tools.models.drawn_prompts import drawn_prompt
 from tools.models.prompts import PROMPTS
 from tools.models.reference import TOKENS, Reference
@@ -147,7 +148,7 @@ def test_keys_and_values_in_8_bits_are_those_of_a_cache_that_rounds(case: Case, 
     model, prompt = case.library.model, case.prompts[1]
     ids = torch.tensor([prompt.layout.ids])
     cache = RoundingCache(config=model.config.get_text_config(decoder=True))
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "past_key_values": cache}
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), CACHE: cache}
     expected = model.generate(**given, max_new_tokens=TOKENS, do_sample=False)[0, ids.shape[1] :].tolist()
     engine = case.served.engine(attention=attention, int8_cache=True, step_tokens=16)
     assert engine.run([prompt], GREEDY)[0].tokens == expected

@@ -29,6 +29,7 @@ from tests.parity.library_side import GREEDY, Served, compare
 from tests.parity.test_int8_cache import RoundingCache
 from tests.parity.test_library_ranks import on_ranks
 from tests.parity.test_llm_graphs import graphed
+from tests.reference import CACHE
 from tools.models.drawn_prompts import drawn_prompt
 from tools.models.prompts import PROMPTS
 from tools.models.reference import TOKENS, Reference
@@ -99,7 +100,7 @@ def test_no_token_is_said_that_never_is_however_likely(folder: Path, tmp_path: P
 def test_keys_and_values_in_8_bits_are_those_of_a_cache_that_rounds(served: Served) -> None:
     library, asked = Reference(served.folder), PROMPTS["one picture"]
     given = library.inputs(asked)
-    made = library.model.generate(**given, past_key_values=RoundingCache(), max_new_tokens=TOKENS, do_sample=False)
+    made = library.model.generate(**given, **{CACHE: RoundingCache()}, max_new_tokens=TOKENS, do_sample=False)
     engine = served.engine(int8_cache=True, step_tokens=48)
     said = engine.run([served.prompt(asked)], GREEDY)[0].tokens
     assert said == made[0, given["input_ids"].shape[1] :].tolist()

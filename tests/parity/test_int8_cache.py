@@ -38,7 +38,7 @@ def test_tokens_are_the_reference_s_over_a_cache_that_rounds(family: Family, che
     folder = checkpoints(family)
     prompts = [make_prompt(folder, PROMPTS[name]) for name in ("text", "image, text, image", "video")]
     expected = [
-        reference.reference_generate(folder, prompt.inputs, TOKENS, past_key_values=RoundingCache())
+        reference.reference_generate(folder, prompt.inputs, TOKENS, **{reference.CACHE: RoundingCache()})
         for prompt in prompts
     ]
     for settings in ({}, {"step_tokens": 16}, {"step_tokens": 40, "prefix_cache": True}):

@@ -29,6 +29,7 @@ from tests.parity.local_engine import misled_drafts
 from tests.parity.test_int8_cache import RoundingCache
 from tests.parity.test_library_ranks import on_ranks
 from tests.parity.test_llm_graphs import graphed
+from tests.reference import CACHE
 from tools.models.drawn_prompts import drawn_prompt
 from tools.models.prompts import PROMPTS
 from tools.models.reference import TOKENS, Reference
@@ -81,7 +82,7 @@ def test_keys_and_values_in_8_bits_are_those_of_a_cache_that_rounds(served: Serv
     library, asked = Reference(served.folder), PROMPTS["text"]
     given = library.inputs(asked)
     model = speaking(library.model)
-    made = model.generate(**given, past_key_values=RoundingCache(), max_new_tokens=TOKENS, do_sample=False)
+    made = model.generate(**given, **{CACHE: RoundingCache()}, max_new_tokens=TOKENS, do_sample=False)
     said = served.engine(int8_cache=True, step_tokens=16).run([served.prompt(asked)], GREEDY)[0].tokens
     assert said == made[0, given["input_ids"].shape[1] :].tolist()
 

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from common.library_classes import class_of, config_of, library, speaking
+from common.library_classes import class_of, complete, config_of, library, speaking
 from common.library_layouts import LAYOUTS, VoxtralLayout
 from common.library_models import own_adapters
 from common.library_processors import frame_of, processor_of
@@ -43,7 +43,7 @@ class Reference:
         frame = None if self._lays_out_chats else frame_of(self.processor)
         self._frames_texts = frame is not None and frame.always
         given: dict[str, Any] = {"config": config, "dtype": torch.float32, "local_files_only": True}
-        self.model = class_of(config).from_pretrained(folder, **given).eval()
+        self.model = complete(class_of(config).from_pretrained(folder, **given)).eval()
         self._adapters = own_adapters(self.model.config, folder)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Already found a `peft_config`")  # there may be several
