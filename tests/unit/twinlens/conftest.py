@@ -10,6 +10,7 @@ import grpc
 import pytest
 import trustme
 
+from common.grpc_server import PINGS
 from tests.unit.twinlens.fakes import FakeEncoder, FakeLlm
 from twinlens import v1
 
@@ -22,8 +23,9 @@ def serving(
     handlers: tuple[grpc.GenericRpcHandler, ...] = (),
 ) -> Iterator[str]:
     """A server for the services that are given; yields its address."""
-    with ThreadPoolExecutor(4) as pool:
-        server = grpc.server(pool, options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", -1)])
+    with ThreadPoolExecutor(8) as pool:  # more than a test has streams, so that questions are answered beside them
+        options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", -1), *PINGS]
+        server = grpc.server(pool, options=options)
         if llm is not None:
             v1.add_LlmServiceServicer_to_server(llm, server)
         if encoder is not None:
