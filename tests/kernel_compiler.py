@@ -28,7 +28,7 @@ from llm_service.layers.attention.kernel_backend import COMBINED
 from llm_service.layers.attention.latent_triton import LatentKernelShape
 from llm_service.layers.attention.triton_backend import KernelShape
 from llm_service.layers.gdn.backend import CHUNK, GdnShape
-from llm_service.layers.gdn.triton_backend import KernelConstants
+from llm_service.layers.gdn.triton_backend import INVERT, KernelConstants
 from llm_service.layers.gpu import (
     adapter_kernels,
     gdn_kernels,
@@ -311,10 +311,11 @@ def delta_net(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
         "conv keep": (gdn_kernels.conv_keep_kernel, {**width, "BLOCK": CHANNELS}),
         "step": (gdn_kernels.step_kernel, launch.step),
         "system": (gdn_kernels.system_kernel, launch.system),
+        "invert": (gdn_kernels.invert_kernel, {"HEADS": shape.value_heads, **INVERT}),
         "scan": (gdn_kernels.scan_kernel, launch.scan),
         "norm gate": (gdn_kernels.norm_gate_kernel, {**tile, **sizes}),
     }
-    wide = ("recurrent", "inverse", "within")
+    wide = ("recurrent", "system", "inverse", "within")
     return {name: compiled(capability, kernel, dtype, wide, **given) for name, (kernel, given) in made.items()}
 
 
@@ -328,10 +329,12 @@ def kimi_delta(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
         "conv run": (gdn_kernels.conv_run_kernel, {**width, **plain, "TILE": CHUNK, "BLOCK": EXACT_RUN_CHANNELS}),
         "step": (kda_kernels.kda_step_kernel, {**launch.step, **bounded}),
         "pairs": (kda_kernels.kda_pairs_kernel, {**launch.pairs, **bounded}),
-        "invert": (kda_kernels.kda_invert_kernel, launch.invert),
-        "scan": (kda_kernels.kda_scan_kernel, {**launch.scan, **bounded}),
+        "invert": (gdn_kernels.invert_kernel, {"HEADS": shape.heads, **INVERT}),
+        "fade": (kda_kernels.kda_fade_kernel, {**launch.fade, **bounded}),
+        "scan": (kda_kernels.kda_scan_kernel, launch.scan),
     }
-    wide = "mixed", "conv", "bias", "recurrent", "a_log", "dt_bias", "gain", "system", "inverse", "within"
+    wide: tuple[str, ...] = "mixed", "conv", "bias", "recurrent", "a_log", "dt_bias", "gain", "system", "inverse"
+    wide += "within", "writes", "left"
     types = {"least": "fp32"}
     return {name: compiled(capability, kernel, dtype, wide, types, **given) for name, (kernel, given) in made.items()}
 

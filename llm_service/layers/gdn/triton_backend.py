@@ -22,6 +22,8 @@ _KEYS = (64, 32)
 """Places of keys that are multiplied at once, in 16 bits and in float32, which takes more registers."""
 _EXACT = "tf32x3"
 """Products of float32 on tensor cores, in three parts: what is exact otherwise has no room in registers."""
+INVERT: dict[str, Any] = {"NEAR": CHUNK // 4, "EXACT": _EXACT, "num_warps": 1}
+"""Constants and options of `invert_kernel`, which is exact in all types; its blocks are small."""
 _PART = (32, 16)
 """Columns of a state that one program takes through a run, likewise: few, so that one sequence has programs for many
 multiprocessors."""
@@ -58,10 +60,9 @@ class KernelConstants:
 
     @property
     def system(self) -> dict[str, Any]:
-        """Those of `system_kernel`; the inverse is exact in all types."""
-        precisions = {"PRECISION": self._precision, "EXACT": _EXACT}
+        """Those of `system_kernel`."""
         part = min(_KEYS[self.exact], self.heads["KEYS"])
-        return {**self.heads, **precisions, "PART": part, "LEVELS": CHUNK.bit_length() - 1, "num_warps": 4}
+        return {**self.heads, "PART": part, "TILE": CHUNK, "PRECISION": self._precision, "num_warps": 4}
 
     @property
     def scan(self) -> dict[str, Any]:
@@ -176,9 +177,9 @@ class TritonBatch:
     def _scan(self, out: Tensor, mixed: Tensor, given: GdnInput, weights: GdnWeights, recurrent: Tensor) -> None:
         metadata, shape = self.metadata, self.compiled.shape
         sizes = (len(metadata.tiles), shape.value_heads, CHUNK, CHUNK)
-        inverse, within = torch.empty((2, *sizes), dtype=torch.float32, device=out.device)
+        system, within = torch.empty((2, *sizes), dtype=torch.float32, device=out.device)
         kernels.system_kernel[(len(metadata.tiles), shape.value_heads)](
-            inverse,
+            system,
             within,
             mixed,
             given.a,
@@ -192,9 +193,12 @@ class TritonBatch:
             shape.key_dim**-0.5,
             **self.compiled.system,
         )
+        kernels.invert_kernel[(len(metadata.tiles), shape.value_heads)](
+            system, metadata.tiles, shape.value_heads, **INVERT
+        )
         kernels.scan_kernel[(len(metadata.runs), shape.value_heads, triton.cdiv(shape.value_dim, self.compiled.part))](
             out,
-            inverse,
+            system,
             within,
             mixed,
             given.a,

@@ -222,22 +222,67 @@ def _heads(mixed, row, end, first, channels, SIZE: tl.constexpr, FULL: tl.conste
 
 
 @triton.jit
-def _inverted(system, i, j, LEVELS: tl.constexpr, EXACT: tl.constexpr):
-    """The inverse of a unit lower triangular system of 2^LEVELS unknowns, of which what is below the diagonal counts;
-    `i` and `j` are its rows and columns. It grows from blocks of one token to blocks of two, four, …: [[P, 0], [A, R]]
-    has [[P⁻¹, 0], [−R⁻¹ A P⁻¹, R⁻¹]]. Its powers would be shorter to write, and lose all digits where keys are
-    alike."""
-    solved = tl.where(i == j, 1.0, 0.0)
-    for level in tl.static_range(LEVELS):
-        corner = tl.where((i >> level > j >> level) & (i >> level + 1 == j >> level + 1), system, 0.0)
-        corner = tl.dot(corner, solved, input_precision=EXACT)
-        solved -= tl.dot(solved, corner, input_precision=EXACT)
-    return solved
+def _with_row(solved, turned, row, i, j):
+    """The inverse of a small system with one row more, which those before it give; `turned` is the system, whose
+    columns are rows here, above the diagonal."""
+    its = tl.sum(tl.where(j == row, turned, 0.0), 1)
+    return tl.where(i == row, solved - tl.sum(its[:, None] * solved, 0)[None, :], solved)
+
+
+@triton.jit
+def invert_kernel(system, tiles, HEADS: tl.constexpr, NEAR: tl.constexpr, EXACT: tl.constexpr):
+    """Inverses of unit lower triangular systems float32 [t, heads, 4 · NEAR, 4 · NEAR] in their places; of each what is
+    below the diagonal counts, and above it there are zeros. Grid [t, heads].
+
+    Blocks of NEAR unknowns on the diagonal are inverted row by row. Below them X[n, m] = −X[n, n] · Σ A[n, k] X[k, m],
+    for k from m up to n. Powers of a system would be shorter to write, and lose all digits where keys are alike; all of
+    it at once takes more registers than there are.
+    """
+    TILE: tl.constexpr = 4 * NEAR
+    down: tl.constexpr = NEAR * TILE
+    if tl.load(tiles + tl.program_id(0) * 3) < 0:
+        return
+    i, j = tl.arange(0, NEAR)[:, None], tl.arange(0, NEAR)[None, :]
+    first = system + (tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)) * (TILE * TILE)
+    turned, upper = first + j * TILE + i, i < j
+    turned_0, turned_1 = tl.load(turned, upper, 0.0), tl.load(turned + (down + NEAR), upper, 0.0)
+    turned_2 = tl.load(turned + 2 * (down + NEAR), upper, 0.0)
+    turned_3 = tl.load(turned + 3 * (down + NEAR), upper, 0.0)
+    x00 = tl.where(i == j, 1.0, 0.0)
+    x11, x22, x33 = x00, x00, x00
+    for row in range(1, NEAR):
+        x00 = _with_row(x00, turned_0, row, i, j)
+        x11 = _with_row(x11, turned_1, row, i, j)
+        x22 = _with_row(x22, turned_2, row, i, j)
+        x33 = _with_row(x33, turned_3, row, i, j)
+    place = first + i * TILE + j
+    row_1, row_2, row_3 = place + down, place + 2 * down, place + 3 * down
+    x10 = -tl.dot(x11, tl.dot(tl.load(row_1), x00, input_precision=EXACT), input_precision=EXACT)
+    a21 = tl.load(row_2 + NEAR)
+    x21 = -tl.dot(x22, tl.dot(a21, x11, input_precision=EXACT), input_precision=EXACT)
+    total = tl.dot(tl.load(row_2), x00, input_precision=EXACT) + tl.dot(a21, x10, input_precision=EXACT)
+    x20 = -tl.dot(x22, total, input_precision=EXACT)
+    a31, a32 = tl.load(row_3 + NEAR), tl.load(row_3 + 2 * NEAR)
+    x32 = -tl.dot(x33, tl.dot(a32, x22, input_precision=EXACT), input_precision=EXACT)
+    total = tl.dot(a31, x11, input_precision=EXACT) + tl.dot(a32, x21, input_precision=EXACT)
+    x31 = -tl.dot(x33, total, input_precision=EXACT)
+    total = tl.dot(tl.load(row_3), x00, input_precision=EXACT) + tl.dot(a31, x10, input_precision=EXACT)
+    x30 = -tl.dot(x33, total + tl.dot(a32, x20, input_precision=EXACT), input_precision=EXACT)
+    tl.store(place, x00)
+    tl.store(row_1, x10)
+    tl.store(row_1 + NEAR, x11)
+    tl.store(row_2, x20)
+    tl.store(row_2 + NEAR, x21)
+    tl.store(row_2 + 2 * NEAR, x22)
+    tl.store(row_3, x30)
+    tl.store(row_3 + NEAR, x31)
+    tl.store(row_3 + 2 * NEAR, x32)
+    tl.store(row_3 + 3 * NEAR, x33)
 
 
 @triton.jit
 def system_kernel(
-    inverse,
+    system,
     within,
     mixed,
     a,
@@ -255,14 +300,11 @@ def system_kernel(
     VALUE_DIM: tl.constexpr,
     KEYS: tl.constexpr,
     PART: tl.constexpr,
-    LEVELS: tl.constexpr,
+    TILE: tl.constexpr,
     PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
 ):
-    """What a tile's tokens have to do with each other: the inverse of the unit lower triangular system that their
-    changes solve, and what they read of these changes. Grid [t, value heads]; float32 inverse and within [t, value
-    heads, TILE, TILE]."""
-    TILE: tl.constexpr = 1 << LEVELS
+    """What a tile's tokens have to do with each other: the unit lower triangular system that their changes solve, and
+    what they read of these changes. Grid [t, value heads]; float32 system and within [t, value heads, TILE, TILE]."""
     head, run = tl.program_id(1), tl.load(tiles + tl.program_id(0) * 3)
     if run < 0:
         return
@@ -284,8 +326,7 @@ def system_kernel(
     decay = tl.exp(tl.where(i >= j, total[:, None] - total[None, :], float("-inf"))) * key_factor[None, :]
     place = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + head) * (TILE * TILE) + i * TILE + j
     tl.store(within + place, reads * decay * query_factor[:, None])
-    system = writes * decay * (beta * key_factor)[:, None]
-    tl.store(inverse + place, _inverted(system, i, j, LEVELS, EXACT))
+    tl.store(system + place, writes * decay * (beta * key_factor)[:, None])
 
 
 @triton.jit

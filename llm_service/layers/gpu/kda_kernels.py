@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from llm_service.layers.gpu.gdn_kernels import _heads, _inverted, _unit
+from llm_service.layers.gpu.gdn_kernels import _heads, _unit
 from llm_service.layers.gpu.row_kernels import _rounded
 
 
@@ -156,14 +156,45 @@ def kda_pairs_kernel(
 
 
 @triton.jit
-def kda_invert_kernel(system, tiles, HEADS: tl.constexpr, LEVELS: tl.constexpr, EXACT: tl.constexpr):
-    """The inverses of systems in their places. Grid [t, heads]."""
-    TILE: tl.constexpr = 1 << LEVELS
-    if tl.load(tiles + tl.program_id(0) * 3) < 0:
+def kda_fade_kernel(
+    mixed,
+    writes,
+    left,
+    a,
+    runs,
+    tiles,
+    a_log,
+    dt_bias,
+    a_row,
+    scale,
+    least,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """By what a tile's tokens read and change the state before it: their queries and keys, in their places in `mixed`,
+    over their lengths and faded from the tile's beginning on; `writes` float32 [n, values], keys faded up to its end;
+    `left` float32 [t, values], what is left there of the state. Grid [t, heads]."""
+    head, run = tl.program_id(1), tl.load(tiles + tl.program_id(0) * 3)
+    if run < 0:
         return
-    i, j = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
-    place = (tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)) * (TILE * TILE) + i * TILE + j
-    tl.store(system + place, _inverted(tl.load(system + place), i, j, LEVELS, EXACT))
+    values: tl.constexpr = HEADS * HEAD_DIM
+    end, place = tl.load(runs + run * 5 + 1), head * HEAD_DIM
+    row, k = tl.load(tiles + tl.program_id(0) * 3 + 1) + tl.arange(0, TILE), tl.arange(0, DIMS)
+    real = (row < end)[:, None] & (k < HEAD_DIM)[None, :]
+    rate = tl.exp(tl.load(a_log + head))
+    g = _faded(a, dt_bias, row, end, place, rate, least, a_row, HEAD_DIM, DIMS, BOUNDED)
+    total, last = tl.cumsum(g, 0), tl.sum(g, 0)
+    tl.store(left + tl.program_id(0).to(tl.int64) * values + place + k, tl.exp(last), k < HEAD_DIM)
+    own = row.to(tl.int64)[:, None] * values + place + k[None, :]
+    queries = mixed + row.to(tl.int64)[:, None] * (3 * values) + place + k[None, :]
+    query = _unit(_rounded(tl.load(queries, real, 0.0), a), 1) * scale
+    tl.store(queries, query * tl.exp(total), real)
+    key = _unit(_rounded(tl.load(queries + values, real, 0.0), a), 1)
+    tl.store(queries + values, key * tl.exp(total), real)
+    tl.store(writes + own, key * tl.exp(last[None, :] - total), real)
 
 
 @triton.jit
@@ -172,60 +203,68 @@ def kda_scan_kernel(
     inverse,
     within,
     mixed,
+    writes,
+    left,
     a,
     b,
     runs,
     tiles,
     recurrent,
-    a_log,
-    dt_bias,
-    a_row,
     b_row,
-    scale,
-    least,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-    BOUNDED: tl.constexpr,
+    HALF: tl.constexpr,
     PART: tl.constexpr,
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A run's tiles, one after the other, through PART columns of a head's state, which stay on the multiprocessor.
-    Grid [r, heads, HEAD_DIM / PART]; out [n, values] is what is read, not yet normed."""
+    """A run's tiles, one after the other, through PART columns of a head's state, which stay on the multiprocessor, as
+    two halves: operands of a product with all of it do not fit into registers. `mixed`, `writes` and `left` are those
+    of `kda_fade_kernel`. Grid [r, heads, HEAD_DIM / PART]; out [n, values] is what is read, not yet normed."""
     run, head = runs + tl.program_id(0) * 5, tl.program_id(1)
     begin, end, slot = tl.load(run), tl.load(run + 1), tl.load(run + 2).to(tl.int64)
     fresh, tile = tl.load(run + 3), tl.load(run + 4)
     if slot < 0:
         return
     values: tl.constexpr = HEADS * HEAD_DIM
-    k, v = tl.arange(0, DIMS), tl.program_id(2) * PART + tl.arange(0, PART)
-    i, j = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
-    real, rate = (k < HEAD_DIM)[:, None] & (v < HEAD_DIM)[None, :], tl.exp(tl.load(a_log + head))
+    rest: tl.constexpr = HEAD_DIM - HALF
+    k, v = tl.arange(0, HALF), tl.program_id(2) * PART + tl.arange(0, PART)
+    i, j, place = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :], head * HEAD_DIM
+    real, more = (k < HEAD_DIM)[:, None] & (v < HEAD_DIM)[None, :], (k < rest)[:, None] & (v < HEAD_DIM)[None, :]
     within_slot = head * (HEAD_DIM * HEAD_DIM) + k[:, None] * HEAD_DIM + v[None, :]
     states = recurrent + slot * (values * HEAD_DIM) + within_slot
-    state = tl.load(states, real & (fresh == 0), 0.0)
+    one = tl.load(states, real & (fresh == 0), 0.0)
+    two = tl.load(states + HALF * HEAD_DIM, more & (fresh == 0), 0.0)
     for first in range(begin, end, TILE):
         row = first + tl.arange(0, TILE)
         inside = (row < end)[:, None] & (v < HEAD_DIM)[None, :]
-        place = head * HEAD_DIM
-        g = _faded(a, dt_bias, row, end, place, rate, least, a_row, HEAD_DIM, DIMS, BOUNDED)
-        total, last = tl.cumsum(g, 0), tl.sum(g, 0)
+        key = _heads(mixed, row, end, values + place, 3 * values, HEAD_DIM, HALF)
+        known = tl.dot(key, one, input_precision=PRECISION)
+        key = _heads(mixed, row, end, values + place + HALF, 3 * values, rest, HALF)
+        known += tl.dot(key, two, input_precision=PRECISION)
         beta = _rounded(tl.sigmoid(tl.load(b + row.to(tl.int64) * b_row + head, row < end, 0.0).to(tl.float32)), b)
-        key = _unit(_rounded(_heads(mixed, row, end, values + place, 3 * values, HEAD_DIM, DIMS), a), 1)
         value_place = row.to(tl.int64)[:, None] * (3 * values) + 2 * values + place + v[None, :]
         value = _rounded(tl.load(mixed + value_place, inside, 0.0), a)
-        known = tl.dot(key * tl.exp(total), state, input_precision=PRECISION)
         own = (tile.to(tl.int64) * HEADS + head) * (TILE * TILE) + i * TILE + j
         change = tl.dot(tl.load(inverse + own), (value - known) * beta[:, None], input_precision=PRECISION)
-        query = _unit(_rounded(_heads(mixed, row, end, place, 3 * values, HEAD_DIM, DIMS), a), 1) * scale
-        read = tl.dot(query * tl.exp(total), state, input_precision=PRECISION)
+        query = _heads(mixed, row, end, place, 3 * values, HEAD_DIM, HALF)
+        read = tl.dot(query, one, input_precision=PRECISION)
+        query = _heads(mixed, row, end, place + HALF, 3 * values, rest, HALF)
+        read += tl.dot(query, two, input_precision=PRECISION)
         read += tl.dot(tl.load(within + own), change, input_precision=PRECISION)
         out_place = row.to(tl.int64)[:, None] * values + place + v[None, :]
         tl.store(out + out_place, read.to(out.dtype.element_ty), inside)
-        written = tl.dot(tl.trans(key * tl.exp(last[None, :] - total)), change, input_precision=PRECISION)
-        state = tl.exp(last)[:, None] * state + written
+        remains = left + tile.to(tl.int64) * values + place + k
+        key = _heads(writes, row, end, place, values, HEAD_DIM, HALF)
+        one *= tl.load(remains, k < HEAD_DIM, 0.0)[:, None]
+        one += tl.dot(tl.trans(key), change, input_precision=PRECISION)
+        key = _heads(writes, row, end, place + HALF, values, rest, HALF)
+        two *= tl.load(remains + HALF, k < rest, 0.0)[:, None]
+        two += tl.dot(tl.trans(key), change, input_precision=PRECISION)
         copy = tl.load(tiles + tile * 3 + 2).to(tl.int64)
-        tl.store(recurrent + copy * (values * HEAD_DIM) + within_slot, state, real & (copy >= 0))
+        copies = recurrent + copy * (values * HEAD_DIM) + within_slot
+        tl.store(copies, one, real & (copy >= 0))
+        tl.store(copies + HALF * HEAD_DIM, two, more & (copy >= 0))
         tile += 1
-    tl.store(states, state, real)
+    tl.store(states, one, real)
+    tl.store(states + HALF * HEAD_DIM, two, more)

@@ -13,6 +13,8 @@ from torch import Tensor
 from llm_service.layers.cache_spec import Segment, StateCache
 from llm_service.layers.gdn.backend import CHUNK
 from llm_service.layers.gdn.metadata import GdnMetadata
+from llm_service.layers.gdn.triton_backend import INVERT
+from llm_service.layers.gpu import gdn_kernels
 from llm_service.layers.gpu import kda_kernels as kernels
 from llm_service.layers.gpu.convolutions import EXACT_RUN_CHANNELS, convolve_runs, convolve_steps
 from llm_service.layers.kda.backend import KdaInput, KdaShape, KdaWeights
@@ -55,15 +57,16 @@ class KdaConstants:
         return {**self.heads, **sizes, "PRECISION": self._precision, "num_warps": 4}
 
     @property
-    def invert(self) -> dict[str, Any]:
-        """Those of `kda_invert_kernel`, which is exact in all types."""
-        return {"HEADS": self.shape.heads, "LEVELS": CHUNK.bit_length() - 1, "EXACT": _EXACT, "num_warps": 4}
+    def fade(self) -> dict[str, Any]:
+        """Those of `kda_fade_kernel`."""
+        return {**self.heads, "TILE": CHUNK, "num_warps": 8}
 
     @property
     def scan(self) -> dict[str, Any]:
         """Those of `kda_scan_kernel`, which has no room for a tile that is fetched ahead."""
-        options = {"num_warps": 8, "num_stages": 1}
-        return {**self.heads, "PART": _PART, "TILE": CHUNK, "PRECISION": self._precision, **options}
+        heads = self.heads
+        sizes = {"HALF": max(16, heads.pop("DIMS") // 2), "PART": _PART, "TILE": CHUNK}
+        return {**heads, **sizes, "PRECISION": self._precision, "num_warps": 4, "num_stages": 1}
 
     @property
     def _precision(self) -> str:
@@ -139,14 +142,52 @@ class TritonBatch:
         convolve_runs(mixed, given.qkv, self.metadata, states, weights.conv, at_once=EXACT_RUN_CHANNELS)
         sizes = len(tiles), shape.heads, CHUNK, CHUNK
         system, within = torch.empty((2, *sizes), dtype=torch.float32, device=out.device)
-        seen = mixed, given.a, given.b, runs, tiles
-        fading = weights.a_log, weights.dt_bias, given.a.stride(0), given.b.stride(0)
-        factors = shape.head_dim**-0.5, weights.least or 0.0
-        bounded = {"BOUNDED": weights.least is not None}
         kernels.kda_pairs_kernel[(len(tiles), shape.heads, CHUNK // _NEAR)](
-            system, within, *seen, *fading, *factors, **bounded, **self.compiled.pairs
+            system,
+            within,
+            mixed,
+            given.a,
+            given.b,
+            runs,
+            tiles,
+            weights.a_log,
+            weights.dt_bias,
+            given.a.stride(0),
+            given.b.stride(0),
+            shape.head_dim**-0.5,
+            weights.least or 0.0,
+            BOUNDED=weights.least is not None,
+            **self.compiled.pairs,
         )
-        kernels.kda_invert_kernel[(len(tiles), shape.heads)](system, tiles, **self.compiled.invert)
+        gdn_kernels.invert_kernel[(len(tiles), shape.heads)](system, tiles, shape.heads, **INVERT)
+        writes, left = (mixed.new_empty(each, shape.values) for each in (len(mixed), len(tiles)))
+        kernels.kda_fade_kernel[(len(tiles), shape.heads)](
+            mixed,
+            writes,
+            left,
+            given.a,
+            runs,
+            tiles,
+            weights.a_log,
+            weights.dt_bias,
+            given.a.stride(0),
+            shape.head_dim**-0.5,
+            weights.least or 0.0,
+            BOUNDED=weights.least is not None,
+            **self.compiled.fade,
+        )
         kernels.kda_scan_kernel[(len(runs), shape.heads, triton.cdiv(shape.head_dim, _PART))](
-            out, system, within, *seen, cache.tensors[1], *fading, *factors, **bounded, **self.compiled.scan
+            out,
+            system,
+            within,
+            mixed,
+            writes,
+            left,
+            given.a,
+            given.b,
+            runs,
+            tiles,
+            cache.tensors[1],
+            given.b.stride(0),
+            **self.compiled.scan,
         )

@@ -42,6 +42,8 @@ _REGISTERS |= {"latent decode bf16": 128, "latent verify bf16": 208, "latent pre
 _REGISTERS |= {"plain latent decode bf16": 128}
 _REGISTERS |= {"latent decode with sinks bf16": 128, "latent prefill with sinks bf16": 208}
 _REGISTERS |= {"token scores bf16": 80, "pool scores bf16": 80}
+_STATES = {"delta net system bf16": 168, "delta net invert bf16": 208}
+_STATES |= {"KDA pairs bf16": 208, "KDA invert bf16": 208, "KDA fade bf16": 168, "KDA scan bf16": 208}
 _WIDE_LATENTS = {"wide latents decode": 168, "wide latents prefill": 168}
 _REGISTERS |= {f"one row, {number}": 168 for number in ("int8", "e4m3", "uint4", "e2m1")}
 _REGISTERS |= {f"experts, {number}": 168 for number in ("int8", "e4m3", "uint4", "e2m1")}
@@ -68,13 +70,13 @@ def test_every_kernel_compiles_and_fits_a_multiprocessor(
     command += [",".join(names) for names in (types, states) if names]
     done = subprocess.run(command, cwd=ROOT, env=environ, check=True, stdout=subprocess.PIPE, text=True)
     taken = json.loads(done.stdout)
-    assert len(taken) == (126 if capability == 80 else 128) - (0 if types == _ALL else 60) + 18 * len(states)
+    assert len(taken) == (126 if capability == 80 else 128) - (0 if types == _ALL else 60) + 20 * len(states)
     assert max(shared for shared, *_ in taken.values()) <= _SHARED, taken
     assert max(stack for _, stack, *_ in taken.values()) <= _STACK, taken
     for each in _COPYING:
         assert (types != _ALL and "fp16" in each) or taken[each][2], f"{each} reads element by element"
     if capability == 90:
-        wide = _WIDE_LATENTS if types == _ALL else {}
-        for each, registers in (_REGISTERS | wide).items():
+        more = (_WIDE_LATENTS if types == _ALL else {}) | (_STATES if states else {})
+        for each, registers in (_REGISTERS | more).items():
             assert taken[each][1] == 0, f"{each} spills registers"
             assert taken[each][3] <= registers, f"{each} takes {taken[each][3]} registers"
