@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,23 @@ def test_the_last_words_of_what_failed_are_shown(tmp_path: Path, capsys: pytest.
 def test_nothing_is_begun_without_time(tmp_path: Path) -> None:
     assert gpu_day.run([Table("late", ("-c", ""), 60.0)], tmp_path, [], 5.0) == ["late"]
     assert not any(tmp_path.iterdir())
+
+
+def test_each_section_s_words_are_packed_at_once(tmp_path: Path) -> None:
+    archive, seen = tmp_path / "archive", "import tarfile; print(sorted(tarfile.open('archive').getnames()))"
+    folder = tmp_path / "results"
+    folder.mkdir()
+    program = seen.replace("'archive'", repr(str(archive)))
+    sections = [Table("first", ("-c", "print(1)"), 60.0), Table("second", ("-c", program), 60.0)]
+    assert gpu_day.run(sections, folder, [], 500.0, archive) == []
+    assert (folder / "second.md").read_text().splitlines()[-1] == "['first.md']"
+    with tarfile.open(archive) as packed:
+        assert packed.getnames() == ["first.md", "second.md"]
+
+
+def test_what_qwen3_vl_goes_through_is_tried_first(tmp_path: Path) -> None:
+    first = [section.name for section in gpu_day.parts(tmp_path, tiny=False)[1]]
+    assert first == ["ceilings", "test_native", "test_others"]
 
 
 @pytest.mark.parametrize("tiny", [False, True])
