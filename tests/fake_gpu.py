@@ -12,13 +12,17 @@ from unittest import mock
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
+from common.weights import SliceReader
 from llm_service.layers import transfer
 from llm_service.layers.gdn import choose as gdn
+from llm_service.layers.kda import choose as kda
+from llm_service.layers.mamba2 import choose as mamba2
 
 GPU = torch.device("cuda:0")
 _HOPPER = types.SimpleNamespace(multi_processor_count=132)
@@ -54,10 +58,44 @@ class Recording:
         return run
 
 
+class _Stored:
+    """A tensor of a checkpoint, whose parts are read as they are."""
+
+    def __init__(self, stored: Any) -> None:
+        self._stored = stored
+
+    def __getitem__(self, index: Any) -> Tensor:
+        with unset_fake_temporarily():
+            return self._stored[index]
+
+    def get_shape(self) -> list[int]:
+        return self._stored.get_shape()
+
+    def get_dtype(self) -> str:
+        return self._stored.get_dtype()
+
+
+def _to(module: nn.Module, device: torch.device) -> nn.Module:
+    """As a module does it, which swaps tensors: fake ones cannot be swapped."""
+    for part in module.modules():
+        for name, given in part._parameters.items():
+            if given is not None and given.device != device:
+                part._parameters[name] = nn.Parameter(given.to(device), requires_grad=False)
+        for name, given in part._buffers.items():
+            part._buffers[name] = None if given is None else given.to(device)
+    return module
+
+
+def _moved(arrays: Sequence[np.ndarray], ends: Sequence[int], device: torch.device) -> Tensor:
+    """One copy from memory of the host, as it is seen."""
+    there = torch.empty(ends[-1], dtype=torch.uint8, device=device)
+    return there.copy_(torch.empty(ends[-1], dtype=torch.uint8, device="cpu"))
+
+
 @contextmanager
-def fake_gpu(*movers: types.ModuleType) -> Iterator[list[str]]:
+def fake_gpu() -> Iterator[list[str]]:
     """In the block tensors are fake, and kernels of ours only look at where their tensors are; their names are what is
-    given. `movers` are modules that have `to_device` by name."""
+    given. A checkpoint is loaded outside `torch.inference_mode`."""
     launched: list[str] = []
 
     def launch(self: Any, *args: Any, grid: Any, warmup: bool, **_: Any) -> None:
@@ -67,18 +105,22 @@ def fake_gpu(*movers: types.ModuleType) -> Iterator[list[str]]:
         assert all(int(size) < 1 << 16 for size in grid[1:]), f"{name} has more programs than can be counted"
         launched.append(name)
 
-    def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-        return [torch.empty(each.shape, dtype=transfer._TYPES[each.dtype], device=device) for each in arrays]
+    def waits(*_: Any) -> None:
+        raise AssertionError("the host waits for the device")
 
+    read = SliceReader.__getitem__
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(mock.patch.object(InterpretedFunction, "run", launch))
-        for module in (transfer, *movers):
-            enter(mock.patch.object(module, "to_device", to_device))
-        enter(mock.patch.object(gdn, "runs", return_value=True))
+        enter(mock.patch.object(transfer, "_moved", _moved))
+        enter(mock.patch.object(SliceReader, "__getitem__", lambda reader, name: _Stored(read(reader, name))))
+        enter(mock.patch.object(nn.Module, "to", _to))
+        for module in (gdn, kda, mamba2):
+            enter(mock.patch.object(module, "runs", return_value=True))
         enter(mock.patch("torch.cuda.get_device_properties", return_value=_HOPPER))
         enter(mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)))
         enter(mock.patch("torch.cuda.Event", mock.MagicMock))
+        enter(mock.patch("torch.cuda.synchronize", waits))
         enter(FakeTensorMode(allow_non_fake_inputs=True))
         enter(torch.inference_mode())
         yield launched

@@ -42,16 +42,22 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
     for array in arrays:
         begin = aligned(ends[-1] if ends else 0)
         ends.append(begin + array.nbytes)
+    there = _moved(arrays, ends, device)
+    return [
+        there[end - array.nbytes : end].view(_TYPES[array.dtype]).view(array.shape)
+        for array, end in zip(arrays, ends, strict=True)
+    ]
+
+
+def _moved(arrays: Sequence[np.ndarray], ends: Sequence[int], device: torch.device) -> Tensor:
+    """uint8 [the last end] on the device, in which each array ends at its place."""
     host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     packed = host.numpy()
     for array, end in zip(arrays, ends, strict=True):
         packed[end - array.nbytes : end] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     there = torch.empty(len(host), dtype=torch.uint8, device=device)
     there.copy_(host, non_blocking=True)
-    return [
-        there[end - array.nbytes : end].view(_TYPES[array.dtype]).view(array.shape)
-        for array, end in zip(arrays, ends, strict=True)
-    ]
+    return there
 
 
 class ToHost:

@@ -1,0 +1,50 @@
+"""Towers on a GPU that there is not: nothing that is captured, and nothing on a replay's way, asks the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from common.checkpoint import Checkpoint
+from common.media.item import Grid
+from encoder_service.families import config
+from encoder_service.models import blocks, rotary_kernel
+from encoder_service.models.tower import load_tower
+from encoder_service.worker.graphs import GraphedTower, Replay
+from tests.checkpoints import TOWERS, Family
+from tests.fake_gpu import GPU, OnHost, Recording, fake_gpu
+
+pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this torch was built without CUDA")
+
+BUDGETS = (64, 256)
+MIX = [Grid(2, 6, 8), Grid(1, 10, 12)]
+
+
+@pytest.mark.parametrize("family", TOWERS)
+def test_a_tower_is_captured_and_replayed_without_a_question_to_the_host(
+    family: Family, checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "_kernel", lambda _: rotary_kernel.turn)  # that it runs is found out by its numbers
+    checkpoint = Checkpoint(checkpoints(family))
+    with fake_gpu() as launched:
+        with torch.inference_mode(mode=False):
+            tower = load_tower(checkpoint, config.read(checkpoint), GPU, torch.bfloat16, "triton")
+        capture = Recording()
+        graphs = GraphedTower(tower, BUDGETS, capture, max_bytes=1, device=GPU, dtype=torch.bfloat16)
+        assert capture.on_host == []
+        assert graphs.budgets == list(BUDGETS)
+        assert {"_varlen_attention", "rotary_kernel"} <= set(launched)
+        patches = torch.empty(
+            sum(grid.patches for grid in MIX), tower.patch_embed.proj.weight.shape[1], dtype=torch.bfloat16, device=GPU
+        )
+        ready = graphs.prepare(MIX, GPU)
+        assert isinstance(ready, Replay)
+        with OnHost() as watch:
+            graphs.run(patches, ready)
+        assert watch.seen == []
+        assert graphs.replays == 1
