@@ -22,6 +22,8 @@ from tests.fake_gpu import GPU, OnHost, Recording, fake_gpu
 pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this torch was built without CUDA")
 
 BUDGETS = (64, 256)
+REPLAYED = ("qwen2_vl", "qwen2_5_vl")
+"""Before a replay the others repeat rows as often as numbers on the host say, and fake tensors have none."""
 MIX = [Grid(2, 6, 8), Grid(1, 10, 12)]
 
 
@@ -39,6 +41,8 @@ def test_a_tower_is_captured_and_replayed_without_a_question_to_the_host(
         assert capture.on_host == []
         assert graphs.budgets == list(BUDGETS)
         assert {"_varlen_attention", "rotary_kernel"} <= set(launched)
+        if family not in REPLAYED:
+            return
         patches = torch.empty(
             sum(grid.patches for grid in MIX), tower.patch_embed.proj.weight.shape[1], dtype=torch.bfloat16, device=GPU
         )
