@@ -222,10 +222,10 @@ def _heads(mixed, row, end, first, channels, SIZE: tl.constexpr, FULL: tl.conste
 
 
 @triton.jit
-def _with_row(solved, turned, row, i, j):
-    """The inverse of a small system with one row more, which those before it give; `turned` is the system, whose
+def _with_row(solved, columns, row, i, j):
+    """The inverse of a small system with one row more, which those before it give; `columns` is the system, whose
     columns are rows here, above the diagonal."""
-    its = tl.sum(tl.where(j == row, turned, 0.0), 1)
+    its = tl.sum(tl.where(j == row, columns, 0.0), 1)
     return tl.where(i == row, solved - tl.sum(its[:, None] * solved, 0)[None, :], solved)
 
 
@@ -244,17 +244,17 @@ def invert_kernel(system, tiles, HEADS: tl.constexpr, NEAR: tl.constexpr, EXACT:
         return
     i, j = tl.arange(0, NEAR)[:, None], tl.arange(0, NEAR)[None, :]
     first = system + (tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)) * (TILE * TILE)
-    turned, upper = first + j * TILE + i, i < j
-    turned_0, turned_1 = tl.load(turned, upper, 0.0), tl.load(turned + (down + NEAR), upper, 0.0)
-    turned_2 = tl.load(turned + 2 * (down + NEAR), upper, 0.0)
-    turned_3 = tl.load(turned + 3 * (down + NEAR), upper, 0.0)
+    columns, upper = first + j * TILE + i, i < j
+    columns_0, columns_1 = tl.load(columns, upper, 0.0), tl.load(columns + (down + NEAR), upper, 0.0)
+    columns_2 = tl.load(columns + 2 * (down + NEAR), upper, 0.0)
+    columns_3 = tl.load(columns + 3 * (down + NEAR), upper, 0.0)
     x00 = tl.where(i == j, 1.0, 0.0)
     x11, x22, x33 = x00, x00, x00
     for row in range(1, NEAR):
-        x00 = _with_row(x00, turned_0, row, i, j)
-        x11 = _with_row(x11, turned_1, row, i, j)
-        x22 = _with_row(x22, turned_2, row, i, j)
-        x33 = _with_row(x33, turned_3, row, i, j)
+        x00 = _with_row(x00, columns_0, row, i, j)
+        x11 = _with_row(x11, columns_1, row, i, j)
+        x22 = _with_row(x22, columns_2, row, i, j)
+        x33 = _with_row(x33, columns_3, row, i, j)
     place = first + i * TILE + j
     row_1, row_2, row_3 = place + down, place + 2 * down, place + 3 * down
     x10 = -tl.dot(x11, tl.dot(tl.load(row_1), x00, input_precision=EXACT), input_precision=EXACT)
