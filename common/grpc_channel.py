@@ -94,6 +94,13 @@ def is_of_the_link(error: grpc.aio.AioRpcError) -> bool:
     return error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED and _stated(error) is None
 
 
+def is_not_taken(error: grpc.aio.AioRpcError) -> bool:
+    """Whether who was called is there, and has too many calls to take one more: gRPC itself then resets its stream."""
+    if _stated(error) is not None:
+        return False
+    return error.code() is grpc.StatusCode.CANCELLED or "RST_STREAM" in (error.details() or "")
+
+
 def is_too_large(error: grpc.aio.AioRpcError) -> bool:
     """Whether gRPC has refused a message for its size: with the status that a full queue has, told by the words."""
     exhausted = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and _stated(error) is None

@@ -15,7 +15,14 @@ from google.protobuf.message import Message
 
 from common import log, tasks
 from common.errors import DeadlineExceeded, NotFound, TwinlensError, Unauthenticated, Unavailable
-from common.grpc_channel import ChannelSecurity, from_rpc_error, is_of_the_link, is_too_large, open_channel
+from common.grpc_channel import (
+    ChannelSecurity,
+    from_rpc_error,
+    is_not_taken,
+    is_of_the_link,
+    is_too_large,
+    open_channel,
+)
 from common.rendezvous import ranked
 from common.resolver import Resolver
 from gateway.errors import TooLarge, param_of
@@ -124,6 +131,8 @@ class LlmService:
                     llm_pb2.LlmServiceGetLoadRequest(), timeout=_ANSWER_SECONDS, metadata=tuple(metadata)
                 )
         except grpc.aio.AioRpcError as error:
+            if is_not_taken(error) and self.info is not None:  # it has too much to do, and is there
+                return
             now, cause = None, _cause(error)
         except grpc.aio.UsageError:  # the channel has been closed
             now, cause = None, "GONE"

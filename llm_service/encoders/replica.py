@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from common import log
-from common.grpc_channel import ChannelSecurity, from_rpc_error
+from common.grpc_channel import ChannelSecurity, from_rpc_error, is_not_taken
 from common.media.convert import write_media
 from common.wire import RowLayout
 from llm_service.encoders.absence import trouble
@@ -28,6 +28,7 @@ from twinlens.v1 import encoder_pb2
 
 _log = log.get("encoders")
 _CHECK_TIMEOUT = 2.0
+_EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +169,7 @@ class Replica:
             self.trouble = trouble(error.code(), error.details() or "", self._settings.security)
             self.starting = from_rpc_error(error).reason == "STARTING"
             _log.debug("encoder does not answer", address=self.address, code=error.code().name)
-            return self._failed(error.code(), began)
+            return self._failed(_EXHAUSTED if is_not_taken(error) else error.code(), began)
         self.starting = False
         if info is None or load is None:  # what gRPC makes of bytes that are no message
             self.trouble = "what it answers is no message of ours"
@@ -188,7 +189,7 @@ class Replica:
 
     def _failed(self, code: grpc.StatusCode, began: float) -> Verdict:
         """What it means that a question, asked at `began`, failed: who is busy, and speaks on streams, is not gone."""
-        if code is grpc.StatusCode.RESOURCE_EXHAUSTED and self.health.fits:
+        if code is _EXHAUSTED and self.health.fits:
             self.refused(self._settings.check_seconds)
             return Verdict.ANSWERS
         if code is not grpc.StatusCode.DEADLINE_EXCEEDED:

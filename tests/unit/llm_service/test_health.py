@@ -185,6 +185,27 @@ async def test_an_encoder_that_answers_nonsense_is_gone_for_now_and_is_asked_aga
         assert "no message" in replica.trouble
 
 
+RESET = (
+    (grpc.StatusCode.CANCELLED, "CANCELLED"),
+    (grpc.StatusCode.UNAVAILABLE, "Stream removed (Received RST_STREAM with error code 7)"),
+)
+
+
+@pytest.mark.parametrize(("code", "details"), RESET)
+async def test_an_encoder_whose_grpc_takes_no_more_calls_is_there(
+    quarantine: Quarantine, code: grpc.StatusCode, details: str
+) -> None:
+    async def resets(*_: object, **__: object) -> None:
+        raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+
+    async with replica_of_a_pool(quarantine) as (_, replica):
+        replica._connections.stub = SimpleNamespace(GetInfo=resets, GetLoad=resets)  # type: ignore[assignment]
+        assert await replica._check() is ANSWERS
+        assert replica.full
+        replica.health.judge(GONE)
+        assert await replica._check() is GONE, "of one that has not answered before, it says nothing"
+
+
 async def test_memory_that_could_not_be_shared_is_tried_again_later_and_not_at_every_question(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
