@@ -12,7 +12,7 @@ from llm_service.encoders.wait_queue import Waiter
 from llm_service.request import Request
 
 _APART_SECONDS = 10.0
-"""How long an item over which an encoder has died waits for one without others of the kind."""
+"""How long an item over which an encoder has died goes only where there are no others of the kind."""
 _LEAST_HINT = 0.1
 """Seconds for which a full encoder is left alone, whatever it says: an item is sent anew each time."""
 
@@ -35,6 +35,7 @@ class EncoderChoice:
         self._refusal: Exhausted | None = None
         self._waiter = Waiter(pool.wait_queue, request.priority)
         self._apart = ExitStack()
+        self._apart_until: float | None = None
 
     async def next(self) -> Replica:
         """The encoder to ask, which is mostly known at once; it counts as tried.
@@ -44,11 +45,12 @@ class EncoderChoice:
         the item, Exhausted where all are full for too long, Unavailable where there is none.
         """
         pool, isolation, request = self._pool, self._pool.isolation, self._request
-        apart_until = monotonic() + _APART_SECONDS
         while True:
             if await pool.refuses(self._affinity):
                 raise Internal("encoders have died over this item", reason="POISON_ITEM", field=self._field)
-            suspect = pool.is_suspect(self._affinity)
+            if (suspect := pool.is_suspect(self._affinity)) and self._apart_until is None:
+                self._apart_until = monotonic() + _APART_SECONDS
+            apart_until = self._apart_until or 0.0
             apart = suspect and monotonic() < apart_until
             if apart and self._usable() and not self._free():
                 self._waiter.leave()
@@ -70,6 +72,7 @@ class EncoderChoice:
 
     def let_in(self) -> None:
         """The encoder has taken it: whoever waits for room may go."""
+        self._apart_until = None
         self._waiter.leave()
 
     def ends(self) -> None:
@@ -108,6 +111,8 @@ class EncoderChoice:
         return [replica for replica in self.may_have() if replica.usable]
 
     def _free(self) -> list[Replica]:
-        """The encoders that can be used, and have no suspects of other requests."""
-        taken = self._pool.isolation.taken(self._request)
-        return [replica for replica in self._usable() if replica.address not in taken]
+        """The encoders that can be used, and have no suspects of other requests; none that is full where another one
+        has room, for then nobody waits for room."""
+        taken, usable = self._pool.isolation.taken(self._request), self._usable()
+        roomy = [replica for replica in usable if not replica.full] or usable
+        return [replica for replica in roomy if replica.address not in taken]

@@ -10,6 +10,7 @@ from common.errors import Internal
 from llm_service.encoders import choice
 from llm_service.encoders.isolation import Isolation
 from tests.unit.llm_service.scripted import Bench, Call, Say, ScriptedEncoder, bench, content, eventually, well
+from twinlens import v1
 
 INNOCENT = b"innocent"
 
@@ -121,6 +122,32 @@ async def test_a_suspect_that_does_not_end_holds_others_up_for_a_while_only(monk
         assert await innocent == content(INNOCENT)
         done.set()
         assert await held == content(slow)
+
+
+async def test_a_suspect_storms_no_full_encoder_while_the_other_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "_APART_SECONDS", 0.5)
+    async with bench(*(ScriptedEncoder() for _ in range(3))) as b:
+        await b.usable(3)
+        suspects = INNOCENT, poison_with_ranks_of(b, INNOCENT)
+        first, second = b.first_and_second(INNOCENT)
+        (third,) = (encoder for encoder in b.encoders if encoder not in (first, second))
+        done = asyncio.Event()
+
+        async def holds(call: Call) -> None:
+            await done.wait()
+            await well(call)
+
+        first.script, second.script, third.script = [first.dies(2)], [holds, well], [full_for_an_hour]
+        asked = [asyncio.create_task(b.whole(name)) for name in suspects]
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        assert len(third.calls) == 1, "it said when to ask again"
+        done.set()
+        assert await asyncio.gather(*asked) == [content(name) for name in suspects]
+
+
+async def full_for_an_hour(call: Call) -> None:
+    status = v1.Status(code=8, message="full", reason="QUEUE_FULL", retry_after_ms=3_600_000)
+    await call.context.write(v1.EncodeResponse(error=v1.EncodeError(status=status)))
 
 
 async def test_places_are_given_back_and_whoever_waits_is_told() -> None:
