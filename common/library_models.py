@@ -158,6 +158,10 @@ def checked(config: Any) -> Any:
     text = config.get_text_config(decoder=True)
     if _INDEXED in (getattr(text, "layer_types", None) or ()) and text.model_type not in _KNOWN_INDICES:
         raise CheckpointError(f"layers of {kind} choose the tokens that they see by an index of their own")
+    if (getattr(text, "loop_num_passes", None) or 1) > 1:
+        raise CheckpointError(f"{kind} goes through some of its layers several times, each time with keys of its own")
+    if getattr(text, "output_vocab_size", None) not in (None, text.vocab_size):
+        raise CheckpointError(f"{kind} has logits of fewer tokens than its prompts are made of")
     model = blank_of(config)
     found = {modality: features_of(model.base_model, modality) for modality in EXTRACTORS}
     apart = {modality: compute for modality, compute in found.items() if compute is not None}

@@ -25,7 +25,7 @@ from encoder_service.models.library_products import lay_out
 from encoder_service.models.library_rotary import TurningBy
 
 _OF_NO_PROMPT = re.compile(
-    r"pooler_output|attentions|image_tokens|embedding_loss|speaker_logits|(vision|qformer)_outputs|\w*hidden_states?"
+    r"pooler_output|attentions|(?:image|audio)_tokens|embedding_loss|speaker_logits|(vision|qformer)_outputs|\w*hidden_states?"
 )
 """What the library's outputs have of which a prompt gets the rows alone."""
 _UNPOOLED = "audio"
@@ -102,7 +102,7 @@ class LibraryTower:
             raise RuntimeError(f"the tower gives {beside[0]} beside its rows, which nobody would add to the prompt")
         first = features.last_hidden_state if modality == _UNPOOLED and features.pooler_output is None else None
         first = features.pooler_output if first is None else first
-        if (heard := features.get(_HEARD)) is not None:
+        if (heard := features.get(_HEARD)) is not None and first.dim() > heard.dim():  # else it has left them out
             first = first[heard.bool()]
         if first is None and deep:  # each with the layer that it is for
             every = [level for _, level in deep]

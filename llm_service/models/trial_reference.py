@@ -107,6 +107,8 @@ def _generated(model: Any, prompt: TrialPrompt) -> Said:
     types = {name: each[:, : len(text)] for name, each in _taken(model, prompt).items() if name == TOKEN_TYPES[0]}
     settings: dict[str, Any] = {"max_new_tokens": ANSWER, "min_new_tokens": ANSWER, "do_sample": False}
     settings["suppress_tokens"] = media_tokens(model.config) or None
+    if "attention_mask" in inspect.signature(speaking(model).forward).parameters:
+        settings["attention_mask"] = torch.ones_like(text.unsqueeze(0))  # else a token of padding is not seen
     made = speaking(model).generate(
         text.unsqueeze(0), **types, **settings, output_logits=True, return_dict_in_generate=True
     )

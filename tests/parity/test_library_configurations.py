@@ -73,6 +73,20 @@ def test_an_index_that_is_not_known_is_refused() -> None:
         library_models.checked(config)
 
 
+@pytest.mark.parametrize(
+    ("stated", "why"),
+    [
+        ({"loop_num_passes": 3}, "new goes through some of its layers several times, each time with keys of its own"),
+        ({"output_vocab_size": 9, "vocab_size": 12}, "new has logits of fewer tokens than its prompts are made of"),
+    ],
+)
+def test_a_text_that_the_engine_has_no_way_for_is_refused(stated: dict[str, int], why: str) -> None:
+    text = SimpleNamespace(model_type="new_text", **stated)
+    config = SimpleNamespace(model_type="new", get_text_config=lambda decoder: text)
+    with pytest.raises(CheckpointError, match=why):
+        library_models.checked(config)
+
+
 def test_positions_on_four_axes_are_refused() -> None:
     class Base:
         def get_rope_index(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -15,7 +15,58 @@ def _named(words: Words, _: int) -> dict[str, int]:
 
 _LETTERS = str.maketrans("0123456789", "ABCDEFGHIJ")
 _CHAMELEON_WORDS = "<racm3:break>", "<eoss>", *(f"IMGIMG{str(at).translate(_LETTERS)}Z" for at in range(len(_CODES)))
+_APERTUS_WORDS = ("<audio>", "<boi>", "<eoi>", "<wrapper>", "<eol>", "<boa>", "<eoa>", *_CODES)
+_HEARD = tuple(f"<|audio token {number}|>" for number in range(12))
 RECIPES: dict[str, Recipe] = {
+    "apertus1p5": Recipe(
+        whole(
+            "apertus1p5",
+            vision_config=part(
+                "apertus1p5_vision_tokenizer",
+                {},
+                codebook_size=len(_CODES),
+                embed_dim=16,
+                latent_channels=16,
+                base_channels=32,
+                channel_multiplier=[1, 1, 1, 1, 1],
+                num_res_blocks=1,
+            ),
+            audio_config=part(
+                "wavtokenizer_encoder",
+                {},
+                num_filters=4,
+                num_lstm_layers=1,
+                hidden_size=16,
+                codebook_dim=16,
+                codebook_size=len(_HEARD),
+            ),
+            text_config=part(
+                "apertus1p5_text", TEXT, rope_parameters=lambda *_: {"rope_type": "default", "rope_theta": 10000.0}
+            ),
+            image_token_id="<image>",
+            audio_token_id="<audio>",
+            image_token_offset=_CODES[0],
+            audio_token_offset=_HEARD[0],
+        ),
+        processor(
+            "Apertus1p5Processor",
+            "Apertus1p5ImageProcessor",
+            stills={"size": {"min_pixels": 48 * 48, "max_pixels": 96 * 96}},
+            sounds="WavTokenizerFeatureExtractor",
+        ),
+        (*_APERTUS_WORDS, *_HEARD),
+        named={
+            "image_token": "<image>",
+            "audio_token": "<audio>",
+            "boi_token": "<boi>",
+            "eoi_token": "<eoi>",
+            "image_wrapper_token": "<wrapper>",
+            "eol_token": "<eol>",
+            "boa_token": "<boa>",
+            "eoa_token": "<eoa>",
+        },
+        since=(5, 24),
+    ),
     "chameleon": Recipe(
         whole(
             "chameleon",

@@ -222,6 +222,27 @@ RECIPES: dict[str, Recipe] = {
         processor("AudioFlamingo3Processor", sounds="WhisperFeatureExtractor", bands=_WHISPER, audio_token="<audio>"),
         ("<audio>",),
     ),
+    "omniasr": Recipe(
+        whole(
+            "omniasr",
+            audio_config=part(
+                "omniasr_audio",
+                {},
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                conv_dim=[16] * 7,
+                num_conv_pos_embeddings=16,
+                num_conv_pos_embedding_groups=4,
+            ),
+            text_config=LLAMA,
+            audio_token_id="<audio>",
+        ),
+        processor("OmniASRProcessor", sounds="OmniASRFeatureExtractor", audio_token="<audio>"),
+        ("<audio>",),
+        since=(5, 24),
+    ),
     "musicflamingo": Recipe(
         whole(
             "musicflamingo",
