@@ -109,3 +109,10 @@ def test_a_trial_tells_a_sound_whose_rows_see_each_other(monkeypatch: pytest.Mon
     monkeypatch.setattr(trial_reference, "_SOUND", 1)  # a picture's, whose rows do
     with pytest.raises(CheckpointError, match="gemma3 gives other logits of a sound in chunks than at once"):
         try_config(config_of_recipe("gemma3"), prompted)
+
+
+def test_a_token_of_padding_is_seen_where_a_prompt_has_it() -> None:
+    """The library would mask it as it generates, unless it is told."""
+    config: Any = config_of_recipe("llava")
+    config.text_config.pad_token_id = config.pad_token_id = 5
+    assert try_config(config, drawn_prompt).spans is SpanRule.NOWHERE
