@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from encoder_service.media.video import open_reader
 from encoder_service.models.library_tower import LibraryTower
 from encoder_service.models.processor import ItemProcessor, Shown
 from encoder_service.worker.library_batches import ByShape, Made
+from llm_service.engine import sequence as running
 from llm_service.models.decoder import Decoder
 from llm_service.models.known_text import known_text
 from llm_service.models.loader import TextSide
@@ -173,3 +175,15 @@ def compare(served: Served, step_tokens: int = 16, *, by_library: bool = False) 
     ours = {isinstance(engine.decoder, Decoder) for engine in (chunked, company)}
     assert len(ours) == 1
     return {*prompts, *([OURS] if ours == {True} else [])}
+
+
+def foreseen(prompt: Prompt, expected: list[int]) -> Callable[[running.Sequence, int], array[int]]:
+    """Drafts for a prompt whose answer is known: of each three the last is wrong."""
+    begin = len(prompt.layout.ids)
+
+    def drafts(sequence: running.Sequence, count: int) -> array[int]:
+        done = len(sequence.tokens) - begin
+        right = expected[done : done + min(3, count)]
+        return array("i", [*right[:-1], *[token ^ 1 for token in right[-1:]]])
+
+    return drafts

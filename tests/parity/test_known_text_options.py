@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from array import array
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from torch import Tensor
 from common.checkpoint import Checkpoint, CheckpointError
 from common.library_classes import blank_of, config_of, layers_of_levels, state_tokens
 from common.library_models import describe
-from llm_service.engine.sequence import Sequence
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.models.decoder import Decoder
@@ -25,7 +23,7 @@ from llm_service.models.loader import load_decoder
 from llm_service.models.trial_chunks import logits_in_chunks
 from llm_service.worker.weights import describe as weights_of
 from tests.adapters import ATTENTION
-from tests.parity.library_side import GREEDY, Served
+from tests.parity.library_side import GREEDY, Served, foreseen
 from tests.parity.local_engine import Prompt
 from tests.parity.test_library_ranks import on_ranks
 from tests.parity.test_llm_graphs import PEOPLE, graphed
@@ -212,16 +210,9 @@ def test_drafts_change_no_token_where_layers_keep_states(kind: str, tmp_path: Pa
     """Of each three drafts the last is wrong, and what layers kept of it is not gone on from, nor is its pool seen."""
     served, library = Served.of(make(kind, tmp_path)), Reference(tmp_path)
     parts = PROMPTS["one picture"]
-    given = library.inputs(parts)
-    expected = library.tokens(given)
-
-    def foreseen(sequence: Sequence, count: int) -> array[int]:
-        done = len(sequence.tokens) - given["input_ids"].shape[1]
-        right = expected[done : done + min(3, count)]
-        return array("i", [*right[:-1], *[token ^ 1 for token in right[-1:]]])
-
-    engine = served.engine(speculative_tokens=3, draft=foreseen)
-    assert engine.run([served.prompt(parts)], GREEDY)[0].tokens == expected
+    prompt, expected = served.prompt(parts), library.tokens(library.inputs(parts))
+    engine = served.engine(speculative_tokens=3, draft=foreseen(prompt, expected))
+    assert engine.run([prompt], GREEDY)[0].tokens == expected
     counters = engine.scheduler.counters
     assert 0 < counters.accepted_draft_tokens < counters.draft_tokens
 
