@@ -34,11 +34,13 @@ class Stacks:
 
     async def read(self, ask: Callable[[int], None]) -> str:
         """What the child writes once it is sent the signal, which `ask` does: 16 KiB at most; what there is after a
-        second. A child that has not got as far as `write_when_asked` is ended by it."""
+        second; nothing once it is closed. A child that has not got as far as `write_when_asked` is ended by it."""
         ask(SIGNAL)
         size, end = 0, monotonic() + _SECONDS
         while monotonic() < end:
             await asyncio.sleep(_LOOK_SECONDS)
+            if self.fd < 0:  # the child has ended meanwhile
+                return ""
             before, size = size, os.fstat(self.fd).st_size
             if size and size == before:
                 break

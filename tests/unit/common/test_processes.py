@@ -78,6 +78,16 @@ async def test_a_child_that_is_stopped_or_tells_no_stacks_is_killed_all_the_same
         assert child.process.returncode == -signal.SIGKILL
 
 
+async def test_a_child_that_ends_while_it_is_asked_where_it_hangs_tells_nothing() -> None:
+    child: Child[Say] = await Child.start(MODULE, receives=Say, stacks=True)
+    child.send(Do("hang"))
+    await child.receive()
+    asked = asyncio.ensure_future(child.stacks())
+    await asyncio.sleep(0)
+    await child.stop(grace=0.0)
+    assert await asked == {}
+
+
 async def test_shared_memory_is_seen_by_both() -> None:
     buffer = SharedBuffer.create("test-child", 4096)
     child: Child[Say] = await Child.start(MODULE, receives=Say, fds=(buffer.fd,))
