@@ -145,7 +145,8 @@ class LlmService:
         if own < self._last_look:
             return
         self._last_look = own
-        self.between = info if cause == _STARTING and self.model and info.instance == self._instance else None
+        waits = info is not None and cause == _STARTING and self.model and info.instance == self._instance
+        self.between = info if waits else None
         if not self.looked_at or cause != self._cause:
             said = "an LLM service can be used" if now else "an LLM service cannot be used"
             _log.info(said, address=self.address, cause=cause)

@@ -6,14 +6,15 @@ import grpc
 import pytest
 
 from gateway.services import LlmService
-from twinlens.v1 import llm_pb2
+from twinlens.v1 import llm_pb2, media_pb2
 
 
 class Stub:
-    """It answers once; then its gRPC fails with this code and these details."""
+    """It answers once; then it, or its gRPC, fails with this code, these details and this status."""
 
-    def __init__(self, code: grpc.StatusCode, details: str) -> None:
-        self._failure = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+    def __init__(self, code: grpc.StatusCode, details: str, status: bytes = b"") -> None:
+        trailers = grpc.aio.Metadata(("twinlens-status-bin", status))
+        self._failure = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailers, details)
         self._fails = False
 
     async def GetInfo(self, *_given: object, **_more: object) -> llm_pb2.LlmServiceGetInfoResponse:
@@ -42,3 +43,13 @@ async def test_a_service_whose_grpc_takes_no_more_calls_is_there(
     assert service.info is not None
     await service.look(())
     assert (service.info is not None) is usable
+
+
+async def test_at_a_service_that_has_no_engine_and_does_not_say_what_it_is_no_request_waits() -> None:
+    status = media_pb2.Status(code=14, reason="ENGINE_UNAVAILABLE").SerializeToString()
+    stub = Stub(grpc.StatusCode.UNAVAILABLE, "the engine is starting", status)
+    service = LlmService("here", "", None, stub, None)  # type: ignore[arg-type]
+    await service.look(())
+    await service.look(())
+    assert service.info is None
+    assert service.between is None
