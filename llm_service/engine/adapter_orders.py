@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 from common.errors import TwinlensError
 from llm_service.engine.messages import AdapterRead, DropAdapter, LoadAdapter
+
+_TRIES = 10
+"""How often an engine that lacks threads or memory is told once more of an adapter that the one before had."""
 
 
 class AdapterOrders:
@@ -16,6 +20,7 @@ class AdapterOrders:
         self._kept: dict[int, LoadAdapter] = {}
         self._asked: dict[int, tuple[LoadAdapter, asyncio.Future[AdapterRead]]] = {}
         self._awaited: set[int] = set()
+        self._repeated: Counter[int] = Counter()
 
     @property
     def complete(self) -> bool:
@@ -40,8 +45,17 @@ class AdapterOrders:
 
     def again(self) -> list[LoadAdapter]:
         """What to tell an engine that has just begun; it serves when it is `complete`."""
-        self._awaited = set(self._kept)
+        self._awaited, self._repeated = set(self._kept), Counter()
         return list(self._kept.values())
+
+    def once_more(self, read: AdapterRead) -> LoadAdapter | None:
+        """What to tell the engine again, a while after this answer, where an adapter that it was to have would be lost
+        for a lack that may pass; None where it is no such answer, or has been one too often."""
+        order = self._kept.get(read.id) if read.passing else None
+        if order is None or self._repeated[read.id] == _TRIES:
+            return None
+        self._repeated[read.id] += 1
+        return order
 
     def heard(self, read: AdapterRead) -> bool:
         """Takes an answer in. False where an adapter is lost: it was there before, and this engine cannot have it. One

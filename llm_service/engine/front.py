@@ -30,6 +30,7 @@ from llm_service.engine.messages import (
     FromEngine,
     GetState,
     Landed,
+    LoadAdapter,
     Prefills,
     PullEnded,
     Ready,
@@ -49,6 +50,8 @@ from llm_service.settings import EngineSettings
 _log = log.get("engine")
 _RESTART_SECONDS = 0.2
 """Before the next start, where the last one has come to nothing: an engine that served is replaced at once."""
+_ADAPTER_SECONDS = 1.0
+"""Until an engine without threads or memory for an adapter that the one before had is told of it once more."""
 
 
 class EngineFront:
@@ -337,15 +340,24 @@ class EngineFront:
             _log.error("the engine cannot serve any more", cause=message.why)
 
     def _take_adapter(self, message: AdapterRead) -> None:
+        assert self._child is not None
+        if (order := self._adapters.once_more(message)) is not None:
+            _log.warning("an adapter cannot be read now", cause=message.error)
+            asyncio.get_running_loop().call_later(_ADAPTER_SECONDS, self._tell_again, self._child, order)
+            return
         if not self._adapters.heard(message):
             _log.error("an adapter is lost", cause=message.error)
             for request in self._handover:
                 if request.add.adapter == message.id:
                     self._handover.give_up(request, Unavailable("the adapter is lost", reason="ADAPTER_LOST"))
             self.on_adapter_lost(message.id)
-        elif not message.error and not self._adapters.keeps(message.id) and self._child is not None:
+        elif not message.error and not self._adapters.keeps(message.id):
             self._child.send(DropAdapter(message.id))  # it was let go of meanwhile
         self._begin_serving()
+
+    def _tell_again(self, child: Child[FromEngine], order: LoadAdapter) -> None:
+        if self._child is child:  # else the next engine is told anyway
+            child.send(order)
 
     def _begin_serving(self) -> None:
         """Once the model is loaded, and the adapters that the engine before had."""

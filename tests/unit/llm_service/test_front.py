@@ -12,7 +12,7 @@ from common.errors import Internal
 from common.processes import HELD_UP_SECONDS
 from llm_service.engine import keeper
 from llm_service.engine.front import EngineFront
-from llm_service.engine.messages import Beat, State
+from llm_service.engine.messages import AdapterRead, Beat, LoadAdapter, State
 from tests.unit.llm_service.scripted import eventually
 from tests.unit.llm_service.scripted_engine import START_SECONDS, STEP_SECONDS, ScriptedEngine, front_of
 
@@ -252,3 +252,35 @@ async def test_an_engine_comes_back_though_no_process_could_be_had_at_once(monke
     assert front.ready is not None
     await front.stop()
     assert told == [True, False, True, False]
+
+
+LACKING = AdapterRead(1, error="can't start new thread", passing=True)
+
+
+@pytest.mark.parametrize("passes", [True, False])
+async def test_an_adapter_is_lost_only_where_a_lack_of_threads_lasts(
+    passes: bool, monkeypatch: pytest.MonkeyPatch, forward: Forward
+) -> None:
+    first, second = ScriptedEngine(), ScriptedEngine()
+    front, lost = front_of(monkeypatch, first, second), list[int]()
+    front.on_adapter_lost = lost.append
+    first.serves()
+    await start(front)
+    loading = asyncio.create_task(front.load_adapter("x"))
+    first.says(AdapterRead(1, digest=b"its"))
+    await loading
+    first.dies()
+    second.serves()
+    for count in range(1, 4 if passes else 12):
+        await forward(1)
+        assert second.told(LoadAdapter) == [LoadAdapter(1, "x", b"its")] * count
+        assert front.ready is None
+        second.says(LACKING)
+        await forward(0)
+    if passes:
+        await forward(1)
+        second.says(AdapterRead(1, digest=b"its"))
+        await forward(0)
+    assert lost == ([] if passes else [1])
+    assert front.ready is not None, "it serves, with the adapter or without"
+    await front.stop()
