@@ -154,7 +154,8 @@ def made_up(config: Any, strip: Callable[[Any], None]) -> Any:
 
 def redraw_corrections(model: nn.Module, generator: torch.Generator) -> None:
     """Draws what checkpoints have beside parameters, and the library makes zeros or ones: what routers of experts add
-    to their scores, what whole layers are multiplied by, and what frequencies are."""
+    to their scores, what whole layers are multiplied by, and what frequencies are; what activations state as numbers
+    beside is these."""
     for name, correction in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             correction.copy_(0.3 * torch.randn(correction.shape, generator=generator))
@@ -162,3 +163,7 @@ def redraw_corrections(model: nn.Module, generator: torch.Generator) -> None:
             correction.copy_(0.1 * torch.randn(correction.shape, generator=generator))
         if name.endswith("layer_scalar"):
             correction.copy_(1 + 0.2 * torch.randn(correction.shape, generator=generator))
+    for part in model.modules():  # the library leaves these as memory had them
+        for name, number in part.named_buffers(recurse=False):
+            if (stated := getattr(part, f"_{name}_scalar", None)) is not None:
+                number.fill_(stated)

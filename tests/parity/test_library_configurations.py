@@ -13,8 +13,12 @@ import torch
 from common import library_classes, library_models, library_positions, library_processors, library_rows
 from common.checkpoint import CheckpointError
 from common.library import Refusal
+from common.small_models import redraw_corrections
 from llm_service.models import library_attention
+from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
 from tools.models.tiny import config_of_recipe, make
+
+from transformers.activations import ACT2CLS  # isort: skip
 
 
 def test_a_package_that_the_library_wants_is_named(
@@ -85,6 +89,14 @@ def test_a_text_that_the_engine_has_no_way_for_is_refused(stated: dict[str, int]
     config = SimpleNamespace(model_type="new", get_text_config=lambda decoder: text)
     with pytest.raises(CheckpointError, match=why):
         library_models.checked(config)
+
+
+def test_numbers_of_an_activation_are_not_left_as_memory_had_them() -> None:
+    activation = ACT2CLS["xielu"](dtype=torch.float32)
+    for number in activation.buffers():
+        number.fill_(torch.nan)
+    redraw_corrections(activation, torch.Generator())
+    assert (float(activation.beta), float(activation.eps)) == pytest.approx((0.5, -1e-6))
 
 
 def test_positions_on_four_axes_are_refused() -> None:
