@@ -35,16 +35,17 @@ class Stacks:
     async def read(self, ask: Callable[[int], None]) -> str:
         """What the child writes once it is sent the signal, which `ask` does: 16 KiB at most; what there is after a
         second; nothing once it is closed. A child that has not got as far as `write_when_asked` is ended by it."""
+        size = begin = os.fstat(self.fd).st_size  # it may have been asked before, and lived
         ask(SIGNAL)
-        size, end = 0, monotonic() + _SECONDS
+        end = monotonic() + _SECONDS
         while monotonic() < end:
             await asyncio.sleep(_LOOK_SECONDS)
             if self.fd < 0:  # the child has ended meanwhile
                 return ""
             before, size = size, os.fstat(self.fd).st_size
-            if size and size == before:
+            if begin < size == before:
                 break
-        return os.pread(self.fd, _MOST_BYTES, 0).decode(errors="replace")
+        return os.pread(self.fd, _MOST_BYTES, begin).decode(errors="replace")
 
     def close(self) -> None:
         """Once the child has been started, and nothing is read any more; again is of no account."""

@@ -16,6 +16,7 @@ import pytest
 from common import tasks
 from common.arena import SharedBuffer
 from common.processes import Child, ChildDied, ChildProcess, is_held_up, is_stopped
+from common.stacks import Stacks
 from tests.launch import ROOT, command_line, descendants
 from tests.unit.common.echo_child import Do, Say
 from tests.waiting import eventually, until
@@ -76,6 +77,13 @@ async def test_a_child_that_is_stopped_or_tells_no_stacks_is_killed_all_the_same
         assert await child.post_mortem() == {}
         await child.stop()
         assert child.process.returncode == -signal.SIGKILL
+
+
+async def test_a_child_that_is_asked_again_tells_where_it_is_then() -> None:
+    stacks = Stacks()
+    for said in ("in one place", "in another"):
+        assert await stacks.read(lambda _, said=said: os.write(stacks.fd, said.encode())) == said
+    stacks.close()
 
 
 async def test_a_child_that_ends_while_it_is_asked_where_it_hangs_tells_nothing() -> None:
