@@ -178,6 +178,14 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         """Takes a slot, or has the connection closed."""
         return self._slots.acquire(blocking=False)
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Starts its thread. Raises RuntimeError, and the slot is free again, where none can be had."""
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:
+            self._slots.release()
+            raise
+
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)

@@ -54,6 +54,20 @@ async def test_a_scrape_shows_events_and_state_under_the_service_s_name() -> Non
     assert first["process_resident_memory_bytes", ()] > 0
 
 
+async def test_scrapes_for_which_no_thread_could_be_had_keep_no_later_one_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async with Metrics("twinlens_test").serve("127.0.0.1:0") as address:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading, "_start_new_thread", refuse)
+            for _ in range(20):
+                reader, writer = await asyncio.open_connection(*address.split(":"))
+                assert await reader.read() == b""
+                writer.close()
+        assert await scrape(address)
+
+
 async def test_state_is_read_on_the_event_loop() -> None:
     metrics, seen = Metrics("twinlens_test"), []
 
