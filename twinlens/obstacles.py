@@ -27,6 +27,7 @@ _SAID = {
     "Hostname Verification Check failed": Obstacle.OTHER_NAME,
     "Failed parsing HTTP/2": Obstacle.NO_GRPC,
     "Socket closed": Obstacle.CLOSED,
+    "Connection timed out": Obstacle.SILENT,
     "tcp handshaker shutdown": Obstacle.SILENT,
     "before receiving SETTINGS frame": Obstacle.SILENT,
     "Connection reset by peer": Obstacle.CLOSED,

@@ -211,7 +211,7 @@ class TestPods:
         assert asks.encoders == (f"dns:///twinlens-encoder:{encoder['ports'][0]['port']}",)
         gateway, _ = configured(found["twinlens-gateway"], certificates, monkeypatch)
         assert gateway.llm == (f"dns:///twinlens-llm:{llm['ports'][0]['port']}",)
-        assert gateway.tokens() == (b"one", b"two")
+        assert gateway.accepted().tokens == ("one", "two")
         for service in services.values():
             wanted = service["spec"]["selector"].items()
             if "worker-index" in str(wanted):  # the label is the LeaderWorkerSet's own

@@ -104,6 +104,7 @@ async def test_a_service_without_encoders_says_so_at_once() -> None:
         (UNAVAILABLE, NO_VERSION, ROOTS, "does not speak TLS: without --encoder-ca no TLS is used"),
         (UNAVAILABLE, "CERTIFICATE_VERIFY_FAILED", ROOTS, "--encoder-ca says which roots to trust"),
         (UNAVAILABLE, "Hostname Verification Check failed.", ROOTS, "the host that --encoders names"),
+        (UNAVAILABLE, "… getsockopt(SO_ERROR): Connection timed out", PLAIN, "nothing answers there"),
         (UNAVAILABLE, "something else", PLAIN, "UNAVAILABLE: something else"),
         (grpc.StatusCode.UNAUTHENTICATED, "", PLAIN, "--encoder-token-file"),
         (grpc.StatusCode.UNIMPLEMENTED, "Method not found!", PLAIN, "it is no encoder"),

@@ -45,10 +45,12 @@ async def test_an_innocent_item_is_not_at_both_encoders_that_a_poison_ends() -> 
     async with bench(*(ScriptedEncoder() for _ in range(3))) as b:
         await b.usable(3)
         poison = poison_with_ranks_of(b, INNOCENT)
-        first, second = b.first_and_second(INNOCENT)
+        first, _ = b.first_and_second(INNOCENT)
         company = asyncio.Event()
         first.script = [first.dies(2)]
-        second.script = [deadly(second, poison, company)]
+        for encoder in b.encoders:
+            if encoder is not first:
+                encoder.script = [deadly(encoder, poison, company)]
         poisoned = asyncio.create_task(b.whole(poison))
         innocent = asyncio.create_task(b.whole(INNOCENT))
         innocent.add_done_callback(lambda _: company.set())
