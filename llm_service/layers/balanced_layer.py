@@ -2,46 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from llm_service.families.family import LayerKind
 from llm_service.layers.balanced_streams import StreamBalance, rebalanced
-from llm_service.layers.decoder_layer import DecoderLayer
 from llm_service.layers.group import TensorGroup
-from llm_service.layers.mixer import HandedOn, Rotary
+from llm_service.layers.layer_of_streams import LayerOfStreams
+from llm_service.layers.mixer import Rotary
 from llm_service.models.config import TextConfig
 
 
-class BalancedLayer(DecoderLayer):
+class BalancedLayer(LayerOfStreams):
     """One whose parts are given what several streams make together, normed."""
 
     def __init__(self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__(kind, config, group, dtype)
         self.mixer_in = StreamBalance(config, "attn_hc")
         self.mlp_in = StreamBalance(config, "ffn_hc")
-
-    def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,  # noqa: ARG002 - there is none
-        rotary: Rotary,
-        cache: Any,
-        batch: Any,
-        places: Tensor | None = None,
-        *,
-        given: Tensor | None = None,  # noqa: ARG002 - no layer has inputs of its own
-        kept: HandedOn | None = None,
-        beside: tuple[Any, Any] | None = None,  # noqa: ARG002 - it has no companion
-    ) -> tuple[Tensor, Tensor | None]:
-        """As `DecoderLayer.forward` of streams [n, count · hidden]."""
-        weights, inputs = self.before(x, None, rotary)
-        mixed = self.mixed(inputs, cache, batch, kept)
-        if places is not None:
-            x, mixed, weights = x[places], mixed[places], weights[places]
-        return self.after(x, mixed, weights)[0], None
 
     def before(self, x: Tensor, _: Tensor | None, rotary: Rotary) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Streams [n, count · hidden] → what `after` takes as weights, [n, count, 1 + count], and what is mixed."""

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from llm_service.families.family import LayerKind
-from llm_service.layers.decoder_layer import DecoderLayer
 from llm_service.layers.group import TensorGroup
+from llm_service.layers.layer_of_streams import LayerOfStreams
 from llm_service.layers.mixer import HandedOn, Rotary
 from llm_service.layers.ngrams import Ngrams
 from llm_service.layers.streams import StreamMix, added
 from llm_service.models.config import TextConfig
 
 
-class StreamedLayer(DecoderLayer):
+class StreamedLayer(LayerOfStreams):
     """One that mixes streams in the place of norms. With a `number`, its place among those that have n-grams, it first
     adds embeddings of these to them."""
 
@@ -51,11 +51,7 @@ class StreamedLayer(DecoderLayer):
             assert given is not None, "its n-grams are of tokens"
             assert beside is not None, "they have a state"
             x = x + self.ngrams(x, given, *beside)
-        weights, inputs = self.before(x, None, rotary)
-        mixed = self.mixed(inputs, cache, batch, kept)
-        if places is not None:
-            x, mixed, weights = x[places], mixed[places], weights[places]
-        return self.after(x, mixed, weights)[0], None
+        return super().forward(x, None, rotary, cache, batch, places, kept=kept)
 
     def before(self, x: Tensor, _: Tensor | None, rotary: Rotary) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Streams [n, count · hidden] → how much of what comes out of the mixer each gets, [n, count], and what is
