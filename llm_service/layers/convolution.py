@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from llm_service.layers.cache_spec import Segment
+from llm_service.layers.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +25,11 @@ class Steps:
 
     @classmethod
     def of(cls, rounds: Sequence[Sequence[Segment]], device: torch.device) -> list[Steps]:
-        """Of rounds of segments of one token."""
-        found: list[Steps] = []
-        for segments in rounds:
-            numbers = [[segment.begin, segment.slot, segment.fresh] for segment in segments]
-            rows, slots, fresh = torch.tensor(numbers, dtype=torch.int64).t().contiguous().to(device)
-            found.append(cls(rows, slots, fresh.bool()))
-        return found
+        """Of rounds of segments of one token, all in one copy."""
+        if not rounds:
+            return []
+        tables = [np.array([(each.begin, each.slot, each.fresh) for each in own], np.int64).T for own in rounds]
+        return [cls(rows, slots, fresh.bool()) for rows, slots, fresh in to_device(tables, device)]
 
     def read(self, pool: Tensor) -> Tensor:
         """The states [s, …] of a pool [slots, …], zeros for those that begin: what is in their slots may be no

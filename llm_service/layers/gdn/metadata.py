@@ -41,9 +41,8 @@ class GdnMetadata:
         >>> metadata.steps.tolist(), metadata.runs.tolist(), metadata.tiles.tolist()
         ([[0, 4, 0]], [[1, 81, 7, 1, 0]], [[0, 1, 9], [0, 65, -1]])
         """
-        arrays = _arrays(segments)
-        counts = [len(each) for each in arrays]
-        (packed,) = to_device([_packed(arrays, counts)], device)
+        numbers, counts = packed_of(segments)
+        (packed,) = to_device([numbers], device)
         return cls.over(packed, counts)
 
     @classmethod
@@ -70,9 +69,21 @@ class GdnMetadata:
         )
         return cls(steps, runs, tiles, packed)
 
+    @property
+    def counts(self) -> list[int]:
+        """How many steps, runs and tiles there is room for."""
+        return [len(each) for each in (self.steps, self.runs, self.tiles)]
+
     def numbers(self, segments: Sequence[Segment]) -> np.ndarray:
         """What is to stand in `packed` for a step: its metadata at the beginnings, padding behind them."""
-        return _packed(_arrays(segments), [len(each) for each in (self.steps, self.runs, self.tiles)])
+        return _packed(_arrays(segments), self.counts)
+
+
+def packed_of(segments: Sequence[Segment]) -> tuple[np.ndarray, list[int]]:
+    """What `GdnMetadata.packed` has of a step's segments, int32, and how many steps, runs and tiles these are."""
+    arrays = _arrays(segments)
+    counts = [len(each) for each in arrays]
+    return _packed(arrays, counts), counts
 
 
 def _sizes(counts: Sequence[int]) -> list[int]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llm_service.layers.cache_spec import Segment
-from llm_service.layers.gdn.metadata import GdnMetadata
+from llm_service.layers.gdn.metadata import GdnMetadata, packed_of
 from llm_service.layers.transfer import to_device
 
 
@@ -32,23 +32,22 @@ class Mamba2Metadata:
         >>> metadata.tables.runs.tolist(), metadata.answers.tolist()
         ([[1, 4, 7, 1, 0]], [1, 0, 0, 0])
         """
-        tables = GdnMetadata.of(segments, torch.device("cpu"))
-        (packed,) = to_device([_packed(tables.packed.numpy(), segments, segments[-1].end)], device)
-        return cls._over(packed, tables)
+        tables, counts = packed_of(segments)
+        (packed,) = to_device([_packed(tables, segments, segments[-1].end)], device)
+        return cls._over(packed, len(tables), counts)
 
     @classmethod
     def padding(cls, tokens: int, sequences: int, device: torch.device, *, decodes_only: bool) -> Mamba2Metadata:
         """Room for any segments, as `GdnMetadata.padding`. What stands in it is padding."""
-        tables = GdnMetadata.padding(tokens, sequences, torch.device("cpu"), decodes_only=decodes_only)
-        return cls._over(torch.from_numpy(_packed(tables.packed.numpy(), (), tokens)).to(device), tables)
+        tables = GdnMetadata.padding(tokens, sequences, device, decodes_only=decodes_only)
+        packed = torch.cat([tables.packed, tables.packed.new_zeros(tokens)])
+        return cls._over(packed, len(tables.packed), tables.counts)
 
     @classmethod
-    def _over(cls, packed: Tensor, tables: GdnMetadata) -> Mamba2Metadata:
-        """Over the numbers of tables like these, and what follows."""
-        own, answers = packed.split([len(tables.packed), len(packed) - len(tables.packed)])
-        return cls(
-            GdnMetadata.over(own, [len(each) for each in (tables.steps, tables.runs, tables.tiles)]), answers, packed
-        )
+    def _over(cls, packed: Tensor, size: int, counts: Sequence[int]) -> Mamba2Metadata:
+        """Over so many numbers of tables, of so many steps, runs and tiles, and what follows."""
+        own, answers = packed.split([size, len(packed) - size])
+        return cls(GdnMetadata.over(own, counts), answers, packed)
 
     def numbers(self, segments: Sequence[Segment]) -> np.ndarray:
         """What is to stand in `packed` for a step."""
