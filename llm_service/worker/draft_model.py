@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from msgspec import structs
 from torch import Tensor
 
 from common.gpu import Capture
+from llm_service.layers.transfer import to_device
 from llm_service.plan import Chunk, Draw, Proposal, RowSlice, StepPlan
 from llm_service.worker.graphs import CaptureBounds, GraphRunner
 from llm_service.worker.model_runner import Launched, ModelRunner
@@ -180,7 +180,8 @@ class MtpLayer(DraftModel):
     reads_hidden = True
 
     def _behind(self, hidden: Tensor, places: Sequence[int]) -> Tensor | None:
-        return hidden[torch.tensor(places, device=hidden.device)]
+        (there,) = to_device([np.array(places, np.int64)], hidden.device)
+        return hidden[there]
 
     def _first(self, plan: StepPlan, chosen: list[int]) -> _First:
         """The same step without wrong drafts, each token in the place of the one before it; where its first drafts are,
