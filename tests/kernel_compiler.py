@@ -303,7 +303,7 @@ def delta_net(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
     shape = GdnShape(16, 32, 128, 128)
     launch = KernelConstants(shape, dtype == torch.float32)
     width, tile = {"WIDTH": shape.width, "num_warps": 4}, {"TILE": CHUNK, "num_warps": 4}
-    plain = {"BIAS": False}
+    plain = {"BIAS": False, "SILU": True}
     sizes = {"VALUE_DIM": shape.value_dim, "VALUES": launch.values}
     made = {
         "conv step": (gdn_kernels.conv_step_kernel, {**width, **plain, "BLOCK": CHANNELS}),
@@ -323,7 +323,7 @@ def kimi_delta(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
     """As `TritonBatch` of Kimi Delta Attention launches them, with the heads of the published size."""
     shape = KdaShape(64, 128)
     launch, width = KdaConstants(shape, dtype == torch.float32), {"WIDTH": shape.width, "num_warps": 4}
-    bounded, plain = {"BOUNDED": True}, {"BIAS": False}
+    bounded, plain = {"BOUNDED": True}, {"BIAS": False, "SILU": True}
     made = {
         "conv step": (gdn_kernels.conv_step_kernel, {**width, **plain, "BLOCK": CHANNELS}),
         "conv run": (gdn_kernels.conv_run_kernel, {**width, **plain, "TILE": CHUNK, "BLOCK": EXACT_RUN_CHANNELS}),
@@ -343,9 +343,10 @@ def mamba2(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
     """As `TritonBatch` of Mamba-2 launches them, with the heads of a model of 30 B."""
     shape = Mamba2Shape(8, 64, 64, 128, least_step=0.001)
     launch, width = Mamba2Constants(shape, dtype == torch.float32), {"WIDTH": shape.width, "num_warps": 4}
+    biased = {"BIAS": True, "SILU": True}
     made = {
-        "conv step": (gdn_kernels.conv_step_kernel, {**width, "BIAS": True, "BLOCK": CHANNELS}),
-        "conv run": (gdn_kernels.conv_run_kernel, {**width, "BIAS": True, "TILE": CHUNK, "BLOCK": RUN_CHANNELS}),
+        "conv step": (gdn_kernels.conv_step_kernel, {**width, **biased, "BLOCK": CHANNELS}),
+        "conv run": (gdn_kernels.conv_run_kernel, {**width, **biased, "TILE": CHUNK, "BLOCK": RUN_CHANNELS}),
         "step": (mamba2_kernels.mamba2_step_kernel, launch.step),
         "scan": (mamba2_kernels.mamba2_scan_kernel, launch.scan),
         "group norm": (mamba2_kernels.group_norm_kernel, launch.norm),
@@ -353,6 +354,16 @@ def mamba2(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
     wide, types = ("recurrent", "read", "a_log", "dt_bias", "d"), {"answers": "*i32", "least": "fp32"}
     types["dt"] = f"*{_NAMES[dtype]}"
     return {name: compiled(capability, kernel, dtype, wide, types, **given) for name, (kernel, given) in made.items()}
+
+
+def short_convolution(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
+    """As `ConvolutionKernelBatch` launches them, as wide as LFM2's."""
+    same = {"WIDTH": 3, "BIAS": False, "SILU": False, "num_warps": 4}
+    made = {
+        "step": (gdn_kernels.conv_step_kernel, {**same, "BLOCK": CHANNELS}),
+        "run": (gdn_kernels.conv_run_kernel, {**same, "TILE": CHUNK, "BLOCK": RUN_CHANNELS}),
+    }
+    return {name: compiled(capability, kernel, dtype, **given) for name, (kernel, given) in made.items()}
 
 
 def sampler(capability: int) -> dict[str, Needs]:
@@ -390,6 +401,8 @@ def main(capability: int, types: list[torch.dtype], states: list[torch.dtype]) -
         }
         found |= {f"Mamba-2 {kernel} {_NAMES[dtype]}": taken for kernel, taken in mamba2(capability, dtype).items()}
         found |= {f"KDA {kernel} {_NAMES[dtype]}": taken for kernel, taken in kimi_delta(capability, dtype).items()}
+        made = short_convolution(capability, dtype)
+        found |= {f"short convolution {kernel} {_NAMES[dtype]}": taken for kernel, taken in made.items()}
     return found | sampler(capability) | quantized(capability, torch.bfloat16, torch.float32 in types)
 
 

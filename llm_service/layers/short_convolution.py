@@ -4,29 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from llm_service.layers.cache_spec import Segment, SequenceState, StateCache
 from llm_service.layers.convolution import Steps, convolve_run, convolve_steps
+from llm_service.layers.gdn.backend import CHUNK
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear, Place, Stored, fill, length
-from llm_service.layers.mixer import Rotary
+from llm_service.layers.mixer import Rotary, StateBackend
 from llm_service.models.config import TextConfig
+
+
+class Convolves(Protocol):
+    """A batch, whoever computes it."""
+
+    def run(self, x: Tensor, weight: Tensor, cache: StateCache) -> Tensor:
+        """x [n, channels], weight [channels, width] → [n, channels]; each segment's slot has its last tokens
+        afterwards."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionBatch:
-    """Of a step: `runs` of tokens in their order, and then the sequences' last ones that come alone."""
+    """By torch's operators. Of a step: `runs` of tokens in their order, and then the sequences' last ones that come
+    alone."""
 
     runs: tuple[Segment, ...]
     steps: list[Steps]
 
     def run(self, x: Tensor, weight: Tensor, cache: StateCache) -> Tensor:
-        """x [n, channels], weight [channels, width] → [n, channels]; each segment's slot has its last tokens
-        afterwards."""
+        """See `Convolves`."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         for run in self.runs:
             (before,) = cache.read(run)
@@ -61,6 +71,18 @@ class ConvolutionBackend:
         return ConvolutionBatch(tuple(runs), Steps.of([alone] if alone else [], self._device))
 
 
+def backend_on(device: torch.device) -> StateBackend:
+    """Our kernels on a GPU, where they run there; else torch's operators."""
+    if device.type == "cuda":
+        from llm_service.layers.gpu import row_kernels  # not everywhere is a Triton
+
+        if row_kernels.run_on(device):
+            from llm_service.layers.gpu.short_convolution import ConvolutionKernelBackend
+
+            return ConvolutionKernelBackend(device)
+    return ConvolutionBackend(device)
+
+
 class ChannelWeights(nn.Module):
     """What this rank's channels are convolved with, [channels, width]."""
 
@@ -92,22 +114,22 @@ class ShortConvolution(nn.Module):
         self.in_proj = PackedLinear(whole, {"in_proj": parts}, bias=False, dtype=dtype)
         self.conv = ChannelWeights(own, width, dtype)
         self.out = PackedLinear(own, {"out_proj": whole}, bias=False, dtype=dtype)
-        self._state = SequenceState((((self._channels, width - 1), dtype),))
+        self._kept = (((self._channels, width - 1), dtype),)
 
     def cache_spec(self) -> SequenceState:
-        """The last tokens as they are convolved."""
-        return self._state
+        """The last tokens as they are convolved. On a GPU sequences are cut where tiles of the kernels end."""
+        return SequenceState(self._kept, CHUNK if self.conv.weight.device.type == "cuda" else 1)
 
-    def state_backend(self) -> ConvolutionBackend:
+    def state_backend(self) -> StateBackend:
         """That of the weights' device."""
-        return ConvolutionBackend(self.conv.weight.device)
+        return backend_on(self.conv.weight.device)
 
     def project(self, x: Tensor, _: Rotary, /) -> tuple[Tensor, ...]:
         """x [n, hidden] → what is convolved, and what opens for what comes out, [n, channels] each."""
         before, behind, own = self.in_proj(x).split(self._channels, dim=1)
         return before * own, behind
 
-    def mix(self, inputs: tuple[Tensor, ...], cache: StateCache, batch: ConvolutionBatch) -> Tensor:
+    def mix(self, inputs: tuple[Tensor, ...], cache: StateCache, batch: Convolves) -> Tensor:
         """See `MixerPart`: this rank's [n, channels]."""
         x, gates = inputs
         return gates * batch.run(x, self.conv.weight, cache)

@@ -1,4 +1,5 @@
-"""Launches of the convolutions that layers with states begin with: of a token each of many sequences, and of runs."""
+"""Launches of the convolutions that layers with states begin with, or are: of a token each of many sequences, and of
+runs."""
 
 from __future__ import annotations
 
@@ -16,10 +17,17 @@ RUN_CHANNELS, EXACT_RUN_CHANNELS = 64, 32
 
 
 def convolve_steps(
-    mixed: Tensor, given: Tensor, metadata: GdnMetadata, states: Tensor, weight: Tensor, bias: Tensor | None = None
+    mixed: Tensor,
+    given: Tensor,
+    metadata: GdnMetadata,
+    states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    silu: bool = True,
 ) -> None:
-    """Writes to rows of mixed [n, channels] what steps make of theirs of given, through SiLU, and moves their states
-    [slots, channels, width − 1] on; weight [channels, width], bias [channels]."""
+    """Writes to rows of mixed [n, channels] what steps make of theirs of given, through SiLU or not, and moves their
+    states [slots, channels, width − 1] on; weight [channels, width], bias [channels]."""
     channels, width = weight.shape
     gdn_kernels.conv_step_kernel[(len(metadata.steps), triton.cdiv(channels, CHANNELS))](
         mixed,
@@ -33,6 +41,7 @@ def convolve_steps(
         WIDTH=width,
         BLOCK=CHANNELS,
         BIAS=bias is not None,
+        SILU=silu,
         num_warps=4,
     )
 
@@ -46,6 +55,7 @@ def convolve_runs(
     bias: Tensor | None = None,
     *,
     at_once: int = RUN_CHANNELS,
+    silu: bool = True,
 ) -> None:
     """The same of runs, a program `at_once` channels of a tile, and of the copies of their states."""
     (channels, width), runs = weight.shape, metadata.runs
@@ -63,6 +73,7 @@ def convolve_runs(
         TILE=CHUNK,
         BLOCK=at_once,
         BIAS=bias is not None,
+        SILU=silu,
         num_warps=4,
     )
     gdn_kernels.conv_keep_kernel[(len(runs), triton.cdiv(channels, CHANNELS))](

@@ -46,10 +46,11 @@ def conv_step_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     BIAS: tl.constexpr,
+    SILU: tl.constexpr,
 ):
-    """Convolution and SiLU of a token each of s sequences, whose states are moved on by it. Grid [s, channels /
-    BLOCK]; convolution [slots, channels, WIDTH − 1], conv [channels, WIDTH], bias [channels], which is not read without
-    BIAS."""
+    """Convolution and, with SILU, SiLU of a token each of s sequences, whose states are moved on by it. Grid [s,
+    channels / BLOCK]; convolution [slots, channels, WIDTH − 1], conv [channels, WIDTH], bias [channels], which is not
+    read without BIAS."""
     row = tl.load(steps + tl.program_id(0) * 3).to(tl.int64)
     slot = tl.load(steps + tl.program_id(0) * 3 + 1).to(tl.int64)
     fresh = tl.load(steps + tl.program_id(0) * 3 + 2)
@@ -69,7 +70,9 @@ def conv_step_kernel(
     tl.store(state + WIDTH - 2, own, inside)
     if BIAS:
         total += tl.load(bias + channel, inside, 0.0).to(tl.float32)
-    result = _silu(_rounded(total, mixed))
+    result = _rounded(total, mixed)
+    if SILU:
+        result = _silu(result)
     tl.store(mixed + row * channels + channel, result.to(mixed.dtype.element_ty), inside)
 
 
@@ -147,9 +150,10 @@ def conv_run_kernel(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     BIAS: tl.constexpr,
+    SILU: tl.constexpr,
 ):
-    """Convolution and SiLU of runs, behind the tokens in their states, and the part of a tile's copy that this reads.
-    Grid [t, channels / BLOCK]."""
+    """Convolution and, with SILU, SiLU of runs, behind the tokens in their states, and the part of a tile's copy that
+    this reads. Grid [t, channels / BLOCK]."""
     index = tl.load(tiles + tl.program_id(0) * 3)
     if index < 0:
         return
@@ -173,7 +177,9 @@ def conv_run_kernel(
         total += number * weight[None, :]
     if BIAS:
         total += tl.load(bias + channel, real, 0.0).to(tl.float32)[None, :]
-    result = _silu(_rounded(total, mixed))
+    result = _rounded(total, mixed)
+    if SILU:
+        result = _silu(result)
     tl.store(mixed + row.to(tl.int64)[:, None] * channels + channel[None, :], result.to(mixed.dtype.element_ty), inside)
     for place in tl.static_range(WIDTH - 1):
         seen = first + TILE - (WIDTH - 1) + place
