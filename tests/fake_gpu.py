@@ -5,8 +5,9 @@ is written down. Kernels compute nothing. It takes a torch that was built for CU
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -21,8 +22,13 @@ from triton.runtime.interpreter import InterpretedFunction
 from common.weights import SliceReader
 from llm_service.layers import transfer
 from llm_service.layers.gdn import choose as gdn
+from llm_service.layers.gpu import scaled_weight
+from llm_service.layers.gpu.quantized_weight import GpuWeight
 from llm_service.layers.kda import choose as kda
 from llm_service.layers.mamba2 import choose as mamba2
+from llm_service.layers.quantized_weight import QuantizedWeight
+from llm_service.models import quantized
+from llm_service.models.quantized_formats import _Sliced
 
 GPU = torch.device("cuda:0")
 _HOPPER = types.SimpleNamespace(multi_processor_count=132)
@@ -86,6 +92,58 @@ def _to(module: nn.Module, device: torch.device) -> nn.Module:
     return module
 
 
+def _with_numbers(read: Callable[..., Any]) -> Callable[..., Any]:
+    """What reads a quantised weight, as numbers are."""
+
+    def made(*given: Any) -> Any:
+        with unset_fake_temporarily():
+            return read(*given)
+
+    return made
+
+
+def _on_device(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
+    """With codes that remember which numbers they are of."""
+    there = replace(weight, codes=weight.codes.to(device))
+    there.codes.numbers = weight  # type: ignore[attr-defined]
+    return there
+
+
+def _numbers(weight: QuantizedWeight) -> QuantizedWeight:
+    """On the host and not fake: how a weight is laid out depends on its numbers. Where it was rounded from fake ones,
+    ones."""
+    kept: QuantizedWeight | None = getattr(weight.codes, "numbers", None)
+    if kept is not None:
+        return kept
+    sizes = weight.codes.shape, weight.scale.shape
+    with unset_fake_temporarily():
+        codes, scale = torch.ones(sizes[0], dtype=torch.uint8), torch.ones(sizes[1], dtype=weight.scale.dtype)
+    return replace(weight, codes=codes, scale=scale)
+
+
+def _faked(made: Any) -> Any:
+    """A dataclass with its tensors on the GPU, and those of dataclasses in it."""
+    if isinstance(made, Tensor):
+        return made.to(GPU)
+    if not is_dataclass(made) or isinstance(made, type):
+        return made
+    return replace(made, **{each.name: _faked(getattr(made, each.name)) for each in fields(made)})
+
+
+def _laid_out(lay_out: Callable[..., GpuWeight | None]) -> Callable[..., GpuWeight | None]:
+    """What lays weights out, by their numbers."""
+
+    def made(parts: Sequence[Any], *order: Tensor | None) -> GpuWeight | None:
+        several = [each if isinstance(each, list) else [each] for each in parts]
+        numbers = [[_numbers(each) for each in every] for every in several]
+        with unset_fake_temporarily():
+            given = numbers if isinstance(parts[0], list) else [each for (each,) in numbers]
+            found = lay_out(given, *order)
+        return _faked(found)
+
+    return made
+
+
 def _moved(arrays: Sequence[np.ndarray], ends: Sequence[int], device: torch.device) -> Tensor:
     """One copy from memory of the host, as it is seen."""
     there = torch.empty(ends[-1], dtype=torch.uint8, device=device)
@@ -117,6 +175,13 @@ def fake_gpu() -> Iterator[list[str]]:
         enter(mock.patch.object(nn.Module, "to", _to))
         for module in (gdn, kda, mamba2):
             enter(mock.patch.object(module, "runs", return_value=True))
+        for owner, name in ((quantized, "quantised_weight"), (_Sliced, "__getitem__")):
+            enter(mock.patch.object(owner, name, _with_numbers(getattr(owner, name))))
+        enter(mock.patch.object(QuantizedWeight, "to", _on_device))
+        for name in ("of", "of_experts"):
+            enter(mock.patch.object(GpuWeight, name, _laid_out(getattr(GpuWeight, name))))
+        for name in ("_computes", "_is_right", "_are_right"):  # found out by numbers of the device
+            enter(mock.patch.object(scaled_weight, name, return_value=True))
         enter(mock.patch("torch.cuda.get_device_properties", return_value=_HOPPER))
         enter(mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)))
         enter(mock.patch("torch.cuda.Event", mock.MagicMock))

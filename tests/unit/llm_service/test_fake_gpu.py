@@ -14,23 +14,30 @@ import torch
 
 pytest.importorskip("triton")
 
+from benchmarks import quantized
 from benchmarks.llm_device import config_of, step
 from common import library_models
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
+from llm_service.layers.gpu.quantized_weight import GpuWeight
 from llm_service.layers.group import ALONE
 from llm_service.models.decoder import Decoder
 from llm_service.models.known_text import known_text
 from llm_service.models.loader import load_decoder
-from llm_service.plan import Draw, RowSlice
+from llm_service.models.served import ServedModel
+from llm_service.plan import Draw, Proposal, RowSlice
 from llm_service.worker import gpu_sampler, sampler
 from llm_service.worker.adapters import RankAdapters
 from llm_service.worker.caches import Caches
+from llm_service.worker.draft_loader import load_draft_model, load_mtp_layer
+from llm_service.worker.draft_model import DraftModel
 from llm_service.worker.graphs import CaptureBounds, GraphKind, GraphRunner
 from llm_service.worker.model_runner import ModelRunner
 from llm_service.worker.row_arena import RowArena
 from tests.checkpoints import FAMILIES
 from tests.fake_gpu import GPU, OnHost, Recording, fake_gpu
+from tests.mtp_checkpoint import with_mtp_layer
+from tests.quantized import FORMATS, quantize_checkpoint
 from tools.models.tiny import make
 
 pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this torch was built without CUDA")
@@ -63,6 +70,9 @@ KINDS = {
     "glm5_next": {"kda_step_kernel", "kda_fade_kernel", "kda_scan_kernel", "score_tokens_kernel"},
     "mistral_large4": {"score_tokens_kernel"},
     "kimi_k25": {"latent_kernel", "sort_kernel"},
+    "nemotron_h_omni": {"conv_step_kernel", "mamba2_step_kernel", "mamba2_scan_kernel", "group_norm_kernel"},
+    "lfm2_vl": {"conv_step_kernel", "conv_run_kernel", "conv_keep_kernel"},
+    "lfm3_vl": {"conv_step_kernel", "conv_run_kernel", "conv_keep_kernel"},
 }
 BOUNDS = CaptureBounds(6, 64, 512, 1, drafts=3, draft_rows=16)
 
@@ -168,3 +178,103 @@ def test_what_asks_the_device_for_a_number_is_told() -> None:
             number.sum().item()
         number.to("cpu")
         assert watch.seen, "a copy to the host"
+
+
+FORMS = (
+    ("qwen3_vl", "fp8 in blocks"),
+    ("qwen3_vl", "int-quantized, with zeros"),
+    ("qwen3_vl", "pack-quantized"),
+    ("qwen3_vl", "nvfp4"),
+    ("qwen3_vl", "awq"),
+    ("qwen3_vl", "gptq in order of importance"),
+    ("qwen3_vl_moe", "fp8 in blocks"),
+    ("qwen3_vl_moe", "awq"),
+    ("qwen3_5_moe", "float-quantized, a scale an output"),
+)
+
+
+@pytest.mark.parametrize(("family", "form"), FORMS)
+def test_quantised_weights_are_captured_without_a_question_to_the_host(
+    family: Any, form: str, checkpoints: Callable[..., Path], tmp_path: Path, rows_memory: SharedBuffer
+) -> None:
+    folder, _ = quantize_checkpoint(checkpoints(family), FORMATS[form], tmp_path)
+    with fake_gpu() as launched:
+        with torch.inference_mode(mode=False):
+            decoder = load_decoder(Checkpoint(folder), torch.bfloat16, GPU, ALONE)
+        runner = made_runner(decoder, rows_memory, 1)
+        check_capture(runner, BOUNDS)
+        check_steps(runner, [Draw(at=0), Draw(at=1)])
+        assert "product_kernel" in launched
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])
+def test_rounded_weights_are_captured_without_a_question_to_the_host(
+    family: Any, checkpoints: Callable[..., Path], rows_memory: SharedBuffer
+) -> None:
+    checkpoint = Checkpoint(checkpoints(family))
+    with fake_gpu() as launched:
+        with torch.inference_mode(mode=False):
+            decoder = load_decoder(checkpoint, torch.bfloat16, GPU, ALONE, weight_dtype="int8")
+        runner = made_runner(decoder, rows_memory, 1)
+        check_capture(runner, BOUNDS)
+        check_steps(runner, [Draw(at=0), Draw(at=1)])
+        assert "product_kernel" in launched
+
+
+@pytest.mark.parametrize("form", quantized.FORMS)
+def test_products_of_many_rows_ask_the_host_for_nothing(form: str) -> None:
+    """Of sizes for which there are products in 8 bits on both sides: dense ones, and those of experts."""
+    weight = quantized.FORMS[form](torch.randn(256, 384))
+    with fake_gpu() as launched:
+        with torch.inference_mode(mode=False):
+            one, several = GpuWeight.of([weight.to(GPU)]), GpuWeight.of_experts([[weight.to(GPU)]] * 3)
+        assert one is not None
+        assert (one.scaled is not None) == (several.scaled_experts is not None) == (form == "fp8")
+        ends = torch.empty(3, dtype=torch.int32, device=GPU)
+        with OnHost() as watch:
+            for rows in (1, 20, 300):
+                x = torch.empty(rows, 384, dtype=torch.bfloat16, device=GPU)
+                assert one.product(x).shape == several.grouped_product(x, ends).shape == (rows, 256)
+        assert watch.seen == []
+        assert {"product_kernel", "scaled_product_kernel" if form == "fp8" else "widen_kernel"} <= set(launched)
+
+
+def check_drafts(proposer: DraftModel, moved: int) -> None:
+    """Each step of what proposes is launched from graphs of its own, and has one copy of its numbers from the host, or
+    as many as are `moved`."""
+    capture = Recording()
+    proposer.capture(BOUNDS, capture, max_bytes=1)
+    assert capture.on_host == []
+    assert proposer.graphs is not None
+    plan = msgspec.structs.replace(step([(20, 4), (33, 1)]), draws=[Draw(at=at) for at in range(1, 5)])
+    plan = msgspec.structs.replace(plan, proposals=[Proposal(3, 0), Proposal(2, 0)])
+    hidden = torch.empty(5, proposer._runner._decoder.hidden_size, dtype=torch.bfloat16, device=GPU)
+    with OnHost() as watch:
+        proposer.propose(plan, [5, 5, 7, 8], hidden)
+    assert set(watch.seen) <= {"empty", "copy_"}
+    assert watch.seen.count("copy_") == 3 * moved
+    assert proposer.graphs.replays == 3
+
+
+def test_a_draft_model_has_graphs_and_asks_the_host_for_nothing(
+    checkpoints: Callable[..., Path], rows_memory: SharedBuffer
+) -> None:
+    checkpoint = Checkpoint(checkpoints("qwen3_vl"))
+    with fake_gpu():
+        with torch.inference_mode(mode=False):
+            drafting = load_draft_model(checkpoint, ServedModel.of(checkpoint), torch.bfloat16, GPU)
+        arena = RowArena(rows_memory.view, 1, drafting.decoder.hidden_size, torch.bfloat16)
+        check_drafts(drafting.proposer(arena, 64, 16, "triton"), 1)
+
+
+def test_a_layer_for_multi_token_prediction_has_graphs_and_asks_the_host_for_nothing(
+    checkpoints: Callable[..., Path], tmp_path: Path, rows_memory: SharedBuffer
+) -> None:
+    """What it is given of hidden states is told by places, which are copied as well."""
+    checkpoint = Checkpoint(with_mtp_layer(checkpoints("qwen3_5"), tmp_path))
+    with fake_gpu():
+        with torch.inference_mode(mode=False):
+            target = load_decoder(checkpoint, torch.bfloat16, GPU, ALONE)
+            drafting = load_mtp_layer(checkpoint, target, torch.bfloat16)
+        arena = RowArena(rows_memory.view, 1, target.hidden_size, torch.bfloat16)
+        check_drafts(drafting.proposer(arena, 64, 16, "triton"), 2)
