@@ -42,6 +42,9 @@ _ANSWER_SECONDS = 5.0
 """The longest that a service may take to say what it is; and for any other short call."""
 _STARTING = "STARTING"
 """Why a service that answers cannot serve."""
+_RESETS = 30
+"""Looks in a row that gRPC resets before a service counts as gone: one that is only crowded answers in between, where a
+proxy that resets every call never does."""
 _LAST_SECONDS = 600.0
 """For requests under way at a service that is on no list any more."""
 _MOST_ABOVE_MEAN = 1.25
@@ -99,6 +102,7 @@ class LlmService:
     _last_look: int = 0
     _cause: str = ""
     _instance: int = 0
+    _resets: int = 0
 
     def serves(self, model: str) -> bool:
         """Whether it has a model or an adapter of this name, or had when it could last serve."""
@@ -131,7 +135,8 @@ class LlmService:
                     llm_pb2.LlmServiceGetLoadRequest(), timeout=_ANSWER_SECONDS, metadata=tuple(metadata)
                 )
         except grpc.aio.AioRpcError as error:
-            if is_not_taken(error) and self.info is not None:  # it has too much to do, and is there
+            self._resets = self._resets + 1 if is_not_taken(error) else 0
+            if 0 < self._resets < _RESETS and self.info is not None:  # it has too much to do, and is there
                 return
             now, cause = None, _cause(error)
         except grpc.aio.UsageError:  # the channel has been closed
@@ -140,7 +145,7 @@ class LlmService:
             if info is None or load is None:  # what gRPC makes of bytes that are no message
                 now, cause = None, "what it answers is no message of ours"
             else:
-                self.told = load
+                self.told, self._resets = load, 0
                 now, cause = (info, "") if info.context_tokens else (None, _STARTING)
         if own < self._last_look:
             return

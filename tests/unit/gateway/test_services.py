@@ -45,6 +45,16 @@ async def test_a_service_whose_grpc_takes_no_more_calls_is_there(
     assert (service.info is not None) is usable
 
 
+async def test_a_service_whose_every_call_is_reset_is_gone_in_the_end() -> None:
+    stub = Stub(grpc.StatusCode.UNAVAILABLE, "Received RST_STREAM with error code 7")
+    service = LlmService("here", "", None, stub, None)  # type: ignore[arg-type]
+    for _ in range(30):
+        await service.look(())
+        assert service.info is not None
+    await service.look(())
+    assert service.info is None
+
+
 async def test_at_a_service_that_has_no_engine_and_does_not_say_what_it_is_no_request_waits() -> None:
     status = media_pb2.Status(code=14, reason="ENGINE_UNAVAILABLE").SerializeToString()
     stub = Stub(grpc.StatusCode.UNAVAILABLE, "the engine is starting", status)
