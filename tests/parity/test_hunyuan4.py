@@ -33,13 +33,11 @@ from tests.parity.test_llm_graphs import graphed
 from tests.quantized import FORMATS, quantize_checkpoint
 from tools.models.drawn_prompts import drawn_prompt
 from tools.models.prompts import PROMPTS
-from tools.models.recipes import RECIPES
 from tools.models.reference import TOKENS, Reference
 from tools.models.tiny import config_of_recipe, make
 
 KIND, TEXT = "hy_v4_vl", "model.layers."
 ASKED = [PROMPTS["text"], PROMPTS["one picture"]]
-pytestmark = pytest.mark.skipif(KIND not in RECIPES, reason="the installed library has no such kind")
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,10 @@ def test_rows_of_kinds_that_are_asked_for_again_go_among_those_of_the_page(
     monkeypatch.setattr("sys.argv", ["", str(page), "--only", "blip", "--kept", str(tmp_path / "kept.jsonl")])
     tools_models()
     assert page.read_text() == PAGE.read_text()
-    older = page.read_text().replace(f"transformers {version('transformers')}", "transformers 5.1.0")
-    page.write_text(older)
+    page.write_text(page.read_text().replace(f"transformers {version('transformers')} ", "transformers 5.1.0 "))
     tools_models()
-    assert page.read_text() == older, "rows of another release are not this one's"
+    rows = {row.kind: row for row in map(Row.read, page.read_text().splitlines()) if row is not None}
+    assert rows["blip"].release == version("transformers")
+    assert all(row.release != version("transformers") for row in rows.values() if row.kind != "blip")
+    assert f"transformers {version('transformers')} has" in page.read_text()
+    assert f"{len(rows) - 1} with an earlier release" in page.read_text()

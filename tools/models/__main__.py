@@ -2,17 +2,19 @@
 
 It is made by a run: what a family serves is known; of everything else a small model is made and tried, and where there
 is a recipe for a checkpoint, both services answer from it as the library does. Rows are kept as they are found, in a
-file of JSON lines beside the build's other products, and a run goes on where the last one stopped. Of kinds that are
-asked for again, with `--only`, the rows go among those that the page has of the same release.
+file of JSON lines beside the build's other products, and a run goes on where the last one stopped. They go among the
+rows that the page has, of which those of an earlier release of the library say so.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from pkgutil import resolve_name
@@ -28,7 +30,7 @@ from common.library_rows import row_token
 from llm_service.families.family import SpanRule
 from llm_service.families.registry import FAMILIES
 from llm_service.models.trial import try_config, try_ours_of
-from tools.launcher import NotStartedError
+from tools.launcher import NotStartedError, Service
 from tools.models.compare import OURS, RANKS, Differs, through_services
 from tools.models.drawn_prompts import drawn_prompt
 from tools.models.families import make_native
@@ -40,7 +42,7 @@ _PAGE = """\
 # Models
 
 All {seeing} kinds of models that transformers {release} has for pictures and text, by `model_type` of config.json, and
-its {hearing} for sounds and text, as `python -m tools.models docs/MODELS.md` found them (`make models`).
+its {hearing} for sounds and text, as `python -m tools.models docs/MODELS.md` found them (`make models`){older}.
 {counts}.
 
 - **native**: a family of ours ([ARCHITECTURE.md](ARCHITECTURE.md)); `tests/parity` compares more of it.
@@ -70,36 +72,44 @@ Nothing here ran on a GPU, and weights were never trained ones.
 {rows}
 """
 
+RELEASE = version("transformers")
 WRONG = "wrong"
 """How a kind is served that must not be; it is on no page."""
 _KEPT = Path("build/models.jsonl")
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+"""No import starts a thread then: what has one cannot be forked."""
 
 
 class Row(msgspec.Struct, frozen=True):
-    """How one kind of models is served, and what there is to say of it."""
+    """How one kind of models is served, what there is to say of it, and the release of the library that was asked."""
 
     kind: str
     how: str
     note: str = ""
     text: str = ""
+    release: str = RELEASE
 
     def __str__(self) -> str:
-        return f"| {self.kind} | {self.how} | {self.text} | {self.note} |"
+        older = [] if self.release == RELEASE else [f"by {self.release}"]
+        return f"| {self.kind} | {self.how} | {self.text} | {', '.join(filter(None, [self.note, *older]))} |"
 
     @classmethod
-    def read(cls, line: str) -> Row | None:
-        """Of a line of a page; None for one that is no row.
+    def read(cls, line: str, release: str = RELEASE) -> Row | None:
+        """Of a line of a page of a release; None for one that is no row.
 
-        >>> Row.read("| llava | library | our decoder | compared |")
-        Row(kind='llava', how='library', note='compared', text='our decoder')
+        >>> Row.read("| llava | library | our decoder | compared, by 5.23.0 |")
+        Row(kind='llava', how='library', note='compared', text='our decoder', release='5.23.0')
         """
         cells = [cell.strip() for cell in line.split("|")]
         if len(cells) != _CELLS or cells[2] not in _HOW:
             return None
-        return cls(cells[1], cells[2], cells[4], cells[3])
+        if older := _BY.search(cells[4]):
+            return cls(cells[1], cells[2], cells[4][: older.start()], cells[3], older[1])
+        return cls(cells[1], cells[2], cells[4], cells[3], release)
 
 
 _CELLS, _HOW = 6, ("native", "library", "refused", "unknown")
+_BY = re.compile(r"(?:^|, )by (\d[\w.]*)$")
 
 
 _SPANS = {
@@ -238,30 +248,37 @@ def page(found: Sequence[Row]) -> str:
     told = ", ".join(f"{counts[how]} {how}" for how in _HOW)
     told += f". {compared} were compared; our decoder computes the text of {ours}"
     seeing = len(library().AutoModelForImageTextToText._model_mapping)
+    older = sum(row.release != RELEASE for row in found)
     return _PAGE.format(
         seeing=seeing,
         hearing=len(found) - seeing,
-        release=version("transformers"),
+        release=RELEASE,
+        older=f";\n{older} with an earlier release, which their rows name" if older else "",
         counts=told,
         rows="\n".join(map(str, found)),
     )
 
 
 def main() -> None:
-    """Prints each row as it is found; writes the page once all are there."""
+    """Prints each row as it is found, and writes the page from when on it has all."""
     parser = argparse.ArgumentParser(prog="python -m tools.models", description=__doc__)
     parser.add_argument("page", type=Path, help="the page to write, such as docs/MODELS.md")
     parser.add_argument(
-        "--only", nargs="+", metavar="KIND", help="these, again, among the rows of the page; else all that are not kept"
+        "--only", nargs="+", metavar="KIND", help="these, whether they are kept or not; else all that are not"
     )
     parser.add_argument("--kept", type=Path, default=_KEPT, help="where rows are kept")
     parser.add_argument("--in-process", action="store_true", help="compare without the services, in seconds each")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    found, every = _kept(given.kept), kinds()
+    os.environ.update(_ONE_THREAD)
+    # What services import is half of what a kind takes.
+    Service.popen = staticmethod(resolve_name("tests.forkserver:popen"))
+    found, every, kept = _of_page(given.page), kinds(), _kept(given.kept)
+    if not given.only:
+        found |= kept
     compared = in_process if given.in_process else by_services
     wrong = False
-    for row in rows(given.only or [kind for kind in every if kind not in found], compared):
+    for row in rows(given.only or [kind for kind in every if kind not in kept], compared):
         sys.stdout.write(f"{row}\n")
         sys.stdout.flush()
         if row.how == WRONG:
@@ -271,33 +288,25 @@ def main() -> None:
         given.kept.parent.mkdir(parents=True, exist_ok=True)
         with given.kept.open("ab") as lines:
             lines.write(msgspec.json.encode(row) + b"\n")
+        if all(kind in found for kind in every):
+            given.page.write_text(page([found[kind] for kind in every]), encoding="utf-8")
     if wrong:
         sys.exit("some would be served, and answer otherwise than the library")
-    if given.only:
-        found = _among(found, _of_page(given.page), given.only)
-    if all(kind in found for kind in every):
-        given.page.write_text(page([found[kind] for kind in every]), encoding="utf-8")
 
 
 def _of_page(path: Path) -> dict[str, Row]:
-    """The rows of a page, where it is of the release that is installed."""
+    """The rows of a page, each of the release that it names, or the page does."""
     text = path.read_text("utf-8") if path.exists() else ""
-    if f" transformers {version('transformers')} " not in text:
-        return {}
-    return {row.kind: row for row in map(Row.read, text.splitlines()) if row is not None}
-
-
-def _among(kept: Mapping[str, Row], told: Mapping[str, Row], asked: Sequence[str]) -> dict[str, Row]:
-    """Rows that were asked for among those that a page tells, which are newer than others that were kept."""
-    return {**kept, **told, **{kind: kept[kind] for kind in asked if kind in kept}}
+    release = next(iter(re.findall(r" transformers (\d[\w.]*) ", text)), RELEASE)
+    return {row.kind: row for row in (Row.read(line, release) for line in text.splitlines()) if row is not None}
 
 
 def _kept(path: Path) -> dict[str, Row]:
-    """What was found before, the last of each kind."""
+    """What was found before with this release, the last of each kind."""
     if not path.exists():
         return {}
     lines = [msgspec.json.decode(line, type=Row) for line in path.read_bytes().splitlines()]
-    return {row.kind: row for row in lines}
+    return {row.kind: row for row in lines if row.release == RELEASE}
 
 
 if __name__ == "__main__":

@@ -126,14 +126,16 @@ class Reference:
         return [int(token) for token in out[0, inputs["input_ids"].shape[1] :]]
 
     def _choose_adapter(self, kinds: set[str]) -> None:
-        """That of the first of a prompt's modalities that has one."""
+        """That of the first of a prompt's modalities that has one: by PEFT's own layers, since the library's methods
+        ask for a release of PEFT that there may not be yet."""
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
         chosen = next((kind for kind in self._adapters if kind in kinds), None)
-        if chosen is None:
-            self.model.disable_adapters()
-            return
-        self.model.enable_adapters()
-        if self._adapters[chosen] != ".":
-            self.model.set_adapter(chosen)
+        for module in self.model.modules():
+            if isinstance(module, BaseTunerLayer):
+                module.enable_adapters(chosen is not None)
+                if chosen is not None and self._adapters[chosen] != ".":
+                    module.set_adapter(chosen)
 
     def _has_sound_in_video(self, inputs: Mapping[str, Any]) -> bool:
         """A video begins with its sound's mark, by which the model's own rule of places tells it as well."""

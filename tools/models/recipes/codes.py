@@ -65,7 +65,6 @@ RECIPES: dict[str, Recipe] = {
             "boa_token": "<boa>",
             "eoa_token": "<eoa>",
         },
-        since=(5, 24),
     ),
     "chameleon": Recipe(
         whole(

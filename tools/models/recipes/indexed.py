@@ -183,6 +183,5 @@ RECIPES: dict[str, Recipe] = {
         ),
         ("<video>",),
         named=MEDIA,
-        since=(5, 24),
     ),
 }

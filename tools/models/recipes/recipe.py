@@ -47,8 +47,7 @@ class Recipe:
     which sets a mark before the first word of a text; else one of bytes. `begins`: it sets <s> before a text. Steps of
     `step_tokens` hold what no chunk may end within. `tekken`: the
     tokenizer's file is in Mistral's own form, with these special tokens, and there is no template.
-    `adapters`: settings of LoRA adapters that the checkpoint has of its own, by the folder within its own. The library
-    has the architecture `since` this release."""
+    `adapters`: settings of LoRA adapters that the checkpoint has of its own, by the folder within its own."""
 
     config: Callable[[Words, int], Any]
     processor: Callable[[Any, str], Any]
@@ -62,7 +61,6 @@ class Recipe:
     step_tokens: int = 16
     tekken: tuple[str, ...] = ()
     adapters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    since: tuple[int, int] = (0, 0)
 
 
 def part(kind: str, sizes: Mapping[str, Any], **more: Any) -> Callable[[Words, int], Any]:

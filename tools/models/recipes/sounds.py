@@ -241,7 +241,6 @@ RECIPES: dict[str, Recipe] = {
         ),
         processor("OmniASRProcessor", sounds="OmniASRFeatureExtractor", audio_token="<audio>"),
         ("<audio>",),
-        since=(5, 24),
     ),
     "musicflamingo": Recipe(
         whole(
