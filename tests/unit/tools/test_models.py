@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from llm_service.families.family import SpanRule
 from tools.models import __main__ as models
-from tools.models.__main__ import Row, _among
+from tools.models.__main__ import Row
 
 
-def test_a_run_for_one_kind_changes_no_other_row_that_the_page_has() -> None:
+def test_a_run_for_one_kind_changes_no_other_row_that_the_page_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old, new = Row("aria", "refused", "old"), Row("aria", "library", "compared", "our decoder")
-    asked, missing = Row("llava", "library"), Row("fuyu", "refused")
-    kept = {"aria": old, "llava": asked, "fuyu": missing}
-    told = {"aria": new, "llava": Row("llava", "refused")}
-    assert _among(kept, told, ["llava"]) == {"aria": new, "llava": asked, "fuyu": missing}
+    asked, missing = Row("llava", "library", text="library"), Row("fuyu", "refused", "why")
+    page, kept = tmp_path / "page.md", tmp_path / "kept.jsonl"
+    page.write_text(models.page([new, Row("llava", "refused")]))
+    kept.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in (old, missing)))
+    monkeypatch.setattr(models, "kinds", lambda: ["aria", "llava", "fuyu"])
+    monkeypatch.setattr(models, "rows", lambda kinds, _: [asked] if kinds == ["llava"] else [])
+    monkeypatch.setattr("sys.argv", ["", str(page), "--only", "llava", "--kept", str(kept)])
+    models.main()
+    assert [row for row in map(Row.read, page.read_text().splitlines()) if row] == [new, asked, missing]
 
 
 def test_a_package_that_a_checkpoint_cannot_be_made_without_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
