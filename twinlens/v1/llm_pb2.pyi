@@ -20,6 +20,13 @@ class ToolFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TOOL_FORMAT_UNSPECIFIED: _ClassVar[ToolFormat]
     TOOL_FORMAT_JSON: _ClassVar[ToolFormat]
     TOOL_FORMAT_XML: _ClassVar[ToolFormat]
+
+class Pooling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    POOLING_UNSPECIFIED: _ClassVar[Pooling]
+    POOLING_LAST: _ClassVar[Pooling]
+    POOLING_MEAN: _ClassVar[Pooling]
+    POOLING_CLS: _ClassVar[Pooling]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -27,6 +34,10 @@ FINISH_REASON_STRUCTURE: FinishReason
 TOOL_FORMAT_UNSPECIFIED: ToolFormat
 TOOL_FORMAT_JSON: ToolFormat
 TOOL_FORMAT_XML: ToolFormat
+POOLING_UNSPECIFIED: Pooling
+POOLING_LAST: Pooling
+POOLING_MEAN: Pooling
+POOLING_CLS: Pooling
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "model", "chat", "text", "tokens", "transcription", "sampling", "cache_salt", "priority", "session_id", "resume", "max_handovers")
@@ -341,6 +352,40 @@ class Usage(_message.Message):
     accepted_draft_tokens: int
     def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ...) -> None: ...
 
+class EmbedRequest(_message.Message):
+    __slots__ = ("request_id", "model", "chat", "text", "tokens", "dimensions", "cache_salt", "priority", "max_handovers")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    CHAT_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    MAX_HANDOVERS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    model: str
+    chat: ChatInput
+    text: TextInput
+    tokens: TokensInput
+    dimensions: int
+    cache_salt: str
+    priority: int
+    max_handovers: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., text: _Optional[_Union[TextInput, _Mapping]] = ..., tokens: _Optional[_Union[TokensInput, _Mapping]] = ..., dimensions: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., max_handovers: _Optional[int] = ...) -> None: ...
+
+class EmbedResponse(_message.Message):
+    __slots__ = ("values", "usage", "timings", "request_id")
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedScalarFieldContainer[float]
+    usage: Usage
+    timings: _containers.RepeatedCompositeFieldContainer[_media_pb2.StageTiming]
+    request_id: str
+    def __init__(self, values: _Optional[_Iterable[float]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Iterable[_Union[_media_pb2.StageTiming, _Mapping]]] = ..., request_id: _Optional[str] = ...) -> None: ...
+
 class AbortRequest(_message.Message):
     __slots__ = ("request_ids", "cache_salt")
     REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -383,12 +428,22 @@ class DetokenizeResponse(_message.Message):
     text: str
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
+class Embeddings(_message.Message):
+    __slots__ = ("dimensions", "pooling", "normalized")
+    DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZED_FIELD_NUMBER: _ClassVar[int]
+    dimensions: int
+    pooling: Pooling
+    normalized: bool
+    def __init__(self, dimensions: _Optional[int] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., normalized: bool = ...) -> None: ...
+
 class LlmServiceGetInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class LlmServiceGetInfoResponse(_message.Message):
-    __slots__ = ("version", "model", "architecture", "encoder_digest", "context_tokens", "vocab_size", "tensor_parallel", "unimplemented", "devices", "unimplemented_sampling", "modalities", "tool_format", "weights", "adapters", "instance")
+    __slots__ = ("version", "model", "architecture", "encoder_digest", "context_tokens", "vocab_size", "tensor_parallel", "unimplemented", "devices", "unimplemented_sampling", "modalities", "tool_format", "weights", "adapters", "instance", "embeddings")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -404,6 +459,7 @@ class LlmServiceGetInfoResponse(_message.Message):
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     architecture: str
@@ -419,7 +475,8 @@ class LlmServiceGetInfoResponse(_message.Message):
     weights: Weights
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
     instance: int
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., encoder_digest: _Optional[str] = ..., context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., unimplemented: _Optional[_Iterable[str]] = ..., devices: _Optional[_Iterable[str]] = ..., unimplemented_sampling: _Optional[_Iterable[str]] = ..., modalities: _Optional[_Iterable[_Union[_media_pb2.Modality, str]]] = ..., tool_format: _Optional[_Union[ToolFormat, str]] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., instance: _Optional[int] = ...) -> None: ...
+    embeddings: Embeddings
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., encoder_digest: _Optional[str] = ..., context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., unimplemented: _Optional[_Iterable[str]] = ..., devices: _Optional[_Iterable[str]] = ..., unimplemented_sampling: _Optional[_Iterable[str]] = ..., modalities: _Optional[_Iterable[_Union[_media_pb2.Modality, str]]] = ..., tool_format: _Optional[_Union[ToolFormat, str]] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., instance: _Optional[int] = ..., embeddings: _Optional[_Union[Embeddings, _Mapping]] = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("name", "rank", "in_flight")

@@ -40,6 +40,11 @@ class LlmServiceStub(object):
                 request_serializer=twinlens_dot_v1_dot_llm__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=twinlens_dot_v1_dot_llm__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/twinlens.v1.LlmService/Embed',
+                request_serializer=twinlens_dot_v1_dot_llm__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=twinlens_dot_v1_dot_llm__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/twinlens.v1.LlmService/Abort',
                 request_serializer=twinlens_dot_v1_dot_llm__pb2.AbortRequest.SerializeToString,
@@ -88,6 +93,13 @@ class LlmServiceServicer(object):
 
     def Generate(self, request, context):
         """Generates; tokens are streamed as they are made. A failure is the call's status, never an event.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Gives the embedding of a prompt: one vector for all of it, media included. Nothing is generated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -156,6 +168,11 @@ def add_LlmServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=twinlens_dot_v1_dot_llm__pb2.GenerateRequest.FromString,
                     response_serializer=twinlens_dot_v1_dot_llm__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=twinlens_dot_v1_dot_llm__pb2.EmbedRequest.FromString,
+                    response_serializer=twinlens_dot_v1_dot_llm__pb2.EmbedResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -226,6 +243,33 @@ class LlmService(object):
             '/twinlens.v1.LlmService/Generate',
             twinlens_dot_v1_dot_llm__pb2.GenerateRequest.SerializeToString,
             twinlens_dot_v1_dot_llm__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinlens.v1.LlmService/Embed',
+            twinlens_dot_v1_dot_llm__pb2.EmbedRequest.SerializeToString,
+            twinlens_dot_v1_dot_llm__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,
