@@ -22,7 +22,7 @@ from common.request_budget import RequestBudget
 from common.tokens import AcceptedTokens
 
 _OURS = "/twinlens.v1."
-_TRACED = ("Generate", "Encode", "Prefetch")
+_TRACED = ("Generate", "Embed", "Encode", "Prefetch")
 """Calls that are part of what somebody asked for; the rest is housekeeping."""
 _EXPECTED = ("OK", "STARTING", "STOPPING", "ENGINE_UNAVAILABLE")
 """Ends of housekeeping that fill no log: it is asked again and again, and an engine's end is told by its owner."""

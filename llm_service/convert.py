@@ -15,6 +15,7 @@ from common.errors import InvalidInput, NotFound
 from common.media.convert import read_media
 from common.media.item import Embedding, Key, Media, Modality, Options
 from llm_service.config import LlmConfig
+from llm_service.embedder import Embedder
 from llm_service.request import (
     ChatPrompt,
     LoadedAdapter,
@@ -46,13 +47,16 @@ _RANGES: dict[str, tuple[float, float]] = {
 VISION = frozenset((Modality.IMAGE, Modality.VIDEO))
 """What most models take."""
 _ABOVE_ZERO = ("top_p", "repetition_penalty")
+_NOTHING_SAID = SamplingParams(max_tokens=1, temperature=0.0)
+"""Of an embedding, which stands in the place of one token."""
+Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 
 class RequestReader:
-    """Reads GenerateRequest messages under one service's limits; `defaults` are the checkpoint's own settings, and
-    `modalities` what the model takes; `adapter` gives the one of a name, None for no such, and `own_adapter` the
-    checkpoint's own that prompts with items of these modalities are computed with, if any; `transcriber` asks it for
-    the words of a sound."""
+    """Reads GenerateRequest and EmbedRequest messages under one service's limits; `defaults` are the checkpoint's own
+    settings, and `modalities` what the model takes; `adapter` gives the one of a name, None for no such, and
+    `own_adapter` the checkpoint's own that prompts with items of these modalities are computed with, if any;
+    `transcriber` asks it for the words of a sound, and `embedder` says what its embeddings are."""
 
     def __init__(
         self,
@@ -64,6 +68,7 @@ class RequestReader:
         adapter: Callable[[str], LoadedAdapter | None] = lambda _: None,
         own_adapter: Callable[[Collection[Modality]], LoadedAdapter | None] = lambda _: None,
         transcriber: Transcriber | None = None,
+        embedder: Embedder | None = None,
     ) -> None:
         self._config = config
         self.max_items = {kind: limit for kind, limit in config.max_items.items() if kind in modalities}
@@ -73,38 +78,14 @@ class RequestReader:
         self._vocab_size = vocab_size
         self._sampling = SamplingReader(config, vocab_size, defaults)
         self._transcriber = transcriber or Transcriber()
+        self._embedder = embedder or Embedder(0, why_not="nothing is known of them")
 
     def read(self, message: llm_pb2.GenerateRequest, remaining: float | None, context: int, peer: str = "") -> Request:
         """The request; `remaining` seconds until its deadline, `context` tokens at most, by the connection from `peer`.
         Raises the error that says what is wrong and where."""
-        adapter = self._adapter(message.model)
-        if message.model and message.model != self._model and adapter is None:
-            raise NotFound("this service does not serve that model", reason="UNKNOWN_MODEL", field="model")
-        media: list[MediaItem] = []
-        prompt: ChatPrompt | TextPrompt | TokenPrompt
-        transcription = None
-        match message.WhichOneof("input"):
-            case "chat":
-                prompt = self.chat(message.chat, media)
-            case "text":
-                self._check_text([message.text.prompt], "text.prompt")
-                prompt = TextPrompt(message.text.prompt)
-                media = self._media_list(message.text.media, "text.media")
-            case "tokens":
-                self._check_ids(len(message.tokens.ids), context)
-                prompt = TokenPrompt(tuple(message.tokens.ids))
-                media = self._media_list(message.tokens.media, "tokens.media")
-            case "transcription":
-                self._check_text([message.transcription.prompt], "transcription.prompt")
-                media = [self._media(message.transcription.audio, 0, "transcription.audio")]
-                asked = message.transcription
-                prompt = self._transcriber.prompt(
-                    media[0], language=asked.language, prompt=asked.prompt, turns=asked.turns
-                )
-                transcription = self._transcriber.asked
-            case _:
-                raise InvalidInput("the request has no input", reason="EMPTY_PROMPT", field="input")
-        self._check_media(media)
+        adapter = self._named(message.model)
+        prompt, media = self._input(message, context)
+        transcribes = message.WhichOneof("input") == "transcription"
         sampling = self._sampling.read(message.sampling, context)
         return Request(
             id=message.request_id,
@@ -121,10 +102,69 @@ class RequestReader:
             resume=tuple(_resumed(message.resume, sampling, self._vocab_size)),
             max_handovers=self._max_handovers(message),
             adapter=adapter or self._own_adapter({item.modality for item in media}),
-            transcription=transcription,
+            transcription=self._transcriber.asked if transcribes else None,
         )
 
-    def _max_handovers(self, message: llm_pb2.GenerateRequest) -> int:
+    def read_embed(
+        self, message: llm_pb2.EmbedRequest, remaining: float | None, context: int, peer: str = ""
+    ) -> Request:
+        """The same for an embedding, whose prompt may be as long as the context. Raises as well where there are none,
+        or none of so many dimensions."""
+        adapter = self._named(message.model)
+        pooling = self._embedder.check(message.dimensions if message.HasField("dimensions") else None)
+        prompt, media = self._input(message, context + 1)
+        return Request(
+            id=message.request_id,
+            prompt=prompt,
+            media=tuple(media),
+            sampling=_NOTHING_SAID,
+            salt=message.cache_salt,
+            priority=message.priority,
+            deadline=None if remaining is None else time.monotonic() + remaining,
+            peer=peer,
+            max_handovers=self._max_handovers(message),
+            adapter=adapter or self._own_adapter({item.modality for item in media}),
+            pooling=pooling,
+        )
+
+    def _named(self, model: str) -> LoadedAdapter | None:
+        """The adapter of this name, None for the model. Raises NotFound."""
+        adapter = self._adapter(model)
+        if model and model != self._model and adapter is None:
+            raise NotFound("this service does not serve that model", reason="UNKNOWN_MODEL", field="model")
+        return adapter
+
+    def _input(
+        self, message: llm_pb2.GenerateRequest | llm_pb2.EmbedRequest, context: int
+    ) -> tuple[Prompt, list[MediaItem]]:
+        """The prompt, and its items in order."""
+        media: list[MediaItem] = []
+        prompt: Prompt
+        match message.WhichOneof("input"):
+            case "chat":
+                prompt = self.chat(message.chat, media)
+            case "text":
+                self._check_text([message.text.prompt], "text.prompt")
+                prompt = TextPrompt(message.text.prompt)
+                media = self._media_list(message.text.media, "text.media")
+            case "tokens":
+                self._check_ids(len(message.tokens.ids), context)
+                prompt = TokenPrompt(tuple(message.tokens.ids))
+                media = self._media_list(message.tokens.media, "tokens.media")
+            case "transcription":
+                assert isinstance(message, llm_pb2.GenerateRequest)
+                asked = message.transcription
+                self._check_text([asked.prompt], "transcription.prompt")
+                media = [self._media(asked.audio, 0, "transcription.audio")]
+                prompt = self._transcriber.prompt(
+                    media[0], language=asked.language, prompt=asked.prompt, turns=asked.turns
+                )
+            case _:
+                raise InvalidInput("the request has no input", reason="EMPTY_PROMPT", field="input")
+        self._check_media(media)
+        return prompt, media
+
+    def _max_handovers(self, message: llm_pb2.GenerateRequest | llm_pb2.EmbedRequest) -> int:
         if message.max_handovers < 0:
             raise InvalidInput("max_handovers is below 0", reason="OUT_OF_RANGE", field="max_handovers")
         limit = self._config.max_handovers

@@ -98,6 +98,14 @@ class Score(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top: int
 
 
+class HiddenSum(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Asks for the sum of the hidden states, behind the last norm, of `count` places from `at` on in the flattened
+    batch."""
+
+    at: int
+    count: int = 1
+
+
 class Proposal(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Asks for up to `count` drafts behind the token that is drawn last for a chunk; 0 for none. A token at index i of
     the sequence is at i + `mrope_delta` there. `following` is the prompt's token behind a chunk for which none is
@@ -123,7 +131,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     all where no chunk has one. `proposals`: one for each chunk, where a model proposes drafts; nothing is carried over
     then. `greedy`: every draw is of the likeliest token, and of none is asked how likely it was, so that ranks find it
     together. `whole`: [begin, end) of the batch, each the last tokens of a prompt, which see each other and what was
-    computed of it before.
+    computed of it before. `pools` are for prompts whose embeddings are wanted.
     """
 
     token_ids: bytes
@@ -143,6 +151,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     proposals: list[Proposal] = []
     greedy: bool = False
     whole: list[tuple[int, int]] = []
+    pools: list[HiddenSum] = []
 
     @property
     def tokens(self) -> int:
@@ -161,7 +170,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """One token for each draw of the plan, in order, and its log-probabilities where they were asked for; and for each
     score of the plan, one entry for each of its targets. `replayed`: a captured graph computed it. `began` and `ended`
     are of `time.perf_counter`, which all processes of a host share. `proposed`: the drafts for each chunk, none where
-    it was not asked for any; an empty list where no model proposes them."""
+    it was not asked for any; an empty list where no model proposes them. `pooled`: for each pool of the plan, float32
+    [hidden] as bytes."""
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
@@ -170,6 +180,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     began: float = 0.0
     ended: float = 0.0
     proposed: list[list[int]] = []
+    pooled: list[bytes] = []
 
 
 class Pull(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -91,6 +92,23 @@ class Trigger(msgspec.Struct, frozen=True):
     recurs: bool = False
 
 
+class Pooling(enum.StrEnum):
+    """How an embedding is made of a prompt's hidden states, those behind the last norm."""
+
+    LAST = "last"
+    """That of the last token."""
+    MEAN = "mean"
+    """The mean of all."""
+    CLS = "cls"
+    """That of the first token."""
+
+    @property
+    def of_all(self) -> bool:
+        """Hidden states from the first one on count, so that no token's may be missing: of a block that the prefix
+        cache has, there are none."""
+        return self is not Pooling.LAST
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are chosen and when a choice ends, every default filled in. The fields mean what the contract says;
     `grammar` is a checked structure in llguidance's form, empty for none, `grammar_bytes` what it holds when it is
@@ -153,7 +171,8 @@ class ResumedChoice:
 class Request:
     """A validated request. `deadline` is on the monotonic clock, None where the caller set none. `peer` is the
     connection that it came by, which tells callers apart where no salt does. It may outlive `max_handovers` engines.
-    With a `transcription` its answer is the words of a sound, which the model wraps in what that says."""
+    With a `transcription` its answer is the words of a sound, which the model wraps in what that says. With a `pooling`
+    it asks for the prompt's embedding in the place of an answer."""
 
     id: str
     prompt: ChatPrompt | TextPrompt | TokenPrompt
@@ -170,6 +189,7 @@ class Request:
     max_handovers: int = 0
     adapter: LoadedAdapter | None = None
     transcription: Transcription | None = None
+    pooling: Pooling | None = None
 
     @property
     def prefix_space(self) -> str:

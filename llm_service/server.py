@@ -19,6 +19,7 @@ from common.metrics import Metrics
 from common.wire import DType, RowLayout
 from llm_service.config import LlmConfig, Meeting
 from llm_service.convert import RequestReader
+from llm_service.embedder import Embedder
 from llm_service.encoders.encoder_cache import EncoderCache
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.receiver import RowReceiver
@@ -203,7 +204,8 @@ def _components(
     meters.watch(admission, engine, encoder_cache, receiver, pool)
     meters.watch_adapters(adapters)
     defaults = checkpoint.json("generation_config.json")
-    chosen = adapters.find, adapters.of_media, Transcriber.of(checkpoint, prompts)
+    embedder = Embedder.of(checkpoint, model.served.hidden_size)
+    chosen = adapters.find, adapters.of_media, Transcriber.of(checkpoint, prompts), embedder
     return Components(
         config=config,
         model=model.name,
@@ -212,6 +214,7 @@ def _components(
         longest=model.served.longest(config.max_context),
         requests=RequestReader(config, model.name, prompts.vocab_size, defaults, prompts.modalities, *chosen),
         prompts=prompts,
+        embedder=embedder,
         generator=generator,
         adapters=adapters,
         engine=engine,

@@ -14,19 +14,20 @@ from common.errors import InvalidInput
 from common.media.convert import MODALITIES, write_stages
 from llm_service.config import LlmConfig
 from llm_service.convert import RequestReader
+from llm_service.embedder import Embedder
 from llm_service.encoders.encoder_cache import EncoderCache
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.receiver import RowReceiver
 from llm_service.engine.front import EngineFront
 from llm_service.generation.adapters import Adapters
-from llm_service.generation.events import Begun, Delta, Ended, PromptScores
+from llm_service.generation.events import Begun, Delta, Embedded, Ended, PromptScores
 from llm_service.generation.generator import Generator
 from llm_service.models.served import Weights
 from llm_service.plan import TokenLogprobs
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.prompt.detokenizer import TokenTexts
-from llm_service.request import LoadedAdapter, MediaItem, Request
+from llm_service.request import LoadedAdapter, MediaItem, Pooling, Request
 from twinlens import __version__
 from twinlens.v1 import encoder_pb2, llm_pb2, media_pb2
 from twinlens.v1.encoder_pb2 import TRANSPORT_CUDA_IPC, TRANSPORT_SHARED_MEMORY
@@ -41,6 +42,12 @@ _REASONS = {
     "stop": llm_pb2.FINISH_REASON_STOP,
     "length": llm_pb2.FINISH_REASON_LENGTH,
     "structure": llm_pb2.FINISH_REASON_STRUCTURE,
+}
+
+_POOLINGS = {
+    Pooling.LAST: llm_pb2.POOLING_LAST,
+    Pooling.MEAN: llm_pb2.POOLING_MEAN,
+    Pooling.CLS: llm_pb2.POOLING_CLS,
 }
 
 _MAX_NAMES = 1024
@@ -60,6 +67,7 @@ class Components:
     longest: int
     requests: RequestReader
     prompts: PromptBuilder
+    embedder: Embedder
     generator: Generator
     adapters: Adapters
     engine: EngineFront
@@ -80,8 +88,7 @@ class LlmServicer(LlmServiceServicer):
     ) -> AsyncIterator[llm_pb2.GenerateResponse]:
         """Streams a generation."""
         components = self._components
-        limit = components.engine.ready.context if components.engine.ready else components.longest
-        read = components.requests.read(request, context.time_remaining(), limit, context.peer())
+        read = components.requests.read(request, context.time_remaining(), self._limit, context.peer())
         del request  # the bytes of its media are in the nouns
         begun: Begun | None = None
         async with aclosing(components.generator.generate(read)) as events:
@@ -97,6 +104,38 @@ class LlmServicer(LlmServiceServicer):
                     case Ended():
                         assert begun is not None
                         yield llm_pb2.GenerateResponse(finished=_finished(event, begun))
+
+    async def Embed(
+        self, request: llm_pb2.EmbedRequest, context: Context[llm_pb2.EmbedRequest, llm_pb2.EmbedResponse]
+    ) -> llm_pb2.EmbedResponse:
+        """Gives a prompt's embedding."""
+        components = self._components
+        dimensions = request.dimensions if request.HasField("dimensions") else None
+        read = components.requests.read_embed(request, context.time_remaining(), self._limit, context.peer())
+        del request  # the bytes of its media are in the nouns
+        begun: Begun | None = None
+        embedded: Embedded | None = None
+        async with aclosing(components.generator.generate(read)) as events:
+            async for event in events:
+                match event:
+                    case Begun():
+                        begun = event
+                    case Embedded():
+                        embedded = event
+        assert begun is not None
+        assert embedded is not None
+        return llm_pb2.EmbedResponse(
+            values=components.embedder.vector(embedded.pooled, dimensions).tolist(),
+            usage=llm_pb2.Usage(prompt_tokens=len(begun.layout.ids), cached_tokens=begun.cached),
+            timings=write_stages(embedded.stages),
+            request_id=read.id,
+        )
+
+    @property
+    def _limit(self) -> int:
+        """Tokens of a context, as far as is known by now."""
+        ready = self._components.engine.ready
+        return ready.context if ready else self._components.longest
 
     async def Abort(
         self, request: llm_pb2.AbortRequest, context: Context[llm_pb2.AbortRequest, llm_pb2.AbortResponse]
@@ -159,6 +198,8 @@ class LlmServicer(LlmServiceServicer):
             context_tokens=ready.context if ready else 0,
             vocab_size=components.prompts.vocab_size,
             tensor_parallel=components.config.tp,
+            unimplemented=["Embed"] if components.embedder.why_not else [],
+            embeddings=_embeddings(components.embedder),
             devices=ready.devices if ready else [],
             modalities=[MODALITIES[modality] for modality in components.requests.max_items],
             tool_format=_tool_format(components.prompts.template),
@@ -282,6 +323,14 @@ def _tool_format(template: ChatTemplate) -> llm_pb2.ToolFormat:
     if template.writes_xml_calls:
         return llm_pb2.TOOL_FORMAT_XML
     return llm_pb2.TOOL_FORMAT_JSON if template.writes_json_calls else llm_pb2.TOOL_FORMAT_UNSPECIFIED
+
+
+def _embeddings(embedder: Embedder) -> llm_pb2.Embeddings | None:
+    if embedder.why_not:
+        return None
+    return llm_pb2.Embeddings(
+        dimensions=embedder.dimensions, pooling=_POOLINGS[embedder.pooling], normalized=embedder.normalized
+    )
 
 
 def _adapter(adapter: LoadedAdapter) -> llm_pb2.Adapter:

@@ -11,21 +11,25 @@ import numpy as np
 from msgspec import structs
 
 from llm_service.engine.sequence import Sequence
-from llm_service.plan import Appended, Chunk, Draw, Proposal, RowSlice, Score, StepPlan
+from llm_service.plan import Appended, Chunk, Draw, HiddenSum, Proposal, RowSlice, Score, StepPlan
+from llm_service.request import Pooling
 
 
 @dataclass(slots=True)
 class Step:
     """A plan and whom it is for: (sequence, tokens computed); the sequences that get a token, in draw order, one with
     drafts several times; those
-    whose prompt is scored, in the order of the scores, with the place of the first token scored; and what it computes
-    of prompts: (sequence, place of the first token, tokens)."""
+    whose prompt is scored, in the order of the scores, with the place of the first token scored; what it computes
+    of prompts: (sequence, place of the first token, tokens); those whose hidden states are pooled, in the order of the
+    pools, with how often they had been started; and those that are embedded with it, since their prompts end."""
 
     plan: StepPlan
     work: list[tuple[Sequence, int]]
     drawing: list[Sequence]
     scoring: list[tuple[Sequence, int]]
     prefill: list[tuple[Sequence, int, int]]
+    pooling: list[tuple[Sequence, int]]
+    embedded: list[Sequence]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,9 @@ def build(
     scores: list[Score] = []
     scoring: list[tuple[Sequence, int]] = []
     prefill: list[tuple[Sequence, int, int]] = []
+    pools: list[HiddenSum] = []
+    pooling: list[tuple[Sequence, int]] = []
+    embedded: list[Sequence] = []
     for sequence, count in work.items():
         begin, at, drafts = sequence.num_computed_tokens, len(token_ids), sequence.drafts
         end = begin + count
@@ -90,14 +97,20 @@ def build(
         if sequence.num_scored_tokens < sequence.prompt_tokens and (asked := _score(sequence, count, at)):
             scores.append(asked)
             scoring.append((sequence, begin + asked.at - at + 1))
-        if end == len(sequence.tokens) + len(drafts):
+        if sequence.pooling is not None:
+            if asked_for := _pool(sequence.pooling, begin, end, sequence.prompt_tokens, at):
+                pools.append(asked_for)
+                pooling.append((sequence, sequence.num_starts))
+            if end == sequence.prompt_tokens:
+                embedded.append(sequence)
+        elif end == len(sequence.tokens) + len(drafts):
             if sequence.num_placeholders:
                 carried.append((at + count - 1, sequence.placeholder_draw))
             for ahead in range(len(drafts) + 1):
                 draws.append(_draw(sequence, at + count - 1 - len(drafts) + ahead, ahead))
                 drawing.append(sequence)
     lists = chunks, rows, draws, carried, scores
-    plan = StepPlan(token_ids.tobytes(), positions.packed(), *lists, appended=appended, whole=whole)
+    plan = StepPlan(token_ids.tobytes(), positions.packed(), *lists, appended=appended, whole=whole, pools=pools)
     if copies is not None:
         slots = [sequence.table.slot for sequence in work]
         plan = structs.replace(plan, slots=slots, restored=copies.before, passed=copies.within, kept=copies.after)
@@ -105,7 +118,7 @@ def build(
         plan = structs.replace(plan, filled=adapters.filled, adapters=adapters.each)
     if proposals is not None:
         plan = structs.replace(plan, proposals=[_proposal(*each, proposals) for each in work.items()])
-    return Step(plan, list(work.items()), drawing, scoring, prefill)
+    return Step(plan, list(work.items()), drawing, scoring, prefill, pooling, embedded)
 
 
 class _Positions:
@@ -178,6 +191,25 @@ def _score(sequence: Sequence, count: int, at: int) -> Score | None:
     if first >= last or sequence.sampling.prompt_logprobs is None:
         return None
     return Score(at + first - 1 - begin, sequence.tokens[first:last].tobytes(), sequence.sampling.prompt_logprobs)
+
+
+def _pool(pooling: Pooling, begin: int, end: int, prompt_tokens: int, at: int) -> HiddenSum | None:
+    """What is asked for of a prompt's tokens [begin, end), which stand at places from `at` on.
+
+    >>> [_pool(Pooling.LAST, begin, begin + 4, 8, 10) for begin in (0, 4)]
+    [None, HiddenSum(at=13, count=1)]
+    >>> [_pool(Pooling.MEAN, begin, begin + 4, 8, 10) for begin in (0, 4)]
+    [HiddenSum(at=10, count=4), HiddenSum(at=10, count=4)]
+    >>> [_pool(Pooling.CLS, begin, begin + 4, 8, 10) for begin in (0, 4)]
+    [HiddenSum(at=10, count=1), None]
+    """
+    match pooling:
+        case Pooling.LAST:
+            return HiddenSum(at + end - begin - 1) if end == prompt_tokens else None
+        case Pooling.MEAN:
+            return HiddenSum(at, end - begin)
+        case Pooling.CLS:
+            return None if begin else HiddenSum(at)
 
 
 def _draw(sequence: Sequence, at: int, ahead: int) -> Draw:

@@ -132,8 +132,8 @@ class EngineCore:
         tokens = self._scheduler.finish(step, result)
         if step.prefill:
             self._link.send(Prefills([_prefilled(*part, result) for part in step.prefill]))
-        for scored in self._scheduler.take_scored():
-            self._link.send(scored)
+        for news in (*self._scheduler.take_scored(), *self._scheduler.take_pooled()):
+            self._link.send(news)
         if tokens:
             self._link.send(Tokens(tokens))
         return True

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from common.errors import TwinlensError
-from llm_service.engine.messages import NOWHERE, Add, Complete, Prefilled, Resumed, Scored, Started, Token
+from llm_service.engine.messages import NOWHERE, Add, Complete, Pooled, Prefilled, Resumed, Scored, Started, Token
 
-Event = Started | Prefilled | Scored | Token | Complete
+Event = Started | Prefilled | Scored | Token | Complete | Pooled
 
 
 @dataclass(eq=False)
@@ -86,6 +86,8 @@ class EngineRequest:
                     self._finished.add(choice)
             case Complete(choice=choice):
                 self._finished.add(choice)
+            case Pooled():
+                self._finished.add(0)
             case Scored(first=first, logprobs=logprobs):
                 self._scored = first + len(logprobs)
             case Started():

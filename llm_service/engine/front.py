@@ -31,6 +31,7 @@ from llm_service.engine.messages import (
     GetState,
     Landed,
     LoadAdapter,
+    Pooled,
     Prefills,
     PullEnded,
     Ready,
@@ -295,7 +296,7 @@ class EngineFront:
             case Tokens(events) | Prefills(events):
                 for event in events:
                     self._tell(event.id, event)
-            case Started(id) | Scored(id) | Complete(id):
+            case Started(id) | Scored(id) | Pooled(id) | Complete(id):
                 self._tell(id, message)
             case Failed(id, code, reason, text, field):
                 if request := self._handover.get(id):

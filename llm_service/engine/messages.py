@@ -6,7 +6,7 @@ import msgspec
 
 from llm_service.models.served import Weights
 from llm_service.plan import Invalidate, Pull, TokenLogprobs, Unmap
-from llm_service.request import SamplingParams
+from llm_service.request import Pooling, SamplingParams
 from llm_service.settings import EngineSettings
 
 NOWHERE = -1
@@ -39,7 +39,8 @@ class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     `session` is the number of its session, 0 for none. Choices in `resume` go on behind what they have; at least one
     is not finished. The prompt's first `scored` tokens have been scored already. `adapter` is the number of one that is
     loaded, 0 for none, and `adapter_digest` its digest. Each sequence may have `longest` tokens, 0: as many as the
-    context."""
+    context. With a `pooling` the request ends when its prompt is computed, and is told that `Pooled` in place of
+    tokens."""
 
     id: int
     token_ids: bytes
@@ -56,6 +57,7 @@ class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     adapter: int = 0
     adapter_digest: bytes = b""
     longest: int = 0
+    pooling: Pooling | None = None
 
 
 class Landed(msgspec.Struct, frozen=True, tag=True):
@@ -190,6 +192,13 @@ class Scored(msgspec.Struct, frozen=True, tag=True):
     logprobs: list[TokenLogprobs]
 
 
+class Pooled(msgspec.Struct, frozen=True, tag=True):
+    """What a request's pooling makes of the hidden states of its prompt, float32 [hidden]; with that it is over."""
+
+    id: int
+    values: bytes
+
+
 class Prefilled(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """`count` tokens of one choice, from token `first` on, were computed by one step, between `began` and `ended` of
     `time.perf_counter`, which all processes of a host share."""
@@ -295,6 +304,7 @@ FromEngine = (
     | RowsNeeded
     | Prefills
     | Scored
+    | Pooled
     | Tokens
     | Complete
     | Failed

@@ -194,7 +194,9 @@ class Planner:
         of them; all of those that this step verifies may be right."""
         work, limits = schedule.num_scheduled_tokens, self._limits
         ends = {each: each.num_computed_tokens + count for each, count in work.items()}
-        drawing = [each for each, end in ends.items() if end == len(each.tokens) + len(each.drafts)]
+        drawing = [
+            each for each, end in ends.items() if each.pooling is None and end == len(each.tokens) + len(each.drafts)
+        ]
         room = min(limits.draft_rows, limits.max_step_tokens) - len(drawing)
         for others, sequence in _fewest_first(drawing):
             share = -(-room // (others + 1))

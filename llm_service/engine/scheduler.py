@@ -15,7 +15,7 @@ from llm_service.engine.adapter_slots import AdapterSlots
 from llm_service.engine.batch import Slots, StateCopies, Step, build
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.finish import dead_end, finish_reason, never_at_once, never_whole, resumed_end
-from llm_service.engine.messages import Add, Complete, Failed, RowsNeeded, Scored, Started, State, Token
+from llm_service.engine.messages import Add, Complete, Failed, Pooled, RowsNeeded, Scored, Started, State, Token
 from llm_service.engine.planner import Drafter, Limits, Planner, Schedule, by_look_up, by_proposal
 from llm_service.engine.queues import Queues
 from llm_service.engine.sequence import Sequence, WaitReason
@@ -69,6 +69,7 @@ class Scheduler:
         self._resumed: list[Sequence] = []
         self._unstarted: set[int] = set()
         self._scored: list[Scored] = []
+        self._pooled: list[Pooled] = []
         self._complete: list[Complete] = []
         self._failures: list[Failed] = []
         self._rows_needed: deque[tuple[int, int]] = deque()
@@ -177,6 +178,8 @@ class Scheduler:
         self._planned_steps += 1
         for draw, sequence in enumerate(step.drawing):
             sequence.append_placeholder(draw)
+        for sequence in step.embedded:
+            sequence.append_placeholder(0)
         for sequence, count in schedule.num_scheduled_tokens.items():
             sequence.advance(count)
             if count > 1:  # a single token's block is named when the token after it is known
@@ -269,6 +272,7 @@ class Scheduler:
         for (sequence, first), logprobs in zip(step.scoring, result.scores, strict=True):
             if not sequence.finished:
                 self._scored.append(Scored(sequence.id, first, logprobs))
+        self._take_pooled(step, result)
         if result.proposed:
             for (sequence, _), proposed in zip(step.work, result.proposed, strict=True):
                 sequence.take_proposed(proposed)
@@ -296,6 +300,16 @@ class Scheduler:
                 self._name_blocks(sequence)
         return tokens
 
+    def _take_pooled(self, step: Step, result: StepResult) -> None:
+        """Adds hidden states to what is there of each prompt's; those that have all of them end."""
+        for (sequence, start), values in zip(step.pooling, result.pooled, strict=True):
+            sequence.add_pooled(values, start)
+        for sequence in step.embedded:
+            if not sequence.finished:
+                self._pooled.append(Pooled(sequence.id, sequence.take_pooled()))
+                self._name_blocks(sequence)
+                self._end(sequence)
+
     def _name_blocks(self, sequence: Sequence) -> None:
         """Lets others find the blocks that are full of known tokens and computed by steps up to the last one
         planned."""
@@ -307,6 +321,11 @@ class Scheduler:
         """What has become known of prompts since the last call; it goes out before the tokens of the same step."""
         scored, self._scored = self._scored, []
         return scored
+
+    def take_pooled(self) -> list[Pooled]:
+        """The requests that are embedded, since the last call; told before they are released."""
+        pooled, self._pooled = self._pooled, []
+        return pooled
 
     def take_complete(self) -> list[Complete]:
         """The choices that were complete when they came, since the last call; told before their request is released."""

@@ -7,6 +7,8 @@ from array import array
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from llm_service.engine.block_identity import NEVER, BlockIdentities
 from llm_service.engine.block_manager import BlockTable
 from llm_service.engine.drafts import DraftLength
@@ -14,7 +16,7 @@ from llm_service.engine.messages import Add
 from llm_service.engine.prompt import Prompt
 from llm_service.engine.state_slots import Place
 from llm_service.engine.structure import Matcher
-from llm_service.request import SamplingParams
+from llm_service.request import Pooling, SamplingParams
 
 Order = tuple[int, int, int]
 
@@ -52,7 +54,8 @@ class Sequence:
     tokens that end it, `turn_ends` those that stand at the end of a turn. The output's first `num_resumed_tokens` were
     there when the sequence came. `adapter` is a number, 0 for none. `first_choice` is the one that computes the prompt
     that they share. The prompt's first `num_scored_tokens` have been scored by steps up to the last one planned, or
-    need no score. `plain`: the likeliest token is drawn, and nothing else asked."""
+    need no score. `plain`: the likeliest token is drawn, and nothing else asked. With a `pooling` the step that
+    computes the end of its prompt gives it no token, but ends it; a placeholder stands for that."""
 
     id: int
     choice: int
@@ -85,6 +88,8 @@ class Sequence:
     proposed: array[int] = field(default_factory=lambda: array("i"))
     draft_length: DraftLength = field(default_factory=lambda: DraftLength(0))
     plain: bool = False
+    pooling: Pooling | None = None
+    _pooled: np.ndarray | None = None
     _waits_for: WaitReason | None = None
     _branches: dict[int, Place] = field(default_factory=dict)
 
@@ -109,6 +114,7 @@ class Sequence:
         prompt = Prompt.of(add, whole=whole_prompts, whole_until=whole_until)
         sampling = add.sampling
         resumed = {each.choice: each for each in add.resume}
+        most = min(add.longest or max_length, max_length)
         sequences: list[Sequence] = []
         for choice in range(sampling.n):
             given = resumed.get(choice)
@@ -129,7 +135,8 @@ class Sequence:
                 session=add.session,
                 seed=seed if sampling.seed is None else sampling.seed,
                 order=(-add.priority, arrival, choice),
-                max_length=min(add.longest or max_length, max_length, len(prompt.tokens) + sampling.max_tokens),
+                # Where nothing is generated, a prompt may be as long as the context: what stands behind it is no token.
+                max_length=min(most + (add.pooling is not None), len(prompt.tokens) + sampling.max_tokens),
                 stop_ids=(*(() if sampling.ignore_eos else eos), *sampling.stop_token_ids),
                 turn_ends=eos,
                 first_choice=sequences[0] if sequences else None,
@@ -137,6 +144,7 @@ class Sequence:
                 num_scored_tokens=max(1, add.scored) if scores else len(prompt.tokens),
                 plain=sampling == _plainest(sampling),
                 draft_length=DraftLength(max_drafts),
+                pooling=add.pooling,
             )
             sequences.append(sequence)
         return sequences
@@ -228,6 +236,7 @@ class Sequence:
         self.take_matcher()
         self.running, self.num_computed_tokens = True, computed
         self.num_starts += 1
+        self._pooled = None
 
     def preempt(self) -> None:
         """It runs no longer, and holds no block: its KV is to be computed again."""
@@ -272,6 +281,20 @@ class Sequence:
         if self.num_scored_tokens < self.prompt_tokens:
             computed = min(self.num_computed_tokens + 1, self.prompt_tokens)
             self.num_scored_tokens = max(self.num_scored_tokens, computed)  # it may be behind, after a preemption
+
+    def add_pooled(self, values: bytes, start: int) -> None:
+        """A step that was planned after it was started for the `start`-th time gives this sum of hidden states, float32
+        [hidden]. If it has been started anew since, all of them are computed anew."""
+        if start != self.num_starts:
+            return
+        more = np.frombuffer(values, np.float32)
+        self._pooled = more.astype(np.float64) if self._pooled is None else self._pooled + more
+
+    def take_pooled(self) -> bytes:
+        """What its pooling makes of all that was added, float32 [hidden]. Only when its prompt is computed."""
+        assert self._pooled is not None, "a prompt has hidden states"
+        found = self._pooled / self.prompt_tokens if self.pooling is Pooling.MEAN else self._pooled
+        return found.astype(np.float32).tobytes()
 
     def propose(self, drafts: array[int]) -> None:
         """The next step verifies these tokens behind the last one, which is known, as far as the structure allows
@@ -334,6 +357,8 @@ class Sequence:
         """The identities of the blocks that need not be computed where they are cached: all full ones, up to the first
         token of which it is asked what comes after it. At the latest that is the last one."""
         asked = len(self.tokens) if self.num_scored_tokens >= self.prompt_tokens else self.num_scored_tokens
+        if self.pooling is not None and self.pooling.of_all:
+            asked = 1
         self._begin_like_first_choice(block_size)
         return self.identities.first((asked - 1) // block_size, self.tokens, block_size)
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from common.errors import InvalidInput
 from llm_service.engine.engine_request import Event
-from llm_service.engine.messages import Complete, Prefilled, Resumed, Scored, Started, Token
+from llm_service.engine.messages import Complete, Pooled, Prefilled, Resumed, Scored, Started, Token
 from llm_service.generation.events import Delta
 from llm_service.prompt.detokenizer import Detokenizer
 from llm_service.prompt.reasoning import ReasoningCounter
@@ -82,7 +82,7 @@ class Choice:
 
 def together(
     events: Iterable[Event], most: int = _MOST
-) -> Iterator[Started | Prefilled | Scored | Complete | list[Token]]:
+) -> Iterator[Started | Prefilled | Scored | Pooled | Complete | list[Token]]:
     """The same events, with the tokens of each choice as lists of up to `most`: where its caller has not taken what
     came before, one message has all that has come since. What is no token comes first: it was said before the tokens,
     or is about another choice."""

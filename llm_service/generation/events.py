@@ -1,4 +1,5 @@
-"""What a generation tells its caller: Begun once, scores of the prompt, deltas, and Ended once for each choice."""
+"""What a generation tells its caller: Begun once, scores of the prompt, deltas, and Ended once for each choice; or
+Begun and Embedded."""
 
 from __future__ import annotations
 
@@ -64,4 +65,13 @@ class Ended:
     accepted_draft_tokens: int = 0
 
 
-Event = Begun | PromptScores | Delta | Ended
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """The prompt is computed: what was `pooled` of its hidden states, float32 [hidden]. `stages` count from the
+    request's arrival."""
+
+    pooled: bytes
+    stages: dict[str, Stage]
+
+
+Event = Begun | PromptScores | Delta | Ended | Embedded

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,11 +21,11 @@ from common.stages import Stage, add, seconds_of
 from llm_service.encoders.receiver import RowReceiver, headers_of
 from llm_service.engine.engine_request import EngineRequest
 from llm_service.engine.front import EngineFront
-from llm_service.engine.messages import Add, Complete, ItemRows, Prefilled, Resumed, Scored, Started
+from llm_service.engine.messages import Add, Complete, ItemRows, Pooled, Prefilled, Resumed, Scored, Started
 from llm_service.generation.adapters import Adapters
 from llm_service.generation.admission import Admission, AdmissionTicket
 from llm_service.generation.choices import Choice, open_choices, resumed_for_engine, together
-from llm_service.generation.events import Begun, Delta, Ended, Event, PromptScores
+from llm_service.generation.events import Begun, Delta, Embedded, Ended, Event, PromptScores
 from llm_service.generation.media_rows import MediaRows
 from llm_service.generation.prefixes import Prefixes
 from llm_service.generation.sessions import Sessions
@@ -171,7 +172,8 @@ class Generator:
         return len(jobs)
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
-        """Begun, deltas, then Ended once for each choice; or an error. Leaving early ends the work on both sides."""
+        """Begun, deltas, then Ended once for each choice, or Begun and Embedded; or an error. Leaving early ends the
+        work on both sides."""
         admission = self._enter()
         if request.adapter is not None:
             self._adapters.begin(request.adapter)
@@ -218,7 +220,8 @@ class Generator:
         stages = job.stages
         modalities = [item.modality for item in request.media]
         short = _is_short(request.prompt)
-        pieces = await _computed(self._prompts.pieces, request.prompt, modalities, at_once=short)
+        lay_out = partial(self._prompts.pieces, closed=request.pooling is not None)
+        pieces = await _computed(lay_out, request.prompt, modalities, at_once=short)
         request = await self._with_grammar(request)
         choices = await self._choices(request)
         stages.mark("prompt")
@@ -228,7 +231,7 @@ class Generator:
         async with MediaRows(self._receiver, fetches) as media:
             stages.mark("encode_header")
             layout = await self._layout(pieces, headers_of(fetches), short=short)
-            self._check_length(layout)
+            self._check_length(request, layout)
             thinking = self._count_reasoning(request, layout, choices)
             if all(choice.text.stopped is not None for choice in choices.values()):
                 yield Begun(layout, 0, thinking)
@@ -236,9 +239,9 @@ class Generator:
                     yield _ended(choice, "stop", stages, media)
                 return
             job.admission.measure(len(layout.ids))
-            scored = request.sampling.prompt_logprobs is not None  # such a prompt is computed whole
-            items = await media.take(layout, () if scored else self._prefixes.covered(layout, request.prefix_space))
-            self._check_length(layout)  # once more: the engine may be another one by now, with less room
+            covered = () if _is_computed_whole(request) else self._prefixes.covered(layout, request.prefix_space)
+            items = await media.take(layout, covered)
+            self._check_length(request, layout)  # once more: the engine may be another one by now, with less room
             resume = resumed_for_engine(request, choices)
             request = self._behind_reasoning(request, layout)
             add = self._add(request, layout, items, resume, self._retain_for_session(request, layout))
@@ -260,7 +263,7 @@ class Generator:
     async def _with_grammar(self, request: Request) -> Request:
         """The request with its structure compiled, in bounded time and off the event loop: the form of its answer, or
         else of the calls in it."""
-        calls = None if request.structure else self._prompts.strict_calls(request.prompt)
+        calls = None if request.structure or request.pooling else self._prompts.strict_calls(request.prompt)
         structure, trigger = calls or (request.structure, None)
         if structure is None:
             return request
@@ -292,15 +295,14 @@ class Generator:
             return open_choices(request, self._prompts.tokenizer)
         return await tasks.to_thread(open_choices, request, self._prompts.tokenizer)
 
-    def _check_length(self, layout: PromptLayout) -> None:
+    def _check_length(self, request: Request, layout: PromptLayout) -> None:
         if not layout.ids:
             raise InvalidInput("the prompt has no tokens", reason="EMPTY_PROMPT", field="input")
-        ready = self._engine.ready
-        if ready is not None and len(layout.ids) >= ready.context:
+        ready, embeds = self._engine.ready, request.pooling is not None
+        if ready is not None and len(layout.ids) >= ready.context + embeds:
+            holds = f"the context holds {ready.context}{'' if embeds else ', output included'}"
             raise InvalidInput(
-                f"the prompt has {len(layout.ids)} tokens; the context holds {ready.context}, output included",
-                reason="PROMPT_TOO_LONG",
-                field="input",
+                f"the prompt has {len(layout.ids)} tokens; {holds}", reason="PROMPT_TOO_LONG", field="input"
             )
 
     def _retain_for_session(self, request: Request, layout: PromptLayout) -> int:
@@ -330,6 +332,7 @@ class Generator:
             adapter=request.adapter.number if request.adapter else 0,
             adapter_digest=request.adapter.digest if request.adapter else b"",
             longest=layout.longest,
+            pooling=request.pooling,
         )
 
     async def _follow(
@@ -356,6 +359,11 @@ class Generator:
                     case Scored():
                         end = event.first + len(event.logprobs)
                         yield PromptScores(event.first, layout.ids[event.first : end], event.logprobs)
+                    case Pooled():
+                        stages.mark("embed")
+                        self._prefixes.remember(layout, request.prefix_space)
+                        yield Embedded(event.values, _since_arrival(stages, media))
+                        return
                     case Complete():
                         ends[event.choice] = choices[event.choice].complete(event.ended)
                     case list() as tokens if choice := choices.get(tokens[0].choice):
@@ -376,6 +384,11 @@ class Generator:
             yield begin
         for index, ended in ends.items():
             yield _ended(choices[index], ended, stages, media)
+
+
+def _is_computed_whole(request: Request) -> bool:
+    """Whether something is made of every token of its prompt, those included that the prefix cache has."""
+    return request.sampling.prompt_logprobs is not None or (request.pooling is not None and request.pooling.of_all)
 
 
 def _is_short(prompt: ChatPrompt | TextPrompt | TokenPrompt) -> bool:
@@ -402,7 +415,11 @@ def _sampled(request: Request, **values: Any) -> Request:
     return replace(request, sampling=msgspec.structs.replace(request.sampling, **values))
 
 
+def _since_arrival(stages: Stages, media: MediaRows) -> dict[str, Stage]:
+    return {name: stage.since(stages.begun) for name, stage in (stages.all | media.stages()).items()}
+
+
 def _ended(choice: Choice, reason: str, stages: Stages, media: MediaRows) -> Ended:
-    seconds = {name: stage.since(stages.begun) for name, stage in (stages.all | media.stages()).items()}
+    seconds = _since_arrival(stages, media)
     thought, stopped = choice.reasoning.tokens if choice.reasoning else 0, choice.text.stopped or ""
     return Ended(choice.index, reason, stopped, choice.tokens, thought, seconds, choice.drafts, choice.accepted)

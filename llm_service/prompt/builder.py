@@ -77,7 +77,7 @@ class PromptBuilder:
         self._plain = PlainTokenizer({**settings, "added_tokens": blanks, "post_processor": None})
         self._added = {each["content"]: int(each["id"]) for each in marks}
         self._special = re.compile("|".join(map(_pattern, sorted(marks, key=_length, reverse=True))) or r"(?!)")
-        self._first = list(self.tokenizer.encode("").ids)
+        self._first, self._last = self._around()
         self._alone, self._frame = model.family.alone, model.family.frame
         self._length_mark, self._turns_at = model.family.length_mark, model.family.turns_at
         self._number_mark, self._run = model.family.number_mark, model.family.run
@@ -94,6 +94,12 @@ class PromptBuilder:
             return None
         names = {token: name for name, token in self._added.items()}
         return {str(modality): names[token] for token, modality in self._media.placeholders.items()}
+
+    def _around(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer puts before a text, and behind it."""
+        made = self.tokenizer.encode("a")
+        text = [at for at, is_mark in enumerate(made.special_tokens_mask) if not is_mark]
+        return (made.ids[: text[0]], made.ids[text[-1] + 1 :]) if text else (made.ids, [])
 
     @property
     def modalities(self) -> frozenset[Modality]:
@@ -125,8 +131,11 @@ class PromptBuilder:
         """Token ids of a text; special tokens are recognised only where that is allowed."""
         return self._ids(self._split(text)) if allow_special else self._tokenize(text)
 
-    def pieces(self, prompt: ChatPrompt | TextPrompt | TokenPrompt, modalities: Sequence[Modality]) -> list[Piece]:
-        """The prompt in pieces, with one slot for each item. Raises InvalidInput where slots and items do not agree."""
+    def pieces(
+        self, prompt: ChatPrompt | TextPrompt | TokenPrompt, modalities: Sequence[Modality], *, closed: bool = False
+    ) -> list[Piece]:
+        """The prompt in pieces, with one slot for each item; `closed` by what the tokenizer puts behind a text, where
+        nothing is to follow. Raises InvalidInput where slots and items do not agree."""
         pieces: list[Piece]
         if isinstance(prompt, ChatPrompt):
             pieces, field = self._chat(prompt), "chat.messages"
@@ -140,7 +149,10 @@ class PromptBuilder:
         if self._first and not framed and not isinstance(prompt, TokenPrompt) and pieces[0] != self._first[0]:
             pieces.insert(0, self._first)  # what the tokenizer puts before a text, where the text has none
         pieces = self._with_lengths(self._with_slots(pieces, modalities, field), field)
-        return pieces if isinstance(prompt, TokenPrompt) else self._framed(pieces)
+        if isinstance(prompt, TokenPrompt):
+            return pieces
+        pieces = self._framed(pieces)
+        return [*pieces, self._last] if closed and self._last else pieces
 
     def _chat(self, prompt: ChatPrompt) -> list[Piece]:
         if not prompt.messages:

@@ -17,7 +17,7 @@ from common.gpu import Capture
 from llm_service.families.family import OF_PROMPTS, SpanRule
 from llm_service.layers.attention.backend import Span, parts_at, runs_of
 from llm_service.layers.attention.metadata import AttentionMetadata, BatchNumbers
-from llm_service.layers.transfer import to_device
+from llm_service.layers.transfer import ToHost, to_device
 from llm_service.models.decoder import Decoder
 from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.mtp import MtpDecoder
@@ -73,8 +73,10 @@ class Launched:
         began: float,
         replayed: bool,
         proposed: Callable[[], list[list[int]]] = list,
+        pooled: Tensor | None = None,
     ) -> None:
         self._drawn, self._scores, self._replayed, self._proposed = drawn, scores, replayed, proposed
+        self._pooled = None if pooled is None else ToHost(pooled)
         self._began, self._ended = began, time.perf_counter()
         self._over: torch.cuda.Event | None = None
         if device.type == "cuda":
@@ -88,7 +90,8 @@ class Launched:
             self._ended = time.perf_counter()
         drawn = StepResult([], []) if self._drawn is None else self._drawn.result()
         times = self._began, self._ended
-        return StepResult(drawn.tokens, drawn.logprobs, self._scores, self._replayed, *times, self._proposed())
+        pooled = [] if self._pooled is None else [row.tobytes() for row in self._pooled.read().numpy()]
+        return StepResult(drawn.tokens, drawn.logprobs, self._scores, self._replayed, *times, self._proposed(), pooled)
 
 
 class ModelRunner:
@@ -196,7 +199,8 @@ class ModelRunner:
         proposed: Callable[[], list[list[int]]] = list
         with self.share.computing() if self.share is not None else nullcontext():
             hidden, wanted, scores = self._forward(plan, previous)
-            drawn = self._drawn(plan, wanted) if plan.draws else None
+            drawn = self._drawn(plan, wanted[: len(plan.draws)]) if plan.draws else None
+            pooled = self._pool(plan, hidden, wanted) if plan.pools else None
             if self.proposer is not None:
                 chosen: list[int] = [] if drawn is None else drawn.tokens.tolist()
                 proposed = self.proposer.propose(plan, chosen, hidden)
@@ -205,13 +209,13 @@ class ModelRunner:
         if previous is not None:
             self.last_hidden = hidden
         device, replayed = self._decoder.device, self._replayed
-        return Launched(drawn, scores, device, began=began, replayed=replayed, proposed=proposed)
+        return Launched(drawn, scores, device, began=began, replayed=replayed, proposed=proposed, pooled=pooled)
 
     @torch.inference_mode()
     def follow(self, plan: StepPlan) -> None:
         """The same on a rank that does not draw: where it does not find the tokens, it gets them when a plan carries
         them over."""
-        _, wanted, _ = self._forward(plan)
+        wanted = self._forward(plan)[1][: len(plan.draws)]
         if plan.greedy and plan.draws:
             self._choose(self._decoder.likeliest(wanted), known=True)
         elif plan.draws:
@@ -224,6 +228,12 @@ class ModelRunner:
             return Drawn(self._decoder.likeliest(hidden))
         return self._draw(self._decoder.logits(hidden), plan.draws, self._chosen)
 
+    def _pool(self, plan: StepPlan, hidden: Tensor, wanted: Tensor) -> Tensor:
+        """What the plan's pools ask for, float32 [pools, hidden], of what `_forward` gives."""
+        if self._keeps_all(plan):
+            return torch.stack([hidden[each.at : each.at + each.count].float().sum(0) for each in plan.pools])
+        return wanted[len(plan.draws) :].float()
+
     def _choose(self, tokens: Tensor, *, known: bool) -> None:
         """`tokens` int64 [draws] are what the step has drawn. Unless they are known, ranks but the first have no more
         than their number."""
@@ -232,8 +242,8 @@ class ModelRunner:
     def _forward(
         self, plan: StepPlan, previous: Tensor | None = None
     ) -> tuple[Tensor, Tensor, list[list[TokenLogprobs]]]:
-        """Hidden states, of all places where somebody reads them; those that the draws choose by, [draws, hidden]; and
-        the plan's scores."""
+        """Hidden states, of all places where somebody reads them; those at the places that are wanted, see `_wanted`;
+        and the plan's scores."""
         deep = bool(plan.rows) and self.arena.levels > 1
         if self.adapters is not None:
             self.adapters.begin(plan)
@@ -266,7 +276,7 @@ class ModelRunner:
         self.caches.copy_states(plan.kept)
         self._replayed = graph is not None
         scores = score(out, plan.scores, self._decoder.logits)
-        return out, out[moved.drawn] if self._keeps_all(plan) else out, scores
+        return out, out[moved.wanted] if self._keeps_all(plan) else out, scores
 
     def _ids_of_layers(self, plan: StepPlan, token_ids: Tensor) -> Tensor | None:
         """See `Decoder.ids_of_layers`; the library's tells rows by their tokens."""
@@ -275,8 +285,9 @@ class ModelRunner:
         return self._decoder.ids_of_layers(token_ids, [(row.at, row.at + row.count) for row in plan.rows])
 
     def _keeps_all(self, plan: StepPlan) -> bool:
-        """Whether somebody reads the hidden states of places at which nothing is drawn."""
-        return bool(plan.scores) or (self.proposer is not None and self.proposer.reads_hidden)
+        """Whether somebody reads the hidden states of places that are not among the wanted ones."""
+        sums = any(each.count > 1 for each in plan.pools)
+        return bool(plan.scores) or sums or (self.proposer is not None and self.proposer.reads_hidden)
 
     def _move(self, plan: StepPlan, graph: Graph | None) -> _Moved:
         """All that a step needs to know, in one copy. The block tables have what the plan appends."""
@@ -284,7 +295,7 @@ class ModelRunner:
         if self._decoder.position_rows > len(positions):
             own = [np.arange(each.context, each.context + each.count, dtype=np.int32) for each in plan.chunks]
             positions = np.concatenate([np.concatenate(own)[None], positions])
-        drawn = np.array([draw.at for draw in plan.draws] or [0])  # where there are none, any place
+        places = _wanted(plan)
         carried = np.array(plan.carried, np.int64).reshape(-1, 2).T
         appended = self._tables.append(plan.appended)
         batch: BatchNumbers | None = None
@@ -299,7 +310,7 @@ class ModelRunner:
             read = [rows, *arrays] if graph is None else graph.of(plan, batch, positions, rows)
         else:
             appended = []  # tables are read on the host
-        given = [np.frombuffer(plan.token_ids, np.int32), positions, drawn, carried]
+        given = [np.frombuffer(plan.token_ids, np.int32), positions, places, carried]
         adapted = self.adapters.numbers() if self.adapters is not None and graph is None else []
         there = to_device([*given, *appended, *read, *adapted], self._decoder.device)
         first, last = len(given), len(given) + len(appended)
@@ -308,9 +319,9 @@ class ModelRunner:
             self.adapters.put(there[end:])
         if batch is not None:
             self._tables.update(there[first:last])
-        every = self._keeps_all(plan) or np.array_equal(drawn, np.arange(positions.shape[1]))
-        token_ids, places, wanted, carry = there[:first]
-        return _Moved(token_ids, places, wanted, carry, None if every else wanted, there[last:end], batch)
+        every = self._keeps_all(plan) or np.array_equal(places, np.arange(positions.shape[1]))
+        token_ids, where, wanted, carry = there[:first]
+        return _Moved(token_ids, where, wanted, carry, None if every else wanted, there[last:end], batch)
 
     def _token_ids(self, plan: StepPlan, moved: _Moved) -> Tensor:
         """int [n], with those that the step before chose, which never left the device."""
@@ -334,12 +345,12 @@ class ModelRunner:
 
     def _at_places(self, plan: StepPlan) -> list[Any] | None:
         """What layers that share keys and values take of a step whose wanted places are fewer than its tokens: these.
-        None where a place is wanted twice. No wanted place sees what is behind it: each is the last of a span, if it is
+        None where they do not ascend. No wanted place sees what is behind it: each is the last of a span, if it is
         in one."""
-        drawn = np.array([draw.at for draw in plan.draws] or [0])
-        if (np.diff(drawn) <= 0).any():
+        places = _wanted(plan)
+        if (np.diff(places) <= 0).any():
             return None
-        return self.caches.batches(parts_at(self._tables.chunks(plan.chunks), drawn))
+        return self.caches.batches(parts_at(self._tables.chunks(plan.chunks), places))
 
     def _spans(self, plan: StepPlan) -> list[Span]:
         """Runs of rows, or what is left of prompts, or of media in these, whose places see each other, which no graph
@@ -355,17 +366,22 @@ class ModelRunner:
 @dataclass(frozen=True, slots=True)
 class _Moved:
     """A plan on the device: `token_ids` int32 [n], `positions` int32 [3, n], or with tokens' own numbers before them
-    [4, n], `drawn` int64 [m], the places of draws, and `carried` int64 [2, c]. `places` are those whose hidden states
-    are wanted, None: all. `read` is what kernels read of the `batch`, as a graph or an eager step takes it; both are
-    empty where no kernel does."""
+    [4, n], `wanted` int64 [m], see `_wanted`, and `carried` int64 [2, c]. `places` are those whose hidden states
+    are computed to the end, None: all. `read` is what kernels read of the `batch`, as a graph or an eager step takes
+    it; both are empty where no kernel does."""
 
     token_ids: Tensor
     positions: Tensor
-    drawn: Tensor
+    wanted: Tensor
     carried: Tensor
     places: Tensor | None
     read: list[Tensor]
     batch: BatchNumbers | None
+
+
+def _wanted(plan: StepPlan) -> np.ndarray:
+    """int64 [m]: the places of draws, and behind them the first ones of pools; where there are neither, any place."""
+    return np.array([*(draw.at for draw in plan.draws), *(each.at for each in plan.pools)] or [0])
 
 
 def _sampler_on(device: torch.device) -> Callable[[Tensor, Sequence[Draw], Tensor], Drawn]:

@@ -45,7 +45,8 @@ def load(settings: EngineSettings, arena_fd: int, step_seconds: float = STEP_SEC
         )
     row_bytes = settings.row_levels * config.hidden_size * itemsize
     arena = SharedBuffer.attach(arena_fd, settings.row_bytes)
-    executor = Hashes(arena, row_bytes, settings.block_size, config.vocab_size, _special(checkpoint), step_seconds)
+    sizes = row_bytes, settings.block_size, config.vocab_size, config.hidden_size
+    executor = Hashes(arena, *sizes, _special(checkpoint), step_seconds)
     in_turn = InTurn(executor.run)
     executor.adapters = in_turn.adapters
     reader = adapter_reader(settings)
@@ -76,6 +77,7 @@ class Hashes:
         row_bytes: int,
         block_size: int,
         vocabulary: int,
+        hidden_size: int,
         special: list[int],
         step_seconds: float,
     ) -> None:
@@ -83,6 +85,7 @@ class Hashes:
         self._row_bytes = row_bytes
         self._block_size = block_size
         self._vocabulary = vocabulary
+        self._hidden_size = hidden_size
         self._special = special
         self._step_seconds = step_seconds
         self._slots: dict[int, int] = {}
@@ -101,7 +104,9 @@ class Hashes:
             ]
             for asked in plan.scores
         ]
-        return StepResult([token for token, _ in chosen], [logprobs for _, logprobs in chosen], scores)
+        pooled = [self._pool(states[asked.at : asked.at + asked.count]) for asked in plan.pools]
+        tokens, logprobs = [token for token, _ in chosen], [entry for _, entry in chosen]
+        return StepResult(tokens, logprobs, scores, pooled=pooled)
 
     def _states(self, plan: StepPlan) -> list[int]:
         """The hash at each place of the batch, which the cache then has as well."""
@@ -141,6 +146,12 @@ class Hashes:
         logits = 3.0 * draws.standard_normal(self._vocabulary)
         logits[self._special] -= 40.0
         return logits
+
+    def _pool(self, states: list[int]) -> bytes:
+        """float32 [hidden], the sum of what stands for hidden states."""
+        drawn = [np.random.Generator(np.random.Philox(key=state % (1 << 64))) for state in states]
+        found: np.ndarray = sum(each.standard_normal(self._hidden_size) for each in drawn)
+        return found.astype(np.float32).tobytes()
 
     def _choose(self, state: int, draw: Draw) -> tuple[int, TokenLogprobs | None]:
         logits = self._logits(state)

@@ -40,7 +40,7 @@ from llm_service.models.served import ServedModel
 from llm_service.models.trial import Finding
 from llm_service.plan import Adapter, Install, TokenLogprobs
 from llm_service.prompt.builder import PromptBuilder
-from llm_service.request import ChatPrompt, MediaItem, Message, PromptLayout, SamplingParams
+from llm_service.request import ChatPrompt, MediaItem, Message, Pooling, PromptLayout, SamplingParams
 from llm_service.worker.adapters import RankAdapters, adaptable_of
 from llm_service.worker.caches import Caches
 from llm_service.worker.draft_loader import load_draft_model, load_mtp_layer
@@ -71,6 +71,7 @@ class Outcome:
     ended: str = ""
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     prompt: list[TokenLogprobs] = field(default_factory=list)
+    pooled: bytes = b""
 
 
 def make_prompt(
@@ -251,7 +252,7 @@ class LocalEngine:
         self._places: dict[bytes, int] = {}
         self._ids = 0
 
-    def submit(self, prompt: Prompt, sampling: SamplingParams, adapter: int = 0) -> int:
+    def submit(self, prompt: Prompt, sampling: SamplingParams, adapter: int = 0, pooling: Pooling | None = None) -> int:
         """Puts a prompt's rows into the arena and its request into the scheduler; its id. RankAdapters are numbered
         from 1 on."""
         items = []
@@ -274,6 +275,7 @@ class LocalEngine:
                 adapter=adapter,
                 adapter_digest=self.adapters[adapter].digest if adapter else b"",
                 longest=prompt.layout.longest,
+                pooling=pooling,
             )
         )
         return self._ids
@@ -288,7 +290,19 @@ class LocalEngine:
     def run(self, prompts: Sequence[Prompt], sampling: SamplingParams, adapters: Sequence[int] = ()) -> list[Outcome]:
         """Serves all prompts at once; their outcomes in order (of the first choice where there are several)."""
         each = zip(prompts, adapters or [0] * len(prompts), strict=True)
-        outcomes = {self.submit(prompt, sampling, adapter): Outcome() for prompt, adapter in each}
+        return self._serve({self.submit(prompt, sampling, adapter): Outcome() for prompt, adapter in each})
+
+    def embed(self, prompts: Sequence[Prompt], pooling: Pooling = Pooling.LAST, beside: Sequence[Prompt] = ()) -> Any:
+        """What is pooled of all prompts at once, float32 [prompts, hidden], and how many tokens of each were cached;
+        others are answered beside them."""
+        nothing = SamplingParams(max_tokens=1, temperature=0.0)
+        some = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+        outcomes = {self.submit(prompt, nothing, pooling=pooling): Outcome() for prompt in prompts}
+        found = self._serve(outcomes | {self.submit(prompt, some): Outcome() for prompt in beside})[: len(prompts)]
+        vectors = np.stack([np.frombuffer(outcome.pooled, np.float32) for outcome in found])
+        return vectors, [outcome.cached for outcome in found]
+
+    def _serve(self, outcomes: dict[int, Outcome]) -> list[Outcome]:
         under_way: deque[tuple[Step, Launched]] = deque()
         while True:
             step, started = self.scheduler.schedule()
@@ -309,6 +323,8 @@ class LocalEngine:
     def _tell(self, outcomes: dict[int, Outcome], tokens: Sequence[Token]) -> None:
         for scored in self.scheduler.take_scored():
             outcomes[scored.id].prompt.extend(scored.logprobs)
+        for pooled in self.scheduler.take_pooled():
+            outcomes[pooled.id].pooled, outcomes[pooled.id].ended = pooled.values, "embedded"
         for token in tokens:
             if token.choice == 0:
                 outcomes[token.id].tokens.append(token.token)

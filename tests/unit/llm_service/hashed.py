@@ -21,7 +21,7 @@ from llm_service.engine.batch import uniform
 from llm_service.engine.planner import Limits
 from llm_service.engine.structure import Matcher
 from llm_service.plan import Draw, RowSlice, StepPlan, StepResult, TokenLogprobs
-from llm_service.request import SamplingParams
+from llm_service.request import Pooling, SamplingParams
 
 ROW_BYTES = 64
 VOCABULARY = 31
@@ -70,6 +70,7 @@ class Order:
     deadline: float | None = None
     session: int = 0
     adapter: int = 0
+    pooling: Pooling | None = None
 
     def rows_at(self) -> dict[int, int]:
         """The arena row at each media position."""
@@ -137,7 +138,8 @@ class HashExecutor:
             [_likely(hashes[asked.at + n], target) for n, target in enumerate(array("i", asked.targets))]
             for asked in plan.scores
         ]
-        return StepResult(tokens, [None] * len(tokens), scores)
+        pooled = [_sum_of(hashes[asked.at : asked.at + asked.count]) for asked in plan.pools]
+        return StepResult(tokens, [None] * len(tokens), scores, pooled=[each.tobytes() for each in pooled])
 
     def _slot(self, blocks: list[int], index: int) -> int:
         return blocks[index // self.block_size] * self.block_size + index % self.block_size
@@ -170,6 +172,11 @@ def _beginning(order: Order, limits: Limits) -> int:
 
 def _likely(value: int, token: int) -> TokenLogprobs:
     return TokenLogprobs(float(hash((value, token)) % 1009), [])
+
+
+def _sum_of(values: Sequence[int]) -> np.ndarray:
+    """float32 [2]: the sum of what stands for hidden states."""
+    return np.array([sum(value % 1009 for value in values), sum(value % 7 for value in values)], np.float32)
 
 
 def _choose(value: int, draw: Draw) -> int:
@@ -245,6 +252,21 @@ def expected(order: Order, choice: int, limits: Limits) -> tuple[list[int], str]
         if len(out) == sampling.max_tokens or len(order.prompt) + len(out) >= limits.max_context:
             return out, "length"
         value = _extend(value, token, -1, order.adapter)
+
+
+def expected_vector(order: Order, limits: Limits) -> bytes:
+    """What a request's pooling must make of its prompt."""
+    rows, value = order.rows_at(), _beginning(order, limits)
+    values = [
+        value := _extend(value, token, rows.get(index, -1), order.adapter) for index, token in enumerate(order.prompt)
+    ]
+    match order.pooling:
+        case Pooling.MEAN:
+            return (_sum_of(values).astype(np.float64) / len(values)).astype(np.float32).tobytes()
+        case Pooling.CLS:
+            return _sum_of(values[:1]).tobytes()
+        case _:
+            return _sum_of(values[-1:]).tobytes()
 
 
 def expected_scores(order: Order, limits: Limits) -> list[TokenLogprobs]:

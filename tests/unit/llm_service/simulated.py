@@ -21,7 +21,7 @@ from llm_service.engine.planner import Limits
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.sequence import Sequence
 from llm_service.plan import StepResult, TokenLogprobs
-from llm_service.request import SamplingParams
+from llm_service.request import Pooling, SamplingParams
 from llm_service.worker.draft_model import verified
 from tests.in_turn import filled
 from tests.unit.llm_service.hashed import (
@@ -34,6 +34,7 @@ from tests.unit.llm_service.hashed import (
     alternating,
     expected,
     expected_scores,
+    expected_vector,
 )
 
 
@@ -50,6 +51,7 @@ def order(
     priority: int = 0,
     session: int = 0,
     adapter: int = 0,
+    pooling: Pooling | None = None,
     **sampling: object,
 ) -> Order:
     """A greedy request for 4 tokens, unless said otherwise; media places become placeholders."""
@@ -58,9 +60,8 @@ def order(
         for start, _, count in picture.placed():
             ids[start : start + count] = [PAD] * count
     chosen = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True, **sampling}
-    return Order(
-        tuple(ids), SamplingParams(**chosen), tuple(pictures), salt, priority, session=session, adapter=adapter
-    )
+    more = {"session": session, "adapter": adapter, "pooling": pooling}
+    return Order(tuple(ids), SamplingParams(**chosen), tuple(pictures), salt, priority, **more)
 
 
 def simulation(
@@ -92,10 +93,11 @@ class Outcome:
     scored: list[TokenLogprobs] = field(default_factory=list)
     nowhere: int = 0
     resumed: bool = False
+    pooled: bytes = b""
 
     @property
     def over(self) -> bool:
-        return bool(self.failed) or self.aborted or all(self.ended)
+        return bool(self.failed) or self.aborted or bool(self.pooled) or all(self.ended)
 
 
 class Simulation:
@@ -234,6 +236,7 @@ class Simulation:
                     if tokens or outcome.ended[choice]
                 ],
                 scored=len(outcome.scored) + 1 if outcome.scored else 0,
+                pooling=order.pooling,
             )
         )
 
@@ -355,6 +358,10 @@ class Simulation:
             assert not outcome.tokens[0], "a score after the first token"
             assert scored.first == len(outcome.scored) + 1, "scores come in order, each once"
             outcome.scored.extend(scored.logprobs)
+        for pooled in self.scheduler.take_pooled():
+            outcome = self.outcomes[pooled.id]
+            assert not outcome.over, "an embedding after the end of its request"
+            outcome.pooled = pooled.values
         for token in tokens:
             self._take(token)
         self.steps += 1
@@ -389,6 +396,7 @@ class Simulation:
 
     def _take(self, token: Token) -> None:
         outcome = self.outcomes[token.id]
+        assert outcome.order.pooling is None, "a token in place of an embedding"
         assert not outcome.failed, "a token after the end of its request"
         assert not outcome.aborted, "a token after the end of its request"
         assert not outcome.ended[token.choice], "a token after the end of its choice"
@@ -420,6 +428,9 @@ class Simulation:
         self.scheduler.check_integrity()
 
     def _check_words(self, outcome: Outcome) -> None:
+        if outcome.order.pooling is not None:
+            assert not outcome.pooled or outcome.pooled == expected_vector(outcome.order, self.limits)
+            return
         if outcome.order.sampling.prompt_logprobs is not None:
             wanted_scores = expected_scores(outcome.order, self.limits)
             assert outcome.scored == wanted_scores[: len(outcome.scored)]

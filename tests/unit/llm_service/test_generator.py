@@ -81,7 +81,7 @@ class Prompts:
     def ends_in_thinking(self, _: Sequence[int]) -> bool:
         return False
 
-    def pieces(self, *_: Any) -> list[Any]:
+    def pieces(self, *_: Any, **__: Any) -> list[Any]:
         self.at_once.append(threading.current_thread() is threading.main_thread())
         return []
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from llm_service.request import SamplingParams
+from llm_service.request import Pooling, SamplingParams
 from tests.unit.llm_service.hashed import EOS, Order, Picture
 from tests.unit.llm_service.simulated import order, simulation, text
 
@@ -19,7 +19,8 @@ from tests.unit.llm_service.simulated import order, simulation, text
 @st.composite
 def orders(draw: st.DrawFn, context: int) -> Order:
     """Requests that share beginnings and pictures often, and fit the context."""
-    length = draw(st.integers(1, context - 1))
+    pooling = draw(st.sampled_from([None, None, None, *Pooling]))
+    length = draw(st.integers(1, context - (pooling is None)))
     ids = list(text(length, draw(st.integers(0, 2))))
     for end in draw(st.lists(st.integers(0, length - 1), max_size=3)):
         ids[end] = EOS  # a turn ends
@@ -48,10 +49,13 @@ def orders(draw: st.DrawFn, context: int) -> Order:
         "grammar": draw(st.sampled_from(["", "", "", "alternating"])),
         "n": draw(st.sampled_from([1, 1, 1, 2, 3])),
     }
+    if pooling is not None:
+        sampling = {"max_tokens": 1, "temperature": 0.0}
     asked = order(ids, pictures, salt=draw(st.sampled_from(["", "", "x"])), priority=draw(st.integers(-1, 1)))
     deadline = draw(st.sampled_from([None, None, None, 5.0, 20.0]))
     adapter = draw(st.sampled_from([0, 0, 1, 2, 3]))
-    return replace(asked, sampling=SamplingParams(**sampling), deadline=deadline, adapter=adapter)
+    more = {"deadline": deadline, "adapter": adapter, "pooling": pooling}
+    return replace(asked, sampling=SamplingParams(**sampling), **more)
 
 
 class AnyOrderOfEvents(RuleBasedStateMachine):

@@ -1,0 +1,102 @@
+"""What a checkpoint's embeddings are: as sentence-transformers' files beside it say, else as of the models of this kind
+that come without them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from common.checkpoint import Checkpoint
+from common.errors import InvalidInput, Unsupported
+from llm_service.request import Pooling
+
+MODULES: Final = "modules.json"
+"""What sentence-transformers computes, one after the other."""
+
+_MODES: Final = {
+    "lasttoken": Pooling.LAST,
+    "mean": Pooling.MEAN,
+    "cls": Pooling.CLS,
+    "pooling_mode_lasttoken": Pooling.LAST,
+    "pooling_mode_mean_tokens": Pooling.MEAN,
+    "pooling_mode_cls_token": Pooling.CLS,
+}
+"""By what a pooling's config.json calls them: in one word, or, before that, with a field for each."""
+_SMALLEST = 1e-12
+"""A vector that is shorter stays so."""
+
+
+class _NotServedError(ValueError):
+    """An embedding is made in a way that is not served; the message says in which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Embedder:
+    """Embeddings of `dimensions` numbers, of the length 1 where they are `normalized`. `why_not`: there are none, since
+    the checkpoint wants what is not served."""
+
+    dimensions: int
+    pooling: Pooling = Pooling.LAST
+    normalized: bool = True
+    why_not: str = ""
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, dimensions: int) -> Embedder:
+        """Those of a checkpoint whose hidden states have so many numbers. Without files that say otherwise they are the
+        last token's, of the length 1."""
+        try:
+            modules = _modules(checkpoint)
+            poolings = [path for kind, path in modules if kind == "Pooling"]
+            pooling = _pooling(checkpoint.json(f"{poolings[0]}/config.json")) if poolings else Pooling.LAST
+        except _NotServedError as error:
+            return cls(dimensions, why_not=str(error))
+        return cls(dimensions, pooling, not modules or any(kind == "Normalize" for kind, _ in modules))
+
+    def check(self, dimensions: int | None) -> Pooling:
+        """How to pool for an embedding of so many numbers. Raises Unsupported where there are no embeddings,
+        InvalidInput where they have fewer numbers."""
+        if self.why_not:
+            raise Unsupported(f"embeddings of this model are not served: {self.why_not}", reason="NO_POOLING")
+        if dimensions is not None and not 1 <= dimensions <= self.dimensions:
+            why = f"dimensions must be between 1 and {self.dimensions}"
+            raise InvalidInput(why, reason="OUT_OF_RANGE", field="dimensions")
+        return self.pooling
+
+    def vector(self, pooled: bytes, dimensions: int | None = None) -> np.ndarray:
+        """The embedding, float32 [dimensions], of what was pooled, float32 [hidden]: its leading numbers."""
+        leading = np.frombuffer(pooled, np.float32)[:dimensions].astype(np.float64)
+        if self.normalized:
+            leading = leading / max(float(np.linalg.norm(leading)), _SMALLEST)
+        return leading.astype(np.float32)
+
+
+def _modules(checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    """(kind, folder) of each module behind the model itself; none where the checkpoint does not say. Raises
+    _NotServedError."""
+    stated = checkpoint.text(MODULES)
+    if stated is None:
+        return []
+    try:
+        found = [(str(each["type"]).rpartition(".")[2], str(each["path"])) for each in json.loads(stated)]
+    except (ValueError, TypeError, KeyError) as error:
+        raise _NotServedError(f"its {MODULES} cannot be read") from error
+    kinds = [kind for kind, _ in found]
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise _NotServedError(f"its {MODULES} names {', '.join(kinds) or 'nothing'}")
+    return found[1:]
+
+
+def _pooling(config: dict[str, Any]) -> Pooling:
+    """Raises _NotServedError for another way than ours, or several at once."""
+    stated = config.get("pooling_mode")
+    wanted = [stated] if stated is not None else [name for name in config if name.startswith("pooling_mode_")]
+    wanted = [str(name) for name in wanted if stated is not None or config[name]]
+    if len(wanted) != 1 or wanted[0] not in _MODES:
+        raise _NotServedError(f"its pooling is {', '.join(wanted) or 'not said'}")
+    pooling = _MODES[wanted[0]]
+    if pooling.of_all and not config.get("include_prompt", True):
+        raise _NotServedError("its pooling leaves the prompt out")
+    return pooling
