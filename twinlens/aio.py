@@ -12,7 +12,14 @@ from google.protobuf.message import Message
 from twinlens import v1
 from twinlens.answers import Answer
 from twinlens.channel import REQUEST_BYTES, Endpoint, capped
-from twinlens.client import STREAM_TIMEOUT, UNARY_TIMEOUT, as_encode_request, as_request, tokenize_request
+from twinlens.client import (
+    STREAM_TIMEOUT,
+    UNARY_TIMEOUT,
+    as_embed_request,
+    as_encode_request,
+    as_request,
+    tokenize_request,
+)
 from twinlens.errors import error_from
 from twinlens.prompts import Prompt, generate_request, transcription, user
 from twinlens.streams import AsyncStream
@@ -98,6 +105,22 @@ class AsyncLlmClient(_AsyncClient):
         """
         request = as_request(prompt, sampling)
         return AsyncStream(self._stub.Generate(request, timeout=self._limit(timeout), metadata=self._about(request)))
+
+    async def embed(
+        self,
+        prompt: Prompt | v1.EmbedRequest,
+        *,
+        dimensions: int | None = None,
+        cache_salt: str = "",
+        timeout: float | None = None,
+    ) -> v1.EmbedResponse:
+        """Waits for the embedding of a prompt, its media included: `values`, `dimensions` of them (None: all).
+
+        An `EmbedRequest` (see `twinlens.prompts.embed_request`) names model, priority and the rest; giving anything
+        else beside it is a ValueError.
+        """
+        request = as_embed_request(prompt, dimensions, cache_salt)
+        return await self._unary(self._stub.Embed, request, self._limit(timeout))
 
     async def transcribe(
         self,

@@ -17,7 +17,7 @@ from twinlens import v1
 from twinlens.answers import Answer
 from twinlens.channel import REQUEST_BYTES, Endpoint, capped
 from twinlens.errors import FailedCall, error_from
-from twinlens.prompts import Prompt, chat, generate_request, transcription, user
+from twinlens.prompts import Prompt, chat, embed_request, generate_request, transcription, user
 from twinlens.streams import Stream
 
 STREAM_TIMEOUT = 600.0
@@ -105,6 +105,22 @@ class LlmClient(_Client):
         """
         request = as_request(prompt, sampling)
         return Stream(self._stub.Generate(request, timeout=self._limit(timeout), metadata=self._about(request)))
+
+    def embed(
+        self,
+        prompt: Prompt | v1.EmbedRequest,
+        *,
+        dimensions: int | None = None,
+        cache_salt: str = "",
+        timeout: float | None = None,
+    ) -> v1.EmbedResponse:
+        """Waits for the embedding of a prompt, its media included: `values`, `dimensions` of them (None: all).
+
+        An `EmbedRequest` (see `twinlens.prompts.embed_request`) names model, priority and the rest; giving anything
+        else beside it is a ValueError.
+        """
+        request = as_embed_request(prompt, dimensions, cache_salt)
+        return self._unary(self._stub.Embed, request, self._limit(timeout))
 
     def transcribe(
         self,
@@ -209,6 +225,15 @@ def as_request(prompt: Prompt | v1.GenerateRequest, sampling: v1.SamplingParams 
         return generate_request(prompt, sampling)
     if sampling is not None:
         raise ValueError("sampling belongs inside the GenerateRequest")
+    return prompt
+
+
+def as_embed_request(prompt: Prompt | v1.EmbedRequest, dimensions: int | None, cache_salt: str) -> v1.EmbedRequest:
+    """The request that an `embed` call means."""
+    if not isinstance(prompt, v1.EmbedRequest):
+        return embed_request(prompt, dimensions=dimensions, cache_salt=cache_salt)
+    if dimensions is not None or cache_salt:
+        raise ValueError("dimensions and cache_salt belong inside the EmbedRequest")
     return prompt
 
 

@@ -15,6 +15,7 @@ from twinlens.v1 import (
     ChatInput,
     ChatMessage,
     ChatPart,
+    EmbedRequest,
     GenerateRequest,
     Media,
     MediaOptions,
@@ -178,6 +179,38 @@ def generate_request(
             request.chat.tools.extend(tools)
             if thinking is not None:
                 request.chat.thinking = thinking
+    return request
+
+
+def embed_request(
+    prompt: Prompt,
+    *,
+    dimensions: int | None = None,
+    request_id: str = "",
+    model: str = "",
+    cache_salt: str = "",
+    priority: int = 0,
+    max_handovers: int | None = None,
+) -> EmbedRequest:
+    """The request for a prompt's embedding. The names are `EmbedRequest`'s; a default leaves its field unset. Raises
+    ValueError for a sound whose words are wanted: that is no prompt to embed."""
+    request = EmbedRequest(
+        dimensions=dimensions,
+        request_id=request_id,
+        model=model,
+        cache_salt=cache_salt,
+        priority=priority,
+        max_handovers=max_handovers,
+    )
+    match prompt:
+        case TextInput():
+            request.text.CopyFrom(prompt)
+        case TokensInput():
+            request.tokens.CopyFrom(prompt)
+        case TranscriptionInput():
+            raise ValueError("a sound to be embedded stands in a message, as `user(audio(…))`")
+        case _:
+            request.chat.CopyFrom(chat(prompt))
     return request
 
 

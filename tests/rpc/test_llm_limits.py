@@ -52,7 +52,7 @@ def test_a_picture_without_an_encoder_is_unavailable_and_never_answered_as_text(
     assert error.retry_after is not None
 
 
-METHODS = ["Generate", "Abort", "Tokenize", "GetInfo", "GetLoad", "FlushCache", "LoadAdapter", "UnloadAdapter"]
+METHODS = ["Generate", "Embed", "Abort", "Tokenize", "GetInfo", "GetLoad", "FlushCache", "LoadAdapter", "UnloadAdapter"]
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -6,23 +6,21 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from twinlens.answers import Answer
 from twinlens.cli.connection import add_flags, endpoint
+from twinlens.cli.given import add_media_flags, add_preprocessing_flags, conversation
 from twinlens.cli.reasoning import ReasoningSplitter
 from twinlens.cli.shown import add_output_flags, print_error, print_event, show_timings
 from twinlens.cli.tables import table
 from twinlens.client import LlmClient
 from twinlens.errors import TwinlensError
-from twinlens.prompts import audio, generate_request, image, system, user, video
+from twinlens.prompts import generate_request
 from twinlens.v1 import (
-    ChatMessage,
     GenerateRequest,
     GenerateResponse,
-    Media,
     SamplingParams,
     TokenLogprobs,
 )
@@ -42,12 +40,6 @@ _SAMPLING = (
     "prompt_logprobs",
 )
 
-_PREPROCESSING = {
-    "image": ("min_pixels", "max_pixels"),
-    "video": ("fps", "max_frames", "video_pruning_rate", "with_sound"),
-}
-"""What may be asked of items of each kind."""
-
 _ANY_OBJECT = '{"type": "object"}'
 
 _PENALTIES = {
@@ -62,17 +54,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("ask", help="ask about pictures, videos and sounds", description=__doc__)
     parser.set_defaults(run=run)
     parser.add_argument("question", help="the question; - reads it from standard input")
-    for kind, what in (("image", "an image"), ("video", "a video"), ("audio", "a sound clip")):
-        parser.add_argument(
-            f"--{kind}",
-            dest="media",  # one list for all, so that their order on the command line is kept
-            type=partial(_named, kind),
-            action="append",
-            default=[],
-            metavar="F",
-            help=f"{what}: a file, or an http(s) address; repeatable",
-        )
-    parser.add_argument("--system", metavar="TEXT", help="an instruction that stands over the conversation")
+    add_media_flags(parser)
     parser.add_argument("--llm", dest="address", metavar="ADDR", default="127.0.0.1:7002", help="default: %(default)s")
     parser.add_argument("--session", metavar="NAME", default="", help="keep what it uses for the next one of that name")
     parser.add_argument(
@@ -85,7 +67,7 @@ def add_parser(commands: Any) -> None:
     form.add_argument("--json-schema", metavar="FILE", help="the answer is JSON that follows this schema")
     add_output_flags(parser)
     _add_sampling(parser.add_argument_group("sampling", "what is not given is left to the model's own settings"))
-    _add_preprocessing(parser.add_argument_group("preprocessing"))
+    add_preprocessing_flags(parser)
     add_flags(parser)
 
 
@@ -102,17 +84,6 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
     for name, whose in (("logprobs", "the answer's"), ("prompt-logprobs", "the prompt's")):
         shown = f"then print how likely {whose} tokens were, and N of the likeliest, to standard error"
         group.add_argument(f"--{name}", type=int, metavar="N", help=shown)
-
-
-def _add_preprocessing(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--min-pixels", type=int, metavar="N", help="least area of a picture after resizing")
-    group.add_argument("--max-pixels", type=int, metavar="N", help="greatest area of a picture after resizing")
-    group.add_argument("--fps", type=float, metavar="R", help="frames taken of each second of video")
-    group.add_argument("--max-frames", type=int, metavar="N", help="the most frames taken of a video")
-    pruning = "share of a video's rows to drop, 0 to below 1: those that change least from frame to frame"
-    group.add_argument("--video-pruning-rate", type=float, metavar="R", help=pruning)
-    sound = "a video's own sound goes with its frames"
-    group.add_argument("--with-sound", action="store_const", const=True, help=sound)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -147,45 +118,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _named(kind: str, source: str) -> tuple[str, str]:
-    return kind, source
-
-
 def _request(arguments: argparse.Namespace) -> GenerateRequest:
-    _check_preprocessing(arguments)
-    question = _read_question() if arguments.question == "-" else arguments.question
-    messages: list[ChatMessage] = [system(arguments.system)] if arguments.system else []
-    messages.append(user(*(_media(kind, source, arguments) for kind, source in arguments.media), question))
+    messages = conversation(arguments.question, arguments)
     return generate_request(messages, _sampling(arguments), session_id=arguments.session, thinking=arguments.thinking)
-
-
-def _read_question() -> str:
-    if sys.stdin is None:
-        raise ValueError("there is no standard input to read the question from")
-    return sys.stdin.read()
-
-
-def _check_preprocessing(arguments: argparse.Namespace) -> None:
-    """Raises ValueError for an option that nothing given could obey."""
-    kinds = {kind for kind, _ in arguments.media}
-    for kind, names in _PREPROCESSING.items():
-        for name in names:
-            if getattr(arguments, name) is not None and kind not in kinds:
-                raise ValueError(f"--{name.replace('_', '-')} needs --{kind}")
-
-
-def _media(kind: str, source: str, arguments: argparse.Namespace) -> Media:
-    if kind == "audio":
-        return audio(source)
-    if kind == "image":
-        return image(source, min_pixels=arguments.min_pixels, max_pixels=arguments.max_pixels)
-    return video(
-        source,
-        fps=arguments.fps,
-        max_frames=arguments.max_frames,
-        pruning_rate=arguments.video_pruning_rate,
-        with_sound=bool(arguments.with_sound),
-    )
 
 
 def _sampling(arguments: argparse.Namespace) -> SamplingParams:

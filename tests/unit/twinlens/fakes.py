@@ -43,6 +43,9 @@ class FakeLlm(v1.LlmServiceServicer):
 
     def __init__(self) -> None:
         self.requests: list[v1.GenerateRequest] = []
+        self.to_embed: list[v1.EmbedRequest] = []
+        self.vector = [0.6, -0.8]
+        self.embeddings: v1.Embeddings | None = v1.Embeddings(dimensions=2, pooling=v1.POOLING_LAST, normalized=True)
         self.metadata: dict[str, str | bytes] = {}
         self.remaining = 0.0
         self.generated_with: list[tuple[dict[str, str | bytes], float]] = []
@@ -92,6 +95,16 @@ class FakeLlm(v1.LlmServiceServicer):
         if self.refusal is not None:
             refuse(context, *self.refusal)
 
+    def Embed(self, request, context):
+        self.to_embed.append(request)
+        self.metadata = dict(context.invocation_metadata())
+        self.remaining = context.time_remaining()
+        if self.refusal is not None:
+            refuse(context, *self.refusal)
+        values = self.vector[: request.dimensions] if request.HasField("dimensions") else self.vector
+        usage = v1.Usage(prompt_tokens=9, cached_tokens=4)
+        return v1.EmbedResponse(values=values, usage=usage, request_id=request.request_id)
+
     def Abort(self, request, context):
         return v1.AbortResponse(aborted=len(request.request_ids))
 
@@ -111,6 +124,7 @@ class FakeLlm(v1.LlmServiceServicer):
             devices=["cpu"],
             adapters=self.adapters.values(),
             modalities=self.modalities,
+            embeddings=self.embeddings,
             encoder_digest="0123456789abcdef",
             context_tokens=self.context_tokens,
             instance=self.instance,
