@@ -1,5 +1,6 @@
-"""`python -m tests.kernel_compiler CAPABILITY TYPES [TYPES]`: compiles our Triton kernels for a GPU that is not here,
-in these types, as `bfloat16,float32`, and those of layers with states in the last ones, where there are any.
+"""`python -m tests.kernel_compiler [--first] CAPABILITY TYPES [TYPES]`: compiles our Triton kernels for a GPU that is
+not here, in these types, as `bfloat16,float32`, and those of layers with states in the last ones, where there are any;
+with `--first`, each in the first of its forms alone.
 
 Down to machine code, which Triton's own assembler makes without a driver. Prints one JSON object: of each kernel, the
 bytes of shared memory that it takes, those that one thread keeps on its stack, whether it copies while it computes, and
@@ -8,12 +9,12 @@ the registers of a thread.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
-import sys
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -101,14 +102,28 @@ Needs = tuple[int, int, bool, int]
 registers."""
 
 
-def compiled(
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A kernel with the types, constants and options that it is compiled with."""
+
+    source: ASTSource
+    capability: int
+    options: dict[str, int]
+
+    def compile(self) -> Needs:
+        made = triton.compile(self.source, target=GPUTarget("cuda", self.capability, 32), options=self.options)
+        stack, registers = _usage(made.asm["cubin"])
+        return int(made.metadata.shared), stack, "cp.async" in made.asm["ptx"], registers
+
+
+def form(
     capability: int,
     kernel: Any,
     dtype: torch.dtype,
     wide: tuple[str, ...] = (),
     types: dict[str, str] | None = None,
     **given: Any,
-) -> Needs:
+) -> Form:
     """`given` are constants and options; `wide` names pointers to float32, `types` says those of others."""
     options = {name: given.pop(name) for name in ("num_warps", "num_stages") if name in given}
     signature: dict[str, str] = {}
@@ -132,9 +147,7 @@ def compiled(
         constexprs={(kernel.arg_names.index(name),): value for name, value in given.items()},
         attrs={(n,): [["tt.divisibility", 16]] for n in aligned},
     )
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    stack, registers = _usage(made.asm["cubin"])
-    return int(made.metadata.shared), stack, "cp.async" in made.asm["ptx"], registers
+    return Form(source, capability, options)
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
@@ -149,7 +162,7 @@ def _usage(cubin: bytes) -> tuple[int, int]:
     return int(found[2]), int(found[1])
 
 
-def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, Needs]:
+def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, Form]:
     """As `TritonBatch` launches them."""
     shape = KernelShape.of(CacheShape(1, 1, 16, 8, 2, head_dim), dtype)
     windowed, chunked = replace(shape, window=1024), replace(shape, chunk=8192)
@@ -158,43 +171,43 @@ def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, N
     sums, kernel = ("mixtures", "maxima", "sums"), triton_kernels.attention_kernel
     joined = {"TOKENS": 1, "GROUP": shape.group, "HEAD_DIM": head_dim, "DIMS": shape.dims, "PARTS": COMBINED}
     return {
-        "store": compiled(capability, triton_kernels.store_kernel, dtype, WIDTH=256),
-        "decode": compiled(capability, kernel, dtype, sums, **same, **shape.rows(1)),
-        "verify": compiled(capability, kernel, dtype, sums, **same, **shape.rows(5)),
-        "combine": compiled(capability, part_kernels.combine_kernel, dtype, sums, **joined, num_warps=4),
-        "prefill": compiled(capability, kernel, dtype, sums, **same, **shape.rows(shape.tile)),
-        "windows": compiled(capability, kernel, dtype, sums, **same, **windowed.rows(shape.tile)),
-        "chunks": compiled(capability, kernel, dtype, sums, **same, **chunked.rows(shape.tile)),
-        "answers": compiled(capability, kernel, dtype, sums, **same, **answers.rows(1)),
-        "prompts": compiled(capability, kernel, dtype, sums, **same, **answers.rows(shape.tile)),
+        "store": form(capability, triton_kernels.store_kernel, dtype, WIDTH=256),
+        "decode": form(capability, kernel, dtype, sums, **same, **shape.rows(1)),
+        "verify": form(capability, kernel, dtype, sums, **same, **shape.rows(5)),
+        "combine": form(capability, part_kernels.combine_kernel, dtype, sums, **joined, num_warps=4),
+        "prefill": form(capability, kernel, dtype, sums, **same, **shape.rows(shape.tile)),
+        "windows": form(capability, kernel, dtype, sums, **same, **windowed.rows(shape.tile)),
+        "chunks": form(capability, kernel, dtype, sums, **same, **chunked.rows(shape.tile)),
+        "answers": form(capability, kernel, dtype, sums, **same, **answers.rows(1)),
+        "prompts": form(capability, kernel, dtype, sums, **same, **answers.rows(shape.tile)),
     }
 
 
-def int8_blocks(capability: int) -> dict[str, Needs]:
+def int8_blocks(capability: int) -> dict[str, Form]:
     """Attention over keys and values in 8 bits, in bfloat16, as `TritonBatch` launches it."""
     shape = KernelShape.of(CacheShape(1, 1, 16, 8, 2, 128, int8=True), torch.bfloat16)
     same = {"BLOCK_SIZE": 16, "BLOCK_N": shape.keys_at_once, "PRECISION": shape.precision, "INT8": True}
     kernel, sums = triton_kernels.attention_kernel, ("mixtures", "maxima", "sums")
     made = {
-        f"int8 {name}": compiled(capability, kernel, torch.bfloat16, sums, _IN_8_BITS, **same, **shape.rows(tokens))
+        f"int8 {name}": form(capability, kernel, torch.bfloat16, sums, _IN_8_BITS, **same, **shape.rows(tokens))
         for name, tokens in (("decode", 1), ("verify", 5), ("prefill", shape.tile))
     }
     capped = replace(shape, softcap=50.0).rows(shape.tile)
-    made["int8 capped"] = compiled(capability, kernel, torch.bfloat16, sums, _IN_8_BITS, **same, **capped)
+    made["int8 capped"] = form(capability, kernel, torch.bfloat16, sums, _IN_8_BITS, **same, **capped)
     store, sizes = triton_kernels.store_int8_kernel, {"HEADS": 2, "HEAD_DIM": 128, "DIMS": 128, "BLOCK_SIZE": 16}
-    return made | {"int8 store": compiled(capability, store, torch.bfloat16, types=_IN_8_BITS, **sizes)}
+    return made | {"int8 store": form(capability, store, torch.bfloat16, types=_IN_8_BITS, **sizes)}
 
 
 _IN_8_BITS = {"keys": "*i8", "values": "*i8", "key_scales": "*fp32", "value_scales": "*fp32"}
 
 
-def wide_heads(capability: int, head_dim: int, group: int) -> dict[str, Needs]:
+def wide_heads(capability: int, head_dim: int, group: int) -> dict[str, Form]:
     """Attention of heads above 128 in bfloat16, as `TritonBatch` launches it."""
     shape = KernelShape.of(CacheShape(1, 1, 16, group, 1, head_dim), torch.bfloat16)
     same = {"BLOCK_SIZE": 16, "BLOCK_N": shape.keys_at_once, "PRECISION": shape.precision, "INT8": False}
     kernel, sums = triton_kernels.attention_kernel, ("mixtures", "maxima", "sums")
     return {
-        name: compiled(capability, kernel, torch.bfloat16, sums, **same, **each.rows(tokens))
+        name: form(capability, kernel, torch.bfloat16, sums, **same, **each.rows(tokens))
         for name, each, tokens in (
             ("decode", shape, 1),
             ("prefill", shape, shape.tile),
@@ -205,13 +218,13 @@ def wide_heads(capability: int, head_dim: int, group: int) -> dict[str, Needs]:
     }
 
 
-def latents(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
+def latents(capability: int, dtype: torch.dtype) -> dict[str, Form]:
     """Attention over latents of 512 and 64 numbers, as DeepSeek-V3 has them, and of 512 alone, as `LatentTritonBatch`
     launches it, and scores of an index of DeepSeek-V3.2's size."""
     shape = LatentKernelShape.of(CacheShape(1, 1, 16, 64, 1, 576, CAUSAL, 512), dtype)
     kernel, sums = latent_kernels.latent_kernel, ("mixtures", "maxima", "sums", "sinks")
     made = {
-        f"latent {name}": compiled(capability, kernel, dtype, sums, SINKS=sinks, **shape.constants(tokens))
+        f"latent {name}": form(capability, kernel, dtype, sums, SINKS=sinks, **shape.constants(tokens))
         for name, tokens, sinks in (
             ("decode", 1, False),
             ("verify", 5, False),
@@ -221,53 +234,51 @@ def latents(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
         )
     }
     plain = LatentKernelShape.of(CacheShape(1, 1, 16, 64, 1, 512, CAUSAL, 512), dtype)
-    made["plain latent decode"] = compiled(capability, kernel, dtype, sums, SINKS=False, **plain.constants(1))
+    made["plain latent decode"] = form(capability, kernel, dtype, sums, SINKS=False, **plain.constants(1))
     score, types = index_kernels.score_tokens_kernel, {"weights": "*fp32", "out": "*fp32"}
     for name, pooled in (("token scores", {}), ("pool scores", {"kept": 256, "pool": 16})):
         constants = index_kernels.constants(64, 128, 64, dtype, **pooled)
-        made[name] = compiled(capability, score, dtype, types=types, **constants)
-    return made | {"latent store": compiled(capability, latent_kernels.store_latents_kernel, dtype, WIDTH=1024)}
+        made[name] = form(capability, score, dtype, types=types, **constants)
+    return made | {"latent store": form(capability, latent_kernels.store_latents_kernel, dtype, WIDTH=1024)}
 
 
-def wide_latents(capability: int) -> dict[str, Needs]:
+def wide_latents(capability: int) -> dict[str, Form]:
     """The same over latents of 1024 numbers within windows, in bfloat16, as dots3-note has them."""
     seen = AttentionKind(window=512)
     shape = LatentKernelShape.of(CacheShape(1, 1, 16, 64, 1, 1088, seen, 1024), torch.bfloat16)
     kernel, sums = latent_kernels.latent_kernel, ("mixtures", "maxima", "sums", "sinks")
     return {
-        f"wide latents {name}": compiled(
-            capability, kernel, torch.bfloat16, sums, SINKS=False, **shape.constants(tokens)
-        )
+        f"wide latents {name}": form(capability, kernel, torch.bfloat16, sums, SINKS=False, **shape.constants(tokens))
         for name, tokens in (("decode", 1), ("prefill", shape.tile))
     }
 
 
-def vision(capability: int, dtype: torch.dtype, head: int) -> dict[str, Needs]:
+def vision(capability: int, dtype: torch.dtype, head: int) -> dict[str, Form]:
     """As the towers launch their attention, over whole pictures and over windows, and their rotary positions."""
     kernel = varlen_attention._varlen_attention
     same = dict.fromkeys(("QUERY_HEAD", "KEY_HEAD", "VALUE_HEAD", "OUT_HEAD"), head) | {"WIDEN": False}
     made = {
-        f"vision {rows}": compiled(capability, kernel, dtype, **varlen_attention.launch(head, dtype, rows), **same)
+        f"vision {rows}": form(capability, kernel, dtype, **varlen_attention.launch(head, dtype, rows), **same)
         for rows in (64, 128)
     }
     turn, angles = rotary_kernel.rotary_kernel, ("cosine", "sine")
     for name, given in (("vision rotary", 0), ("vision rotary of the library", head)):
-        made[name] = compiled(capability, turn, dtype, angles, **rotary_kernel.constants(32, head, given), num_warps=4)
+        made[name] = form(capability, turn, dtype, angles, **rotary_kernel.constants(32, head, given), num_warps=4)
     return made
 
 
-def rows(capability: int, dtype: torch.dtype, head: int) -> dict[str, Needs]:
+def rows(capability: int, dtype: torch.dtype, head: int) -> dict[str, Form]:
     """As the decoder launches them, 4096 wide."""
     heads = {"NORM": True, "HEAD": head, "ROTARY": head, "DIMS": triton.next_power_of_2(head), "PART": rows_gpu._HEADS}
     return {
-        "norm": compiled(capability, rows_gpu.norm_kernel, dtype, ADD=False, BLOCK=4096, num_warps=8),
-        "add and norm": compiled(capability, rows_gpu.norm_kernel, dtype, ADD=True, BLOCK=4096, num_warps=8),
-        "turn": compiled(capability, rows_gpu.qk_norm_rotary_kernel, dtype, **heads, num_warps=4),
-        "gate": compiled(capability, rows_gpu.gate_kernel, dtype, GELU=True, BLOCK=rows_gpu._GATES, num_warps=4),
+        "norm": form(capability, rows_gpu.norm_kernel, dtype, ADD=False, BLOCK=4096, num_warps=8),
+        "add and norm": form(capability, rows_gpu.norm_kernel, dtype, ADD=True, BLOCK=4096, num_warps=8),
+        "turn": form(capability, rows_gpu.qk_norm_rotary_kernel, dtype, **heads, num_warps=4),
+        "gate": form(capability, rows_gpu.gate_kernel, dtype, GELU=True, BLOCK=rows_gpu._GATES, num_warps=4),
     } | {**routing(capability, dtype), **adapters(capability, dtype)}
 
 
-def adapters(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
+def adapters(capability: int, dtype: torch.dtype) -> dict[str, Form]:
     """Of rank 64, the most of a rank that one program takes."""
     launch, types = adapter_kernels.AdapterLaunch.of(64, dtype), dict.fromkeys(("rows", "ranks", "blocks"), "*i32")
     types["parts"] = "i32"
@@ -276,12 +287,12 @@ def adapters(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
         "expand": (adapter_kernels.expand_kernel, launch.expand),
     }
     return {
-        name: compiled(capability, kernel, dtype, ("between", "scales"), types, **given)
+        name: form(capability, kernel, dtype, ("between", "scales"), types, **given)
         for name, (kernel, given) in made.items()
     }
 
 
-def routing(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
+def routing(capability: int, dtype: torch.dtype) -> dict[str, Form]:
     """Of 128 experts, eight of which each row goes to."""
     whole = {"rows": "*i32", "places": "*i32", "chosen": "*i32", "weights": f"*{_NAMES[dtype]}"}
     sizes, block = {"PER_TOKEN": 8}, {"BLOCK": routing_kernels._BLOCK, "num_warps": 4}
@@ -293,12 +304,12 @@ def routing(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
     }
     long = {"sort of int64": {"chosen": "*i64"}}  # what routers of groups choose by torch's top-k
     return {
-        name: compiled(capability, kernel, dtype, (), whole | long.get(name, {}), **sizes, **given)
+        name: form(capability, kernel, dtype, (), whole | long.get(name, {}), **sizes, **given)
         for name, (kernel, given) in made.items()
     }
 
 
-def delta_net(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
+def delta_net(capability: int, dtype: torch.dtype) -> dict[str, Form]:
     """As `TritonBatch` of gated delta nets launches them, with the heads of a model of 4 B."""
     shape = GdnShape(16, 32, 128, 128)
     launch = KernelConstants(shape, dtype == torch.float32)
@@ -316,10 +327,10 @@ def delta_net(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
         "norm gate": (gdn_kernels.norm_gate_kernel, {**tile, **sizes}),
     }
     wide = ("recurrent", "system", "inverse", "within")
-    return {name: compiled(capability, kernel, dtype, wide, **given) for name, (kernel, given) in made.items()}
+    return {name: form(capability, kernel, dtype, wide, **given) for name, (kernel, given) in made.items()}
 
 
-def kimi_delta(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
+def kimi_delta(capability: int, dtype: torch.dtype) -> dict[str, Form]:
     """As `TritonBatch` of Kimi Delta Attention launches them, with the heads of the published size."""
     shape = KdaShape(64, 128)
     launch, width = KdaConstants(shape, dtype == torch.float32), {"WIDTH": shape.width, "num_warps": 4}
@@ -336,10 +347,10 @@ def kimi_delta(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
     wide: tuple[str, ...] = "mixed", "conv", "bias", "recurrent", "a_log", "dt_bias", "gain", "system", "inverse"
     wide += "within", "writes", "left"
     types = {"least": "fp32"}
-    return {name: compiled(capability, kernel, dtype, wide, types, **given) for name, (kernel, given) in made.items()}
+    return {name: form(capability, kernel, dtype, wide, types, **given) for name, (kernel, given) in made.items()}
 
 
-def mamba2(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
+def mamba2(capability: int, dtype: torch.dtype) -> dict[str, Form]:
     """As `TritonBatch` of Mamba-2 launches them, with the heads of a model of 30 B."""
     shape = Mamba2Shape(8, 64, 64, 128, least_step=0.001)
     launch, width = Mamba2Constants(shape, dtype == torch.float32), {"WIDTH": shape.width, "num_warps": 4}
@@ -353,33 +364,33 @@ def mamba2(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
     }
     wide, types = ("recurrent", "read", "a_log", "dt_bias", "d"), {"answers": "*i32", "least": "fp32"}
     types["dt"] = f"*{_NAMES[dtype]}"
-    return {name: compiled(capability, kernel, dtype, wide, types, **given) for name, (kernel, given) in made.items()}
+    return {name: form(capability, kernel, dtype, wide, types, **given) for name, (kernel, given) in made.items()}
 
 
-def short_convolution(capability: int, dtype: torch.dtype) -> dict[str, Needs]:
+def short_convolution(capability: int, dtype: torch.dtype) -> dict[str, Form]:
     """As `ConvolutionKernelBatch` launches them, as wide as LFM2's."""
     same = {"WIDTH": 3, "BIAS": False, "SILU": False, "num_warps": 4}
     made = {
         "step": (gdn_kernels.conv_step_kernel, {**same, "BLOCK": CHANNELS}),
         "run": (gdn_kernels.conv_run_kernel, {**same, "TILE": CHUNK, "BLOCK": RUN_CHANNELS}),
     }
-    return {name: compiled(capability, kernel, dtype, **given) for name, (kernel, given) in made.items()}
+    return {name: form(capability, kernel, dtype, **given) for name, (kernel, given) in made.items()}
 
 
-def sampler(capability: int) -> dict[str, Needs]:
+def sampler(capability: int) -> dict[str, Form]:
     """As `gpu_sampler` launches them."""
     launch = {"BLOCK": gpu_sampler._BLOCK, "num_warps": 8}
     numbers = {"LARGEST": gpu_sampler._NUMBER.max, "SEEN": gpu_sampler._SEEN}
     return {
-        "adjust": compiled(capability, sampling.adjust_kernel, torch.float32, **numbers, **launch),
-        "draw": compiled(capability, sampling.draw_kernel, torch.float32, COUNT=sampling.HEAD, BITS=18, **launch),
+        "adjust": form(capability, sampling.adjust_kernel, torch.float32, **numbers, **launch),
+        "draw": form(capability, sampling.draw_kernel, torch.float32, COUNT=sampling.HEAD, BITS=18, **launch),
     }
 
 
-def main(capability: int, types: list[torch.dtype], states: list[torch.dtype]) -> dict[str, Needs]:
+def all_forms(capability: int, types: list[torch.dtype], states: list[torch.dtype]) -> dict[str, Form]:
     """Kernels in these types, bfloat16 among them, each with the sizes of head that models have; those of layers with
     states in types of their own."""
-    found: dict[str, Needs] = {}
+    found: dict[str, Form] = {}
     for dtype in types:
         name, head_dim = _NAMES[dtype], _HEADS[dtype]
         made = attention(capability, dtype, head_dim) | vision(capability, dtype, head_dim)
@@ -406,7 +417,7 @@ def main(capability: int, types: list[torch.dtype], states: list[torch.dtype]) -
     return found | sampler(capability) | quantized(capability, torch.bfloat16, torch.float32 in types)
 
 
-def quantized(capability: int, dtype: torch.dtype, wide: bool) -> dict[str, Needs]:
+def quantized(capability: int, dtype: torch.dtype, wide: bool) -> dict[str, Form]:
     """As `GpuWeight` launches them: of one row, of as many as go through the kernel at once, of 128 experts. `wide`:
     and in float32."""
     forms = {  # groups of inputs, their size, zeros, the type of scales
@@ -415,7 +426,7 @@ def quantized(capability: int, dtype: torch.dtype, wide: bool) -> dict[str, Need
         Number.UINT4: (False, 128, 2, "*fp16"),
         Number.E2M1: (False, 0, 0, "*u8"),
     }
-    found: dict[str, Needs] = {}
+    found: dict[str, Form] = {}
     for number, (one, columns, zeros, scales) in forms.items():
         same = {"FORM": weights_gpu._FORMS[number], "E4M3_SCALES": scales == "*u8", "ZEROS": zeros}
         name = number.value
@@ -426,30 +437,54 @@ def quantized(capability: int, dtype: torch.dtype, wide: bool) -> dict[str, Need
             kernel = quantized_kernel.product_kernel
             sums = ("out",) if constants["SPLITS"] > 1 else ()
             types = {"scales": scales}
-            found[f"{what}, {name}"] = compiled(capability, kernel, dtype, sums, types, **same, **constants, **launch)
+            found[f"{what}, {name}"] = form(capability, kernel, dtype, sums, types, **same, **constants, **launch)
         if number is Number.INT8 and wide:  # in float32 tiles are the largest
             launch = asdict(weights_gpu.Launch.of(40, 4096, 4096, weights_gpu.tile_for(torch.float32, 128)))
             constants = {key.upper(): launch.pop(key) for key in ("rows", "outputs", "inputs", "splits")}
             constants |= {"ONE": one, "COLUMNS": columns, "EXPERTS": 1, "POWER": 1, "PRECISION": "ieee"}
             given, types = {**same, **constants, **launch}, {"scales": scales}
             kernel = quantized_kernel.product_kernel
-            found["some rows, int8, fp32"] = compiled(capability, kernel, torch.float32, ("out",), types, **given)
+            found["some rows, int8, fp32"] = form(capability, kernel, torch.float32, ("out",), types, **given)
         if number is not Number.UINT4:
             continue
         outputs, inputs = weights_gpu._WIDEN
         launch = {"OUTPUTS": outputs, "INPUTS": inputs, "num_warps": 4}
         kernel = quantized_kernel.widen_kernel
-        found[f"widen, {name}"] = compiled(capability, kernel, dtype, (), {"scales": scales}, **same, **launch)
+        found[f"widen, {name}"] = form(capability, kernel, dtype, (), {"scales": scales}, **same, **launch)
     launch = asdict(scaled_weight.ScaledLaunch())
     same = {key.upper(): launch.pop(key) for key in ("rows", "outputs", "inputs")} | {"EXPERTS": 128, "POWER": 128}
     types = {"x": "*fp8e4nv", "scales": "*fp32", "x_scales": "*fp32"}
     for one in (False, True) if capability >= 90 else ():  # where `ScaledExperts` is used
         kernel = scaled_kernel.scaled_product_kernel
         name = f"experts, e4m3 by e4m3, {'one scale' if one else 'blocks'}"
-        found[name] = compiled(capability, kernel, dtype, (), types, ONE=one, **same, **launch)
+        found[name] = form(capability, kernel, dtype, (), types, ONE=one, **same, **launch)
     return found
 
 
+def first(forms: dict[str, Form]) -> dict[str, Form]:
+    """Of each kernel the form that comes first."""
+    found: dict[Any, tuple[str, Form]] = {}
+    for name, each in forms.items():
+        found.setdefault(each.source.fn, (name, each))
+    return dict(found.values())
+
+
+def main() -> None:
+    """The command line of this module."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--first", action="store_true")
+    parser.add_argument("capability", type=int)
+    parser.add_argument("types", type=_types)
+    parser.add_argument("states", type=_types, nargs="?", default=[])
+    given = parser.parse_args()
+    forms = all_forms(given.capability, given.types, given.states)
+    wanted = first(forms) if given.first else forms
+    print(json.dumps({name: each.compile() for name, each in wanted.items()}))
+
+
+def _types(names: str) -> list[torch.dtype]:
+    return [getattr(torch, name) for name in names.split(",")]
+
+
 if __name__ == "__main__":
-    given = ([getattr(torch, name) for name in names.split(",")] for names in sys.argv[2:])
-    print(json.dumps(main(int(sys.argv[1]), next(given), next(given, []))))
+    main()
