@@ -237,6 +237,7 @@ def heard(stream: Iterator[v1.GenerateResponse]) -> list[int]:
     return [token for event in stream for token in event.delta.token_ids]
 
 
+@pytest.mark.soak
 def test_the_real_model_goes_on_in_its_next_engine(checkpoint: Path) -> None:
     with pair(checkpoint, light=False, max_handovers=100, spare_engine="yes") as both:
         asking = [

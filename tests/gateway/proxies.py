@@ -51,12 +51,17 @@ def shown(language: str) -> str:
     return str(block)
 
 
-@contextmanager
-def proxy(kind: str, gateways: Sequence[str], folder: Path) -> Iterator[Proxy]:
-    """nginx or haproxy before two gateways, for the length of the block; without the program, the test is skipped."""
+def program_of(kind: str) -> str:
+    """nginx's or haproxy's program; without it, the test is skipped."""
     program = shutil.which(kind, path="/usr/local/sbin:/usr/sbin:/usr/local/bin:/usr/bin")
     if program is None:
         pytest.skip(f"{kind} is not installed here")
+    return program
+
+
+@contextmanager
+def proxy(kind: str, program: str, gateways: Sequence[str], folder: Path) -> Iterator[Proxy]:
+    """nginx or haproxy, by its program, before two gateways, for the length of the block."""
     authority = trustme.CA()
     issued = authority.issue_cert("127.0.0.1")
     for name in ("gateway.pem", "gateway.key"):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gateway.proxies import Proxy, proxy
+from tests.gateway.proxies import Proxy, program_of, proxy
 from tests.gateway.trio import Door, said
 from tests.launch import gateway
 from tests.unit.twinlens.conftest import serving
@@ -84,6 +84,7 @@ class Site:
 
 @contextmanager
 def site(kind: str, folder: Path) -> Iterator[Site]:
+    program = program_of(kind)  # before anything is started in vain
     llm, go_on = FakeLlm(), threading.Event()
 
     def play(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
@@ -100,7 +101,7 @@ def site(kind: str, folder: Path) -> Iterator[Site]:
         doors = [Door(stack.enter_context(gateway(address, exit_code=None, fork=False))) for _ in range(2)]
         for door in doors:
             until(lambda door=door: door.get("/health/ready").status == 200, "a gateway is ready")
-        in_front = stack.enter_context(proxy(kind, [door.gateway.address for door in doors], folder))
+        in_front = stack.enter_context(proxy(kind, program, [door.gateway.address for door in doors], folder))
         stack.callback(go_on.set)
         running = Site(in_front, doors, go_on)
         until(lambda: running.ask() == 200, "the proxy has found a gateway")

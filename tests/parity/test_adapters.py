@@ -55,7 +55,14 @@ def configs(family: str) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3_vl",
+        *(pytest.param(each, marks=pytest.mark.soak) for each in ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5")),
+        "qwen3_5_moe",
+    ],
+)
 def test_a_mixed_batch_of_four_adapters_and_none(checkpoints: Callable[..., Path], tmp_path: Path, family: str) -> None:
     directory = checkpoints(family)
     peft = PeftReference(directory, tmp_path, configs(family))

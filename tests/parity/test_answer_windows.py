@@ -137,6 +137,7 @@ def test_steps_have_graphs(case: Case, drafts: int) -> None:
     assert (engine.scheduler.counters.accepted_draft_tokens > 0) == (drafts > 0)
 
 
+@pytest.mark.soak
 def test_kernels_for_gpus_know_it(case: Case) -> None:
     """In their interpreter."""
     engine = case.served.engine(attention="triton", step_tokens=40)

@@ -47,7 +47,7 @@ def text_model(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-@pytest.mark.parametrize("kind", ["greedy", "penalised"])
+@pytest.mark.parametrize("kind", ["greedy", pytest.param("penalised", marks=pytest.mark.soak)])
 def test_the_same_checkpoint_proposes_what_greedy_answers_say(
     directory: Path, prompts: list[Prompt], kind: str
 ) -> None:

@@ -47,7 +47,7 @@ def prompts(directory: Path) -> list[Prompt]:
     return [make_prompt(directory, parts) for parts in PARTS]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("greedy", marks=pytest.mark.soak), "seeded", "penalised"])
 def test_overlap_company_chunks_and_preemption_change_no_token(
     directory: Path, prompts: list[Prompt], kind: str
 ) -> None:
@@ -70,7 +70,9 @@ def test_overlap_company_chunks_and_preemption_change_no_token(
             assert engine.scheduler.counters.preemptions > 0, "the cache was not tight enough to prove anything"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["greedy", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("seeded", "penalised"))]
+)
 def test_drafts_change_no_token_and_take_fewer_steps_where_an_answer_repeats_itself(
     directory: Path, prompts: list[Prompt], kind: str
 ) -> None:

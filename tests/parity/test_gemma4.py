@@ -53,7 +53,9 @@ FORMS: dict[str, Recipe] = {
 }
 
 
-@pytest.mark.parametrize("form", ["experts", "unified", pytest.param("dense", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "form", ["unified", *(pytest.param(form, marks=pytest.mark.soak) for form in ("experts", "dense"))]
+)
 def test_ids_and_tokens_are_the_library_s_whatever_the_chunks_and_the_company(form: str, tmp_path: Path) -> None:
     """The form with inputs of single layers is compared among the library's models."""
     folder = make_by(FORMS[form], tmp_path)

@@ -99,6 +99,7 @@ def test_keys_in_8_bits_are_refused(served: Served) -> None:
         check_int8_cache(served.engine().decoder)
 
 
+@pytest.mark.soak
 def test_weights_in_int8_are_rounded_and_say_nearly_the_same(folder: Path, served: Served) -> None:
     plain, engine = served.engine(), served.engine(weight_dtype="int8")
     assert weights_of(engine.decoder, "int8").bits == 8
@@ -132,6 +133,7 @@ def test_logits_of_two_ranks_are_those_of_one(folder: Path, served: Served, monk
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.soak
 def test_either_decoder_gives_the_same_tokens(served: Served) -> None:
     prompts = [served.prompt(parts) for parts in PROMPTS.values()]
     engines = served.engine(), served.engine(by_library=True)

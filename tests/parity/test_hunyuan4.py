@@ -67,6 +67,7 @@ def test_tokens_are_the_library_s_in_short_steps_beside_others_and_behind_cached
     assert engine.scheduler.counters.prefix_hit_tokens > 0
 
 
+@pytest.mark.soak
 def test_the_library_s_layers_say_the_same_over_our_cache(served: Served, said: list[list[int]]) -> None:
     engine = served.engine(by_library=True, step_tokens=16)
     assert isinstance(engine.decoder, LibraryDecoder)
@@ -92,6 +93,7 @@ def test_drafts_change_no_token(folder: Path, served: Served) -> None:
     assert engine.scheduler.counters.draft_tokens > 0
 
 
+@pytest.mark.soak
 def test_weights_in_int8_are_rounded_and_say_nearly_the_same(served: Served) -> None:
     plain, engine = served.engine(), served.engine(weight_dtype="int8")
     assert weights_of(engine.decoder, "int8").bits == 8
@@ -99,6 +101,7 @@ def test_weights_in_int8_are_rounded_and_say_nearly_the_same(served: Served) -> 
     assert 0 < (whole - rounded).norm() / whole.norm() < 0.25
 
 
+@pytest.mark.soak
 def test_tokens_of_quantised_weights_are_the_library_s_on_the_weights_that_they_are(
     folder: Path, tmp_path: Path
 ) -> None:

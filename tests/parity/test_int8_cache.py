@@ -33,7 +33,7 @@ class RoundingCache(DynamicCache):
         return super().update(rounded(key), rounded(value), *given, **more)
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", [pytest.param("qwen2_vl", marks=pytest.mark.soak), "qwen3_vl"])
 def test_tokens_are_the_reference_s_over_a_cache_that_rounds(family: Family, checkpoints: Callable[..., Path]) -> None:
     folder = checkpoints(family)
     prompts = [make_prompt(folder, PROMPTS[name]) for name in ("text", "image, text, image", "video")]

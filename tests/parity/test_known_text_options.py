@@ -89,7 +89,16 @@ def said(internvl: Path) -> list[list[int]]:
     return [library.tokens(library.inputs(parts)) for parts in PROMPTS.values()]
 
 
-@pytest.mark.parametrize("form", ["fp8 in blocks", "awq", "gptq", "pack-quantized, with zeros"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "awq",
+        *(
+            pytest.param(form, marks=pytest.mark.soak)
+            for form in ("fp8 in blocks", "gptq", "pack-quantized, with zeros")
+        ),
+    ],
+)
 def test_tokens_of_quantised_weights_are_the_library_s_on_the_weights_that_they_are(
     internvl: Path, form: str, tmp_path: Path
 ) -> None:
@@ -121,7 +130,16 @@ def test_a_tower_whose_weights_are_quantised_is_refused(internvl: Path, form: st
 
 
 @pytest.mark.parametrize("form", ["fp8 in blocks", "awq"])
-@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "glm4v", *_SOAKED, *_FEWER, *_OWN_NAMES])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "glm4v",
+        *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("gemma3", "gemma4")),
+        *_SOAKED,
+        *_FEWER,
+        *_OWN_NAMES,
+    ],
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_quantised_weights_of_texts_that_stack_otherwise_are_as_well(kind: str, form: str, tmp_path: Path) -> None:
     named = TEXTS.get(kind, TEXT)
@@ -152,7 +170,10 @@ def _logits(decoder: Decoder, kind: str = "internvl") -> Tensor:
         return logits_in_chunks(decoder, prompt, positions, [(0, 20), (20, end)], prompt.runs)
 
 
-@pytest.mark.parametrize("kind", ["internvl", "gemma3", "glm4v", *_SOAKED, *_FEWER])
+@pytest.mark.parametrize(
+    "kind",
+    ["internvl", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("gemma3", "glm4v")), *_SOAKED, *_FEWER],
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_logits_of_two_ranks_are_those_of_one(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "allows_panels", lambda: False)  # whose kernels take one thread's calls at a time
@@ -172,7 +193,17 @@ def test_logits_of_two_ranks_are_those_of_one(kind: str, tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize(
     "kind",
-    ["internvl", "idefics3", "gemma3", "gemma4", "glm4v", "lfm2_vl", "lfm3_vl", *_SOAKED, *_INDEXED, *_OWN_NAMES],
+    [
+        "gemma3",
+        "lfm2_vl",
+        *(
+            pytest.param(kind, marks=pytest.mark.soak)
+            for kind in ("internvl", "idefics3", "gemma4", "glm4v", "lfm3_vl")
+        ),
+        *_SOAKED,
+        *_INDEXED,
+        *_OWN_NAMES,
+    ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_tokens_with_adapters_are_those_of_peft(kind: str, tmp_path: Path) -> None:
@@ -204,7 +235,7 @@ def test_drafts_change_no_token(served: Served, prompts: list[Prompt], said: lis
     assert engine.scheduler.counters.draft_tokens > 0
 
 
-@pytest.mark.parametrize("kind", ["lfm2_vl", "glm5_next"])
+@pytest.mark.parametrize("kind", ["lfm2_vl", pytest.param("glm5_next", marks=pytest.mark.soak)])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_drafts_change_no_token_where_layers_keep_states(kind: str, tmp_path: Path) -> None:
     """Of each three drafts the last is wrong, and what layers kept of it is not gone on from, nor is its pool seen."""

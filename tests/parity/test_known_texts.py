@@ -59,13 +59,15 @@ def served(llava: Path) -> Served:
 
 KINDS = (
     "llava",
-    "internvl",
-    "cosmos3_omni",  # levels of deepstack; positions on three axes
+    pytest.param("internvl", marks=pytest.mark.soak),
+    pytest.param("cosmos3_omni", marks=pytest.mark.soak),  # levels of deepstack; positions on three axes
     "gemma3",  # windows shorter than prompts, rows that see each other, norms behind parts, gelu, two rotary bases
     "lfm3_vl",  # short convolutions, gates of heads, rotary positions of half of the pairs
-    "glm4v_moe",  # experts in groups
+    pytest.param("glm4v_moe", marks=pytest.mark.soak),  # experts in groups
     "glm4v",  # rotary pairs that are neighbours, on three axes; gates and what they open as one matrix
-    "granite_docling",  # embeddings, attention, what parts add, and logits that are multiplied
+    pytest.param(
+        "granite_docling", marks=pytest.mark.soak
+    ),  # embeddings, attention, what parts add, and logits that are multiplied
     "kimi_k25",  # latent attention, dense layers before those with experts
     "cohere2_vision",  # feed-forward parts beside attention, norms that take means off, layers that are not rotated
     pytest.param("phi4_multimodal", marks=pytest.mark.soak),  # an adapter of its own for pictures
@@ -107,6 +109,7 @@ def test_sequences_that_were_preempted_go_on_as_they_would_have(kind: str, tmp_p
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+@pytest.mark.soak
 def test_experts_each_with_tensors_of_its_own_give_the_library_s_tokens(tmp_path: Path) -> None:
     served, library = Served.of(make("qwen3_omni_moe_thinker", tmp_path)), Reference(tmp_path)
     assert any(".experts.1.up_proj." in name for name in Checkpoint(tmp_path).tensors)
@@ -168,7 +171,9 @@ def test_the_log_says_once_whose_decoder_computes(llava: Path, served: Served) -
     assert [(line["event"], line["kind"]) for line in told] == [("our decoder computes the text", "llama")]
 
 
-@pytest.mark.parametrize("kind", SCALED)
+@pytest.mark.parametrize(
+    "kind", ["yarn", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("linear", "llama3"))]
+)
 def test_rotary_positions_that_reach_further_give_the_library_s_tokens(kind: str, tmp_path: Path) -> None:
     rope = {"rope_type": kind, "rope_theta": 10_000.0, **SCALED[kind]}
     folder = with_text(make("llava", tmp_path), rope_parameters=rope)
@@ -202,7 +207,10 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make("gemma3", tmp_path_factory.mktemp("gemma3"))
 
 
-@pytest.mark.parametrize("rope", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 8.0}])
+@pytest.mark.parametrize(
+    "rope",
+    [{"rope_type": "linear", "factor": 8.0}, pytest.param({"rope_type": "default"}, marks=pytest.mark.soak)],
+)
 def test_layers_with_a_window_have_a_rotary_base_of_their_own(rope: dict[str, Any], tmp_path: Path) -> None:
     """As configurations are saved now; first they had `rope_scaling`, and `rope_local_base_freq` beside it."""
     local = {"rope_type": "default", "rope_theta": 1000.0}

@@ -98,7 +98,7 @@ def test_quantised_weights_do_as_well(cohere2: Path, tmp_path: Path) -> None:
     assert engine.runner.graphs.replays > 0
 
 
-@pytest.mark.parametrize("attention", ["triton", "numba"])
+@pytest.mark.parametrize("attention", [pytest.param("triton", marks=pytest.mark.soak), "numba"])
 def test_kernels_of_our_decoder_attend(attention: str, cohere2: Path, said: list[list[int]]) -> None:
     """Those for GPUs in their interpreter: prompts in chunks, packed, and answers."""
     served = Served.of(cohere2)

@@ -46,6 +46,8 @@ SUITE = (
     "qwen2_5_omni_thinker",  # sounds, videos and pictures; positions that depend on marks around them
 )
 """One of each class; `make models` compares all."""
+FEW = "llava_onevision", "gemma4", "ernie4_5_vl_moe", "minicpmv4_6", "qwen2_5_omni_thinker"
+"""Of these, each with what no other has: the rest of the classes take as long again."""
 
 
 def test_marks_around_media_are_looked_up_in_tables_of_their_own() -> None:
@@ -114,6 +116,7 @@ def halved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make("llava", tmp_path_factory.mktemp("llava"), dtype=torch.bfloat16)
 
 
+@pytest.mark.soak
 def test_weights_in_16_bits_give_the_library_s_tokens_in_float32(halved: Path) -> None:
     assert {str(each.dtype) for each in load_file(halved / "model.safetensors").values()} == {"torch.bfloat16"}
     assert "one picture" in compare(Served.of(halved))
@@ -161,16 +164,18 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     return Served.of(make("llava_onevision", tmp_path_factory.mktemp("llava_onevision")))
 
 
-@pytest.mark.parametrize("kind", SUITE)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.soak) for kind in SUITE]
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_ids_and_tokens_are_the_library_s_whatever_the_chunks_and_the_company(kind: str, tmp_path: Path) -> None:
     more = {SOUND, *sounding_prompts()} if kind == "qwen2_5_omni_thinker" else set()
     assert {"one picture", OURS} | more <= compare(Served.of(make(kind, tmp_path)), RECIPES[kind].step_tokens)
 
 
-CHEAP = "mistral3", "aya_vision", "gemma3"
+CHEAP = "mistral3"
 BY_LIBRARY = [
-    kind if kind in CHEAP else pytest.param(kind, marks=pytest.mark.soak)
+    kind if kind == CHEAP else pytest.param(kind, marks=pytest.mark.soak)
     for kind in SUITE
     if kind != "minicpmv4_6"  # its layers keep states, and pictures come between
 ]

@@ -131,7 +131,11 @@ def prompts_of(folder: Path) -> list[Prompt]:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", pytest.param("qwen3_5", marks=pytest.mark.soak)]
+    "family",
+    [
+        "qwen3_vl",
+        *(pytest.param(each, marks=pytest.mark.soak) for each in ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5")),
+    ],
 )
 def test_tokens_are_the_same_with_graphs_and_without(family: Family, checkpoints: Callable[..., Path]) -> None:
     folder = checkpoints(family)
@@ -189,7 +193,7 @@ def test_our_kernels_may_be_captured(checkpoints: Callable[..., Path]) -> None:
     ("family", "attention", "method"),
     [
         ("qwen3_vl", "", "half"),
-        ("qwen3_vl", "triton", "model"),
+        pytest.param("qwen3_vl", "triton", "model", marks=pytest.mark.soak),
         ("qwen3_5", "", "half"),
         ("qwen3_5", "", "mtp"),
         pytest.param("qwen3_5_moe", "triton", "half", marks=pytest.mark.soak),

@@ -40,12 +40,11 @@ KINDS: list[tuple[Family, str]] = [
     ("qwen2_5_vl", "gptq in order of importance"),
     ("qwen3_vl_moe", "fp8 in blocks"),
     ("qwen3_5", "awq"),
-    ("qwen3_5_moe", "fp8 in blocks"),
 ]
 REST: list[tuple[Family, str]] = [
     ("qwen3_vl_moe", "pack-quantized, with zeros"),
     *(("qwen3_5", form) for form in ("fp8 in blocks", "gptq", "pack-quantized, with zeros")),
-    ("qwen3_5_moe", "awq"),
+    *(("qwen3_5_moe", form) for form in ("fp8 in blocks", "awq")),
 ]
 """Of formats and families that are crossed above, these pairs as well."""
 

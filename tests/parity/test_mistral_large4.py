@@ -92,6 +92,7 @@ def test_drafts_change_no_token(served: Served, said: list[list[int]]) -> None:
         assert 0 < engine.scheduler.counters.accepted_draft_tokens < engine.scheduler.counters.draft_tokens
 
 
+@pytest.mark.soak
 def test_weights_in_int8_are_rounded_and_say_nearly_the_same(served: Served) -> None:
     """What the index multiplies with is not; what it chooses, for several layers, changes with its inputs all the
     same."""
@@ -101,7 +102,9 @@ def test_weights_in_int8_are_rounded_and_say_nearly_the_same(served: Served) -> 
     assert 0 < (whole - rounded).norm() / whole.norm() < 0.25
 
 
-@pytest.mark.parametrize("form", ["int-quantized", pytest.param("fp8 in ragged blocks", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=pytest.mark.soak) for form in ("int-quantized", "fp8 in ragged blocks")]
+)
 def test_tokens_of_quantised_weights_are_the_library_s_on_the_weights_that_they_are(
     folder: Path, form: str, tmp_path: Path
 ) -> None:

@@ -83,6 +83,7 @@ def of_the_library(folder: Path) -> Path:
     return with_text(make("llava", folder), hidden_act="gelu")
 
 
+@pytest.mark.soak
 def test_ids_and_greedy_tokens_are_the_library_s_where_it_computes_the_text(tmp_path: Path) -> None:
     found = through_services(of_the_library(tmp_path))
     assert {"one picture", TWO, RANKS} < found

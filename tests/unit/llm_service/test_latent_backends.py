@@ -118,8 +118,15 @@ def test_torch_alone_draws_scores_over_latents_below_a_cap() -> None:
         choose("triton", shape, torch.float32, CPU)
 
 
-@pytest.mark.parametrize("name", ["torch", "triton"])
-@pytest.mark.parametrize("counts", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize(
+    ("counts", "name"),
+    [
+        *((counts, "torch") for counts in WAYS.values()),
+        (WAYS["mixed"], "triton"),
+        *(pytest.param(WAYS[way], "triton", marks=pytest.mark.soak) for way in WAYS if way != "mixed"),
+    ],
+    ids=str,
+)
 def test_sinks_take_their_share_of_what_attends(
     name: str, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

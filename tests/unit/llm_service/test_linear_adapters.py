@@ -54,8 +54,18 @@ def added(
     return adapters.add(x, torch.zeros(ROWS, linear.outputs))
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "qwen3_5_moe"])
-@each_kernel
+@pytest.mark.parametrize(
+    ("family", "kernel"),
+    [
+        *(("qwen3_vl", kernel) for kernel in AdapterKernel),
+        *(
+            (family, kernel)
+            for family in ("qwen3_5", "qwen3_5_moe")
+            for kernel in (AdapterKernel.NONE, AdapterKernel.CPU)
+        ),
+        *(pytest.param(family, AdapterKernel.GPU, marks=pytest.mark.soak) for family in ("qwen3_5", "qwen3_5_moe")),
+    ],
+)
 def test_two_ranks_add_what_one_does(checkpoints: Callable[..., Path], family: str, kernel: AdapterKernel) -> None:
     directory = checkpoints(family)
     whole = linears(directory, ALONE)

@@ -63,7 +63,9 @@ def test_a_row_that_is_not_finite_breaks_no_other() -> None:
     row_cases.check_routes_of_broken_rows(rows_gpu, "cpu")
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(family, marks=pytest.mark.soak) for family in ("qwen2_5_vl", "qwen3_vl")), "qwen3_vl_moe"]
+)
 def test_decoders_give_the_same_tokens_with_the_kernels(
     family: Family, checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

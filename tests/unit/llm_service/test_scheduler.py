@@ -198,7 +198,9 @@ TestAnyOrderOfEvents = AnyOrderOfEvents.TestCase
 _STATES = {"state_slots": 14, "state_chunk": 8}
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("overlap", "requests"), [(True, 400), pytest.param(False, 1000, marks=pytest.mark.soak)], ids=["overlap", "long"]
+)
 @pytest.mark.parametrize(
     "more",
     [
@@ -212,11 +214,13 @@ _STATES = {"state_slots": 14, "state_chunk": 8}
     ],
     ids=["", "with states", "with drafts", "with both", "with adapters", "with a draft model", "of whole prompts"],
 )
-def test_a_thousand_requests_through_a_tight_cache_all_say_what_they_must(more: dict[str, int], overlap: bool) -> None:
+def test_hundreds_of_requests_through_a_tight_cache_all_say_what_they_must(
+    more: dict[str, int], overlap: bool, requests: int
+) -> None:
     rng = random.Random(7)
     engine = simulation(**{"blocks": 48, "max_running": 12, "step_tokens": 64, "overlap": overlap} | more)
     waiting: list[int] = []
-    for _ in range(1000):
+    for _ in range(requests):
         pictures = [Picture(rng.randrange(20), 2, 6)] if rng.random() < 0.3 else []
         asked = order(
             text(rng.randrange(8, 60), rng.randrange(5)),

@@ -49,9 +49,9 @@ def multiple(number: int) -> Structure:
 def test_no_more_bytes_of_compiled_grammars_are_kept_than_the_bound_and_the_longest_unused_go(
     checkpoints: Callable[..., Path],
 ) -> None:
-    bound = 24 << 20
+    bound = 12 << 20
     structures = Structures(Checkpoint(checkpoints("qwen3_vl")), VOCABULARY, [0], cache_bytes=bound)
-    forms = [held(structures, multiple(number)) for number in range(9001, 9041, 2)]
+    forms = [held(structures, multiple(number)) for number in range(9001, 9021, 2)]
     assert sum(form.bytes for form in forms) > 2 * bound
     before = bytes_in_use()
     for form in forms:
@@ -166,6 +166,7 @@ def walk(matcher: Matcher, word: int, most: int) -> int:
     return most
 
 
+@pytest.mark.soak
 def test_a_grammar_with_countless_readings_of_a_text_ends_and_holds_nobody_up(
     structures: Structures, builder: PromptBuilder
 ) -> None:
