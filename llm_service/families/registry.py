@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from common.checkpoint import CheckpointError
+from llm_service.families.apertus import APERTUS_TEXT
 from llm_service.families.chameleon import CHAMELEON_TEXT
 from llm_service.families.cohere2 import COHERE2_TEXT, COHERE_COMPASS_TEXT
 from llm_service.families.deepseek import DEEPSEEK_V3_TEXT, DOTS3_TEXT, MISTRAL4_TEXT, MISTRAL_LARGE4_TEXT
@@ -48,6 +49,7 @@ FAMILIES: Final = {
 """By `model_type` in config.json, as in the encoder service."""
 
 TEXT_FAMILIES: Final = {
+    "apertus1p5_text": APERTUS_TEXT,
     "aria_text": Family({}, experts_inputs_first=True, ungated_shared=True, part_names={"mlp.router": "mlp.gate"}),
     "chameleon": CHAMELEON_TEXT,
     "cohere2": COHERE2_TEXT,

@@ -35,15 +35,18 @@ from llm_service.layers.scaled_experts import InputScaledMLP
 from llm_service.layers.self_attention import SelfAttention
 from llm_service.layers.short_convolution import ShortConvolution
 from llm_service.layers.tempered_attention import TemperedAttention
+from llm_service.layers.xielu import XieluMLP
 from llm_service.models.config import TextConfig
 from llm_service.models.feed_forward_config import Activation
+
+_UNGATED = {Activation.RELU: PlainReluMLP, Activation.XIELU: XieluMLP}
 
 
 def _dense(kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> MLP | SquaredMLP:
     inner = kind.inner or config.intermediate_size * (2 if kind.wide else 1)
     given = config.hidden_size, inner, group, dtype
     if config.family.ungated:
-        made = PlainReluMLP if config.activation is Activation.RELU else SquaredMLP
+        made = _UNGATED.get(config.activation, SquaredMLP)
         return made(*given, biases=config.family.output_biases)
     if kind.cut_share:
         return CutMLP(*given, activation=config.activation, share=kind.cut_share)

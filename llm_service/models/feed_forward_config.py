@@ -20,13 +20,14 @@ class Activation(Enum):
     GELU = "gelu_pytorch_tanh"
     SQUARED_RELU = "relu2"
     RELU = "relu"
+    XIELU = "xielu"
 
 
 def activation_of(text: Mapping[str, Any], family: Family) -> Activation:
     """Raises CheckpointError for one that is unknown, or that the family's parts do not go with."""
     names = "hidden_activation", "hidden_act", "mlp_hidden_act", "activation_function"
     activation = str(first_of(text, *names) or "silu")
-    ungated = activation in (Activation.SQUARED_RELU.value, Activation.RELU.value)
+    ungated = activation in (Activation.SQUARED_RELU.value, Activation.RELU.value, Activation.XIELU.value)
     if activation not in {each.value for each in Activation} or ungated != family.ungated:
         raise CheckpointError(f"activation {activation} is not supported")
     return Activation(activation)
