@@ -8,8 +8,8 @@ from typing import Any
 from pydantic_core import to_json
 
 from common.errors import InvalidInput
-from gateway.api.chat_request import ChatRequest, Message, NamedTool, Part, ResponseFormat
-from gateway.api.fields import MediaSettings, RequestFields, SamplingFields
+from gateway.api.chat_request import ChatRequest, Message, NamedTool, Part, ResponseFormat, TemplateSettings
+from gateway.api.fields import MediaSettings, Prompt, RequestFields, SamplingFields, shape_of
 from gateway.tools import calls_schema, definition, offered
 from twinlens.v1 import llm_pb2, media_pb2
 
@@ -132,6 +132,43 @@ def generate_request(
     )
 
 
+def prompts(given: Prompt, most: int, field: str) -> list[dict[str, Any]]:
+    """Each prompt of a field that has one or several, as an input by its name. Raises InvalidInput for more than there
+    may be at `most`, or none."""
+    each: Any = [given] if shape_of(given) in ("$text", "$tokens") else given
+    check_prompts(len(each), most, field)
+    return [
+        {"text": llm_pb2.TextInput(prompt=prompt)}
+        if isinstance(prompt, str)
+        else {"tokens": llm_pb2.TokensInput(ids=prompt)}
+        for prompt in each
+    ]
+
+
+def check_prompts(count: int, most: int, field: str) -> None:
+    """Raises InvalidInput for more prompts than there may be in one request, or none."""
+    if not 0 < count <= most:
+        raise InvalidInput(f"a request may have 1 to {most} prompts", reason="TOO_MANY_PROMPTS", field=field)
+
+
+def name_of(request_id: str, number: int, prompts: int) -> str:
+    """The name of one prompt's call; of several, each has its own."""
+    return request_id if prompts == 1 else f"{request_id[:120]}-{number}"
+
+
+def chat_input(
+    messages: Sequence[Message], settings: MediaSettings | None, template: TemplateSettings | None, field: str
+) -> llm_pb2.ChatInput:
+    """A conversation without tools."""
+    settings = settings or MediaSettings()
+    chat = llm_pb2.ChatInput(
+        messages=[message(each, settings, f"{field}[{number}]") for number, each in enumerate(messages)]
+    )
+    if template is not None and template.enable_thinking is not None:
+        chat.thinking = template.enable_thinking
+    return chat
+
+
 def message(given: Message, settings: MediaSettings, field: str) -> llm_pb2.ChatMessage:
     """One message: its parts in order. An assistant's that calls may have none."""
     if given.content is None and not given.tool_calls:
@@ -169,13 +206,8 @@ def chat_request(asked: ChatRequest, request_id: str) -> llm_pb2.GenerateRequest
     elif asked.tool_choice == "required":
         max_items = 1 if asked.parallel_tool_calls is False else None
         _set_form(params, "json_schema", calls_schema([tool.function for tool in tools], max_items))
-    settings = asked.mm_processor_kwargs or MediaSettings()
-    chat = llm_pb2.ChatInput(
-        messages=[message(each, settings, f"messages[{number}]") for number, each in enumerate(asked.messages)],
-        tools=[definition(tool.function) for tool in tools],
-    )
-    if asked.chat_template_kwargs is not None and asked.chat_template_kwargs.enable_thinking is not None:
-        chat.thinking = asked.chat_template_kwargs.enable_thinking
+    chat = chat_input(asked.messages, asked.mm_processor_kwargs, asked.chat_template_kwargs, "messages")
+    chat.tools.extend(definition(tool.function) for tool in tools)
     return generate_request(asked, params, request_id, chat=chat, session_id=asked.prompt_cache_key or "")
 
 

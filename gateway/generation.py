@@ -21,7 +21,7 @@ from twinlens.v1 import llm_pb2
 
 _log = log.get("generation")
 
-_OFFERS = 3
+OFFERS = 3
 """Services that a request is offered to before its answer has begun."""
 _FIRST_DELAY, _LONGEST_DELAY = 0.1, 1.0
 """Seconds between looks for a service that can go on with an answer."""
@@ -262,7 +262,7 @@ class _Generation:
         return await self._successor(self._pause)
 
     def _other_offer(self, service: LlmService, failure: TwinlensError) -> LlmService:
-        others = self._services.fitting(self.answer.model, self._offered) if len(self._offered) < _OFFERS else []
+        others = self._services.fitting(self.answer.model, self._offered) if len(self._offered) < OFFERS else []
         if not others or not isinstance(failure, Unavailable):
             raise failure
         _log.info("a request goes elsewhere", address=service.address, why=failure.reason)

@@ -13,15 +13,18 @@ _LARGE = 256 << 10
 """Bytes of a request that is hashed in a thread."""
 
 
-async def key_of(request: llm_pb2.GenerateRequest) -> bytes:
+Request = llm_pb2.GenerateRequest | llm_pb2.EmbedRequest
+
+
+async def key_of(request: Request) -> bytes:
     """The routing key; in a thread, where there are megabytes to hash."""
     return await tasks.to_thread(routing_key, request) if request.ByteSize() > _LARGE else routing_key(request)
 
 
-def routing_key(request: llm_pb2.GenerateRequest) -> bytes:
+def routing_key(request: Request) -> bytes:
     """The conversation's name; or else the tenant, the prompt up to the first question's end, and the first of its
     media as it is given."""
-    if request.session_id:
+    if isinstance(request, llm_pb2.GenerateRequest) and request.session_id:
         return hashlib.sha256(f"session\0{request.cache_salt}\0{request.session_id}".encode()).digest()
     digest = hashlib.sha256(f"prompt\0{request.cache_salt}\0".encode())
     match request.WhichOneof("input"):
@@ -43,6 +46,7 @@ def routing_key(request: llm_pb2.GenerateRequest) -> bytes:
         case "tokens":
             digest.update(repr(request.tokens.ids[:_TOKENS]).encode())
         case "transcription":
+            assert isinstance(request, llm_pb2.GenerateRequest)
             digest.update(request.transcription.audio.SerializeToString(deterministic=True))
         case _:
             pass

@@ -22,6 +22,7 @@ from common.tls_files import TlsFiles
 from gateway.api.adapters import Adapters
 from gateway.api.chat import Chat
 from gateway.api.completions import Completions
+from gateway.api.embeddings import Embeddings
 from gateway.api.load import Load
 from gateway.api.models import Models
 from gateway.api.operations import Operations
@@ -31,6 +32,7 @@ from gateway.api.tokenize import Tokenizer
 from gateway.api.transcriptions import Transcriptions
 from gateway.config import GatewayConfig
 from gateway.connection import Connection
+from gateway.embedding import EmbeddingCalls
 from gateway.generation import Generations, HandoverLimits
 from gateway.kept_adapters import KeptAdapters
 from gateway.meters import Meters, State
@@ -66,6 +68,7 @@ async def serve(config: GatewayConfig) -> None:
     generations = Generations(services, limits, meters.handover)
     chat = Chat(services, generations)
     completions = Completions(services, generations, config.max_prompts)
+    embeddings = Embeddings(services, EmbeddingCalls(services, config.request_seconds), config.max_prompts)
     responses = Responses(services, generations)
     transcriptions = Transcriptions(generations)
     models = Models(services)
@@ -77,6 +80,7 @@ async def serve(config: GatewayConfig) -> None:
     routes = [
         Route("/v1/chat/completions", chat.answer, methods=["POST"]),
         Route("/v1/completions", completions.answer, methods=["POST"]),
+        Route("/v1/embeddings", embeddings.answer, methods=["POST"]),
         Route("/v1/responses", responses.answer, methods=["POST"]),
         Route("/v1/audio/transcriptions", transcriptions.answer, methods=["POST"]),
         Route("/v1/models", models.list, methods=["GET"]),

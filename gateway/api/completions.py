@@ -7,15 +7,13 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
-from common.errors import InvalidInput
 from gateway import convert
-from gateway.api.fields import VLLM_DEFAULTS, Int, SamplingFields, StreamOptions, Texts, Tokens
+from gateway.api.fields import VLLM_DEFAULTS, Int, Prompt, SamplingFields, StreamOptions
 from gateway.generation import Generations
 from gateway.request_context import context_of
 from gateway.services import LlmServices
@@ -24,28 +22,6 @@ from twinlens.v1 import llm_pb2
 
 Event = llm_pb2.GenerateResponse
 Numbered = tuple[int, Event]
-
-
-def _shape(value: Any) -> str:
-    first = value[0] if isinstance(value, list) and value else None
-    match value, first:
-        case str(), _:
-            return "$text"
-        case _, int():
-            return "$tokens"
-        case _, list():
-            return "$token_lists"
-        case _:
-            return "$texts"
-
-
-Prompt = Annotated[
-    Annotated[str, Tag("$text")]
-    | Annotated[Texts, Tag("$texts")]
-    | Annotated[Tokens, Tag("$tokens")]
-    | Annotated[list[Tokens], Field(max_length=4096, fail_fast=True), Tag("$token_lists")],
-    Discriminator(_shape),
-]
 
 
 class CompletionRequest(SamplingFields):
@@ -97,13 +73,13 @@ class Completions:
         """One request, streamed or whole. The choices of the second prompt are numbered from `n` on, and so forth."""
         context = context_of(request, "completions")
         asked = await context.read(CompletionRequest)
-        prompts = self._prompts(asked)
+        prompts = convert.prompts(asked.prompt, self._max_prompts, "prompt")
         params = convert.sampling(asked)
         if asked.logprobs is not None:
             params.logprobs = asked.logprobs
         sources = [
             self._generations.events(
-                convert.generate_request(asked, params, _name(context.id, number, len(prompts)), **prompt),
+                convert.generate_request(asked, params, convert.name_of(context.id, number, len(prompts)), **prompt),
                 context.metadata,
                 context.body_lease.release if len(prompts) == 1 else lambda: None,
             )
@@ -117,25 +93,6 @@ class Completions:
                 _chunks(_merged(sources), head, n, asked.stream_options or StreamOptions(), scored=scored)
             )
         return json_answer(await _whole(_merged(sources), head, n, scored=scored))
-
-    def _prompts(self, asked: CompletionRequest) -> list[dict[str, Any]]:
-        prompt: Any = asked.prompt
-        given: list[str] | list[list[int]] = [prompt] if _shape(prompt) in ("$text", "$tokens") else prompt
-        if not 0 < len(given) <= self._max_prompts:
-            raise InvalidInput(
-                f"a request may have 1 to {self._max_prompts} prompts", reason="TOO_MANY_PROMPTS", field="prompt"
-            )
-        return [
-            {"text": llm_pb2.TextInput(prompt=each)}
-            if isinstance(each, str)
-            else {"tokens": llm_pb2.TokensInput(ids=each)}
-            for each in given
-        ]
-
-
-def _name(request_id: str, number: int, prompts: int) -> str:
-    """The name of one prompt's call; of several, each has its own."""
-    return request_id if prompts == 1 else f"{request_id[:120]}-{number}"
 
 
 async def _merged(sources: Sequence[AsyncGenerator[Event]]) -> AsyncGenerator[Numbered]:

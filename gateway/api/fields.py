@@ -25,6 +25,29 @@ def text_or_list(value: Any) -> str:
     return "$text" if isinstance(value, str) else "$list"
 
 
+def shape_of(value: Any) -> str:
+    """The alternative of a field that has one prompt or several, each a text or token ids."""
+    first = value[0] if isinstance(value, list) and value else None
+    match value, first:
+        case str(), _:
+            return "$text"
+        case _, int():
+            return "$tokens"
+        case _, list():
+            return "$token_lists"
+        case _:
+            return "$texts"
+
+
+Prompt = Annotated[
+    Annotated[str, Tag("$text")]
+    | Annotated[Texts, Tag("$texts")]
+    | Annotated[Tokens, Tag("$tokens")]
+    | Annotated[list[Tokens], Field(max_length=4096, fail_fast=True), Tag("$token_lists")],
+    Discriminator(shape_of),
+]
+
+
 class Model(BaseModel):
     """A JSON object: exact types, no NaN, no field that is not listed. A field that is null counts as not given, and so
     does one with a value of `without_effect`, which asks for what is done anyway."""

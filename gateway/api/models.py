@@ -20,6 +20,13 @@ _MODALITIES: Final = {
 }
 
 
+_POOLINGS: Final = {
+    llm_pb2.POOLING_LAST: "last",
+    llm_pb2.POOLING_MEAN: "mean",
+    llm_pb2.POOLING_CLS: "cls",
+}
+
+
 class Models:
     """Answers which models there are."""
 
@@ -54,8 +61,15 @@ class Models:
             "owned_by": "twinlens",
             "max_model_len": info.context_tokens,
             "modalities": [_MODALITIES[each] for each in info.modalities if each in _MODALITIES],
+            "embeddings": _embeddings(info.embeddings) if info.HasField("embeddings") else None,
         }
 
     def _adapter(self, name: str, info: llm_pb2.LlmServiceGetInfoResponse) -> dict[str, Any]:
         """As vLLM tells of one: a model of its own, with the one that it was trained over as its parent."""
         return {**self._model(info), "id": name, "parent": info.model}
+
+
+def _embeddings(told: llm_pb2.Embeddings) -> dict[str, Any]:
+    """What the embeddings of a model are."""
+    pooling = _POOLINGS.get(told.pooling)
+    return {"dimensions": told.dimensions, "pooling": pooling, "normalized": told.normalized}

@@ -1,0 +1,186 @@
+"""`POST /v1/embeddings`: what it takes and how it answers."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import struct
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+from starlette.requests import Request
+from starlette.responses import Response
+
+from common.errors import InvalidInput, TwinlensError
+from gateway import convert
+from gateway.api.chat_request import Message, TemplateSettings
+from gateway.api.fields import Count, Int, MediaSettings, Model, Prompt
+from gateway.embedding import EmbeddingCalls
+from gateway.request_context import context_of
+from gateway.services import LlmServices
+from gateway.stream import json_answer
+from twinlens.v1 import llm_pb2
+
+Conversation = Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
+
+
+def _depth(value: Any) -> str:
+    """The alternative of a field that has one conversation or several."""
+    return "$several" if isinstance(value, list) and value and isinstance(value[0], list) else "$one"
+
+
+class EmbeddingRequest(Model):
+    """The body of a request."""
+
+    without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "add_special_tokens": (True,),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+    }
+
+    input: Prompt | None = None
+    messages: (
+        Annotated[
+            Annotated[Conversation, Tag("$one")]
+            | Annotated[list[Conversation], Field(max_length=4096, fail_fast=True), Tag("$several")],
+            Discriminator(_depth),
+        ]
+        | None
+    ) = None
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Int | None = None
+    user: str | None = None
+    cache_salt: str | None = None
+    priority: Int | None = None
+    max_handovers: Count | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: TemplateSettings | None = None
+    mm_processor_kwargs: MediaSettings | None = None
+
+    @model_validator(mode="after")
+    def _is_of_one_of_both(self) -> EmbeddingRequest:
+        if (self.input is None) == (self.messages is None):
+            raise ValueError("give input or messages")
+        of_chats = self.continue_final_message or self.chat_template_kwargs or self.mm_processor_kwargs
+        if self.messages is None and of_chats:
+            raise ValueError("continue_final_message and settings of templates and media go with messages")
+        return self
+
+
+class Embeddings:
+    """Answers requests for embeddings of texts, token ids and conversations with media."""
+
+    def __init__(self, services: LlmServices, embeddings: EmbeddingCalls, max_prompts: int) -> None:
+        self._services = services
+        self._embeddings = embeddings
+        self._max_prompts = max_prompts
+
+    async def answer(self, request: Request) -> Response:
+        """One request: its prompts go out beside each other, and the first error ends all of them."""
+        context = context_of(request, "embeddings")
+        asked = await context.read(EmbeddingRequest)
+        prompts = self._prompts(asked)
+        calls = [
+            self._embed(asked, convert.name_of(context.id, number, len(prompts)), prompt, at, context.metadata)
+            for number, (at, prompt) in enumerate(prompts.items())
+        ]
+        found = await _all(calls)
+        prompt_tokens, cached = (
+            sum(getattr(each.usage, name) for each in found) for name in ("prompt_tokens", "cached_tokens")
+        )
+        return json_answer(
+            {
+                "id": f"embd-{context.id}",
+                "object": "list",
+                "created": int(time.time()),
+                "model": self._services.name(asked.model),
+                "data": [
+                    {"object": "embedding", "index": index, "embedding": _written(each.values, asked.encoding_format)}
+                    for index, each in enumerate(found)
+                ],
+                "usage": convert.usage_of(prompt_tokens, cached, 0),
+            }
+        )
+
+    def _prompts(self, asked: EmbeddingRequest) -> dict[str, dict[str, Any]]:
+        """Each prompt as an input by its name, by where it stands in the body."""
+        if asked.input is not None:
+            inputs = convert.prompts(asked.input, self._max_prompts, "input")
+            return {_at("input", number, len(inputs)): each for number, each in enumerate(inputs)}
+        given: Any = asked.messages
+        chats: list[list[Message]] = [given] if isinstance(given[0], Message) else given
+        convert.check_prompts(len(chats), self._max_prompts, "messages")
+        found: dict[str, dict[str, Any]] = {}
+        for number, messages in enumerate(chats):
+            at = _at("messages", number, len(chats))
+            if asked.continue_final_message:
+                messages = _without_empty_answer(messages)
+            chat = convert.chat_input(messages, asked.mm_processor_kwargs, asked.chat_template_kwargs, at)
+            found[at] = {"chat": chat}
+        return found
+
+    async def _embed(
+        self, asked: EmbeddingRequest, name: str, prompt: dict[str, Any], at: str, metadata: Sequence[tuple[str, str]]
+    ) -> llm_pb2.EmbedResponse:
+        message = llm_pb2.EmbedRequest(
+            request_id=name,
+            model=asked.model or "",
+            dimensions=asked.dimensions,
+            cache_salt=asked.cache_salt or "",
+            priority=asked.priority or 0,
+            max_handovers=asked.max_handovers,
+            **prompt,
+        )
+        try:
+            return await self._embeddings.embed(message, metadata)
+        except TwinlensError as error:
+            raise error.at(_param(error.field, at)) from None
+
+
+def _at(field: str, number: int, prompts: int) -> str:
+    return field if prompts == 1 else f"{field}[{number}]"
+
+
+def _param(field: str, at: str) -> str:
+    """What the caller calls a field of one prompt, which stands at this place of his body.
+
+    >>> _param("prompt", "input[1]"), _param("messages[0].content", "messages[1]"), _param("dimensions", "input")
+    ('input[1]', 'messages[1][0].content', 'dimensions')
+    """
+    if field in ("prompt", "input"):
+        return at
+    return at + field.removeprefix("messages") if field.startswith("messages") else field
+
+
+def _without_empty_answer(messages: list[Message]) -> list[Message]:
+    """What vLLM's callers end a conversation with, so that it is laid out as it is here anyway. Raises InvalidInput."""
+    *others, last = messages
+    parts = last.content if isinstance(last.content, list) else []
+    empty = last.content == "" or (parts and all(part.type == "text" and not part.text for part in parts))
+    if last.role != "assistant" or last.tool_calls or not empty or not others:
+        why = "an embedding goes on behind an empty message of the assistant alone"
+        raise InvalidInput(why, reason="BAD_FIELD", field="continue_final_message")
+    return others
+
+
+def _written(values: Sequence[float], encoding_format: str) -> list[float] | str:
+    """Numbers, or float32 in base64, little endian."""
+    if encoding_format == "float":
+        return list(values)
+    return base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
+
+
+async def _all(calls: Sequence[Coroutine[Any, Any, llm_pb2.EmbedResponse]]) -> list[llm_pb2.EmbedResponse]:
+    """What all of them give; the first error ends the others."""
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

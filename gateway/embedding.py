@@ -1,0 +1,62 @@
+"""A prompt to be embedded, over LLM services: which of them it is offered to, and where it goes when one fails it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import grpc
+
+from common import log
+from common.errors import MEDIA_CHANGED, MEDIA_HOST, DeadlineExceeded, Unavailable
+from common.request_budget import STATED
+from gateway.generation import OFFERS
+from gateway.routing_key import key_of
+from gateway.services import LlmService, LlmServices, Metadata, error_of
+from twinlens.v1 import llm_pb2
+
+_log = log.get("embedding")
+
+
+class EmbeddingCalls:
+    """Asks LLM services for embeddings, each in `seconds` at most. Nothing is told before all of one is there, so that
+    a service that goes away takes nothing with it: another one is asked."""
+
+    def __init__(self, services: LlmServices, seconds: float) -> None:
+        self._services = services
+        self._seconds = seconds
+
+    async def embed(self, request: llm_pb2.EmbedRequest, metadata: Metadata) -> llm_pb2.EmbedResponse:
+        """A prompt's embedding, by the service that has met its beginning; where that is down, or ends, by another.
+        Raises TwinlensError."""
+        key, until = await key_of(request), time.perf_counter() + self._seconds
+        service = self._services.pick(request.model, key)
+        offered: list[LlmService] = []
+        while True:
+            offered.append(service)
+            try:
+                return await self._ask(service, request, metadata, until - time.perf_counter())
+            except Unavailable as failure:
+                others = self._others(request.model, offered)
+                if not others or failure.reason in (MEDIA_HOST, MEDIA_CHANGED):
+                    raise
+                _log.info("a prompt goes elsewhere", address=service.address, why=failure.reason)
+                service = self._services.choose(key, others)
+
+    def _others(self, model: str, offered: Sequence[LlmService]) -> list[LlmService]:
+        return self._services.fitting(model, offered) if len(offered) < OFFERS else []
+
+    async def _ask(
+        self, service: LlmService, request: llm_pb2.EmbedRequest, metadata: Metadata, seconds: float
+    ) -> llm_pb2.EmbedResponse:
+        if seconds <= 0:
+            raise DeadlineExceeded("the request took too long")
+        told = (*self._services.metadata, *metadata, (STATED, str(request.ByteSize())))
+        log.bind(llm=service.address)
+        service.in_flight += 1
+        try:
+            return await service.stub.Embed(request, timeout=seconds, metadata=told)
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error) from None
+        finally:
+            service.in_flight -= 1
