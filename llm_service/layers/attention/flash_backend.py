@@ -1,5 +1,5 @@
 """Attention by the flash-attn library, where it is installed: version 3 with any block size, version 2 with blocks of a
-multiple of 256 tokens. Half-precision types alone. It knows no spans: torch computes steps that have any."""
+multiple of 256 tokens. Half-precision types alone. It knows no spans: torch computes chunks that have any."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from llm_service.layers.attention.backend import AttentionBatch, CacheShape, PagedChunk, Span
 from llm_service.layers.attention.metadata import AttentionMetadata, Tiling
-from llm_service.layers.attention.torch_backend import TorchBackend
+from llm_service.layers.attention.spanned import batch_with_spans
 
 _PAGE_OF_VERSION_2 = 256
 
@@ -36,7 +36,7 @@ class FlashBackend:
     def batch(self, chunks: Sequence[PagedChunk], spans: Sequence[Span] = ()) -> AttentionBatch:
         """The batch of a plan."""
         if spans:
-            return TorchBackend(self._shape, self._device).batch(chunks, spans)
+            return batch_with_spans(self, chunks, spans, self._shape, self._device)
         return self.over(AttentionMetadata.of(chunks, self._shape.block_size, self._device))
 
     def over(self, metadata: AttentionMetadata) -> FlashBatch:

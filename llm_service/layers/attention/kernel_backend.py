@@ -1,4 +1,5 @@
-"""What back ends of attention by our own Triton kernels share: how batches are made, and parts of contexts joined."""
+"""What back ends of attention by our own Triton kernels share: how batches are made, whose chunks with spans torch
+computes, and parts of contexts joined."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from llm_service.layers.attention.backend import AttentionBatch, CacheShape, PagedChunk, Span
 from llm_service.layers.attention.metadata import AttentionMetadata, Tiling, WorkList
-from llm_service.layers.attention.torch_backend import TorchBackend
+from llm_service.layers.attention.spanned import batch_with_spans
 from llm_service.layers.gpu.part_kernels import combine_kernel
 
 _WAVES = 4
@@ -22,8 +23,8 @@ _LONG = 256
 
 
 class KernelBackend:
-    """Makes batches for kernels that are compiled for one shape and type. They know no spans: torch computes steps that
-    have any. Each part of a context is for `groups` programs, and chunks are cut into tiles of `tile` tokens."""
+    """Makes batches for kernels that are compiled for one shape and type. They know no spans: torch computes chunks
+    that have any. Each part of a context is for `groups` programs, and chunks are cut into tiles of `tile` tokens."""
 
     name = "triton"
 
@@ -35,7 +36,7 @@ class KernelBackend:
     def batch(self, chunks: Sequence[PagedChunk], spans: Sequence[Span] = ()) -> AttentionBatch:
         """The batch of a plan."""
         if spans:
-            return TorchBackend(self.shape, self._device).batch(chunks, spans)
+            return batch_with_spans(self, chunks, spans, self.shape, self._device)
         return self.over(AttentionMetadata.of(chunks, self.shape.block_size, self._device, self.tiling))
 
     def over(self, metadata: AttentionMetadata) -> AttentionBatch:

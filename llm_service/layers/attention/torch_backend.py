@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from llm_service.layers.attention.backend import CacheShape, PagedChunk, Span, s
 from llm_service.layers.attention.int8_blocks import Int8Tokens
 from llm_service.layers.attention.one_head import attend_to_one
 from llm_service.layers.attention.scored import attend_by_scores
+from llm_service.layers.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,32 +58,68 @@ class TorchBackend:
 
     def batch(self, chunks: Sequence[PagedChunk], spans: Sequence[Span] = ()) -> TorchBatch:
         """The batch of a plan."""
-        device, kind = self._device, self._shape.kind
-        written, segments, begin = [], [], 0
+        parts, begin = [], 0
         for chunk, own in zip(chunks, spans_of(chunks, spans), strict=True):
-            slots = _slots(chunk, self._shape.block_size, device)
-            place = torch.arange(slots.start, slots.stop, device=device) if isinstance(slots, slice) else slots
-            written.append(place[chunk.context :])
-            first, last = kind.first_of(chunk, own), chunk.context + chunk.count - 1
-            seen = slice(slots.start + first, slots.stop) if isinstance(slots, slice) else slots[first:]
-            several, positions = chunk.count > 1, torch.arange(first, last + 1)
-            if kind.sees_prompt and (begin_of := kind.first_seen(chunk.context)) > (prompt := chunk.prompt):
-                positions = torch.cat([positions[:prompt], positions[begin_of:]])
-                seen = place[positions.to(device)]
-            cut = several and (chunk.context > 0 or kind.first_seen(last) > 0 or bool(own))
-            mask = self._mask(chunk, own, positions.to(device)) if cut else None
-            segments.append(_Segment(begin, begin + chunk.count, seen, mask, several and not cut))
+            parts.append(self._part(chunk, own, begin))
             begin += chunk.count
-        return TorchBatch(torch.cat(written), tuple(segments), self._shape)
+        numbers = [
+            np.concatenate([part.written for part in parts]),
+            *chain.from_iterable(part.numbers for part in parts),
+        ]
+        written, *there = to_device(numbers, self._device)
+        moved = iter(there)
+        segments = tuple(part.segment([next(moved) for _ in part.numbers]) for part in parts)
+        return TorchBatch(written, segments, self._shape)
 
-    def _mask(self, chunk: PagedChunk, spans: Sequence[Span], positions: Tensor) -> Tensor:
-        """Which of these positions, int64 [m], of which the last are the chunk's, each token sees."""
-        begins, ends = torch.from_numpy(self._shape.kind.seen(chunk, spans)).to(self._device).unsqueeze(2).unbind(1)
-        mask = ((begins <= positions) | (positions < self._shape.kind.prompt_of(chunk))) & (positions < ends)
-        if self._shape.kind.joined_spans:
-            joined = torch.from_numpy(within(spans, chunk.count)).to(self._device)
-            mask[:, len(positions) - chunk.count :] |= joined.unsqueeze(1) & joined
-        return mask
+    def _part(self, chunk: PagedChunk, spans: Sequence[Span], begin: int) -> _Part:
+        kind, last = self._shape.kind, chunk.context + chunk.count - 1
+        positions = np.arange(kind.first_of(chunk, spans), last + 1)
+        if kind.sees_prompt and (behind := kind.first_seen(chunk.context)) > (prompt := chunk.prompt):
+            positions = np.concatenate([positions[:prompt], positions[behind:]])
+        slots = _slots(chunk, self._shape.block_size)
+        seen = slots[positions]
+        row = slice(int(seen[0]), int(seen[-1]) + 1) if (np.diff(seen) == 1).all() else None
+        several = chunk.count > 1
+        mask = []
+        if cut := several and (chunk.context > 0 or kind.first_seen(last) > 0 or bool(spans)):
+            mask = [*kind.seen(chunk, spans).T, positions]
+            mask += [within(spans, chunk.count).astype(np.uint8)] if kind.joined_spans else []
+        prompt = kind.prompt_of(chunk)
+        return _Part(begin, chunk.count, slots[chunk.context :], seen, row, tuple(mask), prompt, several and not cut)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What is known of a chunk on the host: where its tokens go, int64 [count], and where those are that any of it
+    sees, int64 [m], in a `row` or not. `mask` is what its mask is made of, if it has one: the positions [begin, end)
+    that each token sees, int64 [count] each, those that any of it sees, and, where spans are joined, which tokens are
+    in one. All see the first `prompt` tokens."""
+
+    begin: int
+    count: int
+    written: np.ndarray
+    seen: np.ndarray
+    row: slice | None
+    mask: tuple[np.ndarray, ...]
+    prompt: int
+    causal: bool
+
+    @property
+    def numbers(self) -> list[np.ndarray]:
+        """What its segment needs of this on the device."""
+        return [*([self.seen] if self.row is None else []), *self.mask]
+
+    def segment(self, numbers: list[Tensor]) -> _Segment:
+        """With these numbers there."""
+        slots = numbers.pop(0) if self.row is None else self.row
+        mask: Tensor | None = None
+        if numbers:
+            begins, ends, positions, *joined = numbers
+            begins, ends = begins.unsqueeze(1), ends.unsqueeze(1)
+            mask = ((begins <= positions) | (positions < self.prompt)) & (positions < ends)
+            for each in joined:
+                mask[:, len(positions) - self.count :] |= (each.unsqueeze(1) & each).bool()
+        return _Segment(self.begin, self.begin + self.count, slots, mask, self.causal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +182,7 @@ class TorchBatch:
         return out.flatten(1)
 
 
-def _slots(chunk: PagedChunk, size: int, device: torch.device) -> slice | Tensor:
-    """Where a sequence's first context + count tokens are."""
-    total = chunk.context + chunk.count
-    blocks = np.asarray(chunk.blocks, np.int64)
-    if (np.diff(blocks) == 1).all():
-        first = int(blocks[0]) * size
-        return slice(first, first + total)
-    starts = torch.from_numpy(blocks).to(device).unsqueeze(1) * size
-    return (starts + torch.arange(size, device=device)).flatten()[:total]
+def _slots(chunk: PagedChunk, size: int) -> np.ndarray:
+    """Where a sequence's first context + count tokens are, int64."""
+    starts = np.asarray(chunk.blocks, np.int64)[:, None] * size
+    return (starts + np.arange(size)).reshape(-1)[: chunk.context + chunk.count]

@@ -1,5 +1,5 @@
-"""Attention by our own Triton kernels, for any GPU and any block size. They know no spans: torch computes steps that
-have any."""
+"""Attention by our own Triton kernels, for any GPU and any block size. They know no spans: torch computes chunks
+that have any."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.checkpoint import CheckpointError
-from llm_service.layers.attention.backend import AttentionKind, CacheShape, PagedChunk
+from llm_service.layers.attention.backend import AttentionBatch, AttentionKind, CacheShape, PagedChunk, Span
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.int8_blocks import quantize
 from llm_service.layers.attention.metadata import AttentionMetadata
+from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.numba_backend import NumbaBackend
 from tests.attention_cases import CAPPED, CPU, WAYS, Case, shape_of
@@ -106,6 +108,20 @@ def test_tokens_of_a_span_see_each_other(name: str, window: int, *, whole: bool)
     shape = replace(shape_of(), kind=AttentionKind(window, spans=True, whole_spans=whole))
     case = Case.random(shape, WAYS["mixed"], torch.float32, window)
     case.check(choose(name, shape, torch.float32, CPU), [(2, 30), (34, 67), (70, 72), (72, 80)])
+
+
+def test_kernels_that_know_no_spans_compute_what_is_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = replace(shape_of(), kind=AttentionKind(20, spans=True))
+    case, backend = Case.random(shape, (1, 40, 1, 30), torch.float32, 3), choose("triton", shape, torch.float32, CPU)
+    batch, by_torch = TorchBackend.batch, list[Sequence[PagedChunk]]()
+
+    def noted(own: TorchBackend, chunks: Sequence[PagedChunk], spans: Sequence[Span] = ()) -> AttentionBatch:
+        by_torch.append(chunks)
+        return batch(own, chunks, spans)
+
+    monkeypatch.setattr(TorchBackend, "batch", noted)
+    case.check(backend, [(3, 30)])
+    assert by_torch == [case.chunks[1:2]]
 
 
 @pytest.mark.parametrize("window", [0, 7])
