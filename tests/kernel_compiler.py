@@ -220,7 +220,7 @@ def wide_heads(capability: int, head_dim: int, group: int) -> dict[str, Form]:
 
 def latents(capability: int, dtype: torch.dtype) -> dict[str, Form]:
     """Attention over latents of 512 and 64 numbers, as DeepSeek-V3 has them, and of 512 alone, as `LatentTritonBatch`
-    launches it, and scores of an index of DeepSeek-V3.2's size."""
+    launches it, and scores of indices of DeepSeek-V3.2's size and MiniMax M3's."""
     shape = LatentKernelShape.of(CacheShape(1, 1, 16, 64, 1, 576, CAUSAL, 512), dtype)
     kernel, sums = latent_kernels.latent_kernel, ("mixtures", "maxima", "sums", "sinks")
     made = {
@@ -239,6 +239,8 @@ def latents(capability: int, dtype: torch.dtype) -> dict[str, Form]:
     for name, pooled in (("token scores", {}), ("pool scores", {"kept": 256, "pool": 16})):
         constants = index_kernels.constants(64, 128, 64, dtype, **pooled)
         made[name] = form(capability, score, dtype, types=types, **constants)
+    blocks = index_kernels.block_constants(4, 128, 128, 64, dtype)
+    made["block scores"] = form(capability, index_kernels.score_blocks_kernel, dtype, types=types, **blocks)
     return made | {"latent store": form(capability, latent_kernels.store_latents_kernel, dtype, WIDTH=1024)}
 
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from llm_service.families.family import LayerKind
 from llm_service.layers.attention.backend import AttentionBackend, AttentionBatch
 from llm_service.layers.attention.general_backend import attend_to_chosen
+from llm_service.layers.block_decode import BlockDecodes, PagedBlockIndex, attend_to_blocks
 from llm_service.layers.cache_spec import IndexedCache, IndexedKV, PagedKV
-from llm_service.layers.chosen_chunks import ChosenBatch, PagedChoice
+from llm_service.layers.chosen_chunks import ChosenBatch
 from llm_service.layers.elementwise import sigmoid
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.index_keys import BlockIndex, IndexQuery
@@ -69,9 +70,9 @@ class BlockIndexedAttention(SelfAttention):
         """Keys and values, and an index key."""
         return IndexedKV(PagedKV(self.heads, self.kv_heads, self.head_dim, self._kind), self.index.shape.head_dim)
 
-    def index_backend(self, attention: AttentionBackend, _: int, block_size: int) -> PagedChoice:
+    def index_backend(self, attention: AttentionBackend, blocks: int, block_size: int) -> PagedBlockIndex:
         """See `IndexPart`."""
-        return PagedChoice(self.index.index.reach, attention, block_size, self.index.k_norm.weight.device)
+        return PagedBlockIndex(self.index.index, attention, blocks, block_size, self.index.k_norm.weight.device)
 
     def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
         """See `SelfAttention.project`."""
@@ -82,15 +83,24 @@ class BlockIndexedAttention(SelfAttention):
         query, key, value, *gates, asked, kept = inputs
         indexed: IndexedCache = cache
         attention: AttentionBatch = batch[0]
-        index: ChosenBatch = batch[1]
+        index: ChosenBatch | BlockDecodes = batch[1]
         index.keep(kept, indexed.index)
+        wanted = IndexQuery(self.index.index, asked, None, kept)
         if index.sees_all:
             attended = attention.attend(query, key, value, indexed.kv)
+        elif isinstance(index, BlockDecodes):
+            attended = self._decoded(query, key, value, indexed, index, wanted)
         else:
-            attended = self._attended(
-                query, key, value, indexed, index, IndexQuery(self.index.index, asked, None, kept)
-            )
+            attended = self._attended(query, key, value, indexed, index, wanted)
         return attended * sigmoid(gates[0].flatten(1)) if gates else attended
+
+    def _decoded(
+        self, query: Tensor, key: Tensor, value: Tensor, cache: IndexedCache, index: BlockDecodes, asked: IndexQuery
+    ) -> Tensor:
+        """As `AttentionBatch.attend`, of a token of each sequence."""
+        keys, values = cache.kv.flatten(1, 2)  # each [slots, kv_heads, head_dim]
+        keys[index.written], values[index.written] = key.to(keys.dtype), value.to(values.dtype)
+        return attend_to_blocks(query, keys, values, *index.choose(asked, cache.index), self._scale).flatten(1)
 
     def _attended(
         self, query: Tensor, key: Tensor, value: Tensor, cache: IndexedCache, index: ChosenBatch, asked: IndexQuery

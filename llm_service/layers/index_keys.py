@@ -136,11 +136,15 @@ class BlockIndex:
         tokens = functional.pad(
             scores.masked_fill_(behind, -torch.inf), (0, -scores.shape[1] % self.size), value=-torch.inf
         )
-        blocks, own = tokens.unflatten(1, (-1, self.size)).amax(2), places.unsqueeze(1) // self.size
-        near = own - torch.arange(self.local, device=scores.device)
+        return self.choose_blocks(tokens.unflatten(1, (-1, self.size)).amax(2), places)
+
+    def choose_blocks(self, blocks: Tensor, places: Tensor) -> Tensor:
+        """The same by the highest score of each block, float32 [n, blocks], which may be written to."""
+        own = places.unsqueeze(1) // self.size
+        near = own - torch.arange(self.local, device=blocks.device)
         blocks.scatter_(1, near.clamp(min=0), torch.inf)
         chosen = best(blocks, places // self.size + 1, self.most).unsqueeze(2)
-        every = chosen * self.size + torch.arange(self.size, device=scores.device)
+        every = chosen * self.size + torch.arange(self.size, device=blocks.device)
         return torch.where((chosen < 0) | (every > places[:, None, None]), -1, every).flatten(1)
 
 

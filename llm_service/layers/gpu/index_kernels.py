@@ -1,5 +1,5 @@
-"""A Triton kernel that scores all tokens of sequences, or pools of them, by their index keys, over a paged cache. It
-reads no more than a sequence has, however long others may be."""
+"""Triton kernels that score all tokens of sequences, pools of them, or blocks, by their index keys, over a paged cache.
+They read no more than a sequence has, however long others may be."""
 
 from __future__ import annotations
 
@@ -99,5 +99,69 @@ def score_tokens(asked: IndexQuery, cache: Tensor, metadata: AttentionMetadata, 
         metadata.block_table.stride(0),
         longest,
         **constants(heads, width, cache.shape[1], asked.query.dtype, kept=cache.shape[2], pool=pool),
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["table_stride", "many"])  # as above
+def score_blocks_kernel(
+    out,
+    query,
+    keys,
+    block_table,
+    lengths,
+    table_stride,
+    many,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Of each of HEADS the highest product of its query with a key in each stretch of SIZE tokens of a sequence. Grid
+    [sequences, programs]; out [sequences, HEADS, many]."""
+    sequence = tl.program_id(0).to(tl.int64)
+    count = tl.load(lengths + sequence)
+    heads, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
+    inside = (heads < HEADS)[:, None] & (dims < WIDTH)[None, :]
+    first = sequence * HEADS
+    q = tl.load(query + (first + heads)[:, None] * WIDTH + dims[None, :], inside, 0.0)
+    for stretch in range(tl.program_id(1), (count + SIZE - 1) // SIZE, tl.num_programs(1)):
+        highest = tl.full((ROWS,), float("-inf"), tl.float32)
+        for start in tl.static_range(0, SIZE, BLOCK_N):
+            within = start + tl.arange(0, BLOCK_N)
+            positions = stretch * SIZE + within
+            there = (within < SIZE) & (positions < count)
+            block = tl.load(block_table + sequence * table_stride + positions // BLOCK_SIZE, there, 0)
+            slot = block.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE  # a cache may hold more than 2³¹ numbers
+            k = tl.load(keys + slot[:, None] * WIDTH + dims[None, :], there[:, None] & (dims < WIDTH)[None, :], 0.0)
+            products = tl.dot(q, tl.trans(k).to(q.dtype), input_precision=PRECISION)
+            highest = tl.maximum(highest, tl.max(tl.where(there[None, :], products, float("-inf")), 1))
+        tl.store(out + (first + heads) * many + stretch, highest, heads < HEADS)
+
+
+def block_constants(heads: int, width: int, size: int, block_size: int, dtype: torch.dtype) -> dict[str, int | str]:
+    """Constants and options of the kernel, for stretches of `size` tokens."""
+    made = constants(heads, width, block_size, dtype)
+    return {name: value for name, value in made.items() if name not in ("KEPT", "POOL")} | {"SIZE": size}
+
+
+def score_blocks(asked: IndexQuery, cache: Tensor, metadata: AttentionMetadata, size: int) -> Tensor:
+    """See `block_decode.ScoreBlocks`."""
+    count, heads, width = asked.query.shape
+    many = -(-metadata.longest // size)
+    out = torch.empty(count, heads, many, dtype=torch.float32, device=cache.device)
+    score_blocks_kernel[(count, min(_PROGRAMS, many))](
+        out,
+        asked.query.contiguous(),
+        cache,
+        metadata.block_table,
+        metadata.seq_lens,
+        metadata.block_table.stride(0),
+        many,
+        **block_constants(heads, width, size, cache.shape[1], asked.query.dtype),
     )
     return out

@@ -10,17 +10,24 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint import CheckpointError
+from llm_service.layers import block_decode
 from llm_service.layers.attention import general_backend
 from llm_service.layers.attention.backend import PagedChunk
+from llm_service.layers.attention.metadata import AttentionMetadata
 from llm_service.layers.block_attention import BlockIndexedAttention
+from llm_service.layers.block_decode import ScoreBlocks, score_by_torch
 from llm_service.layers.cache_spec import IndexedCache, IndexedKV, block_bytes
+from llm_service.layers.gpu import index_kernels
+from llm_service.layers.gpu.index_kernels import score_blocks
 from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.layers.index_keys import BlockIndex, IndexQuery
 from llm_service.layers.rotaries import rotary_of
 from llm_service.models.config import TextConfig
 from llm_service.worker.adapters import shapes_of
 from llm_service.worker.caches import Caches
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
 from tests.layer_cases import drawn, noise, read
+from tests.plain_attention import PlainTables
 
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (  # isort: skip
     MiniMaxM3VLAttention,
@@ -155,6 +162,68 @@ def test_a_cache_in_16_bits_is_seen_by_what_computes_in_32() -> None:
         (batch,) = caches.batches([PagedChunk(0, TOKENS, [2, 0, 1, 7, 5, 3])])
         found.append(ours.mix(inputs, caches.layers[0], batch))
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("most", [1, 3, 9], ids=["one", "some", "all"])
+@pytest.mark.parametrize("score", [score_by_torch, score_blocks], ids=["torch", "triton"])
+@torch.inference_mode()
+def test_a_token_of_each_sequence_follows_metadata(
+    score: ScoreBlocks, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences that are seen whole and such that are not, and one of nobody, a few at a time."""
+    monkeypatch.setattr(block_decode, "score_on", lambda _: score)
+    monkeypatch.setattr(block_decode, "ROOM", 4 * 4 * 18 * 16)
+    settings, shape = settings_of(index_topk_blocks=most), shape_of(index_topk_blocks=most)
+    theirs, steps = drawn(MiniMaxM3VLAttention(settings, 1)), 4
+    ours = layer_of(shape, theirs)
+    tables, begun = [[2, 0, 1, 9, 5], [11, 3, 23, 4, 13], [8, 22, 6, 7, 10]], (33, 3, 17)
+    each = [noise(TOKENS, HIDDEN, seed=seed) for seed in range(3)]
+    expected = [expected_of(theirs, settings, x)[first : first + steps] for x, first in zip(each, begun, strict=True)]
+    caches = Caches([ours], 24, CACHED, torch.float32, CPU, attention=PlainTables)
+    rotary, cache = rotary_of(shape.rotary, CPU), caches.layers[0]
+    assert isinstance(cache, IndexedCache)
+    for part in (cache.kv, cache.index):
+        part.fill_(torch.nan)
+    for x, table, first in zip(each, tables, begun, strict=True):
+        angles = rotary.tables(torch.arange(first).expand(3, -1), torch.float32)
+        (batch,) = caches.batches([PagedChunk(0, first, table)])
+        ours.mix(ours.project(x[:first], angles), cache, batch)
+    metadata = AttentionMetadata.of([PagedChunk(39, 1, [0] * 5)] * 4, CACHED, CPU)
+    (batch,) = caches.batches_over(metadata, {})
+    assert batch[1].sees_all == (most == 9)
+    for step in range(steps):
+        places = torch.tensor([first + step for first in begun])
+        metadata.block_table.fill_(10**6)
+        metadata.seq_lens.copy_(torch.cat([places + 1, torch.zeros(1)]))
+        metadata.slot_mapping.fill_(24 * CACHED)
+        for row, (table, place) in enumerate(zip(tables, places.tolist(), strict=True)):
+            blocks = table[: place // CACHED + 1]
+            metadata.block_table[row, : len(blocks)] = torch.tensor(blocks)
+            metadata.slot_mapping[row] = table[place // CACHED] * CACHED + place % CACHED
+        given = torch.cat([torch.stack(each)[torch.arange(3), places], noise(1, HIDDEN, seed=9)])
+        angles = rotary.tables(torch.cat([places, torch.zeros(1, dtype=torch.int64)]).expand(3, -1), torch.float32)
+        made = ours.o(ours.mix(ours.project(given, angles), cache, batch))
+        wanted = torch.stack([rows[step] for rows in expected])
+        torch.testing.assert_close(made[:3], wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@torch.inference_mode()
+def test_our_kernel_scores_blocks_as_torch_does(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than its programs take at once, some of more tokens."""
+    monkeypatch.setattr(index_kernels, "_AT_ONCE", 16)
+    monkeypatch.setattr(index_kernels, "_PROGRAMS", 2)
+    lengths, heads, width = [70, 5, 33], 3, 20
+    cache, tables = noise(30, CACHED, width).to(dtype), [[*range(9)], [9], [*range(28, 10, -1)]]
+    chunks = [PagedChunk(count - 1, 1, table) for count, table in zip(lengths, tables, strict=True)]
+    metadata = AttentionMetadata.of(chunks, CACHED, CPU)
+    for size in (6, 20):
+        asked = IndexQuery(BlockIndex(2, size, 1), noise(3, heads, width, seed=2).to(dtype), None, cache[0, :3])
+        given = cache, metadata, size
+        found, expected = score_blocks(asked, *given), score_by_torch(asked, *given)
+        for row, length in enumerate(lengths):
+            here = slice(0, -(-length // size))
+            torch.testing.assert_close(found[row, :, here], expected[row, :, here], rtol=1e-4, atol=1e-4)
 
 
 def test_an_index_key_is_kept_beside_keys_and_values_and_adapters_may_change_the_index() -> None:
