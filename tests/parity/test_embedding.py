@@ -16,8 +16,10 @@ from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.request import Pooling
 from tests import reference
 from tests.checkpoints import Family
+from tests.mtp_checkpoint import with_mtp_layer
 from tests.parity.library_side import Served
 from tests.parity.local_engine import LocalEngine, Part, Prompt, make_prompt
+from tests.parity.test_llm_graphs import graphed
 from tools.models.prompts import PROMPTS as PROMPTS_OF_ANY
 from tools.models.reference import Reference
 from tools.models.tiny import make
@@ -47,7 +49,7 @@ PARTS: list[list[Part]] = [
 ]
 FAMILIES: list[Any] = [
     "qwen3_vl",
-    "qwen3_5",
+    pytest.param("qwen3_5", marks=pytest.mark.soak),
     pytest.param("qwen2_vl", marks=pytest.mark.soak),
     pytest.param("qwen3_vl_moe", marks=pytest.mark.soak),
 ]
@@ -91,7 +93,10 @@ def test_embeddings_are_the_library_s_hidden_states(family: Family, checkpoints:
                 assert found[0] >= 64, "the cache proves nothing"
 
 
-@pytest.mark.parametrize("by_library", [False, True], ids=["our decoder", "the library's text"])
+@pytest.mark.parametrize(
+    "by_library",
+    [pytest.param(False, id="our decoder", marks=pytest.mark.soak), pytest.param(True, id="the library's text")],
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
 def test_so_are_those_of_a_model_without_a_family(by_library: bool, tmp_path: Path) -> None:
     served, library = Served.of(make("llava", tmp_path)), Reference(tmp_path)
@@ -103,3 +108,26 @@ def test_so_are_those_of_a_model_without_a_family(by_library: bool, tmp_path: Pa
         states = [library.model.model(**inputs).last_hidden_state[0] for inputs in given]
     for pooling, made in EACH.items():
         check(engine.embed(prompts, pooling)[0], [made(each) for each in states], pooling)
+
+
+@pytest.mark.parametrize("pooling", [Pooling.LAST, Pooling.MEAN])
+def test_so_are_those_of_steps_that_graphs_compute(pooling: Pooling, checkpoints: Callable[..., Path]) -> None:
+    directory = checkpoints("qwen3_vl")
+    prompts = [make_prompt(directory, parts) for parts in PARTS]
+    engine, _ = graphed(directory, overlap=True)
+    expected = [EACH[pooling](hidden_states(directory, prompt)) for prompt in prompts]
+    check(engine.embed(prompts, pooling, beside=prompts[:1])[0], expected, pooling)
+    assert engine.scheduler.counters.graph_steps == engine.scheduler.counters.steps
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("pooling", [Pooling.LAST, Pooling.MEAN])
+def test_so_are_those_beside_answers_with_drafts(
+    pooling: Pooling, checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    directory = with_mtp_layer(checkpoints("qwen3_5"), tmp_path / "mtp")
+    prompts = [make_prompt(directory, parts) for parts in PARTS[:3]]
+    engine = LocalEngine(directory, mtp=True, speculative_tokens=4, step_tokens=64)
+    expected = [EACH[pooling](hidden_states(directory, prompt)) for prompt in prompts]
+    check(engine.embed(prompts, pooling, beside=prompts[:2])[0], expected, pooling)
+    assert engine.scheduler.counters.draft_tokens > 0, "nobody had drafts"

@@ -3,11 +3,15 @@ make, whatever the chunks, the company and the caches."""
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
+import numpy as np
 import pytest
 
-from llm_service.request import Pooling
+from llm_service.engine.messages import Add
+from llm_service.engine.sequence import Sequence
+from llm_service.request import Pooling, SamplingParams
 from tests.unit.llm_service.hashed import Picture, expected_vector
 from tests.unit.llm_service.simulated import Simulation, order, simulation, text
 
@@ -68,6 +72,31 @@ def test_one_that_was_preempted_counts_no_hidden_state_twice(pooling: Pooling, o
     assert engine.scheduler.counters.preemptions > 0
     assert engine.outcomes[id].pooled == expected_vector(asked, engine.limits)
     assert len(engine.outcomes[first].tokens[0]) == 30
+
+
+def test_sums_of_steps_from_before_it_was_put_back_are_not_counted() -> None:
+    """Such a step may be over when it has begun anew."""
+    asked = Add(
+        id=1,
+        token_ids=array("i", [5, 6]).tobytes(),
+        positions=np.tile(np.arange(2, dtype=np.int32), (3, 1)).tobytes(),
+        mrope_delta=0,
+        items=[],
+        sampling=SamplingParams(max_tokens=1),
+        salt="",
+        priority=0,
+        deadline=None,
+        pooling=Pooling.MEAN,
+    )
+    (sequence,) = Sequence.of(asked, arrival=1, seed=0, max_length=9, eos=())
+    one, other = (np.full(3, value, np.float32).tobytes() for value in (1.0, 8.0))
+    sequence.start(0)
+    sequence.add_pooled(one, 1)
+    sequence.preempt()
+    sequence.start(0)
+    sequence.add_pooled(one, 1)
+    sequence.add_pooled(other, 2)
+    assert np.frombuffer(sequence.take_pooled(), np.float32).tolist() == [4.0] * 3
 
 
 @EACH
