@@ -14,7 +14,9 @@ from llm_service.families.family import SpanRule
 from llm_service.layers.attention.backend import CacheShape, PagedChunk, Span
 from llm_service.layers.attention.one_head import attend_to_one
 from llm_service.layers.attention.scored import attend_by_scores, shares_of
+from llm_service.layers.chosen_chunks import slots_of
 from llm_service.layers.index_keys import ROOM, Chosen, IndexQuery, choose, keep, mask_of
+from llm_service.layers.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +98,14 @@ class GeneralBackend:
     def batch(self, chunks: Sequence[PagedChunk], spans: Sequence[Span] = ()) -> GeneralBatch:
         """The batch of a plan, in which the tokens of each span, [begin, end) in the batch, see each other."""
         segments, begin = [], 0
-        for chunk in chunks:
+        every = to_device([slots_of(chunk, self._block_size) for chunk in chunks], self._device)
+        for chunk, slots in zip(chunks, every, strict=True):
             end = begin + chunk.count
             own = tuple(span for span in spans if begin <= span[0] and span[1] <= end)
             prompt = chunk.context + chunk.count - chunk.answered
-            segments.append(_Segment(begin, end, self._slots(chunk), own, self._rule, prompt))
+            segments.append(_Segment(begin, end, slots, own, self._rule, prompt))
             begin = end
         return GeneralBatch(tuple(segments))
-
-    def _slots(self, chunk: PagedChunk) -> Tensor:
-        starts = torch.tensor(chunk.blocks, dtype=torch.int64, device=self._device).unsqueeze(1) * self._block_size
-        every = (starts + torch.arange(self._block_size, device=self._device)).flatten()
-        return every[: chunk.context + chunk.count]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from llm_service.layers.attention.backend import CacheShape, PagedChunk, Span, s
 from llm_service.layers.attention.int8_blocks import Int8Tokens
 from llm_service.layers.attention.one_head import attend_to_one
 from llm_service.layers.attention.scored import attend_by_scores
+from llm_service.layers.chosen_chunks import slots_of
 from llm_service.layers.transfer import to_device
 
 
@@ -76,7 +77,7 @@ class TorchBackend:
         positions = np.arange(kind.first_of(chunk, spans), last + 1)
         if kind.sees_prompt and (behind := kind.first_seen(chunk.context)) > (prompt := chunk.prompt):
             positions = np.concatenate([positions[:prompt], positions[behind:]])
-        slots = _slots(chunk, self._shape.block_size)
+        slots = slots_of(chunk, self._shape.block_size)
         seen = slots[positions]
         row = slice(int(seen[0]), int(seen[-1]) + 1) if (np.diff(seen) == 1).all() else None
         several = chunk.count > 1
@@ -180,9 +181,3 @@ class TorchBatch:
             mask, kind = segment.mask_of(seen), self.shape.kind
             attend_to_one(out[here], query[here], seen, mask, self.shape.softmax_scale, kind.softcap)
         return out.flatten(1)
-
-
-def _slots(chunk: PagedChunk, size: int) -> np.ndarray:
-    """Where a sequence's first context + count tokens are, int64."""
-    starts = np.asarray(chunk.blocks, np.int64)[:, None] * size
-    return (starts + np.arange(size)).reshape(-1)[: chunk.context + chunk.count]
