@@ -46,7 +46,7 @@ from llm_service.layers.gpu import (
 from llm_service.layers.gpu import quantized_weight as weights_gpu
 from llm_service.layers.gpu import row_kernels as rows_gpu
 from llm_service.layers.gpu import sampling_kernels as sampling
-from llm_service.layers.gpu.convolutions import CHANNELS, EXACT_RUN_CHANNELS, RUN_CHANNELS
+from llm_service.layers.gpu.convolutions import CHANNELS, RUN_CHANNELS
 from llm_service.layers.kda.backend import KdaShape
 from llm_service.layers.kda.triton_backend import KdaConstants
 from llm_service.layers.mamba2.backend import Mamba2Shape
@@ -339,7 +339,7 @@ def kimi_delta(capability: int, dtype: torch.dtype) -> dict[str, Form]:
     bounded, plain = {"BOUNDED": True}, {"BIAS": False, "SILU": True}
     made = {
         "conv step": (gdn_kernels.conv_step_kernel, {**width, **plain, "BLOCK": CHANNELS}),
-        "conv run": (gdn_kernels.conv_run_kernel, {**width, **plain, "TILE": CHUNK, "BLOCK": EXACT_RUN_CHANNELS}),
+        "conv run": (gdn_kernels.conv_run_kernel, {**width, **plain, "TILE": CHUNK, "BLOCK": RUN_CHANNELS}),
         "step": (kda_kernels.kda_step_kernel, {**launch.step, **bounded}),
         "pairs": (kda_kernels.kda_pairs_kernel, {**launch.pairs, **bounded}),
         "invert": (gdn_kernels.invert_kernel, {"HEADS": shape.heads, **INVERT}),

@@ -12,8 +12,8 @@ from llm_service.layers.gpu import gdn_kernels
 
 CHANNELS = 256
 """What one program takes of a token."""
-RUN_CHANNELS, EXACT_RUN_CHANNELS = 64, 32
-"""What one program takes of a tile, and of one whose result stays float32."""
+RUN_CHANNELS = 32
+"""What one program takes of a tile: twice as many would not stay in its registers."""
 
 
 def convolve_steps(
@@ -54,12 +54,11 @@ def convolve_runs(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    at_once: int = RUN_CHANNELS,
     silu: bool = True,
 ) -> None:
-    """The same of runs, a program `at_once` channels of a tile, and of the copies of their states."""
+    """The same of runs, and of the copies of their states."""
     (channels, width), runs = weight.shape, metadata.runs
-    gdn_kernels.conv_run_kernel[(len(metadata.tiles), triton.cdiv(channels, at_once))](
+    gdn_kernels.conv_run_kernel[(len(metadata.tiles), triton.cdiv(channels, RUN_CHANNELS))](
         mixed,
         given,
         runs,
@@ -71,7 +70,7 @@ def convolve_runs(
         channels,
         WIDTH=width,
         TILE=CHUNK,
-        BLOCK=at_once,
+        BLOCK=RUN_CHANNELS,
         BIAS=bias is not None,
         SILU=silu,
         num_warps=4,

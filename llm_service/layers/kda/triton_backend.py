@@ -16,7 +16,7 @@ from llm_service.layers.gdn.metadata import GdnMetadata
 from llm_service.layers.gdn.triton_backend import INVERT
 from llm_service.layers.gpu import gdn_kernels
 from llm_service.layers.gpu import kda_kernels as kernels
-from llm_service.layers.gpu.convolutions import EXACT_RUN_CHANNELS, convolve_runs, convolve_steps
+from llm_service.layers.gpu.convolutions import convolve_runs, convolve_steps
 from llm_service.layers.kda.backend import KdaInput, KdaShape, KdaWeights
 from llm_service.layers.kda.torch_backend import gated_norm
 
@@ -139,7 +139,7 @@ class TritonBatch:
     def _run_tiles(self, out: Tensor, mixed: Tensor, given: KdaInput, weights: KdaWeights, cache: StateCache) -> None:
         runs, tiles, shape = self.metadata.runs, self.metadata.tiles, self.compiled.shape
         states = cache.tensors[0]
-        convolve_runs(mixed, given.qkv, self.metadata, states, weights.conv, at_once=EXACT_RUN_CHANNELS)
+        convolve_runs(mixed, given.qkv, self.metadata, states, weights.conv)
         sizes = len(tiles), shape.heads, CHUNK, CHUNK
         system, within = torch.empty((2, *sizes), dtype=torch.float32, device=out.device)
         kernels.kda_pairs_kernel[(len(tiles), shape.heads, CHUNK // _NEAR)](
