@@ -71,9 +71,17 @@ class Qwen2AudioTower(AttendingTower):
         self.linear = Linear(width, config["output_dim"])
 
     def forward(self, frames: Tensor, grids: Sequence[Grid]) -> Tensor:
+        return self.run(frames, self.prepare(grids, frames.device))
+
+    def prepare(self, grids: Sequence[Grid], device: torch.device) -> tuple[list[int], Segments]:
+        """The positions of each clip, and where these are, on the device."""
         positions = [grid.w for grid in grids]
+        return positions, self.backend.over(positions, device)
+
+    def run(self, frames: Tensor, ready: tuple[list[int], Segments]) -> Tensor:
+        """Frames of the clips that were prepared → rows."""
+        positions, segments = ready
         x = self._embed(frames.split([2 * count + 1 for count in positions]))
-        segments = self.backend.over(positions, x.device)
         for layer in self.layers:
             x = layer(x, segments)
         pairs = [clip[: len(clip) // 2 * 2].unflatten(0, (-1, 2)).mean(1) for clip in x.split(positions)]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -61,6 +61,7 @@ class BegunBatch:
     began: float
 
 
+@runtime_checkable
 class StagedTower(Protocol):
     """A tower that works out beforehand what a pass needs besides patches: the pass itself never waits for the host."""
 
@@ -83,7 +84,7 @@ class Graphed(Protocol):
 
 
 class _InOnePiece:
-    """A tower that is not built from blocks."""
+    """A tower that works nothing out beforehand."""
 
     def __init__(self, tower: Tower) -> None:
         self._tower = tower
@@ -133,7 +134,7 @@ class Runner:
         checkpoint = Checkpoint(Path(settings.folder))
         self._tower = load_tower(checkpoint, self._config, self.device, self.dtype, settings.attention)
         self._graphed = graphed = self._graphs(settings)
-        return graphed or (self._tower if isinstance(self._tower, PackedTower) else _InOnePiece(self._tower))
+        return graphed or (self._tower if isinstance(self._tower, StagedTower) else _InOnePiece(self._tower))
 
     @torch.inference_mode()
     def warm_up(self) -> WorkerReady:
