@@ -67,6 +67,14 @@ def test_sections_have_names_of_their_own_and_test_files_that_are_there(tiny: bo
     assert files == {f"tests/gpu/{path.name}" for path in (ROOT / "tests/gpu").glob("test_*.py")}
 
 
+def test_a_rehearsal_has_more_time_for_each_section(tmp_path: Path) -> None:
+    limits = [
+        {each.name: each.seconds for part in gpu_day.parts(tmp_path, tiny=tiny).values() for each in part}
+        for tiny in (False, True)
+    ]
+    assert [name for name, seconds in limits[1].items() if seconds < 3 * limits[0][name]] == []
+
+
 def test_services_that_compute_on_a_gpu_are_the_real_ones() -> None:
     """Light ones take the options of the others, and ask no GPU for anything."""
     started = [
