@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,13 +12,19 @@ import torch
 pytest.importorskip("triton")
 
 from common.checkpoint import Checkpoint
+from common.linear import Linear
 from common.media.item import Grid
 from encoder_service.families import config
 from encoder_service.models import blocks, rotary_kernel
+from encoder_service.models.internvl import InternVLTower
+from encoder_service.models.qwen2_audio import Qwen2AudioTower
 from encoder_service.models.tower import load_tower
 from encoder_service.worker.graphs import GraphedTower, Replay
+from encoder_service.worker.runner import StagedTower
+from tests.audio_checkpoint import make_audio_checkpoint
 from tests.checkpoints import TOWERS, Family
 from tests.fake_gpu import GPU, OnHost, Recording, fake_gpu
+from tests.internvl_checkpoint import make_internvl
 
 pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this torch was built without CUDA")
 
@@ -52,3 +59,43 @@ def test_a_tower_is_captured_and_replayed_without_a_question_to_the_host(
             graphs.run(patches, ready)
         assert watch.seen == []
         assert graphs.replays == 1
+
+
+def test_tiles_are_captured_and_replayed_without_a_question_to_the_host(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(make_internvl(tmp_path))
+    with fake_gpu() as launched:
+        with torch.inference_mode(mode=False):
+            tower = load_tower(checkpoint, config.read(checkpoint), GPU, torch.bfloat16, "triton")
+        assert isinstance(tower, InternVLTower)
+        capture, unit = Recording(), tower.granularity.patches
+        graphs = GraphedTower(tower, (unit, 4 * unit), capture, max_bytes=1, device=GPU, dtype=torch.bfloat16)
+        assert capture.on_host == []
+        assert "_varlen_attention" in launched
+        side = math.isqrt(unit)
+        ready = graphs.prepare([Grid(1, side, side), Grid(2, side, side)], GPU)
+        assert isinstance(ready, Replay)
+        projection = tower.embeddings.patch_embeddings["projection"]
+        assert isinstance(projection, Linear)
+        patches = torch.empty(3 * unit, projection.weight.shape[1], dtype=torch.bfloat16, device=GPU)
+        graphs.run(patches, ready)  # a table is laid out once
+        with OnHost() as watch:
+            rows = graphs.run(patches, ready)
+        assert watch.seen == []
+        assert rows.shape[0] == 3 * tower.granularity.rows
+
+
+def test_sounds_are_computed_without_a_question_to_the_host(tmp_path: Path) -> None:
+    """But for what is prepared, beside earlier passes."""
+    checkpoint = Checkpoint(make_audio_checkpoint(tmp_path))
+    with fake_gpu() as launched:
+        with torch.inference_mode(mode=False):
+            tower = load_tower(checkpoint, config.read(checkpoint), GPU, torch.bfloat16, "triton")
+        assert isinstance(tower, Qwen2AudioTower)
+        bands = tower.conv1.weight.shape[1] // 3
+        frames = torch.empty(2 * (20 + 12) + 2, bands, dtype=torch.bfloat16, device=GPU)
+        assert isinstance(tower, StagedTower)
+        ready = tower.prepare([Grid(1, 1, 20), Grid(1, 1, 12)], GPU)
+        with OnHost() as watch:
+            tower.run(frames, ready)
+        assert watch.seen == []
+        assert "_varlen_attention" in launched

@@ -19,10 +19,13 @@ from benchmarks.llm_device import config_of, step
 from common import library_models
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
+from common.small_models import made_up
 from llm_service.layers.gpu.quantized_weight import GpuWeight
 from llm_service.layers.group import ALONE
 from llm_service.models.decoder import Decoder
 from llm_service.models.known_text import known_text
+from llm_service.models.library_decoder import LibraryDecoder
+from llm_service.models.library_text import text_alone
 from llm_service.models.loader import load_decoder
 from llm_service.models.served import ServedModel
 from llm_service.plan import Draw, Proposal, RowSlice
@@ -38,7 +41,7 @@ from tests.checkpoints import FAMILIES
 from tests.fake_gpu import GPU, OnHost, Recording, fake_gpu
 from tests.mtp_checkpoint import with_mtp_layer
 from tests.quantized import FORMATS, quantize_checkpoint
-from tools.models.tiny import make
+from tools.models.tiny import config_of_recipe, make
 
 pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this torch was built without CUDA")
 
@@ -81,9 +84,12 @@ KINDS = {
 BOUNDS = CaptureBounds(6, 64, 512, 1, drafts=3, draft_rows=16)
 
 
-def made_runner(decoder: Decoder, memory: SharedBuffer, levels: int) -> ModelRunner:
-    caches = Caches(decoder.mixers(), 64, 16, torch.bfloat16, GPU, attention="triton", state_slots=6)
-    arena = RowArena(memory.view, levels, decoder.config.hidden_size, torch.bfloat16)
+def made_runner(
+    decoder: Decoder | LibraryDecoder, memory: SharedBuffer, levels: int, *, int8: bool = False
+) -> ModelRunner:
+    attention: Any = decoder.backend if isinstance(decoder, LibraryDecoder) else "triton"
+    caches = Caches(decoder.mixers(), 64, 16, torch.bfloat16, GPU, attention=attention, state_slots=6, int8=int8)
+    arena = RowArena(memory.view, levels, decoder.hidden_size, torch.bfloat16)
     runner = ModelRunner(decoder, arena, caches)
     runner._draw = gpu_sampler.draw
     assert not runner.not_capturable()
@@ -282,3 +288,33 @@ def test_a_layer_for_multi_token_prediction_has_graphs_and_asks_the_host_for_not
             drafting = load_mtp_layer(checkpoint, target, torch.bfloat16)
         arena = RowArena(rows_memory.view, 1, target.hidden_size, torch.bfloat16)
         check_drafts(drafting.proposer(arena, 64, 16, "triton"), 2)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+@pytest.mark.parametrize("kind", ["cohere2_vision", "granite4_vision", "exaone4_5", "paddleocr_vl"])
+def test_texts_that_the_library_computes_are_captured_without_a_question_to_the_host(
+    kind: str, rows_memory: SharedBuffer
+) -> None:
+    """Windows, levels of rows, and positions on three axes."""
+    model = made_up(config_of_recipe(kind), text_alone)
+    with fake_gpu() as launched:
+        with torch.inference_mode(mode=False):
+            decoder = LibraryDecoder(model, torch.bfloat16, GPU, attention="triton")
+        runner = made_runner(decoder, rows_memory, 1)
+        check_capture(runner, BOUNDS)
+        check_steps(runner, [Draw(at=0), Draw(at=1)])
+        assert "attention_kernel" in launched
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_keys_and_values_in_8_bits_are_captured_without_a_question_to_the_host(
+    family: Any, checkpoints: Callable[..., Path], rows_memory: SharedBuffer
+) -> None:
+    checkpoint = Checkpoint(checkpoints(family))
+    with fake_gpu() as launched:
+        with torch.inference_mode(mode=False):
+            decoder = load_decoder(checkpoint, torch.bfloat16, GPU, ALONE)
+        runner = made_runner(decoder, rows_memory, 1, int8=True)
+        check_capture(runner, BOUNDS)
+        check_steps(runner, [Draw(at=0), Draw(at=1)])
+        assert "store_int8_kernel" in launched
