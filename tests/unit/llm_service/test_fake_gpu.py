@@ -28,8 +28,8 @@ from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.library_text import text_alone
 from llm_service.models.loader import load_decoder
 from llm_service.models.served import ServedModel
-from llm_service.plan import Draw, Proposal, RowSlice
-from llm_service.worker import gpu_sampler, sampler
+from llm_service.plan import Draw, HiddenSum, Proposal, RowSlice
+from llm_service.worker import gpu_sampler, model_runner, sampler
 from llm_service.worker.adapters import RankAdapters
 from llm_service.worker.caches import Caches
 from llm_service.worker.draft_loader import load_draft_model, load_mtp_layer
@@ -76,6 +76,7 @@ KINDS = {
     "qwen4_exp": {"step_kernel", "attention_kernel"},
     "minimax_m3_vl": {"score_blocks_kernel", "attention_kernel"},
     "gemma3": {"attention_kernel"},
+    "apertus1p5": {"attention_kernel"},
     "llama4": {"attention_kernel", "sort_kernel"},
     "nemotron_h_omni": {"conv_step_kernel", "mamba2_step_kernel", "mamba2_scan_kernel", "group_norm_kernel"},
     "lfm2_vl": {"conv_step_kernel", "conv_run_kernel", "conv_keep_kernel"},
@@ -126,7 +127,8 @@ def check_steps(runner: ModelRunner, draws: list[Draw], adapters: list[int] | No
 
 @pytest.fixture
 def rows_memory(monkeypatch: pytest.MonkeyPatch) -> SharedBuffer:
-    monkeypatch.setattr(sampler, "ToHost", Unread)
+    for module in (sampler, model_runner):
+        monkeypatch.setattr(module, "ToHost", Unread)
     return SharedBuffer.create("rows", 1 << 20)
 
 
@@ -166,6 +168,25 @@ def test_texts_of_all_kinds_are_captured_without_a_question_to_the_host(
         check_capture(runner, BOUNDS)
         check_steps(runner, [Draw(at=0), Draw(at=1)])
         assert set(launched) >= KINDS[kind], launched
+
+
+@pytest.mark.parametrize("count", [1, 20], ids=["the last place", "all places"])
+def test_prompts_are_embedded_without_a_question_to_the_host(
+    count: int, checkpoints: Callable[..., Path], rows_memory: SharedBuffer
+) -> None:
+    checkpoint = Checkpoint(checkpoints("qwen3_vl"))
+    with fake_gpu():
+        with torch.inference_mode(mode=False):
+            decoder = load_decoder(checkpoint, torch.bfloat16, GPU, ALONE)
+        runner = made_runner(decoder, rows_memory, 1)
+        check_capture(runner, BOUNDS)
+        pools = [HiddenSum(20 - count, count), HiddenSum(20)]
+        plan = msgspec.structs.replace(step([(0, 20), (33, 1)]), draws=[], pools=pools)
+        with OnHost() as watch:
+            runner.launch(plan)
+        assert watch.seen == ["empty", "copy_"]
+        assert runner.graphs is not None
+        assert runner.graphs.replays == 1
 
 
 def test_adapters_are_followed_in_graphs(checkpoints: Callable[..., Path], rows_memory: SharedBuffer) -> None:
