@@ -45,6 +45,9 @@ _BAD: dict[str, Callable[[], v1.GenerateRequest]] = {
     "PROMPT_TOO_LONG": lambda: asked("word " * 9000),
 }
 
+_NEAR = 1e-4
+"""How far numbers of a prompt's vectors may lie apart that was cut otherwise, or found in the cache."""
+
 Tokens = list[list[int]]
 
 
@@ -81,12 +84,14 @@ class Load:
         self._seconds = seconds
         self._fresh = itertools.count(1)
         self._known: list[Tokens] = []
+        self._vectors: list[list[float]] = []
         self._lock = threading.Lock()
         self.report = Report()
 
     def run(self) -> Report:
         """Asks everything alone first, then all at once until the time is over."""
         self._known = [_said(self._both, request(number)) for number in range(POOL)]
+        self._vectors = [_embedded(self._both, number) for number in range(POOL)]
         begun = time.monotonic()
         over = threading.Event()
         watching = threading.Thread(target=self._watch, args=(begun, over))
@@ -109,7 +114,8 @@ class Load:
 
     def _call(self, caller: int, end: float) -> None:
         rng = random.Random(caller)
-        acts = (self._ask, self._ask, self._ask, self._leave, self._abort, self._hurry, self._refused, self._new)
+        others = (self._leave, self._abort, self._hurry, self._refused, self._new, self._embed)
+        acts = (self._ask, self._ask, self._ask, *others)
         for number in itertools.count():
             if time.monotonic() >= end:
                 return
@@ -123,6 +129,15 @@ class Load:
             return "answered", _said(self._both, _named(request(which), name)) == self._known[which], f"{which}"
         except TwinlensError as error:
             return error.reason, error.code.name == "RESOURCE_EXHAUSTED" and error.retryable, str(error)
+
+    def _embed(self, rng: random.Random, name: str) -> tuple[str, bool, str]:
+        which = rng.randrange(POOL)
+        try:
+            found = _embedded(self._both, which, name)
+        except TwinlensError as error:
+            return error.reason, error.code.name == "RESOURCE_EXHAUSTED" and error.retryable, str(error)
+        off = max(abs(one - other) for one, other in zip(found, self._vectors[which], strict=True))
+        return "embedded", off < _NEAR, f"{which} is off by {off}"
 
     def _new(self, rng: random.Random, name: str) -> tuple[str, bool, str]:
         with self._lock:
@@ -212,6 +227,13 @@ def _greedy(max_tokens: int) -> v1.SamplingParams:
 def _named(asking: v1.GenerateRequest, name: str) -> v1.GenerateRequest:
     asking.request_id = name
     return asking
+
+
+def _embedded(both: Pair, number: int, name: str = "") -> list[float]:
+    """The vector of a request's prompt."""
+    asking = request(number)
+    wanted = v1.EmbedRequest(chat=asking.chat, cache_salt=asking.cache_salt, priority=asking.priority, request_id=name)
+    return list(both.text.embed(wanted, timeout=180).values)
 
 
 def _said(both: Pair, asking: v1.GenerateRequest) -> Tokens:
