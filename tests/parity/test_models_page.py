@@ -14,12 +14,13 @@ from common import library_classes
 from common.checkpoint import CheckpointError
 from llm_service.families.registry import TEXT_FAMILIES
 from llm_service.models.config import TextConfig
-from tools.models.__main__ import Row, kinds
+from tools.models.__main__ import Row, kinds, text_by
 from tools.models.__main__ import main as tools_models
 from tools.models.compare import OURS
 from tools.models.tiny import config_of_recipe
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/MODELS.md"
+ROWS = [row for row in map(Row.read, PAGE.read_text().splitlines()) if row is not None]
 
 
 def test_the_page_of_models_has_each_that_the_library_has() -> None:
@@ -32,14 +33,20 @@ def test_the_page_of_models_has_each_that_the_library_has() -> None:
 
 
 def test_the_page_of_models_says_whose_decoder_computes_each_text() -> None:
-    rows = [row for row in map(Row.read, PAGE.read_text().splitlines()) if row is not None]
-    assert [row.kind for row in rows] == kinds()
-    assert all((row.text in (OURS, "library")) == (row.how in ("native", "library")) for row in rows)
-    assert all(row.text == OURS for row in rows if row.how == "native")
-    for row in rows:
+    assert [row.kind for row in ROWS] == kinds()
+    assert all((row.text in (OURS, "library")) == (row.how in ("native", "library")) for row in ROWS)
+    assert all(row.text == OURS for row in ROWS if row.how == "native")
+    for row in ROWS:
         if row.how == "library":
             text = json.loads(config_of_recipe(row.kind).get_text_config(decoder=True).to_json_string(use_diff=False))
             assert (row.text == OURS) == _is_known(text), row
+
+
+@pytest.mark.soak  # a second for each kind
+@pytest.mark.parametrize("kind", [row.kind for row in ROWS if row.how == "library"])
+def test_what_the_page_calls_served_passes_its_trial(kind: str) -> None:
+    """With the library that is installed, which may be another than that of the row."""
+    assert text_by(kind, library_classes.library().CONFIG_MAPPING[kind])[0] == OURS
 
 
 def _is_known(text: dict[str, Any]) -> bool:

@@ -158,7 +158,7 @@ def _compared_family(kind: str) -> Row:
 
 def _tried(kind: str, made: Any, compared: Comparison) -> Row:
     try:
-        text, found = _text_by(kind, made)
+        text, found = text_by(kind, made)
     except CheckpointError as error:
         return Row(kind, "refused", _told(error))
     except (AttributeError, ImportError, KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -180,7 +180,7 @@ def _tried(kind: str, made: Any, compared: Comparison) -> Row:
     return Row(kind, "library", ", ".join([_COMPARED[compared], *_notes(names), *notes]), text)
 
 
-def _text_by(kind: str, made: Any) -> tuple[str, SpanRule]:
+def text_by(kind: str, made: Any) -> tuple[str, SpanRule]:
     """Whose decoder computes a text, and where rows of it see each other, as trials say. Raises CheckpointError where
     neither does."""
     try:

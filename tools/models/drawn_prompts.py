@@ -39,8 +39,10 @@ def _rows_of(model: Any, grids: Tensor) -> list[int]:
     if axes_of(model) > 3:
         return [height * (width + 1) + 2 for height, width in rows]
     rule = getattr(model.base_model, "get_vision_position_ids", None)
-    if rule is None or not {"start_position", "grid_thw"} <= inspect.signature(rule).parameters.keys():
+    known = inspect.signature(rule).parameters if rule is not None else {}
+    if not {"start_position", "grid_thw"} <= known.keys() or "canvas_height" in known:  # the latter is told no time
         return [height * width for height, width in rows]
+    assert rule is not None
     return [rule(start_position=0, grid_thw=grid, spatial_merge_size=merge).shape[-1] for grid in grids]
 
 

@@ -31,7 +31,7 @@ def test_a_package_that_a_checkpoint_cannot_be_made_without_is_named(monkeypatch
     def lacking(*_: object) -> Path:
         raise ImportError("Features requires the torchaudio library but it was not found in your environment.")
 
-    monkeypatch.setattr(models, "_text_by", lambda *_: ("library", SpanRule.NOWHERE))
+    monkeypatch.setattr(models, "text_by", lambda *_: ("library", SpanRule.NOWHERE))
     monkeypatch.setattr(models, "make", lacking)
     (row,) = models.rows(["granite_speech"], models.by_services)
     assert row == Row("granite_speech", "unknown", "the library wants a package that is not installed here: torchaudio")
