@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import sys
 
-from common.cpu.jit import find
+from common.cpu.jit import as_compiled, find
 from common.processes import die_with_parent, leave_signals_to_parent
 
 _NICE = 5
@@ -20,8 +20,7 @@ def main(names: list[str]) -> None:
     die_with_parent()
     leave_signals_to_parent()
     os.nice(_NICE)
-    for kernel in [find(name) for name in names]:
-        kernel.compile()
+    for kernel in as_compiled([find(name) for name in names]):
         if kernel.unkept:  # nor could the others
             sys.exit(kernel.unkept)
 

@@ -8,7 +8,7 @@ import importlib
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -131,17 +131,28 @@ class Typed:
             if not self.load():
                 self.kernel.compile(self.types)
 
+    def compile_unless_another_does(self) -> bool:
+        """The same, but where another process compiles it now: then False, at once."""
+        if self.load():
+            return True
+        with self.alone(0.0) as mine:
+            if mine and not self.load():
+                self.kernel.compile(self.types)
+            return mine
+
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self, patience: float | None = None) -> Iterator[bool]:
         """A block that one process at a time is in, of those that want this kernel in this folder; any, where it cannot
-        be locked, or whoever has the lock is at it for longer than any kernel takes, as one that is stopped."""
+        be locked, or whoever has the lock is at it for longer than `patience`, in seconds: than any kernel takes, as
+        one that is stopped. The block is given whether nobody else is known to be in it."""
+        mine = True
         with contextlib.ExitStack() as open_files:
             if self.folder is not None:
                 with contextlib.suppress(OSError):
                     name = f"{self.kernel.py_func.__module__}.{self.kernel.py_func.__qualname__}.lock"
                     file = open_files.enter_context((self.folder / name).open("a"))
-                    _lock(file, time.monotonic() + PATIENCE_SECONDS)
-            yield
+                    mine = _lock(file, time.monotonic() + (PATIENCE_SECONDS if patience is None else patience))
+            yield mine
 
     def _forget(self) -> None:
         name = self.kernel.py_func.__qualname__
@@ -150,12 +161,35 @@ class Typed:
                 file.unlink()
 
 
-def _lock(file: TextIO, until: float) -> None:
-    """Locks a file; after that time it does not. Nobody is told when a lock comes free, so it looks again."""
-    while time.monotonic() < until:
+def as_compiled(kernels: Iterable[Typed]) -> Iterator[Typed]:
+    """Makes kernels ready and yields each when it is. What another process compiles now comes last: of processes that
+    want the same ones, each compiles some, and loads the others."""
+    later: list[Typed] = []
+    for kernel in kernels:
+        if kernel.compile_unless_another_does():
+            yield kernel
+        else:
+            later.append(kernel)
+    for kernel in later:
+        kernel.compile()
+        yield kernel
+
+
+def compile_all(kernels: Iterable[Typed]) -> None:
+    """Makes all of them ready, in the order of `as_compiled`."""
+    for _ in as_compiled(kernels):
+        pass
+
+
+def _lock(file: TextIO, until: float) -> bool:
+    """Locks a file; False where it was another's until that time. Nobody is told when a lock comes free, so it looks
+    again."""
+    while True:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+            return True
+        if time.monotonic() >= until:
+            return False
         time.sleep(_LOOK_SECONDS)
 
 

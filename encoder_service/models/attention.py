@@ -104,8 +104,7 @@ class Numba:
         jit.use_threads(torch.get_num_threads())
         missing = not_kept(pair_attention.KERNELS)
         if missing and (wait or any(jit.find(name).folder is None for name in missing)):
-            for name in missing:
-                jit.find(name).compile()
+            jit.compile_all(map(jit.find, missing))
             missing = []
         self._compiling = CompilingProcess(missing) if missing else None
 

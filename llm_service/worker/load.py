@@ -266,13 +266,12 @@ def _drafting(
 def _begin(names: list[str], group: TensorGroup, *, wait: bool) -> Changeover | None:
     """Has our kernels compute, on all ranks, if these have them all; else torch, and a process compile them. With
     `wait`, and where there is no folder that a process could keep them in, they are compiled here and now."""
-    from common.cpu.jit import find
+    from common.cpu.jit import compile_all, find
 
     missing = not_kept(names)
     if missing and (wait or any(find(name).folder is None for name in missing)):
         _log.info("our kernels are compiled before this serves", kernels=len(missing))
-        for name in missing:
-            find(name).compile()
+        compile_all(map(find, missing))
         missing = []
     all_there = bool(group.all_reduce_min(int(not missing)))
     selection.select(numba=all_there)

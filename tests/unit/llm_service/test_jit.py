@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 
 from common.cpu import jit
-from common.cpu.jit import Typed, compiled, find
+from common.cpu.jit import Typed, as_compiled, compiled, find
 from tests.full_disk import no_room_for_files
+from tests.waiting import until
 
 _PROGRAM = """
 import numba
@@ -74,6 +75,11 @@ def test_what_is_kept_on_disk_is_of_the_same_code(tmp_path: Path) -> None:
 def _double(out: Any) -> None:
     for place in range(out.shape[0]):
         out[place] *= 2
+
+
+def _halve(out: Any) -> None:
+    for place in range(out.shape[0]):
+        out[place] /= 2
 
 
 def typed() -> Typed:
@@ -184,6 +190,21 @@ def test_who_comes_while_another_compiles_waits_and_loads_what_is_kept_then(
             assert looked.wait(60)
             first.kernel.compile(first.types)
         waits.result()
+    assert sum(second.kernel.stats.cache_hits.values()) == 1
+
+
+@pytest.mark.usefixtures("folder")
+def test_what_another_compiles_comes_last_and_is_loaded() -> None:
+    first, second, other = typed(), typed(), Typed(compiled(_halve, parallel=False), (numba.float32[::1],))
+    ready: list[Typed] = []
+    with ThreadPoolExecutor(1) as threads:
+        with first.alone():
+            done = threads.submit(lambda: ready.extend(as_compiled([second, other])))
+            until(lambda: other.kernel.overloads, "the other one is compiled meanwhile")
+            assert not second.kernel.overloads
+            first.kernel.compile(first.types)
+        done.result()
+    assert ready == [other, second]
     assert sum(second.kernel.stats.cache_hits.values()) == 1
 
 
