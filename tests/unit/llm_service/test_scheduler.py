@@ -186,13 +186,21 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
 
 
 AnyOrderOfEvents.TestCase.settings = settings(
-    max_examples=60,
+    max_examples=25,
     stateful_step_count=30,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 TestAnyOrderOfEvents = AnyOrderOfEvents.TestCase
+
+
+class ManyOrdersOfEvents(AnyOrderOfEvents):
+    """The same, for longer."""
+
+
+ManyOrdersOfEvents.TestCase.settings = settings(AnyOrderOfEvents.TestCase.settings, max_examples=100)
+TestManyOrdersOfEvents = pytest.mark.soak(ManyOrdersOfEvents.TestCase)
 
 
 _STATES = {"state_slots": 14, "state_chunk": 8}
