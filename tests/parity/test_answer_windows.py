@@ -144,7 +144,7 @@ def test_kernels_for_gpus_know_it(case: Case) -> None:
     assert [outcome.tokens for outcome in engine.run(case.prompts[:2], GREEDY)] == case.expected[:2]
 
 
-@pytest.mark.parametrize("attention", ["torch", "triton"])
+@pytest.mark.parametrize("attention", ["torch", pytest.param("triton", marks=pytest.mark.soak)])
 def test_keys_and_values_in_8_bits_are_those_of_a_cache_that_rounds(case: Case, attention: str) -> None:
     model, prompt = case.library.model, case.prompts[1]
     ids = torch.tensor([prompt.layout.ids])
