@@ -66,7 +66,8 @@ class PromptBuilder:
         source = checkpoint.tokenizer()
         model = model or ServedModel.of(checkpoint)
         self.vocab_size = model.vocab_size
-        settings = json.loads(source)
+        # A prompt is whole, and nothing but that, whatever was set for the batches that a model was trained by.
+        settings = {**json.loads(source), "truncation": None, "padding": None}
         # The model knows no tokens beyond its vocabulary. Runs of spaces and lines are text like any other.
         marks = [each for each in settings.get("added_tokens", []) if each["id"] < self.vocab_size]
         blanks = [each for each in marks if not each["content"].strip()]

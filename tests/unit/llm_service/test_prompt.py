@@ -230,6 +230,24 @@ def test_texts_come_back_with_who_wrote_them() -> None:
     ]
 
 
+@pytest.mark.parametrize("direction", ["Left", "Right"])
+def test_what_a_tokenizer_cuts_or_fills_for_batches_leaves_prompts_as_they_are(
+    builder: PromptBuilder, checkpoint: Path, tmp_path: Path, direction: str
+) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "own")
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    settings["truncation"] = {"direction": direction, "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    filled = {"pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "!"}
+    settings["padding"] = {"strategy": {"Fixed": 64}, "direction": direction, **filled}
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    own = PromptBuilder(Checkpoint(folder))
+    for prompt in (TextPrompt("Hello there, you"), chat("Hello there, you")):
+        wanted = layout_of(builder, prompt).ids
+        assert layout_of(own, prompt).ids == wanted
+        assert own.layout(own.pieces(prompt, [], closed=True), []).ids == wanted, "nothing stands behind a text"
+    assert own.encode("Hello there, you") == builder.encode("Hello there, you")
+
+
 def test_encode_recognises_special_tokens_only_where_that_is_allowed(builder: PromptBuilder) -> None:
     text = "a<|im_end|><|image_pad|>b"
     assert END not in builder.encode(text)
