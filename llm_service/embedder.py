@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from common.checkpoint import Checkpoint
-from common.errors import InvalidInput, Unsupported
+from common.checkpoint import Checkpoint, CheckpointError
+from common.errors import Internal, InvalidInput, Unsupported
 from llm_service.request import Pooling
 
 MODULES: Final = "modules.json"
@@ -51,7 +51,7 @@ class Embedder:
             modules = _modules(checkpoint)
             poolings = [path for kind, path in modules if kind == "Pooling"]
             pooling = _pooling(checkpoint.json(f"{poolings[0]}/config.json")) if poolings else Pooling.LAST
-        except _NotServedError as error:
+        except (_NotServedError, CheckpointError) as error:  # text is generated all the same
             return cls(dimensions, why_not=str(error))
         return cls(dimensions, pooling, not modules or any(kind == "Normalize" for kind, _ in modules))
 
@@ -66,8 +66,11 @@ class Embedder:
         return self.pooling
 
     def vector(self, pooled: bytes, dimensions: int | None = None) -> np.ndarray:
-        """The embedding, float32 [dimensions], of what was pooled, float32 [hidden]: its leading numbers."""
+        """The embedding, float32 [dimensions], of what was pooled, float32 [hidden]: its leading numbers. Raises
+        Internal where it is not finite, as of hidden states that overflow their type."""
         leading = np.frombuffer(pooled, np.float32)[:dimensions].astype(np.float64)
+        if not np.isfinite(leading).all():
+            raise Internal("the embedding is not finite", reason="EMBEDDING_NOT_FINITE")
         if self.normalized:
             leading = leading / max(float(np.linalg.norm(leading)), _SMALLEST)
         return leading.astype(np.float32)
@@ -76,10 +79,10 @@ class Embedder:
 def _modules(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     """(kind, folder) of each module behind the model itself; none where the checkpoint does not say. Raises
     _NotServedError."""
-    stated = checkpoint.text(MODULES)
-    if stated is None:
-        return []
     try:
+        stated = checkpoint.text(MODULES)
+        if stated is None:
+            return []
         found = [(str(each["type"]).rpartition(".")[2], str(each["path"])) for each in json.loads(stated)]
     except (ValueError, TypeError, KeyError) as error:
         raise _NotServedError(f"its {MODULES} cannot be read") from error
