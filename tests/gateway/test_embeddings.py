@@ -146,6 +146,14 @@ def test_settings_of_media_and_templates_go_with_messages(script: Scripted) -> N
             "BAD_FIELD",
             "continue_final_message",
         ),
+        (
+            {
+                "messages": [said("x"), said("", role="assistant") | {"reasoning_content": "y"}],
+                "continue_final_message": True,
+            },
+            "BAD_FIELD",
+            "continue_final_message",
+        ),
     ],
     ids=str,
 )

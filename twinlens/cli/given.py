@@ -60,7 +60,7 @@ def _named(kind: str, source: str) -> tuple[str, str]:
 
 def _read_standard_input() -> str:
     if sys.stdin is None:
-        raise ValueError("there is no standard input to read the question from")
+        raise ValueError("there is no standard input to read from")
     return sys.stdin.read()
 
 
