@@ -345,10 +345,11 @@ class ModelRunner:
 
     def _at_places(self, plan: StepPlan) -> list[Any] | None:
         """What layers that share keys and values take of a step whose wanted places are fewer than its tokens: these.
-        None where they do not ascend. No wanted place sees what is behind it: each is the last of a span, if it is
-        in one."""
+        None where they do not ascend, or one sees what is behind it: a prompt's first token, where a span begins with
+        it. Others are the last of a span, if they are in one."""
         places = _wanted(plan)
-        if (np.diff(places) <= 0).any():
+        sees_on = any(begin <= each.at < end - 1 for begin, end in self._spans(plan) for each in plan.pools)
+        if sees_on or (np.diff(places) <= 0).any():
             return None
         return self.caches.batches(parts_at(self._tables.chunks(plan.chunks), places))
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -31,8 +32,10 @@ from llm_service.models.known_text import known_text
 from llm_service.models.loader import load_decoder
 from llm_service.models.trial import try_config, try_ours_of
 from llm_service.models.trial_chunks import logits_in_chunks
+from llm_service.request import Pooling
 from llm_service.worker.model_runner import ModelRunner
 from tests.parity.library_side import GREEDY, Served, compare
+from tests.parity.local_engine import Prompt
 from tests.parity.test_library_ranks import on_ranks
 from tests.parity.test_llm_graphs import graphed
 from tools.models.compare import OURS
@@ -60,6 +63,31 @@ def test_ids_and_tokens_are_the_library_s_whatever_the_chunks_and_the_company(fo
     """The form with inputs of single layers is compared among the library's models."""
     folder = make_by(FORMS[form], tmp_path)
     assert {"one picture", OURS} <= compare(Served.of(folder), FORMS[form].step_tokens)
+
+
+def test_a_first_token_that_sees_those_behind_it_is_embedded_as_it_is_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its layers that share keys and values compute no other place of such a prompt, if they can."""
+    served = Served.of(make_by(FORMS["inputs"], tmp_path))
+    prompt = _from_its_picture_on(served.prompt(PROMPTS["one picture"]))
+    engines = [served.engine(step_tokens=512) for _ in range(2)]
+    assert isinstance(engines[0].decoder, Decoder)
+    assert engines[0].decoder.config.shared_layers
+    monkeypatch.setattr(engines[1].runner, "_keeps_all", lambda _: True)
+    found, whole = (engine.embed([prompt], Pooling.CLS)[0] for engine in engines)
+    assert np.abs(found - whole).max() < 1e-5 < np.abs(whole).max()
+
+
+def _from_its_picture_on(prompt: Prompt) -> Prompt:
+    """Without what stands before that."""
+    layout = prompt.layout
+    first = layout.spans[0].runs[0].start
+    places = np.frombuffer(layout.positions, np.int32).reshape(3, -1)[:, first:] - first
+    spans = [
+        replace(span, runs=tuple(replace(run, start=run.start - first) for run in span.runs)) for span in layout.spans
+    ]
+    return replace(prompt, layout=replace(layout, ids=layout.ids[first:], positions=places.tobytes(), spans=spans))
 
 
 def test_no_row_sees_those_behind_it_where_the_configuration_says_nothing_of_that() -> None:
