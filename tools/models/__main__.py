@@ -279,6 +279,7 @@ def main() -> None:
         sys.stdout.flush()
         if row.how == WRONG:
             wrong = True
+            found.pop(row.kind, None)  # whatever was found of it before: there is no page until it is right
             continue
         found[row.kind] = row
         given.kept.parent.mkdir(parents=True, exist_ok=True)
@@ -298,10 +299,12 @@ def _of_page(path: Path) -> dict[str, Row]:
 
 
 def _kept(path: Path) -> dict[str, Row]:
-    """What was found before with this release, the last of each kind."""
+    """What was found before with this release, the last of each kind. What does not say with which one is older."""
     if not path.exists():
         return {}
-    lines = [msgspec.json.decode(line, type=Row) for line in path.read_bytes().splitlines()]
+    lines = [
+        msgspec.convert({"release": "", **msgspec.json.decode(line)}, Row) for line in path.read_bytes().splitlines()
+    ]
     return {row.kind: row for row in lines if row.release == RELEASE}
 
 
