@@ -104,6 +104,11 @@ class Checkpoint:
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{tekken.FILE} is not of a form that is known") from error
 
+    def tokenizer_settings(self) -> dict[str, Any]:
+        """The same as an object, by which texts are neither cut nor filled up, whatever was set for the batches that a
+        model was trained by."""
+        return {**json.loads(self.tokenizer()), "truncation": None, "padding": None}
+
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
         """Every tensor by its name in the files."""

@@ -156,7 +156,8 @@ class Structures:
 
     def __init__(self, checkpoint: Checkpoint, vocab_size: int, eos: Iterable[int], *, cache_bytes: int = 0) -> None:
         ends = sorted(eos)
-        self._tokenizer = LLTokenizer(checkpoint.tokenizer(), n_vocab=vocab_size, eos_token=ends or None)
+        settings = json.dumps(checkpoint.tokenizer_settings())
+        self._tokenizer = LLTokenizer(settings, n_vocab=vocab_size, eos_token=ends or None)
         self._unended = _all_but(ends, vocab_size)
         self._cache_bytes = cache_bytes
         self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()

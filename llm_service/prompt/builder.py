@@ -63,11 +63,9 @@ class PromptBuilder:
     """
 
     def __init__(self, checkpoint: Checkpoint, model: ServedModel | None = None) -> None:
-        source = checkpoint.tokenizer()
+        settings = checkpoint.tokenizer_settings()
         model = model or ServedModel.of(checkpoint)
         self.vocab_size = model.vocab_size
-        # A prompt is whole, and nothing but that, whatever was set for the batches that a model was trained by.
-        settings = {**json.loads(source), "truncation": None, "padding": None}
         # The model knows no tokens beyond its vocabulary. Runs of spaces and lines are text like any other.
         marks = [each for each in settings.get("added_tokens", []) if each["id"] < self.vocab_size]
         blanks = [each for each in marks if not each["content"].strip()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +74,6 @@ def check_same_tokens(checkpoint: Checkpoint, draft: Checkpoint) -> None:
 
 def _vocabulary(checkpoint: Checkpoint) -> tuple[Any, dict[str, int]]:
     """What tokenizer.json has of ordinary tokens, and the ids of added ones."""
-    settings = json.loads(checkpoint.tokenizer())
+    settings = checkpoint.tokenizer_settings()
     added = {each["content"]: int(each["id"]) for each in settings.get("added_tokens", [])}
     return settings.get("model", {}).get("vocab"), added

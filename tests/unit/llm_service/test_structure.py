@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import wait
@@ -23,6 +24,23 @@ from tests.waiting import until
 @pytest.fixture
 def structures(checkpoints: Callable[..., Path]) -> Structures:
     return Structures(Checkpoint(checkpoints("qwen3_vl")), VOCABULARY, [0])
+
+
+def test_what_a_structure_leaves_no_choice_about_is_neither_cut_nor_filled_up_as_for_batches(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "own")
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    settings["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    filled = {"pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "!"}
+    settings["padding"] = {"strategy": {"Fixed": 64}, "direction": "Right", **filled}
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    forced = []
+    for each in (checkpoint, folder):
+        _, matcher = Structures(Checkpoint(each), VOCABULARY, [0]).compile(Structure("regex", "Hello there, you"))
+        forced.append(matcher.compute_ff_tokens())
+    assert forced[0] == forced[1]
+    assert len(forced[0]) > 3
 
 
 def allowed(mask: bytes) -> set[int]:
