@@ -39,7 +39,7 @@ class GatewayConfig:
     grace_seconds: float = option(30.0, "on SIGTERM, running requests get this long to finish", minimum=0)
     max_requests: int = option(512, "requests under way; further ones are refused at once", minimum=1)
     max_connections: int = option(2048, "open connections; further ones are closed at once", minimum=1)
-    max_prompts: int = option(64, "prompts of one request for completions", minimum=1)
+    max_prompts: int = option(64, "prompts of one request for completions or embeddings", minimum=1)
     max_body_bytes: int = option(64 << 20, "largest body of a request", parse=size, minimum=1 << 10)
     max_inflight_bytes: int = option(
         512 << 20, "bytes of bodies that are here, or coming, at once; further ones are refused", parse=size, minimum=1
