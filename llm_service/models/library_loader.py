@@ -9,7 +9,7 @@ import torch
 from common import log
 from common.checkpoint import Checkpoint, CheckpointError
 from common.library import LibraryModel
-from common.library_classes import load, speaking
+from common.library_classes import complete, load, speaking
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.models.library_decoder import LibraryDecoder, MakesBackend
 from llm_service.models.library_linear import Fill, fill_quantised, leave_quantised, round_linears
@@ -56,7 +56,7 @@ def load_library_decoder(
         _log.info("weights stay as they are quantised", method="" if scheme is None else scheme.method)
         fill = fill_quantised(checkpoint, names, device)
     return LibraryDecoder(
-        speaking(model),
+        speaking(complete(model)),
         dtype,
         device,
         axes=library.axes,

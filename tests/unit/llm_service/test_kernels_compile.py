@@ -25,63 +25,46 @@ for every thread that can run there at once, a quarter of a million on an H100."
 
 _VERIFY = 192 if triton_interpreter.is_too_old() else 168
 """Triton 3.6 takes a sixth more, so that two programs run side by side in place of three."""
-_COPYING = ("prefill bf16 128", "vision 64 bf16 72", "vision 128 bf16 72", "vision 128 fp16 64")
-_COPYING += ("one row, int8", "one row, uint4", "experts, e4m3")
-_REGISTERS = {
+COPYING = ("prefill bf16 128", "vision 64 bf16 72", "vision 128 bf16 72", "vision 128 fp16 64")
+COPYING += ("one row, int8", "one row, uint4", "experts, e4m3")
+REGISTERS = {
     "vision 64 bf16 72": 208,
     "vision 128 bf16 72": 208,
     "vision rotary bf16 72": 64,
     "vision rotary of the library bf16 72": 64,
 }
-_REGISTERS |= {
+REGISTERS |= {
     "decode bf16 128": 96,
     "verify bf16 128": _VERIFY,
     "prefill bf16 128": 208,
 }  # 5, 3 and 2 programs at once
-_REGISTERS |= {"prefill bf16 256": 208, "windows bf16 256": 224, "decode bf16 512": 224, "prefill bf16 512": 224}
-_REGISTERS |= {"int8 decode": 168, "int8 verify": 248, "int8 prefill": 208}
-_REGISTERS |= {"latent decode bf16": 128, "latent verify bf16": 208, "latent prefill bf16": 208}
-_REGISTERS |= {"plain latent decode bf16": 128}
-_REGISTERS |= {"latent decode with sinks bf16": 128, "latent prefill with sinks bf16": 208}
-_REGISTERS |= {"token scores bf16": 80, "pool scores bf16": 80}
-_STATES = {"delta net system bf16": 168, "delta net invert bf16": 208}
-_STATES |= {"KDA pairs bf16": 208, "KDA invert bf16": 208, "KDA fade bf16": 168, "KDA scan bf16": 208}
-_WIDE_LATENTS = {"wide latents decode": 168, "wide latents prefill": 168}
-_REGISTERS |= {f"one row, {number}": 168 for number in ("int8", "e4m3", "uint4", "e2m1")}
-_REGISTERS |= {f"experts, {number}": 168 for number in ("int8", "e4m3", "uint4", "e2m1")}
-_REGISTERS |= {f"many rows, {number}": 248 for number in ("int8", "e4m3", "uint4", "e2m1")}
+REGISTERS |= {"prefill bf16 256": 208, "windows bf16 256": 224, "decode bf16 512": 224, "prefill bf16 512": 224}
+REGISTERS |= {"int8 decode": 168, "int8 verify": 248, "int8 prefill": 208}
+REGISTERS |= {"latent decode bf16": 128, "latent verify bf16": 208, "latent prefill bf16": 208}
+REGISTERS |= {"plain latent decode bf16": 128}
+REGISTERS |= {"latent decode with sinks bf16": 128, "latent prefill with sinks bf16": 208}
+REGISTERS |= {"token scores bf16": 80, "pool scores bf16": 80}
+STATES = {"delta net system bf16": 168, "delta net invert bf16": 208}
+STATES |= {"KDA pairs bf16": 208, "KDA invert bf16": 208, "KDA fade bf16": 168, "KDA scan bf16": 208}
+WIDE_LATENTS = {"wide latents decode": 168, "wide latents prefill": 168}
+REGISTERS |= {f"one row, {number}": 168 for number in ("int8", "e4m3", "uint4", "e2m1")}
+REGISTERS |= {f"experts, {number}": 168 for number in ("int8", "e4m3", "uint4", "e2m1")}
+REGISTERS |= {f"many rows, {number}": 248 for number in ("int8", "e4m3", "uint4", "e2m1")}
 """On Hopper, of a thread: more would have fewer programs run side by side."""
 
 
-_ALL = ("bfloat16", "float16", "float32")
-_STATEFUL = ("bfloat16", "float32")
-
-
 def test_the_first_form_of_each_kernel_compiles_and_fits_a_multiprocessor() -> None:
-    """Every form does in the test below, which takes minutes; here, as what is written down of them, on Hopper and in
-    bfloat16, without those of layers with states."""
-    taken = _compile("--first", "90", "bfloat16")
+    """Every form does in `tests/soak/test_every_kernel.py`, which takes minutes; here, on Hopper and in bfloat16, the
+    first, without those of layers with states."""
+    taken = compile_kernels("--first", "90", "bfloat16")
     assert set(taken) >= {"decode bf16 128", "vision 64 bf16 128", "latent decode bf16", "one row, int8", "draw"}
     assert len(taken) == 23
-    _look_at_memory(taken)
+    look_at_memory(taken)
     assert taken["one row, int8"][2], "weights are read element by element"
-    _look_at_registers({name: most for name, most in _REGISTERS.items() if name in taken}, taken)
+    look_at_registers({name: most for name, most in REGISTERS.items() if name in taken}, taken)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize(("capability", "states"), [(90, _STATEFUL), (80, _STATEFUL), (100, ())])
-def test_every_kernel_compiles_and_fits_a_multiprocessor(capability: int, states: tuple[str, ...]) -> None:
-    """Those of layers with states take as long as all others together."""
-    taken = _compile(str(capability), *(",".join(names) for names in (_ALL, states) if names))
-    assert len(taken) == (126 if capability == 80 else 128) + 22 * len(states)
-    _look_at_memory(taken)
-    for each in _COPYING:
-        assert taken[each][2], f"{each} reads element by element"
-    if capability == 90:
-        _look_at_registers(_REGISTERS | _WIDE_LATENTS | _STATES, taken)
-
-
-def _compile(*given: str) -> dict[str, Taken]:
+def compile_kernels(*given: str) -> dict[str, Taken]:
     """In a process of its own: whether kernels are interpreted is decided when they are defined."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernel_compiler", *given]
@@ -89,12 +72,12 @@ def _compile(*given: str) -> dict[str, Taken]:
     return json.loads(done.stdout)
 
 
-def _look_at_memory(taken: dict[str, Taken]) -> None:
+def look_at_memory(taken: dict[str, Taken]) -> None:
     assert max(shared for shared, *_ in taken.values()) <= _SHARED, taken
     assert max(stack for _, stack, *_ in taken.values()) <= _STACK, taken
 
 
-def _look_at_registers(most: dict[str, int], taken: dict[str, Taken]) -> None:
+def look_at_registers(most: dict[str, int], taken: dict[str, Taken]) -> None:
     for each, registers in most.items():
         assert taken[each][1] == 0, f"{each} spills registers"
         assert taken[each][3] <= registers, f"{each} takes {taken[each][3]} registers"

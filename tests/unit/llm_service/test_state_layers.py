@@ -149,6 +149,7 @@ class Engine:
         for id, prompt in enumerate(prompts):
             positions = array("i", [*range(len(prompt))] * 3).tobytes()
             fields = dict.fromkeys(Add.__struct_fields__, 0) | {"items": [], "salt": "", "deadline": None, "resume": []}
+            fields["pooling"] = None
             fields |= {"id": id, "token_ids": prompt.tobytes(), "positions": positions, "sampling": sampling}
             self.scheduler.add(Add(**fields))
         under_way: deque[tuple[Step, Launched]] = deque()
