@@ -39,7 +39,7 @@ from llm_service.layers.xielu import XieluMLP
 from llm_service.models.config import TextConfig
 from llm_service.models.feed_forward_config import Activation
 
-_UNGATED = {Activation.RELU: PlainReluMLP, Activation.XIELU: XieluMLP}
+_UNGATED: dict[Activation, type[SquaredMLP]] = {Activation.RELU: PlainReluMLP, Activation.XIELU: XieluMLP}
 
 
 def _dense(kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> MLP | SquaredMLP:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import Place, Stored, fill
 from llm_service.layers.mlp import SquaredMLP
 
@@ -43,17 +44,8 @@ class Xielu(nn.Module):
 class XieluMLP(SquaredMLP):
     """down(xIELU(up(x)))."""
 
-    def __init__(
-        self,
-        hidden: int,
-        inner: int,
-        group: TensorGroup,
-        dtype: torch.dtype,
-        *,
-        stored_as: str = "",
-        biases: bool = False,
-    ) -> None:
-        super().__init__(hidden, inner, group, dtype, stored_as=stored_as, biases=biases)
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
         self.act_fn = Xielu()
 
     def between(self, x: Tensor) -> Tensor:
