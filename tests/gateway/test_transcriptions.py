@@ -196,10 +196,20 @@ def test_a_form_that_is_none_is_refused(door: Scripted, content: bytes, code: st
     assert (error["code"], error["param"]) == (code, param)
 
 
-@pytest.mark.parametrize("charset", ["undefined", "punycode"])
-def test_a_charset_that_is_none_of_texts_is_refused(door: Scripted, charset: str) -> None:
-    content = FILE + part("prompt", "Löß".encode()) + END
-    assert posted(door, content, f"multipart/form-data; boundary=b; charset={charset}")["code"] == "BAD_FORM"
+@pytest.mark.parametrize("charset", ["undefined", "punycode", '"Punycode"', "unheard-of"])
+def test_a_charset_whose_decoder_may_take_minutes_is_not_asked(door: Scripted, charset: str) -> None:
+    content = FILE + part("prompt", b"a-b") + END
+    error = posted(door, content, f"multipart/form-data; boundary=b; charset={charset}")
+    assert (error["code"], error["message"]) == ("BAD_FORM", "the form cannot be read: its charset is not UTF-8")
+
+
+@pytest.mark.parametrize(("charset", "text"), [("UTF-8", "Löß"), ("us-ascii", "Loss"), ("iso-8859-1", "Löß")])
+def test_a_charset_of_texts_is_that_of_its_fields(door: Scripted, charset: str, text: str) -> None:
+    content = FILE + part("prompt", text.encode(charset)) + END
+    door.llm.requests.clear()
+    kind = {"content-type": f"multipart/form-data; boundary=b; charset={charset}"}
+    reply = door.post("/v1/audio/transcriptions", content, kind)
+    assert (reply.status, door.llm.requests[0].transcription.prompt) == (200, text)
 
 
 def test_all_tokens_may_be_asked_for_as_vllm_has_it(door: Scripted, client: openai.OpenAI) -> None:
