@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 from PIL.ImageFile import ImageFile as PillowFile
 
 from encoder_service.item import Inspection
@@ -18,6 +19,16 @@ from encoder_service.media.sniff import IMAGES, format_of
 Image.MAX_IMAGE_PIXELS = None  # dimensions are checked against our own limits before anything is decoded
 
 _ORIENTATION = 0x0112
+_TO_UPRIGHT: Final[dict[object, Image.Transpose]] = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What is done to a picture of each EXIF orientation; of 1, and of what is none, nothing."""
 _SIDEWAYS = (5, 6, 7, 8)
 _WORDS = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
 
@@ -75,13 +86,20 @@ def decode(data: bytes, out: np.ndarray, bounds: Bounds) -> None:
     with _open(data, bounds) as image:
         if name == "JPEG":
             _load_jpeg(image, data, chunks.read_jpeg(data, bounds))
-        upright = _rgb(ImageOps.exif_transpose(image))
+        upright = _rgb(_upright(image))
     if (upright.height, upright.width) != out.shape[1:3]:
         raise ValueError("the picture's size changed while it was decoded")
     out[0] = np.asarray(upright)
 
 
-def _orientation(image: Image.Image, data: bytes) -> object:
+def _upright(image: PillowFile) -> Image.Image:
+    """A picture with its orientation applied. The library's own way writes the rest of the EXIF anew, and fails at a
+    tag that it can read and cannot write."""
+    method = _TO_UPRIGHT.get(image.getexif().get(_ORIENTATION))
+    return image if method is None else image.transpose(method)
+
+
+def _orientation(image: Image.Image, data: bytes) -> Any:
     if image.format == "PNG" and not _has_late_words(data):
         return Image.Image.getexif(image).get(_ORIENTATION)  # the PNG class would decode all pixels first
     return image.getexif().get(_ORIENTATION)

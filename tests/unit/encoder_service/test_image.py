@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import zlib
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from encoder_service.item import Inspection
 from encoder_service.media import image
@@ -48,6 +49,35 @@ def test_an_orientation_counts_wherever_a_png_has_it(late):
     out = np.empty((1, 30, 20, 3), np.uint8)
     image.decode(data, out, BOUNDS)
     assert np.array_equal(out[0], np.rot90(np.asarray(pictures.noise(30, 20)), -1))
+
+
+@pytest.mark.parametrize("orientation", range(1, 10))
+def test_each_orientation_is_shown_as_the_library_shows_it(orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = pictures.encoded(pictures.noise(30, 20), "PNG", exif=exif)
+    expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
+    seen, out = image.inspect(data, BOUNDS), np.empty((1, *expected.shape), np.uint8)
+    image.decode(data, out, BOUNDS)
+    assert (seen.height, seen.width) == expected.shape[:2]
+    assert np.array_equal(out[0], expected)
+
+
+@pytest.mark.parametrize("name", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize(
+    ("tag", "kind"),
+    [pytest.param(306, 11, id="a date that is a number"), pytest.param(282, 2, id="a resolution that is a word")],
+)
+def test_a_tag_that_cannot_be_written_again_does_not_keep_a_picture_from_being_shown_upright(name, tag, kind):
+    orientation, other = struct.pack("<HHII", 0x0112, 3, 1, 6), struct.pack("<HHII", tag, kind, 1, 0x41)
+    exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2) + orientation + other + bytes(4)
+    data = pictures.encoded(pictures.noise(30, 20), name, exif=exif)
+    with Image.open(io.BytesIO(data)) as plain:
+        expected = np.rot90(np.asarray(plain.convert("RGB")), -1)
+    assert image.inspect(data, BOUNDS) == Inspection(20, 30)
+    out = np.empty((1, 30, 20, 3), np.uint8)
+    image.decode(data, out, BOUNDS)
+    assert np.array_equal(out[0], expected)
 
 
 def test_a_picture_that_changes_its_size_is_refused():
