@@ -41,6 +41,8 @@ class PlannerTimes:
 
 class LibraryPlanner:
     """One process, asked one thing at a time, and started anew where it has ended. `start` and `stop` are the owner's.
+    What it has been asked it answers before it is asked more, though its caller has left: a new one takes seconds to
+    start, which all others would wait.
 
     What stands for an item of a size is remembered, the longest unused forgotten first. `video_sound` says whether the
     model takes videos together with their sound.
@@ -52,6 +54,7 @@ class LibraryPlanner:
         self._video_sound = video_sound
         self._child: Child[FromPlanner] | None = None
         self._turn = asyncio.Lock()
+        self._asking: asyncio.Task[Chosen | Planned] | None = None
         self._known: OrderedDict[PlanItem, Planned] = OrderedDict()
 
     async def start(self) -> None:
@@ -73,10 +76,11 @@ class LibraryPlanner:
         self._child = child
 
     async def stop(self) -> None:
-        """Ends the process; returns when it is gone."""
-        if self._child is not None:
-            child, self._child = self._child, None
-            await child.stop()
+        """Ends the process, and what it is asked; returns when it is gone."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.gather(self._asking, return_exceptions=True)
+        await self._end()
 
     async def footage(self, item: Item, seen: Inspection) -> Footage:
         """The frames that the library's processor takes of a video. Raises what `plan` does."""
@@ -135,8 +139,10 @@ class LibraryPlanner:
         return planned
 
     async def _asked(self, question: ChooseFrames | PlanItem, field: str) -> Chosen | Planned:
-        async with self._turn:
-            return await self._ask(question, field)
+        await self._turn.acquire()
+        self._asking = asyncio.create_task(self._ask(question, field))
+        self._asking.add_done_callback(lambda _: self._turn.release())
+        return await asyncio.shield(self._asking)
 
     async def _ask(self, question: ChooseFrames | PlanItem, field: str) -> Chosen | Planned:
         try:
@@ -153,9 +159,6 @@ class LibraryPlanner:
             await self._lose()
             why = "the process that plans items has ended; another one is started"
             raise Unavailable(why, reason="NO_DECODER") from None
-        except asyncio.CancelledError:  # its answer would be taken for another one's
-            await self._lose()
-            raise
         if isinstance(answer, Chosen | Planned):
             return answer
         if isinstance(answer, WrongLength):
@@ -176,7 +179,12 @@ class LibraryPlanner:
     async def _lose(self) -> None:
         if self._child is not None:
             self._child.kill()
-            await self.stop()
+            await self._end()
+
+    async def _end(self) -> None:
+        if self._child is not None:
+            child, self._child = self._child, None
+            await child.stop()
 
 
 def _no_option(item: Item, name: str) -> InvalidInput:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from typing import cast
 
 import msgspec
 import pytest
@@ -10,9 +12,11 @@ import pytest
 from common.errors import InvalidInput, Unsupported
 from common.media.convert import MAX_PARTS, MAX_REPLACEMENT
 from common.media.item import Modality, Options, Pixels, PromptPart
+from common.processes import Child
 from encoder_service.item import Footage, Inspection, Item
-from encoder_service.media.messages import ChooseFrames, Chosen, PlanItem, Planned, Refused, WrongLength
+from encoder_service.media.messages import ChooseFrames, Chosen, FromPlanner, PlanItem, Planned, Refused, WrongLength
 from encoder_service.media.planner import LibraryPlanner, PlannerTimes
+from tests.waiting import eventually
 
 SEEN = Inspection(64, 48, frames=90, fps=30.0)
 
@@ -30,6 +34,42 @@ class Asked(LibraryPlanner):
             return Chosen([0, 30, 60])
         parts = (PromptPart("<video>", max(1, len(question.frames)), 7),)
         return Planned((*parts, PromptPart("", 5, 9)), (3, 5)) if question.samples else Planned(parts)
+
+
+class Process:
+    """Answers a question with so many rows as the picture is wide, once it is `told` to."""
+
+    has_ended = False
+
+    def __init__(self) -> None:
+        self.asked: asyncio.Queue[PlanItem] = asyncio.Queue()
+        self.told = asyncio.Semaphore(0)
+        self.killed = False
+
+    def send(self, question: PlanItem) -> None:
+        self.asked.put_nowait(question)
+
+    async def receive(self) -> Planned:
+        await self.told.acquire()
+        return Planned((PromptPart("", (await self.asked.get()).width, 7),))
+
+    def kill(self) -> None:
+        self.killed = True
+
+    async def stop(self) -> None:
+        pass
+
+
+class Waiting(LibraryPlanner):
+    """One whose processes are stand-ins."""
+
+    def __init__(self) -> None:
+        super().__init__("", PlannerTimes(60.0, 60.0))
+        self.processes: list[Process] = []
+
+    async def start(self) -> None:
+        self.processes.append(Process())
+        self._child = cast("Child[FromPlanner]", self.processes[-1])
 
 
 def item(modality: Modality, options: Options | None = None) -> Item:
@@ -163,3 +203,28 @@ def test_frames_that_a_caller_has_decoded_keep_their_times() -> None:
     assert [number / footage.fps for number in footage.numbers] == [0.0, 0.25, 1.5]
     assert (footage.decoded, footage.total) == ((0, 1, 2), 1501)
     assert Footage.of(Pixels(b"", 2, 4, 4)).numbers == (0, 500), "half a second apart where there are no times"
+
+
+async def test_a_caller_who_leaves_does_not_end_the_process_that_others_wait_for() -> None:
+    planner = Waiting()
+    async with asyncio.TaskGroup() as callers:
+        first = callers.create_task(planner.plan(item(Modality.IMAGE), replace(SEEN, width=10), None))
+        await eventually(lambda: bool(planner.processes) and planner.processes[0].asked.qsize() == 1, "it is asked")
+        second = callers.create_task(planner.plan(item(Modality.IMAGE), replace(SEEN, width=20), None))
+        first.cancel()
+        await asyncio.wait({first})
+        planner.processes[0].told.release()
+        planner.processes[0].told.release()
+    assert first.cancelled()
+    assert second.result().tokens == 20, "not what the first one asked for"
+    assert [process.killed for process in planner.processes] == [False]
+
+
+async def test_a_planner_that_is_stopped_leaves_no_question_behind() -> None:
+    planner = Waiting()
+    asking = asyncio.ensure_future(planner.plan(item(Modality.IMAGE), SEEN, None))
+    await eventually(lambda: bool(planner.processes) and planner.processes[0].asked.qsize() == 1, "it is asked")
+    asking.cancel()
+    await asyncio.wait({asking})
+    await planner.stop()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
