@@ -13,7 +13,7 @@ from common.media.item import HEADER_SHAPES, Embedding, Key, Modality, Options, 
 from common.wire import RowLayout, all_finite
 from encoder_service.item import Item
 from encoder_service.media import sniff
-from encoder_service.media.limits import MAX_SECONDS, MediaLimits, check_sides
+from encoder_service.media.limits import MAX_SECONDS, MediaLimits, check_length, check_sides
 from encoder_service.media.modalities import SPECS, ModalitySpec
 
 
@@ -60,6 +60,7 @@ def _check_pixels(pixels: Pixels, item: Item, spec: ModalitySpec, limits: MediaL
     times = pixels.timestamps
     if times and not (has_times and len(times) == pixels.frames and _are_times(times) and _in_order(times)):
         raise refuse("timestamps must be one for each frame of a video, from 0 on, in order")
+    check_length(times[-1] if times else 0.0, item.field)
     check_sides(pixels.width, pixels.height, field, limits)
 
 

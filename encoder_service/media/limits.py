@@ -112,15 +112,20 @@ def check_plan(plan: Plan, field: str, limits: MediaLimits, max_patches: int) ->
             reason="VIDEO_TOO_LONG",
             field=field,
         )
-    if max(plan.seconds_per_grid, *plan.timestamps, 0.0) > MAX_SECONDS:
-        raise InvalidInput(
-            f"the video goes on for more than {MAX_SECONDS:.0f} seconds", reason="VIDEO_TOO_LONG", field=field
-        )
+    check_length(max(plan.seconds_per_grid, *plan.timestamps, 0.0), field)
     if plan.grid.h * plan.grid.w > max_patches:
         raise InvalidInput(
             f"after resizing, the media has more than {max_patches} patches a frame; lower max_pixels",
             reason="TOO_MANY_PATCHES",
             field=field,
+        )
+
+
+def check_length(seconds: float, field: str) -> None:
+    """Checks the latest time in a video."""
+    if seconds > MAX_SECONDS:
+        raise InvalidInput(
+            f"the video goes on for more than {MAX_SECONDS:.0f} seconds", reason="VIDEO_TOO_LONG", field=field
         )
 
 

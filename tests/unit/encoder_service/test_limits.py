@@ -50,6 +50,8 @@ def item(source, modality: Modality = Modality.IMAGE, **options) -> Item:
         (item(Pixels(bytes(96), 2, 4, 4, (0.0, 0.0)), Modality.VIDEO), ""),
         (item(Pixels(bytes(96), 2, 4, 4, (1.0, 0.0)), Modality.VIDEO), "BAD_PIXELS"),
         (item(Pixels(bytes(96), 2, 4, 4, (0.0, float("inf"))), Modality.VIDEO), "BAD_PIXELS"),
+        (item(Pixels(bytes(96), 2, 4, 4, (0.0, limits.MAX_SECONDS)), Modality.VIDEO), ""),
+        (item(Pixels(bytes(96), 2, 4, 4, (0.0, 1e306)), Modality.VIDEO), "VIDEO_TOO_LONG"),
         (item(Pixels(bytes(27), 1, 3, 3)), "IMAGE_TOO_SMALL"),
     ],
 )
