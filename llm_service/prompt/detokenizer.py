@@ -15,6 +15,60 @@ _WINDOW = 8
 do: the last three bytes may be a character's beginning, the first three the end of one whose beginning was left out,
 and a token that gives any text has at least one byte."""
 
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+"""How a tokenizer of pieces spells a byte that is no piece (sentencepiece's `byte_fallback`)."""
+
+
+class _FallbackBytes:
+    """Bytes that tokens of a tokenizer of pieces stand for, until they are a character. Such a tokenizer takes a run of
+    them for text or, where it is cut within a character, all of it for damaged."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._bytes = b""
+
+    def push(self, token: int) -> tuple[str, list[int]]:
+        """Takes a token: a � for each byte that can be part of no character any more, and the tokens that are whole
+        with this one, none while a character is not."""
+        found = _BYTE.fullmatch(self._tokenizer.id_to_token(token) or "")
+        if found is None:
+            return self.give_up(), [token]
+        byte = bytes.fromhex(found[1])
+        damaged = self.give_up() if _is_character(self._bytes + byte) is False else ""
+        self._tokens.append(token)
+        self._bytes += byte
+        whole = _is_character(self._bytes)
+        if whole is None:
+            return damaged, []
+        tokens = self._tokens
+        given_up = self.give_up()
+        return (damaged, tokens) if whole else (damaged + given_up, [])
+
+    def give_up(self) -> str:
+        """A � for each byte of a character that is not whole, and will not be."""
+        damaged, self._tokens, self._bytes = "�" * len(self._bytes), [], b""
+        return damaged
+
+
+def _is_character(data: bytes) -> bool | None:
+    """Whether these bytes are one; None: they may become one.
+
+    >>> snowman = bytes.fromhex("e29883")
+    >>> _is_character(snowman), _is_character(snowman[:2]), _is_character(snowman[1:])
+    (True, None, False)
+    """
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        return None if error.reason == "unexpected end of data" else False
+    return True
+
+
+def _falls_back_to_bytes(tokenizer: Tokenizer) -> bool:
+    token = tokenizer.token_to_id("<0x41>")
+    return token is not None and tokenizer.decode([token]) == "A"
+
 
 class Detokenizer:
     """The text of one choice. After `stopped` is set, no more text comes; before `min_tokens` tokens it never is, and a
@@ -25,7 +79,8 @@ class Detokenizer:
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._tokens = 0
-        self._window: list[int] = []
+        self._bytes = _FallbackBytes(tokenizer) if _falls_back_to_bytes(tokenizer) else None
+        self._window: list[list[int]] = []  # those together that are one character's bytes
         self._told = 0  # characters of the window's text that are known already, released or held back
         self._held = ""
         self.stopped: str | None = None
@@ -33,25 +88,32 @@ class Detokenizer:
     def push(self, token: int) -> str:
         """Takes a token; the text that is now certain, often empty."""
         self._tokens += 1
-        self._window.append(token)
+        damaged, whole = ("", [token]) if self._bytes is None else self._bytes.push(token)
+        return self._release(damaged + self._push(whole) if whole else damaged)
+
+    def _push(self, tokens: list[int]) -> str:
+        """Takes tokens that are not to be parted; the text that is certain with them."""
+        self._window.append(tokens)
         certain = self._certain()
         new, self._told = certain[self._told :], len(certain)
         if len(self._window) == 2 * _WINDOW:
             self._window = [each for each in self._window if self._decode([each])][-_WINDOW:]
             self._told = len(self._certain())
-        return self._release(new)
+        return new
 
     def finish(self) -> str:
         """What is left when a choice ends by itself: text held back, and the rest of an unfinished character (as �)."""
         if self.stopped is not None:
             return ""
-        return self._release(self._decode(self._window)[self._told :], last=True)
+        rest = self._decode(self._window)[self._told :]
+        return self._release(rest if self._bytes is None else rest + self._bytes.give_up(), last=True)
 
     def _certain(self) -> str:
         """The window's text, but for a � at its end, which may still become a character."""
         return self._decode(self._window).removesuffix("�")
 
-    def _decode(self, tokens: list[int]) -> str:
+    def _decode(self, window: Sequence[list[int]]) -> str:
+        tokens = [token for together in window for token in together]
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return text
 
@@ -101,9 +163,6 @@ def _byte_signs() -> dict[str, int]:
 
 
 _BYTES = _byte_signs()
-
-
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenTexts:

@@ -106,6 +106,51 @@ def test_a_token_without_text_is_not_decoded_again_with_each_that_follows(word: 
     assert len(out) >= 990 * (word != "<end>")
 
 
+def of_pieces() -> Tokenizer:
+    """As Llama's and Gemma's: a space is ▁, and what is no piece falls back to its bytes."""
+    words = ["▁", "a", "▁b", "<end>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer = Tokenizer(models.BPE({word: n for n, word in enumerate(words)}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(["<end>"])
+    return tokenizer
+
+
+@given(st.text("ab ☃é👩🇩中", max_size=40))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_characters_that_fall_back_to_bytes_come_whole(text: str) -> None:
+    tokenizer = of_pieces()
+    detokenizer = Detokenizer(tokenizer)
+    ids = tokenizer.encode(text).ids
+    out = [detokenizer.push(token) for token in ids]
+    assert ("".join(out), detokenizer.finish()) == (tokenizer.decode(ids), "") == (text, "")
+
+
+@pytest.mark.parametrize(
+    ("data", "shown"),
+    [
+        (b"a\xf0\x9f b", "a�� b"),
+        (b"\xe4\xb8\xad\xe4\xb8\xe4\xb8\xad", "中��中"),
+        (b"a\xff\xffa", "a��a"),
+        (b"\xe4\xb8\xad\xe4\xb8", "中��"),
+        (b"\x80\xe4\xb8\xad" * 20, "�中" * 20),
+    ],
+)
+def test_each_byte_that_is_part_of_no_character_is_shown_as_damaged(data: bytes, shown: str) -> None:
+    """And none beside it: the library takes a run of bytes with one such for damaged as a whole."""
+    tokenizer = of_pieces()
+    spelled = {ord("a"): "a", ord("b"): "▁b", ord(" "): "<end>"}
+    ids = [tokenizer.token_to_id(spelled.get(byte, f"<0x{byte:02X}>")) for byte in data]
+    detokenizer = Detokenizer(tokenizer)
+    assert "".join(map(detokenizer.push, ids)) + detokenizer.finish() == shown
+
+
+def test_a_stop_text_is_met_that_falls_back_to_bytes() -> None:
+    tokenizer = of_pieces()
+    detokenizer = Detokenizer(tokenizer, ("☃中",))
+    out = [detokenizer.push(token) for token in tokenizer.encode("é☃☃中").ids]
+    assert ("".join(out), detokenizer.stopped) == ("é☃", "☃中")
+
+
 def test_special_tokens_are_not_text(builder: PromptBuilder) -> None:
     ids = [*builder.encode("one "), SPECIAL_IDS["<|vision_start|>"], *builder.encode("two"), SPECIAL_IDS["<|im_end|>"]]
     assert "".join(pieces(builder, ids)[0]) == "one two"

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from common.errors import Cancelled, Exhausted, InvalidInput, Unavailable
 from common.media.item import Header, Modality
@@ -68,11 +69,13 @@ from tests.unit.llm_service.scripted import request as asked
 from tests.unit.llm_service.scripted_engine import ScriptedEngine, front_of
 from twinlens import v1
 
+WORDLESS = Tokenizer(models.BPE({}, []))
+
 
 class Prompts:
     """Lays every prompt out as so many tokens, the first of which stand for its items."""
 
-    def __init__(self, tokens: int, tokenizer: Any) -> None:
+    def __init__(self, tokens: int, tokenizer: Tokenizer) -> None:
         self._tokens = tokens
         self.tokenizer = tokenizer
         self.at_once: list[bool] = []
@@ -95,7 +98,7 @@ class Prompts:
 
 
 def generator(
-    b: Bench, engine: EngineFront, tokenizer: Any = None, *, tokens: int = 10, meters: Meters | None = None
+    b: Bench, engine: EngineFront, tokenizer: Tokenizer = WORDLESS, *, tokens: int = 10, meters: Meters | None = None
 ) -> Generator:
     return Generator(
         cast(PromptBuilder, Prompts(tokens, tokenizer)),

@@ -129,6 +129,9 @@ def test_plain_answers_pass_as_they_are() -> None:
 class Letters:
     """A tokenizer whose tokens are letters."""
 
+    def token_to_id(self, _: str) -> None:
+        """None of them has a name."""
+
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         assert skip_special_tokens
         return "".join(map(chr, ids))
