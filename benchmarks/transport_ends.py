@@ -4,7 +4,8 @@
 `send-plain` and `read-plain` are what a Python service would write first: protobuf messages of 1 MiB, without checksum,
 check or lease. A sender prints its port and serves until its standard input ends; a reader is told the number of a size
 on each line of its standard input, and answers with the seconds until all bytes were in its landing buffer. Of large
-sizes, `read-parts` has a part come by each of its `--connections`. Given a device, `send` has the rows in a pool there
+sizes, `read-parts` has a part come by each of its `--connections`. `send` has a NIXL agent as well where it is told
+`--nixl`, and `read-nixl` another. Given a device, `send` has the rows in a pool there
 as well, `read-device` has them copied to a mirror there, and `read-pull` does the same and answers with the seconds of
 the copy and its checks alone.
 """
@@ -16,7 +17,7 @@ import asyncio
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from typing import Any
 
 import grpc
@@ -27,9 +28,10 @@ from common.allocator import keep_large_blocks
 from common.arena import SharedBuffer
 from common.grpc_calls import CallInterceptor
 from common.media.item import Grid, Header, Key, Modality
+from common.nixl.agent import NixlAgent
 from common.tokens import AcceptedTokens
 from common.wire import CHUNK_BYTES, DType, RowLayout
-from encoder_service.convert import stretch
+from encoder_service.convert import nixl_agent, stretch
 from encoder_service.engine.device_pool import DevicePools
 from encoder_service.engine.embedding_store import EmbeddingStore, Entry
 from encoder_service.transports.base import RowRun
@@ -38,6 +40,7 @@ from llm_service.encoders.breaker import Quarantine
 from llm_service.encoders.parallel_streams import open_parallel
 from llm_service.encoders.replica import Asking, LinkSettings, Replica
 from llm_service.encoders.transports.base import MirrorPlace
+from llm_service.encoders.transports.nixl_reader import NixlReader
 from llm_service.request import MediaItem
 from twinlens.v1 import encoder_pb2, encoder_pb2_grpc, media_pb2
 
@@ -62,8 +65,14 @@ class Sender(encoder_pb2_grpc.EncoderServiceServicer):
             for pool in self._link.pools
         ]
         return encoder_pb2.EncoderServiceGetInfoResponse(
-            digest=_DIGEST, local_socket=self._link.local_socket, device_pools=pools
+            digest=_DIGEST,
+            local_socket=self._link.local_socket,
+            device_pools=pools,
+            nixl_agent=nixl_agent(self._link.nixl_memory),
         )
+
+    async def Release(self, request: encoder_pb2.ReleaseRequest, context: Any) -> encoder_pb2.ReleaseResponse:
+        return encoder_pb2.ReleaseResponse(released=self._link.release(request.leases))
 
     async def GetLoad(self, request: Any, context: Any) -> encoder_pb2.EncoderServiceGetLoadResponse:
         return encoder_pb2.EncoderServiceGetLoadResponse()
@@ -90,10 +99,11 @@ def _header(entry: Entry) -> encoder_pb2.EncodeHeader:
     )
 
 
-async def send(device: str) -> None:
-    """The encoder's end."""
+async def send(device: str, nixl: str) -> None:
+    """The encoder's end; `nixl` is the back end of its agent, empty for none."""
     keep_large_blocks()
-    store = EmbeddingStore(SharedBuffer.create("benchmark", 2 * sum(SIZES)), LAYOUT.row_bytes)
+    buffer = SharedBuffer.create("benchmark", 2 * sum(SIZES))
+    store = EmbeddingStore(buffer, LAYOUT.row_bytes)
     entries = []
     for number, size in enumerate(SIZES):
         tokens = size // LAYOUT.row_bytes
@@ -106,7 +116,13 @@ async def send(device: str) -> None:
         from benchmarks.transport_devices import fill
 
         fill(pools, device, store, entries)
-    async with Link.open(store, LAYOUT, shared_memory=True, folder="", lease_seconds=60, pools=pools) as link:
+    async with AsyncExitStack() as opened:
+        agent = NixlAgent(buffer, nixl) if nixl else None
+        if agent is not None:
+            opened.push_async_callback(agent.stop)
+            await agent.start()
+        given = Link.open(store, LAYOUT, shared_memory=True, folder="", lease_seconds=60, pools=pools, nixl=agent)
+        link = await opened.enter_async_context(given)
         server = grpc.aio.server(interceptors=[CallInterceptor(AcceptedTokens())])
         encoder_pb2_grpc.add_EncoderServiceServicer_to_server(Sender(link, entries), server)
         await _serve(server)
@@ -134,23 +150,32 @@ async def _serve(server: grpc.aio.Server) -> None:
     await server.stop(None)
 
 
-async def read(address: str, *, shared: bool, connections: int = 1, device: str = "", pull_alone: bool = False) -> None:
-    """The LLM service's end; with a device, a rank's mirror is in this process as well."""
+async def read(way: encoder_pb2.Transport, given: argparse.Namespace, *, pull_alone: bool = False) -> None:
+    """The LLM service's end, of which rows come in this way; with a device, a rank's mirror is in this process too."""
     keep_large_blocks()
-    landing, mirrors = SharedBuffer.create("benchmark", max(SIZES)), None
+    landing, mirrors, nixl = SharedBuffer.create("benchmark", max(SIZES)), None, None
+    device = given.device if way == encoder_pb2.TRANSPORT_CUDA_IPC else ""
     if device:
         from benchmarks.transport_devices import LocalMirrors
 
         mirrors = LocalMirrors(device, max(SIZES), LAYOUT)
+    if way == encoder_pb2.TRANSPORT_NIXL:
+        nixl = NixlReader(given.nixl, 64 << 20, LAYOUT.dtype)
+        await nixl.start()
     settings = LinkSettings(
-        digest=_DIGEST, layout=LAYOUT, merge=2, shared_memory=shared, connections=connections, mirrors=mirrors
+        digest=_DIGEST,
+        layout=LAYOUT,
+        merge=2,
+        shared_memory=way in (encoder_pb2.TRANSPORT_SHARED_MEMORY, encoder_pb2.TRANSPORT_CUDA_IPC),
+        connections=given.connections,
+        mirrors=mirrors,
+        nixl=nixl,
     )
-    replica, changed = Replica(address, "", settings, Quarantine()), asyncio.Event()
+    replica, changed = Replica(given.address, "", settings, Quarantine()), asyncio.Event()
     watcher = asyncio.create_task(replica.watch(changed))
     await changed.wait()
     assert replica.usable
-    assert (replica.region is not None) == shared
-    assert mirrors is None or (replica.device is not None and replica.device.devices)
+    assert replica.transports[0] == way, "rows would come in another way"
 
     async def run(number: int) -> float | None:
         item = MediaItem(Modality.IMAGE, Key(bytes([number]) * 32))
@@ -163,7 +188,8 @@ async def read(address: str, *, shared: bool, connections: int = 1, device: str 
                 first.close()
             landed = 0
             target = landing.view[: header.tokens * LAYOUT.row_bytes]
-            async for count, _ in (parts or stream).rows(target, MirrorPlace(0, lambda: None)):
+            async for count, transport in (parts or stream).rows(target, MirrorPlace(0, lambda: None)):
+                assert transport == way
                 landed += count
                 if landed == header.tokens:
                     break  # every row is there; what the stream still says, nobody waits for
@@ -172,6 +198,8 @@ async def read(address: str, *, shared: bool, connections: int = 1, device: str 
     await _answer(run)
     watcher.cancel()
     await replica.close()
+    if nixl is not None:
+        await nixl.stop()
 
 
 async def read_plain(address: str) -> None:
@@ -211,6 +239,7 @@ def main() -> None:
             "read-shared",
             "read-chunks",
             "read-parts",
+            "read-nixl",
             "read-plain",
             "read-device",
             "read-pull",
@@ -219,16 +248,18 @@ def main() -> None:
     parser.add_argument("address", nargs="?", default="", help="where the sender of a reader serves")
     parser.add_argument("--device", default="", help="where pools and mirrors are")
     parser.add_argument("--connections", type=int, default=1, help="of read-parts")
+    parser.add_argument("--nixl", default="", help="the back end of NIXL agents")
     given = parser.parse_args()
     log.configure("error", service="benchmark")
     ends: dict[str, Callable[[], Any]] = {
-        "send": lambda: send(given.device),
+        "send": lambda: send(given.device, given.nixl),
         "send-plain": send_plain,
-        "read-shared": lambda: read(given.address, shared=True),
-        "read-chunks": lambda: read(given.address, shared=False),
-        "read-parts": lambda: read(given.address, shared=False, connections=given.connections),
-        "read-device": lambda: read(given.address, shared=True, device=given.device),
-        "read-pull": lambda: read(given.address, shared=True, device=given.device, pull_alone=True),
+        "read-shared": lambda: read(encoder_pb2.TRANSPORT_SHARED_MEMORY, given),
+        "read-chunks": lambda: read(encoder_pb2.TRANSPORT_INLINE, given),
+        "read-parts": lambda: read(encoder_pb2.TRANSPORT_INLINE, given),
+        "read-nixl": lambda: read(encoder_pb2.TRANSPORT_NIXL, given),
+        "read-device": lambda: read(encoder_pb2.TRANSPORT_CUDA_IPC, given),
+        "read-pull": lambda: read(encoder_pb2.TRANSPORT_CUDA_IPC, given, pull_alone=True),
         "read-plain": lambda: read_plain(given.address),
     }
     asyncio.run(ends[given.end]())

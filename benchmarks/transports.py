@@ -1,7 +1,8 @@
 """`python -m benchmarks.transports`: rows from one process to another by each transport, in one run.
 
 What runs in the processes is said in `benchmarks.transport_ends`; *memcpy* is numpy's copy between two warm buffers of
-this one. *Parts* are gRPC chunks over several connections at once. The ways take turns. Beside the time stands the
+this one. *Parts* are gRPC chunks over several connections at once. *NIXL* is measured where it is installed
+(`--nixl`): by TCP, as between hosts, unless UCX_TLS says otherwise. The ways take turns. Beside the time stands the
 processors' time of both ends together, which says what a transfer costs a machine that is busy with other work. All
 ways move the same rows each time: they are *repeated*, as memory is that was used before, and nothing on the way
 remembers what it moved, so there are no hits to count. `--round-trip-ms` puts a relay between both ends of what goes by
@@ -12,6 +13,8 @@ from a pool there to a mirror there, and *the copy alone* what a rank's share of
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import statistics
 import subprocess
 import sys
@@ -19,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -28,6 +32,7 @@ from common.devices import cuda_device_count
 
 _NAMES = {"plain": "plain gRPC", "shared": "shared memory", "chunks": "gRPC chunks", "parts": "gRPC chunks in parts"}
 _AFAR = ("plain", "chunks", "parts")
+_NIXL_NAMES = {"nixl": "NIXL"}
 _DEVICE_NAMES = {"device": "CUDA IPC", "pull": "the copy alone"}
 
 
@@ -43,14 +48,22 @@ class Way:
 
     def once(self, number: int) -> None:
         """Moves the rows of one size."""
-        before = sum(map(_processor_seconds, self.processes))
+        before = self._computed()
         self.taken.setdefault(number, []).append(self.run(number))
-        self.computed.setdefault(number, []).append(sum(map(_processor_seconds, self.processes)) - before)
+        self.computed.setdefault(number, []).append(self._computed() - before)
+
+    def _computed(self) -> float:
+        return sum(_processor_seconds(pid) for each in self.processes for pid in (each, *_children(each)))
 
 
 def _processor_seconds(pid: int) -> float:
     """What a process has computed since it began; the clock's number is the kernel's, see clock_getcpuclockid(3)."""
     return time.clock_gettime((~pid << 3) | 2)
+
+
+def _children(pid: int) -> list[int]:
+    """A NIXL agent's process, for example."""
+    return [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
 
 
 @contextmanager
@@ -86,20 +99,20 @@ def _memcpy() -> Callable[[int], float]:
     return run
 
 
-def measure(runs: int, device: str, connections: int, round_trip: float) -> list[Way]:
-    """Every way, with `runs` rounds of each size; one more goes first, to warm up. `device` is empty for none; a
-    round trip takes so many milliseconds longer than the machine does."""
+def measure(runs: int, device: str, nixl: str, connections: int, round_trip: float) -> list[Way]:
+    """Every way, with `runs` rounds of each size; one more goes first, to warm up. `device` and `nixl`, a back end, are
+    empty for none; a round trip takes so many milliseconds longer than the machine does."""
     ways = [Way("memcpy", _memcpy())]
+    names = _NAMES | (_NIXL_NAMES if nixl else {}) | (_DEVICE_NAMES if device else {})
     with ExitStack() as stack:
-        ports = {end: stack.enter_context(_end(end, f"--device={device}")) for end in ("send", "send-plain")}
-        for kind, name in (_NAMES | _DEVICE_NAMES if device else _NAMES).items():
+        told = f"--device={device}", f"--nixl={nixl}"
+        ports = {end: stack.enter_context(_end(end, *told)) for end in ("send", "send-plain")}
+        for kind, name in names.items():
             sender, port = ports["send-plain" if kind == "plain" else "send"]
             if round_trip and kind in _AFAR:
                 port = stack.enter_context(relay(int(port), round_trip / 2e3))
-            where = f"--device={device if kind in _DEVICE_NAMES else ''}"
-            reader, _ = stack.enter_context(
-                _end(f"read-{kind}", f"127.0.0.1:{port}", where, f"--connections={connections}")
-            )
+            over = connections if kind == "parts" else 1
+            reader, _ = stack.enter_context(_end(f"read-{kind}", f"127.0.0.1:{port}", *told, f"--connections={over}"))
             ways.append(Way(name, _asked(reader), (sender.pid, reader.pid)))
         for number in range(len(SIZES)):
             for _ in range(runs + 1):
@@ -126,10 +139,16 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=15, help="repetitions; the best is shown")
     first = "cuda:0" if cuda_device_count() else ""
     parser.add_argument("--device", default=first, help="where device pools are; empty: nowhere")
+    parser.add_argument("--nixl", default="UCX" if _has_nixl() else "", help="NIXL's back end; empty: without it")
     parser.add_argument("--connections", type=int, default=4, help="over which parts come")
     parser.add_argument("--round-trip-ms", type=float, default=0.0, help="how much longer a round trip is to take")
     given = parser.parse_args()
-    _print(measure(given.runs, given.device, given.connections, given.round_trip_ms))
+    os.environ.setdefault("UCX_TLS", "tcp,self")
+    _print(measure(given.runs, given.device, given.nixl, given.connections, given.round_trip_ms))
+
+
+def _has_nixl() -> bool:
+    return any(importlib.util.find_spec(name) for name in ("nixl_cu13", "nixl_cu12"))
 
 
 if __name__ == "__main__":

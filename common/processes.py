@@ -33,8 +33,11 @@ DEFAULTS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000", "THP_MEM_AL
 several times over. torch asks for large pages for what is large, so that weights are read without a look-up every 4
 KiB (docs/PERFORMANCE.md). The environment of the service has the last word."""
 
-_HARMLESS = ("PATH", "HOME", "LANG", "LC_", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PYTHON", "VIRTUAL_ENV", "OMP_", "GOMP_")
-"""How variables begin that a process needs to run at all."""
+_HARMLESS = (
+    *("PATH", "HOME", "LANG", "LC_", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PYTHON", "VIRTUAL_ENV"),
+    *("OMP_", "GOMP_", "UCX_", "FI_", "NIXL_"),
+)
+"""How variables begin that a process needs to run at all, or that say how it computes, or which network it uses."""
 
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from common.config import option, size, words
 from common.devices import check_device
 from common.grpc_server import LISTEN, ServerConfig
+from common.nixl.agent import BACKENDS
 from encoder_service.media.fetch import FetchConfig
 from encoder_service.media.limits import MediaLimits
 
@@ -90,6 +91,12 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
     shared_memory: bool = option(True, "hand rows to LLM services of the same user on the same host by shared memory")
     local_dir: str = option(
         "", "folder for the socket that hands them out, for containers to share; by default an abstract socket"
+    )
+    nixl: str = option(
+        "",
+        "have LLM services with the same option read rows from the store by NIXL, by RDMA where the network has it: UCX"
+        " for InfiniBand and RoCE, LIBFABRIC for EFA; whoever reaches its ports can read and write the store",
+        choices=BACKENDS,
     )
     device_pool_bytes: int = option(
         0,

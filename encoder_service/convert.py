@@ -11,6 +11,7 @@ from common.errors import InvalidInput, TwinlensError
 from common.grpc_status import plain_status
 from common.media.convert import KEY_BYTES, MODALITIES, read_media
 from common.media.item import Embedding, Encoded, Key, Media, Modality, Url
+from common.nixl.messages import AgentMemory
 from encoder_service.item import Item
 from encoder_service.media.limits import MediaLimits
 from encoder_service.media.modalities import SPECS
@@ -137,6 +138,15 @@ def by_transport(counts: Mapping[encoder_pb2.Transport, int]) -> dict[tuple[str,
         (encoder_pb2.Transport.Name(number).removeprefix("TRANSPORT_").lower(),): count
         for number, count in counts.items()
     }
+
+
+def nixl_agent(memory: AgentMemory | None) -> encoder_pb2.NixlAgent | None:
+    """The store's memory as callers' agents find it; None stays unset."""
+    if memory is None:
+        return None
+    return encoder_pb2.NixlAgent(
+        name=memory.agent, backend=memory.backend, metadata=memory.metadata, base=memory.base, bytes=memory.size
+    )
 
 
 def milliseconds(seconds: float | None) -> int | None:

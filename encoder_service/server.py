@@ -18,6 +18,7 @@ from common.grpc_server import GrpcServer
 from common.identity import encoder_digest
 from common.library import LibraryModel
 from common.metrics import Metrics
+from common.nixl.agent import NixlAgent
 from common.processes import ChildDied
 from common.wire import DType, RowLayout
 from encoder_service.config import EncoderConfig
@@ -117,12 +118,13 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
             await frame.drain()
             return
         digest = await tasks.to_thread(encoder_digest, model.checkpoint, model.layout.dtype, model.config.parts)
-        rows = EmbeddingStore(store, model.layout.row_bytes)
+        rows = EmbeddingStore(store, model.layout.row_bytes, registered=bool(config.nixl))
         tier = _tier(config, rows, model.layout)
         media = _media_loader(config, model, planner, Staging(staging), rows, decoders)
         pipeline = Pipeline(media, rows, dispatcher, Contents(Fetcher(config), config, digest), tier)
         encoder = EncoderEngine(pipeline, digest, items=config.max_queued_items, size=config.max_queued_bytes)
-        link = await running.enter_async_context(_link(config, model, rows, dispatcher.pools))
+        nixl = await _nixl(config, store, running)
+        link = await running.enter_async_context(_link(config, model, rows, dispatcher.pools, nixl))
         _describe(meters, model, digest)
         meters.watch(encoder, link)
         servicer.served = Components(config, model.checkpoint.name, model.config, encoder, link, meters)
@@ -193,8 +195,18 @@ def _media_loader(
     return MediaLoader(plans, config, model.layout, staging, rows, decoders, max_patches=most)
 
 
+async def _nixl(config: EncoderConfig, store: SharedBuffer, running: AsyncExitStack) -> NixlAgent | None:
+    """The agent over the store's memory, where it is wanted, until `running` ends. Raises NixlError."""
+    if not config.nixl:
+        return None
+    agent = NixlAgent(store, config.nixl)
+    running.push_async_callback(agent.stop)
+    await agent.start()
+    return agent
+
+
 def _link(
-    config: EncoderConfig, model: _Model, rows: EmbeddingStore, pools: DevicePools
+    config: EncoderConfig, model: _Model, rows: EmbeddingStore, pools: DevicePools, nixl: NixlAgent | None
 ) -> AbstractAsyncContextManager[Link]:
     return Link.open(
         rows,
@@ -203,6 +215,7 @@ def _link(
         folder=config.local_dir,
         lease_seconds=config.lease_seconds,
         pools=pools if config.device_pool_bytes else None,
+        nixl=nixl,
     )
 
 

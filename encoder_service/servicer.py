@@ -128,6 +128,7 @@ class EncoderServicer(EncoderServiceServicer):
                 encoder_pb2.DevicePool(region=pool.name, gpu_uuid=pool.device, bytes=pool.capacity)
                 for pool in served.link.pools
             ],
+            nixl_agent=convert.nixl_agent(served.link.nixl_memory),
             devices=pipeline.dispatcher.devices,
             max_image_bytes=served.config.max_image_bytes,
             max_video_bytes=served.config.max_video_bytes,

@@ -11,6 +11,7 @@ from common.devices import check_device, cuda_memory, default_device
 from common.grpc_channel import ChannelSecurity
 from common.grpc_server import LISTEN, ServerConfig
 from common.media.item import Modality
+from common.nixl.agent import BACKENDS
 from common.tokens import TokenFile, read_tokens
 from twinlens import credentials
 
@@ -246,6 +247,13 @@ class LlmConfig(ServerConfig):
     )
     shared_memory: bool = option(True, "read rows from the memory of encoders of the same user on the same host")
     local_dir: str = option("", "folder of the sockets through which it is had, where encoders are told a --local-dir")
+    nixl: str = option(
+        "",
+        "read rows of encoders with the same option by NIXL, by RDMA where the network has it: UCX for InfiniBand and"
+        " RoCE, LIBFABRIC for EFA",
+        choices=BACKENDS,
+    )
+    nixl_bytes: int = option(64 << 20, "memory for rows on their way by NIXL", parse=size, minimum=4 << 20)
     encoder_ca: str = option("", "PEM roots of the encoders' certificates; turns TLS on towards them")
     encoder_cert: str = option("", "PEM client certificate shown to encoders")
     encoder_key: str = option("", "PEM private key of --encoder-cert")

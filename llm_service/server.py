@@ -24,6 +24,7 @@ from llm_service.encoders.encoder_cache import EncoderCache
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.receiver import RowReceiver
 from llm_service.encoders.replica import LinkSettings
+from llm_service.encoders.transports.nixl_reader import NixlReader
 from llm_service.engine.front import EngineFront
 from llm_service.engine.keeper import MODULE
 from llm_service.engine.mirrors import Mirrors
@@ -114,11 +115,12 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
             config, model, sessions, engine_module, on_ready=lambda ready: frame.report(ready and not modules)
         )
         running.callback(encoder_cache.close)
+        nixl = await _nixl(config, model, running)
         metrics = Metrics("twinlens_llm")
         meters = _meters(metrics, model, frame)
         compiler = Compiler(model.vocabulary, _structure_limits(config), seconds=_COMPILE_SECONDS)
         running.push_async_callback(compiler.stop)
-        components = _components(config, model, encoder_cache, engine, sessions, compiler, meters)
+        components = _components(config, model, encoder_cache, engine, sessions, compiler, meters, nixl)
         running.push_async_callback(_prove_idle, components)
         add_LlmServiceServicer_to_server(LlmServicer(components), frame.server)
         await frame.bind()
@@ -185,12 +187,13 @@ def _components(
     sessions: Sessions,
     compiler: Compiler,
     meters: Meters,
+    nixl: NixlReader | None,
 ) -> Components:
     """Everything that answers requests; nothing of it is started."""
     prompts, checkpoint = model.prompts, model.checkpoint
     media = MediaLayout.of(checkpoint.config, model.served.family)
     mirrors = engine.mirrors if config.row_mirror else None
-    pool = EncoderPool(config.encoders, _link_settings(config, model.digest, model.layout, media, mirrors))
+    pool = EncoderPool(config.encoders, _link_settings(config, model, media, mirrors, nixl))
     receiver = RowReceiver(pool, encoder_cache, config.encoder_wait_seconds)
     admission = Admission(
         max_requests=config.request_limit(),
@@ -255,12 +258,22 @@ async def _prove_idle(components: Components) -> None:
         _log.error("something is still held at the end", cause=str(error))
 
 
+async def _nixl(config: LlmConfig, model: _Model, running: AsyncExitStack) -> NixlReader | None:
+    """What reads encoders' memory, where it is wanted, until `running` ends. Raises NixlError."""
+    if not config.nixl:
+        return None
+    reader = NixlReader(config.nixl, config.nixl_bytes, model.layout.dtype)
+    running.push_async_callback(reader.stop)
+    await reader.start()
+    return reader
+
+
 def _link_settings(
-    config: LlmConfig, digest: str, layout: RowLayout, media: MediaLayout, mirrors: Mirrors | None
+    config: LlmConfig, model: _Model, media: MediaLayout, mirrors: Mirrors | None, nixl: NixlReader | None
 ) -> LinkSettings:
     return LinkSettings(
-        digest=digest,
-        layout=layout,
+        digest=model.digest,
+        layout=model.layout,
         merge=media.merge,
         replaced=media.replaced,
         security=config.link(),
@@ -270,6 +283,7 @@ def _link_settings(
         shared_memory=config.shared_memory,
         local_dir=config.local_dir,
         mirrors=mirrors,
+        nixl=nixl,
     )
 
 

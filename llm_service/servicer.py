@@ -230,6 +230,7 @@ class LlmServicer(LlmServiceServicer):
             rows_received=components.encoder_cache.counters.received,
             rows_shared=components.encoder_cache.counters.by_transport[TRANSPORT_SHARED_MEMORY],
             rows_mirrored=components.encoder_cache.counters.by_transport[TRANSPORT_CUDA_IPC],
+            rows_nixl=components.encoder_cache.counters.by_transport[encoder_pb2.TRANSPORT_NIXL],
             encode_attempts=components.receiver.counters.attempts,
             encode_retries=components.receiver.counters.retries,
             items_covered=components.receiver.counters.covered,
@@ -263,6 +264,7 @@ class LlmServicer(LlmServiceServicer):
                     in_flight=replica.in_flight,
                     shared_memory=encoder_pb2.TRANSPORT_SHARED_MEMORY in replica.transports,
                     cuda_ipc=encoder_pb2.TRANSPORT_CUDA_IPC in replica.transports,
+                    nixl=encoder_pb2.TRANSPORT_NIXL in replica.transports,
                     failures=replica.breaker.failures,
                     **{field: getattr(replica.told, field) for field in _TOLD},
                 )

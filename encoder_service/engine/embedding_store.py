@@ -59,17 +59,19 @@ class _Waiter:
 
 
 class EmbeddingStore:
-    """Rows of `row_bytes` each in `buffer`, indexed by key. `shrink` gives back `part` bytes at a time.
+    """Rows of `row_bytes` each in `buffer`, indexed by key. `shrink` gives back `part` bytes at a time, unless the
+    buffer is `registered`: a network card reads the pages that there were then.
 
     An entry is kept and evicted whole, the least recently used first, and never while it is pinned. Rows may be read
     where they are written, before their entry is whole: whoever pins an allocation unpins it, and until then nobody
     else gets those bytes, even if the rest of the rows never comes.
     """
 
-    def __init__(self, buffer: SharedBuffer, row_bytes: int, *, part: int = _PART) -> None:
+    def __init__(self, buffer: SharedBuffer, row_bytes: int, *, part: int = _PART, registered: bool = False) -> None:
         self.buffer = buffer
         self._row_bytes = row_bytes
         self._part = part
+        self._registered = registered
         self._ranges = RangeAllocator(buffer.size)
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
         self._uncommitted: set[Allocation] = set()
@@ -184,6 +186,8 @@ class EmbeddingStore:
     async def shrink(self) -> None:
         """Gives the memory of all that is free back to the system, part by part, in a thread. A part is held until that
         is done, so that nobody writes there."""
+        if self._registered:
+            return
         gaps, size = self._ranges.gaps, self._part
         sizes = [min(size, gap.size - at) for gap in gaps for at in range(0, gap.size, size)]
         taken = map(self._ranges.allocate, sizes)  # first fit: these are the gaps themselves, in their order

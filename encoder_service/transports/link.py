@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 
 from common.errors import Exhausted, Precondition
 from common.lease_board import LeaseBoard
+from common.nixl.agent import NixlAgent
+from common.nixl.messages import AgentMemory
 from common.wire import RowLayout
 from encoder_service.engine.device_pool import DevicePool, DevicePools
 from encoder_service.engine.embedding_store import EmbeddingStore
@@ -16,6 +18,7 @@ from encoder_service.transports.base import RowRun, Sent, Transport
 from encoder_service.transports.cuda_ipc import CudaIpc
 from encoder_service.transports.inline import Inline
 from encoder_service.transports.local_socket import LocalSocket
+from encoder_service.transports.nixl import Nixl
 from encoder_service.transports.shared_memory import SharedMemory
 from twinlens.v1 import encoder_pb2
 
@@ -32,12 +35,14 @@ class Link:
         leases: Leases | None,
         local: LocalSocket | None,
         pools: DevicePools | None = None,
+        nixl: NixlAgent | None = None,
     ) -> None:
         self.sent = sent
         self._pools = pools
         self._transports = tuple(transports)
         self._leases = leases
         self._local = local
+        self._nixl = nixl
         self._boot_id = _boot_id()
 
     @classmethod
@@ -51,34 +56,35 @@ class Link:
         folder: str,
         lease_seconds: float,
         pools: DevicePools | None = None,
+        nixl: NixlAgent | None = None,
         slots: int = _SLOTS,
     ) -> AsyncIterator[Link]:
-        """The link for the length of the block; `pools` are those of workers, where they are told to have any. `slots`
-        leases are given out at once; past that, rows go inline, to those who accept that.
+        """The link for the length of the block; `pools` are those of workers, where they are told to have any, and
+        `nixl` the agent of the store's memory, where it has one. `slots` leases are given out at once; past that, rows
+        go inline, to those who accept that.
 
         Raises OSError where `folder` cannot hold a socket.
         """
         sent = Sent()
-        inline = Inline(store, layout, sent)
-        if not shared_memory:
-            yield cls([inline], sent, None, None)
+        ways: list[Transport] = [Inline(store, layout, sent)]
+        if not shared_memory and nixl is None:
+            yield cls(ways, sent, None, None)
             return
-        board = LeaseBoard(slots)
-        try:
-            leases = Leases(store, board, lease_seconds)
-            local = LocalSocket(folder, store.buffer, board.buffer, leases)
-            local.start()
-            try:
-                ways: list[Transport] = [SharedMemory(layout, leases, local, sent), inline]
-                if pools is not None:
-                    pools.on_lost = leases.lose
-                    ways.insert(0, CudaIpc(layout, leases, local, pools, sent))
-                yield cls(ways, sent, leases, local, pools)
-            finally:
-                await local.stop()
+        with closing(LeaseBoard(slots)) as board:
+            leases, local = Leases(store, board, lease_seconds), None
+            if nixl is not None:
+                ways.insert(0, Nixl(store, layout, leases, nixl, sent))
+            async with AsyncExitStack() as opened:
+                if shared_memory:
+                    local = LocalSocket(folder, store.buffer, board.buffer, leases)
+                    local.start()
+                    opened.push_async_callback(local.stop)
+                    ways.insert(0, SharedMemory(layout, leases, local, sent))
+                    if pools is not None:
+                        pools.on_lost = leases.lose
+                        ways.insert(0, CudaIpc(layout, leases, local, pools, sent))
+                yield cls(ways, sent, leases, local, pools, nixl)
             leases.check_idle()
-        finally:
-            board.close()
 
     @property
     def numbers(self) -> list[encoder_pb2.Transport]:
@@ -102,6 +108,11 @@ class Link:
         """Device memory of workers that are alive."""
         return () if self._pools is None else self._pools.alive
 
+    @property
+    def nixl_memory(self) -> AgentMemory | None:
+        """The store's memory as callers' NIXL agents find it; None where they do not, or not just now."""
+        return None if self._nixl is None else self._nixl.memory
+
     def check(self, accepts: Iterable[int], host: encoder_pb2.HostProof) -> None:
         """Raises Precondition where a caller has proved none of the ways that it accepts. Whether there is room is
         asked when rows are there to be sent."""
@@ -118,9 +129,10 @@ class Link:
     def _ways(self, accepts: Iterable[int], host: encoder_pb2.HostProof, run: RowRun | None) -> list[Transport]:
         """At least one."""
         wanted = set(accepts) - {encoder_pb2.TRANSPORT_UNSPECIFIED} or {encoder_pb2.TRANSPORT_INLINE}
-        shared = host if host.boot_id in ("", self._boot_id) else encoder_pb2.HostProof()
-        proved = [each for each in self._transports if each.number in wanted and each.proved(shared)]
-        found = proved if run is None else [each for each in proved if each.takes(run, shared)]
+        if host.boot_id not in ("", self._boot_id):
+            host = encoder_pb2.HostProof(nixl_agent=host.nixl_agent)
+        proved = [each for each in self._transports if each.number in wanted and each.proved(host)]
+        found = proved if run is None else [each for each in proved if each.takes(run, host)]
         if not found:
             raise Precondition(
                 "rows cannot cross in a way that the caller accepts", reason="NO_COMMON_TRANSPORT", field="accepts"

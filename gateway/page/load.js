@@ -92,7 +92,7 @@ function ofLlm({ load, model, devices, in_flight: inFlight }, rates) {
 
 function ofEncoder(encoder, rates) {
   const asked = encoder.store_hits + encoder.store_misses;
-  const way = encoder.cuda_ipc ? "GPU memory" : encoder.shared_memory ? "shared memory" : "the network";
+  const way = encoder.cuda_ipc ? "GPU memory" : encoder.shared_memory ? "shared memory" : encoder.nixl ? "NIXL" : "the network";
   return [
     ["Rows go by", way],
     ["Computed items/s", rates.store_misses.toFixed(1), { value: rates.store_misses }],

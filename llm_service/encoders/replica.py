@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from common import log
+from common import log, tasks
 from common.grpc_channel import ChannelSecurity, from_rpc_error, is_not_taken
 from common.media.convert import write_media
 from common.wire import RowLayout
@@ -22,6 +22,7 @@ from llm_service.encoders.health import CHECK_SECONDS, EncoderHealth, Verdict
 from llm_service.encoders.stream import EncodeStream
 from llm_service.encoders.transports.base import Transport
 from llm_service.encoders.transports.link import transports_from
+from llm_service.encoders.transports.nixl_reader import NixlReader
 from llm_service.engine.mirrors import Mirrors
 from llm_service.request import MediaItem
 from twinlens.v1 import encoder_pb2
@@ -38,7 +39,8 @@ class LinkSettings:
     `digest` is what theirs must be, `merge` the patches on a side of one row, `replaced` that
     their headers say what stands in a prompt; `timeout` bounds a stream and `silence`
     the time between its events, in seconds; `connections` is how many there are to each; `local_dir` is the folder of
-    local sockets that are files. `mirrors` are those that ranks keep of the row arena.
+    local sockets that are files. `mirrors` are those that ranks keep of the row arena, `nixl` what reads that of
+    encoders by NIXL.
 
     The rest are no options. Addresses are looked up every `resolve_seconds`, and an encoder is asked every
     `check_seconds` whether it lives; where none can be used, an item waits `pick_seconds` for one. A part of an item's
@@ -56,6 +58,7 @@ class LinkSettings:
     shared_memory: bool = True
     local_dir: str = ""
     mirrors: Mirrors | None = None
+    nixl: NixlReader | None = None
     resolve_seconds: float = 2.0
     check_seconds: float = CHECK_SECONDS
     pick_seconds: float = 0.8
@@ -97,6 +100,7 @@ class Replica:
         self.starting = False
         self._settings = settings
         self._streams: set[EncodeStream] = set()
+        self._releases: set[asyncio.Task[None]] = set()
         self.told = encoder_pb2.EncoderServiceGetLoadResponse()
         self._foreign = ""
         self.full_until = 0.0
@@ -108,7 +112,9 @@ class Replica:
             shared_memory=settings.shared_memory,
             folder=settings.local_dir,
             mirrors=settings.mirrors,
+            nixl=settings.nixl,
             on_lost=self._lost,
+            release=self._release,
         )
         self._connections = self._connect()
 
@@ -200,6 +206,23 @@ class Replica:
         """The encoder's process has ended."""
         self._close_transports()
         self.health.suspect()
+
+    def _release(self, lease: str) -> None:
+        """Gives a lease back in the background; where that fails, it ends by its time."""
+        task = tasks.start(self._give_back(lease), "give back a lease")
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def _give_back(self, lease: str) -> None:
+        call: Any = self._connections.stub.Release
+        try:
+            await call(
+                encoder_pb2.ReleaseRequest(leases=[lease]),
+                timeout=_CHECK_TIMEOUT,
+                metadata=self._settings.security.metadata,
+            )
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
+            _log.debug("a lease is not given back", address=self.address, cause=type(error).__name__)
 
     def _close_transports(self) -> None:
         for transport in self._transports:

@@ -74,12 +74,13 @@ def _weights(weights: Weights) -> str:
 
 def _received(load: LlmServiceGetLoadResponse) -> str:
     mirrored = f", {load.rows_mirrored} from GPU to GPU" if load.rows_mirrored else ""
-    return f"{load.rows_received}, of them {load.rows_shared} from shared memory{mirrored}"
+    by_nixl = f", {load.rows_nixl} by NIXL" if load.rows_nixl else ""
+    return f"{load.rows_received}, of them {load.rows_shared} from shared memory{mirrored}{by_nixl}"
 
 
 def _state(known: EncoderStatus) -> str:
     state = "usable" if known.usable else "not usable"
-    state += ", shared memory" if known.shared_memory else ""
+    state += ", shared memory" if known.shared_memory else ", NIXL" if known.nixl else ""
     state += f", {known.in_flight} in flight"
     return state + (f", {known.failures} streams broke in a row" if known.failures else "")
 

@@ -14,10 +14,12 @@ class Transport(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TRANSPORT_INLINE: _ClassVar[Transport]
     TRANSPORT_SHARED_MEMORY: _ClassVar[Transport]
     TRANSPORT_CUDA_IPC: _ClassVar[Transport]
+    TRANSPORT_NIXL: _ClassVar[Transport]
 TRANSPORT_UNSPECIFIED: Transport
 TRANSPORT_INLINE: Transport
 TRANSPORT_SHARED_MEMORY: Transport
 TRANSPORT_CUDA_IPC: Transport
+TRANSPORT_NIXL: Transport
 
 class EncodeRequest(_message.Message):
     __slots__ = ("request_id", "items", "cache_salt", "accepts", "host", "header_only", "priority", "first_rows", "attempt", "digest", "end_rows")
@@ -46,16 +48,18 @@ class EncodeRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., items: _Optional[_Iterable[_Union[_media_pb2.Media, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., accepts: _Optional[_Iterable[_Union[Transport, str]]] = ..., host: _Optional[_Union[HostProof, _Mapping]] = ..., header_only: bool = ..., priority: _Optional[int] = ..., first_rows: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., digest: _Optional[str] = ..., end_rows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HostProof(_message.Message):
-    __slots__ = ("boot_id", "namespace", "gpu_uuids", "grant")
+    __slots__ = ("boot_id", "namespace", "gpu_uuids", "grant", "nixl_agent")
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     GPU_UUIDS_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
+    NIXL_AGENT_FIELD_NUMBER: _ClassVar[int]
     boot_id: str
     namespace: str
     gpu_uuids: _containers.RepeatedScalarFieldContainer[str]
     grant: bytes
-    def __init__(self, boot_id: _Optional[str] = ..., namespace: _Optional[str] = ..., gpu_uuids: _Optional[_Iterable[str]] = ..., grant: _Optional[bytes] = ...) -> None: ...
+    nixl_agent: str
+    def __init__(self, boot_id: _Optional[str] = ..., namespace: _Optional[str] = ..., gpu_uuids: _Optional[_Iterable[str]] = ..., grant: _Optional[bytes] = ..., nixl_agent: _Optional[str] = ...) -> None: ...
 
 class EncodeResponse(_message.Message):
     __slots__ = ("header", "rows", "done", "error", "progress")
@@ -138,7 +142,7 @@ class EncodeRows(_message.Message):
     def __init__(self, item: _Optional[int] = ..., first_row: _Optional[int] = ..., count: _Optional[int] = ..., data: _Optional[bytes] = ..., handle: _Optional[_Union[RowsHandle, _Mapping]] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class RowsHandle(_message.Message):
-    __slots__ = ("transport", "region", "offset", "length", "lease", "expires_ms", "ipc_handle", "slot", "number", "row_sum")
+    __slots__ = ("transport", "region", "offset", "length", "lease", "expires_ms", "ipc_handle", "slot", "number", "row_sum", "part_bytes", "part_crc32c")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -149,6 +153,8 @@ class RowsHandle(_message.Message):
     SLOT_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     ROW_SUM_FIELD_NUMBER: _ClassVar[int]
+    PART_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PART_CRC32C_FIELD_NUMBER: _ClassVar[int]
     transport: Transport
     region: str
     offset: int
@@ -159,7 +165,9 @@ class RowsHandle(_message.Message):
     slot: int
     number: int
     row_sum: int
-    def __init__(self, transport: _Optional[_Union[Transport, str]] = ..., region: _Optional[str] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., lease: _Optional[str] = ..., expires_ms: _Optional[int] = ..., ipc_handle: _Optional[bytes] = ..., slot: _Optional[int] = ..., number: _Optional[int] = ..., row_sum: _Optional[int] = ...) -> None: ...
+    part_bytes: int
+    part_crc32c: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, transport: _Optional[_Union[Transport, str]] = ..., region: _Optional[str] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., lease: _Optional[str] = ..., expires_ms: _Optional[int] = ..., ipc_handle: _Optional[bytes] = ..., slot: _Optional[int] = ..., number: _Optional[int] = ..., row_sum: _Optional[int] = ..., part_bytes: _Optional[int] = ..., part_crc32c: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class EncodeDone(_message.Message):
     __slots__ = ("item", "timings")
@@ -236,7 +244,7 @@ class EncoderServiceGetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class EncoderServiceGetInfoResponse(_message.Message):
-    __slots__ = ("version", "model", "architecture", "digest", "width", "levels", "dtype", "modalities", "transports", "unimplemented", "devices", "max_image_bytes", "max_video_bytes", "local_socket", "device_pools")
+    __slots__ = ("version", "model", "architecture", "digest", "width", "levels", "dtype", "modalities", "transports", "unimplemented", "devices", "max_image_bytes", "max_video_bytes", "local_socket", "device_pools", "nixl_agent")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -252,6 +260,7 @@ class EncoderServiceGetInfoResponse(_message.Message):
     MAX_VIDEO_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOCAL_SOCKET_FIELD_NUMBER: _ClassVar[int]
     DEVICE_POOLS_FIELD_NUMBER: _ClassVar[int]
+    NIXL_AGENT_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     architecture: str
@@ -267,7 +276,22 @@ class EncoderServiceGetInfoResponse(_message.Message):
     max_video_bytes: int
     local_socket: LocalSocket
     device_pools: _containers.RepeatedCompositeFieldContainer[DevicePool]
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., digest: _Optional[str] = ..., width: _Optional[int] = ..., levels: _Optional[int] = ..., dtype: _Optional[_Union[_media_pb2.DataType, str]] = ..., modalities: _Optional[_Iterable[_Union[_media_pb2.Modality, str]]] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., unimplemented: _Optional[_Iterable[str]] = ..., devices: _Optional[_Iterable[str]] = ..., max_image_bytes: _Optional[int] = ..., max_video_bytes: _Optional[int] = ..., local_socket: _Optional[_Union[LocalSocket, _Mapping]] = ..., device_pools: _Optional[_Iterable[_Union[DevicePool, _Mapping]]] = ...) -> None: ...
+    nixl_agent: NixlAgent
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., digest: _Optional[str] = ..., width: _Optional[int] = ..., levels: _Optional[int] = ..., dtype: _Optional[_Union[_media_pb2.DataType, str]] = ..., modalities: _Optional[_Iterable[_Union[_media_pb2.Modality, str]]] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., unimplemented: _Optional[_Iterable[str]] = ..., devices: _Optional[_Iterable[str]] = ..., max_image_bytes: _Optional[int] = ..., max_video_bytes: _Optional[int] = ..., local_socket: _Optional[_Union[LocalSocket, _Mapping]] = ..., device_pools: _Optional[_Iterable[_Union[DevicePool, _Mapping]]] = ..., nixl_agent: _Optional[_Union[NixlAgent, _Mapping]] = ...) -> None: ...
+
+class NixlAgent(_message.Message):
+    __slots__ = ("name", "backend", "metadata", "base", "bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    backend: str
+    metadata: bytes
+    base: int
+    bytes: int
+    def __init__(self, name: _Optional[str] = ..., backend: _Optional[str] = ..., metadata: _Optional[bytes] = ..., base: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class DevicePool(_message.Message):
     __slots__ = ("region", "gpu_uuid", "bytes")

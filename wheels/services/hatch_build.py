@@ -24,7 +24,8 @@ class Metadata(MetadataHookInterface):
         (version,) = re.findall(r'^__version__ = "(.+)"$', stated, re.MULTILINE)
         metadata["version"] = version
         metadata["dependencies"] = [f"twinlens=={version}", *groups["services"]]
-        metadata["optional-dependencies"] = {name: groups[name] for name in ("gateway", "tracing", "library", "gpu")}
+        extras = "gateway", "tracing", "library", "gpu", "nixl"
+        metadata["optional-dependencies"] = {name: groups[name] for name in extras}
 
 
 class Sources(BuildHookInterface):  # type: ignore[type-arg]

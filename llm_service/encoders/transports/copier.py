@@ -11,7 +11,7 @@ import numpy as np
 from common.devices import usable_cores
 from common.errors import DataLoss
 from common.tasks import wait_until_done
-from common.wire import DType, all_finite
+from common.wire import DType, all_finite, crc32c
 
 _PART = 8 << 20
 """Bytes: prefill may begin with them."""
@@ -57,6 +57,18 @@ class Copier:
         finally:
             await _ended(jobs)
 
+    async def copy_checked(self, target: memoryview, source: memoryview, crc: int) -> int:
+        """Copies `source`, whose CRC-32C is to be `crc`, to `target`, of the same size; returns that size.
+
+        Raises DataLoss where it is another, or there are numbers that are not finite. When this is left nobody writes
+        to `target` any more.
+        """
+        job = self._threads.submit(_copy_checked, target, source, crc, self._dtype)
+        try:
+            return await asyncio.wrap_future(job)
+        finally:
+            await _ended([job])
+
     def close(self) -> None:
         """Lets the threads end when they have nothing left to do; no copy may begin any more."""
         self._threads.shutdown(wait=False)
@@ -71,6 +83,13 @@ def _copy(target: memoryview, source: memoryview, dtype: DType) -> int:
                 if not all_finite(block, dtype):
                     raise DataLoss("an encoder sent numbers that are not finite")
         return len(target)
+
+
+def _copy_checked(target: memoryview, source: memoryview, crc: int, dtype: DType) -> int:
+    with target, source:
+        if crc32c(source) != crc:
+            raise DataLoss("rows were damaged on the way")
+        return _copy(target, source, dtype)
 
 
 async def _ended(jobs: Iterable[Future[int]]) -> None:

@@ -8,6 +8,8 @@ from common.wire import DType
 from llm_service.encoders.transports.base import Transport
 from llm_service.encoders.transports.cuda_ipc import CudaIpc
 from llm_service.encoders.transports.inline import Inline
+from llm_service.encoders.transports.nixl import Nixl
+from llm_service.encoders.transports.nixl_reader import NixlReader
 from llm_service.encoders.transports.shared_memory import SharedMemory
 from llm_service.engine.mirrors import Mirrors
 
@@ -19,12 +21,19 @@ def transports_from(
     shared_memory: bool,
     folder: str,
     mirrors: Mirrors | None,
+    nixl: NixlReader | None,
     on_lost: Callable[[], None],
+    release: Callable[[str], None],
 ) -> list[Transport]:
     """Those from the encoder at an address, the shortest way first: through memory that is shared with it, where that
-    is wanted, and of its devices where ranks have `mirrors`. `on_lost` is called when its process has ended."""
-    inline = Inline(dtype)
-    if not shared_memory:
-        return [inline]
-    memory = SharedMemory(address, folder, dtype, on_lost)
-    return [memory, inline] if mirrors is None else [CudaIpc(memory, mirrors), memory, inline]
+    is wanted, and of its devices where ranks have `mirrors`; through memory that is read by `nixl`, where there is
+    that. `on_lost` is called when its process has ended, and `release` with the name of a lease that is used up."""
+    ways: list[Transport] = [Inline(dtype)]
+    if nixl is not None:
+        ways.insert(0, Nixl(address, nixl, release))
+    if shared_memory:
+        memory = SharedMemory(address, folder, dtype, on_lost)
+        ways.insert(0, memory)
+        if mirrors is not None:
+            ways.insert(0, CudaIpc(memory, mirrors))
+    return ways

@@ -1,0 +1,202 @@
+"""A service's NIXL agent: the process that holds it, what others are told of its memory, and its reads of theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+
+from common import log, tasks
+from common.arena import SharedBuffer
+from common.nixl.messages import (
+    AgentAnswer,
+    AgentMemory,
+    CannotRegister,
+    Connect,
+    Disconnect,
+    FromAgent,
+    Read,
+    Register,
+)
+from common.processes import Child, ChildDied
+
+MODULE = "common.nixl"
+BACKENDS = ("", "UCX", "LIBFABRIC")
+"""What `--nixl` may be."""
+
+_START_SECONDS = 60.0
+_ANSWER_SECONDS = 5.0
+_LONGEST_PAUSE = 30.0
+
+_log = log.get("nixl")
+
+
+class NixlError(OSError):
+    """The agent cannot be had, or a read failed; the message says why, for the operator."""
+
+
+class NixlAgent:
+    """An agent over `buffer`, by one of the library's back ends. `start` and `stop` are its owner's.
+
+    `memory` is what other agents need to read the buffer; None while there is no agent. A process that ends, or that
+    owes an answer for longer than `answer_seconds`, is replaced, with an agent of another name; where that fails, it is
+    tried again after `longest_pause` seconds at most.
+    """
+
+    def __init__(
+        self,
+        buffer: SharedBuffer,
+        backend: str,
+        *,
+        answer_seconds: float = _ANSWER_SECONDS,
+        longest_pause: float = _LONGEST_PAUSE,
+        module: str = MODULE,
+    ) -> None:
+        self.memory: AgentMemory | None = None
+        self._buffer = buffer
+        self._backend = backend
+        self._answer_seconds = answer_seconds
+        self._longest_pause = longest_pause
+        self._module = module
+        self._child: Child[FromAgent] | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._ids = 0
+        self._asked: dict[int, asyncio.Future[None]] = {}
+        self._connected: set[str] = set()
+
+    async def start(self) -> None:
+        """Starts the process; raises NixlError where no agent can be had."""
+        await self._begin()
+        self._keeper = tasks.start_vital(self._keep(), "nixl agent")
+
+    async def stop(self) -> None:
+        """Ends the process, and with it what is read."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        child, self._child = self._child, None
+        if child is not None:
+            await child.stop(grace=1.0)
+        self._lose()
+
+    def is_connected(self, agent: str) -> bool:
+        """Whether an agent's memory can be read."""
+        return agent in self._connected
+
+    async def connect(self, memory: AgentMemory) -> None:
+        """Makes another agent's memory readable; raises NixlError."""
+        if memory.backend != self._backend:
+            raise NixlError(f"its back end is {memory.backend or 'none'}, and ours {self._backend}")
+        self._ids += 1
+        await self._ask(self._ids, Connect(self._ids, memory))
+        self._connected.add(memory.agent)
+
+    def disconnect(self, agent: str) -> None:
+        """An agent is gone, or no longer needed."""
+        if agent in self._connected:
+            self._connected.discard(agent)
+            self._send(Disconnect(agent))
+
+    def read(self, memory: AgentMemory, offset: int, target: int, size: int) -> asyncio.Future[None]:
+        """Reads bytes from an offset of an agent's memory into ours, to offset `target`.
+
+        The future ends when nothing is written there any more, and raises NixlError where the bytes have not come. Who
+        waits for it shields it: until it ends, the place is not free, whether or not anybody still wants the bytes.
+        """
+        if not self.is_connected(memory.agent):
+            failed = asyncio.get_running_loop().create_future()
+            failed.set_exception(NixlError("the agent is not connected"))
+            return failed
+        self._ids += 1
+        return self._ask(self._ids, Read(self._ids, memory.agent, memory.base + offset, target, size))
+
+    def _ask(self, number: int, question: Connect | Read) -> asyncio.Future[None]:
+        """Where the process does not answer in time it is ended: only then can nothing of it be under way any more."""
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._child is None:
+            answer.set_exception(NixlError("there is no agent"))
+            return answer
+        self._asked[number] = answer
+        self._send(question)
+        timer = tasks.StallTolerantTimer(self._answer_seconds, self._give_up)
+        answer.add_done_callback(lambda _: timer.cancel())
+        return answer
+
+    def _send(self, message: Connect | Disconnect | Read) -> None:
+        if self._child is not None:
+            self._child.send(message)
+
+    def _give_up(self) -> None:
+        if self._child is not None:
+            _log.error("the NIXL agent owes an answer for too long", seconds=self._answer_seconds)
+            self._child.kill()
+
+    async def _begin(self) -> None:
+        """Starts a process and hears what its agent offers; raises NixlError."""
+        try:
+            child: Child[FromAgent] = await Child.start(
+                self._module, receives=FromAgent, fds=(self._buffer.fd,), exposed=True
+            )
+        except OSError as error:
+            raise NixlError(f"no process can be had: {error}") from error
+        try:
+            child.send(Register(f"twinlens-{secrets.token_hex(8)}", self._backend, self._buffer.size))
+            async with asyncio.timeout(_START_SECONDS):
+                answer = await child.receive()
+            if not isinstance(answer, AgentMemory):
+                raise NixlError(answer.why if isinstance(answer, CannotRegister) else "it makes no sense")
+        except BaseException as error:
+            child.kill()
+            await child.stop(grace=1.0)
+            if isinstance(error, TimeoutError | ChildDied):
+                raise NixlError(str(error) or f"no agent after {_START_SECONDS:g} seconds") from error
+            raise
+        self._child, self.memory = child, answer
+        _log.info("memory can be read by NIXL", agent=answer.agent, backend=answer.backend, bytes=answer.size)
+
+    async def _keep(self) -> None:
+        """Hears the process for as long as it lives, and replaces it when it does not."""
+        while True:
+            child = self._child
+            assert child is not None
+            try:
+                while True:
+                    self._hear(await child.receive())
+            except ChildDied as death:
+                _log.error("the NIXL agent's process has ended", why=str(death))
+            self._child = self.memory = None
+            if found := await child.post_mortem():
+                _log.error("of that process is known", **found)
+            await child.stop(grace=1.0)
+            self._lose()
+            await self._revive()
+
+    def _hear(self, message: FromAgent) -> None:
+        if not isinstance(message, AgentAnswer):
+            raise ChildDied("an answer to no question")
+        answer = self._asked.pop(message.id, None)
+        if answer is None or answer.done():
+            return
+        if message.why:
+            answer.set_exception(NixlError(message.why))
+            answer.exception()  # whoever asked may be gone
+        else:
+            answer.set_result(None)
+
+    def _lose(self) -> None:
+        """The process is gone: nothing is connected, and nobody gets an answer."""
+        self._connected.clear()
+        while self._asked:
+            _, answer = self._asked.popitem()
+            if not answer.done():
+                answer.set_exception(NixlError("its process has ended"))
+                answer.exception()
+
+    async def _revive(self) -> None:
+        pause = 0.0
+        while self._child is None:
+            await asyncio.sleep(pause)
+            pause = min(max(1.0, 2 * pause), self._longest_pause)
+            try:
+                await self._begin()
+            except NixlError as error:
+                _log.error("no NIXL agent", why=str(error), retry_seconds=pause)

@@ -1,0 +1,74 @@
+"""Rows that callers' NIXL agents read where they lie in the store's memory, under leases, from whatever host."""
+
+from __future__ import annotations
+
+from common.errors import Unavailable
+from common.nixl.agent import NixlAgent
+from common.tasks import in_thread
+from common.wire import RowLayout, crc32c
+from encoder_service.engine.embedding_store import EmbeddingStore
+from encoder_service.engine.leases import Leases
+from encoder_service.transports.base import Chunks, RowRun, Sent
+from twinlens.v1 import encoder_pb2
+
+_PART_BYTES = 4 << 20
+"""What is checked, and read, in one piece: the contract's largest."""
+
+_OWNER = b""
+"""Leases that end by their name, their time, or with the stream: no connection tells that a reader is gone."""
+
+
+class Nixl:
+    """Offers ranges of the store's arena, which `agent` has registered, to callers whose agent is connected with it."""
+
+    number: encoder_pb2.Transport = encoder_pb2.TRANSPORT_NIXL
+
+    def __init__(self, store: EmbeddingStore, layout: RowLayout, leases: Leases, agent: NixlAgent, sent: Sent) -> None:
+        self._store = store
+        self._layout = layout
+        self._leases = leases
+        self._agent = agent
+        self._sent = sent
+
+    def proved(self, host: encoder_pb2.HostProof) -> bool:
+        """The caller is connected with the agent that there is now."""
+        memory = self._agent.memory
+        return memory is not None and memory.agent == host.nixl_agent
+
+    def takes(self, _run: RowRun, host: encoder_pb2.HostProof) -> bool:
+        """Every row is in the store's arena; the agent may be another one since."""
+        return self.proved(host)
+
+    def has_room(self, _run: RowRun) -> bool:
+        """A lease can be had."""
+        return self._leases.room > 0
+
+    async def send(self, run: RowRun, host: encoder_pb2.HostProof) -> Chunks:
+        """One handle for the run; ends when the reader has released it.
+
+        Raises Unavailable where the lease ended by its time alone.
+        """
+        size, count = self._layout.row_bytes, run.end - run.first
+        with self._leases.take(run.allocation, _OWNER) as lease:
+            with self._store.pinned(run.allocation) as data:
+                sums = await in_thread(_part_sums, data[run.first * size : run.end * size])
+            handle = encoder_pb2.RowsHandle(
+                transport=self.number,
+                region=host.nixl_agent,
+                offset=lease.span.offset + run.first * size,
+                length=count * size,
+                lease=lease.name,
+                expires_ms=round(self._leases.seconds * 1000),
+                part_bytes=_PART_BYTES,
+                part_crc32c=sums,
+            )
+            yield encoder_pb2.EncodeRows(item=run.item, first_row=run.first, count=count, handle=handle)
+            await lease.ended.wait()
+            if lease.expired:
+                raise Unavailable("the rows were not read in time", reason="LEASE_EXPIRED")
+        self._sent.add(self.number, count, count * size)
+
+
+def _part_sums(data: memoryview) -> list[int]:
+    with data:
+        return [crc32c(data[at : at + _PART_BYTES]) for at in range(0, len(data), _PART_BYTES)]

@@ -1,0 +1,126 @@
+"""Rows that this service's NIXL agent reads from an encoder's memory, on whatever host that is."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+
+from common import log
+from common.arena import Range
+from common.errors import DataLoss
+from common.nixl.agent import NixlError
+from common.nixl.messages import AgentMemory
+from llm_service.encoders.transports.base import ArrivedRows
+from llm_service.encoders.transports.nixl_reader import PART_BYTES, NixlReader
+from twinlens.v1 import encoder_pb2
+
+_log = log.get("encoders")
+_LONGEST_PAUSE = 300.0
+
+
+class Nixl:
+    """The memory of one encoder's agent. What fails is tried again after a pause, longer each time: until then rows
+    come in another way. `release` gives a lease back, by its name."""
+
+    number: encoder_pb2.Transport = encoder_pb2.TRANSPORT_NIXL
+    splits = False
+    after_break = False
+
+    def __init__(self, address: str, reader: NixlReader, release: Callable[[str], None]) -> None:
+        self._address = address
+        self._reader = reader
+        self._release = release
+        self._memory: AgentMemory | None = None
+        self._pause = 0.0
+        self._again = 0.0
+
+    @property
+    def usable(self) -> bool:
+        """The agents are connected, and the last read from there did not fail just now."""
+        memory = self._memory
+        return memory is not None and self._reader.agent.is_connected(memory.agent) and time.monotonic() >= self._again
+
+    async def heard(self, info: encoder_pb2.EncoderServiceGetInfoResponse) -> None:
+        """Connects with the encoder's agent, where it is another one than before, or ours is."""
+        told, agent = info.nixl_agent, self._reader.agent
+        if self._memory is not None and self._memory.agent != told.name:
+            self.close()
+        if not told.name or agent.memory is None or agent.is_connected(told.name) or time.monotonic() < self._again:
+            return
+        memory = AgentMemory(told.name, told.backend, told.metadata, told.base, told.bytes)
+        try:
+            await agent.connect(memory)
+        except NixlError as error:
+            self._failed(error)
+            return
+        self._memory = memory
+        _log.info("this encoder's memory is read by NIXL", address=self._address)
+
+    def close(self) -> None:
+        """The encoder is gone."""
+        if self._memory is not None:
+            self._reader.agent.disconnect(self._memory.agent)
+        self._memory, self._pause, self._again = None, 0.0, 0.0
+
+    def prove(self, host: encoder_pb2.HostProof) -> None:
+        """Names the encoder's agent that ours is connected with."""
+        if self._memory is not None:
+            host.nixl_agent = self._memory.agent
+
+    def takes(self, run: ArrivedRows) -> bool:
+        """The run lies in the memory of that agent."""
+        handle = run.payload
+        if not isinstance(handle, encoder_pb2.RowsHandle) or self._memory is None:
+            return False
+        return (handle.transport, handle.region) == (self.number, self._memory.agent)
+
+    async def receive(self, run: ArrivedRows, target: memoryview) -> AsyncGenerator[int, None]:
+        """Reads parts beside each other, checks and copies each, and yields them in their order. The lease is given
+        back at the end, whatever the end is."""
+        handle, memory = run.payload, self._memory
+        assert isinstance(handle, encoder_pb2.RowsHandle)
+        assert memory is not None
+        parts: list[asyncio.Task[int]] = []
+        try:
+            spans = _parts(handle, len(target), memory)
+            for span, crc in zip(spans, handle.part_crc32c, strict=True):
+                at = span.offset - handle.offset
+                parts.append(asyncio.create_task(self._part(memory, span, crc, target[at : at + span.size])))
+            for part in parts:
+                yield await part
+            self._pause = 0.0
+        finally:
+            for part in parts:
+                part.cancel()
+            await asyncio.gather(*parts, return_exceptions=True)
+            self._release(handle.lease)
+
+    async def _part(self, memory: AgentMemory, span: Range, crc: int, target: memoryview) -> int:
+        try:
+            async with self._reader.part(memory, span) as data:
+                return await self._reader.copier.copy_checked(target, data, crc)
+        except DataLoss as error:
+            self._failed(error)
+            raise
+        except NixlError as error:
+            self._failed(error)
+            raise DataLoss("rows could not be read from the encoder's memory") from error
+
+    def _failed(self, error: NixlError | DataLoss) -> None:
+        """The parts of one run that fail together are one failure."""
+        if time.monotonic() < self._again:
+            return
+        self._pause = min(max(1.0, 2 * self._pause), _LONGEST_PAUSE)
+        self._again = time.monotonic() + self._pause
+        _log.warning("no rows by NIXL", address=self._address, cause=str(error), retry_seconds=self._pause)
+
+
+def _parts(handle: encoder_pb2.RowsHandle, size: int, memory: AgentMemory) -> list[Range]:
+    """Where the parts of a run are; raises DataLoss where the handle contradicts itself, or leaves the memory."""
+    step, end = handle.part_bytes, handle.offset + handle.length
+    if handle.length != size or not 0 <= handle.offset <= end <= memory.size:
+        raise DataLoss("rows came in a wrong size")
+    if not 0 < step <= PART_BYTES or len(handle.part_crc32c) != -(-size // step):
+        raise DataLoss("rows came in parts of a wrong size")
+    return [Range(at, min(step, end - at)) for at in range(handle.offset, end, step)]

@@ -1,0 +1,69 @@
+"""Parts of rows that this service's NIXL agent reads from encoders' memory, into a memory of their own, where they are
+checked before they are copied to where they land: a transfer that is given up may still write, for as long as its agent
+lives. A place is given out again when its transfer has ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from common.arena import Range, SharedBuffer
+from common.nixl.agent import MODULE, NixlAgent
+from common.nixl.messages import AgentMemory
+from common.wire import DType
+from llm_service.encoders.transports.copier import Copier
+
+PART_BYTES = 4 << 20
+"""Bytes of the largest part."""
+
+
+class NixlReader:
+    """Places for as many parts as `size` bytes hold, at least one. `start` and `stop` are its owner's.
+
+    Raises OSError where the memory cannot be had.
+    """
+
+    def __init__(self, backend: str, size: int, dtype: DType, *, module: str = MODULE) -> None:
+        places = max(1, size // PART_BYTES)
+        self._buffer = SharedBuffer.create("twinlens-nixl", places * PART_BYTES)
+        self.agent = NixlAgent(self._buffer, backend, module=module)
+        self.copier = Copier(dtype)
+        self._free: asyncio.Queue[int] = asyncio.Queue()
+        for place in range(places):
+            self._free.put_nowait(place * PART_BYTES)
+
+    async def start(self) -> None:
+        """Starts the agent; raises NixlError where none can be had."""
+        await self.agent.start()
+
+    async def stop(self) -> None:
+        """Ends the agent, and what is read."""
+        await self.agent.stop()
+        self.copier.close()
+        self._buffer.close()
+
+    @property
+    def places(self) -> int:
+        """How many parts can be read at once."""
+        return self._buffer.size // PART_BYTES
+
+    @property
+    def free(self) -> int:
+        """How many of them could begin now."""
+        return self._free.qsize()
+
+    @asynccontextmanager
+    async def part(self, memory: AgentMemory, span: Range) -> AsyncIterator[memoryview]:
+        """The bytes of a range of an agent's memory, at most PART_BYTES, for the length of the block; waits for room.
+
+        Raises NixlError where they do not come.
+        """
+        place = await self._free.get()
+        landing = self.agent.read(memory, span.offset, place, span.size)
+        try:
+            await asyncio.shield(landing)
+            with self._buffer.slice(Range(place, span.size)) as data:
+                yield data
+        finally:
+            landing.add_done_callback(lambda _: self._free.put_nowait(place))

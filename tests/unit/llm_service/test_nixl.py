@@ -1,0 +1,285 @@
+"""Rows by NIXL from an encoder's store to where they land: both ends of the link, with an agent each."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.arena import SharedBuffer
+from common.errors import DataLoss, Precondition, Unavailable
+from common.media.item import Grid, Header, Modality
+from common.nixl.agent import NixlAgent
+from common.wire import DType, RowLayout
+from encoder_service import convert
+from encoder_service.engine.embedding_store import EmbeddingStore, Entry
+from encoder_service.transports.base import RowRun
+from encoder_service.transports.link import Link
+from llm_service.encoders.transports.base import ArrivedRows
+from llm_service.encoders.transports.nixl import Nixl
+from llm_service.encoders.transports.nixl_reader import PART_BYTES, NixlReader
+from tests.nixl_agents import TWIN
+from tests.waiting import eventually
+from twinlens.v1 import encoder_pb2
+
+NIXL, INLINE = encoder_pb2.TRANSPORT_NIXL, encoder_pb2.TRANSPORT_INLINE
+LAYOUT = RowLayout(levels=2, width=64, dtype=DType.FLOAT32)
+ROWS = 20_001  # 9.8 MiB, which are three parts
+SIZE = ROWS * LAYOUT.row_bytes
+
+
+@dataclass
+class Bench:
+    """An entry of a store, the encoder's link over it, and what reads it."""
+
+    store: EmbeddingStore
+    entry: Entry
+    link: Link
+    agent: NixlAgent
+    reader: NixlReader
+    released: list[str] = field(default_factory=list)
+    target: bytearray = field(default_factory=lambda: bytearray(SIZE))
+
+    def __post_init__(self) -> None:
+        self.nixl = Nixl("an-encoder:7001", self.reader, self._release)
+
+    def _release(self, lease: str) -> None:
+        self.released.append(lease)
+        self.link.release([lease])
+
+    @property
+    def data(self) -> bytes:
+        return bytes(self.store.buffer.slice(self.entry.span))
+
+    async def heard(self, backend: str = "") -> None:
+        told = convert.nixl_agent(self.link.nixl_memory)
+        if told is not None and backend:
+            told.backend = backend
+        await self.nixl.heard(encoder_pb2.EncoderServiceGetInfoResponse(nixl_agent=told))
+
+    @property
+    def host(self) -> encoder_pb2.HostProof:
+        proof = encoder_pb2.HostProof()
+        self.nixl.prove(proof)
+        return proof
+
+    def run(self, first: int = 0) -> RowRun:
+        return RowRun(0, self.entry.allocation, first, ROWS)
+
+    async def read(self, first: int = 0, **changes: Any) -> list[int]:
+        """Reads rows as a stream's reader does, by a handle with these changes; the sizes of the pieces."""
+        pieces: list[int] = []
+        stream = self.link.choose([NIXL], self.host, self.run(first)).send(self.run(first), self.host)
+        async with aclosing(stream):
+            async for message in stream:
+                assert isinstance(message, encoder_pb2.EncodeRows)
+                handle = message.handle
+                for name, value in changes.items():
+                    if name == "part_crc32c":
+                        del handle.part_crc32c[:]
+                        handle.part_crc32c.extend(value)
+                    else:
+                        setattr(handle, name, value)
+                run = ArrivedRows(message.first_row, message.count, handle)
+                assert self.nixl.takes(run)
+                place = memoryview(self.target)[message.first_row * LAYOUT.row_bytes :]
+                async with aclosing(self.nixl.receive(run, place)) as found:
+                    pieces += [piece async for piece in found]
+        return pieces
+
+
+@asynccontextmanager
+async def bench(backend: str = "UCX", *, places: int = 4, lease_seconds: float = 60.0) -> AsyncIterator[Bench]:
+    buffer = SharedBuffer.create("test", 16 << 20)
+    store = EmbeddingStore(buffer, LAYOUT.row_bytes, registered=True)
+    allocation = await store.allocate(ROWS)
+    buffer.slice(allocation.span)[:] = np.random.default_rng(0).standard_normal(SIZE // 4, np.float32).tobytes()
+    entry = store.commit(allocation, Header(b"k" * 32, Modality.IMAGE, Grid(1, 128, 128), ROWS), "")
+    agent = NixlAgent(buffer, backend, longest_pause=0.05, module=TWIN)
+    reader = NixlReader(backend, places * PART_BYTES, LAYOUT.dtype, module=TWIN)
+    try:
+        await agent.start()
+        await reader.start()
+        given: dict[str, Any] = {"shared_memory": False, "folder": "", "lease_seconds": lease_seconds}
+        async with Link.open(store, LAYOUT, **given, nixl=agent) as link:
+            made = Bench(store, entry, link, agent, reader)
+            await made.heard()
+            yield made
+            assert link.leases == 0, "a lease is left"
+            await eventually(lambda: reader.free == reader.places, "every place is free")
+    finally:
+        await reader.stop()
+        await agent.stop()
+    store.unpin(entry.allocation)
+    store.check_integrity(idle=True)
+    buffer.close()
+
+
+@pytest.mark.parametrize("places", [1, 2, 4])
+async def test_rows_land_as_they_are_in_the_store_part_by_part(places: int) -> None:
+    async with bench(places=places) as b:
+        assert b.nixl.usable
+        assert b.link.numbers == [NIXL, INLINE]
+        first = 10 * LAYOUT.row_bytes
+        assert await b.read(10) == [PART_BYTES, PART_BYTES, SIZE - first - 2 * PART_BYTES]
+        assert bytes(b.target) == bytes(first) + b.data[first:]
+        assert len(b.released) == 1
+        assert b.link.sent.rows == {NIXL: ROWS - 10}
+
+
+@pytest.mark.parametrize("backend", ["SPOILS", "FAILS", "DIES"])
+async def test_what_comes_damaged_or_not_at_all_counts_nowhere_and_the_lease_comes_back(backend: str) -> None:
+    async with bench(backend) as b:
+        with pytest.raises(DataLoss):
+            await b.read()
+        assert bytes(b.target) == bytes(SIZE)
+        assert len(b.released) == 1
+        assert not b.nixl.usable
+
+
+async def test_after_a_failure_rows_come_otherwise_until_a_pause_is_over() -> None:
+    async with bench("FAILS") as b:
+        for _ in range(2):
+            with pytest.raises(DataLoss):
+                await b.read()
+            assert not b.nixl.usable
+            b.nixl._again = 0.0  # it is over
+            assert b.nixl.usable
+        assert b.nixl._pause == 2.0
+
+
+async def test_a_reader_who_leaves_leaves_places_that_are_still_written_to_alone() -> None:
+    """With a place for each part, and reads that do not end."""
+    async with bench(places=3) as b:
+        child = b.reader.agent._child
+        assert child is not None
+        os.kill(child.process.pid, signal.SIGSTOP)
+        reading = asyncio.create_task(b.read())
+        await eventually(lambda: b.reader.free == 0, "all parts are read")
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        assert b.reader.free == 0
+        assert len(b.released) == 1
+        os.kill(child.process.pid, signal.SIGCONT)
+        await eventually(lambda: b.reader.free == 3, "the reads have ended")
+        assert bytes(b.target) == bytes(SIZE)
+        await b.read()
+        assert bytes(b.target) == b.data
+
+
+async def test_rows_that_are_written_over_after_their_lease_are_never_taken() -> None:
+    async with bench(lease_seconds=0.05) as b:
+        stream = b.link.choose([NIXL], b.host, b.run()).send(b.run(), b.host)
+        message = await anext(stream)
+        assert isinstance(message, encoder_pb2.EncodeRows)
+        await eventually(lambda: b.link.leases == 0, "the lease ends")
+        b.store.buffer.slice(b.entry.span)[-4:] = b"\0\0\0\0"
+        run = ArrivedRows(message.first_row, message.count, message.handle)
+        pieces = b.nixl.receive(run, memoryview(b.target))
+        assert [await anext(pieces), await anext(pieces)] == [PART_BYTES, PART_BYTES]
+        with pytest.raises(DataLoss, match="damaged"):
+            await anext(pieces)
+        with pytest.raises(Unavailable) as late:
+            await anext(stream)
+        assert late.value.reason == "LEASE_EXPIRED"
+
+
+async def test_numbers_that_are_not_finite_are_refused() -> None:
+    async with bench() as b:
+        b.store.buffer.slice(b.entry.span)[-4:] = np.float32("nan").tobytes()
+        with pytest.raises(DataLoss, match="not finite"):
+            await b.read()
+        assert len(b.released) == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"offset": -1},
+        {"offset": 16 << 20},
+        {"length": SIZE - 512},
+        {"length": -1},
+        {"part_bytes": 0},
+        {"part_bytes": -1},
+        {"part_bytes": PART_BYTES + 1},
+        {"part_bytes": 1},
+        {"part_crc32c": []},
+        {"part_crc32c": [0, 0]},
+        {"part_crc32c": [0, 0, 0, 0]},
+    ],
+)
+async def test_a_handle_that_contradicts_itself_is_refused_and_nothing_is_read(changes: dict[str, Any]) -> None:
+    async with bench() as b:
+        with pytest.raises(DataLoss, match="wrong size"):
+            await b.read(**changes)
+        assert b.reader.free == b.reader.places
+        assert b.nixl.usable
+
+
+async def test_who_is_not_connected_with_the_agent_that_there_is_gets_rows_inline() -> None:
+    async with bench() as b:
+        stranger = encoder_pb2.HostProof(nixl_agent="another")
+        b.link.check([NIXL, INLINE], stranger)
+        assert b.link.choose([NIXL, INLINE], stranger, b.run()).number == INLINE
+        with pytest.raises(Precondition):
+            b.link.check([NIXL], stranger)
+        afar = b.host
+        afar.boot_id = "another"
+        assert b.link.choose([NIXL, INLINE], afar, b.run()).number == NIXL
+
+
+async def test_an_encoder_s_next_agent_is_found_and_the_one_before_is_let_go() -> None:
+    async with bench() as b:
+        before = b.link.nixl_memory
+        child = b.agent._child
+        assert before is not None
+        assert child is not None
+        child.kill()
+        await eventually(lambda: b.link.nixl_memory not in (None, before), "there is another agent")
+        assert b.link.choose([NIXL, INLINE], b.host, b.run()).number == INLINE
+        await b.heard()
+        assert b.nixl.usable
+        assert not b.reader.agent.is_connected(before.agent)
+        await b.read()
+        assert bytes(b.target) == b.data
+
+
+async def test_our_own_next_agent_is_connected_anew() -> None:
+    async with bench() as b:
+        child = b.reader.agent._child
+        assert child is not None
+        child.kill()
+        await eventually(lambda: not b.nixl.usable, "nothing is connected")
+        await eventually(lambda: b.reader.agent.memory is not None, "there is another agent")
+        await b.heard()
+        await b.read()
+        assert bytes(b.target) == b.data
+
+
+async def test_an_encoder_with_another_back_end_or_none_is_not_read() -> None:
+    async with bench() as b:
+        b.nixl.close()
+        assert not b.nixl.usable
+        await b.heard(backend="LIBFABRIC")
+        assert not b.nixl.usable
+        assert b.host == encoder_pb2.HostProof()
+        await b.nixl.heard(encoder_pb2.EncoderServiceGetInfoResponse())
+        assert not b.nixl.usable
+        b.nixl.close()
+        await b.heard()
+        assert b.nixl.usable
+
+
+async def test_memory_that_an_agent_has_registered_is_not_given_back_to_the_system() -> None:
+    """A network card goes on reading the pages that it knows."""
+    async with bench() as b:
+        b.store.buffer.view[-4096:] = b"\1" * 4096
+        await b.store.shrink()
+        assert bytes(b.store.buffer.view[-4096:]) == b"\1" * 4096
