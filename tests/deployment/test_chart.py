@@ -295,6 +295,22 @@ class TestSpecial:
         assert not of_kind(text, "HorizontalPodAutoscaler")
         assert {each["spec"]["replicas"] for each in of_kind(text, "Deployment").values()} == {2}
 
+    def test_with_nixl_both_services_have_it_and_its_ports_are_theirs_alone(self) -> None:
+        text = template("--set", "nixl.backend=UCX", "--set", "nixl.ports=4000-4099")
+        ports = [{"protocol": "TCP", "port": 4000, "endPort": 4099}]
+        for name, part, other in (("twinlens-encoder", "encoder", "llm"), ("twinlens-llm", "llm", "encoder")):
+            (container,) = pods(text)[name]["spec"]["containers"]
+            assert "--nixl=UCX" in container["args"]
+            assert {"name": "UCX_TCP_PORT_RANGE", "value": "4000-4099"} in container["env"], part
+            policy = of_kind(text, "NetworkPolicy")[name]["spec"]
+            for direction, peers in (("ingress", "from"), ("egress", "to")):
+                (rule,) = [each for each in policy[direction] if each.get("ports") == ports]
+                (peer,) = rule[peers]
+                assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == other
+        (container,) = pods(text)["twinlens-gateway"]["spec"]["containers"]
+        assert "--nixl=UCX" not in container["args"]
+        assert "4000" not in str(of_kind(text, "NetworkPolicy")["twinlens-gateway"])
+
     def test_hosts_of_one_llm_service_meet_and_one_of_them_serves(
         self, certificates: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

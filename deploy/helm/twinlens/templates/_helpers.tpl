@@ -48,6 +48,9 @@ labels:
 - {name: HF_TOKEN_PATH, value: /secrets/hub/token}
 {{- end }}
 {{- end }}
+{{- if and $values.nixl.backend (ne .part "gateway") }}
+- {name: UCX_TCP_PORT_RANGE, value: {{ $values.nixl.ports | quote }}}
+{{- end }}
 {{- with $values.tracing.endpoint }}
 - {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ . | quote }}}
 {{- end }}
@@ -251,6 +254,9 @@ lifecycle: {preStop: {exec: {command: [sleep, "5"]}}}  # until its address is gi
 - --grace-seconds={{ (index $values .part).graceSeconds }}
 {{- if $values.sharedMemory.hostPath }}
 - --local-dir=/srv/local
+{{- end }}
+{{- with $values.nixl.backend }}
+- --nixl={{ . }}
 {{- end }}
 {{- if $values.tls.enabled }}
 - --tls-cert=/secrets/tls/tls.crt
