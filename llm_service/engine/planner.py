@@ -248,7 +248,7 @@ class Planner:
     def _admit(self, sequence: Sequence, schedule: Schedule, max_tokens: int) -> int:
         """Starts a sequence that waits, on its cached blocks, if all its tokens could be held now. While the
         first one in order that has all of its rows cannot start, nobody does."""
-        if schedule.closed or sequence.wait_reason is not None or not sequence.grammar_ready:
+        if schedule.closed or sequence.wait_reason is not None:
             return 0
         identities = sequence.block_identities(self._blocks.block_size)
         hits = self._blocks.match(identities)

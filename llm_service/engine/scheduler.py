@@ -66,7 +66,7 @@ class Scheduler:
         self._pace = StepPace(limits.decode_slowdown, multiple=blocks.state_chunk if blocks.state_slots else 1)
         draft = draft or (by_proposal if limits.proposes else by_look_up)
         self._planner = Planner(self._queues, blocks, limits, self._pace, draft, self.adapter_slots)
-        self._resumed: list[Sequence] = []
+        self._unchecked: list[Sequence] = []
         self._unstarted: set[int] = set()
         self._scored: list[Scored] = []
         self._pooled: list[Pooled] = []
@@ -109,9 +109,7 @@ class Scheduler:
         if self.limits.whole_prompts and prompt.whole_end > most:
             self._fail(add.id, never_at_once(prompt.whole_end, most))
             return
-        self._resumed.extend(
-            sequence for sequence in sequences if sequence.num_resumed_tokens or sequence.at_max_length
-        )
+        self._unchecked.extend(each for each in sequences if each.matcher_future is not None or _may_be_complete(each))
         self.counters.prompt_tokens += len(prompt.tokens)
 
     def landed(self, id: int, item: int, rows: int) -> None:
@@ -159,8 +157,8 @@ class Scheduler:
         It may be called again while earlier steps are *under way*: steps run in the order in which they were planned,
         so a step may use the KV and, by its number, the token of the one before.
         """
-        if self._resumed:
-            self._end_complete()
+        if self._unchecked:
+            self._check()
         # What a grammar allows next is worked out here, so a batch with one in it has no overlap. Penalties need the
         # token as well, but the worker puts it into the history.
         if self._matching and any(self._waits_for_token(sequence) for sequence in self._queues.running):
@@ -197,16 +195,17 @@ class Scheduler:
         filled = self.adapter_slots.assign(adapters, running)
         return Slots(filled, [self.adapter_slots.slot(adapter) for adapter in adapters])
 
-    def _end_complete(self) -> None:
-        """Ends resumed sequences whose output ends them, and fails those that cannot have said it, or do not fit."""
-        ready = [sequence for sequence in self._resumed if sequence.finished or sequence.grammar_ready]
-        self._resumed = [sequence for sequence in self._resumed if sequence not in ready]
+    def _check(self) -> None:
+        """Has those whose grammar is ready take it. Ends resumed sequences whose output ends them, and fails those that
+        cannot have said it, or do not fit."""
+        ready = [sequence for sequence in self._unchecked if sequence.finished or sequence.grammar_ready]
+        self._unchecked = [sequence for sequence in self._unchecked if sequence not in ready]
         for sequence in ready:
             if sequence.finished:
                 continue
             try:
                 sequence.take_matcher()
-                ended = resumed_end(sequence)
+                ended = resumed_end(sequence) if _may_be_complete(sequence) else ""
             except InvalidInput as error:
                 self._fail(sequence.id, error)
                 continue
@@ -384,3 +383,8 @@ class Scheduler:
         """Raises AssertionError unless every block is free or held by a sequence that runs, and queues are in order."""
         self._queues.check_integrity()
         self.blocks.check_integrity([sequence.table for sequence in self._queues.running])
+
+
+def _may_be_complete(sequence: Sequence) -> bool:
+    """It came with output that may be all that it says, or with a prompt that leaves no room for any."""
+    return sequence.num_resumed_tokens > 0 or sequence.at_max_length

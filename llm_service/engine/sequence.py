@@ -27,6 +27,8 @@ PLACEHOLDER = 0
 class WaitReason(enum.Enum):
     """Why nothing of a sequence can be computed."""
 
+    GRAMMAR = enum.auto()
+    """Its matcher has not been taken in: it is on its way, or has just come."""
     ROWS = enum.auto()
     """The next media row has not landed."""
     PLACEMENT = enum.auto()
@@ -187,6 +189,8 @@ class Sequence:
     @property
     def wait_reason(self) -> WaitReason | None:
         """Why nothing can be computed now, as far as that is known without looking at blocks; None: it may go on."""
+        if self.matcher_future is not None:
+            return WaitReason.GRAMMAR
         if self.num_placeholders and (self.matcher is not None or self.drafts):
             return WaitReason.TOKEN
         if self._waits_for is None and self.first_choice is not None and not self.first_choice.has_begun:
@@ -232,8 +236,7 @@ class Sequence:
             self.matcher, self.matcher_future = self.matcher_future.result(), None
 
     def start(self, computed: int) -> None:
-        """It runs; the KV of its first `computed` tokens is there. Only where its grammar is ready."""
-        self.take_matcher()
+        """It runs; the KV of its first `computed` tokens is there."""
         self.running, self.num_computed_tokens = True, computed
         self.num_starts += 1
         self._pooled = None

@@ -4,10 +4,14 @@ have ended."""
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from concurrent.futures import Future
 
 import pytest
 
-from tests.unit.llm_service.hashed import EOS, Order, Picture, expected
+from common.errors import InvalidInput
+from llm_service.engine.structure import Matcher
+from tests.unit.llm_service.hashed import EOS, Order, Picture, alternating, expected
 from tests.unit.llm_service.simulated import Simulation, order, run_until_over, simulation, text
 
 PICTURES = (Picture(1, 3, 9, (4, 5)), Picture(2, 15, 6))
@@ -113,3 +117,33 @@ def test_what_was_said_is_told_from_the_prompt_where_both_are_computed_at_once()
     step, _ = engine.scheduler.schedule()
     assert step is not None
     assert [(chunk.count, chunk.answers, chunk.decodes) for chunk in step.plan.chunks] == [(12, 3, False)]
+
+
+class MadeMeanwhile(Future[Matcher]):
+    """A matcher that is there right after it was looked for first: the thread that makes it asks nobody. It stands
+    behind `output`, unless that is not of the form."""
+
+    def __init__(self, output: Sequence[int], *, fits: bool) -> None:
+        super().__init__()
+        self._output, self._fits = output, fits
+
+    def done(self) -> bool:
+        was_done = super().done()
+        if not was_done and self._fits:
+            self.set_result(alternating(None, self._output).result())
+        elif not was_done:
+            self.set_exception(InvalidInput("it has another form", reason="BAD_RESUME"))
+        return was_done
+
+
+@pytest.mark.parametrize(("fits", "failed", "ended"), [(False, "BAD_RESUME", ""), (True, "", "stop")])
+def test_what_was_said_is_checked_whenever_its_grammar_is_there(fits: bool, failed: str, ended: str) -> None:
+    engine = simulation()
+    engine.scheduler._match = lambda _, output: MadeMeanwhile(output, fits=fits)
+    said = complete(engine, ORDERS["structured"])[0][:3]
+    asked = order(text(30, 9), max_tokens=9, grammar="alternating", ignore_eos=False, stop_token_ids=said[-1:])
+    id = engine.submit(asked, said=[said])
+    for _ in range(4):
+        engine.step()
+    outcome = engine.outcomes[id]
+    assert (outcome.failed, outcome.ended[0], outcome.tokens, outcome.started) == (failed, ended, [said], 0)
