@@ -232,7 +232,8 @@ class Generator:
             stages.mark("encode_header")
             layout = await self._layout(pieces, headers_of(fetches), short=short)
             self._check_length(request, layout)
-            thinking = self._count_reasoning(request, layout, choices)
+            counting = request, layout, choices
+            thinking = await _computed(self._count_reasoning, *counting, at_once=not request.resume)
             if all(choice.text.stopped is not None for choice in choices.values()):
                 yield Begun(layout, 0, thinking)
                 for choice in choices.values():  # there is nothing to compute

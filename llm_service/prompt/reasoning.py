@@ -42,4 +42,5 @@ class ReasoningCounter:
         if said.startswith(THINK[0]):
             self._mark, self._said = THINK[1], said[len(THINK[0]) :].encode()
         else:
+            self._said = said.encode()  # without the white space before it: there may be any amount of that
             self._over = not THINK[0].startswith(said)

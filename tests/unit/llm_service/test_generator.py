@@ -49,6 +49,7 @@ from llm_service.request import (
     Message,
     PromptLayout,
     Request,
+    ResumedChoice,
     Run,
     SamplingParams,
     Span,
@@ -206,6 +207,21 @@ async def test_what_may_take_long_to_lay_out_holds_up_no_other_request(
         await eventually(lambda: child.told(Add))
         ends.cancel()
         assert cast(Prompts, made._prompts).at_once == [at_once, at_once]
+
+
+async def test_what_an_answer_goes_on_behind_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(monkeypatch) as (b, (child, front)):
+        made = generator(b, front)
+        readers = set[threading.Thread]()
+        prompts = cast(Any, made._prompts)
+        prompts.texts = SimpleNamespace(bytes_of=lambda _: readers.add(threading.current_thread()) or b" ")
+        said = (ResumedChoice(0, (1, 2, 3)),)
+        ends = asyncio.create_task(everything(made, replace(asked(), resume=said)))
+        await eventually(lambda: child.told(Add))
+        assert readers
+        assert threading.main_thread() not in readers
+        child.says(Complete(child.told(Add)[0].id, 0, "stop"))
+        assert (await ends)[-1].completion_tokens == 3
 
 
 async def test_an_abort_frees_the_engine_though_the_caller_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

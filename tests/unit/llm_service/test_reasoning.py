@@ -90,3 +90,15 @@ def test_marks_are_in_the_text_though_the_tokenizer_calls_them_special(marked: P
     assert "".join((*said, detokenizer.finish())) == text
     end = marked.encode("<|im_end|>", allow_special=True)
     assert (len(end), Detokenizer(marked.tokenizer).push(*end)) == (1, "")
+
+
+def test_white_space_before_reasoning_is_not_read_again_with_each_token(builder: PromptBuilder) -> None:
+    counter = ReasoningCounter(builder.texts, thinking=False)
+    for token in builder.encode(" \n") * 500:
+        counter.push(token)
+        assert len(counter._said) <= len("<think>")
+    before = counter._pushed
+    ids = builder.encode("<think>c</think>c")
+    for token in ids:
+        counter.push(token)
+    assert (counter.tokens - before, counter._over) == (len(builder.encode("<think>c</think>")), True)
