@@ -1,5 +1,6 @@
 """One HTTP connection, with the bounds that uvicorn leaves to a proxy: on the time and the size of a request's head, on
-what is left of a body once its answer is out, and on the number of connections. Besides, what uvicorn does not do for
+what is left of a body once its answer is out, on how long the end of an answer may wait for a caller who takes nothing,
+and on the number of connections. Besides, what uvicorn does not do for
 callers of HTTP/1.0, for those who wish for another protocol, and for those who speak none."""
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ class Connection(HttpToolsProtocol):
     """A connection that may not hold its place without a request that gets on."""
 
     head_seconds = 10.0
+    answer_seconds = 30.0
     max_connections = 2048
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._timer: StallTolerantTimer | None = None
+        self._sending: StallTolerantTimer | None = None
         self._head = 0
         self._in_head = True
         self._in_body = False
@@ -47,6 +50,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is waited for any more."""
         self._stop_waiting()
+        self._stop_looking()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -118,7 +122,8 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """The answer is out; of a body that nobody reads, the rest may come for as long as a head."""
+        """The answer is written; of a body that nobody reads, the rest may come for as long as a head."""
+        self._look_again()  # before the next request begins, which has a look-out of its own
         super().on_response_complete()
         if self._in_body:
             self._wait()
@@ -143,6 +148,7 @@ class Connection(HttpToolsProtocol):
         return cycle is None or bool(cycle.response_complete)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._stop_looking()
         cycle.keep_alive = cycle.keep_alive and not self._last
         if cycle.scope["http_version"] == "1.0":
             app = _until_closed(app, cycle)
@@ -151,6 +157,23 @@ class Connection(HttpToolsProtocol):
     def _wait(self) -> None:
         self._stop_waiting()
         self._timer = StallTolerantTimer(self.head_seconds, self.transport.abort)
+
+    def _look_again(self) -> None:
+        """Looks after a while whether the caller has taken anything of what is left of his answer."""
+        self._stop_looking()
+        if left := self.transport.get_write_buffer_size():
+            self._sending = StallTolerantTimer(self.answer_seconds, lambda: self._look(left))
+
+    def _look(self, before: int) -> None:
+        if self.transport.get_write_buffer_size() < before:
+            self._look_again()
+        else:  # to close it would wait for him
+            self.transport.abort()
+
+    def _stop_looking(self) -> None:
+        if self._sending is not None:
+            self._sending.cancel()
+            self._sending = None
 
     def _stop_waiting(self) -> None:
         if self._timer is not None:

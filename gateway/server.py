@@ -144,7 +144,11 @@ class _Server(uvicorn.Server):
         connection = type(
             "Connection",
             (Connection,),
-            {"head_seconds": config.request_stall_seconds, "max_connections": config.max_connections},
+            {
+                "head_seconds": config.request_stall_seconds,
+                "answer_seconds": config.answer_stall_seconds,
+                "max_connections": config.max_connections,
+            },
         )
         super().__init__(
             uvicorn.Config(

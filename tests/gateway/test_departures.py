@@ -85,6 +85,21 @@ def test_who_reads_nothing_holds_up_nobody_and_is_given_up(door: Trio) -> None:
         assert "CALLER_STALLED" in narrow.gateway.log.read_text()
 
 
+@pytest.mark.parametrize("connection", [b"close", b"keep-alive"])
+def test_who_reads_nothing_of_a_whole_answer_is_given_up(connection: bytes) -> None:
+    with scripted(answer_stall_seconds=1) as door, socket.socket() as reader:
+        door.llm.vector = [0.1] * 4096  # megabytes, more than the kernel takes in
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, _, port = door.gateway.address.rpartition(":")
+        reader.connect((host, int(port)))
+        body = json.dumps({"input": ["x"] * 64}).encode()
+        head = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nConnection: %b\r\nContent-Length: %d\r\n\r\n"
+        reader.sendall(head % (connection, len(body)) + body)
+        answered = 'requests_total{status="200",surface="embeddings"}'
+        until(lambda: door.metric(answered) == 1, "it is answered")
+        until(lambda: door.metric("open_connections") == 1, "none is open but the one that asks")
+
+
 @pytest.fixture
 def mortal(checkpoints: Callable[..., Path]) -> Iterator[Trio]:
     """Three of one's own."""

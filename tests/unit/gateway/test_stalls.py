@@ -120,9 +120,10 @@ async def test_a_caller_who_takes_nothing_is_given_up(middleware: RequestMiddlew
 
 
 class Transport(asyncio.Transport):
-    """A connection on which nothing has come yet."""
+    """A connection on which nothing has come yet, and nothing written to it goes out but what a test says."""
 
     aborted = False
+    unsent = 0
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return ("127.0.0.1", 1) if name in ("peername", "sockname") else default
@@ -130,15 +131,69 @@ class Transport(asyncio.Transport):
     def abort(self) -> None:
         self.aborted = True
 
+    def write(self, data: Any) -> None:
+        self.unsent += len(data)
 
-async def test_a_connection_is_not_given_up_before_what_came_meanwhile_is_read(forward: Forward) -> None:
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
+
+    def is_closing(self) -> bool:
+        return self.aborted
+
+
+def connected() -> tuple[Connection, Transport]:
     config = uvicorn.Config(echo, http=Connection, lifespan="off", log_config=None)
     config.load()
-    transport = Transport()
-    Connection(config, uvicorn.server.ServerState(), {}).connection_made(transport)
+    connection, transport = Connection(config, uvicorn.server.ServerState(), {}), Transport()
+    connection.connection_made(transport)
+    return connection, transport
+
+
+async def test_a_connection_is_not_given_up_before_what_came_meanwhile_is_read(forward: Forward) -> None:
+    _, transport = connected()
     forward(500)
     await turns(9)
     assert not transport.aborted
     forward(5)
+    await turns()
+    assert transport.aborted
+
+
+async def test_who_takes_some_of_what_is_left_of_an_answer_is_given_up_once_he_takes_nothing(forward: Forward) -> None:
+    connection, transport = connected()
+    connection.data_received(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    await turns(9)
+    assert transport.unsent > 2
+    for _ in range(2):
+        transport.unsent -= 1
+        forward(Connection.answer_seconds + 0.01)
+        await turns()
+        assert not transport.aborted
+    forward(Connection.answer_seconds + 0.01)
+    await turns()
+    assert transport.aborted
+
+
+async def test_an_answer_that_is_out_leaves_its_connection_as_it_is(forward: Forward) -> None:
+    connection, transport = connected()
+    connection.data_received(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    await turns(9)
+    transport.unsent = 0
+    forward(Connection.answer_seconds + 0.01)
+    await turns()
+    assert not transport.aborted
+
+
+async def test_a_further_answer_begins_the_look_at_what_is_left_anew(forward: Forward) -> None:
+    connection, transport = connected()
+    connection.data_received(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    await turns(9)
+    forward(Connection.answer_seconds - 1)
+    connection.data_received(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    await turns(9)
+    forward(Connection.answer_seconds - 1)
+    await turns()
+    assert not transport.aborted
+    forward(1.01)
     await turns()
     assert transport.aborted
