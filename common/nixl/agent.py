@@ -87,7 +87,7 @@ class NixlAgent:
         if memory.backend != self._backend:
             raise NixlError(f"its back end is {memory.backend or 'none'}, and ours {self._backend}")
         self._ids += 1
-        await self._ask(self._ids, Connect(self._ids, memory))
+        await asyncio.shield(self._ask(self._ids, Connect(self._ids, memory)))  # it is waited for, whoever leaves
         self._connected.add(memory.agent)
 
     def disconnect(self, agent: str) -> None:

@@ -123,7 +123,8 @@ def test_an_exploding_structure_is_refused_in_bounded_time_and_holds_nobody_up(q
                 break
         error = refused.result()
         assert said > 0, "the others went on meanwhile"
-    assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "BAD_STRUCTURE")
+    assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.reason in ("BAD_STRUCTURE", "STRUCTURE_TOO_LARGE"), "the processor decides which bound is met first"
     for choice in answer(qwen3.text, shaped(qwen3, regex="(yes|no)!")).choices:
         assert choice.text in ("yes!", "no!")
 

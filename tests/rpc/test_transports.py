@@ -54,10 +54,10 @@ def test_on_one_host_rows_are_read_from_shared_memory_and_the_tokens_are_the_sam
         load = shared.text.get_load()
         assert load.rows_shared == load.rows_received > 0
         assert by_transport(shared.media) == {v1.TRANSPORT_SHARED_MEMORY: load.rows_received}
-        assert received(shared.llm) == {"inline": 0, "shared_memory": load.rows_received, "cuda_ipc": 0}
+        assert received(shared.llm) == {"inline": 0, "shared_memory": load.rows_received, "cuda_ipc": 0, "nixl": 0}
         until(lambda: shared.media.get_load().leases == 0, "every lease is given back")
         assert inline.text.get_load().rows_shared == 0
-        assert received(inline.llm) == {"inline": load.rows_received, "shared_memory": 0, "cuda_ipc": 0}
+        assert received(inline.llm) == {"inline": load.rows_received, "shared_memory": 0, "cuda_ipc": 0, "nixl": 0}
         assert set(by_transport(inline.media)) == {v1.TRANSPORT_INLINE}
 
 

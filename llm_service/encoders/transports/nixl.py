@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 
-from common import log
+from common import log, tasks
 from common.arena import Range
 from common.errors import DataLoss
 from common.nixl.agent import NixlError
@@ -16,6 +16,7 @@ from llm_service.encoders.transports.nixl_reader import PART_BYTES, NixlReader
 from twinlens.v1 import encoder_pb2
 
 _log = log.get("encoders")
+_CONNECT_SECONDS = 0.5
 _LONGEST_PAUSE = 300.0
 
 
@@ -32,6 +33,7 @@ class Nixl:
         self._reader = reader
         self._release = release
         self._memory: AgentMemory | None = None
+        self._connecting: asyncio.Task[None] | None = None
         self._pause = 0.0
         self._again = 0.0
 
@@ -42,15 +44,21 @@ class Nixl:
         return memory is not None and self._reader.agent.is_connected(memory.agent) and time.monotonic() >= self._again
 
     async def heard(self, info: encoder_pb2.EncoderServiceGetInfoResponse) -> None:
-        """Connects with the encoder's agent, where it is another one than before, or ours is."""
+        """Connects with the encoder's agent, where it is another one than before, or ours is; where that takes long, it
+        goes on in the background."""
         told, agent = info.nixl_agent, self._reader.agent
         if self._memory is not None and self._memory.agent != told.name:
             self.close()
         if not told.name or agent.memory is None or agent.is_connected(told.name) or time.monotonic() < self._again:
             return
-        memory = AgentMemory(told.name, told.backend, told.metadata, told.base, told.bytes)
+        if self._connecting is None or self._connecting.done():
+            memory = AgentMemory(told.name, told.backend, told.metadata, told.base, told.bytes)
+            self._connecting = tasks.start(self._connect(memory), "connect by NIXL")
+        await asyncio.wait({self._connecting}, timeout=_CONNECT_SECONDS)
+
+    async def _connect(self, memory: AgentMemory) -> None:
         try:
-            await agent.connect(memory)
+            await self._reader.agent.connect(memory)
         except NixlError as error:
             self._failed(error)
             return
@@ -59,6 +67,8 @@ class Nixl:
 
     def close(self) -> None:
         """The encoder is gone."""
+        if self._connecting is not None:
+            self._connecting.cancel()
         if self._memory is not None:
             self._reader.agent.disconnect(self._memory.agent)
         self._memory, self._pause, self._again = None, 0.0, 0.0

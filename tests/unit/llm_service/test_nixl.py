@@ -263,6 +263,20 @@ async def test_our_own_next_agent_is_connected_anew() -> None:
         assert bytes(b.target) == b.data
 
 
+async def test_who_hears_of_an_encoder_waits_for_no_agent_that_stands_still() -> None:
+    async with bench() as b:
+        b.nixl.close()
+        child = b.reader.agent._child
+        assert child is not None
+        os.kill(child.process.pid, signal.SIGSTOP)
+        await b.heard()
+        assert not b.nixl.usable
+        os.kill(child.process.pid, signal.SIGCONT)
+        await eventually(lambda: b.nixl.usable, "they are connected")
+        await b.read()
+        assert bytes(b.target) == b.data
+
+
 async def test_an_encoder_with_another_back_end_or_none_is_not_read() -> None:
     async with bench() as b:
         b.nixl.close()
