@@ -122,6 +122,12 @@ class EngineRequest:
         self._places = [(NOWHERE, 0)] * len(self._places)
         self.waits_for_places = True
 
+    def ask_for_places(self) -> None:
+        """Where an item has no place, all items are to have some before another engine gets the request."""
+        if self.on_rows_needed is not None and any(offset == NOWHERE for offset, _ in self._places):
+            self.displace()
+            self.on_rows_needed()
+
     def place(self, places: list[tuple[int, int]]) -> None:
         """All items have places: (offset, rows that have landed there)."""
         self._places, self.waits_for_places = places, False

@@ -278,6 +278,27 @@ async def test_a_suspect_is_tried_past_what_one_step_may_have_given_untold(
         assert made.front.requests == 1
 
 
+async def test_a_suspect_is_not_tried_before_it_has_places_for_its_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The room that it waits for may be held by another one, which would wait for its trial to end."""
+    asked: list[int] = []
+    async with line(monkeypatch, 4) as made:
+        covered, other = made.submit(items=[item(64), item(NOWHERE)]), made.submit(items=[item(0)])
+        covered.on_rows_needed = lambda: asked.append(covered.id)
+        other.on_rows_needed = lambda: asked.append(other.id)
+        await made.begin(covered, other)
+        await made.replace()
+        assert (made.adds(), asked) == ([covered.id, other.id], []), "none of them is suspected yet"
+        await made.begin(covered, other)
+        await made.replace()
+        assert (made.adds(), asked) == ([other.id], [covered.id])
+        await made.begin(other)
+        made.front.placed(covered.id, [(64, 0), (128, 0)])
+        assert made.adds() == [other.id], "it is not its turn"
+        await made.hear(token(other, 1), token(other, 2))
+        assert made.adds() == [other.id, covered.id]
+        assert [each.offset for each in made.now.told(Add)[1].items] == [64, 128]
+
+
 async def test_an_end_is_charged_to_those_that_the_engine_had_begun_on(monkeypatch: pytest.MonkeyPatch) -> None:
     async with line(monkeypatch, 5) as made:
         running, waits = made.submit(1), made.submit(1)
