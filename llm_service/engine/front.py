@@ -146,7 +146,10 @@ class EngineFront:
 
     def submit(self, add: Add, on_released: Callable[[], None], max_handovers: int = 0) -> EngineRequest:
         """Hands a request over, or has it wait where an engine has just ended. It may outlive `max_handovers` engines.
-        Raises Unavailable, without calling `on_released`, where no engine is to be had, or it does not wait for one."""
+        Raises Unavailable, without calling `on_released`, where no engine is to be had, or it does not wait for one;
+        and where its adapter is lost."""
+        if add.adapter and not self._adapters.keeps(add.adapter):
+            raise _adapter_lost()
         request = EngineRequest(add, on_released, max_handovers)
         self._handover.enter(request, serves=self.ready is not None)
         self._send_waiting()
@@ -350,7 +353,7 @@ class EngineFront:
             _log.error("an adapter is lost", cause=message.error)
             for request in self._handover:
                 if request.add.adapter == message.id:
-                    self._handover.give_up(request, Unavailable("the adapter is lost", reason="ADAPTER_LOST"))
+                    self._handover.give_up(request, _adapter_lost())
             self.on_adapter_lost(message.id)
         elif not message.error and not self._adapters.keeps(message.id):
             self._child.send(DropAdapter(message.id))  # it was let go of meanwhile
@@ -371,3 +374,7 @@ class EngineFront:
             first.set_result(self.ready)
         self._on_ready(True)
         self._send_waiting()
+
+
+def _adapter_lost() -> Unavailable:
+    return Unavailable("the adapter is lost", reason="ADAPTER_LOST")

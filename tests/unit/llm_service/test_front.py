@@ -6,13 +6,15 @@ import asyncio
 import errno
 from typing import Protocol
 
+import msgspec
 import pytest
 
-from common.errors import Internal
+from common.errors import Internal, Unavailable
 from common.processes import HELD_UP_SECONDS
 from llm_service.engine import keeper
 from llm_service.engine.front import EngineFront
-from llm_service.engine.messages import AdapterRead, Beat, LoadAdapter, State
+from llm_service.engine.messages import AdapterRead, Add, Beat, LoadAdapter, State
+from llm_service.request import SamplingParams
 from tests.unit.llm_service.scripted import eventually
 from tests.unit.llm_service.scripted_engine import START_SECONDS, STEP_SECONDS, ScriptedEngine, front_of
 
@@ -283,4 +285,39 @@ async def test_an_adapter_is_lost_only_where_a_lack_of_threads_lasts(
         await forward(0)
     assert lost == ([] if passes else [1])
     assert front.ready is not None, "it serves, with the adapter or without"
+    await front.stop()
+
+
+async def test_no_engine_gets_a_request_whose_adapter_was_lost_while_its_prompt_was_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would end with it: no rank has what the request is to be computed with."""
+    first, second = ScriptedEngine(), ScriptedEngine()
+    front = front_of(monkeypatch, first, second)
+    first.serves()
+    await start(front)
+    loading = asyncio.create_task(front.load_adapter("x"))
+    first.says(AdapterRead(1, digest=b"its"))
+    await loading
+    add = Add(
+        id=front.next_id(),
+        token_ids=bytes(4),
+        positions=bytes(12),
+        mrope_delta=0,
+        items=[],
+        sampling=SamplingParams(max_tokens=1),
+        salt="",
+        priority=0,
+        deadline=None,
+        adapter=1,
+    )
+    front.submit(add, on_released=lambda: None)
+    assert first.told(Add) == [add]
+    first.dies()
+    second.serves()
+    second.says(AdapterRead(1, error="its folder has another adapter by now"))
+    await eventually(lambda: front.deaths and front.ready is not None)
+    with pytest.raises(Unavailable) as error:
+        front.submit(msgspec.structs.replace(add, id=front.next_id()), on_released=lambda: None)
+    assert (error.value.reason, second.told(Add)) == ("ADAPTER_LOST", [])
     await front.stop()
