@@ -171,3 +171,19 @@ def uneven() -> tuple[bytes, np.ndarray]:
             out.mux(stream.encode(frame))
         out.mux(stream.encode())
     return file.getvalue(), shown
+
+
+def reordered(container: str, codec: str, cut: int = 0) -> bytes:
+    """40 frames, of which some are shown before others that they are made from, and before key frames behind which they
+    stand, where the codec has that. An edit list cuts the first ones off an MP4, so many."""
+    file = io.BytesIO()
+    with av.open(file, "w", format=container, options={"avoid_negative_ts": "disabled"} if cut else {}) as out:
+        stream: Any = out.add_stream(codec, rate=25)
+        stream.width, stream.height, stream.pix_fmt = 128, 96, "yuv420p"
+        stream.gop_size, stream.codec_context.max_b_frames = 10, 2
+        for pixels in (*pictures.frames(40), None):
+            for packet in stream.encode(pixels if pixels is None else av.VideoFrame.from_ndarray(pixels)):
+                back = round(cut / 25 / packet.time_base)
+                packet.pts, packet.dts = packet.pts - back, packet.dts - back
+                out.mux(packet)
+    return file.getvalue()

@@ -11,26 +11,13 @@ from typing import Any
 
 import numpy as np
 
-try:
-    # What is beside `av` is what it would import at the first stream of its kind, when no file can be opened any more.
-    import av
-    import av.audio.codeccontext
-    import av.audio.resampler
-    import av.audio.stream
-    import av.filter
-    import av.subtitles.stream
-    import av.video.codeccontext
-    import av.video.stream
-except ImportError:  # as in `transport_stream`
-    av = None  # type: ignore[assignment]
-
 from encoder_service.item import SAMPLE_RATE, Inspection
 from encoder_service.media.complexity import PartCount
 from encoder_service.media.container import check_parts, is_whole
 from encoder_service.media.messages import Bounds, DecoderSettings
+from encoder_service.media.pyav import DEMUXERS, av
 from encoder_service.media.sniff import AUDIOS, VIDEOS, format_of
 
-_DEMUXERS = {name: name.lower() for name in (*AUDIOS, *VIDEOS)} | {"MP4": "mov"}
 _NO_PACKAGE = "sound takes a package that is not installed"
 _LOUDEST = 1e4
 """Samples of floating point beyond this are no sound; full scale is 1."""
@@ -94,7 +81,7 @@ def _track(data: bytes, name: str, bounds: Bounds, layout: str | None = None) ->
     if av is None:
         raise ValueError(_NO_PACKAGE)
     try:
-        with av.open(io.BytesIO(data), "r", format=_DEMUXERS[name]) as file:
+        with av.open(io.BytesIO(data), "r", format=DEMUXERS[name]) as file:
             stream: Any = file.streams.best("audio")
             if stream is None and not file.streams.audio:
                 return None
@@ -119,7 +106,7 @@ def _decode(
     parts, found, given = list[np.ndarray](), 0, 0
     count = PartCount(max_parts)
     try:
-        with av.open(io.BytesIO(data), "r", format=_DEMUXERS[name]) as file:
+        with av.open(io.BytesIO(data), "r", format=DEMUXERS[name]) as file:
             stream: Any = file.streams.best("audio")
             resampler = av.AudioResampler(format="fltp", layout=layout, rate=wanted)
             for packet in file.demux(stream):

@@ -10,19 +10,8 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
-try:
-    # The latter are what it would import at the first stream of their kind, when no file can be opened any more.
-    import av
-    import av.audio.codeccontext
-    import av.audio.stream
-    import av.subtitles.codeccontext
-    import av.subtitles.stream
-    import av.video.codeccontext
-    import av.video.stream
-except ImportError:  # a machine for a trial, whose environment was put together by hand, does without
-    av = None  # type: ignore[assignment]
-
 from encoder_service.media.complexity import PartCount
+from encoder_service.media.pyav import av
 
 _WEIGHT = 4
 """For how many parts of a file a packet counts, since it is a whole frame, and is taken up twice."""

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from encoder_service.item import Inspection
-from encoder_service.media import transport_stream
+from encoder_service.media import timed_video, transport_stream
 from encoder_service.media.container import check_parts, is_whole
 from encoder_service.media.messages import DecoderSettings
+from encoder_service.media.pyav import av
 from encoder_service.media.sniff import VIDEOS, format_of
 
 _AT_ONCE = 8
@@ -55,7 +56,11 @@ def open_reader(data: bytes, threads: int = 1, max_parts: int = _MAX_PARTS) -> A
     if not is_whole(data):
         raise ValueError("the video is cut off")
     if name == "MPEGTS":
-        data = transport_stream.as_matroska(data, max_parts)
+        data, name = transport_stream.as_matroska(data, max_parts), "MATROSKA"
+    if av is not None:
+        timeline = timed_video.read_timeline(data, name, max_parts)
+        if not timeline.is_plain:
+            return timed_video.TimedReader(data, name, timeline, threads)
     with _readable():
         return library().VideoReader(io.BytesIO(data), num_threads=threads)
 

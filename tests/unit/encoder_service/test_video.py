@@ -92,6 +92,57 @@ def test_frames_that_stand_unevenly_are_counted_one_by_one():
     assert apart.argmin(1).tolist() == list(range(12))
 
 
+@pytest.mark.parametrize(
+    ("container", "codec", "cut"),
+    [
+        ("mp4", "libx264", 0),
+        ("mp4", "mpeg2video", 0),
+        ("matroska", "mpeg4", 0),
+        ("mpegts", "mpeg2video", 0),
+        ("avi", "mpeg4", 0),
+        ("avi", "libx264", 0),
+        ("flv", "libx264", 0),
+        ("mp4", "libx264", 3),
+        ("mp4", "libx264", 15),
+        ("mp4", "mpeg4", 15),
+    ],
+)
+def test_each_frame_is_found_wherever_it_stands_in_the_file(container, codec, cut):
+    data = bad_files.reordered(container, codec, cut)
+    with av.open(io.BytesIO(data)) as file:
+        expected = np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)])
+    assert len(expected) == 40 - cut
+    chance = random.Random(0)
+    for wanted in ([0], [39 - cut], *(sorted(chance.sample(range(40 - cut), 5)) for _ in range(6)), [9, 9, 4]):
+        reader = video.open_reader(data)
+        assert len(reader) == 40 - cut
+        out = np.empty((len(wanted), 96, 128, 3), np.uint8)
+        assert [*video.decode(reader, wanted, out)] == [len(wanted)]
+        assert np.array_equal(out, expected[wanted]), wanted
+
+
+@pytest.mark.parametrize("degrees", [90, 180, 270])
+def test_a_turned_video_is_shown_upright_where_its_frames_are_found_by_their_times(degrees):
+    plain = bad_files.reordered("mp4", "mpeg2video")
+    assert np.array_equal(shown(bad_files.turned(plain, degrees)), np.rot90(shown(plain), -degrees // 90, (1, 2)))
+
+
+def test_a_file_that_is_opened_again_shows_what_it_did_when_it_was_kept_open():
+    data, decoder = bad_files.reordered("mp4", "mpeg4", cut=15), SPECS[Modality.VIDEO].decoder
+    staging = SharedBuffer.create("test", 1 << 20)
+    settings = DecoderSettings(staging.size, memory_bytes=0, threads=1, bounds=MediaLimits().bounds, decoders=[decoder])
+    staging.view[: len(data)] = data
+    file, found = (b"x", decoder, 0, len(data)), []
+    for kept_open in (True, False):
+        desk = Desk(staging, settings)
+        if kept_open:
+            assert len([*desk.answers(Inspect(*file))]) == 1
+        assert [*desk.answers(Decode(*file, 1 << 19, [3, 9, 17], 96, 128))][-1] == Decoded()
+        found.append(bytes(staging.view[1 << 19 :][: 3 * 96 * 128 * 3]))
+    staging.close()
+    assert found[0] == found[1]
+
+
 CONTAINERS = {
     "MP4": bad_files.index_first,
     "Matroska": lambda: pictures.video(pictures.frames(60), container="matroska"),
