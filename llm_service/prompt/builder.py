@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.prompt.detokenizer import TokenTexts
 from llm_service.prompt.mrope import MediaLayout, positions
 from llm_service.prompt.reasoning import THINK
+from llm_service.prompt.special_tokens import SpecialTokens
 from llm_service.prompt.strict_calls import strict_calls
 from llm_service.prompt.tokens import MediaTokens, named_tokens
 from llm_service.request import ChatPrompt, PromptLayout, Run, Span, Structure, TextPrompt, TokenPrompt, Trigger
@@ -75,7 +75,7 @@ class PromptBuilder:
         # Without its added tokens a tokenizer cannot turn text into a special token, whatever the text is.
         self._plain = PlainTokenizer({**settings, "added_tokens": blanks, "post_processor": None})
         self._added = {each["content"]: int(each["id"]) for each in marks}
-        self._special = re.compile("|".join(map(_pattern, sorted(marks, key=_length, reverse=True))) or r"(?!)")
+        self._special = SpecialTokens(marks)
         self._first, self._last = self._around()
         self._alone, self._frame = model.family.alone, model.family.frame
         self._length_mark, self._turns_at = model.family.length_mark, model.family.turns_at
@@ -312,15 +312,7 @@ class PromptBuilder:
 
     def _split(self, text: str) -> list[Piece]:
         """Cuts a text at its special tokens."""
-        out: list[Piece] = []
-        at = 0
-        for match in self._special.finditer(text):
-            if match.start() > at:
-                out.append(text[at : match.start()])
-            word = match[0]
-            out.append(self._added[word if word in self._added else word.strip()])
-            at = match.end()
-        return [*out, text[at:]] if at < len(text) else out
+        return list(self._special.split(text))
 
     def _split_ids(self, ids: Sequence[int]) -> list[Piece]:
         """Cuts ids at media placeholders."""
@@ -369,13 +361,3 @@ def _showing_marks(settings: dict[str, Any]) -> Tokenizer:
         {**each, "special": False} if each["content"] in _SHOWN else each for each in settings.get("added_tokens", [])
     ]
     return Tokenizer.from_str(json.dumps({**settings, "added_tokens": added}))
-
-
-def _length(entry: dict[str, Any]) -> int:
-    return len(entry["content"])
-
-
-def _pattern(entry: dict[str, Any]) -> str:
-    """An added token, and the space around it that it takes with it."""
-    before, after = (r"\s*" if entry.get(side) else "" for side in ("lstrip", "rstrip"))
-    return f"{before}{re.escape(entry['content'])}{after}"
