@@ -154,8 +154,9 @@ class TimedReader:
 
 
 def _best(file: Any) -> Any:
-    if (stream := file.streams.best("video")) is None:
-        raise ValueError("there is no video")
+    stream = file.streams.best("video")
+    if stream is None or stream.codec_context is None:  # of a codec that nobody knows
+        raise ValueError("there is no video that can be seen")
     return stream
 
 

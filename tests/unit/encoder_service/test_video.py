@@ -127,6 +127,12 @@ def test_a_turned_video_is_shown_upright_where_its_frames_are_found_by_their_tim
     assert np.array_equal(shown(bad_files.turned(plain, degrees)), np.rot90(shown(plain), -degrees // 90, (1, 2)))
 
 
+def test_a_video_of_a_codec_that_nobody_knows_is_not_read():
+    unknown = bad_files.reordered("avi", "libx264").replace(b"H264", b"ZZZZ")
+    with pytest.raises(ValueError, match="no video that can be seen"):
+        video.open_reader(unknown)
+
+
 def test_a_file_that_is_opened_again_shows_what_it_did_when_it_was_kept_open():
     data, decoder = bad_files.reordered("mp4", "mpeg4", cut=15), SPECS[Modality.VIDEO].decoder
     staging = SharedBuffer.create("test", 1 << 20)
