@@ -26,7 +26,8 @@ from encoder_service.media.messages import (
 )
 
 MODULE = "encoder_service.worker.planner"
-_REMEMBERED = 4096
+_REMEMBERED = 64 << 20
+"""Bytes of questions and answers. Of one item they are some hundred, or a megabyte."""
 
 _log = log.get("planner")
 
@@ -44,11 +45,13 @@ class LibraryPlanner:
     What it has been asked it answers before it is asked more, though its caller has left: a new one takes seconds to
     start, which all others would wait.
 
-    What stands for an item of a size is remembered, the longest unused forgotten first. `video_sound` says whether the
-    model takes videos together with their sound.
+    What stands for an item of a size is remembered, `remembered` bytes of that, the longest unused forgotten first.
+    `video_sound` says whether the model takes videos together with their sound.
     """
 
-    def __init__(self, folder: str, times: PlannerTimes, *, video_sound: bool = False) -> None:
+    def __init__(
+        self, folder: str, times: PlannerTimes, *, video_sound: bool = False, remembered: int = _REMEMBERED
+    ) -> None:
         self._settings = PlannerSettings(folder)
         self._times = times
         self._video_sound = video_sound
@@ -56,6 +59,7 @@ class LibraryPlanner:
         self._turn = asyncio.Lock()
         self._asking: asyncio.Task[Chosen | Planned] | None = None
         self._known: OrderedDict[PlanItem, Planned] = OrderedDict()
+        self._room = remembered
 
     async def start(self) -> None:
         """Starts the process; raises ChildDied, with what it says, where it cannot work."""
@@ -128,15 +132,19 @@ class LibraryPlanner:
         )
 
     async def _planned(self, about: PlanItem, field: str) -> Planned:
-        if about not in self._known:
+        if (planned := self._known.get(about)) is None:
             answer = await self._asked(about, field)
             assert isinstance(answer, Planned), "it answers what it is asked"
-            self._known[about] = answer
+            self._remember(about, planned := answer)
         self._known.move_to_end(about)
-        planned = self._known[about]
-        while len(self._known) > _REMEMBERED:
-            self._known.popitem(last=False)
         return planned
+
+    def _remember(self, about: PlanItem, planned: Planned) -> None:
+        if about not in self._known:  # or another caller has asked the same meanwhile
+            self._known[about] = planned
+            self._room -= _bytes(about, planned)
+        while self._room < 0 and len(self._known) > 1:
+            self._room += _bytes(*self._known.popitem(last=False))
 
     async def _asked(self, question: ChooseFrames | PlanItem, field: str) -> Chosen | Planned:
         await self._turn.acquire()
@@ -185,6 +193,15 @@ class LibraryPlanner:
         if self._child is not None:
             child, self._child = self._child, None
             await child.stop()
+
+
+def _bytes(about: PlanItem, planned: Planned) -> int:
+    """What these take, about."""
+    texts = sum(_PART_BYTES + len(part.text) + len(part.positions) for part in planned.parts)
+    return _PART_BYTES + _NUMBER_BYTES * (len(about.frames) + len(planned.turns)) + texts
+
+
+_PART_BYTES, _NUMBER_BYTES = 256, 40
 
 
 def _no_option(item: Item, name: str) -> InvalidInput:

@@ -24,8 +24,8 @@ SEEN = Inspection(64, 48, frames=90, fps=30.0)
 class Asked(LibraryPlanner):
     """One whose process is not there: it says so many rows as there are frames."""
 
-    def __init__(self, *, video_sound: bool = True) -> None:
-        super().__init__("", PlannerTimes(1.0, 1.0), video_sound=video_sound)
+    def __init__(self, *, video_sound: bool = True, **more: int) -> None:
+        super().__init__("", PlannerTimes(1.0, 1.0), video_sound=video_sound, **more)
         self.questions: list[ChooseFrames | PlanItem] = []
 
     async def _ask(self, question: ChooseFrames | PlanItem, field: str) -> Chosen | Planned:
@@ -109,6 +109,18 @@ async def test_an_item_for_which_more_would_stand_in_a_prompt_than_a_header_hold
     with pytest.raises(InvalidInput, match="more stands for an item of this size") as error:
         await planner.plan(item(Modality.IMAGE), replace(SEEN, width=65), None)
     assert error.value.field == "media[0]"
+
+
+async def test_the_longest_unused_are_forgotten_where_answers_take_more_memory_than_is_given() -> None:
+    class Telling(Asked):
+        async def _ask(self, question: ChooseFrames | PlanItem, field: str) -> Planned:
+            self.questions.append(question)
+            return Planned((PromptPart("", 1, 7, positions=bytes(1 << 16)),))
+
+    planner = Telling(remembered=1 << 18)
+    for width in (10, 11, 12, 10, 13, 10, 11):
+        await planner.plan(item(Modality.IMAGE), replace(SEEN, width=width), None)
+    assert [question.width for question in planner.questions if isinstance(question, PlanItem)] == [10, 11, 12, 13, 11]
 
 
 async def test_options_are_refused_by_name() -> None:
