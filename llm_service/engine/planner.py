@@ -248,7 +248,7 @@ class Planner:
     def _admit(self, sequence: Sequence, schedule: Schedule, max_tokens: int) -> int:
         """Starts a sequence that waits, on its cached blocks, if all its tokens could be held now. While the
         first one in order that has all of its rows cannot start, nobody does."""
-        if schedule.closed or sequence.wait_reason is not None:
+        if schedule.closed or sequence.wait_reason is not None or (schedule.closed_to_adapters and sequence.adapter):
             return 0
         identities = sequence.block_identities(self._blocks.block_size)
         hits = self._blocks.match(identities)
@@ -266,7 +266,7 @@ class Planner:
         ready, count = self._ready(sequence, begin), self._chunk(sequence, begin, max_tokens)
         complete = begin + ready == len(sequence.tokens)
         idle = self._idle(schedule) if complete and count else []
-        if sequence.adapter and count and not self._find_slot(sequence, schedule, idle):
+        if sequence.adapter and count and not self._find_slot(sequence, idle):
             schedule.closed_to_adapters |= complete  # those that run end: whoever is next of these gets on
             return 0
         if not ready or not self._find_room(sequence, identities[:hits], idle):
@@ -362,11 +362,9 @@ class Planner:
             last.wait_for_rows()
         return True
 
-    def _find_slot(self, sequence: Sequence, schedule: Schedule, idle: list[Sequence]) -> bool:
+    def _find_slot(self, sequence: Sequence, idle: list[Sequence]) -> bool:
         """Whether a sequence with an adapter may run: if need be, at the cost of those idle whose adapters are in the
         way."""
-        if schedule.closed_to_adapters:
-            return False
         running = {each: each.adapter for each in self._queues.running}
         slots = self._adapter_slots
         if slots.has_room(sequence.adapter, running.values()):

@@ -314,6 +314,21 @@ def test_whoever_waits_for_a_slot_is_not_overtaken_by_those_with_adapters_but_by
     engine.drain()
 
 
+def test_who_cannot_have_a_slot_in_a_step_is_not_looked_at_any_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at what is cached of its prompt, and at everybody who runs, would make the step longer."""
+    engine = simulation(blocks=256, max_running=8, step_tokens=64, max_loras=1)
+    engine.submit(order(text(8), adapter=1, max_tokens=20))
+    engine.step()
+    for number in range(30):
+        engine.submit(order(text(8, number), adapter=2, max_tokens=4))
+    looks, match = [], engine.scheduler.blocks.match
+    monkeypatch.setattr(engine.scheduler.blocks, "match", lambda each: looks.append(each) or match(each))
+    engine.step()
+    assert len(looks) == 1
+    monkeypatch.undo()
+    engine.drain()
+
+
 def test_who_only_waits_for_rows_gives_its_slot_up() -> None:
     engine = simulation(blocks=64, max_running=4, step_tokens=64, max_loras=1)
     late = engine.submit(order(text(20), [Picture(1, 10, 6)], adapter=1))
