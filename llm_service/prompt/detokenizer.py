@@ -172,13 +172,14 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._is_byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str()).get("decoder"))
-        self._added = {id: token.content for id, token in tokenizer.get_added_tokens_decoder().items()}
+        self._added = tokenizer.get_added_tokens_decoder()
         self.bytes_of = lru_cache(_REMEMBERED)(self._bytes_of)
 
     def _bytes_of(self, token: int) -> bytes:
         """What a token adds to a text; a special token's name; nothing for a number that is no token's."""
-        if token in self._added:
-            return self._added[token].encode()
+        added = self._added.get(token)
+        if added is not None and (added.special or self._is_byte_level):
+            return added.content.encode()
         spelled = self._tokenizer.id_to_token(token) or ""
         if not self._is_byte_level:
             byte = _BYTE.fullmatch(spelled)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from llm_service.prompt.builder import PromptBuilder
-from llm_service.prompt.detokenizer import Detokenizer
+from llm_service.prompt.detokenizer import Detokenizer, TokenTexts
 from tests.checkpoints import SPECIAL_IDS, VOCABULARY
 
 FAMILY = "👩‍👩‍👧‍👦 naïve 中文 🇩🇪 ё ✓"
@@ -149,6 +149,16 @@ def test_a_stop_text_is_met_that_falls_back_to_bytes() -> None:
     detokenizer = Detokenizer(tokenizer, ("☃中",))
     out = [detokenizer.push(token) for token in tokenizer.encode("é☃☃中").ids]
     assert ("".join(out), detokenizer.stopped) == ("é☃", "☃中")
+
+
+def test_a_token_of_pieces_adds_what_the_tokenizer_makes_of_it_though_it_was_added_to_them() -> None:
+    """Gemma has runs of spaces and of lines as added tokens."""
+    tokenizer = of_pieces()
+    tokenizer.add_tokens(["▁▁", "\n\n", "<b>"])
+    texts = TokenTexts(tokenizer)
+    ids = [tokenizer.token_to_id(word) for word in ("▁▁", "\n\n", "<b>", "▁b", "<0x41>", "<end>")]
+    assert list(map(texts.text_of, ids)) == ["  ", "\n\n", "<b>", " b", "A", "<end>"]
+    assert "".join(map(texts.text_of, ids)) == tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def test_special_tokens_are_not_text(builder: PromptBuilder) -> None:
