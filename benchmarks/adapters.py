@@ -129,9 +129,9 @@ def main() -> None:
             name: write_adapters(checkpoint, Path(folder), given.answers, given.rank, getattr(torch, name))
             for name in ("float32", "bfloat16")
         }
-        flags = ("--model", str(checkpoint), "--lora-dir", folder, "--max-loras", str(given.answers))
-        flags += ("--max-lora-rank", str(given.rank), "--max-loaded-loras", str(2 * given.answers))
-        flags += ("--dtype", given.dtype) if given.dtype else ()
+        flags = ["--model", str(checkpoint), "--lora-dir", folder, "--max-loras", str(given.answers)]
+        flags += ["--max-lora-rank", str(given.rank), "--max-loaded-loras", str(2 * given.answers)]
+        flags += ["--dtype", given.dtype] if given.dtype else []
         with process("llm_service", *flags) as address:
             asyncio.run(_measure(address, vocabulary, kinds, given))
 

@@ -239,12 +239,9 @@ def main() -> None:
     folder: Path = chosen_model(given)
     torch.set_num_threads(usable_cores())
     peer = None if given.no_peer else Peer(folder)
-    flags = {
-        "encoder_flags": tuple(shlex.split(given.encoder_options)),
-        "llm_flags": tuple(shlex.split(given.llm_options)),
-    }
+    encoder_flags, llm_flags = (tuple(shlex.split(each)) for each in (given.encoder_options, given.llm_options))
     print(f"{machine.processor()}; weights in {given.weights}\n")
-    with no_wrong_figures(), both(folder, **flags) as (encoder, llm):
+    with no_wrong_figures(), both(folder, encoder_flags=encoder_flags, llm_flags=llm_flags) as (encoder, llm):
         asyncio.run(_measure(peer, encoder, llm, given))
 
 

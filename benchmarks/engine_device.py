@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from benchmarks.device import Machine, add_options, head, line, machine, ms, timed
 from benchmarks.hits import PREFIX, Hits, check_new, no_wrong_figures, told
@@ -38,19 +39,21 @@ from llm_service.worker.model_runner import ModelRunner
 _BLOCK = 16
 _DEPTH = 2
 """Steps under way, as in the engine with `--overlap`."""
-_KINDS = {
-    "greedy": {"temperature": 0.0},
-    "sampled": {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "seed": 1},
+KINDS = {
+    "greedy": SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+    "sampled": SamplingParams(max_tokens=1, temperature=0.7, top_p=0.8, top_k=20, seed=1, ignore_eos=True),
 }
+"""By name; how many tokens an answer has is said where it is asked for."""
 
 
 def scheduler(
     running: int, context: int, tokens: int, step_tokens: int, vocabulary: int, sampling: SamplingParams
 ) -> Scheduler:
-    """With `running` requests of `context` tokens, all new, whose cache holds them to their end."""
+    """With `running` requests of `context` tokens, all new, for `tokens` each; its cache holds them to their end."""
     whole = context + tokens + 1
     blocks = BlockManager(running * (-(-whole // _BLOCK) + 1), _BLOCK)
     made = Scheduler(blocks, Limits(running, max(step_tokens, running), whole), frozenset({-1}), 64)
+    sampling = structs.replace(sampling, max_tokens=tokens)
     positions = np.tile(np.arange(context, dtype=np.int32), (3, 1)).tobytes()
     for id in range(running):
         made.add(
@@ -114,8 +117,7 @@ def rows(here: Machine, sequences: Sequence[int], context: int, tokens: int, ste
         runner.capture(bounds, here.capture(), max_bytes=8 << 30, agree=lambda number: number)
     for running in sequences:
         alone = _replay_seconds(runner, here, running, whole)
-        for name, given in _KINDS.items():
-            sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, **given)
+        for name, sampling in KINDS.items():
             engine = scheduler(running, context, tokens, step_tokens, config.vocab_size, sampling)
             taken = statistics.median(steps(engine, runner, running))
             hits: Hits = {PREFIX: engine.counters.prefix_hit_tokens}

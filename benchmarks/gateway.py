@@ -119,7 +119,7 @@ class Grpc:
         )
         began, first, count = time.perf_counter(), 0.0, 0
         call = self._stub.Generate(request, timeout=_TIMEOUT)
-        while (event := await call.read()) is not grpc.aio.EOF:
+        while isinstance(event := await call.read(), llm_pb2.GenerateResponse):
             delta = event.delta
             count += len(delta.token_ids)
             if not first and delta.text:

@@ -183,8 +183,8 @@ def main() -> None:
     middle: Callable[[list[float]], float] = min if given.cpu_time else statistics.median
     times = {name: [middle([getattr(each, part) for each in found[name]]) for part in _PARTS] for name in ways}
     first = next(iter(times.values()))
-    for name, own in times.items():
-        cells = zip(own, first, strict=True)
+    for name, each in times.items():
+        cells = zip(each, first, strict=True)
         print(f"| {name} | " + " | ".join(f"{1e3 * mine:.1f} ms ({mine / ours:.2f})" for mine, ours in cells) + " |")
     what = "processor time of one thread, the least" if given.cpu_time else "medians"
     print(f"\n{given.rounds} pictures of {given.side} pixels a side, {what}; rows within {_CLOSE:g}, all tokens equal")

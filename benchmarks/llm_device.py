@@ -175,6 +175,7 @@ def measure(
     )
     for name in ("", ", compiled")[: 1 + compiled]:
         if name:
+            assert isinstance(runner._decoder, Decoder)
             runner._decoder.compile_layers()
         ways = _ways(runner, here, bounds)
         for case in fitting:

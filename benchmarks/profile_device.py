@@ -36,8 +36,8 @@ def things(here: Machine) -> Iterator[tuple[str, Callable[[], object]]]:
     patches = torch.randn(side * side, patch_numbers(shape), device=here.device, dtype=here.dtype)
     yield "tower, eager", lambda: tower(patches, grids)
     if here.capture is not None and tower.backend.stable(budget, budget, here.device) is not None:
-        given = {"max_bytes": 8 << 30, "device": here.device, "dtype": here.dtype}
-        graphed = GraphedTower(tower, [budget], here.capture(), **given)
+        capture = here.capture()
+        graphed = GraphedTower(tower, [budget], capture, max_bytes=8 << 30, device=here.device, dtype=here.dtype)
         yield "tower, replayed", lambda: graphed(patches, grids)
     most, context, tokens = (2, 20, 16) if here.tiny else (8, 8192, 2048)
     blocks = max(most * -(-(context + 1) // 16), -(-tokens // 16))

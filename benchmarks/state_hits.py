@@ -48,11 +48,18 @@ def conversations(count: int, turns: int, rng: random.Random, system_tokens: int
     left = [each for each in range(count) for _ in range(turns)]
     rng.shuffle(left)
     for each in left:
-        for _ in range(2 if rng.random() < 0.2 else 1):
-            question = [*_words(rng.randrange(10, 120), rng), _END, *_words(3, rng)]
-            asked = Asked(histories[each] + question, [*_words(rng.randrange(20, 300), rng), _END])
+        again = rng.random() < 0.2
+        asked = _next_turn(histories[each], rng)
+        yield asked
+        if again:
+            asked = _next_turn(histories[each], rng)
             yield asked
         histories[each] = asked.prompt + asked.answer
+
+
+def _next_turn(history: list[int], rng: random.Random) -> Asked:
+    question = [*_words(rng.randrange(10, 120), rng), _END, *_words(3, rng)]
+    return Asked(history + question, [*_words(rng.randrange(20, 300), rng), _END])
 
 
 def _words(count: int, rng: random.Random) -> list[int]:

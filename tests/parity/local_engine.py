@@ -192,8 +192,14 @@ class LocalEngine:
         arena = RowArena(self._buffer.view, served.levels, served.hidden_size, torch.float32)
         self._memory = torch.frombuffer(self._buffer.view, dtype=torch.uint8)
         made = decoder.mixers(), blocks, block_size, decoder.kv_dtype, decoder.device
-        slots = {"state_slots": max_running, "snapshot_slots": 32}
-        caches = Caches(*made, attention=attention, states=states, int8=int8_cache, **slots)
+        caches = Caches(
+            *made,
+            attention=attention,
+            states=states,
+            state_slots=max_running,
+            snapshot_slots=32,
+            int8=int8_cache,
+        )
         self.runner = ModelRunner(decoder, arena, caches)
         if draft_model is not None:
             drafting = load_draft_model(Checkpoint(draft_model), served, dtype, torch.device(device))
@@ -204,20 +210,21 @@ class LocalEngine:
         self.adapters: dict[int, Adapter] = {}
         if adapters:
             adaptable = adaptable_of(checkpoint.config if library is None else library.text, max_rank=8)
+            assert isinstance(decoder, Decoder)
             self.runner.adapters = RankAdapters(decoder, max_loras or len(adapters), 8, adapter_kernel)
             for number, folder in enumerate(adapters, 1):
                 adapter = read(str(folder.parent), folder.name, adaptable)
                 self.runner.adapt(Install(number, adapter))
                 self.adapters[number] = adapter
         if library is not None and library.adapters:
-            own = list(dict.fromkeys(library.adapters.values()))
+            paths = list(dict.fromkeys(library.adapters.values()))
             if isinstance(decoder, LibraryDecoder):
-                self.runner.adapters = LibraryAdapters(decoder, len(own))
+                self.runner.adapters = LibraryAdapters(decoder, len(paths))
                 adaptable = library_adaptable(config_of(directory), max_rank=8)
             else:
-                self.runner.adapters = RankAdapters(decoder, len(own), 8, adapter_kernel)
+                self.runner.adapters = RankAdapters(decoder, len(paths), 8, adapter_kernel)
                 adaptable = adaptable_of(library.text, max_rank=8)
-            for number, path in enumerate(own, 1):
+            for number, path in enumerate(paths, 1):
                 self.adapters[number] = read(str(directory), path, adaptable)
                 self.runner.adapt(Install(number, self.adapters[number]))
         self.scheduler = Scheduler(
