@@ -24,7 +24,7 @@ import grpc
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.checkpoint import add_model_options, chosen_model
+from benchmarks.checkpoint import add_model_options, chosen_model, ordinary_tokens
 from benchmarks.hits import check_new, no_wrong_figures, of_llm, since, told
 from benchmarks.services import process
 from common.checkpoint import Checkpoint
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 _TIMEOUT = 300.0
 _PROMPT = 16
-_FIRST = 1000
-"""Ids below may be special tokens."""
 
 
 def write_adapters(checkpoint: Path, folder: Path, count: int, rank: int, dtype: torch.dtype) -> list[str]:
@@ -60,12 +58,12 @@ def write_adapters(checkpoint: Path, folder: Path, count: int, rank: int, dtype:
     return names
 
 
-async def _ask(stub: LlmServiceAsyncStub, model: str, vocabulary: int, tokens: int) -> float:
+async def _ask(stub: LlmServiceAsyncStub, model: str, vocabulary: Sequence[int], tokens: int) -> float:
     """Seconds for each token behind the first that came."""
     draw = random.SystemRandom()
     request = llm_pb2.GenerateRequest(
         model=model,
-        tokens=llm_pb2.TokensInput(ids=[draw.randrange(_FIRST, vocabulary) for _ in range(_PROMPT)]),
+        tokens=llm_pb2.TokensInput(ids=draw.choices(vocabulary, k=_PROMPT)),
         sampling=llm_pb2.SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True),
     )
     begun, ended, first, said = 0.0, 0.0, 0, 0
@@ -77,13 +75,13 @@ async def _ask(stub: LlmServiceAsyncStub, model: str, vocabulary: int, tokens: i
     return (ended - begun) / (tokens - first)
 
 
-async def _round(stub: LlmServiceAsyncStub, models: Sequence[str], vocabulary: int, tokens: int) -> float:
+async def _round(stub: LlmServiceAsyncStub, models: Sequence[str], vocabulary: Sequence[int], tokens: int) -> float:
     """The mean of all answers, which go on together."""
     return statistics.mean(await asyncio.gather(*(_ask(stub, model, vocabulary, tokens) for model in models)))
 
 
 async def _measure(
-    address: str, vocabulary: int, kinds: Mapping[str, Sequence[str]], given: argparse.Namespace
+    address: str, vocabulary: Sequence[int], kinds: Mapping[str, Sequence[str]], given: argparse.Namespace
 ) -> None:
     """`kinds` are the names of adapters by what they are stored in."""
     async with grpc.aio.insecure_channel(address) as channel:
@@ -123,7 +121,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="", help="of the service; by default its own")
     given = parser.parse_args()
     checkpoint = chosen_model(given)
-    vocabulary = TextConfig.of(Checkpoint(checkpoint).config).vocab_size
+    vocabulary = ordinary_tokens(Checkpoint(checkpoint))
     with tempfile.TemporaryDirectory() as folder, no_wrong_figures():
         kinds = {
             name: write_adapters(checkpoint, Path(folder), given.answers, given.rank, getattr(torch, name))

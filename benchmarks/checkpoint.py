@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from common.checkpoint import Checkpoint
+from llm_service.models.config import TextConfig
 from tests.checkpoints import SPECIAL_IDS, Family, make_checkpoint, redraw
 from tools.models.recipes import RECIPES
 from tools.models.recipes.recipe import part, processor, whole
@@ -91,6 +93,13 @@ def chosen_model(given: argparse.Namespace) -> Path:
         return folder
     make = tiled_checkpoint if given.architecture == INTERNVL else partial(bench_checkpoint, family=given.architecture)
     return make(CACHE.with_name(name), getattr(torch, given.weights))
+
+
+def ordinary_tokens(checkpoint: Checkpoint) -> list[int]:
+    """Ids of all tokens but those that stand for media, roles and the like, which the tokenizer has apart."""
+    added = json.loads(checkpoint.text("tokenizer.json") or "{}").get("added_tokens", ())
+    special = {token["id"] for token in added}
+    return [id for id in range(TextConfig.of(checkpoint.config).vocab_size) if id not in special]
 
 
 def tiled_checkpoint(folder: Path, dtype: torch.dtype) -> Path:

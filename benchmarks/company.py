@@ -197,10 +197,11 @@ def _print(found: Found, given: argparse.Namespace) -> None:
     many = given.at_once
     print("| | transformers | Twinlens | ratio |\n|---|---:|---:|---:|")
     ours, theirs = (middle(column) for column in zip(*found.alone, strict=True))
-    ratio = middle(mine / other if other else 0.0 for mine, other in found.alone)
-    print(f"| TTFT, new picture, alone | {_ms(theirs)} | {_ms(ours)} | {ratio:.2f} |")
-    rate, other = middle(each.rate for each in found.ours), middle(found.theirs or [0.0])
-    print(f"| tokens/s, {many} new pictures at once | {other:.1f} | {rate:.1f} | {rate / (other or rate):.2f} |")
+    ratio = f"{middle(mine / other for mine, other in found.alone):.2f}" if theirs else ""
+    print(f"| TTFT, new picture, alone | {_ms(theirs)} | {_ms(ours)} | {ratio} |")
+    rate, peer = middle(each.rate for each in found.ours), middle(found.theirs) if found.theirs else 0.0
+    told = f"{peer:.1f} | {rate:.1f} | {rate / peer:.2f}" if peer else f"– | {rate:.1f} | "
+    print(f"| tokens/s, {many} new pictures at once | {told} |")
     print(f"| first answer of {many} begins | – | {_ms(middle(each.first for each in found.ours))} | |")
     print(f"| last picture of {many} is encoded | – | {_ms(middle(each.encoded for each in found.ours))} | |")
     print(f"| last answer of {many} begins | – | {_ms(middle(each.last for each in found.ours))} | |")
@@ -240,7 +241,7 @@ def main() -> None:
     torch.set_num_threads(usable_cores())
     peer = None if given.no_peer else Peer(folder)
     encoder_flags, llm_flags = (tuple(shlex.split(each)) for each in (given.encoder_options, given.llm_options))
-    print(f"{machine.processor()}; weights in {given.weights}\n")
+    print(f"{machine.processor()}; {folder.name}\n")
     with no_wrong_figures(), both(folder, encoder_flags=encoder_flags, llm_flags=llm_flags) as (encoder, llm):
         asyncio.run(_measure(peer, encoder, llm, given))
 

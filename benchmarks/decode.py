@@ -25,7 +25,7 @@ from msgspec import structs
 from torch import Tensor
 
 from benchmarks.adapters import write_adapters
-from benchmarks.checkpoint import add_model_options, chosen_model
+from benchmarks.checkpoint import add_model_options, chosen_model, ordinary_tokens
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
 from common.cpu.jit import use_threads
@@ -45,8 +45,6 @@ from tests import reference
 _BATCHES = (1, 4, 8, 16)
 _CPU = torch.device("cpu")
 _BLOCK = 16
-_WORDS = 500
-"""Tokens of a context are below this; the smallest vocabulary of a test is larger."""
 
 
 def main() -> None:
@@ -64,7 +62,8 @@ def main() -> None:
     print(f"computed in {str(dtype).removeprefix('torch.')}\n")
     torch.set_num_threads(1)
     use_threads(1)
-    contexts = torch.randint(5, _WORDS, (max(_BATCHES), given.context), dtype=torch.int32)
+    words = torch.tensor(ordinary_tokens(Checkpoint(folder)), dtype=torch.int32)
+    contexts = words[torch.randint(len(words), (max(_BATCHES), given.context))]
     if given.adapter_rank:
         _print_adapters(folder, contexts, dtype, given)
         return

@@ -41,6 +41,9 @@ SHEETS = {
 said) and A100 (SXM, 80 GB). Those of the Hopper GPUs state arithmetic with sparsity, which is twice as much."""
 
 
+_CEILING_RUNS = 10
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """Where it runs, what that could do at best, and what it does `here`; `capture` None: without graphs. A `tiny` one
@@ -72,12 +75,17 @@ class Again:
         return run
 
 
-def add_options(parser: argparse.ArgumentParser, runs: int) -> None:
-    """Those that every benchmark of a device has."""
-    parser.add_argument("--runs", type=int, default=runs, help="of each kind; the median is shown")
+def add_options(parser: argparse.ArgumentParser, runs: int | None) -> None:
+    """Those that every benchmark of a device has; `runs` by default, None: it takes no medians."""
+    if runs is not None:
+        parser.add_argument("--runs", type=int, default=runs, help="of each kind; the median is shown")
+    else:
+        parser.set_defaults(runs=_CEILING_RUNS)
     parser.add_argument("--json", type=Path, help="a file that gets each row as a line of JSON, once it is measured")
     parser.add_argument(
-        "--tiny", action="store_true", help="whether it runs: small shapes, no figures; on CPUs as well"
+        "--tiny",
+        action="store_true",
+        help="whether it runs: small shapes, whatever is asked for; no figures; on CPUs as well",
     )
 
 
@@ -89,7 +97,7 @@ def machine(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Machi
     if not gpu and triton_interpreter.is_too_old():
         triton_interpreter.mend()
     device, dtype = (torch.device("cuda:0"), torch.bfloat16) if gpu else (torch.device("cpu"), torch.float32)
-    here = measured(device, dtype, *((64, 1 << 16) if tiny else ()))
+    here = measured(device, dtype, 64, 1 << 16, runs=1) if tiny else measured(device, dtype, runs=given.runs)
     peaks = (sheet(torch.cuda.get_device_name(device)) if gpu else None) or here
     capture = (lambda: CudaCapture(device)) if gpu else Again
     print(f"{about(device)}{'; TINY SHAPES: these figures mean nothing' if tiny else ''}")
@@ -123,12 +131,14 @@ def sheet(name: str) -> Peaks | None:
     return next((peaks for part, peaks in SHEETS.items() if part in name), None)
 
 
-def measured(device: torch.device, dtype: torch.dtype, side: int = 8192, size: int = 1 << 30) -> Peaks:
+def measured(
+    device: torch.device, dtype: torch.dtype, side: int = 8192, size: int = 1 << 30, runs: int = _CEILING_RUNS
+) -> Peaks:
     """What this device does: a product of random square matrices, and a copy of `size` bytes, which counts twice."""
     one, other = torch.randn(2, side, side, device=device, dtype=dtype)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    found = timed({"product": lambda: one @ other, "copy": lambda: target.copy_(source)}, 10, device)
+    found = timed({"product": lambda: one @ other, "copy": lambda: target.copy_(source)}, runs, device)
     return Peaks(2 * side**3 / found["product"][0], 2 * size / found["copy"][0])
 
 

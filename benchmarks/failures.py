@@ -194,8 +194,8 @@ async def _measure(llm: str, encoders: list[Encoder], callers: int, rounds: int,
     for kind, found in incidents.items():
         late = [each.ended - each.begun - usual for each in rest for one in found if each.begun < one.at < each.ended]
         noticed, back = max(each.noticed for each in found), max(each.back for each in found)
-        print(f"| {kind} | {len(found)} | {len(late)} | {statistics.median(late):.2f} s | {max(late):.2f} s "
-              f"| {noticed:.2f} s | {back:.2f} s |")  # fmt: skip
+        cells = [f"{statistics.median(late):.2f} s", f"{max(late):.2f} s"] if late else ["–", "–"]
+        print(f"| {kind} | {len(found)} | {len(late)} | {' | '.join(cells)} | {noticed:.2f} s | {back:.2f} s |")
 
 
 def main() -> None:

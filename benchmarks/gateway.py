@@ -314,7 +314,8 @@ def spread(values: Sequence[float], digits: int, sign: str = "") -> str:
 async def _measure(given: argparse.Namespace, processes: dict[str, Running]) -> None:
     async with _spoken_to(processes) as all_three:
         loads = [Load(streams) for streams in given.streams]
-        loads += [Load(max(given.streams), spread=False), Load(1, pictures=True)]
+        loads += [Load(most, spread=False)] if (most := max(given.streams)) > 1 else []
+        loads.append(Load(1, pictures=True))
         for load in loads:
             print(await _table(all_three, load, given.rounds, given.tokens), end="\n\n", flush=True)
 

@@ -68,7 +68,7 @@ _SANITIZED = (
 def parts(folder: Path, *, tiny: bool) -> dict[int, list[Table]]:
     """The sections of each part, in order."""
     sanitizer = shutil.which("compute-sanitizer")
-    model = Path("models/demo") if tiny else folder / "model"
+    model = folder / "model"
     little = ("--runs", "1", "--tokens", "4") if tiny else ("--runs", "3", "--tokens", "64")
     sanitized = _tests("sanitizer", 120, *_SANITIZED, tiny=tiny, alone=True)
     if sanitizer:
@@ -87,7 +87,7 @@ def parts(folder: Path, *, tiny: bool) -> dict[int, list[Table]]:
             _tests("test_others", 210, *_TESTS, tiny=tiny),
         ],
         2: [
-            *([] if tiny else [Table("checkpoint", ("-m", "benchmarks.real_shape", str(model)), 150)]),
+            Table("checkpoint", ("-m", "benchmarks.real_shape", str(model), *(("--tiny",) if tiny else ())), 150),
             Table("services", ("-m", "benchmarks", "--model", str(model), *little), 330),
             bench("decoder", "llm_device", 100),
             bench("engine", "engine_device", 80),

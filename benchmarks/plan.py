@@ -37,8 +37,8 @@ WORKLOADS = {
 
 def main() -> None:
     """Measures, predicts, and prints both."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=Path("models/demo"))
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description=__doc__)
+    parser.add_argument("--model", type=Path, default=Path("models/demo"), help="checkpoint folder")
     parser.add_argument("--seconds", type=float, default=25.0, help="of each workload")
     given = parser.parse_args()
     files = {patches: workload.new_picture(round(math.sqrt(patches)) * 16) for patches in (SMALL, LARGE)}

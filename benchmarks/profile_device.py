@@ -83,7 +83,7 @@ def rows(here: Machine) -> Iterator[str]:
 def main() -> None:
     """Measures and prints the tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.profile_device", description=__doc__)
-    add_options(parser, 1)
+    add_options(parser, None)
     here = machine(parser, parser.parse_args())
     for row in rows(here):
         print(row, flush=True)

@@ -18,13 +18,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.checkpoint import PIXELS
-from benchmarks.shapes import MODEL, TOWER
+from benchmarks.shapes import MODEL, TINY, TINY_TOWER, TOWER
 from common.devices import default_device
 from tests.checkpoints import make_checkpoint
 
 from transformers import AutoConfig, AutoModelForImageTextToText  # isort: skip
 
 _SHARD = 4 << 30
+TINY_TEXT = {name: value for name, value in TINY.items() if name not in ("vocab_size", "max_position_embeddings")}
+"""Small, for the words of the tokenizer and prompts of some length."""
 
 
 def write(
@@ -79,8 +81,10 @@ def main() -> None:
     """Writes it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.real_shape", description=__doc__)
     parser.add_argument("folder", type=Path, help="where to; it takes 17.5 GB")
+    parser.add_argument("--tiny", action="store_true", help="whether it runs: a small shape")
     given = parser.parse_args()
-    print(write(given.folder, MODEL["text_config"], TOWER, torch.device(default_device())))
+    text, vision = (TINY_TEXT, TINY_TOWER) if given.tiny else (MODEL["text_config"], TOWER)
+    print(write(given.folder, text, vision, torch.device(default_device())))
 
 
 if __name__ == "__main__":

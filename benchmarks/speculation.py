@@ -1,7 +1,7 @@
 """`python -m benchmarks.speculation`: a token's time with and without drafts, by how much an answer repeats its prompt.
 
 Two LLM services, one of them with `--speculative-tokens`, take turns over one checkpoint, without an encoder. Its
-weights are the random ones of 250 M parameters, but for what decides which token comes next: attention and MLP are
+weights are the random ones of 250 M parameters but for what decides which token comes next: attention and MLP are
 computed and add nothing, and behind each token its successor on one long round through the vocabulary is the likeliest.
 So a prompt can hold what the answer is going to say. *Copied*: all of it, as half of the prompt; *half*: its first
 half; *new*: nothing that it says ever stood there; *misled*: each three tokens of it stood there, with others behind
@@ -17,6 +17,7 @@ import json
 import random
 import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -27,10 +28,12 @@ from typing import TYPE_CHECKING
 import grpc
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn import functional
 
-from benchmarks.checkpoint import CACHE, add_model_options, chosen_model
+from benchmarks.checkpoint import add_model_options, chosen_model, ordinary_tokens
 from benchmarks.hits import added, check_new, no_wrong_figures, of_llm, since, told
 from benchmarks.services import process
+from common.checkpoint import Checkpoint
 from llm_service.layers.cpu.selection import wide_vectors
 from twinlens.v1 import llm_pb2
 from twinlens.v1.llm_pb2_grpc import LlmServiceStub
@@ -39,8 +42,8 @@ if TYPE_CHECKING:
     from twinlens.v1.llm_pb2_grpc import LlmServiceAsyncStub
 
 _TIMEOUT = 300.0
-_FIRST = 1000
-"""Ids below may be special tokens; the round leaves them out."""
+_ADDS = ("self_attn.o_proj.weight", "linear_attn.out_proj.weight", "mlp.down_proj.weight")
+"""What a layer adds is a product with these."""
 
 KINDS = ("copied", "half", "new", "misled")
 
@@ -55,10 +58,10 @@ class Timed:
 
 
 class Round:
-    """All ordinary tokens in one order, which begins again behind the last."""
+    """All these tokens in one order, which begins again behind the last."""
 
-    def __init__(self, vocabulary: int) -> None:
-        self._order = list(range(_FIRST, vocabulary))
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._order = list(tokens)
         random.Random(0).shuffle(self._order)
 
     def successors(self) -> torch.Tensor:
@@ -71,30 +74,23 @@ class Round:
         return self._order[at : at + count]
 
 
-def successor_checkpoint(source: Path) -> tuple[Path, int]:
-    """The checkpoint whose next token is the successor, made beside the random one that it is made of; and how many
-    words it knows."""
-    folder = CACHE.with_name(f"{source.name}-successors")
-    config = json.loads((source / "config.json").read_text())
-    vocabulary: int = config["text_config"]["vocab_size"]
-    if (folder / "complete").is_file():
-        return folder, vocabulary
+def write_successors(source: Path, folder: Path, order: Round) -> None:
+    """Makes the checkpoint whose next token is the successor of another one, in a folder that is there."""
     shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("complete", "*.safetensors"))
     weights = load_file(source / "model.safetensors")
     embedding = weights["model.language_model.embed_tokens.weight"]
     for name, weight in weights.items():
-        if name.startswith("model.language_model.layers.") and name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.startswith("model.language_model.layers.") and name.endswith(_ADDS):
             weight.zero_()
     weights["model.language_model.norm.weight"].fill_(1)
-    tokens, following = Round(vocabulary).successors()
+    tokens, following = order.successors()
     head = torch.zeros_like(embedding)
-    head[following] = embedding[tokens]
+    head[following] = functional.normalize(embedding[tokens].float()).to(head.dtype)
     weights["lm_head.weight"] = head
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
     config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = False
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    (folder / "complete").touch()
-    return folder, vocabulary
 
 
 def prompt(kind: str, order: Round, tokens: int) -> tuple[list[int], list[int]]:
@@ -136,10 +132,9 @@ async def _ask(stub: LlmServiceAsyncStub, ids: Sequence[int], tokens: int, into:
     return said
 
 
-async def _measure(addresses: Sequence[str], vocabulary: int, given: argparse.Namespace) -> dict[str, list[Timed]]:
+async def _measure(addresses: Sequence[str], order: Round, given: argparse.Namespace) -> dict[str, list[Timed]]:
     """By kind: without drafts, and with them."""
     found = {kind: [Timed(), Timed()] for kind in KINDS}
-    order = Round(vocabulary)
     channels = [grpc.aio.insecure_channel(address) for address in addresses]
     try:
         stubs = [LlmServiceStub(channel) for channel in channels]
@@ -179,15 +174,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--runs", type=int, default=6, help="new prompts of each kind; the median is shown")
     given = parser.parse_args()
-    folder, vocabulary = successor_checkpoint(chosen_model(given))
+    source = chosen_model(given)
+    order = Round(ordinary_tokens(Checkpoint(source)))
     with no_wrong_figures(), ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="successors-"))
+        write_successors(source, Path(folder), order)
         addresses = [
             stack.enter_context(
-                process("llm_service", "--model", str(folder), "--encoders", "127.0.0.1:9", f"--speculative-tokens={n}")
+                process("llm_service", "--model", folder, "--encoders", "127.0.0.1:9", f"--speculative-tokens={n}")
             )
             for n in (0, given.speculative_tokens)
         ]
-        _print(asyncio.run(_measure(addresses, vocabulary, given)))
+        _print(asyncio.run(_measure(addresses, order, given)))
 
 
 if __name__ == "__main__":
