@@ -27,6 +27,7 @@ from llm_service.engine.messages import (
     Released,
     RowsNeeded,
     RowsPlaced,
+    Scored,
     Started,
     State,
     Token,
@@ -328,6 +329,18 @@ def test_a_delta_never_holds_more_tokens_than_a_message_has_room_for() -> None:
     started, *runs, complete, first, second = together(events, most=3)
     assert (started, complete) == (events[0], events[-1])
     assert [[token.token for token in run] for run in (*runs, first, second)] == [[0, 2, 4], [1, 3, 5], [6, 8], [7, 9]]
+
+
+def test_scores_of_a_prompt_come_in_messages_that_have_room_for_them() -> None:
+    """A step scores thousands of tokens; with twenty likely ones beside each, that is megabytes."""
+    scores = [TokenLogprobs(-float(number), []) for number in range(8)]
+    found = list(together([Scored(1, 5, scores[:7]), Scored(1, 12, scores[7:])], most=3))
+    assert found == [
+        Scored(1, 5, scores[:3]),
+        Scored(1, 8, scores[3:6]),
+        Scored(1, 11, scores[6:7]),
+        Scored(1, 12, scores[7:]),
+    ]
 
 
 async def test_whoever_shares_an_item_hears_of_its_failure_by_a_place_in_its_own_request(
