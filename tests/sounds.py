@@ -23,6 +23,9 @@ STEREO = {"vorbis": ("ogg", "vorbis")}
 """The same of what FFmpeg's own encoder makes of two channels alone."""
 
 
+_LAYOUTS = {1: "mono", 2: "stereo", 6: "5.1", 8: "7.1"}
+
+
 def tune(seconds: float, seed: int = 0, rate: int = RATE) -> np.ndarray:
     """Tones that come and go over some noise, [n] int16; each seed gives others."""
     rng = np.random.default_rng(seed)
@@ -42,7 +45,7 @@ def encoded(samples: np.ndarray, kind: str = "wav", rate: int = RATE) -> bytes:
     lines = samples.reshape(-1, samples.shape[-1])
     file = io.BytesIO()
     with av.open(file, "w", format=container) as out:
-        stream: Any = out.add_stream(codec, rate=rate, layout={1: "mono", 2: "stereo"}[len(lines)])
+        stream: Any = out.add_stream(codec, rate=rate, layout=_LAYOUTS[len(lines)])
         stream.codec_context.options = {"strict": "experimental"}
         _write(out, stream, lines, rate)
     return file.getvalue()
@@ -68,7 +71,7 @@ def film(samples: np.ndarray, kind: str = "mp4", rate: int = RATE, count: int = 
     with av.open(file, "w", format=container) as out:
         seen: Any = out.add_stream(pictured, rate=25 if kind == "mpegts" else 5)
         seen.height, seen.width, seen.pix_fmt = 64, 64, "yuv420p"
-        heard: Any = out.add_stream(codec, rate=rate, layout={1: "mono", 2: "stereo"}[len(lines)])
+        heard: Any = out.add_stream(codec, rate=rate, layout=_LAYOUTS[len(lines)])
         for frame in pictures.frames(count, 64, 64):
             out.mux(seen.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         out.mux(seen.encode())
@@ -81,7 +84,7 @@ def _write(out: Any, stream: Any, lines: np.ndarray, rate: int) -> None:
     import av
 
     frame = av.AudioFrame.from_ndarray(
-        np.ascontiguousarray(lines.T).reshape(1, -1), format="s16", layout={1: "mono", 2: "stereo"}[len(lines)]
+        np.ascontiguousarray(lines.T).reshape(1, -1), format="s16", layout=_LAYOUTS[len(lines)]
     )
     frame.sample_rate = rate
     out.mux(stream.encode(frame))

@@ -108,7 +108,7 @@ def _decode(
     try:
         with av.open(io.BytesIO(data), "r", format=DEMUXERS[name]) as file:
             stream: Any = file.streams.best("audio")
-            resampler = av.AudioResampler(format="fltp", layout=layout, rate=wanted)
+            resampler = av.AudioResampler(format="flt", layout=layout, rate=wanted)
             for packet in file.demux(stream):
                 count.add()
                 for frame in packet.decode():
@@ -132,9 +132,10 @@ def _decode(
 
 
 def _mono(frame: Any) -> np.ndarray:
-    """The mean of all channels, [n] float32."""
+    """The mean of all channels, [n] float32. They are interleaved: PyAV takes eight that lie apart for
+    more, and reads where nothing is."""
     with np.errstate(invalid="ignore", over="ignore"):  # what is no sound is refused afterwards
-        mean: np.ndarray = frame.to_ndarray().mean(axis=0, dtype=np.float32)
+        mean: np.ndarray = frame.to_ndarray().reshape(frame.samples, -1).mean(axis=1, dtype=np.float32)
     return mean
 
 

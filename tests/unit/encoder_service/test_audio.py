@@ -47,10 +47,12 @@ def test_a_videos_own_track_is_heard():
     assert 0.05 < np.abs(found).max() < 1.5
 
 
-def test_channels_are_averaged():
-    both = np.stack([TUNE, sounds.tune(1.5, 8)])
-    expected = (both.astype(np.float32) / 32768).mean(0)
-    np.testing.assert_allclose(samples(sounds.encoded(both, "wav")), expected, atol=1e-6)
+@pytest.mark.parametrize("channels", [2, 6, 8])
+@pytest.mark.parametrize("kind", ["wav", "flac"])
+def test_channels_are_averaged(kind, channels):
+    all_of_them = np.stack([sounds.tune(1.5, seed) for seed in range(channels)])
+    expected = (all_of_them.astype(np.float32) / 32768).mean(0)
+    np.testing.assert_allclose(samples(sounds.encoded(all_of_them, kind)), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("wanted", [SAMPLE_RATE, 24_000])
