@@ -145,7 +145,7 @@ class Fetcher:
         ):
             headers = {name.lower(): value for name, value in response.headers}
             if response.status in _REDIRECTS and b"location" in headers:
-                return headers[b"location"].decode("latin-1")
+                return _text(headers[b"location"])
             _check_answer(response.status, headers, max_bytes, field)
             content = bytearray()
             async for piece in response.aiter_stream():
@@ -218,6 +218,14 @@ class _CheckedNetwork(httpcore2.AsyncNetworkBackend):
 def _addresses(host: str, port: int) -> list[str]:
     """Every address of a host. Numbers in any spelling come out as the addresses that they are."""
     return [str(answer[4][0]) for answer in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+
+
+def _text(header: bytes) -> str:
+    """A header as it was meant: what is not ASCII is UTF-8, as browsers have it, or, where it cannot be, Latin-1."""
+    try:
+        return header.decode("utf-8")
+    except UnicodeDecodeError:
+        return header.decode("latin-1")
 
 
 def _check_answer(status: int, headers: dict[bytes, bytes], max_bytes: int, field: str) -> None:

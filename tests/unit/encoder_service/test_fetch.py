@@ -119,6 +119,13 @@ async def test_the_next_address_is_tried_where_one_does_not_answer(host):
     assert host.headers["/good"]["host"] == f"media.internal:{host.port}"
 
 
+@pytest.mark.parametrize("code", ["utf-8", "latin-1"])
+async def test_a_redirect_may_have_letters_that_are_not_ascii(host, code):
+    host.redirects["/1"] = "/bücher".encode(code).decode("latin-1")  # as which the host writes its headers
+    host.files["/b%C3%BCcher"] = b"books"
+    assert await fetcher(host.authority).fetch(host.url("/1"), MOST, "url") == b"books"
+
+
 async def test_redirects_are_followed_three_times_and_each_is_checked(host):
     host.redirects |= {"/1": "/2", "/2": host.url("/3"), "/3": "good", "/0": "/1"}
     made = fetcher(host.authority)
