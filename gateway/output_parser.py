@@ -18,7 +18,9 @@ CALL: Final = ("<tool_call>", "</tool_call>")
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_OBJECT = re.compile(r"\s*\{")
+_QUOTE_OR_END = re.compile('"|' + CALL[1])
+_IN_TEXT = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
 
 
 class ToolFormat(Enum):
@@ -89,6 +91,9 @@ class OutputParser:
         self.begin(thinking=thinking)
         self._held = ""
         self._gap = ""
+        self._read = 0
+        """How far a call has been looked through for its end mark, which may stand in a text: what it has begun in."""
+        self._in_text = False
         self.calls = 0
 
     def begin(self, *, thinking: bool) -> None:
@@ -161,7 +166,7 @@ class OutputParser:
             said = words.rstrip()
             self._gap = words[len(said) :]
             _add(out, TextDelta(said))
-            self._held = rest
+            self._held, self._read, self._in_text = rest, 0, False
             self._step = self._call
             return True
         keep = len(words) if last else _certain(words, CALL[0])
@@ -188,16 +193,27 @@ class OutputParser:
 
     def _is_json(self) -> bool:
         """Strict functions are called by JSON, whichever form the model was taught."""
-        return self._tools is ToolFormat.JSON or self._held.lstrip().startswith("{")
+        return self._tools is ToolFormat.JSON or _OBJECT.match(self._held) is not None
 
     def _end_of_call(self) -> int:
-        """Where the mark stands; one inside of a JSON text is none."""
-        end = self._held.find(CALL[1])
-        if end < 0 or not self._is_json():
-            return end
-        blank = _STRING.sub(lambda text: " " * len(text[0]), self._held)
-        quote = blank.find('"')  # a text that has not ended
-        return blank.find(CALL[1]) if quote < 0 else blank.find(CALL[1], 0, quote)
+        """Where the mark stands, -1 as long as there is none; one inside of a JSON text is none. It goes on where it
+        stopped the last time."""
+        if not self._is_json():
+            return self._held.find(CALL[1])
+        while True:
+            if self._in_text:
+                self._read = _IN_TEXT.match(self._held, self._read).end()  # type: ignore[union-attr] # "" matches
+                if not self._held.startswith('"', self._read):
+                    return -1
+            elif found := _QUOTE_OR_END.search(self._held, self._read):
+                if found[0] == CALL[1]:
+                    return found.start()
+                self._read = found.start()
+            else:
+                self._read = max(self._read, len(self._held) - len(CALL[1]) + 1)
+                return -1
+            self._read += 1
+            self._in_text = not self._in_text
 
     def _made(self, out: list[Piece], name: str, arguments: str) -> None:
         self.calls += 1

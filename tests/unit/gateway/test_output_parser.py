@@ -218,3 +218,11 @@ def test_arguments_that_had_to_be_come_as_they_are_said() -> None:
     parser = OutputParser(ToolFormat.ARGUMENTS, {"weather": {}})
     assert parser.feed('{"ci') == [CallStart("weather"), ArgumentsDelta('{"ci')]
     assert parser.feed('ty"') == [ArgumentsDelta('ty"')]
+
+
+@pytest.mark.parametrize("form", [J, X])
+def test_a_text_in_a_call_is_read_once_though_the_end_mark_and_quotes_are_in_it(form: ToolFormat) -> None:
+    """Read anew with each piece, it would take hours."""
+    code = 'print("</tool_call>")\n' * 2000
+    text = f"<tool_call>{json.dumps({'name': 'weather', 'arguments': {'code': code}})}</tool_call>"
+    assert heard(text, form, list(range(0, len(text), 7))) == [("call", "weather", {"code": code})]
