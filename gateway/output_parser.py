@@ -7,35 +7,16 @@ formed is the model's words, as it wrote them.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Final
 
+from gateway.call_arguments import parsed
+from gateway.call_forms import FORMS, Call, Functions, Reader
+from gateway.tool_format import ToolFormat
+from twinlens.v1 import llm_pb2
+
 THINK: Final = ("<think>", "</think>")
-CALL: Final = ("<tool_call>", "</tool_call>")
-
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
-_OBJECT = re.compile(r"\s*\{")
-_QUOTE_OR_END = re.compile('"|' + CALL[1])
-_IN_TEXT = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
-
-
-class ToolFormat(Enum):
-    """How a model writes its calls."""
-
-    NONE = "none"
-    """It may not call, and nothing is looked for."""
-    JSON = "json"
-    """`<tool_call>{"name": …, "arguments": …}</tool_call>`, as Qwen and Hermes do."""
-    XML = "xml"
-    """`<tool_call><function=…><parameter=…>…</parameter></function></tool_call>`, as Qwen3-Coder and Qwen3.5 do."""
-    LIST = "list"
-    """The whole answer is a list of calls: it had to be."""
-    ARGUMENTS = "arguments"
-    """The whole answer is the arguments of the only function in question."""
+"""The marks around a model's reasoning, where its service does not tell them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,34 +52,32 @@ Piece = TextDelta | ReasoningDelta | CallStart | ArgumentsDelta
 
 class OutputParser:
     """Takes one choice's text apart. `functions` are the schemas of what may be called, by name; `single` lets the
-    first call stand alone; `thinking`: the text begins inside of the model's reasoning; `constrained`: the answer must
-    have a form, which leaves no room for reasoning but for that which the prompt has begun."""
+    first call stand alone; `constrained`: the answer must have a form, which leaves no room for reasoning but for that
+    which the prompt has begun."""
 
     def __init__(
         self,
         tools: ToolFormat,
-        functions: Mapping[str, dict[str, Any]],
+        functions: Functions,
         *,
         single: bool = False,
-        thinking: bool = False,
         constrained: bool = False,
     ) -> None:
-        self._tools = tools
+        self._form = FORMS.get(tools)
         self._functions = functions
         self._single = single
         self._answer = {ToolFormat.LIST: self._list, ToolFormat.ARGUMENTS: self._arguments}.get(tools, self._words)
         self._step = self._answer if constrained else self._beginning
-        self.begin(thinking=thinking)
+        self._marks = THINK
         self._held = ""
-        self._gap = ""
-        self._read = 0
-        """How far a call has been looked through for its end mark, which may stand in a text: what it has begun in."""
-        self._in_text = False
+        self._before = ""  # the mark of a call that is read, and white space before it
+        self._reader: Reader | None = None
         self.calls = 0
 
-    def begin(self, *, thinking: bool) -> None:
-        """Before the first text: whether it begins inside of the model's reasoning."""
-        if thinking:
+    def begin(self, started: llm_pb2.GenerateStarted) -> None:
+        """Before the first text: the marks around the model's reasoning, and whether the text begins inside of it."""
+        self._marks = (started.reasoning_begin or THINK[0], started.reasoning_end or THINK[1])
+        if started.thinking:
             self._step = self._before_reasoning
 
     def feed(self, text: str) -> list[Piece]:
@@ -119,11 +98,11 @@ class OutputParser:
     def _beginning(self, out: list[Piece], *, last: bool) -> bool:  # noqa: ARG002
         """Whether the model thinks first."""
         said = self._held.lstrip()
-        if said.startswith(THINK[0]):
-            self._held = said[len(THINK[0]) :]
+        if said.startswith(self._marks[0]):
+            self._held = said[len(self._marks[0]) :]
             self._step = self._before_reasoning
             return True
-        if THINK[0].startswith(said) and not last:
+        if self._marks[0].startswith(said) and not last:
             return False
         self._step = self._answer
         return True
@@ -137,13 +116,13 @@ class OutputParser:
 
     def _reasoning(self, out: list[Piece], *, last: bool) -> bool:
         """Up to its end mark; line ends beside the marks belong to them."""
-        thought, mark, rest = self._held.partition(THINK[1])
+        thought, mark, rest = self._held.partition(self._marks[1])
         if mark:
             _add(out, ReasoningDelta(thought.rstrip()))
             self._held = rest
             self._step = self._after_reasoning
             return True
-        keep = len(thought) if last else _certain(thought, THINK[1])
+        keep = len(thought) if last else _certain(thought, self._marks[1])
         _add(out, ReasoningDelta(thought[:keep].rstrip() if last else thought[:keep]))
         self._held = thought[keep:]
         return False
@@ -157,90 +136,52 @@ class OutputParser:
 
     def _words(self, out: list[Piece], *, last: bool) -> bool:
         """Up to a call; white space before calls and between them belongs to them."""
-        if self._tools is ToolFormat.NONE:
+        if self._form is None:
             _add(out, TextDelta(self._held))
             self._held = ""
             return False
-        words, mark, rest = self._held.partition(CALL[0])
+        words, mark, rest = self._held.partition(self._form.begin)
         if mark:
             said = words.rstrip()
-            self._gap = words[len(said) :]
+            self._before = words[len(said) :] + mark
             _add(out, TextDelta(said))
-            self._held, self._read, self._in_text = rest, 0, False
+            self._held = rest
+            self._reader = self._form.reader(self._functions)
             self._step = self._call
             return True
-        keep = len(words) if last else _certain(words, CALL[0])
+        keep = len(words) if last else _certain(words, self._form.begin)
         if not (last and self.calls and not words.strip()):
             _add(out, TextDelta(words[:keep]))
         self._held = words[keep:]
         return False
 
     def _call(self, out: list[Piece], *, last: bool) -> bool:
-        """Up to its end mark, or, where that never comes, the whole rest."""
-        end = self._end_of_call()
-        if end < 0 and not last:
+        """What stands behind the mark of a call."""
+        assert self._reader is not None
+        read = self._reader.read(self._held, last=last)
+        if read is None:
             return False
-        body = self._held if end < 0 else self._held[:end]
-        rest = "" if end < 0 else self._held[end + len(CALL[1]) :]
-        call = _json_call(body) if self._is_json() else self._xml_call(body)
-        if call is None:
-            _add(out, TextDelta(self._gap + CALL[0] + self._held[: len(self._held) - len(rest)]))
-        else:
-            self._made(out, *call)
-        self._held = rest
+        if not read.calls:
+            _add(out, TextDelta(self._before + self._held[: read.size]))
+        for call in read.calls:
+            self._made(out, call)
+        self._held = self._held[read.size :]
         self._step = self._words
         return True
 
-    def _is_json(self) -> bool:
-        """Strict functions are called by JSON, whichever form the model was taught."""
-        return self._tools is ToolFormat.JSON or _OBJECT.match(self._held) is not None
-
-    def _end_of_call(self) -> int:
-        """Where the mark stands, -1 as long as there is none; one inside of a JSON text is none. It goes on where it
-        stopped the last time."""
-        if not self._is_json():
-            return self._held.find(CALL[1])
-        while True:
-            if self._in_text:
-                self._read = _IN_TEXT.match(self._held, self._read).end()  # type: ignore[union-attr] # "" matches
-                if not self._held.startswith('"', self._read):
-                    return -1
-            elif found := _QUOTE_OR_END.search(self._held, self._read):
-                if found[0] == CALL[1]:
-                    return found.start()
-                self._read = found.start()
-            else:
-                self._read = max(self._read, len(self._held) - len(CALL[1]) + 1)
-                return -1
-            self._read += 1
-            self._in_text = not self._in_text
-
-    def _made(self, out: list[Piece], name: str, arguments: str) -> None:
+    def _made(self, out: list[Piece], call: Call) -> None:
         self.calls += 1
         if not (self._single and self.calls > 1):
-            out += [CallStart(name), ArgumentsDelta(arguments)]
-
-    def _xml_call(self, body: str) -> tuple[str, str] | None:
-        if (function := _FUNCTION.fullmatch(body)) is None:
-            return None
-        name, inner = function[1].strip(), function[2]
-        kinds = self._functions.get(name, {}).get("properties", {})
-        arguments: dict[str, Any] = {}
-        at = 0
-        while parameter := _PARAMETER.match(inner, at):
-            key = parameter[1].strip()
-            arguments[key] = _value(parameter[2], kinds.get(key) if isinstance(kinds, dict) else None)
-            at = parameter.end()
-        return None if inner[at:].strip() else (name, json.dumps(arguments, ensure_ascii=False))
+            out += [CallStart(call[0]), ArgumentsDelta(call[1])]
 
     def _list(self, out: list[Piece], *, last: bool) -> bool:
         """The answer is a list of calls, once it is whole."""
         if not last:
             return False
-        calls = _parsed(self._held)
-        if isinstance(calls, list) and calls and all(_is_call(call, "parameters") for call in calls):
+        calls = parsed(self._held)
+        if isinstance(calls, list) and calls and all(map(_is_call, calls)):
             for call in calls:
-                self._made(out, call["name"], json.dumps(call["parameters"], ensure_ascii=False))
+                self._made(out, (call["name"], json.dumps(call["parameters"], ensure_ascii=False)))
         else:
             _add(out, TextDelta(self._held))
         self._held = ""
@@ -271,32 +212,5 @@ def _certain(text: str, mark: str) -> int:
     return len(text[:start].rstrip())
 
 
-def _json_call(body: str) -> tuple[str, str] | None:
-    call = _parsed(body)
-    for key in ("arguments", "parameters"):
-        if _is_call(call, key):
-            return call["name"], json.dumps(call[key], ensure_ascii=False)
-    return None
-
-
-def _is_call(call: Any, key: str) -> bool:
-    return isinstance(call, dict) and isinstance(call.get("name"), str) and isinstance(call.get(key), dict)
-
-
-def _parsed(text: str) -> Any:
-    """The value of a JSON text; None where it is none, or no answer could hold it: NaN, half of a surrogate pair."""
-    try:
-        value = json.loads(text)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError):
-        return None
-    return value
-
-
-def _value(text: str, schema: Any) -> Any:
-    """A parameter's value: a text, unless its schema says otherwise and it is what that says."""
-    kind = schema.get("type") if isinstance(schema, dict) else None
-    if kind in (None, "string"):
-        return text
-    value = _parsed(text)
-    return text if value is None and text.strip() != "null" else value
+def _is_call(call: Any) -> bool:
+    return isinstance(call, dict) and isinstance(call.get("name"), str) and isinstance(call.get("parameters"), dict)

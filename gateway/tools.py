@@ -10,10 +10,14 @@ from pydantic_core import to_json
 from common.call_schema import one_call
 from common.errors import InvalidInput
 from gateway.api.chat_request import ChatRequest, Function, NamedTool, Tool
-from gateway.output_parser import ToolFormat
+from gateway.tool_format import ToolFormat
 from twinlens.v1 import llm_pb2
 
-_FORMATS: dict[int, ToolFormat] = {llm_pb2.TOOL_FORMAT_JSON: ToolFormat.JSON, llm_pb2.TOOL_FORMAT_XML: ToolFormat.XML}
+_FORMATS: dict[int, ToolFormat] = {
+    llm_pb2.TOOL_FORMAT_JSON: ToolFormat.JSON,
+    llm_pb2.TOOL_FORMAT_XML: ToolFormat.XML,
+    llm_pb2.TOOL_FORMAT_GLM: ToolFormat.GLM,
+}
 
 
 def tool_format(body: ChatRequest, info: llm_pb2.LlmServiceGetInfoResponse | None) -> ToolFormat:

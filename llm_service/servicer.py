@@ -27,6 +27,7 @@ from llm_service.plan import TokenLogprobs
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.prompt.detokenizer import TokenTexts
+from llm_service.prompt.output_marks import ToolFormat
 from llm_service.request import LoadedAdapter, MediaItem, Pooling, Request
 from twinlens import __version__
 from twinlens.v1 import encoder_pb2, llm_pb2, media_pb2
@@ -48,6 +49,13 @@ _POOLINGS = {
     Pooling.LAST: llm_pb2.POOLING_LAST,
     Pooling.MEAN: llm_pb2.POOLING_MEAN,
     Pooling.CLS: llm_pb2.POOLING_CLS,
+}
+
+_TOOL_FORMATS = {
+    None: llm_pb2.TOOL_FORMAT_UNSPECIFIED,
+    ToolFormat.JSON: llm_pb2.TOOL_FORMAT_JSON,
+    ToolFormat.XML: llm_pb2.TOOL_FORMAT_XML,
+    ToolFormat.GLM: llm_pb2.TOOL_FORMAT_GLM,
 }
 
 _MAX_NAMES = 1024
@@ -96,7 +104,7 @@ class LlmServicer(LlmServiceServicer):
                 match event:
                     case Begun():
                         begun = event
-                        yield llm_pb2.GenerateResponse(started=_started(read, event))
+                        yield llm_pb2.GenerateResponse(started=_started(read, event, components.prompts.template))
                     case PromptScores():
                         yield llm_pb2.GenerateResponse(delta=_prompt_delta(event, components.prompts.texts))
                     case Delta():
@@ -202,7 +210,7 @@ class LlmServicer(LlmServiceServicer):
             embeddings=_embeddings(components.embedder),
             devices=ready.devices if ready else [],
             modalities=[MODALITIES[modality] for modality in components.requests.max_items],
-            tool_format=_tool_format(components.prompts.template),
+            tool_format=_TOOL_FORMATS[components.prompts.template.tool_format],
             weights=_weights(ready.weights) if ready else None,
             adapters=map(_adapter, components.adapters.all),
             instance=self._instance,
@@ -299,7 +307,7 @@ class LlmServicer(LlmServiceServicer):
         return llm_pb2.LlmServiceFlushCacheResponse(kv_blocks=blocks, row_bytes=self._components.encoder_cache.flush())
 
 
-def _started(request: Request, event: Begun) -> llm_pb2.GenerateStarted:
+def _started(request: Request, event: Begun, template: ChatTemplate) -> llm_pb2.GenerateStarted:
     spans = [
         llm_pb2.MediaSpan(
             item=span.item,
@@ -318,13 +326,9 @@ def _started(request: Request, event: Begun) -> llm_pb2.GenerateStarted:
         request_id=request.id,
         thinking=event.thinking,
         resumed_choices=len(request.resume),
+        reasoning_begin=template.reasoning_marks[0],
+        reasoning_end=template.reasoning_marks[1],
     )
-
-
-def _tool_format(template: ChatTemplate) -> llm_pb2.ToolFormat:
-    if template.writes_xml_calls:
-        return llm_pb2.TOOL_FORMAT_XML
-    return llm_pb2.TOOL_FORMAT_JSON if template.writes_json_calls else llm_pb2.TOOL_FORMAT_UNSPECIFIED
 
 
 def _embeddings(embedder: Embedder) -> llm_pb2.Embeddings | None:

@@ -15,10 +15,11 @@ from starlette.responses import Response
 from gateway import convert, measured
 from gateway.api.chat_request import ChatRequest, ChatStreamOptions
 from gateway.generation import Generations
-from gateway.output_parser import ArgumentsDelta, CallStart, OutputParser, Piece, ReasoningDelta, TextDelta, ToolFormat
+from gateway.output_parser import ArgumentsDelta, CallStart, OutputParser, Piece, ReasoningDelta, TextDelta
 from gateway.request_context import context_of
 from gateway.services import LlmServices
 from gateway.stream import DONE, Chunks, EventStream, Last, json_answer
+from gateway.tool_format import ToolFormat
 from gateway.tools import functions_of, tool_format
 from twinlens.v1 import llm_pb2
 
@@ -88,15 +89,9 @@ class _Asked:
 
     def choice(self, started: llm_pb2.GenerateStarted) -> _Choice:
         """One that has said nothing yet."""
-        return _Choice(
-            OutputParser(
-                self.tools,
-                self.functions,
-                single=self.single,
-                thinking=started.thinking,
-                constrained=self.constrained,
-            )
-        )
+        parser = OutputParser(self.tools, self.functions, single=self.single, constrained=self.constrained)
+        parser.begin(started)
+        return _Choice(parser)
 
 
 class Chat:

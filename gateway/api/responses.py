@@ -76,7 +76,7 @@ async def _told(
             async for said in events:
                 match said.WhichOneof("event"):
                     case "started":
-                        output.parser.begin(thinking=said.started.thinking)
+                        output.parser.begin(said.started)
                         yield {"type": "response.created", "response": output.response()}
                         yield {"type": "response.in_progress", "response": output.response()}
                     case "delta":

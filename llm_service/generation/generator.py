@@ -281,7 +281,9 @@ class Generator:
         if request.structure is not None and (not thinking or self._prompts.reasoning_end(layout.ids) is None):
             return False
         for choice in choices.values():
-            choice.count_reasoning(ReasoningCounter(self._prompts.texts, thinking=thinking))
+            choice.count_reasoning(
+                ReasoningCounter(self._prompts.texts, self._prompts.template.reasoning_marks, thinking=thinking)
+            )
         return thinking
 
     def _behind_reasoning(self, request: Request, layout: PromptLayout) -> Request:

@@ -21,14 +21,13 @@ from llm_service.models.served import ServedModel
 from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.prompt.detokenizer import TokenTexts
 from llm_service.prompt.mrope import MediaLayout, positions
-from llm_service.prompt.reasoning import THINK
+from llm_service.prompt.output_marks import SHOWN
 from llm_service.prompt.special_tokens import SpecialTokens
 from llm_service.prompt.strict_calls import strict_calls
 from llm_service.prompt.tokens import MediaTokens, named_tokens
 from llm_service.request import ChatPrompt, PromptLayout, Run, Span, Structure, TextPrompt, TokenPrompt, Trigger
 
-_SHOWN = (*THINK, "<tool_call>", "</tool_call>", ASR_TEXT)
-"""Marks of reasoning, of calls and of transcripts."""
+_SHOWN = SHOWN | {ASR_TEXT}
 _WORDS = {Modality.IMAGE: "a picture", Modality.VIDEO: "a video", Modality.AUDIO: "a sound"}
 
 
@@ -85,7 +84,8 @@ class PromptBuilder:
         self.template = ChatTemplate.of(checkpoint, self._plain_template())
         self._media_layout = MediaLayout.of(checkpoint.config, model.family)
 
-        self._thinking = [self.encode(text, allow_special=True) for text in (THINK[0], f"{THINK[0]}\n")]
+        begin, self._reasoning_end = self.template.reasoning_marks
+        self._thinking = [self.encode(text, allow_special=True) for text in (begin, f"{begin}\n")]
 
     def _plain_template(self) -> dict[str, str] | None:
         """What stands for an item in a conversation where a checkpoint need have no template, by modality."""
@@ -112,7 +112,7 @@ class PromptBuilder:
     def reasoning_end(self, ids: Sequence[int]) -> int | None:
         """The token behind which the answer begins, where a prompt ends where the model thinks; None where it does not,
         or where that mark is no token of its own."""
-        return self._added.get(THINK[1]) if self.ends_in_thinking(ids) else None
+        return self._added.get(self._reasoning_end) if self.ends_in_thinking(ids) else None
 
     def has_token(self, name: str) -> bool:
         """Whether a text of this name is one token."""

@@ -17,6 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from common import tekken
 from common.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
+from llm_service.prompt.output_marks import THINK, reasoning_marks, tool_format
 from llm_service.request import ChatPrompt, MediaItem, Message, ToolDefinition
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -98,11 +99,11 @@ class ChatTemplate:
         self._variables, self._refused = variables, refused
         self.knows_tools = bool(re.search(r"\btools\b", source))
         self.knows_thinking = "enable_thinking" in source
-        self.never_thinks = "<think>" not in source and not self.knows_thinking
+        marks = reasoning_marks(source)
+        self.never_thinks = marks is None and not self.knows_thinking
         self.knows_reasoning = "reasoning_content" in source
-        self.writes_xml_calls = "<function=" in source
-        self.marks_calls = "<tool_call>" in source
-        self.writes_json_calls = self.marks_calls and not self.writes_xml_calls
+        self.reasoning_marks = marks or THINK
+        self.tool_format = tool_format(source)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, placeholders: dict[str, str] | None = None) -> ChatTemplate:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from llm_service.prompt.detokenizer import TokenTexts
 
-THINK = ("<think>", "</think>")
-"""What is around a model's reasoning: the chat template writes the first of them, or the model itself."""
-
 
 class ReasoningCounter:
     """Counts for one choice: `tokens` are those of its reasoning, marks and the token that ends it included. Its answer
     begins inside of its reasoning where its prompt ends there (`thinking`); otherwise there is some where the model
     opens it before anything else.
 
-    A mark may be one token or several; what counts is the text.
+    The `marks` around it may each be one token or several; what counts is the text.
     """
 
-    def __init__(self, texts: TokenTexts, *, thinking: bool) -> None:
+    def __init__(self, texts: TokenTexts, marks: tuple[str, str], *, thinking: bool) -> None:
         self._texts = texts
         self._said = b""
-        self._mark = THINK[1] if thinking else THINK[0]
+        self._begin, self._end = marks
+        self._opened = thinking
         self._pushed = 0
         self._over = False
         self.tokens = 0
@@ -30,17 +28,17 @@ class ReasoningCounter:
             return
         self._pushed += 1
         self._said += self._texts.bytes_of(token)
-        if self._mark == THINK[0]:
+        if not self._opened:
             self._look_for_beginning()
-        if self._mark == THINK[1] and not self._over:
+        if self._opened:
             self.tokens = self._pushed
-            self._over = THINK[1].encode() in self._said
-            self._said = self._said[-len(THINK[1]) :]
+            self._over = self._end.encode() in self._said
+            self._said = self._said[-len(self._end) :]
 
     def _look_for_beginning(self) -> None:
         said = self._said.decode(errors="replace").lstrip()
-        if said.startswith(THINK[0]):
-            self._mark, self._said = THINK[1], said[len(THINK[0]) :].encode()
+        if said.startswith(self._begin):
+            self._opened, self._said = True, said[len(self._begin) :].encode()
         else:
             self._said = said.encode()  # without the white space before it: there may be any amount of that
-            self._over = not THINK[0].startswith(said)
+            self._over = not self._begin.startswith(said)

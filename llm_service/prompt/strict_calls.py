@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from common.call_schema import one_call
 from common.errors import InvalidInput
 from llm_service.prompt.chat_template import ChatTemplate
+from llm_service.prompt.output_marks import CALL, TAGGED
 from llm_service.request import Structure, ToolDefinition, Trigger
-
-_BEGIN, _END = "<tool_call>", "</tool_call>"
 
 
 def strict_calls(
@@ -24,7 +23,7 @@ def strict_calls(
     place = next((number for number, tool in enumerate(tools) if tool.strict), None)
     if place is None:
         return None
-    if not template.marks_calls or not {_BEGIN, _END} <= tokens.keys():
+    if template.tool_format not in TAGGED or not set(CALL) <= tokens.keys():
         raise InvalidInput(
             "calls as this model writes them cannot be held to a schema",
             reason="NO_STRICT_TOOLS",
@@ -32,5 +31,5 @@ def strict_calls(
         )
     call, definitions = one_call([(tool.name, tool.parameters if tool.strict else None) for tool in tools], "arguments")
     schema = json.dumps({**call, "$defs": definitions})
-    grammar = f"start: SPACE call SPACE <[{tokens[_END]}]>\nSPACE: /[ \\n]{{0,4}}/\ncall: %json {schema}"
-    return Structure("grammar", grammar), Trigger(tokens[_BEGIN], recurs=True)
+    grammar = f"start: SPACE call SPACE <[{tokens[CALL[1]]}]>\nSPACE: /[ \\n]{{0,4}}/\ncall: %json {schema}"
+    return Structure("grammar", grammar), Trigger(tokens[CALL[0]], recurs=True)

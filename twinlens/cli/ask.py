@@ -12,7 +12,7 @@ from typing import Any
 from twinlens.answers import Answer
 from twinlens.cli.connection import add_flags, endpoint
 from twinlens.cli.given import add_media_flags, add_preprocessing_flags, conversation
-from twinlens.cli.reasoning import ReasoningSplitter
+from twinlens.cli.reasoning import THINK, ReasoningSplitter
 from twinlens.cli.shown import add_output_flags, print_error, print_event, show_timings
 from twinlens.cli.tables import table
 from twinlens.client import LlmClient
@@ -146,7 +146,9 @@ class _Shown:
         """Shows what is certain with this event."""
         match event.WhichOneof("event"):
             case "started":
-                self._splitter = ReasoningSplitter(thinking=event.started.thinking and not self._constrained)
+                begun = event.started
+                marks = (begun.reasoning_begin or THINK[0], begun.reasoning_end or THINK[1])
+                self._splitter = ReasoningSplitter(marks, thinking=begun.thinking and not self._constrained)
             case "delta":
                 self._print(*self._splitter.feed(event.delta.text))
             case _:

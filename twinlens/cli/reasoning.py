@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-_BEGIN, _END = "<think>", "</think>"
+THINK = ("<think>", "</think>")
+"""What is around a model's reasoning, where its service does not say so."""
 
 
 class ReasoningSplitter:
-    """Splits one text, of which each piece has any length. `thinking`: it begins inside of the reasoning.
+    """Splits one text, of which each piece has any length. `marks` are around the reasoning; `thinking`: the text
+    begins inside of it.
 
     >>> splitter = ReasoningSplitter(thinking=False)
     >>> [splitter.feed(piece) for piece in ("<thi", "nk>\\nHm.</th", "ink>\\n\\nYes", ".")]
     [('', ''), ('Hm.', ''), ('', 'Yes'), ('', '.')]
     """
 
-    def __init__(self, *, thinking: bool) -> None:
+    def __init__(self, marks: tuple[str, str] = THINK, *, thinking: bool) -> None:
+        self._begin, self._end = marks
         self._held = ""
         self._state = "thinking" if thinking else "beginning"
         self._trim = thinking
@@ -31,10 +34,10 @@ class ReasoningSplitter:
         self._held += text
         if self._state == "beginning":
             said = self._held.lstrip()
-            if _BEGIN.startswith(said) and not last:
+            if self._begin.startswith(said) and not last:
                 return "", ""
-            if said.startswith(_BEGIN):
-                self._held, self._state, self._trim = said[len(_BEGIN) :], "thinking", True
+            if said.startswith(self._begin):
+                self._held, self._state, self._trim = said[len(self._begin) :], "thinking", True
             else:
                 self._state = "answering"
         thought = ""
@@ -47,14 +50,14 @@ class ReasoningSplitter:
 
     def _thought(self, *, last: bool) -> tuple[str, bool]:
         """More of the reasoning, and whether that was its end; white space before a mark is held back with it."""
-        before, mark, rest = self._held.partition(_END)
+        before, mark, rest = self._held.partition(self._end)
         if mark:
             self._held = before.rstrip()
             thought = self._taken(len(self._held))
             self._held = rest
             return thought, True
-        sizes = range(min(len(_END) - 1, len(before)), 0, -1)
-        part = 0 if last else next((size for size in sizes if before.endswith(_END[:size])), 0)
+        sizes = range(min(len(self._end) - 1, len(before)), 0, -1)
+        part = 0 if last else next((size for size in sizes if before.endswith(self._end[:size])), 0)
         return self._taken(len(before[: len(before) - part].rstrip())), False
 
     def _taken(self, count: int) -> str:

@@ -20,6 +20,13 @@ class ToolFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TOOL_FORMAT_UNSPECIFIED: _ClassVar[ToolFormat]
     TOOL_FORMAT_JSON: _ClassVar[ToolFormat]
     TOOL_FORMAT_XML: _ClassVar[ToolFormat]
+    TOOL_FORMAT_GLM: _ClassVar[ToolFormat]
+    TOOL_FORMAT_MISTRAL: _ClassVar[ToolFormat]
+    TOOL_FORMAT_KIMI: _ClassVar[ToolFormat]
+    TOOL_FORMAT_GEMMA: _ClassVar[ToolFormat]
+    TOOL_FORMAT_LLAMA: _ClassVar[ToolFormat]
+    TOOL_FORMAT_LFM: _ClassVar[ToolFormat]
+    TOOL_FORMAT_MINIMAX: _ClassVar[ToolFormat]
 
 class Pooling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -34,6 +41,13 @@ FINISH_REASON_STRUCTURE: FinishReason
 TOOL_FORMAT_UNSPECIFIED: ToolFormat
 TOOL_FORMAT_JSON: ToolFormat
 TOOL_FORMAT_XML: ToolFormat
+TOOL_FORMAT_GLM: ToolFormat
+TOOL_FORMAT_MISTRAL: ToolFormat
+TOOL_FORMAT_KIMI: ToolFormat
+TOOL_FORMAT_GEMMA: ToolFormat
+TOOL_FORMAT_LLAMA: ToolFormat
+TOOL_FORMAT_LFM: ToolFormat
+TOOL_FORMAT_MINIMAX: ToolFormat
 POOLING_UNSPECIFIED: Pooling
 POOLING_LAST: Pooling
 POOLING_MEAN: Pooling
@@ -229,20 +243,24 @@ class GenerateResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[GenerateStarted, _Mapping]] = ..., delta: _Optional[_Union[GenerateDelta, _Mapping]] = ..., finished: _Optional[_Union[GenerateFinished, _Mapping]] = ...) -> None: ...
 
 class GenerateStarted(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_tokens", "spans", "request_id", "thinking", "resumed_choices")
+    __slots__ = ("prompt_tokens", "cached_tokens", "spans", "request_id", "thinking", "resumed_choices", "reasoning_begin", "reasoning_end")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     THINKING_FIELD_NUMBER: _ClassVar[int]
     RESUMED_CHOICES_FIELD_NUMBER: _ClassVar[int]
+    REASONING_BEGIN_FIELD_NUMBER: _ClassVar[int]
+    REASONING_END_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached_tokens: int
     spans: _containers.RepeatedCompositeFieldContainer[MediaSpan]
     request_id: str
     thinking: bool
     resumed_choices: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[MediaSpan, _Mapping]]] = ..., request_id: _Optional[str] = ..., thinking: bool = ..., resumed_choices: _Optional[int] = ...) -> None: ...
+    reasoning_begin: str
+    reasoning_end: str
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[MediaSpan, _Mapping]]] = ..., request_id: _Optional[str] = ..., thinking: bool = ..., resumed_choices: _Optional[int] = ..., reasoning_begin: _Optional[str] = ..., reasoning_end: _Optional[str] = ...) -> None: ...
 
 class MediaSpan(_message.Message):
     __slots__ = ("item", "start", "length", "rows", "key", "cached")

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.output_parser import ArgumentsDelta, CallStart, OutputParser, Piece, ReasoningDelta, TextDelta, ToolFormat
+from gateway.output_parser import ArgumentsDelta, CallStart, OutputParser, Piece, ReasoningDelta, TextDelta
+from gateway.tool_format import ToolFormat
+from twinlens import v1
 
 FUNCTIONS: dict[str, dict[str, Any]] = {
     "weather": {
@@ -43,8 +45,17 @@ def whole(pieces: list[Piece]) -> list[tuple[Any, ...]]:
     return [(kind, name, json.loads(rest[0])) if rest else (kind, name) for kind, name, *rest in out]
 
 
-def heard(text: str, form: ToolFormat, cuts: list[int] | None = None, **settings: Any) -> list[tuple[Any, ...]]:
-    parser = OutputParser(form, FUNCTIONS, **settings)
+def heard(
+    text: str,
+    form: ToolFormat,
+    cuts: list[int] | None = None,
+    *,
+    thinking: bool = False,
+    functions: dict[str, dict[str, Any]] = FUNCTIONS,
+    **settings: Any,
+) -> list[tuple[Any, ...]]:
+    parser = OutputParser(form, functions, **settings)
+    parser.begin(v1.GenerateStarted(thinking=thinking))
     pieces: list[Piece] = []
     places = [0, *sorted(cuts or []), len(text)]
     for start, end in pairwise(places):

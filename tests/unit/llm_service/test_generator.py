@@ -44,6 +44,7 @@ from llm_service.grammar.compiler import Compiler
 from llm_service.meters import Meters
 from llm_service.plan import TokenLogprobs
 from llm_service.prompt.builder import PromptBuilder
+from llm_service.prompt.output_marks import THINK
 from llm_service.request import (
     ChatPrompt,
     MediaItem,
@@ -82,6 +83,7 @@ class Prompts:
         self.tokenizer = tokenizer
         self.at_once: list[bool] = []
         self.texts = SimpleNamespace(bytes_of=lambda _: b"x")
+        self.template = SimpleNamespace(reasoning_marks=THINK)
 
     def ends_in_thinking(self, _: Sequence[int]) -> bool:
         return False

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from common.checkpoint import Checkpoint
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.detokenizer import Detokenizer
+from llm_service.prompt.output_marks import THINK
 from llm_service.prompt.reasoning import ReasoningCounter
 from tests.checkpoints import VOCABULARY
 
@@ -30,7 +31,7 @@ def by_the_text(builder: PromptBuilder, ids: list[int], *, thinking: bool) -> in
 
 
 def counted(builder: PromptBuilder, ids: list[int], *, thinking: bool) -> int:
-    counter = ReasoningCounter(builder.texts, thinking=thinking)
+    counter = ReasoningCounter(builder.texts, THINK, thinking=thinking)
     for token in ids:
         counter.push(token)
     return counter.tokens
@@ -93,7 +94,7 @@ def test_marks_are_in_the_text_though_the_tokenizer_calls_them_special(marked: P
 
 
 def test_white_space_before_reasoning_is_not_read_again_with_each_token(builder: PromptBuilder) -> None:
-    counter = ReasoningCounter(builder.texts, thinking=False)
+    counter = ReasoningCounter(builder.texts, THINK, thinking=False)
     for token in builder.encode(" \n") * 500:
         counter.push(token)
         assert len(counter._said) <= len("<think>")
