@@ -13,7 +13,7 @@ from pydantic_core import to_json
 from common import errors
 from common.errors import InvalidInput, TwinlensError
 
-_LONGEST = 128
+LONGEST = 128
 """Characters of a param; a field's name is the caller's own."""
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -84,7 +84,7 @@ def body_of(error: TwinlensError) -> bytes:
     """`{"error": {"message", "type", "param", "code"}}`; beside it, of what was not done everywhere, `services`."""
     status = status_of(error)
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    said = {"message": error.message, "type": kind, "param": error.field[:_LONGEST] or None, "code": error.reason}
+    said = {"message": error.message, "type": kind, "param": error.field[:LONGEST] or None, "code": error.reason}
     return to_json(
         {"error": said, "services": _services(error)} if isinstance(error, NotEverywhere) else {"error": said}
     )
@@ -127,7 +127,7 @@ def _path(location: tuple[str | int, ...]) -> str:
         if isinstance(step, int):
             path += f"[{step}]"
         elif not step.startswith("$"):
-            path += f".{step[:_LONGEST]}" if path else step[:_LONGEST]
+            path += f".{step[:LONGEST]}" if path else step[:LONGEST]
     return path
 
 

@@ -28,7 +28,8 @@ from common.errors import (
 )
 from gateway.config import GatewayConfig
 from gateway.connection import ABORT
-from gateway.errors import NoRoute, Stalled, TooLarge, body_of, headers_of, status_of
+from gateway.dialect import dialect_of
+from gateway.errors import NoRoute, Stalled, TooLarge, headers_of, status_of
 from gateway.meters import Meters
 from gateway.request_context import SCOPE_KEY, BodyBudget, BodyLease, RequestContext
 from gateway.stream import EVENTS
@@ -74,7 +75,10 @@ class RequestMiddleware:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         stated = headers.get(b"x-request-id", "")
         context = RequestContext(
-            stated if _ID.fullmatch(stated) else uuid.uuid4().hex, _trace_context(headers), BodyLease(self.body_budget)
+            stated if _ID.fullmatch(stated) else uuid.uuid4().hex,
+            _trace_context(headers),
+            BodyLease(self.body_budget),
+            dialect_of(scope["path"]),
         )
         scope.update({"app": self, SCOPE_KEY: context})
         if scope["path"] == "/" or scope["path"].startswith(_OPEN):
@@ -116,7 +120,7 @@ class RequestMiddleware:
         self, scope: Scope, receive: Receive, send: Send, context: RequestContext, headers: dict[bytes, str]
     ) -> None:
         """Lets a request in, and the application answer it for as long as the caller is there."""
-        self._check(headers)
+        self._check(context, headers)
         stated = headers.get(b"x-request-id", "")
         if stated and stated != context.id:
             raise InvalidInput(
@@ -134,10 +138,9 @@ class RequestMiddleware:
         finally:
             context.body_lease.release()
 
-    def _check(self, headers: dict[bytes, str]) -> None:
+    def _check(self, context: RequestContext, headers: dict[bytes, str]) -> None:
         """Raises what a request is refused with before any of its body is taken."""
-        kind, _, token = headers.get(b"authorization", "").partition(" ")
-        if not self._accepted.admit(token.strip().encode("latin-1") if kind.lower() == "bearer" else b""):
+        if not any(self._accepted.admit(token) for token in context.dialect.tokens(headers)):
             raise Unauthenticated("a bearer token is needed")
         if self._closed:
             raise Unavailable("the gateway stops", reason="STOPPING")
@@ -241,7 +244,8 @@ class _BoundedSend:
         context = self._context
         if message["type"] == "http.response.start":
             context.status = message["status"]
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", context.id.encode())]
+            named = ((name, context.id.encode()) for name in context.dialect.id_headers)
+            message["headers"] = [*message.get("headers", ()), *named]
             context.streams = any(value.startswith(EVENTS.encode()) for _, value in message["headers"])
         else:
             context.first_byte = context.first_byte or time.perf_counter()
@@ -258,13 +262,15 @@ class _BoundedSend:
         elif self._complete or error.reason == "CALLER_STALLED":
             return
         elif not self._context.status:
-            content = body_of(error)
+            content = self._context.dialect.error(error, self._context.id)
             length = (b"content-length", b"%d" % len(content))
             headers = [_JSON, length, *headers_of(error)]
             await self({"type": "http.response.start", "status": status_of(error), "headers": headers})
             await self({"type": "http.response.body", "body": content})
         elif self._context.streams:
-            await self({"type": "http.response.body", "body": b"data: " + body_of(error) + b"\n\n"})
+            dialect = self._context.dialect
+            content = b"%sdata: %s\n\n" % (dialect.error_event, dialect.error(error, self._context.id))
+            await self({"type": "http.response.body", "body": content})
         else:
             self._abort()
 

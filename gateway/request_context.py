@@ -13,6 +13,7 @@ from starlette.requests import Request
 from common import tasks
 from common.allocator import give_back
 from common.errors import Exhausted, TwinlensError
+from gateway.dialect import OpenAI
 from gateway.errors import TooLarge, from_validation
 
 SCOPE_KEY = "twinlens.request"
@@ -77,6 +78,7 @@ class RequestContext:
     id: str
     metadata: Sequence[tuple[str, str]]
     body_lease: BodyLease
+    dialect: OpenAI
     body: bytes = b""
     surface: str = "other"
     limit: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))

@@ -24,6 +24,7 @@ from gateway.api.chat import Chat
 from gateway.api.completions import Completions
 from gateway.api.embeddings import Embeddings
 from gateway.api.load import Load
+from gateway.api.messages import Messages
 from gateway.api.models import Models
 from gateway.api.operations import Operations
 from gateway.api.page import Page
@@ -40,7 +41,7 @@ from gateway.middleware import RequestMiddleware
 from gateway.services import LlmServices
 
 _log = log.get("server")
-_EXPOSED = ("x-request-id", "retry-after", "x-should-retry")
+_EXPOSED = ("x-request-id", "request-id", "retry-after", "x-should-retry")
 """Headers of answers that pages of other origins may read."""
 _KEEP_ALIVE_SECONDS = 65
 """A connection without a request is kept for as long: longer than proxies keep theirs, so that they close it."""
@@ -70,6 +71,7 @@ async def serve(config: GatewayConfig) -> None:
     completions = Completions(services, generations, config.max_prompts)
     embeddings = Embeddings(services, EmbeddingCalls(services, config.request_seconds), config.max_prompts)
     responses = Responses(services, generations)
+    messages = Messages(services, generations)
     transcriptions = Transcriptions(generations)
     models = Models(services)
     tokenizer = Tokenizer(services)
@@ -82,6 +84,8 @@ async def serve(config: GatewayConfig) -> None:
         Route("/v1/completions", completions.answer, methods=["POST"]),
         Route("/v1/embeddings", embeddings.answer, methods=["POST"]),
         Route("/v1/responses", responses.answer, methods=["POST"]),
+        Route("/v1/messages", messages.answer, methods=["POST"]),
+        Route("/v1/messages/count_tokens", messages.count, methods=["POST"]),
         Route("/v1/audio/transcriptions", transcriptions.answer, methods=["POST"]),
         Route("/v1/models", models.list, methods=["GET"]),
         Route("/v1/models/{name:path}", models.one, methods=["GET"]),

@@ -39,6 +39,12 @@ SURFACES: dict[str, tuple[str, dict[str, Any], list[list[str]], bool]] = {
     ),
     "reasoning": (CHAT, {"messages": [said("x")]}, [["hm", "m", "</th", "ink>", "\n\nyes", "."]], True),
     "completions": ("/v1/completions", {"prompt": "x", "logprobs": 0}, [WORDS], False),
+    "messages": (
+        "/v1/messages",
+        {"max_tokens": 99, "messages": [said("x")], "tools": [{"name": "look", "input_schema": {"type": "object"}}]},
+        [["hm", "</think>", "See", ":", '<tool_call>{"name": "look", "arguments": {"at"', ": 5}}</tool_call>"]],
+        True,
+    ),
     "responses": ("/v1/responses", {"input": "x"}, [["hm", "</think>", *WORDS]], True),
 }
 

@@ -1,0 +1,135 @@
+"""`POST /v1/messages` and `POST /v1/messages/count_tokens`: Anthropic's way to tell a chat."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from common.errors import Internal, InvalidInput, TwinlensError
+from gateway import convert
+from gateway.api.messages_input import Places, as_chat
+from gateway.api.messages_output import Answer
+from gateway.api.messages_request import CountRequest, MessagesRequest
+from gateway.generation import Generations
+from gateway.output_parser import OutputParser
+from gateway.request_context import context_of
+from gateway.services import LlmServices
+from gateway.stream import EventStream, Last, event, json_answer
+from gateway.tools import functions_of, tool_format
+from twinlens.v1 import llm_pb2
+
+_VERSIONS = ("2023-06-01", "2026-10-21")
+"""Of the API. The later one only refuses more, such as temperatures, which concerns models that are not here."""
+
+
+class Messages:
+    """Answers requests for messages, and for what they would cost."""
+
+    def __init__(self, services: LlmServices, generations: Generations) -> None:
+        self._services = services
+        self._generations = generations
+
+    async def answer(self, request: Request) -> Response:
+        """One request, streamed or whole."""
+        context = context_of(request, "messages")
+        _check_version(request)
+        asked = await context.read(MessagesRequest)
+        if asked.messages[-1].role == "assistant":
+            why = "an answer does not go on from a message of the assistant"
+            raise InvalidInput(why, reason="FIELD_NOT_SERVED", field=f"messages[{len(asked.messages) - 1}]")
+        body, places = as_chat(asked)
+        name = self._services.name(asked.model)
+        try:
+            message = convert.chat_request(body, context.id)
+            calls = tool_format(body, self._services.about(name))
+        except TwinlensError as error:
+            raise places.named(error) from None
+        parser = OutputParser(
+            calls,
+            functions_of(body),
+            single=body.parallel_tool_calls is False,
+            constrained=convert.is_constrained(message),
+        )
+        answer = Answer(context.id, name, asked.max_tokens, parser)
+        generation = self._generations.events(message, context.metadata, context.body_lease.release)
+        stream = asked.stream
+        del message, body, asked
+        told = _told(generation, answer, places)
+        if stream:
+            return EventStream(_encoded(told))
+        async with aclosing(told) as events:
+            async for _ in events:
+                pass
+        return json_answer(answer.message())
+
+    async def count(self, request: Request) -> Response:
+        """The tokens of the prompt that a request would have."""
+        context = context_of(request, "messages")
+        _check_version(request)
+        asked = await context.read(CountRequest)
+        body, places = as_chat(asked)
+        try:
+            whole = convert.chat_request(body, context.id)
+            if any(part.HasField("media") for each in whole.chat.messages for part in each.parts):
+                count = await self._laid_out(whole, context.metadata)
+            else:
+                told = llm_pb2.TokenizeRequest(chat=whole.chat)
+                reply, _ = await self._services.tokenize(asked.model or "", told, context.metadata)
+                count = len(reply.ids)
+        except TwinlensError as error:
+            raise places.named(error) from None
+        return json_answer({"input_tokens": count})
+
+    async def _laid_out(self, request: llm_pb2.GenerateRequest, metadata: Sequence[tuple[str, str]]) -> int:
+        """Tokens of a prompt with media, which encoders have to look at: it is laid out as for an answer, which is
+        given up before it begins."""
+        request.sampling.CopyFrom(llm_pb2.SamplingParams(max_tokens=1))
+        request.max_handovers = 0
+        async with aclosing(self._generations.events(request, metadata)) as events:
+            async for said in events:
+                if said.HasField("started"):
+                    return said.started.prompt_tokens
+        raise Internal("the LLM service has laid out nothing")
+
+
+def _check_version(request: Request) -> None:
+    """Raises InvalidInput for another version of the API than those that are served; it may be left out."""
+    if request.headers.get("anthropic-version", _VERSIONS[-1]) not in _VERSIONS:
+        why = f"the versions that are served are {' and '.join(_VERSIONS)}"
+        raise InvalidInput(why, reason="BAD_FIELD", field="anthropic-version")
+
+
+async def _told(
+    generation: AsyncGenerator[llm_pb2.GenerateResponse], answer: Answer, places: Places
+) -> AsyncGenerator[list[dict[str, Any]]]:
+    """What a stream tells, in order: what belongs together as one."""
+    try:
+        async with aclosing(generation) as events:
+            async for said in events:
+                match said.WhichOneof("event"):
+                    case "started":
+                        yield list(answer.start(said.started))
+                    case "delta":
+                        yield list(answer.add(answer.parser.feed(said.delta.text)))
+                    case "finished":
+                        yield list(answer.finish(said.finished))
+                    case _:  # an event of a newer service
+                        continue
+    except TwinlensError as error:
+        raise places.named(error) from None
+
+
+async def _encoded(told: AsyncGenerator[list[dict[str, Any]]]) -> AsyncGenerator[bytes]:
+    ending = b""
+    async with aclosing(told) as together:
+        async for events in together:
+            content = b"".join(event(each, each["type"]) for each in events)
+            if events and events[-1]["type"] == "message_stop":
+                ending = content  # the end of the stream follows at once
+            elif content:
+                yield content
+    yield Last(ending)

@@ -1,0 +1,194 @@
+"""A request for a message, as the chat that it stands for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import to_json
+
+from common.errors import InvalidInput, TwinlensError
+from gateway.api.chat_request import ChatRequest
+from gateway.api.messages_request import (
+    Block,
+    CountRequest,
+    CustomTool,
+    ImageBlock,
+    MessagesRequest,
+    NamedChoice,
+    NoTool,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    Turn,
+)
+from gateway.errors import from_validation
+
+_ALIKE = ("model", "cache_salt", "temperature", "top_p", "top_k", "stream", "max_tokens", "priority", "max_handovers")
+"""Fields that both sides call alike."""
+_MAY_HOLD: dict[str, tuple[type[Block], ...]] = {
+    "user": (TextBlock, ImageBlock, ToolResultBlock),
+    "assistant": (TextBlock, ThinkingBlock, ToolUseBlock),
+    "system": (TextBlock,),
+}
+_FAILED = {"type": "text", "text": "Error:\n"}
+"""What stands before the result of a call that failed: chat templates have no other place for it."""
+_MESSAGE = re.compile(r"messages\[(\d+)\](?:\.content\[(\d+)\])?.*")
+_TOOL = re.compile(r"(tools\[\d+\])\.function\.(\w+)")
+_CALLED = {"stop": "stop_sequences", "response_format": "output_config.format", "parameters": "input_schema"}
+_FORMS = ("json_schema", "structured_outputs")
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a message of the chat, and each of its parts, stands in the request."""
+
+    message: str
+    parts: list[str] = field(default_factory=list)
+
+
+class Places:
+    """Where the parts of a chat stand in the request that it was made of. `form` is what says the answer's form."""
+
+    def __init__(self, form: str) -> None:
+        self._form = form
+        self.messages: list[_Place] = []
+
+    def named(self, error: TwinlensError) -> TwinlensError:
+        """The same error, by the names that fields have here."""
+        if match := _MESSAGE.fullmatch(error.field):
+            place = self.messages[int(match[1])]
+            return error.at(place.parts[int(match[2])] if match[2] else place.message)
+        if match := _TOOL.fullmatch(error.field):
+            return error.at(f"{match[1]}.{_CALLED.get(match[2], match[2])}")
+        if error.field in _FORMS:
+            return error.at(self._form)
+        return error.at(_CALLED.get(error.field, error.field.replace("tool_choice.function", "tool_choice")))
+
+
+def as_chat(asked: CountRequest) -> tuple[ChatRequest, Places]:
+    """The same as a chat, and where its parts stand. Raises InvalidInput, by the names that fields have here."""
+    turns = _Turns(Places("output_config.format" if asked.output_config else "tools"))
+    if asked.system is not None:
+        turns.begin_with(asked.system)
+    for number, message in enumerate(asked.messages):
+        turns.add(message, f"messages[{number}]")
+    fields: dict[str, Any] = {name: value for name in _ALIKE if (value := getattr(asked, name, None)) is not None} | {
+        "messages": turns.messages,
+        **_tools(asked),
+    }
+    if isinstance(asked, MessagesRequest):
+        fields["stop"] = asked.stop_sequences
+    if asked.thinking is not None and asked.thinking.type != "adaptive":
+        fields["chat_template_kwargs"] = {"enable_thinking": asked.thinking.type == "enabled"}
+    if asked.output_config is not None and asked.output_config.format is not None:
+        schema = {"name": "answer", "schema": asked.output_config.format.schema_}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    try:
+        return ChatRequest.model_validate(fields), turns.places
+    except ValidationError as error:
+        raise turns.places.named(from_validation(error)) from None
+
+
+def _tools(asked: CountRequest) -> dict[str, Any]:
+    """The functions that the model may call, and whether it must."""
+    tools = [{"type": "function", "function": _function(tool)} for tool in asked.tools or ()]
+    fields: dict[str, Any] = {"tools": tools}
+    match asked.tool_choice:
+        case None:
+            return fields
+        case NoTool():
+            return {**fields, "tool_choice": "none"}
+        case NamedChoice(name=name):
+            choice: Any = {"type": "function", "function": {"name": name}}
+        case free:
+            choice = "required" if free.type == "any" else "auto"
+    return {**fields, "tool_choice": choice, "parallel_tool_calls": not asked.tool_choice.disable_parallel_tool_use}
+
+
+def _function(tool: CustomTool) -> dict[str, Any]:
+    return {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.input_schema,
+        "strict": tool.strict,
+    }
+
+
+class _Turns:
+    """Messages of a chat. Consecutive turns of one side are one message, as Anthropic has it; results of calls, which
+    stand in the user's turn, are messages of their own."""
+
+    def __init__(self, places: Places) -> None:
+        self.places = places
+        self.messages: list[dict[str, Any]] = []
+
+    def begin_with(self, system: str | list[TextBlock]) -> None:
+        """Takes the system's message in."""
+        self._open("system", "system")
+        if isinstance(system, str):
+            self._part({"type": "text", "text": system}, "system")
+        else:
+            for number, block in enumerate(system):
+                self._block(block, f"system[{number}]")
+
+    def add(self, message: Turn, path: str) -> None:
+        """Takes a message in. Raises InvalidInput for a block that is not this role's."""
+        if isinstance(message.content, str) or not message.content:
+            self._go_on(message.role, path)
+        if isinstance(message.content, str):
+            self._part({"type": "text", "text": message.content}, path)
+            return
+        for number, block in enumerate(message.content):
+            place = f"{path}.content[{number}]"
+            if not isinstance(block, _MAY_HOLD[message.role]):
+                why = f"a message of the role {message.role} holds no block of this kind"
+                raise InvalidInput(why, reason="BAD_FIELD", field=f"{place}.type")
+            if isinstance(block, ToolResultBlock):
+                self._result(block, place)
+            else:
+                self._go_on(message.role, path)
+                self._block(block, place)
+
+    def _open(self, role: str, path: str) -> None:
+        self.messages.append({"role": role, "content": []})
+        self.places.messages.append(_Place(path))
+
+    def _go_on(self, role: str, path: str) -> None:
+        """Makes sure that the message which is open is this role's; of the system, each stands alone."""
+        goes_on = bool(self.messages) and self.messages[-1]["role"] == role
+        if not goes_on or (role == "system" and self.places.messages[-1].message != path):
+            self._open(role, path)
+
+    def _block(self, block: Any, place: str) -> None:
+        match block:
+            case TextBlock():
+                self._part({"type": "text", "text": block.text}, place)
+            case ImageBlock(source=source):
+                self._part({"type": "image_url", "image_url": {"url": source.address}}, place)
+            case ThinkingBlock():
+                own = self.messages[-1]
+                own["reasoning_content"] = own.get("reasoning_content", "") + block.thinking
+            case ToolUseBlock():
+                function = {"name": block.name, "arguments": to_json(block.input).decode()}
+                call = {"id": block.id, "type": "function", "function": function}
+                self.messages[-1].setdefault("tool_calls", []).append(call)
+
+    def _result(self, block: ToolResultBlock, place: str) -> None:
+        """What a call has given, as a message of its own."""
+        self._open("tool", place)
+        self.messages[-1]["tool_call_id"] = block.tool_use_id
+        if block.is_error:
+            self._part(dict(_FAILED), place)
+        if isinstance(block.content, str):
+            self._part({"type": "text", "text": block.content}, f"{place}.content")
+        else:
+            for number, part in enumerate(block.content or ()):
+                self._block(part, f"{place}.content[{number}]")
+
+    def _part(self, part: dict[str, Any], place: str) -> None:
+        self.messages[-1]["content"].append(part)
+        self.places.messages[-1].parts.append(place)

@@ -1,0 +1,149 @@
+"""A message as it comes about: its blocks, and what a stream tells of them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from pydantic_core import from_json
+
+from gateway.output_parser import ArgumentsDelta, CallStart, OutputParser, Piece, ReasoningDelta, TextDelta
+from twinlens.v1 import llm_pb2
+
+_SIGNATURE: Final = "unsigned"
+"""Of what the model thought. Clients send such a block back only if it has one; nothing here needs it."""
+_DELTAS: Final = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+"""Of each kind of block: the kind of its deltas, and their field."""
+
+
+@dataclass(slots=True)
+class _Block:
+    """A block that has been begun. `head` is how a stream begins it."""
+
+    head: dict[str, Any]
+    pieces: list[str] = field(default_factory=list)
+
+    def content(self) -> dict[str, Any]:
+        """All of it."""
+        said = "".join(self.pieces)
+        match self.head["type"]:
+            case "tool_use":
+                return {**self.head, "input": _input(said)}
+            case "thinking":
+                return {**self.head, "thinking": said, "signature": _SIGNATURE}
+            case _:
+                return {**self.head, "text": said}
+
+
+class Answer:
+    """What has been said so far, as blocks of a message, and what a stream tells of it."""
+
+    def __init__(self, request_id: str, model: str, max_tokens: int, parser: OutputParser) -> None:
+        self.parser: Final = parser
+        self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
+        self._max_tokens = max_tokens
+        self._blocks: list[_Block] = []
+        self._open = ""
+        self._finished = llm_pb2.GenerateFinished()
+
+    def start(self, started: llm_pb2.GenerateStarted) -> Iterator[dict[str, Any]]:
+        """The prompt is laid out."""
+        self.parser.begin(started)
+        usage = _usage(llm_pb2.Usage(prompt_tokens=started.prompt_tokens, cached_tokens=started.cached_tokens))
+        empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        yield {"type": "message_start", "message": {**self._head, **empty}}
+
+    def add(self, pieces: list[Piece]) -> Iterator[dict[str, Any]]:
+        """Takes more of it in; what a stream says of it."""
+        for piece in pieces:
+            match piece:
+                case TextDelta(text):
+                    yield from self._say("text", text)
+                case ReasoningDelta(text):
+                    yield from self._say("thinking", text)
+                case CallStart(name):
+                    yield from self._enter("tool_use", id=f"toolu_{uuid.uuid4().hex[:24]}", name=name, input={})
+                case ArgumentsDelta(text):
+                    yield from self._say("tool_use", text)
+
+    def finish(self, finished: llm_pb2.GenerateFinished) -> Iterator[dict[str, Any]]:
+        """It is complete."""
+        yield from self.add(self.parser.end())
+        yield from self._leave()
+        self._finished = finished
+        yield {"type": "message_delta", "delta": self._stop(), "usage": _usage(finished.usage)}
+        yield {"type": "message_stop"}
+
+    def message(self) -> dict[str, Any]:
+        """All of it."""
+        content = [block.content() for block in self._blocks]
+        return {**self._head, "content": content, **self._stop(), "usage": _usage(self._finished.usage)}
+
+    def _stop(self) -> dict[str, Any]:
+        """Why it ended."""
+        finished = self._finished
+        if finished.reason == llm_pb2.FINISH_REASON_LENGTH:
+            full = finished.usage.completion_tokens < self._max_tokens
+            reason = "model_context_window_exceeded" if full else "max_tokens"
+        elif finished.stop_text:
+            reason = "stop_sequence"
+        else:
+            called = any(block.head["type"] == "tool_use" for block in self._blocks)
+            reason = "tool_use" if called else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": finished.stop_text or None}
+
+    def _say(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
+        """More of a block; words and thoughts go on in the one that is open."""
+        if self._open != kind:
+            yield from self._enter(kind, **({"text": ""} if kind == "text" else {"thinking": "", "signature": ""}))
+        self._blocks[-1].pieces.append(text)
+        name, part = _DELTAS[kind]
+        yield self._about("content_block_delta", delta={"type": name, part: text})
+
+    def _enter(self, kind: str, **fields: Any) -> Iterator[dict[str, Any]]:
+        yield from self._leave()
+        self._open = kind
+        self._blocks.append(_Block({"type": kind, **fields}))
+        yield self._about("content_block_start", content_block=self._blocks[-1].head)
+
+    def _leave(self) -> Iterator[dict[str, Any]]:
+        """Ends the block that is open."""
+        if self._open == "thinking":
+            signature = {"type": "signature_delta", "signature": _SIGNATURE}
+            yield self._about("content_block_delta", delta=signature)
+        if self._open:
+            yield self._about("content_block_stop")
+        self._open = ""
+
+    def _about(self, kind: str, **fields: Any) -> dict[str, Any]:
+        return {"type": kind, "index": len(self._blocks) - 1, **fields}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """A call's arguments; where they are cut off, what there is of their fields.
+
+    >>> _input('{"city": "Rome", "days": [1'), _input("")
+    ({'city': 'Rome', 'days': [1]}, {})
+    """
+    try:
+        given = from_json(arguments, allow_partial=True)
+    except ValueError:  # nothing yet, or nested more deeply than an answer can be
+        return {}
+    return given if isinstance(given, dict) else {}
+
+
+def _usage(counted: llm_pb2.Usage) -> dict[str, Any]:
+    """Tokens, as Anthropic counts them: those that the prefix cache had are not among the others of the prompt."""
+    return {
+        "input_tokens": counted.prompt_tokens - counted.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": counted.cached_tokens,
+        "output_tokens": counted.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": counted.reasoning_tokens},
+    }

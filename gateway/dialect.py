@@ -1,0 +1,72 @@
+"""Whose API a path is of: how errors are told there, and how callers show their token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from pydantic_core import to_json
+
+from common.errors import TwinlensError
+from gateway.errors import LONGEST, body_of, status_of
+
+_MESSAGES = "/v1/messages"
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class OpenAI:
+    """OpenAI's, and ours."""
+
+    id_headers: tuple[bytes, ...] = (b"x-request-id",)
+    """Headers of an answer that name its request."""
+    error_event: bytes = b""
+    """The line that names an event which is an error."""
+
+    def tokens(self, headers: Mapping[bytes, str]) -> list[bytes]:
+        """What a caller shows as a token, at least one."""
+        kind, _, token = headers.get(b"authorization", "").partition(" ")
+        return [token.strip().encode("latin-1") if kind.lower() == "bearer" else b""]
+
+    def error(self, error: TwinlensError, request_id: str) -> bytes:  # noqa: ARG002
+        """The body that tells of an error."""
+        return body_of(error)
+
+
+class Anthropic(OpenAI):
+    """Anthropic's, which has no place of its own for the field at fault: the message begins with it."""
+
+    id_headers = (b"x-request-id", b"request-id")
+    error_event = b"event: error\n"
+
+    def tokens(self, headers: Mapping[bytes, str]) -> list[bytes]:
+        """An API key counts as a bearer token does."""
+        return [headers.get(b"x-api-key", "").encode("latin-1"), *super().tokens(headers)]
+
+    def error(self, error: TwinlensError, request_id: str) -> bytes:
+        """`{"type": "error", "error": {"type", "message", "details": {"error_code"}}, "request_id"}`."""
+        status = status_of(error)
+        field = error.field[:LONGEST]
+        told = {
+            "type": _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error"),
+            "message": f"{field}: {error.message}" if field else error.message,
+            "details": {"error_code": error.reason},
+        }
+        return to_json({"type": "error", "error": told, "request_id": request_id})
+
+
+_OPENAI: Final = OpenAI()
+_ANTHROPIC: Final = Anthropic()
+
+
+def dialect_of(path: str) -> OpenAI:
+    """The API that a path is of."""
+    return _ANTHROPIC if path == _MESSAGES or path.startswith(f"{_MESSAGES}/") else _OPENAI
