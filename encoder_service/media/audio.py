@@ -21,8 +21,9 @@ from encoder_service.media.sniff import AUDIOS, VIDEOS, format_of
 _NO_PACKAGE = "sound takes a package that is not installed"
 _LOUDEST = 1e4
 """Samples of floating point beyond this are no sound; full scale is 1."""
-_UNKNOWN = (0, 0xFFFFFFFF)
-"""Sizes that WAV files state whose length was not known when they were begun."""
+_UNKNOWN = 0x7FFFF000
+"""From here on are the sizes that WAV files state whose length was not known when they were begun, by SoX, arecord and
+FFmpeg; or they state 0."""
 
 
 class AudioFile:
@@ -145,7 +146,7 @@ def _wav_is_whole(data: bytes, name: str) -> bool:
     while name == "WAV" and at + 8 <= len(data):
         size = int.from_bytes(data[at + 4 : at + 8], "little")
         if data[at : at + 4] == b"data":
-            return size in _UNKNOWN or at + 8 + size <= len(data)
+            return not 0 < size < _UNKNOWN or at + 8 + size <= len(data)
         at += 8 + size + size % 2
     return True
 

@@ -101,6 +101,14 @@ def test_a_file_that_is_cut_off_is_refused(kind, share):
         samples(data[: int(share * len(data))])
 
 
+@pytest.mark.parametrize("stated", [0, 0x7FFFF000, 0x7FFFFFFE, 0x80000000, 0xFFFFFFFF])
+def test_a_file_that_was_begun_before_its_length_was_known_is_heard_to_its_end(stated):
+    data = bytearray(sounds.encoded(TUNE, "wav"))
+    place = data.index(b"data") + 4
+    data[place : place + 4] = stated.to_bytes(4, "little")
+    assert np.array_equal(samples(bytes(data)), TUNE / np.float32(32768))
+
+
 def test_a_sound_that_is_none_is_refused():
     data = bytearray(sounds.encoded(TUNE, "wav"))
     place = data.index(b"fmt ") + 8
