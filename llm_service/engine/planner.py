@@ -251,9 +251,7 @@ class Planner:
         if schedule.closed or sequence.wait_reason is not None or (schedule.closed_to_adapters and sequence.adapter):
             return 0
         identities = sequence.block_identities(self._blocks.block_size)
-        hits = self._blocks.match(identities)
-        if self._limits.whole_runs:
-            hits = min(hits, sequence.prompt.before_run(hits * self._blocks.block_size) // self._blocks.block_size)
+        hits = self._hits(sequence, identities)
         begin = hits * self._blocks.block_size
         if self._blocks.keeps_snapshots:
             shared = self._blocks.match_blocks(identities) * self._blocks.block_size
@@ -282,6 +280,14 @@ class Planner:
         schedule.started.append(sequence)
         schedule.num_scheduled_tokens[sequence] = count
         return count
+
+    def _hits(self, sequence: Sequence, identities: list[bytes]) -> int:
+        """How many of its leading blocks need not be computed: those that are cached, up to where it may begin."""
+        size, hits = self._blocks.block_size, self._blocks.match(identities)
+        if self._limits.whole_runs:  # in front of one run may be the middle of another, or a place without a snapshot
+            while (before := sequence.prompt.before_run(hits * size) // size) < hits:
+                hits = self._blocks.match(identities[:before])
+        return hits
 
     def _ready(self, sequence: Sequence, begin: int) -> int:
         """How many tokens from `begin` on are worth computing before the next row lands."""

@@ -57,6 +57,23 @@ def test_what_the_cache_has_of_a_run_is_computed_again_where_its_rows_see_its_fi
     engine.check_over()
 
 
+@pytest.mark.parametrize(
+    ("more", "computed"),
+    [({}, 18 - 4), ({"state_slots": 8, "state_chunk": 8}, 18)],
+    ids=["blocks end in the run before", "no state is kept in front of the run"],
+)
+def test_in_front_of_a_run_a_prompt_begins_where_it_may(more: dict[str, int], computed: int) -> None:
+    engine = simulation(max_running=2, step_tokens=32, whole_media=True, whole_runs=True, **more)
+    for tokens in (18, computed):
+        id = engine.submit(order(text(18), [Picture(1, 4, 5), Picture(2, 9, 8)]))
+        engine.land_all(id)
+        step = engine.step()
+        assert step is not None
+        assert step.plan.tokens == tokens
+        run_until_over(engine, id)
+    engine.check_over()
+
+
 def test_a_prompt_that_is_seen_whole_waits_for_its_last_row_and_is_computed_at_once() -> None:
     engine = simulation(max_running=2, step_tokens=31, whole_prompts=True)
     running = engine.submit(order(text(5, 1), max_tokens=12))
