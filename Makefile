@@ -83,13 +83,13 @@ proto-lint:  ## buf's standard rules for the contract; needs npm
 	npx --yes @bufbuild/buf@1.75.0 lint proto
 
 CLIENTS := build/clients
-clients: $(CLIENTS)/.installed  ## what tests ask the gateway with besides Python's openai: LangChain, litellm, npm's openai
+clients: $(CLIENTS)/.installed  ## what tests ask the gateway with besides Python's openai: LangChain, litellm, npm's openai and @anthropic-ai/sdk
 $(CLIENTS)/.installed: tests/gateway/clients/requirements.txt tests/gateway/clients/package.json
 	$(PYTHON) -m venv $(CLIENTS)/python
 	$(CLIENTS)/python/bin/pip install --quiet --requirement tests/gateway/clients/requirements.txt
 	cp tests/gateway/clients/package.json $(CLIENTS)/
 	if command -v npm >/dev/null; then npm install --prefix $(CLIENTS) --silent --no-package-lock --no-audit --no-fund; \
-	else echo "npm is not installed: its openai was left out"; fi
+	else echo "npm is not installed: its clients were left out"; fi
 	@touch $@
 
 EXAMPLES := build/examples

@@ -57,14 +57,25 @@ def chat(door: Trio, question: str, **fields: Any) -> Any:
     )
 
 
+def by_node(package: str, name: str, door: Trio, scripted_door: Scripted) -> dict[str, Any]:
+    """What a package of npm's has seen."""
+    if shutil.which("node") is None:
+        pytest.skip("node is not installed")
+    if not (INSTALLED / "node_modules" / package).is_dir():
+        pytest.skip(f"npm's {package} is not installed: make clients")
+    return run(["node", str(PROGRAMS / name)], door, scripted_door)
+
+
 @pytest.fixture(scope="module")
 def node(door: Trio, scripted_door: Scripted) -> dict[str, Any]:
     """What npm's openai has seen."""
-    if shutil.which("node") is None:
-        pytest.skip("node is not installed")
-    if not (INSTALLED / "node_modules" / "openai").is_dir():
-        pytest.skip("npm's openai is not installed: make clients")
-    return run(["node", str(PROGRAMS / "openai_node.mjs")], door, scripted_door)
+    return by_node("openai", "openai_node.mjs", door, scripted_door)
+
+
+@pytest.fixture(scope="module")
+def anthropic_node(door: Trio, scripted_door: Scripted) -> dict[str, Any]:
+    """What npm's @anthropic-ai/sdk has seen."""
+    return by_node("@anthropic-ai/sdk", "anthropic_node.mjs", door, scripted_door)
 
 
 @pytest.mark.parametrize("case", ["picture", "video", "stream"])
@@ -119,6 +130,39 @@ def test_what_node_gives_up_ends_in_the_services_as_well(scripted_door: Scripted
     left = 'requests_total{status="499",surface="chat"}'
     until(lambda: scripted_door.metric(left) == 2, "the aborted and the late request are counted")
     assert scripted_door.metric("open_requests") == 0
+
+
+def test_anthropics_node_client_gets_the_words_and_counts_of_the_chat(
+    door: Trio, anthropic_node: dict[str, Any]
+) -> None:
+    answer = chat(door, "picture")
+    words, count = answer.choices[0].message.content, answer.usage.prompt_tokens
+    assert anthropic_node["picture"] == anthropic_node["stream"] == [words, "max_tokens", count]
+    assert anthropic_node["count"] == count
+
+
+BLOCKS: list[dict[str, Any]] = [
+    {"type": "thinking", "thinking": "Hm.", "signature": "unsigned"},
+    {"type": "text", "text": "Let me see."},
+    {"type": "tool_use", "name": "weather", "input": {"city": "Rome"}},
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    {
+        "tools": BLOCKS,
+        "tools_stream": BLOCKS,
+        "second_turn": ANSWER,
+        "abort": "message_start",
+        "refusal": ["RateLimitError", 429, "rate_limit_error", "TOO_MANY_WAITING"],
+    }.items(),
+)
+def test_anthropics_node_client_sees_what_the_model_said(
+    scripted_door: Scripted, anthropic_node: dict[str, Any], case: str, expected: Any
+) -> None:
+    assert anthropic_node[case] == expected
+    until(lambda: scripted_door.metric("open_requests") == 0, "nothing is under way")
 
 
 def program(name: str, door: Trio, scripted_door: Scripted) -> dict[str, Any]:
