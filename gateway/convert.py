@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from pydantic_core import to_json
 
 from common.errors import InvalidInput
 from gateway.api.chat_request import ChatRequest, Message, NamedTool, Part, ResponseFormat, TemplateSettings
 from gateway.api.fields import MediaSettings, Prompt, RequestFields, SamplingFields, shape_of
+from gateway.errors import TooLarge
 from gateway.tools import calls_schema, definition, offered
 from twinlens.v1 import llm_pb2, media_pb2
 
@@ -28,6 +29,7 @@ _ANY_OBJECT = '{"type": "object"}'
 _LOW_DETAIL_PIXELS = 512 * 512
 """The area of a picture that is asked for in low detail, as OpenAI has it."""
 _ROLES = {"developer": "system"}
+Request = TypeVar("Request", llm_pb2.GenerateRequest, llm_pb2.EmbedRequest)
 
 
 def choice(asked: RequestFields, max_tokens: int | None = None) -> llm_pb2.SamplingParams:
@@ -149,6 +151,18 @@ def check_prompts(count: int, most: int, field: str) -> None:
     """Raises InvalidInput for more prompts than there may be in one request, or none."""
     if not 0 < count <= most:
         raise InvalidInput(f"a request may have 1 to {most} prompts", reason="TOO_MANY_PROMPTS", field=field)
+
+
+def within(limit: int, requests: Iterable[Request]) -> Iterator[Request]:
+    """The requests of a body's prompts, with each of which go the fields that they share. Raises TooLarge where several
+    have more than `limit` bytes together."""
+    size = 0
+    for number, request in enumerate(requests):
+        size += request.ByteSize()
+        if number and size > limit:
+            said = f"prompts, each with what all of them share, may have {limit} bytes together"
+            raise TooLarge(said, reason="BODY_TOO_LARGE")
+        yield request
 
 
 def name_of(request_id: str, number: int, prompts: int) -> str:

@@ -64,10 +64,11 @@ class _Choice:
 class Completions:
     """Answers requests for completions of texts and of token ids."""
 
-    def __init__(self, services: LlmServices, generations: Generations, max_prompts: int) -> None:
+    def __init__(self, services: LlmServices, generations: Generations, max_prompts: int, max_bytes: int) -> None:
         self._services = services
         self._generations = generations
         self._max_prompts = max_prompts
+        self._max_bytes = max_bytes
 
     async def answer(self, request: Request) -> Response:
         """One request, streamed or whole. The choices of the second prompt are numbered from `n` on, and so forth."""
@@ -77,13 +78,14 @@ class Completions:
         params = convert.sampling(asked)
         if asked.logprobs is not None:
             params.logprobs = asked.logprobs
-        sources = [
-            self._generations.events(
-                convert.generate_request(asked, params, convert.name_of(context.id, number, len(prompts)), **prompt),
-                context.metadata,
-                context.body_lease.release if len(prompts) == 1 else lambda: None,
-            )
+        messages = (
+            convert.generate_request(asked, params, convert.name_of(context.id, number, len(prompts)), **prompt)
             for number, prompt in enumerate(prompts)
+        )
+        on_start = context.body_lease.release if len(prompts) == 1 else lambda: None
+        sources = [
+            self._generations.events(message, context.metadata, on_start)
+            for message in convert.within(self._max_bytes, messages)
         ]
         model = self._services.name(asked.model)
         head = {"id": f"cmpl-{context.id}", "object": "text_completion", "created": int(time.time()), "model": model}

@@ -75,21 +75,23 @@ class EmbeddingRequest(Model):
 class Embeddings:
     """Answers requests for embeddings of texts, token ids and conversations with media."""
 
-    def __init__(self, services: LlmServices, embeddings: EmbeddingCalls, max_prompts: int) -> None:
+    def __init__(self, services: LlmServices, embeddings: EmbeddingCalls, max_prompts: int, max_bytes: int) -> None:
         self._services = services
         self._embeddings = embeddings
         self._max_prompts = max_prompts
+        self._max_bytes = max_bytes
 
     async def answer(self, request: Request) -> Response:
         """One request: its prompts go out beside each other, and the first error ends all of them."""
         context = context_of(request, "embeddings")
         asked = await context.read(EmbeddingRequest)
         prompts = self._prompts(asked)
-        calls = [
-            self._embed(asked, convert.name_of(context.id, number, len(prompts)), prompt, at, context.metadata)
-            for number, (at, prompt) in enumerate(prompts.items())
-        ]
-        found = await _all(calls)
+        messages = (
+            _message(asked, convert.name_of(context.id, number, len(prompts)), prompt)
+            for number, prompt in enumerate(prompts.values())
+        )
+        going = dict(zip(prompts, convert.within(self._max_bytes, messages), strict=True))
+        found = await _all([self._embed(message, at, context.metadata) for at, message in going.items()])
         prompt_tokens, cached = (
             sum(getattr(each.usage, name) for each in found) for name in ("prompt_tokens", "cached_tokens")
         )
@@ -125,21 +127,25 @@ class Embeddings:
         return found
 
     async def _embed(
-        self, asked: EmbeddingRequest, name: str, prompt: dict[str, Any], at: str, metadata: Sequence[tuple[str, str]]
+        self, message: llm_pb2.EmbedRequest, at: str, metadata: Sequence[tuple[str, str]]
     ) -> llm_pb2.EmbedResponse:
-        message = llm_pb2.EmbedRequest(
-            request_id=name,
-            model=asked.model or "",
-            dimensions=asked.dimensions,
-            cache_salt=asked.cache_salt or "",
-            priority=asked.priority or 0,
-            max_handovers=asked.max_handovers,
-            **prompt,
-        )
         try:
             return await self._embeddings.embed(message, metadata)
         except TwinlensError as error:
             raise error.at(_param(error.field, at)) from None
+
+
+def _message(asked: EmbeddingRequest, name: str, prompt: dict[str, Any]) -> llm_pb2.EmbedRequest:
+    """What the LLM service is asked about one prompt."""
+    return llm_pb2.EmbedRequest(
+        request_id=name,
+        model=asked.model or "",
+        dimensions=asked.dimensions,
+        cache_salt=asked.cache_salt or "",
+        priority=asked.priority or 0,
+        max_handovers=asked.max_handovers,
+        **prompt,
+    )
 
 
 def _at(field: str, number: int, prompts: int) -> str:

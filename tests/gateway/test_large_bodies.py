@@ -107,3 +107,23 @@ def test_a_body_that_dribbles_has_no_longer_than_a_request() -> None:
         sender.join(60)
         assert (status, json.loads(body)["error"]["code"]) == (504, "DEADLINE_EXCEEDED")
         until(lambda: door.metric("body_bytes") == 0, "its bytes are given back")
+
+
+@pytest.mark.parametrize(
+    ("path", "prompts", "shared"),
+    [
+        ("completions", "prompt", "guided_grammar"),
+        ("completions", "prompt", "stop"),
+        ("embeddings", "input", "cache_salt"),
+    ],
+)
+def test_what_prompts_share_counts_with_each_of_them(path: str, prompts: str, shared: str) -> None:
+    with scripted(max_body_bytes=100_000) as narrow:
+        for count, status in ((1, 200), (2, 200), (4, 413)):
+            body = {prompts: ["x"] * count, shared: "x" * 30_000}
+            reply = narrow.post(f"/v1/{path}", body)
+            assert reply.status == status
+            assert len(narrow.llm.requests) + len(narrow.llm.to_embed) == (count if status == 200 else 0)
+            narrow.llm.requests.clear()
+            narrow.llm.to_embed.clear()
+        assert reply.error["code"] == "BODY_TOO_LARGE"
