@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
@@ -19,7 +19,7 @@ from gateway.errors import TooLarge, from_validation
 SCOPE_KEY = "twinlens.request"
 """Where a request's `RequestContext` is in its scope."""
 _SMALL_BODY = 256 << 10
-"""Bytes of a body that is read on the event loop; a larger one is read in a thread."""
+"""Bytes of a body that is read on the event loop; a larger one is read, and taken further, in a thread."""
 _LARGE_BODY = 8 << 20
 """Bytes of a body after which free memory goes back to the system, and"""
 _TIDY_SECONDS = 1.0
@@ -28,6 +28,7 @@ _MOST_MARKS = 1 << 20
 """Commas and brackets of a body: what has more of them would take hundreds of times its size once it is read."""
 
 Body = TypeVar("Body", bound=BaseModel)
+Made = TypeVar("Made")
 
 
 class BodyBudget:
@@ -80,6 +81,7 @@ class RequestContext:
     body_lease: BodyLease
     dialect: OpenAI
     body: bytes = b""
+    is_large: bool = False
     surface: str = "other"
     limit: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
     cause: TwinlensError | None = None
@@ -96,9 +98,12 @@ class RequestContext:
     async def read(self, kind: type[Body]) -> Body:
         """The body, as what it should be. Raises InvalidInput, which says what is wrong and where."""
         body, self.body = self.body, b""
-        if len(body) < _SMALL_BODY:
-            return _read(kind, body)
-        return await tasks.to_thread(_read, kind, body)
+        self.is_large = len(body) >= _SMALL_BODY
+        return await self.made(_read, kind, body)
+
+    async def made(self, make: Callable[..., Made], *args: Any) -> Made:
+        """What is made of the body, which may have hundreds of thousands of parts."""
+        return await tasks.to_thread(make, *args) if self.is_large else make(*args)
 
 
 def _read(kind: type[Body], body: bytes) -> Body:

@@ -105,7 +105,7 @@ class Chat:
         """One request, streamed or whole."""
         context = context_of(request, "chat")
         body = await context.read(ChatRequest)
-        message = convert.chat_request(body, context.id)
+        message = await context.made(convert.chat_request, body, context.id)
         name = self._services.name(body.model)
         options = body.stream_options or ChatStreamOptions()
         asked = _Asked(

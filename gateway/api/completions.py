@@ -74,8 +74,8 @@ class Completions:
         """One request, streamed or whole. The choices of the second prompt are numbered from `n` on, and so forth."""
         context = context_of(request, "completions")
         asked = await context.read(CompletionRequest)
-        prompts = convert.prompts(asked.prompt, self._max_prompts, "prompt")
-        params = convert.sampling(asked)
+        prompts = await context.made(convert.prompts, asked.prompt, self._max_prompts, "prompt")
+        params = await context.made(convert.sampling, asked)
         if asked.logprobs is not None:
             params.logprobs = asked.logprobs
         messages = (

@@ -85,7 +85,7 @@ class Embeddings:
         """One request: its prompts go out beside each other, and the first error ends all of them."""
         context = context_of(request, "embeddings")
         asked = await context.read(EmbeddingRequest)
-        prompts = self._prompts(asked)
+        prompts = await context.made(self._prompts, asked)
         messages = (
             _message(asked, convert.name_of(context.id, number, len(prompts)), prompt)
             for number, prompt in enumerate(prompts.values())

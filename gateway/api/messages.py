@@ -41,10 +41,10 @@ class Messages:
         if asked.messages[-1].role == "assistant":
             why = "an answer does not go on from a message of the assistant"
             raise InvalidInput(why, reason="FIELD_NOT_SERVED", field=f"messages[{len(asked.messages) - 1}]")
-        body, places = as_chat(asked)
+        body, places = await context.made(as_chat, asked)
         name = self._services.name(asked.model)
         try:
-            message = convert.chat_request(body, context.id)
+            message = await context.made(convert.chat_request, body, context.id)
             calls = tool_format(body, self._services.about(name))
         except TwinlensError as error:
             raise places.named(error) from None
@@ -71,9 +71,9 @@ class Messages:
         context = context_of(request, "messages")
         _check_version(request)
         asked = await context.read(CountRequest)
-        body, places = as_chat(asked)
+        body, places = await context.made(as_chat, asked)
         try:
-            whole = convert.chat_request(body, context.id)
+            whole = await context.made(convert.chat_request, body, context.id)
             if any(part.HasField("media") for each in whole.chat.messages for part in each.parts):
                 count = await self._laid_out(whole, context.metadata)
             else:

@@ -38,13 +38,10 @@ class Responses:
         context = context_of(request, "responses")
         asked = await context.read(ResponsesRequest)
         places: list[int] = []
-        try:
-            body = ChatRequest.model_validate(as_chat(asked, places))
-        except ValidationError as error:
-            raise of_input(from_validation(error), places) from None
+        body = await context.made(_chat, asked, places)
         name = self._services.name(asked.model)
         try:
-            message = convert.chat_request(body, context.id)
+            message = await context.made(convert.chat_request, body, context.id)
             calls = tool_format(body, self._services.about(name))
         except TwinlensError as error:
             raise of_input(error, places) from None
@@ -65,6 +62,13 @@ class Responses:
             async for _ in events:
                 pass
         return json_answer(output.response())
+
+
+def _chat(asked: ResponsesRequest, places: list[int]) -> ChatRequest:
+    try:
+        return ChatRequest.model_validate(as_chat(asked, places))
+    except ValidationError as error:
+        raise of_input(from_validation(error), places) from None
 
 
 async def _told(
