@@ -7,9 +7,11 @@ import base64
 import struct
 import time
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,7 +22,7 @@ from gateway.api.fields import Count, Int, MediaSettings, Model, Prompt
 from gateway.embedding import EmbeddingCalls
 from gateway.request_context import context_of
 from gateway.services import LlmServices
-from gateway.stream import json_answer
+from gateway.stream import list_answer
 from twinlens.v1 import llm_pb2
 
 Conversation = Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
@@ -72,6 +74,14 @@ class EmbeddingRequest(Model):
         return self
 
 
+@dataclass(frozen=True, slots=True)
+class _Embedded:
+    """A prompt's vector, as JSON, and what it cost."""
+
+    vector: bytes
+    usage: llm_pb2.Usage
+
+
 class Embeddings:
     """Answers requests for embeddings of texts, token ids and conversations with media."""
 
@@ -91,23 +101,24 @@ class Embeddings:
             for number, prompt in enumerate(prompts.values())
         )
         going = dict(zip(prompts, convert.within(self._max_bytes, messages), strict=True))
-        found = await _all([self._embed(message, at, context.metadata) for at, message in going.items()])
+        found = await _all(
+            [self._embed(message, at, asked.encoding_format, context.metadata) for at, message in going.items()]
+        )
         prompt_tokens, cached = (
             sum(getattr(each.usage, name) for each in found) for name in ("prompt_tokens", "cached_tokens")
         )
-        return json_answer(
-            {
-                "id": f"embd-{context.id}",
-                "object": "list",
-                "created": int(time.time()),
-                "model": self._services.name(asked.model),
-                "data": [
-                    {"object": "embedding", "index": index, "embedding": _written(each.values, asked.encoding_format)}
-                    for index, each in enumerate(found)
-                ],
-                "usage": convert.usage_of(prompt_tokens, cached, 0),
-            }
+        head = {
+            "id": f"embd-{context.id}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": self._services.name(asked.model),
+            "usage": convert.usage_of(prompt_tokens, cached, 0),
+        }
+        data = (
+            b'{"object":"embedding","index":%d,"embedding":%b}' % (index, each.vector)
+            for index, each in enumerate(found)
         )
+        return list_answer(head, "data", data)
 
     def _prompts(self, asked: EmbeddingRequest) -> dict[str, dict[str, Any]]:
         """Each prompt as an input by its name, by where it stands in the body."""
@@ -127,12 +138,14 @@ class Embeddings:
         return found
 
     async def _embed(
-        self, message: llm_pb2.EmbedRequest, at: str, metadata: Sequence[tuple[str, str]]
-    ) -> llm_pb2.EmbedResponse:
+        self, message: llm_pb2.EmbedRequest, at: str, encoding_format: str, metadata: Sequence[tuple[str, str]]
+    ) -> _Embedded:
+        """What is there is written at once: all vectors together would hold up everybody else."""
         try:
-            return await self._embeddings.embed(message, metadata)
+            found = await self._embeddings.embed(message, metadata)
         except TwinlensError as error:
             raise error.at(_param(error.field, at)) from None
+        return _Embedded(_written(found.values, encoding_format), found.usage)
 
 
 def _message(asked: EmbeddingRequest, name: str, prompt: dict[str, Any]) -> llm_pb2.EmbedRequest:
@@ -174,14 +187,14 @@ def _without_empty_answer(messages: list[Message]) -> list[Message]:
     return others
 
 
-def _written(values: Sequence[float], encoding_format: str) -> list[float] | str:
-    """Numbers, or float32 in base64, little endian."""
+def _written(values: Sequence[float], encoding_format: str) -> bytes:
+    """As JSON: numbers, or float32 in base64, little endian."""
     if encoding_format == "float":
-        return list(values)
-    return base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
+        return to_json(list(values))
+    return b'"%b"' % base64.b64encode(struct.pack(f"<{len(values)}f", *values))
 
 
-async def _all(calls: Sequence[Coroutine[Any, Any, llm_pb2.EmbedResponse]]) -> list[llm_pb2.EmbedResponse]:
+async def _all(calls: Sequence[Coroutine[Any, Any, _Embedded]]) -> list[_Embedded]:
     """What all of them give; the first error ends the others."""
     tasks = [asyncio.create_task(call) for call in calls]
     try:
