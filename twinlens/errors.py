@@ -10,7 +10,8 @@ that has no such trailer failed on the way: its gRPC status is all that is known
 
 from __future__ import annotations
 
-from typing import Protocol
+import copyreg
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -61,6 +62,10 @@ class TwinlensError(Exception):
         self.reason = reason
         self.field = field
         self.retry_after = retry_after
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors cross from a process of a pool to the one that waits, which would call them with their text alone."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
     @property
     def retryable(self) -> bool:

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+
 import grpc
 import pytest
 
-from twinlens import NotReachableError, TwinlensError, v1
+from twinlens import InterruptedStreamError, NotReachableError, TwinlensError, v1
 from twinlens.errors import STATUS_TRAILER, error_from
 
 
@@ -70,3 +74,21 @@ def test_unavailable_with_a_trailer_is_the_services_own_word() -> None:
 def test_a_code_that_grpc_does_not_know_leaves_the_calls_own() -> None:
     error = error_from(explained(v1.Status(code=99, message="odd"), grpc.StatusCode.INTERNAL))
     assert error.code is grpc.StatusCode.INTERNAL
+
+
+@pytest.mark.parametrize("crossed", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy])
+@pytest.mark.parametrize(
+    "error",
+    [
+        TwinlensError(grpc.StatusCode.NOT_FOUND, "no", reason="NOT_FOUND", field="model", retry_after=1.5),
+        NotReachableError(grpc.StatusCode.UNAVAILABLE, "Connection refused"),
+        InterruptedStreamError(grpc.StatusCode.UNAVAILABLE, "gone", events=2),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_of_a_process_of_a_pool_is_the_same_to_the_one_that_waits(
+    error: TwinlensError, crossed: Callable[[TwinlensError], TwinlensError]
+) -> None:
+    other = crossed(error)
+    assert type(other) is type(error)
+    assert (str(other), vars(other), other.retryable) == (str(error), vars(error), error.retryable)
