@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
 import grpc
 
@@ -16,6 +18,7 @@ from gateway.services import LlmService, LlmServices, Metadata, error_of
 from twinlens.v1 import llm_pb2
 
 _log = log.get("embedding")
+Answer = TypeVar("Answer")
 
 
 class EmbeddingCalls:
@@ -60,3 +63,14 @@ class EmbeddingCalls:
             raise error_of(error) from None
         finally:
             service.in_flight -= 1
+
+
+async def all_of(calls: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
+    """What all of them give; the first error ends the others."""
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

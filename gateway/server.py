@@ -29,6 +29,7 @@ from gateway.api.models import Models
 from gateway.api.operations import Operations
 from gateway.api.page import Page
 from gateway.api.responses import Responses
+from gateway.api.scores import Scores
 from gateway.api.tokenize import Tokenizer
 from gateway.api.transcriptions import Transcriptions
 from gateway.config import GatewayConfig
@@ -70,7 +71,9 @@ async def serve(config: GatewayConfig) -> None:
     chat = Chat(services, generations)
     each = (config.max_prompts, config.max_body_bytes)
     completions = Completions(services, generations, *each)
-    embeddings = Embeddings(services, EmbeddingCalls(services, config.request_seconds), *each)
+    embedding_calls = EmbeddingCalls(services, config.request_seconds)
+    embeddings = Embeddings(services, embedding_calls, *each)
+    scores = Scores(services, embedding_calls, *each)
     responses = Responses(services, generations)
     messages = Messages(services, generations)
     transcriptions = Transcriptions(generations)
@@ -84,6 +87,8 @@ async def serve(config: GatewayConfig) -> None:
         Route("/v1/chat/completions", chat.answer, methods=["POST"]),
         Route("/v1/completions", completions.answer, methods=["POST"]),
         Route("/v1/embeddings", embeddings.answer, methods=["POST"]),
+        *(Route(path, scores.rerank, methods=["POST"]) for path in ("/v1/rerank", "/rerank")),
+        *(Route(path, scores.score, methods=["POST"]) for path in ("/score", "/v1/score")),
         Route("/v1/responses", responses.answer, methods=["POST"]),
         Route("/v1/messages", messages.answer, methods=["POST"]),
         Route("/v1/messages/count_tokens", messages.count, methods=["POST"]),

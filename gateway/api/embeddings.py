@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import struct
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -19,7 +18,7 @@ from common.errors import InvalidInput, TwinlensError
 from gateway import convert
 from gateway.api.chat_request import Message, TemplateSettings
 from gateway.api.fields import Count, Int, MediaSettings, Model, Prompt
-from gateway.embedding import EmbeddingCalls
+from gateway.embedding import EmbeddingCalls, all_of
 from gateway.request_context import context_of
 from gateway.services import LlmServices
 from gateway.stream import list_answer
@@ -101,7 +100,7 @@ class Embeddings:
             for number, prompt in enumerate(prompts.values())
         )
         going = dict(zip(prompts, convert.within(self._max_bytes, messages), strict=True))
-        found = await _all(
+        found = await all_of(
             [self._embed(message, at, asked.encoding_format, context.metadata) for at, message in going.items()]
         )
         prompt_tokens, cached = (
@@ -192,14 +191,3 @@ def _written(values: Sequence[float], encoding_format: str) -> bytes:
     if encoding_format == "float":
         return to_json(list(values))
     return b'"%b"' % base64.b64encode(struct.pack(f"<{len(values)}f", *values))
-
-
-async def _all(calls: Sequence[Coroutine[Any, Any, _Embedded]]) -> list[_Embedded]:
-    """What all of them give; the first error ends the others."""
-    tasks = [asyncio.create_task(call) for call in calls]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
