@@ -158,6 +158,11 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         """Tokens of the batch."""
         return len(self.token_ids) // 4
 
+    @property
+    def wanted(self) -> list[int]:
+        """The places of draws, and behind them the first ones of pools; where there are neither, any place."""
+        return [*(draw.at for draw in self.draws), *(each.at for each in self.pools)] or [0]
+
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Natural logarithms: the chosen token's, and the likeliest tokens with theirs, likeliest first."""

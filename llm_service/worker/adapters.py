@@ -122,8 +122,7 @@ class RankAdapters:
             self._rows.clear()
             return
         rows = np.repeat(plan.adapters, [chunk.count for chunk in plan.chunks])
-        wanted = [draw.at for draw in plan.draws] or [0]  # where there are none, any place
-        self._rows.use(rows, np.arange(len(rows)) if plan.scores else np.array(wanted))
+        self._rows.use(rows, np.arange(len(rows)) if plan.scores else np.array(plan.wanted))
 
     def numbers(self) -> list[np.ndarray]:
         """What has to be on the device for the rows of the plan, before they are computed without a graph."""

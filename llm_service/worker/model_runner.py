@@ -242,8 +242,8 @@ class ModelRunner:
     def _forward(
         self, plan: StepPlan, previous: Tensor | None = None
     ) -> tuple[Tensor, Tensor, list[list[TokenLogprobs]]]:
-        """Hidden states, of all places where somebody reads them; those at the places that are wanted, see `_wanted`;
-        and the plan's scores."""
+        """Hidden states, of all places where somebody reads them; those at the places that are wanted
+        (`StepPlan.wanted`); and the plan's scores."""
         deep = bool(plan.rows) and self.arena.levels > 1
         if self.adapters is not None:
             self.adapters.begin(plan)
@@ -287,7 +287,9 @@ class ModelRunner:
     def _keeps_all(self, plan: StepPlan) -> bool:
         """Whether somebody reads the hidden states of places that are not among the wanted ones."""
         sums = any(each.count > 1 for each in plan.pools)
-        return bool(plan.scores) or sums or (self.proposer is not None and self.proposer.reads_hidden)
+        reordered = bool(plan.pools) and len(plan.wanted) == plan.tokens  # adapters' rows go by how many they are
+        proposer = self.proposer
+        return bool(plan.scores) or sums or reordered or (proposer is not None and proposer.reads_hidden)
 
     def _move(self, plan: StepPlan, graph: Graph | None) -> _Moved:
         """All that a step needs to know, in one copy. The block tables have what the plan appends."""
@@ -295,7 +297,7 @@ class ModelRunner:
         if self._decoder.position_rows > len(positions):
             own = [np.arange(each.context, each.context + each.count, dtype=np.int32) for each in plan.chunks]
             positions = np.concatenate([np.concatenate(own)[None], positions])
-        places = _wanted(plan)
+        places = np.array(plan.wanted)
         carried = np.array(plan.carried, np.int64).reshape(-1, 2).T
         appended = self._tables.append(plan.appended)
         batch: BatchNumbers | None = None
@@ -347,7 +349,7 @@ class ModelRunner:
         """What layers that share keys and values take of a step whose wanted places are fewer than its tokens: these.
         None where they do not ascend, or one sees what is behind it: a prompt's first token, where a span begins with
         it. Others are the last of a span, if they are in one."""
-        places = _wanted(plan)
+        places = np.array(plan.wanted)
         sees_on = any(begin <= each.at < end - 1 for begin, end in self._spans(plan) for each in plan.pools)
         if sees_on or (np.diff(places) <= 0).any():
             return None
@@ -367,7 +369,7 @@ class ModelRunner:
 @dataclass(frozen=True, slots=True)
 class _Moved:
     """A plan on the device: `token_ids` int32 [n], `positions` int32 [3, n], or with tokens' own numbers before them
-    [4, n], `wanted` int64 [m], see `_wanted`, and `carried` int64 [2, c]. `places` are those whose hidden states
+    [4, n], `wanted` int64 [m] (`StepPlan.wanted`), and `carried` int64 [2, c]. `places` are those whose hidden states
     are computed to the end, None: all. `read` is what kernels read of the `batch`, as a graph or an eager step takes
     it; both are empty where no kernel does."""
 
@@ -378,11 +380,6 @@ class _Moved:
     places: Tensor | None
     read: list[Tensor]
     batch: BatchNumbers | None
-
-
-def _wanted(plan: StepPlan) -> np.ndarray:
-    """int64 [m]: the places of draws, and behind them the first ones of pools; where there are neither, any place."""
-    return np.array([*(draw.at for draw in plan.draws), *(each.at for each in plan.pools)] or [0])
 
 
 def _sampler_on(device: torch.device) -> Callable[[Tensor, Sequence[Draw], Tensor], Drawn]:

@@ -299,12 +299,19 @@ class LocalEngine:
         each = zip(prompts, adapters or [0] * len(prompts), strict=True)
         return self._serve({self.submit(prompt, sampling, adapter): Outcome() for prompt, adapter in each})
 
-    def embed(self, prompts: Sequence[Prompt], pooling: Pooling = Pooling.LAST, beside: Sequence[Prompt] = ()) -> Any:
+    def embed(
+        self,
+        prompts: Sequence[Prompt],
+        pooling: Pooling = Pooling.LAST,
+        beside: Sequence[Prompt] = (),
+        adapters: Sequence[int] = (),
+    ) -> Any:
         """What is pooled of all prompts at once, float32 [prompts, hidden], and how many tokens of each were cached;
         others are answered beside them."""
         nothing = SamplingParams(max_tokens=1, temperature=0.0)
         some = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-        outcomes = {self.submit(prompt, nothing, pooling=pooling): Outcome() for prompt in prompts}
+        each = zip(prompts, adapters or [0] * len(prompts), strict=True)
+        outcomes = {self.submit(prompt, nothing, adapter, pooling): Outcome() for prompt, adapter in each}
         found = self._serve(outcomes | {self.submit(prompt, some): Outcome() for prompt in beside})[: len(prompts)]
         vectors = np.stack([np.frombuffer(outcome.pooled, np.float32) for outcome in found])
         return vectors, [outcome.cached for outcome in found]

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
 from llm_service.layers.adapters import AdapterKernel
 from llm_service.models.name_patterns import Budget, NamePattern
-from llm_service.request import SamplingParams
+from llm_service.request import Pooling, PromptLayout, SamplingParams
 from tests.adapters import ALL, ATTENTION
-from tests.parity.local_engine import LocalEngine, make_prompt
+from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
 from tests.peft_reference import PeftReference, fits_for_peft
 from tests.pictures import noise
 from tests.unit.llm_service.test_name_patterns import NAMES, WRITTEN
@@ -74,6 +75,36 @@ def test_a_mixed_batch_of_four_adapters_and_none(checkpoints: Callable[..., Path
         for _ in range(2):
             outcomes = engine.run([prompt] * len(NUMBERS), GREEDY, NUMBERS)
             assert [outcome.tokens for outcome in outcomes] == [said[number] for number in NUMBERS], given
+
+
+@pytest.mark.parametrize("kernel", [AdapterKernel.CPU, AdapterKernel.NONE])
+def test_embeddings_of_a_mixed_batch_are_those_of_each_adapter_alone(
+    checkpoints: Callable[..., Path], tmp_path: Path, kernel: AdapterKernel
+) -> None:
+    directory = checkpoints("qwen3_vl")
+    peft = PeftReference(directory, tmp_path, configs("qwen3_vl"))
+    engine = LocalEngine(directory, adapters=peft.folders, adapter_kernel=kernel)
+    long, short = make_prompt(directory, [noise(60, 90), "What is in the picture?"]), make_prompt(directory, ["a"])
+    for pooling in Pooling:
+        alone = np.concatenate([engine.embed([long], pooling, adapters=[number])[0] for number in NUMBERS])
+        assert pooling is Pooling.CLS or np.abs(alone[1] - alone[[0, 2, 3, 4]]).max(axis=1).min() > 1e-3
+        together, _ = engine.embed([long] * len(NUMBERS), pooling, beside=[short], adapters=NUMBERS)
+        assert np.abs(together - alone).max() < 1e-4
+
+
+@pytest.mark.parametrize("kernel", [AdapterKernel.CPU, AdapterKernel.NONE])
+def test_an_adapter_embeds_its_own_prompt_where_an_answer_is_drawn_behind_it(
+    checkpoints: Callable[..., Path], tmp_path: Path, kernel: AdapterKernel
+) -> None:
+    """Of a token each: what is wanted of the step's last layer is all of its rows, in another order."""
+    directory = checkpoints("qwen3_vl")
+    peft = PeftReference(directory, tmp_path, configs("qwen3_vl"))
+    engine = LocalEngine(directory, adapters=peft.folders, adapter_kernel=kernel)
+    token = Prompt(PromptLayout([65], [], bytes(12)), [], {})
+    base, own = (engine.embed([token], adapters=[number])[0] for number in (0, 1))
+    assert np.abs(base - own).max() > 1e-3
+    for number, alone in enumerate((base, own)):
+        assert np.abs(engine.embed([token], beside=[token], adapters=[number])[0] - alone).max() < 1e-5
 
 
 def test_the_files_are_those_that_peft_writes(checkpoints: Callable[..., Path], tmp_path: Path) -> None:
