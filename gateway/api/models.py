@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import Unavailable
+from gateway.errors import NoRoute
 from gateway.request_context import context_of
 from gateway.services import LlmServices
 from gateway.stream import json_answer
@@ -43,9 +44,11 @@ class Models:
         return json_answer({"object": "list", "data": [*models, *adapters]})
 
     async def one(self, request: Request) -> Response:
-        """One of them. Raises as `LlmServices.pick`."""
+        """One of them. Raises NoRoute where none is named, else as `LlmServices.pick`."""
         context_of(request, "models")
         name = request.path_params["name"]
+        if not name:
+            raise NoRoute(404, "there is nothing at this path; /v1/models lists what is served")
         if (base := self._services.adapters.get(name)) is not None:
             return json_answer(self._adapter(name, base))
         info = self._services.models.get(name)

@@ -131,6 +131,11 @@ def test_a_wrong_method_is_told_which_are_right(door: Trio) -> None:
     assert set(door.post("/v1/models", b"").headers["allow"].split(", ")) == {"GET", "HEAD"}
 
 
+def test_a_model_without_a_name_is_not_there(door: Trio) -> None:
+    reply = door.get("/v1/models/")
+    assert (reply.status, reply.error["code"], reply.headers["x-should-retry"]) == (404, "NOT_FOUND", "false")
+
+
 @pytest.mark.parametrize("name", ["tracestate", "traceparent"])
 def test_a_trace_context_of_kilobytes_is_left_behind(door: Trio, name: str) -> None:
     reply = door.post(CHAT.decode(), chat(), {name: "a=b," * 5_000})
