@@ -61,7 +61,7 @@ def _messages(asked: ResponsesRequest, places: list[int]) -> Iterator[dict[str, 
         match item:
             case ReasoningItem(content=parts):
                 if own:
-                    yield own
+                    yield _whole(own)
                 own = {"role": "assistant", "reasoning_content": "".join(part.text for part in parts or ())}
                 places.append(place)
                 continue
@@ -77,14 +77,14 @@ def _messages(asked: ResponsesRequest, places: list[int]) -> Iterator[dict[str, 
                 continue
             case MessageItem(role="assistant"):
                 if own:
-                    yield own
+                    yield _whole(own)
                 own = {"role": "assistant", "content": _content(item.content)}
                 places.append(place)
                 continue
             case _:
                 pass
         if own:
-            yield own
+            yield _whole(own)
             own = {}
         places.append(place)
         if isinstance(item, ResultItem):
@@ -92,7 +92,12 @@ def _messages(asked: ResponsesRequest, places: list[int]) -> Iterator[dict[str, 
         else:
             yield {"role": item.role, "content": _content(item.content)}
     if own:
-        yield own
+        yield _whole(own)
+
+
+def _whole(own: dict[str, Any]) -> dict[str, Any]:
+    """A message of the model's, which says nothing where its answer was cut off before it had thought to the end."""
+    return own if "tool_calls" in own else {"content": "", **own}
 
 
 def _content(given: str | list[TextPart | ImagePart]) -> str | list[dict[str, Any]]:
@@ -107,7 +112,12 @@ def _content(given: str | list[TextPart | ImagePart]) -> str | list[dict[str, An
 
 
 _MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
-_CALLED = {"max_tokens": "max_output_tokens", "response_format": "text.format"}
+_CALLED = {
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "tool_choice.function.name": "tool_choice.name",
+}
+_TOOL = re.compile(r"(tools\[\d+\])\.function\.(\w+)")
 
 
 def of_input(error: TwinlensError, places: list[int]) -> TwinlensError:
@@ -115,4 +125,6 @@ def of_input(error: TwinlensError, places: list[int]) -> TwinlensError:
     if match := _MESSAGE.fullmatch(error.field):
         place = places[int(match[1])]
         return error.at(f"input[{place}]{match[2]}" if place >= 0 else "input")
+    if match := _TOOL.fullmatch(error.field):
+        return error.at(f"{match[1]}.{match[2]}")
     return error.at(_CALLED.get(error.field, error.field))

@@ -196,6 +196,30 @@ def test_an_item_that_is_none_is_refused_where_it_is_wrong(scripted_door: Script
     assert (reply.status, reply.error["param"]) == (400, param)
 
 
+def test_a_function_is_named_as_the_caller_has_it(scripted_door: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    reply = scripted_door.post(
+        "/v1/responses", {"input": "x", "tools": [TOOL], "tool_choice": {"type": "function", "name": "none"}}
+    )
+    assert (reply.status, reply.error["param"]) == (400, "tool_choice.name")
+    refusal = v1.Status(code=3, reason="BAD_TOOL", field="chat.tools[0].parameters")
+    monkeypatch.setattr(scripted_door.llm, "play", lambda _: iter(()))
+    monkeypatch.setattr(scripted_door.llm, "refusal", (grpc.StatusCode.INVALID_ARGUMENT, refusal))
+    reply = scripted_door.post("/v1/responses", {"input": "x", "tools": [TOOL]})
+    assert (reply.status, reply.error["param"]) == (400, "tools[0].parameters")
+
+
+def test_an_answer_that_was_cut_off_while_the_model_thought_may_be_sent_back(scripted_door: Scripted) -> None:
+    thought = {"type": "reasoning", "id": "rs_1", "summary": [], "status": "incomplete"}
+    thought["content"] = [{"type": "reasoning_text", "text": "Hm"}]
+    scripted_door.llm.requests.clear()
+    said = [{"role": "user", "content": "x"}, thought, {"role": "user", "content": "And?"}, thought]
+    assert scripted_door.post("/v1/responses", {"input": said}).status == 200
+    messages = scripted_door.llm.requests[0].chat.messages
+    assert [each.role for each in messages] == ["user", "assistant"] * 2
+    assert [each.reasoning for each in messages] == ["", "Hm"] * 2
+    assert [part.text for each in messages for part in each.parts] == ["x", "", "And?", ""]
+
+
 def test_what_the_services_refuse_is_named_as_the_caller_knows_it(door: Trio) -> None:
     bad = {"type": "input_image", "image_url": data_url(b"no picture", "image/png")}
     items = [
