@@ -25,7 +25,7 @@ def resumed_end(sequence: Sequence) -> str:
     if not sequence.output:
         raise InvalidInput("the prompt is longer than the context", reason="PROMPT_TOO_LONG", field="input")
     *earlier, last = sequence.output
-    if any(token in sequence.stop_ids for token in earlier):
+    if not set(sequence.stop_ids).isdisjoint(earlier):
         raise InvalidInput("an answer does not go on behind its end", reason="BAD_RESUME", field="resume")
     ended = finish_reason(sequence, last)
     if isinstance(ended, InvalidInput):

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 import pytest
 
 from common.errors import InvalidInput
+from llm_service.engine.finish import resumed_end
 from llm_service.engine.structure import Matcher
 from tests.unit.llm_service.hashed import EOS, Order, Picture, alternating, expected
 from tests.unit.llm_service.simulated import Simulation, order, run_until_over, simulation, text
@@ -147,3 +148,27 @@ def test_what_was_said_is_checked_whenever_its_grammar_is_there(fits: bool, fail
         engine.step()
     outcome = engine.outcomes[id]
     assert (outcome.failed, outcome.ended[0], outcome.tokens, outcome.started) == (failed, ended, [said], 0)
+
+
+class Compared(int):
+    """A token that counts how often it is compared with others."""
+
+    times = 0
+
+    def __eq__(self, other: object) -> bool:
+        Compared.times += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+def test_what_was_said_is_looked_through_once_however_many_tokens_would_end_it() -> None:
+    """A thousand of them behind a hundred thousand held every request up for seconds."""
+    engine = simulation()
+    said = [5] * 20
+    id = engine.submit(order(text(9), max_tokens=30, stop_token_ids=tuple(range(6, 29))), said=[said])
+    (sequence,) = engine.scheduler._queues.requests[id]
+    sequence.stop_ids, Compared.times = tuple(map(Compared, sequence.stop_ids)), 0
+    assert resumed_end(sequence) == ""
+    assert Compared.times <= 2 * len(sequence.stop_ids), "once for the last token, which may end it"
+    engine.abort(id)
