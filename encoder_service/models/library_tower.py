@@ -79,10 +79,14 @@ class LibraryTower:
 
     def rows(self, inputs: Mapping[str, Any], tokens: int, modality: str = "image") -> Tensor:
         """What the processor has made of one item, or of several at once → [tokens, levels, width], one item's behind
-        the other's. Raises RuntimeError where there are more or fewer."""
+        the other's. Raises RuntimeError where there are more or fewer, or the library computes none: some models have
+        no positions for pictures that their processors take, such as very long ones."""
         attending = contextlib.nullcontext() if self._backend is None else AttendingBy(self._backend)
-        with attending, self._turning:
-            return self._rows(inputs, tokens, modality)
+        try:
+            with attending, self._turning:
+                return self._rows(inputs, tokens, modality)
+        except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise RuntimeError(f"the library does not compute it: {type(error).__name__}: {error}") from error
 
     def _rows(self, inputs: Mapping[str, Any], tokens: int, modality: str) -> Tensor:
         if modality == _UNPOOLED and hasattr(getattr(self._model.base_model, _FILLS_UP, None), "vocab_offset"):

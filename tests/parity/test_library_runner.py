@@ -19,10 +19,11 @@ from common.gpu import Capture
 from encoder_service.models.library_products import lay_out
 from encoder_service.models.library_tower import LibraryTower
 from encoder_service.worker import library_runner
+from encoder_service.worker.__main__ import _answer, one_by_one
 from encoder_service.worker.graphs import Choice
 from encoder_service.worker.library_batches import Made
 from encoder_service.worker.library_runner import LibraryRunner, noisy_sound, picture
-from encoder_service.worker.messages import Batch, Piece, WorkerSettings
+from encoder_service.worker.messages import Batch, BatchDone, BatchFailed, Piece, WorkerSettings
 from tools.models.recipes import RECIPES
 from tools.models.recipes.recipe import LLAMA, VISION, part, whole
 from tools.models.tiny import make, make_by
@@ -113,6 +114,23 @@ def test_items_of_one_shape_share_a_pass_and_get_the_rows_that_they_get_alone(
     for piece, each in zip(pieces, expected, strict=True):
         written = bytearray(store.view[piece.rows : piece.rows + 4 * each.numel()])
         assert torch.equal(torch.frombuffer(written, dtype=torch.float32).view_as(each), each)
+
+
+def test_a_picture_that_the_tower_has_no_positions_for_fails_alone(
+    arenas: tuple[SharedBuffer, SharedBuffer], tmp_path: Path
+) -> None:
+    gemma = make("gemma4", tmp_path)
+    found = library_models.describe(gemma)
+    runner = LibraryRunner(WorkerSettings(str(gemma), "cpu", "float32", 0, ROOM, ROOM, library=found), *arenas)
+
+    def batch(height: int, width: int) -> Batch:
+        pixels = picture((height, width), 0)
+        arenas[0].view[: pixels.size] = pixels.tobytes()
+        tokens = sum(part.rows for part in runner._processor.replacement(pixels))
+        return Batch([Piece("image", 0, 1, height, width, (height, width), (1, 1, tokens), tokens, 0)])
+
+    answers = [_answer(runner, begun) for begun in one_by_one([batch(4, 800), batch(48, 64)], runner.start)]
+    assert [type(answer) for answer in answers] == [BatchFailed, BatchDone]
 
 
 def test_a_trial_has_each_shape_once_and_one_of_uneven_patches(
