@@ -10,9 +10,10 @@ import json
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gateway.call_arguments import parsed
-from gateway.call_forms import FORMS, Call, Functions, Reader
-from gateway.tool_format import ToolFormat
+from gateway.calls.arguments import parsed
+from gateway.calls.form import Call, Functions, Reader
+from gateway.calls.forms import FORMS
+from gateway.calls.tool_format import ToolFormat
 from twinlens.v1 import llm_pb2
 
 THINK: Final = ("<think>", "</think>")
@@ -66,12 +67,15 @@ class OutputParser:
         self._form = FORMS.get(tools)
         self._functions = functions
         self._single = single
-        self._answer = {ToolFormat.LIST: self._list, ToolFormat.ARGUMENTS: self._arguments}.get(tools, self._words)
+        self._mark = "" if self._form is None else (self._form.section or (self._form.begin,))[0]
+        words = self._call if self._form and not self._mark else self._words
+        self._answer = {ToolFormat.LIST: self._list, ToolFormat.ARGUMENTS: self._arguments}.get(tools, words)
         self._step = self._answer if constrained else self._beginning
         self._marks = THINK
         self._held = ""
         self._before = ""  # the mark of a call that is read, and white space before it
         self._reader: Reader | None = None
+        self._sectioned = 0  # calls before the section that is read
         self.calls = 0
 
     def begin(self, started: llm_pb2.GenerateStarted) -> None:
@@ -136,28 +140,48 @@ class OutputParser:
 
     def _words(self, out: list[Piece], *, last: bool) -> bool:
         """Up to a call; white space before calls and between them belongs to them."""
-        if self._form is None:
+        if self._form is None or not self._mark:
             _add(out, TextDelta(self._held))
             self._held = ""
             return False
-        words, mark, rest = self._held.partition(self._form.begin)
+        words, mark, rest = self._held.partition(self._mark)
         if mark:
             said = words.rstrip()
             self._before = words[len(said) :] + mark
             _add(out, TextDelta(said))
             self._held = rest
-            self._reader = self._form.reader(self._functions)
-            self._step = self._call
+            self._sectioned = self.calls
+            self._step = self._section if self._form.section else self._call
             return True
-        keep = len(words) if last else _certain(words, self._form.begin)
+        keep = len(words) if last else _certain(words, self._mark)
         if not (last and self.calls and not words.strip()):
             _add(out, TextDelta(words[:keep]))
         self._held = words[keep:]
         return False
 
+    def _section(self, out: list[Piece], *, last: bool) -> bool:
+        """Before a call, or the end, of a section; what is neither is words."""
+        assert self._form is not None
+        assert self._form.section is not None
+        said, begin, end = self._held.lstrip(), self._form.begin, self._form.section[1]
+        if not last and (begin.startswith(said) or end.startswith(said)) and said not in (begin, end):
+            return False
+        gap = self._held[: len(self._held) - len(said)]
+        self._step = self._words
+        if said.startswith(begin):
+            self._before += gap + begin
+            self._held = said[len(begin) :]
+            self._step = self._call
+        elif said.startswith(end) and not self._before:
+            self._held = said[len(end) :]
+        else:
+            _add(out, TextDelta(self._before))
+        return True
+
     def _call(self, out: list[Piece], *, last: bool) -> bool:
-        """What stands behind the mark of a call."""
-        assert self._reader is not None
+        """What stands behind the mark of a call, or is the whole answer."""
+        assert self._form is not None
+        self._reader = self._reader or self._form.reader(self._functions)
         read = self._reader.read(self._held, last=last)
         if read is None:
             return False
@@ -166,7 +190,8 @@ class OutputParser:
         for call in read.calls:
             self._made(out, call)
         self._held = self._held[read.size :]
-        self._step = self._words
+        self._reader, self._before = None, ""
+        self._step = self._section if self._form.section and self.calls > self._sectioned else self._words
         return True
 
     def _made(self, out: list[Piece], call: Call) -> None:

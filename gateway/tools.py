@@ -10,13 +10,19 @@ from pydantic_core import to_json
 from common.call_schema import one_call
 from common.errors import InvalidInput
 from gateway.api.chat_request import ChatRequest, Function, NamedTool, Tool
-from gateway.tool_format import ToolFormat
+from gateway.calls.tool_format import ToolFormat
 from twinlens.v1 import llm_pb2
 
 _FORMATS: dict[int, ToolFormat] = {
     llm_pb2.TOOL_FORMAT_JSON: ToolFormat.JSON,
     llm_pb2.TOOL_FORMAT_XML: ToolFormat.XML,
     llm_pb2.TOOL_FORMAT_GLM: ToolFormat.GLM,
+    llm_pb2.TOOL_FORMAT_MISTRAL: ToolFormat.MISTRAL,
+    llm_pb2.TOOL_FORMAT_KIMI: ToolFormat.KIMI,
+    llm_pb2.TOOL_FORMAT_GEMMA: ToolFormat.GEMMA,
+    llm_pb2.TOOL_FORMAT_LLAMA: ToolFormat.LLAMA,
+    llm_pb2.TOOL_FORMAT_LFM: ToolFormat.LFM,
+    llm_pb2.TOOL_FORMAT_MINIMAX: ToolFormat.MINIMAX,
 }
 
 

@@ -6,10 +6,13 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from gateway.calls.tool_format import ToolFormat
 from gateway.output_parser import ArgumentsDelta, CallStart, OutputParser, TextDelta
-from gateway.tool_format import ToolFormat
-from tests.unit.gateway.test_output_parser import heard
+from tests.unit.gateway.test_output_parser import heard, whole
+from twinlens import v1
 
 CITY = {"type": "string"}
 WEATHER = {
@@ -89,7 +92,277 @@ GLM: dict[str, tuple[str, Heard]] = {
     ),
 }
 
-FAMILIES = {ToolFormat.GLM: GLM}
+LISTED = '[{"name": "weather", "arguments": {"city": "Rome", "days": 2}}'
+NAMED = '[TOOL_CALLS]weather[ARGS]{"city": "Rome", "days": 2}'
+MISTRAL: dict[str, tuple[str, Heard]] = {
+    "a list": (f"[TOOL_CALLS] {LISTED}]", [MADE]),
+    "a list with ids": (f'[TOOL_CALLS]{LISTED[:-1]}, "id": "bbc5b7ede"}}]', [MADE]),
+    "a list of two": (f'[TOOL_CALLS]{LISTED}, {{"name": "now", "arguments": {{}}}}]', [MADE, ("call", "now", {})]),
+    "a call by its name": (NAMED, [MADE]),
+    "a call with an id": (NAMED.replace("[ARGS]", "[CALL_ID]bbc5b7ede[ARGS]"), [MADE]),
+    "words and two calls": (
+        f"Let me see.{NAMED}[TOOL_CALLS]now[ARGS]{{}}",
+        [("text", "Let me see."), MADE, ("call", "now", {})],
+    ),
+    "texts with brackets, quotes and marks": (
+        r"""[TOOL_CALLS]write[ARGS]{"text": "} \" ] [TOOL_CALLS]now[ARGS]{} \\", "deep": [{"a": ["é🌍"]}]}""",
+        [("call", "write", {"text": '} " ] [TOOL_CALLS]now[ARGS]{} \\', "deep": [{"a": ["é🌍"]}]})],
+    ),
+    "words behind calls": (f"{NAMED} So be it.", [MADE, ("text", " So be it.")]),
+    "cut off in its arguments": (f"So: {NAMED[:-4]}", [("text", f"So: {NAMED[:-4]}")]),
+    "cut off in its name": ("[TOOL_CALLS]weath", [("text", "[TOOL_CALLS]weath")]),
+    "cut off before its arguments": ("[TOOL_CALLS]now[ARGS]", [("text", "[TOOL_CALLS]now[ARGS]")]),
+    "a list cut off": (f"[TOOL_CALLS]{LISTED}", [("text", f"[TOOL_CALLS]{LISTED}")]),
+    "a list of what is no call": ("[TOOL_CALLS] [1, 2] Hm.", [("text", "[TOOL_CALLS] [1, 2] Hm.")]),
+    "arguments that are no object": ("[TOOL_CALLS]now[ARGS][1]", [("text", "[TOOL_CALLS]now[ARGS][1]")]),
+    "arguments that are broken": (f"[TOOL_CALLS]now[ARGS]{{a}}{NAMED}", [("text", "[TOOL_CALLS]now[ARGS]{a}"), MADE]),
+    "a mention": (
+        f"Say [TOOL_CALLS] and a name, [ARGS]: {NAMED}",
+        [("text", "Say [TOOL_CALLS] and a name, [ARGS]:"), MADE],
+    ),
+}
+
+SECTION = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+
+
+def kimi(name: str, arguments: str) -> str:
+    return f"<|tool_call_begin|>{name}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+
+
+MARKED = {"text": 'ü<|tool_call_end|>"'}
+ROME = kimi("functions.weather:0", '{"city": "Rome", "days": 2}')
+KIMI: dict[str, tuple[str, Heard]] = {
+    "a call": (f"{SECTION[0]}{ROME}{SECTION[1]}", [MADE]),
+    "a call with blanks": (
+        f"I look. \n{SECTION[0]}\n{ROME.replace(':0', ':0 ')}\n{SECTION[1]}\n",
+        [("text", "I look."), MADE],
+    ),
+    "two calls, one of no arguments": (
+        f"{SECTION[0]}{ROME}{kimi('functions.now:1', '')}{SECTION[1]}",
+        [MADE, ("call", "now", {})],
+    ),
+    "a name alone": (f"{SECTION[0]}{kimi('weather:3', '{}')}{SECTION[1]}", [("call", "weather", {})]),
+    "lines, and a mark in a text": (
+        f"{SECTION[0]}{kimi('functions.write:0', json.dumps(MARKED, indent=1))}{SECTION[1]}",
+        [("call", "write", MARKED)],
+    ),
+    "words behind": (f"{SECTION[0]}{ROME}{SECTION[1]} So be it.", [MADE, ("text", " So be it.")]),
+    "noise behind a call": (f"{SECTION[0]}{ROME} hm", [MADE, ("text", " hm")]),
+    "cut off in a second call": (
+        f'{SECTION[0]}{ROME}<|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{{"a',
+        [MADE, ("text", '<|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{"a')],
+    ),
+    "cut off in its name": (
+        f"{SECTION[0]}<|tool_call_begin|>functi",
+        [("text", f"{SECTION[0]}<|tool_call_begin|>functi")],
+    ),
+    "cut off in a mark": (f"Hm. {SECTION[0]}<|tool_cal", [("text", f"Hm. {SECTION[0]}<|tool_cal")]),
+    "broken arguments": (
+        f"Hm.\n{SECTION[0]}{kimi('functions.now:0', '{a}')}{SECTION[1]}",
+        [("text", f"Hm.\n{SECTION[0]}{kimi('functions.now:0', '{a}')}{SECTION[1]}")],
+    ),
+    "nothing in it": (f"Hm. {SECTION[0]} {SECTION[1]}", [("text", f"Hm. {SECTION[0]} {SECTION[1]}")]),
+    "a mention": (f"One writes {SECTION[0]} first.", [("text", f"One writes {SECTION[0]} first.")]),
+}
+
+GEMMA_CALL = '<|tool_call>call:weather{city:<|"|>Rome<|"|>,days:2}<tool_call|>'
+GEMMA: dict[str, tuple[str, Heard]] = {
+    "a call": (GEMMA_CALL, [MADE]),
+    "words and two calls": (
+        f"I look.\n{GEMMA_CALL}<|tool_call>call:now{{}}<tool_call|>",
+        [("text", "I look."), MADE, ("call", "now", {})],
+    ),
+    "values": (
+        (
+            '<|tool_call>call:weather{city:<|"|>é "quoted", {a:1} <tool_call|>\n🌍<|"|>,exact:true,'
+            'near:[<|"|>a<|"|>,<|"|><|"|>],'
+            'place:{floors:-1.5,<|"|>a key<|"|>:null,deep:[[],{}]}}<tool_call|>'
+        ),
+        [
+            (
+                "call",
+                "weather",
+                {
+                    "city": 'é "quoted", {a:1} <tool_call|>\n🌍',
+                    "exact": True,
+                    "near": ["a", ""],
+                    "place": {"floors": -1.5, "a key": None, "deep": [[], {}]},
+                },
+            )
+        ],
+    ),
+    "a number in a text's place": (
+        "<|tool_call>call:weather{city:10}<tool_call|>",
+        [("call", "weather", {"city": "10"})],
+    ),
+    "a text in a number's place": (
+        '<|tool_call>call:weather{days:<|"|>2<|"|>}<tool_call|>',
+        [("call", "weather", {"days": 2})],
+    ),
+    "cut off in a text": (GEMMA_CALL[:40], [("text", GEMMA_CALL[:40])]),
+    "a text without quotes": (
+        f"<|tool_call>call:weather{{city:Rome}}<tool_call|> {GEMMA_CALL}",
+        [("text", "<|tool_call>call:weather{city:Rome}<tool_call|>"), MADE],
+    ),
+    "no closing brace": ("<|tool_call>call:now{<tool_call|>", [("text", "<|tool_call>call:now{<tool_call|>")]),
+    "too deep": (
+        f"<|tool_call>call:now{{a:{'[' * 99}{']' * 99}}}<tool_call|>",
+        [("text", f"<|tool_call>call:now{{a:{'[' * 99}{']' * 99}}}<tool_call|>")],
+    ),
+    "a mention": ("Mark it <|tool_call> and <tool_call|>.", [("text", "Mark it <|tool_call> and <tool_call|>.")]),
+}
+
+PYTHON = '[weather(city="Rome", days=2)]'
+LLAMA: dict[str, tuple[str, Heard]] = {
+    "JSON": ('{"name": "weather", "parameters": {"city": "Rome", "days": 2}}', [MADE]),
+    "JSON with a type": (
+        '\n{ "type": "function", "name": "weather", "parameters": {"city": "Rome", "days": "2"} }',
+        [("call", "weather", {"city": "Rome", "days": "2"})],
+    ),
+    "JSON twice": (
+        '{"name": "weather", "parameters": {"city": "Rome", "days": 2}}{"name": "now", "parameters": {}}',
+        [MADE, ("call", "now", {})],
+    ),
+    "JSON with a semicolon between": (
+        '{"name": "now", "parameters": {}}; {"name": "now", "parameters": {}}\n',
+        [("call", "now", {}), ("call", "now", {})],
+    ),
+    "Python": (PYTHON, [MADE]),
+    "Python twice": (" [weather(city='Rome', days='2'), now()]\n", [MADE, ("call", "now", {})]),
+    "words": ("It is [weather(1)].", [("text", "It is [weather(1)].")]),
+    "words with a call behind": (f"Sure: {PYTHON}", [("text", f"Sure: {PYTHON}")]),
+    "words that begin as a call": ("[1] says so.", [("text", "[1] says so.")]),
+    "a call of nothing that is there": ("[print(x=1)]", [("text", "[print(x=1)]")]),
+    "JSON of nothing that is there": (
+        '{"name": "Ann", "parameters": {}}',
+        [("text", '{"name": "Ann", "parameters": {}}')],
+    ),
+    "JSON that is none": ('{"a": 1}', [("text", '{"a": 1}')]),
+    "Python and words": (f"{PYTHON} as is.", [("text", f"{PYTHON} as is.")]),
+    "JSON cut off": ('{"name": "weather", "param', [("text", '{"name": "weather", "param')]),
+    "Python cut off": (PYTHON[:-4], [("text", PYTHON[:-4])]),
+    "a value that is an expression": ("[weather(days=1+1)]", [("text", "[weather(days=1+1)]")]),
+    "nothing": ("", []),
+    "blanks": (" \n", [("text", " \n")]),
+}
+
+LFM_CALL = f"<|tool_call_start|>{PYTHON}<|tool_call_end|>"
+LFM: dict[str, tuple[str, Heard]] = {
+    "a call": (LFM_CALL, [MADE]),
+    "a call and words": (f"{LFM_CALL}Checking Rome.", [MADE, ("text", "Checking Rome.")]),
+    "two in a list": (
+        "<|tool_call_start|>[weather(city='Rome', days=2), now()]<|tool_call_end|>",
+        [MADE, ("call", "now", {})],
+    ),
+    "values": (
+        (
+            "<|tool_call_start|>[weather(city='it\\'s \"é\" \\u00fc\\n', near=['a', \"b\"], exact=True, "
+            "place={\"floors\": 2, 'zip': None})]<|tool_call_end|>"
+        ),
+        [
+            (
+                "call",
+                "weather",
+                {
+                    "city": 'it\'s "é" ü\n',
+                    "near": ["a", "b"],
+                    "exact": True,
+                    "place": {"floors": 2, "zip": None},
+                },
+            )
+        ],
+    ),
+    "an apostrophe, and lines": (
+        "<|tool_call_start|>[write(text='It's Ann's\n\"way\", she said')]<|tool_call_end|>",
+        [("call", "write", {"text": "It's Ann's\n\"way\", she said"})],
+    ),
+    "types of the schema": (
+        "<|tool_call_start|>[weather(city=10, days='2')]<|tool_call_end|>",
+        [("call", "weather", {"city": "10", "days": 2})],
+    ),
+    "JSON": (f"<|tool_call_start|>{LISTED}]<|tool_call_end|>", [MADE]),
+    "values without names": (
+        "<|tool_call_start|>[weather('Rome')]<|tool_call_end|>",
+        [("text", "<|tool_call_start|>[weather('Rome')]<|tool_call_end|>")],
+    ),
+    "half a pair of surrogates": (
+        "<|tool_call_start|>[write(text='\\ud83d')]<|tool_call_end|>",
+        [("text", "<|tool_call_start|>[write(text='\\ud83d')]<|tool_call_end|>")],
+    ),
+    "cut off": (LFM_CALL[:40], [("text", LFM_CALL[:40])]),
+    "no end, but whole": (LFM_CALL.removesuffix("<|tool_call_end|>"), [MADE]),
+    "a mention": ("Mark it <|tool_call_start|>.", [("text", "Mark it <|tool_call_start|>.")]),
+}
+
+NS = "]<]minimax[>["
+
+
+def element(name: str, inner: str) -> str:
+    return f"{NS}<{name}>{inner}{NS}</{name}>"
+
+
+def invoked(name: str, *elements: str) -> str:
+    return f'{NS}<invoke name="{name}">' + "\n".join(elements) + f"{NS}</invoke>"
+
+
+MINIMAX_CALL = f"{NS}<tool_call>\n{invoked('weather', element('city', 'Rome'), element('days', '2'))}\n{NS}</tool_call>"
+MINIMAX: dict[str, tuple[str, Heard]] = {
+    "a call": (MINIMAX_CALL, [MADE]),
+    "words and two calls": (
+        f"I look.\n\n{MINIMAX_CALL.replace(f'{NS}</tool_call>', invoked('now') + f'{NS}</tool_call>')}",
+        [("text", "I look."), MADE, ("call", "now", {})],
+    ),
+    "values": (
+        f"{NS}<tool_call>"
+        + invoked(
+            "weather",
+            element("city", " 10 <b>é🌍</b>\n"),
+            element("near", element("item", "Ostia") + element("item", "2")),
+            element("place", "\n" + element("zip", "00100") + "\n" + element("floors", "3") + "\n"),
+            element("more", element("a", element("b", "1"))),
+        )
+        + f"{NS}</tool_call>",
+        [
+            (
+                "call",
+                "weather",
+                {
+                    "city": " 10 <b>é🌍</b>\n",
+                    "near": ["Ostia", "2"],
+                    "place": {"zip": "00100", "floors": 3},
+                    "more": {"a": {"b": "1"}},
+                },
+            )
+        ],
+    ),
+    "nothing in a list or an object": (
+        f"{NS}<tool_call>{invoked('weather', element('near', ''), element('place', ''))}{NS}</tool_call>",
+        [("call", "weather", {"near": [], "place": {}})],
+    ),
+    "an element without an end": (
+        f"{NS}<tool_call>{invoked('now', f'{NS}<a>1')}{NS}</tool_call>",
+        [("text", f"{NS}<tool_call>{invoked('now', f'{NS}<a>1')}{NS}</tool_call>")],
+    ),
+    "words in it": (
+        f"{NS}<tool_call>{invoked('now', 'hm')}{NS}</tool_call>",
+        [("text", f"{NS}<tool_call>{invoked('now', 'hm')}{NS}</tool_call>")],
+    ),
+    "cut off before its end": (
+        f'{NS}<tool_call>{NS}<invoke name="weather">{element("city", "Rome")}',
+        [("text", f'{NS}<tool_call>{NS}<invoke name="weather">{element("city", "Rome")}')],
+    ),
+    "a mention": (f"Not {NS}<tool_call> but <tool_call>.", [("text", f"Not {NS}<tool_call> but <tool_call>.")]),
+}
+
+FAMILIES = {
+    ToolFormat.GLM: GLM,
+    ToolFormat.MISTRAL: MISTRAL,
+    ToolFormat.KIMI: KIMI,
+    ToolFormat.GEMMA: GEMMA,
+    ToolFormat.LLAMA: LLAMA,
+    ToolFormat.LFM: LFM,
+    ToolFormat.MINIMAX: MINIMAX,
+}
 CASES = [(form, name) for form, cases in FAMILIES.items() for name in cases]
 
 
@@ -102,7 +375,14 @@ def test_a_familys_text_is_taken_apart_wherever_it_is_cut(form: ToolFormat, name
     assert heard(text, form, list(range(len(text))), functions=FUNCTIONS) == expected
 
 
-FIRST_OF_TWO = {ToolFormat.GLM: (f"So: {GLM_CALL}", "\n<tool_call>")}
+FIRST_OF_TWO = {
+    ToolFormat.GLM: (f"So: {GLM_CALL}", "\n<tool_call>"),
+    ToolFormat.MISTRAL: (f"So: {NAMED}", "[TOOL_CALLS]no"),
+    ToolFormat.KIMI: (f"So: {SECTION[0]}{ROME}", "<|tool_call_begin|>f"),
+    ToolFormat.GEMMA: (f"So: {GEMMA_CALL}", "<|tool_call>call:"),
+    ToolFormat.LFM: (f"So: {LFM_CALL}", "<|tool_call_start|>["),
+    ToolFormat.MINIMAX: (f"So: {MINIMAX_CALL[: MINIMAX_CALL.rindex(NS)].rstrip()}", f"\n{NS}"),
+}
 
 
 @pytest.mark.parametrize("form", FIRST_OF_TWO, ids=lambda form: form.name)
@@ -116,3 +396,83 @@ def test_a_call_is_told_with_its_last_sign_and_words_before_it_at_once(form: Too
     assert isinstance(arguments, ArgumentsDelta)
     assert json.loads(arguments.text) == MADE[2]
     assert parser.feed(following) == []
+
+
+BITS = st.sampled_from(
+    [
+        *(
+            '{"name": "now", "arguments": {}}',
+            '"',
+            "'",
+            "\\",
+            "{",
+            "}",
+            "[",
+            "]",
+            "(",
+            ")",
+            ",",
+            ":",
+            "<",
+            " ",
+            "\n",
+            "x",
+        ),
+        *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "now"),
+        *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", *SECTION, ROME, "<|tool_call_begin|>", "<|tool_call_end|>"),
+        *("<|tool_call>", "call:now{", '<|"|>', "<tool_call|>", "<|tool_call_start|>", "now(", "text=", "[now()]"),
+        *(
+            f"{NS}<tool_call>",
+            f'{NS}<invoke name="now">',
+            f"{NS}<a>",
+            f"{NS}</a>",
+            f"{NS}</invoke>",
+            f"{NS}</tool_call>",
+        ),
+    ]
+)
+
+
+@given(st.lists(BITS, max_size=14), st.lists(st.integers(0, 300), max_size=6), st.sampled_from(list(FAMILIES)))
+def test_nothing_breaks_and_no_cut_matters(bits: list[str], cuts: list[int], form: ToolFormat) -> None:
+    text = "".join(bits)
+    places = [min(cut, len(text)) for cut in cuts]
+    found = heard(text, form, functions=FUNCTIONS)
+    assert heard(text, form, places, functions=FUNCTIONS) == found
+    if not any(kind == "call" for kind, *_ in found):
+        assert found == ([("text", text)] if text else [])
+
+
+LONG = 'print("</tool_call> it\'s }")\n' * 2000
+AT_LENGTH = {
+    ToolFormat.GLM: f"<tool_call>write<arg_key>text</arg_key><arg_value>{LONG}</arg_value></tool_call>",
+    ToolFormat.MISTRAL: f"[TOOL_CALLS]write[ARGS]{json.dumps({'text': LONG})}",
+    ToolFormat.KIMI: f"{SECTION[0]}{kimi('functions.write:0', json.dumps({'text': LONG}))}{SECTION[1]}",
+    ToolFormat.GEMMA: f'<|tool_call>call:write{{text:<|"|>{LONG}<|"|>}}<tool_call|>',
+    ToolFormat.LLAMA: f"[write(text={json.dumps(LONG)})]",
+    ToolFormat.LFM: f"<|tool_call_start|>[write(text={json.dumps(LONG)})]<|tool_call_end|>",
+    ToolFormat.MINIMAX: f"{NS}<tool_call>{invoked('write', element('text', LONG))}{NS}</tool_call>",
+}
+
+
+@pytest.mark.parametrize("form", AT_LENGTH, ids=lambda form: form.name)
+def test_a_long_call_is_read_once(form: ToolFormat) -> None:
+    """Read anew with each piece, it would take hours."""
+    text = AT_LENGTH[form]
+    assert heard(text, form, list(range(0, len(text), 7)), functions=FUNCTIONS) == [("call", "write", {"text": LONG})]
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "text"),
+    [
+        ("[THINK]", "[/THINK]", f"[THINK]Hm. <think> [TOOL_CALLS][/THINK]{NAMED}"),
+        ("<|channel>thought", "<channel|>", f"<|channel>thought\nHm. <think> [TOOL_CALLS]\n<channel|>{NAMED}"),
+        ("<mm:think>", "</mm:think>", f"\n<mm:think>\nHm. <think> [TOOL_CALLS]</mm:think>\n\n{NAMED}"),
+    ],
+)
+def test_reasoning_stands_between_the_marks_that_the_service_tells(begin: str, end: str, text: str) -> None:
+    for cut in range(len(text)):
+        parser = OutputParser(ToolFormat.MISTRAL, FUNCTIONS)
+        parser.begin(v1.GenerateStarted(reasoning_begin=begin, reasoning_end=end))
+        pieces = [*parser.feed(text[:cut]), *parser.feed(text[cut:]), *parser.end()]
+        assert whole(pieces) == [("reasoning", "Hm. <think> [TOOL_CALLS]"), MADE], cut

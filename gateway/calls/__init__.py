@@ -1,0 +1,1 @@
+"""Calls as models write them: how each form is read."""

@@ -1,0 +1,86 @@
+"""What a form of calls is, and what many of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from gateway.calls.arguments import Schema, written
+from gateway.calls.mark_search import MarkSearch, Quotes
+
+Functions: TypeAlias = Mapping[str, dict[str, Any]]
+"""The schemas of functions' parameters, by name."""
+Call: TypeAlias = tuple[str, str]
+"""A function's name, and its arguments as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """What the first `size` characters of a text are: calls, or words, where there are none."""
+
+    size: int
+    calls: list[Call]
+
+
+class Reader(Protocol):
+    """Reads one mark's calls."""
+
+    def read(self, text: str, *, last: bool) -> Stretch | None:
+        """What stands behind the mark; each text begins with the one before. None: more has to come, of which `last`
+        says that it will not."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """The mark before a call, and who reads on from there; without a mark, the whole answer is calls. In some forms
+    calls stand in a section, between two marks of its own."""
+
+    begin: str
+    reader: Callable[[Functions], Reader]
+    section: tuple[str, str] | None = None
+
+
+class Marked:
+    """Reads a call up to its end mark; where that never comes, the whole rest, unless a call is only whole with it."""
+
+    def __init__(
+        self, end: str, quotes: Quotes, calls: Callable[[str], list[Call] | None], *, ends_open: bool = True
+    ) -> None:
+        self._end, self._calls, self._ends_open = end, calls, ends_open
+        self._search = MarkSearch([end], quotes)
+
+    def read(self, text: str, *, last: bool) -> Stretch | None:
+        """See `Reader`. At the last, a mark within a quotation that has no end is one."""
+        mark = next(self._search.found(text, last=last), None)
+        end = text.find(self._end) if mark is None and last else mark.start() if mark else -1
+        if end < 0:
+            if not last:
+                return None
+            return Stretch(len(text), (self._calls(text) if self._ends_open else None) or [])
+        return Stretch(end + len(self._end), self._calls(text[:end]) or [])
+
+
+def all_named(calls: Any) -> list[Call] | None:
+    """Calls of a list, one or more, each an object with a function's name and its arguments."""
+    found = [call for each in calls if (call := _named(each)) is not None] if isinstance(calls, list) else []
+    return found if found and len(found) == len(calls) else None
+
+
+def _named(call: Any) -> Call | None:
+    if not isinstance(call, dict) or not isinstance(name := call.get("name"), str):
+        return None
+    arguments = next((call[key] for key in ("arguments", "parameters") if isinstance(call.get(key), dict)), None)
+    return None if arguments is None or (text := written(arguments)) is None else (name, text)
+
+
+def as_said(calls: list[tuple[str, dict[str, Any]]], functions: Functions) -> list[Call] | None:
+    """Calls whose arguments are values already, of the types that the functions want."""
+    found: list[Call] = []
+    for name, arguments in calls:
+        schema = Schema(functions.get(name, {}))
+        text = written({key: schema.of(key).as_said(value) for key, value in arguments.items()})
+        if text is None:
+            return None
+        found.append((name, text))
+    return found

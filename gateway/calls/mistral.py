@@ -1,0 +1,46 @@
+"""Mistral's calls, `[TOOL_CALLS][{"name": …, "arguments": {…}}]`, or `[TOOL_CALLS]name[ARGS]{…}` for each, with
+`[CALL_ID]id` before `[ARGS]` in some models."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from gateway.calls.arguments import parsed
+from gateway.calls.form import Stretch, all_named
+from gateway.calls.mark_search import JSON_TEXTS, ValueEnd
+
+BEGIN: Final = "[TOOL_CALLS]"
+_HEAD = re.compile(r"\s{0,64}(?P<name>[\w.-]{0,128})(?:\[CALL_ID\]\w{0,128})?(?P<args>\[ARGS\]\s{0,64})?", re.ASCII)
+
+
+class MistralReader:
+    """Reads a list of calls, or one that is a name and its arguments, from `[TOOL_CALLS]` on: JSON ends by itself."""
+
+    def __init__(self) -> None:
+        self._value: ValueEnd | None = None
+        self._name: str | None = None
+        self._begin = 0
+
+    def read(self, text: str, *, last: bool) -> Stretch | None:
+        """See `Reader`."""
+        if self._value is None and (stretch := self._head(text, last=last)) is not None:
+            return stretch
+        end = -1 if self._value is None else self._begin + self._value.find(text[self._begin :])
+        if end < self._begin:
+            return Stretch(len(text), []) if last else None
+        value = parsed(text[self._begin : end])
+        if self._name is not None:
+            value = [{"name": self._name, "arguments": value}]
+        return Stretch(end, all_named(value) or [])
+
+    def _head(self, text: str, *, last: bool) -> Stretch | None:
+        """Finds where the JSON begins; no calls where there can be none."""
+        head = _HEAD.match(text)
+        assert head is not None  # it may be of no signs
+        name, rest = head["name"], text[head.end() :]
+        if rest.startswith("{") if name and head["args"] else rest.startswith("[") and not name:
+            self._name, self._begin, self._value = name or None, head.end(), ValueEnd(JSON_TEXTS)
+            return None
+        may_go_on = not rest or (name and any(mark.startswith(rest) for mark in ("[CALL_ID]", "[ARGS]")))
+        return None if may_go_on and not last else Stretch(0, [])

@@ -1,0 +1,67 @@
+"""Calls as Python writes them, `[name(key=value, …), …]`: LFM's, and Llama's, which has no marks around them and may
+write JSON as well."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from gateway.calls.arguments import parsed
+from gateway.calls.form import Call, Functions, Marked, Reader, Stretch, all_named, as_said
+from gateway.calls.literals import NoLiteral, python_calls
+from gateway.calls.mark_search import JSON_TEXTS, Quotes, ValueEnd
+
+LFM_MARKS: Final = ("<|tool_call_start|>", "<|tool_call_end|>")
+_BEGINNING = re.compile(r"\s{0,64}(?:\[\s{0,64}(?P<name>[\w.-]{0,128})(?P<call>\()?|\{\s{0,64}(?P<key>\"\w{0,8}\"?)?)?")
+_KEYS: Final = ('"name"', '"type"')
+_NEXT_OBJECT = re.compile(r"[\s;]*(?=\{)")
+
+
+def lfm_reader(functions: Functions) -> Reader:
+    """Reads what stands between LFM's marks, which texts do not hold."""
+    return Marked(LFM_MARKS[1], Quotes(), lambda body: _calls(body.strip(), functions) or all_named(parsed(body)))
+
+
+class LlamaReader:
+    """Reads a whole answer, which has no marks, and is calls or words."""
+
+    def __init__(self, functions: Functions) -> None:
+        self._functions = functions
+
+    def read(self, text: str, *, last: bool) -> Stretch | None:
+        """See `Reader`. Most words are known as such by their beginning."""
+        if not last:
+            return None if self._may_be_calls(text) else Stretch(0, [])
+        calls = _json_objects(text) or _calls(text.strip(), self._functions) or []
+        known = all(name in self._functions for name, _ in calls)
+        return Stretch(len(text), calls) if calls and known else Stretch(0, [])
+
+    def _may_be_calls(self, text: str) -> bool:
+        begun = _BEGINNING.match(text)
+        assert begun is not None  # it may be of no signs
+        name, key, is_all = begun["name"], begun["key"], begun.end() == len(text)
+        if begun["call"]:
+            return name in self._functions
+        if name:
+            return is_all and any(function.startswith(name) for function in self._functions)
+        return key in _KEYS or (is_all and (key is None or any(known.startswith(key) for known in _KEYS)))
+
+
+def _json_objects(text: str) -> list[Call] | None:
+    """Calls one behind the other, with a semicolon between two, or nothing."""
+    values: list[Any] = []
+    at = 0
+    while begin := _NEXT_OBJECT.match(text, at):
+        rest = text[begin.end() :]
+        if (size := ValueEnd(JSON_TEXTS).find(rest)) < 0:
+            return None
+        at = begin.end() + size
+        values.append(parsed(rest[:size]))
+    return None if text[at:].strip("; \n") else all_named(values)
+
+
+def _calls(text: str, functions: Functions) -> list[Call] | None:
+    try:
+        return as_said(python_calls(text), functions)
+    except NoLiteral:
+        return None
