@@ -56,6 +56,12 @@ _TOOL_FORMATS = {
     ToolFormat.JSON: llm_pb2.TOOL_FORMAT_JSON,
     ToolFormat.XML: llm_pb2.TOOL_FORMAT_XML,
     ToolFormat.GLM: llm_pb2.TOOL_FORMAT_GLM,
+    ToolFormat.MISTRAL: llm_pb2.TOOL_FORMAT_MISTRAL,
+    ToolFormat.KIMI: llm_pb2.TOOL_FORMAT_KIMI,
+    ToolFormat.GEMMA: llm_pb2.TOOL_FORMAT_GEMMA,
+    ToolFormat.LLAMA: llm_pb2.TOOL_FORMAT_LLAMA,
+    ToolFormat.LFM: llm_pb2.TOOL_FORMAT_LFM,
+    ToolFormat.MINIMAX: llm_pb2.TOOL_FORMAT_MINIMAX,
 }
 
 _MAX_NAMES = 1024

@@ -9,15 +9,21 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common import tekken
 from common.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
-from llm_service.prompt.output_marks import THINK, reasoning_marks, tool_format
+from llm_service.prompt.output_marks import THINK, ToolFormat, reasoning_marks, tool_format
 from llm_service.request import ChatPrompt, MediaItem, Message, ToolDefinition
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -75,6 +81,13 @@ class _Marks:
         return [*out, (rendered[told:], False)] if told < len(rendered) else out
 
 
+_REASONING = {
+    "reasoning_content": "reasoning_content",
+    "block": r"""==\s*['"]thinking['"]""",
+    "thinking": r"""message\.thinking|message\[['"]thinking['"]\]""",
+}
+"""Where a message has what the model thought, by a sign of a template that looks there."""
+
 _REFUSED = "the model's chat template refuses this conversation"
 _PLAIN_REFUSED = "the model has no chat template: a conversation is one message of a user"
 _PLAIN = """\
@@ -92,16 +105,22 @@ class ChatTemplate:
     where it names their variables. A conversation that it refuses is `refused` so."""
 
     def __init__(self, source: str, variables: dict[str, Any], refused: str = _REFUSED) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+        )
         environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = _now
         environment.filters["tojson"] = _to_json
         self._template = environment.from_string(source)
         self._variables, self._refused = variables, refused
         self.knows_tools = bool(re.search(r"\btools\b", source))
-        self.knows_thinking = "enable_thinking" in source
+        choices = {"enable_thinking": r"enable_thinking", "thinking": r"(?<![.\w])thinking is (?:not )?defined"}
+        self._thinking = [name for name, sign in choices.items() if re.search(sign, source)]
+        self.knows_thinking = bool(self._thinking)
         marks = reasoning_marks(source)
         self.never_thinks = marks is None and not self.knows_thinking
-        self.knows_reasoning = "reasoning_content" in source
+        self._reasoning = next((place for place, sign in _REASONING.items() if re.search(sign, source)), None)
+        self.knows_reasoning = self._reasoning is not None
         self.reasoning_marks = marks or THINK
         self.tool_format = tool_format(source)
 
@@ -131,12 +150,13 @@ class ChatTemplate:
         """
         marks = _Marks()
         self._check(prompt)
-        messages = [self._message(message, marks) for message in prompt.messages]
+        said = _numbered(prompt.messages) if self.tool_format is ToolFormat.KIMI else prompt.messages
+        messages = [self._message(message, marks) for message in said]
         variables: dict[str, Any] = dict(self._variables)
         if prompt.tools:
             variables["tools"] = [{"type": "function", "function": _function(tool, marks)} for tool in prompt.tools]
         if prompt.thinking is not None:
-            variables["enable_thinking"] = prompt.thinking
+            variables.update(dict.fromkeys(self._thinking, prompt.thinking))
         try:
             rendered = self._template.render(messages=messages, add_generation_prompt=True, **variables)
         except _TEMPLATE_FAILURES as error:
@@ -188,11 +208,43 @@ class ChatTemplate:
             ]
         if message.tool_call_id:
             more["tool_call_id"] = marks.put_all(message.tool_call_id)
-        if message.reasoning:
-            more["reasoning_content"] = marks.put(message.reasoning)
+        if message.reasoning and self._reasoning == "block":
+            content.insert(0, {"type": "thinking", "thinking": marks.put(message.reasoning)})
+        elif message.reasoning:
+            more[str(self._reasoning)] = marks.put(message.reasoning)
         if all(part["type"] == "text" for part in content):
             return {"role": message.role, "content": "".join(part["text"] for part in content), **more}
         return {"role": message.role, "content": content, **more}
+
+
+def _numbered(messages: Sequence[Message]) -> list[Message]:
+    """With calls named as Kimi's are, by the function and their turn in the conversation: its template lays out a
+    call's name where others have the function's."""
+    names: dict[str, str] = {}
+    number = 0
+    out: list[Message] = []
+    for message in messages:
+        calls = [replace(call, id=f"functions.{call.name}:{number + n}") for n, call in enumerate(message.tool_calls)]
+        number += len(calls)
+        names |= {call.id: own.id for call, own in zip(message.tool_calls, calls, strict=True)}
+        result_of = names.get(message.tool_call_id, message.tool_call_id)
+        out.append(replace(message, tool_calls=tuple(calls), tool_call_id=result_of))
+    return out
+
+
+class _Generation(Extension):
+    """What stands between `generation` and `endgeneration` is marked for those who train; it is text like any other."""
+
+    tags = {"generation"}  # noqa: RUF012 # as its base has it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """The nodes between the tags."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _now(form: str) -> str:
+    return datetime.now().astimezone().strftime(form)
 
 
 def _function(tool: ToolDefinition, marks: _Marks) -> dict[str, Any]:

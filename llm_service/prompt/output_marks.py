@@ -12,21 +12,51 @@ class ToolFormat(Enum):
     JSON = "JSON"
     XML = "XML"
     GLM = "GLM"
+    MISTRAL = "MISTRAL"
+    KIMI = "KIMI"
+    GEMMA = "GEMMA"
+    LLAMA = "LLAMA"
+    LFM = "LFM"
+    MINIMAX = "MINIMAX"
 
 
-TAGGED: Final = frozenset((ToolFormat.JSON, ToolFormat.XML, ToolFormat.GLM))
-"""Formats in which a call stands between the marks `CALL`."""
 _CALLS: Final = {
+    "<|tool_calls_section_begin|>": ToolFormat.KIMI,
+    "]<]minimax[>[": ToolFormat.MINIMAX,
+    "[TOOL_CALLS]": ToolFormat.MISTRAL,
+    "<|tool_call>": ToolFormat.GEMMA,
+    "<|tool_call_start|>": ToolFormat.LFM,
+    "<|tool_list_start|>": ToolFormat.LFM,  # those that lay out no calls themselves
+    "List of tools: [": ToolFormat.LFM,
+    "<|header_start|>": ToolFormat.LLAMA,
     "<arg_key>": ToolFormat.GLM,
     "<function=": ToolFormat.XML,
     "<tool_call>": ToolFormat.JSON,
 }
 """By a mark that a template of this format has; the first that it has counts."""
-THINK: Final = ("<think>", "</think>")
-_REASONING: Final = (THINK,)
-
+TAGGED: Final = frozenset((ToolFormat.JSON, ToolFormat.XML, ToolFormat.GLM))
+"""Formats in which a call stands between the marks `CALL`."""
 CALL: Final = ("<tool_call>", "</tool_call>")
-SHOWN: Final = frozenset((*(mark for pair in _REASONING for mark in pair), *CALL, "<arg_key>", "</arg_key>"))
+
+THINK: Final = ("<think>", "</think>")
+_REASONING: Final = {
+    "[THINK]": ("[THINK]", "[/THINK]"),
+    "<|channel>": ("<|channel>thought", "<channel|>"),
+    "<mm:think>": ("<mm:think>", "</mm:think>"),
+    THINK[0]: THINK,
+}
+"""By a mark that a template has, what is written before reasoning and behind it; the first that it has counts."""
+
+SHOWN: Final = frozenset(
+    (
+        *("<think>", "</think>", "[THINK]", "[/THINK]", "<|channel>", "<channel|>", "<mm:think>", "</mm:think>"),
+        *(*CALL, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        *("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        *("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_call_start|>", "<|tool_call_end|>", "]<]minimax[>["),
+    )
+)
 """Marks of reasoning and of calls, which are in a text though a tokenizer may have them as special tokens, which texts
 leave out: callers take texts apart by them."""
 
@@ -38,4 +68,4 @@ def tool_format(template: str) -> ToolFormat | None:
 
 def reasoning_marks(template: str) -> tuple[str, str] | None:
     """What such a model writes before its reasoning and behind it; None where the template shows none."""
-    return next((marks for marks in _REASONING if marks[0] in template), None)
+    return next((marks for mark, marks in _REASONING.items() if mark in template), None)

@@ -6,6 +6,7 @@ import pytest
 
 from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.prompt.output_marks import THINK, ToolFormat
+from llm_service.request import ChatPrompt, Message, ToolCall
 
 GLM = """\
 {%- if tools %}For each function call: <tool_call>{function-name}
@@ -30,3 +31,74 @@ def test_a_template_shows_how_its_model_writes(
 ) -> None:
     read = ChatTemplate(template, {})
     assert (read.tool_format, read.reasoning_marks, read.never_thinks) == (form, marks or THINK, marks is None)
+
+
+@pytest.mark.parametrize(
+    ("template", "form", "marks"),
+    [
+        ("{{ '[TOOL_CALLS]' + tools }}{{ '[THINK]' }}", ToolFormat.MISTRAL, ("[THINK]", "[/THINK]")),
+        ("<|tool_calls_section_begin|>{{ tools }}<think></think>", ToolFormat.KIMI, THINK),
+        ("<|tool_call>call:<tool_call|>{{ tools }}<|channel>", ToolFormat.GEMMA, ("<|channel>thought", "<channel|>")),
+        ("<|header_start|>assistant{{ tools | tojson }}", ToolFormat.LLAMA, None),
+        ("List of tools: [{{ tools }}]", ToolFormat.LFM, None),
+        ("<|tool_call_start|>{{ tools }}<|tool_call_end|><think>", ToolFormat.LFM, THINK),
+        ("]<]minimax[>[<tool_call>{{ tools }}<mm:think>", ToolFormat.MINIMAX, ("<mm:think>", "</mm:think>")),
+    ],
+)
+def test_other_families_have_marks_of_their_own(template: str, form: ToolFormat, marks: tuple[str, str] | None) -> None:
+    test_a_template_shows_how_its_model_writes(template, form, marks)
+
+
+def rendered(template: str, *messages: Message, thinking: bool | None = None) -> str:
+    return "".join(text for text, _ in ChatTemplate(template, {}).render(ChatPrompt(messages, thinking=thinking)))
+
+
+def test_what_published_templates_use_of_jinja_is_known() -> None:
+    loop = "{% for each in [1, 2, 3] %}{% if each == 2 %}{% break %}{% endif %}{{ each }}{% endfor %}"
+    kept = "{% generation %}{{ messages[0].content }}{% endgeneration %}"
+    assert rendered(loop + kept + "{{ strftime_now('%Y') | length }}", Message("user", ("Hi.",))) == "1Hi.4"
+
+
+KIMI = """\
+{%- for m in messages %}{{ m.content }}
+{%- if m.role == 'tool' %}## Return of {{ m.tool_call_id }}{% endif %}
+{%- if m.tool_calls %}<|tool_calls_section_begin|>
+{%- for call in m.tool_calls %}<|tool_call_begin|>{{ call['id'] }}<|tool_call_argument_begin|>
+{{- call['function']['arguments'] | tojson }}<|tool_call_end|>{% endfor %}<|tool_calls_section_end|>{% endif %}
+{%- endfor %}{% if tools %}{% endif %}{% if thinking is defined and thinking is false %}<think></think>{% endif %}"""
+
+
+def test_kimis_calls_are_named_by_function_and_turn_whatever_their_ids_are() -> None:
+    calls = (ToolCall("call_b", "now", {}), ToolCall("call_a", "find", {"a": "ü"}))
+    text = rendered(
+        KIMI,
+        Message("assistant", (), calls),
+        Message("tool", ("T.",), tool_call_id="call_a"),
+        Message("assistant", (), (ToolCall("x", "now", {}),)),
+        Message("tool", ("U.",), tool_call_id="x"),
+        Message("tool", ("V.",), tool_call_id="unknown"),
+        thinking=False,
+    )
+    assert text == (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        '<|tool_call_begin|>functions.find:1<|tool_call_argument_begin|>{"a": "ü"}<|tool_call_end|>'
+        "<|tool_calls_section_end|>T.## Return of functions.find:1"
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:2<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>U.## Return of functions.now:2V.## Return of unknown<think></think>"
+    )
+
+
+IN_A_BLOCK = """\
+{%- for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for block in m.content %}
+{%- if block['type'] == 'thinking' %}[THINK]{{ block['thinking'] }}[/THINK]{% else %}{{ block['text'] }}{% endif %}
+{%- endfor %}{% endif %}{% endfor %}"""
+IN_A_FIELD = """\
+{%- for message in messages %}
+{%- if message.thinking is defined %}[THINK]{{ message.thinking }}[/THINK]{% endif %}{{ message.content }}
+{%- endfor %}"""
+
+
+@pytest.mark.parametrize("template", [IN_A_BLOCK, IN_A_FIELD], ids=["block", "field"])
+def test_reasoning_that_comes_back_stands_where_the_template_looks_for_it(template: str) -> None:
+    thought = Message("assistant", ("So.",), reasoning="Hm.")
+    assert rendered(template, Message("user", ("Hi.",)), thought) == "Hi.[THINK]Hm.[/THINK]So."
