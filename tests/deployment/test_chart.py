@@ -366,6 +366,19 @@ class TestSpecial:
         assert "--max-queued-bytes=1073741824" in args
         assert "--shared-memory=false" in args
 
+    def test_numbers_of_variables_are_written_out(self) -> None:
+        """As of a file of values: `--set` has whole numbers, a file has floats."""
+        text = template(
+            "--set-json", 'llm.environment={"NCCL_BUFFSIZE": 8388608, "SHARE": 0.5, "ON": true, "WORD": "8"}'
+        )
+        told = {each["name"]: each["value"] for each in container(pods(text)["twinlens-llm"])["env"]}
+        assert told.items() >= {"NCCL_BUFFSIZE": "8388608", "SHARE": "0.5", "ON": "true", "WORD": "8"}.items()
+
+    def test_a_host_may_stand_for_many(self) -> None:
+        text = template("--set-json", 'ingress={"enabled": true, "host": "*.example.org", "tlsSecret": "many"}')
+        spec = of_kind(text, "Ingress")["twinlens-gateway"]["spec"]
+        assert [each["host"] for each in spec["rules"]] == spec["tls"][0]["hosts"] == ["*.example.org"]
+
     def test_caches_and_models_may_be_claims(self) -> None:
         volume = "model.volume.persistentVolumeClaim.claimName=models"
         text = template("--set", volume, "--set", "cache.hub.size=10Gi", "--set", "cache.kernels.claimName=warm")
