@@ -55,7 +55,7 @@ labels:
 - {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ . | quote }}}
 {{- end }}
 {{- range $name, $value := (index $values .part).environment }}
-- {name: {{ $name }}, value: {{ include "twinlens.word" $value | quote }}}
+- {name: {{ $name | quote }}, value: {{ include "twinlens.word" $value | quote }}}
 {{- end }}
 {{- end }}
 
