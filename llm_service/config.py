@@ -113,6 +113,12 @@ class LlmConfig(ServerConfig):
     kv_cache_bytes: int = option(
         0, "memory for KV blocks, on each rank; 0: --kv-memory-share of what is free", parse=size, minimum=0
     )
+    kv_host_bytes: int = option(
+        0,
+        "host memory of each rank for computed KV blocks that have to make way for others; 0: they are forgotten",
+        parse=size,
+        minimum=0,
+    )
     snapshot_share: float = option(
         0.2,
         "of the memory for KV blocks, what snapshots of states take, in models whose layers have states",
@@ -309,6 +315,8 @@ class LlmConfig(ServerConfig):
         if self.max_running > self.max_step_tokens > 0:
             raise ValueError("--max-step-tokens must be at least --max-running, so that every decode fits a step")
         self._check_speculation()
+        if self.kv_host_bytes and not self.prefix_cache:
+            raise ValueError("--kv-host-bytes needs --prefix-cache: nothing else would find these blocks")
         if bool(self.encoder_cert) != bool(self.encoder_key):
             raise ValueError("--encoder-cert and --encoder-key go together")
         if self.row_mirror and not self.shared_memory:

@@ -131,7 +131,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     all where no chunk has one. `proposals`: one for each chunk, where a model proposes drafts; nothing is carried over
     then. `greedy`: every draw is of the likeliest token, and of none is asked how likely it was, so that ranks find it
     together. `whole`: [begin, end) of the batch, each the last tokens of a prompt, which see each other and what was
-    computed of it before. `pools` are for prompts whose embeddings are wanted.
+    computed of it before. `pools` are for prompts whose embeddings are wanted. Before all of this, KV blocks are
+    `offloaded`, (block, place in the host's memory) in order, and then `loaded`, (place, block).
     """
 
     token_ids: bytes
@@ -152,6 +153,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     greedy: bool = False
     whole: list[tuple[int, int]] = []
     pools: list[HiddenSum] = []
+    offloaded: list[tuple[int, int]] = []
+    loaded: list[tuple[int, int]] = []
 
     @property
     def tokens(self) -> int:

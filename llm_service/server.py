@@ -343,6 +343,7 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedMo
         int8_cache=config.kv_cache_dtype == "int8",
         kv_cache_bytes=config.kv_cache_bytes,
         kv_memory_share=config.kv_memory_share,
+        kv_host_bytes=config.kv_host_bytes,
         block_size=config.block_size,
         max_context=config.max_context,
         max_running=running,

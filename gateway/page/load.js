@@ -81,13 +81,15 @@ function ofLlm({ load, model, devices, in_flight: inFlight }, rates) {
     ["From this gateway", count(inFlight)],
     ["KV blocks in use", `${count(load.kv_blocks_used)} of ${count(load.kv_blocks_total)}, ${count(load.kv_blocks_cached)} more cached`,
       { part: load.kv_blocks_used, also: load.kv_blocks_cached, whole: load.kv_blocks_total }],
+    load.kv_host_blocks_total > 0 && ["KV blocks on the host", `${count(load.kv_host_blocks_used)} of ${count(load.kv_host_blocks_total)}`,
+      { part: load.kv_host_blocks_used, whole: load.kv_host_blocks_total }],
     ["Prefix cache hits", `${share(load.prefix_hit_tokens, load.prefix_query_tokens)} of tokens`,
       { part: load.prefix_hit_tokens, whole: load.prefix_query_tokens }],
     ["Rows held", `${bytes(load.row_bytes)} of ${bytes(load.row_capacity_bytes)}`, { part: load.row_bytes, whole: load.row_capacity_bytes }],
     ["Rows received", count(load.rows_received)],
     ["Items not asked for", `${count(load.row_hits)} were here, ${count(load.items_covered)} cached as prompt`],
     ["Requests", `${count(load.finished_requests)} finished, ${count(load.failed_requests)} failed, ${count(load.cancelled_requests)} given up`],
-  ];
+  ].filter(Boolean);
 }
 
 function ofEncoder(encoder, rates) {

@@ -30,6 +30,7 @@ def load(settings: EngineSettings, arena_fd: int) -> Loaded:
         blocks=runner.caches.blocks,
         state_slots=runner.caches.state_slots,
         snapshot_slots=runner.caches.snapshot_slots,
+        host_blocks=0 if runner.host_cache is None else runner.host_cache.count,
         state_chunk=runner.caches.state_chunk,
         whole_media=runner.whole_media,
         whole_prompts=runner.whole_prompts,

@@ -2,8 +2,7 @@
 
 A block is given its identity (`block_identity`) only once its KV is computed. Blocks in use are never evicted; free
 ones that still hold something are, least recently freed first, a sequence's tail before its head, and those of a live
-session (`RetainedBlocks`) last of all.
-"""
+session (`RetainedBlocks`) last of all. What is evicted may be found in the host's memory (`HostBlocks`)."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from llm_service.engine.host_blocks import HostBlocks
 from llm_service.engine.retained_blocks import RetainedBlocks
 from llm_service.engine.state_slots import Place, StateSlots
 from llm_service.plan import Appended
@@ -60,7 +60,7 @@ class BlockManager:
     each sequence that may run at once, and for snapshots: `state_slots` in all.
 
     Such a model can go on from cached blocks only where there is a snapshot of its states as well: at a multiple of
-    `state_chunk` tokens.
+    `state_chunk` tokens. For another, the host's memory keeps up to `host_blocks` more.
     """
 
     def __init__(
@@ -72,7 +72,10 @@ class BlockManager:
         session_share: float = 0.25,
         state_slots: int = 0,
         state_chunk: int = 1,
+        host_blocks: int = 0,
     ) -> None:
+        assert not (host_blocks and state_slots), "states are not copied to the host"
+        self.host = HostBlocks(host_blocks if prefix_cache else 0)
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self.state_chunk = state_chunk
@@ -147,11 +150,13 @@ class BlockManager:
         """How many of the leading identities are cached, whatever there is of states."""
         if not self.prefix_cache:
             return 0
-        return next((n for n, each in enumerate(identities) if each not in self._by_identity), len(identities))
+        known, host = self._by_identity, self.host
+        return next((n for n, each in enumerate(identities) if each not in known and each not in host), len(identities))
 
     def adopt(self, table: BlockTable, identities: Seq[bytes]) -> None:
         """Gives an empty table the cached blocks of these identities, all of which `match` has found, and a state slot
-        where sequences have states. No more sequences run than there are slots."""
+        where sequences have states. No more sequences run than there are slots. What the host alone has is loaded into
+        other blocks, for which there is room (`can_hold`)."""
         if self._free_rows:
             table.row = self._free_rows.pop()
         else:
@@ -161,26 +166,35 @@ class BlockManager:
             source = self._states.find(identities[-1]) if identities else -1
             table.slot = self._states.take()
             table.source = -1 if source == table.slot else source
-        for identity in identities:
-            block = self._blocks[self._by_identity[identity]]
-            if block.refs == 0:
-                if block.number in self._retained:
-                    self._retained.discard(block.number)
-                else:
-                    del self._free[block.number]
-                self._idle_named -= 1
-            block.refs += 1
-            table.blocks.append(block.number)
-            table.identities.append(identity)
+        on_host = [identity for identity in identities if identity not in self._by_identity]
+        self.host.need(on_host)
+        for identity in identities:  # before any other is evicted for what is loaded
+            if identity in self._by_identity:
+                self._hold(self._blocks[self._by_identity[identity]])
+        for identity in on_host:
+            block = self._take()
+            block.identity, self._by_identity[identity] = identity, block.number
+            self.host.load(identity, block.number)
+        table.blocks.extend(self._by_identity[identity] for identity in identities)
+        table.identities.extend(identities)
+
+    def _hold(self, block: Block) -> None:
+        if block.refs == 0:
+            if block.number in self._retained:
+                self._retained.discard(block.number)
+            else:
+                del self._free[block.number]
+            self._idle_named -= 1
+        block.refs += 1
 
     def can_hold(self, identities: Seq[bytes], tokens: int, without: Seq[BlockTable] = ()) -> bool:
         """Whether an empty table that adopts these identities could then grow to `tokens` tokens, once the tables of
         `without` are given back."""
         given = Counter(number for table in without for number in table.blocks)
         free = self.free_blocks + sum(self._blocks[number].refs == count for number, count in given.items())
-        hits = [self._by_identity[identity] for identity in identities]
+        hits = [self._by_identity[identity] for identity in identities if identity in self._by_identity]
         idle = sum(self._blocks[number].refs == given[number] for number in hits)
-        return self.blocks_for(tokens) - len(identities) + idle <= free
+        return self.blocks_for(tokens) - len(hits) + idle <= free
 
     def grow(self, table: BlockTable, tokens: int) -> bool:
         """Takes blocks until the table holds `tokens` tokens; takes none and answers False where there are too few."""
@@ -189,14 +203,18 @@ class BlockManager:
             return True
         if missing > self.free_blocks:
             return False
-        for _ in range(missing):
-            number = self._free.popitem(last=False)[0] if self._free else self._retained.pop()
-            block = self._blocks[number]
-            self._idle_named -= block.identity is not None
-            self._forget(block)
-            block.refs = 1
-            table.blocks.append(number)
+        table.blocks.extend(self._take().number for _ in range(missing))
         return True
+
+    def _take(self) -> Block:
+        """A block for new tokens, or for what is loaded; whatever it still held, the host keeps. There must be one."""
+        block = self._blocks[self._free.popitem(last=False)[0] if self._free else self._retained.pop()]
+        if block.identity is not None:
+            self._idle_named -= 1
+            self.host.offload(block.identity, block.number)
+            self._forget(block)
+        block.refs = 1
+        return block
 
     def commit(self, table: BlockTable, identity: bytes) -> None:
         """Gives the table's next unnamed block, now full and computed, its identity.
@@ -316,13 +334,13 @@ class BlockManager:
         return slot
 
     def flush(self) -> int:
-        """Forgets every cached block that no sequence holds; the number forgotten."""
+        """Forgets every cached block that no sequence holds; the number forgotten, the host's included."""
         self._free.update(dict.fromkeys(self._retained.clear()))
         cached = [number for number in self._free if self._blocks[number].identity is not None]
         for number in cached:
             self._forget(self._blocks[number])
         self._idle_named = 0
-        return len(cached)
+        return len(cached) + self.host.flush()
 
     def end_session(self, session: int) -> None:
         """A session is over: its blocks go as others do."""
@@ -361,3 +379,4 @@ class BlockManager:
         assert self._spares == sum(table.spare >= 0 for table in tables), "the count of spare slots is wrong"
         for identity, number in self._by_identity.items():
             assert self._blocks[number].identity == identity
+        self.host.check_integrity()

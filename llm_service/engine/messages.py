@@ -255,6 +255,10 @@ class State(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     graph_steps: int = 0
     kv_blocks_cached: int = 0
     prefix_query_tokens: int = 0
+    kv_host_blocks_total: int = 0
+    kv_host_blocks_used: int = 0
+    kv_blocks_offloaded: int = 0
+    kv_blocks_loaded: int = 0
     state_slots: int = 0
     state_slots_used: int = 0
     state_snapshots: int = 0

@@ -33,8 +33,9 @@ _BEAT_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What computes, and what it found out while it loaded: KV `blocks`, bytes of a row, the ranks' devices, and the
-    UUIDs of those whose memory every rank reads. `compiling` tells whether kernels are still being compiled.
+    """What computes, and what it found out while it loaded: KV `blocks`, and `host_blocks` that the host's memory has
+    room for beside them, bytes of a row, the ranks' devices, and the UUIDs of those whose memory every rank reads.
+    `compiling` tells whether kernels are still being compiled.
     `state_slots`: how many sequences may have a state at once; 0 where no layer keeps any, with `snapshot_slots` beside
     them, and `state_chunk`: at multiples of how many tokens a sequence may be cut so that the same bits come out.
     `whole_media`: no chunk may end within a run of media rows; `whole_prompts`: nor within a prompt, up to the last of
@@ -59,6 +60,7 @@ class Loaded:
     read_adapter: ReadAdapter | None = None
     weights: Weights = field(default_factory=Weights)
     max_step_tokens: int = 0
+    host_blocks: int = 0
 
 
 Load = Callable[[EngineSettings, int], Loaded]
@@ -107,6 +109,7 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
         session_share=settings.session_share,
         state_slots=loaded.state_slots + loaded.snapshot_slots,
         state_chunk=loaded.state_chunk,
+        host_blocks=loaded.host_blocks,
     )
     scheduler = Scheduler(
         blocks,

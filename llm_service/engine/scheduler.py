@@ -10,6 +10,8 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 
+from msgspec import structs
+
 from common.errors import DeadlineExceeded, InvalidInput, TwinlensError, code_number
 from llm_service.engine.adapter_slots import AdapterSlots
 from llm_service.engine.batch import Slots, StateCopies, Step, build
@@ -173,6 +175,9 @@ class Scheduler:
         appended = self.blocks.take_appended([sequence.table for sequence in schedule.num_scheduled_tokens])
         proposals = schedule.proposals if self.limits.proposes else None
         step = build(schedule.num_scheduled_tokens, self._row_bytes, appended, copies, self._slots(schedule), proposals)
+        offloaded, loaded = self.blocks.host.take_copies()
+        if offloaded or loaded:
+            step.plan = structs.replace(step.plan, offloaded=offloaded, loaded=loaded)
         self._planned_steps += 1
         for draw, sequence in enumerate(step.drawing):
             sequence.append_placeholder(draw)
@@ -372,6 +377,10 @@ class Scheduler:
             kv_blocks_used=self.blocks.used,
             kv_blocks_total=self.blocks.total,
             kv_blocks_cached=self.blocks.cached,
+            kv_host_blocks_total=self.blocks.host.total,
+            kv_host_blocks_used=len(self.blocks.host),
+            kv_blocks_offloaded=self.blocks.host.offloaded,
+            kv_blocks_loaded=self.blocks.host.loaded,
             state_slots=self.blocks.state_slots,
             state_slots_used=self.blocks.state_slots_used,
             state_snapshots=self.blocks.snapshots,

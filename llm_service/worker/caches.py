@@ -24,6 +24,7 @@ from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.metadata import AttentionMetadata, Tiling
 from llm_service.layers.cache_spec import (
     CacheSpec,
+    IndexedCache,
     IndexedKV,
     PagedKV,
     Segment,
@@ -208,6 +209,12 @@ class Caches:
         if any(not isinstance(backend, StableStateBackend) for backend in self._states.values()):
             return "layers with states are computed by torch's operators"
         return ""
+
+    @property
+    def block_tensors(self) -> list[Tensor]:
+        """All that have a part of each block, [parts, blocks + 1, …]."""
+        kept = [cache.index[None] for cache in self.layers if isinstance(cache, IndexedCache)]
+        return [*(kind.cache.flatten(0, 1) for kind in self.paged.values()), *kept]
 
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
         """States go from slots into others as well, one pair (source, target) after the other."""

@@ -80,6 +80,7 @@ class DraftModel:
         self._own_vocab_size = own_vocab_size
         self._vocab_size = vocab_size
         self._takes_rows = takes_rows
+        self.caches = runner.caches
         self.warm_up = runner.warm_up
         self.kernels = runner.kernels
 

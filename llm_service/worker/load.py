@@ -42,8 +42,18 @@ from llm_service.worker.caches import Caches
 from llm_service.worker.changeover import Changeover, There
 from llm_service.worker.draft_loader import Drafting, load_draft_model, load_mtp_layer
 from llm_service.worker.graphs import CaptureBounds
+from llm_service.worker.host_cache import HostCache
 from llm_service.worker.library_adapters import LibraryAdapters, library_adaptable
-from llm_service.worker.memory import Gauge, block_count, cache_budget, largest_step, prompt, slot_count, snapshot_count
+from llm_service.worker.memory import (
+    Gauge,
+    block_count,
+    cache_budget,
+    host_block_count,
+    largest_step,
+    prompt,
+    slot_count,
+    snapshot_count,
+)
 from llm_service.worker.mirror import Mirror
 from llm_service.worker.model_runner import ModelRunner
 from llm_service.worker.row_arena import RowArena
@@ -135,7 +145,11 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     budget -= slots * one_slot
     snapshots = snapshot_count(settings, one_slot, budget, group)
     blocks = block_count(settings, one_block, budget - snapshots * one_slot, context, group)
+    host_blocks = host_block_count(settings, one_block, one_slot, group)
     runner = _runner(decoder, arena, settings, blocks, drafting, slots, snapshots)
+    if host_blocks:
+        own = [] if runner.proposer is None else runner.proposer.caches.block_tensors
+        runner.host_cache = HostCache([*runner.caches.block_tensors, *own], host_blocks)
     runner.changeover, runner.weights, runner.adapters = changeover, weights, adapters
     runner.max_step_tokens = settings.max_step_tokens
     if graphs:

@@ -100,6 +100,8 @@ def _number(path: Path) -> int | None:
 def cache_budget(settings: EngineSettings, free: int, *, gpu: bool) -> int:
     """Bytes for all that this rank keeps of sequences, where so many are free."""
     share = settings.kv_memory_share or (_GPU_SHARE if gpu else _CPU_SHARE)
+    if not gpu:
+        free -= settings.kv_host_bytes  # which is the same memory
     return settings.kv_cache_bytes or int(share * max(0, free))
 
 
@@ -125,6 +127,21 @@ def snapshot_count(settings: EngineSettings, slot_bytes: int, budget: int, group
         return 0
     found = int(settings.snapshot_share * budget) // slot_bytes
     return group.all_reduce_min(min(found, _SNAPSHOTS * settings.max_running))
+
+
+def host_block_count(settings: EngineSettings, block_bytes: int, slot_bytes: int, group: TensorGroup) -> int:
+    """KV blocks that the host's memory keeps for every rank, beside its own; 0 where none are wanted.
+
+    Raises CheckpointError where there is no room for one, or where layers have states of `slot_bytes`.
+    """
+    if not settings.kv_host_bytes:
+        return 0
+    if slot_bytes:
+        raise CheckpointError("--kv-host-bytes is not for a model whose layers keep states: blocks are nothing without")
+    count = group.all_reduce_min(settings.kv_host_bytes // block_bytes)
+    if not count:
+        raise CheckpointError(f"--kv-host-bytes is too small for this model: one KV block takes {block_bytes} bytes")
+    return count
 
 
 def block_count(settings: EngineSettings, block_bytes: int, budget: int, context: int, group: TensorGroup) -> int:

@@ -31,15 +31,18 @@ from llm_service.worker.changeover import Changeover
 from llm_service.worker.device_tables import DeviceTables
 from llm_service.worker.fusion import fuse
 from llm_service.worker.graphs import CaptureBounds, Graph, GraphRunner
+from llm_service.worker.host_cache import HostCache
 from llm_service.worker.library_adapters import LibraryAdapters
 from llm_service.worker.row_arena import RowArena
 from llm_service.worker.sampler import Drawn, score
 
 
 class Proposer(Protocol):
-    """What proposes drafts with every step. With `reads_hidden` it is given the hidden states of all places."""
+    """What proposes drafts with every step. With `reads_hidden` it is given the hidden states of all places. `caches`
+    are its own, with the blocks of the model that verifies."""
 
     reads_hidden: bool
+    caches: Caches
 
     def propose(self, plan: StepPlan, chosen: list[int], hidden: Tensor, /) -> Callable[[], list[list[int]]]:
         """Begins to propose what `plan.proposals` asks for, behind the tokens that the step's draws have `chosen`, and
@@ -112,6 +115,7 @@ class ModelRunner:
         self.adapters: RankAdapters | LibraryAdapters | None = None
         self.share: CoreShare | None = None
         self.proposer: Proposer | None = None
+        self.host_cache: HostCache | None = None
         self.max_step_tokens = 0
         self._draw = _sampler_on(decoder.device)
         self._chosen = torch.empty(0, dtype=torch.int64, device=decoder.device)
@@ -250,6 +254,9 @@ class ModelRunner:
         graph: Graph | None = None
         if self.graphs is not None and not self._spans(plan):
             graph = self.graphs.find(plan.chunks, deep=deep, adapted=bool(plan.adapters))
+        if self.host_cache is not None:
+            self.host_cache.offload(plan.offloaded)
+            self.host_cache.load(plan.loaded)
         moved = self._move(plan, graph)
         token_ids = self._token_ids(plan, moved)
         hidden = self._decoder.embed_tokens(token_ids)

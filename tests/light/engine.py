@@ -50,7 +50,10 @@ def load(settings: EngineSettings, arena_fd: int, step_seconds: float = STEP_SEC
     in_turn = InTurn(executor.run)
     executor.adapters = in_turn.adapters
     reader = adapter_reader(settings)
-    return Loaded(in_turn, blocks, row_bytes, devices=["cpu"], reachable=[], read_adapter=reader)
+    host_blocks = settings.kv_host_bytes // block_bytes
+    return Loaded(
+        in_turn, blocks, row_bytes, devices=["cpu"], reachable=[], read_adapter=reader, host_blocks=host_blocks
+    )
 
 
 def adapter_reader(settings: EngineSettings) -> ReadAdapter | None:
@@ -89,6 +92,7 @@ class Hashes:
         self._special = special
         self._step_seconds = step_seconds
         self._slots: dict[int, int] = {}
+        self._host: dict[int, list[int | None]] = {}
         self._adapter_slots: dict[int, int] = {}
         self.adapters: dict[int, bytes] = {}
         self._tables = BlockTables()
@@ -110,6 +114,7 @@ class Hashes:
 
     def _states(self, plan: StepPlan) -> list[int]:
         """The hash at each place of the batch, which the cache then has as well."""
+        self._copy(plan)
         tokens = np.frombuffer(plan.token_ids, np.int32).tolist()
         positions = np.frombuffer(plan.positions, np.int32).reshape(3, -1).T.tolist()
         rows = self._rows(plan)
@@ -127,6 +132,16 @@ class Hashes:
                 self._slots[self._slot(blocks, index)] = state
                 states.append(state)
         return states
+
+    def _copy(self, plan: StepPlan) -> None:
+        """What goes to the host's memory before the step, and what comes back."""
+        size = self._block_size
+        for block, place in plan.offloaded:
+            self._host[place] = [self._slots.get(block * size + n) for n in range(size)]
+        for place, block in plan.loaded:
+            for n, state in enumerate(self._host[place]):
+                assert state is not None, "a block that was not whole"
+                self._slots[block * size + n] = state
 
     def _slot(self, blocks: list[int], index: int) -> int:
         return blocks[index // self._block_size] * self._block_size + index % self._block_size

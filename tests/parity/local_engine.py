@@ -44,6 +44,7 @@ from llm_service.request import ChatPrompt, MediaItem, Message, Pooling, PromptL
 from llm_service.worker.adapters import RankAdapters, adaptable_of
 from llm_service.worker.caches import Caches
 from llm_service.worker.draft_loader import load_draft_model, load_mtp_layer
+from llm_service.worker.host_cache import HostCache
 from llm_service.worker.library_adapters import LibraryAdapters, library_adaptable
 from llm_service.worker.model_runner import Launched, ModelRunner
 from llm_service.worker.row_arena import RowArena
@@ -177,6 +178,7 @@ class LocalEngine:
         draft_model: Path | None = None,
         mtp: bool = False,
         int8_cache: bool = False,
+        host_blocks: int = 0,
     ) -> None:
         checkpoint = Checkpoint(directory)
         served = ServedModel.of(checkpoint) if library is None else ServedModel.by_library(library)
@@ -207,6 +209,9 @@ class LocalEngine:
         if mtp:
             layer = load_mtp_layer(checkpoint, decoder, dtype, weight_dtype=weight_dtype)
             self.runner.proposer = layer.proposer(arena, blocks, block_size, attention)
+        if host_blocks:
+            drafting_too = [] if self.runner.proposer is None else self.runner.proposer.caches.block_tensors
+            self.runner.host_cache = HostCache([*caches.block_tensors, *drafting_too], host_blocks)
         self.adapters: dict[int, Adapter] = {}
         if adapters:
             adaptable = adaptable_of(checkpoint.config if library is None else library.text, max_rank=8)
@@ -234,6 +239,7 @@ class LocalEngine:
                 prefix_cache=prefix_cache,
                 state_slots=caches.state_slots + caches.snapshot_slots,
                 state_chunk=caches.state_chunk,
+                host_blocks=host_blocks,
             ),
             Limits(
                 max_running,

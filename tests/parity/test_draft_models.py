@@ -66,6 +66,20 @@ def test_the_same_checkpoint_proposes_what_greedy_answers_say(
             assert counters.steps == 2 * len(prompts) * (1 + -(-39 // 5))
 
 
+def test_what_a_draft_model_keeps_comes_back_from_the_host_as_well(directory: Path, prompts: list[Prompt]) -> None:
+    """The same checkpoint proposes nothing but what is right, unless it lacks what went before."""
+    sampling = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0)
+    said = [outcome.tokens for outcome in LocalEngine(directory).run(prompts, sampling)]
+    longest = max(len(prompt.layout.ids) for prompt in prompts)
+    given = {**TIGHT, "blocks": (longest + 24) // 16 + 2, "host_blocks": 100}
+    engine = LocalEngine(directory, speculative_tokens=4, draft_model=directory, **given)
+    for _ in range(2):
+        assert [engine.run([prompt], sampling)[0].tokens for prompt in prompts] == said
+    counters = engine.scheduler.counters
+    assert engine.scheduler.state().kv_blocks_loaded > 0
+    assert counters.accepted_draft_tokens == counters.draft_tokens > 0
+
+
 def test_another_model_proposes_in_vain(
     directory: Path, prompts: list[Prompt], checkpoints: Callable[..., Path], text_model: Path
 ) -> None:

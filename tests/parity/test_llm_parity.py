@@ -130,6 +130,23 @@ def test_preemption_and_cached_prefixes_change_no_token(
         assert all(outcome.cached >= len(p.layout.ids) - 17 for outcome, p in zip(again, asked, strict=True))
 
 
+def test_blocks_that_come_back_from_the_host_change_no_token(
+    directory: Path, prompts: dict[str, Prompt], expected: dict[str, list[int]]
+) -> None:
+    """One prompt after the other, each of which takes the blocks of those before it."""
+    asked, right = list(prompts.values()), list(expected.values())
+    if LocalEngine(directory).runner.caches.state_slots:
+        pytest.skip("its layers keep states")
+    longest = max(len(prompt.layout.ids) for prompt in asked)
+    engine = LocalEngine(directory, blocks=(longest + 64) // 16 + 1, prefix_cache=True, host_blocks=200)
+    for again in range(2):
+        outcomes = [engine.run([prompt], GREEDY)[0] for prompt in asked]
+        assert [outcome.tokens for outcome in outcomes] == right
+        if again:
+            assert all(outcome.cached >= len(p.layout.ids) - 17 for outcome, p in zip(outcomes, asked, strict=True))
+    assert engine.scheduler.state().kv_blocks_loaded > sum(len(prompt.layout.ids) for prompt in asked) // 32
+
+
 @pytest.mark.parametrize(
     ("family", "overlap"),
     [

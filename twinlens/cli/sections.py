@@ -41,6 +41,7 @@ def llm(address: str, info: LlmServiceGetInfoResponse, load: LlmServiceGetLoadRe
             "KV blocks in use",
             f"{load.kv_blocks_used} of {load.kv_blocks_total} ({blocks}), {load.kv_blocks_cached} cached",
         ),
+        *(_host_blocks(load) if load.kv_host_blocks_total else ()),
         *(_states(load) if load.state_slots else ()),
         ("embedding rows received", _received(load)),
         ("items not asked for", f"{load.row_hits} were here, {load.items_covered} in the prefix cache"),
@@ -53,6 +54,11 @@ def llm(address: str, info: LlmServiceGetInfoResponse, load: LlmServiceGetLoadRe
     ]
     title = f"LLM {address}: {info.model} ({info.architecture}) on {', '.join(info.devices)}"
     return _section(title, rows, load.stage_totals)
+
+
+def _host_blocks(load: LlmServiceGetLoadResponse) -> list[tuple[str, str]]:
+    copied = f"{load.kv_blocks_offloaded} went there, {load.kv_blocks_loaded} came back"
+    return [("KV blocks on the host", f"{load.kv_host_blocks_used} of {load.kv_host_blocks_total}, {copied}")]
 
 
 def _states(load: LlmServiceGetLoadResponse) -> list[tuple[str, str]]:

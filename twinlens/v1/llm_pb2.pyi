@@ -525,7 +525,7 @@ class LlmServiceGetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class LlmServiceGetLoadResponse(_message.Message):
-    __slots__ = ("waiting", "running", "kv_blocks_used", "kv_blocks_total", "prefix_hit_tokens", "prompt_tokens", "generated_tokens", "preemptions", "rows_received", "steps", "row_bytes", "row_capacity_bytes", "row_hits", "finished_requests", "failed_requests", "cancelled_requests", "encoders", "stage_totals", "rows_shared", "encode_attempts", "encode_retries", "items_covered", "headers_known", "waiting_tokens", "refused_requests", "kv_blocks_cached", "prefix_query_tokens", "graph_steps", "sessions", "rows_mirrored", "state_slots", "state_slots_used", "state_snapshots", "draft_tokens", "accepted_draft_tokens", "adapter_fills", "rows_nixl")
+    __slots__ = ("waiting", "running", "kv_blocks_used", "kv_blocks_total", "prefix_hit_tokens", "prompt_tokens", "generated_tokens", "preemptions", "rows_received", "steps", "row_bytes", "row_capacity_bytes", "row_hits", "finished_requests", "failed_requests", "cancelled_requests", "encoders", "stage_totals", "rows_shared", "encode_attempts", "encode_retries", "items_covered", "headers_known", "waiting_tokens", "refused_requests", "kv_blocks_cached", "prefix_query_tokens", "graph_steps", "sessions", "rows_mirrored", "state_slots", "state_slots_used", "state_snapshots", "draft_tokens", "accepted_draft_tokens", "adapter_fills", "rows_nixl", "kv_host_blocks_total", "kv_host_blocks_used", "kv_blocks_offloaded", "kv_blocks_loaded")
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_USED_FIELD_NUMBER: _ClassVar[int]
@@ -563,6 +563,10 @@ class LlmServiceGetLoadResponse(_message.Message):
     ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FILLS_FIELD_NUMBER: _ClassVar[int]
     ROWS_NIXL_FIELD_NUMBER: _ClassVar[int]
+    KV_HOST_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    KV_HOST_BLOCKS_USED_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_OFFLOADED_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_LOADED_FIELD_NUMBER: _ClassVar[int]
     waiting: int
     running: int
     kv_blocks_used: int
@@ -600,7 +604,11 @@ class LlmServiceGetLoadResponse(_message.Message):
     accepted_draft_tokens: int
     adapter_fills: int
     rows_nixl: int
-    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., rows_received: _Optional[int] = ..., steps: _Optional[int] = ..., row_bytes: _Optional[int] = ..., row_capacity_bytes: _Optional[int] = ..., row_hits: _Optional[int] = ..., finished_requests: _Optional[int] = ..., failed_requests: _Optional[int] = ..., cancelled_requests: _Optional[int] = ..., encoders: _Optional[_Iterable[_Union[EncoderStatus, _Mapping]]] = ..., stage_totals: _Optional[_Iterable[_Union[_media_pb2.StageTiming, _Mapping]]] = ..., rows_shared: _Optional[int] = ..., encode_attempts: _Optional[int] = ..., encode_retries: _Optional[int] = ..., items_covered: _Optional[int] = ..., headers_known: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., refused_requests: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., graph_steps: _Optional[int] = ..., sessions: _Optional[int] = ..., rows_mirrored: _Optional[int] = ..., state_slots: _Optional[int] = ..., state_slots_used: _Optional[int] = ..., state_snapshots: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., adapter_fills: _Optional[int] = ..., rows_nixl: _Optional[int] = ...) -> None: ...
+    kv_host_blocks_total: int
+    kv_host_blocks_used: int
+    kv_blocks_offloaded: int
+    kv_blocks_loaded: int
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., rows_received: _Optional[int] = ..., steps: _Optional[int] = ..., row_bytes: _Optional[int] = ..., row_capacity_bytes: _Optional[int] = ..., row_hits: _Optional[int] = ..., finished_requests: _Optional[int] = ..., failed_requests: _Optional[int] = ..., cancelled_requests: _Optional[int] = ..., encoders: _Optional[_Iterable[_Union[EncoderStatus, _Mapping]]] = ..., stage_totals: _Optional[_Iterable[_Union[_media_pb2.StageTiming, _Mapping]]] = ..., rows_shared: _Optional[int] = ..., encode_attempts: _Optional[int] = ..., encode_retries: _Optional[int] = ..., items_covered: _Optional[int] = ..., headers_known: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., refused_requests: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., graph_steps: _Optional[int] = ..., sessions: _Optional[int] = ..., rows_mirrored: _Optional[int] = ..., state_slots: _Optional[int] = ..., state_slots_used: _Optional[int] = ..., state_snapshots: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., adapter_fills: _Optional[int] = ..., rows_nixl: _Optional[int] = ..., kv_host_blocks_total: _Optional[int] = ..., kv_host_blocks_used: _Optional[int] = ..., kv_blocks_offloaded: _Optional[int] = ..., kv_blocks_loaded: _Optional[int] = ...) -> None: ...
 
 class EncoderStatus(_message.Message):
     __slots__ = ("address", "usable", "in_flight", "shared_memory", "failures", "cuda_ipc", "queued_items", "running_items", "vit_calls", "store_hits", "store_misses", "store_bytes", "store_capacity_bytes", "nixl")

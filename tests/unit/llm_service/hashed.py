@@ -93,8 +93,10 @@ class HashExecutor:
     landed: dict[int, int] = field(default_factory=dict)
     tables: dict[int, list[int]] = field(default_factory=dict)
     adapters: dict[int, int] = field(default_factory=dict)
+    host: dict[int, list[int]] = field(default_factory=dict)
 
     def run(self, plan: StepPlan) -> StepResult:
+        self._copy(plan)
         tokens = np.frombuffer(plan.token_ids, np.int32).tolist()
         positions = np.frombuffer(plan.positions, np.int32).reshape(3, -1).tolist()
         rows, whole = self._rows(plan.rows), dict(plan.whole)
@@ -143,6 +145,15 @@ class HashExecutor:
 
     def _slot(self, blocks: list[int], index: int) -> int:
         return blocks[index // self.block_size] * self.block_size + index % self.block_size
+
+    def _copy(self, plan: StepPlan) -> None:
+        """To the host's memory, and back."""
+        size = self.block_size
+        for block, place in plan.offloaded:
+            self.host[place] = [self.slots[block * size + n] for n in range(size)]
+        assert len({block for _, block in plan.loaded}) == len(plan.loaded)
+        for place, block in plan.loaded:
+            self.slots |= {block * size + n: each for n, each in enumerate(self.host[place])}
 
     def _rows(self, slices: list[RowSlice]) -> dict[int, int]:
         out: dict[int, int] = {}

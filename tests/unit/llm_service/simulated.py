@@ -120,6 +120,7 @@ class Simulation:
         early_tokens: int = 1,
         state_slots: int = 0,
         state_chunk: int = 1,
+        host_blocks: int = 0,
         speculative_tokens: int = 0,
         draft_rows: int = 16,
         decode_slowdown: float = 0.0,
@@ -144,7 +145,12 @@ class Simulation:
         )
         self._takes = takes
         self.now = 0.0
-        caching = {"prefix_cache": prefix_cache, "state_slots": state_slots, "state_chunk": state_chunk}
+        caching = {
+            "prefix_cache": prefix_cache,
+            "state_slots": state_slots,
+            "state_chunk": state_chunk,
+            "host_blocks": host_blocks,
+        }
         self._new_blocks = partial(BlockManager, blocks, block_size, **caching)
         self.scheduler = self._new_scheduler()
         self.executor = HashExecutor(block_size)
@@ -193,6 +199,7 @@ class Simulation:
         waits for places goes there when it has them."""
         self.scheduler = self._new_scheduler()
         self.executor.slots.clear()
+        self.executor.host.clear()
         self.executor.states.clear()
         self.executor.tables.clear()
         self.executor.adapters.clear()

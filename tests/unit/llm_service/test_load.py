@@ -166,6 +166,19 @@ def test_a_cache_in_8_bits_holds_more_blocks(checkpoints: Callable[..., Path]) -
     assert short == (1 << 20) // ((1 << 20) // plain * (head_dim + 4) // (4 * head_dim))
 
 
+def test_the_host_keeps_blocks_where_it_is_told_to(checkpoints: Callable[..., Path]) -> None:
+    sizes = {"block_size": 16, "max_running": 2, "max_step_tokens": 64, "row_bytes": 1 << 20, "row_levels": 3}
+    given = {"model": str(checkpoints("qwen3_vl")), "device": "cpu", "dtype": "float32", "attention": "auto"}
+    asked = {**given, **sizes, "kv_cache_bytes": 1 << 20, "threads": 1}
+    for bytes_ in (0, 3 << 20):
+        memory = SharedBuffer.create("test-rows", 1 << 20)
+        told = msgspec.structs.replace(SETTINGS, **asked, kv_host_bytes=bytes_)
+        runner = load.load_runner(told, torch.device("cpu"), ALONE, memory.fd)
+        (kind,) = runner.caches.paged.values()
+        kept = runner.host_cache.count if runner.host_cache is not None else 0
+        assert kept == bytes_ // kind.shape.block_bytes(torch.float32)
+
+
 @pytest.mark.parametrize(
     ("specs", "named"),
     [

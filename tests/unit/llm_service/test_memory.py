@@ -17,6 +17,7 @@ from llm_service.worker.memory import (
     available_memory,
     block_count,
     cache_budget,
+    host_block_count,
     largest_step,
     slot_count,
     snapshot_count,
@@ -60,6 +61,23 @@ def test_no_room_for_one_block_is_told_and_says_how_large_one_is() -> None:
 def test_ranks_agree_on_what_the_poorest_of_them_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TensorGroup, "all_reduce_min", lambda self, number: min(number, 12))
     assert count(100 * BLOCK, TensorGroup(0, 2)) == 12
+
+
+def test_the_host_keeps_as_many_blocks_as_its_memory_holds_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = settings(kv_host_bytes=20 * BLOCK + 1)
+    assert host_block_count(settings(), BLOCK, 0, ALONE) == 0
+    assert host_block_count(asked, BLOCK, 0, ALONE) == 20
+    with pytest.raises(CheckpointError, match=f"--kv-host-bytes is too small .* {20 * BLOCK + 2} bytes"):
+        host_block_count(asked, 20 * BLOCK + 2, 0, ALONE)
+    with pytest.raises(CheckpointError, match="layers keep states"):
+        host_block_count(asked, BLOCK, 1, ALONE)
+    monkeypatch.setattr(TensorGroup, "all_reduce_min", lambda self, number: min(number, 12))
+    assert host_block_count(asked, BLOCK, 0, TensorGroup(0, 2)) == 12
+
+
+def test_on_a_cpu_what_the_host_keeps_is_not_free_for_the_cache() -> None:
+    assert count(100 * BLOCK, kv_host_bytes=50 * BLOCK) == 20
+    assert count(100 * BLOCK, kv_host_bytes=50 * BLOCK, gpu=True) == 90
 
 
 def test_every_sequence_that_may_run_has_a_state_slot_where_half_of_the_budget_holds_them() -> None:

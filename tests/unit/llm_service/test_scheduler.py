@@ -218,9 +218,19 @@ _STATES = {"state_slots": 14, "state_chunk": 8}
         {"speculative_tokens": 4, **_STATES},
         {"max_loras": 3},
         {"speculative_tokens": 4, "proposes": True},
+        {"host_blocks": 30},
         {"whole_prompts": True, "blocks": 20, "max_running": 4, "speculative_tokens": 4},
     ],
-    ids=["", "with states", "with drafts", "with both", "with adapters", "with a draft model", "of whole prompts"],
+    ids=[
+        "",
+        "with states",
+        "with drafts",
+        "with both",
+        "with adapters",
+        "with a draft model",
+        "with the host",
+        "of whole prompts",
+    ],
 )
 def test_hundreds_of_requests_through_a_tight_cache_all_say_what_they_must(
     more: dict[str, int], overlap: bool, requests: int
@@ -247,6 +257,8 @@ def test_hundreds_of_requests_through_a_tight_cache_all_say_what_they_must(
     assert engine.scheduler.counters.prefix_hit_tokens > 0, "nothing was shared"
     if "max_loras" in more:
         assert engine.scheduler.state().adapter_fills > 8, "slots were never filled anew"
+    if "host_blocks" in more:
+        assert engine.scheduler.state().kv_blocks_loaded > 100, "nothing came back"
     if "speculative_tokens" in more and not (overlap and "proposes" in more):
         counters = engine.scheduler.counters
         assert 0 < counters.accepted_draft_tokens < counters.draft_tokens, "drafts were right, and others wrong"

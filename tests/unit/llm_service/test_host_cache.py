@@ -1,0 +1,66 @@
+"""KV blocks on their way to the host's memory and back: every part of them, of every layer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from llm_service.layers.cache_spec import CacheSpec, IndexedKV, PagedKV, SharedKV
+from llm_service.worker.caches import Caches
+from llm_service.worker.host_cache import HostCache
+
+CPU = torch.device("cpu")
+BLOCKS = 6
+SPECS: dict[str, list[CacheSpec]] = {
+    "one kind": [PagedKV(4, 2, 32), PagedKV(4, 2, 32)],
+    "two kinds, one shared": [PagedKV(4, 2, 32), PagedKV(4, 1, 64), SharedKV(0)],
+    "latents": [PagedKV(4, 1, 96, values_in_keys=64)],
+    "an index": [IndexedKV(PagedKV(4, 2, 32), 16), PagedKV(4, 2, 32)],
+}
+
+
+def caches_of(specs: list[CacheSpec], **more: Any) -> Caches:
+    index = SimpleNamespace(batch=None)
+    mixers: Any = [SimpleNamespace(cache_spec=lambda spec=spec: spec, index_backend=lambda *_: index) for spec in specs]
+    return Caches(mixers, BLOCKS, 4, torch.bfloat16, CPU, attention="torch", **more)
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 20], ids=["one by one", "all at once"])
+@pytest.mark.parametrize("name", SPECS)
+def test_a_block_comes_back_as_it_was_in_every_layer(name: str, at_once: int) -> None:
+    check(caches_of(SPECS[name]), at_once)
+
+
+def test_so_does_one_in_8_bits() -> None:
+    check(caches_of(SPECS["one kind"], int8=True), 1 << 20)
+
+
+def check(caches: Caches, at_once: int) -> None:
+    """Blocks 1, 4 and 0 go to the host, are written over, and come back in other places of the cache."""
+    tensors, noise = caches.block_tensors, torch.Generator().manual_seed(0)
+    for each in tensors:
+        each.copy_(torch.randint(-100, 100, each.shape, generator=noise))
+    before = [each.clone() for each in tensors]
+    host = HostCache(tensors, 4, at_once=at_once)
+    host.offload([(1, 3), (4, 0), (0, 2)])
+    for each in tensors:
+        each[:, [0, 1, 4]] = 0
+    host.load([(3, 5), (2, 1), (0, 4)])
+    for each, was in zip(tensors, before, strict=True):
+        expected = was.clone()
+        expected[:, 0] = 0
+        expected[:, 5], expected[:, 1], expected[:, 4] = was[:, 1], was[:, 0], was[:, 4]
+        assert torch.equal(each, expected)
+
+
+def test_a_place_that_is_written_twice_has_what_came_last() -> None:
+    caches = caches_of(SPECS["one kind"])
+    (cache,) = caches.block_tensors
+    cache.copy_(torch.arange(BLOCKS + 1)[None, :, None, None, None].expand(cache.shape))
+    host = HostCache([cache], 1)
+    host.offload([(2, 0), (3, 0)])
+    host.load([(0, 5)])
+    assert bool((cache[:, 5] == 3).all())
