@@ -1,0 +1,123 @@
+"""`python -m benchmarks.host_blocks`: time to the first token of a conversation that comes back after others have taken
+its KV blocks, with `--kv-host-bytes` and without.
+
+Two LLM services over one encoder take turns. Their KV caches hold two of the conversations, of a new picture and a new
+text each; all begin one after the other, and each then asks one more new question. So what comes back is *repeated*,
+but for that question, and what the prefix cache gave of it stands beside the times; when conversations begin, it must
+give nothing. Rows of pictures stay with both services. The cache of a CPU is host memory as well, so this shows what
+copying costs beside computing, and not what a GPU's bus does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+
+from benchmarks.checkpoint import add_model_options, chosen_model
+from benchmarks.hits import PREFIX, check_new, no_wrong_figures, of_llm, since
+from benchmarks.services import process
+from benchmarks.workload import new_picture, new_text
+from common.checkpoint import Checkpoint
+from common.devices import default_dtype
+from common.wire import DType
+from llm_service.models.config import TextConfig
+from twinlens.v1 import llm_pb2, media_pb2
+from twinlens.v1.llm_pb2_grpc import LlmServiceStub
+
+if TYPE_CHECKING:
+    from twinlens.v1.llm_pb2_grpc import LlmServiceAsyncStub
+
+_TIMEOUT = 300.0
+_CONVERSATIONS = 6
+_BLOCK = 16
+
+
+async def _ask(stub: LlmServiceAsyncStub, picture: bytes, texts: list[str]) -> tuple[float, int]:
+    """Seconds to the first token, and how many tokens the prompt has."""
+    media = media_pb2.Media(modality=media_pb2.MODALITY_IMAGE, data=picture)
+    parts = [llm_pb2.ChatPart(media=media), *(llm_pb2.ChatPart(text=text) for text in texts)]
+    request = llm_pb2.GenerateRequest(
+        chat=llm_pb2.ChatInput(messages=[llm_pb2.ChatMessage(role="user", parts=parts)]),
+        sampling=llm_pb2.SamplingParams(max_tokens=1, temperature=0, ignore_eos=True),
+    )
+    first, begun = 0.0, time.perf_counter()
+    async for response in stub.Generate(request, timeout=_TIMEOUT):
+        if response.HasField("delta"):
+            first = first or time.perf_counter() - begun
+        elif response.HasField("finished"):
+            return first, response.finished.usage.prompt_tokens
+    raise RuntimeError("no token came")
+
+
+async def _measure(with_host: str, without: str, words: int) -> None:
+    async with AsyncExitStack() as stack:
+        addresses = {"forgotten": without, "--kv-host-bytes": with_host}
+        stubs = {
+            name: LlmServiceStub(await stack.enter_async_context(grpc.aio.insecure_channel(address)))
+            for name, address in addresses.items()
+        }
+        for stub in stubs.values():  # to warm up
+            await _ask(stub, new_picture(), [_long(words)])
+        before = {name: await of_llm(stub) for name, stub in stubs.items()}
+        begun: dict[str, list[tuple[bytes, str]]] = {name: [] for name in stubs}
+        firsts: dict[str, list[float]] = {name: [] for name in stubs}
+        tokens = 0
+        for _ in range(_CONVERSATIONS):
+            for name, stub in stubs.items():
+                conversation = new_picture(), _long(words)
+                taken, tokens = await _ask(stub, conversation[0], [conversation[1]])
+                begun[name].append(conversation)
+                firsts[name].append(taken)
+        for name, stub in stubs.items():
+            check_new("conversations that begin", since(before[name], await of_llm(stub)))
+        print(f"Prompts of {tokens} tokens; {_CONVERSATIONS} conversations, of which the cache holds two.\n")
+        print("| blocks that made way are | it begins | it comes back | ratio | tokens found then, each |")
+        print("|---|---:|---:|---:|---:|")
+        for name, stub in stubs.items():
+            known = await of_llm(stub)
+            back = [(await _ask(stub, picture, [text, new_text()]))[0] for picture, text in begun[name]]
+            found = since(known, await of_llm(stub))[PREFIX] // _CONVERSATIONS
+            begins, returns = statistics.median(firsts[name]), statistics.median(back)
+            times = f"{begins * 1e3:.0f} ms | {returns * 1e3:.0f} ms | {returns / begins:.2f}"
+            print(f"| {name} | {times} | {found} |", flush=True)
+
+
+def _long(words: int) -> str:
+    """A new text, whose first words nobody has seen, about so many words long."""
+    return f"{new_text()} " + " ".join(f"word {number}" for number in range(words // 2))
+
+
+def _block_bytes(folder: Path) -> int:
+    """Bytes of a block of the checkpoint's text, computed in the services' own type."""
+    checkpoint = Checkpoint(folder)
+    config, dtype = TextConfig.of(checkpoint.config), DType(default_dtype("cpu", checkpoint))
+    return 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize * _BLOCK
+
+
+def main() -> None:
+    """Measures and prints a table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.host_blocks", description=__doc__)
+    add_model_options(parser)
+    parser.add_argument("--words", type=int, default=600, help="of the text that a conversation begins with")
+    parser.add_argument("--blocks", type=int, default=200, help="KV blocks of 16 tokens in the cache")
+    given = parser.parse_args()
+    folder = chosen_model(given)
+    model = ("--model", str(folder))
+    with no_wrong_figures(), ExitStack() as stack:
+        encoder = stack.enter_context(process("encoder_service", *model))
+        size = given.blocks * _block_bytes(folder)
+        llm = ("llm_service", *model, "--encoders", encoder, "--kv-cache-bytes", str(size))
+        without = stack.enter_context(process(*llm))
+        with_host = stack.enter_context(process(*llm, "--kv-host-bytes", str(8 * size)))
+        asyncio.run(_measure(with_host, without, given.words))
+
+
+if __name__ == "__main__":
+    main()
