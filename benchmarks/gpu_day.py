@@ -57,6 +57,7 @@ _TESTS = (
     "test_kda_on_gpu",
     "test_mamba2_on_gpu",
     "test_short_convolution_on_gpu",
+    "test_host_blocks_on_gpu",
 )
 _SANITIZED = (
     "test_rows_on_gpu::test_a_gate_is_torch_s",

@@ -25,7 +25,7 @@ from benchmarks.hits import PREFIX, check_new, no_wrong_figures, of_llm, since
 from benchmarks.services import process
 from benchmarks.workload import new_picture, new_text
 from common.checkpoint import Checkpoint
-from common.devices import default_dtype
+from common.devices import default_device, default_dtype
 from common.wire import DType
 from llm_service.models.config import TextConfig
 from twinlens.v1 import llm_pb2, media_pb2
@@ -97,7 +97,7 @@ def _long(words: int) -> str:
 def _block_bytes(folder: Path) -> int:
     """Bytes of a block of the checkpoint's text, computed in the services' own type."""
     checkpoint = Checkpoint(folder)
-    config, dtype = TextConfig.of(checkpoint.config), DType(default_dtype("cpu", checkpoint))
+    config, dtype = TextConfig.of(checkpoint.config), DType(default_dtype(default_device(), checkpoint))
     return 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize * _BLOCK
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from llm_service.layers.transfer import to_device
 from llm_service.worker.row_arena import PinnedCopies
 
 _AT_ONCE = 32 << 20
@@ -32,7 +34,7 @@ class HostCache:
     def offload(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies blocks to places of the host, (block, place) each, in this order."""
         for some in self._groups(pairs):
-            blocks = torch.tensor([block for block, _ in some]).to(self._device, non_blocking=True)
+            (blocks,) = to_device([np.array([block for block, _ in some])], self._device)
             gathered = torch.cat([_of(part, blocks) for part in self._parts], 1)
             for row, (_, place) in enumerate(some):
                 self._memory[place].copy_(gathered[row], non_blocking=True)
@@ -43,7 +45,7 @@ class HostCache:
             gathered = torch.empty(len(some), sum(self._sizes), dtype=torch.uint8, device=self._device)
             for row, (place, _) in enumerate(some):
                 gathered[row].copy_(self._memory[place], non_blocking=True)
-            blocks = torch.tensor([block for _, block in some]).to(self._device, non_blocking=True)
+            (blocks,) = to_device([np.array([block for _, block in some])], self._device)
             for part, data in zip(self._parts, gathered.split(self._sizes, 1), strict=True):
                 part.index_copy_(1, blocks, data.view(len(some), part.shape[0], -1).transpose(0, 1))
 

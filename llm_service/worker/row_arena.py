@@ -27,7 +27,10 @@ class PinnedCopies:
         try:
             call("cuMemHostRegister_v2", c_void_p(memory.data_ptr()), c_size_t(memory.nbytes), c_uint(_PORTABLE))
         except DeviceMemoryError as error:
-            _log.warning("rows are copied to the GPU from ordinary memory: it cannot be locked", cause=str(error))
+            _log.warning(
+                "the GPU copies from ordinary memory, since none can be locked: the host waits for that",
+                cause=str(error),
+            )
         else:
             weakref.finalize(self, _unlock, memory)
 
