@@ -29,6 +29,10 @@ MODULE = "encoder_service.worker.planner"
 _REMEMBERED = 64 << 20
 """Bytes of questions and answers. Of one item they are some hundred, or a megabyte."""
 
+_MOST_STEPS, _STEPS_PER_SECOND = 1_000_000, 10.0
+"""What a processor may list of a video's time before it chooses frames: some every tenth of a second, or each frame of
+a rate that is asked for, in lists of gigabytes where a file says that it goes on for years."""
+
 _log = log.get("planner")
 
 
@@ -89,6 +93,8 @@ class LibraryPlanner:
     async def footage(self, item: Item, seen: Inspection) -> Footage:
         """The frames that the library's processor takes of a video. Raises what `plan` does."""
         self._check_options(item)
+        if seen.frames / seen.fps * max(item.options.fps or 0.0, _STEPS_PER_SECOND) > _MOST_STEPS:
+            raise InvalidInput("the video goes on for too long", reason="VIDEO_TOO_LONG", field=item.field)
         try:
             answer = await self._asked(ChooseFrames(seen.frames, seen.fps, item.options.fps or 0.0), item.field)
         except InvalidInput:

@@ -142,6 +142,28 @@ async def test_so_many_frames_a_second_are_a_question_of_their_own() -> None:
     assert planner.questions == [ChooseFrames(90, 30.0, 2.0), msgspec.structs.replace(asked, wanted=2.0)]
 
 
+@pytest.mark.parametrize(
+    ("frames", "fps", "asked", "taken"),
+    [
+        (100_000, 1.0, None, True),
+        (100_000, 0.999, None, False),
+        (30_000, 30.0, 1000.0, True),
+        (31, 0.03, 1000.0, False),
+    ],
+)
+async def test_a_video_that_goes_on_for_too_long_is_refused_before_its_frames_are_chosen(
+    frames: int, fps: float, asked: float | None, taken: bool
+) -> None:
+    planner, film = Asked(), item(Modality.VIDEO, Options(fps=asked))
+    if taken:
+        await planner.footage(film, replace(SEEN, frames=frames, fps=fps))
+    else:
+        with pytest.raises(InvalidInput) as error:
+            await planner.footage(film, replace(SEEN, frames=frames, fps=fps))
+        assert (error.value.reason, error.value.field) == ("VIDEO_TOO_LONG", "media[0]")
+    assert len(planner.questions) == taken
+
+
 async def test_a_rate_that_the_processor_does_not_take_is_named() -> None:
     class Refusing(Asked):
         async def _ask(self, question: ChooseFrames | PlanItem, field: str) -> Chosen | Planned:
