@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from pydantic_core import to_json
 
 from common.errors import InvalidInput
+from common.media.data_url import is_data
 from gateway.api.chat_request import ChatRequest, Message, NamedTool, Part, ResponseFormat, TemplateSettings
 from gateway.api.fields import MediaSettings, Prompt, RequestFields, SamplingFields, shape_of
 from gateway.errors import TooLarge
@@ -29,6 +30,8 @@ _ANY_OBJECT = '{"type": "object"}'
 _LOW_DETAIL_PIXELS = 512 * 512
 """The area of a picture that is asked for in low detail, as OpenAI has it."""
 _ROLES = {"developer": "system"}
+_LONGEST_TYPE = 256
+"""Characters before the parameters of a data address."""
 Request = TypeVar("Request", llm_pb2.GenerateRequest, llm_pb2.EmbedRequest)
 
 
@@ -239,14 +242,23 @@ def _part(part: Part, settings: MediaSettings) -> llm_pb2.ChatPart:
         case "audio_url":
             media = _media(media_pb2.MODALITY_AUDIO, part.audio_url.url)
         case _:
-            clip = part.input_audio
-            media = _media(media_pb2.MODALITY_AUDIO, f"data:audio/{clip.format};base64,{clip.data}")
+            media = _media(media_pb2.MODALITY_AUDIO, f"data:;base64,{part.input_audio.data}")
     return llm_pb2.ChatPart(media=media)
 
 
 def _media(modality: media_pb2.Modality, url: str) -> media_pb2.Media:
     """What is given by address; nobody but an encoder fetches it, and a data address is read there as well."""
-    return media_pb2.Media(modality=modality, url=url)
+    return media_pb2.Media(modality=modality, url=_untyped(url))
+
+
+def _untyped(url: str) -> str:
+    """A data address of bytes that speak for themselves: to OpenAI's callers any picture is a JPEG.
+
+    >>> _untyped("data:image/jpeg;base64,iVBO"), _untyped("https://example.org/a;b,c")
+    ('data:;base64,iVBO', 'https://example.org/a;b,c')
+    """
+    kind, parameters, _ = url[:_LONGEST_TYPE].partition(";")
+    return f"data:{url[len(kind) :]}" if is_data(url) and parameters and "," not in kind else url
 
 
 def _set_options(media: media_pb2.Media, **options: Any) -> None:

@@ -10,7 +10,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 
-from tests.gateway.trio import CLIP, PICTURE, Trio, image, said, text, video
+from tests.gateway.trio import CLIP, PICTURE, Trio, data_url, image, said, text, video
 from tests.launch import Service
 from tests.rpc.pairs import answer, asked
 from tests.waiting import until
@@ -262,6 +262,14 @@ def lines(service: Service, request_id: str) -> Callable[[], list[dict[str, Any]
         return [each for each in found if each["event"] in ("call", "request") and each.get("method") != "Encode"]
 
     return read
+
+
+@pytest.mark.parametrize("kind", ["image/jpeg", "application/octet-stream", ""])
+def test_a_picture_is_what_its_bytes_say_whatever_its_address_calls_it(door: Trio, kind: str) -> None:
+    content = data_url(PICTURE, kind)
+    other = by_http(door, [said(text("Look"), {"type": "image_url", "image_url": {"url": content}})])
+    same = by_http(door, [said(text("Look"), image())])
+    assert other.choices[0].message.content == same.choices[0].message.content
 
 
 def test_a_picture_that_is_none_is_refused_where_it_stands(door: Trio) -> None:

@@ -96,7 +96,7 @@ def test_what_is_sent_is_what_was_dropped_under_these_settings(page: Page, door:
     system, user = first.chat.messages
     assert (system.role, system.parts[0].text) == ("system", "Be brief.")
     media, text = user.parts
-    assert media.media.url == f"data:image/png;base64,{base64.b64encode(PICTURE + b'two.png').decode()}"
+    assert media.media.url == f"data:;base64,{base64.b64encode(PICTURE + b'two.png').decode()}"
     assert text.text == "What is it?"
     assert first.session_id == second.session_id
     assert list(second.chat.messages)[:2] == [system, user]
@@ -174,7 +174,7 @@ def test_a_picture_is_pasted(page: Page, door: Scripted) -> None:
     page.get_by_role("button", name="Remove image.png").wait_for()
     complete(ask(page, "What is it?"))
     (message,) = door.llm.requests[0].chat.messages
-    assert message.parts[0].media.url == f"data:image/png;base64,{base64.b64encode(PICTURE).decode()}"
+    assert message.parts[0].media.url == f"data:;base64,{base64.b64encode(PICTURE).decode()}"
 
 
 def test_a_picture_is_taken_by_the_camera(page: Page, door: Scripted) -> None:
@@ -184,7 +184,7 @@ def test_a_picture_is_taken_by_the_camera(page: Page, door: Scripted) -> None:
     assert page.evaluate("document.getElementById('viewfinder').srcObject.active") is False
     complete(ask(page, "Who is it?"))
     (message,) = door.llm.requests[0].chat.messages
-    assert message.parts[0].media.url.startswith("data:image/jpeg;base64,/9j/")
+    assert message.parts[0].media.url.startswith("data:;base64,/9j/")
 
 
 def test_a_sound_is_recorded_and_asked_about(page: Page, door: Scripted) -> None:
@@ -206,7 +206,7 @@ def test_a_sound_is_recorded_and_asked_about(page: Page, door: Scripted) -> None
     complete(ask(page, "What is said?"))
     (message,) = door.llm.requests[0].chat.messages
     media = message.parts[0].media
-    assert (media.modality, media.url[:23]) == (v1.MODALITY_AUDIO, "data:audio/webm;base64,")
+    assert (media.modality, media.url[:13]) == (v1.MODALITY_AUDIO, "data:;base64,")
 
 
 @pytest.mark.parametrize(
