@@ -78,7 +78,7 @@ class _Model:
         digest = await tasks.to_thread(encoder_digest, checkpoint, layout.dtype, served.family.encoder)
         if settings.draft_model:
             await tasks.to_thread(check_same_tokens, checkpoint, Checkpoint(Path(settings.draft_model)))
-        prompts = await tasks.to_thread(PromptBuilder, checkpoint, served)
+        prompts = await tasks.to_thread(_prompts, config, checkpoint, served)
         name = config.served_model_name or checkpoint.name
         return cls(checkpoint, served, settings, layout, digest, prompts, name)
 
@@ -90,6 +90,17 @@ class _Model:
     def vocabulary(self) -> Vocabulary:
         ends = sorted(end_tokens(self.checkpoint))
         return Vocabulary(str(self.checkpoint.folder), self.prompts.vocab_size, ends)
+
+
+def _prompts(config: LlmConfig, checkpoint: Checkpoint, served: ServedModel) -> PromptBuilder:
+    """Raises CheckpointError where there is no template, or not the one that was named."""
+    if not config.chat_template:
+        return PromptBuilder(checkpoint, served)
+    try:
+        template = Path(config.chat_template).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"--chat-template cannot be read: {error}") from error
+    return PromptBuilder(checkpoint, served, chat_template=template)
 
 
 async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:

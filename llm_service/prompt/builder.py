@@ -55,13 +55,16 @@ Piece: TypeAlias = str | int | Slot | Length | list[int]
 
 
 class PromptBuilder:
-    """Knows one checkpoint's tokenizer, template and media layout. Its methods compute: not for the event loop.
+    """Knows one checkpoint's tokenizer, template (or the `chat_template` in its place) and media layout. Its methods
+    compute: not for the event loop.
 
     A span's length is known only when its header has come, so there are two steps: `pieces`, then `layout`. Special
     tokens come from the template or from a caller who lays the prompt out himself, never from a chat message's text.
     """
 
-    def __init__(self, checkpoint: Checkpoint, model: ServedModel | None = None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, model: ServedModel | None = None, *, chat_template: str | None = None
+    ) -> None:
         settings = checkpoint.tokenizer_settings()
         model = model or ServedModel.of(checkpoint)
         self.vocab_size = model.vocab_size
@@ -81,7 +84,7 @@ class PromptBuilder:
         self._number_mark, self._run = model.family.number_mark, model.family.run
         self._seam = self._added.get(model.family.seam, -1)
         self._media = MediaTokens.of(checkpoint.config, model.family, named_tokens(checkpoint, self._added))
-        self.template = ChatTemplate.of(checkpoint, self._plain_template())
+        self.template = ChatTemplate.of(checkpoint, self._plain_template(), source=chat_template)
         self._media_layout = MediaLayout.of(checkpoint.config, model.family)
 
         begin, self._reasoning_end = self.template.reasoning_marks

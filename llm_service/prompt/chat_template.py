@@ -125,12 +125,16 @@ class ChatTemplate:
         self.tool_format = tool_format(source)
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, placeholders: dict[str, str] | None = None) -> ChatTemplate:
-        """Finds the template where checkpoints keep it. Where there is none, a conversation is one message with these
-        placeholders in it, by modality, of a model that was taught no other; without them, raises CheckpointError."""
+    def of(
+        cls, checkpoint: Checkpoint, placeholders: dict[str, str] | None = None, *, source: str | None = None
+    ) -> ChatTemplate:
+        """The `source`, or else the template where checkpoints keep it. Where there is none, a conversation is one
+        message with these placeholders in it, by modality, of a model that was taught no other; without them, raises
+        CheckpointError, as for a template that is none."""
         settings = checkpoint.json("tokenizer_config.json")
         source = (
-            checkpoint.text("chat_template.jinja")
+            source
+            or checkpoint.text("chat_template.jinja")
             or checkpoint.json("chat_template.json").get("chat_template")
             or settings.get("chat_template")
             or tekken.chat_template(checkpoint.json(tekken.FILE))
@@ -140,7 +144,10 @@ class ChatTemplate:
         if not isinstance(source, str):
             raise CheckpointError("the checkpoint has no chat template")
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
-        return cls(source, {name: settings[name] for name in names if isinstance(settings.get(name), str)})
+        try:
+            return cls(source, {name: settings[name] for name in names if isinstance(settings.get(name), str)})
+        except jinja2.TemplateSyntaxError as error:
+            raise CheckpointError(f"the chat template is no Jinja: line {error.lineno}: {error.message}") from error
 
     def render(self, prompt: ChatPrompt) -> list[tuple[str, bool]]:
         """The laid-out conversation as (text, whether the caller wrote it); media stand as the template has them.
