@@ -17,6 +17,8 @@ from common import tekken
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_QUANTIZATION = "hf_quant_config.json"
+"""Of NVIDIA's Model Optimizer, whose older releases state it there alone."""
 _MAX_HEADER = 100 << 20
 _FLOATS = "BF16", "F16", "F32"
 
@@ -66,8 +68,9 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """config.json."""
-        return self.json("config.json")
+        """config.json. Where it has no `quantization_config`, that is hf_quant_config.json, if there is one."""
+        stated, beside = self.json("config.json"), self.json(_QUANTIZATION)
+        return stated | {"quantization_config": beside} if beside and "quantization_config" not in stated else stated
 
     @property
     def architecture(self) -> str:

@@ -91,10 +91,10 @@ def load(folder: Path, strip: Callable[[Any], None], dtype: torch.dtype, device:
         raise
     except (ValueError, OSError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"the library cannot load the model: {first_line(error)}") from error
-    modules = {name for name, part in model.named_modules() if "weight" in part._parameters}
-    beside = [name for name in told["unexpected_keys"] if _OF_QUANTISED.fullmatch(name.rpartition(".")[2])]
-    if quantised := sorted(name for name in beside if name.rpartition(".")[0] in modules):
-        raise CheckpointError(f"the library is to compute {quantised[0].rpartition('.')[0]}, whose weight is quantised")
+    weights = {name.removesuffix(".weight") for name, _ in model.named_parameters()}
+    beside = (_OF_QUANTISED.fullmatch(name) for name in told["unexpected_keys"])
+    if quantised := sorted({found[1] for found in beside if found is not None} & weights):
+        raise CheckpointError(f"the library is to compute {quantised[0]}, whose weight is quantised")
     if (lacking := sorted(told["missing_keys"])) and _is_quantised(Checkpoint(folder).config):
         what = "or has it quantised in parts that the library puts together"
         raise CheckpointError(f"the checkpoint lacks {lacking[0]}, {what}")
@@ -108,8 +108,9 @@ def _is_quantised(config: Mapping[str, Any]) -> bool:
 
 _NO_ADAPTER = {"subfolder": "there is none"}
 """Where the library looks for an adapter, if peft is installed: one beside the weights is ours to apply."""
-_OF_QUANTISED = re.compile(r"qweight|weight_(packed|scale|scale_inv)")
-"""A tensor of a quantised weight, in every form that one has."""
+_OF_QUANTISED = re.compile(r"(.*)(?:\.qweight|[._]weight_(?:packed|scale|scale_inv))")
+"""A tensor of a quantised weight, in every form that one has, and what that is of: a module, or a tensor of several
+experts."""
 
 
 def without(whole: Any, strip: Callable[[Any], None]) -> Any:

@@ -16,7 +16,7 @@ from common.checkpoint import Checkpoint
 def load_tensors(checkpoint: Checkpoint, wanted: Callable[[str], str | None]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (new name, tensor) for each tensor whose name `wanted` maps to a new one; None leaves it unread."""
     for name, stored in load_slices(checkpoint, wanted):
-        yield name, stored[:]
+        yield name, stored[...]
 
 
 def load_slices(checkpoint: Checkpoint, wanted: Callable[[str], str | None]) -> Iterator[tuple[str, Any]]:

@@ -136,6 +136,107 @@ def gptq(bits: int = 4, *, ordered: bool = False, second: bool = False, group: i
     return make
 
 
+def modelopt(algorithm: str) -> Format:
+    """As NVIDIA's Model Optimizer writes them, by the formats' definitions: e4m3 and int8 by a float, e2m1 by an e4m3
+    for 16 of them and a float for all, and both by a power of two for 32 of them, which e8m0 has."""
+
+    def make(weight: Tensor) -> Made:
+        tensors, wide = _MODELOPT[algorithm](weight)
+        config = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head", "model.visual*"]}
+        return config | {"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}}, tensors, wide
+
+    return make
+
+
+def _one_scale(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    scale = weight.abs().max() / 448
+    numbers = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": numbers, "weight_scale": scale, "input_scale": torch.tensor(0.07)}, numbers.float() * scale
+
+
+def _each_output(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    scale = weight.abs().amax(1) / 448
+    numbers = (weight / scale[:, None]).to(torch.float8_e4m3fn)
+    return {"weight": numbers, "weight_scale": scale}, numbers.float() * scale[:, None]
+
+
+def _whole_numbers(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    scale = weight.abs().amax(1) / 127
+    numbers = (weight / scale[:, None]).round().to(torch.int8)
+    return {"weight": numbers, "weight_scale": scale}, numbers.float() * scale[:, None]
+
+
+def _blocks_of_128(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    rows, columns = (-(-side // 128) for side in weight.shape)
+    scale = torch.zeros(rows, 1, columns, 1)
+    wide, numbers = torch.zeros_like(weight), weight.to(torch.float8_e4m3fn)
+    for row in range(rows):
+        for column in range(columns):
+            place = slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128)
+            scale[row, 0, column, 0] = each = weight[place].abs().max() / 448
+            numbers[place] = (weight[place] / each).to(torch.float8_e4m3fn)
+            wide[place] = numbers[place].float() * each
+    return {"weight": numbers, "weight_scale": scale}, wide
+
+
+def _fours(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Bytes of two e2m1, the first in the lower half, and their numbers: the nearest to weight / scale, which is of
+    each number."""
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    code = ((weight / scale).abs()[..., None] - magnitudes).abs().argmin(-1)
+    sign = torch.where(weight < 0, -1.0, 1.0)
+    bits = (code + 8 * (weight < 0)).to(torch.uint8)
+    return bits[:, ::2] | bits[:, 1::2] << 4, magnitudes[code] * sign
+
+
+def _nv_fours(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    whole = weight.abs().max() / (6 * 448)
+    most = weight.unflatten(1, (-1, 16)).abs().amax(2)
+    scale = (most / (6 * whole)).clamp(min=2**-9).to(torch.float8_e4m3fn)
+    each = (scale.float() * whole).repeat_interleave(16, 1)
+    packed, numbers = _fours(weight, each)
+    tensors = {"weight": packed, "weight_scale": scale, "weight_scale_2": whole, "input_scale": torch.tensor([0.07])}
+    return tensors, numbers * each
+
+
+def _powers(weight: Tensor, most: float) -> tuple[Tensor, Tensor]:
+    """e8m0 of each 32 inputs, and what they are of each number."""
+    exponent = (weight.unflatten(1, (-1, 32)).abs().amax(2) / most).log2().ceil().clamp(min=-127)
+    return (exponent + 127).to(torch.uint8), exponent.exp2().repeat_interleave(32, 1)
+
+
+def _mx_eights(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    powers, each = _powers(weight, 448)
+    numbers = (weight / each).to(torch.float8_e4m3fn)
+    return {"weight": numbers, "weight_scale": powers}, numbers.float() * each
+
+
+def _mx_fours(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    powers, each = _powers(weight, 6)
+    packed, numbers = _fours(weight, each)
+    return {"weight": packed, "weight_scale": powers}, numbers * each
+
+
+def modelopt_mixed(weight: Tensor) -> Made:
+    """Of several formats, by a weight's shape: what makes more of its inputs is in 4 bits."""
+    algorithm = "W4A16_NVFP4" if len(weight) > weight.shape[1] else "FP8"
+    _, tensors, wide = modelopt(algorithm)(weight)
+    layers = {"mlp": {"quant_algo": "W4A16_NVFP4", "group_size": 16}, "self_attn": {"quant_algo": "FP8"}}
+    stated = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers, "ignore": ["lm_head"]}
+    return {"quant_method": "modelopt", **stated}, tensors, wide
+
+
+_MODELOPT: dict[str, Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]] = {
+    "FP8": _one_scale,
+    "FP8_PER_CHANNEL_PER_TOKEN": _each_output,
+    "FP8_PB_WO": _blocks_of_128,
+    "NVFP4": _nv_fours,
+    "W4A16_NVFP4": _nv_fours,
+    "MXFP8": _mx_eights,
+    "W4A8_MXFP4_FP8": _mx_fours,
+    "W8A16": _whole_numbers,
+}
+
 BYTE = {"type": "int", "num_bits": 8, "strategy": "channel"}
 GROUPS = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 16}
 FLOAT = {"type": "float", "num_bits": 8, "symmetric": True}
@@ -165,6 +266,8 @@ FORMATS: dict[str, Format] = {
     "gptq in order of importance": gptq(ordered=True),
     "gptq of 8 bits": gptq(8),
     "gptq, second form": gptq(second=True),
+    **{f"modelopt {name}": modelopt(name) for name in _MODELOPT if name != "W4A16_NVFP4"},
+    "modelopt mixed": modelopt_mixed,
 }
 
 _LINEAR = re.compile(

@@ -13,7 +13,7 @@ from common.linear import LaidOut, Linear
 from llm_service.families.gates import Gates
 from llm_service.layers.elementwise import sigmoid
 from llm_service.layers.group import TensorGroup
-from llm_service.layers.linear import PackedLinear, Place, Stored, fill, laid_out, quantized
+from llm_service.layers.linear import PackedLinear, Place, Stored, StoredStack, fill, laid_out, quantized
 from llm_service.layers.mlp import MLP, SquaredMLP, act_and_mul, squared_relu
 from llm_service.layers.ops import TORCH, Pair, RowOps
 from llm_service.layers.quantized_weight import QuantizedWeight
@@ -42,7 +42,8 @@ class Experts(nn.Module):
     """All experts' weights, stacked: gate_up_proj [experts, 2 · inner, hidden], down_proj [experts, hidden, inner].
 
     `inner` is this rank's share; gate and up are each split, so that the halves stay side by side. A checkpoint has
-    them stacked, with gate and up as one or as two, or each expert's three matrices apart, as quantised ones do. Of
+    them stacked, with gate and up as one or as two, or each expert's three matrices apart, as quantised ones do, by the
+    expert's number before the matrix's name or behind it. Of
     stacked ones inputs come first with `inputs_first`, else where no other order fits their shape. Without `has_gates`
     there is no gate, and the square of a ReLU between two products.
     """
@@ -83,12 +84,16 @@ class Experts(nn.Module):
         }
         if self._has_gates:
             stacked |= {f"{own}.{kind}": partial(self._place_half, kind) for kind in ("gate_proj", "up_proj")}
-        return stacked | {
-            f"{own}.{expert}.{kind}.weight": partial(self._place_one, kind, expert) for kind, expert in self._missing
-        }
+        for kind, expert in self._missing:
+            place = partial(self._place_one, kind, expert)
+            stacked |= {f"{own}.{expert}.{kind}.weight": place, f"{own}.{kind}.{expert}.weight": place}
+        return stacked
 
     def _place(self, kind: str, stored: Stored) -> None:
         """Some checkpoints keep each expert's matrices the other way round, [experts, in, out]."""
+        if isinstance(stored, StoredStack):
+            self._place_quantized(kind, stored)
+            return
         target, shape, share = getattr(self, kind), tuple(stored.get_shape()), self._share
         if kind == "gate_up_proj":
             up = slice(self._inner + share.start, self._inner + share.stop)
@@ -107,6 +112,19 @@ class Experts(nn.Module):
         target.copy_(source)
         self._missing -= {each for each in self._missing if (each[0] == "down_proj") == (kind == "down_proj")}
 
+    def _place_quantized(self, kind: str, stored: StoredStack) -> None:
+        """The same of weights that stay quantised, each on its own."""
+        hidden, shape = self.down_proj.shape[1], tuple(stored.get_shape())
+        apart = [each for each in self._apart if (each == "down_proj") == (kind == "down_proj")]
+        sides = (hidden, self._inner) if kind == "down_proj" else (len(apart) * self._inner, hidden)
+        swapped = self._has_inputs_first(shape, sides[1], sides[0])
+        if shape != (self.count, *(sides[::-1] if swapped else sides)):
+            raise ValueError(f"it is {shape}, which does not fit {(self.count, *sides)}")
+        for expert in range(self.count):
+            one = stored.of_expert(expert, inputs_first=swapped)
+            for number, each in enumerate(apart):
+                self._place_one(each, expert, one, number * self._inner)
+
     def _has_inputs_first(self, shape: tuple[int, ...], inputs: int, outputs: int) -> bool:
         return self._inputs_first or shape[1:] == (inputs, outputs) != (outputs, inputs)
 
@@ -116,11 +134,11 @@ class Experts(nn.Module):
         fill(self.gate_up_proj[:, begin : begin + self.gate_up_proj.shape[1] // 2], stored[:, self._share])
         self._missing -= {each for each in self._missing if each[0] == kind}
 
-    def _place_one(self, kind: str, expert: int, stored: Stored) -> None:
-        """One matrix of one expert, [out, in]."""
+    def _place_one(self, kind: str, expert: int, stored: Stored, first: int = 0) -> None:
+        """One matrix of one expert, [out, in], whose outputs begin at `first`."""
         share, length = self._share, self._share.stop - self._share.start
         whole = self.down_proj if kind == "down_proj" else self.gate_up_proj
-        source = stored[:, share] if kind == "down_proj" else stored[share]
+        source = stored[:, share] if kind == "down_proj" else stored[first + share.start : first + share.stop]
         begin = length if kind == "up_proj" and self._has_gates else 0
         target = whole[expert] if kind == "down_proj" else whole[expert, begin : begin + length]
         if isinstance(source, QuantizedWeight) and source.shape == target.shape:

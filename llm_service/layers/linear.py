@@ -30,6 +30,16 @@ class Stored(Protocol):
     def get_shape(self) -> list[int]: ...
 
 
+@runtime_checkable
+class StoredStack(Stored, Protocol):
+    """Weights of several experts in one tensor of a file, quantised, which are read one by one."""
+
+    def of_expert(self, number: int, *, inputs_first: bool) -> Stored:
+        """One expert's, [outputs, inputs], whichever come first in the file. Raises ValueError where that does not fit
+        how they are stored."""
+        ...
+
+
 Place = Callable[[Stored], None]
 """Reads what this rank needs of a stored tensor; raises ValueError on a wrong shape."""
 

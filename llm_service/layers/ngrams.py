@@ -129,7 +129,7 @@ class NgramTable(VocabularyEmbedding):
             raise ValueError(f"it is {(rows, width)}, expected {tuple(self.weight.shape)} in all")
         begin, end = max(first, self.share.start), min(first + rows, self.share.stop)
         if begin < end:
-            self.weight[begin - self.share.start : end - self.share.start].copy_(stored[begin - first : end - first])
+            fill(self.weight[begin - self.share.start : end - self.share.start], stored[begin - first : end - first])
             self._missing -= end - begin
 
     def whole(self) -> bool:

@@ -58,7 +58,7 @@ def table(number: Number) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """w[o, i] = (number[o, i] − zero) · scale / divisor, with the zero and the scale of the group that o and i are in.
+    """w[o, i] = (number[o, i] − zero) · scale · unit / divisor, with the zero and scale of the group of o and i.
 
     `codes` uint8 are the numbers' bits, [outputs, inputs], or [outputs, ⌈inputs / 2⌉] where two are in a byte. Groups
     are `rows` outputs by `columns` inputs large; the first output and input stand at `first` in theirs, which is
@@ -77,6 +77,7 @@ class QuantizedWeight:
     columns: int = 1
     first: tuple[int, int] = (0, 0)
     column_groups: Tensor | None = None
+    unit: float = 1.0
     divisor: float = 1.0
     rounds_inputs: bool = False
 
@@ -115,7 +116,7 @@ class QuantizedWeight:
         """float32 [end − begin, inputs]: outputs from `begin` on. Each number is rounded once, in its product."""
         codes = self.codes[begin:end]
         numbers = self._numbers(codes)
-        scale = self.of_outputs(self.scale, begin, end).float() / self.divisor
+        scale = self.of_outputs(self.scale, begin, end).float() * self.unit / self.divisor
         zero = self.of_outputs(self.zero, begin, end).float() if isinstance(self.zero, Tensor) else float(self.zero)
         if self._is_even():
             grouped = numbers.view(len(codes), -1, self.columns)
@@ -191,7 +192,7 @@ class GroupedWeight:
         scale = torch.cat([each.of_outputs(each.scale)[:, present] for each in parts])
         zero = _zeros(parts)
         zero = zero[:, present] if zero.shape[1] > 1 else zero
-        unit = torch.cat([torch.full((len(each.codes),), 1.0 / each.divisor) for each in parts]).to(codes.device)
+        unit = torch.cat([torch.full((len(each.codes),), each.unit / each.divisor) for each in parts]).to(codes.device)
         if len(present) == 1 and not zero.shape[1]:  # sums of few rows and of many are then the same to the bit
             unit, scale = unit * scale[:, 0].float(), torch.ones_like(scale, dtype=torch.float32)
         back = slice(None) if order is None else order.argsort().to(codes.device)

@@ -15,6 +15,7 @@ from llm_service.models.library_decoder import LibraryDecoder, MakesBackend
 from llm_service.models.library_linear import Fill, fill_quantised, leave_quantised, round_linears
 from llm_service.models.library_text import text_alone
 from llm_service.models.quantization_config import Scheme
+from llm_service.models.quantized import tell_of_cache
 from llm_service.models.trial import Finding, try_out
 
 _log = log.get("library_loader")
@@ -55,6 +56,7 @@ def load_library_decoder(
     elif names:
         _log.info("weights stay as they are quantised", method="" if scheme is None else scheme.method)
         fill = fill_quantised(checkpoint, names, device)
+    tell_of_cache(checkpoint)
     return LibraryDecoder(
         speaking(complete(model)),
         dtype,

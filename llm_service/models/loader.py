@@ -24,7 +24,7 @@ from llm_service.models.decoder import Decoder
 from llm_service.models.mtp import MtpDecoder
 from llm_service.models.parted_tensors import PartedTensors
 from llm_service.models.quantization_config import Scheme
-from llm_service.models.quantized import load_weights
+from llm_service.models.quantized import load_weights, tell_of_cache
 
 _log = log.get("loader")
 
@@ -91,6 +91,7 @@ def load_decoder(
         raise CheckpointError(str(error)) from error
     if scheme is not None:
         _log.info("weights stay as they are quantised", method=scheme.method)
+    tell_of_cache(checkpoint)
     _fill(decoder, text.parted.pieces(load_weights(checkpoint, text.own_name)), device, rounded)
     return decoder.eval()
 

@@ -8,6 +8,17 @@ from typing import Any
 
 from common.checkpoint import CheckpointError
 
+_MODELOPT = frozenset(
+    {"FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_PB_REAL", "FP8_BLOCK_SCALES", "MXFP8", "W8A16"}
+    | {"W8A8_SQ_PER_CHANNEL", "NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", "W4A8_NVFP4_FP8", "MXFP4", "W4A8_MXFP4_FP8"}
+)
+"""What Model Optimizer calls the formats that are served: their tensors' types say which of them a weight is in."""
+_OTHER_PRODUCTS = {
+    "W4A16_AWQ": "its layers scale their inputs",
+    "W4A8_AWQ": "its layers scale their inputs",
+    "NVFP4_SVD": "its layers have a matrix of low rank besides",
+}
+_MIXED = "MIXED_PRECISION"
 _COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized")
 
 
@@ -44,8 +55,20 @@ class Scheme:
                 return cls._packed(method, stated)
             case "gptq":
                 return cls._packed(method, stated, plus_one=stated.get("checkpoint_format", "gptq") != "gptq_v2")
+            case "modelopt":
+                return cls._modelopt(stated)
             case _:
                 raise CheckpointError(f"weights quantised by {method or 'an unnamed method'} are not served")
+
+    @classmethod
+    def _modelopt(cls, stated: Mapping[str, Any]) -> Scheme:
+        layers = (stated.get("quantized_layers") or {}).values()
+        found = [stated, *layers] if stated["quant_algo"].upper() != _MIXED else layers
+        algorithms = {str(each.get("quant_algo")).upper() for each in found}
+        for other in sorted(algorithms - _MODELOPT):
+            why = f": {_OTHER_PRODUCTS[other]}" if other in _OTHER_PRODUCTS else ""
+            raise CheckpointError(f"weights that Model Optimizer quantised as {other} are not served{why}")
+        return cls("modelopt", rounds_inputs=algorithms == {"FP8_PER_CHANNEL_PER_TOKEN"})
 
     @classmethod
     def _packed(cls, method: str, stated: Mapping[str, Any], *, plus_one: bool = False) -> Scheme:
@@ -75,11 +98,28 @@ def _rounds_inputs(stated: Mapping[str, Any]) -> bool:
 
 
 def quantization_of(config: Mapping[str, Any]) -> str:
-    """The `quant_method` of config.json; empty where nothing is quantised."""
+    """The `quant_method` of config.json; empty where no weight is quantised."""
     return str((_stated(config) or {}).get("quant_method", ""))
 
 
+def cache_type_of(config: Mapping[str, Any]) -> str:
+    """What a quantised checkpoint suggests as the type of a KV cache; empty where it suggests none."""
+    stated = _as_given(config)
+    scheme = stated.get("kv_cache_quant_algo") or stated.get("kv_cache_scheme") or ""
+    return f"{scheme.get('type')}{scheme.get('num_bits')}" if isinstance(scheme, Mapping) else str(scheme)
+
+
 def _stated(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """None where no weight is quantised: Model Optimizer states a KV cache alone in the same place."""
+    given = _as_given(config)
+    if not str(given.get("quant_method", "")).startswith("modelopt"):
+        return given or None
+    return {**given, "quant_method": "modelopt"} if given.get("quant_algo") else None
+
+
+def _as_given(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`quantization_config`, empty where there is none. What hf_quant_config.json has in a section of its own, and
+    some config.json as well, is as the rest."""
     text = config.get("text_config") or {}
-    stated: Mapping[str, Any] | None = config.get("quantization_config") or text.get("quantization_config")
-    return stated
+    given: Mapping[str, Any] = config.get("quantization_config") or text.get("quantization_config") or {}
+    return {"quant_method": "modelopt", **given, **given["quantization"]} if "quantization" in given else given

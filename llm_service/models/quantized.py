@@ -3,17 +3,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
+from common import log
 from common.checkpoint import Checkpoint, TensorInfo
 from common.weights import SliceReader, load_slices
 from llm_service.layers.linear import Stored
-from llm_service.models.quantization_config import Scheme
+from llm_service.models.quantization_config import Scheme, cache_type_of
 from llm_service.models.quantized_formats import is_quantised, quantised_weight
+from llm_service.models.stacked_formats import QuantizedStack, belongs_to, stacks_within
+
+_log = log.get("quantized")
 
 _MAIN = ("weight", "weight_packed", "qweight")
-_OF_CACHE = ("q_scale", "k_scale", "v_scale")
-"""Of a KV cache in 8 bits, which a checkpoint may suggest; ours has the model's own type."""
+_OF_CACHE = re.compile(r"(.*\.)?([qkv]_scale|k_proj\.k_bias|v_proj\.v_bias)")
+"""Of a KV cache in 8 or 4 bits, which a checkpoint may suggest; ours has the model's own type."""
+_SCALE = "weight_scale"
+
+Parts = Mapping[str, TensorInfo]
+"""A module's tensors, by the last part of their names."""
+Modules = Mapping[str, Parts]
 
 
 def quantized_modules(checkpoint: Checkpoint) -> list[str]:
@@ -21,8 +32,13 @@ def quantized_modules(checkpoint: Checkpoint) -> list[str]:
     `Scheme.of`."""
     if Scheme.of(checkpoint.config) is None:
         return []
-    every = _modules(checkpoint).items()
-    return [module for module, parts in every if not parts.keys().isdisjoint(_MAIN) and is_quantised(parts)]
+    return [module for module, parts in _modules(checkpoint).items() if _has_quantised(parts)]
+
+
+def tell_of_cache(checkpoint: Checkpoint) -> None:
+    """Logs that the KV cache is not what a checkpoint suggests, where it suggests one in 8 or 4 bits."""
+    if suggested := cache_type_of(checkpoint.config):
+        _log.info("the checkpoint suggests another KV cache: --kv-cache-dtype decides", suggested=suggested)
 
 
 def load_weights(checkpoint: Checkpoint, wanted: Callable[[str], str | None]) -> Iterator[tuple[str, Stored]]:
@@ -31,26 +47,71 @@ def load_weights(checkpoint: Checkpoint, wanted: Callable[[str], str | None]) ->
     one is missing or does not fit, and for a scheme that is not served."""
     scheme = Scheme.of(checkpoint.config)
     if scheme is None:
-        yield from load_slices(checkpoint, wanted)
+        suggested = bool(cache_type_of(checkpoint.config))
+        yield from load_slices(checkpoint, lambda name: None if suggested and _is_of_cache(name) else wanted(name))
         return
     with SliceReader(checkpoint) as reader:
-        for module, parts in _modules(checkpoint).items():
-            main = next((part for part in _MAIN if part in parts), None)
-            quantised = main is not None and is_quantised(parts)
-            for part in parts:
-                if part in _OF_CACHE:
-                    continue
-                if quantised and part != main and part != "bias":
-                    continue  # it belongs to the weight
-                plain = f"{module}.{part}" if module else part
-                renamed = wanted(f"{module}.weight" if quantised and part == main else plain)
-                if renamed is not None and quantised and part == main:
-                    yield renamed, quantised_weight(scheme, module, parts, reader)
-                elif renamed is not None:
-                    yield renamed, reader[plain]
+        modules = _modules(checkpoint)
+        for module in modules:
+            for name, made in _weights(scheme, modules, module, reader):
+                renamed = None if _is_of_cache(name) else wanted(name)
+                if renamed is not None:
+                    yield renamed, made()
 
 
-def _modules(checkpoint: Checkpoint) -> dict[str, dict[str, TensorInfo]]:
+def _weights(
+    scheme: Scheme, modules: Modules, module: str, reader: SliceReader
+) -> Iterator[tuple[str, Callable[[], Stored]]]:
+    """Of a module, the name of each tensor, or of the weight that some make, and what gets it."""
+    parts, within = modules[module], f"{module}." if module else ""
+    if _has_quantised(parts):
+        yield f"{within}weight", partial(_weight, scheme, modules, module, reader)
+        parts = {part: info for part, info in parts.items() if part == "bias"}
+    stacks = stacks_within(parts)
+    for part in parts:
+        if part in stacks:
+            yield within + part, partial(_stack, scheme, module, parts, stacks[part], reader)
+        elif not belongs_to(stacks, part) and not (part == _SCALE and _is_shared(modules, module)):
+            yield within + part, partial(reader.__getitem__, within + part)
+
+
+def _weight(scheme: Scheme, modules: Modules, module: str, reader: SliceReader) -> Stored:
+    parts = modules[module]
+    tensors = {part: reader[f"{module}.{part}"] for part in parts}
+    above = module.rpartition(".")[0]
+    if _lacks_scale(parts) and _SCALE in modules.get(above, {}):
+        parts = {**parts, _SCALE: modules[above][_SCALE]}
+        tensors[_SCALE] = reader[f"{above}.{_SCALE}"]
+    return quantised_weight(scheme, module, parts, tensors)
+
+
+def _stack(scheme: Scheme, module: str, parts: Parts, kinds: Mapping[str, str], reader: SliceReader) -> Stored:
+    infos = {kind: parts[part] for kind, part in kinds.items()}
+    tensors = {kind: reader[f"{module}.{part}"] for kind, part in kinds.items()}
+    named = f"{module}.{kinds['weight']}"
+    return QuantizedStack(infos, tensors, lambda one: quantised_weight(scheme, named, infos, one))
+
+
+def _is_of_cache(name: str) -> bool:
+    return _OF_CACHE.fullmatch(name) is not None
+
+
+def _has_quantised(parts: Parts) -> bool:
+    return not parts.keys().isdisjoint(_MAIN) and is_quantised(parts)
+
+
+def _lacks_scale(parts: Parts) -> bool:
+    return "weight" in parts and _has_quantised(parts) and not any(part.startswith(_SCALE) for part in parts)
+
+
+def _is_shared(modules: Modules, module: str) -> bool:
+    """Whether a module, which has no weight, has the scale of those within it, as a table that is in pieces has."""
+    if not modules[module].keys().isdisjoint(_MAIN):
+        return False
+    return any(name.rpartition(".")[0] == module and _lacks_scale(parts) for name, parts in modules.items())
+
+
+def _modules(checkpoint: Checkpoint) -> Modules:
     """The tensors of each module, by the last part of their names."""
     found: dict[str, dict[str, TensorInfo]] = {}
     for name, info in checkpoint.tensors.items():

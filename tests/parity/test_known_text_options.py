@@ -115,7 +115,7 @@ def test_tokens_of_quantised_weights_are_the_library_s_on_the_weights_that_they_
     assert [outcome.tokens for outcome in outcomes] == expected
 
 
-@pytest.mark.parametrize("form", ["fp8 in blocks", "gptq"])
+@pytest.mark.parametrize("form", ["fp8 in blocks", "gptq", "modelopt FP8"])
 def test_a_tower_whose_weights_are_quantised_is_refused(internvl: Path, form: str, tmp_path: Path) -> None:
     folder = shutil.copytree(internvl, tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")

@@ -43,6 +43,7 @@ KINDS = [
     ("ernie4_5_vl_moe", "awq"),  # what is dense; its experts are not quantised
     pytest.param("llama4", "nvfp4", marks=pytest.mark.soak),  # feed-forward parts of another name
     pytest.param("exaone4_5", "gptq", marks=pytest.mark.soak),
+    pytest.param("exaone4_5", "modelopt NVFP4", marks=pytest.mark.soak),
     pytest.param("granite4_vision", "pack-quantized, with zeros", marks=pytest.mark.soak),
     pytest.param("paddleocr_vl", "float-quantized, a scale an output", marks=pytest.mark.soak),
 ]

@@ -34,8 +34,10 @@ from tests.quantized import FORMATS, quantize_checkpoint
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
 
+ALIKE = "modelopt FP8_PER_CHANNEL_PER_TOKEN", "modelopt FP8_PB_WO", "modelopt W8A16", "modelopt MXFP8"
+"""Formats whose tensors have been met in others."""
 KINDS: list[tuple[Family, str]] = [
-    *(("qwen3_vl", form) for form in FORMATS),
+    *(("qwen3_vl", form) for form in FORMATS if form not in ALIKE),
     ("qwen2_vl", "gptq of 8 bits"),
     ("qwen2_5_vl", "gptq in order of importance"),
     ("qwen3_vl_moe", "fp8 in blocks"),
@@ -45,6 +47,7 @@ REST: list[tuple[Family, str]] = [
     ("qwen3_vl_moe", "pack-quantized, with zeros"),
     *(("qwen3_5", form) for form in ("fp8 in blocks", "gptq", "pack-quantized, with zeros")),
     *(("qwen3_5_moe", form) for form in ("fp8 in blocks", "awq")),
+    *(("qwen3_vl", form) for form in ALIKE),
 ]
 """Of formats and families that are crossed above, these pairs as well."""
 
@@ -153,13 +156,14 @@ def test_int8_beside_it_is_refused(checkpoints: Callable[..., Path], tmp_path: P
         load_decoder(Checkpoint(quantized), torch.float32, CPU, weight_dtype="int8")
 
 
-def test_quantised_vision_weights_are_refused(checkpoints: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["fp8 in blocks", "modelopt FP8", "modelopt NVFP4"])
+def test_quantised_vision_weights_are_refused(form: str, checkpoints: Callable[..., Path], tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(checkpoints("qwen3_vl"), folder)
     file = folder / "model.safetensors"
     tensors = load_file(file)
     name = next(name for name in tensors if "visual.blocks.0.attn.qkv.weight" in name)
-    _, made, _ = FORMATS["fp8 in blocks"](tensors.pop(name))
+    _, made, _ = FORMATS[form](tensors.pop(name))
     save_file(tensors | {f"{name.removesuffix('weight')}{part}": each for part, each in made.items()}, file)
     checkpoint = Checkpoint(folder)
     with pytest.raises(CheckpointError, match="the vision weights are quantised"):

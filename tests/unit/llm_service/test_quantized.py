@@ -16,13 +16,14 @@ from torch import Tensor
 from common.checkpoint import Checkpoint, CheckpointError
 from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.quantized_panels import QuantizedPanels
-from llm_service.layers.linear import quantized
+from llm_service.layers.linear import StoredStack, quantized
 from llm_service.layers.quantized_weight import QuantizedWeight, StackedWeight
-from llm_service.models.quantization_config import Scheme
-from llm_service.models.quantized import load_weights
+from llm_service.models.quantization_config import Scheme, cache_type_of, quantization_of
+from llm_service.models.quantized import load_weights, tell_of_cache
 from tests.quantized import FORMATS, Made, fp8
 
 OUTPUTS, INPUTS = 256, 384
+_UNKNOWN = {"quant_algo": "X"}
 
 
 def made(form: str, outputs: int = OUTPUTS, inputs: int = INPUTS) -> Made:
@@ -226,6 +227,14 @@ def test_a_missing_part_is_named(missing: str, tmp_path: Path) -> None:
         ("fp8 in blocks", "weight_scale_inv", torch.ones(16, 24, dtype=torch.uint8)),
         ("pack-quantized", "weight_shape", torch.tensor([OUTPUTS, 100])),
         ("nvfp4", "weight_scale", torch.ones(OUTPUTS, 3)),
+        ("modelopt NVFP4", "weight_scale", torch.ones(OUTPUTS, INPUTS // 16)),
+        ("modelopt NVFP4", "weight_scale", torch.ones(OUTPUTS, 3).to(torch.float8_e4m3fn)),
+        ("modelopt NVFP4", "weight_scale_2", torch.ones(2)),
+        ("modelopt FP8_PB_WO", "weight_scale", torch.ones(3, 1, 3, 1)),
+        ("modelopt MXFP8", "weight_scale", torch.full((OUTPUTS, INPUTS // 32), 255, dtype=torch.uint8)),
+        ("modelopt FP8", "pre_quant_scale", torch.ones(INPUTS)),
+        ("modelopt NVFP4", "svdquant_lora_a", torch.ones(4, INPUTS)),
+        ("fp8 in blocks", "weight", torch.ones(OUTPUTS, INPUTS, dtype=torch.uint8)),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(form: str, part: str, other: Tensor, tmp_path: Path) -> None:
@@ -242,6 +251,13 @@ def test_parts_that_do_not_fit_are_refused(form: str, part: str, other: Tensor, 
         ({"quant_method": "gptq", "bits": 3}, "GPTQ weights of 3 bits"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {"a": {}}}, "marlin-24"),
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "compressed-tensors in the format"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "as W4A16_AWQ .*: its layers scale their inputs"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_SVD"}, "as NVFP4_SVD .*: its layers have a matrix of low"),
+        ({"quant_method": "modelopt_fp4", "quant_algo": "INT3"}, "that Model Optimizer quantised as INT3 are not"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": _UNKNOWN}},
+            "quantised as X are not served",
+        ),
     ],
 )
 def test_other_schemes_are_refused_in_one_sentence(stated: dict[str, Any], why: str) -> None:
@@ -252,3 +268,88 @@ def test_other_schemes_are_refused_in_one_sentence(stated: dict[str, Any], why: 
 
 def test_a_plain_checkpoint_has_no_scheme() -> None:
     assert Scheme.of({"text_config": {}}) is None
+
+
+@pytest.mark.parametrize("place", ["hf_quant_config.json", "config.json", "config.json, as the other"])
+def test_model_optimizer_is_understood_wherever_it_states_what_it_did(place: str, tmp_path: Path) -> None:
+    config, tensors, wide = made("modelopt NVFP4")
+    older = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}
+    checkpoint = write(tmp_path / "model", config if place == "config.json" else older, tensors)
+    if place == "hf_quant_config.json":
+        (checkpoint.folder / "config.json").write_text("{}")
+        (checkpoint.folder / place).write_text(json.dumps(older))
+    ((_, read),) = load_weights(checkpoint, lambda name: name)
+    torch.testing.assert_close(read[:].wide(), wide, rtol=0, atol=0)
+    assert quantization_of(checkpoint.config) == "modelopt"
+    assert cache_type_of(checkpoint.config) == ("float8" if place == "config.json" else "FP8")
+
+
+def test_scales_of_a_cache_alone_are_left_out(tmp_path: Path) -> None:
+    """Of weights that nothing has quantised."""
+    plain = {"weight": torch.randn(4, 4), "k_scale": torch.ones(()), "k_bias": torch.ones(())}
+    stated = {"quant_method": "modelopt", "kv_cache_scheme": {"type": "float", "num_bits": 8}, "ignore": []}
+    checkpoint = write(tmp_path / "model", stated, plain, name="attn.k_proj")
+    assert Scheme.of(checkpoint.config) is None
+    assert quantization_of(checkpoint.config) == ""
+    assert [name for name, _ in load_weights(checkpoint, lambda name: name)] == ["attn.k_proj.weight"]
+
+
+@pytest.mark.parametrize("suggested", ["FP8", ""])
+def test_a_cache_that_is_not_honoured_is_told(
+    suggested: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, tensors, _ = made("modelopt FP8")
+    config = {key: value for key, value in config.items() if key != "kv_cache_scheme"}
+    tell_of_cache(write(tmp_path / "model", config | {"kv_cache_quant_algo": suggested or None}, tensors))
+    told = "".join(capsys.readouterr())
+    assert ("suggests another KV cache: --kv-cache-dtype decides" in told) == bool(suggested)
+
+
+def test_a_power_of_two_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    config, tensors, _ = made("modelopt W4A8_MXFP4_FP8")
+    tensors["weight_scale"][3, 2] = 255
+    ((_, read),) = load_weights(write(tmp_path / "model", config, tensors), lambda name: name)
+    assert read[:3].shape == (3, INPUTS)
+    with pytest.raises(ValueError, match="one of its scales is not a number"):
+        read[:4]
+
+
+def stack(tensors: dict[str, Tensor], tmp_path: Path) -> StoredStack:
+    """What reads experts' weights in one tensor."""
+    named = {f"gate_up_proj{'' if part == 'weight' else f'_{part}'}": each for part, each in tensors.items()}
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    ((name, read),) = load_weights(write(tmp_path / "model", config, named, "mlp.experts"), lambda name: name)
+    assert name == "mlp.experts.gate_up_proj"
+    assert isinstance(read, StoredStack)
+    return read
+
+
+@pytest.mark.parametrize("inputs_first", [False, True])
+@pytest.mark.parametrize("form", ["modelopt NVFP4", "modelopt FP8", "modelopt MXFP8", "modelopt W4A8_MXFP4_FP8"])
+@pytest.mark.parametrize("each_its_own", [False, True])
+def test_experts_in_one_tensor_are_read_one_by_one(
+    form: str, tmp_path: Path, *, inputs_first: bool, each_its_own: bool
+) -> None:
+    """With a scale over all experts, or over each."""
+    _, flat, wide = made(form, 3 * 48, 64)
+    tensors = {part: each.view(3, 48, -1) if each.dim() == 2 else each.reshape(()) for part, each in flat.items()}
+    if each_its_own:
+        tensors = {part: each if each.dim() else torch.stack([each] * 3) for part, each in tensors.items()}
+    if inputs_first:
+        tensors = {part: each.transpose(1, 2) if each.dim() == 3 else each for part, each in tensors.items()}
+    read = stack(tensors, tmp_path)
+    assert read.get_shape() == ([3, 64, 48] if inputs_first else [3, 48, 64])
+    for number, expected in enumerate(wide.view(3, 48, 64)):
+        one = read.of_expert(number, inputs_first=inputs_first)
+        assert one.get_shape() == [48, 64]
+        torch.testing.assert_close(one[:].wide(), expected, rtol=0, atol=0)
+        torch.testing.assert_close(one[8:24, 32:64].wide(), expected[8:24, 32:64], rtol=0, atol=0)
+
+
+def test_experts_of_which_two_outputs_are_in_a_byte_are_refused(tmp_path: Path) -> None:
+    _, tensors, _ = made("modelopt NVFP4", 48, 64)
+    read = stack({part: each.expand(3, *each.shape) for part, each in tensors.items()}, tmp_path)
+    with pytest.raises(ValueError, match="numbers of several outputs are in a byte"):
+        read.of_expert(0, inputs_first=True)
+    with pytest.raises(ValueError, match="experts in one tensor are quantised"):
+        read[:]

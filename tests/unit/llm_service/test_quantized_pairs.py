@@ -25,9 +25,10 @@ LONG: dict[str, Format] = {
     "gptq in order of importance": gptq(ordered=True, group=64),
     "gptq of 8 bits": gptq(8, group=128),
     **{form: FORMATS[form] for form in ("float-quantized, a scale an output", "int-quantized, with zeros")},
+    **{form: FORMATS[form] for form in ("modelopt FP8", "modelopt MXFP8", "modelopt W4A8_MXFP4_FP8")},
     "4 bits, a scale an output": FORMATS["pack-quantized, a scale an output"],
 }
-SHORT = ("fp8 in blocks", "nvfp4", "awq")
+SHORT = ("fp8 in blocks", "nvfp4", "modelopt NVFP4", "awq")
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:

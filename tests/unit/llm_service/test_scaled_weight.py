@@ -195,6 +195,8 @@ def test_experts_with_many_rows_in_bfloat16_go_through_it(monkeypatch: pytest.Mo
         ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, True),
         ({"quant_method": "fp8", "activation_scheme": "static"}, False),
         ({"quant_method": "fp8"}, False),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, True),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, False),
         (("float", 8, True), True),
         (("float", 8, False), False),
         (("int", 8, True), False),
