@@ -28,7 +28,7 @@ from llm_service.layers.kda import choose as kda
 from llm_service.layers.mamba2 import choose as mamba2
 from llm_service.layers.quantized_weight import QuantizedWeight
 from llm_service.models import quantized
-from llm_service.models.quantized_formats import _Sliced
+from llm_service.models.float_formats import SlicedWeight
 
 GPU = torch.device("cuda:0")
 _HOPPER = types.SimpleNamespace(multi_processor_count=132)
@@ -175,7 +175,7 @@ def fake_gpu() -> Iterator[list[str]]:
         enter(mock.patch.object(nn.Module, "to", _to))
         for module in (gdn, kda, mamba2):
             enter(mock.patch.object(module, "runs", return_value=True))
-        for owner, name in ((quantized, "quantised_weight"), (_Sliced, "__getitem__")):
+        for owner, name in ((quantized, "quantised_weight"), (SlicedWeight, "__getitem__")):
             enter(mock.patch.object(owner, name, _with_numbers(getattr(owner, name))))
         enter(mock.patch.object(QuantizedWeight, "to", _on_device))
         for name in ("of", "of_experts"):
