@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from gateway.api.messages_request import CountRequest, MessagesRequest
 from tests.gateway.scripted import Scripted, scripted
 from tests.gateway.test_tools import TEXT, says
-from tests.gateway.trio import PICTURE, Door, Reply, Trio, image, said, text
+from tests.gateway.trio import PICTURE, Door, Reply, Trio, data_url, image, said, text
 from tests.waiting import until
 from twinlens import v1
 
@@ -174,7 +174,7 @@ def test_a_second_turn_brings_everything_back(script: Scripted, client: anthropi
         (call.id, "weather", {"city": "Rome"}) for call in calls
     ]
     assert [each.tool_call_id for each in (seen, failed)] == [call.id for call in calls]
-    assert (seen.parts[0].text, seen.parts[1].media.url) == ("Sun.", image()["image_url"]["url"])
+    assert (seen.parts[0].text, seen.parts[1].media.url) == ("Sun.", data_url(PICTURE, ""))
     assert "".join(part.text for part in failed.parts) == "Error:\nNo such city."
     assert more.parts[0].text == "And now?"
 
