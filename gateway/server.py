@@ -73,7 +73,7 @@ async def serve(config: GatewayConfig) -> None:
     completions = Completions(services, generations, *each)
     embedding_calls = EmbeddingCalls(services, config.request_seconds)
     embeddings = Embeddings(services, embedding_calls, *each)
-    scores = Scores(services, embedding_calls, *each)
+    scores = Scores(services, generations, embedding_calls, *each)
     responses = Responses(services, generations)
     messages = Messages(services, generations)
     transcriptions = Transcriptions(generations)

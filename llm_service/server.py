@@ -43,6 +43,7 @@ from llm_service.plan import AdapterError
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.mrope import MediaLayout
 from llm_service.prompt.tokens import check_same_tokens, end_tokens
+from llm_service.reranker import Reranker
 from llm_service.servicer import Components, LlmServicer
 from llm_service.settings import EngineSettings, RankPlace
 from llm_service.transcriber import Transcriber
@@ -229,6 +230,7 @@ def _components(
         requests=RequestReader(config, model.name, prompts.vocab_size, defaults, prompts.modalities, *chosen),
         prompts=prompts,
         embedder=embedder,
+        reranker=Reranker.of(checkpoint, prompts),
         generator=generator,
         adapters=adapters,
         engine=engine,

@@ -29,6 +29,7 @@ from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.prompt.detokenizer import TokenTexts
 from llm_service.prompt.output_marks import ToolFormat
 from llm_service.request import LoadedAdapter, MediaItem, Pooling, Request
+from llm_service.reranker import Reranker
 from twinlens import __version__
 from twinlens.v1 import encoder_pb2, llm_pb2, media_pb2
 from twinlens.v1.encoder_pb2 import TRANSPORT_CUDA_IPC, TRANSPORT_SHARED_MEMORY
@@ -82,6 +83,7 @@ class Components:
     requests: RequestReader
     prompts: PromptBuilder
     embedder: Embedder
+    reranker: Reranker | None
     generator: Generator
     adapters: Adapters
     engine: EngineFront
@@ -214,6 +216,7 @@ class LlmServicer(LlmServiceServicer):
             tensor_parallel=components.config.tp,
             unimplemented=["Embed"] if components.embedder.why_not else [],
             embeddings=_embeddings(components.embedder),
+            reranker=_reranker(components.reranker),
             devices=ready.devices if ready else [],
             modalities=[MODALITIES[modality] for modality in components.requests.max_items],
             tool_format=_TOOL_FORMATS[components.prompts.template.tool_format],
@@ -347,6 +350,12 @@ def _embeddings(embedder: Embedder) -> llm_pb2.Embeddings | None:
     return llm_pb2.Embeddings(
         dimensions=embedder.dimensions, pooling=_POOLINGS[embedder.pooling], normalized=embedder.normalized
     )
+
+
+def _reranker(reranker: Reranker | None) -> llm_pb2.Reranker | None:
+    if reranker is None:
+        return None
+    return llm_pb2.Reranker(true_token_id=reranker.true_token, false_token_id=reranker.false_token)
 
 
 def _adapter(adapter: LoadedAdapter) -> llm_pb2.Adapter:

@@ -65,6 +65,7 @@ class Models:
             "max_model_len": info.context_tokens,
             "modalities": [_MODALITIES[each] for each in info.modalities if each in _MODALITIES],
             "embeddings": _embeddings(info.embeddings) if info.HasField("embeddings") else None,
+            "reranker": info.HasField("reranker"),
         }
 
     def _adapter(self, name: str, info: llm_pb2.LlmServiceGetInfoResponse) -> dict[str, Any]:

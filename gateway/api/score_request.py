@@ -63,6 +63,7 @@ class ScoringFields(Model):
     priority: Int | None = None
     max_handovers: Count | None = None
     mm_processor_kwargs: MediaSettings | None = None
+    instruction: str | None = None
 
 
 class RerankRequest(ScoringFields):

@@ -1,10 +1,10 @@
-"""`POST /v1/rerank` and `POST /score`: how near documents are to a query."""
+"""`POST /v1/rerank` and `POST /score`: how near documents are to a query, or how a reranker judges them."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import mul
 from typing import Any
 
@@ -24,7 +24,9 @@ from gateway.api.score_request import (
     TextDocument,
 )
 from gateway.embedding import EmbeddingCalls, all_of
+from gateway.generation import Generations
 from gateway.request_context import RequestContext, context_of
+from gateway.reranker import Question, judged, question
 from gateway.services import LlmServices
 from gateway.stream import json_answer
 from twinlens.v1 import llm_pb2
@@ -34,10 +36,19 @@ Sides = tuple[dict[str, Document], dict[str, Document]]
 
 
 class Scores:
-    """Answers requests to score documents: by the cosine of their embeddings and the query's."""
+    """Answers requests to score documents: of a reranker by its judgement, of other models by the cosine of their
+    embeddings and the query's."""
 
-    def __init__(self, services: LlmServices, embeddings: EmbeddingCalls, max_prompts: int, max_bytes: int) -> None:
+    def __init__(
+        self,
+        services: LlmServices,
+        generations: Generations,
+        embeddings: EmbeddingCalls,
+        max_prompts: int,
+        max_bytes: int,
+    ) -> None:
         self._services = services
+        self._generations = generations
         self._embeddings = embeddings
         self._max_prompts = max_prompts
         self._max_bytes = max_bytes
@@ -73,7 +84,13 @@ class Scores:
     async def _scored(
         self, asked: ScoringFields, context: RequestContext, sides: Sides
     ) -> tuple[list[float], dict[str, Any]]:
-        """A score for each of the second side, and the tokens of all of them."""
+        """A score for each of the second side, and the tokens of all of them. Raises TwinlensError."""
+        info = self._services.about(self._services.name(asked.model))
+        if info is not None and info.HasField("reranker"):
+            return await self._judged(asked, context, sides, info.reranker)
+        if asked.instruction is not None:
+            why = "no reranker is served by that name, and embeddings are told no instruction"
+            raise InvalidInput(why, reason="FIELD_NOT_SERVED", field="instruction")
         documents = [*sides[0].items(), *sides[1].items()]
         messages = await context.made(self._messages, asked, context.id, [document for _, document in documents])
         calls = [self._embed(message, at, context) for (at, _), message in zip(documents, messages, strict=True)]
@@ -82,6 +99,30 @@ class Scores:
         usage = convert.usage_of(prompt, sum(each.usage.cached_tokens for each in found), 0)
         vectors = [each.values for each in found]
         return await tasks.to_thread(_cosines, vectors[: len(sides[0])], vectors[len(sides[0]) :]), usage
+
+    async def _judged(
+        self, asked: ScoringFields, context: RequestContext, sides: Sides, reranker: llm_pb2.Reranker
+    ) -> tuple[list[float], dict[str, Any]]:
+        """The same of a reranker: each pair is a conversation of its own."""
+        questions = await context.made(self._questions, asked, context.id, sides)
+        found = await all_of([judged(self._generations, reranker, each, context.metadata) for each in questions])
+        prompt = sum(each.usage.prompt_tokens for each in found)
+        usage = convert.usage_of(prompt, sum(each.usage.cached_tokens for each in found), 0)
+        return [each.score for each in found], usage
+
+    def _questions(self, asked: ScoringFields, name: str, sides: Sides) -> list[Question]:
+        queries, documents = (list(side.items()) for side in sides)
+        if len(queries) == 1:
+            queries *= len(documents)
+        asking: list[Question] = []
+
+        def requests() -> Iterator[llm_pb2.GenerateRequest]:
+            for number, pair in enumerate(zip(queries, documents, strict=True)):
+                asking.append(question(asked, f"{name[:120]}-{number}", *pair))
+                yield asking[-1].request
+
+        list(convert.within(self._max_bytes, requests()))
+        return asking
 
     def _messages(self, asked: ScoringFields, name: str, documents: list[Document]) -> list[llm_pb2.EmbedRequest]:
         """What LLM services are asked of each."""

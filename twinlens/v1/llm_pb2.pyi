@@ -461,7 +461,7 @@ class LlmServiceGetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class LlmServiceGetInfoResponse(_message.Message):
-    __slots__ = ("version", "model", "architecture", "encoder_digest", "context_tokens", "vocab_size", "tensor_parallel", "unimplemented", "devices", "unimplemented_sampling", "modalities", "tool_format", "weights", "adapters", "instance", "embeddings")
+    __slots__ = ("version", "model", "architecture", "encoder_digest", "context_tokens", "vocab_size", "tensor_parallel", "unimplemented", "devices", "unimplemented_sampling", "modalities", "tool_format", "weights", "adapters", "instance", "embeddings", "reranker")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -478,6 +478,7 @@ class LlmServiceGetInfoResponse(_message.Message):
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
+    RERANKER_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     architecture: str
@@ -494,7 +495,16 @@ class LlmServiceGetInfoResponse(_message.Message):
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
     instance: int
     embeddings: Embeddings
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., encoder_digest: _Optional[str] = ..., context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., unimplemented: _Optional[_Iterable[str]] = ..., devices: _Optional[_Iterable[str]] = ..., unimplemented_sampling: _Optional[_Iterable[str]] = ..., modalities: _Optional[_Iterable[_Union[_media_pb2.Modality, str]]] = ..., tool_format: _Optional[_Union[ToolFormat, str]] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., instance: _Optional[int] = ..., embeddings: _Optional[_Union[Embeddings, _Mapping]] = ...) -> None: ...
+    reranker: Reranker
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., encoder_digest: _Optional[str] = ..., context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., unimplemented: _Optional[_Iterable[str]] = ..., devices: _Optional[_Iterable[str]] = ..., unimplemented_sampling: _Optional[_Iterable[str]] = ..., modalities: _Optional[_Iterable[_Union[_media_pb2.Modality, str]]] = ..., tool_format: _Optional[_Union[ToolFormat, str]] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., instance: _Optional[int] = ..., embeddings: _Optional[_Union[Embeddings, _Mapping]] = ..., reranker: _Optional[_Union[Reranker, _Mapping]] = ...) -> None: ...
+
+class Reranker(_message.Message):
+    __slots__ = ("true_token_id", "false_token_id")
+    TRUE_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    FALSE_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    true_token_id: int
+    false_token_id: int
+    def __init__(self, true_token_id: _Optional[int] = ..., false_token_id: _Optional[int] = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("name", "rank", "in_flight")

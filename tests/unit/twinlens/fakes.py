@@ -46,6 +46,7 @@ class FakeLlm(v1.LlmServiceServicer):
         self.to_embed: list[v1.EmbedRequest] = []
         self.vector = [0.6, -0.8]
         self.embeddings: v1.Embeddings | None = v1.Embeddings(dimensions=2, pooling=v1.POOLING_LAST, normalized=True)
+        self.reranker: v1.Reranker | None = None
         self.metadata: dict[str, str | bytes] = {}
         self.remaining = 0.0
         self.generated_with: list[tuple[dict[str, str | bytes], float]] = []
@@ -125,6 +126,7 @@ class FakeLlm(v1.LlmServiceServicer):
             adapters=self.adapters.values(),
             modalities=self.modalities,
             embeddings=self.embeddings,
+            reranker=self.reranker,
             encoder_digest="0123456789abcdef",
             context_tokens=self.context_tokens,
             instance=self.instance,

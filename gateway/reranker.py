@@ -1,0 +1,143 @@
+"""A reranker's judgement of a document: how it is asked, and what score its answer is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Final
+
+from common.errors import Internal, TwinlensError
+from gateway import convert
+from gateway.api.chat_request import Message, Part, TextPart
+from gateway.api.score_request import Document, ScoringFields, TextDocument
+from gateway.generation import Generations
+from twinlens.v1 import llm_pb2
+
+_SYSTEM: Final = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".'
+)
+_INSTRUCTION: Final = "Given a search query, retrieve relevant candidates that answer the query."
+"""What Qwen3-VL-Reranker was taught to be asked, and what it is told where a caller says nothing else."""
+_NOTHING: Final = "NULL"
+"""What stands for a query or document that is empty."""
+_ORDER: Final = ("video_url", "image_url")
+"""Kinds of parts that stand before all others, in this order."""
+_CERTAIN: Final = 100.0
+"""Makes a token the answer, so that it is told how likely it was: scores are of the model's own distribution."""
+_LIKELIEST: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a reranker is asked about one document. `places`: where each part of the user's message stands in the body;
+    `at` is where the document does."""
+
+    request: llm_pb2.GenerateRequest
+    places: Sequence[str]
+    at: str
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """A score between 0 and 1, and what its prompt cost."""
+
+    score: float
+    usage: llm_pb2.Usage
+
+
+def question(asked: ScoringFields, name: str, query: tuple[str, Document], document: tuple[str, Document]) -> Question:
+    """A conversation about a query and a document, each of which comes with where it stands. Raises InvalidInput."""
+    parts: list[tuple[Part, str]] = [(_text(f"<Instruct>: {asked.instruction or _INSTRUCTION}"), "instruction")]
+    for mark, (at, given) in (("<Query>:", query), ("\n<Document>:", document)):
+        parts += [(_text(mark), at), *_parts(given, at)]
+    messages = [Message(role="system", content=_SYSTEM), Message(role="user", content=[part for part, _ in parts])]
+    request = llm_pb2.GenerateRequest(
+        request_id=name,
+        model=asked.model or "",
+        chat=convert.chat_input(messages, asked.mm_processor_kwargs, None, "messages"),
+        sampling=llm_pb2.SamplingParams(max_tokens=1, temperature=0.0, repetition_penalty=1.0, logprobs=_LIKELIEST),
+        cache_salt=asked.cache_salt or "",
+        priority=asked.priority or 0,
+        max_handovers=asked.max_handovers,
+    )
+    return Question(request, [at for _, at in parts], document[0])
+
+
+async def judged(
+    generations: Generations,
+    reranker: llm_pb2.Reranker,
+    asked: Question,
+    metadata: Sequence[tuple[str, str]],
+) -> Judgement:
+    """A reranker's answer: one token, forced to be the one that says yes; the other is nearly always among the
+    likeliest, and asked for by itself where it is not. Raises TwinlensError, by the names of the caller's body."""
+    known: dict[int, float] = {}
+    usage = None
+    try:
+        for token in (reranker.true_token_id, reranker.false_token_id):
+            if token not in known:
+                told, counted = await _told(generations, asked.request, token, metadata)
+                known |= told
+                usage = usage or counted
+        yes, no = (known[token] for token in (reranker.true_token_id, reranker.false_token_id))
+    except TwinlensError as error:
+        raise error.at(_param(error.field, asked)) from None
+    except KeyError:
+        raise Internal("the reranker has not told what a score is made of") from None
+    return Judgement(_logistic(yes - no), usage or llm_pb2.Usage())
+
+
+async def _told(
+    generations: Generations, request: llm_pb2.GenerateRequest, token: int, metadata: Sequence[tuple[str, str]]
+) -> tuple[dict[int, float], llm_pb2.Usage]:
+    """How likely this token was, and the likeliest; and what that cost."""
+    forced = llm_pb2.GenerateRequest()
+    forced.CopyFrom(request)
+    forced.sampling.logit_bias[token] = _CERTAIN
+    known: dict[int, float] = {}
+    usage = llm_pb2.Usage()
+    async with aclosing(generations.events(forced, metadata)) as events:
+        async for said in events:
+            for chosen, scored in zip(said.delta.token_ids, said.delta.logprobs, strict=False):
+                known |= {top.token_id: top.logprob for top in scored.top} | {chosen: scored.logprob}
+            if said.HasField("finished"):
+                usage = said.finished.usage
+    return known, usage
+
+
+def _parts(document: Document, at: str) -> Iterable[tuple[Part, str]]:
+    """A document's parts as the model was taught: videos, pictures, texts."""
+    if isinstance(document, str):
+        return [(_text(document), at)]
+    if isinstance(document, TextDocument):
+        return [(_text(document.text), at)]
+    if isinstance(document.content, str):
+        return [(_text(document.content), f"{at}.content")]
+    parts = [(part, f"{at}.content[{number}]") for number, part in enumerate(document.content)]
+    rank = {kind: place for place, kind in enumerate(_ORDER)}
+    return sorted(parts, key=lambda each: rank.get(each[0].type, len(rank))) or [(_text(_NOTHING), at)]
+
+
+def _text(words: str) -> TextPart:
+    return TextPart(type="text", text=words)
+
+
+def _param(field: str, asked: Question) -> str:
+    """What the caller calls a field of the conversation."""
+    begin = "messages[1].content["
+    if field.startswith(begin):
+        return asked.places[int(field.removeprefix(begin).partition("]")[0])]
+    return asked.at if field in ("prompt", "input") or field.startswith("messages") else field
+
+
+def _logistic(x: float) -> float:
+    """Between 0 and 1, without an overflow.
+
+    >>> _logistic(0.0), _logistic(1000.0), _logistic(-1000.0)
+    (0.5, 1.0, 0.0)
+    """
+    tail = math.exp(-abs(x))
+    return (1 if x >= 0 else tail) / (1 + tail)

@@ -1,0 +1,85 @@
+"""Whether a checkpoint is a reranker, which scores a document for a query by the logits of two tokens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Final
+
+from common import log
+from common.checkpoint import Checkpoint, CheckpointError
+from common.errors import InvalidInput
+from llm_service.embedder import MODULES
+from llm_service.prompt.builder import PromptBuilder
+from llm_service.request import ChatPrompt, Message
+
+_log = log.get("reranker")
+
+_NAME: Final = "qwen3-vl-reranker"
+"""In the name of checkpoints that were published without files of sentence-transformers."""
+_TYPES: Final = ("qwen3_vl", "qwen3_vl_moe")
+_TAUGHT: Final = (
+    "<|im_start|>system\nJudge.<|im_end|>\n<|im_start|>user\n<Query>:q\n<Document>:d<|im_end|>\n<|im_start|>assistant\n"
+)
+_CONVERSATION: Final = ChatPrompt((Message("system", ("Judge.",)), Message("user", ("<Query>:q", "\n<Document>:d"))))
+"""A conversation, and how it is laid out for the models that are known to be taught so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reranker:
+    """The tokens by whose logits it says that a document is relevant, and that it is not."""
+
+    true_token: int
+    false_token: int
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, prompts: PromptBuilder) -> Reranker | None:
+        """What a checkpoint is as a reranker; None where it says nothing of that, or it is not known to be asked as
+        those that are."""
+        score = _score(checkpoint)
+        if score is None:
+            return None
+        if checkpoint.config.get("model_type") not in _TYPES:
+            why = "how its kind is asked is not known"
+        elif not _is_taught(prompts):
+            why = "its chat template lays out conversations in another way"
+        elif (found := _tokens(score, prompts)) is None:
+            why = "its tokens are not two that are known"
+        else:
+            return cls(*found)
+        _log.warning("a reranker is not served as one", why=why)
+        return None
+
+
+def _is_taught(prompts: PromptBuilder) -> bool:
+    """Whether the chat template lays conversations out as those models have them."""
+    try:
+        return "".join(text for text, _ in prompts.template.render(_CONVERSATION)) == _TAUGHT
+    except InvalidInput:
+        return False
+
+
+def _score(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """What the checkpoint says of its score, which may be nothing; None where it is no reranker."""
+    stated = checkpoint.text(MODULES)
+    if stated is None:
+        return {} if _NAME in checkpoint.name.lower() else None
+    try:
+        last = json.loads(stated)[-1]
+        if str(last["type"]).rpartition(".")[2] != "LogitScore":
+            return None
+        return checkpoint.json(f"{last['path']}/config.json")  # which is not always there: some have a wrong path
+    except (ValueError, TypeError, LookupError, CheckpointError):
+        return None
+
+
+def _tokens(score: dict[str, Any], prompts: PromptBuilder) -> tuple[int, int] | None:
+    """Those that are stated, or else `yes` and `no`."""
+    yes, no = prompts.encode("yes"), prompts.encode("no")
+    usual = (yes[0], no[0]) if len(yes) == len(no) == 1 else (None, None)
+    found = score.get("true_token_id", usual[0]), score.get("false_token_id", usual[1])
+    match found:
+        case (int(true), int(false)) if min(true, false) >= 0 and max(true, false) < prompts.vocab_size:
+            return true, false
+        case _:
+            return None
