@@ -214,7 +214,8 @@ def _all_but(tokens: Iterable[int], vocab_size: int) -> bytes:
 class Matchers:
     """Makes matchers in a thread of its own: compiling lets other threads run, and may take most of a second. `made` is
     called in that thread whenever there is one more. What takes least is made first, by the bytes that it holds: a
-    hundred milliseconds and 7 MB are as many states. So nobody waits for another's large form but while it is made."""
+    hundred milliseconds and 7 MB are as many states. So nobody waits for another's large form but while it is made; and
+    none is overtaken for ever, since each counts the least bytes more than the one that was asked for before it."""
 
     def __init__(self, structures: Structures, made: Callable[[], None]) -> None:
         self._structures = structures
@@ -231,7 +232,7 @@ class Matchers:
         future.add_done_callback(lambda _: self._made())
         with self._lock:
             self._count += 1
-            heapq.heappush(self._asked, (form.bytes, self._count, form, output, future))
+            heapq.heappush(self._asked, (form.bytes + self._count * _LEAST, self._count, form, output, future))
         self._thread.submit(self._make)
         return future
 

@@ -110,22 +110,33 @@ def test_tenants_share_no_compiled_form(checkpoints: Callable[..., Path]) -> Non
     assert list(structures._kept) == [("one", grammar), ("", grammar), ("other", grammar)]
 
 
-def test_small_forms_are_made_before_large_ones(structures: Structures, monkeypatch: pytest.MonkeyPatch) -> None:
+def made_in_order(structures: Structures, monkeypatch: pytest.MonkeyPatch, sizes: list[int]) -> list[int]:
+    """In which order forms of so many MiB are made that are asked for in this one; the fourth is given up meanwhile."""
     go_on, order = threading.Event(), []
 
     def noted(form: Form) -> Matcher:
         go_on.wait()
-        order.append(form.salt)
+        order.append(form.bytes >> 20)
         return made
 
     made = structures.matcher(Form(structures.grammar(Structure("regex", "a+"))))
     monkeypatch.setattr(structures, "matcher", noted)
     matchers = Matchers(structures, lambda: None)
-    futures = [matchers(Form("", size, str(size))) for size in (5, 9, 3, 7, 3)]
+    futures = [matchers(Form("", size << 20)) for size in sizes]
     assert futures[3].cancel()
     go_on.set()
     wait(futures)
-    assert order[1:] == ["3", "3", "9"] if order[0] == "5" else order == ["3", "3", "5", "9"]
+    return order
+
+
+def test_small_forms_are_made_before_large_ones(structures: Structures, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = made_in_order(structures, monkeypatch, [5, 9, 3, 7, 3])
+    assert order[1:] == [3, 3, 9] if order[0] == 5 else order == [3, 3, 5, 9]
+
+
+def test_a_large_form_is_not_overtaken_for_ever(structures: Structures, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = made_in_order(structures, monkeypatch, [1, 4, *[0] * 200])
+    assert 50 < order.index(4) < 100
 
 
 def test_a_form_that_cannot_be_made_is_told_to_whoever_waits(structures: Structures) -> None:
