@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from gateway.calls.arguments import Schema, written
-from gateway.calls.mark_search import MarkSearch, Quotes
+from gateway.calls.arguments import Schema, parsed, written
+from gateway.calls.mark_search import JSON_TEXTS, MarkSearch, Quotes
 
 Functions: TypeAlias = Mapping[str, dict[str, Any]]
 """The schemas of functions' parameters, by name."""
@@ -59,6 +59,29 @@ class Marked:
                 return None
             return Stretch(len(text), (self._calls(text) if self._ends_open else None) or [])
         return Stretch(end + len(self._end), self._calls(text[:end]) or [])
+
+
+def json_until(end: str) -> Reader:
+    """Reads `{"name": …, "arguments": …}` up to the end mark."""
+    return Marked(end, JSON_TEXTS, lambda body: all_named([parsed(body)]))
+
+
+class OrJson:
+    """Reads what stands before an end mark: JSON, by which strict functions are called whatever the model was taught,
+    or what it was taught."""
+
+    def __init__(self, end: str, taught: Reader) -> None:
+        self._end, self._taught = end, taught
+        self._chosen: Reader | None = None
+
+    def read(self, text: str, *, last: bool) -> Stretch | None:
+        """See `Reader`."""
+        if self._chosen is None:
+            said = text.lstrip()
+            if not said and not last:
+                return None
+            self._chosen = json_until(self._end) if said.startswith("{") else self._taught
+        return self._chosen.read(text, last=last)
 
 
 def all_named(calls: Any) -> list[Call] | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from gateway.calls.arguments import parsed
-from gateway.calls.form import Call, CallForm, Functions, Marked, Reader, all_named, as_said
+from gateway.calls.form import Call, CallForm, Functions, Marked, OrJson, Reader, all_named, as_said
 from gateway.calls.literals import NoLiteral, gemma_call
 from gateway.calls.mark_search import JSON_TEXTS, Quotes
 from gateway.calls.minimax import BEGIN as MINIMAX_BEGIN
@@ -31,7 +31,7 @@ def _kimi_reader(_: Functions) -> Reader:
 
 
 def _gemma_reader(functions: Functions) -> Reader:
-    return Marked(_GEMMA[1], _GEMMA_TEXTS, lambda body: _gemma_call(body, functions))
+    return OrJson(_GEMMA[1], Marked(_GEMMA[1], _GEMMA_TEXTS, lambda body: _gemma_call(body, functions)))
 
 
 def _kimi_call(body: str) -> list[Call] | None:

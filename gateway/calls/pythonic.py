@@ -7,7 +7,7 @@ import re
 from typing import Any, Final
 
 from gateway.calls.arguments import parsed
-from gateway.calls.form import Call, Functions, Marked, Reader, Stretch, all_named, as_said
+from gateway.calls.form import Call, Functions, Marked, OrJson, Reader, Stretch, all_named, as_said
 from gateway.calls.literals import NoLiteral, python_calls
 from gateway.calls.mark_search import JSON_TEXTS, Quotes, ValueEnd
 
@@ -19,7 +19,8 @@ _NEXT_OBJECT = re.compile(r"[\s;]*(?=\{)")
 
 def lfm_reader(functions: Functions) -> Reader:
     """Reads what stands between LFM's marks, which texts do not hold."""
-    return Marked(LFM_MARKS[1], Quotes(), lambda body: _calls(body.strip(), functions) or all_named(parsed(body)))
+    end = LFM_MARKS[1]
+    return OrJson(end, Marked(end, Quotes(), lambda body: _calls(body.strip(), functions) or all_named(parsed(body))))
 
 
 class LlamaReader:

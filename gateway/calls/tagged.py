@@ -6,9 +6,9 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from gateway.calls.arguments import arguments_of, parsed, written
-from gateway.calls.form import Call, Functions, Marked, Reader, Stretch, all_named
-from gateway.calls.mark_search import JSON_TEXTS, Quotes
+from gateway.calls.arguments import arguments_of, written
+from gateway.calls.form import Call, Functions, Marked, OrJson, Reader, json_until
+from gateway.calls.mark_search import Quotes
 
 MARKS: Final = ("<tool_call>", "</tool_call>")
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
@@ -17,38 +17,20 @@ _GLM_NAME = re.compile(r"\s*([^\s<]+)\s*")
 _GLM_ARGUMENT = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 
 
-class _Tagged:
-    """Reads what stands between `<tool_call>` and its end mark. Strict functions are called by JSON there, whatever the
-    model was taught."""
-
-    def __init__(self, taught: Reader) -> None:
-        self._taught = taught
-        self._chosen: Reader | None = None
-
-    def read(self, text: str, *, last: bool) -> Stretch | None:
-        """See `Reader`."""
-        if self._chosen is None:
-            said = text.lstrip()
-            if not said and not last:
-                return None
-            self._chosen = json_reader({}) if said.startswith("{") else self._taught
-        return self._chosen.read(text, last=last)
-
-
 def json_reader(_: Functions) -> Reader:
     """Reads `{"name": …, "arguments": …}`."""
-    return Marked(MARKS[1], JSON_TEXTS, lambda body: all_named([parsed(body)]))
+    return json_until(MARKS[1])
 
 
 def xml_reader(functions: Functions) -> Reader:
     """Reads `<function=…><parameter=…>…</parameter></function>`."""
-    return _Tagged(Marked(MARKS[1], Quotes(), lambda body: _xml_call(body, functions)))
+    return OrJson(MARKS[1], Marked(MARKS[1], Quotes(), lambda body: _xml_call(body, functions)))
 
 
 def glm_reader(functions: Functions) -> Reader:
     """Reads a name, and pairs of `<arg_key>` and `<arg_value>`."""
     quotes = Quotes({"<arg_value>": "</arg_value>"})
-    return _Tagged(Marked(MARKS[1], quotes, lambda body: _glm_call(body, functions), ends_open=False))
+    return OrJson(MARKS[1], Marked(MARKS[1], quotes, lambda body: _glm_call(body, functions), ends_open=False))
 
 
 def _xml_call(body: str, functions: Functions) -> list[Call] | None:

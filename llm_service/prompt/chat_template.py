@@ -123,6 +123,8 @@ class ChatTemplate:
         self.knows_reasoning = self._reasoning is not None
         self.reasoning_marks = marks or THINK
         self.tool_format = tool_format(source)
+        self.names_calls = "[ARGS]" in source
+        """Of Mistral's: a call is a name and its arguments, not an element of a list."""
 
     @classmethod
     def of(

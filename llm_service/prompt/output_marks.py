@@ -34,9 +34,15 @@ _CALLS: Final = {
     "<tool_call>": ToolFormat.JSON,
 }
 """By a mark that a template of this format has; the first that it has counts."""
-TAGGED: Final = frozenset((ToolFormat.JSON, ToolFormat.XML, ToolFormat.GLM))
-"""Formats in which a call stands between the marks `CALL`."""
 CALL: Final = ("<tool_call>", "</tool_call>")
+AROUND_CALL: Final = {
+    ToolFormat.JSON: CALL,
+    ToolFormat.XML: CALL,
+    ToolFormat.GLM: CALL,
+    ToolFormat.GEMMA: ("<|tool_call>", "<tool_call|>"),
+    ToolFormat.LFM: ("<|tool_call_start|>", "<|tool_call_end|>"),
+}
+"""The marks before a call and behind it, of formats in which callers look for JSON there as well."""
 
 THINK: Final = ("<think>", "</think>")
 _REASONING: Final = {

@@ -1,6 +1,6 @@
-"""What holds a call that the model makes by itself to its function's parameters: the grammar of what stands between the
-marks of a call, which begins behind the first one. It is JSON, also where the model was taught to write XML there: of
-that, texts have no quotes that would tell them from numbers, and a schema no place."""
+"""What holds a call that the model makes by itself to its function's parameters: the grammar of what stands behind the
+mark of a call. It is JSON, also where the model was taught to write another form there: in XML texts have no quotes
+that would tell them from numbers, and a schema no place."""
 
 from __future__ import annotations
 
@@ -10,26 +10,67 @@ from collections.abc import Mapping, Sequence
 from common.call_schema import one_call
 from common.errors import InvalidInput
 from llm_service.prompt.chat_template import ChatTemplate
-from llm_service.prompt.output_marks import CALL, TAGGED
+from llm_service.prompt.output_marks import AROUND_CALL, ToolFormat
 from llm_service.request import Structure, ToolDefinition, Trigger
+
+_SPACE = "SPACE: /[ \\n]{0,4}/"
+_KIMI = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
+_MISTRAL, _ARGUMENTS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
 def strict_calls(
     tools: Sequence[ToolDefinition], template: ChatTemplate, tokens: Mapping[str, int]
 ) -> tuple[Structure, Trigger] | None:
     """The grammar of calls, where one of the functions is strict: calls of the others have any object as arguments.
-    `tokens` are those that stand for a word of their own. Raises InvalidInput where calls do not stand between two
-    such marks."""
+    `tokens` are those that stand for a word of their own. Raises InvalidInput where calls do not stand behind such a
+    mark, or have a form that no grammar here holds to a schema."""
     place = next((number for number, tool in enumerate(tools) if tool.strict), None)
     if place is None:
         return None
-    if template.tool_format not in TAGGED or not set(CALL) <= tokens.keys():
+    try:
+        begin, grammar = _grammar(tools, template, tokens)
+    except KeyError:
         raise InvalidInput(
             "calls as this model writes them cannot be held to a schema",
             reason="NO_STRICT_TOOLS",
             field=f"chat.tools[{place}].strict",
-        )
-    call, definitions = one_call([(tool.name, tool.parameters if tool.strict else None) for tool in tools], "arguments")
+        ) from None
+    return Structure("grammar", grammar), Trigger(tokens[begin], recurs=True)
+
+
+def _grammar(tools: Sequence[ToolDefinition], template: ChatTemplate, tokens: Mapping[str, int]) -> tuple[str, str]:
+    """The mark that it stands behind, and the grammar. Raises KeyError where there is none, or a mark is no token."""
+    match template.tool_format:
+        case ToolFormat.KIMI:
+            begin, arguments, end = _KIMI
+            head = f'"functions." name{{}} ":" TURN <[{tokens[arguments]}]>'
+            return begin, _by_name(tools, head, f"<[{tokens[end]}]>") + "\nTURN: /[0-9]{1,4}/"
+        case ToolFormat.MISTRAL if template.names_calls:
+            id_ = f"(<[{tokens[_ID]}]> ID)? " if _ID in tokens else ""
+            head = f"name{{}} {id_}<[{tokens[_ARGUMENTS]}]>"
+            return _MISTRAL, _by_name(tools, head, "") + ("\nID: /[a-zA-Z0-9]{9}/" if id_ else "")
+        case ToolFormat.MISTRAL:
+            call, definitions = _one_call(tools)
+            calls = json.dumps({"type": "array", "items": call, "minItems": 1, "$defs": definitions})
+            return _MISTRAL, f"start: SPACE calls\n{_SPACE}\ncalls: %json {calls}"
+    begin, end = AROUND_CALL[template.tool_format]  # type: ignore[index] # KeyError where it is None as well
+    call, definitions = _one_call(tools)
     schema = json.dumps({**call, "$defs": definitions})
-    grammar = f"start: SPACE call SPACE <[{tokens[CALL[1]]}]>\nSPACE: /[ \\n]{{0,4}}/\ncall: %json {schema}"
-    return Structure("grammar", grammar), Trigger(tokens[CALL[0]], recurs=True)
+    return begin, f"start: SPACE call SPACE <[{tokens[end]}]>\n{_SPACE}\ncall: %json {schema}"
+
+
+def _one_call(tools: Sequence[ToolDefinition]) -> tuple[dict[str, object], dict[str, object]]:
+    return one_call([(tool.name, tool.parameters if tool.strict else None) for tool in tools], "arguments")
+
+
+def _by_name(tools: Sequence[ToolDefinition], head: str, end: str) -> str:
+    """One of the functions: what stands before its arguments, these, and what stands behind them."""
+    lines = ["start: " + " | ".join(f"call{number}" for number in range(len(tools)))]
+    for number, tool in enumerate(tools):
+        schema = (tool.parameters if tool.strict else None) or {"type": "object"}
+        lines += [
+            f"call{number}: {head.format(number)} arguments{number} {end}".rstrip(),
+            f"name{number}: {json.dumps(tool.name, ensure_ascii=False)}",
+            f"arguments{number}: %json {json.dumps(schema)}",
+        ]
+    return "\n".join(lines)

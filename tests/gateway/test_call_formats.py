@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import VOCABULARY
+from tests.checkpoints import SPECIAL_IDS, VOCABULARY
 from tests.gateway.trio import Trio, said, trio
-from twinlens import v1
+from tests.rpc.pairs import answer, asked
+from twinlens import LlmClient, user, v1
 
 PLAIN = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>{% endfor %}"
 NS = "]<]minimax[>["
@@ -33,7 +34,7 @@ FORMS: dict[str, tuple[v1.ToolFormat, str, list[str], str]] = {
     ),
     "the end of a value": (
         v1.TOOL_FORMAT_MISTRAL,
-        "{{ tools }}{{ '[TOOL_CALLS]' if no else '' }}",
+        "{{ tools }}{# [TOOL_CALLS]name[ARGS] #}",
         ["[TOOL_CALLS]", "[ARGS]"],
         'I look.[TOOL_CALLS]weather[ARGS]{"city": "Rome", "days": 2}',
     ),
@@ -90,6 +91,37 @@ def streamed(door: Trio, body: dict[str, Any]) -> tuple[str, str, str]:
     return words, thoughts, arguments
 
 
+SHAPE = {
+    "type": "object",
+    "properties": {"of": {"$ref": "#/$defs/shape"}, "at_most": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["of", "at_most"],
+    "additionalProperties": False,
+    "$defs": {"shape": {"enum": ["circle", "square"]}},
+}
+BEGINS = {"an end mark": "<|tool_call>", "the end of a value": "[TOOL_CALLS]", "a section": "<|tool_call_begin|>"}
+STRICT = v1.ToolDefinition(name="count", parameters=json.dumps(SHAPE), strict=True)
+STRICT_CALLS = {
+    "an end mark": r'<\|tool_call>\s*\{\s*"name"\s*:\s*"count"\s*,\s*"arguments"\s*:\s*(\{.*?\})\s*\}\s*<tool_call\|>',
+    "the end of a value": r"\[TOOL_CALLS\]count\[ARGS\](\{.*?\})",
+    "a section": r"<\|tool_call_begin\|>functions\.count:\d+<\|tool_call_argument_begin\|>(\{.*?\})<\|tool_call_end\|>",
+}
+
+
+def check_strict(client: LlmClient, calls: str, begin: int) -> None:
+    """A model that calls all the time, and would write anything there, writes what the function's schema allows."""
+    bias = {begin: 100, SPECIAL_IDS["<|im_end|>"]: -100}
+    request = asked(user("Count."), v1.SamplingParams(max_tokens=400, temperature=1.5, seed=11, logit_bias=bias))
+    request.chat.tools.append(STRICT)
+    (choice,) = answer(client, request).choices
+    found = re.findall(calls, choice.text, re.DOTALL)
+    assert len(found) > 1, choice.text
+    assert choice.token_ids.count(begin) <= len(found) + 1, "all but one that is cut off are calls"
+    for arguments in map(json.loads, found):
+        assert arguments["of"] in ("circle", "square")
+        assert 1 <= arguments["at_most"] <= 9
+        assert len(arguments) == 2
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_calls_come_through_all_services(checkpoint: Path, tmp_path: Path, name: str) -> None:
     form, template, marks, text = FORMS[name]
@@ -120,3 +152,8 @@ def test_calls_come_through_all_services(checkpoint: Path, tmp_path: Path, name:
         assert "mm:think" not in thought
         again = streamed(door, {**body, "model": door.model, "extra_body": form_of_answer})
         assert again == (message["content"] or "", thought, call["function"]["arguments"])
+        if name in STRICT_CALLS:
+            check_strict(door.services.text, STRICT_CALLS[name], ids[BEGINS[name]])
+        else:
+            strict = {**TOOL, "function": {**TOOL["function"], "strict": True}}
+            assert door.chat(tools=[strict]).error["code"] == "NO_STRICT_TOOLS"

@@ -204,6 +204,10 @@ GEMMA: dict[str, tuple[str, Heard]] = {
         f"<|tool_call>call:weather{{city:Rome}}<tool_call|> {GEMMA_CALL}",
         [("text", "<|tool_call>call:weather{city:Rome}<tool_call|>"), MADE],
     ),
+    "JSON of a strict function": (
+        '<|tool_call>{"name": "write", "arguments": {"text": "<tool_call|>"}}<tool_call|>',
+        [("call", "write", {"text": "<tool_call|>"})],
+    ),
     "no closing brace": ("<|tool_call>call:now{<tool_call|>", [("text", "<|tool_call>call:now{<tool_call|>")]),
     "too deep": (
         f"<|tool_call>call:now{{a:{'[' * 99}{']' * 99}}}<tool_call|>",
@@ -281,6 +285,10 @@ LFM: dict[str, tuple[str, Heard]] = {
         [("call", "weather", {"city": "10", "days": 2})],
     ),
     "JSON": (f"<|tool_call_start|>{LISTED}]<|tool_call_end|>", [MADE]),
+    "JSON of a strict function": (
+        '<|tool_call_start|>{"name": "write", "arguments": {"text": "<|tool_call_end|>"}}<|tool_call_end|>',
+        [("call", "write", {"text": "<|tool_call_end|>"})],
+    ),
     "values without names": (
         "<|tool_call_start|>[weather('Rome')]<|tool_call_end|>",
         [("text", "<|tool_call_start|>[weather('Rome')]<|tool_call_end|>")],
