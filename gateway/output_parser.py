@@ -119,17 +119,25 @@ class OutputParser:
         return True
 
     def _reasoning(self, out: list[Piece], *, last: bool) -> bool:
-        """Up to its end mark; line ends beside the marks belong to them."""
-        thought, mark, rest = self._held.partition(self._marks[1])
-        if mark:
-            _add(out, ReasoningDelta(thought.rstrip()))
-            self._held = rest
+        """Up to its end mark, or in some forms to a call; line ends beside the marks belong to them."""
+        places = [(place, mark) for mark in self._ends if (place := self._held.find(mark)) >= 0]
+        if places:
+            place, mark = min(places)
+            _add(out, ReasoningDelta(self._held[:place].rstrip()))
+            self._held = self._held[place + (len(mark) if mark == self._marks[1] else 0) :]
             self._step = self._after_reasoning
             return True
-        keep = len(thought) if last else _certain(thought, self._marks[1])
+        thought = self._held
+        keep = len(thought) if last else min(_certain(thought, mark) for mark in self._ends)
         _add(out, ReasoningDelta(thought[:keep].rstrip() if last else thought[:keep]))
         self._held = thought[keep:]
         return False
+
+    @property
+    def _ends(self) -> tuple[str, ...]:
+        """What ends reasoning."""
+        calls = self._form is not None and self._form.ends_reasoning
+        return (self._marks[1], self._mark) if calls else (self._marks[1],)
 
     def _after_reasoning(self, out: list[Piece], *, last: bool) -> bool:  # noqa: ARG002
         self._held = self._held.lstrip()

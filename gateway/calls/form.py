@@ -34,11 +34,13 @@ class Reader(Protocol):
 @dataclass(frozen=True, slots=True)
 class CallForm:
     """The mark before a call, and who reads on from there; without a mark, the whole answer is calls. In some forms
-    calls stand in a section, between two marks of its own."""
+    calls stand in a section, between two marks of its own. Where models call while they think, and do not end that
+    before, the mark ends it."""
 
     begin: str
     reader: Callable[[Functions], Reader]
     section: tuple[str, str] | None = None
+    ends_reasoning: bool = False
 
 
 class Marked:

@@ -21,6 +21,7 @@ class ToolFormat(Enum):
 
 
 _CALLS: Final = {
+    "<tool_sep": None,  # Hunyuan's, beside marks that others have as well
     "<|tool_calls_section_begin|>": ToolFormat.KIMI,
     "]<]minimax[>[": ToolFormat.MINIMAX,
     "[TOOL_CALLS]": ToolFormat.MISTRAL,

@@ -484,3 +484,22 @@ def test_reasoning_stands_between_the_marks_that_the_service_tells(begin: str, e
         parser.begin(v1.GenerateStarted(reasoning_begin=begin, reasoning_end=end))
         pieces = [*parser.feed(text[:cut]), *parser.feed(text[cut:]), *parser.end()]
         assert whole(pieces) == [("reasoning", "Hm. <think> [TOOL_CALLS]"), MADE], cut
+
+
+@pytest.mark.parametrize(
+    ("form", "marks", "call", "rest"),
+    [
+        (ToolFormat.KIMI, ("", ""), f"{SECTION[0]}{ROME}{SECTION[1]}", [MADE]),
+        (ToolFormat.GEMMA, ("<|channel>thought", "<channel|>"), GEMMA_CALL, [MADE]),
+    ],
+    ids=["KIMI", "GEMMA"],
+)
+def test_a_call_ends_reasoning_that_the_model_has_not_ended(
+    form: ToolFormat, marks: tuple[str, str], call: str, rest: Heard
+) -> None:
+    text = f"Hm. <|tool\n {call}"
+    for cut in range(len(text)):
+        parser = OutputParser(form, FUNCTIONS)
+        parser.begin(v1.GenerateStarted(thinking=True, reasoning_begin=marks[0], reasoning_end=marks[1]))
+        pieces = [*parser.feed(text[:cut]), *parser.feed(text[cut:]), *parser.end()]
+        assert whole(pieces) == [("reasoning", "Hm. <|tool"), *rest], cut

@@ -24,6 +24,7 @@ GLM = """\
         ("<tool_call>{{ tools | tojson }}</tool_call><think>", ToolFormat.JSON, THINK),
         ("<tool_call><function={{ tools }}></function></tool_call>", ToolFormat.XML, None),
         (GLM, ToolFormat.GLM, THINK),
+        ("<tool_calls><tool_call>{{ tools }}<tool_sep><arg_key>", None, None),
     ],
 )
 def test_a_template_shows_how_its_model_writes(
