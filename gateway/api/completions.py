@@ -56,7 +56,7 @@ class _Choice:
         return {
             "tokens": [each.text for each in given],
             "token_logprobs": [each.logprob for each in given],
-            "top_logprobs": [{top.text: top.logprob for top in each.top} for each in given],
+            "top_logprobs": [{top.text: top.logprob for top in each.top} | {each.text: each.logprob} for each in given],
             "text_offset": offsets,
         }
 

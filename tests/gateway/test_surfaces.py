@@ -80,6 +80,14 @@ def test_scores_of_a_completion_have_offsets(door: Trio) -> None:
     assert scores.text_offset[:3] == [0, len(theirs[0].text), len(theirs[0].text + theirs[1].text)]
 
 
+def test_the_token_that_is_there_is_among_the_likeliest_of_a_completion(door: Trio) -> None:
+    scores = by_http(door, "Hello", logprobs=0).choices[0].logprobs
+    assert scores.top_logprobs == [
+        {token: value} for token, value in zip(scores.tokens, scores.token_logprobs, strict=True)
+    ]
+    assert len(scores.tokens) > 1
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
     [
