@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,13 @@ from pydantic import BaseModel
 from gateway.api.messages_request import CountRequest, MessagesRequest
 from tests.gateway.scripted import Scripted, scripted
 from tests.gateway.test_tools import TEXT, says
-from tests.gateway.trio import PICTURE, Door, Reply, Trio, data_url, image, said, text
+from tests.gateway.trio import PICTURE, Door, Reply, Trio, data_url, image, said, text, trio
+from tests.rpc.pairs import answer, greedy
+from tests.rpc.pairs import asked as asked_by_grpc
+from tests.unit.llm_service.test_tools_in_prompts import TEMPLATE
 from tests.waiting import until
-from twinlens import v1
+from twinlens import image as picture
+from twinlens import user, v1
 
 PATH = "/v1/messages"
 COUNT = f"{PATH}/count_tokens"
@@ -177,6 +182,35 @@ def test_a_second_turn_brings_everything_back(script: Scripted, client: anthropi
     assert (seen.parts[0].text, seen.parts[1].media.url) == ("Sun.", data_url(PICTURE, ""))
     assert "".join(part.text for part in failed.parts) == "Error:\nNo such city."
     assert more.parts[0].text == "And now?"
+
+
+CONTENT = """{%- if message.content is string %}{{ message.content }}{%- else %}{%- for part in message.content %}
+{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{%- else %}{{ part.text }}{%- endif %}
+{%- endfor %}{%- endif %}"""
+"""What a template has to lay out a message's pictures, whosever it is."""
+
+
+def test_a_picture_in_a_result_is_in_the_prompt(checkpoint: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "tools"))
+    template = TEMPLATE.replace("{{ message.content }}", CONTENT)
+    (folder / "chat_template.jinja").write_text(template, "utf-8")
+    call: Any = {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Rome"}}
+    result: Any = {"type": "tool_result", "tool_use_id": "a", "content": [text("Sun."), LOOK]}
+    turns: Any = [said("Rome?"), said(call, role="assistant"), said(result)]
+    fields: Any = {"messages": turns, "tools": [{**TOOL, "strict": False}]}
+    with trio(folder) as door, connected(door) as client:
+        counted = client.messages.count_tokens(**fields, model=door.model).input_tokens
+        usage = client.messages.create(**fields, model=door.model, max_tokens=4).usage
+        assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+        result["content"] = [text("Sun.")]
+        (rows,) = image_rows(door)
+        assert counted - client.messages.count_tokens(**fields, model=door.model).input_tokens == rows + 2
+
+
+def image_rows(door: Trio) -> list[int]:
+    """Rows of the picture, of which each is a token; two more mark where they begin and end."""
+    answered = answer(door.services.text, asked_by_grpc(user(picture(PICTURE)), greedy(1)))
+    return [span.rows for span in answered.started.spans]
 
 
 def test_turns_of_one_side_are_one_message(script: Scripted, client: anthropic.Anthropic) -> None:
