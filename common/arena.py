@@ -149,11 +149,6 @@ class RangeAllocator:
         return sum(self._owned.values())
 
     @property
-    def given_out(self) -> list[Range]:
-        """What `allocate` has served and `free` has not had back, each as large as it really is."""
-        return [Range(start, size) for start, size in self._owned.items()]
-
-    @property
     def gaps(self) -> list[Range]:
         """What is not given out, in order."""
         return [Range(start, self._sizes[start]) for start in self._starts]

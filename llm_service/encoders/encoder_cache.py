@@ -89,6 +89,7 @@ class EncoderCache:
         self._ranges = RangeAllocator(capacity)
         self._entries: dict[bytes, CacheEntry] = {}
         self._idle: OrderedDict[bytes, None] = OrderedDict()
+        self._in_use: dict[int, Range] = {}  # by offset: all places but those of idle entries
         self._retained = retained
         self._on_place = on_place
         self._leaving: set[asyncio.Task[None]] = set()
@@ -156,6 +157,7 @@ class EncoderCache:
                 for earlier in taken:
                     self.release(earlier)
                 return None
+            self._in_use[entry.place.offset] = entry.place
             entry.refs += 1
             taken.append(entry)
         self.counters.hits += sum(entry.filler is not None for entry in taken)
@@ -163,9 +165,9 @@ class EncoderCache:
 
     def _make_room(self, size: int) -> Range | None:
         """A place, for which cached entries are dropped one by one; None, and none of them, where it is not enough."""
-        cached = {self._entries[key].place.offset for key in self._idle}
-        kept = [place for place in self._ranges.given_out if place.offset not in cached]
-        if not self._ranges.could_allocate(size, kept):
+        if (place := self._ranges.allocate(size)) is not None:
+            return place
+        if not self._ranges.could_allocate(size, self._in_use.values()):
             return None
         while (place := self._ranges.allocate(size)) is None:
             self._drop(self._entries[self._victim()])
@@ -186,6 +188,7 @@ class EncoderCache:
             return
         if entry.complete and entry.error is None:
             self._idle[entry.header.rows_key] = None
+            del self._in_use[entry.place.offset]
         else:
             if entry.filler is not None:
                 entry.filler.cancel()
@@ -202,15 +205,19 @@ class EncoderCache:
             self._idle.pop(entry.header.rows_key, None)
             self.forget(entry)
         if entry.filler is None or entry.filler.done() or entry.complete:
-            self._ranges.free(entry.place)
+            self._free(entry.place)
         else:  # until its filler has ended, a thread may be writing there
             self._leaving.add(entry.filler)
-            entry.filler.add_done_callback(lambda filler: self._free(filler, entry.place))
+            entry.filler.add_done_callback(lambda filler: self._left(filler, entry.place))
 
-    def _free(self, filler: asyncio.Task[None], place: Range) -> None:
+    def _left(self, filler: asyncio.Task[None], place: Range) -> None:
         self._leaving.discard(filler)
-        self._ranges.free(place)
+        self._free(place)
         self._freed.set()
+
+    def _free(self, place: Range) -> None:
+        self._in_use.pop(place.offset, None)
+        self._ranges.free(place)
 
     async def drain(self) -> None:
         """Returns when nobody writes any more to places that were given up."""
@@ -260,9 +267,13 @@ class EncoderCache:
         assert all(entry.complete and not entry.refs and entry.error is None for entry in kept), "cache is in use"
         used = sum(self._size(entry.header) for entry in self._entries.values())
         assert used <= self.used_bytes, "an entry has no place"
+        held = {each.place.offset for key, each in self._entries.items() if key not in self._idle}
+        assert held <= self._in_use.keys(), "a place in use could be given to others"
+        assert not any(each.place.offset in self._in_use for each in kept), "a cached entry makes no room"
         if idle:
             assert len(kept) == len(self._entries), "an entry is still referred to"
             assert used == self.used_bytes, "the place of an entry that failed was never given back"
+            assert not self._in_use, "a place is kept for nobody"
             assert not self._turn.locked(), "someone waits for an idle store"
 
     def close(self) -> None:

@@ -126,6 +126,26 @@ async def test_entries_in_use_are_never_evicted_a_request_waits_its_turn(cache: 
     cache.release(entry)
 
 
+class Looked(dict[bytes, CacheEntry]):
+    """Counts how often an entry is looked at."""
+
+    times = 0
+
+    def __getitem__(self, key: bytes) -> CacheEntry:
+        self.times += 1
+        return super().__getitem__(key)
+
+
+async def test_room_is_made_without_a_look_at_each_cached_entry(cache: EncoderCache) -> None:
+    """There may be ten thousand, and the event loop waits."""
+    await remember(cache, *((str(number), 1) for number in range(ROWS)))
+    looked = cache._entries = Looked(cache._entries)
+    await remember(cache, ("new", 1), ("another", 2))
+    assert looked.times <= 4, "one for each that goes"
+    assert not cache.knows(header("0", 1).rows_key)
+    assert cache.knows(header("3", 1).rows_key)
+
+
 async def test_nothing_is_evicted_in_vain(cache: EncoderCache) -> None:
     await remember(cache, ("a", 4))
     (held,) = await cache.acquire([header("b", 4)])
