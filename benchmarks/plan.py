@@ -40,6 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description=__doc__)
     parser.add_argument("--model", type=Path, default=Path("models/demo"), help="checkpoint folder")
     parser.add_argument("--seconds", type=float, default=25.0, help="of each workload")
+    parser.add_argument("--runs", type=int, default=9, help="of each kind of request that costs are measured by")
     given = parser.parse_args()
     files = {patches: workload.new_picture(round(math.sqrt(patches)) * 16) for patches in (SMALL, LARGE)}
 
@@ -48,7 +49,7 @@ def main() -> None:
 
     flags = ("--threads", "1")
     with services.both(given.model, encoder_flags=flags, llm_flags=flags) as (_, llm), LlmClient(llm) as client:
-        comparison = Comparison(Pair(client), client, picture, given.seconds)
+        comparison = Comparison(Pair(client), client, picture, given.seconds, given.runs)
         print(f"{'workload':32}{'requests/s':>24}{'first token, ms':>24}{'whole answer, ms':>24}")
         for name, (asked, clients, words) in WORKLOADS.items():
             comparison.of(name, asked, clients, words)
@@ -56,12 +57,14 @@ def main() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Of one pair, for so many seconds a workload; `picture` makes a new one of so many patches."""
+    """Of one pair, for so many seconds a workload, costs from so many `runs` of each kind; `picture` makes a new one of
+    so many patches."""
 
     pair: Pair
     client: LlmClient
     picture: Callable[[int], v1.Media]
     seconds: float
+    runs: int
 
     def of(self, name: str, asked: Workload, clients: int, words: int) -> None:
         """Prints a line: predicted, measured, and how far off; one of what caches gave, and one of the costs."""
@@ -73,11 +76,11 @@ class Comparison:
             pictures = [shown.setdefault(each, self.picture(asked.patches)) for each in next(requests).pictures]
             return self.pair.ask(pictures, words, asked.answer_tokens)
 
-        first_costs = measure(self.pair, self.picture, SMALL, LARGE)
+        first_costs = self._costs()
         before = self._hits()
         rate, seen = closed(ask, clients, self.seconds)
         found = since(before, self._hits())
-        costs = Costs.mean(first_costs, measure(self.pair, self.picture, SMALL, LARGE))
+        costs = Costs.mean(first_costs, self._costs())
         asked = Workload(asked.patches, asked.pictures, asked.repeats, counted, asked.answer_tokens)
         cluster = Cluster.split(costs, asked, 1, 1, cores=os.cpu_count() or 1)
         foretold = cluster.closed(arrivals(asked, [(math.inf, 1.0)]), clients, self.seconds)
@@ -92,6 +95,9 @@ class Comparison:
         print(f"{name:32}" + "".join(f"{cell:>24}" for cell in cells))
         print(f"  in caches, {len(seen)} requests: {told(found)}")
         print(f"  {costs}", flush=True)
+
+    def _costs(self) -> Costs:
+        return measure(self.pair, self.picture, SMALL, LARGE, runs=self.runs)
 
     def _hits(self) -> Hits:
         load = self.client.get_load()

@@ -41,15 +41,16 @@ def main() -> None:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sampler", description=__doc__)
     parser.add_argument("--steps", type=int, default=5, help="of each kind; the least is shown")
-    steps = parser.parse_args().steps
+    parser.add_argument("--rows", type=int, nargs="+", default=_BATCHES, help="of a step")
+    given = parser.parse_args()
     torch.set_num_threads(1)
     print("| | rows | transformers | Twinlens | ratio |\n|---|---:|---:|---:|---:|")
     for name, settings in _KINDS.items():
-        for batch in _BATCHES:
+        for batch in given.rows:
             rows, history = _batch(batch)
-            peer = _least(partial(_peer, rows, history, settings), steps)
+            peer = _least(partial(_peer, rows, history, settings), given.steps)
             draws = [_draw(index, history[index], settings) for index in range(batch)]
-            ours = _least(partial(_ours, rows, draws), steps)
+            ours = _least(partial(_ours, rows, draws), given.steps)
             print(f"| {name} | {batch} | {1e3 * peer:.1f} ms | {1e3 * ours:.1f} ms | {ours / peer:.2f} |")
 
 

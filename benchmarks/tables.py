@@ -113,7 +113,7 @@ def tiny_tables(vllm: Path | None) -> list[Table]:
         "decode": (*demo, "--steps", "1", "--context", "32"),
         "linear": ("--rows", "1"),
         "attention": ("--rounds", "1"),
-        "sampler": ("--steps", "1"),
+        "sampler": ("--steps", "1", "--rows", "2"),
         "overlap": ("models/demo", "--runs", "1", "--tokens", "4"),
         "gateway": ("--streams", "1", "--rounds", "1", "--tokens", "4"),
         "gateway_paced": ("--engine", "paced", "--streams", "1", "--rounds", "1", "--tokens", "4"),
