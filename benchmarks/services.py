@@ -6,10 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+popen: Callable[..., Any] = subprocess.Popen
+"""What starts a service. Those who take many small measurements in a row have something faster."""
 
 _STOP_SECONDS = 30
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -45,7 +49,7 @@ def running(module: str, *flags: str, checkout: Path | None = None) -> Iterator[
     if checkout is not None:
         environ["PYTHONPATH"] = str(checkout)
     command = [sys.executable, "-m", module, "--listen", "127.0.0.1:0", "--log-level", "warning", *flags]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ, cwd=checkout)
+    child = popen(command, stdout=subprocess.PIPE, text=True, env=environ, cwd=checkout)
     try:
         assert child.stdout is not None
         line = child.stdout.readline()

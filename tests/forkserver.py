@@ -49,6 +49,7 @@ _REAL = ("encoder_service", "llm_service")
 _PARENTS = ("tests.light.encoder", "tests.light.llm", *_REAL, "llm_service.engine")
 _CHILDREN = ("encoder_service.media", "llm_service.grammar", "tests.light.engine", "tests.light.worker")
 _DESCRIBING = "common.library_models"
+_SERVICES = "benchmarks.services"
 _COMPUTING = ("encoder_service.worker", "encoder_service.worker.planner", "llm_service.engine", "llm_service.worker")
 _IMPORTS = (
     *("encoder_service.server", "common.allocator", "encoder_service.media.image"),
@@ -184,9 +185,12 @@ def popen(command: Sequence[str], *, stderr: IO[str] | None, **given: Any) -> An
     return forked or subprocess.Popen(command, stderr=stderr, **given)
 
 
-def popen_benchmark(command: Sequence[str], *, stdout: int, env: Mapping[str, str], **given: Any) -> Any:
-    """Starts a benchmark that computes, with its output and its errors in one file, in place of `subprocess.Popen`."""
-    server = forkserver(environ := {**env, "NUMBA_NUM_THREADS": "1"}, Imports.TORCH)
+def popen_benchmark(
+    command: Sequence[str], *, stdout: int, env: Mapping[str, str], imports: Imports = Imports.TORCH, **given: Any
+) -> Any:
+    """Starts a benchmark that computes, with its output and its errors in one file, in place of `subprocess.Popen`. Its
+    services are forked as well."""
+    server = forkserver(environ := {**env, "NUMBA_NUM_THREADS": "1"}, imports)
     forked = server and server.fork(command[2:], environ, {1: stdout, 2: stdout})
     return forked or subprocess.Popen(command, stdout=stdout, env=env, **given)
 
@@ -248,6 +252,18 @@ def _popen(
         return subprocess.Popen(command, stdin=stdin, stderr=stderr, pass_fds=pass_fds, env=env)
     pid = _ask(control, command[2:], env, {1: 1, 2: stderr, **{fd: fd for fd in pass_fds}})
     return Forked(pid)
+
+
+def _popen_service(
+    control: socket.socket, command: Sequence[str], *, env: Mapping[str, str], cwd: Path | None, **given: Any
+) -> Any:
+    """Starts a service of a benchmark, as `subprocess.Popen` does with what it says in a pipe."""
+    if command[2] not in (*_LIGHT, *_REAL) or cwd is not None or not _alike(env, os.environ):
+        return subprocess.Popen(command, env=env, cwd=cwd, **given)
+    read, write = os.pipe()
+    with os.fdopen(write, "wb"):
+        pid = _ask(control, command[2:], env, {1: write, 2: 2})
+    return Forked(pid, os.fdopen(read))
 
 
 def _run_forked(
@@ -343,6 +359,8 @@ def _fork_for_children(own: list[int]) -> list[int] | None:
         theirs.close()
         ChildProcess.popen = functools.partial(_popen, ours)  # type: ignore[assignment]
         library.run = functools.partial(_run_forked, ours)
+        if _is_benchmark(sys.argv[0]):
+            importlib.import_module(_SERVICES).popen = functools.partial(_popen_service, ours)
         return None
     ours.close()
     die_with_parent(service)
@@ -355,6 +373,10 @@ def _fork_for_children(own: list[int]) -> list[int] | None:
         os.dup2(nowhere, fd)
     os.close(nowhere)
     return _become(*_serve(theirs))
+
+
+def _is_benchmark(module: str) -> bool:
+    return module.partition(".")[0] == "benchmarks"
 
 
 def _load_kernels() -> None:
@@ -419,7 +441,7 @@ def main(control: int, imports: Imports) -> None:
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread was started by an import"
     own: list[int] | None = _become(*_serve(socket.socket(fileno=control)))
     die_with_parent(parent)
-    while own is not None and sys.argv[0] in _PARENTS:
+    while own is not None and (sys.argv[0] in _PARENTS or _is_benchmark(sys.argv[0])):
         own = _fork_for_children(own)  # what was left behind is a child by now, which may be an engine
     _run(sys.argv[0])
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import machine, tables, vllm_environment, vllm_side
+from benchmarks.sides import TITLES
 from benchmarks.tables import Table, all_tables, take, tiny_tables
 from tests.launch import ROOT
 from tests.waiting import until
@@ -128,6 +129,19 @@ def test_a_peer_that_is_not_there_says_why(tmp_path: Path) -> None:
         vllm_side.version(program)
     program.write_text("#!/bin/sh\necho a warning\necho 0.1\n")
     assert vllm_side.version(program) == "0.1"
+
+
+@pytest.mark.soak
+def test_a_peer_is_measured_through_its_server(tmp_path: Path) -> None:
+    program = tmp_path / "vllm"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("vllm_stand_in.py")} "$@"\n')
+    program.chmod(0o755)
+    command = ["--only", "vllm", "--vllm", str(program), "--model", "models/demo", "--runs", "1", "--tokens", "3"]
+    whole = [sys.executable, "-m", "benchmarks", *command]
+    said = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.startswith("vLLM 0.1\n")
+    assert said.stdout.count("| nothing |") == len(TITLES)
 
 
 def test_a_peers_packages_are_completed(tmp_path: Path) -> None:
