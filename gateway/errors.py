@@ -135,6 +135,7 @@ _OURS = {
     "session_id": "prompt_cache_key",
     "text.prompt": "prompt",
     "tokens.ids": "prompt",
+    "ids": "tokens",
 }
 _TOOL = re.compile(r"chat\.(tools\[\d+\])\.(\w+)")
 _CHAT = re.compile(r"chat\.messages\[(\d+)\](?:\.parts\[(\d+)\])?(?:\.(role)\b)?.*")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from common.errors import Internal, TwinlensError
@@ -32,12 +33,14 @@ _LIKELIEST: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a reranker is asked about one document. `places`: where each part of the user's message stands in the body;
-    `at` is where the document does."""
+    """What a reranker is asked about one document, for the log-probability of the token that says yes. `places`: where
+    each part of the user's message stands in the body; `at` is where the document does. `again` makes the same request
+    for another token."""
 
     request: llm_pb2.GenerateRequest
     places: Sequence[str]
     at: str
+    again: Callable[[int], llm_pb2.GenerateRequest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +51,36 @@ class Judgement:
     usage: llm_pb2.Usage
 
 
-def question(asked: ScoringFields, name: str, query: tuple[str, Document], document: tuple[str, Document]) -> Question:
+def question(
+    asked: ScoringFields,
+    name: str,
+    reranker: llm_pb2.Reranker,
+    query: tuple[str, Document],
+    document: tuple[str, Document],
+) -> Question:
     """A conversation about a query and a document, each of which comes with where it stands. Raises InvalidInput."""
     parts: list[tuple[Part, str]] = [(_text(f"<Instruct>: {asked.instruction or _INSTRUCTION}"), "instruction")]
     for mark, (at, given) in (("<Query>:", query), ("\n<Document>:", document)):
         parts += [(_text(mark), at), *_parts(given, at)]
     messages = [Message(role="system", content=_SYSTEM), Message(role="user", content=[part for part, _ in parts])]
-    request = llm_pb2.GenerateRequest(
+    again = partial(_request, asked, name, messages)
+    return Question(again(reranker.true_token_id), [at for _, at in parts], document[0], again)
+
+
+def _request(asked: ScoringFields, name: str, messages: Sequence[Message], token: int) -> llm_pb2.GenerateRequest:
+    """Has this token be the answer, which tells how likely it was."""
+    sampling = llm_pb2.SamplingParams(
+        max_tokens=1, temperature=0.0, repetition_penalty=1.0, logprobs=_LIKELIEST, logit_bias={token: _CERTAIN}
+    )
+    return llm_pb2.GenerateRequest(
         request_id=name,
         model=asked.model or "",
         chat=convert.chat_input(messages, asked.mm_processor_kwargs, None, "messages"),
-        sampling=llm_pb2.SamplingParams(max_tokens=1, temperature=0.0, repetition_penalty=1.0, logprobs=_LIKELIEST),
+        sampling=sampling,
         cache_salt=asked.cache_salt or "",
         priority=asked.priority or 0,
         max_handovers=asked.max_handovers,
     )
-    return Question(request, [at for _, at in parts], document[0])
 
 
 async def judged(
@@ -74,32 +91,26 @@ async def judged(
 ) -> Judgement:
     """A reranker's answer: one token, forced to be the one that says yes; the other is nearly always among the
     likeliest, and asked for by itself where it is not. Raises TwinlensError, by the names of the caller's body."""
-    known: dict[int, float] = {}
-    usage = None
+    yes, no = reranker.true_token_id, reranker.false_token_id
     try:
-        for token in (reranker.true_token_id, reranker.false_token_id):
-            if token not in known:
-                told, counted = await _told(generations, asked.request, token, metadata)
-                known |= told
-                usage = usage or counted
-        yes, no = (known[token] for token in (reranker.true_token_id, reranker.false_token_id))
+        known, usage = await _told(generations, asked.request, metadata)
+        if no not in known:
+            others, _ = await _told(generations, asked.again(no), metadata)
+            known = others | known
     except TwinlensError as error:
         raise error.at(_param(error.field, asked)) from None
-    except KeyError:
-        raise Internal("the reranker has not told what a score is made of") from None
-    return Judgement(_logistic(yes - no), usage or llm_pb2.Usage())
+    if yes not in known or no not in known:
+        raise Internal("the reranker has not told what a score is made of")
+    return Judgement(_logistic(known[yes] - known[no]), usage)
 
 
 async def _told(
-    generations: Generations, request: llm_pb2.GenerateRequest, token: int, metadata: Sequence[tuple[str, str]]
+    generations: Generations, request: llm_pb2.GenerateRequest, metadata: Sequence[tuple[str, str]]
 ) -> tuple[dict[int, float], llm_pb2.Usage]:
-    """How likely this token was, and the likeliest; and what that cost."""
-    forced = llm_pb2.GenerateRequest()
-    forced.CopyFrom(request)
-    forced.sampling.logit_bias[token] = _CERTAIN
+    """How likely the token was that is the answer, and the likeliest; and what that cost."""
     known: dict[int, float] = {}
     usage = llm_pb2.Usage()
-    async with aclosing(generations.events(forced, metadata)) as events:
+    async with aclosing(generations.events(request, metadata)) as events:
         async for said in events:
             for chosen, scored in zip(said.delta.token_ids, said.delta.logprobs, strict=False):
                 known |= {top.token_id: top.logprob for top in scored.top} | {chosen: scored.logprob}

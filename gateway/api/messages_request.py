@@ -181,8 +181,8 @@ ToolChoice = Annotated[
 
 
 class Thinking(Model):
-    """Whether the model thinks before it answers; `adaptive`: as the chat template has it. `budget_tokens` is a target
-    that no model here knows of."""
+    """Whether the model thinks before it answers; `adaptive`: as the chat template has it. `budget_tokens`, without
+    which clients cannot say `enabled`, bounds nothing."""
 
     without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"display": ("summarized",)}
 

@@ -104,13 +104,13 @@ class Scores:
         self, asked: ScoringFields, context: RequestContext, sides: Sides, reranker: llm_pb2.Reranker
     ) -> tuple[list[float], dict[str, Any]]:
         """The same of a reranker: each pair is a conversation of its own."""
-        questions = await context.made(self._questions, asked, context.id, sides)
+        questions = await context.made(self._questions, asked, context.id, reranker, sides)
         found = await all_of([judged(self._generations, reranker, each, context.metadata) for each in questions])
         prompt = sum(each.usage.prompt_tokens for each in found)
         usage = convert.usage_of(prompt, sum(each.usage.cached_tokens for each in found), 0)
         return [each.score for each in found], usage
 
-    def _questions(self, asked: ScoringFields, name: str, sides: Sides) -> list[Question]:
+    def _questions(self, asked: ScoringFields, name: str, reranker: llm_pb2.Reranker, sides: Sides) -> list[Question]:
         queries, documents = (list(side.items()) for side in sides)
         if len(queries) == 1:
             queries *= len(documents)
@@ -118,7 +118,7 @@ class Scores:
 
         def requests() -> Iterator[llm_pb2.GenerateRequest]:
             for number, pair in enumerate(zip(queries, documents, strict=True)):
-                asking.append(question(asked, f"{name[:120]}-{number}", *pair))
+                asking.append(question(asked, f"{name[:120]}-{number}", reranker, *pair))
                 yield asking[-1].request
 
         list(convert.within(self._max_bytes, requests()))

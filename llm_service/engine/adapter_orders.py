@@ -62,9 +62,10 @@ class AdapterOrders:
         that ends an engine while it is read is not told to the next."""
         if (asked := self._asked.pop(read.id, None)) is not None:
             message, answer = asked
-            if not read.error:
-                self._kept[read.id] = LoadAdapter(read.id, message.path, read.digest)
-            answer.set_result(read)
+            if not answer.done():  # else whoever asked has left, and the engine is to let go of it
+                answer.set_result(read)
+                if not read.error:
+                    self._kept[read.id] = LoadAdapter(read.id, message.path, read.digest)
             return True
         self._awaited.discard(read.id)
         return not read.error or self._kept.pop(read.id, None) is None
@@ -72,5 +73,6 @@ class AdapterOrders:
     def engine_ended(self, error: TwinlensError) -> None:
         """Whoever waits for an answer gets this error."""
         for _, answer in self._asked.values():
-            answer.set_exception(error)
+            if not answer.done():
+                answer.set_exception(error)
         self._asked, self._awaited = {}, set()

@@ -252,4 +252,4 @@ def test_token_ids_have_their_text_back(door: Trio) -> None:
     assert json.loads(door.post("/detokenize", {"tokens": ids}).body) == {"prompt": "Hello there<|im_end|>"}
     assert door.services.text.detokenize(*ids) == "Hello there<|im_end|>"
     reply = door.post("/detokenize", {"tokens": [1 << 31]})
-    assert (reply.status, reply.error["code"]) == (400, "TOKEN_OUT_OF_RANGE")
+    assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "TOKEN_OUT_OF_RANGE", "tokens")

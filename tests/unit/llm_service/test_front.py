@@ -13,7 +13,7 @@ from common.errors import Internal, Unavailable
 from common.processes import HELD_UP_SECONDS
 from llm_service.engine import keeper
 from llm_service.engine.front import EngineFront
-from llm_service.engine.messages import AdapterRead, Add, Beat, LoadAdapter, State
+from llm_service.engine.messages import AdapterRead, Add, Beat, DropAdapter, LoadAdapter, State
 from llm_service.request import SamplingParams
 from tests.unit.llm_service.scripted import eventually
 from tests.unit.llm_service.scripted_engine import START_SECONDS, STEP_SECONDS, ScriptedEngine, front_of
@@ -286,6 +286,25 @@ async def test_an_adapter_is_lost_only_where_a_lack_of_threads_lasts(
     assert lost == ([] if passes else [1])
     assert front.ready is not None, "it serves, with the adapter or without"
     await front.stop()
+
+
+async def test_an_adapter_that_nobody_waits_for_any_more_is_let_go_of(
+    monkeypatch: pytest.MonkeyPatch, forward: Forward
+) -> None:
+    engine = ScriptedEngine()
+    front = front_of(monkeypatch, engine)
+    engine.serves()
+    await start(front)
+    left, leaves_too = (asyncio.create_task(front.load_adapter(path)) for path in "xy")
+    await forward(0)
+    for loading in (left, leaves_too):
+        loading.cancel()
+    engine.says(AdapterRead(1, digest=b"its"))
+    await forward(0)
+    assert engine.told(DropAdapter) == [DropAdapter(1)]
+    await front.stop()
+    assert front._keeper is not None
+    assert front._keeper.cancelled(), "the end of the engine is told to nobody who has left"
 
 
 async def test_no_engine_gets_a_request_whose_adapter_was_lost_while_its_prompt_was_made(
