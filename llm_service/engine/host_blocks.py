@@ -21,20 +21,24 @@ class HostBlocks:
         self._free = list(range(count))
         self._offloads: list[tuple[int, int]] = []
         self._loads: dict[int, int] = {}
-        self._needed: set[bytes] = set()
+        self._needed: dict[bytes, int] = {}
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._places) + len(self._needed)
 
     def __contains__(self, identity: bytes) -> bool:
-        return identity in self._places
+        return identity in self._places or identity in self._needed
 
     def need(self, identities: Iterable[bytes]) -> None:
         """These are going to be loaded in the next step: they stay, whatever is offloaded meanwhile."""
-        self._needed.update(identities)
+        for identity in identities:
+            if identity not in self._needed:
+                self._needed[identity] = self._places.pop(identity)
 
     def offload(self, identity: bytes, block: int) -> None:
         """A block, computed by now, is about to be given to others: the host keeps what is in it, if it has room."""
+        if identity in self._needed:
+            return
         if identity in self._places:
             self._places.move_to_end(identity)
         elif (place := self._take()) is not None:
@@ -45,9 +49,7 @@ class HostBlocks:
     def load(self, identity: bytes, block: int) -> None:
         """A block is to hold again what the host has kept, and was said to be needed. If it was to be loaded with
         something else, that is not needed any more."""
-        assert identity in self._needed, "somebody else may take its place"
-        self._places.move_to_end(identity)
-        self._loads[block] = self._places[identity]
+        self._loads[block] = self._needed[identity]
         self.loaded += 1
 
     def take_copies(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -55,23 +57,25 @@ class HostBlocks:
         what is copied back."""
         offloads, loads = self._offloads, [(place, block) for block, place in self._loads.items()]
         self._offloads, self._loads = [], {}
+        self._places.update(self._needed)
         self._needed.clear()
         return offloads, loads
 
     def flush(self) -> int:
         """Forgets all but what is needed; the number forgotten."""
-        gone = [identity for identity in self._places if identity not in self._needed]
-        self._free += [self._places.pop(identity) for identity in gone]
-        return len(gone)
+        gone = len(self._places)
+        self._free += self._places.values()
+        self._places.clear()
+        return gone
 
     def _take(self) -> int | None:
         if self._free:
             return self._free.pop()
-        oldest = next((identity for identity in self._places if identity not in self._needed), None)
-        return None if oldest is None else self._places.pop(oldest)
+        return self._places.popitem(last=False)[1] if self._places else None
 
     def check_integrity(self) -> None:
         """Raises AssertionError where a place is lost, or has two owners."""
-        assert sorted([*self._free, *self._places.values()]) == list(range(self.total)), "a place of the host is lost"
-        assert self._needed <= self._places.keys(), "what is needed is gone"
-        assert set(self._loads.values()) <= {self._places[identity] for identity in self._needed}, "a place was taken"
+        taken = [*self._places.values(), *self._needed.values()]
+        assert sorted([*self._free, *taken]) == list(range(self.total)), "a place of the host is lost"
+        assert not self._needed.keys() & self._places.keys(), "a block has two places"
+        assert set(self._loads.values()) <= set(self._needed.values()), "a place was taken"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -123,6 +124,33 @@ def test_the_host_gives_up_what_was_longest_unused_but_nothing_that_is_needed() 
     host.check_integrity()
     assert host.take_copies() == ([(0, 1), (1, 0), (3, 0)], [(1, 5)])
     assert host.flush() == 2
+    host.check_integrity()
+
+
+class LookedUp(bytes):
+    """Counts how often one of these is looked up."""
+
+    times = 0
+
+    def __hash__(self) -> int:
+        LookedUp.times += 1
+        return bytes.__hash__(self)
+
+
+@pytest.mark.parametrize("others", [0, 8])
+def test_what_is_needed_is_not_looked_through_for_each_block_that_makes_way(others: int) -> None:
+    """A long prompt comes back while another one's blocks make way for it."""
+    count = 256
+    host = HostBlocks(count + others)
+    names = [LookedUp(b"%d" % n) for n in range(count + others)]
+    for number, name in enumerate(names):
+        host.offload(name, number)
+    host.need(names[:count])
+    LookedUp.times = 0
+    for number, name in enumerate(names[:count]):
+        host.offload(b"another %d" % number, number)
+        host.load(name, number)
+    assert LookedUp.times < 10 * count
     host.check_integrity()
 
 
