@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import Counter
 
 from common import log, tasks
 from common.arena import SharedBuffer
@@ -62,6 +63,8 @@ class NixlAgent:
         self._ids = 0
         self._asked: dict[int, asyncio.Future[None]] = {}
         self._connected: set[str] = set()
+        self._reading: Counter[str] = Counter()
+        self._leaving: set[str] = set()
 
     async def start(self) -> None:
         """Starts the process; raises NixlError where no agent can be had."""
@@ -86,14 +89,22 @@ class NixlAgent:
         """Makes another agent's memory readable; raises NixlError."""
         if memory.backend != self._backend:
             raise NixlError(f"its back end is {memory.backend or 'none'}, and ours {self._backend}")
+        self._leaving.discard(memory.agent)
         self._ids += 1
         await asyncio.shield(self._ask(self._ids, Connect(self._ids, memory)))  # it is waited for, whoever leaves
         self._connected.add(memory.agent)
 
     def disconnect(self, agent: str) -> None:
-        """An agent is gone, or no longer needed."""
+        """An agent is gone, or no longer needed. Of reads that are under way the library would say that they have
+        ended, and go on writing: it is told when they have."""
         if agent in self._connected:
             self._connected.discard(agent)
+            self._leaving.add(agent)
+            self._leave(agent)
+
+    def _leave(self, agent: str) -> None:
+        if agent in self._leaving and agent not in self._reading:
+            self._leaving.discard(agent)
             self._send(Disconnect(agent))
 
     def read(self, memory: AgentMemory, offset: int, target: int, size: int) -> asyncio.Future[None]:
@@ -107,7 +118,16 @@ class NixlAgent:
             failed.set_exception(NixlError("the agent is not connected"))
             return failed
         self._ids += 1
-        return self._ask(self._ids, Read(self._ids, memory.agent, memory.base + offset, target, size))
+        landing = self._ask(self._ids, Read(self._ids, memory.agent, memory.base + offset, target, size))
+        self._reading[memory.agent] += 1
+        landing.add_done_callback(lambda _: self._landed(memory.agent))
+        return landing
+
+    def _landed(self, agent: str) -> None:
+        self._reading[agent] -= 1
+        if not self._reading[agent]:
+            del self._reading[agent]
+            self._leave(agent)
 
     def _ask(self, number: int, question: Connect | Read) -> asyncio.Future[None]:
         """Where the process does not answer in time it is ended: only then can nothing of it be under way any more."""
@@ -185,6 +205,7 @@ class NixlAgent:
     def _lose(self) -> None:
         """The process is gone: nothing is connected, and nobody gets an answer."""
         self._connected.clear()
+        self._leaving.clear()
         while self._asked:
             _, answer = self._asked.popitem()
             if not answer.done():

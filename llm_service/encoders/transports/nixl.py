@@ -36,19 +36,25 @@ class Nixl:
         self._connecting: asyncio.Task[None] | None = None
         self._pause = 0.0
         self._again = 0.0
+        self._anew = False
 
     @property
     def usable(self) -> bool:
-        """The agents are connected, and the last read from there did not fail just now."""
+        """The agents are connected, and no read from there has failed since."""
         memory = self._memory
-        return memory is not None and self._reader.agent.is_connected(memory.agent) and time.monotonic() >= self._again
+        if memory is None or self._anew or not self._reader.agent.is_connected(memory.agent):
+            return False
+        return time.monotonic() >= self._again
 
     async def heard(self, info: encoder_pb2.EncoderServiceGetInfoResponse) -> None:
-        """Connects with the encoder's agent, where it is another one than before, or ours is; where that takes long, it
-        goes on in the background."""
+        """Connects with the encoder's agent, where it is another one than before, or ours is, or a read has failed:
+        the library may know it no more. Where that takes long, it goes on in the background."""
         told, agent = info.nixl_agent, self._reader.agent
         if self._memory is not None and self._memory.agent != told.name:
             self.close()
+        if self._anew and time.monotonic() >= self._again:
+            agent.disconnect(told.name)
+            self._anew = False
         if not told.name or agent.memory is None or agent.is_connected(told.name) or time.monotonic() < self._again:
             return
         if self._connecting is None or self._connecting.done():
@@ -71,7 +77,7 @@ class Nixl:
             self._connecting.cancel()
         if self._memory is not None:
             self._reader.agent.disconnect(self._memory.agent)
-        self._memory, self._pause, self._again = None, 0.0, 0.0
+        self._memory, self._pause, self._again, self._anew = None, 0.0, 0.0, False
 
     def prove(self, host: encoder_pb2.HostProof) -> None:
         """Names the encoder's agent that ours is connected with."""
@@ -87,7 +93,7 @@ class Nixl:
 
     async def receive(self, run: ArrivedRows, target: memoryview) -> AsyncGenerator[int, None]:
         """Reads parts beside each other, checks and copies each, and yields them in their order. The lease is given
-        back at the end, whatever the end is."""
+        back at the end, whatever the end is, and nobody writes to `target` any more."""
         handle, memory = run.payload, self._memory
         assert isinstance(handle, encoder_pb2.RowsHandle)
         assert memory is not None
@@ -103,8 +109,10 @@ class Nixl:
         finally:
             for part in parts:
                 part.cancel()
-            await asyncio.gather(*parts, return_exceptions=True)
-            self._release(handle.lease)
+            try:
+                await asyncio.gather(*parts, return_exceptions=True)  # it waits, cancelled or not
+            finally:
+                self._release(handle.lease)
 
     async def _part(self, memory: AgentMemory, span: Range, crc: int, target: memoryview) -> int:
         try:
@@ -115,6 +123,7 @@ class Nixl:
             raise
         except NixlError as error:
             self._failed(error)
+            self._anew = True
             raise DataLoss("rows could not be read from the encoder's memory") from error
 
     def _failed(self, error: NixlError | DataLoss) -> None:

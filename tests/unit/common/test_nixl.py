@@ -121,6 +121,44 @@ async def test_a_host_that_stands_still_is_given_up_and_nothing_comes_later(monk
 
 
 @needs_library
+async def test_nothing_comes_after_the_end_of_a_read_whose_agent_was_let_go_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The library would say at once that it has ended, and write when the other one goes on."""
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    async with held(module=MODULE, fill=7) as theirs, held(module=MODULE) as ours:
+        await ours.agent.connect(theirs.memory)
+        await asyncio.shield(ours.agent.read(theirs.memory, 0, 0, 8))
+        child = theirs.agent._child
+        assert child is not None
+        os.kill(child.process.pid, signal.SIGSTOP)
+        read = ours.agent.read(theirs.memory, 0, 8, SIZE - 8)
+        ours.agent.disconnect(theirs.memory.agent)
+        os.kill(child.process.pid, signal.SIGCONT)
+        await asyncio.shield(read)
+        assert ours.bytes(0, SIZE) == b"\7" * SIZE
+        with pytest.raises(NixlError, match="not connected"):
+            await ours.agent.read(theirs.memory, 0, 0, 8)
+
+
+async def test_an_agent_is_let_go_when_its_reads_have_ended_unless_it_is_wanted_again() -> None:
+    async with held(fill=7) as theirs, held() as ours:
+        name = theirs.memory.agent
+        for again in (False, True):
+            await ours.agent.connect(theirs.memory)
+            reads = [ours.agent.read(theirs.memory, 0, at, 8) for at in (0, 8)]
+            ours.agent.disconnect(name)
+            assert ours.agent._leaving == {name}
+            if again:
+                await ours.agent.connect(theirs.memory)
+            await asyncio.gather(*map(asyncio.shield, reads))
+            await eventually(lambda: not ours.agent._reading, "the reads have ended")
+            assert not ours.agent._leaving
+        await asyncio.shield(ours.agent.read(theirs.memory, 0, 16, 8))
+        assert ours.bytes(0, 24) == b"\7" * 24
+
+
+@needs_library
 async def test_of_a_process_that_is_killed_reads_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     async with held(module=MODULE, fill=7) as theirs, held(module=MODULE) as ours:

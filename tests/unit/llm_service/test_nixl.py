@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -17,11 +19,12 @@ from common.arena import SharedBuffer
 from common.errors import DataLoss, Precondition, Unavailable
 from common.media.item import Grid, Header, Modality
 from common.nixl.agent import NixlAgent
-from common.wire import DType, RowLayout
+from common.wire import DType, RowLayout, crc32c
 from encoder_service import convert
 from encoder_service.engine.embedding_store import EmbeddingStore, Entry
 from encoder_service.transports.base import RowRun
 from encoder_service.transports.link import Link
+from llm_service.encoders.transports import copier
 from llm_service.encoders.transports.base import ArrivedRows
 from llm_service.encoders.transports.nixl import Nixl
 from llm_service.encoders.transports.nixl_reader import PART_BYTES, NixlReader
@@ -151,8 +154,20 @@ async def test_after_a_failure_rows_come_otherwise_until_a_pause_is_over() -> No
                 await b.read()
             assert not b.nixl.usable
             b.nixl._again = 0.0  # it is over
+            await b.heard()
             assert b.nixl.usable
         assert b.nixl._pause == 2.0
+
+
+async def test_an_agent_that_ours_has_forgotten_is_told_to_it_anew() -> None:
+    """As the library forgets it when a connection breaks, be it for a moment."""
+    async with bench("FORGETS") as b:
+        with pytest.raises(DataLoss):
+            await b.read()
+        b.nixl._again = 0.0
+        await b.heard()
+        await b.read()
+        assert bytes(b.target) == b.data
 
 
 async def test_a_reader_who_leaves_leaves_places_that_are_still_written_to_alone() -> None:
@@ -172,6 +187,38 @@ async def test_a_reader_who_leaves_leaves_places_that_are_still_written_to_alone
         assert bytes(b.target) == bytes(SIZE)
         await b.read()
         assert bytes(b.target) == b.data
+
+
+async def test_a_reader_who_is_cancelled_after_a_failure_leaves_when_copies_have_ended_and_no_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where they write others' rows may lie next; and a lease that nobody gives back pins rows for its whole time."""
+    begun, goes_on, calls = threading.Event(), threading.Event(), count()
+
+    def checked(data: memoryview) -> int:
+        if next(calls) == 0:
+            assert begun.wait(60)
+            return 0
+        begun.set()
+        assert goes_on.wait(60)
+        return crc32c(data)
+
+    monkeypatch.setattr(copier, "_THREADS", 2)
+    monkeypatch.setattr(copier, "crc32c", checked)
+    async with bench() as b:
+        reading = asyncio.create_task(b.read())
+        await eventually(lambda: not b.nixl.usable, "a part has failed")
+        for _ in range(2):
+            for _ in range(5):
+                await asyncio.sleep(0)
+            reading.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        left = reading.done()
+        goes_on.set()
+        await asyncio.gather(reading, return_exceptions=True)
+        assert not left
+        assert len(b.released) == 1
 
 
 async def test_rows_that_are_written_over_after_their_lease_are_never_taken() -> None:
