@@ -13,26 +13,41 @@ from llm_service.layers.transfer import to_device
 from llm_service.worker.row_arena import PinnedCopies
 
 _AT_ONCE = 32 << 20
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+"""What bytes are moved as: the widest that goes into them, since torch moves one number at a time."""
 
 
 class HostCache:
     """Places for `count` blocks. `caches` are all tensors that have a part of each block, [parts, blocks + 1, …], where
-    a place has one after the other; `at_once` bytes of them are gathered on the device at a time.
+    a place has one after the other.
 
     Copies are made in the order of the device's work: a step reads and writes blocks before or after, never meanwhile.
+    A device `gathers` up to `at_once` bytes of blocks before they cross its bus, or scatters them behind it: by default
+    all but a CPU.
     """
 
-    def __init__(self, caches: Sequence[Tensor], count: int, *, at_once: int = _AT_ONCE) -> None:
+    def __init__(
+        self, caches: Sequence[Tensor], count: int, *, gathers: bool | None = None, at_once: int = _AT_ONCE
+    ) -> None:
         self.count = count
-        self._parts = [cache.flatten(2).view(torch.uint8) for cache in caches]
-        self._sizes = [part.shape[0] * part.shape[2] for part in self._parts]
         self._device = caches[0].device
-        self._memory = torch.empty(count, sum(self._sizes), dtype=torch.uint8)
-        self._most = max(1, at_once // sum(self._sizes))
-        self._pinned = PinnedCopies(self._memory) if self._device.type == "cuda" and count else None
+        parts = [cache.flatten(2).view(torch.uint8) for cache in caches]
+        word = next(each for each in _WORDS if all(part.shape[2] % each.itemsize == 0 for part in parts))
+        self._parts = [part.view(word) for part in parts]
+        self._sizes = [part.shape[0] * part.shape[2] for part in self._parts]
+        self._memory = torch.empty(count, sum(self._sizes), dtype=word)
+        self._most = max(1, at_once // (sum(self._sizes) * word.itemsize))
+        on_cpu = self._device.type == "cpu"
+        self._gathers = not on_cpu if gathers is None else gathers
+        self._pinned = PinnedCopies(self._memory) if not on_cpu and count else None
 
     def offload(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies blocks to places of the host, (block, place) each, in this order."""
+        if not self._gathers:
+            for block, place in pairs:
+                for part, there in self._both(block, place):
+                    np.copyto(there, part)
+            return
         for some in self._groups(pairs):
             (blocks,) = to_device([np.array([block for block, _ in some])], self._device)
             gathered = torch.cat([_of(part, blocks) for part in self._parts], 1)
@@ -41,13 +56,24 @@ class HostCache:
 
     def load(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies places of the host to blocks, (place, block) each; no block comes twice."""
+        if not self._gathers:
+            for place, block in pairs:
+                for part, there in self._both(block, place):
+                    np.copyto(part, there)
+            return
         for some in self._groups(pairs):
-            gathered = torch.empty(len(some), sum(self._sizes), dtype=torch.uint8, device=self._device)
+            gathered = torch.empty(len(some), sum(self._sizes), dtype=self._memory.dtype, device=self._device)
             for row, (place, _) in enumerate(some):
                 gathered[row].copy_(self._memory[place], non_blocking=True)
             (blocks,) = to_device([np.array([block for _, block in some])], self._device)
-            for part, data in zip(self._parts, gathered.split(self._sizes, 1), strict=True):
-                part.index_copy_(1, blocks, data.view(len(some), part.shape[0], -1).transpose(0, 1))
+            for cache, data in zip(self._parts, gathered.split(self._sizes, 1), strict=True):
+                cache.index_copy_(1, blocks, data.view(len(some), cache.shape[0], -1).transpose(0, 1))
+
+    def _both(self, block: int, place: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Each part of a block, and where the host has it. By numpy: for so little, torch's threads would wait for each
+        other longer than one takes."""
+        for part, there in zip(self._parts, self._memory[place].split(self._sizes), strict=True):
+            yield part[:, block].numpy(), there.view(part.shape[0], -1).numpy()
 
     def _groups(self, pairs: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
         each = iter(pairs)
@@ -56,5 +82,5 @@ class HostCache:
 
 
 def _of(part: Tensor, blocks: Tensor) -> Tensor:
-    """uint8 [n, bytes of a block]"""
+    """[n, words of a block]"""
     return part.index_select(1, blocks).transpose(0, 1).flatten(1)

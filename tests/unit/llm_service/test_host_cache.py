@@ -28,23 +28,31 @@ def caches_of(specs: list[CacheSpec], **more: Any) -> Caches:
     return Caches(mixers, BLOCKS, 4, torch.bfloat16, CPU, attention="torch", **more)
 
 
-@pytest.mark.parametrize("at_once", [1, 1 << 20], ids=["one by one", "all at once"])
+WAYS = pytest.mark.parametrize(
+    "way",
+    [{"gathers": False}, {"gathers": True, "at_once": 1}, {"gathers": True}],
+    ids=["as on a CPU", "one by one", "all at once"],
+)
+
+
+@WAYS
 @pytest.mark.parametrize("name", SPECS)
-def test_a_block_comes_back_as_it_was_in_every_layer(name: str, at_once: int) -> None:
-    check(caches_of(SPECS[name]), at_once)
+def test_a_block_comes_back_as_it_was_in_every_layer(name: str, way: dict[str, Any]) -> None:
+    check(caches_of(SPECS[name]), way)
 
 
-def test_so_does_one_in_8_bits() -> None:
-    check(caches_of(SPECS["one kind"], int8=True), 1 << 20)
+@WAYS
+def test_so_does_one_in_8_bits(way: dict[str, Any]) -> None:
+    check(caches_of(SPECS["one kind"], int8=True), way)
 
 
-def check(caches: Caches, at_once: int) -> None:
+def check(caches: Caches, way: dict[str, Any]) -> None:
     """Blocks 1, 4 and 0 go to the host, are written over, and come back in other places of the cache."""
     tensors, noise = caches.block_tensors, torch.Generator().manual_seed(0)
     for each in tensors:
         each.copy_(torch.randint(-100, 100, each.shape, generator=noise))
     before = [each.clone() for each in tensors]
-    host = HostCache(tensors, 4, at_once=at_once)
+    host = HostCache(tensors, 4, **way)
     host.offload([(1, 3), (4, 0), (0, 2)])
     for each in tensors:
         each[:, [0, 1, 4]] = 0
@@ -56,11 +64,12 @@ def check(caches: Caches, at_once: int) -> None:
         assert torch.equal(each, expected)
 
 
-def test_a_place_that_is_written_twice_has_what_came_last() -> None:
+@WAYS
+def test_a_place_that_is_written_twice_has_what_came_last(way: dict[str, Any]) -> None:
     caches = caches_of(SPECS["one kind"])
     (cache,) = caches.block_tensors
     cache.copy_(torch.arange(BLOCKS + 1)[None, :, None, None, None].expand(cache.shape))
-    host = HostCache([cache], 1)
+    host = HostCache([cache], 1, **way)
     host.offload([(2, 0), (3, 0)])
     host.load([(0, 5)])
     assert bool((cache[:, 5] == 3).all())
