@@ -184,9 +184,11 @@ class NixlAgent:
             except ChildDied as death:
                 _log.error("the NIXL agent's process has ended", why=str(death))
             self._child = self.memory = None
-            if found := await child.post_mortem():
-                _log.error("of that process is known", **found)
-            await child.stop(grace=1.0)
+            try:
+                if found := await child.post_mortem():
+                    _log.error("of that process is known", **found)
+            finally:
+                await child.stop(grace=1.0)
             self._lose()
             await self._revive()
 

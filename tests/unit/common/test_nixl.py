@@ -141,6 +141,18 @@ async def test_nothing_comes_after_the_end_of_a_read_whose_agent_was_let_go_mean
             await ours.agent.read(theirs.memory, 0, 0, 8)
 
 
+async def test_a_process_that_says_nothing_more_is_gone_when_its_agent_has_been_stopped() -> None:
+    """Stopped while it is being found out how that process ended, which it has not."""
+    async with held() as ours:
+        child = ours.agent._child
+        assert child is not None
+        child._reader.feed_eof()
+        await eventually(lambda: ours.agent.memory is None, "its silence is noticed")
+        await ours.agent.stop()
+        assert child.process.returncode is not None
+        assert child._writer.is_closing()
+
+
 async def test_an_agent_is_let_go_when_its_reads_have_ended_unless_it_is_wanted_again() -> None:
     async with held(fill=7) as theirs, held() as ours:
         name = theirs.memory.agent
