@@ -5,8 +5,9 @@ once, in transformers as one batch; and an answer that is being written when oth
 does one call after the other, so the last has no peer: its peer is the same answer's pace before they came.
 
 Each question and each picture is new, and goes to both as the same file; the run fails where a cache of the services
-knew one. A picture is *encoded* at the end of its `encoder_vit` stage, as the service tells its caller. A pace counts
-the answer's tokens that came within a span, and is the span over their number.
+knew one. A picture is *encoded* at the end of its `encoder_vit` stage, as the service tells its caller; at the first
+token, where the answer ends before the encoder has told that. A pace counts the answer's tokens that came within a
+span, and is the span over their number.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ async def _read(call: AsyncIterable[llm_pb2.GenerateResponse], answer: Answer, e
                 answer.tokens += [time.perf_counter()] * len(response.delta.token_ids)
             case "finished":
                 ends = [each.end_seconds for each in response.finished.timings if each.stage == "encoder_vit"]
-                answer.encoded = answer.asked + max(ends)
+                answer.encoded = answer.asked + max(ends) if ends else answer.tokens[0]
         if enough is not None and len(answer.tokens) >= enough:
             return
 

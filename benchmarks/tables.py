@@ -100,8 +100,8 @@ def tiny_tables(vllm: Path | None) -> list[Table]:
     tiny = {
         "peers": (*demo, "--runs", "1", "--tokens", "4", *peer),
         "in_turns": (*demo, "--pictures", "1", "--tokens", "4"),
-        "company": (*demo, "--pictures", "1", "--at-once", "2", "--tokens", "4", "--lone-tokens", "2"),
-        "company_published": (*demo, "--pictures", "1", "--at-once", "2", "--tokens", "4", "--lone-tokens", "2"),
+        "company": (*demo, "--pictures", "1", "--at-once", "2", "--tokens", "4", "--lone-tokens", "6"),
+        "company_published": (*demo, "--pictures", "1", "--at-once", "2", "--tokens", "4", "--lone-tokens", "6"),
         "hybrid": (*demo, "--pictures", "1", "--tokens", "4"),
         "encoder": (*demo, "--runs", "1", "--count", "2", "--many", "2", "--sizes", "224"),
         "tower": (*demo, "--runs", "1", "--sides", "224"),
