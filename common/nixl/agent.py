@@ -91,7 +91,13 @@ class NixlAgent:
             raise NixlError(f"its back end is {memory.backend or 'none'}, and ours {self._backend}")
         self._leaving.discard(memory.agent)
         self._ids += 1
-        await asyncio.shield(self._ask(self._ids, Connect(self._ids, memory)))  # it is waited for, whoever leaves
+        try:
+            await asyncio.shield(self._ask(self._ids, Connect(self._ids, memory)))  # an answer is due, whoever leaves
+        except asyncio.CancelledError:
+            if memory.agent not in self._connected:
+                self._leaving.add(memory.agent)
+                self._leave(memory.agent)
+            raise
         self._connected.add(memory.agent)
 
     def disconnect(self, agent: str) -> None:

@@ -153,6 +153,22 @@ async def test_a_process_that_says_nothing_more_is_gone_when_its_agent_has_been_
         assert child._writer.is_closing()
 
 
+async def test_an_agent_that_nobody_waits_to_be_connected_with_is_let_go() -> None:
+    async with held(fill=7) as theirs, held() as ours:
+        child = ours.agent._child
+        assert child is not None
+        os.kill(child.process.pid, signal.SIGSTOP)
+        connecting = asyncio.create_task(ours.agent.connect(theirs.memory))
+        await eventually(lambda: ours.agent._asked, "it is asked for")
+        connecting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await connecting
+        os.kill(child.process.pid, signal.SIGCONT)
+        ours.agent._connected.add(theirs.memory.agent)  # as nobody would say
+        with pytest.raises(NixlError, match="nobody has that name"):
+            await asyncio.shield(ours.agent.read(theirs.memory, 0, 0, 8))
+
+
 async def test_an_agent_is_let_go_when_its_reads_have_ended_unless_it_is_wanted_again() -> None:
     async with held(fill=7) as theirs, held() as ours:
         name = theirs.memory.agent
