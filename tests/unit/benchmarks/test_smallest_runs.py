@@ -41,23 +41,21 @@ OTHERS: dict[str, tuple[str, ...]] = {
 """What is in no table of a CPU: a module, and options for it."""
 QUICK = {"scheduler", "state_hits"}
 """Take less than a second of a core, or little more: they import no torch."""
-_BROKEN = "benchmarks.transports"
-OF_THEIR_OWN = {"gpu_day", "library_towers", "tables", "transports", "vllm_environment"}
+OF_THEIR_OWN = {"gpu_day", "library_towers", "tables", "vllm_environment"}
 """Run by tests of their own, here or in a file of their name."""
 
 
 def smallest() -> list[Table]:
     """Commands, each once."""
-    torch_alone = {
-        "TWINLENS_LLM_KERNELS": "torch"
-    }  # the files of a version are new: kernels would be compiled for them
+    # The files of a version are new: kernels would be compiled for them.
+    torch_alone = {"TWINLENS_LLM_KERNELS": "torch"}
     others = [
         Table(name, ("-m", f"benchmarks.{module}", *options, *given), 300, torch_alone if name == "versions" else {})
         for name, given in OTHERS.items()
         for module, *options in [name.split()]
     ]
     listed = [*tiny_tables(None), *others]
-    return list({each.command: each for each in listed if each.command[1] != _BROKEN}.values())
+    return list({each.command: each for each in listed}.values())
 
 
 def named(table: Table) -> str:
