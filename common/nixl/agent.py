@@ -76,7 +76,7 @@ class NixlAgent:
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
-        child, self._child = self._child, None
+        child, self._child, self.memory = self._child, None, None
         if child is not None:
             await child.stop(grace=1.0)
         self._lose()

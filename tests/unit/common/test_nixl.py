@@ -31,6 +31,7 @@ async def test_bytes_are_read_from_where_they_are_to_where_they_are_wanted(modul
         assert ours.bytes(48, 24) == b"\0\0rows\0\0\0\0\0\0" + b"\7" * 10 + b"\0\0"
         assert theirs.bytes(1000, 4) == b"rows"
     assert processes() == []
+    assert ours.agent.memory is None
 
 
 async def test_an_agent_that_is_not_connected_or_has_another_back_end_is_not_read() -> None:
