@@ -334,13 +334,14 @@ class BlockManager:
         return slot
 
     def flush(self) -> int:
-        """Forgets every cached block that no sequence holds; the number forgotten, the host's included."""
+        """Forgets every cached block that no sequence holds, the host's included; how many were found there or here."""
         self._free.update(dict.fromkeys(self._retained.clear()))
+        on_host_alone = sum(identity not in self._by_identity for identity in self.host.flush())
         cached = [number for number in self._free if self._blocks[number].identity is not None]
         for number in cached:
             self._forget(self._blocks[number])
         self._idle_named = 0
-        return len(cached) + self.host.flush()
+        return len(cached) + on_host_alone
 
     def end_session(self, session: int) -> None:
         """A session is over: its blocks go as others do."""

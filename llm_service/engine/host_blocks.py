@@ -61,9 +61,9 @@ class HostBlocks:
         self._needed.clear()
         return offloads, loads
 
-    def flush(self) -> int:
-        """Forgets all but what is needed; the number forgotten."""
-        gone = len(self._places)
+    def flush(self) -> list[bytes]:
+        """Forgets all but what is needed; the identities forgotten."""
+        gone = list(self._places)
         self._free += self._places.values()
         self._places.clear()
         return gone

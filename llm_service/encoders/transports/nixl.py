@@ -51,7 +51,7 @@ class Nixl:
         the library may know it no more. Where that takes long, it goes on in the background."""
         told, agent = info.nixl_agent, self._reader.agent
         if self._memory is not None and self._memory.agent != told.name:
-            self.close()
+            self._let_go()  # of one that has ended; what failed there may fail with the next one
         if self._anew and time.monotonic() >= self._again:
             agent.disconnect(told.name)
             self._anew = False
@@ -73,11 +73,15 @@ class Nixl:
 
     def close(self) -> None:
         """The encoder is gone."""
+        self._let_go()
+        self._pause, self._again = 0.0, 0.0
+
+    def _let_go(self) -> None:
         if self._connecting is not None:
             self._connecting.cancel()
         if self._memory is not None:
             self._reader.agent.disconnect(self._memory.agent)
-        self._memory, self._pause, self._again, self._anew = None, 0.0, 0.0, False
+        self._memory, self._anew = None, False
 
     def prove(self, host: encoder_pb2.HostProof) -> None:
         """Names the encoder's agent that ours is connected with."""

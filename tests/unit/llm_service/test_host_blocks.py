@@ -119,11 +119,11 @@ def test_the_host_gives_up_what_was_longest_unused_but_nothing_that_is_needed() 
     host.need([b"a", b"c"])
     host.offload(b"d", 4)
     assert b"d" not in host
-    assert host.flush() == 0
+    assert host.flush() == []
     host.load(b"a", 5)
     host.check_integrity()
     assert host.take_copies() == ([(0, 1), (1, 0), (3, 0)], [(1, 5)])
-    assert host.flush() == 2
+    assert len(host.flush()) == 2
     host.check_integrity()
 
 
@@ -152,6 +152,17 @@ def test_what_is_needed_is_not_looked_through_for_each_block_that_makes_way(othe
         host.load(name, number)
     assert LookedUp.times < 10 * count
     host.check_integrity()
+
+
+def test_what_is_forgotten_is_counted_once_wherever_it_is() -> None:
+    device = Device(4, 8)
+    for name in "aba":
+        device.start(name, 4)
+        device.step()
+        device.end()
+    assert len(device.manager.host) == 8
+    assert device.manager.flush() == 8
+    assert device.manager.flush() == 0
 
 
 def test_without_a_prefix_cache_nothing_is_kept() -> None:

@@ -159,6 +159,18 @@ async def test_after_a_failure_rows_come_otherwise_until_a_pause_is_over() -> No
         assert b.nixl._pause == 2.0
 
 
+async def test_the_next_agent_of_an_encoder_is_not_asked_sooner_than_the_one_that_failed() -> None:
+    async with bench("FAILS") as b:
+        before, child = b.link.nixl_memory, b.agent._child
+        assert child is not None
+        with pytest.raises(DataLoss):
+            await b.read()
+        child.kill()
+        await eventually(lambda: b.link.nixl_memory not in (None, before), "there is another agent")
+        await b.heard()
+        assert (b.nixl.usable, b.nixl._pause) == (False, 1.0)
+
+
 async def test_an_agent_that_ours_has_forgotten_is_told_to_it_anew() -> None:
     """As the library forgets it when a connection breaks, be it for a moment."""
     async with bench("FORGETS") as b:
