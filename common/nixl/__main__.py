@@ -22,7 +22,7 @@ _PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
 """The first takes whichever of the others fits the machine's CUDA; any of them will do for the memory of a host."""
 
 _SETTINGS = {"NIXL_LOG_LEVEL": "WARN", "UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
-"""Unless the environment says otherwise. By TCP, rows come in less than half of the time that they take with 8 KiB."""
+"""Unless the environment says otherwise. By TCP, rows come in about half of the time that they take with 8 KiB."""
 
 _LOOK_MICROSECONDS = 10_000
 """From one look at what no event has told of to the next."""
