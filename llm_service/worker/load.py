@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -86,16 +87,7 @@ def load_runner(settings: EngineSettings, device: torch.device, group: TensorGro
 
 def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, arena_fd: int) -> ModelRunner:
     here = group.size // settings.nodes
-    torch.set_num_threads(settings.threads or max(1, usable_cores() // here))
-    ours = device.type == "cpu" and settings.kernels != "torch"
-    use: Callable[[int], None] = torch.set_num_threads
-    if ours:
-        from common.cpu.jit import use_threads  # numba takes its time
-
-        use = use_threads
-        use(torch.get_num_threads())
-    elif device.type == "cpu":
-        selection.leave_to_torch()
+    use = _use_threads(settings, device, here)
     checkpoint = Checkpoint.resolve(settings.model)
     dtype: torch.dtype = getattr(torch, settings.dtype)
     memory = SharedBuffer.attach(arena_fd, settings.row_bytes)
@@ -107,7 +99,6 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
         check_int8_cache(decoder)
     give_back()
     adapters = _adapters(settings, decoder)
-    adapter_kernels = adapters.kernels() if adapters is not None else set[str]()
     all_of_it = decoder if isinstance(decoder, Decoder) else decoder.weights()
     weights = describe(all_of_it, settings.weight_dtype or quantization_of(checkpoint.config))
     _log.info("weights are in memory", **msgspec.structs.asdict(weights))
@@ -118,58 +109,139 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     arena = RowArena(memory.view, settings.row_levels, width, dtype, mirror)
     if device.type == "cuda":
         arena.pin()
+    share = _Share(settings, decoder, drafting, arena, group)
     group.all_reduce_min(0)  # every rank has its weights: what is free now stays free
     gauge = Gauge(device, here)
-    # A CPU needs no measuring where the size of the cache is given: whoever waits for a restart need not either.
-    given = settings.kv_cache_bytes and device.type == "cpu"
-    plan, blocks = _more_than_few(settings) if given else largest_step(settings)
-    first = _runner(decoder, arena, settings, blocks, drafting, slots=len(plan.chunks))
-    changeover = (
-        _begin(sorted({*first.kernels(), *adapter_kernels}), group, wait=settings.kernels == "wait") if ours else None
-    )
-    first.warm_up()
-    if settings.compile and isinstance(decoder, Decoder):
-        _compile(decoder, group, device)
-    gpu = device.type == "cuda"
-    first.run(prompt(1, settings.block_size)[0])  # few rows, and to torch's compiler one, are a case of their own
-    first.run(plan)
-    graphs = gpu and settings.graphs != "off" and _capturable(first)
-    del first
+    changeover, graphs = _run_largest_step(share, adapters)
     context = served.longest(settings.max_context)
-    specs = [mixer.cache_spec() for mixer in decoder.mixers()]
-    one_block = block_bytes(specs, settings.block_size, decoder.kv_dtype, int8=settings.int8_cache)
-    one_block += drafting.block_bytes(settings.block_size) if drafting is not None else 0
-    budget = cache_budget(settings, gauge.free() - graphs * settings.graph_bytes, gpu=gpu)
-    one_slot = slot_bytes(specs)
-    slots = slot_count(settings, one_slot, budget, group)
-    budget -= slots * one_slot
-    snapshots = snapshot_count(settings, one_slot, budget, group)
-    blocks = block_count(settings, one_block, budget - snapshots * one_slot, context, group)
-    host_blocks = host_block_count(settings, one_block, one_slot, group)
-    runner = _runner(decoder, arena, settings, blocks, drafting, slots, snapshots)
-    if host_blocks:
-        own = [] if runner.proposer is None else runner.proposer.caches.block_tensors
-        runner.host_cache = HostCache([*runner.caches.block_tensors, *own], host_blocks)
+    free = gauge.free() - graphs * settings.graph_bytes
+    runner = share.runner(_room(share, cache_budget(settings, free, gpu=device.type == "cuda"), context))
     runner.changeover, runner.weights, runner.adapters = changeover, weights, adapters
     runner.max_step_tokens = settings.max_step_tokens
     if graphs:
-        bounds = CaptureBounds(
-            settings.max_running,
-            settings.max_step_tokens,
-            min(context, blocks * settings.block_size),
-            settings.row_levels,
-            settings.speculative_tokens,
-            settings.draft_rows,
-        )
-        capture = CudaCapture(device)
-        runner.capture(bounds, capture, max_bytes=settings.graph_bytes, agree=group.all_reduce_min)
-        if runner.proposer is not None:
-            runner.proposer.capture(bounds, capture, max_bytes=settings.graph_bytes)
+        _capture(runner, settings, context, share)
     if settings.core_share and device.type == "cpu" and group.size == 1:
         runner.share = CoreShare.of_this_host(torch.get_num_threads(), use)
         if runner.share is not None and isinstance(decoder, Decoder):
             runner.share.between([*decoder.layers, *(drafting.decoder.layers if drafting is not None else ())])
     return runner
+
+
+def _use_threads(settings: EngineSettings, device: torch.device, here: int) -> Callable[[int], None]:
+    """Has this rank, of so many on its host, take its threads, and on a CPU torch or our kernels compute; what changes
+    their number later."""
+    torch.set_num_threads(settings.threads or max(1, usable_cores() // here))
+    if _uses_our_kernels(settings, device):
+        from common.cpu.jit import use_threads  # numba takes its time
+
+        use_threads(torch.get_num_threads())
+        return use_threads
+    if device.type == "cpu":
+        selection.leave_to_torch()
+    return torch.set_num_threads
+
+
+def _uses_our_kernels(settings: EngineSettings, device: torch.device) -> bool:
+    """Those for CPUs."""
+    return device.type == "cpu" and settings.kernels != "torch"
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """How much a rank keeps of sequences: KV blocks, slots for states and for snapshots of them, blocks on the host."""
+
+    blocks: int
+    slots: int
+    snapshots: int = 0
+    host_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What a rank computes with, once its share of the weights is there."""
+
+    settings: EngineSettings
+    decoder: Decoder | LibraryDecoder
+    drafting: Drafting | None
+    arena: RowArena
+    group: TensorGroup
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.decoder.device
+
+    def runner(self, room: _Room) -> ModelRunner:
+        """One with so much room."""
+        settings, decoder = self.settings, self.decoder
+        caches = Caches(
+            decoder.mixers(),
+            room.blocks,
+            settings.block_size,
+            decoder.kv_dtype,
+            decoder.device,
+            int8=settings.int8_cache,
+            attention=decoder.backend if isinstance(decoder, LibraryDecoder) else settings.attention,
+            state_slots=room.slots,
+            snapshot_slots=room.snapshots,
+        )
+        runner, own = ModelRunner(decoder, self.arena, caches), []
+        if self.drafting is not None:
+            given = self.arena, room.blocks, settings.block_size, settings.attention
+            runner.proposer = self.drafting.proposer(*given)
+            own = runner.proposer.caches.block_tensors
+        if room.host_blocks:
+            runner.host_cache = HostCache([*caches.block_tensors, *own], room.host_blocks)
+        return runner
+
+
+def _run_largest_step(share: _Share, adapters: RankAdapters | LibraryAdapters | None) -> tuple[Changeover | None, bool]:
+    """Runs the largest step, so that its memory is known; who computes it until our kernels are there, and whether
+    there can be graphs."""
+    settings, device = share.settings, share.device
+    # A CPU needs no measuring where the size of the cache is given: whoever waits for a restart need not either.
+    given = settings.kv_cache_bytes and device.type == "cpu"
+    plan, blocks = _more_than_few(settings) if given else largest_step(settings)
+    first, changeover = share.runner(_Room(blocks, len(plan.chunks))), None
+    if _uses_our_kernels(settings, device):
+        names = sorted({*first.kernels(), *(adapters.kernels() if adapters is not None else ())})
+        changeover = _begin(names, share.group, wait=settings.kernels == "wait")
+    first.warm_up()
+    if settings.compile and isinstance(share.decoder, Decoder):
+        _compile(share.decoder, share.group, device)
+    first.run(prompt(1, settings.block_size)[0])  # few rows, and to torch's compiler one, are a case of their own
+    first.run(plan)
+    return changeover, device.type == "cuda" and settings.graphs != "off" and _capturable(first)
+
+
+def _room(share: _Share, budget: int, context: int) -> _Room:
+    """What every rank can keep in its own `budget` of bytes. Raises CheckpointError where that is too little."""
+    settings, decoder, group = share.settings, share.decoder, share.group
+    specs = [mixer.cache_spec() for mixer in decoder.mixers()]
+    one_slot = slot_bytes(specs)
+    one_block = block_bytes(specs, settings.block_size, decoder.kv_dtype, int8=settings.int8_cache)
+    one_block += share.drafting.block_bytes(settings.block_size) if share.drafting is not None else 0
+    slots = slot_count(settings, one_slot, budget, group)
+    budget -= slots * one_slot
+    snapshots = snapshot_count(settings, one_slot, budget, group)
+    blocks = block_count(settings, one_block, budget - snapshots * one_slot, context, group)
+    return _Room(blocks, slots, snapshots, host_block_count(settings, one_block, one_slot, group))
+
+
+def _capture(runner: ModelRunner, settings: EngineSettings, context: int, share: _Share) -> None:
+    """Captures graphs of steps up to a context, those of a model that proposes drafts as well."""
+    bounds = CaptureBounds(
+        settings.max_running,
+        settings.max_step_tokens,
+        min(context, runner.caches.blocks * settings.block_size),
+        settings.row_levels,
+        settings.speculative_tokens,
+        settings.draft_rows,
+    )
+    capture = CudaCapture(share.device)
+    runner.capture(bounds, capture, max_bytes=settings.graph_bytes, agree=share.group.all_reduce_min)
+    if runner.proposer is not None:
+        runner.proposer.capture(bounds, capture, max_bytes=settings.graph_bytes)
 
 
 def adapter_reader(settings: EngineSettings) -> Callable[[str], Adapter] | None:
@@ -357,29 +429,3 @@ def _capturable(runner: ModelRunner) -> bool:
     if why := runner.not_capturable():
         _log.warning("there are no graphs", cause=why)
     return not why
-
-
-def _runner(
-    decoder: Decoder | LibraryDecoder,
-    arena: RowArena,
-    settings: EngineSettings,
-    blocks: int,
-    drafting: Drafting | None,
-    slots: int,
-    snapshots: int = 0,
-) -> ModelRunner:
-    caches = Caches(
-        decoder.mixers(),
-        blocks,
-        settings.block_size,
-        decoder.kv_dtype,
-        decoder.device,
-        int8=settings.int8_cache,
-        attention=decoder.backend if isinstance(decoder, LibraryDecoder) else settings.attention,
-        state_slots=slots,
-        snapshot_slots=snapshots,
-    )
-    runner = ModelRunner(decoder, arena, caches)
-    if drafting is not None:
-        runner.proposer = drafting.proposer(arena, blocks, settings.block_size, settings.attention)
-    return runner
