@@ -97,6 +97,7 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
         add_EncoderServiceServicer_to_server(servicer, frame.server)
         running.push_async_callback(frame.server.stop, None)  # where it does not come to draining
         await frame.bind()
+        nixl = await _nixl(config, store, running)  # where it cannot be had, nobody waits for a model first
         metrics = Metrics("twinlens_encoder")
         meters = Meters(metrics)
         frame.watch(meters.failed)
@@ -123,7 +124,6 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
         media = _media_loader(config, model, planner, Staging(staging), rows, decoders)
         pipeline = Pipeline(media, rows, dispatcher, Contents(Fetcher(config), config, digest), tier)
         encoder = EncoderEngine(pipeline, digest, items=config.max_queued_items, size=config.max_queued_bytes)
-        nixl = await _nixl(config, store, running)
         link = await running.enter_async_context(_link(config, model, rows, dispatcher.pools, nixl))
         _describe(meters, model, digest)
         meters.watch(encoder, link)
