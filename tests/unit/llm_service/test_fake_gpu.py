@@ -20,6 +20,7 @@ from common import library_models
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
 from common.small_models import made_up
+from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.gpu.quantized_weight import GpuWeight
 from llm_service.layers.group import ALONE
 from llm_service.models.decoder import Decoder
@@ -30,11 +31,13 @@ from llm_service.models.loader import load_decoder
 from llm_service.models.served import ServedModel
 from llm_service.plan import Draw, HiddenSum, Proposal, RowSlice
 from llm_service.worker import gpu_sampler, model_runner, sampler
+from llm_service.worker import host_cache as host_caches
 from llm_service.worker.adapters import RankAdapters
 from llm_service.worker.caches import Caches
 from llm_service.worker.draft_loader import load_draft_model, load_mtp_layer
 from llm_service.worker.draft_model import DraftModel
 from llm_service.worker.graphs import CaptureBounds, GraphKind, GraphRunner
+from llm_service.worker.host_cache import HostCache
 from llm_service.worker.model_runner import ModelRunner
 from llm_service.worker.row_arena import RowArena
 from tests.checkpoints import FAMILIES
@@ -339,3 +342,18 @@ def test_keys_and_values_in_8_bits_are_captured_without_a_question_to_the_host(
         check_capture(runner, BOUNDS)
         check_steps(runner, [Draw(at=0), Draw(at=1)])
         assert "store_int8_kernel" in launched
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_blocks_go_to_the_host_and_back_in_copies_that_nobody_waits_for(int8: bool) -> None:
+    """One of each block, and one of all of their numbers."""
+    shape = CacheShape(4, 32, 16, 8, 4, 64, int8=int8)
+    with fake_gpu(), mock.patch.object(host_caches, "PinnedCopies"), OnHost() as on_host:
+        cache = HostCache([shape.new_cache(torch.bfloat16, GPU).flatten(0, 1)], 8)
+        on_host.seen.clear()
+        cache.offload([(3, 0), (5, 1), (9, 2)])
+        assert on_host.seen.count("copy_") == 3 + 1
+        on_host.seen.clear()
+        cache.load([(0, 7), (2, 8)])
+        assert on_host.seen.count("copy_") == 2 + 1
+        assert set(on_host.seen) <= {"copy_", "device", "empty", "select"}
