@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-import time
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,17 +19,16 @@ from typing import TYPE_CHECKING
 import grpc
 
 from benchmarks.checkpoint import add_model_options, chosen_model
+from benchmarks.first_token import first_token
 from benchmarks.hits import Hits, added, check_new, no_wrong_figures, of_encoders, of_llm, since, told
 from benchmarks.services import process
 from benchmarks.workload import new_picture, new_text
-from twinlens.v1 import llm_pb2, media_pb2
+from twinlens.v1 import media_pb2
 from twinlens.v1.encoder_pb2_grpc import EncoderServiceStub
 from twinlens.v1.llm_pb2_grpc import LlmServiceStub
 
 if TYPE_CHECKING:
     from twinlens.v1.llm_pb2_grpc import LlmServiceAsyncStub
-
-_TIMEOUT = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +41,10 @@ class Answered:
 
 
 async def _ask(stub: LlmServiceAsyncStub, pictures: list[bytes]) -> Answered:
-    parts = [llm_pb2.ChatPart(media=media_pb2.Media(modality=media_pb2.MODALITY_IMAGE, data=data)) for data in pictures]
-    message = llm_pb2.ChatMessage(role="user", parts=[*parts, llm_pb2.ChatPart(text=new_text())])
-    request = llm_pb2.GenerateRequest(
-        chat=llm_pb2.ChatInput(messages=[message]),
-        sampling=llm_pb2.SamplingParams(max_tokens=1, temperature=0, ignore_eos=True),
-    )
-    first, begun = 0.0, time.perf_counter()
-    async for response in stub.Generate(request, timeout=_TIMEOUT):
-        if response.HasField("delta"):
-            first = first or time.perf_counter() - begun
-        elif response.HasField("finished"):
-            stages = {timing.stage: timing.seconds for timing in response.finished.timings}
-            return Answered(first, stages["rows"], stages["first_token"])
-    raise RuntimeError("no token came")
+    media = [media_pb2.Media(modality=media_pb2.MODALITY_IMAGE, data=data) for data in pictures]
+    first, finished = await first_token(stub, media, new_text())
+    stages = {timing.stage: timing.seconds for timing in finished.timings}
+    return Answered(first, stages["rows"], stages["first_token"])
 
 
 def least(count: int, rows: float, prefill: float) -> float:

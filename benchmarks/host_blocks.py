@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-import time
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from benchmarks.checkpoint import add_model_options, chosen_model
+from benchmarks.first_token import first_token
 from benchmarks.hits import PREFIX, check_new, no_wrong_figures, of_llm, since
 from benchmarks.services import process
 from benchmarks.workload import new_picture, new_text
@@ -28,13 +28,12 @@ from common.checkpoint import Checkpoint
 from common.devices import default_device, default_dtype
 from common.wire import DType
 from llm_service.models.config import TextConfig
-from twinlens.v1 import llm_pb2, media_pb2
+from twinlens.v1 import media_pb2
 from twinlens.v1.llm_pb2_grpc import LlmServiceStub
 
 if TYPE_CHECKING:
     from twinlens.v1.llm_pb2_grpc import LlmServiceAsyncStub
 
-_TIMEOUT = 300.0
 _CONVERSATIONS = 6
 _BLOCK = 16
 
@@ -42,18 +41,8 @@ _BLOCK = 16
 async def _ask(stub: LlmServiceAsyncStub, picture: bytes, texts: list[str]) -> tuple[float, int]:
     """Seconds to the first token, and how many tokens the prompt has."""
     media = media_pb2.Media(modality=media_pb2.MODALITY_IMAGE, data=picture)
-    parts = [llm_pb2.ChatPart(media=media), *(llm_pb2.ChatPart(text=text) for text in texts)]
-    request = llm_pb2.GenerateRequest(
-        chat=llm_pb2.ChatInput(messages=[llm_pb2.ChatMessage(role="user", parts=parts)]),
-        sampling=llm_pb2.SamplingParams(max_tokens=1, temperature=0, ignore_eos=True),
-    )
-    first, begun = 0.0, time.perf_counter()
-    async for response in stub.Generate(request, timeout=_TIMEOUT):
-        if response.HasField("delta"):
-            first = first or time.perf_counter() - begun
-        elif response.HasField("finished"):
-            return first, response.finished.usage.prompt_tokens
-    raise RuntimeError("no token came")
+    first, finished = await first_token(stub, [media], *texts)
+    return first, finished.usage.prompt_tokens
 
 
 async def _measure(with_host: str, without: str, words: int) -> None:

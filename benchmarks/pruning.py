@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,10 +19,11 @@ import grpc
 import numpy as np
 
 from benchmarks.checkpoint import add_model_options, chosen_model
+from benchmarks.first_token import TIMEOUT, first_token
 from benchmarks.hits import Hits, added, check_new, no_wrong_figures, of_encoders, of_llm, since, told
 from benchmarks.services import both
 from benchmarks.workload import Mark, new_text, photograph
-from twinlens.v1 import encoder_pb2, llm_pb2, media_pb2
+from twinlens.v1 import encoder_pb2, media_pb2
 from twinlens.v1.encoder_pb2_grpc import EncoderServiceStub
 from twinlens.v1.llm_pb2_grpc import LlmServiceStub
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from twinlens.v1.llm_pb2_grpc import LlmServiceAsyncStub
 
 _RATES = (0.0, 0.25, 0.5, 0.75)
-_TIMEOUT = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,25 +58,14 @@ def _video(frames: int, side: int) -> media_pb2.PixelBlock:
 async def _ask(stub: LlmServiceAsyncStub, video: media_pb2.PixelBlock, rate: float) -> Answered:
     options = media_pb2.MediaOptions(video_pruning_rate=rate)
     media = media_pb2.Media(modality=media_pb2.MODALITY_VIDEO, pixels=video, options=options)
-    parts = [llm_pb2.ChatPart(media=media), llm_pb2.ChatPart(text=new_text())]
-    request = llm_pb2.GenerateRequest(
-        chat=llm_pb2.ChatInput(messages=[llm_pb2.ChatMessage(role="user", parts=parts)]),
-        sampling=llm_pb2.SamplingParams(max_tokens=1, temperature=0, ignore_eos=True),
-    )
-    first, begun = 0.0, time.perf_counter()
-    async for response in stub.Generate(request, timeout=_TIMEOUT):
-        if response.HasField("delta"):
-            first = first or time.perf_counter() - begun
-        elif response.HasField("finished"):
-            stages = {timing.stage: timing.seconds for timing in response.finished.timings}
-            tokens = response.finished.usage.prompt_tokens
-            return Answered(tokens, stages["prefill"], stages.get("encoder_prune", 0.0), first)
-    raise RuntimeError("no token came")
+    first, finished = await first_token(stub, [media], new_text())
+    stages = {timing.stage: timing.seconds for timing in finished.timings}
+    return Answered(finished.usage.prompt_tokens, stages["prefill"], stages.get("encoder_prune", 0.0), first)
 
 
 async def _sent(stub: EncoderServiceAsyncStub) -> int:
     """Bytes of rows so far."""
-    load = await stub.GetLoad(encoder_pb2.EncoderServiceGetLoadRequest(), timeout=_TIMEOUT)
+    load = await stub.GetLoad(encoder_pb2.EncoderServiceGetLoadRequest(), timeout=TIMEOUT)
     return sum(each.bytes for each in load.rows_sent)
 
 

@@ -177,7 +177,8 @@ class EncoderServicer(EncoderServiceServicer):
     async def FlushCache(
         self, request: encoder_pb2.EncoderServiceFlushCacheRequest, context: Context
     ) -> encoder_pb2.EncoderServiceFlushCacheResponse:
-        """Empties the store of what no one is reading; its memory is the system's again when this answers."""
+        """Empties the store of what no one is reading. Its memory is the system's again when this answers, unless a
+        NIXL agent has it registered."""
         store = self._ready().encoder.pipeline.store
         entries, size = store.flush()
         await store.shrink()

@@ -50,8 +50,8 @@ class Nixl:
         """
         size, count = self._layout.row_bytes, run.end - run.first
         with self._leases.take(run.allocation, _OWNER) as lease:
-            with self._store.pinned(run.allocation) as data:
-                sums = await in_thread(_part_sums, data[run.first * size : run.end * size])
+            data = self._store.buffer.slice(lease.span)  # which the lease pins
+            sums = await in_thread(_part_sums, data[run.first * size : run.end * size])
             handle = encoder_pb2.RowsHandle(
                 transport=self.number,
                 region=host.nixl_agent,
