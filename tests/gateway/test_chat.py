@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable
 from typing import Any
@@ -267,6 +268,14 @@ def lines(service: Service, request_id: str) -> Callable[[], list[dict[str, Any]
 @pytest.mark.parametrize("kind", ["image/jpeg", "application/octet-stream", ""])
 def test_a_picture_is_what_its_bytes_say_whatever_its_address_calls_it(door: Trio, kind: str) -> None:
     content = data_url(PICTURE, kind)
+    other = by_http(door, [said(text("Look"), {"type": "image_url", "image_url": {"url": content}})])
+    same = by_http(door, [said(text("Look"), image())])
+    assert other.choices[0].message.content == same.choices[0].message.content
+
+
+@pytest.mark.parametrize("write", [base64.encodebytes, base64.urlsafe_b64encode])
+def test_a_picture_may_be_written_in_lines_and_as_in_addresses(door: Trio, write: Callable[[bytes], bytes]) -> None:
+    content = f"data:image/png;base64,{write(PICTURE).decode()}"
     other = by_http(door, [said(text("Look"), {"type": "image_url", "image_url": {"url": content}})])
     same = by_http(door, [said(text("Look"), image())])
     assert other.choices[0].message.content == same.choices[0].message.content

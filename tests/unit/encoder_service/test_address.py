@@ -145,6 +145,7 @@ def test_an_ipv4_address_fares_alike_however_ipv6_spells_it(address: ipaddress.I
         "data:image/png",
         "data:image/png;base64,@@",
         "data:image/png;base64,AAA",
+        "data:image/png;base64,é-AA",
         "data:",
         "data:image/png;" + "a;" * 1000 + "base64,AAAA",
     ],
@@ -163,3 +164,14 @@ def test_a_data_address_gives_back_its_bytes(content):
     body = base64.b64encode(content).decode()
     for text in (body, quote(body, safe="")):
         assert data_url.decode(f"data:image/png;charset=x;base64,{text}", "url") == (content, "image/png")
+
+
+@given(st.binary(max_size=200))
+def test_a_data_address_may_have_line_ends_and_the_alphabet_of_addresses(content):
+    import base64
+
+    lines = base64.encodebytes(content).decode()
+    url_safe = base64.urlsafe_b64encode(content).decode()
+    escaped = lines.replace("\n", "%0D%0a")
+    for text in (lines, lines.replace("\n", "\r\n\t "), url_safe, escaped):
+        assert data_url.decode(f"data:image/png;base64,{text}", "url") == (content, "image/png")
