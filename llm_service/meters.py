@@ -76,12 +76,13 @@ class Meters:
         self._metrics.read(lambda: _requests(admission))
         self._metrics.read(lambda: _media(encoder_cache, receiver, pool))
 
-    def watch_adapters(self, adapters: Adapters) -> None:
+    def watch_adapters(self, adapters: Adapters, engine: EngineFront) -> None:
         """Has every scrape read what is under way with each adapter."""
 
         def read() -> Iterator[Metric]:
             each: dict[tuple[str, ...], float] = {(adapter.name,): adapter.in_flight for adapter in adapters.all}
             yield gauge("adapter_requests", "requests under way with a LoRA adapter", each, ["adapter"])
+            yield _adapter_lists(adapters, engine)
 
         self._metrics.read(read)
 
@@ -125,6 +126,18 @@ class RequestMeter:
             self._meters.queue.observe(stages["queue"])
 
 
+def _adapter_lists(adapters: Adapters, engine: EngineFront) -> Metric:
+    """Names by what the engine does with them, as an endpoint picker reads them: in labels, with commas between."""
+    state, named = engine.latest, {adapter.number: adapter.name for adapter in adapters.all if "," not in adapter.name}
+    running, waiting = (
+        ",".join(sorted(named[number] for number in numbers if number in named))
+        for numbers in (state.running_adapters, state.waiting_adapters)
+    )
+    about = "LoRA adapters that choices run and wait with, by its labels; the time of the scrape"
+    labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+    return gauge("lora_requests_info", about, {(str(engine.max_loras), running, waiting): time.time()}, labels)
+
+
 def _engine(engine: EngineFront) -> Iterator[Metric]:
     """As of the engine's last beat, a second ago at most; its totals begin anew when it is restarted."""
     state = engine.latest
@@ -134,6 +147,10 @@ def _engine(engine: EngineFront) -> Iterator[Metric]:
         weights = engine.ready.weights
         held: dict[tuple[str, ...], float] = {(weights.quantization,): float(weights.bytes)}
         yield gauge("step_tokens", "tokens of one step at most", engine.ready.step_tokens)
+        cache = (str(engine.block_size), str(engine.ready.kv_blocks), str(state.kv_host_blocks_total))
+        sizes = ("block_size", "num_gpu_blocks", "num_cpu_blocks")
+        about = "tokens of a KV block, and how many blocks there are on the device and on the host; always 1"
+        yield gauge("cache_config_info", about, {cache: 1.0}, sizes)
         yield gauge("weight_bytes", "bytes of the decoder's weights on the first rank", held, ["quantization"])
     compiling = float(engine.compiling)
     yield gauge("kernels_compiling", "1 while kernels are compiled and torch computes in their place", compiling)

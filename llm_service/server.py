@@ -217,7 +217,7 @@ def _components(
     prefixes = Prefixes(lambda: engine.prefix_block)
     generator = Generator(prompts, compiler, receiver, engine, prefixes, admission, sessions, meters, adapters)
     meters.watch(admission, engine, encoder_cache, receiver, pool)
-    meters.watch_adapters(adapters)
+    meters.watch_adapters(adapters, engine)
     defaults = checkpoint.json("generation_config.json")
     embedder = Embedder.of(checkpoint, model.served.hidden_size)
     chosen = adapters.find, adapters.of_media, Transcriber.of(checkpoint, prompts), embedder

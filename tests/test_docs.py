@@ -43,6 +43,12 @@ OF_OTHERS |= {
 }
 OF_OTHERS |= {f"--{name}" for name in ("osl", "extra-inputs", "random-seed", "use-server-token-count")}  # and these
 OF_OTHERS |= {f"--image-{name}" for name in ("width-mean", "height-mean", "format")}  # of aiperf
+OF_OTHERS |= {f"--total-{what}-requests-metric" for what in ("queued", "running")} | {"--config-file"}
+OF_OTHERS |= {
+    f"--{name}"  # of endpoint pickers
+    for name in ("kv-cache-usage-percentage-metric", "lora-info-metric", "cache-info-metric")
+}
+OF_OTHERS |= {"--model-server-metrics-port"}  # likewise
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 
 HOMES = (ROOT, *(ROOT / service for service in SERVICES))

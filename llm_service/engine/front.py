@@ -131,6 +131,16 @@ class EngineFront:
         return self._settings.speculative_method
 
     @property
+    def block_size(self) -> int:
+        """Tokens of a KV block."""
+        return self._settings.block_size
+
+    @property
+    def max_loras(self) -> int:
+        """Slots for adapters."""
+        return self._settings.max_loras
+
+    @property
     def prefix_block(self) -> int:
         """Tokens of a block, where the engine uses computed ones again; 0 where it does not, or is down."""
         return 0 if self.ready is None else self.ready.prefix_block

@@ -241,7 +241,8 @@ class Released(msgspec.Struct, frozen=True, tag=True):
 
 
 class State(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Queues as of now; counters are totals since start."""
+    """Queues as of now; counters are totals since start. `running_adapters` and `waiting_adapters` are the numbers of
+    those that choices run or wait with."""
 
     waiting: int = 0
     running: int = 0
@@ -265,6 +266,8 @@ class State(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     adapter_fills: int = 0
+    running_adapters: list[int] = []
+    waiting_adapters: list[int] = []
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):

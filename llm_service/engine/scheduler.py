@@ -385,6 +385,8 @@ class Scheduler:
             state_slots_used=self.blocks.state_slots_used,
             state_snapshots=self.blocks.snapshots,
             adapter_fills=self.adapter_slots.filled,
+            running_adapters=_adapters(self._queues.running),
+            waiting_adapters=_adapters(self._queues.waiting),
             **asdict(self.counters),
         )
 
@@ -392,6 +394,11 @@ class Scheduler:
         """Raises AssertionError unless every block is free or held by a sequence that runs, and queues are in order."""
         self._queues.check_integrity()
         self.blocks.check_integrity([sequence.table for sequence in self._queues.running])
+
+
+def _adapters(queue: list[Sequence]) -> list[int]:
+    """Asked for from another thread than the one that changes the queue, so of a copy."""
+    return sorted({sequence.adapter for sequence in queue.copy()} - {0})
 
 
 def _may_be_complete(sequence: Sequence) -> bool:

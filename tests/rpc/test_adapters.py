@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -15,6 +16,7 @@ from tests.adapters import ALL, make_adapter
 from tests.launch import Service, gateway, llm_server, send
 from tests.peft_reference import PeftReference
 from tests.rpc.pairs import LLM_FLAGS, answer, asked, greedy, holds_nothing, idle, lasting, refusal, tokens
+from tests.scrape import labelled, picker_specs
 from tests.waiting import until
 from twinlens import LlmClient, TwinlensError, user, v1
 
@@ -35,6 +37,7 @@ def llm(checkpoints: Callable[..., Path], folder: Path) -> Iterator[Service]:
     with llm_server(
         checkpoints("qwen3_vl"),
         **{**LLM_FLAGS, "lora_dir": folder, "lora_modules": "zero=0", "max_loras": 2, "max_loaded_loras": 4},
+        metrics_listen="127.0.0.1:0",
     ) as running:
         yield running
 
@@ -91,6 +94,26 @@ def test_more_adapters_than_slots_take_turns(client: LlmClient) -> None:
     said = {name: [t for event in stream for t in event.delta.token_ids] for name, stream in streams.items()}
     assert said == alone
     assert client.get_load().adapter_fills > fills
+
+
+def test_an_endpoint_picker_reads_which_adapters_run_and_which_wait(client: LlmClient, llm: Service) -> None:
+    """Two run at most, so the third waits."""
+    name = picker_specs()["loraSpec"]
+    client.load_adapter("one", "1")
+    client.load_adapter("two", "2")
+
+    def said() -> dict[str, str]:
+        ((labels, _),) = labelled(llm.metrics)[name]
+        return labels
+
+    with ExitStack() as streams:
+        for adapter in ("zero", "one", "two"):
+            stream = streams.enter_context(client.generate(asked(PROMPT, lasting(), model=adapter)))
+            if adapter != "two":
+                assert next(iter(stream)).HasField("started")
+        expected = {"max_lora": "2", "running_lora_adapters": "one,zero", "waiting_lora_adapters": "two"}
+        until(lambda: said() == expected, "a beat has come")
+    until(lambda: said() == {"max_lora": "2", "running_lora_adapters": "", "waiting_lora_adapters": ""}, "another one")
 
 
 def test_what_is_refused_changes_nothing(client: LlmClient) -> None:

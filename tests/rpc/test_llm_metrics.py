@@ -14,7 +14,7 @@ import pytest
 
 from tests.launch import ROOT, Service, llm_server
 from tests.rpc.pairs import LLM_FLAGS, answer, asked, greedy, idle, lasting, refusal, tokens
-from tests.scrape import families, scrape
+from tests.scrape import families, labelled, picker_specs, scrape
 from tests.waiting import until
 from twinlens import LlmClient, user
 
@@ -148,6 +148,22 @@ def test_the_page_of_metrics_names_every_metric_and_no_other(service: Service, c
     cells = [line.split("|")[1] for line in table.splitlines()[2:]]
     named = {name for cell in cells for name in re.findall(r"`(\w+)(?:\{\w+\})?`", cell)}
     assert {_plain(name) for name in named} == {_plain(name) for name in found}
+
+
+def test_an_endpoint_picker_finds_what_its_configuration_names(service: Service, client: LlmClient) -> None:
+    """It wants one sample of each, and numbers in those labels that it counts with."""
+    until(lambda: samples(service)["kv_blocks"] > 0, "the engine's beat has come")
+    page = labelled(service.metrics)
+    specs = picker_specs()
+    assert len(specs) == 5
+    found = {spec: page[name] for spec, name in specs.items()}
+    assert all(len(each) == 1 for each in found.values())
+    ((cache, _),) = found["cacheInfoSpec"]
+    load = client.get_load()
+    assert (int(cache["block_size"]), int(cache["num_gpu_blocks"])) == (16, load.kv_blocks_total)
+    ((adapters, when),) = found["loraSpec"]
+    assert adapters == {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+    assert abs(when - time.time()) < 3600, "the latest one counts, by its value"
 
 
 def _plain(name: str) -> str:
