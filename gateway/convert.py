@@ -181,8 +181,10 @@ def chat_input(
     chat = llm_pb2.ChatInput(
         messages=[message(each, settings, f"{field}[{number}]") for number, each in enumerate(messages)]
     )
-    if template is not None and template.enable_thinking is not None:
-        chat.thinking = template.enable_thinking
+    if template is not None:
+        chat.reasoning_effort = template.reasoning_effort or ""
+        if template.thinks is not None:
+            chat.thinking = template.thinks
     return chat
 
 
@@ -224,6 +226,7 @@ def chat_request(asked: ChatRequest, request_id: str) -> llm_pb2.GenerateRequest
         max_items = 1 if asked.parallel_tool_calls is False else None
         _set_form(params, "json_schema", calls_schema([tool.function for tool in tools], max_items))
     chat = chat_input(asked.messages, asked.mm_processor_kwargs, asked.chat_template_kwargs, "messages")
+    chat.reasoning_effort = asked.reasoning_effort or chat.reasoning_effort
     chat.tools.extend(definition(tool.function) for tool in tools)
     return generate_request(asked, params, request_id, chat=chat, session_id=asked.prompt_cache_key or "")
 

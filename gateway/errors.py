@@ -136,6 +136,7 @@ _OURS = {
     "text.prompt": "prompt",
     "tokens.ids": "prompt",
     "ids": "tokens",
+    "chat.thinking": "chat_template_kwargs.enable_thinking",
 }
 _TOOL = re.compile(r"chat\.(tools\[\d+\])\.(\w+)")
 _CHAT = re.compile(r"chat\.messages\[(\d+)\](?:\.parts\[(\d+)\])?(?:\.(role)\b)?.*")

@@ -47,6 +47,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 VISION = frozenset((Modality.IMAGE, Modality.VIDEO))
 """What most models take."""
 _ABOVE_ZERO = ("top_p", "repetition_penalty")
+_EFFORTS = ("", "none", "minimal", "low", "medium", "high", "xhigh", "max")
 _NOTHING_SAID = SamplingParams(max_tokens=1, temperature=0.0)
 """Of an embedding, which stands in the place of one token."""
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
@@ -199,7 +200,8 @@ class RequestReader:
                 for place, call in enumerate(message.tool_calls)
             ]
             messages.append(Message(message.role, tuple(parts), tuple(calls), message.tool_call_id, message.reasoning))
-        return ChatPrompt(tuple(messages), tuple(tools), chat.thinking if chat.HasField("thinking") else None)
+        thinking = chat.thinking if chat.HasField("thinking") else None
+        return ChatPrompt(tuple(messages), tuple(tools), thinking, _effort(chat.reasoning_effort, thinking=thinking))
 
     def _media_list(self, given: Sequence[media_pb2.Media], field: str) -> list[MediaItem]:
         if len(given) > (limit := sum(self.max_items.values())):
@@ -357,6 +359,14 @@ def _resumed(
                 "a token id is outside the vocabulary", reason="TOKEN_OUT_OF_RANGE", field=f"{field}.token_ids"
             )
         yield ResumedChoice(message.index, tuple(message.token_ids), message.finished)
+
+
+def _effort(given: str, *, thinking: bool | None) -> str:
+    """How much a model is to think; a template gets no word of the caller's own."""
+    if given not in _EFFORTS or (given == "none" and thinking):
+        why = f"the effort must be one of {', '.join(_EFFORTS[1:])}, and none is not to think"
+        raise InvalidInput(why, reason="BAD_EFFORT", field="chat.reasoning_effort")
+    return given
 
 
 def read_tool(message: llm_pb2.ToolDefinition, max_depth: int, field: str) -> ToolDefinition:

@@ -53,12 +53,14 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """Messages, to be laid out by the chat template, and the functions that the model may call; `thinking` None: as the
-    template has it. `opening` is what the answer is begun with, special tokens in it by name."""
+    """Messages, to be laid out by the chat template, and the functions that the model may call; `thinking` None, and no
+    `reasoning_effort`: as the template has it. `opening` is what the answer is begun with, special tokens in it by
+    name."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolDefinition, ...] = ()
     thinking: bool | None = None
+    reasoning_effort: str = ""
     opening: str = ""
 
 

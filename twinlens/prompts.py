@@ -150,11 +150,12 @@ def generate_request(
     session_id: str = "",
     tools: Sequence[ToolDefinition] = (),
     thinking: bool | None = None,
+    reasoning_effort: str = "",
     resume: Sequence[ResumedChoice] = (),
     max_handovers: int | None = None,
 ) -> GenerateRequest:
-    """The request for a prompt. The names are `GenerateRequest`'s; a default leaves its field unset. `tools` and
-    `thinking` (see `ChatInput`) go with a conversation alone, else ValueError."""
+    """The request for a prompt. The names are `GenerateRequest`'s; a default leaves its field unset. `tools`,
+    `thinking` and `reasoning_effort` (see `ChatInput`) go with a conversation alone, else ValueError."""
     request = GenerateRequest(
         request_id=request_id,
         model=model,
@@ -165,7 +166,8 @@ def generate_request(
         resume=resume,
         max_handovers=max_handovers,
     )
-    if isinstance(prompt, TextInput | TokensInput | TranscriptionInput) and (tools or thinking is not None):
+    of_template = bool(tools or reasoning_effort) or thinking is not None
+    if of_template and isinstance(prompt, TextInput | TokensInput | TranscriptionInput):
         raise ValueError("tools and thinking are the chat template's: they go with a conversation")
     match prompt:
         case TextInput():
@@ -177,6 +179,7 @@ def generate_request(
         case _:
             request.chat.CopyFrom(chat(prompt))
             request.chat.tools.extend(tools)
+            request.chat.reasoning_effort = reasoning_effort
             if thinking is not None:
                 request.chat.thinking = thinking
     return request

@@ -8,6 +8,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from gateway.api.fields import (
     VLLM_DEFAULTS,
+    Effort,
     Int,
     MediaSettings,
     Metadata,
@@ -158,9 +159,22 @@ ToolChoice = Annotated[
 
 
 class TemplateSettings(Model):
-    """vLLM's `chat_template_kwargs`."""
+    """vLLM's `chat_template_kwargs`. Templates call one thing `enable_thinking` or `thinking`."""
 
     enable_thinking: bool | None = None
+    thinking: bool | None = None
+    reasoning_effort: Effort | None = None
+
+    @model_validator(mode="after")
+    def _one_word_for_thinking(self) -> TemplateSettings:
+        if None not in (self.enable_thinking, self.thinking) and self.enable_thinking != self.thinking:
+            raise ValueError("enable_thinking and thinking are one thing, and say two")
+        return self
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the model is to think, by either name."""
+        return self.thinking if self.enable_thinking is None else self.enable_thinking
 
 
 class JsonSchema(Model):
@@ -214,6 +228,7 @@ class ChatRequest(SamplingFields):
     tools: Annotated[list[Tool], Field(max_length=4096, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: TemplateSettings | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
@@ -228,4 +243,7 @@ class ChatRequest(SamplingFields):
             raise ValueError("give max_completion_tokens or max_tokens, not both")
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
             raise ValueError("tool_choice names tools, and there are none")
+        within = self.chat_template_kwargs and self.chat_template_kwargs.reasoning_effort
+        if within and self.reasoning_effort not in (None, within):
+            raise ValueError("reasoning_effort is there twice, and says two things")
         return self

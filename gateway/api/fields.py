@@ -11,6 +11,7 @@ Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 32)]], Field(max_length=1 << 20, fail_fast=True)]
 Texts = Annotated[list[str], Field(max_length=4096, fail_fast=True)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Metadata = Annotated[dict[str, str], Field(max_length=64)]
 
 

@@ -19,6 +19,7 @@ from gateway.api.messages_request import (
     MessagesRequest,
     NamedChoice,
     NoTool,
+    OutputConfig,
     TextBlock,
     ThinkingBlock,
     ToolResultBlock,
@@ -39,6 +40,7 @@ _FAILED = {"type": "text", "text": "Error:\n"}
 _MESSAGE = re.compile(r"messages\[(\d+)\](?:\.content\[(\d+)\])?.*")
 _TOOL = re.compile(r"(tools\[\d+\])\.function\.(\w+)")
 _CALLED = {"stop": "stop_sequences", "response_format": "output_config.format", "parameters": "input_schema"}
+_CALLED |= {"chat_template_kwargs.enable_thinking": "thinking", "reasoning_effort": "output_config.effort"}
 _FORMS = ("json_schema", "structured_outputs")
 
 
@@ -71,7 +73,8 @@ class Places:
 
 def as_chat(asked: CountRequest) -> tuple[ChatRequest, Places]:
     """The same as a chat, and where its parts stand. Raises InvalidInput, by the names that fields have here."""
-    turns = _Turns(Places("output_config.format" if asked.output_config else "tools"))
+    config = asked.output_config or OutputConfig()
+    turns = _Turns(Places("output_config.format" if config.format else "tools"))
     if asked.system is not None:
         turns.begin_with(asked.system)
     for number, message in enumerate(asked.messages):
@@ -84,8 +87,9 @@ def as_chat(asked: CountRequest) -> tuple[ChatRequest, Places]:
         fields["stop"] = asked.stop_sequences
     if asked.thinking is not None and asked.thinking.type != "adaptive":
         fields["chat_template_kwargs"] = {"enable_thinking": asked.thinking.type == "enabled"}
-    if asked.output_config is not None and asked.output_config.format is not None:
-        schema = {"name": "answer", "schema": asked.output_config.format.schema_}
+    fields["reasoning_effort"] = config.effort
+    if config.format is not None:
+        schema = {"name": "answer", "schema": config.format.schema_}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     try:
         return ChatRequest.model_validate(fields), turns.places

@@ -198,11 +198,12 @@ class JsonFormat(Model):
 
 
 class OutputConfig(Model):
-    """How the answer is written. An `effort` that is `high` is by Anthropic's word the same as none."""
+    """How the answer is written. An `effort` that is `high` is by Anthropic's word the same as no `effort`."""
 
     without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"effort": ("high",)}
 
     format: JsonFormat | None = None
+    effort: Literal["low", "medium", "xhigh", "max"] | None = None
 
 
 class CountRequest(Model):

@@ -37,6 +37,8 @@ def as_chat(asked: ResponsesRequest, places: list[int]) -> dict[str, Any]:
         fields["tool_choice"] = {"type": "function", "function": {"name": asked.tool_choice.name}}
     elif asked.tool_choice is not None:
         fields["tool_choice"] = asked.tool_choice
+    if asked.reasoning is not None:
+        fields["reasoning_effort"] = asked.reasoning.effort
     form = asked.text.format if asked.text else None
     if form is not None:
         fields["response_format"] = {"type": form.type}
@@ -114,6 +116,7 @@ def _content(given: str | list[TextPart | ImagePart]) -> str | list[dict[str, An
 _MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
 _CALLED = {
     "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
     "tool_choice.function.name": "tool_choice.name",
 }

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from gateway.api.fields import Count, Int, Metadata, Model, kind_of, text_or_list
+from gateway.api.fields import Count, Effort, Int, Metadata, Model, kind_of, text_or_list
 
 
 class TextPart(Model):
@@ -128,6 +128,14 @@ class TextSettings(Model):
     format: TextFormat | None = None
 
 
+class Reasoning(Model):
+    """How much the model thinks. What it thinks is told whole, which is what a summary of the `auto` kind may be."""
+
+    without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"summary": ("auto",), "generate_summary": ("auto",)}
+
+    effort: Effort | None = None
+
+
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("$text")] | Annotated[NamedFunction, Tag("$list")],
     Discriminator(text_or_list),
@@ -169,6 +177,7 @@ class ResponsesRequest(Model):
     stream: bool | None = None
     stream_options: StreamSettings | None = None
     text: TextSettings | None = None
+    reasoning: Reasoning | None = None
     tools: Annotated[list[Function], Field(max_length=4096, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None

@@ -101,8 +101,8 @@ _PLAIN = """\
 
 
 class ChatTemplate:
-    """A compiled template; `render` gives (piece, is the caller's) pairs. It knows tools, and a choice of thinking,
-    where it names their variables. A conversation that it refuses is `refused` so."""
+    """A compiled template; `render` gives (piece, is the caller's) pairs. It knows tools, a choice of thinking, and how
+    much of it, where it names their variables. A conversation that it refuses is `refused` so."""
 
     def __init__(self, source: str, variables: dict[str, Any], refused: str = _REFUSED) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -117,6 +117,7 @@ class ChatTemplate:
         choices = {"enable_thinking": r"enable_thinking", "thinking": r"(?<![.\w])thinking is (?:not )?defined"}
         self._thinking = [name for name, sign in choices.items() if re.search(sign, source)]
         self.knows_thinking = bool(self._thinking)
+        self.knows_effort = bool(re.search(r"\breasoning_effort\b", source))
         marks = reasoning_marks(source)
         self.never_thinks = marks is None and not self.knows_thinking
         self._reasoning = next((place for place, sign in _REASONING.items() if re.search(sign, source)), None)
@@ -164,23 +165,32 @@ class ChatTemplate:
         variables: dict[str, Any] = dict(self._variables)
         if prompt.tools:
             variables["tools"] = [{"type": "function", "function": _function(tool, marks)} for tool in prompt.tools]
-        if prompt.thinking is not None:
-            variables.update(dict.fromkeys(self._thinking, prompt.thinking))
+        thinking = False if prompt.reasoning_effort == "none" else prompt.thinking
+        if thinking is not None:
+            variables.update(dict.fromkeys(self._thinking, thinking))
+        if prompt.reasoning_effort and self.knows_effort:
+            return marks.take(self._with_effort(prompt.reasoning_effort, messages, variables))
+        return marks.take(self._rendered(messages, variables))
+
+    def _rendered(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
         try:
-            rendered = self._template.render(messages=messages, add_generation_prompt=True, **variables)
+            return self._template.render(messages=messages, add_generation_prompt=True, **variables)
         except _TEMPLATE_FAILURES as error:
             raise InvalidInput(self._refused, reason="CHAT_REFUSED", field="chat.messages") from error
-        return marks.take(rendered)
+
+    def _with_effort(self, effort: str, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+        try:
+            return self._rendered(messages, {**variables, "reasoning_effort": effort})
+        except InvalidInput:
+            self._rendered(messages, variables)  # where this goes well, it is the word
+            why = "the model's chat template knows no such effort"
+            raise InvalidInput(why, reason="BAD_EFFORT", field="chat.reasoning_effort") from None
 
     def _check(self, prompt: ChatPrompt) -> None:
         """Raises InvalidInput for what the template would leave out."""
         if prompt.tools and not self.knows_tools:
             raise InvalidInput("the model's chat template knows no tools", reason="NO_TOOLS", field="chat.tools")
-        done_anyway = prompt.thinking is False and self.never_thinks
-        if prompt.thinking is not None and not self.knows_thinking and not done_anyway:
-            raise InvalidInput(
-                "the model's chat template leaves no choice of thinking", reason="NO_THINKING", field="chat.thinking"
-            )
+        self._check_thinking(prompt)
         for index, message in enumerate(prompt.messages):
             field = f"chat.messages[{index}]"
             if message.role not in ROLES:
@@ -197,6 +207,17 @@ class ChatTemplate:
                 raise InvalidInput("calls and reasoning are an assistant's", reason="BAD_TOOL", field=field)
             if message.tool_call_id and message.role != "tool":
                 raise InvalidInput("the result of a call is a tool's", reason="BAD_TOOL", field=field)
+
+    def _check_thinking(self, prompt: ChatPrompt) -> None:
+        done_anyway = prompt.thinking is False and self.never_thinks
+        if prompt.thinking is not None and not self.knows_thinking and not done_anyway:
+            raise InvalidInput(
+                "the model's chat template leaves no choice of thinking", reason="NO_THINKING", field="chat.thinking"
+            )
+        none = prompt.reasoning_effort == "none" and (self.knows_thinking or self.never_thinks)
+        if prompt.reasoning_effort and not self.knows_effort and not none:
+            why = "the model's chat template leaves no choice of how much it thinks"
+            raise InvalidInput(why, reason="NO_THINKING", field="chat.reasoning_effort")
 
     def _message(self, message: Message, marks: _Marks) -> dict[str, Any]:
         content: list[dict[str, str]] = []

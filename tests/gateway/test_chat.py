@@ -311,4 +311,12 @@ def test_tools_are_refused_by_name_where_the_template_knows_none(door: Trio) -> 
     assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "NO_TOOLS", "messages[1]")
     reply = door.chat(chat_template_kwargs={"enable_thinking": True})
     assert (reply.status, reply.error["code"]) == (400, "NO_THINKING")
+    assert reply.error["param"] == "chat_template_kwargs.enable_thinking"
     assert door.chat(chat_template_kwargs={"enable_thinking": False}).status == 200
+
+
+def test_effort_is_refused_by_name_where_the_template_leaves_no_choice(door: Trio) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
+        by_http(door, [said("Hello")], reasoning_effort="high")
+    assert (error.value.code, error.value.param) == ("NO_THINKING", "reasoning_effort")
+    assert by_http(door, [said("Hello")], reasoning_effort="none").choices[0].message.content

@@ -47,9 +47,9 @@ SAMPLES: dict[str, Any] = {
     "verbosity": "low",
     "tools": [{"type": "function", "function": {"name": "f"}}],
     "chat_template_kwargs": {"enable_thinking": False},
+    "reasoning_effort": "high",
     "functions": [{"name": "f"}],
     "function_call": {"name": "f"},
-    "reasoning_effort": "high",
     "audio": {"voice": "alloy", "format": "wav"},
     "moderation": {"model": "m"},
     "prediction": {"type": "content", "content": "x"},
@@ -166,11 +166,25 @@ def test_fields_that_go_together(door: Scripted) -> None:
         {"guided_regex": "a", "response_format": {"type": "json_object"}},
         {"response_format": {"type": "json_schema"}},
         {"tool_choice": "required"},
+        {"reasoning_effort": "high", "chat_template_kwargs": {"reasoning_effort": "low"}},
+        {"reasoning_effort": "much"},
+        {"chat_template_kwargs": {"enable_thinking": True, "thinking": False}},
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
         {"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"},
     ):
         outcome = post(door, **pair)
         assert (outcome.status, outcome.body["error"]["code"]) == (400, "BAD_FIELD"), pair
+
+
+@pytest.mark.parametrize("settings", [{"enable_thinking": True}, {"thinking": True}])
+def test_thinking_is_asked_for_by_either_name_of_it(door: Scripted, settings: dict[str, bool]) -> None:
+    assert post(door, chat_template_kwargs=settings).asked.chat.thinking is True
+
+
+def test_effort_is_asked_for_in_either_place(door: Scripted) -> None:
+    told = post(door, chat_template_kwargs={"reasoning_effort": "low"}, reasoning_effort="low").asked
+    assert told.chat.reasoning_effort == "low"
+    assert post(door, chat_template_kwargs={"reasoning_effort": "max"}).asked.chat.reasoning_effort == "max"
 
 
 def test_media_settings_reach_pictures_and_videos_alike_where_they_can(door: Scripted) -> None:

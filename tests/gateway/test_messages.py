@@ -305,6 +305,11 @@ def test_the_template_is_told_whether_to_think(script: Scripted, thinking: Any, 
     assert (chat.thinking if chat.HasField("thinking") else None) == wanted
 
 
+@pytest.mark.parametrize(("effort", "told"), [("low", "low"), ("max", "max"), ("high", ""), (None, "")])
+def test_the_template_is_told_how_much_to_think(script: Scripted, effort: str | None, told: str) -> None:
+    assert asked(script, output_config={"effort": effort}).chat.reasoning_effort == told
+
+
 def test_an_answer_follows_a_schema(script: Scripted, client: anthropic.Anthropic) -> None:
     class City(BaseModel):
         name: str
@@ -421,7 +426,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
         "FIELD_NOT_SERVED",
         "thinking.display",
     ),
-    "little effort": ({"output_config": {"effort": "low"}}, "FIELD_NOT_SERVED", "output_config.effort"),
+    "no such effort": ({"output_config": {"effort": "huge"}}, "BAD_FIELD", "output_config.effort"),
 }
 
 

@@ -142,7 +142,6 @@ REFUSED: dict[str, Any] = {
     "previous_response_id": "resp_1",
     "conversation": "c",
     "include": ["reasoning.encrypted_content"],
-    "reasoning": {"effort": "high"},
     "truncation": "auto",
     "service_tier": "flex",
     "top_logprobs": 3,
@@ -155,6 +154,14 @@ REFUSED: dict[str, Any] = {
 def test_a_field_that_is_not_served_is_refused_by_name(scripted_door: Scripted, field: str) -> None:
     reply = scripted_door.post("/v1/responses", {"input": "x", field: REFUSED[field]})
     assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "FIELD_NOT_SERVED", field)
+
+
+def test_how_much_to_think_reaches_the_llm_service(scripted_door: Scripted, client: openai.OpenAI) -> None:
+    says(scripted_door, "Four.", v1.FINISH_REASON_STOP)
+    client.responses.create(model="demo", input="x", reasoning={"effort": "low", "summary": "auto"})
+    assert scripted_door.llm.requests[-1].chat.reasoning_effort == "low"
+    reply = scripted_door.post("/v1/responses", {"input": "x", "reasoning": {"summary": "detailed"}})
+    assert (reply.status, reply.error["param"]) == (400, "reasoning.summary")
 
 
 @pytest.mark.parametrize("options", [{}, {"include_obfuscation": False}, {"include_usage": True}])

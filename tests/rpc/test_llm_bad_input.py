@@ -34,6 +34,10 @@ def messages(*given: v1.ChatMessage) -> v1.GenerateRequest:
     return v1.GenerateRequest(chat=v1.ChatInput(messages=given), sampling=greedy())
 
 
+def effort(word: str, **fields: bool) -> v1.GenerateRequest:
+    return v1.GenerateRequest(chat=v1.ChatInput(messages=[user("hello")], reasoning_effort=word, **fields))
+
+
 def text(prompt: str = "hello", media: tuple[v1.Media, ...] = ()) -> v1.TextInput:
     return v1.TextInput(prompt=prompt, media=media)
 
@@ -258,6 +262,9 @@ CASES: dict[str, Case] = {
         f"{MEDIA}.url",
     ),
     "a key that no encoder has": (pictured(key=bytes(32)), NOT_FOUND, "KEY_NOT_FOUND", f"{MEDIA}.key"),
+    "an effort that is no word for one": (effort("huge"), INVALID, "BAD_EFFORT", "chat.reasoning_effort"),
+    "no effort, and to think": (effort("none", thinking=True), INVALID, "BAD_EFFORT", "chat.reasoning_effort"),
+    "an effort of a model that has no choice": (effort("low"), INVALID, "NO_THINKING", "chat.reasoning_effort"),
     "one bad picture among good ones": (
         asked(user(image(PICTURE), v1.Media(modality=v1.MODALITY_IMAGE, data=b"no"), image(PHOTOGRAPH), "?")),
         INVALID,

@@ -62,6 +62,12 @@ def add_parser(commands: Any) -> None:
         action=argparse.BooleanOptionalAction,
         help="whether the model thinks first, where its chat template leaves that open",
     )
+    parser.add_argument(
+        "--reasoning-effort",
+        metavar="WORD",
+        default="",
+        help="how much the model thinks, where its chat template leaves that open: none, minimal, low, medium, high, …",
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json-object", action="store_true", help="the answer is a JSON object, whichever")
     form.add_argument("--json-schema", metavar="FILE", help="the answer is JSON that follows this schema")
@@ -119,8 +125,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _request(arguments: argparse.Namespace) -> GenerateRequest:
-    messages = conversation(arguments.question, arguments)
-    return generate_request(messages, _sampling(arguments), session_id=arguments.session, thinking=arguments.thinking)
+    return generate_request(
+        conversation(arguments.question, arguments),
+        _sampling(arguments),
+        session_id=arguments.session,
+        thinking=arguments.thinking,
+        reasoning_effort=arguments.reasoning_effort,
+    )
 
 
 def _sampling(arguments: argparse.Namespace) -> SamplingParams:

@@ -175,3 +175,44 @@ def test_a_function_has_a_name_and_may_have_nothing_else() -> None:
         with pytest.raises(InvalidInput) as error:
             read()
         assert error.value.field == "t.name"
+
+
+EFFORT = """\
+{%- if reasoning_effort is defined and reasoning_effort not in ['none', 'low', 'high'] %}
+{{- raise_exception('') }}{% endif %}
+{{- messages[0].content }}|{{ reasoning_effort | default('as it likes') }}|{{ enable_thinking | default('either') }}"""
+
+
+def laid_out(source: str, **fields: Any) -> str:
+    pieces = ChatTemplate(source, {}).render(ChatPrompt((Message("user", ("hi",)),), **fields))
+    return "".join(text for text, _ in pieces)
+
+
+def test_a_template_is_told_how_much_to_think() -> None:
+    assert laid_out(EFFORT) == "hi|as it likes|either"
+    assert laid_out(EFFORT, reasoning_effort="low") == "hi|low|either"
+    assert laid_out(EFFORT, reasoning_effort="none") == "hi|none|False"
+    assert laid_out(EFFORT, thinking=True, reasoning_effort="high") == "hi|high|True"
+
+
+def test_no_effort_is_no_thinking_where_the_template_knows_that_alone() -> None:
+    assert laid_out("{{ enable_thinking }}", reasoning_effort="none") == "False"
+    assert laid_out("{{ messages[0].content }}", reasoning_effort="none") == "hi"
+
+
+@pytest.mark.parametrize(
+    ("source", "effort", "reason", "field"),
+    [
+        ("{{ enable_thinking }}", "high", "NO_THINKING", "chat.reasoning_effort"),
+        ("{{ messages[0].content }}", "high", "NO_THINKING", "chat.reasoning_effort"),
+        ("<think>{{ messages[0].content }}", "none", "NO_THINKING", "chat.reasoning_effort"),
+        (EFFORT, "medium", "BAD_EFFORT", "chat.reasoning_effort"),
+        ("{{ reasoning_effort }}{{ raise_exception('') }}", "medium", "CHAT_REFUSED", "chat.messages"),
+    ],
+)
+def test_an_effort_that_the_template_does_not_know_is_refused(
+    source: str, effort: str, reason: str, field: str
+) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        laid_out(source, reasoning_effort=effort)
+    assert (refused.value.reason, refused.value.field) == (reason, field)

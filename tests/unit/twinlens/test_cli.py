@@ -146,6 +146,8 @@ class TestAsk:
         assert ask(llm_address, "what?", *flags) == 0
         chat = llm.requests[0].chat
         assert (chat.thinking if chat.HasField("thinking") else None) is expected
+        assert ask(llm_address, "what?", "--reasoning-effort", "low") == 0
+        assert (chat.reasoning_effort, llm.requests[1].chat.reasoning_effort) == ("", "low")
 
     def test_the_form_of_the_answer_is_sent(self, llm: FakeLlm, llm_address: str, tmp_path, capsys) -> None:
         schema = tmp_path / "schema.json"
