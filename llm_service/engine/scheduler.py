@@ -298,10 +298,9 @@ class Scheduler:
                 self._fail(sequence.id, ended)
                 continue
             tokens.append(Token(sequence.id, sequence.choice, token, ended, likely, drafts, accepted))
+            self._name_blocks(sequence)
             if ended:
                 self._end(sequence)
-            else:
-                self._name_blocks(sequence)
         return tokens
 
     def _take_pooled(self, step: Step, result: StepResult) -> None:

@@ -103,3 +103,20 @@ def test_blocks_of_a_mark_that_is_elsewhere_than_in_a_text_are_others() -> None:
     assert text[0] == plain[0] != marked[0]
     assert len({text[1], plain[1], marked[1]}) == 3
     assert marked == names(beside, shown)
+
+
+@pytest.mark.parametrize("speculative_tokens", [0, 4])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("said", range(1, 10))
+def test_the_next_turn_begins_behind_all_that_is_computed_of_an_answer(
+    said: int, overlap: bool, speculative_tokens: int
+) -> None:
+    engine = simulation(block_size=4, overlap=overlap, speculative_tokens=speculative_tokens)
+    first = order(text(21), max_tokens=said)
+    id = engine.submit(first)
+    run_until_over(engine, id)
+    history = [*first.prompt, *engine.outcomes[id].tokens[0]]
+    next_turn = engine.submit(order([*history, *text(20, 1)]))
+    run_until_over(engine, next_turn)
+    assert engine.outcomes[next_turn].cached == (len(history) - 1) // 4 * 4
+    engine.drain()
