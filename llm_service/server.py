@@ -89,8 +89,8 @@ class _Model:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        ends = sorted(end_tokens(self.checkpoint))
-        return Vocabulary(str(self.checkpoint.folder), self.prompts.vocab_size, ends)
+        size = self.prompts.vocab_size
+        return Vocabulary(str(self.checkpoint.folder), size, sorted(end_tokens(self.checkpoint, size)))
 
 
 def _prompts(config: LlmConfig, checkpoint: Checkpoint, served: ServedModel) -> PromptBuilder:

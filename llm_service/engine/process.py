@@ -99,7 +99,7 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
     if settings.speculative_tokens and loaded.state_slots and not loaded.snapshot_slots:
         raise CheckpointError("--speculative-tokens: there is no memory for states to go back to behind a wrong draft")
     context = min(model.longest(settings.max_context), loaded.blocks * settings.block_size)
-    stop_ids, wake = end_tokens(checkpoint), Wake()
+    stop_ids, wake = end_tokens(checkpoint, model.vocab_size), Wake()
     step_tokens = loaded.max_step_tokens or settings.max_step_tokens
     structures = Structures(checkpoint, model.vocab_size, stop_ids, cache_bytes=settings.structure_cache_bytes)
     blocks = BlockManager(

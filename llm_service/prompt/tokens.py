@@ -53,14 +53,15 @@ def named_tokens(checkpoint: Checkpoint, added: Mapping[str, int]) -> dict[str, 
     return found
 
 
-def end_tokens(checkpoint: Checkpoint) -> frozenset[int]:
-    """The tokens that end an answer: generation_config.json's, else config.json's; there may be one or several."""
+def end_tokens(checkpoint: Checkpoint, vocab_size: int) -> frozenset[int]:
+    """The tokens that end an answer: generation_config.json's, else config.json's; there may be one or several. A
+    number that is none of the model's, as -1 where there is no such token, is never drawn, and is left out."""
     config = checkpoint.config
     stated = [checkpoint.json("generation_config.json"), config.get("text_config") or {}, config]
     found: int | list[int] = next(
         (given["eos_token_id"] for given in stated if given.get("eos_token_id") is not None), []
     )
-    return frozenset(found if isinstance(found, list) else [found])
+    return frozenset(token for token in (found if isinstance(found, list) else [found]) if 0 <= token < vocab_size)
 
 
 def check_same_tokens(checkpoint: Checkpoint, draft: Checkpoint) -> None:

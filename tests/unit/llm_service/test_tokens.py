@@ -48,9 +48,11 @@ def test_a_missing_media_token_is_named(name: str) -> None:
         ({"eos_token_id": 7, "text_config": {"eos_token_id": 6}}, None, {6}),
         ({"eos_token_id": [7, 0]}, {}, {7, 0}),
         ({"text_config": None}, None, set()),
+        ({"eos_token_id": [7, -1, 10, 1 << 40]}, None, {7}),
+        ({"eos_token_id": -1}, None, set()),
     ],
 )
 def test_end_tokens_are_taken_from_the_first_file_that_names_any(
     tmp_path: Path, config: dict[str, Any], generation: dict[str, Any] | None, ends: set[int]
 ) -> None:
-    assert end_tokens(checkpoint(tmp_path, config, generation)) == ends
+    assert end_tokens(checkpoint(tmp_path, config, generation), 10) == ends
