@@ -31,6 +31,7 @@ from llm_service.engine.messages import (
     Prefills,
     Released,
     RowsPlaced,
+    ScoresTaken,
     ToEngine,
     Tokens,
 )
@@ -173,6 +174,8 @@ class EngineCore:
                 self._scheduler.landed(id, item, rows)
             case RowsPlaced(id, places):
                 self._scheduler.placed(id, places)
+            case ScoresTaken(id, before):
+                self._scheduler.scores_taken(id, before)
             case Abort(id, choice):
                 self._scheduler.abort(id, choice)
             case EndSessions(sessions):

@@ -20,7 +20,8 @@ Event = Started | Prefilled | Scored | Token | Complete | Pooled
 @dataclass(eq=False)
 class EngineRequest:
     """`next` gives a request's events; `on_released` is called once, when no engine reads its rows any more,
-    `on_rows_needed` when an engine needs places for its items after all.
+    `on_rows_needed` when an engine needs places for its items after all, `on_scores_taken` when its caller comes back
+    for more: he has the scores of the prompt's tokens before that one.
 
     It may be handed to another engine after up to `max_handovers` engines that have ended under it: `deaths` counts
     them. `held`: the engine that serves has it; `begun`: and has begun on it.
@@ -30,6 +31,7 @@ class EngineRequest:
     on_released: Callable[[], None]
     max_handovers: int = 0
     on_rows_needed: Callable[[], None] | None = None
+    on_scores_taken: Callable[[int], None] | None = None
     deaths: int = 0
     held: bool = False
     begun: bool = False
@@ -38,6 +40,7 @@ class EngineRequest:
     _left: bool = False
     _started: bool = False
     _scored: int = 0
+    _given: int = 0
     _output: dict[int, array[int]] = field(default_factory=dict)
     _finished: set[int] = field(default_factory=set)
     _places: list[tuple[int, int]] = field(default_factory=list)
@@ -66,6 +69,9 @@ class EngineRequest:
 
     async def next(self) -> list[Event]:
         """The events since the last call, at least one; raises the error that ended the request."""
+        given, self._given = self._given, 0
+        if given and self.on_scores_taken is not None:
+            self.on_scores_taken(given)
         while not self._events:
             if self._error is not None:
                 raise self._error
@@ -73,6 +79,8 @@ class EngineRequest:
             await self._news.wait()
         events = list(self._events)
         self._events.clear()
+        if any(isinstance(event, Scored) for event in events):
+            self._given = self._scored
         return events
 
     # --- what becomes of it ---------------------------------------------------------------------------------------

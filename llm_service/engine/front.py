@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from common import log, tasks
 from common.checkpoint import CheckpointError
@@ -39,6 +40,7 @@ from llm_service.engine.messages import (
     RowsNeeded,
     RowsPlaced,
     Scored,
+    ScoresTaken,
     Started,
     State,
     Tokens,
@@ -161,6 +163,7 @@ class EngineFront:
         if add.adapter and not self._adapters.keeps(add.adapter):
             raise _adapter_lost()
         request = EngineRequest(add, on_released, max_handovers)
+        request.on_scores_taken = partial(self._scores_taken, request)
         self._handover.enter(request, serves=self.ready is not None)
         self._send_waiting()
         return request
@@ -192,7 +195,10 @@ class EngineFront:
             if request.over and not request.held:
                 self._let_go(id)
 
-    def _send_about(self, request: EngineRequest, message: Landed | RowsPlaced | Abort) -> None:
+    def _scores_taken(self, request: EngineRequest, before: int) -> None:
+        self._send_about(request, ScoresTaken(request.id, before))
+
+    def _send_about(self, request: EngineRequest, message: Landed | RowsPlaced | ScoresTaken | Abort) -> None:
         if request.held and self._child is not None:
             self._child.send(message)
 

@@ -75,6 +75,13 @@ class RowsPlaced(msgspec.Struct, frozen=True, tag=True):
     places: list[tuple[int, int]]
 
 
+class ScoresTaken(msgspec.Struct, frozen=True, tag=True):
+    """The caller has taken what was `Scored` of the request's prompt, up to the token before token `before`."""
+
+    id: int
+    before: int
+
+
 class Abort(msgspec.Struct, frozen=True, tag=True):
     """End a request, or one choice of it (-1: all); no more is to be said of it."""
 
@@ -116,6 +123,7 @@ ToEngine = (
     | Add
     | Landed
     | RowsPlaced
+    | ScoresTaken
     | Abort
     | EndSessions
     | LoadAdapter

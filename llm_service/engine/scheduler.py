@@ -129,6 +129,11 @@ class Scheduler:
                 item.place(offset, rows)
             sequence.items_placed()
 
+    def scores_taken(self, id: int, before: int) -> None:
+        """A caller has taken the scores of its prompt's tokens before this one."""
+        for sequence in self._queues.requests.get(id, ()):
+            sequence.take_scores(before)
+
     def abort(self, id: int, choice: int = -1) -> None:
         """Ends a request, or one choice of it; unknown ones are skipped."""
         for sequence in list(self._queues.requests.get(id, ())):

@@ -30,7 +30,7 @@ class WaitReason(enum.Enum):
     GRAMMAR = enum.auto()
     """Its matcher has not been taken in: it is on its way, or has just come."""
     ROWS = enum.auto()
-    """The next media row has not landed."""
+    """The next media row has not landed; or its caller has not taken the scores of its prompt that there are."""
     PLACEMENT = enum.auto()
     """Its items have no places in the row arena."""
     SIBLING = enum.auto()
@@ -56,8 +56,9 @@ class Sequence:
     tokens that end it, `turn_ends` those that stand at the end of a turn. The output's first `num_resumed_tokens` were
     there when the sequence came. `adapter` is a number, 0 for none. `first_choice` is the one that computes the prompt
     that they share. The prompt's first `num_scored_tokens` have been scored by steps up to the last one planned, or
-    need no score. `plain`: the likeliest token is drawn, and nothing else asked. With a `pooling` the step that
-    computes the end of its prompt gives it no token, but ends it; a placeholder stands for that."""
+    need no score; its caller has taken the scores of the first `num_taken_scores`. `plain`: the likeliest token is
+    drawn, and nothing else asked. With a `pooling` the step that computes the end of its prompt
+    gives it no token, but ends it; a placeholder stands for that."""
 
     id: int
     choice: int
@@ -82,6 +83,7 @@ class Sequence:
     num_resumed_tokens: int = 0
     num_starts: int = 0
     num_scored_tokens: int = 0
+    num_taken_scores: int = 0
     finished: bool = False
     rolled_back: bool = False
     table: BlockTable = field(default_factory=BlockTable)
@@ -144,6 +146,7 @@ class Sequence:
                 first_choice=sequences[0] if sequences else None,
                 num_resumed_tokens=len(output),
                 num_scored_tokens=max(1, add.scored) if scores else len(prompt.tokens),
+                num_taken_scores=add.scored,
                 plain=sampling == _plainest(sampling),
                 draft_length=DraftLength(max_drafts),
                 pooling=add.pooling,
@@ -213,6 +216,13 @@ class Sequence:
         """How many tokens from `begin` on can be computed now: those before the first media row that has not landed."""
         return max(0, self.prompt.computable_end(begin, len(self.tokens)) - begin)
 
+    def num_scorable(self, begin: int, most: int) -> int:
+        """How many tokens from `begin` on can be computed before `most` scores of the prompt wait for its caller."""
+        if self.num_scored_tokens >= self.prompt_tokens or begin < self.prompt.whole_end:
+            return len(self.tokens) - begin
+        end = self.num_taken_scores + most
+        return (len(self.tokens) if end >= self.prompt_tokens else end - 1) - begin
+
     def find_branches(self, multiple: int, shared: int) -> None:
         """Before it starts: finds where others may leave what it computes, each the last multiple before one. That is
         behind its first `shared` tokens, where another one has left already, at branches of its prompt, and at the end
@@ -263,6 +273,11 @@ class Sequence:
         """Nothing can be computed until another row lands."""
         if self._waits_for is None:
             self._waits_for = WaitReason.ROWS
+
+    def take_scores(self, before: int) -> None:
+        """Its caller has taken the scores of the prompt's tokens before this one."""
+        self.num_taken_scores = max(self.num_taken_scores, before)
+        self.rows_landed()  # it may have made way while it could only wait
 
     def wait_for_placement(self) -> None:
         """Nothing can be computed until its items have places."""

@@ -342,6 +342,7 @@ class LocalEngine:
 
     def _tell(self, outcomes: dict[int, Outcome], tokens: Sequence[Token]) -> None:
         for scored in self.scheduler.take_scored():
+            self.scheduler.scores_taken(scored.id, scored.first + len(scored.logprobs))
             outcomes[scored.id].prompt.extend(scored.logprobs)
         for pooled in self.scheduler.take_pooled():
             outcomes[pooled.id].pooled, outcomes[pooled.id].ended = pooled.values, "embedded"

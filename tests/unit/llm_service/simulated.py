@@ -91,6 +91,7 @@ class Outcome:
     started: int = 0
     cached: int = 0
     scored: list[TokenLogprobs] = field(default_factory=list)
+    taken: int = 0
     nowhere: int = 0
     resumed: bool = False
     pooled: bytes = b""
@@ -159,6 +160,7 @@ class Simulation:
         self.computed = 0
         self._depth = 2 if overlap else 1
         self.rows_needed: list[int] = []
+        self.slow: set[int] = set()
         self._held_back: set[int] = set()
         self._under_way: deque[Step] = deque()
         self._chosen: list[int] = []
@@ -207,6 +209,7 @@ class Simulation:
         self._chosen = []
         for id, outcome in self.outcomes.items():
             outcome.started = 0
+            outcome.taken = len(outcome.scored)
             if outcome.over:
                 outcome.released = 1
             elif id in self.rows_needed:
@@ -285,6 +288,11 @@ class Simulation:
     def land_all(self, id: int) -> None:
         for item, picture in enumerate(self.outcomes[id].order.pictures):
             self.land(id, item, picture.rows)
+
+    def take_scores(self, id: int) -> None:
+        """The caller of a request takes what there is of its prompt's scores; one of the `slow` does so here alone."""
+        self.outcomes[id].taken = len(self.outcomes[id].scored)
+        self.scheduler.scores_taken(id, self.outcomes[id].taken + 1)
 
     def abort(self, id: int) -> None:
         self.outcomes[id].aborted = True
@@ -365,6 +373,9 @@ class Simulation:
             assert not outcome.tokens[0], "a score after the first token"
             assert scored.first == len(outcome.scored) + 1, "scores come in order, each once"
             outcome.scored.extend(scored.logprobs)
+            assert len(outcome.scored) - outcome.taken <= self.limits.max_waiting_scores
+            if scored.id not in self.slow:
+                self.take_scores(scored.id)
         for pooled in self.scheduler.take_pooled():
             outcome = self.outcomes[pooled.id]
             assert not outcome.over, "an embedding after the end of its request"
@@ -412,6 +423,8 @@ class Simulation:
 
     def drain(self, *, check: bool = True) -> None:
         """Lands everything and runs until all requests have ended; fails where that takes impossibly long."""
+        while self.slow:
+            self.take_scores(self.slow.pop())
         for id, outcome in self.outcomes.items():
             if not outcome.over:
                 self.land_all(id)

@@ -50,6 +50,26 @@ def test_prompts_are_scored_whole_though_they_are_cached(overlap: bool) -> None:
     engine.drain()
 
 
+@pytest.mark.parametrize("more", [{}, {"state_slots": 12, "state_chunk": 8}, {"early_tokens": 0}], ids=str)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_scores_that_nobody_takes_are_not_piled_up_and_keep_nobody_waiting(overlap: bool, more: dict[str, int]) -> None:
+    engine = simulation(step_tokens=8, blocks=34, max_running=2, overlap=overlap, **more)
+    slow = engine.submit(order(text(100), prompt_logprobs=0))
+    engine.slow.add(slow)
+    while engine.step() is not None:
+        pass
+    assert 8 <= len(engine.outcomes[slow].scored) <= 16
+    for seed in range(3):  # they have no room but its own
+        run_until_over(engine, engine.submit(order(text(90, seed), max_tokens=40)))
+    assert engine.scheduler.counters.preemptions > 0
+    engine.take_scores(slow)
+    while engine.step() is not None:
+        pass
+    assert 16 < len(engine.outcomes[slow].scored) <= 32
+    engine.drain()
+    assert len(engine.outcomes[slow].scored) == 99
+
+
 def test_two_pictures_in_swapped_order_share_nothing_past_the_first_place() -> None:
     engine = simulation()
     there = order(text(32), [Picture(1, 8, 8), Picture(2, 20, 8)])

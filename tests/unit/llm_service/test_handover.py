@@ -29,6 +29,7 @@ from llm_service.engine.messages import (
     RowsNeeded,
     RowsPlaced,
     Scored,
+    ScoresTaken,
     Started,
     State,
     Token,
@@ -145,6 +146,24 @@ async def test_the_next_engine_gets_a_request_as_far_as_it_has_come(monkeypatch:
         assert made.front.handed_over == 1
         await made.hear(Released([request.id]))
         assert made.released == [request.id]
+
+
+async def test_an_engine_hears_of_scores_when_their_caller_comes_back_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = [TokenLogprobs(0.0, [])] * 2
+    async with line(monkeypatch) as made:
+        request = made.submit()
+        await made.hear(Started(request.id, 0), Scored(request.id, 1, scores))
+        await request.next()
+        await made.hear(Scored(request.id, 3, scores))
+        assert made.now.told(ScoresTaken) == []
+        await request.next()
+        assert made.now.told(ScoresTaken) == [ScoresTaken(request.id, 3)]
+        await made.replace()
+        await made.hear(Scored(request.id, 5, scores))
+        await request.next()
+        await made.hear(token(request, 7))
+        await request.next()
+        assert made.now.told(ScoresTaken) == [ScoresTaken(request.id, 5), ScoresTaken(request.id, 7)]
 
 
 async def test_choices_that_its_caller_has_ended_are_not_gone_on_with(monkeypatch: pytest.MonkeyPatch) -> None:

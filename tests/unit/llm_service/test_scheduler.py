@@ -147,8 +147,16 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         id = data.draw(st.sampled_from(self.open_requests()))
         self.engine.abort_choice(id, data.draw(st.integers(0, len(self.engine.outcomes[id].tokens) - 1)))
 
+    @precondition(lambda self: self.open_requests())
+    @rule(data=st.data(), slow=st.booleans())
+    def read_scores_late(self, data: st.DataObject, slow: bool) -> None:
+        id = data.draw(st.sampled_from(self.open_requests()))
+        self.engine.take_scores(id)
+        (self.engine.slow.add if slow else self.engine.slow.discard)(id)
+
     @rule()
     def abort_unknown(self) -> None:
+        self.engine.scheduler.scores_taken(999_999, 1)
         self.engine.scheduler.abort(999_999)
         self.engine.scheduler.landed(999_999, 0, 1)
 
