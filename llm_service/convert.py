@@ -95,6 +95,7 @@ class RequestReader:
             sampling=sampling,
             stop=tuple(message.sampling.stop),
             structure=self._sampling.structure(message.sampling),
+            thinking_token_budget=self._sampling.thinking_token_budget(message.sampling),
             salt=message.cache_salt,
             priority=message.priority,
             deadline=None if remaining is None else time.monotonic() + remaining,
@@ -321,6 +322,13 @@ class SamplingReader:
         if kind == "json_schema" and _depth(text) > self._config.max_schema_depth:
             raise InvalidInput("the json_schema is nested too deeply", reason="STRUCTURE_TOO_LARGE", field=field)
         return Structure(kind, text)
+
+    def thinking_token_budget(self, message: llm_pb2.SamplingParams) -> int | None:
+        """The most tokens of reasoning; None for any number. Raises InvalidInput."""
+        if not message.HasField("thinking_token_budget"):
+            return None
+        self._check_range("thinking_token_budget", message.thinking_token_budget, 0, 1 << 31)
+        return message.thinking_token_budget
 
     def _check_range(self, name: str, value: float, low: float, high: float) -> None:
         if not math.isfinite(value) or not low <= value <= high or (name in _ABOVE_ZERO and value == 0):

@@ -94,6 +94,16 @@ class Trigger(msgspec.Struct, frozen=True):
     recurs: bool = False
 
 
+class ThinkingBound(msgspec.Struct, frozen=True):
+    """At most so many tokens of reasoning, which the tokens `begin` open and the token `end` closes; `opened`: the
+    answer begins inside of it."""
+
+    tokens: int
+    begin: tuple[int, ...]
+    end: int
+    opened: bool = False
+
+
 class Pooling(enum.StrEnum):
     """How an embedding is made of a prompt's hidden states, those behind the last norm."""
 
@@ -114,7 +124,7 @@ class Pooling(enum.StrEnum):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are chosen and when a choice ends, every default filled in. The fields mean what the contract says;
     `grammar` is a checked structure in llguidance's form, empty for none, `grammar_bytes` what it holds when it is
-    compiled, and `grammar_trigger` where it begins; None: with the first token."""
+    compiled, and `grammar_trigger` where it begins; None: with the first token. `thinking_bound` bounds reasoning."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -135,6 +145,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     grammar: str = ""
     grammar_bytes: int = 0
     grammar_trigger: Trigger | None = None
+    thinking_bound: ThinkingBound | None = None
+
+    @property
+    def is_matched(self) -> bool:
+        """Not every token may come next: a matcher says which."""
+        return bool(self.grammar) or self.thinking_bound is not None
 
     @property
     def greedy(self) -> bool:
@@ -182,6 +198,7 @@ class Request:
     sampling: SamplingParams
     stop: tuple[str, ...] = ()
     structure: Structure | None = None
+    thinking_token_budget: int | None = None
     salt: str = ""
     priority: int = 0
     deadline: float | None = None

@@ -155,6 +155,7 @@ class SamplingFields(RequestFields):
     ) = None
     max_tokens: Int | None = None
     min_tokens: Int | None = None
+    thinking_token_budget: Count | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=4096)] | None = None
     stop_token_ids: Tokens | None = None
     ignore_eos: bool | None = None

@@ -41,6 +41,7 @@ _MESSAGE = re.compile(r"messages\[(\d+)\](?:\.content\[(\d+)\])?.*")
 _TOOL = re.compile(r"(tools\[\d+\])\.function\.(\w+)")
 _CALLED = {"stop": "stop_sequences", "response_format": "output_config.format", "parameters": "input_schema"}
 _CALLED |= {"chat_template_kwargs.enable_thinking": "thinking", "reasoning_effort": "output_config.effort"}
+_CALLED |= {"thinking_token_budget": "thinking.budget_tokens"}
 _FORMS = ("json_schema", "structured_outputs")
 
 
@@ -87,6 +88,8 @@ def as_chat(asked: CountRequest) -> tuple[ChatRequest, Places]:
         fields["stop"] = asked.stop_sequences
     if asked.thinking is not None and asked.thinking.type != "adaptive":
         fields["chat_template_kwargs"] = {"enable_thinking": asked.thinking.type == "enabled"}
+        if asked.thinking.type == "enabled":
+            fields["thinking_token_budget"] = asked.thinking.budget_tokens
     fields["reasoning_effort"] = config.effort
     if config.format is not None:
         schema = {"name": "answer", "schema": config.format.schema_}

@@ -181,8 +181,7 @@ ToolChoice = Annotated[
 
 
 class Thinking(Model):
-    """Whether the model thinks before it answers; `adaptive`: as the chat template has it. `budget_tokens`, without
-    which clients cannot say `enabled`, bounds nothing."""
+    """Whether the model thinks before it answers, and for how long; `adaptive`: as the chat template has it."""
 
     without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"display": ("summarized",)}
 

@@ -96,9 +96,10 @@ class Scheduler:
             whole_until=self.limits.whole_until,
             forgets_answers=self.limits.forgets_answers,
         )
-        if add.sampling.grammar and self._match is not None:
+        if add.sampling.is_matched and self._match is not None:
             asked = add.sampling
-            form = Form(asked.grammar, asked.grammar_bytes, add.salt, asked.grammar_trigger)
+            trigger, bound = asked.grammar_trigger, asked.thinking_bound
+            form = Form(asked.grammar, asked.grammar_bytes, add.salt, trigger, bound)
             for sequence in sequences:
                 sequence.use_grammar(self._match(form, sequence.output))
             self._matching += len(sequences)
@@ -365,7 +366,7 @@ class Scheduler:
             self._failures.append(Failed(id, code_number(error), error.reason, error.message, error.field))
 
     def _end(self, sequence: Sequence) -> None:
-        self._matching -= bool(sequence.sampling.grammar) and self._match is not None
+        self._matching -= sequence.sampling.is_matched and self._match is not None
         self.blocks.free(sequence.table, sequence.session, sequence.prompt.tenant)
         if self._queues.remove(sequence):
             self._unstarted.discard(sequence.id)

@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from common.checkpoint import Checkpoint
 from common.errors import InvalidInput
-from llm_service.request import Structure, Trigger
+from llm_service.request import Structure, ThinkingBound, Trigger
 
 _LIMITS = LLParserLimits(max_items_in_row=800, step_max_items=10_000)
 """What a parser may hold for one place in the text, and make in one step. All requests wait while a mask is made. In an
@@ -65,14 +65,15 @@ class Matcher(Protocol):
 
 
 class Form(NamedTuple):
-    """What a request's answers must be like: a checked grammar, the bytes that its compiled form holds, the tenant's
-    salt, and behind which token it begins. Tenants share no compiled form: how soon it is there would tell what another
-    has sent."""
+    """What a request's answers must be like: a checked grammar, empty for none, the bytes that its compiled form holds,
+    the tenant's salt, behind which token it begins, and how long the model may think. Tenants share no compiled form:
+    how soon it is there would tell what another has sent."""
 
     grammar: str
     bytes: int = 0
     salt: str = ""
     trigger: Trigger | None = None
+    thinking_bound: ThinkingBound | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -150,6 +151,58 @@ class _Triggered:
         return other
 
 
+class _Bounded:
+    """A matcher that bounds reasoning: where it has had its tokens, none may come but the one that ends it, of which
+    `forced` is the mask. `inner` says what else may come, None for anything; where it does not allow that token, such
+    as within a call, that is waited for."""
+
+    def __init__(self, bound: ThinkingBound, forced: bytes, inner: Matcher | None) -> None:
+        self._bound, self._forced, self._inner = bound, forced, inner
+        self._left = bound.tokens
+        self._thinks = bound.opened
+        self._last: tuple[int, ...] = ()
+
+    def compute_bitmask(self) -> bytes:
+        """See `Matcher`."""
+        mask = b"" if self._inner is None else self._inner.compute_bitmask()
+        return self._forced if self._ends_with(mask) else mask
+
+    def _ends_with(self, mask: bytes) -> bool:
+        end = self._bound.end
+        return self._thinks and self._left <= 0 and (not mask or bool(mask[end // 8] >> end % 8 & 1))
+
+    def consume_token(self, token: int) -> bool:
+        """See `Matcher`."""
+        if token == self._bound.end:
+            self._thinks = False
+        elif self._thinks:
+            self._left -= 1
+        else:
+            self._last = (*self._last, token)[-len(self._bound.begin) :]
+            self._thinks = self._last == self._bound.begin
+        return self._inner is None or self._inner.consume_token(token)
+
+    def is_stopped(self) -> bool:
+        """See `Matcher`."""
+        return self._inner is not None and self._inner.is_stopped()
+
+    def is_error(self) -> bool:
+        """See `Matcher`."""
+        return self._inner is not None and self._inner.is_error()
+
+    def compute_ff_tokens(self) -> Sequence[int]:
+        """See `Matcher`."""
+        if self._inner is not None:
+            return self._inner.compute_ff_tokens()
+        return (self._bound.end,) if self._ends_with(b"") else ()
+
+    def deep_copy(self) -> Matcher:
+        """See `Matcher`."""
+        other = _Bounded(self._bound, self._forced, None if self._inner is None else self._inner.deep_copy())
+        other._left, other._thinks, other._last = self._left, self._thinks, self._last
+        return other
+
+
 class Structures:
     """Grammars over one checkpoint's tokens. Compiling takes milliseconds at most; still, not for the event loop.
     Compiled forms are kept while they count `cache_bytes` or less together, the ones used last."""
@@ -159,6 +212,8 @@ class Structures:
         settings = json.dumps(checkpoint.tokenizer_settings())
         self._tokenizer = LLTokenizer(settings, n_vocab=vocab_size, eos_token=ends or None)
         self._unended = _all_but(ends, vocab_size)
+        self._vocab_size = vocab_size
+        self._forced: dict[int, bytes] = {}
         self._cache_bytes = cache_bytes
         self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
 
@@ -182,6 +237,13 @@ class Structures:
     def matcher(self, form: Form) -> Matcher:
         """A new matcher for a form; what is compiled may be kept for the next request with the same one. To be called
         by one thread at a time, while others may use the matchers."""
+        if form.thinking_bound is None:
+            return self._of_grammar(form)
+        end = form.thinking_bound.end
+        forced = self._forced.setdefault(end, _only(end, self._vocab_size))
+        return _Bounded(form.thinking_bound, forced, self._of_grammar(form) if form.grammar else None)
+
+    def _of_grammar(self, form: Form) -> Matcher:
         name = (form.salt, form.grammar)
         kept = self._kept.pop(name, None)
         if kept is None or kept.bytes * _OUTGROWN > self._cache_bytes:
@@ -208,6 +270,13 @@ def _all_but(tokens: Iterable[int], vocab_size: int) -> bytes:
     mask = bytearray(b"\xff" * (4 * math.ceil(vocab_size / 32)))
     for token in tokens:
         mask[token // 8] &= ~(1 << token % 8)
+    return bytes(mask)
+
+
+def _only(token: int, vocab_size: int) -> bytes:
+    """The mask that allows this token alone."""
+    mask = bytearray(4 * math.ceil(vocab_size / 32))
+    mask[token // 8] |= 1 << token % 8
     return bytes(mask)
 
 

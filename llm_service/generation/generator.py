@@ -222,7 +222,7 @@ class Generator:
         short = _is_short(request.prompt)
         lay_out = partial(self._prompts.pieces, closed=request.pooling is not None)
         pieces = await _computed(lay_out, request.prompt, modalities, at_once=short)
-        request = await self._with_grammar(request)
+        request = self._bounded(await self._with_grammar(request))
         choices = await self._choices(request)
         stages.mark("prompt")
         if any(choice.text.stopped is None for choice in choices.values()):
@@ -244,7 +244,7 @@ class Generator:
             items = await media.take(layout, covered)
             self._check_length(request, layout)  # once more: the engine may be another one by now, with less room
             resume = resumed_for_engine(request, choices)
-            request = self._behind_reasoning(request, layout)
+            request = self._behind_reasoning(request, layout, thinking=thinking)
             add = self._add(request, layout, items, resume, self._retain_for_session(request, layout))
             engine_request = job.engine_request = media.submit(
                 self._engine, add, lambda: stages.mark("rows"), request.max_handovers
@@ -286,8 +286,16 @@ class Generator:
             )
         return thinking
 
-    def _behind_reasoning(self, request: Request, layout: PromptLayout) -> Request:
+    def _bounded(self, request: Request) -> Request:
+        """The request, whose reasoning ends in time."""
+        if (budget := request.thinking_token_budget) is None:
+            return request
+        return _sampled(request, thinking_bound=self._prompts.thinking_bound(budget))
+
+    def _behind_reasoning(self, request: Request, layout: PromptLayout, *, thinking: bool) -> Request:
         """The request, whose answer has its form behind what the model thinks where its prompt begins with that."""
+        if (bound := request.sampling.thinking_bound) is not None and thinking:
+            request = _sampled(request, thinking_bound=msgspec.structs.replace(bound, opened=True))
         if request.structure is None or (end := self._prompts.reasoning_end(layout.ids)) is None:
             return request
         return _sampled(request, grammar_trigger=Trigger(end))

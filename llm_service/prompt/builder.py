@@ -25,7 +25,17 @@ from llm_service.prompt.output_marks import SHOWN
 from llm_service.prompt.special_tokens import SpecialTokens
 from llm_service.prompt.strict_calls import strict_calls
 from llm_service.prompt.tokens import MediaTokens, named_tokens
-from llm_service.request import ChatPrompt, PromptLayout, Run, Span, Structure, TextPrompt, TokenPrompt, Trigger
+from llm_service.request import (
+    ChatPrompt,
+    PromptLayout,
+    Run,
+    Span,
+    Structure,
+    TextPrompt,
+    ThinkingBound,
+    TokenPrompt,
+    Trigger,
+)
 
 _SHOWN = SHOWN | {ASR_TEXT}
 _WORDS = {Modality.IMAGE: "a picture", Modality.VIDEO: "a video", Modality.AUDIO: "a sound"}
@@ -116,6 +126,14 @@ class PromptBuilder:
         """The token behind which the answer begins, where a prompt ends where the model thinks; None where it does not,
         or where that mark is no token of its own."""
         return self._added.get(self._reasoning_end) if self.ends_in_thinking(ids) else None
+
+    def thinking_bound(self, tokens: int) -> ThinkingBound:
+        """At most so many tokens of reasoning. Raises InvalidInput where its end is no token that can be asked for."""
+        end = self._added.get(self._reasoning_end)
+        if end is None:
+            why = "the model has no token for the end of its reasoning"
+            raise InvalidInput(why, reason="NO_THINKING", field="sampling.thinking_token_budget")
+        return ThinkingBound(tokens, tuple(self._thinking[0]), end)
 
     def has_token(self, name: str) -> bool:
         """Whether a text of this name is one token."""

@@ -60,6 +60,7 @@ SAMPLES: dict[str, Any] = {
     "min_p": 0.1,
     "repetition_penalty": 1.1,
     "min_tokens": 1,
+    "thinking_token_budget": 0,
     "ignore_eos": True,
     "stop_token_ids": [5],
     "guided_json": {"type": "object"},

@@ -301,8 +301,10 @@ def test_why_an_answer_ended(script: Scripted, client: anthropic.Anthropic) -> N
     ],
 )
 def test_the_template_is_told_whether_to_think(script: Scripted, thinking: Any, wanted: bool | None) -> None:
-    chat = asked(script, thinking=thinking).chat
-    assert (chat.thinking if chat.HasField("thinking") else None) == wanted
+    request = asked(script, thinking=thinking)
+    assert (request.chat.thinking if request.chat.HasField("thinking") else None) == wanted
+    assert request.sampling.thinking_token_budget == (2048 if wanted else 0)
+    assert request.sampling.HasField("thinking_token_budget") is bool(wanted)
 
 
 @pytest.mark.parametrize(("effort", "told"), [("low", "low"), ("max", "max"), ("high", ""), (None, "")])

@@ -12,7 +12,7 @@ import pytest
 
 from tests import pictures
 from tests.rpc.encoder_client import Client, image, video
-from tests.rpc.pairs import Pair, answer, asked
+from tests.rpc.pairs import Pair, answer, asked, refusal
 from twinlens import Answer, user, v1
 from twinlens.v1 import encoder_pb2, llm_pb2, media_pb2
 
@@ -139,6 +139,13 @@ def check_prompt_logprobs(both: Pair, plain: list[int]) -> None:
     found = said(both, prompt_logprobs=2)
     assert len(found.prompt_logprobs) == found.started.prompt_tokens - 1
     assert {len(each.top) for each in found.prompt_logprobs} == {2}
+
+
+def check_thinking_token_budget(both: Pair, plain: list[int]) -> None:
+    """Without a mark of reasoning there is nothing to bound; tests/rpc/test_forms_within_answers.py has some."""
+    error = refusal(both.text, asked(user("Count to ten, please."), v1.SamplingParams(thinking_token_budget=3)))
+    assert (error.reason, error.field) == ("NO_THINKING", "sampling.thinking_token_budget")
+    assert plain
 
 
 def check_json_schema(both: Pair, plain: list[int]) -> None:

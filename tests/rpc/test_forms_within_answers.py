@@ -102,6 +102,70 @@ def test_a_model_that_thinks_by_itself_is_counted_and_goes_on_with_its_count(mar
     assert answer(marked.text, request).choices[0].usage.reasoning_tokens == 5
 
 
+SILENT = {END: -100, MARKS["</think>"]: -100}
+"""Of a model that would think for ever, and never end."""
+
+
+def thoughtful(budget: int, **more: Any) -> v1.GenerateRequest:
+    """A model that thinks without end, and is to think so long."""
+    given = {"max_tokens": 24, "temperature": 1.5, "seed": 5, "logit_bias": SILENT, **more}
+    request = asked(user("Count."), v1.SamplingParams(thinking_token_budget=budget, **given))
+    request.chat.thinking = True
+    return request
+
+
+@pytest.mark.parametrize("budget", [0, 1, 7, 23])
+def test_a_model_is_made_to_end_its_reasoning_when_it_has_had_its_tokens(marked: Pair, budget: int) -> None:
+    choices = answer(marked.text, thoughtful(budget, n=3)).choices
+    for choice in choices:
+        assert choice.token_ids.index(MARKS["</think>"]) == budget
+        assert len(choice.token_ids) == 24
+        assert choice.usage.reasoning_tokens == budget + 1
+    assert budget == 0 or len({tuple(choice.token_ids[:budget]) for choice in choices}) == 3
+
+
+def test_a_bound_that_is_not_met_changes_nothing(marked: Pair) -> None:
+    for request in (shaped(True), shaped(False), shaped(True, json_schema=json.dumps(SCHEMA))):
+        free = answer(marked.text, request)
+        request.sampling.thinking_token_budget = 400
+        assert [each.token_ids for each in answer(marked.text, request).choices] == [
+            each.token_ids for each in free.choices
+        ]
+
+
+def test_a_form_follows_reasoning_that_was_ended(marked: Pair) -> None:
+    request = thoughtful(6, json_schema=json.dumps(SCHEMA), max_tokens=60)
+    request.sampling.logit_bias[END] = 60
+    choice = answer(marked.text, request).choices[0]
+    assert choice.token_ids.index(MARKS["</think>"]) == 6
+    assert json.loads(choice.text.partition("</think>")[2])["a"] in (1, 22, 333)
+
+
+def test_a_call_within_reasoning_is_complete_before_that_ends(marked: Pair) -> None:
+    request = thoughtful(2, max_tokens=800)
+    request.sampling.logit_bias[MARKS["<tool_call>"]] = 100
+    request.chat.tools.extend([STRICT])
+    choice = answer(marked.text, request).choices[0]
+    assert choice.token_ids[0] == MARKS["<tool_call>"]
+    before, mark, _ = choice.text.partition("</think>")
+    assert mark
+    assert [call["name"] for call in calls(before)] == ["count"]
+
+
+def test_reasoning_that_the_model_begins_by_itself_is_bounded_as_well(marked: Pair) -> None:
+    request = thoughtful(4, max_tokens=12, ignore_eos=True)
+    request.chat.thinking = False
+    request.resume.add(token_ids=[7, MARKS["<think>"], 5, 6])
+    assert answer(marked.text, request).choices[0].token_ids[2] == MARKS["</think>"]
+
+
+def test_such_reasoning_goes_on_behind_every_cut(marked: Pair) -> None:
+    request = thoughtful(9)
+    events = whole_of(marked, request)
+    for cut in range(1, len(events) + 1, 3):
+        check_cut(marked.text, request, events, cut)
+
+
 def calling(*tools: v1.ToolDefinition) -> v1.GenerateRequest:
     """A model that would call all the time, and write anything there."""
     bias = {MARKS["<tool_call>"]: 12, END: -100}

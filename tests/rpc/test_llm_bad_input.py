@@ -262,6 +262,12 @@ CASES: dict[str, Case] = {
         f"{MEDIA}.url",
     ),
     "a key that no encoder has": (pictured(key=bytes(32)), NOT_FOUND, "KEY_NOT_FOUND", f"{MEDIA}.key"),
+    "reasoning of less than nothing": (
+        sampled(thinking_token_budget=-1),
+        INVALID,
+        "OUT_OF_RANGE",
+        "sampling.thinking_token_budget",
+    ),
     "an effort that is no word for one": (effort("huge"), INVALID, "BAD_EFFORT", "chat.reasoning_effort"),
     "no effort, and to think": (effort("none", thinking=True), INVALID, "BAD_EFFORT", "chat.reasoning_effort"),
     "an effort of a model that has no choice": (effort("low"), INVALID, "NO_THINKING", "chat.reasoning_effort"),

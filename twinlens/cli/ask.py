@@ -27,6 +27,7 @@ from twinlens.v1 import (
 
 _SAMPLING = (
     "max_tokens",
+    "thinking_token_budget",
     "temperature",
     "top_p",
     "top_k",
@@ -79,6 +80,7 @@ def add_parser(commands: Any) -> None:
 
 def _add_sampling(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-tokens", type=int, metavar="N", help="the most tokens to generate")
+    group.add_argument("--thinking-token-budget", type=int, metavar="N", help="the most tokens of reasoning")
     group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
     group.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest tokens up to this mass")
     group.add_argument("--top-k", type=int, metavar="K", help="keep this many of the likeliest tokens")

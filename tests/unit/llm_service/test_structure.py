@@ -16,7 +16,7 @@ from common.checkpoint import Checkpoint
 from common.errors import InvalidInput
 from llm_service.engine.structure import Form, Matcher, Matchers, Structures
 from llm_service.prompt.builder import PromptBuilder
-from llm_service.request import Structure, Trigger
+from llm_service.request import Structure, ThinkingBound, Trigger
 from tests.checkpoints import VOCABULARY
 from tests.waiting import until
 
@@ -268,3 +268,16 @@ def test_a_copy_looks_ahead_and_the_matcher_stays_where_it_is(
     for token in (*begin, *builder.encode("ab")):
         walked.consume_token(token)
     assert ahead.compute_bitmask() == walked.compute_bitmask() != before
+
+
+def test_reasoning_that_has_had_its_tokens_leaves_one_token_alone(structures: Structures) -> None:
+    matcher = structures.matcher(Form("", thinking_bound=ThinkingBound(2, (4, 5), 3)))
+    for token in (9, 4, 9, 5, 4, 5, 7):  # it begins behind 4 and 5 alone
+        assert (matcher.compute_bitmask(), list(matcher.compute_ff_tokens())) == (b"", [])
+        assert matcher.consume_token(token)
+    ahead = matcher.deep_copy()
+    assert ahead.consume_token(8)
+    assert (allowed(ahead.compute_bitmask()), list(ahead.compute_ff_tokens())) == ({3}, [3])
+    assert ahead.consume_token(3)
+    assert (ahead.compute_bitmask(), matcher.compute_bitmask()) == (b"", b"")
+    assert not ahead.is_stopped()
