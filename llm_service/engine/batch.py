@@ -62,55 +62,10 @@ def build(
     may be unknown, and that one is chosen by the step before. The drafts of a sequence are computed behind its last
     token, and a token is drawn at each place. With `copies`, which may be none, the model's layers keep states, in the
     slots that sequences hold. With `proposals`, a model proposes so many drafts of whom is named."""
-    token_ids = array("i")
-    positions = _Positions()
-    chunks: list[Chunk] = []
-    rows: list[RowSlice] = []
-    whole: list[tuple[int, int]] = []
-    draws: list[Draw] = []
-    carried: list[tuple[int, int]] = []
-    drawing: list[Sequence] = []
-    scores: list[Score] = []
-    scoring: list[tuple[Sequence, int]] = []
-    prefill: list[tuple[Sequence, int, int]] = []
-    pools: list[HiddenSum] = []
-    pooling: list[tuple[Sequence, int]] = []
-    embedded: list[Sequence] = []
+    batch = _Batch(row_bytes)
     for sequence, count in work.items():
-        begin, at, drafts = sequence.num_computed_tokens, len(token_ids), sequence.drafts
-        end = begin + count
-        rows.extend(_rows(sequence, count, at, row_bytes))
-        if begin < sequence.prompt.whole_end:
-            whole.append((at, at + sequence.prompt.whole_end - begin))
-        decodes = sequence.rolled_back or (count == 1 + len(drafts) and begin >= sequence.prompt_tokens)
-        if decodes:
-            for place in range(begin, end):
-                positions.one(place + sequence.prompt.mrope_delta)
-            token_ids.extend(sequence.tokens[begin : end - len(drafts)])
-            token_ids.extend(drafts)
-        else:
-            positions.window(_positions(sequence, count))
-            token_ids.extend(sequence.tokens[begin:end])
-            prefill.append((sequence, begin, count))
-        answered = max(0, end - sequence.prompt_tokens)
-        chunks.append(Chunk(begin, count, sequence.table.row, decodes, min(count, answered), answered))
-        if sequence.num_scored_tokens < sequence.prompt_tokens and (asked := _score(sequence, count, at)):
-            scores.append(asked)
-            scoring.append((sequence, begin + asked.at - at + 1))
-        if sequence.pooling is not None:
-            if asked_for := _pool(sequence.pooling, begin, end, sequence.prompt_tokens, at):
-                pools.append(asked_for)
-                pooling.append((sequence, sequence.num_starts))
-            if end == sequence.prompt_tokens:
-                embedded.append(sequence)
-        elif end == len(sequence.tokens) + len(drafts):
-            if sequence.num_placeholders:
-                carried.append((at + count - 1, sequence.placeholder_draw))
-            for ahead in range(len(drafts) + 1):
-                draws.append(_draw(sequence, at + count - 1 - len(drafts) + ahead, ahead))
-                drawing.append(sequence)
-    lists = chunks, rows, draws, carried, scores
-    plan = StepPlan(token_ids.tobytes(), positions.packed(), *lists, appended=appended, whole=whole, pools=pools)
+        batch.add(sequence, count)
+    plan = batch.plan(appended)
     if copies is not None:
         slots = [sequence.table.slot for sequence in work]
         plan = structs.replace(plan, slots=slots, restored=copies.before, passed=copies.within, kept=copies.after)
@@ -118,7 +73,90 @@ def build(
         plan = structs.replace(plan, filled=adapters.filled, adapters=adapters.each)
     if proposals is not None:
         plan = structs.replace(plan, proposals=[_proposal(*each, proposals) for each in work.items()])
-    return Step(plan, list(work.items()), drawing, scoring, prefill, pooling, embedded)
+    for_whom = batch.drawing, batch.scoring, batch.prefill, batch.pooling, batch.embedded
+    return Step(plan, list(work.items()), *for_whom)
+
+
+class _Batch:
+    """Collects what a plan says, one sequence after the other, and whom each part of it is for, as `Step` has it."""
+
+    def __init__(self, row_bytes: int) -> None:
+        self._row_bytes = row_bytes
+        self._token_ids = array("i")
+        self._positions = _Positions()
+        self._chunks: list[Chunk] = []
+        self._rows: list[RowSlice] = []
+        self._whole: list[tuple[int, int]] = []
+        self._draws: list[Draw] = []
+        self._carried: list[tuple[int, int]] = []
+        self._scores: list[Score] = []
+        self._pools: list[HiddenSum] = []
+        self.drawing: list[Sequence] = []
+        self.scoring: list[tuple[Sequence, int]] = []
+        self.prefill: list[tuple[Sequence, int, int]] = []
+        self.pooling: list[tuple[Sequence, int]] = []
+        self.embedded: list[Sequence] = []
+
+    def add(self, sequence: Sequence, count: int) -> None:
+        """The next `count` tokens of a sequence, drafts included, and what is asked for behind them."""
+        begin, at = sequence.num_computed_tokens, len(self._token_ids)
+        end = begin + count
+        self._rows.extend(_rows(sequence, count, at, self._row_bytes))
+        if begin < sequence.prompt.whole_end:
+            self._whole.append((at, at + sequence.prompt.whole_end - begin))
+        decodes = sequence.rolled_back or (count == 1 + len(sequence.drafts) and begin >= sequence.prompt_tokens)
+        if decodes:
+            self._add_decoded(sequence, begin, end)
+        else:
+            self._positions.window(_positions(sequence, count))
+            self._token_ids.extend(sequence.tokens[begin:end])
+            self.prefill.append((sequence, begin, count))
+        answered = max(0, end - sequence.prompt_tokens)
+        self._chunks.append(Chunk(begin, count, sequence.table.row, decodes, min(count, answered), answered))
+        if sequence.num_scored_tokens < sequence.prompt_tokens and (asked := _score(sequence, count, at)):
+            self._scores.append(asked)
+            self.scoring.append((sequence, begin + asked.at - at + 1))
+        if sequence.pooling is not None:
+            self._pool(sequence, sequence.pooling, begin, end, at)
+        elif end == len(sequence.tokens) + len(sequence.drafts):
+            self._draw(sequence, at + count - 1)
+
+    def _add_decoded(self, sequence: Sequence, begin: int, end: int) -> None:
+        for place in range(begin, end):
+            self._positions.one(place + sequence.prompt.mrope_delta)
+        self._token_ids.extend(sequence.tokens[begin : end - len(sequence.drafts)])
+        self._token_ids.extend(sequence.drafts)
+
+    def _pool(self, sequence: Sequence, pooling: Pooling, begin: int, end: int, at: int) -> None:
+        if asked := _pool(pooling, begin, end, sequence.prompt_tokens, at):
+            self._pools.append(asked)
+            self.pooling.append((sequence, sequence.num_starts))
+        if end == sequence.prompt_tokens:
+            self.embedded.append(sequence)
+
+    def _draw(self, sequence: Sequence, last: int) -> None:
+        """A token behind the last known one, which stands at place `last` but for the drafts behind it, and each of
+        these."""
+        if sequence.num_placeholders:
+            self._carried.append((last, sequence.placeholder_draw))
+        for ahead in range(len(sequence.drafts) + 1):
+            self._draws.append(_draw(sequence, last - len(sequence.drafts) + ahead, ahead))
+            self.drawing.append(sequence)
+
+    def plan(self, appended: list[Appended]) -> StepPlan:
+        """All that was added, and what tables became longer by."""
+        return StepPlan(
+            self._token_ids.tobytes(),
+            self._positions.packed(),
+            self._chunks,
+            self._rows,
+            self._draws,
+            self._carried,
+            self._scores,
+            appended=appended,
+            whole=self._whole,
+            pools=self._pools,
+        )
 
 
 class _Positions:

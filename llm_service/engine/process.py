@@ -98,47 +98,16 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
     model = ServedModel.of(checkpoint, settings.library)
     if settings.speculative_tokens and loaded.state_slots and not loaded.snapshot_slots:
         raise CheckpointError("--speculative-tokens: there is no memory for states to go back to behind a wrong draft")
-    context = min(model.longest(settings.max_context), loaded.blocks * settings.block_size)
     stop_ids, wake = end_tokens(checkpoint, model.vocab_size), Wake()
-    step_tokens = loaded.max_step_tokens or settings.max_step_tokens
     structures = Structures(checkpoint, model.vocab_size, stop_ids, cache_bytes=settings.structure_cache_bytes)
-    blocks = BlockManager(
-        loaded.blocks,
-        settings.block_size,
-        prefix_cache=settings.prefix_cache,
-        session_share=settings.session_share,
-        state_slots=loaded.state_slots + loaded.snapshot_slots,
-        state_chunk=loaded.state_chunk,
-        host_blocks=loaded.host_blocks,
-    )
-    scheduler = Scheduler(
-        blocks,
-        Limits(
-            min(settings.max_running, loaded.state_slots or settings.max_running),
-            step_tokens,
-            context,
-            settings.keep_media_whole,
-            settings.early_prefill_tokens,
-            whole_media=loaded.whole_media,
-            whole_prompts=loaded.whole_prompts,
-            whole_until=loaded.whole_until,
-            whole_runs=loaded.whole_runs,
-            forgets_answers=loaded.forgets_answers,
-            speculative_tokens=settings.speculative_tokens,
-            draft_rows=settings.draft_rows,
-            proposes=settings.speculative_method in ("draft_model", "mtp"),
-            decode_slowdown=settings.decode_slowdown,
-            max_loras=settings.max_loras,
-        ),
-        stop_ids,
-        loaded.row_bytes,
-        Matchers(structures, wake.set),
-    )
+    blocks = _blocks(settings, loaded)
+    limits = _limits(settings, loaded, model.longest(settings.max_context))
+    scheduler = Scheduler(blocks, limits, stop_ids, loaded.row_bytes, Matchers(structures, wake.set))
     link.send(
         Ready(
-            context=context,
+            context=limits.max_context,
             kv_blocks=loaded.blocks,
-            step_tokens=step_tokens,
+            step_tokens=limits.max_step_tokens,
             prefix_block=blocks.block_size if _goes_by_blocks(blocks, loaded) else 0,
             devices=loaded.devices,
             reachable=loaded.reachable,
@@ -152,6 +121,39 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
     )
     threading.Thread(target=_beat, args=(link, scheduler, steps, loaded.compiling), daemon=True).start()
     return EngineCore(link, scheduler, steps, wake, overlap=settings.overlap, read_adapter=loaded.read_adapter), steps
+
+
+def _blocks(settings: EngineSettings, loaded: Loaded) -> BlockManager:
+    return BlockManager(
+        loaded.blocks,
+        settings.block_size,
+        prefix_cache=settings.prefix_cache,
+        session_share=settings.session_share,
+        state_slots=loaded.state_slots + loaded.snapshot_slots,
+        state_chunk=loaded.state_chunk,
+        host_blocks=loaded.host_blocks,
+    )
+
+
+def _limits(settings: EngineSettings, loaded: Loaded, longest: int) -> Limits:
+    """Of an engine whose model has contexts of up to `longest` tokens."""
+    return Limits(
+        min(settings.max_running, loaded.state_slots or settings.max_running),
+        loaded.max_step_tokens or settings.max_step_tokens,
+        min(longest, loaded.blocks * settings.block_size),
+        settings.keep_media_whole,
+        settings.early_prefill_tokens,
+        whole_media=loaded.whole_media,
+        whole_prompts=loaded.whole_prompts,
+        whole_until=loaded.whole_until,
+        whole_runs=loaded.whole_runs,
+        forgets_answers=loaded.forgets_answers,
+        speculative_tokens=settings.speculative_tokens,
+        draft_rows=settings.draft_rows,
+        proposes=settings.speculative_method in ("draft_model", "mtp"),
+        decode_slowdown=settings.decode_slowdown,
+        max_loras=settings.max_loras,
+    )
 
 
 def _goes_by_blocks(blocks: BlockManager, loaded: Loaded) -> bool:

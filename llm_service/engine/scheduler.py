@@ -20,7 +20,7 @@ from llm_service.engine.finish import dead_end, finish_reason, never_at_once, ne
 from llm_service.engine.messages import Add, Complete, Failed, Pooled, RowsNeeded, Scored, Started, State, Token
 from llm_service.engine.planner import Drafter, Limits, Planner, Schedule, by_look_up, by_proposal
 from llm_service.engine.queues import Queues
-from llm_service.engine.sequence import Sequence, WaitReason
+from llm_service.engine.sequence import Sequence, SequenceRules, WaitReason
 from llm_service.engine.state_slots import Place
 from llm_service.engine.step_pace import StepPace
 from llm_service.engine.structure import Form, Matcher
@@ -60,7 +60,14 @@ class Scheduler:
         self.blocks = blocks
         self.limits = limits
         self.counters = Counters()
-        self._eos = tuple(sorted(eos))
+        self._rules = SequenceRules(
+            limits.max_context,
+            tuple(sorted(eos)),
+            limits.speculative_tokens,
+            limits.whole_prompts,
+            limits.whole_until,
+            limits.forgets_answers,
+        )
         self._row_bytes = row_bytes
         self._match = match
         self._queues = Queues()
@@ -85,17 +92,7 @@ class Scheduler:
     def add(self, add: Add) -> None:
         """Takes a request in. The front has checked that it fits the context, but maybe that of the engine before."""
         self._arrivals += 1
-        sequences = Sequence.of(
-            add,
-            arrival=self._arrivals,
-            seed=secrets.randbits(64),
-            max_length=self.limits.max_context,
-            eos=self._eos,
-            max_drafts=self.limits.speculative_tokens,
-            whole_prompts=self.limits.whole_prompts,
-            whole_until=self.limits.whole_until,
-            forgets_answers=self.limits.forgets_answers,
-        )
+        sequences = Sequence.of(add, self._rules, arrival=self._arrivals, seed=secrets.randbits(64))
         if add.sampling.is_matched and self._match is not None:
             asked = add.sampling
             trigger, bound = asked.grammar_trigger, asked.thinking_bound

@@ -39,6 +39,21 @@ class WaitReason(enum.Enum):
     """What may come next depends on a token that a step under way chooses, or on how many of its drafts are right."""
 
 
+@dataclass(frozen=True, slots=True)
+class SequenceRules:
+    """What an engine has for all sequences: `eos` end an answer, and a step verifies `max_drafts` drafts of each at
+    most. `whole_prompts`: all tokens of a prompt see each other, or, with `whole_until`, what is computed of any up to
+    the last of these depends on all there. `forgets_answers`: blocks with tokens of an answer hold something else than
+    they would in a prompt."""
+
+    max_length: int
+    eos: tuple[int, ...]
+    max_drafts: int = 0
+    whole_prompts: bool = False
+    whole_until: tuple[int, ...] = ()
+    forgets_answers: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Tokens so far, how many of them have their KV computed, and the blocks that hold it.
@@ -98,61 +113,58 @@ class Sequence:
     _branches: dict[int, Place] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls,
-        add: Add,
-        *,
-        arrival: int,
-        seed: int,
-        max_length: int,
-        eos: tuple[int, ...],
-        max_drafts: int = 0,
-        whole_prompts: bool = False,
-        whole_until: tuple[int, ...] = (),
-        forgets_answers: bool = False,
-    ) -> list[Sequence]:
+    def of(cls, add: Add, rules: SequenceRules, *, arrival: int, seed: int) -> list[Sequence]:
         """One sequence for each choice of a request that is not finished; all but the first of them wait until that one
-        has its prompt computed. A step verifies `max_drafts` drafts of each at most. `whole_prompts`: all tokens of one
-        see each other, or, with `whole_until`, what is computed of any up to the last of these depends on all there.
-        `forgets_answers`: blocks with tokens of an answer hold something else than they would in a prompt."""
-        prompt = Prompt.of(add, whole=whole_prompts, whole_until=whole_until)
-        sampling = add.sampling
+        has its prompt computed. Without a seed of its own the request has this one."""
+        prompt = Prompt.of(add, whole=rules.whole_prompts, whole_until=rules.whole_until)
         resumed = {each.choice: each for each in add.resume}
-        most = min(add.longest or max_length, max_length)
         sequences: list[Sequence] = []
-        for choice in range(sampling.n):
+        for choice in range(add.sampling.n):
             given = resumed.get(choice)
-            if given is not None and given.finished:
-                continue
-            output = array("i", b"" if given is None else given.token_ids)
-            scores = choice == 0 and not output and sampling.prompt_logprobs is not None
-            sequence = cls(
-                id=add.id,
-                choice=choice,
-                prompt=prompt,
-                tokens=prompt.tokens + output,
-                identities=BlockIdentities(
-                    prompt.root, prompt.named_runs, len(prompt.tokens) if forgets_answers else NEVER
-                ),
-                sampling=sampling,
-                adapter=add.adapter,
-                session=add.session,
-                seed=seed if sampling.seed is None else sampling.seed,
-                order=(-add.priority, arrival, choice),
-                # Where nothing is generated, a prompt may be as long as the context: what stands behind it is no token.
-                max_length=min(most + (add.pooling is not None), len(prompt.tokens) + sampling.max_tokens),
-                stop_ids=(*(() if sampling.ignore_eos else eos), *sampling.stop_token_ids),
-                turn_ends=eos,
-                first_choice=sequences[0] if sequences else None,
-                num_resumed_tokens=len(output),
-                num_scored_tokens=max(1, add.scored) if scores else len(prompt.tokens),
-                num_taken_scores=add.scored,
-                plain=sampling == _plainest(sampling),
-                draft_length=DraftLength(max_drafts),
-                pooling=add.pooling,
-            )
-            sequences.append(sequence)
+            if given is None or not given.finished:
+                output = array("i", b"" if given is None else given.token_ids)
+                sequence = cls._of_choice(choice, output, prompt, add, rules, (-add.priority, arrival, choice), seed)
+                sequence.first_choice = sequences[0] if sequences else None
+                sequences.append(sequence)
         return sequences
+
+    @classmethod
+    def _of_choice(
+        cls,
+        choice: int,
+        output: array[int],
+        prompt: Prompt,
+        add: Add,
+        rules: SequenceRules,
+        order: Order,
+        seed: int,
+    ) -> Sequence:
+        """One that comes with this output."""
+        sampling, length = add.sampling, len(prompt.tokens)
+        most = min(add.longest or rules.max_length, rules.max_length)
+        scores = choice == 0 and not output and sampling.prompt_logprobs is not None
+        return cls(
+            id=add.id,
+            choice=choice,
+            prompt=prompt,
+            tokens=prompt.tokens + output,
+            identities=BlockIdentities(prompt.root, prompt.named_runs, length if rules.forgets_answers else NEVER),
+            sampling=sampling,
+            adapter=add.adapter,
+            session=add.session,
+            seed=seed if sampling.seed is None else sampling.seed,
+            order=order,
+            # Where nothing is generated, a prompt may be as long as the context: what stands behind it is no token.
+            max_length=min(most + (add.pooling is not None), length + sampling.max_tokens),
+            stop_ids=(*(() if sampling.ignore_eos else rules.eos), *sampling.stop_token_ids),
+            turn_ends=rules.eos,
+            num_resumed_tokens=len(output),
+            num_scored_tokens=max(1, add.scored) if scores else length,
+            num_taken_scores=add.scored,
+            plain=sampling == _plainest(sampling),
+            draft_length=DraftLength(rules.max_drafts),
+            pooling=add.pooling,
+        )
 
     @property
     def prompt_tokens(self) -> int:
