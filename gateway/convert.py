@@ -228,7 +228,8 @@ def chat_request(asked: ChatRequest, request_id: str) -> llm_pb2.GenerateRequest
     chat = chat_input(asked.messages, asked.mm_processor_kwargs, asked.chat_template_kwargs, "messages")
     chat.reasoning_effort = asked.reasoning_effort or chat.reasoning_effort
     chat.tools.extend(definition(tool.function) for tool in tools)
-    return generate_request(asked, params, request_id, chat=chat, session_id=asked.prompt_cache_key or "")
+    given = {"session_id": asked.prompt_cache_key or "", "return_prompt_token_ids": bool(asked.return_token_ids)}
+    return generate_request(asked, params, request_id, chat=chat, **given)
 
 
 def _part(part: Part, settings: MediaSettings) -> llm_pb2.ChatPart:

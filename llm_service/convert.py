@@ -96,6 +96,7 @@ class RequestReader:
             stop=tuple(message.sampling.stop),
             structure=self._sampling.structure(message.sampling),
             thinking_token_budget=self._sampling.thinking_token_budget(message.sampling),
+            return_prompt_token_ids=message.return_prompt_token_ids,
             salt=message.cache_salt,
             priority=message.priority,
             deadline=None if remaining is None else time.monotonic() + remaining,

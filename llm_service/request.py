@@ -199,6 +199,7 @@ class Request:
     stop: tuple[str, ...] = ()
     structure: Structure | None = None
     thinking_token_budget: int | None = None
+    return_prompt_token_ids: bool = False
     salt: str = ""
     priority: int = 0
     deadline: float | None = None

@@ -341,6 +341,7 @@ def _started(request: Request, event: Begun, template: ChatTemplate) -> llm_pb2.
         resumed_choices=len(request.resume),
         reasoning_begin=template.reasoning_marks[0],
         reasoning_end=template.reasoning_marks[1],
+        prompt_token_ids=event.layout.ids if request.return_prompt_token_ids else (),
     )
 
 

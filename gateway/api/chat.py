@@ -33,6 +33,7 @@ class _Choice:
     thoughts: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     finished: llm_pb2.GenerateFinished = field(default_factory=llm_pb2.GenerateFinished)
 
     def add(self, piece: Piece) -> dict[str, Any]:
@@ -79,6 +80,7 @@ class _Asked:
     head: dict[str, Any]
     n: int
     scored: bool
+    with_ids: bool
     with_usage: bool
     with_usage_so_far: bool
     with_timings: bool
@@ -92,6 +94,19 @@ class _Asked:
         parser = OutputParser(self.tools, self.functions, single=self.single, constrained=self.constrained)
         parser.begin(started)
         return _Choice(parser)
+
+    def beside(self, delta: llm_pb2.GenerateDelta) -> dict[str, Any]:
+        """What a stream says of new tokens beside their text."""
+        told: dict[str, Any] = {}
+        if delta.logprobs and self.scored:
+            told["logprobs"] = {"content": convert.chat_logprobs(delta.logprobs)}
+        if delta.token_ids and self.with_ids:
+            told["token_ids"] = list(delta.token_ids)
+        return told
+
+    def prompt(self, started: llm_pb2.GenerateStarted) -> dict[str, Any]:
+        """What is said of the prompt."""
+        return {"prompt_token_ids": list(started.prompt_token_ids)} if self.with_ids else {}
 
 
 class Chat:
@@ -112,6 +127,7 @@ class Chat:
             {"id": f"chatcmpl-{context.id}", "created": int(time.time()), "model": name},
             body.n or 1,
             bool(body.logprobs),
+            bool(body.return_token_ids),
             bool(options.include_usage),
             bool(options.include_usage and options.continuous_usage_stats),
             bool(options.include_timings),
@@ -137,11 +153,11 @@ async def _chunks(events: Events, asked: _Asked) -> AsyncGenerator[bytes]:
     ending = b""  # of the choice that ends last: the end of the stream follows at once
     started, finished = llm_pb2.GenerateStarted(), llm_pb2.GenerateFinished()
 
-    def chunk(index: int, delta: dict[str, Any], **rest: Any) -> bytes:
+    def chunk(index: int, delta: dict[str, Any], prompt: dict[str, Any] | None = None, **rest: Any) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **rest}
         if asked.with_usage_so_far:
             more["usage"] = convert.usage_of(started.prompt_tokens, started.cached_tokens, tokens)
-        return chunks.chunk({"choices": [choice], **more})
+        return chunks.chunk({"choices": [choice], **more, **(prompt or {})})
 
     async with aclosing(events) as each:
         async for said in each:
@@ -149,18 +165,16 @@ async def _chunks(events: Events, asked: _Asked) -> AsyncGenerator[bytes]:
                 case "started":
                     started = said.started
                     choices = [asked.choice(started) for _ in range(asked.n)]
-                    yield b"".join(chunk(index, {"role": "assistant", "content": ""}) for index in range(asked.n))
+                    begin, prompt = {"role": "assistant", "content": ""}, asked.prompt(started)
+                    yield b"".join(chunk(index, begin, None if index else prompt) for index in range(asked.n))
                 case "delta":
                     index, choice = said.delta.index, choices[said.delta.index]
                     tokens += len(said.delta.token_ids)
                     deltas = [choice.add(piece) for piece in choice.parser.feed(said.delta.text)]
-                    scores = {}
-                    if said.delta.logprobs and asked.scored:
-                        deltas = deltas or [{"content": ""}]
-                        scores = {"logprobs": {"content": convert.chat_logprobs(said.delta.logprobs)}}
-                    for delta in deltas:
-                        yield chunk(index, delta, **scores)
-                        scores = {}
+                    beside = asked.beside(said.delta)
+                    for delta in deltas or ([{"content": ""}] if beside else []):
+                        yield chunk(index, delta, **beside)
+                        beside = {}
                 case "finished":
                     index, choice = said.finished.index, choices[said.finished.index]
                     finished = choice.finished = said.finished
@@ -182,16 +196,18 @@ async def _chunks(events: Events, asked: _Asked) -> AsyncGenerator[bytes]:
 
 async def _whole(events: Events, asked: _Asked) -> dict[str, Any]:
     choices: list[_Choice] = []
+    prompt: dict[str, Any] = {}
     async with aclosing(events) as each:
         async for said in each:
             match said.WhichOneof("event"):
                 case "started":
-                    choices = [asked.choice(said.started) for _ in range(asked.n)]
+                    choices, prompt = [asked.choice(said.started) for _ in range(asked.n)], asked.prompt(said.started)
                 case "delta":
                     choice = choices[said.delta.index]
                     for piece in choice.parser.feed(said.delta.text):
                         choice.add(piece)
                     choice.logprobs += convert.chat_logprobs(said.delta.logprobs)
+                    choice.token_ids += said.delta.token_ids
                 case "finished":
                     choice = choices[said.finished.index]
                     choice.finished = said.finished
@@ -208,8 +224,10 @@ async def _whole(events: Events, asked: _Asked) -> dict[str, Any]:
                 "message": choice.message(),
                 "logprobs": {"content": choice.logprobs, "refusal": None} if asked.scored else None,
                 **choice.finish(),
+                **({"token_ids": choice.token_ids} if asked.with_ids else {}),
             }
             for index, choice in enumerate(choices)
         ],
         "usage": convert.usage([[choice.finished for choice in choices]]),
+        **prompt,
     }

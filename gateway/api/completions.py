@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, TypeAlias
 
+from pydantic import model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
+from common import tasks
+from common.errors import InvalidInput
 from gateway import convert
 from gateway.api.fields import VLLM_DEFAULTS, Int, Prompt, SamplingFields, StreamOptions
 from gateway.generation import Generations
 from gateway.request_context import context_of
-from gateway.services import LlmServices
+from gateway.services import LlmServices, Metadata
 from gateway.stream import DONE, Chunks, EventStream, Last, json_answer
 from twinlens.v1 import llm_pb2
 
 Event = llm_pb2.GenerateResponse
 Numbered = tuple[int, Event]
+TextOf: TypeAlias = Callable[[Sequence[int]], Awaitable[str]]
 
 
 class CompletionRequest(SamplingFields):
@@ -29,27 +34,36 @@ class CompletionRequest(SamplingFields):
 
     without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
         **VLLM_DEFAULTS,
-        "echo": (False,),
         "suffix": ("",),
         "best_of": (1,),
     }
 
     prompt: Prompt
     logprobs: Int | None = None
+    echo: bool | None = None
+
+    @model_validator(mode="after")
+    def _scores_of_a_prompt_come_whole(self) -> CompletionRequest:
+        if self.echo and self.stream and self.logprobs is not None:
+            raise ValueError("echo goes with logprobs or with stream, not with both")
+        return self
 
 
 @dataclass(slots=True)
 class _Choice:
-    """What one choice has said so far, of which `length` characters were given with scores."""
+    """What one choice has said so far, of which `length` characters were given with scores; `begun`: a stream has its
+    first chunk."""
 
     text: list[str] = field(default_factory=list)
-    logprobs: dict[str, list[Any]] = field(default_factory=dict)
+    given: list[llm_pb2.TokenLogprobs] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     length: int = 0
+    begun: bool = False
     finished: llm_pb2.GenerateFinished = field(default_factory=llm_pb2.GenerateFinished)
 
-    def scores(self, given: Sequence[llm_pb2.TokenLogprobs]) -> dict[str, list[Any]]:
+    def scores(self, given: Iterable[llm_pb2.TokenLogprobs]) -> dict[str, list[Any]]:
         """How likely new tokens were, as completions say it."""
-        offsets = []
+        given, offsets = list(given), []
         for each in given:
             offsets.append(self.length)
             self.length += len(each.text)
@@ -58,6 +72,64 @@ class _Choice:
             "token_logprobs": [each.logprob for each in given],
             "top_logprobs": [{top.text: top.logprob for top in each.top} | {each.text: each.logprob} for each in given],
             "text_offset": offsets,
+        }
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """What is said of a prompt: its `text`, where it is to be repeated; its tokens; and how likely each was, by its
+    place, from the second on."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    scores: dict[int, llm_pb2.TokenLogprobs] = field(default_factory=dict)
+    first: str = ""
+
+    def add(self, told: llm_pb2.PromptLogprobs) -> None:
+        """Takes in scores, some of them maybe once more."""
+        self.scores.update(enumerate(told.logprobs, told.first))
+
+    def before(self, choice: _Choice) -> dict[str, list[Any]]:
+        """The scores of the prompt's tokens and of a choice's; before the first of them there is nothing."""
+        first = llm_pb2.TokenLogprobs(text=self.first)
+        told = choice.scores([first, *(self.scores[place] for place in sorted(self.scores)), *choice.given])
+        told["token_logprobs"][0] = told["top_logprobs"][0] = None
+        return told
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What of a request matters to its answer. `prompts` has what is said of each."""
+
+    head: dict[str, Any]
+    n: int
+    scored: bool
+    echo: bool
+    with_ids: bool
+    options: StreamOptions
+    prompts: list[_Prompt]
+
+    def prompt_of(self, index: int) -> _Prompt:
+        """That of a choice."""
+        return self.prompts[index // self.n]
+
+    def begun(self, index: int) -> dict[str, Any]:
+        """What a choice begins with, in a stream."""
+        return {"prompt_token_ids": self.prompt_of(index).token_ids} if self.with_ids else {}
+
+    def whole(self, index: int, choice: _Choice) -> dict[str, Any]:
+        """A choice."""
+        prompt = self.prompt_of(index)
+        scores = (prompt.before(choice) if self.echo else choice.scores(choice.given)) if self.scored else None
+        ids = {"token_ids": choice.token_ids} if self.with_ids else {}
+        said = "".join((prompt.text, *choice.text))
+        return {
+            "index": index,
+            "text": said,
+            "logprobs": scores,
+            **convert.finish(choice.finished),
+            **self.begun(index),
+            **ids,
         }
 
 
@@ -78,8 +150,17 @@ class Completions:
         params = await context.made(convert.sampling, asked)
         if asked.logprobs is not None:
             params.logprobs = asked.logprobs
+        if asked.echo and asked.logprobs is not None:
+            params.prompt_logprobs = asked.logprobs
+        with_ids = bool(asked.return_token_ids or (asked.echo and asked.logprobs is not None))
         messages = (
-            convert.generate_request(asked, params, convert.name_of(context.id, number, len(prompts)), **prompt)
+            convert.generate_request(
+                asked,
+                params,
+                convert.name_of(context.id, number, len(prompts)),
+                return_prompt_token_ids=with_ids,
+                **prompt,
+            )
             for number, prompt in enumerate(prompts)
         )
         on_start = context.body_lease.release if len(prompts) == 1 else lambda: None
@@ -88,13 +169,33 @@ class Completions:
             for message in convert.within(self._max_bytes, messages)
         ]
         model = self._services.name(asked.model)
-        head = {"id": f"cmpl-{context.id}", "object": "text_completion", "created": int(time.time()), "model": model}
-        scored, n = asked.logprobs is not None, asked.n or 1
+        text_of = partial(self._text_of, asked.model or "", context.metadata)
+        told = _Asked(
+            {"id": f"cmpl-{context.id}", "object": "text_completion", "created": int(time.time()), "model": model},
+            asked.n or 1,
+            asked.logprobs is not None,
+            bool(asked.echo),
+            bool(asked.return_token_ids),
+            asked.stream_options or StreamOptions(),
+            [_Prompt(await _said(prompt, text_of) if asked.echo else "") for prompt in prompts],
+        )
         if asked.stream:
-            return EventStream(
-                _chunks(_merged(sources), head, n, asked.stream_options or StreamOptions(), scored=scored)
-            )
-        return json_answer(await _whole(_merged(sources), head, n, scored=scored))
+            return EventStream(_chunks(_merged(sources), told))
+        return await _whole(_merged(sources), told, text_of)
+
+    async def _text_of(self, model: str, metadata: Metadata, ids: Sequence[int]) -> str:
+        reply = await self._services.detokenize(model, llm_pb2.DetokenizeRequest(ids=ids), metadata)
+        return reply.text
+
+
+async def _said(prompt: dict[str, Any], text_of: TextOf) -> str:
+    """A prompt's text."""
+    if "text" in prompt:
+        return str(prompt["text"].prompt)
+    try:
+        return await text_of(prompt["tokens"].ids)
+    except InvalidInput as error:
+        raise error.at("prompt") from None
 
 
 async def _merged(sources: Sequence[AsyncGenerator[Event]]) -> AsyncGenerator[Numbered]:
@@ -133,69 +234,73 @@ async def _merged(sources: Sequence[AsyncGenerator[Event]]) -> AsyncGenerator[Nu
         await asyncio.gather(*pumps, return_exceptions=True)
 
 
-async def _chunks(
-    events: AsyncGenerator[Numbered], head: dict[str, Any], n: int, options: StreamOptions, *, scored: bool
-) -> AsyncGenerator[bytes]:
-    chunks = Chunks(head)
+async def _chunks(events: AsyncGenerator[Numbered], asked: _Asked) -> AsyncGenerator[bytes]:
+    chunks, options = Chunks(asked.head), asked.options
     more: dict[str, Any] = {"usage": None} if options.include_usage else {}
     choices: dict[int, _Choice] = {}
     prompt, cached, tokens = 0, 0, 0
 
     def chunk(index: int, text: str, **rest: Any) -> bytes:
-        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None, **rest}
+        choice = choices[index]
+        if not choice.begun:
+            choice.begun, text = True, asked.prompt_of(index).text + text
+            rest |= asked.begun(index)
+        told = {"index": index, "text": text, "logprobs": None, "finish_reason": None, **rest}
         if options.include_usage and options.continuous_usage_stats:
             more["usage"] = convert.usage_of(prompt, cached, tokens)
-        return chunks.chunk({"choices": [choice], **more})
+        return chunks.chunk({"choices": [told], **more})
 
     async with aclosing(events) as each:
         async for number, said in each:
             match said.WhichOneof("event"):
                 case "started":
                     prompt, cached = prompt + said.started.prompt_tokens, cached + said.started.cached_tokens
+                    asked.prompts[number].token_ids = list(said.started.prompt_token_ids)
                 case "delta":
-                    delta, index = said.delta, number * n + said.delta.index
+                    delta, index = said.delta, number * asked.n + said.delta.index
                     tokens += len(delta.token_ids)
                     choice = choices.setdefault(index, _Choice())
-                    if delta.text or delta.logprobs:
-                        logprobs = choice.scores(delta.logprobs) if scored else None
-                        yield chunk(index, delta.text, logprobs=logprobs)
+                    beside: dict[str, Any] = {"token_ids": list(delta.token_ids)} if asked.with_ids else {}
+                    if delta.text or delta.logprobs or beside:
+                        logprobs = choice.scores(delta.logprobs) if asked.scored else None
+                        yield chunk(index, delta.text, logprobs=logprobs, **beside)
                 case "finished":
-                    index = number * n + said.finished.index
+                    index = number * asked.n + said.finished.index
                     choices.setdefault(index, _Choice()).finished = said.finished
                     yield chunk(index, "", **convert.finish(said.finished))
                 case _:
                     continue
-    last = {"choices": [], "usage": _usage(choices, n)}
+    last = {"choices": [], "usage": _usage(choices, asked.n)}
     yield Last((chunks.chunk(last) if options.include_usage else b"") + DONE)
 
 
-async def _whole(events: AsyncGenerator[Numbered], head: dict[str, Any], n: int, *, scored: bool) -> dict[str, Any]:
+async def _whole(events: AsyncGenerator[Numbered], asked: _Asked, text_of: TextOf) -> Response:
     choices: dict[int, _Choice] = {}
     async with aclosing(events) as each:
         async for number, said in each:
             match said.WhichOneof("event"):
+                case "started":
+                    asked.prompts[number].token_ids = list(said.started.prompt_token_ids)
                 case "delta":
-                    choice = choices.setdefault(number * n + said.delta.index, _Choice())
+                    choice = choices.setdefault(number * asked.n + said.delta.index, _Choice())
                     choice.text.append(said.delta.text)
-                    for name, values in choice.scores(said.delta.logprobs).items():
-                        choice.logprobs.setdefault(name, []).extend(values)
+                    choice.given += said.delta.logprobs
+                    choice.token_ids += said.delta.token_ids
+                    asked.prompts[number].add(said.delta.prompt)
                 case "finished":
-                    choices.setdefault(number * n + said.finished.index, _Choice()).finished = said.finished
+                    choices.setdefault(number * asked.n + said.finished.index, _Choice()).finished = said.finished
                 case _:
                     continue
-    return {
-        **head,
-        "choices": [
-            {
-                "index": index,
-                "text": "".join(choice.text),
-                "logprobs": choice.logprobs if scored else None,
-                **convert.finish(choice.finished),
-            }
-            for index, choice in sorted(choices.items())
-        ],
-        "usage": _usage(choices, n),
-    }
+    if not (asked.echo and asked.scored):
+        return _answer(asked, choices)
+    for prompt in asked.prompts:
+        prompt.first = await text_of(prompt.token_ids[:1])
+    return await tasks.to_thread(_answer, asked, choices)
+
+
+def _answer(asked: _Asked, choices: dict[int, _Choice]) -> Response:
+    told = [asked.whole(index, choice) for index, choice in sorted(choices.items())]
+    return json_answer({**asked.head, "choices": told, "usage": _usage(choices, asked.n)})
 
 
 def _usage(choices: dict[int, _Choice], n: int) -> dict[str, Any]:

@@ -113,7 +113,6 @@ VLLM_DEFAULTS: Final[dict[str, tuple[Any, ...]]] = {
     "bad_words": ([],),
     "allowed_token_ids": ([],),
     "truncate_prompt_tokens": (-1,),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
 }
 """Fields of vLLM's that are not served, with the values that some clients send along and that change nothing."""
@@ -158,6 +157,7 @@ class SamplingFields(RequestFields):
     thinking_token_budget: Count | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=4096)] | None = None
     stop_token_ids: Tokens | None = None
+    return_token_ids: bool | None = None
     ignore_eos: bool | None = None
     stream_options: StreamOptions | None = None
     guided_json: dict[str, Any] | str | None = None

@@ -153,6 +153,23 @@ def test_every_choice_of_n_is_there_streamed_as_well(door: Trio) -> None:
     assert list(said_so_far.values()) == expected
 
 
+def test_ids_of_tokens_are_there_where_they_are_asked_for(door: Trio) -> None:
+    asked_for: dict[str, Any] = {"n": 2, "temperature": 1, "seed": 3, "extra_body": {"return_token_ids": True}}
+    messages = [said(text("Look"), image())]
+    whole: Any = by_http(door, messages, **asked_for)
+    theirs = by_grpc(door, [user("Look", an_image(PICTURE))], n=2, temperature=1, seed=3, prompt_logprobs=0)
+    assert whole.prompt_token_ids[1:] == theirs.prompt_token_ids
+    assert len(whole.prompt_token_ids) == whole.usage.prompt_tokens
+    assert [choice.token_ids for choice in whole.choices] == [choice.token_ids for choice in theirs.choices]
+    first, *chunks = streamed(door, messages, **asked_for)
+    found: list[list[int]] = [[], []]
+    for chunk in chunks:
+        found[chunk.choices[0].index] += getattr(chunk.choices[0], "token_ids", ())
+    assert (first.prompt_token_ids, found) == (whole.prompt_token_ids, [each.token_ids for each in whole.choices])
+    assert not any(hasattr(chunk, "prompt_token_ids") for chunk in chunks)
+    assert not hasattr(by_http(door, messages), "prompt_token_ids")
+
+
 def test_a_stop_text_ends_an_answer_and_is_not_part_of_it(door: Trio) -> None:
     whole = by_http(door, [said("Hello")], max_tokens=12).choices[0].message.content
     assert whole

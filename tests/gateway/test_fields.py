@@ -62,6 +62,7 @@ SAMPLES: dict[str, Any] = {
     "min_tokens": 1,
     "thinking_token_budget": 0,
     "ignore_eos": True,
+    "return_token_ids": True,
     "stop_token_ids": [5],
     "guided_json": {"type": "object"},
     "guided_regex": "a",

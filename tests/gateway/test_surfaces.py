@@ -88,6 +88,58 @@ def test_the_token_that_is_there_is_among_the_likeliest_of_a_completion(door: Tr
     assert len(scores.tokens) > 1
 
 
+@pytest.mark.parametrize("prompts", [["Hello", "Näh"], [[5, 6, 7], [8, 9]]], ids=["texts", "token ids"])
+def test_a_prompt_is_repeated_where_that_is_asked_for(door: Trio, prompts: list[Any]) -> None:
+    words = [each if isinstance(each, str) else door.services.text.detokenize(*each) for each in prompts]
+    plain = [choice.text for choice in by_http(door, prompts, n=2, seed=3, temperature=1).choices]
+    expected = [words[number // 2] + each for number, each in enumerate(plain)]
+    whole = by_http(door, prompts, n=2, seed=3, temperature=1, echo=True)
+    assert [choice.text for choice in whole.choices] == expected
+    found = [""] * 4
+    for chunk in by_http(door, prompts, n=2, seed=3, temperature=1, echo=True, stream=True):
+        found[chunk.choices[0].index] += chunk.choices[0].text
+    assert found == expected
+
+
+@pytest.mark.parametrize("prompt", ["Hello there", [5, 6, 7]], ids=["a text", "token ids"])
+def test_a_prompt_that_is_repeated_is_scored_as_well(door: Trio, prompt: Any) -> None:
+    form = v1.TextInput(prompt=prompt) if isinstance(prompt, str) else v1.TokensInput(ids=prompt)
+    theirs = by_grpc(door, form, logprobs=1, prompt_logprobs=1, n=2)
+    whole = by_http(door, prompt, logprobs=1, echo=True, n=2)
+    for choice, their in zip(whole.choices, theirs.choices, strict=True):
+        scores = choice.logprobs
+        assert scores.token_logprobs == [
+            None,
+            *(each.logprob for each in (*theirs.prompt_logprobs, *their.logprobs)),
+        ]
+        assert "".join(scores.tokens) == choice.text
+        assert scores.top_logprobs[0] is None
+        assert scores.tokens[1] in scores.top_logprobs[1]
+        places = zip(scores.tokens, scores.text_offset, strict=True)
+        assert all(choice.text[start:].startswith(token) for token, start in places)
+    assert len(scores.tokens) == whole.usage.total_tokens - whole.usage.completion_tokens // 2
+
+
+@pytest.mark.parametrize("prompts", [["Hello", "Näh"], [[5, 6, 7], [8, 9]]], ids=["texts", "token ids"])
+def test_a_completion_has_the_ids_of_its_tokens_where_that_is_asked_for(door: Trio, prompts: list[Any]) -> None:
+    asked_for = {"n": 2, "seed": 3, "temperature": 1, "extra_body": {"return_token_ids": True}}
+    whole = by_http(door, prompts, **asked_for)
+    for choice in whole.choices:
+        prompt = prompts[choice.index // 2]
+        ids = door.services.text.tokenize(prompt, allow_special=True) if isinstance(prompt, str) else prompt
+        assert choice.prompt_token_ids == ids
+        assert len(choice.token_ids) == 6
+        assert door.services.text.detokenize(*choice.token_ids).startswith(choice.text.rstrip("\ufffd"))
+    streams: list[dict[str, list[int]]] = [{"prompt_token_ids": [], "token_ids": []} for _ in range(4)]
+    for chunk in by_http(door, prompts, stream=True, **asked_for):
+        for name, ids in streams[chunk.choices[0].index].items():
+            ids += getattr(chunk.choices[0], name, ())
+    assert streams == [
+        {"prompt_token_ids": choice.prompt_token_ids, "token_ids": choice.token_ids} for choice in whole.choices
+    ]
+    assert not hasattr(by_http(door, "Hello").choices[0], "token_ids")
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
     [
@@ -95,14 +147,15 @@ def test_the_token_that_is_there_is_among_the_likeliest_of_a_completion(door: Tr
         ({"prompt": ["x"] * 65}, "prompt", "TOO_MANY_PROMPTS"),
         ({"prompt": [[5], "x"]}, "prompt[1]", "BAD_FIELD"),
         ({"prompt": {"a": 1}}, "prompt", "BAD_FIELD"),
-        ({"prompt": "x", "echo": True}, "echo", "FIELD_NOT_SERVED"),
+        ({"prompt": "x", "echo": True, "logprobs": 1, "stream": True}, None, "BAD_FIELD"),
+        ({"prompt": [[5], [1 << 20]], "echo": True}, "prompt", "TOKEN_OUT_OF_RANGE"),
         ({"prompt": "x", "suffix": "y"}, "suffix", "FIELD_NOT_SERVED"),
         ({"prompt": "x", "best_of": 2}, "best_of", "FIELD_NOT_SERVED"),
         ({"prompt": ["x", ""]}, "prompt", "EMPTY_PROMPT"),
     ],
 )
 def test_a_completion_that_cannot_be_served_is_refused(
-    door: Trio, fields: dict[str, Any], param: str, code: str
+    door: Trio, fields: dict[str, Any], param: str | None, code: str
 ) -> None:
     reply = door.post("/v1/completions", fields)
     assert reply.status == 400

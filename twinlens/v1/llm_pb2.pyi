@@ -54,7 +54,7 @@ POOLING_MEAN: Pooling
 POOLING_CLS: Pooling
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "chat", "text", "tokens", "transcription", "sampling", "cache_salt", "priority", "session_id", "resume", "max_handovers")
+    __slots__ = ("request_id", "model", "chat", "text", "tokens", "transcription", "sampling", "cache_salt", "priority", "session_id", "resume", "max_handovers", "return_prompt_token_ids")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,7 @@ class GenerateRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     MAX_HANDOVERS_FIELD_NUMBER: _ClassVar[int]
+    RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     chat: ChatInput
@@ -79,7 +80,8 @@ class GenerateRequest(_message.Message):
     session_id: str
     resume: _containers.RepeatedCompositeFieldContainer[ResumedChoice]
     max_handovers: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., text: _Optional[_Union[TextInput, _Mapping]] = ..., tokens: _Optional[_Union[TokensInput, _Mapping]] = ..., transcription: _Optional[_Union[TranscriptionInput, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., session_id: _Optional[str] = ..., resume: _Optional[_Iterable[_Union[ResumedChoice, _Mapping]]] = ..., max_handovers: _Optional[int] = ...) -> None: ...
+    return_prompt_token_ids: bool
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., text: _Optional[_Union[TextInput, _Mapping]] = ..., tokens: _Optional[_Union[TokensInput, _Mapping]] = ..., transcription: _Optional[_Union[TranscriptionInput, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., session_id: _Optional[str] = ..., resume: _Optional[_Iterable[_Union[ResumedChoice, _Mapping]]] = ..., max_handovers: _Optional[int] = ..., return_prompt_token_ids: bool = ...) -> None: ...
 
 class ResumedChoice(_message.Message):
     __slots__ = ("index", "token_ids", "finished")
@@ -247,7 +249,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[GenerateStarted, _Mapping]] = ..., delta: _Optional[_Union[GenerateDelta, _Mapping]] = ..., finished: _Optional[_Union[GenerateFinished, _Mapping]] = ...) -> None: ...
 
 class GenerateStarted(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_tokens", "spans", "request_id", "thinking", "resumed_choices", "reasoning_begin", "reasoning_end")
+    __slots__ = ("prompt_tokens", "cached_tokens", "spans", "request_id", "thinking", "resumed_choices", "reasoning_begin", "reasoning_end", "prompt_token_ids")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
@@ -256,6 +258,7 @@ class GenerateStarted(_message.Message):
     RESUMED_CHOICES_FIELD_NUMBER: _ClassVar[int]
     REASONING_BEGIN_FIELD_NUMBER: _ClassVar[int]
     REASONING_END_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached_tokens: int
     spans: _containers.RepeatedCompositeFieldContainer[MediaSpan]
@@ -264,7 +267,8 @@ class GenerateStarted(_message.Message):
     resumed_choices: int
     reasoning_begin: str
     reasoning_end: str
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[MediaSpan, _Mapping]]] = ..., request_id: _Optional[str] = ..., thinking: bool = ..., resumed_choices: _Optional[int] = ..., reasoning_begin: _Optional[str] = ..., reasoning_end: _Optional[str] = ...) -> None: ...
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[MediaSpan, _Mapping]]] = ..., request_id: _Optional[str] = ..., thinking: bool = ..., resumed_choices: _Optional[int] = ..., reasoning_begin: _Optional[str] = ..., reasoning_end: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class MediaSpan(_message.Message):
     __slots__ = ("item", "start", "length", "rows", "key", "cached")
