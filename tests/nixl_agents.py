@@ -39,13 +39,11 @@ class Held:
 
 
 @asynccontextmanager
-async def held(
-    backend: str = "UCX", *, module: str = TWIN, fill: int = 0, size: int = SIZE, seconds: float = 60.0
-) -> AsyncIterator[Held]:
-    """An agent over `size` bytes that are all `fill`, which waits so many seconds for answers."""
+async def held(backend: str = "UCX", *, module: str = TWIN, fill: int = 0, size: int = SIZE) -> AsyncIterator[Held]:
+    """An agent over `size` bytes that are all `fill`, which waits for answers as long as a busy machine needs."""
     buffer = SharedBuffer.create("test", size)
     buffer.view[:] = bytes([fill]) * size
-    agent = NixlAgent(buffer, backend, answer_seconds=seconds, longest_pause=0.05, module=module)
+    agent = NixlAgent(buffer, backend, answer_seconds=60.0, longest_pause=0.05, module=module)
     try:
         await agent.start()
         yield Held(agent, buffer)

@@ -40,7 +40,7 @@ def picker_specs() -> dict[str, str]:
 
 
 def _text(address: str) -> str:
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=180) as answer:
         return str(answer.read(), "utf-8")
 
 

@@ -49,7 +49,7 @@ def _metadata(wheel: Path) -> Message:
 
 def _in_checkout(*folders: str) -> set[str]:
     listed = subprocess.run(
-        ["git", "ls-files", *folders], cwd=ROOT, check=True, capture_output=True, text=True, timeout=60
+        ["git", "ls-files", *folders], cwd=ROOT, check=True, capture_output=True, text=True, timeout=180
     )
     return {name for name in listed.stdout.splitlines() if (ROOT / name).exists()}
 
@@ -91,7 +91,7 @@ def test_programs_run_from_the_wheels_alone(program: str, wheels: dict[str, Path
     )
     said = subprocess.run(
         [sys.executable, "-c", look], cwd="/", env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
     assert (said.returncode, said.stderr) == (0, "")
     assert "usage: " in said.stdout

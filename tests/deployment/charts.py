@@ -32,7 +32,7 @@ def helm() -> str:
 
 
 def run_helm(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([helm(), *arguments], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([helm(), *arguments], capture_output=True, text=True, timeout=180, check=False)
 
 
 def template(*arguments: str) -> str:

@@ -43,7 +43,7 @@ class Prometheus:
     def get(self, path: str, **fields: str) -> Any:
         query = urllib.parse.urlencode(fields)
         try:
-            with urllib.request.urlopen(f"http://{self.address}/api/v1/{path}?{query}", timeout=30) as answer:
+            with urllib.request.urlopen(f"http://{self.address}/api/v1/{path}?{query}", timeout=180) as answer:
                 return json.loads(answer.read())["data"]
         except urllib.error.HTTPError as error:
             if error.code == 503:  # it is not ready yet
@@ -93,4 +93,4 @@ def prometheus(folder: Path, port: int, **targets: str) -> Iterator[Prometheus]:
         yield running
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        process.wait(180)

@@ -91,7 +91,7 @@ def test_every_query_has_an_answer(observed: tuple[Trio, Prometheus]) -> None:
         return not left
 
     try:
-        until(answered, "every query is answered", seconds=30)
+        until(answered, "every query is answered")
     except AssertionError:
         assert not left  # says which
 
@@ -114,7 +114,7 @@ def test_alerts_fire_where_they_should_and_nowhere_else() -> None:
     seen = {(test["alertname"], bool(test["exp_alerts"])) for case in cases for test in case["alert_rule_test"]}
     assert seen == {(rule["alert"], fires) for rule in ALERTS for fires in (True, False)}
     done = subprocess.run(
-        [program("promtool"), "test", "rules", CASES], capture_output=True, text=True, timeout=60, check=False
+        [program("promtool"), "test", "rules", CASES], capture_output=True, text=True, timeout=180, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -127,7 +127,7 @@ def test_the_configuration_is_prometheuss(tmp_path: Path) -> None:
         [program("promtool"), "check", "config", tmp_path / "prometheus.yml"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

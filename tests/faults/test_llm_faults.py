@@ -46,7 +46,7 @@ def health(both: Pair) -> Iterator[Callable[[], int]]:
     """What the LLM service's health says now."""
     with grpc.insecure_channel(both.llm.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        yield lambda: stub.Check(health_pb2.HealthCheckRequest(service="twinlens.v1.LlmService"), timeout=60).status
+        yield lambda: stub.Check(health_pb2.HealthCheckRequest(service="twinlens.v1.LlmService"), timeout=180).status
 
 
 def engine_of(service: Service) -> int:
@@ -218,7 +218,7 @@ def test_sigterm_lets_a_stream_finish_and_turns_new_calls_away(checkpoint: Path)
         service = stack.enter_context(llm_server(checkpoint, **LLM_FLAGS))
         client = stack.enter_context(LlmClient(service.address))
         with grpc.insecure_channel(service.address) as channel:
-            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=180)
             assert next(watch).status == SERVING
             beside = client.generate(asked(user("stay"), lasting()))
             assert next(iter(beside)).HasField("started")
@@ -234,7 +234,7 @@ def test_sigterm_lets_a_stream_finish_and_turns_new_calls_away(checkpoint: Path)
             beside.cancel()
             events = list(stream)
         assert events[-1].finished.usage.completion_tokens == 400
-        assert service.process.wait(60) == 0
+        assert service.process.wait(180) == 0
 
 
 def test_sigterm_to_all_of_its_processes_lets_a_stream_finish_too(checkpoint: Path) -> None:
@@ -245,7 +245,7 @@ def test_sigterm_to_all_of_its_processes_lets_a_stream_finish_too(checkpoint: Pa
         for pid in (service.process.pid, *service.descendants()):
             send(pid, signal.SIGTERM)
         assert list(stream)[-1].finished.usage.completion_tokens == 200
-        assert service.process.wait(60) == 0
+        assert service.process.wait(180) == 0
 
 
 def test_sigterm_with_no_time_left_ends_streams_with_a_status(checkpoint: Path) -> None:
@@ -254,7 +254,7 @@ def test_sigterm_with_no_time_left_ends_streams_with_a_status(checkpoint: Path) 
         assert next(iter(stream)).HasField("started")
         service.process.send_signal(signal.SIGTERM)
         assert ending(stream).code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-        assert service.process.wait(60) == 0
+        assert service.process.wait(180) == 0
 
 
 def test_sigterm_while_the_engine_still_loads_ends_at_once(checkpoint: Path) -> None:

@@ -18,7 +18,7 @@ SCREENSHOTS = os.environ.get("SCREENSHOTS", "")
 """A folder that pictures of the page are written to; none are where it is not named."""
 
 _CAMERA = ["--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]
-_PATIENCE = 60_000
+_PATIENCE = 180_000
 """Milliseconds that only end a test that has failed."""
 _DROP = """([name, type, content]) => {
   const files = new DataTransfer();

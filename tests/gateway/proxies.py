@@ -89,13 +89,13 @@ def proxy(kind: str, program: str, gateways: Sequence[str], folder: Path) -> Ite
         yield Proxy(port, trust)
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(180)
 
 
 def _answers(port: int, process: subprocess.Popen[bytes], log: Path) -> bool:
     assert process.poll() is None, log.read_text()
     try:
-        socket.create_connection(("127.0.0.1", port), timeout=60).close()
+        socket.create_connection(("127.0.0.1", port), timeout=180).close()
     except ConnectionRefusedError:
         return False
     return True

@@ -164,7 +164,7 @@ def test_a_request_that_takes_too_long_is_ended(stream: bool) -> None:
 
         def play(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
             yield v1.GenerateResponse(started=v1.GenerateStarted(prompt_tokens=9))
-            release.wait(60)
+            release.wait(600)
 
         door.llm.play = play
 
@@ -196,7 +196,7 @@ def test_a_signal_lets_streams_finish() -> None:
         def play(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
             asked.set()
             yield v1.GenerateResponse(started=v1.GenerateStarted(prompt_tokens=9))
-            go_on.wait(60)
+            go_on.wait(600)
             yield v1.GenerateResponse(delta=v1.GenerateDelta(text="".join(WORDS)))
             yield v1.GenerateResponse(finished=v1.GenerateFinished(reason=v1.FINISH_REASON_STOP))
 
@@ -205,14 +205,14 @@ def test_a_signal_lets_streams_finish() -> None:
         body = {"messages": [said("x")], "stream": True}
         caller = threading.Thread(target=lambda: replies.append(door.post("/v1/chat/completions", body)))
         caller.start()
-        assert asked.wait(60)
+        assert asked.wait(180)
         door.gateway.process.send_signal(signal.SIGTERM)
         until(lambda: refused(door), "it takes no new connection")
         go_on.set()
-        caller.join(60)
+        caller.join()
         assert replies[0].body.endswith(b"data: [DONE]\n\n")
         assert "".join(WORDS).encode() in replies[0].body
-        assert door.gateway.process.wait(60) == 0
+        assert door.gateway.process.wait(180) == 0
 
 
 def test_after_the_grace_time_streams_end_with_an_error() -> None:
@@ -222,20 +222,20 @@ def test_after_the_grace_time_streams_end_with_an_error() -> None:
         def play(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
             yield v1.GenerateResponse(started=v1.GenerateStarted(prompt_tokens=9))
             asked.set()
-            never.wait(60)
+            never.wait(600)
 
         door.llm.play = play
         replies: list[Any] = []
         body = {"messages": [said("x")], "stream": True}
         caller = threading.Thread(target=lambda: replies.append(door.post("/v1/chat/completions", body)))
         caller.start()
-        assert asked.wait(60)
+        assert asked.wait(180)
         door.gateway.process.send_signal(signal.SIGTERM)
-        caller.join(60)
+        caller.join()
         never.set()
         assert b"CALL_ENDED" in replies[0].body
         assert b"[DONE]" not in replies[0].body
-        assert door.gateway.process.wait(60) == 0
+        assert door.gateway.process.wait(180) == 0
 
 
 def refused(door: Any) -> bool:

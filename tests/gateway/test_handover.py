@@ -236,7 +236,7 @@ def test_an_only_service_goes_on_when_it_is_back() -> None:
         assert (door.metric("open_requests"), len(script.asked)) == (1, 2)
         assert door.metric("kept_request_bytes") == script.asked[0].ByteSize()
         player.usable = True
-        caller.join(60)
+        caller.join()
         assert plain(replies[0]) == undisturbed
         assert len(script.asked) == 3
 

@@ -71,7 +71,7 @@ class TestAWishForAnotherProtocol:
     def test_of_curl_is_answered(self, door: Trio) -> None:
         address = f"http://{door.gateway.address}/v1/chat/completions"
         done = subprocess.run(
-            ["curl", "-sS", "--http2", address, "-d", "@-"], input=chat(), capture_output=True, timeout=60, check=True
+            ["curl", "-sS", "--http2", address, "-d", "@-"], input=chat(), capture_output=True, timeout=180, check=True
         )
         assert json.loads(done.stdout)["object"] == "chat.completion"
 
@@ -106,7 +106,7 @@ NOT_HTTP = {
 def test_what_is_no_http_is_told_so_in_the_shape_of_errors(door: Trio, name: str) -> None:
     with door.connect() as connection:
         connection.sendall(NOT_HTTP[name][:66_000])
-        connection.settimeout(30)
+        connection.settimeout(600)
         head, _, body = connection.recv(65536).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400")
     assert b"\r\nconnection: close" in head

@@ -66,7 +66,7 @@ def test_what_is_handed_on_is_held_for_a_handover_alone_and_within_its_bound() -
 
     def play(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
         yield v1.GenerateResponse(started=v1.GenerateStarted(prompt_tokens=9))
-        go_on.wait(120)
+        go_on.wait(600)
         yield v1.GenerateResponse(finished=v1.GenerateFinished(reason=v1.FINISH_REASON_STOP))
 
     with scripted(max_kept_bytes="100MiB") as door:
@@ -82,7 +82,7 @@ def test_what_is_handed_on_is_held_for_a_handover_alone_and_within_its_bound() -
         until(lambda: own_memory(door.gateway) - before < 1.5 * SIZE, "the others are not held")
         go_on.set()
         for caller in callers:
-            caller.join(60)
+            caller.join()
         assert [reply.body.endswith(b"[DONE]\n\n") for reply in replies] == [True] * 4
         until(lambda: own_memory(door.gateway) - before < 0.5 * SIZE, "nothing is held")
         assert door.metric("kept_request_bytes") == 0
@@ -104,7 +104,7 @@ def test_a_body_that_dribbles_has_no_longer_than_a_request() -> None:
         sender.start()
         status, _, body = answered(connection)
         over.set()
-        sender.join(60)
+        sender.join()
         assert (status, json.loads(body)["error"]["code"]) == (504, "DEADLINE_EXCEEDED")
         until(lambda: door.metric("body_bytes") == 0, "its bytes are given back")
 

@@ -108,7 +108,7 @@ def test_an_answer_is_stopped_and_what_was_said_stays(page: Page, door: Scripted
     def endless(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
         yield v1.GenerateResponse(started=v1.GenerateStarted(prompt_tokens=1))
         yield v1.GenerateResponse(delta=v1.GenerateDelta(text="word ", token_ids=[1]))
-        stopped.wait(60)
+        stopped.wait(600)
 
     door.llm.play = endless
     answer = ask(page, "Talk")

@@ -40,7 +40,7 @@ class Stream:
         return thread
 
     def _read(self) -> None:
-        connection = http.client.HTTPSConnection("127.0.0.1", self.proxy.port, timeout=60, context=self.proxy.trust)
+        connection = http.client.HTTPSConnection("127.0.0.1", self.proxy.port, timeout=600, context=self.proxy.trust)
         try:
             connection.request("POST", "/v1/chat/completions", json.dumps({**BODY, "stream": True}))
             answer = connection.getresponse()
@@ -65,7 +65,7 @@ class Site:
 
     def ask(self) -> int:
         """The status of a whole answer."""
-        connection = http.client.HTTPSConnection("127.0.0.1", self.proxy.port, timeout=60, context=self.proxy.trust)
+        connection = http.client.HTTPSConnection("127.0.0.1", self.proxy.port, timeout=600, context=self.proxy.trust)
         try:
             connection.request("POST", "/v1/chat/completions", json.dumps({**BODY, "max_tokens": 1}))
             return connection.getresponse().status
@@ -77,7 +77,7 @@ class Site:
         streams = [Stream(self.proxy) for _ in self.doors]
         threads = [stream.start() for stream in streams]
         for stream in streams:
-            assert stream.begun.wait(60), stream.broken
+            assert stream.begun.wait(600), stream.broken
         assert [door.metric("open_requests") for door in self.doors] == [1, 1]
         return streams, threads
 
@@ -91,7 +91,7 @@ def site(kind: str, folder: Path) -> Iterator[Site]:
         yield v1.GenerateResponse(started=v1.GenerateStarted(prompt_tokens=9))
         yield v1.GenerateResponse(delta=v1.GenerateDelta(text="first "))
         if not request.sampling.HasField("max_tokens"):
-            go_on.wait(60)
+            go_on.wait(600)
         yield v1.GenerateResponse(delta=v1.GenerateDelta(text="last"))
         yield v1.GenerateResponse(finished=v1.GenerateFinished(reason=v1.FINISH_REASON_STOP))
 
@@ -126,14 +126,14 @@ def test_a_killed_gateway_takes_its_own_connections_along_and_no_others(running:
     assert {running.ask() for _ in range(6)} == {200}
     running.go_on.set()
     for thread in threads:
-        thread.join(60)
+        thread.join()
     assert sorted(map(ended_well, streams)) == [False, True]
 
 
 def test_a_gateway_that_drains_finishes_its_streams_and_is_given_no_more(running: Site) -> None:
     streams, threads = running.streams()
     leaving = running.doors[0].gateway
-    kept = http.client.HTTPConnection(leaving.address, timeout=60)
+    kept = http.client.HTTPConnection(leaving.address, timeout=600)
     assert _version(kept) == (200, None)
     leaving.process.send_signal(signal.SIGTERM)
     assert {running.ask() for _ in range(6)} == {200}
@@ -142,9 +142,9 @@ def test_a_gateway_that_drains_finishes_its_streams_and_is_given_no_more(running
     kept.close()
     running.go_on.set()
     for thread in threads:
-        thread.join(60)
+        thread.join()
     assert all(map(ended_well, streams))
-    assert leaving.process.wait(60) == 0
+    assert leaving.process.wait(180) == 0
 
 
 def _version(connection: http.client.HTTPConnection) -> tuple[int, str | None]:

@@ -124,7 +124,7 @@ def test_one_with_much_to_do_is_passed_over() -> None:
 
     def play(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
         yield v1.GenerateResponse(started=v1.GenerateStarted(prompt_tokens=9))
-        go_on.wait(60)
+        go_on.wait(600)
         yield v1.GenerateResponse(finished=v1.GenerateFinished(reason=v1.FINISH_REASON_STOP))
 
     with fakes(2) as (door, services):
@@ -136,7 +136,7 @@ def test_one_with_much_to_do_is_passed_over() -> None:
             until(lambda number=number: sum(asked(services)) == number, "it is asked")
         go_on.set()
         for caller in callers:
-            caller.join(60)
+            caller.join()
         assert sorted(asked(services)) == [1, 3]
 
 

@@ -49,7 +49,7 @@ class Door:
     def post(self, path: str, body: Any, headers: dict[str, str] | None = None, method: str = "POST") -> Reply:
         """One request of its own connection; a body that is not bytes is written as JSON."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        connection = http.client.HTTPConnection(self.gateway.address, timeout=60)
+        connection = http.client.HTTPConnection(self.gateway.address, timeout=600)
         try:
             connection.request(method, path, content or None, headers or {})
             answer = connection.getresponse()
@@ -65,7 +65,7 @@ class Door:
     def connect(self) -> socket.socket:
         """A bare connection."""
         host, _, port = self.gateway.address.rpartition(":")
-        return socket.create_connection((host, int(port)), timeout=60)
+        return socket.create_connection((host, int(port)), timeout=600)
 
     def metric(self, name: str) -> float:
         """One of the gateway's own metrics."""
@@ -120,7 +120,7 @@ def fronted(services: Pair, **flags: object) -> Iterator[Trio]:
     """A gateway of its own before services that run; asserts that nothing is held at its end."""
     with (
         gateway(services.llm.address, **flags) as door,
-        openai.OpenAI(base_url=f"http://{door.address}/v1", api_key="none", max_retries=0, timeout=120) as client,
+        openai.OpenAI(base_url=f"http://{door.address}/v1", api_key="none", max_retries=0, timeout=600) as client,
     ):
         model = services.text.get_info().model
         three = Trio(door, services, client, model)

@@ -42,7 +42,7 @@ class Meeting:
     """Where the threads of a group put their tensors, and find all of them."""
 
     def __init__(self, size: int) -> None:
-        self._barrier, self._given = threading.Barrier(size, timeout=60), dict[int, Tensor]()
+        self._barrier, self._given = threading.Barrier(size, timeout=180), dict[int, Tensor]()
 
     def all_of(self, rank: int, x: Tensor) -> list[Tensor]:
         self._given[rank] = x.clone()

@@ -156,5 +156,5 @@ def test_it_tells_what_happens_in_a_film(demo: Pair, way: str, start: Spot, end:
 
     frames = tuple(picture(("circle", "red", at(k / 5)), size=96) for k in range(6))
     film = movie(Case("video", frames, "", ""))
-    given = demo.text.ask("What happens?", video(film), sampling=SAMPLING, timeout=60).text
+    given = demo.text.ask("What happens?", video(film), sampling=SAMPLING, timeout=180).text
     assert given == f"The red circle moves {way}."

@@ -114,11 +114,11 @@ def test_a_key_that_nobody_has_is_not_found(qwen3: Pair) -> None:
 def test_an_example_shows_how_it_is_used(example: Path) -> None:
     here = {**os.environ, "PYTHONPATH": str(ROOT)}  # wherever else a client is installed
     shown = [sys.executable, example, "--help"]
-    done = subprocess.run(shown, capture_output=True, text=True, timeout=60, check=False, env=here)
+    done = subprocess.run(shown, capture_output=True, text=True, timeout=180, check=False, env=here)
     assert done.returncode == 0
     assert "--llm ADDR" in done.stdout
     nobody = [sys.executable, example, ROOT / "LICENSE", "What?", "--encoder", "127.0.0.1:1", "--llm", "127.0.0.1:1"]
-    done = subprocess.run(nobody, capture_output=True, text=True, timeout=60, check=False, env=here)
+    done = subprocess.run(nobody, capture_output=True, text=True, timeout=180, check=False, env=here)
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
     assert "nothing listens there" in done.stderr
 

@@ -393,13 +393,13 @@ def test_health_and_reflection_are_served(qwen3: Pair, side: str) -> None:
     with grpc.insecure_channel(getattr(qwen3, side).address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         for asked_for in ("", name):
-            assert health.Check(health_pb2.HealthCheckRequest(service=asked_for), timeout=10).status == SERVING
+            assert health.Check(health_pb2.HealthCheckRequest(service=asked_for), timeout=180).status == SERVING
         with pytest.raises(grpc.RpcError) as error:
-            health.Check(health_pb2.HealthCheckRequest(service="no.such"), timeout=10)
+            health.Check(health_pb2.HealthCheckRequest(service="no.such"), timeout=180)
         assert error.value.code() is grpc.StatusCode.NOT_FOUND
         look = reflection_pb2_grpc.ServerReflectionStub(channel)
         asking = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
-        services = next(look.ServerReflectionInfo(asking, timeout=10)).list_services_response.service
+        services = next(look.ServerReflectionInfo(asking, timeout=180)).list_services_response.service
     assert {name, "grpc.health.v1.Health"} <= {service.name for service in services}
 
 

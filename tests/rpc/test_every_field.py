@@ -188,7 +188,7 @@ def test_nothing_is_said_to_be_unimplemented_and_nothing_is(qwen3: Pair) -> None
         module = llm_pb2 if service == "LlmService" else encoder_pb2
         with grpc.insecure_channel(server.address) as channel:
             for method in module.DESCRIPTOR.services_by_name[service].methods:
-                call = channel.unary_stream(f"/twinlens.v1.{service}/{method.name}")(b"", timeout=30)
+                call = channel.unary_stream(f"/twinlens.v1.{service}/{method.name}")(b"", timeout=180)
                 with contextlib.suppress(grpc.RpcError):
                     list(call)
                 taken = {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}

@@ -328,16 +328,16 @@ def test_special_tokens_and_links_in_a_users_text_are_plain_text(qwen3: Pair, wo
 )
 def test_what_cannot_be_tokenized_is_refused(qwen3: Pair, request_: v1.TokenizeRequest) -> None:
     with grpc.insecure_channel(qwen3.llm.address) as channel, pytest.raises(grpc.RpcError) as error:
-        v1.LlmServiceStub(channel).Tokenize(request_, timeout=30)
+        v1.LlmServiceStub(channel).Tokenize(request_, timeout=180)
     assert error.value.code() is INVALID
 
 
 def test_a_flood_of_names_is_not_aborted(qwen3: Pair) -> None:
     with grpc.insecure_channel(qwen3.llm.address) as channel:
         stub = v1.LlmServiceStub(channel)
-        assert stub.Abort(v1.AbortRequest(request_ids=["nobody"] * 1024), timeout=30).aborted == 0
+        assert stub.Abort(v1.AbortRequest(request_ids=["nobody"] * 1024), timeout=180).aborted == 0
         with pytest.raises(grpc.RpcError) as error:
-            stub.Abort(v1.AbortRequest(request_ids=["nobody"] * 1025), timeout=30)
+            stub.Abort(v1.AbortRequest(request_ids=["nobody"] * 1025), timeout=180)
     assert error.value.code() is INVALID
 
 
@@ -355,7 +355,7 @@ def test_what_is_no_request_is_refused_without_a_word_about_the_host(
     qwen3: Pair, good: list[int], method: str, body: bytes, code: grpc.StatusCode
 ) -> None:
     with grpc.insecure_channel(qwen3.llm.address, [("grpc.max_send_message_length", -1)]) as channel:
-        call = channel.unary_stream(f"/twinlens.v1.LlmService/{method}")(body, timeout=60)
+        call = channel.unary_stream(f"/twinlens.v1.LlmService/{method}")(body, timeout=180)
         with pytest.raises(grpc.RpcError) as error:
             list(call)
     assert error.value.code() is code

@@ -61,7 +61,7 @@ def test_no_rpc_answers_without_the_token(narrow: Service, method: str, token: s
     assert method in llm_pb2.DESCRIPTOR.services_by_name["LlmService"].methods_by_name
     metadata = None if token is None else [("authorization", f"Bearer {token}x")]
     with grpc.insecure_channel(narrow.address) as channel:
-        call = channel.unary_stream(f"/twinlens.v1.LlmService/{method}")(b"", metadata=metadata, timeout=30)
+        call = channel.unary_stream(f"/twinlens.v1.LlmService/{method}")(b"", metadata=metadata, timeout=180)
         with pytest.raises(grpc.RpcError) as error:
             list(call)
     assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED

@@ -73,7 +73,7 @@ def check_cut(client: LlmClient, request: v1.GenerateRequest, events: list[v1.Ge
     """What was heard up to a cut, and what follows it, are together what is heard without one."""
     n = request.sampling.n or 1
     whole, choices = heard(events, n), heard(events[:cut], n)
-    with client.generate(resumed(request, choices), timeout=60) as stream:
+    with client.generate(resumed(request, choices), timeout=180) as stream:
         first, *rest = stream
     assert first.HasField("started")
     assert first.started.prompt_tokens == events[0].started.prompt_tokens
@@ -101,7 +101,7 @@ def whole_of(pair: Pair, request: v1.GenerateRequest) -> list[v1.GenerateRespons
     sampling = request.sampling
     tokenizer = Tokenizer.from_file(str(pair.checkpoint / "tokenizer.json"))
     texts = {n: Detokenizer(tokenizer, sampling.stop, sampling.min_tokens) for n in range(sampling.n or 1)}
-    with pair.text.generate(request, timeout=60) as stream:
+    with pair.text.generate(request, timeout=180) as stream:
         return [each for event in stream for each in one_by_one(event, texts)]
 
 

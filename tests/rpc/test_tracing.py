@@ -76,7 +76,7 @@ def test_a_request_is_one_trace_over_both_services(collector: Collector, checkpo
     with pair(checkpoints("qwen3_vl"), **chunks) as both, grpc.insecure_channel(both.llm.address) as channel:
         metadata = (("traceparent", f"00-{TRACE}-{PARENT}-01"),)
         first, *_, last = LlmServiceStub(channel).Generate(
-            asked(user(address, "What is it?")), metadata=metadata, timeout=60
+            asked(user(address, "What is it?")), metadata=metadata, timeout=180
         )
         answer(both.text, asked(about(file, "another question, and a trace of its own")))
     # Both services have ended, and have sent everything.
@@ -125,7 +125,7 @@ def test_a_collector_that_does_not_answer_holds_up_the_end_for_a_moment() -> Non
     go_on, ended = threading.Event(), list[bool]()
 
     def shutdown() -> None:
-        ended.append(go_on.wait(60))
+        ended.append(go_on.wait(180))
 
     tracing.use(SimpleNamespace(get_tracer=lambda _: None, shutdown=shutdown))
     tracing.stop(0.01)

@@ -158,4 +158,4 @@ def test_the_llm_service_takes_addresses_and_answers_as_for_the_bytes(checkpoint
 
 def _generate(llm: Service, request: v1.GenerateRequest):
     with grpc.insecure_channel(llm.address) as channel:
-        yield from v1.LlmServiceStub(channel).Generate(request, timeout=60)
+        yield from v1.LlmServiceStub(channel).Generate(request, timeout=180)

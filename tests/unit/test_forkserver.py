@@ -84,7 +84,7 @@ def test_its_processes_end_with_it(checkpoint: Path) -> None:
     with encoder_server(checkpoint, decode_processes=1, exit_code=-signal.SIGKILL) as service:
         assert isinstance(service.process, forkserver.Forked)
         service.process.kill()  # the end of the block waits for the others
-        assert service.process.wait(60) == -signal.SIGKILL
+        assert service.process.wait(180) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("fork", [True, False], ids=["forked", "started"])

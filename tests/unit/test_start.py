@@ -53,7 +53,7 @@ def test_an_interrupt_while_a_service_is_being_read_ends_it_in_silence(service: 
         assert process.stderr is not None
         assert any(line.endswith(b" common.config\n") for line in process.stderr), "its options are being read"
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=180)
     assert process.returncode == -signal.SIGINT
     assert b"Traceback" not in err
     assert b"ready" not in out

@@ -34,7 +34,7 @@ def weather(city: str) -> str:
 
 def model(door: str, **fields: Any) -> ChatOpenAI:
     return ChatOpenAI(
-        base_url=GIVEN[door]["url"], model=GIVEN[door]["model"], api_key="none", max_retries=0, timeout=60, **fields
+        base_url=GIVEN[door]["url"], model=GIVEN[door]["model"], api_key="none", max_retries=0, timeout=180, **fields
     )
 
 

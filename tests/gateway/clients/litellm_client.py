@@ -35,7 +35,7 @@ def ask(door: str, content: Any, **fields: Any) -> Any:
         api_base=GIVEN[door]["url"],
         api_key="none",
         num_retries=0,
-        timeout=60,
+        timeout=180,
         messages=turns,
         **fields,
     )

@@ -83,7 +83,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder: Path = tmp_path_factory.mktemp("driver")
     (folder / "driver.c").write_text(LIBRARY)
     subprocess.run(
-        [compiler, "-shared", "-fPIC", "-o", folder / "driver.so", folder / "driver.c"], check=True, timeout=60
+        [compiler, "-shared", "-fPIC", "-o", folder / "driver.so", folder / "driver.c"], check=True, timeout=180
     )
     return ctypes.CDLL(str(folder / "driver.so"))
 

@@ -153,7 +153,7 @@ async def test_a_bug_is_internal_and_tells_nothing_of_itself(streamed: bool) -> 
 async def test_a_handler_that_was_cancelled_from_inside_leaves_no_caller_waiting() -> None:
     async with Serving() as serving:
         serving.servicer.act = raising(asyncio.CancelledError())
-        error = await failure(serving.stub.Generate(v1.GenerateRequest(), timeout=20))
+        error = await failure(serving.stub.Generate(v1.GenerateRequest(), timeout=180))
         assert error.code() is grpc.StatusCode.INTERNAL
 
 
@@ -163,7 +163,7 @@ async def test_a_handler_whose_task_is_cancelled_leaves_no_caller_waiting(model:
     async with Serving() as serving:
         tasks: list[asyncio.Task[Any] | None] = []
         serving.servicer.act = lambda: tasks.append(asyncio.current_task())
-        call = serving.stub.Generate(v1.GenerateRequest(model=model), timeout=20)
+        call = serving.stub.Generate(v1.GenerateRequest(model=model), timeout=180)
         assert (await call.read()).HasField("started")
         await eventually(lambda: tasks, "it is under way")
         assert tasks[0] is not None
@@ -183,7 +183,7 @@ async def test_a_caller_who_does_not_read_on_keeps_no_place_once_the_call_has_en
         await eventually(lambda: tasks, "it is under way")
         assert tasks[0] is not None
         tasks[0].cancel()
-        await asyncio.wait_for(serving.interceptor.empty(), 60)
+        await asyncio.wait_for(serving.interceptor.empty(), 180)
         assert serving.servicer.closed.is_set()
         error = await failure(call)
         assert (error.code(), details(error)["ErrorInfo"].reason) == (grpc.StatusCode.UNAVAILABLE, "CALL_ENDED")

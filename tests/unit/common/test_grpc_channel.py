@@ -74,7 +74,7 @@ async def test_a_service_that_takes_a_while_to_answer_a_connection_is_there() ->
     try:
         with slow_to_answer(frame.address, 1.5) as address:
             async with open_channel(address, ChannelSecurity()) as channel:
-                answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
+                answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=180)
                 assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
     finally:
         await frame.drain()

@@ -136,16 +136,16 @@ async def test_a_certificate_that_is_replaced_is_shown_from_then_on(tmp_path: Pa
     try:
         async with channel(old) as before:
             asked = health_pb2_grpc.HealthStub(before)
-            await asked.Check(health_pb2.HealthCheckRequest(), timeout=60)
+            await asked.Check(health_pb2.HealthCheckRequest(), timeout=180)
             shown_to_strangers = await asyncio.to_thread(fingerprint, frame.address)
             new = issue()
             async with channel(new) as after:
-                await health_pb2_grpc.HealthStub(after).Check(health_pb2.HealthCheckRequest(), timeout=60)
-            await asked.Check(health_pb2.HealthCheckRequest(), timeout=60)
+                await health_pb2_grpc.HealthStub(after).Check(health_pb2.HealthCheckRequest(), timeout=180)
+            await asked.Check(health_pb2.HealthCheckRequest(), timeout=180)
             assert await asyncio.to_thread(fingerprint, frame.address) != shown_to_strangers
             async with channel(old) as late:
                 with pytest.raises(grpc.aio.AioRpcError) as error:
-                    await health_pb2_grpc.HealthStub(late).Check(health_pb2.HealthCheckRequest(), timeout=60)
+                    await health_pb2_grpc.HealthStub(late).Check(health_pb2.HealthCheckRequest(), timeout=180)
             assert error.value.code() is grpc.StatusCode.UNAVAILABLE
     finally:
         await frame.drain()

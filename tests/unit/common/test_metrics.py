@@ -19,7 +19,7 @@ async def scrape(address: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], 
     """Every sample by its name and labels, as Prometheus would read them."""
 
     def get() -> str:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=180) as answer:
             assert answer.headers["Content-Type"].startswith("text/plain")
             return str(answer.read(), "utf-8")
 
@@ -120,7 +120,7 @@ async def test_silent_connections_are_bounded_and_do_not_delay_the_end() -> None
     async with Metrics("twinlens_test").serve("127.0.0.1:0") as address:
         host, port = address.split(":")
         silent = [socket.create_connection((host, int(port))) for _ in range(9)]
-        silent[8].settimeout(30)
+        silent[8].settimeout(180)
         assert await asyncio.to_thread(silent[8].recv, 1) == b"", "the ninth is closed at once"
     for each in silent:
         each.close()

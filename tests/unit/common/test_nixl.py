@@ -90,11 +90,12 @@ async def test_reads_of_a_process_that_ends_fail_and_another_agent_takes_its_pla
 
 async def test_a_read_that_does_not_end_ends_the_process_before_it_ends() -> None:
     """When its future ends, nobody writes there any more."""
-    async with held(fill=7) as theirs, held("HANGS", seconds=0.05) as ours:
+    async with held(fill=7) as theirs, held("HANGS") as ours:
         memory = AgentMemory(**{**_fields(theirs.memory), "backend": "HANGS"})
         child = ours.agent._child
         assert child is not None
         await ours.agent.connect(memory)
+        ours.agent._answer_seconds = 0.05
         with pytest.raises(NixlError, match="its process has ended"):
             await asyncio.shield(ours.agent.read(memory, 0, 0, 8))
         assert child.process.returncode is not None
@@ -104,9 +105,10 @@ async def test_a_read_that_does_not_end_ends_the_process_before_it_ends() -> Non
 async def test_a_host_that_stands_still_is_given_up_and_nothing_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """By TCP, as between hosts. What the library calls released would still be written, once the other goes on."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")
-    async with held(module=MODULE, fill=7) as theirs, held(module=MODULE, seconds=1.0) as ours:
+    async with held(module=MODULE, fill=7) as theirs, held(module=MODULE) as ours:
         await ours.agent.connect(theirs.memory)
         await asyncio.shield(ours.agent.read(theirs.memory, 0, 0, 8))
+        ours.agent._answer_seconds, patient = 1.0, ours.agent._answer_seconds
         child = theirs.agent._child
         assert child is not None
         os.kill(child.process.pid, signal.SIGSTOP)
@@ -116,6 +118,7 @@ async def test_a_host_that_stands_still_is_given_up_and_nothing_comes_later(monk
             landed = ours.bytes(8, SIZE - 8)  # some of it, where it stood still a moment after it was told to
         finally:
             os.kill(child.process.pid, signal.SIGCONT)
+        ours.agent._answer_seconds = patient
         while not await _read(ours, theirs, 4):  # the library may end their process, now that it hears of this
             await eventually(lambda: ours.agent.memory and theirs.agent.memory, "both have an agent")
         assert ours.bytes(0, 8) == b"\7" * 8

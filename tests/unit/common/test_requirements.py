@@ -34,7 +34,7 @@ def test_what_is_missing_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatc
 def test_a_service_says_so_before_it_imports_what_is_missing(service: str) -> None:
     """With no installed package in sight: `-S` leaves site-packages out."""
     started = subprocess.run(
-        [sys.executable, "-S", "-m", service], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-S", "-m", service], cwd=ROOT, capture_output=True, text=True, timeout=180, check=False
     )
     assert started.returncode == 1
     (line,) = started.stderr.splitlines()

@@ -55,9 +55,9 @@ async def test_work_that_is_cancelled_itself_is_over():
 
 
 def test_what_a_daemon_thread_made_or_raised_comes_back():
-    assert in_daemon_thread(int, "7").result(60) == 7
+    assert in_daemon_thread(int, "7").result(180) == 7
     with pytest.raises(ValueError, match="seven"):
-        in_daemon_thread(int, "seven").result(60)
+        in_daemon_thread(int, "seven").result(180)
 
 
 def test_where_no_thread_can_be_had_the_result_says_so(monkeypatch):
@@ -66,7 +66,7 @@ def test_where_no_thread_can_be_had_the_result_says_so(monkeypatch):
 
     monkeypatch.setattr(_thread, "start_new_thread", start)
     with pytest.raises(RuntimeError, match="new thread"):
-        in_daemon_thread(int, "7").result(60)
+        in_daemon_thread(int, "7").result(180)
 
 
 async def test_threads_that_were_started_need_no_other(monkeypatch):
@@ -103,7 +103,7 @@ async def test_who_leaves_does_not_take_a_daemon_thread_s_work_back():
     await turns()
     assert not working.cancelled()
     go_on.set()
-    assert working.result(60)
+    assert working.result(180)
 
 
 _DEFECT = """
@@ -122,7 +122,7 @@ asyncio.run(main())
 
 
 def test_a_defect_of_a_task_that_nothing_is_served_without_ends_the_process_and_says_why():
-    ended = subprocess.run([sys.executable, "-c", _DEFECT], check=False, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", _DEFECT], check=False, capture_output=True, text=True, timeout=180)
     assert ended.returncode == EXIT_DEFECT
     assert "a task failed" in ended.stderr
     assert "KeyError" in ended.stderr

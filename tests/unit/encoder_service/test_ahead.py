@@ -52,7 +52,7 @@ def test_the_next_job_is_prepared_while_one_is_computed() -> None:
 
     for prepared in ahead(range(3), prepare):
         if (job := prepared.result()) < 2:
-            assert begun[job + 1].wait(60)
+            assert begun[job + 1].wait(180)
     assert not begun[3].is_set()
 
 

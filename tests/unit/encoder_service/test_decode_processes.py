@@ -52,7 +52,7 @@ async def test_where_no_process_can_be_started_jobs_are_told_at_once_until_one_c
             (child,) = processes.children
             child.kill()
             await child.process.wait()
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(180):
                 while not child.has_ended:
                     await turns(1)
             found = await asyncio.gather(*(processes.take(b"x") for _ in range(3)), return_exceptions=True)
@@ -63,7 +63,7 @@ async def test_where_no_process_can_be_started_jobs_are_told_at_once_until_one_c
             await turns(1)
             assert late.done()
             assert isinstance(late.exception(), Unavailable)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):
             await able.wait()
         processes.put(await processes.take(b"x"))
 

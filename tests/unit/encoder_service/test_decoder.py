@@ -221,7 +221,7 @@ async def test_no_file_is_to_blame_for_processes_that_died_without_a_job():
         for pid in processes():
             os.kill(pid, signal.SIGKILL)
         await asyncio.gather(*(child.process.wait() for child in decoders.processes.children))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):
             while not all(child.has_ended for child in decoders.processes.children):
                 await turns(1)
             assert await decoders.inspect(data, key=b"x", modality=IMAGE, field="x") == Inspection(50, 40)
@@ -370,7 +370,7 @@ async def test_a_process_that_was_too_slow_is_replaced_though_its_caller_leaves_
         go_on.set()
         with pytest.raises(asyncio.CancelledError):
             await job
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):
             await decoders.processes.take(b"x")
 
 

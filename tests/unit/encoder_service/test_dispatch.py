@@ -314,7 +314,7 @@ async def test_a_replacement_that_hangs_at_its_start_is_replaced_in_turn(start, 
 
     monkeypatch.setattr(Child, "start", child)
     children[0].kill()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(180):
         await started.wait()
     await turns()
     assert [each.alive for each in children] == [False, False, True]

@@ -137,7 +137,7 @@ async def test_memory_is_given_back_by_a_thread_while_nobody_else_has_it(store, 
     go_on, emptied = threading.Semaphore(0), []
 
     def slowly(span: Range) -> None:
-        assert go_on.acquire(timeout=60)
+        assert go_on.acquire(timeout=180)
         emptied.append(span)
         store.buffer.view[span.offset : span.end] = bytes(span.size)
         assert threading.current_thread() is not threading.main_thread()
@@ -165,7 +165,7 @@ async def test_memory_is_given_back_by_a_thread_while_nobody_else_has_it(store, 
 
 async def test_who_leaves_while_memory_is_given_back_leaves_nothing(store, monkeypatch):
     go_on = threading.Event()
-    monkeypatch.setattr(store.buffer, "discard", lambda _: go_on.wait(60))
+    monkeypatch.setattr(store.buffer, "discard", lambda _: go_on.wait(180))
     shrinking = asyncio.create_task(store.shrink())
     await turns()
     shrinking.cancel()

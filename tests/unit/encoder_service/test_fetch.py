@@ -210,7 +210,7 @@ async def test_look_ups_that_hang_are_as_many_as_downloads_may_be_and_give_way_w
 
     def hangs(host: str, *_: object, **__: object) -> list[tuple[object, ...]]:
         asked.append(host)
-        go_on.wait(60)
+        go_on.wait(180)
         return [(0, 0, 0, "", ("127.0.0.1", 0))]
 
     monkeypatch.setattr(socket, "getaddrinfo", hangs)

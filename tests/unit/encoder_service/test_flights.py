@@ -77,7 +77,7 @@ async def _play(monkeypatch, play, decode_turns: int, room: int) -> None:
             made.check_integrity()
             assert made.pipeline.store.used <= made.pipeline.store.capacity
         decoders.failure = None
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(180):
             while made._flights or not all(task.done() for task in waiting):
                 _answer(made)
                 await turns(1)

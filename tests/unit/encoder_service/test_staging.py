@@ -61,7 +61,7 @@ async def test_large_ranges_are_emptied_by_a_thread_before_others_get_them(stagi
     go_on, emptied = threading.Event(), []
 
     def slowly(span: Range) -> None:
-        assert go_on.wait(60)
+        assert go_on.wait(180)
         emptied.append((span, threading.current_thread() is threading.main_thread()))
 
     monkeypatch.setattr(staging.buffer, "discard", slowly)

@@ -19,7 +19,7 @@ from tests.unit.twinlens.fakes import FakeLlm, refuse
 from twinlens import v1
 from twinlens.v1 import llm_pb2
 
-SECONDS = 60.0
+SECONDS = 180.0
 """Only ends a test that has failed."""
 
 

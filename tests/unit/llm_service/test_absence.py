@@ -132,7 +132,7 @@ async def test_of_an_address_where_nothing_answers_that_is_told(connects: bool) 
         channel = open_channel(f"127.0.0.1:{listening.getsockname()[1]}", PLAIN)
         stub: Any = EncoderServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.GetInfo(encoder_pb2.EncoderServiceGetInfoRequest(), timeout=60)
+            await stub.GetInfo(encoder_pb2.EncoderServiceGetInfoRequest(), timeout=180)
         await channel.close()
     said = trouble(caught.value.code(), caught.value.details() or "", PLAIN)
     assert said == "nothing answers there, as behind a firewall or on a host that is gone"

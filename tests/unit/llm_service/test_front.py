@@ -46,7 +46,7 @@ async def forward(monkeypatch: pytest.MonkeyPatch) -> Forward:
 
 
 async def start(front: EngineFront) -> None:
-    await asyncio.wait_for(front.start(), 20)
+    await asyncio.wait_for(front.start(), 180)
 
 
 async def test_a_first_engine_that_no_process_can_be_had_for_is_told_to_who_starts_it(
@@ -68,7 +68,7 @@ async def test_a_first_engine_that_hangs_while_it_loads_is_told_to_who_starts_it
     assert not starting.done()
     await forward(START_SECONDS / 10)
     with pytest.raises(Internal, match="it was not ready after 100 seconds"):
-        await asyncio.wait_for(starting, 20)
+        await asyncio.wait_for(starting, 180)
     await front.stop()
 
 
@@ -250,7 +250,7 @@ async def test_an_engine_comes_back_though_no_process_could_be_had_at_once(monke
     await start(front)
     second.serves()
     first.dies()
-    await asyncio.wait_for(serves.wait(), 20)
+    await asyncio.wait_for(serves.wait(), 180)
     assert front.ready is not None
     await front.stop()
     assert told == [True, False, True, False]

@@ -170,7 +170,7 @@ async def test_a_prompt_is_measured_by_the_engine_that_gets_it(monkeypatch: pyte
         await eventually(lambda: front.ready is not None)
         b.cache.release(held)
         with pytest.raises(InvalidInput) as error:
-            await asyncio.wait_for(ends, 20)
+            await asyncio.wait_for(ends, 180)
         assert error.value.reason == "PROMPT_TOO_LONG"
         assert child.told(Add) == []
 
@@ -376,7 +376,7 @@ async def test_whoever_shares_an_item_hears_of_its_failure_by_a_place_in_its_own
 async def test_a_prompt_that_comes_to_no_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async with served(monkeypatch) as (b, (child, front)):
         with pytest.raises(InvalidInput) as error:
-            await asyncio.wait_for(everything(generator(b, front, tokens=0), asked()), 20)
+            await asyncio.wait_for(everything(generator(b, front, tokens=0), asked()), 180)
         assert (error.value.reason, error.value.field) == ("EMPTY_PROMPT", "input")
         assert child.told(Add) == []
 

@@ -28,7 +28,7 @@ class Meeting:
     """Threads that exchange tensors; each knows its rank."""
 
     def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size, timeout=60)
+        self._barrier = threading.Barrier(size, timeout=180)
         self._given: list[Tensor] = [torch.empty(0)] * size
         self.group_name = "ranks"
         self.local = threading.local()

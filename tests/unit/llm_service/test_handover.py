@@ -119,7 +119,7 @@ def token(request: EngineRequest, number: int, choice: int = 0, ended: str = "")
 
 async def error_of(request: EngineRequest) -> TwinlensError:
     with contextlib.suppress(TwinlensError):
-        while await asyncio.wait_for(request.next(), 20):
+        while await asyncio.wait_for(request.next(), 180):
             pass  # what came before it
     with pytest.raises(TwinlensError) as error:
         await request.next()

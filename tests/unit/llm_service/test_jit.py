@@ -187,7 +187,7 @@ def test_who_comes_while_another_compiles_waits_and_loads_what_is_kept_then(
     with ThreadPoolExecutor(1) as threads:
         with first.alone():
             waits = threads.submit(second.kernel, np.ones(3, np.float32)) if calls else threads.submit(second.compile)
-            assert looked.wait(60)
+            assert looked.wait(180)
             first.kernel.compile(first.types)
         waits.result()
     assert sum(second.kernel.stats.cache_hits.values()) == 1

@@ -209,10 +209,10 @@ async def test_a_reader_who_is_cancelled_after_a_failure_leaves_when_copies_have
 
     def checked(data: memoryview) -> int:
         if next(calls) == 0:
-            assert begun.wait(60)
+            assert begun.wait(180)
             return 0
         begun.set()
-        assert goes_on.wait(60)
+        assert goes_on.wait(180)
         return crc32c(data)
 
     monkeypatch.setattr(copier, "_THREADS", 2)

@@ -43,7 +43,7 @@ from tests.in_turn import InTurn
 from tests.unit.llm_service.hashed import EOS, ROW_BYTES, HashExecutor, Order, expected
 from tests.waiting import until
 
-WAIT = 30.0
+WAIT = 180.0
 
 
 class Recorder(InTurn):

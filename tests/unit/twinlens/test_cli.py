@@ -327,7 +327,7 @@ def test_python_m_twinlens_is_the_command() -> None:
 def test_ctrl_c_ends_the_call_and_exits_with_130(llm: FakeLlm, llm_address: str) -> None:
     def play(request: v1.GenerateRequest):
         yield v1.GenerateResponse(delta=v1.GenerateDelta(text="one\n"))
-        llm.ended.wait(60)
+        llm.ended.wait(180)
 
     llm.play = play
     # A shell has what it runs in the background ignore SIGINT, and Python leaves that as it is.
@@ -339,8 +339,8 @@ def test_ctrl_c_ends_the_call_and_exits_with_130(llm: FakeLlm, llm_address: str)
             assert process.stdout is not None
             assert process.stdout.readline() == "one\n"
             process.send_signal(signal.SIGINT)
-            assert llm.ended.wait(60)
-            _, err = process.communicate(timeout=60)
+            assert llm.ended.wait(180)
+            _, err = process.communicate(timeout=180)
         finally:
             process.kill()
     assert process.returncode == 130

@@ -32,7 +32,7 @@ TOO_LARGE = v1.Status(code=3, message="the picture is too large", reason="IMAGE_
 def stuck(llm: FakeLlm) -> FakeLlm:
     def play(request: v1.GenerateRequest):
         yield v1.GenerateResponse(delta=v1.GenerateDelta(text="one"))
-        llm.ended.wait(20)
+        llm.ended.wait(180)
 
     llm.play = play
     return llm
@@ -89,7 +89,7 @@ class TestThreads:
             with client.generate("hello") as events:
                 assert next(events).delta.text == "one"
                 assert not stuck.ended.is_set()
-            assert stuck.ended.wait(10)
+            assert stuck.ended.wait(180)
 
     def test_a_cancelled_stream_just_stops(self, stuck: FakeLlm, llm_address: str) -> None:
         with LlmClient(llm_address) as client:

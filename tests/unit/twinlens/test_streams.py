@@ -26,7 +26,7 @@ def stuck(llm: FakeLlm) -> FakeLlm:
     def play(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
         for word in ("one", "two"):
             yield v1.GenerateResponse(delta=v1.GenerateDelta(text=word))
-        llm.ended.wait(60)
+        llm.ended.wait(180)
 
     llm.play = play
     return llm
@@ -66,7 +66,7 @@ def test_a_service_that_ends_before_the_first_event_is_not_there() -> None:
     deadline or not."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        with LlmClient(address) as client, client.generate("hello", timeout=60) as events:
+        with LlmClient(address) as client, client.generate("hello", timeout=180) as events:
             connection, _ = listener.accept()
             listener.close()
             connection.close()
@@ -76,7 +76,7 @@ def test_a_service_that_ends_before_the_first_event_is_not_there() -> None:
 
 def says_nothing(llm: FakeLlm) -> Callable[[v1.GenerateRequest], Iterator[v1.GenerateResponse]]:
     def play(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
-        llm.ended.wait(60)
+        llm.ended.wait(180)
         yield from ()
 
     return play
@@ -101,7 +101,7 @@ def test_no_call_outlives_its_deadline_where_services_stop_as_it_reaches_them() 
             caller.start()
             asked.wait()
             server.close()
-            caller.join(30)
+            caller.join(180)
             assert not caller.is_alive()
     assert len(ends) == ROUNDS
 
