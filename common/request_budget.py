@@ -42,6 +42,9 @@ _LARGE = 8 << 20
 _LOOK_SECONDS, _PACE_SECONDS = 0.02, 0.25
 """How often is looked at what has come, and over what time a pace is taken."""
 
+_LATE_SECONDS = 0.05
+"""By how much a look is late in a process that stood still."""
+
 _CLAIM_SECONDS = 1.0
 """How long a message that filled its window is taken for the largest."""
 
@@ -105,6 +108,12 @@ class _Connection:
         foreseen = min(came + round(self.pace * foreseen_seconds), len(self.arriving) * max_message_bytes)
         return max(self.claims(now), came, foreseen if came > UNREAD else 0)
 
+    def excuse(self, seconds: float, now: float) -> None:
+        """For so long this process read nothing: nobody is slow by that."""
+        self.moved = min(now, self.moved + seconds)
+        for one in self.arriving:
+            one.begun = min(now, one.begun + seconds)
+
     def note(self, received: int, now: float) -> None:
         """So much has come by now."""
         self.received = received
@@ -158,6 +167,7 @@ class RequestBudget:
         self._brought: OrderedDict[str, int] = OrderedDict()
         self._queues: tuple[tuple[_WaitQueue, int], ...] = ((deque(), self._max_bytes), (deque(), self._max_large))
         self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
         self._gone = 0
         self._tidying: dict[float, asyncio.TimerHandle] = {}
         self._trimming: Future[bool] | None = None
@@ -311,13 +321,17 @@ class RequestBudget:
 
     def _watch(self) -> None:
         if self._timer is None and (self._connections or self._waiting):
+            self._due = time.monotonic() + _LOOK_SECONDS
             self._timer = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
 
     def _look(self) -> None:
         """Fifty times a second, while anything is coming: what has come, what stands still, and who has to give way."""
         self._timer = None
         now = time.monotonic()
+        late = now - self._due
         for peer, connection in list(self._connections.items()):
+            if late > _LATE_SECONDS:
+                connection.excuse(late, now)
             self._measure(connection, now)
             if now - max(connection.moved, connection.arriving[0].begun) > self._stall_seconds:
                 self._end(peer, connection, Exhausted("the request did not arrive in time", reason="REQUEST_TOO_SLOW"))

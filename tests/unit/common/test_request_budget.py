@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -17,6 +18,7 @@ from common.errors import Exhausted, TwinlensError
 from common.grpc_server import ServerConfig
 from common.request_budget import SMALL, UNREAD, RequestBudget, max_large_bytes
 from common.tcp_connections import Address
+from tests.clock import turns
 from tests.launch import Service, launch
 from tests.raw_http2 import RawConnection, message
 from tests.waiting import eventually, until
@@ -199,6 +201,18 @@ async def test_what_brings_nothing_is_given_up() -> None:
         told, _ = await crowd.comes(1)
         await crowd.looked(lambda: told.reason)
         assert told.reason == "REQUEST_TOO_SLOW"
+
+
+async def test_a_service_that_stood_still_takes_nobody_for_slow() -> None:
+    """What came before that has not been read yet."""
+    crowd = Crowd(stall_seconds=0.2)
+    async with crowd.open:
+        crowd.brings(1, 1000)
+        told, _ = await crowd.comes(1)
+        time.sleep(0.5)  # noqa: ASYNC251
+        await turns()
+        assert not told.reason
+        await crowd.looked(lambda: told.reason)
 
 
 async def test_where_nothing_can_be_measured_a_message_counts_as_the_largest(crowd: Crowd) -> None:
