@@ -21,7 +21,7 @@ WORKDIR /src
 COPY pyproject.toml constraints.txt ./
 RUN /opt/twinlens/bin/pip install 'pip>=25.1' \
  && /opt/twinlens/bin/pip install --no-compile --constraint constraints.txt "${TORCH}" \
-    --group services --group gateway --group tracing \
+    --group services --group gateway --group tracing --group kv-events \
  && if [ -n "${GPU_REQUIREMENTS}" ]; then \
       /opt/twinlens/bin/pip install --no-compile --constraint constraints.txt --no-build-isolation ${GPU_REQUIREMENTS}; fi \
  && if [ -n "${LIBRARY_REQUIREMENTS}" ]; then \

@@ -189,6 +189,14 @@ class LlmConfig(ServerConfig):
     lora_modules: tuple[str, ...] = option(
         (), "adapters to load at the start: name=folder, relative to --lora-dir, comma-separated", parse=words
     )
+    kv_events: str = option(
+        "",
+        "where to publish by ZeroMQ, as vLLM does, which KV blocks are found here: tcp://*:PORT, or tcp://HOST:PORT of"
+        " a subscriber that waits for it; empty: nowhere",
+    )
+    kv_events_topic: str = option("", "what these begin with, such as kv@HOST:PORT@MODEL for llm-d")
+    kv_events_replay: str = option("", "where subscribers ask for those that they have missed: tcp://*:PORT")
+    kv_events_replay_bytes: int = option(64 << 20, "memory for these", parse=size, minimum=0)
     max_loras: int = option(
         8, "adapters that steps compute from at once; the memory of so many slots is set aside", minimum=1, maximum=256
     )
@@ -318,6 +326,7 @@ class LlmConfig(ServerConfig):
         self._check_speculation()
         if self.kv_host_bytes and not self.prefix_cache:
             raise ValueError("--kv-host-bytes needs --prefix-cache: nothing else would find these blocks")
+        self._check_kv_events()
         if bool(self.encoder_cert) != bool(self.encoder_key):
             raise ValueError("--encoder-cert and --encoder-key go together")
         if self.row_mirror and not self.shared_memory:
@@ -348,6 +357,15 @@ class LlmConfig(ServerConfig):
             raise ValueError("--speculative-method mtp is for one rank, not for --tp")
         if self.speculative_tokens and self.overlap == "yes":
             raise ValueError("--speculative-tokens and --overlap yes exclude each other: a draft follows a known token")
+
+    def _check_kv_events(self) -> None:
+        for name, endpoint in (("--kv-events", self.kv_events), ("--kv-events-replay", self.kv_events_replay)):
+            if endpoint and not _is_endpoint(endpoint):
+                raise ValueError(f"{name}: {endpoint} is none of tcp://*:PORT, tcp://HOST:PORT and ipc://PATH")
+        if self.kv_events and not self.prefix_cache:
+            raise ValueError("--kv-events needs --prefix-cache: no block would be found")
+        if self.kv_events_replay and not self.kv_events:
+            raise ValueError("--kv-events-replay needs --kv-events: there is nothing to be missed")
 
     def _check_adapters(self) -> None:
         if self.lora_modules and not self.lora_dir:
@@ -387,3 +405,9 @@ class LlmConfig(ServerConfig):
         )
         token = "".join(read_tokens(self.encoder_token, ""))
         return ChannelSecurity(self.encoder_ca, self.encoder_cert, self.encoder_key, token, token_file)
+
+
+def _is_endpoint(text: str) -> bool:
+    scheme, _, place = text.partition("://")
+    host, _, port = place.rpartition(":")
+    return bool(place) if scheme == "ipc" else scheme == "tcp" and bool(host) and is_port(port) and int(port) > 0

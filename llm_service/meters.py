@@ -86,6 +86,16 @@ class Meters:
 
         self._metrics.read(read)
 
+    def watch_kv_events(self, counts: Callable[[], tuple[int, int]] | None) -> None:
+        """Has every scrape read how many batches were published and dropped, where any are."""
+
+        def read() -> Iterator[Metric]:
+            published, dropped = counts() if counts is not None else (0, 0)
+            yield total("kv_event_batches", "batches of events about KV blocks that were published", published)
+            yield total("kv_event_batches_dropped", "batches that were not, since sending took too long", dropped)
+
+        self._metrics.read(read)
+
 
 class RequestMeter:
     """Follows one request."""

@@ -136,6 +136,7 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
         running.push_async_callback(_prove_idle, components)
         add_LlmServiceServicer_to_server(LlmServicer(components), frame.server)
         await frame.bind()
+        meters.watch_kv_events(await _kv_events(config, components, running))
         metrics_address = await running.enter_async_context(metrics.serve(config.metrics_listen))
         running.push_async_callback(engine.stop)
         running.push_async_callback(components.pool.stop)
@@ -281,6 +282,31 @@ async def _nixl(config: LlmConfig, model: _Model, running: AsyncExitStack) -> Ni
     return reader
 
 
+async def _kv_events(
+    config: LlmConfig, components: Components, running: AsyncExitStack
+) -> Callable[[], tuple[int, int]] | None:
+    """Publishes what becomes of KV blocks, where that is wanted, until `running` ends; how many batches were published
+    and dropped. Raises OSError."""
+    if not config.kv_events:
+        return None
+    try:
+        from llm_service.kv_events import KvEventPublisher
+    except ImportError as error:
+        raise OSError("--kv-events needs the package pyzmq: pip install 'twinlens[kv-events]'") from error
+    publisher = KvEventPublisher(
+        config.kv_events,
+        block_size=config.block_size,
+        topic=config.kv_events_topic,
+        replay_endpoint=config.kv_events_replay,
+        replay_bytes=config.kv_events_replay_bytes,
+        adapter_name=components.adapters.name_of,
+    )
+    publisher.start()
+    running.push_async_callback(publisher.stop)
+    components.engine.on_blocks = publisher.publish
+    return lambda: (publisher.published, publisher.dropped)
+
+
 def _link_settings(
     config: LlmConfig, model: _Model, media: MediaLayout, mirrors: Mirrors | None, nixl: NixlReader | None
 ) -> LinkSettings:
@@ -357,6 +383,7 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedMo
         kv_cache_bytes=config.kv_cache_bytes,
         kv_memory_share=config.kv_memory_share,
         kv_host_bytes=config.kv_host_bytes,
+        kv_events=bool(config.kv_events),
         block_size=config.block_size,
         max_context=config.max_context,
         max_running=running,

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from itertools import islice, takewhile
 
 from common.identity import framed
@@ -18,6 +20,18 @@ NEVER = 1 << 62
 """A place that no sequence has."""
 Run = tuple[int, int, int, bytes]
 """Media rows that stand side by side: first place, the one past the last, first row, the item's key."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockContent:
+    """What a block holds, for others to compare with: its parent's identity, None where it is the first; its int32
+    tokens; the number of the adapter; and, in hexadecimal, a digest of whatever else others would have to have in
+    common with it: each item with rows in it, and of a first block whose prompt is not for everybody, its root."""
+
+    parent: bytes | None
+    token_ids: bytes
+    adapter: int
+    keys: tuple[str, ...]
 
 
 def block_identity(parent: bytes, token_ids: bytes, media: Seq[tuple[bytes, int]]) -> bytes:
@@ -68,6 +82,21 @@ class BlockIdentities:
             media = [(key, row + max(0, begin - start)) for start, _, row, key in self._runs_within(begin, end)]
             self._known.append(block_identity(parent, tokens[begin:end].tobytes(), media))
         return self._known[index]
+
+    def content(self, index: int, tokens: array[int], block_size: int, adapter: int, plain_root: bytes) -> BlockContent:
+        """What is in block number `index`, whose identity has been asked for. A prompt that depends on nothing but its
+        tokens, its items and the adapter has that root."""
+        begin, end = index * block_size, (index + 1) * block_size
+        keys = [] if index or self._root == plain_root else [self._root.hex()]
+        if begin <= self._other_from < end:
+            keys.append(hashlib.sha256(framed(b"answer", self._other_from.to_bytes(8, "little"))).hexdigest())
+        first = bisect_right(self._runs, begin, key=lambda run: run[1])
+        for run in takewhile(lambda run: run[0] < end, islice(self._runs, first, None)):
+            named = run[3].hex() if len(run[3]) == hashlib.sha256().digest_size else hashlib.sha256(run[3]).hexdigest()
+            if named not in keys:
+                keys.append(named)
+        parent = self._known[index - 1] if index else None
+        return BlockContent(parent, tokens[begin:end].tobytes(), adapter, tuple(keys))
 
     def _runs_within(self, begin: int, end: int) -> Iterator[Run]:
         """The runs that have a place from `begin` to the one before `end`; asked for in order."""

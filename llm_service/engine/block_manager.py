@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from llm_service.engine.block_events import BlockObserver, Describe
 from llm_service.engine.host_blocks import HostBlocks
 from llm_service.engine.retained_blocks import RetainedBlocks
 from llm_service.engine.state_slots import Place, StateSlots
@@ -60,7 +61,8 @@ class BlockManager:
     each sequence that may run at once, and for snapshots: `state_slots` in all.
 
     Such a model can go on from cached blocks only where there is a snapshot of its states as well: at a multiple of
-    `state_chunk` tokens. For another, the host's memory keeps up to `host_blocks` more.
+    `state_chunk` tokens. For another, the host's memory keeps up to `host_blocks` more. `observer` hears which blocks
+    can be found.
     """
 
     def __init__(
@@ -73,9 +75,11 @@ class BlockManager:
         state_slots: int = 0,
         state_chunk: int = 1,
         host_blocks: int = 0,
+        observer: BlockObserver | None = None,
     ) -> None:
         assert not (host_blocks and state_slots), "states are not copied to the host"
-        self.host = HostBlocks(host_blocks if prefix_cache else 0)
+        self._observer = observer or BlockObserver()
+        self.host = HostBlocks(host_blocks if prefix_cache else 0, self._observer)
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self.state_chunk = state_chunk
@@ -175,6 +179,7 @@ class BlockManager:
             block = self._take()
             block.identity, self._by_identity[identity] = identity, block.number
             self.host.load(identity, block.number)
+            self._observer.loaded(identity)
         table.blocks.extend(self._by_identity[identity] for identity in identities)
         table.identities.extend(identities)
 
@@ -216,8 +221,8 @@ class BlockManager:
         block.refs = 1
         return block
 
-    def commit(self, table: BlockTable, identity: bytes) -> None:
-        """Gives the table's next unnamed block, now full and computed, its identity.
+    def commit(self, table: BlockTable, identity: bytes, describe: Describe | None = None) -> None:
+        """Gives the table's next unnamed block, now full and computed, its identity; `describe` says what is in it.
 
         Where another block has that identity already, that one stays the one that is found.
         """
@@ -226,6 +231,7 @@ class BlockManager:
         if self.prefix_cache and identity not in self._by_identity and block.identity is None:
             block.identity = identity
             self._by_identity[identity] = block.number
+            self._observer.computed(identity, describe)
         while table.reserved and table.reserved[0].index < len(table.identities):
             self._keep(table, table.reserved.popleft())
 
@@ -341,6 +347,8 @@ class BlockManager:
         for number in cached:
             self._forget(self._blocks[number])
         self._idle_named = 0
+        if not self._by_identity and not len(self.host):
+            self._observer.cleared()
         return len(cached) + on_host_alone
 
     def end_session(self, session: int) -> None:
@@ -356,6 +364,7 @@ class BlockManager:
         if block.identity is not None:
             del self._by_identity[block.identity]
             self._states.forget(block.identity)
+            self._observer.evicted(block.identity)
             block.identity = None
 
     def check_integrity(self, tables: Seq[BlockTable] = ()) -> None:

@@ -15,10 +15,12 @@ from functools import partial
 from common.processes import ParentLink
 from common.tasks import in_daemon_thread
 from llm_service.engine.batch import Step
+from llm_service.engine.block_events import BlockEvents
 from llm_service.engine.messages import (
     Abort,
     AdapterRead,
     Add,
+    BlocksChanged,
     DropAdapter,
     EndSessions,
     Flush,
@@ -78,7 +80,7 @@ class EngineCore:
     """Drives a scheduler and a step queue from the front's messages. With `overlap` the next step is planned and handed
     over while one is computed; without it, when its result is in. The tokens are the same. `wake` is set when a grammar
     is there, which no message says. `read_adapter` reads an adapter's folder, in a thread of its own; it raises
-    AdapterError."""
+    AdapterError. `block_events` are told to the front."""
 
     def __init__(
         self,
@@ -89,8 +91,10 @@ class EngineCore:
         *,
         overlap: bool,
         read_adapter: ReadAdapter | None = None,
+        block_events: BlockEvents | None = None,
     ) -> None:
         self._link = link
+        self._block_events = block_events
         self._wake = wake
         self._read_adapter = read_adapter
         self._scheduler = scheduler
@@ -135,9 +139,14 @@ class EngineCore:
             self._link.send(Prefills([_prefilled(*part, result) for part in step.prefill]))
         for news in (*self._scheduler.take_scored(), *self._scheduler.take_pooled()):
             self._link.send(news)
+        self._report_blocks()
         if tokens:
             self._link.send(Tokens(tokens))
         return True
+
+    def _report_blocks(self) -> None:
+        if self._block_events is not None and (events := self._block_events.take()):
+            self._link.send(BlocksChanged(events))
 
     def _report_ends(self) -> None:
         """A failure is told before its request is released: nothing is heard of a released one."""
@@ -162,6 +171,7 @@ class EngineCore:
             self._next_beat = time.monotonic() + self._steps.beat_seconds
         deadline = self._scheduler.next_deadline()
         due = min(self._next_beat, math.inf if deadline is None else deadline) - time.monotonic()
+        self._report_blocks()
         self._news.poll(1000 * min(_LONGEST_REST, max(0.0, due)))
         self._wake.clear()
 
@@ -194,6 +204,7 @@ class EngineCore:
             case GetState():
                 answer = self._scheduler.state()
         if answer is not None:
+            self._report_blocks()
             self._link.send(answer)
 
     def _load_adapter(self, message: LoadAdapter) -> None:

@@ -22,6 +22,9 @@ from llm_service.engine.messages import (
     AdapterRead,
     Add,
     Beat,
+    BlockEvent,
+    BlocksChanged,
+    BlocksCleared,
     Complete,
     DropAdapter,
     EndSessions,
@@ -99,6 +102,8 @@ class EngineFront:
         self.deaths = 0
         """Engines that have ended by themselves, or were given up, since the start."""
         self.on_adapter_lost: Callable[[int], None] = lambda _: None
+        self.on_blocks: Callable[[list[BlockEvent]], None] = lambda _: None
+        """Told what becomes of the blocks that prompts can find, where the settings ask for it."""
 
     async def start(self) -> Ready:
         """Starts the engine and waits until it can serve.
@@ -293,6 +298,8 @@ class EngineFront:
 
     def _lose_all(self) -> None:
         self._child, was_ready, self.ready = None, self.ready is not None, None
+        if self._loaded is not None:
+            self.on_blocks([BlocksCleared()])
         self._loaded = None
         self._adapters.engine_ended(engine_lost())
         self.latest, self.compiling = State(), False
@@ -330,6 +337,8 @@ class EngineFront:
             case State() | Flushed():
                 if not (answer := self._answers[type(message)].popleft()).done():
                     answer.set_result(message)
+            case BlocksChanged(events):
+                self.on_blocks(events)
             case Beat(state):
                 self.latest, self.compiling = state, message.compiling
             case Ready() | Unable() | PullEnded() | AdapterRead():
@@ -351,6 +360,7 @@ class EngineFront:
         if isinstance(message, Ready):
             assert self._child is not None
             self._loaded = message
+            self.on_blocks([BlocksCleared()])  # whoever listens may know of a service that was here before
             for order in self._adapters.again():
                 self._child.send(order)
             self._begin_serving()

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from llm_service.engine.block_events import BlockObserver
+
 
 class HostBlocks:
     """Places for `count` blocks, found by their identities (`block_identity`); none of them is ever written by a step.
@@ -13,7 +15,8 @@ class HostBlocks:
     Copies wait for the next step: those to the host are made first. What one of them is to bring back stays until then.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, observer: BlockObserver | None = None) -> None:
+        self._observer = observer or BlockObserver()
         self.total = count
         self.offloaded = 0
         self.loaded = 0
@@ -44,6 +47,7 @@ class HostBlocks:
         elif (place := self._take()) is not None:
             self._places[identity] = place
             self._offloads.append((block, place))
+            self._observer.offloaded(identity)
             self.offloaded += 1
 
     def load(self, identity: bytes, block: int) -> None:
@@ -64,6 +68,8 @@ class HostBlocks:
     def flush(self) -> list[bytes]:
         """Forgets all but what is needed; the identities forgotten."""
         gone = list(self._places)
+        for identity in gone:
+            self._observer.dropped(identity)
         self._free += self._places.values()
         self._places.clear()
         return gone
@@ -71,7 +77,11 @@ class HostBlocks:
     def _take(self) -> int | None:
         if self._free:
             return self._free.pop()
-        return self._places.popitem(last=False)[1] if self._places else None
+        if not self._places:
+            return None
+        identity, place = self._places.popitem(last=False)
+        self._observer.dropped(identity)
+        return place
 
     def check_integrity(self) -> None:
         """Raises AssertionError where a place is lost, or has two owners."""

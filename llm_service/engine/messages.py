@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
 from llm_service.models.served import Weights
@@ -306,6 +308,46 @@ class AdapterRead(msgspec.Struct, frozen=True, tag=True):
     passing: bool = False
 
 
+class Medium(StrEnum):
+    """Where blocks are, in vLLM's words: GPU is whatever steps compute from."""
+
+    DEVICE = "GPU"
+    HOST = "CPU"
+
+
+class BlocksStored(msgspec.Struct, tag=True):
+    """Blocks that can be found from now on, each the next one's parent, by the last 64 bits of their identities; their
+    tokens, int32, and what they depend on beside these. `parent` is the first one's, None at the beginning of a prompt;
+    `adapter` is a number, 0 for none."""
+
+    parent: int | None
+    medium: Medium
+    adapter: int = 0
+    hashes: list[int] = []
+    token_ids: list[bytes] = []
+    keys: list[list[str]] = []
+
+
+class BlocksRemoved(msgspec.Struct, tag=True):
+    """Blocks that cannot be found there any more."""
+
+    medium: Medium
+    hashes: list[int] = []
+
+
+class BlocksCleared(msgspec.Struct, frozen=True, tag=True):
+    """Nothing can be found any more, anywhere."""
+
+
+BlockEvent = BlocksStored | BlocksRemoved | BlocksCleared
+
+
+class BlocksChanged(msgspec.Struct, frozen=True, tag=True):
+    """What became of blocks that prompts can find, in order; it comes before the tokens of the step that did it."""
+
+    events: list[BlockEvent]
+
+
 class Flushed(msgspec.Struct, frozen=True, tag=True):
     """How many blocks were forgotten."""
 
@@ -327,6 +369,7 @@ FromEngine = (
     | Beat
     | PullEnded
     | AdapterRead
+    | BlocksChanged
     | Flushed
     | State
 )

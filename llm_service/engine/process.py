@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from common import log, stacks
 from common.checkpoint import Checkpoint, CheckpointError
 from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
+from llm_service.engine.block_events import BlockEvents
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.core import EngineCore, ReadAdapter, Wake
 from llm_service.engine.messages import AdapterRead, Beat, PullEnded, Ready, ToEngine, Unable
@@ -98,9 +99,14 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
     model = ServedModel.of(checkpoint, settings.library)
     if settings.speculative_tokens and loaded.state_slots and not loaded.snapshot_slots:
         raise CheckpointError("--speculative-tokens: there is no memory for states to go back to behind a wrong draft")
+    if settings.kv_events and loaded.state_slots:
+        raise CheckpointError(
+            "--kv-events is not for models whose layers keep states: blocks do not tell what is found"
+        )
     stop_ids, wake = end_tokens(checkpoint, model.vocab_size), Wake()
     structures = Structures(checkpoint, model.vocab_size, stop_ids, cache_bytes=settings.structure_cache_bytes)
-    blocks = _blocks(settings, loaded)
+    block_events = BlockEvents() if settings.kv_events else None
+    blocks = _blocks(settings, loaded, block_events)
     limits = _limits(settings, loaded, model.longest(settings.max_context))
     scheduler = Scheduler(blocks, limits, stop_ids, loaded.row_bytes, Matchers(structures, wake.set))
     link.send(
@@ -120,10 +126,19 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
         lambda done: link.send(AdapterRead(done.number, done.adapter.digest, done.adapter.rank)),
     )
     threading.Thread(target=_beat, args=(link, scheduler, steps, loaded.compiling), daemon=True).start()
-    return EngineCore(link, scheduler, steps, wake, overlap=settings.overlap, read_adapter=loaded.read_adapter), steps
+    core = EngineCore(
+        link,
+        scheduler,
+        steps,
+        wake,
+        overlap=settings.overlap,
+        read_adapter=loaded.read_adapter,
+        block_events=block_events,
+    )
+    return core, steps
 
 
-def _blocks(settings: EngineSettings, loaded: Loaded) -> BlockManager:
+def _blocks(settings: EngineSettings, loaded: Loaded, observer: BlockEvents | None) -> BlockManager:
     return BlockManager(
         loaded.blocks,
         settings.block_size,
@@ -132,6 +147,7 @@ def _blocks(settings: EngineSettings, loaded: Loaded) -> BlockManager:
         state_slots=loaded.state_slots + loaded.snapshot_slots,
         state_chunk=loaded.state_chunk,
         host_blocks=loaded.host_blocks,
+        observer=observer,
     )
 
 

@@ -50,8 +50,8 @@ class Prompt:
     are those of all items, in order, and `named_runs` these with texts that do not count on; `media_end` is one past
     the last place of a media row, 0 without any. `whole_end` is one past the last token of those that are computed at
     once, since all of them see each other; 0 where none are. `root` is the parent of the first block's identity,
-    `tenant` the same for all that a tenant asks. `distinct` are its tokens, int32, each once, where repeating them is
-    penalised."""
+    `plain_root` that of a prompt which is for everybody, `tenant` the same for all that a tenant asks. `distinct` are
+    its tokens, int32, each once, where repeating them is penalised."""
 
     tokens: array[int]
     positions: np.ndarray
@@ -62,6 +62,7 @@ class Prompt:
     media_end: int
     whole_end: int
     root: bytes
+    plain_root: bytes
     tenant: bytes
     distinct: bytes
     _ends: list[int] | None = None
@@ -94,6 +95,7 @@ class Prompt:
             media_end=max((end for _, end, _, _ in runs), default=0),
             whole_end=whole_end,
             root=root,
+            plain_root=root_identity("", add.adapter_digest),
             tenant=root_identity(add.salt),
             distinct=np.unique(tokens).tobytes() if penalises else b"",
         )

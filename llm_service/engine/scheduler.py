@@ -9,6 +9,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from msgspec import structs
 
@@ -319,9 +320,11 @@ class Scheduler:
     def _name_blocks(self, sequence: Sequence) -> None:
         """Lets others find the blocks that are full of known tokens and computed by steps up to the last one
         planned."""
-        full = min(sequence.num_computed_tokens, sequence.num_known_tokens) // self.blocks.block_size
+        size = self.blocks.block_size
+        full = min(sequence.num_computed_tokens, sequence.num_known_tokens) // size
         for index in range(len(sequence.table.identities), full):
-            self.blocks.commit(sequence.table, sequence.block_identity(index, self.blocks.block_size))
+            describe = partial(sequence.block_content, index, size)
+            self.blocks.commit(sequence.table, sequence.block_identity(index, size), describe)
 
     def take_scored(self) -> list[Scored]:
         """What has become known of prompts since the last call; it goes out before the tokens of the same step."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from llm_service.engine.block_identity import NEVER, BlockIdentities
+from llm_service.engine.block_identity import NEVER, BlockContent, BlockIdentities
 from llm_service.engine.block_manager import BlockTable
 from llm_service.engine.drafts import DraftLength
 from llm_service.engine.messages import Add
@@ -382,6 +382,10 @@ class Sequence:
         """The identity of block number `index` of the sequence, all of whose tokens must be known."""
         self._begin_like_first_choice(block_size)
         return self.identities.at(index, self.tokens, block_size)
+
+    def block_content(self, index: int, block_size: int) -> BlockContent:
+        """What block number `index` holds, whose identity has been asked for."""
+        return self.identities.content(index, self.tokens, block_size, self.adapter, self.prompt.plain_root)
 
     def block_identities(self, block_size: int) -> list[bytes]:
         """The identities of the blocks that need not be computed where they are cached: all full ones, up to the first

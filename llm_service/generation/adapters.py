@@ -54,6 +54,10 @@ class Adapters:
         """The one of a name."""
         return self._named.get(name)
 
+    def name_of(self, number: int) -> str | None:
+        """The name of the one with a number, if it has one."""
+        return next((adapter.name for adapter in self.all if adapter.number == number), None)
+
     async def load(self, name: str, path: str) -> LoadedAdapter:
         """Reads an adapter's folder and gives it a name; one after the other. A caller who leaves does not end it.
         Raises TwinlensError, and nothing has changed."""

@@ -52,8 +52,11 @@ class Device:
                 assert self.blocks[block] == identity, "another block's keys and values"
             for block, identity in list(zip(table.blocks, wanted, strict=True))[len(table.identities) :]:
                 self.blocks[block] = identity
-                self.manager.commit(table, identity)
+                self.commit(table, identity)
         self.pending.clear()
+
+    def commit(self, table: BlockTable, identity: bytes) -> None:
+        self.manager.commit(table, identity)
 
     def end(self) -> None:
         if self.tables:
