@@ -37,7 +37,7 @@ from gateway.stream import EVENTS
 _log = log.get("middleware")
 
 _JSON: Final = (b"content-type", b"application/json")
-_OPEN = ("/health", "/metrics", "/version", "/page/")
+_OPEN = ("/health", "/ping", "/metrics", "/version", "/page/")
 """Paths, beside the page's own, that neither need a token nor count as requests."""
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _LEFT_STATUS = 499

@@ -101,6 +101,7 @@ async def serve(config: GatewayConfig) -> None:
         Route("/health/live", operations.live, methods=["GET"]),
         Route("/health/ready", operations.ready, methods=["GET"]),
         Route("/health", operations.ready, methods=["GET"]),  # vLLM's name of it
+        Route("/ping", operations.ready, methods=["GET", "POST"]),  # and SageMaker's, there as well
         Route("/metrics", operations.metrics, methods=["GET"]),
         Route("/version", operations.version, methods=["GET"]),
         *(adapters.routes if config.allow_lora_updates else ()),

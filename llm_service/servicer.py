@@ -171,7 +171,8 @@ class LlmServicer(LlmServiceServicer):
             case "text":
                 if len(request.text.encode()) > self._components.config.max_prompt_bytes:
                     raise InvalidInput("the text is too long", reason="PROMPT_TOO_LONG", field="text")
-                ids = await tasks.to_thread(prompts.encode, request.text, allow_special=request.allow_special)
+                special, whole = request.allow_special, request.add_special_tokens
+                ids = await tasks.to_thread(prompts.encode, request.text, allow_special=special, whole=whole)
             case "chat":
                 media: list[MediaItem] = []
                 chat = self._components.requests.chat(request.chat, media)

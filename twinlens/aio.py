@@ -148,10 +148,16 @@ class AsyncLlmClient(_AsyncClient):
         return (await self._unary(self._stub.Abort, request)).aborted
 
     async def tokenize(
-        self, prompt: str | v1.ChatMessage | Sequence[v1.ChatMessage], *, allow_special: bool = False
+        self,
+        prompt: str | v1.ChatMessage | Sequence[v1.ChatMessage],
+        *,
+        allow_special: bool = False,
+        add_special_tokens: bool = False,
     ) -> list[int]:
         """The token ids of a text, or of messages as the chat template lays them out."""
-        return list((await self._unary(self._stub.Tokenize, tokenize_request(prompt, allow_special))).ids)
+        return list(
+            (await self._unary(self._stub.Tokenize, tokenize_request(prompt, allow_special, add_special_tokens))).ids
+        )
 
     async def detokenize(self, *ids: int) -> str:
         """The text of token ids, special tokens by their names."""

@@ -147,10 +147,14 @@ class LlmClient(_Client):
         return self._unary(self._stub.Abort, v1.AbortRequest(request_ids=request_ids, cache_salt=cache_salt)).aborted
 
     def tokenize(
-        self, prompt: str | v1.ChatMessage | Sequence[v1.ChatMessage], *, allow_special: bool = False
+        self,
+        prompt: str | v1.ChatMessage | Sequence[v1.ChatMessage],
+        *,
+        allow_special: bool = False,
+        add_special_tokens: bool = False,
     ) -> list[int]:
         """The token ids of a text, or of messages as the chat template lays them out."""
-        return list(self._unary(self._stub.Tokenize, tokenize_request(prompt, allow_special)).ids)
+        return list(self._unary(self._stub.Tokenize, tokenize_request(prompt, allow_special, add_special_tokens)).ids)
 
     def detokenize(self, *ids: int) -> str:
         """The text of token ids, special tokens by their names."""
@@ -243,9 +247,9 @@ def as_encode_request(request: v1.EncodeRequest | v1.Media) -> v1.EncodeRequest:
 
 
 def tokenize_request(
-    prompt: str | v1.ChatMessage | Sequence[v1.ChatMessage], allow_special: bool
+    prompt: str | v1.ChatMessage | Sequence[v1.ChatMessage], allow_special: bool, add_special_tokens: bool
 ) -> v1.TokenizeRequest:
     """The request that a `tokenize` call means."""
     if isinstance(prompt, str):
-        return v1.TokenizeRequest(text=prompt, allow_special=allow_special)
+        return v1.TokenizeRequest(text=prompt, allow_special=allow_special, add_special_tokens=add_special_tokens)
     return v1.TokenizeRequest(chat=chat(prompt), allow_special=allow_special)

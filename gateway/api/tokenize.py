@@ -2,32 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import convert
-from gateway.api.chat_request import Message
-from gateway.api.fields import MediaSettings, Model, Tokens
+from gateway.api.chat_request import Message, TemplateSettings, Tool
+from gateway.api.fields import Model, Tokens
 from gateway.request_context import context_of
 from gateway.services import LlmServices
 from gateway.stream import json_answer
+from gateway.tools import definition
 from twinlens.v1 import llm_pb2
 
 
 class TokenizeRequest(Model):
-    """vLLM's question about tokens: of a text, or of a chat."""
+    """vLLM's question about tokens: of a text, which by itself is a prompt, or of a chat."""
+
+    without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "return_token_strs": (False,),
+        "tools": ([],),
+    }
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=4096, fail_fast=True)] | None = None
+    chat_template_kwargs: TemplateSettings | None = None
+    add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
     def _is_about_one_of_both(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give prompt or messages")
+        if self.messages is None and (self.tools or self.chat_template_kwargs):
+            raise ValueError("tools and chat_template_kwargs go with messages")
+        if self.messages is not None and self.add_special_tokens:
+            raise ValueError("the chat template says what stands before messages: add_special_tokens go with prompt")
         return self
 
 
@@ -49,14 +64,11 @@ class Tokenizer:
         context = context_of(request, "tokenize")
         asked = await context.read(TokenizeRequest)
         if asked.messages is None:
-            message = llm_pb2.TokenizeRequest(text=asked.prompt, allow_special=True)
+            whole = asked.add_special_tokens is not False
+            message = llm_pb2.TokenizeRequest(text=asked.prompt, allow_special=True, add_special_tokens=whole)
         else:
-            chat = llm_pb2.ChatInput(
-                messages=[
-                    convert.message(each, MediaSettings(), f"messages[{number}]")
-                    for number, each in enumerate(asked.messages)
-                ]
-            )
+            chat = convert.chat_input(asked.messages, None, asked.chat_template_kwargs, "messages")
+            chat.tools.extend(definition(tool.function) for tool in asked.tools or ())
             message = llm_pb2.TokenizeRequest(chat=chat)
         reply, info = await self._services.tokenize(asked.model or "", message, context.metadata)
         ids = list(reply.ids)

@@ -147,9 +147,13 @@ class PromptBuilder:
         """The text of token ids, special tokens by their names."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
-    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
-        """Token ids of a text; special tokens are recognised only where that is allowed."""
-        return self._ids(self._split(text)) if allow_special else self._tokenize(text)
+    def encode(self, text: str, *, allow_special: bool = False, whole: bool = False) -> list[int]:
+        """Token ids of a text, as a `whole` prompt with what stands before one; special tokens are recognised only
+        where that is allowed."""
+        if not whole:
+            return self._ids(self._split(text)) if allow_special else self._tokenize(text)
+        pieces: list[Piece] = self._split(text) if allow_special else [text] if text else []
+        return self._ids(self._framed(self._begun(pieces, with_media=False)))
 
     def pieces(
         self, prompt: ChatPrompt | TextPrompt | TokenPrompt, modalities: Sequence[Modality], *, closed: bool = False
@@ -165,14 +169,19 @@ class PromptBuilder:
             pieces, field = self._split_ids(prompt.ids), "tokens.ids"
         if not pieces:
             raise InvalidInput("the prompt is empty", reason="EMPTY_PROMPT", field=field)
-        framed = self._frame is not None and (bool(modalities) or self._frame.always)
-        if self._first and not framed and not isinstance(prompt, TokenPrompt) and pieces[0] != self._first[0]:
-            pieces.insert(0, self._first)  # what the tokenizer puts before a text, where the text has none
+        if not isinstance(prompt, TokenPrompt):
+            pieces = self._begun(pieces, with_media=bool(modalities))
         pieces = self._with_lengths(self._with_slots(pieces, modalities, field), field)
         if isinstance(prompt, TokenPrompt):
             return pieces
         pieces = self._framed(pieces)
         return [*pieces, self._last] if closed and self._last else pieces
+
+    def _begun(self, pieces: list[Piece], *, with_media: bool) -> list[Piece]:
+        """With what the tokenizer puts before a text, where it has none, and no frame says what it begins with."""
+        framed = self._frame is not None and (with_media or self._frame.always)
+        has_none = self._first and not framed and pieces[:1] != self._first[:1]
+        return [self._first, *pieces] if has_none else pieces
 
     def _chat(self, prompt: ChatPrompt) -> list[Piece]:
         if not prompt.messages:

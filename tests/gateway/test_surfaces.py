@@ -186,8 +186,37 @@ def test_tokens_are_those_of_the_llm_service(door: Trio) -> None:
     assert door.post("/tokenize", {}).error["code"] == "BAD_FIELD"
 
 
+def test_tokens_of_a_prompt_or_of_its_text_alone(door: Trio) -> None:
+    for add in (True, False):
+        ids = door.services.text.tokenize("Hello", add_special_tokens=add)
+        reply = json.loads(door.post("/tokenize", {"prompt": "Hello", "add_special_tokens": add}).body)
+        assert reply["tokens"] == ids
+    chat = {"messages": [said("Hello")], "add_generation_prompt": True, "continue_final_message": False}
+    plain = json.loads(door.post("/tokenize", chat).body)
+    assert plain == json.loads(door.post("/tokenize", {**chat, "add_special_tokens": False}).body)
+    assert plain == json.loads(door.post("/tokenize", {**chat, "chat_template_kwargs": {"thinking": False}}).body)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "NO_TOOLS"),
+        ({"chat_template_kwargs": {"reasoning_effort": "low"}}, "reasoning_effort", "NO_THINKING"),
+        ({"add_special_tokens": True}, None, "BAD_FIELD"),
+        ({"add_generation_prompt": False}, "add_generation_prompt", "FIELD_NOT_SERVED"),
+        ({"return_token_strs": True}, "return_token_strs", "FIELD_NOT_SERVED"),
+    ],
+)
+def test_what_tokens_cannot_be_asked_with_is_refused(
+    door: Trio, fields: dict[str, Any], param: str | None, code: str
+) -> None:
+    reply = door.post("/tokenize", {"messages": [said("Hello")], **fields})
+    assert (reply.status, reply.error["param"], reply.error["code"]) == (400, param, code)
+
+
 def test_health_and_the_release(door: Trio) -> None:
-    assert {door.get(path).status for path in ("/health/live", "/health/ready", "/health")} == {200}
+    assert {door.get(path).status for path in ("/health/live", "/health/ready", "/health", "/ping")} == {200}
+    assert door.post("/ping", b"").status == 200
     assert json.loads(door.get("/version").body) == {"version": __version__}
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.launch import llm_server
-from tests.rpc.pairs import LLM_FLAGS, Pair
+from tests.rpc.pairs import LLM_FLAGS, Pair, answer, asked
 from twinlens import LlmClient, user, v1
 
 TEMPLATE = """\
@@ -37,3 +39,26 @@ def test_a_file_that_is_none_ends_the_start_with_a_sentence(
         own.write_text(template)
     with pytest.raises(RuntimeError, match=why), llm_server(qwen3.checkpoint, **LLM_FLAGS, chat_template=own):
         pass
+
+
+def test_a_texts_tokens_are_those_of_a_prompt_where_that_is_asked_for(qwen3: Pair, tmp_path: Path) -> None:
+    """Of a tokenizer that puts a token before a text, as Llama's and Gemma's do."""
+    folder = shutil.copytree(qwen3.checkpoint, tmp_path / "own")
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    begin = next(each["id"] for each in settings["added_tokens"] if each["content"] == "<|endoftext|>")
+    settings["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [begin], "tokens": ["<|endoftext|>"]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    with llm_server(folder, **LLM_FLAGS) as llm, LlmClient(llm.address) as text:
+        for words in ("Hello", "<|endoftext|>Hello", "<|im_end|>"):
+            request = asked(v1.TextInput(prompt=words), v1.SamplingParams(max_tokens=1))
+            request.return_prompt_token_ids = True
+            wanted = answer(text, request).started.prompt_token_ids
+            assert text.tokenize(words, allow_special=True, add_special_tokens=True) == wanted
+            assert wanted == [begin, *text.tokenize(words.removeprefix("<|endoftext|>"), allow_special=True)]
+        assert text.tokenize("<|im_end|>", add_special_tokens=True) == [begin, *text.tokenize("<|im_end|>")]
+        assert text.tokenize("", add_special_tokens=True) == [begin]
