@@ -213,7 +213,7 @@ class Caches:
     @property
     def block_tensors(self) -> list[Tensor]:
         """All that have a part of each block, [parts, blocks + 1, …]."""
-        kept = [cache.index[None] for cache in self.layers if isinstance(cache, IndexedCache)]
+        kept = [cache.index[None] for cache in self.layers if isinstance(cache, IndexedCache) and cache.index.numel()]
         return [*(kind.cache.flatten(0, 1) for kind in self.paged.values()), *kept]
 
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -19,6 +19,7 @@ SPECS: dict[str, list[CacheSpec]] = {
     "two kinds, one shared": [PagedKV(4, 2, 32), PagedKV(4, 1, 64), SharedKV(0)],
     "latents": [PagedKV(4, 1, 96, values_in_keys=64)],
     "an index": [IndexedKV(PagedKV(4, 2, 32), 16), PagedKV(4, 2, 32)],
+    "an index, and a layer that goes by it": [IndexedKV(PagedKV(4, 2, 32), 16), IndexedKV(PagedKV(4, 2, 32), 0)],
 }
 
 
