@@ -261,12 +261,14 @@ class RequestReader:
 
 
 class SamplingReader:
-    """Reads SamplingParams under one service's limits; `defaults` are the checkpoint's own settings."""
+    """Reads SamplingParams under one service's limits; `defaults` are the checkpoint's own settings, of which those
+    out of range, as a top_k of -1, are nothing."""
 
     def __init__(self, config: LlmConfig, vocab_size: int, defaults: dict[str, Any]) -> None:
         self._config = config
         self._vocab_size = vocab_size
-        self._defaults = {name: defaults[name] for name in _RANGES if type(defaults.get(name)) in (int, float)}
+        stated = {name: defaults[name] for name in _RANGES if type(defaults.get(name)) in (int, float)}
+        self._defaults = {name: value for name, value in stated.items() if _is_within(name, value, *_RANGES[name])}
         if "top_k" in self._defaults:
             self._defaults["top_k"] = int(self._defaults["top_k"])  # JSON knows no whole numbers
         if defaults.get("do_sample") is False:
@@ -332,7 +334,7 @@ class SamplingReader:
         return message.thinking_token_budget
 
     def _check_range(self, name: str, value: float, low: float, high: float) -> None:
-        if not math.isfinite(value) or not low <= value <= high or (name in _ABOVE_ZERO and value == 0):
+        if not _is_within(name, value, low, high):
             raise InvalidInput(
                 f"{name} must be between {low} and {high}", reason="OUT_OF_RANGE", field=f"sampling.{name}"
             )
@@ -346,6 +348,10 @@ class SamplingReader:
             raise InvalidInput(
                 f"a stop text has 1 to {self._config.max_stop_bytes} bytes", reason="BAD_STOP", field="sampling.stop"
             )
+
+
+def _is_within(name: str, value: float, low: float, high: float) -> bool:
+    return math.isfinite(value) and low <= value <= high and not (name in _ABOVE_ZERO and value == 0)
 
 
 def _resumed(

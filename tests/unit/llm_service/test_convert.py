@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -252,6 +253,17 @@ def test_unset_sampling_is_the_checkpoints_and_what_is_given_wins() -> None:
     assert unset.max_tokens == CONTEXT
     given = reader.read(message(temperature=0.0, top_k=0, max_tokens=7), None, CONTEXT).sampling
     assert (given.temperature, given.top_k, given.max_tokens, given.greedy) == (0.0, 0, 7, True)
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [{"top_k": -1}, {"top_p": 0.0}, {"min_p": -0.1}, {"repetition_penalty": 0}, {"temperature": math.inf}],
+    ids=str,
+)
+def test_what_a_checkpoint_states_out_of_range_is_nothing(stated: dict[str, Any]) -> None:
+    (name,) = stated
+    found = requests({"temperature": 0.6, **stated}).read(message(), None, CONTEXT).sampling
+    assert getattr(found, name) == getattr(SamplingParams(max_tokens=1), name)
 
 
 def test_a_checkpoint_that_does_not_sample_is_greedy_until_a_temperature_is_given() -> None:
