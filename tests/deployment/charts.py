@@ -19,6 +19,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "cpu": ("--set", "autoscaling.kind=hpa"),
     "gpu": ("--values", f"{CHART}/values-gpu.yaml", "--set", "sharedMemory.hostPath=/run/twinlens"),
     "multihost": ("--values", f"{CHART}/values-gpu.yaml", "--values", f"{CHART}/values-multihost.yaml"),
+    "inference": ("--values", f"{CHART}/values-inference.yaml", "--set", "autoscaling.kind=hpa"),
 }
 Object = dict[str, Any]
 

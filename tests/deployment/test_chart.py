@@ -43,13 +43,22 @@ KINDS: dict[str, tuple[type[Any], str]] = {
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 LOW = ("CKV_K8S_15", "CKV_K8S_43")
 """Pull images always, and name them by a digest, which whoever has built the image knows: both are rated low."""
-OF_OTHERS = {"LeaderWorkerSet", "ScaledObject", "PodMonitor", "PrometheusRule"}
+OF_OTHERS = {"LeaderWorkerSet", "ScaledObject", "PodMonitor", "PrometheusRule", "InferencePool"}
 each_values = pytest.mark.parametrize("values", VALUES)
 
 
 def container(pod: Object) -> Object:
-    (found,) = pod["spec"]["containers"]
+    """The service's own; a gateway may be beside it."""
+    found, *beside = pod["spec"]["containers"]
+    assert [each["name"] for each in beside] in ([], ["gateway"])
     return found
+
+
+def gateway_of(found: dict[str, Object]) -> Object:
+    """A pod with nothing but the gateway's container, wherever that is."""
+    pod = found.get("twinlens-gateway") or found.get("twinlens-llm") or found["twinlens-llm/leader"]
+    (box,) = [each for each in pod["spec"]["containers"] if each["name"] == "gateway"]
+    return {**pod, "spec": {**pod["spec"], "containers": [box]}}
 
 
 @pytest.fixture
@@ -168,7 +177,10 @@ class TestPods:
             if not isinstance(config, ServerConfig) or name.endswith("/worker"):
                 continue
             ports = {each["name"]: each["containerPort"] for each in box["ports"]}
-            assert ports == {"grpc": port(config.listen), "metrics": port(config.metrics_listen)}
+            expected = {"grpc": port(config.listen), "metrics": port(config.metrics_listen)}
+            if service == llm_server.SERVICE and config.kv_events:
+                expected |= {"kv-events": port(config.kv_events), "kv-replay": port(config.kv_events_replay)}
+            assert ports == expected
             for probe in (box["startupProbe"], box["readinessProbe"]):
                 if "grpc" in probe:
                     assert (config.tls_cert, config.auth_token_file) == ("", ""), "the kubelet speaks neither"
@@ -195,11 +207,12 @@ class TestPods:
 
     def test_they_run_as_the_images_user_and_write_to_volumes_alone(self, values: str) -> None:
         for pod in pods(manifests(values)).values():
-            box = container(pod)
+            boxes = pod["spec"]["containers"]
             assert f"--uid {pod['spec']['securityContext']['runAsUser']} " in DOCKERFILE
-            assert box["securityContext"]["readOnlyRootFilesystem"]
-            assert {mount["name"] for mount in box["volumeMounts"]} == {each["name"] for each in pod["spec"]["volumes"]}
-            assert box["image"].startswith(f"twinlens:{__version__}")
+            assert all(box["securityContext"]["readOnlyRootFilesystem"] for box in boxes)
+            mounted = {mount["name"] for box in boxes for mount in box["volumeMounts"]}
+            assert mounted == {each["name"] for each in pod["spec"]["volumes"]}
+            assert all(box["image"].startswith(f"twinlens:{__version__}") for box in boxes)
 
     def test_services_find_each_other(self, values: str, certificates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         services = of_kind(manifests(values), "Service")
@@ -209,15 +222,16 @@ class TestPods:
         first = found.get("twinlens-llm") or found["twinlens-llm/leader"]
         asks, _ = configured(first, certificates, monkeypatch)
         assert asks.encoders == (f"dns:///twinlens-encoder:{encoder['ports'][0]['port']}",)
-        gateway, _ = configured(found["twinlens-gateway"], certificates, monkeypatch)
-        assert gateway.llm == (f"dns:///twinlens-llm:{llm['ports'][0]['port']}",)
+        gateway, _ = configured(gateway_of(found), certificates, monkeypatch)
+        number = llm["ports"][0]["port"]
+        assert gateway.llm == (f"127.0.0.1:{number}" if values == "inference" else f"dns:///twinlens-llm:{number}",)
         assert gateway.accepted().tokens == ("one", "two")
         for service in services.values():
             wanted = service["spec"]["selector"].items()
             if "worker-index" in str(wanted):  # the label is the LeaderWorkerSet's own
                 wanted = {(key, value) for key, value in wanted if "worker-index" not in key}
             (box,) = {
-                json.dumps(container(pod)["ports"])
+                json.dumps([each for box in pod["spec"]["containers"] for each in box["ports"]])
                 for pod in found.values()
                 if wanted <= pod["metadata"]["labels"].items() and "ports" in container(pod)
             }
@@ -265,14 +279,17 @@ class TestPods:
             for number in (7001, 7002, 29500)
             if lets("egress", ours, theirs, number) and lets("ingress", theirs, ours, number)
         }
-        expected = {("twinlens-llm", "twinlens-encoder", 7001), ("twinlens-gateway", "twinlens-llm", 7002)}
+        expected = {("twinlens-llm", "twinlens-encoder", 7001)}
+        if values != "inference":
+            expected |= {("twinlens-gateway", "twinlens-llm", 7002)}
         if values == "multihost":
             expected |= {("twinlens-llm", "twinlens-llm", number) for number in (7001, 7002, 29500)}
         assert allowed == expected
 
     def test_what_is_scaled_has_no_fixed_count_and_is_scaled_by_what_is_served(self, values: str) -> None:
         scalers = of_kind(manifests(values), "HorizontalPodAutoscaler") | of_kind(manifests(values), "ScaledObject")
-        assert set(scalers) == {"twinlens-encoder", "twinlens-llm", "twinlens-gateway"}
+        beside = {"twinlens-gateway"} if values == "inference" else set()
+        assert set(scalers) == {"twinlens-encoder", "twinlens-llm", "twinlens-gateway"} - beside
         rules = yaml.safe_load((CHART / "files/adapter-rules.yaml").read_text())["rules"]["custom"]
         served = {rule["name"]["as"]: rule["metricsQuery"] for rule in rules}
         for name, scaler in scalers.items():
@@ -310,6 +327,101 @@ class TestSpecial:
         (container,) = pods(text)["twinlens-gateway"]["spec"]["containers"]
         assert "--nixl=UCX" not in container["args"]
         assert "4000" not in str(of_kind(text, "NetworkPolicy")["twinlens-gateway"])
+
+    def test_a_pool_has_the_pods_that_answer_http_and_a_picker_knows_whose_metrics_they_have(self) -> None:
+        text = manifests("inference")
+        (pool,) = of_kind(text, "InferencePool").values()
+        chosen = {
+            name: pod
+            for name, pod in pods(text).items()
+            if pool["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+        }
+        assert set(chosen) == {"twinlens-llm"}
+        (http,) = gateway_of(chosen)["spec"]["containers"][0]["ports"]
+        assert pool["spec"]["targetPorts"] == [{"number": http["containerPort"]}]
+        assert pool["spec"]["endpointPickerRef"] == {
+            "name": "twinlens-epp",
+            "port": {"number": 9002},
+            "failureMode": "FailOpen",
+        }
+        picker = yaml.safe_load((CHART / "files/endpoint-picker.yaml").read_text())
+        (extractor,) = (each for each in picker["plugins"] if each["type"] == "core-metrics-extractor")
+        (engine,) = extractor["parameters"]["engineConfigs"]
+        assert chosen["twinlens-llm"]["metadata"]["labels"]["llm-d.ai/engine-type"] == engine["name"]
+        assert of_kind(text, "Service")["twinlens-gateway"]["spec"]["selector"].items() <= (
+            pool["spec"]["selector"]["matchLabels"].items()
+        )
+
+    def test_pickers_may_scrape_and_hear_of_kv_blocks_and_nobody_else_may(self) -> None:
+        policy = of_kind(manifests("inference"), "NetworkPolicy")["twinlens-llm"]["spec"]
+        rules = {each["port"]: rule for rule in policy["ingress"] for each in rule["ports"]}
+        assert set(rules) == {7002, 8000, 9400, 5557, 5558}
+        for number in (5557, 5558):
+            (peer,) = rules[number]["from"]
+            assert peer["podSelector"]["matchLabels"] == {"inferencepool": "twinlens-epp"}
+            assert {each["port"] for each in rules[number]["ports"]} == {9400, 5557, 5558}
+        asked = [rule for rule in policy["ingress"] if {"port": 8000, "protocol": "TCP"} in rule["ports"]]
+        assert any("from" not in rule for rule in asked), "whoever has a token"
+
+    @pytest.mark.parametrize("how", ["gateway.inPod=true", "gateway.enabled=false"])
+    def test_without_clients_and_gateways_of_their_own_nobody_asks_llm_services(self, how: str) -> None:
+        text = template("--set", how, "--set-json", "networkPolicy.clients=[]")
+        policy = of_kind(text, "NetworkPolicy")["twinlens-llm"]["spec"]
+        assert not [each for rule in policy["ingress"] for each in rule["ports"] if each["port"] == 7002]
+
+    def test_kv_events_have_a_topic_that_names_pod_and_model(
+        self, certificates: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for more, topic in (
+            ((), "kv@$(POD_IP):8000@demo"),
+            (("--set", "llm.options.served-model-name=mine"), "kv@$(POD_IP):8000@mine"),
+            (("--set", "kvEvents.topic=kv@here@there"), "kv@here@there"),
+        ):
+            pod = pods(template(*VALUES["inference"], *more))["twinlens-llm"]
+            config, _ = configured(pod, certificates, monkeypatch)
+            assert config.kv_events_topic == topic
+            (address,) = [each for each in container(pod)["env"] if each["name"] == "POD_IP"]
+            assert address["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+        assert "kv-events" not in json.dumps(pods(manifests("cpu")))
+
+    def test_a_gateway_beside_an_llm_service_over_several_hosts_asks_it_under_its_certificates_name(
+        self, certificates: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        text = template(
+            *VALUES["multihost"], "--values", f"{CHART}/values-inference.yaml", "--set", "gateway.https=false"
+        )
+        found = pods(text)
+        gateway, _ = configured(gateway_of(found), certificates, monkeypatch)
+        assert gateway.llm == ("twinlens-llm:7002",)
+        assert gateway.llm_cert
+        leader, worker = found["twinlens-llm/leader"]["spec"], found["twinlens-llm/worker"]["spec"]
+        assert leader["hostAliases"] == [{"ip": "127.0.0.1", "hostnames": ["twinlens-llm"]}]
+        assert len(worker["containers"]) == 1
+        for spec in (leader, worker):
+            mounted = {mount["name"] for box in spec["containers"] for mount in box["volumeMounts"]}
+            assert mounted == {each["name"] for each in spec["volumes"]}
+        first = {"leaderworkerset.sigs.k8s.io/worker-index": "0"}
+        (pool,) = of_kind(text, "InferencePool").values()
+        assert pool["spec"]["selector"]["matchLabels"].items() >= first.items()
+        assert of_kind(text, "Service")["twinlens-gateway"]["spec"]["selector"].items() >= first.items()
+
+    def test_a_gateway_beside_an_llm_service_has_its_time_to_end(self) -> None:
+        text = template(*VALUES["inference"], "--set", "gateway.graceSeconds=90")
+        assert pods(text)["twinlens-llm"]["spec"]["terminationGracePeriodSeconds"] == 110
+
+    @pytest.mark.parametrize(
+        ("wrong", "why"),
+        [
+            (("--set", "gateway.inPod=false"), "inferencePool needs gateway.inPod"),
+            (("--set", "gateway.https=true"), "gateway.https is not for gateway.inPod"),
+            (("--set", "inferencePool.picker.name="), "inferencePool.picker.name"),
+            (("--set", "llm.options.kv-events=tcp://*:1"), "kv-events"),
+        ],
+    )
+    def test_a_pool_that_would_not_work_is_refused(self, wrong: tuple[str, ...], why: str) -> None:
+        done = run_helm("template", "twinlens", str(CHART), *VALUES["inference"], *wrong)
+        assert done.returncode != 0
+        assert why in done.stderr
 
     def test_hosts_of_one_llm_service_meet_and_one_of_them_serves(
         self, certificates: Path, monkeypatch: pytest.MonkeyPatch

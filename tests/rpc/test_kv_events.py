@@ -210,3 +210,10 @@ def test_what_cannot_be_ends_the_start_with_a_sentence(
     launch = llm_server(checkpoints("qwen3_vl"), **{**LLM_FLAGS, **flags})
     with pytest.raises(RuntimeError, match=why), launch:
         pass
+
+
+def test_a_model_whose_layers_keep_states_is_refused(checkpoints: Callable[..., Path], tmp_path: Path) -> None:
+    flags = {**LLM_FLAGS, "kv_events": f"ipc://{tmp_path}/events"}
+    launch = llm_server(checkpoints("qwen3_5"), light=False, **flags)
+    with pytest.raises(RuntimeError, match="--kv-events is not for models whose layers keep states"), launch:
+        pass

@@ -2,6 +2,18 @@
 {{- if contains "twinlens" .Release.Name }}{{ .Release.Name | trunc 50 | trimSuffix "-" }}{{ else }}{{ printf "%s-twinlens" .Release.Name | trunc 50 | trimSuffix "-" }}{{ end }}
 {{- end }}
 
+{{- /* What has pods of its own. */}}
+{{- define "twinlens.parts" -}}
+encoder llm{{ if and .Values.gateway.enabled (not .Values.gateway.inPod) }} gateway{{ end }}
+{{- end }}
+
+{{- /* Whether gateways are beside LLM services, in their pods; answers nothing for no. */}}
+{{- define "twinlens.gateway-in-pod" -}}
+{{- if and .Values.gateway.enabled .Values.gateway.inPod }}
+{{- if .Values.gateway.https }}{{ fail "gateway.https is not for gateway.inPod: what is in front of the pods ends TLS" }}{{ end }}yes
+{{- end }}
+{{- end }}
+
 {{- /* Below, a dict has the chart's scope as `root` and encoder, llm or gateway as `part`. */}}
 
 {{- define "twinlens.selector" -}}
@@ -47,6 +59,9 @@ labels:
 {{- with $values.model.hubTokenSecret }}
 - {name: HF_TOKEN_PATH, value: /secrets/hub/token}
 {{- end }}
+{{- end }}
+{{- if and $values.kvEvents.enabled (eq .part "llm") }}
+- {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
 {{- end }}
 {{- if and $values.nixl.backend (ne .part "gateway") }}
 - {name: UCX_TCP_PORT_RANGE, value: {{ $values.nixl.ports | quote }}}
@@ -131,6 +146,9 @@ labels:
 {{- define "twinlens.pod-metadata" -}}
 labels:
   {{- include "twinlens.labels" . | trim | nindent 2 }}
+  {{- if and (eq .part "llm") .root.Values.inferencePool.enabled }}
+  llm-d.ai/engine-type: twinlens  # by which a picker knows whose metrics these are
+  {{- end }}
 {{- with (index .root.Values .part).podAnnotations }}
 annotations:
   {{- toYaml . | nindent 2 }}
@@ -141,10 +159,11 @@ annotations:
 {{- define "twinlens.pod" -}}
 {{- $values := .root.Values }}
 {{- $own := index $values .part }}
+{{- $inside := and (eq .part "llm") .serves (include "twinlens.gateway-in-pod" .root) }}
 serviceAccountName: {{ include "twinlens.name" .root }}
 automountServiceAccountToken: false
 enableServiceLinks: false
-terminationGracePeriodSeconds: {{ add 5 $own.graceSeconds 15 }}  # preStop's pause, --grace-seconds, and time to take all apart
+terminationGracePeriodSeconds: {{ add 5 (ternary (max $own.graceSeconds $values.gateway.graceSeconds) $own.graceSeconds (not (empty $inside))) 15 }}  # preStop's pause, --grace-seconds, and time to take all apart
 securityContext:
   runAsNonRoot: true
   runAsUser: 10001
@@ -192,8 +211,11 @@ affinity:  # rows cross by shared memory from an encoder of the same node
             matchLabels:
               {{- include "twinlens.selector" (dict "root" .root "part" "encoder") | trim | nindent 14 }}
 {{- end }}
+{{- if and $inside $values.tls.enabled }}
+hostAliases: [{ip: 127.0.0.1, hostnames: [{{ include "twinlens.name" .root }}-llm]}]  # as its certificate names the service
+{{- end }}
 volumes:
-  {{- include "twinlens.volumes" . | trim | nindent 2 }}
+  {{- include "twinlens.volumes" (ternary (merge (dict "tokens" (append .tokens "gateway")) .) . (not (empty $inside))) | trim | nindent 2 }}
 {{- end }}
 
 {{- define "twinlens.security" -}}
@@ -294,10 +316,22 @@ args:
   {{- if $values.tokens.encoder }}
   - --encoder-token-file=/secrets/encoder/token
   {{- end }}
+  {{- if $values.kvEvents.enabled }}
+  {{- $model := get $values.llm.options "served-model-name" | default (base $values.model.name) }}
+  - --kv-events=tcp://*:{{ $values.kvEvents.port }}
+  - --kv-events-replay=tcp://*:{{ $values.kvEvents.replayPort }}
+  - --kv-events-topic={{ $values.kvEvents.topic | default (printf "kv@$(POD_IP):8000@%s" $model) }}
+  {{- end }}
   {{- end }}
   {{- include "twinlens.options" $values.llm.options | trim | nindent 2 }}
 {{- if .serves }}
-ports: [{name: grpc, containerPort: 7002}, {name: metrics, containerPort: 9400}]
+ports:
+  - {name: grpc, containerPort: 7002}
+  - {name: metrics, containerPort: 9400}
+  {{- if $values.kvEvents.enabled }}
+  - {name: kv-events, containerPort: {{ $values.kvEvents.port }}}
+  - {name: kv-replay, containerPort: {{ $values.kvEvents.replayPort }}}
+  {{- end }}
 {{ include "twinlens.service-probes" . }}
 {{- end }}
 securityContext:
@@ -306,6 +340,65 @@ resources:
   {{- toYaml $values.llm.resources | nindent 2 }}
 env:
   {{- include "twinlens.environment" . | trim | nindent 2 }}
+volumeMounts:
+  {{- include "twinlens.mounts" . | trim | nindent 2 }}
+{{- end }}
+
+{{- /* A gateway's container; `inside` where it is in the pod of an LLM service. */}}
+{{- define "twinlens.gateway-container" -}}
+{{- $values := .root.Values }}
+{{- $inside := .inside }}
+{{- $scheme := ternary "HTTPS" "HTTP" $values.gateway.https }}
+name: gateway
+image: {{ include "twinlens.image" .root }}
+imagePullPolicy: {{ $values.image.pullPolicy }}
+command: [python, -m, gateway]
+args:
+  - --listen=0.0.0.0:8000
+  {{- if not $inside }}
+  - --llm=dns:///{{ include "twinlens.name" .root }}-llm:7002
+  {{- else if $values.tls.enabled }}
+  - --llm={{ include "twinlens.name" .root }}-llm:7002
+  {{- else }}
+  - --llm=127.0.0.1:7002
+  {{- end }}
+  - --grace-seconds={{ $values.gateway.graceSeconds }}
+  {{- if $values.tokens.gateway }}
+  - --auth-token-file=/secrets/gateway/tokens
+  {{- end }}
+  {{- if $values.tokens.llm }}
+  - --llm-token-file=/secrets/llm/token
+  {{- end }}
+  {{- if $values.tls.enabled }}
+  - --llm-ca=/secrets/tls/ca.crt
+  - --llm-cert=/secrets/tls/tls.crt
+  - --llm-key=/secrets/tls/tls.key
+  {{- end }}
+  {{- if $values.gateway.https }}
+  - --tls-cert=/secrets/tls/tls.crt
+  - --tls-key=/secrets/tls/tls.key
+  {{- end }}
+  {{- include "twinlens.options" $values.gateway.options | trim | nindent 2 }}
+ports: [{name: http, containerPort: 8000}]
+readinessProbe:  # whether there is an LLM service that can serve
+  httpGet: {path: /health/ready, port: http, scheme: {{ $scheme }}}
+  periodSeconds: 5
+  timeoutSeconds: 5
+  failureThreshold: 2
+livenessProbe:  # whether the process answers
+  httpGet: {path: /health/live, port: http, scheme: {{ $scheme }}}
+  periodSeconds: 20
+  timeoutSeconds: 15
+  failureThreshold: 4
+lifecycle: {preStop: {exec: {command: [sleep, "5"]}}}  # until its address is given to nobody new
+securityContext:
+  {{- include "twinlens.security" .root | trim | nindent 2 }}
+resources:
+  {{- toYaml $values.gateway.resources | nindent 2 }}
+{{- with include "twinlens.environment" . | trim }}
+env:
+  {{- . | nindent 2 }}
+{{- end }}
 volumeMounts:
   {{- include "twinlens.mounts" . | trim | nindent 2 }}
 {{- end }}
