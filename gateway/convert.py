@@ -188,6 +188,18 @@ def chat_input(
     return chat
 
 
+def continues(final: bool | None, new: bool | None) -> bool:
+    """Whether an answer goes on behind the `final` message, in place of a `new` one. Raises InvalidInput for both, or
+    neither."""
+    if final and new:
+        why = "either the final message is continued, or a new one is begun"
+        raise InvalidInput(why, reason="BAD_FIELD", field="continue_final_message")
+    if new is False and not final:
+        why = "an answer is a new message, or continues the final one"
+        raise InvalidInput(why, reason="FIELD_NOT_SERVED", field="add_generation_prompt")
+    return bool(final)
+
+
 def message(given: Message, settings: MediaSettings, field: str) -> llm_pb2.ChatMessage:
     """One message: its parts in order. An assistant's that calls may have none."""
     if given.content is None and not given.tool_calls:
@@ -227,6 +239,7 @@ def chat_request(asked: ChatRequest, request_id: str) -> llm_pb2.GenerateRequest
         _set_form(params, "json_schema", calls_schema([tool.function for tool in tools], max_items))
     chat = chat_input(asked.messages, asked.mm_processor_kwargs, asked.chat_template_kwargs, "messages")
     chat.reasoning_effort = asked.reasoning_effort or chat.reasoning_effort
+    chat.continue_final_message = continues(asked.continue_final_message, asked.add_generation_prompt)
     chat.tools.extend(definition(tool.function) for tool in tools)
     given = {"session_id": asked.prompt_cache_key or "", "return_prompt_token_ids": bool(asked.return_token_ids)}
     return generate_request(asked, params, request_id, chat=chat, **given)

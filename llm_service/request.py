@@ -54,13 +54,14 @@ class Message:
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """Messages, to be laid out by the chat template, and the functions that the model may call; `thinking` None, and no
-    `reasoning_effort`: as the template has it. `opening` is what the answer is begun with, special tokens in it by
-    name."""
+    `reasoning_effort`: as the template has it. `continues`: the answer goes on behind the last message's text.
+    `opening` is what the answer is begun with, special tokens in it by name."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolDefinition, ...] = ()
     thinking: bool | None = None
     reasoning_effort: str = ""
+    continues: bool = False
     opening: str = ""
 
 

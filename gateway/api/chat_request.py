@@ -204,7 +204,6 @@ class ChatRequest(SamplingFields):
 
     without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
         **VLLM_DEFAULTS,
-        "add_generation_prompt": (True,),
         "continue_final_message": (False,),
         "echo": (False,),
         "include_reasoning": (True,),
@@ -230,6 +229,8 @@ class ChatRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     chat_template_kwargs: TemplateSettings | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     metadata: Metadata | None = None

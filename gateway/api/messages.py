@@ -38,9 +38,9 @@ class Messages:
         context = context_of(request, "messages")
         _check_version(request)
         asked = await context.read(MessagesRequest)
-        if asked.messages[-1].role == "assistant":
-            why = "an answer does not go on from a message of the assistant"
-            raise InvalidInput(why, reason="FIELD_NOT_SERVED", field=f"messages[{len(asked.messages) - 1}]")
+        if asked.messages[-1].role == "assistant" and asked.thinking and asked.thinking.type == "enabled":
+            why = "an answer that goes on behind a message of the assistant has no thinking before it"
+            raise InvalidInput(why, reason="BAD_FIELD", field="thinking")
         body, places = await context.made(as_chat, asked)
         name = self._services.name(asked.model)
         try:

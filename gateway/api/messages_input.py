@@ -91,6 +91,8 @@ def as_chat(asked: CountRequest) -> tuple[ChatRequest, Places]:
         if asked.thinking.type == "enabled":
             fields["thinking_token_budget"] = asked.thinking.budget_tokens
     fields["reasoning_effort"] = config.effort
+    if turns.end_with_words or (turns.end_with_assistant and isinstance(asked, MessagesRequest)):
+        fields["continue_final_message"] = True
     if config.format is not None:
         schema = {"name": "answer", "schema": config.format.schema_}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
@@ -132,6 +134,18 @@ class _Turns:
     def __init__(self, places: Places) -> None:
         self.places = places
         self.messages: list[dict[str, Any]] = []
+
+    @property
+    def end_with_assistant(self) -> bool:
+        """An answer goes on behind the last message."""
+        return bool(self.messages[-1]["role"] == "assistant")
+
+    @property
+    def end_with_words(self) -> bool:
+        """It can do so."""
+        own = self.messages[-1]
+        last = own["content"][-1]["type"] if own["content"] else ""
+        return self.end_with_assistant and last == "text" and "tool_calls" not in own
 
     def begin_with(self, system: str | list[TextBlock]) -> None:
         """Takes the system's message in."""

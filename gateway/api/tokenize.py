@@ -22,8 +22,6 @@ class TokenizeRequest(Model):
     """vLLM's question about tokens: of a text, which by itself is a prompt, or of a chat."""
 
     without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "add_generation_prompt": (True,),
-        "continue_final_message": (False,),
         "return_token_strs": (False,),
         "tools": ([],),
     }
@@ -34,13 +32,15 @@ class TokenizeRequest(Model):
     tools: Annotated[list[Tool], Field(max_length=4096, fail_fast=True)] | None = None
     chat_template_kwargs: TemplateSettings | None = None
     add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @model_validator(mode="after")
     def _is_about_one_of_both(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give prompt or messages")
-        if self.messages is None and (self.tools or self.chat_template_kwargs):
-            raise ValueError("tools and chat_template_kwargs go with messages")
+        if self.messages is None and (self.tools or self.chat_template_kwargs or self.continue_final_message):
+            raise ValueError("tools, chat_template_kwargs and continue_final_message go with messages")
         if self.messages is not None and self.add_special_tokens:
             raise ValueError("the chat template says what stands before messages: add_special_tokens go with prompt")
         return self
@@ -68,6 +68,7 @@ class Tokenizer:
             message = llm_pb2.TokenizeRequest(text=asked.prompt, allow_special=True, add_special_tokens=whole)
         else:
             chat = convert.chat_input(asked.messages, None, asked.chat_template_kwargs, "messages")
+            chat.continue_final_message = convert.continues(asked.continue_final_message, asked.add_generation_prompt)
             chat.tools.extend(definition(tool.function) for tool in asked.tools or ())
             message = llm_pb2.TokenizeRequest(chat=chat)
         reply, info = await self._services.tokenize(asked.model or "", message, context.metadata)

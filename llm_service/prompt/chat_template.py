@@ -168,13 +168,24 @@ class ChatTemplate:
         thinking = False if prompt.reasoning_effort == "none" else prompt.thinking
         if thinking is not None:
             variables.update(dict.fromkeys(self._thinking, thinking))
+        variables["add_generation_prompt"] = not prompt.continues
         if prompt.reasoning_effort and self.knows_effort:
-            return marks.take(self._with_effort(prompt.reasoning_effort, messages, variables))
-        return marks.take(self._rendered(messages, variables))
+            rendered = self._with_effort(prompt.reasoning_effort, messages, variables)
+        else:
+            rendered = self._rendered(messages, variables)
+        return marks.take(self._unended(messages[-1], rendered) if prompt.continues else rendered)
+
+    def _unended(self, message: dict[str, Any], rendered: str) -> str:
+        """Up to the end of what the last message says."""
+        content = message["content"]
+        mark = _MARK.findall(content if isinstance(content, str) else content[-1]["text"])[-1] + "\ue001"
+        if mark not in rendered:
+            raise InvalidInput(self._refused, reason="CHAT_REFUSED", field="chat.messages")
+        return rendered[: rendered.rindex(mark) + len(mark)]
 
     def _rendered(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **variables)
+            return self._template.render(messages=messages, **variables)
         except _TEMPLATE_FAILURES as error:
             raise InvalidInput(self._refused, reason="CHAT_REFUSED", field="chat.messages") from error
 
@@ -191,6 +202,8 @@ class ChatTemplate:
         if prompt.tools and not self.knows_tools:
             raise InvalidInput("the model's chat template knows no tools", reason="NO_TOOLS", field="chat.tools")
         self._check_thinking(prompt)
+        if prompt.continues:
+            _check_final(prompt.messages[-1], f"chat.messages[{len(prompt.messages) - 1}]")
         for index, message in enumerate(prompt.messages):
             field = f"chat.messages[{index}]"
             if message.role not in ROLES:
@@ -245,6 +258,14 @@ class ChatTemplate:
         if all(part["type"] == "text" for part in content):
             return {"role": message.role, "content": "".join(part["text"] for part in content), **more}
         return {"role": message.role, "content": content, **more}
+
+
+def _check_final(message: Message, field: str) -> None:
+    """Raises InvalidInput where nothing goes on behind the last message."""
+    ends_with_text = bool(message.parts) and isinstance(message.parts[-1], str)
+    if message.role != "assistant" or message.tool_calls or not ends_with_text:
+        why = "an answer goes on behind an assistant's message that ends with a text, and has no calls"
+        raise InvalidInput(why, reason="BAD_FINAL_MESSAGE", field=field)
 
 
 def _numbered(messages: Sequence[Message]) -> list[Message]:

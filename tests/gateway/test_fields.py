@@ -47,6 +47,7 @@ SAMPLES: dict[str, Any] = {
     "verbosity": "low",
     "tools": [{"type": "function", "function": {"name": "f"}}],
     "chat_template_kwargs": {"enable_thinking": False},
+    "continue_final_message": True,
     "reasoning_effort": "high",
     "functions": [{"name": "f"}],
     "function_call": {"name": "f"},
@@ -73,7 +74,7 @@ SAMPLES: dict[str, Any] = {
     "priority": 3,
     "max_handovers": 0,
 }
-IN_THE_ANSWER = {"stream", "stream_options"}
+IN_THE_ANSWER = {"stream", "stream_options", "add_generation_prompt"}
 """Served by what comes back, not by what the LLM service is asked."""
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 TOGETHER: dict[str, dict[str, Any]] = {
@@ -170,6 +171,7 @@ def test_fields_that_go_together(door: Scripted) -> None:
         {"tool_choice": "required"},
         {"reasoning_effort": "high", "chat_template_kwargs": {"reasoning_effort": "low"}},
         {"reasoning_effort": "much"},
+        {"continue_final_message": True, "add_generation_prompt": True},
         {"chat_template_kwargs": {"enable_thinking": True, "thinking": False}},
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
         {"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"},
@@ -187,6 +189,13 @@ def test_effort_is_asked_for_in_either_place(door: Scripted) -> None:
     told = post(door, chat_template_kwargs={"reasoning_effort": "low"}, reasoning_effort="low").asked
     assert told.chat.reasoning_effort == "low"
     assert post(door, chat_template_kwargs={"reasoning_effort": "max"}).asked.chat.reasoning_effort == "max"
+
+
+def test_a_message_that_is_continued_begins_no_other(door: Scripted) -> None:
+    assert post(door, add_generation_prompt=True).asked == post(door).asked
+    told = post(door, continue_final_message=True, add_generation_prompt=False).asked
+    assert told == post(door, continue_final_message=True).asked
+    assert told.chat.continue_final_message
 
 
 def test_media_settings_reach_pictures_and_videos_alike_where_they_can(door: Scripted) -> None:

@@ -307,6 +307,26 @@ def test_the_template_is_told_whether_to_think(script: Scripted, thinking: Any, 
     assert request.sampling.HasField("thinking_token_budget") is bool(wanted)
 
 
+def test_an_answer_goes_on_behind_what_the_assistant_has_said(door: Trio) -> None:
+    turns: Any = [said("Rome?"), said(text("It "), text("is"), role="assistant")]
+    with connected(door) as client:
+        message = client.messages.create(model=door.model, max_tokens=6, messages=turns)
+        counted = client.messages.count_tokens(model=door.model, messages=turns)
+    laid = "<|im_start|>user\nRome?<|im_end|>\n<|im_start|>assistant\nIt is"
+    theirs = door.client.completions.create(model=door.model, prompt=laid, max_tokens=6)
+    assert message.content[0].text == theirs.choices[0].text  # type: ignore[union-attr]
+    assert theirs.usage is not None
+    assert counted.input_tokens == theirs.usage.prompt_tokens
+
+
+def test_what_ends_with_a_call_is_counted_and_not_gone_on_with(door: Trio, script: Scripted) -> None:
+    call: Any = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+    body = {"messages": [said("x"), said(text("So."), call, role="assistant")]}
+    assert asked(script, **body).chat.continue_final_message
+    reply = door.post(f"{PATH}/count_tokens", body)
+    assert refused(reply)[1] == "NO_TOOLS", "which its template knows none of"
+
+
 @pytest.mark.parametrize(("effort", "told"), [("low", "low"), ("max", "max"), ("high", ""), (None, "")])
 def test_the_template_is_told_how_much_to_think(script: Scripted, effort: str | None, told: str) -> None:
     assert asked(script, output_config={"effort": effort}).chat.reasoning_effort == told
@@ -390,7 +410,14 @@ def test_every_field_of_anthropics_is_served_accepted_or_refused() -> None:
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "no bound": ({"max_tokens": None}, "BAD_FIELD", "max_tokens"),
     "no messages": ({"messages": []}, "BAD_FIELD", "messages"),
-    "prefilled": ({"messages": [said("x"), said("It is", role="assistant")]}, "FIELD_NOT_SERVED", "messages[1]"),
+    "prefilled, and thought about": (
+        {
+            "messages": [said("x"), said("It is", role="assistant")],
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+        },
+        "BAD_FIELD",
+        "thinking",
+    ),
     "a server's tool": (
         {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
         "FIELD_NOT_SERVED",

@@ -284,6 +284,23 @@ def test_tokenize_is_the_references_tokenizer(qwen3: Pair) -> None:
     assert qwen3.text.tokenize(chat) == library(laid, add_special_tokens=False).input_ids
 
 
+def test_an_answer_goes_on_behind_a_message_as_the_reference_lays_it_out(qwen3: Pair) -> None:
+    library = reference.processor(qwen3.checkpoint).tokenizer
+    begun = v1.ChatMessage(role="assistant", parts=[v1.ChatPart(text="It is <|im_end|>"), v1.ChatPart(text=" a")])
+    given = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "It is  a"}]
+    laid = library.apply_chat_template(given, continue_final_message=True, tokenize=False)
+    before, _, behind = laid.partition("It is ")
+    wanted = [*library(before).input_ids, *qwen3.text.tokenize(f"It is <|im_end|>{behind}")]
+    request = asked(v1.TextInput(prompt="x"), greedy(5))
+    request.chat.messages.extend([user("What?"), begun])
+    request.chat.continue_final_message = True
+    request.return_prompt_token_ids = True
+    found = answer(qwen3.text, request)
+    assert found.started.prompt_token_ids == wanted
+    same = answer(qwen3.text, asked(v1.TokensInput(ids=wanted), greedy(5)))
+    assert found.choices[0].token_ids == same.choices[0].token_ids
+
+
 def test_abort_ends_a_request_by_name_and_tells_its_caller(qwen3: Pair) -> None:
     with qwen3.text.generate(asked(user("count"), greedy(4000), request_id="to be aborted")) as stream:
         events = iter(stream)

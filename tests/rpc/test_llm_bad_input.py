@@ -38,6 +38,10 @@ def effort(word: str, **fields: bool) -> v1.GenerateRequest:
     return v1.GenerateRequest(chat=v1.ChatInput(messages=[user("hello")], reasoning_effort=word, **fields))
 
 
+def final(message: v1.ChatMessage) -> v1.GenerateRequest:
+    return v1.GenerateRequest(chat=v1.ChatInput(messages=[user("hello"), message], continue_final_message=True))
+
+
 def text(prompt: str = "hello", media: tuple[v1.Media, ...] = ()) -> v1.TextInput:
     return v1.TextInput(prompt=prompt, media=media)
 
@@ -271,6 +275,13 @@ CASES: dict[str, Case] = {
     "an effort that is no word for one": (effort("huge"), INVALID, "BAD_EFFORT", "chat.reasoning_effort"),
     "no effort, and to think": (effort("none", thinking=True), INVALID, "BAD_EFFORT", "chat.reasoning_effort"),
     "an effort of a model that has no choice": (effort("low"), INVALID, "NO_THINKING", "chat.reasoning_effort"),
+    "to go on behind a user": (final(user("x")), INVALID, "BAD_FINAL_MESSAGE", "chat.messages[1]"),
+    "to go on behind nothing": (
+        final(v1.ChatMessage(role="assistant")),
+        INVALID,
+        "BAD_FINAL_MESSAGE",
+        "chat.messages[1]",
+    ),
     "one bad picture among good ones": (
         asked(user(image(PICTURE), v1.Media(modality=v1.MODALITY_IMAGE, data=b"no"), image(PHOTOGRAPH), "?")),
         INVALID,

@@ -216,3 +216,34 @@ def test_an_effort_that_the_template_does_not_know_is_refused(
     with pytest.raises(InvalidInput) as refused:
         laid_out(source, reasoning_effort=effort)
     assert (refused.value.reason, refused.value.field) == (reason, field)
+
+
+def test_the_final_message_is_cut_behind_its_text() -> None:
+    said = (Message("user", ("a",)), Message("assistant", ("b ", ENDS), reasoning="c"))
+    pieces = ChatTemplate(TEMPLATE, {}).render(ChatPrompt(said, continues=True))
+    text = "".join(text for text, _ in pieces)
+    assert text == f"<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<think>c</think>\nb {ENDS}"
+    assert (ENDS, True) in pieces
+    empty = ChatPrompt((Message("user", ("a",)), Message("assistant", ("",))), continues=True)
+    assert "".join(text for text, _ in ChatTemplate(TEMPLATE, {}).render(empty)).endswith("assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (Message("user", ("a",)), "BAD_FINAL_MESSAGE"),
+        (Message("assistant", ()), "BAD_FINAL_MESSAGE"),
+        (Message("assistant", ("a",), (ToolCall("", "f", {}),)), "BAD_FINAL_MESSAGE"),
+    ],
+)
+def test_nothing_goes_on_behind_a_message_without_an_end(message: Message, reason: str) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        ChatTemplate(TEMPLATE, {}).render(ChatPrompt((Message("user", ("a",)), message), continues=True))
+    assert (refused.value.reason, refused.value.field) == (reason, "chat.messages[1]")
+
+
+def test_nothing_goes_on_behind_a_message_that_the_template_leaves_out() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    with pytest.raises(InvalidInput) as refused:
+        template.render(ChatPrompt((Message("user", ("a",)), Message("assistant", ("b",))), continues=True))
+    assert refused.value.reason == "CHAT_REFUSED"
