@@ -270,10 +270,10 @@ class Planner:
         ready, count = self._ready(sequence, begin), self._chunk(sequence, begin, max_tokens)
         complete = begin + ready == len(sequence.tokens)
         idle = self._idle(schedule) if complete and count else []
-        if sequence.adapter and count and not self._find_slot(sequence, idle, schedule):
+        if sequence.adapter and count and not self._find_slot(sequence, idle):
             schedule.closed_to_adapters |= complete  # those that run end: whoever is next of these gets on
             return 0
-        if not ready or not self._find_room(sequence, identities[:hits], idle, schedule):
+        if not ready or not self._find_room(sequence, identities[:hits], idle):
             schedule.closed = complete
             if not complete:
                 sequence.wait_for_rows()  # others may go first
@@ -344,7 +344,10 @@ class Planner:
             idle = self._idle(schedule) if complete else []
             if (last := idle[-1] if idle else self._last_behind(sequence, schedule)) is None:
                 return False
-            self._preempt(last, schedule, idle=bool(idle))
+            self._preempt(last)
+            if idle:
+                last.wait_for_rows()
+            schedule.preempted.append(last)
         return True
 
     def _last_behind(self, sequence: Sequence, schedule: Schedule) -> Sequence | None:
@@ -355,14 +358,11 @@ class Planner:
                 return last
         return None
 
-    def _preempt(self, sequence: Sequence, schedule: Schedule, *, idle: bool) -> None:
+    def _preempt(self, sequence: Sequence) -> None:
         self._queues.preempt(sequence)
         self._blocks.free(sequence.table, sequence.session, sequence.prompt.tenant)
-        schedule.preempted.append(sequence)
-        if idle:
-            sequence.wait_for_rows()
 
-    def _find_room(self, sequence: Sequence, hits: list[bytes], idle: list[Sequence], schedule: Schedule) -> bool:
+    def _find_room(self, sequence: Sequence, hits: list[bytes], idle: list[Sequence]) -> bool:
         """Whether a sequence may run that adopts these blocks: if need be, at the cost of the last of those idle."""
         tokens = len(sequence.tokens)
         if self._is_crowded() and not idle:
@@ -371,10 +371,11 @@ class Planner:
             return False
         while self._is_crowded() or not self._blocks.can_hold(hits, tokens):
             last = idle.pop()
-            self._preempt(last, schedule, idle=True)
+            self._preempt(last)
+            last.wait_for_rows()
         return True
 
-    def _find_slot(self, sequence: Sequence, idle: list[Sequence], schedule: Schedule) -> bool:
+    def _find_slot(self, sequence: Sequence, idle: list[Sequence]) -> bool:
         """Whether a sequence with an adapter may run: if need be, at the cost of those idle whose adapters are in the
         way."""
         running = {each: each.adapter for each in self._queues.running}
@@ -388,7 +389,8 @@ class Planner:
         while not slots.has_room(sequence.adapter, [each.adapter for each in self._queues.running]):
             last = in_the_way.pop()
             idle.remove(last)
-            self._preempt(last, schedule, idle=True)
+            self._preempt(last)
+            last.wait_for_rows()
         return True
 
     def _is_crowded(self) -> bool:
