@@ -20,7 +20,7 @@ import numpy as np
 from llm_service.engine.batch import uniform
 from llm_service.engine.planner import Limits
 from llm_service.engine.structure import Matcher
-from llm_service.plan import Draw, RowSlice, StepPlan, StepResult, TokenLogprobs
+from llm_service.plan import Chunk, Draw, RowSlice, StepPlan, StepResult, TokenLogprobs
 from llm_service.request import Pooling, SamplingParams
 
 ROW_BYTES = 64
@@ -88,6 +88,7 @@ class HashExecutor:
     what a layer with a state would have in each slot: the hash of the last token."""
 
     block_size: int
+    forgets_answers: bool = False
     states: dict[int, int] = field(default_factory=dict)
     slots: dict[int, int] = field(default_factory=dict)
     landed: dict[int, int] = field(default_factory=dict)
@@ -124,7 +125,7 @@ class HashExecutor:
             for n in range(chunk.count):
                 at, index = len(hashes), chunk.context + n
                 assert {line[at] for line in positions} == {index}
-                before = _extend(before, tokens[at], rows.pop(at, -1), adapter)
+                before = _extend(before, tokens[at], rows.pop(at, -1), adapter, self._turn(chunk, n))
                 self.slots[self._slot(blocks, index)] = before
                 hashes.append(before)
                 self.states |= {slot: before for owner, count, slot in plan.passed if (owner, count) == (number, n + 1)}
@@ -142,6 +143,12 @@ class HashExecutor:
         ]
         pooled = [_sum_of(hashes[asked.at : asked.at + asked.count]) for asked in plan.pools]
         return StepResult(tokens, [None] * len(tokens), scores, pooled=[each.tobytes() for each in pooled])
+
+    def _turn(self, chunk: Chunk, place: int) -> int:
+        """What a token of an answer depends on beside what is before it: where that began."""
+        end = chunk.context + chunk.count
+        assert chunk.answers == min(chunk.count, chunk.answered)
+        return end - chunk.answered if self.forgets_answers and place >= chunk.count - chunk.answers else 0
 
     def _slot(self, blocks: list[int], index: int) -> int:
         return blocks[index // self.block_size] * self.block_size + index % self.block_size
@@ -166,8 +173,8 @@ class HashExecutor:
         return out
 
 
-def _extend(before: int, token: int, row: int, adapter: int) -> int:
-    return hash((before, token, row, adapter))
+def _extend(before: int, token: int, row: int, adapter: int, turn: int = 0) -> int:
+    return hash((before, token, row, adapter, turn))
 
 
 def _all_of(prompt: Sequence[tuple[int, int]]) -> int:
@@ -262,7 +269,7 @@ def expected(order: Order, choice: int, limits: Limits) -> tuple[list[int], str]
             return out, "structure"
         if len(out) == sampling.max_tokens or len(order.prompt) + len(out) >= limits.max_context:
             return out, "length"
-        value = _extend(value, token, -1, order.adapter)
+        value = _extend(value, token, -1, order.adapter, len(order.prompt) if limits.forgets_answers else 0)
 
 
 def expected_vector(order: Order, limits: Limits) -> bytes:

@@ -117,6 +117,7 @@ class Simulation:
         whole_media: bool = False,
         whole_runs: bool = False,
         whole_prompts: bool = False,
+        forgets_answers: bool = False,
         overlap: bool = False,
         early_tokens: int = 1,
         state_slots: int = 0,
@@ -138,6 +139,7 @@ class Simulation:
             whole_media=whole_media,
             whole_runs=whole_runs,
             whole_prompts=whole_prompts,
+            forgets_answers=forgets_answers,
             speculative_tokens=speculative_tokens,
             draft_rows=draft_rows,
             decode_slowdown=decode_slowdown,
@@ -154,7 +156,7 @@ class Simulation:
         }
         self._new_blocks = partial(BlockManager, blocks, block_size, **caching)
         self.scheduler = self._new_scheduler()
-        self.executor = HashExecutor(block_size)
+        self.executor = HashExecutor(block_size, forgets_answers)
         self.outcomes: dict[int, Outcome] = {}
         self.steps = 0
         self.computed = 0
@@ -406,6 +408,12 @@ class Simulation:
         assert len(step.work) <= self.limits.max_running
         assert len({(s.id, s.choice) for s, _ in step.work}) == len(step.work), "a sequence stands twice in a step"
         assert self.scheduler.state().running <= self.limits.max_running
+        if self.limits.whole_media:
+            for sequence, begin, count in step.prefill:
+                runs = [(first, last) for first, last, _, _ in sequence.prompt.runs]
+                assert not any(first < begin + count < last for first, last in runs), "a chunk ends within a run"
+                within = any(first < begin < last for first, last in runs)
+                assert not (within and self.limits.whole_runs), "a chunk begins within a run"
         adapters = [sequence.adapter for sequence, _ in step.work]
         assert len({*adapters} - {0}) <= self.limits.max_loras
         assert bool(step.plan.adapters) == any(adapters), "who has no adapter hears of none"

@@ -73,7 +73,9 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         extra=st.integers(0, 12),
         prefix_cache=st.booleans(),
         keep_media_whole=st.booleans(),
-        whole_prompts=st.sampled_from([False, False, True]),
+        whole=st.sampled_from(["", "", "", "media", "runs", "prompts"]),
+        forgets_answers=st.booleans(),
+        host_blocks=st.sampled_from([0, 0, 2, 8]),
         overlap=st.booleans(),
         early_tokens=st.sampled_from([1, 1, 0, 4]),
         spare_slots=st.sampled_from([None, None, 0, 2]),
@@ -94,18 +96,23 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         speculative_tokens: int,
         draft_rows: int,
         proposes: bool,
-        whole_prompts: bool,
+        whole: str,
+        host_blocks: int,
         **more: int,
     ) -> None:
         """Sequences have states where there is a number of slots for snapshots, and for states before drafts. Where
-        prompts are computed whole there are none, and a step holds any prompt."""
-        whole_prompts = whole_prompts and spare_slots is None
+        prompts are computed whole there are none, and a step holds any prompt, as where media are."""
+        whole_prompts = whole == "prompts" and spare_slots is None
+        whole_media = whole in ("media", "runs")
         self.engine = simulation(
             blocks=blocks,
             block_size=block_size,
             max_running=max_running,
-            step_tokens=max_running + extra + whole_prompts * blocks * block_size,
+            step_tokens=max_running + extra + (whole_prompts or whole_media) * blocks * block_size,
             whole_prompts=whole_prompts,
+            whole_media=whole_media,
+            whole_runs=whole == "runs",
+            host_blocks=host_blocks if spare_slots is None else 0,
             state_slots=0 if spare_slots is None else max_running + spare_slots,
             speculative_tokens=speculative_tokens,
             draft_rows=draft_rows,
