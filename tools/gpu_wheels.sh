@@ -12,7 +12,7 @@ for n in 17 28 31; do platforms="$platforms --platform manylinux_2_${n}_x86_64";
     --python-version 3.12 --implementation cp $platforms -c constraints.txt \
     decord2 execnet google-crc32c googleapis-common-protos grpcio grpcio-health-checking grpcio-reflection httpcore2 \
     httpx2 iniconfig llguidance msgspec pluggy prometheus-client protobuf pytest pytest-asyncio pytest-timeout \
-    pytest-xdist structlog truststore valkey
+    pytest-xdist pyzmq structlog truststore valkey
 mebibytes=$(($(du -sk "$folder" | cut -f1) / 1024))
 sources=$(($(git ls-files -z | xargs -0 du -ck --apparent-size | tail -n 1 | cut -f1) / 1024))
 echo "$(ls "$folder" | wc -l) wheels, $mebibytes MiB, beside sources of $sources MiB"

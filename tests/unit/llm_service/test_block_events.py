@@ -6,8 +6,11 @@ from array import array
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+pytest.importorskip("zmq")
 
 from llm_service.engine.block_events import BlockEvents
 from llm_service.engine.block_identity import BlockContent, BlockIdentities
