@@ -60,10 +60,10 @@ class Told(Device):
             assert self.index.match(tokens, 4) == 4 * self.manager.match(chain(name, 5))
 
 
-@given(st.lists(ACTS, max_size=80), st.integers(0, 9))
+@given(st.lists(ACTS, max_size=80), st.integers(0, 4))
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_an_index_made_of_events_has_what_prompts_find(acts: list[tuple[str, str, int]], host_blocks: int) -> None:
-    told = Told(8, host_blocks)
+    told = Told(5, host_blocks)
     for act, name, count in acts:
         match act:
             case "start":
@@ -77,11 +77,21 @@ def test_an_index_made_of_events_has_what_prompts_find(acts: list[tuple[str, str
         told.check()
 
 
-def after(told: Told, names: str) -> list[BlockEvent]:
+def test_what_makes_way_on_the_host_is_told_of() -> None:
+    told = Told(4, 2)
+    for name in "abcde":
+        after(told, name, check=True)
+    assert told.manager.host.offloaded == 16
+    assert len(told.index.on("CPU")) == 2
+
+
+def after(told: Told, names: str, *, check: bool = False) -> list[BlockEvent]:
     for name in names:
         told.start(name, 4)
         told.step()
         told.end()
+        if check:
+            told.check()
     return told.events.take()
 
 
