@@ -30,6 +30,12 @@ _ANY_OBJECT = '{"type": "object"}'
 _LOW_DETAIL_PIXELS = 512 * 512
 """The area of a picture that is asked for in low detail, as OpenAI has it."""
 _ROLES = {"developer": "system"}
+_MODALITIES = {
+    "image_url": media_pb2.MODALITY_IMAGE,
+    "video_url": media_pb2.MODALITY_VIDEO,
+    "audio_url": media_pb2.MODALITY_AUDIO,
+    "input_audio": media_pb2.MODALITY_AUDIO,
+}
 _LONGEST_TYPE = 256
 """Characters before the parameters of a data address."""
 Request = TypeVar("Request", llm_pb2.GenerateRequest, llm_pb2.EmbedRequest)
@@ -237,7 +243,7 @@ def chat_request(asked: ChatRequest, request_id: str) -> llm_pb2.GenerateRequest
     elif asked.tool_choice == "required":
         max_items = 1 if asked.parallel_tool_calls is False else None
         _set_form(params, "json_schema", calls_schema([tool.function for tool in tools], max_items))
-    chat = chat_input(asked.messages, asked.mm_processor_kwargs, asked.chat_template_kwargs, "messages")
+    chat = chat_input(asked.messages, asked.media_settings, asked.chat_template_kwargs, "messages")
     chat.reasoning_effort = asked.reasoning_effort or chat.reasoning_effort
     chat.continue_final_message = continues(asked.continue_final_message, asked.add_generation_prompt)
     chat.tools.extend(definition(tool.function) for tool in tools)
@@ -246,21 +252,25 @@ def chat_request(asked: ChatRequest, request_id: str) -> llm_pb2.GenerateRequest
 
 
 def _part(part: Part, settings: MediaSettings) -> llm_pb2.ChatPart:
-    match part.type:
-        case "text":
-            return llm_pb2.ChatPart(text=part.text)
-        case "image_url":
-            low = _LOW_DETAIL_PIXELS if part.image_url.detail == "low" else None
-            media = _media(media_pb2.MODALITY_IMAGE, part.image_url.url)
-            _set_options(media, min_pixels=settings.min_pixels, max_pixels=low or settings.max_pixels)
-        case "video_url":
-            media = _media(media_pb2.MODALITY_VIDEO, part.video_url.url)
-            _set_options(media, **settings.of_videos)
-        case "audio_url":
-            media = _media(media_pb2.MODALITY_AUDIO, part.audio_url.url)
-        case _:
-            media = _media(media_pb2.MODALITY_AUDIO, f"data:;base64,{part.input_audio.data}")
+    if part.type == "text":
+        return llm_pb2.ChatPart(text=part.text)
+    if getattr(part, part.type) is None:  # its options are a part of what it is known by
+        key = bytes.fromhex(part.uuid or "")
+        return llm_pb2.ChatPart(media=media_pb2.Media(modality=_MODALITIES[part.type], key=key))
+    media = _media(_MODALITIES[part.type], _address(part))
+    if part.type == "image_url":
+        low = _LOW_DETAIL_PIXELS if part.image_url and part.image_url.detail == "low" else None
+        _set_options(media, min_pixels=settings.min_pixels, max_pixels=low or settings.max_pixels)
+    elif part.type == "video_url":
+        _set_options(media, **settings.of_videos)
     return llm_pb2.ChatPart(media=media)
+
+
+def _address(part: Any) -> str:
+    """Where the content of a medium is."""
+    if part.type == "input_audio":
+        return f"data:;base64,{part.input_audio.data}"
+    return str(getattr(part, part.type).url)
 
 
 def _media(modality: media_pb2.Modality, url: str) -> media_pb2.Media:
@@ -282,6 +292,11 @@ def _set_options(media: media_pb2.Media, **options: Any) -> None:
     given = {name: value for name, value in options.items() if value is not None}
     if given:
         media.options.CopyFrom(media_pb2.MediaOptions(**given))
+
+
+def media_uuids(started: llm_pb2.GenerateStarted) -> list[str]:
+    """By what each medium of a request can be named from then on: its content key."""
+    return [span.key.hex() for span in sorted(started.spans, key=lambda span: span.item)]
 
 
 def chat_logprobs(given: Iterable[llm_pb2.TokenLogprobs]) -> list[dict[str, Any]]:

@@ -81,6 +81,7 @@ class _Asked:
     n: int
     scored: bool
     with_ids: bool
+    with_uuids: bool
     with_usage: bool
     with_usage_so_far: bool
     with_timings: bool
@@ -106,7 +107,8 @@ class _Asked:
 
     def prompt(self, started: llm_pb2.GenerateStarted) -> dict[str, Any]:
         """What is said of the prompt."""
-        return {"prompt_token_ids": list(started.prompt_token_ids)} if self.with_ids else {}
+        ids = {"prompt_token_ids": list(started.prompt_token_ids)} if self.with_ids else {}
+        return ids | ({"media_uuids": convert.media_uuids(started)} if self.with_uuids else {})
 
 
 class Chat:
@@ -128,6 +130,7 @@ class Chat:
             body.n or 1,
             bool(body.logprobs),
             bool(body.return_token_ids),
+            bool(body.return_media_uuids),
             bool(options.include_usage),
             bool(options.include_usage and options.continuous_usage_stats),
             bool(options.include_timings),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+import re
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -10,14 +11,19 @@ from gateway.api.fields import (
     VLLM_DEFAULTS,
     Effort,
     Int,
+    MediaLoading,
     MediaSettings,
     Metadata,
     Model,
     SamplingFields,
     StreamOptions,
+    VideoLoading,
     kind_of,
     text_or_list,
 )
+
+_KEY: Final = re.compile("[0-9a-f]{64}")
+"""A content key."""
 
 
 class TextPart(Model):
@@ -27,6 +33,23 @@ class TextPart(Model):
     text: str
 
 
+class MediaPart(Model):
+    """A medium: what the field says that is called as its `type`, or the `uuid` that an answer told of it, under which
+    its rows are still known. Beside the medium itself an `uuid` of the caller's changes nothing."""
+
+    type: str
+    uuid: str | None = None
+
+    @model_validator(mode="after")
+    def _is_there_or_known(self) -> MediaPart:
+        if getattr(self, self.type) is None:
+            if self.uuid is None:
+                raise ValueError(f"{self.type} is missing")
+            if not _KEY.fullmatch(self.uuid):
+                raise ValueError(f"{self.type} is missing, and the uuid is none that an answer told")
+        return self
+
+
 class ImageUrl(Model):
     """A picture's address."""
 
@@ -34,11 +57,11 @@ class ImageUrl(Model):
     detail: Literal["auto", "low", "high", "original"] | None = None
 
 
-class ImagePart(Model):
+class ImagePart(MediaPart):
     """A picture."""
 
     type: Literal["image_url"]
-    image_url: ImageUrl
+    image_url: ImageUrl | None = None
 
 
 class VideoUrl(Model):
@@ -47,11 +70,11 @@ class VideoUrl(Model):
     url: str
 
 
-class VideoPart(Model):
+class VideoPart(MediaPart):
     """A video."""
 
     type: Literal["video_url"]
-    video_url: VideoUrl
+    video_url: VideoUrl | None = None
 
 
 class Audio(Model):
@@ -61,11 +84,11 @@ class Audio(Model):
     format: Literal["wav", "mp3", "flac", "ogg", "m4a"]
 
 
-class AudioPart(Model):
+class AudioPart(MediaPart):
     """A clip."""
 
     type: Literal["input_audio"]
-    input_audio: Audio
+    input_audio: Audio | None = None
 
 
 class AudioUrl(Model):
@@ -74,11 +97,11 @@ class AudioUrl(Model):
     url: str
 
 
-class AudioUrlPart(Model):
+class AudioUrlPart(MediaPart):
     """A clip, by its address, as vLLM has it."""
 
     type: Literal["audio_url"]
-    audio_url: AudioUrl
+    audio_url: AudioUrl | None = None
 
 
 Part = Annotated[
@@ -231,10 +254,23 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: TemplateSettings | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    return_media_uuids: bool | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     metadata: Metadata | None = None
     mm_processor_kwargs: MediaSettings | None = None
+    media_io_kwargs: MediaLoading | None = None
+
+    @property
+    def media_settings(self) -> MediaSettings | None:
+        """How media are preprocessed, by both fields that say so; None where they contradict each other."""
+        settings = self.mm_processor_kwargs or MediaSettings()
+        video = (self.media_io_kwargs and self.media_io_kwargs.video) or VideoLoading()
+        for own, other in ((settings.fps, video.fps), (settings.max_frames, video.num_frames)):
+            if None not in (own, other) and own != other:
+                return None
+        frames = {"fps": video.fps or settings.fps, "max_frames": video.num_frames or settings.max_frames}
+        return settings.model_copy(update=frames)
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatRequest:
@@ -244,6 +280,8 @@ class ChatRequest(SamplingFields):
             raise ValueError("give max_completion_tokens or max_tokens, not both")
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
             raise ValueError("tool_choice names tools, and there are none")
+        if self.media_settings is None:
+            raise ValueError("mm_processor_kwargs and media_io_kwargs say different things of a video's frames")
         within = self.chat_template_kwargs and self.chat_template_kwargs.reasoning_effort
         if within and self.reasoning_effort not in (None, within):
             raise ValueError("reasoning_effort is there twice, and says two things")

@@ -103,6 +103,21 @@ class MediaSettings(Model):
         return given | {"with_sound": self.use_audio_in_video if self.with_sound is None else self.with_sound}
 
 
+class VideoLoading(Model):
+    """Which frames of a video are looked at."""
+
+    fps: float | None = None
+    num_frames: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+
+
+class MediaLoading(Model):
+    """vLLM's `media_io_kwargs`: how media are read, by their kind."""
+
+    without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"image": ({},), "audio": ({},)}
+
+    video: VideoLoading | None = None
+
+
 VLLM_DEFAULTS: Final[dict[str, tuple[Any, ...]]] = {
     "add_special_tokens": (False,),
     "skip_special_tokens": (True,),

@@ -11,6 +11,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 
+from tests import pictures
 from tests.gateway.trio import CLIP, PICTURE, Trio, data_url, image, said, text, video
 from tests.launch import Service
 from tests.rpc.pairs import answer, asked
@@ -168,6 +169,31 @@ def test_ids_of_tokens_are_there_where_they_are_asked_for(door: Trio) -> None:
     assert (first.prompt_token_ids, found) == (whole.prompt_token_ids, [each.token_ids for each in whole.choices])
     assert not any(hasattr(chunk, "prompt_token_ids") for chunk in chunks)
     assert not hasattr(by_http(door, messages), "prompt_token_ids")
+
+
+def test_a_medium_need_not_be_sent_again(door: Trio) -> None:
+    picture = pictures.encoded(pictures.noise(64, 48, 77))
+    fields = {"extra_body": {"return_media_uuids": True, "mm_processor_kwargs": {"max_pixels": 2048}}}
+    first: Any = by_http(door, [said(image(picture), video(), text("Look"))], **fields)
+    assert len(first.media_uuids) == 2
+    pixels, clip = first.media_uuids
+    known = [{"type": "image_url", "uuid": pixels}, {"type": "video_url", "video_url": None, "uuid": clip}]
+    again: Any = by_http(door, [said(*known, text("Look"))], **fields)
+    assert again.choices[0].message.content == first.choices[0].message.content
+    assert again.usage.prompt_tokens == first.usage.prompt_tokens
+    begun, *rest = streamed(door, [said(*known, text("Look"))], **fields)
+    assert begun.media_uuids == again.media_uuids == first.media_uuids
+    assert not any(hasattr(chunk, "media_uuids") for chunk in rest)
+
+
+def test_a_medium_of_another_salt_or_of_none_is_not_there(door: Trio) -> None:
+    body: dict[str, Any] = {"return_media_uuids": True, "cache_salt": "one"}
+    salted: Any = by_http(door, [said(image(), text("Look"))], extra_body=body)
+    plain: Any = by_http(door, [said(image(), text("Look"))], extra_body={"return_media_uuids": True})
+    assert salted.media_uuids != plain.media_uuids
+    with pytest.raises(openai.NotFoundError) as error:
+        by_http(door, [said(text("Look"), {"type": "image_url", "uuid": "00" * 32})])
+    assert (error.value.code, error.value.param) == ("KEY_NOT_FOUND", "messages[0].content[1]")
 
 
 def test_a_stop_text_ends_an_answer_and_is_not_part_of_it(door: Trio) -> None:

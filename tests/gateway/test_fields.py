@@ -74,7 +74,7 @@ SAMPLES: dict[str, Any] = {
     "priority": 3,
     "max_handovers": 0,
 }
-IN_THE_ANSWER = {"stream", "stream_options", "add_generation_prompt"}
+IN_THE_ANSWER = {"stream", "stream_options", "add_generation_prompt", "return_media_uuids"}
 """Served by what comes back, not by what the LLM service is asked."""
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 TOGETHER: dict[str, dict[str, Any]] = {
@@ -114,7 +114,7 @@ def test_the_table_has_every_field_that_is_taken() -> None:
 
 
 def test_every_field_is_tried() -> None:
-    assert set(TABLE) == {*SAMPLES, *IN_THE_ANSWER, *TOGETHER, "mm_processor_kwargs"}
+    assert set(TABLE) == {*SAMPLES, *IN_THE_ANSWER, *TOGETHER, "mm_processor_kwargs", "media_io_kwargs"}
 
 
 @pytest.mark.parametrize("field", [name for name, kind in TABLE.items() if kind == "served" and name in SAMPLES])
@@ -207,6 +207,41 @@ def test_media_settings_reach_pictures_and_videos_alike_where_they_can(door: Scr
     assert {field.name: value for field, value in video.options.ListFields()} == settings
     assert {field.name for field, _ in picture.options.ListFields()} == {"min_pixels", "max_pixels"}
     assert video.url == "https://example.org/a.mp4"
+
+
+def test_frames_are_chosen_by_either_field(door: Scripted) -> None:
+    messages = [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "https://example.org/a.mp4"}}]}]
+    loading = {"video": {"num_frames": 8, "fps": 2}, "image": {}}
+    processing = {"max_frames": 8, "fps": 2.0}
+    one = post(door, messages=messages, media_io_kwargs=loading)
+    assert one.asked == post(door, messages=messages, mm_processor_kwargs=processing).asked
+    assert one.asked == post(door, messages=messages, mm_processor_kwargs=processing, media_io_kwargs=loading).asked
+    assert one.asked.chat.messages[0].parts[0].media.options == v1.MediaOptions(fps=2, max_frames=8)
+    for wrong in ({"video": {"num_frames": 9}}, {"video": {"num_frames": -1}}, {"image": {"rgba_background_color": 5}}):
+        outcome = post(door, messages=messages, mm_processor_kwargs=processing, media_io_kwargs=wrong)
+        assert outcome.status == 400, wrong
+
+
+@pytest.mark.parametrize("kind", ["image_url", "video_url", "audio_url", "input_audio"])
+def test_a_medium_is_named_by_its_uuid_alone(door: Scripted, kind: str) -> None:
+    part = {"type": kind, kind: None, "uuid": "0f" * 32}
+    settings = {"max_pixels": 4096}
+    outcome = post(door, messages=[{"role": "user", "content": [part]}], mm_processor_kwargs=settings)
+    media = outcome.asked.chat.messages[0].parts[0].media
+    assert (media.key, media.HasField("options")) == (b"\x0f" * 32, False)
+
+
+@pytest.mark.parametrize("uuid", [None, "", "mine", "0F" * 32, "0f" * 31, "0f" * 33])
+def test_a_medium_that_is_not_there_has_an_uuid_that_an_answer_told(door: Scripted, uuid: str | None) -> None:
+    outcome = post(door, messages=[{"role": "user", "content": [{"type": "image_url", "uuid": uuid}]}])
+    error = outcome.body["error"]
+    assert (outcome.status, error["code"], error["param"]) == (400, "BAD_FIELD", "messages[0].content[0]")
+
+
+def test_an_uuid_beside_a_medium_changes_nothing(door: Scripted) -> None:
+    plain = post(door, messages=[{"role": "user", "content": [PICTURE]}])
+    named = post(door, messages=[{"role": "user", "content": [{**PICTURE, "uuid": "mine"}]}])
+    assert (named.status, named.asked) == (200, plain.asked)
 
 
 @pytest.mark.parametrize("settings", [{"use_audio_in_video": True}, {"with_sound": True, "use_audio_in_video": True}])
