@@ -118,6 +118,8 @@ class GrpcServer:
                 # What gRPC takes of a message that nobody has asked for, on each stream (common/request_budget.py).
                 ("grpc.http2.lookahead_bytes", UNREAD),
                 ("grpc.http2.bdp_probe", 0),
+                # Else who has waited for half a minute in front of a busy event loop is cancelled without a reason.
+                ("grpc.server_max_unrequested_time_in_server", 3600),
                 ("grpc.so_reuseport", 0),
                 ("grpc.keepalive_time_ms", 10_000),
                 ("grpc.keepalive_timeout_ms", 5_000),

@@ -38,7 +38,7 @@ async def _ask_all(address: str, requests: int, request: encoder_pb2.EncodeReque
     async def ask(stub: encoder_pb2_grpc.EncoderServiceStub) -> int | grpc.StatusCode:
         crc = 0
         try:
-            async for event in stub.Encode(request, timeout=120):
+            async for event in stub.Encode(request, timeout=600):
                 assert event.WhichOneof("event") != "error", event
                 if event.WhichOneof("event") == "rows":
                     crc = google_crc32c.extend(crc, event.rows.data)

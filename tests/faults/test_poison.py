@@ -69,26 +69,28 @@ def test_a_picture_that_ends_workers_is_refused_after_one_retry_and_hurts_nobody
 
 
 @pytest.mark.soak
-def test_a_picture_that_ends_encoders_is_refused_when_two_have_died_and_hurts_nobody_else(checkpoint: Path) -> None:
-    with (
-        replicas(checkpoint, 3, module="tests.faults.deadly_process") as three,
-        served(checkpoint, *(each.address for each in three)) as client,
-    ):
-        crowd = Crowd.taught(client)
-        with crowd.asking(CALLERS):
-            until(more(crowd.answered, CALLERS), "they are in full swing")
-            assert refusal_in_the_end(client) == "POISON_ITEM"
-            until(lambda: usable(client, 1), "it has not reached the third one")
-            assert refusal(client) == "POISON_ITEM"
-            assert sum(replica.alive for replica in three) == 1
-            until(more(crowd.answered, 8 * CALLERS), "the third one serves the others")
-            for replica in three:
-                if not replica.alive:
-                    replica.stop()
-                    replica.start()
-            until(lambda: usable(client, 3), "the others are back")
-            assert refusal(client) == "POISON_ITEM"
-            assert all(replica.alive for replica in three)
-            until(more(crowd.answered, 8 * CALLERS), "all of them serve")
-        assert set(crowd.outcomes) == {"right"}
-        check_attempts(client)
+def test_a_picture_that_ends_encoders_is_refused_when_two_have_died_and_hurts_nobody_else(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """Two others take their places, and have begun before: what is remembered is so for a minute."""
+    listing = tmp_path / "encoders"
+    with replicas(checkpoint, 5, module="tests.faults.deadly_process") as (first, *rest):
+        listing.write_text(f"{first.address}\n")
+        with served(checkpoint, f"file://{listing}") as client:
+            listing.write_text("\n".join(each.address for each in (first, *rest[:2])))
+            until(lambda: usable(client, 3), "three are usable")
+            crowd = Crowd.taught(client)
+            with crowd.asking(CALLERS):
+                until(more(crowd.answered, CALLERS), "they are in full swing")
+                assert refusal_in_the_end(client) == "POISON_ITEM"
+                until(lambda: usable(client, 1), "it has not reached the third one")
+                assert refusal(client) == "POISON_ITEM"
+                living = [each for each in (first, *rest) if each.alive]
+                assert len(living) == 3
+                listing.write_text("\n".join(each.address for each in living))
+                until(lambda: usable(client, 3), "the others are there")
+                assert refusal(client) == "POISON_ITEM"
+                assert all(each.alive for each in living)
+                until(more(crowd.answered, 8 * CALLERS), "all of them serve")
+            assert set(crowd.outcomes) == {"right"}
+            check_attempts(client)

@@ -1,11 +1,13 @@
 """A service with nothing behind its frame, as a process of its own: `python -m tests.unit.common.plain_service FLAGS`.
 
-`Tokenize` answers with the length of its text, `Generate` holds its request until the caller leaves.
+`Tokenize` answers with the length of its text, `Generate` holds its request until the caller leaves. At the text
+`STANDS_STILL` all of it stands still for `STILL_SECONDS`, but for gRPC's threads.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +18,11 @@ from common.config import load
 from common.grpc_server import GrpcServer, ServerConfig
 from twinlens import v1
 
+STANDS_STILL = "stand still"
+STILL_SECONDS = 31.0
+
+_log = log.get("plain")
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Config(ServerConfig):
@@ -25,6 +32,9 @@ class _Config(ServerConfig):
 
 class _Plain(v1.LlmServiceServicer):
     async def Tokenize(self, request: Any, context: Any) -> v1.TokenizeResponse:
+        if request.text == STANDS_STILL:
+            _log.info(STANDS_STILL)
+            time.sleep(STILL_SECONDS)  # noqa: ASYNC251
         return v1.TokenizeResponse(ids=[len(request.text)])
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[v1.GenerateResponse]:

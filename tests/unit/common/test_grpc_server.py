@@ -15,7 +15,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.grpc_channel import from_rpc_error
 from common.grpc_server import GrpcServer, ServerConfig
-from tests.waiting import eventually
+from tests.launch import launch
+from tests.unit.common.plain_service import STANDS_STILL
+from tests.waiting import eventually, until
 from twinlens import v1
 
 NAME = "twinlens.v1.LlmService"
@@ -149,3 +151,14 @@ async def test_a_certificate_that_is_replaced_is_shown_from_then_on(tmp_path: Pa
             assert error.value.code() is grpc.StatusCode.UNAVAILABLE
     finally:
         await frame.drain()
+
+
+@pytest.mark.soak
+def test_calls_that_come_while_a_service_stands_still_are_answered_when_it_goes_on() -> None:
+    """By itself gRPC cancels, without a word, what nobody has taken for half a minute."""
+    with launch("tests.unit.common.plain_service") as running, grpc.insecure_channel(running.address) as channel:
+        ask = v1.LlmServiceStub(channel).Tokenize.future
+        asked = [ask(v1.TokenizeRequest(text=STANDS_STILL), timeout=180)]
+        until(lambda: STANDS_STILL in running.log.read_text(), "it stands still")
+        asked += [ask(v1.TokenizeRequest(text="x" * n), timeout=180) for n in range(1, 9)]
+        assert [list(each.result().ids) for each in asked] == [[len(STANDS_STILL)], *([n] for n in range(1, 9))]
