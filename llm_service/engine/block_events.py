@@ -9,24 +9,25 @@ from dataclasses import dataclass
 from llm_service.engine.block_identity import BlockContent
 from llm_service.engine.messages import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored, Medium
 
-Describe = Callable[[], BlockContent]
+Describe = Callable[[int], BlockContent]
+"""What is in a block, by its place in the table of the sequence that has it."""
 
 
 class BlockObserver:
     """Hears which blocks can be found from now on, and which cannot, by their identities. This one makes nothing of
     it."""
 
-    def computed(self, identity: bytes, describe: Describe | None) -> None:
-        """A block of the device is found by its identity; `describe` says what is in it."""
+    def computed(self, identity: bytes, index: int, describe: Describe | None) -> None:
+        """A block of the device is found by its identity; `describe` says what is in number `index` of a table."""
 
-    def loaded(self, identity: bytes) -> None:
-        """What the host has is in a block of the device again."""
+    def loaded(self, identity: bytes, index: int, describe: Describe | None) -> None:
+        """What the host has is in a block of the device again; likewise."""
 
     def evicted(self, identity: bytes) -> None:
         """The device has it no more."""
 
     def offloaded(self, identity: bytes) -> None:
-        """The host has it as well."""
+        """The host has it as well, by now or since before."""
 
     def dropped(self, identity: bytes) -> None:
         """The host has it no more."""
@@ -42,7 +43,8 @@ class _Known:
 
 
 class BlockEvents(BlockObserver):
-    """Keeps what it hears until it is taken. Of every block that is found anywhere it knows what is in it."""
+    """Keeps what it hears until it is taken. A block of which nobody has said yet what is in it, as one that has come
+    to the host from elsewhere, is not told of before a sequence has it."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, _Known] = {}
@@ -53,14 +55,22 @@ class BlockEvents(BlockObserver):
         events, self._events = self._events, []
         return events
 
-    def computed(self, identity: bytes, describe: Describe | None) -> None:
-        assert describe is not None, "nobody could tell what is in the block"
-        if identity not in self._known:
-            self._known[identity] = _Known(describe(), set())
+    def computed(self, identity: bytes, index: int, describe: Describe | None) -> None:
+        self._learn(identity, index, describe)
         self._store(identity, Medium.DEVICE)
 
-    def loaded(self, identity: bytes) -> None:
+    def loaded(self, identity: bytes, index: int, describe: Describe | None) -> None:
+        if self._learn(identity, index, describe):
+            self._store(identity, Medium.HOST)
         self._store(identity, Medium.DEVICE)
+
+    def _learn(self, identity: bytes, index: int, describe: Describe | None) -> bool:
+        """Whether it is new."""
+        if identity in self._known:
+            return False
+        assert describe is not None, "nobody could tell what is in the block"
+        self._known[identity] = _Known(describe(index), set())
+        return True
 
     def evicted(self, identity: bytes) -> None:
         self._remove(identity, Medium.DEVICE)
@@ -78,6 +88,8 @@ class BlockEvents(BlockObserver):
     def _store(self, identity: bytes, medium: Medium) -> None:
         """Blocks that follow on each other are told of together."""
         known = self._known[identity]
+        if medium in known.media:
+            return
         known.media.add(medium)
         content = known.content
         last = self._events[-1] if self._events else None
@@ -90,7 +102,9 @@ class BlockEvents(BlockObserver):
         last.keys.append(list(content.keys))
 
     def _remove(self, identity: bytes, medium: Medium) -> None:
-        known = self._known[identity]
+        known = self._known.get(identity)
+        if known is None or medium not in known.media:
+            return
         known.media.remove(medium)
         if not known.media:
             del self._known[identity]

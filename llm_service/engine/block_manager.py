@@ -157,10 +157,10 @@ class BlockManager:
         known, host = self._by_identity, self.host
         return next((n for n, each in enumerate(identities) if each not in known and each not in host), len(identities))
 
-    def adopt(self, table: BlockTable, identities: Seq[bytes]) -> None:
+    def adopt(self, table: BlockTable, identities: Seq[bytes], describe: Describe | None = None) -> None:
         """Gives an empty table the cached blocks of these identities, all of which `match` has found, and a state slot
         where sequences have states. No more sequences run than there are slots. What the host alone has is loaded into
-        other blocks, for which there is room (`can_hold`)."""
+        other blocks, for which there is room (`can_hold`). `describe` says what is in the blocks."""
         if self._free_rows:
             table.row = self._free_rows.pop()
         else:
@@ -170,16 +170,16 @@ class BlockManager:
             source = self._states.find(identities[-1]) if identities else -1
             table.slot = self._states.take()
             table.source = -1 if source == table.slot else source
-        on_host = [identity for identity in identities if identity not in self._by_identity]
+        on_host = {identity: at for at, identity in enumerate(identities) if identity not in self._by_identity}
         self.host.need(on_host)
         for identity in identities:  # before any other is evicted for what is loaded
             if identity in self._by_identity:
                 self._hold(self._blocks[self._by_identity[identity]])
-        for identity in on_host:
+        for identity, index in on_host.items():
             block = self._take()
             block.identity, self._by_identity[identity] = identity, block.number
             self.host.load(identity, block.number)
-            self._observer.loaded(identity)
+            self._observer.loaded(identity, index, describe)
         table.blocks.extend(self._by_identity[identity] for identity in identities)
         table.identities.extend(identities)
 
@@ -231,7 +231,7 @@ class BlockManager:
         if self.prefix_cache and identity not in self._by_identity and block.identity is None:
             block.identity = identity
             self._by_identity[identity] = block.number
-            self._observer.computed(identity, describe)
+            self._observer.computed(identity, len(table.identities) - 1, describe)
         while table.reserved and table.reserved[0].index < len(table.identities):
             self._keep(table, table.reserved.popleft())
 

@@ -44,6 +44,7 @@ class HostBlocks:
             return
         if identity in self._places:
             self._places.move_to_end(identity)
+            self._observer.offloaded(identity)
         elif (place := self._take()) is not None:
             self._places[identity] = place
             self._offloads.append((block, place))

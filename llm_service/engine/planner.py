@@ -6,6 +6,7 @@ import heapq
 from array import array
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 
 from llm_service.engine.adapter_slots import AdapterSlots
@@ -280,7 +281,8 @@ class Planner:
             return 0
         if not count:
             return 0
-        self._blocks.adopt(sequence.table, identities[:hits])
+        describe = partial(sequence.block_content, block_size=self._blocks.block_size)
+        self._blocks.adopt(sequence.table, identities[:hits], describe)
         self._blocks.grow(sequence.table, begin + count)
         self._queues.start(sequence, begin)
         schedule.started.append(sequence)

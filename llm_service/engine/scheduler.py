@@ -322,8 +322,8 @@ class Scheduler:
         planned."""
         size = self.blocks.block_size
         full = min(sequence.num_computed_tokens, sequence.num_known_tokens) // size
+        describe = partial(sequence.block_content, block_size=size)
         for index in range(len(sequence.table.identities), full):
-            describe = partial(sequence.block_content, index, size)
             self.blocks.commit(sequence.table, sequence.block_identity(index, size), describe)
 
     def take_scored(self) -> list[Scored]:

@@ -44,7 +44,7 @@ class Told(Device):
         return content(name, index)
 
     def commit(self, table: Any, identity: bytes) -> None:
-        self.manager.commit(table, identity, lambda: self.describe(identity))
+        self.manager.commit(table, identity, lambda _: self.describe(identity))
 
     def check(self) -> None:
         if events := self.events.take():
@@ -116,6 +116,21 @@ def test_what_comes_back_from_the_host_is_told_of_with_its_tokens() -> None:
     assert b"".join(token for each in back for token in each.token_ids) == b"".join(
         content("a", index).token_ids for index in range(4)
     )
+
+
+def test_what_came_to_the_host_from_elsewhere_is_told_of_when_a_sequence_has_it() -> None:
+    events, names = BlockEvents(), chain("a", 3)
+    events.dropped(names[0])
+    assert events.take() == [], "nobody was told that it was there"
+    for index, identity in enumerate(names):
+        events.loaded(identity, index, lambda index: content("a", index))
+    told = [each for each in events.take() if isinstance(each, BlocksStored)]
+    for medium in ("GPU", "CPU"):
+        assert [number for each in told if each.medium == medium for number in each.hashes] == list(map(_number, names))
+    events.computed(other := chain("b", 1)[0], 0, lambda index: content("b", index))
+    events.offloaded(other)
+    events.offloaded(other)
+    assert [each.medium for each in events.take() if isinstance(each, BlocksStored)] == ["GPU", "CPU"]
 
 
 def test_a_flush_of_all_is_one_event_and_one_beside_a_sequence_names_what_is_gone() -> None:
