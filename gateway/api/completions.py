@@ -22,6 +22,7 @@ from gateway.generation import Generations
 from gateway.request_context import context_of
 from gateway.services import LlmServices, Metadata
 from gateway.stream import DONE, Chunks, EventStream, Last, json_answer
+from gateway.text_offsets import TextOffsets
 from twinlens.v1 import llm_pb2
 
 Event = llm_pb2.GenerateResponse
@@ -51,27 +52,23 @@ class CompletionRequest(SamplingFields):
 
 @dataclass(slots=True)
 class _Choice:
-    """What one choice has said so far, of which `length` characters were given with scores; `begun`: a stream has its
-    first chunk."""
+    """What one choice has said so far. `begun`: a stream has its first chunk."""
 
     text: list[str] = field(default_factory=list)
     given: list[llm_pb2.TokenLogprobs] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    length: int = 0
+    offsets: TextOffsets = field(default_factory=TextOffsets)
     begun: bool = False
     finished: llm_pb2.GenerateFinished = field(default_factory=llm_pb2.GenerateFinished)
 
     def scores(self, given: Iterable[llm_pb2.TokenLogprobs]) -> dict[str, list[Any]]:
         """How likely new tokens were, as completions say it."""
-        given, offsets = list(given), []
-        for each in given:
-            offsets.append(self.length)
-            self.length += len(each.text)
+        given = list(given)
         return {
             "tokens": [each.text for each in given],
             "token_logprobs": [each.logprob for each in given],
             "top_logprobs": [{top.text: top.logprob for top in each.top} | {each.text: each.logprob} for each in given],
-            "text_offset": offsets,
+            "text_offset": [self.offsets.add(each.text_bytes or each.text.encode()) for each in given],
         }
 
 

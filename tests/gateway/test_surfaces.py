@@ -88,6 +88,22 @@ def test_the_token_that_is_there_is_among_the_likeliest_of_a_completion(door: Tr
     assert len(scores.tokens) > 1
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_offsets_are_those_of_the_text_also_where_characters_are_of_several_tokens(door: Trio, stream: bool) -> None:
+    ids = [*door.services.text.tokenize("図👩é中"), *door.services.text.tokenize(" a b")]
+    body = {"logit_bias": dict.fromkeys(map(str, ids), 20), "ignore_eos": True}
+    answered = by_http(
+        door, "Hello", max_tokens=40, temperature=1.5, seed=3, logprobs=0, extra_body=body, stream=stream
+    )
+    choices = [each.choices[0] for each in (answered if stream else [answered])]
+    said = "".join(choice.text for choice in choices)
+    scores = [choice.logprobs for choice in choices if choice.logprobs]
+    places = [(token, at) for each in scores for token, at in zip(each.tokens, each.text_offset, strict=True)]
+    assert all(said.startswith(token, at) for token, at in places if "\ufffd" not in token)
+    assert {token for token, _ in places} >= {" a", "\ufffd"}
+    assert len(said) < sum(len(token) for token, _ in places)
+
+
 @pytest.mark.parametrize("prompts", [["Hello", "Näh"], [[5, 6, 7], [8, 9]]], ids=["texts", "token ids"])
 def test_a_prompt_is_repeated_where_that_is_asked_for(door: Trio, prompts: list[Any]) -> None:
     words = [each if isinstance(each, str) else door.services.text.detokenize(*each) for each in prompts]
@@ -116,7 +132,7 @@ def test_a_prompt_that_is_repeated_is_scored_as_well(door: Trio, prompt: Any) ->
         assert scores.top_logprobs[0] is None
         assert scores.tokens[1] in scores.top_logprobs[1]
         places = zip(scores.tokens, scores.text_offset, strict=True)
-        assert all(choice.text[start:].startswith(token) for token, start in places)
+        assert all(choice.text.startswith(token, at) for token, at in places if "\ufffd" not in token)
     assert len(scores.tokens) == whole.usage.total_tokens - whole.usage.completion_tokens // 2
 
 
