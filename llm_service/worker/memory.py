@@ -121,12 +121,14 @@ def slot_count(settings: EngineSettings, slot_bytes: int, budget: int, group: Te
 
 
 def snapshot_count(settings: EngineSettings, slot_bytes: int, budget: int, group: TensorGroup) -> int:
-    """Slots that every rank can hold for snapshots of states: their share of what the states of sequences leave of the
-    least budget, and no more than can be of use; 0 where no layer has states, or nothing is cached."""
-    if not slot_bytes or not settings.prefix_cache:
+    """Slots that every rank can hold for snapshots of states, and for those from before drafts: their share of what the
+    states of sequences leave of the least budget, and no more than can be of use; 0 where no layer has states, or
+    nothing is cached, nor drafted."""
+    useful = _SNAPSHOTS if settings.prefix_cache else int(settings.speculative_tokens > 0)
+    if not slot_bytes or not useful:
         return 0
     found = int(settings.snapshot_share * budget) // slot_bytes
-    return group.all_reduce_min(min(found, _SNAPSHOTS * settings.max_running))
+    return group.all_reduce_min(min(found, useful * settings.max_running))
 
 
 def host_block_count(settings: EngineSettings, block_bytes: int, slot_bytes: int, group: TensorGroup) -> int:

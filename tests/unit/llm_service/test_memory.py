@@ -94,6 +94,8 @@ def test_snapshots_have_their_share_and_no_more_than_can_be_of_use() -> None:
     assert snapshot_count(asked, BLOCK, 1000 * BLOCK, ALONE) == 16 * 4
     assert snapshot_count(asked, 0, 100 * BLOCK, ALONE) == 0, "no layer has states"
     assert snapshot_count(settings(snapshot_share=0.5), BLOCK, 100 * BLOCK, ALONE) == 0, "nothing is cached"
+    drafting = settings(snapshot_share=0.5, speculative_tokens=4)
+    assert snapshot_count(drafting, BLOCK, 100 * BLOCK, ALONE) == 4, "states are set aside before drafts"
 
 
 def test_the_largest_step_is_as_large_as_the_limits_allow() -> None:
