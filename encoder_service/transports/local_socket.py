@@ -68,7 +68,7 @@ class LocalSocket:
         link.setblocking(False)
         try:
             with contextlib.suppress(OSError, TimeoutError):
-                async with asyncio.timeout(_GREETING_SECONDS):
+                async with tasks.StallTolerantTimeout(_GREETING_SECONDS):
                     told = await _exactly(link, SECRET_BYTES)
                 if not told:  # another encoder that starts has looked whether somebody listens here
                     return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from common import tracing
 from tests import pictures
 from tests.rpc.pairs import about, answer, asked, pair
+from tests.waiting import until
 from twinlens import user, v1
 from twinlens.v1.llm_pb2_grpc import LlmServiceStub
 
@@ -79,6 +81,8 @@ def test_a_request_is_one_trace_over_both_services(collector: Collector, checkpo
             asked(user(address, "What is it?")), metadata=metadata, timeout=180
         )
         answer(both.text, asked(about(file, "another question, and a trace of its own")))
+        last_ones = Counter({"Generate": 2, "Encode": 1})  # of each process; at its end it has a moment for the rest
+        until(lambda: Counter(span.name for _, span in collector.spans) >= last_ones, "the last spans are here")
     # Both services have ended, and have sent everything.
     ours = {span.span_id: (service, span) for service, span in collector.spans if span.trace_id.hex() == TRACE}
     (root,) = (span for _, span in ours.values() if span.name == "Generate")

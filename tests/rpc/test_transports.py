@@ -116,6 +116,8 @@ def test_sockets_that_are_files_are_shared_through_a_folder_and_leave_it_empty(
             llm = stack.enter_context(llm_server(checkpoint, encoder.address, **LLM_FLAGS, local_dir=folder))
             text = stack.enter_context(LlmClient(llm.address))
             until(lambda text=text: usable(text, 1), "the encoder is usable")
+            if shares:
+                until(lambda text=text: text.get_load().encoders[0].shared_memory, "memory is shared")
             assert tokens(text, asked(about(FILES[1]))) == tokens(inline.text, asked(about(FILES[1])))
             assert (text.get_load().rows_shared > 0) == shares
     assert list(tmp_path.iterdir()) == []
@@ -130,7 +132,7 @@ def test_a_reader_that_is_killed_leaves_no_lease_and_the_next_one_is_served(chec
             with ExitStack() as stack:
                 llm = stack.enter_context(llm_server(checkpoint, encoder.address, exit_code=None, **LLM_FLAGS))
                 text = stack.enter_context(LlmClient(llm.address))
-                until(lambda text=text: usable(text, 1), "the encoder is usable")
+                until(lambda text=text: text.get_load().encoders[0].shared_memory, "memory is shared")
                 tokens(text, asked(about(FILES[number])))
                 assert text.get_load().rows_shared > 0
                 until(lambda text=text: idle(text), "nothing runs")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import os
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,6 +28,7 @@ from encoder_service.transports.base import RowRun
 from encoder_service.transports.link import Link
 from llm_service.encoders.transports.base import ArrivedRows
 from llm_service.encoders.transports.shared_memory import Region
+from tests.clock import turns
 from tests.waiting import eventually
 from twinlens.v1 import encoder_pb2
 
@@ -55,9 +59,12 @@ class Bench:
         return Region.open(offered.name, folder, offered.secret, LAYOUT.dtype)
 
     async def mapped(self, folder: str = "") -> tuple[Region, encoder_pb2.HostProof]:
-        region, host = await asyncio.to_thread(self.region, folder), encoder_pb2.HostProof()
-        region.prove(host)
-        return region, host
+        host = encoder_pb2.HostProof()
+        while True:
+            with contextlib.suppress(TimeoutError):  # of the greeting: this process stood still
+                region = await asyncio.to_thread(self.region, folder)
+                region.prove(host)
+                return region, host
 
 
 @asynccontextmanager
@@ -182,6 +189,25 @@ async def test_a_reader_that_goes_away_gives_its_leases_back_at_once() -> None:
         assert b.link.leases == 0
         with pytest.raises(Precondition):
             b.link.choose([SHARED], host, b.run())
+
+
+async def test_who_greets_while_the_encoder_stands_still_is_handed_the_memory() -> None:
+    """The greeting is here when the time for it is over."""
+    async with bench() as b:
+        offered, local = b.link.local_socket, b.link._local
+        assert offered is not None
+        assert local is not None
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+            link.connect(f"\0{offered.name[1:]}")
+            await eventually(lambda: local._readers, "it is taken")
+            await turns()
+            link.sendall(offered.secret)
+            time.sleep(1.2)  # noqa: ASYNC251
+            link.settimeout(180)
+            grant, descriptors, _, _ = await asyncio.to_thread(socket.recv_fds, link, 64, 2)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        assert (len(grant), len(descriptors)) == (16, 2)
 
 
 async def test_a_stream_that_is_closed_gives_its_lease_back() -> None:
