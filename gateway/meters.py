@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import get_args
 
+from prometheus_client.core import Metric
+
 from common.metrics import Metrics, gauge
 from gateway import kept_adapters
 from gateway.generation import Outcome
@@ -64,6 +66,7 @@ class Meters:
                     {(service.address,): service.in_flight for service in services.services},
                     ("address",),
                 ),
+                *_told(services),
             ]
         )
 
@@ -85,3 +88,16 @@ class Meters:
         """A request is over; 499: its caller has left."""
         self._requests.labels(surface, str(status)).inc()
         self._seconds.labels(surface).observe(seconds)
+
+
+def _told(services: LlmServices) -> list[Metric]:
+    """What services have said of their load a second ago at most, whoever it is from."""
+    told = {(service.address,): service.told for service in services.usable}
+    shares = {address: load.kv_blocks_used / max(1, load.kv_blocks_total) for address, load in told.items()}
+    waiting = {address: float(load.waiting) for address, load in told.items()}
+    running = {address: float(load.running) for address, load in told.items()}
+    return [
+        gauge("llm_waiting", "choices and requests that wait at an LLM service", waiting, ("address",)),
+        gauge("llm_running", "choices that run there", running, ("address",)),
+        gauge("llm_kv_cache_usage_ratio", "KV blocks that requests hold there, of all", shares, ("address",)),
+    ]

@@ -31,12 +31,12 @@ def labelled(address: str) -> dict[str, list[tuple[dict[str, str], float]]]:
     return found
 
 
-def picker_specs() -> dict[str, str]:
+def picker_specs(engine: str = "twinlens") -> dict[str, str]:
     """Names of metrics by what an endpoint picker takes them for, as the chart's file tells one."""
     config = yaml.safe_load((ROOT / "deploy/helm/twinlens/files/endpoint-picker.yaml").read_text())
     (extractor,) = (each for each in config["plugins"] if each["type"] == "core-metrics-extractor")
-    (engine,) = extractor["parameters"]["engineConfigs"]
-    return {key: name for key, name in engine.items() if key.endswith("Spec")}
+    (names,) = (each for each in extractor["parameters"]["engineConfigs"] if each["name"] == engine)
+    return {key: name for key, name in names.items() if key.endswith("Spec")}
 
 
 def _text(address: str) -> str:

@@ -346,9 +346,12 @@ class TestSpecial:
         }
         picker = yaml.safe_load((CHART / "files/endpoint-picker.yaml").read_text())
         (extractor,) = (each for each in picker["plugins"] if each["type"] == "core-metrics-extractor")
-        (engine,) = extractor["parameters"]["engineConfigs"]
-        assert chosen["twinlens-llm"]["metadata"]["labels"]["llm-d.ai/engine-type"] == engine["name"]
-        assert of_kind(text, "Service")["twinlens-gateway"]["spec"]["selector"].items() <= (
+        names = {each["name"] for each in extractor["parameters"]["engineConfigs"]}
+        for engine in sorted(names):
+            text = template(*VALUES["inference"], "--set", f"inferencePool.engine={engine}")
+            assert pods(text)["twinlens-llm"]["metadata"]["labels"]["llm-d.ai/engine-type"] == engine
+        assert chosen["twinlens-llm"]["metadata"]["labels"]["llm-d.ai/engine-type"] in names
+        assert of_kind(manifests("inference"), "Service")["twinlens-gateway"]["spec"]["selector"].items() <= (
             pool["spec"]["selector"]["matchLabels"].items()
         )
 

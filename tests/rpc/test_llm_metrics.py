@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.launch import ROOT, Service, llm_server
+from tests.launch import ROOT, Service, gateway, llm_server
 from tests.rpc.pairs import LLM_FLAGS, answer, asked, greedy, idle, lasting, refusal, tokens
 from tests.scrape import families, labelled, picker_specs, scrape
 from tests.waiting import until
@@ -164,6 +164,31 @@ def test_an_endpoint_picker_finds_what_its_configuration_names(service: Service,
     ((adapters, when),) = found["loraSpec"]
     assert adapters == {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
     assert abs(when - time.time()) < 3600, "the latest one counts, by its value"
+
+
+def test_a_picker_that_asks_a_gateway_beside_the_service_finds_what_it_scores_by(
+    service: Service, client: LlmClient
+) -> None:
+    specs = picker_specs("twinlens-gateway")
+    with gateway(service.address) as door, ExitStack() as streams:
+
+        def read() -> list[float]:
+            page = labelled(door.address)
+            return [page[specs[key]][0][1] for key in ("queuedRequestsSpec", "runningRequestsSpec", "kvUsageSpec")]
+
+        until(lambda: read() == [0, 0, 0], "it has looked")
+        for number in range(3):
+            stream = streams.enter_context(client.generate(asked(user(f"count {number}"), lasting())))
+            if number < 2:
+                assert next(iter(stream)).HasField("started")
+
+        def seen() -> bool:
+            waiting, running, share = read()
+            return (waiting, running) == (1, 2) and 0 < share <= 1
+
+        until(seen, "two run, and one waits")
+        assert all(len(labelled(door.address)[name]) == 1 for name in specs.values()), "a picker wants one of each"
+    until(lambda: idle(client), "all were given up")
 
 
 def _plain(name: str) -> str:

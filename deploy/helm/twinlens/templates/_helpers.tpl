@@ -147,7 +147,7 @@ labels:
 labels:
   {{- include "twinlens.labels" . | trim | nindent 2 }}
   {{- if and (eq .part "llm") .root.Values.inferencePool.enabled }}
-  llm-d.ai/engine-type: twinlens  # by which a picker knows whose metrics these are
+  llm-d.ai/engine-type: {{ .root.Values.inferencePool.engine }}  # by which a picker knows whose metrics these are
   {{- end }}
 {{- with (index .root.Values .part).podAnnotations }}
 annotations:
