@@ -92,10 +92,13 @@ class Meters:
 
 def _told(services: LlmServices) -> list[Metric]:
     """What services have said of their load a second ago at most, whoever it is from."""
-    told = {(service.address,): service.told for service in services.usable}
-    shares = {address: load.kv_blocks_used / max(1, load.kv_blocks_total) for address, load in told.items()}
-    waiting = {address: float(load.waiting) for address, load in told.items()}
-    running = {address: float(load.running) for address, load in told.items()}
+    shares: dict[tuple[str, ...], float] = {}
+    waiting: dict[tuple[str, ...], float] = {}
+    running: dict[tuple[str, ...], float] = {}
+    for service in services.usable:
+        where, load = (service.address,), service.told
+        shares[where] = load.kv_blocks_used / max(1, load.kv_blocks_total)
+        waiting[where], running[where] = load.waiting, load.running
     return [
         gauge("llm_waiting", "choices and requests that wait at an LLM service", waiting, ("address",)),
         gauge("llm_running", "choices that run there", running, ("address",)),
