@@ -76,6 +76,7 @@ def _set_structure(params: llm_pb2.SamplingParams, asked: SamplingFields) -> Non
     given = [
         ("json_schema", _schema(asked.guided_json)),
         ("regex", asked.guided_regex),
+        ("regex", asked.regex),
         ("choice", asked.guided_choice),
         ("grammar", asked.guided_grammar),
     ]
@@ -226,7 +227,7 @@ def message(given: Message, settings: MediaSettings, field: str) -> llm_pb2.Chat
         parts=parts,
         tool_calls=calls,
         tool_call_id=given.tool_call_id or "",
-        reasoning=given.reasoning_content or "",
+        reasoning=given.thought,
     )
 
 

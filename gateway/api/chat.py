@@ -44,7 +44,7 @@ class _Choice:
                 return {"content": text}
             case ReasoningDelta(text):
                 self.thoughts.append(text)
-                return {"reasoning_content": text}
+                return {"reasoning_content": text, "reasoning": text}
             case CallStart(name):
                 call = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
                 self.calls.append({**call, "function": {"name": name, "arguments": ""}})
@@ -66,7 +66,7 @@ class _Choice:
         """All of it."""
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self.words), "refusal": None}
         if self.thoughts:
-            message["reasoning_content"] = "".join(self.thoughts)
+            message["reasoning_content"] = message["reasoning"] = "".join(self.thoughts)
         if self.calls:
             message["content"] = message["content"] or None
             message["tool_calls"] = self.calls

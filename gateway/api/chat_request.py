@@ -143,7 +143,19 @@ class Message(Model):
     tool_calls: Annotated[list[ToolCall], Field(max_length=4096, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     provider_specific_fields: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _one_word_for_reasoning(self) -> Message:
+        if None not in (self.reasoning_content, self.reasoning) and self.reasoning_content != self.reasoning:
+            raise ValueError("reasoning_content and reasoning are one thing, and say two")
+        return self
+
+    @property
+    def thought(self) -> str:
+        """What the model thought before it, by either name."""
+        return self.reasoning_content or self.reasoning or ""
 
 
 class Function(Model):
@@ -230,6 +242,10 @@ class ChatRequest(SamplingFields):
         "continue_final_message": (False,),
         "echo": (False,),
         "include_reasoning": (True,),
+        "separate_reasoning": (True,),
+        "stream_reasoning": (True,),
+        "no_stop_trim": (False,),
+        "return_hidden_states": (False,),
         "documents": ([],),
         "store": (False,),
         "modalities": (["text"],),

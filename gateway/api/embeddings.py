@@ -180,7 +180,7 @@ def _without_empty_answer(messages: list[Message]) -> list[Message]:
     *others, last = messages
     parts = last.content if isinstance(last.content, list) else []
     empty = last.content == "" or (parts and all(part.type == "text" and not part.text for part in parts))
-    if last.role != "assistant" or last.tool_calls or last.reasoning_content or not empty or not others:
+    if last.role != "assistant" or last.tool_calls or last.thought or not empty or not others:
         why = "an embedding goes on behind an empty message of the assistant alone"
         raise InvalidInput(why, reason="BAD_FIELD", field="continue_final_message")
     return others

@@ -179,6 +179,7 @@ class SamplingFields(RequestFields):
     guided_regex: str | None = None
     guided_choice: Texts | None = None
     guided_grammar: str | None = None
+    regex: str | None = None
     structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="after")

@@ -68,6 +68,7 @@ SAMPLES: dict[str, Any] = {
     "guided_json": {"type": "object"},
     "guided_regex": "a",
     "guided_choice": ["a"],
+    "regex": "a",
     "guided_grammar": "start: 'a'",
     "structured_outputs": {"regex": "a"},
     "cache_salt": "mine",
@@ -166,6 +167,8 @@ def test_fields_that_go_together(door: Scripted) -> None:
         {"max_tokens": 1, "max_completion_tokens": 1},
         {"stream_options": {"include_usage": True}},
         {"guided_regex": "a", "guided_choice": ["a"]},
+        {"guided_regex": "a", "regex": "b"},
+        {"messages": [*QUESTION, {"role": "assistant", "content": "x", "reasoning": "a", "reasoning_content": "b"}]},
         {"guided_regex": "a", "response_format": {"type": "json_object"}},
         {"response_format": {"type": "json_schema"}},
         {"tool_choice": "required"},
@@ -178,6 +181,12 @@ def test_fields_that_go_together(door: Scripted) -> None:
     ):
         outcome = post(door, **pair)
         assert (outcome.status, outcome.body["error"]["code"]) == (400, "BAD_FIELD"), pair
+
+
+@pytest.mark.parametrize("names", [["reasoning"], ["reasoning_content"], ["reasoning", "reasoning_content"]])
+def test_reasoning_comes_back_by_either_name_of_it(door: Scripted, names: list[str]) -> None:
+    own = {"role": "assistant", "content": "x", **dict.fromkeys(names, "Hm.")}
+    assert post(door, messages=[*QUESTION, own, *QUESTION]).asked.chat.messages[1].reasoning == "Hm."
 
 
 @pytest.mark.parametrize("settings", [{"enable_thinking": True}, {"thinking": True}])

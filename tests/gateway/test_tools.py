@@ -71,6 +71,7 @@ def streamed(client: openai.OpenAI, **fields: Any) -> tuple[str, str, list[dict[
     for chunk in client.chat.completions.create(**{**ASK, **fields}, stream=True):
         delta = chunk.choices[0].delta
         thought += getattr(delta, "reasoning_content", None) or ""
+        assert getattr(delta, "reasoning", None) == getattr(delta, "reasoning_content", None)
         words += delta.content or ""
         for each in delta.tool_calls or []:
             if each.id:
@@ -86,6 +87,7 @@ def test_a_models_calls_are_the_answers(door: Scripted, client: openai.OpenAI) -
     choice = client.chat.completions.create(**ASK).choices[0]
     assert (choice.message.content, choice.finish_reason) == ("Let me see.", "tool_calls")
     assert choice.message.reasoning_content == "Hm."  # type: ignore[attr-defined]
+    assert choice.message.reasoning == "Hm."  # type: ignore[attr-defined]
     calls = choice.message.tool_calls or []
     assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [
         ("weather", {"city": "Rome"})
