@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -22,7 +22,7 @@ from common.request_budget import RequestBudget
 from common.tokens import AcceptedTokens
 
 _OURS = "/twinlens.v1."
-_TRACED = ("Generate", "Embed", "Encode", "Prefetch")
+_TRACED = ("Generate", "Embed", "Encode", "Prefetch", "Prefill")
 """Calls that are part of what somebody asked for; the rest is housekeeping."""
 _EXPECTED = ("OK", "STARTING", "STOPPING", "ENGINE_UNAVAILABLE")
 """Ends of housekeeping that fill no log: it is asked again and again, and an engine's end is told by its owner."""
@@ -60,6 +60,18 @@ _call: ContextVar[Call] = ContextVar("call")
 def current() -> Call:
     """The call that this task, or one that it comes from, serves. Raises LookupError outside of one."""
     return _call.get()
+
+
+@contextmanager
+def stall_limit(call: Call, seconds: float) -> Iterator[None]:
+    """Around a message that is yielded: ends the call when its caller takes longer than this to accept it, for whom
+    something is held."""
+    stalled = errors.Unavailable("the caller took too long to accept a message", reason="CALLER_STALLED")
+    timer = asyncio.get_running_loop().call_later(seconds, call.end, stalled)
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):

@@ -83,8 +83,20 @@ def encoder_digest(checkpoint: Checkpoint, dtype: DType, parts: EncoderParts) ->
         digest.update(framed(*(canonical(checkpoint.config.get(name)) for name in parts.fields)))
     if parts.package:
         digest.update(framed(parts.package.encode(), version(parts.package).encode()))
+    _add_tensors(digest, checkpoint, parts.tensors)
+    return digest.hexdigest()
+
+
+def tensors_digest(checkpoint: Checkpoint) -> bytes:
+    """Identifies all weights of a checkpoint, by as much of each tensor as `encoder_digest` takes."""
+    digest = hashlib.sha256()
+    _add_tensors(digest, checkpoint, "")
+    return digest.digest()
+
+
+def _add_tensors(digest: hashlib._Hash, checkpoint: Checkpoint, prefix: str | tuple[str, ...]) -> None:
     for name, info in sorted(checkpoint.tensors.items()):
-        if not name.startswith(parts.tensors):
+        if not name.startswith(prefix):
             continue
         with info.file.open("rb") as file:
             file.seek(info.begin)
@@ -92,4 +104,3 @@ def encoder_digest(checkpoint: Checkpoint, dtype: DType, parts: EncoderParts) ->
             file.seek(max(info.begin, info.end - _SAMPLE))
             tail = file.read(min(_SAMPLE, info.end - info.begin))
         digest.update(framed(name.encode(), info.dtype.encode(), canonical(info.shape), head, tail))
-    return digest.hexdigest()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Collection
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +77,7 @@ class EncoderServicer(EncoderServiceServicer):
         try:
             async with aclosing(merged([each.events() for each in deliveries])) as events:
                 async for event in events:
-                    with _stall_limit(grpc_calls.current(), served.config.stall_seconds):
+                    with grpc_calls.stall_limit(grpc_calls.current(), served.config.stall_seconds):
                         yield event
         finally:
             self._open_streams -= 1
@@ -200,14 +200,3 @@ class EncoderServicer(EncoderServiceServicer):
             served.meters.failed(failure.reason)
             return convert.error(index, failure)
         return media_convert.write_header(index, header, served.encoder.pipeline.layout, cached=cached)
-
-
-@contextmanager
-def _stall_limit(call: grpc_calls.Call, seconds: float) -> Iterator[None]:
-    """Ends a call when its caller takes longer than this to accept a message: rows are pinned for it."""
-    stalled = Unavailable("the caller took too long to accept a message", reason="CALLER_STALLED")
-    timer = asyncio.get_running_loop().call_later(seconds, call.end, stalled)
-    try:
-        yield
-    finally:
-        timer.cancel()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from common.config import is_port, option, size, words
@@ -120,6 +120,25 @@ class LlmConfig(ServerConfig):
         parse=size,
         minimum=0,
     )
+    lend_prefill: bool = option(
+        False, "compute prompts for other services of this model, which read the KV blocks (their --prefill-services)"
+    )
+    prefill_services: tuple[str, ...] = option(
+        (),
+        "services of this model that compute long prompts in place of this one, addresses as of --encoders; where they"
+        " fail, it computes them itself",
+        parse=words,
+    )
+    prefill_tokens: int = option(
+        512, "prompts that lack so many tokens of KV or more are computed by --prefill-services", minimum=1
+    )
+    prefill_seconds: float = option(
+        60.0, "longest that such a prompt may take there before it is computed here", minimum=0.1
+    )
+    prefill_ca: str = option("", "PEM roots of the certificates of --prefill-services; turns TLS on towards them")
+    prefill_cert: str = option("", "PEM client certificate shown to --prefill-services")
+    prefill_key: str = option("", "PEM private key of --prefill-cert")
+    prefill_token_file: str = option("", "file that holds the bearer token sent to --prefill-services")
     snapshot_share: float = option(
         0.2,
         "of the memory for KV blocks, what snapshots of states take, in models whose layers have states",
@@ -310,12 +329,7 @@ class LlmConfig(ServerConfig):
         self._check_adapters()
         if not self.model:
             raise ValueError("--model is needed: a checkpoint's folder, or its name on the Hugging Face hub")
-        for address in self.encoders:
-            if address.startswith("file:///"):
-                continue
-            host, _, port = address.removeprefix("dns:///").rpartition(":")
-            if not host or "/" in host or not is_port(port):
-                raise ValueError(f"--encoders: {address} is none of host:port, dns:///name:port and file:///path")
+        _check_addresses("--encoders", self.encoders)
         self._check_ranks()
         if self.kernels == "torch" and self.attention == "numba":
             raise ValueError("--attention numba is one of the kernels that --kernels torch does without")
@@ -327,6 +341,7 @@ class LlmConfig(ServerConfig):
         if self.kv_host_bytes and not self.prefix_cache:
             raise ValueError("--kv-host-bytes needs --prefix-cache: nothing else would find these blocks")
         self._check_kv_events()
+        self._check_prefill()
         if bool(self.encoder_cert) != bool(self.encoder_key):
             raise ValueError("--encoder-cert and --encoder-key go together")
         if self.row_mirror and not self.shared_memory:
@@ -336,6 +351,19 @@ class LlmConfig(ServerConfig):
         if self.encoder_token and self.encoder_token_file:
             raise ValueError("give --encoder-token or --encoder-token-file, not both")
         self.link()
+
+    def _check_prefill(self) -> None:
+        _check_addresses("--prefill-services", self.prefill_services)
+        option = "--lend-prefill" if self.lend_prefill else "--prefill-services" if self.prefill_services else ""
+        if option and not self.kv_host_bytes:
+            raise ValueError(f"{option} needs --kv-host-bytes: KV blocks go from host to host")
+        if option and self.meeting().nodes > 1:
+            raise ValueError(f"{option} is for ranks on one host")
+        if bool(self.prefill_cert) != bool(self.prefill_key):
+            raise ValueError("--prefill-cert and --prefill-key go together")
+        if self.prefill_cert and not self.prefill_ca:
+            raise ValueError("--prefill-cert needs --prefill-ca")
+        self.prefill_link()
 
     def _check_ranks(self) -> None:
         device, nodes = self.device or default_device(), self.meeting().nodes
@@ -395,19 +423,38 @@ class LlmConfig(ServerConfig):
             raise ValueError(f"--tp {self.tp} cannot be spread evenly over {nodes} --nodes")
         return Meeting(nodes, node_rank, host, int(port))
 
+    def prefill_link(self) -> ChannelSecurity:
+        """How services that compute prompts for this one are spoken to. Raises as `link`."""
+        files = self.prefill_ca, self.prefill_cert, self.prefill_key
+        return _security("--prefill", *files, "", self.prefill_token_file)
+
+    @property
+    def exchanges_blocks(self) -> bool:
+        """Whether KV blocks come from other services, or go to them."""
+        return self.lend_prefill or bool(self.prefill_services)
+
     def link(self) -> ChannelSecurity:
         """How encoders are spoken to. Raises ValueError where a file of it cannot be used, or holds no token."""
-        token_file = TokenFile(self.encoder_token_file) if self.encoder_token_file else None
-        credentials.check_files(
-            ca=("--encoder-ca", self.encoder_ca),
-            cert=("--encoder-cert", self.encoder_cert),
-            key=("--encoder-key", self.encoder_key),
-        )
-        token = "".join(read_tokens(self.encoder_token, ""))
-        return ChannelSecurity(self.encoder_ca, self.encoder_cert, self.encoder_key, token, token_file)
+        files = self.encoder_ca, self.encoder_cert, self.encoder_key
+        return _security("--encoder", *files, self.encoder_token, self.encoder_token_file)
 
 
 def _is_endpoint(text: str) -> bool:
     scheme, _, place = text.partition("://")
     host, _, port = place.rpartition(":")
     return bool(place) if scheme == "ipc" else scheme == "tcp" and bool(host) and is_port(port) and int(port) > 0
+
+
+def _security(option: str, ca: str, cert: str, key: str, token: str, token_file: str) -> ChannelSecurity:
+    file = TokenFile(token_file) if token_file else None
+    credentials.check_files(ca=(f"{option}-ca", ca), cert=(f"{option}-cert", cert), key=(f"{option}-key", key))
+    return ChannelSecurity(ca, cert, key, "".join(read_tokens(token, "")), file)
+
+
+def _check_addresses(option: str, addresses: Sequence[str]) -> None:
+    for address in addresses:
+        if address.startswith("file:///"):
+            continue
+        host, _, port = address.removeprefix("dns:///").rpartition(":")
+        if not host or "/" in host or not is_port(port):
+            raise ValueError(f"{option}: {address} is none of host:port, dns:///name:port and file:///path")

@@ -18,12 +18,17 @@ from llm_service.config import LlmConfig
 from llm_service.embedder import Embedder
 from llm_service.request import (
     ChatPrompt,
+    Length,
     LoadedAdapter,
     MediaItem,
     Message,
+    Piece,
+    PiecesPrompt,
+    Prompt,
     Request,
     ResumedChoice,
     SamplingParams,
+    Slot,
     Structure,
     TextPrompt,
     TokenPrompt,
@@ -49,8 +54,7 @@ VISION = frozenset((Modality.IMAGE, Modality.VIDEO))
 _ABOVE_ZERO = ("top_p", "repetition_penalty")
 _EFFORTS = ("", "none", "minimal", "low", "medium", "high", "xhigh", "max")
 _NOTHING_SAID = SamplingParams(max_tokens=1, temperature=0.0)
-"""Of an embedding, which stands in the place of one token."""
-Prompt = ChatPrompt | TextPrompt | TokenPrompt
+"""Of an embedding, which stands in the place of one token, and of a prompt for another service."""
 
 
 class RequestReader:
@@ -129,6 +133,58 @@ class RequestReader:
             adapter=adapter or self._own_adapter({item.modality for item in media}),
             pooling=pooling,
         )
+
+    def read_prefill(
+        self, message: llm_pb2.PrefillRequest, remaining: float | None, context: int, peer: str = ""
+    ) -> Request:
+        """The same for a prompt that another service has cut, of which one token is generated, and dropped."""
+        if message.first_block < 0:
+            raise InvalidInput("first_block is below 0", reason="OUT_OF_RANGE", field="first_block")
+        media = self._media_list(message.media, "media")
+        for item in media:
+            if not isinstance(item.source, Key):
+                raise InvalidInput("an item is named by its key alone", reason="BAD_SOURCE", field=item.field)
+        self._check_media(media)
+        return Request(
+            id=message.request_id,
+            prompt=PiecesPrompt(tuple(self._pieces(message, media, context))),
+            media=tuple(media),
+            sampling=_NOTHING_SAID,
+            salt=message.cache_salt,
+            priority=message.priority,
+            deadline=None if remaining is None else time.monotonic() + remaining,
+            peer=peer,
+            adapter=self._named(message.model) or self._own_adapter({item.modality for item in media}),
+        )
+
+    def _pieces(self, message: llm_pb2.PrefillRequest, media: list[MediaItem], context: int) -> Iterator[Piece]:
+        self._check_text((piece.text for piece in message.pieces), "pieces")
+        self._check_ids(sum(len(piece.ids.ids) or 1 for piece in message.pieces), context)
+        slots = 0
+        for number, piece in enumerate(message.pieces):
+            field = f"pieces[{number}]"
+            match piece.WhichOneof("piece"):
+                case "text":
+                    yield piece.text
+                case "token":
+                    yield self._token(piece.token, field)
+                case "ids":
+                    yield [self._token(token, field) for token in piece.ids.ids]
+                case "slot" if slots < len(media):
+                    yield Slot(slots, media[slots].modality, self._token(piece.slot.token, field))
+                    slots += 1
+                case "length_of" if piece.length_of < len(media):
+                    yield Length(piece.length_of)
+                case _:
+                    raise InvalidInput("a piece of the prompt is nothing", reason="EMPTY_PART", field=field)
+        if slots != len(media):
+            why = f"the prompt has {slots} places for {len(media)} items"
+            raise InvalidInput(why, reason="PLACEHOLDER_MISMATCH", field="pieces")
+
+    def _token(self, token: int, field: str) -> int:
+        if token >= self._vocab_size:
+            raise InvalidInput("a token id is outside the vocabulary", reason="TOKEN_OUT_OF_RANGE", field=field)
+        return token
 
     def _named(self, model: str) -> LoadedAdapter | None:
         """The adapter of this name, None for the model. Raises NotFound."""

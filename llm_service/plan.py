@@ -220,6 +220,13 @@ class Unmap(msgspec.Struct, frozen=True, tag=True):
     region: str
 
 
+class CopyOut(msgspec.Struct, frozen=True):
+    """Copy KV blocks to the host's memory, (block, place) each, in this order. Once every rank has, whatever was to be
+    read from places of the host before is read as well."""
+
+    pairs: list[tuple[int, int]]
+
+
 MirrorOrder = Pull | Invalidate | Unmap
 """What ranks do to their mirrors: all of them the same, in the same order, between two steps."""
 
@@ -274,3 +281,4 @@ class ToRank(msgspec.Struct, frozen=True, array_like=True):
     changeover: bool = False
     install: Install | None = None
     drop: Drop | None = None
+    copy_out: CopyOut | None = None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from common.media.item import Header, Media
+from common.media.item import Header, Media, Modality
 from llm_service.families.transcription import Transcription
 
 
@@ -77,6 +77,39 @@ class TokenPrompt:
     """Token ids, with one placeholder token for each item."""
 
     ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where the item with this index stands: all of it, or, once it is expanded, its next `rows`; of a pruned video,
+    those that are kept of its grid's next `grid_rows`."""
+
+    item: int
+    modality: Modality
+    token: int
+    rows: int = 0
+    grid_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """Where the seconds of the item with this index, a sound, stand as a text; below 0: it is not known yet whose."""
+
+    item: int = -1
+
+
+Piece: TypeAlias = str | int | Slot | Length | list[int]
+"""A text to be tokenized, a special token, a place for an item, or for a sound's length, or ids that are final."""
+
+
+@dataclass(frozen=True, slots=True)
+class PiecesPrompt:
+    """A prompt as another service has cut it, of the same model: nothing but its items' headers is missing."""
+
+    pieces: tuple[Piece, ...]
+
+
+Prompt: TypeAlias = ChatPrompt | TextPrompt | TokenPrompt | PiecesPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +227,7 @@ class Request:
     it asks for the prompt's embedding in the place of an answer."""
 
     id: str
-    prompt: ChatPrompt | TextPrompt | TokenPrompt
+    prompt: Prompt
     media: tuple[MediaItem, ...]
     sampling: SamplingParams
     stop: tuple[str, ...] = ()

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from common import log, stderr_capture, tasks, tracing
 from common.allocator import freeze_objects
+from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint, CheckpointError
 from common.devices import default_device, default_dtype
 from common.grpc_server import GrpcServer
@@ -40,6 +43,8 @@ from llm_service.meters import Meters
 from llm_service.models.adapter_folder import CONFIG, largest_rank
 from llm_service.models.served import ServedModel
 from llm_service.plan import AdapterError
+from llm_service.prefill.layout import kv_layout
+from llm_service.prefill.services import PrefillServices
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.mrope import MediaLayout
 from llm_service.prompt.tokens import check_same_tokens, end_tokens
@@ -59,13 +64,14 @@ _COMPILE_SECONDS = 0.7
 @dataclass(frozen=True, slots=True)
 class _Model:
     """What is known of a model before anything is opened. `name` is what requests may ask for; `own_adapters` are the
-    checkpoint's own, folders by modality."""
+    checkpoint's own, folders by modality. `kv_layout` is empty where no KV blocks are exchanged."""
 
     checkpoint: Checkpoint
     served: ServedModel
     settings: EngineSettings
     layout: RowLayout
     digest: str
+    kv_layout: bytes
     prompts: PromptBuilder
     name: str
 
@@ -77,11 +83,12 @@ class _Model:
         settings = _engine_settings(config, checkpoint, served)
         layout = RowLayout(served.levels, served.hidden_size, DType(settings.dtype))
         digest = await tasks.to_thread(encoder_digest, checkpoint, layout.dtype, served.family.encoder)
+        kv = await tasks.to_thread(kv_layout, settings, checkpoint) if config.exchanges_blocks else b""
         if settings.draft_model:
             await tasks.to_thread(check_same_tokens, checkpoint, Checkpoint(Path(settings.draft_model)))
         prompts = await tasks.to_thread(_prompts, config, checkpoint, served)
         name = config.served_model_name or checkpoint.name
-        return cls(checkpoint, served, settings, layout, digest, prompts, name)
+        return cls(checkpoint, served, settings, layout, digest, kv, prompts, name)
 
     @property
     def own_adapters(self) -> Mapping[str, str]:
@@ -127,12 +134,15 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
             config, model, sessions, engine_module, on_ready=lambda ready: frame.report(ready and not modules)
         )
         running.callback(encoder_cache.close)
+        if engine.blocks is not None:
+            running.callback(engine.blocks.buffer.close)
         nixl = await _nixl(config, model, running)
         metrics = Metrics("twinlens_llm")
         meters = _meters(metrics, model, frame)
         compiler = Compiler(model.vocabulary, _structure_limits(config), seconds=_COMPILE_SECONDS)
         running.push_async_callback(compiler.stop)
-        components = _components(config, model, encoder_cache, engine, sessions, compiler, meters, nixl)
+        prefills = _prefill_services(config, model, engine)
+        components = _components(config, model, encoder_cache, engine, sessions, compiler, meters, nixl, prefills)
         running.push_async_callback(_prove_idle, components)
         add_LlmServiceServicer_to_server(LlmServicer(components), frame.server)
         await frame.bind()
@@ -140,6 +150,9 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
         metrics_address = await running.enter_async_context(metrics.serve(config.metrics_listen))
         running.push_async_callback(engine.stop)
         running.push_async_callback(components.pool.stop)
+        if prefills is not None:
+            running.push_async_callback(prefills.stop)
+            await prefills.start()
         running.push_async_callback(frame.drain)
         if not await _started(frame, components):
             return
@@ -163,8 +176,9 @@ def _cache_and_engine(
         retained=sessions.is_retained,
         on_place=lambda place: engine.mirrors.invalidate(place.offset, place.size),
     )
+    kv_host = _kv_host(config) if config.exchanges_blocks else None
     engine = EngineFront(
-        model.settings,
+        model.settings if kv_host is None else msgspec.structs.replace(model.settings, kv_host_fd=kv_host.fd),
         encoder_cache.buffer.fd,
         on_ready,
         start_seconds=config.start_seconds,
@@ -172,9 +186,31 @@ def _cache_and_engine(
         handover_seconds=config.handover_seconds,
         standby=config.spare_engine,
         module=module,
+        kv_host=kv_host,
     )
     engine.mirrors.on_lost = encoder_cache.lose_mirrors
     return encoder_cache, engine
+
+
+def _kv_host(config: LlmConfig) -> SharedBuffer:
+    """The memory of all ranks for KV blocks on the host, where the front has a part in it."""
+    return SharedBuffer.create("kv blocks", config.tp * config.kv_host_bytes)
+
+
+def _prefill_services(config: LlmConfig, model: _Model, engine: EngineFront) -> PrefillServices | None:
+    """What has prompts computed elsewhere, where that is wanted; nothing of it is started."""
+    if not config.prefill_services:
+        return None
+    assert engine.blocks is not None, "blocks are exchanged"
+    return PrefillServices(
+        config.prefill_services,
+        config.prefill_link(),
+        engine.blocks,
+        model.kv_layout,
+        block_size=config.block_size,
+        tokens=config.prefill_tokens,
+        seconds=config.prefill_seconds,
+    )
 
 
 def _meters(metrics: Metrics, model: _Model, frame: GrpcServer) -> Meters:
@@ -201,6 +237,7 @@ def _components(
     compiler: Compiler,
     meters: Meters,
     nixl: NixlReader | None,
+    prefills: PrefillServices | None,
 ) -> Components:
     """Everything that answers requests; nothing of it is started."""
     prompts, checkpoint = model.prompts, model.checkpoint
@@ -216,8 +253,11 @@ def _components(
     enabled = bool(config.lora_dir)
     adapters = Adapters(engine, model.name, config.max_loaded_loras, enabled=enabled, of_media=model.own_adapters)
     prefixes = Prefixes(lambda: engine.prefix_block)
-    generator = Generator(prompts, compiler, receiver, engine, prefixes, admission, sessions, meters, adapters)
+    parts = prompts, compiler, receiver, engine, prefixes, admission, sessions, meters, adapters, prefills
+    generator = Generator(*parts)
     meters.watch(admission, engine, encoder_cache, receiver, pool)
+    if prefills is not None:
+        meters.watch_prefills(prefills)
     meters.watch_adapters(adapters, engine)
     defaults = checkpoint.json("generation_config.json")
     embedder = Embedder.of(checkpoint, model.served.hidden_size)
@@ -227,6 +267,7 @@ def _components(
         model=model.name,
         architecture=checkpoint.architecture,
         digest=model.digest,
+        kv_layout=model.kv_layout,
         longest=model.served.longest(config.max_context),
         requests=RequestReader(config, model.name, prompts.vocab_size, defaults, prompts.modalities, *chosen),
         prompts=prompts,

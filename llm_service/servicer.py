@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import grpc
 
-from common import tasks
-from common.errors import InvalidInput
+from common import grpc_calls, tasks
+from common.errors import InvalidInput, Precondition, Unsupported
 from common.media.convert import MODALITIES, write_stages
+from common.wire import crc32c
 from llm_service.config import LlmConfig
 from llm_service.convert import RequestReader
 from llm_service.embedder import Embedder
@@ -66,19 +67,23 @@ _TOOL_FORMATS = {
 }
 
 _MAX_NAMES = 1024
+_STALL_SECONDS = 10.0
+"""The longest that a service may take to accept a part of a KV block."""
 
 Context = grpc.aio.ServicerContext
 
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """What the servicer speaks for. `longest` are the tokens of a context, as long as the engine has not said how many
+    """What the servicer speaks for. `kv_layout` is what other services' KV blocks must be like to be exchanged, empty
+    where none are. `longest` are the tokens of a context, as long as the engine has not said how many
     there is memory for."""
 
     config: LlmConfig
     model: str
     architecture: str
     digest: str
+    kv_layout: bytes
     longest: int
     requests: RequestReader
     prompts: PromptBuilder
@@ -120,6 +125,23 @@ class LlmServicer(LlmServiceServicer):
                     case Ended():
                         assert begun is not None
                         yield llm_pb2.GenerateResponse(finished=_finished(event, begun))
+
+    async def Prefill(
+        self, request: llm_pb2.PrefillRequest, context: Context[llm_pb2.PrefillRequest, llm_pb2.PrefillResponse]
+    ) -> AsyncIterator[llm_pb2.PrefillResponse]:
+        """Streams the KV blocks of a prompt."""
+        components = self._components
+        if not components.config.lend_prefill:
+            raise Unsupported("this service computes no prompts for others", reason="NOT_LENT")
+        if request.kv_layout != components.kv_layout:
+            raise Precondition("its KV blocks are not like the caller's", reason="OTHER_KV_LAYOUT", field="kv_layout")
+        read = components.requests.read_prefill(request, context.time_remaining(), self._limit, context.peer())
+        async with aclosing(components.generator.prefill(read, request.first_block)) as parts:
+            async for part in parts:
+                with grpc_calls.stall_limit(grpc_calls.current(), _STALL_SECONDS):  # blocks are kept for it
+                    yield llm_pb2.PrefillResponse(
+                        identity=part.identity, offset=part.offset, data=part.data, crc32c=crc32c(part.data)
+                    )
 
     async def Embed(
         self, request: llm_pb2.EmbedRequest, context: Context[llm_pb2.EmbedRequest, llm_pb2.EmbedResponse]
@@ -265,6 +287,7 @@ class LlmServicer(LlmServiceServicer):
             kv_host_blocks_used=state.kv_host_blocks_used,
             kv_blocks_offloaded=state.kv_blocks_offloaded,
             kv_blocks_loaded=state.kv_blocks_loaded,
+            **_exchanged(components),
             prefix_query_tokens=state.prefix_query_tokens,
             graph_steps=state.graph_steps,
             state_slots=state.state_slots,
@@ -319,6 +342,18 @@ class LlmServicer(LlmServiceServicer):
         """Empties both caches of what no request uses."""
         blocks = await self._components.engine.flush()
         return llm_pb2.LlmServiceFlushCacheResponse(kv_blocks=blocks, row_bytes=self._components.encoder_cache.flush())
+
+
+def _exchanged(components: Components) -> dict[str, int]:
+    """What GetLoad says of prompts that one service computes for another."""
+    blocks, prefills = components.engine.blocks, components.generator.prefills
+    found: dict[str, int] = {}
+    if blocks is not None:
+        found |= {"kv_blocks_received": blocks.received_blocks, "kv_blocks_lent": blocks.lent_blocks}
+    if prefills is not None:
+        counters = prefills.counters
+        found |= {"prefills_elsewhere": counters.prompts, "prefills_failed": counters.failed}
+    return found
 
 
 def _started(request: Request, event: Begun, template: ChatTemplate) -> llm_pb2.GenerateStarted:

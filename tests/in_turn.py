@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from llm_service.plan import AdapterOrder, Drop, MirrorOrder, Pulled, StepPlan, StepResult
+from llm_service.plan import AdapterOrder, CopyOut, Drop, MirrorOrder, Pulled, StepPlan, StepResult
 
 
 def filled(plan: StepPlan, chosen: Sequence[int]) -> StepPlan:
@@ -38,8 +38,11 @@ class InTurn:
 
     beat_seconds: float | None = None
 
-    def __init__(self, run: Callable[[StepPlan], StepResult]) -> None:
+    def __init__(
+        self, run: Callable[[StepPlan], StepResult], copy_out: Callable[[list[tuple[int, int]]], None] | None = None
+    ) -> None:
         self._run = run
+        self._copy_out = copy_out
         self._chosen: list[int] = []
         self.adapters: dict[int, bytes] = {}
 
@@ -50,6 +53,11 @@ class InTurn:
         else:
             assert order.number not in self.adapters
             self.adapters[order.number] = order.adapter.digest
+
+    def copy_out(self, order: CopyOut) -> None:
+        """Has blocks copied to the host."""
+        assert self._copy_out is not None, order
+        self._copy_out(order.pairs)
 
     def launch(self, plan: StepPlan) -> Known:
         began = time.perf_counter()

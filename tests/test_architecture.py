@@ -47,6 +47,7 @@ WIRE = (
     "encoder_service.delivery",
     "encoder_service.transports.*",
     "llm_service.encoders.*",
+    "llm_service.prefill.services",
 )
 PROTOBUF = ("twinlens.v1.*", "google.protobuf.*", "google.rpc.*")
 
@@ -196,7 +197,7 @@ def light_control_plane(tree: Tree) -> list[str]:
 
 
 def protobuf_at_the_edge(tree: Tree) -> list[str]:
-    """Message classes stop at the servicers and the encoder client."""
+    """Message classes stop at the servicers and at the clients of other services."""
     found = []
     for module in tree.matching("common.*", *(f"{service}.*" for service in SERVICES)):
         if any(fits(module.name, pattern) for pattern in WIRE):

@@ -31,6 +31,7 @@ def load(settings: EngineSettings, arena_fd: int) -> Loaded:
         state_slots=runner.caches.state_slots,
         snapshot_slots=runner.caches.snapshot_slots,
         host_blocks=0 if runner.host_cache is None else runner.host_cache.count,
+        place_bytes=0 if runner.host_cache is None or not settings.kv_host_fd else runner.host_cache.place_bytes,
         state_chunk=runner.caches.state_chunk,
         whole_media=runner.whole_media,
         whole_prompts=runner.whole_prompts,

@@ -351,6 +351,18 @@ class BlockManager:
             self._observer.cleared()
         return len(cached) + on_host_alone
 
+    def lend(self, identities: Seq[bytes]) -> list[int]:
+        """The host's places of as many of the leading identities as are cached and find room there, which stay until
+        they are given back (`HostBlocks.give_back`). What the device alone has is copied there with `take_offloads`."""
+        places: list[int] = []
+        for identity in identities:
+            if identity not in self.host and (number := self._by_identity.get(identity)) is not None:
+                self.host.offload(identity, number)
+            if (place := self.host.lend(identity)) is None:
+                break
+            places.append(place)
+        return places
+
     def end_session(self, session: int) -> None:
         """A session is over: its blocks go as others do."""
         self._free.update(dict.fromkeys(self._retained.release(session)))

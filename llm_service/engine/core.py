@@ -16,11 +16,15 @@ from common.processes import ParentLink
 from common.tasks import in_daemon_thread
 from llm_service.engine.batch import Step
 from llm_service.engine.block_events import BlockEvents
+from llm_service.engine.block_exchange import BlockExchange
 from llm_service.engine.messages import (
     Abort,
     AdapterRead,
     Add,
+    AwaitBlocks,
+    BlocksArrived,
     BlocksChanged,
+    BlocksRead,
     DropAdapter,
     EndSessions,
     Flush,
@@ -28,7 +32,9 @@ from llm_service.engine.messages import (
     FromEngine,
     GetState,
     Landed,
+    LendBlocks,
     LoadAdapter,
+    NameBlocks,
     Prefilled,
     Prefills,
     Released,
@@ -80,7 +86,8 @@ class EngineCore:
     """Drives a scheduler and a step queue from the front's messages. With `overlap` the next step is planned and handed
     over while one is computed; without it, when its result is in. The tokens are the same. `wake` is set when a grammar
     is there, which no message says. `read_adapter` reads an adapter's folder, in a thread of its own; it raises
-    AdapterError. `block_events` are told to the front."""
+    AdapterError. `block_events` are told to the front. `exchange` is for blocks that come from other services, or go to
+    them."""
 
     def __init__(
         self,
@@ -92,11 +99,13 @@ class EngineCore:
         overlap: bool,
         read_adapter: ReadAdapter | None = None,
         block_events: BlockEvents | None = None,
+        exchange: BlockExchange | None = None,
     ) -> None:
         self._link = link
         self._block_events = block_events
         self._wake = wake
         self._read_adapter = read_adapter
+        self._exchange = exchange
         self._scheduler = scheduler
         self._steps = steps
         # Two: between two steps there is only the filling in of the tokens that the first one chose. Every further step
@@ -199,6 +208,8 @@ class EngineCore:
                 self._steps.order(Drop(id))
             case Pull() | Invalidate() | Unmap():
                 self._steps.order(message)
+            case NameBlocks() | LendBlocks() | BlocksRead() | AwaitBlocks() | BlocksArrived():
+                self._take_exchange(message)
             case Flush():
                 answer = Flushed(self._scheduler.blocks.flush())
             case GetState():
@@ -206,6 +217,20 @@ class EngineCore:
         if answer is not None:
             self._report_blocks()
             self._link.send(answer)
+
+    def _take_exchange(self, message: NameBlocks | LendBlocks | BlocksRead | AwaitBlocks | BlocksArrived) -> None:
+        assert self._exchange is not None, "blocks are exchanged"
+        match message:
+            case NameBlocks():
+                self._exchange.name(message)
+            case LendBlocks():
+                self._exchange.lend(message)
+            case BlocksRead():
+                self._exchange.read(message)
+            case AwaitBlocks():
+                self._exchange.expect(message)
+            case BlocksArrived():
+                self._exchange.arrived(message)
 
     def _load_adapter(self, message: LoadAdapter) -> None:
         """Reads an adapter, while steps go on, and has every rank keep it between two of them."""

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from functools import partial
 
 from common import log, tasks
+from common.arena import SharedBuffer
 from common.checkpoint import CheckpointError
 from common.errors import Internal, Unavailable, from_code
 from common.processes import Child, ChildDied
 from llm_service.engine.adapter_orders import AdapterOrders
+from llm_service.engine.block_places import BlockPlaces, BlocksMessage
 from llm_service.engine.engine_request import EngineRequest, Event
 from llm_service.engine.handover import Handover, engine_lost
 from llm_service.engine.keeper import MODULE, Reserve, Watch
@@ -23,6 +25,7 @@ from llm_service.engine.messages import (
     Add,
     Beat,
     BlockEvent,
+    BlocksAnswer,
     BlocksChanged,
     BlocksCleared,
     Complete,
@@ -67,7 +70,7 @@ class EngineFront:
     is told whenever it becomes able, or unable, to serve; `latest` is what it last said of its queues and counters by
     itself, once a second, and `compiling` whether torch computes while its kernels are compiled. Requests wait for the
     next engine for `handover_seconds` at most. `on_adapter_lost` is told the number of an adapter that a new engine
-    cannot have.
+    cannot have. `kv_host` is what its descriptor in the settings stands for: `blocks` exchanges KV blocks there.
     """
 
     def __init__(
@@ -81,11 +84,17 @@ class EngineFront:
         handover_seconds: float = 0.0,
         standby: bool = False,
         module: str = MODULE,
+        kv_host: SharedBuffer | None = None,
     ) -> None:
         self._settings = settings
+        self.blocks: BlockPlaces | None = None
+        if kv_host is not None:
+            ranks, rank_bytes = settings.tensor_parallel, settings.kv_host_bytes
+            self.blocks = BlockPlaces(kv_host, ranks, rank_bytes, self._exchange)
         self._start_seconds = start_seconds
         self._step_seconds = step_seconds
-        self._reserve = Reserve(arena_fd, ahead=standby, module=module)
+        fds = [arena_fd, *([kv_host.fd] if kv_host is not None else [])]
+        self._reserve = Reserve(*fds, ahead=standby, module=module)
         self._on_ready = on_ready
         self._child: Child[FromEngine] | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -229,6 +238,9 @@ class EngineFront:
         if self._child is not None:
             self._child.send(message)
 
+    def _exchange(self, message: BlocksMessage) -> None:
+        self._require().send(message)
+
     def _order(self, order: MirrorOrder) -> None:
         if self._child is not None:
             self._child.send(order)
@@ -308,6 +320,8 @@ class EngineFront:
             if requests := self._handover.engine_ended():
                 _log.warning("requests wait for the next engine", requests=requests)
         self.mirrors.lost()
+        if self.blocks is not None:
+            self.blocks.lost()
         for waiting in self._answers.values():
             while waiting:
                 if not (answer := waiting.popleft()).done():
@@ -337,8 +351,8 @@ class EngineFront:
             case State() | Flushed():
                 if not (answer := self._answers[type(message)].popleft()).done():
                     answer.set_result(message)
-            case BlocksChanged(events):
-                self.on_blocks(events)
+            case BlocksChanged() | BlocksAnswer():
+                self._take_blocks(message)
             case Beat(state):
                 self.latest, self.compiling = state, message.compiling
             case Ready() | Unable() | PullEnded() | AdapterRead():
@@ -347,6 +361,12 @@ class EngineFront:
     def _tell(self, id: int, event: Event) -> None:
         if (request := self._handover.get(id)) and self._handover.heard(request, event):
             self._send_waiting()
+
+    def _take_blocks(self, message: BlocksChanged | BlocksAnswer) -> None:
+        if isinstance(message, BlocksChanged):
+            self.on_blocks(message.events)
+        elif self.blocks is not None:
+            self.blocks.take(message)
 
     def _take_news(self, message: Ready | Unable | PullEnded | AdapterRead) -> None:
         """Whether the engine can serve; what came of an order for the mirrors, or for adapters."""
@@ -396,6 +416,8 @@ class EngineFront:
         self.ready, first = self._loaded, self._first
         self._reserve.prepare()
         self.mirrors.opened(self.ready.reachable)
+        if self.blocks is not None:
+            self.blocks.opened(self.ready.place_bytes)
         if first is not None and not first.done():
             first.set_result(self.ready)
         self._on_ready(True)

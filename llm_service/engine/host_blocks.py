@@ -1,10 +1,11 @@
 """What the host's memory keeps of KV blocks that were given to others: which of its places has what, and the copies
-that the next step begins with. The least recently used gives way."""
+that the next step begins with. The least recently used gives way, but for what the front reads."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 from llm_service.engine.block_events import BlockObserver
 
@@ -13,6 +14,8 @@ class HostBlocks:
     """Places for `count` blocks, found by their identities (`block_identity`); none of them is ever written by a step.
 
     Copies wait for the next step: those to the host are made first. What one of them is to bring back stays until then.
+    What is lent stays until it is given back: the front reads it. What it writes, it writes into places that are set
+    aside for it, which have no block meanwhile.
     """
 
     def __init__(self, count: int, observer: BlockObserver | None = None) -> None:
@@ -25,6 +28,8 @@ class HostBlocks:
         self._offloads: list[tuple[int, int]] = []
         self._loads: dict[int, int] = {}
         self._needed: dict[bytes, int] = {}
+        self._lent: Counter[bytes] = Counter()
+        self._set_aside: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._places) + len(self._needed)
@@ -57,36 +62,77 @@ class HostBlocks:
         self._loads[block] = self._needed[identity]
         self.loaded += 1
 
+    def lend(self, identity: bytes) -> int | None:
+        """The place of a block, where it has one; it stays there until it is given back as often as it was lent."""
+        place = self._places.get(identity, self._needed.get(identity))
+        if place is not None:
+            self._lent[identity] += 1
+        return place
+
+    def give_back(self, identities: Iterable[bytes]) -> None:
+        """These were lent, and are read no more."""
+        for identity in identities:
+            self._lent[identity] -= 1
+            if not self._lent[identity]:
+                del self._lent[identity]
+
+    def set_aside(self, count: int) -> list[int]:
+        """Places for up to `count` blocks that are to come from elsewhere, no more than half of all. Whoever writes
+        there waits for copies from them that are under way."""
+        places: list[int] = []
+        while len(places) < count and len(self._set_aside) < (self.total + 1) // 2:
+            if (place := self._take()) is None:
+                break
+            places.append(place)
+            self._set_aside.add(place)
+        return places
+
+    def filled(self, identities: Seq[bytes], places: Seq[int]) -> None:
+        """The first of these places, which were set aside, hold blocks of these identities now; the others are not
+        needed."""
+        self._set_aside.difference_update(places)
+        for identity, place in zip(identities, places, strict=False):
+            if identity in self:  # computed here meanwhile
+                self._free.append(place)
+            else:
+                self._places[identity] = place
+        self._free += places[len(identities) :]
+
+    def take_offloads(self) -> list[tuple[int, int]]:
+        """(block, place) of what is to be copied to the host at once, in this order."""
+        offloads, self._offloads = self._offloads, []
+        return offloads
+
     def take_copies(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """(block, place) of what is copied to the host before the next step, in this order, and then (place, block) of
         what is copied back."""
-        offloads, loads = self._offloads, [(place, block) for block, place in self._loads.items()]
-        self._offloads, self._loads = [], {}
+        offloads, loads = self.take_offloads(), [(place, block) for block, place in self._loads.items()]
+        self._loads = {}
         self._places.update(self._needed)
         self._needed.clear()
         return offloads, loads
 
     def flush(self) -> list[bytes]:
-        """Forgets all but what is needed; the identities forgotten."""
-        gone = list(self._places)
+        """Forgets all but what is needed or lent; the identities forgotten."""
+        gone = [identity for identity in self._places if identity not in self._lent]
+        self._free += map(self._places.pop, gone)
         for identity in gone:
             self._observer.dropped(identity)
-        self._free += self._places.values()
-        self._places.clear()
         return gone
 
     def _take(self) -> int | None:
         if self._free:
             return self._free.pop()
-        if not self._places:
+        oldest = next((identity for identity in self._places if identity not in self._lent), None)
+        if oldest is None:
             return None
-        identity, place = self._places.popitem(last=False)
-        self._observer.dropped(identity)
-        return place
+        self._observer.dropped(oldest)
+        return self._places.pop(oldest)
 
     def check_integrity(self) -> None:
         """Raises AssertionError where a place is lost, or has two owners."""
-        taken = [*self._places.values(), *self._needed.values()]
+        taken = [*self._places.values(), *self._needed.values(), *self._set_aside]
         assert sorted([*self._free, *taken]) == list(range(self.total)), "a place of the host is lost"
         assert not self._needed.keys() & self._places.keys(), "a block has two places"
         assert set(self._loads.values()) <= set(self._needed.values()), "a place was taken"
+        assert all(identity in self for identity in self._lent), "what is lent was given away"

@@ -17,15 +17,15 @@ _LOOK_SECONDS = 0.25
 
 
 class Reserve:
-    """Starts engines that run `module` and inherit `arena_fd`. Whoever takes one owns it; `stop` ends the one in
-    reserve.
+    """Starts engines that run `module` and inherit `fds`, the first of them the row arena's. Whoever takes one owns it;
+    `stop` ends the one in reserve.
 
     An engine that takes the place of one that has died spends most of its start on importing what it is made of. One
     that was started ahead of need has that behind it: it waits for its settings, and costs memory alone.
     """
 
-    def __init__(self, arena_fd: int, *, ahead: bool, module: str = MODULE) -> None:
-        self._arena_fd = arena_fd
+    def __init__(self, *fds: int, ahead: bool, module: str = MODULE) -> None:
+        self._fds = fds
         self._ahead = ahead
         self._module = module
         self._standby: Child[FromEngine] | None = None
@@ -58,9 +58,7 @@ class Reserve:
         self._standby = await self._start()
 
     async def _start(self) -> Child[FromEngine]:
-        child: Child[FromEngine] = await Child.start(
-            self._module, receives=FromEngine, fds=(self._arena_fd,), stacks=True
-        )
+        child: Child[FromEngine] = await Child.start(self._module, receives=FromEngine, fds=self._fds, stacks=True)
         return child
 
 

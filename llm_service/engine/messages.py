@@ -101,6 +101,43 @@ class Flush(msgspec.Struct, frozen=True, tag=True):
     """Forget cached blocks that no request uses."""
 
 
+class NameBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Say what the full blocks of a request's prompt are called. To this and what follows `BlocksAnswer` answers, by
+    the `id` of the exchange."""
+
+    id: int
+    add: Add
+
+
+class LendBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Keep as many of these as are cached, up to the first that is not, where the front can read them on the host,
+    until `BlocksRead`."""
+
+    id: int
+    identities: list[bytes]
+
+
+class BlocksRead(msgspec.Struct, frozen=True, tag=True):
+    """What this exchange was lent is read no more."""
+
+    id: int
+
+
+class AwaitBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Set places of the host aside for these blocks, or for as many of the first as there is room for. The front writes
+    there until `BlocksArrived`."""
+
+    id: int
+    identities: list[bytes]
+
+
+class BlocksArrived(msgspec.Struct, frozen=True, tag=True):
+    """The first `count` of the blocks that were awaited are where they belong; no others will come."""
+
+    id: int
+    count: int
+
+
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
     """Read the adapter in a folder, which is relative to the one that is allowed, and keep it under a number that no
     other has had. `digest`: what it was when it was read before, which it is to be again; empty: anything."""
@@ -130,6 +167,11 @@ ToEngine = (
     | EndSessions
     | LoadAdapter
     | DropAdapter
+    | NameBlocks
+    | LendBlocks
+    | BlocksRead
+    | AwaitBlocks
+    | BlocksArrived
     | Flush
     | GetState
     | Pull
@@ -141,7 +183,8 @@ ToEngine = (
 class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The model is loaded and warm. `prefix_block`: tokens of a block, where computed ones are used again for prompts
     that begin alike, else 0. `reachable` are UUIDs of the devices whose memory all ranks can read, where they keep
-    mirrors of the row arena. `weights` are those of rank 0. A step has up to `step_tokens` tokens."""
+    mirrors of the row arena. `weights` are those of rank 0. A step has up to `step_tokens` tokens. A block takes
+    `place_bytes` of a rank's host memory; 0 where there is none that the front reads as well."""
 
     context: int
     kv_blocks: int
@@ -150,6 +193,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     devices: list[str]
     reachable: list[str] = []
     weights: Weights = Weights()
+    place_bytes: int = 0
 
 
 class Unable(msgspec.Struct, frozen=True, tag=True):
@@ -348,6 +392,16 @@ class BlocksChanged(msgspec.Struct, frozen=True, tag=True):
     events: list[BlockEvent]
 
 
+class BlocksAnswer(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """What the front has asked about blocks: the `identities` of a prompt, of which the first `found` are cached; or
+    the host's `places` of blocks."""
+
+    id: int
+    identities: list[bytes] = []
+    found: int = 0
+    places: list[int] = []
+
+
 class Flushed(msgspec.Struct, frozen=True, tag=True):
     """How many blocks were forgotten."""
 
@@ -370,6 +424,7 @@ FromEngine = (
     | PullEnded
     | AdapterRead
     | BlocksChanged
+    | BlocksAnswer
     | Flushed
     | State
 )

@@ -17,6 +17,7 @@ from common import log, stacks
 from common.checkpoint import Checkpoint, CheckpointError
 from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
 from llm_service.engine.block_events import BlockEvents
+from llm_service.engine.block_exchange import BlockExchange
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.core import EngineCore, ReadAdapter, Wake
 from llm_service.engine.messages import AdapterRead, Beat, PullEnded, Ready, ToEngine, Unable
@@ -35,14 +36,15 @@ _BEAT_SECONDS = 1.0
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """What computes, and what it found out while it loaded: KV `blocks`, and `host_blocks` that the host's memory has
-    room for beside them, bytes of a row, the ranks' devices, and the UUIDs of those whose memory every rank reads.
-    `compiling` tells whether kernels are still being compiled.
-    `state_slots`: how many sequences may have a state at once; 0 where no layer keeps any, with `snapshot_slots` beside
-    them, and `state_chunk`: at multiples of how many tokens a sequence may be cut so that the same bits come out.
-    `whole_media`: no chunk may end within a run of media rows; `whole_prompts`: nor within a prompt, up to the last of
-    `whole_until` if any are given; `whole_runs`: none may begin within a run of media rows. `forgets_answers`:
-    what is computed of an answer is nothing for a prompt that goes on behind it. `read_adapter` is for any
-    thread. `weights` are those of rank 0. `max_step_tokens`: of one step, where they are not as the settings say."""
+    room for beside them, each `place_bytes` of a rank's where the front reads it as well, bytes of a row, the ranks'
+    devices, and the UUIDs of those whose memory every rank reads. `compiling` tells whether kernels are still being
+    compiled. `state_slots`: how many sequences may have a state at once; 0 where no layer keeps any, with
+    `snapshot_slots` beside them, and `state_chunk`: at multiples of how many tokens a sequence may be cut so that the
+    same bits come out. `whole_media`: no chunk may end within a run of media rows; `whole_prompts`: nor within a
+    prompt, up to the last of `whole_until` if any are given; `whole_runs`: none may begin within a run of media rows.
+    `forgets_answers`: what is computed of an answer is nothing for a prompt that goes on behind it. `read_adapter` is
+    for any thread. `weights` are those of rank 0. `max_step_tokens`: of one step, where they are not as the settings
+    say."""
 
     executor: Executor
     blocks: int
@@ -62,6 +64,7 @@ class Loaded:
     weights: Weights = field(default_factory=Weights)
     max_step_tokens: int = 0
     host_blocks: int = 0
+    place_bytes: int = 0
 
 
 Load = Callable[[EngineSettings, int], Loaded]
@@ -118,6 +121,7 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
             devices=loaded.devices,
             reachable=loaded.reachable,
             weights=loaded.weights,
+            place_bytes=loaded.place_bytes,
         )
     )
     steps = StepQueue(
@@ -134,6 +138,7 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
         overlap=settings.overlap,
         read_adapter=loaded.read_adapter,
         block_events=block_events,
+        exchange=BlockExchange(blocks, steps.copy_out, link.send),
     )
     return core, steps
 

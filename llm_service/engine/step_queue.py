@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol
 
 import msgspec
 
-from llm_service.plan import AdapterOrder, Drop, Install, MirrorOrder, Pull, Pulled, StepPlan, StepResult
+from llm_service.plan import AdapterOrder, CopyOut, Drop, Install, MirrorOrder, Pull, Pulled, StepPlan, StepResult
 
 
 class StepUnderWay(Protocol):
@@ -47,15 +48,27 @@ class Executor(Protocol):
         """Has every rank keep an adapter, or let go of one."""
         ...
 
+    def copy_out(self, order: CopyOut) -> None:
+        """Has every rank copy KV blocks to the host; waits until they are there."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Copying:
+    """Copies to the host, and who waits for them."""
+
+    order: CopyOut
+    done: Callable[[], None]
+
 
 class StepQueue:
     """Launches plans one after the other, in the order in which they were handed over, and orders for the ranks'
     mirrors between them.
 
-    `submit`, `order`, `collect`, `beat` and `close` belong to the thread that decides, `work` to the one that computes,
-    which calls `on_pulled` for each `Pull`, with its id and what came of it, and `on_installed` when all ranks have an
-    adapter. The one that decides waits for a step's
-    tokens; so on a GPU the other one launches the next step meanwhile, and the GPU never waits for either.
+    `submit`, `order`, `copy_out`, `collect`, `beat` and `close` belong to the thread that decides, `work` to the one
+    that computes, which calls `on_pulled` for each `Pull`, with its id and what came of it, and `on_installed` when all
+    ranks have an adapter. The one that decides waits for a step's tokens; so on a GPU the other one launches the next
+    step meanwhile, and the GPU never waits for either.
 
     Two threads, not two processes: a plan names thousands of block numbers, which a process would have to copy and
     parse for each step; and the work in between is either outside the interpreter's lock or far smaller than a step.
@@ -71,7 +84,7 @@ class StepQueue:
         self._executor = executor
         self._on_pulled = on_pulled
         self._on_installed = on_installed
-        self._plans: SimpleQueue[StepPlan | MirrorOrder | AdapterOrder | str] = SimpleQueue()
+        self._plans: SimpleQueue[StepPlan | MirrorOrder | AdapterOrder | _Copying | str] = SimpleQueue()
         self._launched: SimpleQueue[StepUnderWay] = SimpleQueue()
         self._ended = 0.0
         self._launching_since: float | None = None
@@ -92,6 +105,10 @@ class StepQueue:
         """Hands over an order, which is obeyed before every plan that is handed over later. An `Install` may come from
         any thread."""
         self._plans.put(order)
+
+    def copy_out(self, order: CopyOut, done: Callable[[], None]) -> None:
+        """Hands over an order likewise; the computing thread calls `done` when all ranks are through with it."""
+        self._plans.put(_Copying(order, done))
 
     def collect(self) -> StepResult:
         """Waits for the result of the oldest plan that has not been collected. A step begins, at the earliest, when the
@@ -122,6 +139,9 @@ class StepQueue:
                 self._executor.adapt(order)
                 if isinstance(order, Install):
                     self._on_installed(order)
+            elif isinstance(order, _Copying):
+                self._executor.copy_out(order.order)
+                order.done()
             else:
                 end = self._executor.obey(order)
                 if isinstance(order, Pull):

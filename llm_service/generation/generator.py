@@ -15,25 +15,38 @@ from typing import Any, TypeVar
 import msgspec
 
 from common import log, tasks, tracing
-from common.errors import Cancelled, Exhausted, InvalidInput
+from common.errors import Cancelled, Exhausted, InvalidInput, Unsupported
 from common.media.item import Header
 from common.stages import Stage, add, seconds_of
+from llm_service.encoders.fetch import Fetch
 from llm_service.encoders.receiver import RowReceiver, headers_of
 from llm_service.engine.engine_request import EngineRequest
 from llm_service.engine.front import EngineFront
-from llm_service.engine.messages import Add, Complete, ItemRows, Pooled, Prefilled, Resumed, Scored, Started
+from llm_service.engine.messages import NOWHERE, Add, Complete, ItemRows, Pooled, Prefilled, Resumed, Scored, Started
 from llm_service.generation.adapters import Adapters
 from llm_service.generation.admission import Admission, AdmissionTicket
 from llm_service.generation.choices import Choice, open_choices, resumed_for_engine, together
 from llm_service.generation.events import Begun, Delta, Embedded, Ended, Event, PromptScores
-from llm_service.generation.media_rows import MediaRows
+from llm_service.generation.media_rows import MediaRows, rows_of
 from llm_service.generation.prefixes import Prefixes
 from llm_service.generation.sessions import Sessions
 from llm_service.grammar.compiler import Compiler
 from llm_service.meters import Meters, RequestMeter
-from llm_service.prompt.builder import Piece, PromptBuilder
+from llm_service.prefill.lend import BlockPart, lend
+from llm_service.prefill.services import PrefillServices
+from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.reasoning import ReasoningCounter
-from llm_service.request import ChatPrompt, PromptLayout, Request, TextPrompt, TokenPrompt, Trigger
+from llm_service.request import (
+    ChatPrompt,
+    Piece,
+    PiecesPrompt,
+    Prompt,
+    PromptLayout,
+    Request,
+    TextPrompt,
+    TokenPrompt,
+    Trigger,
+)
 
 _SHORT, _FEW_MESSAGES, _FEW_ROWS = 2048, 16, 4096
 """A prompt of so many characters or token ids, messages and rows of media is laid out on the event loop: in less than a
@@ -143,6 +156,7 @@ class Generator:
         sessions: Sessions,
         meters: Meters,
         adapters: Adapters,
+        prefills: PrefillServices | None = None,
     ) -> None:
         self._prompts = prompts
         self._receiver = receiver
@@ -151,6 +165,7 @@ class Generator:
         self._compiler = compiler
         self._meters = meters
         self._adapters = adapters
+        self.prefills = prefills
         self.admission = admission
         self.sessions = sessions
         self._open: dict[str, list[Job]] = {}
@@ -240,7 +255,7 @@ class Generator:
                     yield _ended(choice, "stop", stages, media)
                 return
             job.admission.measure(len(layout.ids))
-            covered = () if _is_computed_whole(request) else self._prefixes.covered(layout, request.prefix_space)
+            covered = await self._covered(request, pieces, fetches, layout)
             items = await media.take(layout, covered)
             self._check_length(request, layout)  # once more: the engine may be another one by now, with less room
             resume = resumed_for_engine(request, choices)
@@ -256,6 +271,40 @@ class Generator:
                         yield event
             finally:
                 self._engine.abort(engine_request.id)  # skipped by the engine where the request has ended
+
+    async def prefill(self, request: Request, first_block: int) -> AsyncGenerator[BlockPart]:
+        """Computes a prompt for another service, and gives its KV blocks from that one on. Raises Unsupported where
+        blocks are not lent, or there are none."""
+        blocks, layout = self._engine.blocks, PromptLayout([])
+        if blocks is None or not self._engine.prefix_block:
+            raise Unsupported("this service computes no prompts for others", reason="NOT_LENT")
+        async with aclosing(self.generate(request)) as events:
+            async for event in events:
+                if isinstance(event, Begun):
+                    layout = event.layout
+        identities, _ = await blocks.names(self._names(request, layout))
+        async with aclosing(lend(blocks, identities[first_block:])) as parts:
+            async for part in parts:
+                yield part
+
+    async def _covered(
+        self, request: Request, pieces: Sequence[Piece], fetches: Sequence[Fetch], layout: PromptLayout
+    ) -> set[int]:
+        """The items whose spans are probably in the prefix cache: of a prompt that is computed elsewhere, once its
+        blocks are here."""
+        if _is_computed_whole(request):
+            return set()
+        covered = self._prefixes.covered(layout, request.prefix_space)
+        asked_to = isinstance(request.prompt, PiecesPrompt)  # by another service: it may be one of those
+        if self.prefills is not None and self._engine.prefix_block and not asked_to:
+            keys = [header.key for header in headers_of(fetches)]
+            here = await self.prefills.bring(request, pieces, keys, self._names(request, layout))
+            covered |= {span.item for span in layout.spans if span.end <= here}
+        return covered
+
+    def _names(self, request: Request, layout: PromptLayout) -> Add:
+        """What tells the engine how a prompt's blocks are called."""
+        return self._add(request, layout, rows_of(layout, [(NOWHERE, 0)] * len(layout.spans)), [], 0)
 
     async def _layout(self, pieces: Sequence[Piece], headers: Sequence[Header], *, short: bool) -> PromptLayout:
         few = sum(header.tokens for header in headers) <= _FEW_ROWS
@@ -402,13 +451,15 @@ def _is_computed_whole(request: Request) -> bool:
     return request.sampling.prompt_logprobs is not None or (request.pooling is not None and request.pooling.of_all)
 
 
-def _is_short(prompt: ChatPrompt | TextPrompt | TokenPrompt) -> bool:
+def _is_short(prompt: Prompt) -> bool:
     """Whether to lay a prompt out takes no longer than to have a thread do so."""
     match prompt:
         case TextPrompt(text):
             return len(text) <= _SHORT
         case TokenPrompt(ids):
             return len(ids) <= _SHORT
+        case PiecesPrompt():
+            return False
         case ChatPrompt(messages, tools):
             if tools or len(messages) > _FEW_MESSAGES or any(message.tool_calls for message in messages):
                 return False

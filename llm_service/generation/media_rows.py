@@ -18,6 +18,14 @@ from llm_service.engine.messages import NOWHERE, Add, ItemRows
 from llm_service.request import PromptLayout
 
 
+def rows_of(layout: PromptLayout, places: Sequence[tuple[int, int]]) -> list[ItemRows]:
+    """What the engine is told of each span, with these (offset, rows that have landed)."""
+    return [
+        ItemRows(span.header.rows_key, place, [(run.start, run.first_row, run.count) for run in span.runs], landed)
+        for span, (place, landed) in zip(layout.spans, places, strict=True)
+    ]
+
+
 class MediaRows:
     """A context held by the request's task, around `take` and then `submit`; what was taken is given back on every way
     out: by the engine, once it has the request and reads its rows no longer, and else at the end of the context.
@@ -70,10 +78,7 @@ class MediaRows:
         self._receiver.counters.covered += len(covered)
         self._taken = True
         await self._acquire([item for item in range(len(self._fetches)) if item not in covered])
-        return [
-            ItemRows(span.header.rows_key, place, [(run.start, run.first_row, run.count) for run in span.runs], landed)
-            for span, (place, landed) in zip(layout.spans, self._places(), strict=True)
-        ]
+        return rows_of(layout, self._places())
 
     def submit(
         self, engine: EngineFront, add: Add, on_complete: Callable[[], None], max_handovers: int = 0

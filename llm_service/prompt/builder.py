@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -27,8 +27,13 @@ from llm_service.prompt.strict_calls import strict_calls
 from llm_service.prompt.tokens import MediaTokens, named_tokens
 from llm_service.request import (
     ChatPrompt,
+    Length,
+    Piece,
+    PiecesPrompt,
+    Prompt,
     PromptLayout,
     Run,
+    Slot,
     Span,
     Structure,
     TextPrompt,
@@ -39,29 +44,6 @@ from llm_service.request import (
 
 _SHOWN = SHOWN | {ASR_TEXT}
 _WORDS = {Modality.IMAGE: "a picture", Modality.VIDEO: "a video", Modality.AUDIO: "a sound"}
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """Where the item with this index stands: all of it, or, once it is expanded, its next `rows`; of a pruned video,
-    those that are kept of its grid's next `grid_rows`."""
-
-    item: int
-    modality: Modality
-    token: int
-    rows: int = 0
-    grid_rows: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Length:
-    """Where the seconds of the item with this index, a sound, stand as a text; below 0: it is not known yet whose."""
-
-    item: int = -1
-
-
-Piece: TypeAlias = str | int | Slot | Length | list[int]
-"""A text to be tokenized, a special token, a place for an item, or for a sound's length, or ids that are final."""
 
 
 class PromptBuilder:
@@ -139,7 +121,7 @@ class PromptBuilder:
         """Whether a text of this name is one token."""
         return name in self._added
 
-    def strict_calls(self, prompt: ChatPrompt | TextPrompt | TokenPrompt) -> tuple[Structure, Trigger] | None:
+    def strict_calls(self, prompt: Prompt) -> tuple[Structure, Trigger] | None:
         """What calls that the model makes by itself are held to, and behind which token. Raises InvalidInput."""
         return strict_calls(prompt.tools, self.template, self._added) if isinstance(prompt, ChatPrompt) else None
 
@@ -155,12 +137,12 @@ class PromptBuilder:
         pieces: list[Piece] = self._split(text) if allow_special else [text] if text else []
         return self._ids(self._framed(self._begun(pieces, with_media=False)))
 
-    def pieces(
-        self, prompt: ChatPrompt | TextPrompt | TokenPrompt, modalities: Sequence[Modality], *, closed: bool = False
-    ) -> list[Piece]:
+    def pieces(self, prompt: Prompt, modalities: Sequence[Modality], *, closed: bool = False) -> list[Piece]:
         """The prompt in pieces, with one slot for each item; `closed` by what the tokenizer puts behind a text, where
         nothing is to follow. Raises InvalidInput where slots and items do not agree."""
         pieces: list[Piece]
+        if isinstance(prompt, PiecesPrompt):
+            return list(prompt.pieces)
         if isinstance(prompt, ChatPrompt):
             pieces, field = self._chat(prompt), "chat.messages"
         elif isinstance(prompt, TextPrompt):

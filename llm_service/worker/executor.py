@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from llm_service.layers.group import ALONE
-from llm_service.plan import AdapterOrder, Draw, Install, MirrorOrder, Pulled, StepPlan, ToRank
+from llm_service.plan import AdapterOrder, CopyOut, Draw, Install, MirrorOrder, Pulled, StepPlan, ToRank
 from llm_service.worker.model_runner import Launched, ModelRunner
 from llm_service.worker.ranks import Ranks
 
@@ -44,6 +44,10 @@ class LoneExecutor:
         """Keeps an adapter, or lets go of one."""
         self._runner.adapt(order)
 
+    def copy_out(self, order: CopyOut) -> None:
+        """Copies KV blocks to the host, and waits for that."""
+        self._runner.copy_out(order.pairs)
+
     def beat(self) -> None:
         """There is no one to keep company."""
 
@@ -77,6 +81,12 @@ class GroupExecutor:
         self._ranks.tell(_encode(told))
         self._runner.adapt(order)
 
+    def copy_out(self, order: CopyOut) -> None:
+        """Has all ranks copy KV blocks to the host, and waits for them; raises RuntimeError where one is gone."""
+        self._ranks.tell(_encode(ToRank(copy_out=order)))
+        self._runner.copy_out(order.pairs)
+        self._ranks.group.all_reduce_min(0)
+
     def beat(self) -> None:
         """Finds out at once, while there is nothing to compute, whether a rank has ended."""
         self._change_over()
@@ -106,3 +116,6 @@ def follow(runner: ModelRunner, ranks: Ranks) -> None:
             runner.adapt(adapter_order)
         if told.order is not None:
             runner.arena.the_mirror.obey(told.order, ranks.group.all_reduce_min)
+        if told.copy_out is not None:
+            runner.copy_out(told.copy_out.pairs)
+            ranks.group.all_reduce_min(0)

@@ -23,11 +23,17 @@ class HostCache:
 
     Copies are made in the order of the device's work: a step reads and writes blocks before or after, never meanwhile.
     A device `gathers` up to `at_once` bytes of blocks before they cross its bus, or scatters them behind it: by default
-    all but a CPU.
+    all but a CPU. The places lie in `memory`, one after the other, where that is given: the front has it as well.
     """
 
     def __init__(
-        self, caches: Sequence[Tensor], count: int, *, gathers: bool | None = None, at_once: int = _AT_ONCE
+        self,
+        caches: Sequence[Tensor],
+        count: int,
+        *,
+        memory: memoryview | None = None,
+        gathers: bool | None = None,
+        at_once: int = _AT_ONCE,
     ) -> None:
         self.count = count
         self._device = caches[0].device
@@ -35,8 +41,13 @@ class HostCache:
         word = next(each for each in _WORDS if all(part.shape[2] % each.itemsize == 0 for part in parts))
         self._parts = [part.view(word) for part in parts]
         self._sizes = [part.shape[0] * part.shape[2] for part in self._parts]
-        self._memory = torch.empty(count, sum(self._sizes), dtype=word)
-        self._most = max(1, at_once // (sum(self._sizes) * word.itemsize))
+        self.place_bytes = sum(self._sizes) * word.itemsize
+        if memory is None:
+            self._memory = torch.empty(count, sum(self._sizes), dtype=word)
+        else:
+            found = torch.frombuffer(memory[: count * self.place_bytes], dtype=torch.uint8)
+            self._memory = found.view(word).view(count, -1)
+        self._most = max(1, at_once // self.place_bytes)
         on_cpu = self._device.type == "cpu"
         self._gathers = not on_cpu if gathers is None else gathers
         self._pinned = PinnedCopies(self._memory) if not on_cpu and count else None
@@ -68,6 +79,11 @@ class HostCache:
             (blocks,) = to_device([np.array([block for _, block in some])], self._device)
             for cache, data in zip(self._parts, gathered.split(self._sizes, 1), strict=True):
                 cache.index_copy_(1, blocks, data.view(len(some), cache.shape[0], -1).transpose(0, 1))
+
+    def synchronize(self) -> None:
+        """Waits until the device has made the copies."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _both(self, block: int, place: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Each part of a block, and where the host has it. By numpy: for so little, torch's threads would wait for each

@@ -191,8 +191,16 @@ class _Share:
             runner.proposer = self.drafting.proposer(*given)
             own = runner.proposer.caches.block_tensors
         if room.host_blocks:
-            runner.host_cache = HostCache([*caches.block_tensors, *own], room.host_blocks)
+            memory = None if not settings.kv_host_fd else _host_memory(settings, self.group.rank)
+            runner.host_cache = HostCache([*caches.block_tensors, *own], room.host_blocks, memory=memory)
         return runner
+
+
+def _host_memory(settings: EngineSettings, rank: int) -> memoryview:
+    """A rank's part of the memory for blocks that the front has as well; all ranks are on its host."""
+    size = settings.kv_host_bytes
+    whole = SharedBuffer.attach(settings.kv_host_fd, settings.tensor_parallel * size)
+    return whole.view[rank * size : (rank + 1) * size]
 
 
 def _run_largest_step(share: _Share, adapters: RankAdapters | LibraryAdapters | None) -> tuple[Changeover | None, bool]:

@@ -238,6 +238,13 @@ class ModelRunner:
             return torch.stack([hidden[each.at : each.at + each.count].float().sum(0) for each in plan.pools])
         return wanted[len(plan.draws) :].float()
 
+    def copy_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies KV blocks to the host, (block, place) each, and waits until that, and whatever was begun before it, is
+        over."""
+        if self.host_cache is not None:
+            self.host_cache.offload(pairs)
+            self.host_cache.synchronize()
+
     def _choose(self, tokens: Tensor, *, known: bool) -> None:
         """`tokens` int64 [draws] are what the step has drawn. Unless they are known, ranks but the first have no more
         than their number."""

@@ -163,7 +163,7 @@ _BACKLOG = 1024
 
 
 def lead(settings: EngineSettings, arena_fd: int) -> Ranks:
-    """Keeps the store, starts this host's other ranks, which inherit the row arena, and waits until all have joined.
+    """Keeps the store, starts this host's other ranks, which inherit shared memory, and waits until all have joined.
 
     They are killed by the kernel when this process ends. Raises OSError where the store's address cannot be bound.
     """
@@ -179,7 +179,8 @@ def lead(settings: EngineSettings, arena_fd: int) -> Ranks:
         master_listen_fd=listening.detach(),
     )
     first = rank_place(0, settings, host, port)
-    children = [_start(msgspec.structs.replace(first, rank=rank), arena_fd) for rank in range(1, first.here)]
+    fds = [arena_fd, *([settings.kv_host_fd] if settings.kv_host_fd else [])]
+    children = [_start(msgspec.structs.replace(first, rank=rank), fds) for rank in range(1, first.here)]
     return Ranks(first, store, children)
 
 
@@ -223,12 +224,13 @@ class LocalRank:
         return self.process.poll()
 
 
-def _start(place: RankPlace, arena_fd: int) -> LocalRank:
+def _start(place: RankPlace, fds: Sequence[int]) -> LocalRank:
+    """`fds` are inherited; the first one is that of the row arena."""
     ours, theirs = socket.socketpair()
     with theirs:
-        command = [sys.executable, "-m", "llm_service.worker", str(theirs.fileno()), str(arena_fd)]
+        command = [sys.executable, "-m", "llm_service.worker", str(theirs.fileno()), str(fds[0])]
         environ = {**os.environ, "TWINLENS_PARENT": str(os.getpid())}
-        inherited = (theirs.fileno(), arena_fd)
+        inherited = (theirs.fileno(), *fds)
         child = ChildProcess.popen(
             command, stdin=subprocess.DEVNULL, stderr=sys.stderr.fileno(), pass_fds=inherited, env=environ
         )

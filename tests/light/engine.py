@@ -46,13 +46,23 @@ def load(settings: EngineSettings, arena_fd: int, step_seconds: float = STEP_SEC
     row_bytes = settings.row_levels * config.hidden_size * itemsize
     arena = SharedBuffer.attach(arena_fd, settings.row_bytes)
     sizes = row_bytes, settings.block_size, config.vocab_size, config.hidden_size
-    executor = Hashes(arena, *sizes, _special(checkpoint), step_seconds)
-    in_turn = InTurn(executor.run)
+    host_blocks = settings.kv_host_bytes // block_bytes
+    shared = settings.kv_host_fd > 0
+    own = memoryview(bytearray(host_blocks * block_bytes))
+    host = SharedBuffer.attach(settings.kv_host_fd, settings.kv_host_bytes).view if shared else own
+    executor = Hashes(arena, *sizes, _special(checkpoint), step_seconds, host)
+    in_turn = InTurn(executor.run, executor.copy_out)
     executor.adapters = in_turn.adapters
     reader = adapter_reader(settings)
-    host_blocks = settings.kv_host_bytes // block_bytes
     return Loaded(
-        in_turn, blocks, row_bytes, devices=["cpu"], reachable=[], read_adapter=reader, host_blocks=host_blocks
+        in_turn,
+        blocks,
+        row_bytes,
+        devices=["cpu"],
+        reachable=[],
+        read_adapter=reader,
+        host_blocks=host_blocks,
+        place_bytes=settings.block_size * array("q").itemsize if shared else 0,
     )
 
 
@@ -83,8 +93,10 @@ class Hashes:
         hidden_size: int,
         special: list[int],
         step_seconds: float,
+        host: memoryview,
     ) -> None:
         self._arena = arena
+        self._host = host.cast("B")
         self._row_bytes = row_bytes
         self._block_size = block_size
         self._vocabulary = vocabulary
@@ -92,7 +104,6 @@ class Hashes:
         self._special = special
         self._step_seconds = step_seconds
         self._slots: dict[int, int] = {}
-        self._host: dict[int, list[int | None]] = {}
         self._adapter_slots: dict[int, int] = {}
         self.adapters: dict[int, bytes] = {}
         self._tables = BlockTables()
@@ -135,13 +146,21 @@ class Hashes:
 
     def _copy(self, plan: StepPlan) -> None:
         """What goes to the host's memory before the step, and what comes back."""
+        self.copy_out(plan.offloaded)
         size = self._block_size
-        for block, place in plan.offloaded:
-            self._host[place] = [self._slots.get(block * size + n) for n in range(size)]
         for place, block in plan.loaded:
-            for n, state in enumerate(self._host[place]):
-                assert state is not None, "a block that was not whole"
-                self._slots[block * size + n] = state
+            states = array("q", self._place(place).tobytes())
+            self._slots |= {block * size + n: state for n, state in enumerate(states)}
+
+    def copy_out(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies blocks, all of which are whole, to places of the host."""
+        size = self._block_size
+        for block, place in pairs:
+            self._place(place)[:] = array("q", (self._slots[block * size + n] for n in range(size))).tobytes()
+
+    def _place(self, place: int) -> memoryview:
+        size = self._block_size * array("q").itemsize
+        return self._host[place * size : (place + 1) * size]
 
     def _slot(self, blocks: list[int], index: int) -> int:
         return blocks[index // self._block_size] * self._block_size + index % self._block_size

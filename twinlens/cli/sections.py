@@ -42,6 +42,7 @@ def llm(address: str, info: LlmServiceGetInfoResponse, load: LlmServiceGetLoadRe
             f"{load.kv_blocks_used} of {load.kv_blocks_total} ({blocks}), {load.kv_blocks_cached} cached",
         ),
         *(_host_blocks(load) if load.kv_host_blocks_total else ()),
+        *(_exchanged(load) if load.prefills_elsewhere or load.kv_blocks_lent else ()),
         *(_states(load) if load.state_slots else ()),
         ("embedding rows received", _received(load)),
         ("items not asked for", f"{load.row_hits} were here, {load.items_covered} in the prefix cache"),
@@ -59,6 +60,12 @@ def llm(address: str, info: LlmServiceGetInfoResponse, load: LlmServiceGetLoadRe
 def _host_blocks(load: LlmServiceGetLoadResponse) -> list[tuple[str, str]]:
     copied = f"{load.kv_blocks_offloaded} went there, {load.kv_blocks_loaded} came back"
     return [("KV blocks on the host", f"{load.kv_host_blocks_used} of {load.kv_host_blocks_total}, {copied}")]
+
+
+def _exchanged(load: LlmServiceGetLoadResponse) -> list[tuple[str, str]]:
+    prompts = f"{load.prefills_elsewhere}, of which {load.prefills_failed} failed there"
+    blocks = f"{load.kv_blocks_received} came, {load.kv_blocks_lent} went"
+    return [("prompts computed elsewhere", prompts), ("KV blocks between services", blocks)]
 
 
 def _states(load: LlmServiceGetLoadResponse) -> list[tuple[str, str]]:

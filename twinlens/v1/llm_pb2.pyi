@@ -83,6 +83,64 @@ class GenerateRequest(_message.Message):
     return_prompt_token_ids: bool
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., text: _Optional[_Union[TextInput, _Mapping]] = ..., tokens: _Optional[_Union[TokensInput, _Mapping]] = ..., transcription: _Optional[_Union[TranscriptionInput, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., session_id: _Optional[str] = ..., resume: _Optional[_Iterable[_Union[ResumedChoice, _Mapping]]] = ..., max_handovers: _Optional[int] = ..., return_prompt_token_ids: bool = ...) -> None: ...
 
+class PrefillRequest(_message.Message):
+    __slots__ = ("request_id", "model", "cache_salt", "priority", "pieces", "media", "kv_layout", "first_block")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    PIECES_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_FIELD_NUMBER: _ClassVar[int]
+    KV_LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    model: str
+    cache_salt: str
+    priority: int
+    pieces: _containers.RepeatedCompositeFieldContainer[PromptPiece]
+    media: _containers.RepeatedCompositeFieldContainer[_media_pb2.Media]
+    kv_layout: bytes
+    first_block: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., pieces: _Optional[_Iterable[_Union[PromptPiece, _Mapping]]] = ..., media: _Optional[_Iterable[_Union[_media_pb2.Media, _Mapping]]] = ..., kv_layout: _Optional[bytes] = ..., first_block: _Optional[int] = ...) -> None: ...
+
+class PromptPiece(_message.Message):
+    __slots__ = ("text", "token", "ids", "slot", "length_of")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_OF_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    token: int
+    ids: TokenIds
+    slot: MediaSlot
+    length_of: int
+    def __init__(self, text: _Optional[str] = ..., token: _Optional[int] = ..., ids: _Optional[_Union[TokenIds, _Mapping]] = ..., slot: _Optional[_Union[MediaSlot, _Mapping]] = ..., length_of: _Optional[int] = ...) -> None: ...
+
+class TokenIds(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class MediaSlot(_message.Message):
+    __slots__ = ("token",)
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    token: int
+    def __init__(self, token: _Optional[int] = ...) -> None: ...
+
+class PrefillResponse(_message.Message):
+    __slots__ = ("identity", "offset", "data", "crc32c")
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
+    identity: bytes
+    offset: int
+    data: bytes
+    crc32c: int
+    def __init__(self, identity: _Optional[bytes] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., crc32c: _Optional[int] = ...) -> None: ...
+
 class ResumedChoice(_message.Message):
     __slots__ = ("index", "token_ids", "finished")
     INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -547,7 +605,7 @@ class LlmServiceGetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class LlmServiceGetLoadResponse(_message.Message):
-    __slots__ = ("waiting", "running", "kv_blocks_used", "kv_blocks_total", "prefix_hit_tokens", "prompt_tokens", "generated_tokens", "preemptions", "rows_received", "steps", "row_bytes", "row_capacity_bytes", "row_hits", "finished_requests", "failed_requests", "cancelled_requests", "encoders", "stage_totals", "rows_shared", "encode_attempts", "encode_retries", "items_covered", "headers_known", "waiting_tokens", "refused_requests", "kv_blocks_cached", "prefix_query_tokens", "graph_steps", "sessions", "rows_mirrored", "state_slots", "state_slots_used", "state_snapshots", "draft_tokens", "accepted_draft_tokens", "adapter_fills", "rows_nixl", "kv_host_blocks_total", "kv_host_blocks_used", "kv_blocks_offloaded", "kv_blocks_loaded")
+    __slots__ = ("waiting", "running", "kv_blocks_used", "kv_blocks_total", "prefix_hit_tokens", "prompt_tokens", "generated_tokens", "preemptions", "rows_received", "steps", "row_bytes", "row_capacity_bytes", "row_hits", "finished_requests", "failed_requests", "cancelled_requests", "encoders", "stage_totals", "rows_shared", "encode_attempts", "encode_retries", "items_covered", "headers_known", "waiting_tokens", "refused_requests", "kv_blocks_cached", "prefix_query_tokens", "graph_steps", "sessions", "rows_mirrored", "state_slots", "state_slots_used", "state_snapshots", "draft_tokens", "accepted_draft_tokens", "adapter_fills", "rows_nixl", "kv_host_blocks_total", "kv_host_blocks_used", "kv_blocks_offloaded", "kv_blocks_loaded", "prefills_elsewhere", "prefills_failed", "kv_blocks_received", "kv_blocks_lent")
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_USED_FIELD_NUMBER: _ClassVar[int]
@@ -589,6 +647,10 @@ class LlmServiceGetLoadResponse(_message.Message):
     KV_HOST_BLOCKS_USED_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_OFFLOADED_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_LOADED_FIELD_NUMBER: _ClassVar[int]
+    PREFILLS_ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
+    PREFILLS_FAILED_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_LENT_FIELD_NUMBER: _ClassVar[int]
     waiting: int
     running: int
     kv_blocks_used: int
@@ -630,7 +692,11 @@ class LlmServiceGetLoadResponse(_message.Message):
     kv_host_blocks_used: int
     kv_blocks_offloaded: int
     kv_blocks_loaded: int
-    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., rows_received: _Optional[int] = ..., steps: _Optional[int] = ..., row_bytes: _Optional[int] = ..., row_capacity_bytes: _Optional[int] = ..., row_hits: _Optional[int] = ..., finished_requests: _Optional[int] = ..., failed_requests: _Optional[int] = ..., cancelled_requests: _Optional[int] = ..., encoders: _Optional[_Iterable[_Union[EncoderStatus, _Mapping]]] = ..., stage_totals: _Optional[_Iterable[_Union[_media_pb2.StageTiming, _Mapping]]] = ..., rows_shared: _Optional[int] = ..., encode_attempts: _Optional[int] = ..., encode_retries: _Optional[int] = ..., items_covered: _Optional[int] = ..., headers_known: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., refused_requests: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., graph_steps: _Optional[int] = ..., sessions: _Optional[int] = ..., rows_mirrored: _Optional[int] = ..., state_slots: _Optional[int] = ..., state_slots_used: _Optional[int] = ..., state_snapshots: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., adapter_fills: _Optional[int] = ..., rows_nixl: _Optional[int] = ..., kv_host_blocks_total: _Optional[int] = ..., kv_host_blocks_used: _Optional[int] = ..., kv_blocks_offloaded: _Optional[int] = ..., kv_blocks_loaded: _Optional[int] = ...) -> None: ...
+    prefills_elsewhere: int
+    prefills_failed: int
+    kv_blocks_received: int
+    kv_blocks_lent: int
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., rows_received: _Optional[int] = ..., steps: _Optional[int] = ..., row_bytes: _Optional[int] = ..., row_capacity_bytes: _Optional[int] = ..., row_hits: _Optional[int] = ..., finished_requests: _Optional[int] = ..., failed_requests: _Optional[int] = ..., cancelled_requests: _Optional[int] = ..., encoders: _Optional[_Iterable[_Union[EncoderStatus, _Mapping]]] = ..., stage_totals: _Optional[_Iterable[_Union[_media_pb2.StageTiming, _Mapping]]] = ..., rows_shared: _Optional[int] = ..., encode_attempts: _Optional[int] = ..., encode_retries: _Optional[int] = ..., items_covered: _Optional[int] = ..., headers_known: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., refused_requests: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., graph_steps: _Optional[int] = ..., sessions: _Optional[int] = ..., rows_mirrored: _Optional[int] = ..., state_slots: _Optional[int] = ..., state_slots_used: _Optional[int] = ..., state_snapshots: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., adapter_fills: _Optional[int] = ..., rows_nixl: _Optional[int] = ..., kv_host_blocks_total: _Optional[int] = ..., kv_host_blocks_used: _Optional[int] = ..., kv_blocks_offloaded: _Optional[int] = ..., kv_blocks_loaded: _Optional[int] = ..., prefills_elsewhere: _Optional[int] = ..., prefills_failed: _Optional[int] = ..., kv_blocks_received: _Optional[int] = ..., kv_blocks_lent: _Optional[int] = ...) -> None: ...
 
 class EncoderStatus(_message.Message):
     __slots__ = ("address", "usable", "in_flight", "shared_memory", "failures", "cuda_ipc", "queued_items", "running_items", "vit_calls", "store_hits", "store_misses", "store_bytes", "store_capacity_bytes", "nixl")

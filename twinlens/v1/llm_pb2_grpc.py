@@ -45,6 +45,11 @@ class LlmServiceStub(object):
                 request_serializer=twinlens_dot_v1_dot_llm__pb2.EmbedRequest.SerializeToString,
                 response_deserializer=twinlens_dot_v1_dot_llm__pb2.EmbedResponse.FromString,
                 _registered_method=True)
+        self.Prefill = channel.unary_stream(
+                '/twinlens.v1.LlmService/Prefill',
+                request_serializer=twinlens_dot_v1_dot_llm__pb2.PrefillRequest.SerializeToString,
+                response_deserializer=twinlens_dot_v1_dot_llm__pb2.PrefillResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/twinlens.v1.LlmService/Abort',
                 request_serializer=twinlens_dot_v1_dot_llm__pb2.AbortRequest.SerializeToString,
@@ -100,6 +105,14 @@ class LlmServiceServicer(object):
 
     def Embed(self, request, context):
         """Gives the embedding of a prompt: one vector for all of it, media included. Nothing is generated.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Prefill(self, request, context):
+        """Computes a prompt for another service of the same model, and gives the KV blocks that hold it: there the prompt goes
+        on behind them. Only with `--lend-prefill`: else UNIMPLEMENTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -173,6 +186,11 @@ def add_LlmServiceServicer_to_server(servicer, server):
                     servicer.Embed,
                     request_deserializer=twinlens_dot_v1_dot_llm__pb2.EmbedRequest.FromString,
                     response_serializer=twinlens_dot_v1_dot_llm__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Prefill': grpc.unary_stream_rpc_method_handler(
+                    servicer.Prefill,
+                    request_deserializer=twinlens_dot_v1_dot_llm__pb2.PrefillRequest.FromString,
+                    response_serializer=twinlens_dot_v1_dot_llm__pb2.PrefillResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -270,6 +288,33 @@ class LlmService(object):
             '/twinlens.v1.LlmService/Embed',
             twinlens_dot_v1_dot_llm__pb2.EmbedRequest.SerializeToString,
             twinlens_dot_v1_dot_llm__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefill(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/twinlens.v1.LlmService/Prefill',
+            twinlens_dot_v1_dot_llm__pb2.PrefillRequest.SerializeToString,
+            twinlens_dot_v1_dot_llm__pb2.PrefillResponse.FromString,
             options,
             channel_credentials,
             insecure,

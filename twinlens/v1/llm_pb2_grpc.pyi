@@ -57,6 +57,22 @@ _LlmServiceEmbedType = typing_extensions.TypeVar(
     ],
 )
 
+_LlmServicePrefillType = typing_extensions.TypeVar(
+    '_LlmServicePrefillType',
+    grpc.UnaryStreamMultiCallable[
+        twinlens.v1.llm_pb2.PrefillRequest,
+        twinlens.v1.llm_pb2.PrefillResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        twinlens.v1.llm_pb2.PrefillRequest,
+        twinlens.v1.llm_pb2.PrefillResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        twinlens.v1.llm_pb2.PrefillRequest,
+        twinlens.v1.llm_pb2.PrefillResponse,
+    ],
+)
+
 _LlmServiceAbortType = typing_extensions.TypeVar(
     '_LlmServiceAbortType',
     grpc.UnaryUnaryMultiCallable[
@@ -185,7 +201,7 @@ _LlmServiceFlushCacheType = typing_extensions.TypeVar(
     ],
 )
 
-class LlmServiceStub(typing.Generic[_LlmServiceGenerateType, _LlmServiceEmbedType, _LlmServiceAbortType, _LlmServiceTokenizeType, _LlmServiceDetokenizeType, _LlmServiceGetInfoType, _LlmServiceGetLoadType, _LlmServiceLoadAdapterType, _LlmServiceUnloadAdapterType, _LlmServiceFlushCacheType]):
+class LlmServiceStub(typing.Generic[_LlmServiceGenerateType, _LlmServiceEmbedType, _LlmServicePrefillType, _LlmServiceAbortType, _LlmServiceTokenizeType, _LlmServiceDetokenizeType, _LlmServiceGetInfoType, _LlmServiceGetLoadType, _LlmServiceLoadAdapterType, _LlmServiceUnloadAdapterType, _LlmServiceFlushCacheType]):
     """Generates text about text, pictures, videos and clips."""
 
     @typing.overload
@@ -197,6 +213,10 @@ class LlmServiceStub(typing.Generic[_LlmServiceGenerateType, _LlmServiceEmbedTyp
         grpc.UnaryUnaryMultiCallable[
             twinlens.v1.llm_pb2.EmbedRequest,
             twinlens.v1.llm_pb2.EmbedResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            twinlens.v1.llm_pb2.PrefillRequest,
+            twinlens.v1.llm_pb2.PrefillResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             twinlens.v1.llm_pb2.AbortRequest,
@@ -242,6 +262,10 @@ class LlmServiceStub(typing.Generic[_LlmServiceGenerateType, _LlmServiceEmbedTyp
             twinlens.v1.llm_pb2.EmbedRequest,
             twinlens.v1.llm_pb2.EmbedResponse,
         ],
+        grpc.aio.UnaryStreamMultiCallable[
+            twinlens.v1.llm_pb2.PrefillRequest,
+            twinlens.v1.llm_pb2.PrefillResponse,
+        ],
         grpc.aio.UnaryUnaryMultiCallable[
             twinlens.v1.llm_pb2.AbortRequest,
             twinlens.v1.llm_pb2.AbortResponse,
@@ -282,6 +306,11 @@ class LlmServiceStub(typing.Generic[_LlmServiceGenerateType, _LlmServiceEmbedTyp
     Embed: _LlmServiceEmbedType
     """Gives the embedding of a prompt: one vector for all of it, media included. Nothing is generated."""
 
+    Prefill: _LlmServicePrefillType
+    """Computes a prompt for another service of the same model, and gives the KV blocks that hold it: there the prompt goes
+    on behind them. Only with `--lend-prefill`: else UNIMPLEMENTED.
+    """
+
     Abort: _LlmServiceAbortType
     """Ends requests of one tenant early; what they hold is given back at once."""
 
@@ -314,6 +343,10 @@ LlmServiceAsyncStub: typing_extensions.TypeAlias = LlmServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         twinlens.v1.llm_pb2.EmbedRequest,
         twinlens.v1.llm_pb2.EmbedResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        twinlens.v1.llm_pb2.PrefillRequest,
+        twinlens.v1.llm_pb2.PrefillResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         twinlens.v1.llm_pb2.AbortRequest,
@@ -367,6 +400,16 @@ class LlmServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[twinlens.v1.llm_pb2.EmbedResponse, collections.abc.Awaitable[twinlens.v1.llm_pb2.EmbedResponse]]:
         """Gives the embedding of a prompt: one vector for all of it, media included. Nothing is generated."""
+
+    @abc.abstractmethod
+    def Prefill(
+        self,
+        request: twinlens.v1.llm_pb2.PrefillRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[twinlens.v1.llm_pb2.PrefillResponse], collections.abc.AsyncIterator[twinlens.v1.llm_pb2.PrefillResponse]]:
+        """Computes a prompt for another service of the same model, and gives the KV blocks that hold it: there the prompt goes
+        on behind them. Only with `--lend-prefill`: else UNIMPLEMENTED.
+        """
 
     @abc.abstractmethod
     def Abort(

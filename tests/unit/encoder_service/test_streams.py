@@ -8,9 +8,8 @@ from contextlib import aclosing
 
 import pytest
 
-from common.grpc_calls import Call
+from common.grpc_calls import Call, stall_limit
 from encoder_service.delivery import merged
-from encoder_service.servicer import _stall_limit
 from tests.unit.encoder_service.fakes import turns
 
 
@@ -66,7 +65,7 @@ async def test_a_caller_who_does_not_read_loses_stall_limit():
         calls.append(Call())
         async with aclosing(merged([source.events()])) as events:
             async for _ in events:
-                with _stall_limit(calls[0], 0.001):
+                with stall_limit(calls[0], 0.001):
                     await never.wait()
 
     with pytest.raises(asyncio.CancelledError):

@@ -10,11 +10,12 @@ import msgspec
 import pytest
 
 from common.errors import InvalidInput, NotFound, TwinlensError, Unsupported
-from common.media.item import Embedding, Key, Pixels, Url
+from common.media.item import Embedding, Key, Modality, Pixels, Url
 from llm_service.config import LlmConfig
 from llm_service.convert import RequestReader
-from llm_service.request import ChatPrompt, MediaItem, ResumedChoice, SamplingParams
+from llm_service.request import ChatPrompt, Length, MediaItem, PiecesPrompt, ResumedChoice, SamplingParams, Slot
 from twinlens import v1
+from twinlens.v1 import llm_pb2
 
 CONTEXT, VOCABULARY = 512, 600
 IMAGE = v1.Media(modality=v1.MODALITY_IMAGE, data=b"file")
@@ -332,3 +333,54 @@ def test_the_longest_conversation_that_is_allowed_is_read() -> None:
     assert isinstance(read.prompt, ChatPrompt)
     assert len(read.prompt.messages[0].parts) == 4096
     assert refusal(chat(*[v1.ChatPart(text="x")] * 4097)).reason == "TOO_MANY_PARTS"
+
+
+# --- prompts for other services ---------------------------------------------------------------------------------------
+
+KEYED = v1.Media(modality=v1.MODALITY_IMAGE, key=bytes(32))
+SLOT = llm_pb2.PromptPiece(slot=llm_pb2.MediaSlot(token=7))
+
+
+def prefill(*pieces: llm_pb2.PromptPiece, **fields: Any) -> llm_pb2.PrefillRequest:
+    return llm_pb2.PrefillRequest(pieces=pieces, **fields)
+
+
+def test_a_prompt_of_another_service_is_taken_as_it_was_cut() -> None:
+    ids = llm_pb2.PromptPiece(ids=llm_pb2.TokenIds(ids=[1, 2]))
+    token, text = llm_pb2.PromptPiece(token=3), llm_pb2.PromptPiece(text="Hi")
+    length = llm_pb2.PromptPiece(length_of=0)
+    asked = prefill(token, text, SLOT, length, ids, media=[KEYED], cache_salt="ours", priority=2, request_id="one")
+    read = requests().read_prefill(asked, None, CONTEXT)
+    assert read.prompt == PiecesPrompt((3, "Hi", Slot(0, Modality.IMAGE, 7), Length(0), [1, 2]))
+    assert (read.sampling.max_tokens, read.salt, read.priority, read.id) == (1, "ours", 2, "one")
+    assert [item.source for item in read.media] == [Key(bytes(32))]
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason", "field"),
+    [
+        (prefill(first_block=-1), "OUT_OF_RANGE", "first_block"),
+        (prefill(SLOT, media=[IMAGE]), "BAD_SOURCE", "media[0]"),
+        (prefill(SLOT), "EMPTY_PART", "pieces[0]"),
+        (prefill(llm_pb2.PromptPiece()), "EMPTY_PART", "pieces[0]"),
+        (prefill(llm_pb2.PromptPiece(length_of=0)), "EMPTY_PART", "pieces[0]"),
+        (prefill(media=[KEYED]), "PLACEHOLDER_MISMATCH", "pieces"),
+        (prefill(llm_pb2.PromptPiece(token=VOCABULARY)), "TOKEN_OUT_OF_RANGE", "pieces[0]"),
+        (
+            prefill(llm_pb2.PromptPiece(ids=llm_pb2.TokenIds(ids=[1, VOCABULARY]))),
+            "TOKEN_OUT_OF_RANGE",
+            "pieces[0]",
+        ),
+        (
+            prefill(llm_pb2.PromptPiece(slot=llm_pb2.MediaSlot(token=VOCABULARY)), media=[KEYED]),
+            "TOKEN_OUT_OF_RANGE",
+            "pieces[0]",
+        ),
+        (prefill(llm_pb2.PromptPiece(ids=llm_pb2.TokenIds(ids=[1] * CONTEXT))), "PROMPT_TOO_LONG", "tokens.ids"),
+        (prefill(model="another"), "UNKNOWN_MODEL", "model"),
+    ],
+)
+def test_what_no_service_would_send_is_refused(asked: llm_pb2.PrefillRequest, reason: str, field: str) -> None:
+    with pytest.raises(TwinlensError) as error:
+        requests().read_prefill(asked, None, CONTEXT)
+    assert (error.value.reason, error.value.field) == (reason, field)

@@ -11,9 +11,11 @@ from llm_service.engine.host_blocks import HostBlocks
 from tests.unit.llm_service.test_block_manager import chain, named
 
 STEP, START, END, FLUSH = "step", "start", "end", "flush"
+LEND, READ, AWAIT, ARRIVE = "lend", "read", "await", "arrive"
 ACTS = st.one_of(
-    st.tuples(st.just(START), st.sampled_from("abcde"), st.integers(1, 5)),
-    st.tuples(st.sampled_from([STEP, END, END, FLUSH]), st.just(""), st.just(0)),
+    st.tuples(st.sampled_from([START, START, LEND, AWAIT]), st.sampled_from("abcde"), st.integers(1, 5)),
+    st.tuples(st.sampled_from([STEP, END, END, FLUSH, READ]), st.just(""), st.just(0)),
+    st.tuples(st.just(ARRIVE), st.just(""), st.integers(0, 5)),
 )
 
 
@@ -27,6 +29,8 @@ class Device:
         self.tables: list[BlockTable] = []
         self.pending: list[tuple[BlockTable, list[bytes]]] = []
         self.loaded = 0
+        self.lent: list[tuple[list[bytes], list[int]]] = []
+        self.awaited: list[tuple[list[bytes], list[int]]] = []
 
     def start(self, name: str, count: int) -> None:
         """A prompt of so many blocks begins on those that are found, and computes the rest with the next step."""
@@ -58,6 +62,38 @@ class Device:
     def commit(self, table: BlockTable, identity: bytes) -> None:
         self.manager.commit(table, identity)
 
+    def copy_out(self) -> None:
+        """What an order between two steps does."""
+        for block, place in self.manager.host.take_offloads():
+            self.host[place] = self.blocks[block]
+
+    def lend(self, name: str, count: int) -> None:
+        """The front begins to read the first blocks of a prompt, as many as are there."""
+        places = self.manager.lend(chain(name, count))
+        self.lent.append((chain(name, count)[: len(places)], places))
+        self.copy_out()
+
+    def read(self) -> None:
+        """It reads the oldest of what it was lent, and gives it back."""
+        if self.lent:
+            identities, places = self.lent.pop(0)
+            assert [self.host[place] for place in places] == identities, "another block's keys and values"
+            self.manager.host.give_back(identities)
+
+    def expect(self, name: str, count: int) -> None:
+        """The front begins to write blocks of a prompt."""
+        places = self.manager.host.set_aside(count)
+        self.awaited.append((chain(name, count), places))
+        self.copy_out()
+        for identity, place in zip(chain(name, count), places, strict=False):
+            self.host[place] = identity
+
+    def arrive(self, count: int) -> None:
+        """So many of the oldest have come."""
+        if self.awaited:
+            identities, places = self.awaited.pop(0)
+            self.manager.host.filled(identities[: min(count, len(places))], places)
+
     def end(self) -> None:
         if self.tables:
             table = self.tables.pop(0)
@@ -79,10 +115,21 @@ def test_blocks_hold_what_they_are_named_after_whatever_comes_and_goes(
                 device.step()
             case "end":
                 device.end()
+            case "lend":
+                device.lend(name, count)
+            case "read":
+                device.read()
+            case "await":
+                device.expect(name, count)
+            case "arrive":
+                device.arrive(count)
             case _:
                 device.manager.flush()
         device.manager.check_integrity(device.tables)
     device.step()
+    while device.lent or device.awaited:
+        device.read()
+        device.arrive(1)
     for table in device.tables:
         device.manager.free(table)
     device.manager.check_integrity()

@@ -1,0 +1,65 @@
+"""KV blocks that come from another service, or go to one: the engine's part. The front reads and writes them in the
+host's memory; here it is told where, once nobody else reads or writes there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from llm_service.engine.block_identity import BlockIdentities
+from llm_service.engine.block_manager import BlockManager
+from llm_service.engine.messages import AwaitBlocks, BlocksAnswer, BlocksArrived, BlocksRead, LendBlocks, NameBlocks
+from llm_service.engine.prompt import Prompt
+from llm_service.plan import CopyOut
+
+
+class BlockExchange:
+    """`copy_out` has ranks copy blocks out, behind all steps that were planned, and then calls what it is given; `send`
+    answers the front, from any thread."""
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        copy_out: Callable[[CopyOut, Callable[[], None]], None],
+        send: Callable[[BlocksAnswer], None],
+    ) -> None:
+        self._blocks = blocks
+        self._copy_out = copy_out
+        self._send = send
+        self._lent: dict[int, list[bytes]] = {}
+        self._awaited: dict[int, tuple[list[bytes], list[int]]] = {}
+
+    def name(self, message: NameBlocks) -> None:
+        """Says what a prompt's full blocks are called, but for a last one with which nothing would be left to be
+        computed, and how many of them are cached."""
+        prompt, size = Prompt.of(message.add), self._blocks.block_size
+        names = BlockIdentities(prompt.root, prompt.named_runs)
+        identities = names.first((len(prompt.tokens) - 1) // size, prompt.tokens, size)
+        found = self._blocks.match_blocks(identities)
+        self._send(BlocksAnswer(id=message.id, identities=identities, found=found))
+
+    def lend(self, message: LendBlocks) -> None:
+        """Has the host hold blocks to be read."""
+        places = self._blocks.lend(message.identities)
+        self._lent.setdefault(message.id, []).extend(message.identities[: len(places)])
+        self._answer_behind(BlocksAnswer(id=message.id, places=places))
+
+    def read(self, message: BlocksRead) -> None:
+        """They are read no more."""
+        self._blocks.host.give_back(self._lent.pop(message.id, ()))
+
+    def expect(self, message: AwaitBlocks) -> None:
+        """Sets places aside for blocks that come."""
+        places = self._blocks.host.set_aside(len(message.identities))
+        self._awaited[message.id] = message.identities[: len(places)], places
+        self._answer_behind(BlocksAnswer(id=message.id, places=places))
+
+    def arrived(self, message: BlocksArrived) -> None:
+        """Lets prompts find what has come, and gives the other places back."""
+        identities, places = self._awaited.pop(message.id, ([], []))
+        self._blocks.host.filled(identities[: message.count], places)
+
+    def _answer_behind(self, answer: BlocksAnswer) -> None:
+        """Answers once copies to the host that these places wait for are made, and those from them that may be under
+        way have ended."""
+        self._copy_out(CopyOut(self._blocks.host.take_offloads()), partial(self._send, answer))

@@ -1,0 +1,1 @@
+"""Prompts that one service computes for another: KV blocks lent, and brought in."""

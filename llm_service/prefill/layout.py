@@ -1,0 +1,31 @@
+"""What two services must have in common so that KV blocks of one mean the same in the other."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from common.checkpoint import Checkpoint
+from common.identity import canonical, framed, tensors_digest
+from llm_service.settings import EngineSettings
+
+_SCHEMA = b"twinlens kv blocks/1"
+
+
+def kv_layout(settings: EngineSettings, checkpoint: Checkpoint) -> bytes:
+    """A hash of the model, its weights as of `tensors_digest`, and of whatever else decides what bytes a block has."""
+    digest = hashlib.sha256(framed(_SCHEMA, canonical(checkpoint.config), tensors_digest(checkpoint)))
+    if settings.draft_model:
+        digest.update(framed(tensors_digest(Checkpoint(Path(settings.draft_model)))))
+    decided = (
+        settings.device.partition(":")[0],
+        settings.dtype,
+        settings.weight_dtype,
+        settings.attention,
+        settings.int8_cache,
+        settings.block_size,
+        settings.tensor_parallel,
+        settings.speculative_method,
+    )
+    digest.update(framed(canonical(decided)))
+    return digest.digest()

@@ -1,0 +1,245 @@
+"""Prompts computed elsewhere: a service of the same model computes one, and its KV blocks are brought here, where the
+engine then goes on behind them. Where that fails, nothing is lost but time: what is missing is computed here."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from common import log, tasks, tracing
+from common.errors import DataLoss, Exhausted, Precondition, TwinlensError, Unavailable
+from common.grpc_channel import ChannelSecurity, from_rpc_error, open_channel
+from common.media.convert import MODALITIES
+from common.rendezvous import ranked
+from common.resolver import Resolver
+from common.wire import crc32c
+from llm_service.encoders.breaker import Breaker
+from llm_service.engine.block_places import AwaitedBlocks, BlockPlaces
+from llm_service.engine.messages import Add
+from llm_service.request import Length, Piece, Request, Slot
+from twinlens.v1 import llm_pb2, media_pb2
+from twinlens.v1.llm_pb2_grpc import LlmServiceStub
+
+_log = log.get("prefill")
+_RESOLVE_SECONDS = 2.0
+_UNFIT_SECONDS = 30.0
+"""How long one is left alone that serves another model, or lends nothing."""
+_CROWDED = 4
+"""Prompts at a service at which the next choice is taken instead, where that one has fewer."""
+
+
+@dataclass(slots=True)
+class PrefillCounters:
+    """Totals since start; the contract's GetLoad says what each counts."""
+
+    prompts: int = 0
+    failed: int = 0
+
+
+@dataclass(slots=True)
+class _Service:
+    """A service that computes prompts, and how many of ours it has."""
+
+    address: str
+    channel: grpc.aio.Channel
+    breaker: Breaker = field(default_factory=Breaker)
+    in_flight: int = 0
+    unfit_until: float = 0.0
+
+    @property
+    def usable(self) -> bool:
+        return self.breaker.closed and time.monotonic() >= self.unfit_until
+
+
+class PrefillServices:
+    """All services at `addresses`, as `Resolver` takes them. A prompt that lacks `tokens` or more is computed by one of
+    them, within `seconds`; `layout` is what its blocks must be like."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        security: ChannelSecurity,
+        blocks: BlockPlaces,
+        layout: bytes,
+        *,
+        block_size: int,
+        tokens: int,
+        seconds: float,
+    ) -> None:
+        self.counters = PrefillCounters()
+        self._sources = Resolver(addresses)
+        self._security = security
+        self._blocks = blocks
+        self._layout = layout
+        self._block_size = block_size
+        self._tokens = tokens
+        self._seconds = seconds
+        self._files = security.files()
+        self._services: dict[str, _Service] = {}
+        self._resolver: asyncio.Task[None] | None = None
+        self._retiring: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Begins to look them up."""
+        self._resolver = tasks.start(self._keep_resolving(), "prefill resolver")
+
+    async def stop(self) -> None:
+        """Closes all channels."""
+        if self._resolver is not None:
+            self._resolver.cancel()
+            await asyncio.gather(self._resolver, return_exceptions=True)
+        for task in self._retiring:
+            task.cancel()
+        await asyncio.gather(*self._retiring, return_exceptions=True)
+        await asyncio.gather(*(each.channel.close() for each in self._services.values()))
+
+    async def bring(self, request: Request, pieces: Sequence[Piece], keys: Sequence[bytes], add: Add) -> int:
+        """Has a prompt computed elsewhere, where that is worth it; how many of its first tokens are cached here then,
+        as far as is known. `keys` are its items', `add` names its blocks."""
+        try:
+            return await self._bring(request, pieces, keys, add)
+        except Unavailable:  # our own engine has ended: the next one has none of them
+            return 0
+
+    async def _bring(self, request: Request, pieces: Sequence[Piece], keys: Sequence[bytes], add: Add) -> int:
+        size = self._block_size
+        if not self._blocks.block_bytes or len(add.token_ids) // 4 < self._tokens:
+            return 0
+        identities, found = await self._blocks.names(add)
+        missing = identities[found:]
+        if len(missing) * size < self._tokens or (service := self._choose(identities[0])) is None:
+            return found * size
+        async with self._blocks.awaited(missing) as awaited:
+            if awaited.count:
+                await self._receive(service, self._message(request, pieces, keys, found), awaited, missing, request)
+        return (found + awaited.arrived) * size
+
+    def _choose(self, prefix: bytes) -> _Service | None:
+        """The one that prompts that begin alike go to, unless it is crowded, or failed lately."""
+        usable = ranked(prefix, [each for each in self._services.values() if each.usable], lambda each: each.address)
+        least = min((each.in_flight for each in usable), default=0)
+        return next((each for each in usable if each.in_flight < _CROWDED or each.in_flight == least), None)
+
+    async def _receive(
+        self,
+        service: _Service,
+        message: llm_pb2.PrefillRequest,
+        awaited: AwaitedBlocks,
+        identities: Sequence[bytes],
+        request: Request,
+    ) -> None:
+        """Takes in the blocks that a service gives; what has arrived when it fails is of use all the same."""
+        self.counters.prompts += 1
+        opened, service.in_flight = service.breaker.now(), service.in_flight + 1
+        timeout = self._seconds
+        if request.deadline is not None:
+            timeout = min(timeout, request.deadline - time.monotonic())
+        try:
+            with tracing.span("prefill elsewhere", service=service.address):
+                async for part in self._parts(service, message, timeout):
+                    if awaited.arrived == awaited.count:
+                        break
+                    if part.identity != identities[awaited.arrived]:
+                        raise DataLoss("a service gives other blocks than were asked for")
+                    awaited.write(part.offset, part.data)
+            service.breaker.succeeded()
+        except (TwinlensError, ValueError) as error:
+            self._blocks.check(awaited.life)  # else it is our own engine that has ended
+            self._failed(service, opened, error, request.id)
+        finally:
+            service.in_flight -= 1
+
+    async def _parts(
+        self, service: _Service, message: llm_pb2.PrefillRequest, timeout: float
+    ) -> AsyncGenerator[llm_pb2.PrefillResponse]:
+        with _open(service.channel, message, timeout, (*self._security.metadata, *tracing.outgoing())) as call:
+            try:
+                async for part in call:
+                    if crc32c(part.data) != part.crc32c or not part.data:
+                        raise DataLoss("a KV block was damaged on the way")
+                    yield part
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error) from error
+
+    def _failed(self, service: _Service, opened: float, error: Exception, request_id: str) -> None:
+        self.counters.failed += 1
+        why = error.reason if isinstance(error, TwinlensError) else str(error)
+        if isinstance(error, Precondition) or why == "NOT_LENT":
+            service.unfit_until = time.monotonic() + _UNFIT_SECONDS
+            _log.warning("a service computes no prompts for this one", address=service.address, reason=why)
+            return
+        if isinstance(error, Unavailable | DataLoss | ValueError):
+            service.breaker.failed(opened)
+        elif isinstance(error, Exhausted):
+            service.unfit_until = time.monotonic() + min(_UNFIT_SECONDS, error.retry_after or 1.0)
+        _log.info("a prompt is computed here", address=service.address, request_id=request_id, reason=why)
+
+    def _message(
+        self, request: Request, pieces: Sequence[Piece], keys: Sequence[bytes], first: int
+    ) -> llm_pb2.PrefillRequest:
+        return llm_pb2.PrefillRequest(
+            request_id=request.id,
+            model=request.adapter.name if request.adapter is not None else "",
+            cache_salt=request.salt,
+            priority=request.priority,
+            pieces=map(_piece, pieces),
+            media=[
+                media_pb2.Media(modality=MODALITIES[item.modality], key=key)
+                for item, key in zip(request.media, keys, strict=True)
+            ],
+            kv_layout=self._layout,
+            first_block=first,
+        )
+
+    async def _keep_resolving(self) -> None:
+        while True:
+            wanted = await self._sources.resolve()
+            renewed = self._files is not None and self._files.changed()
+            for address in [address for address in self._services if renewed or address not in wanted]:
+                closing = self._services.pop(address).channel.close(self._seconds)  # what is under way may end
+                task = tasks.start(closing, f"close {address}")
+                self._retiring.add(task)
+                task.add_done_callback(self._retiring.discard)
+            for address in wanted.keys() - self._services.keys():
+                try:
+                    channel = open_channel(address, self._security, name=wanted[address])
+                except OSError as error:  # the next time of looking up tries again
+                    _log.error("a service cannot be spoken to", address=address, cause=str(error))
+                else:
+                    self._services[address] = _Service(address, channel)
+            await asyncio.sleep(_RESOLVE_SECONDS)
+
+
+@contextmanager
+def _open(
+    channel: grpc.aio.Channel, message: llm_pb2.PrefillRequest, timeout: float, metadata: tuple[tuple[str, str], ...]
+) -> Iterator[grpc.aio.UnaryStreamCall[llm_pb2.PrefillRequest, llm_pb2.PrefillResponse]]:
+    """A call, which is cancelled when the block is left early. Raises Unavailable where its channel is being closed."""
+    try:
+        call: Any = LlmServiceStub(channel).Prefill(message, timeout=timeout, metadata=metadata)
+    except grpc.aio.UsageError as error:
+        raise Unavailable("the service could not be reached", reason="PREFILL_UNAVAILABLE") from error
+    try:
+        yield call
+    finally:
+        call.cancel()
+
+
+def _piece(piece: Piece) -> llm_pb2.PromptPiece:
+    match piece:
+        case str():
+            return llm_pb2.PromptPiece(text=piece)
+        case int():
+            return llm_pb2.PromptPiece(token=piece)
+        case Slot():
+            return llm_pb2.PromptPiece(slot=llm_pb2.MediaSlot(token=piece.token))
+        case Length():
+            return llm_pb2.PromptPiece(length_of=piece.item)
+        case _:
+            return llm_pb2.PromptPiece(ids=llm_pb2.TokenIds(ids=piece))

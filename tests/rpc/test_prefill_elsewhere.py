@@ -1,0 +1,304 @@
+"""Prompts that another LLM service computes: its KV blocks are brought, and the answer is the same whatever fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests import pictures
+from tests.launch import Service, llm_server, stopped
+from tests.rpc.pairs import LLM_FLAGS, Pair, about, answer, asked, greedy, idle, pair, tokens, usable
+from tests.scrape import scrape
+from tests.waiting import until
+from twinlens import LlmClient, image, user, v1
+from twinlens.v1 import llm_pb2
+from twinlens.v1.llm_pb2_grpc import LlmServiceServicer, LlmServiceStub, add_LlmServiceServicer_to_server
+
+EXCHANGES: dict[str, object] = {**LLM_FLAGS, "kv_host_bytes": "8MiB", "metrics_listen": "127.0.0.1:0"}
+BORROWS: dict[str, object] = {**EXCHANGES, "prefill_tokens": 32}
+ENGINE = "llm_service.engine"
+FIRST, SECOND = (pictures.encoded(pictures.noise(192, 128, 9_700 + n)) for n in range(2))
+SHOWN = [
+    about(pictures.encoded(pictures.noise(192, 128, 9_710 + n)), f"Tell me all about it, number {n}, " * 4)
+    for n in range(8)
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Two that serve the same: what `lender` computes, `borrower` answers."""
+
+    lender: Service
+    borrower: Service
+    elsewhere: LlmClient
+    text: LlmClient
+
+    def cached(self, request: v1.GenerateRequest) -> int:
+        """Prompt tokens that the borrower need not compute."""
+        return answer(self.text, request).usage.cached_tokens
+
+
+@contextmanager
+def services(checkpoint: Path, encoder: str, *, light: bool = True, **flags: object) -> Iterator[Services]:
+    """Both, for the length of the block; `lends` among the flags are the lender's alone."""
+    lends = {"lend_prefill": "yes", **dict(flags.pop("lends", {}))}
+    given = {"light": light, **flags}
+    with (
+        llm_server(checkpoint, encoder, exit_code=None, **{**EXCHANGES, **given, **lends}) as lender,
+        llm_server(checkpoint, encoder, prefill_services=lender.address, **{**BORROWS, **given}) as borrower,
+        LlmClient(lender.address) as elsewhere,
+        LlmClient(borrower.address) as text,
+    ):
+        until(lambda: usable(text, 1) and usable(elsewhere, 1), "the encoder is usable")
+        yield Services(lender, borrower, elsewhere, text)
+        until(lambda: idle(text), "nothing is held")
+
+
+@pytest.fixture(scope="module")
+def both(checkpoint: Path) -> Iterator[Pair]:
+    """Light services that compute everything themselves."""
+    with pair(checkpoint) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def apart(both: Pair) -> Iterator[Services]:
+    """Light services that share the work."""
+    with services(both.checkpoint, both.encoder.address) as running:
+        yield running
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_prompts_are_computed_elsewhere_and_answered_alike(qwen3: Pair, tp: int) -> None:
+    expected = [tokens(qwen3.text, asked(each)) for each in SHOWN[:4]]
+    with services(qwen3.checkpoint, qwen3.encoder.address, light=False, tp=tp) as two:
+        for each, said in zip(SHOWN, expected, strict=False):
+            there = answer(two.text, asked(each))
+            assert there.choices[0].token_ids == said
+            assert there.usage.cached_tokens > there.usage.prompt_tokens - 17
+        here, lent = two.text.get_load(), two.elsewhere.get_load()
+        assert here.rows_received == 0, "rows of what is computed elsewhere are of no use here"
+        assert lent.prompt_tokens == here.prompt_tokens
+        assert lent.generated_tokens == len(expected)
+        assert (here.prefills_elsewhere, here.prefills_failed) == (len(expected), 0)
+        assert here.kv_blocks_received == lent.kv_blocks_lent > 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields"),
+    [
+        (user("Nothing but words, " * 40), {}),
+        (user(image(FIRST), "and this ", image(SECOND), "tell me more, " * 9), {}),
+        (about(FIRST, "A secret, " * 20), {"cache_salt": "ours"}),
+        (about(SECOND, "A conversation, " * 20), {"session_id": "one"}),
+    ],
+    ids=["words", "pictures", "salt", "session"],
+)
+def test_whatever_a_prompt_is_made_of_comes_from_elsewhere(
+    both: Pair, apart: Services, prompt: v1.ChatMessage, fields: dict[str, str]
+) -> None:
+    request = asked(prompt, **fields)
+    found = answer(apart.text, request)
+    assert found.choices[0].token_ids == tokens(both.text, request)
+    assert found.usage.cached_tokens > found.usage.prompt_tokens - 17
+
+
+def test_a_turn_that_follows_brings_what_is_new_alone(both: Pair, apart: Services) -> None:
+    first = about(FIRST, "Something long to begin with, " * 8)
+    said = answer(apart.text, asked(first)).choices[0].text
+    before = apart.text.get_load()
+    later = [first, v1.ChatMessage(role="assistant", parts=[v1.ChatPart(text=said)]), user("And what else, " * 12)]
+    request = v1.GenerateRequest(chat=v1.ChatInput(messages=later), sampling=greedy())
+    found = answer(apart.text, request)
+    assert found.choices[0].token_ids == tokens(both.text, request)
+    after = apart.text.get_load()
+    brought = after.kv_blocks_received - before.kv_blocks_received
+    assert 0 < brought < found.usage.prompt_tokens // 16 - 10
+
+
+def test_prompts_that_lack_little_are_computed_here(both: Pair, apart: Services) -> None:
+    before = apart.text.get_load().prefills_elsewhere
+    assert tokens(apart.text, asked(user("Hi"))) == tokens(both.text, asked(user("Hi")))
+    scored = asked(about(FIRST, "Every token counts, " * 20), greedy(prompt_logprobs=0))
+    assert answer(apart.text, scored).usage.cached_tokens == 0
+    assert apart.text.get_load().prefills_elsewhere == before
+
+
+def test_metrics_and_status_tell_of_it(apart: Services) -> None:
+    answer(apart.text, asked(about(FIRST, "Counted, " * 30)))
+    here, there = scrape(apart.borrower.metrics), scrape(apart.lender.metrics)
+    assert here["twinlens_llm_prefills_elsewhere_total"] >= 1
+    assert here["twinlens_llm_prefills_failed_total"] == 0
+    assert there["twinlens_llm_kv_blocks_lent_total"] >= here["twinlens_llm_kv_blocks_received_total"] > 0
+
+
+def test_two_services_may_compute_prompts_for_each_other(both: Pair) -> None:
+    """Neither passes on what it was asked for."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        second_address = f"127.0.0.1:{free.getsockname()[1]}"
+    given = (both.checkpoint, both.encoder.address)
+    with (
+        llm_server(*given, lend_prefill="yes", prefill_services=second_address, **BORROWS) as first,
+        llm_server(
+            *given, lend_prefill="yes", prefill_services=first.address, **{**BORROWS, "listen": second_address}
+        ) as second,
+        LlmClient(first.address) as one,
+        LlmClient(second.address) as other,
+    ):
+        until(lambda: usable(one, 1) and usable(other, 1), "the encoder is usable")
+        for text, shown in ((one, SHOWN[0]), (other, SHOWN[1])):
+            assert tokens(text, asked(shown)) == tokens(both.text, asked(shown))
+            assert text.get_load().prefills_elsewhere == 1
+            assert text.get_load().kv_blocks_received > 0
+        assert [text.get_load().prefills_failed for text in (one, other)] == [0, 0]
+
+
+# --- what fails ------------------------------------------------------------------------------------------------------
+
+
+def test_a_lender_that_is_killed_costs_no_answer(both: Pair) -> None:
+    expected = [tokens(both.text, asked(each)) for each in SHOWN]
+    with services(both.checkpoint, both.encoder.address) as two:
+        assert tokens(two.text, asked(SHOWN[0])) == expected[0]
+        os.kill(two.lender.pid, signal.SIGKILL)
+        assert [tokens(two.text, asked(each)) for each in SHOWN] == expected
+        load = two.text.get_load()
+        assert load.prefills_failed == load.prefills_elsewhere - 1 > 0
+
+
+def test_an_engine_that_dies_while_its_prompt_is_computed_elsewhere_is_replaced(both: Pair) -> None:
+    expected = tokens(both.text, asked(SHOWN[0]))
+    with services(both.checkpoint, both.encoder.address) as two, ThreadPoolExecutor(1) as pool:
+        with stopped(two.lender.pid):
+            answering = pool.submit(tokens, two.text, asked(SHOWN[0]))
+            until(lambda: two.text.get_load().prefills_elsewhere, "it is asked for")
+            (engine,) = two.borrower.children(ENGINE)
+            os.kill(engine, signal.SIGKILL)
+            until(lambda: engine not in two.borrower.children(ENGINE), "it has ended")
+        assert answering.result() == expected
+        until(lambda: tokens(two.text, asked(SHOWN[1])) == tokens(both.text, asked(SHOWN[1])), "the next is served")
+
+
+def test_callers_who_leave_give_the_places_back(both: Pair) -> None:
+    """Half of the host's places are for one prompt: were they lost, later ones would find none."""
+    with services(both.checkpoint, both.encoder.address) as two:
+        asking = [asked(each) for each in SHOWN]
+        for request in asking[:4]:
+            with stopped(two.lender.pid):
+                leaves(two, request)
+            until(lambda: idle(two.text), "it is gone")
+        for request in asking[4:]:
+            assert two.cached(request) > 16
+
+
+def leaves(two: Services, request: v1.GenerateRequest) -> None:
+    """Asks, and goes away while the prompt is to be computed elsewhere."""
+    before = two.text.get_load().prefills_elsewhere
+    over = threading.Event()
+
+    def ask() -> None:
+        with two.text.generate(request, timeout=180):
+            until(over.is_set, "told to leave")
+
+    caller = threading.Thread(target=ask)
+    caller.start()
+    until(lambda: two.text.get_load().prefills_elsewhere > before, "it is asked for")
+    over.set()
+    caller.join()
+
+
+@pytest.mark.parametrize(
+    "lends",
+    [{"block_size": 32}, {"kv_cache_dtype": "int8"}, {"lend_prefill": "no"}],
+    ids=["blocks", "type", "unwilling"],
+)
+def test_a_service_that_computes_something_else_is_left_alone(both: Pair, lends: dict[str, object]) -> None:
+    with services(both.checkpoint, both.encoder.address, lends=lends) as two:
+        for each in SHOWN[:3]:
+            assert tokens(two.text, asked(each)) == tokens(both.text, asked(each))
+        load = two.text.get_load()
+        assert load.prefills_failed == load.prefills_elsewhere > 0 == load.kv_blocks_received
+
+
+class Liar(LlmServiceServicer):
+    """Gives what `parts` makes of a request."""
+
+    def __init__(self, parts: Callable[[llm_pb2.PrefillRequest], Iterator[llm_pb2.PrefillResponse]]) -> None:
+        self._parts = parts
+
+    def Prefill(
+        self, request: llm_pb2.PrefillRequest, context: grpc.ServicerContext
+    ) -> Iterator[llm_pb2.PrefillResponse]:
+        yield from self._parts(request)
+
+
+def other_block(request: llm_pb2.PrefillRequest) -> Iterator[llm_pb2.PrefillResponse]:
+    yield llm_pb2.PrefillResponse(identity=bytes(32), data=b"x", crc32c=0xA93C5F93)
+
+
+def damaged(request: llm_pb2.PrefillRequest) -> Iterator[llm_pb2.PrefillResponse]:
+    yield llm_pb2.PrefillResponse(identity=bytes(32), data=b"x", crc32c=1)
+
+
+def nothing(request: llm_pb2.PrefillRequest) -> Iterator[llm_pb2.PrefillResponse]:
+    yield from ()
+
+
+@pytest.mark.parametrize("parts", [other_block, damaged, nothing])
+def test_what_a_service_lies_about_is_computed_here(
+    both: Pair, parts: Callable[[llm_pb2.PrefillRequest], Iterator[llm_pb2.PrefillResponse]]
+) -> None:
+    liar = grpc.server(ThreadPoolExecutor(2))
+    add_LlmServiceServicer_to_server(Liar(parts), liar)
+    port = liar.add_insecure_port("127.0.0.1:0")
+    liar.start()
+    flags = {**BORROWS, "prefill_services": f"127.0.0.1:{port}"}
+    try:
+        with llm_server(both.checkpoint, both.encoder.address, **flags) as llm, LlmClient(llm.address) as text:
+            until(lambda: usable(text, 1), "the encoder is usable")
+            assert tokens(text, asked(SHOWN[0])) == tokens(both.text, asked(SHOWN[0]))
+            load = text.get_load()
+            assert (load.prefills_elsewhere, load.kv_blocks_received) == (1, 0)
+            assert load.prefills_failed == (parts is not nothing)
+    finally:
+        liar.stop(None).wait()
+
+
+# --- the call itself -------------------------------------------------------------------------------------------------
+
+
+def refused(address: str, request: llm_pb2.PrefillRequest) -> grpc.StatusCode:
+    with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as error:
+        list(LlmServiceStub(channel).Prefill(request, timeout=60))
+    code: grpc.StatusCode = error.value.code()
+    return code
+
+
+def test_the_call_is_refused_where_blocks_are_not_lent_or_not_alike(both: Pair, apart: Services) -> None:
+    request = llm_pb2.PrefillRequest(pieces=[llm_pb2.PromptPiece(text="Hi")])
+    assert refused(both.llm.address, request) is grpc.StatusCode.UNIMPLEMENTED
+    assert refused(apart.lender.address, request) is grpc.StatusCode.FAILED_PRECONDITION
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({"lend_prefill": "yes"}, "--lend-prefill needs --kv-host-bytes"),
+        ({"prefill_services": "127.0.0.1:1"}, "--prefill-services needs --kv-host-bytes"),
+        ({"prefill_services": "nowhere", "kv_host_bytes": "1MiB"}, "--prefill-services: nowhere is none of"),
+        ({"prefill_cert": "/nowhere"}, "--prefill-cert and --prefill-key go together"),
+    ],
+)
+def test_what_cannot_be_ends_the_start_with_a_sentence(checkpoint: Path, flags: dict[str, object], why: str) -> None:
+    with pytest.raises(RuntimeError, match=why), llm_server(checkpoint, **{**LLM_FLAGS, **flags}):
+        pass
