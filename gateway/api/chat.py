@@ -12,11 +12,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from common import tasks
 from gateway import convert, measured
 from gateway.api.chat_request import ChatRequest, ChatStreamOptions
 from gateway.calls.tool_format import ToolFormat
 from gateway.generation import Generations
 from gateway.output_parser import ArgumentsDelta, CallStart, OutputParser, Piece, ReasoningDelta, TextDelta
+from gateway.prompt_scores import PromptScores
 from gateway.request_context import context_of
 from gateway.services import LlmServices
 from gateway.stream import DONE, Chunks, EventStream, Last, json_answer
@@ -82,6 +84,7 @@ class _Asked:
     scored: bool
     with_ids: bool
     with_uuids: bool
+    prompt_scored: bool
     with_usage: bool
     with_usage_so_far: bool
     with_timings: bool
@@ -131,6 +134,7 @@ class Chat:
             bool(body.logprobs),
             bool(body.return_token_ids),
             bool(body.return_media_uuids),
+            body.prompt_logprobs is not None,
             bool(options.include_usage),
             bool(options.include_usage and options.continuous_usage_stats),
             bool(options.include_timings),
@@ -200,6 +204,7 @@ async def _chunks(events: Events, asked: _Asked) -> AsyncGenerator[bytes]:
 async def _whole(events: Events, asked: _Asked) -> dict[str, Any]:
     choices: list[_Choice] = []
     prompt: dict[str, Any] = {}
+    scores = PromptScores()
     async with aclosing(events) as each:
         async for said in each:
             match said.WhichOneof("event"):
@@ -207,6 +212,7 @@ async def _whole(events: Events, asked: _Asked) -> dict[str, Any]:
                     choices, prompt = [asked.choice(said.started) for _ in range(asked.n)], asked.prompt(said.started)
                 case "delta":
                     choice = choices[said.delta.index]
+                    scores.add(said.delta.prompt)
                     for piece in choice.parser.feed(said.delta.text):
                         choice.add(piece)
                     choice.logprobs += convert.chat_logprobs(said.delta.logprobs)
@@ -218,6 +224,8 @@ async def _whole(events: Events, asked: _Asked) -> dict[str, Any]:
                         choice.add(piece)
                 case _:
                     continue
+    if asked.prompt_scored:
+        prompt["prompt_logprobs"] = await tasks.to_thread(scores.as_vllm)
     return {
         **asked.head,
         "object": "chat.completion",

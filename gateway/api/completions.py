@@ -19,6 +19,7 @@ from common.errors import InvalidInput
 from gateway import convert
 from gateway.api.fields import VLLM_DEFAULTS, Int, Prompt, SamplingFields, StreamOptions
 from gateway.generation import Generations
+from gateway.prompt_scores import PromptScores
 from gateway.request_context import context_of
 from gateway.services import LlmServices, Metadata
 from gateway.stream import DONE, Chunks, EventStream, Last, json_answer
@@ -47,6 +48,8 @@ class CompletionRequest(SamplingFields):
     def _scores_of_a_prompt_come_whole(self) -> CompletionRequest:
         if self.echo and self.stream and self.logprobs is not None:
             raise ValueError("echo goes with logprobs or with stream, not with both")
+        if self.echo and None not in (self.logprobs, self.prompt_logprobs) and self.logprobs != self.prompt_logprobs:
+            raise ValueError("with echo logprobs are the prompt's as well, and prompt_logprobs say another number")
         return self
 
 
@@ -74,22 +77,18 @@ class _Choice:
 
 @dataclass(slots=True)
 class _Prompt:
-    """What is said of a prompt: its `text`, where it is to be repeated; its tokens; and how likely each was, by its
-    place, from the second on."""
+    """What is said of a prompt: its `text`, where it is to be repeated; its tokens; how likely each was; and the text
+    of the `first` one."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    scores: dict[int, llm_pb2.TokenLogprobs] = field(default_factory=dict)
+    scores: PromptScores = field(default_factory=PromptScores)
     first: str = ""
-
-    def add(self, told: llm_pb2.PromptLogprobs) -> None:
-        """Takes in scores, some of them maybe once more."""
-        self.scores.update(enumerate(told.logprobs, told.first))
 
     def before(self, choice: _Choice) -> dict[str, list[Any]]:
         """The scores of the prompt's tokens and of a choice's; before the first of them there is nothing."""
         first = llm_pb2.TokenLogprobs(text=self.first)
-        told = choice.scores([first, *(self.scores[place] for place in sorted(self.scores)), *choice.given])
+        told = choice.scores([first, *self.scores.in_order(), *choice.given])
         told["token_logprobs"][0] = told["top_logprobs"][0] = None
         return told
 
@@ -103,6 +102,7 @@ class _Asked:
     scored: bool
     echo: bool
     with_ids: bool
+    prompt_scored: bool
     options: StreamOptions
     prompts: list[_Prompt]
 
@@ -118,7 +118,9 @@ class _Asked:
         """A choice."""
         prompt = self.prompt_of(index)
         scores = (prompt.before(choice) if self.echo else choice.scores(choice.given)) if self.scored else None
-        ids = {"token_ids": choice.token_ids} if self.with_ids else {}
+        more: dict[str, Any] = {"token_ids": choice.token_ids} if self.with_ids else {}
+        if self.prompt_scored:
+            more["prompt_logprobs"] = prompt.scores.as_vllm()
         said = "".join((prompt.text, *choice.text))
         return {
             "index": index,
@@ -126,7 +128,7 @@ class _Asked:
             "logprobs": scores,
             **convert.finish(choice.finished),
             **self.begun(index),
-            **ids,
+            **more,
         }
 
 
@@ -173,6 +175,7 @@ class Completions:
             asked.logprobs is not None,
             bool(asked.echo),
             bool(asked.return_token_ids),
+            asked.prompt_logprobs is not None,
             asked.stream_options or StreamOptions(),
             [_Prompt(await _said(prompt, text_of) if asked.echo else "") for prompt in prompts],
         )
@@ -283,15 +286,16 @@ async def _whole(events: AsyncGenerator[Numbered], asked: _Asked, text_of: TextO
                     choice.text.append(said.delta.text)
                     choice.given += said.delta.logprobs
                     choice.token_ids += said.delta.token_ids
-                    asked.prompts[number].add(said.delta.prompt)
+                    asked.prompts[number].scores.add(said.delta.prompt)
                 case "finished":
                     choices.setdefault(number * asked.n + said.finished.index, _Choice()).finished = said.finished
                 case _:
                     continue
-    if not (asked.echo and asked.scored):
+    if asked.echo and asked.scored:
+        for prompt in asked.prompts:
+            prompt.first = await text_of(prompt.token_ids[:1])
+    elif not asked.prompt_scored:
         return _answer(asked, choices)
-    for prompt in asked.prompts:
-        prompt.first = await text_of(prompt.token_ids[:1])
     return await tasks.to_thread(_answer, asked, choices)
 
 

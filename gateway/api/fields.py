@@ -173,6 +173,7 @@ class SamplingFields(RequestFields):
     logit_bias: Annotated[dict[str, float], Field(max_length=4096)] | None = None
     stop_token_ids: Tokens | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: Int | None = None
     ignore_eos: bool | None = None
     stream_options: StreamOptions | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -186,4 +187,6 @@ class SamplingFields(RequestFields):
     def _stream_options_go_with_a_stream(self) -> SamplingFields:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options go with stream alone")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs come whole: they do not go with stream")
         return self

@@ -171,6 +171,21 @@ def test_ids_of_tokens_are_there_where_they_are_asked_for(door: Trio) -> None:
     assert not hasattr(by_http(door, messages), "prompt_token_ids")
 
 
+def test_scores_of_the_prompt_are_those_by_grpc(door: Trio) -> None:
+    messages = [said(text("Look"), image())]
+    whole: Any = by_http(door, messages, extra_body={"prompt_logprobs": 2})
+    theirs = by_grpc(door, [user("Look", an_image(PICTURE))], prompt_logprobs=2)
+    none, *scores = whole.prompt_logprobs
+    assert none is None
+    assert len(scores) == whole.usage.prompt_tokens - 1
+    for found, token, their in zip(scores, theirs.prompt_token_ids, theirs.prompt_logprobs, strict=True):
+        assert found[str(token)]["logprob"] == their.logprob
+        for rank, top in enumerate(their.top, 1):
+            named = {"logprob": top.logprob, "rank": rank, "decoded_token": top.text}
+            assert found[str(top.token_id)] == named
+    assert not hasattr(by_http(door, messages), "prompt_logprobs")
+
+
 def test_a_medium_need_not_be_sent_again(door: Trio) -> None:
     picture = pictures.encoded(pictures.noise(64, 48, 77))
     fields = {"extra_body": {"return_media_uuids": True, "mm_processor_kwargs": {"max_pixels": 2048}}}

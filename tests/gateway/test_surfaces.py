@@ -136,6 +136,21 @@ def test_a_prompt_that_is_repeated_is_scored_as_well(door: Trio, prompt: Any) ->
     assert len(scores.tokens) == whole.usage.total_tokens - whole.usage.completion_tokens // 2
 
 
+def test_scores_of_prompts_are_with_their_choices(door: Trio) -> None:
+    prompts = [[5, 6, 7], [8, 9]]
+    whole = by_http(door, prompts, n=2, extra_body={"prompt_logprobs": 0})
+    for choice in whole.choices:
+        ids = prompts[choice.index // 2]
+        theirs = by_grpc(door, v1.TokensInput(ids=ids), prompt_logprobs=0).prompt_logprobs
+        assert choice.prompt_logprobs[0] is None
+        assert [
+            found[str(token)]["logprob"] for found, token in zip(choice.prompt_logprobs[1:], ids[1:], strict=True)
+        ] == [each.logprob for each in theirs]
+    assert door.post("/v1/completions", {"prompt": "x", "prompt_logprobs": 1, "stream": True}).status == 400
+    both = {"prompt": "x", "prompt_logprobs": 1, "echo": True, "logprobs": 2}
+    assert door.post("/v1/completions", both).error["code"] == "BAD_FIELD"
+
+
 @pytest.mark.parametrize("prompts", [["Hello", "Näh"], [[5, 6, 7], [8, 9]]], ids=["texts", "token ids"])
 def test_a_completion_has_the_ids_of_its_tokens_where_that_is_asked_for(door: Trio, prompts: list[Any]) -> None:
     asked_for = {"n": 2, "seed": 3, "temperature": 1, "extra_body": {"return_token_ids": True}}

@@ -1,0 +1,37 @@
+"""How likely the tokens of a prompt were, as events tell it in pieces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from twinlens.v1 import llm_pb2
+
+
+@dataclass(slots=True)
+class PromptScores:
+    """The scores of a prompt's tokens by their place, from the second token on: before the first there is nothing."""
+
+    _told: dict[int, tuple[int, llm_pb2.TokenLogprobs]] = field(default_factory=dict)
+
+    def add(self, told: llm_pb2.PromptLogprobs) -> None:
+        """Takes some in, maybe once more."""
+        self._told.update(enumerate(zip(told.token_ids, told.logprobs, strict=True), told.first))
+
+    def in_order(self) -> list[llm_pb2.TokenLogprobs]:
+        """Those of all tokens but the first."""
+        return [self._told[place][1] for place in sorted(self._told)]
+
+    def as_vllm(self) -> list[dict[str, Any] | None]:
+        """Of each token, how likely it and others in its place were, by their ids. The rank of one that is not among
+        the likeliest is not known."""
+        return [None, *(_by_id(*self._told[place]) for place in sorted(self._told))]
+
+
+def _by_id(token: int, told: llm_pb2.TokenLogprobs) -> dict[str, Any]:
+    likeliest = {str(top.token_id): _score(top.logprob, rank, top.text) for rank, top in enumerate(told.top, 1)}
+    return {str(token): _score(told.logprob, None, told.text), **likeliest}
+
+
+def _score(logprob: float, rank: int | None, text: str) -> dict[str, Any]:
+    return {"logprob": logprob, "rank": rank, "decoded_token": text}
