@@ -22,6 +22,13 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
+class Computed:
+    """The prompt's first `tokens` are computed, for one of its choices."""
+
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class PromptScores:
     """How likely the prompt's tokens were, from token `first` on."""
 
@@ -74,4 +81,4 @@ class Embedded:
     stages: dict[str, Stage]
 
 
-Event = Begun | PromptScores | Delta | Ended | Embedded
+Event = Begun | Computed | PromptScores | Delta | Ended | Embedded

@@ -26,13 +26,13 @@ from llm_service.engine.messages import NOWHERE, Add, Complete, ItemRows, Pooled
 from llm_service.generation.adapters import Adapters
 from llm_service.generation.admission import Admission, AdmissionTicket
 from llm_service.generation.choices import Choice, open_choices, resumed_for_engine, together
-from llm_service.generation.events import Begun, Delta, Embedded, Ended, Event, PromptScores
+from llm_service.generation.events import Begun, Computed, Delta, Embedded, Ended, Event, PromptScores
 from llm_service.generation.media_rows import MediaRows, rows_of
 from llm_service.generation.prefixes import Prefixes
 from llm_service.generation.sessions import Sessions
 from llm_service.grammar.compiler import Compiler
 from llm_service.meters import Meters, RequestMeter
-from llm_service.prefill.lend import BlockPart, lend
+from llm_service.prefill.lend import BlockPart, Lending
 from llm_service.prefill.services import PrefillServices
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.reasoning import ReasoningCounter
@@ -273,17 +273,25 @@ class Generator:
                 self._engine.abort(engine_request.id)  # skipped by the engine where the request has ended
 
     async def prefill(self, request: Request, first_block: int) -> AsyncGenerator[BlockPart]:
-        """Computes a prompt for another service, and gives its KV blocks from that one on. Raises Unsupported where
-        blocks are not lent, or there are none."""
-        blocks, layout = self._engine.blocks, PromptLayout([])
-        if blocks is None or not self._engine.prefix_block:
+        """Computes a prompt for another service, and gives its KV blocks from that one on, each when a step has
+        computed it. Raises Unsupported where blocks are not lent, or there are none."""
+        blocks, size = self._engine.blocks, self._engine.prefix_block
+        if blocks is None or not size:
             raise Unsupported("this service computes no prompts for others", reason="NOT_LENT")
+        lending = Lending(blocks, first_block)
         async with aclosing(self.generate(request)) as events:
             async for event in events:
-                if isinstance(event, Begun):
-                    layout = event.layout
-        identities, _ = await blocks.names(self._names(request, layout))
-        async with aclosing(lend(blocks, identities[first_block:])) as parts:
+                computed = 0
+                match event:
+                    case Begun():
+                        lending.identities, _ = await blocks.names(self._names(request, event.layout))
+                        computed = event.cached
+                    case Computed():
+                        computed = event.tokens
+                async with aclosing(lending.up_to(computed // size)) as parts:
+                    async for part in parts:
+                        yield part
+        async with aclosing(lending.up_to(len(lending.identities))) as parts:  # that found no room before
             async for part in parts:
                 yield part
 
@@ -416,6 +424,7 @@ class Generator:
                         yield replace(begin, cached=event.cached)
                     case Prefilled():
                         stages.prefilled(event)
+                        yield Computed(event.first + event.count)
                     case Scored():
                         end = event.first + len(event.logprobs)
                         yield PromptScores(event.first, layout.ids[event.first : end], event.logprobs)

@@ -22,18 +22,27 @@ class BlockPart:
     data: bytes
 
 
-async def lend(blocks: BlockPlaces, identities: Sequence[bytes]) -> AsyncGenerator[BlockPart]:
-    """The blocks of these identities, in order, up to the first that is not cached any more, or finds no room on the
-    host. Raises Unavailable where the engine ends meanwhile."""
-    while identities and blocks.block_bytes:
-        window = identities[: max(1, _WINDOW_BYTES // blocks.block_bytes)]
-        async with blocks.lent(window) as lent:
-            for index, identity in enumerate(window[: lent.count]):
-                offset = 0
-                while offset < blocks.block_bytes:
-                    data = lent.read(index, offset, PART_BYTES)
-                    yield BlockPart(identity, offset, data)
-                    offset += len(data)
-        if not lent.count:
-            return
-        identities = identities[lent.count :]
+class Lending:
+    """The blocks of one prompt, from number `first` on, in the order of their `identities`; what is not cached any
+    more, or finds no room on the host, is asked for once more with those behind it."""
+
+    def __init__(self, blocks: BlockPlaces, first: int) -> None:
+        self.identities: Sequence[bytes] = ()
+        self._blocks = blocks
+        self._next = first
+
+    async def up_to(self, end: int) -> AsyncGenerator[BlockPart]:
+        """Those before number `end` that were not lent yet, in parts. Raises Unavailable where the engine ends
+        meanwhile."""
+        while self._next < min(end, len(self.identities)) and (size := self._blocks.block_bytes):
+            window = self.identities[self._next : min(end, self._next + max(1, _WINDOW_BYTES // size))]
+            async with self._blocks.lent(window) as lent:
+                for index, identity in enumerate(window[: lent.count]):
+                    offset = 0
+                    while offset < size:
+                        data = lent.read(index, offset, PART_BYTES)
+                        yield BlockPart(identity, offset, data)
+                        offset += len(data)
+            if not lent.count:
+                return
+            self._next += lent.count

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -142,22 +141,36 @@ def test_metrics_and_status_tell_of_it(apart: Services) -> None:
     assert there["twinlens_llm_kv_blocks_lent_total"] >= here["twinlens_llm_kv_blocks_received_total"] > 0
 
 
-def test_two_services_may_compute_prompts_for_each_other(both: Pair) -> None:
+def test_blocks_come_while_the_rest_is_computed(both: Pair) -> None:
+    """In ten steps, and from a service whose host has room for few of them at a time."""
+    little = {"max_step_tokens": 32, "max_running": 4, "kv_host_bytes": "256KiB"}
+    with services(both.checkpoint, both.encoder.address, lends=little) as two:
+        for each in SHOWN[:3]:
+            request = asked(about(each.parts[0].media.data, "and so on, " * 40))
+            found = answer(two.text, request)
+            assert found.choices[0].token_ids == tokens(both.text, request)
+            assert found.usage.cached_tokens > found.usage.prompt_tokens - 17
+        assert 0 < two.elsewhere.get_load().kv_host_blocks_total < two.text.get_load().kv_blocks_received // 3
+
+
+def test_two_services_may_compute_prompts_for_each_other(both: Pair, tmp_path: Path) -> None:
     """Neither passes on what it was asked for."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        second_address = f"127.0.0.1:{free.getsockname()[1]}"
-    given = (both.checkpoint, both.encoder.address)
+    later, given = tmp_path / "later", (both.checkpoint, both.encoder.address)
+    later.write_text("# nobody yet")
     with (
-        llm_server(*given, lend_prefill="yes", prefill_services=second_address, **BORROWS) as first,
-        llm_server(
-            *given, lend_prefill="yes", prefill_services=first.address, **{**BORROWS, "listen": second_address}
-        ) as second,
+        llm_server(*given, lend_prefill="yes", prefill_services=f"file://{later}", **BORROWS) as first,
+        llm_server(*given, lend_prefill="yes", prefill_services=first.address, **BORROWS) as second,
         LlmClient(first.address) as one,
         LlmClient(second.address) as other,
     ):
         until(lambda: usable(one, 1) and usable(other, 1), "the encoder is usable")
-        for text, shown in ((one, SHOWN[0]), (other, SHOWN[1])):
-            assert tokens(text, asked(shown)) == tokens(both.text, asked(shown))
+        later.write_text(second.address)
+        for text in (one, other):
+            for number in range(1000):  # until it knows of the other one
+                request = asked(about(FIRST, f"Question {number} of {id(text)}, " * 8))
+                assert tokens(text, request) == tokens(both.text, request)
+                if text.get_load().prefills_elsewhere:
+                    break
             assert text.get_load().prefills_elsewhere == 1
             assert text.get_load().kv_blocks_received > 0
         assert [text.get_load().prefills_failed for text in (one, other)] == [0, 0]
