@@ -30,10 +30,10 @@ class _FallbackBytes:
 
     def push(self, token: int) -> tuple[str, list[int]]:
         """Takes a token: a � for each byte that can be part of no character any more, and the tokens that are whole
-        with this one, none while a character is not."""
+        with this one, none while a character is not. A special token is no text, and parts none."""
         found = _BYTE.fullmatch(self._tokenizer.id_to_token(token) or "")
         if found is None:
-            return self.give_up(), [token]
+            return ("", []) if self._bytes and self._is_special(token) else (self.give_up(), [token])
         byte = bytes.fromhex(found[1])
         damaged = self.give_up() if _is_character(self._bytes + byte) is False else ""
         self._tokens.append(token)
@@ -44,6 +44,9 @@ class _FallbackBytes:
         tokens = self._tokens
         given_up = self.give_up()
         return (damaged, tokens) if whole else (damaged + given_up, [])
+
+    def _is_special(self, token: int) -> bool:
+        return not self._tokenizer.decode([token]) and bool(self._tokenizer.decode([token], skip_special_tokens=False))
 
     def give_up(self) -> str:
         """A � for each byte of a character that is not whole, and will not be."""

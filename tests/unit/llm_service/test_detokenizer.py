@@ -144,6 +144,13 @@ def test_each_byte_that_is_part_of_no_character_is_shown_as_damaged(data: bytes,
     assert "".join(map(detokenizer.push, ids)) + detokenizer.finish() == shown
 
 
+def test_a_character_is_whole_though_a_special_token_stands_among_the_bytes_that_it_falls_back_to() -> None:
+    tokenizer = of_pieces()
+    detokenizer = Detokenizer(tokenizer)
+    ids = [tokenizer.token_to_id(word) for word in ("a", "<0xE2>", "<end>", "<0x98>", "<end>", "<end>", "<0x83>", "a")]
+    assert "".join(map(detokenizer.push, ids)) + detokenizer.finish() == tokenizer.decode(ids) == "a☃a"
+
+
 def test_a_stop_text_is_met_that_falls_back_to_bytes() -> None:
     tokenizer = of_pieces()
     detokenizer = Detokenizer(tokenizer, ("☃中",))
