@@ -186,7 +186,7 @@ async def test_a_key_whose_rows_are_nowhere_is_not_found_and_nobody_s_content_is
         await settled(entry)
         assert isinstance(entry.error, NotFound)
         b.cache.release(entry)
-        assert b.receiver._others == {}
+        await eventually(lambda: not b.receiver._others)
 
 
 def by_address(known_key: bytes = b"", url: str = "https://example.org/x") -> Request:
