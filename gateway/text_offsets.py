@@ -24,6 +24,6 @@ class TextOffsets:
         begun, _ = self._characters.getstate()
         first = self._characters.decode(token[:1])
         goes_on = 0x80 <= token[0] < 0xC0 and len(first) < 2 if token else True
-        offset = self._length + (begun != b"" and not goes_on)  # else what was begun is one sign by itself
+        offset = self._length if goes_on else self._length + len(begun.decode(errors="replace"))
         self._length += len(first) + len(self._characters.decode(token[1:]))
         return offset

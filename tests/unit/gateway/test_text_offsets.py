@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate, pairwise
 
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gateway.text_offsets import TextOffsets
@@ -21,6 +21,9 @@ def test_a_token_stands_where_its_first_byte_is(text: str, sizes: list[int]) -> 
 
 
 @given(st.lists(st.binary(max_size=3)))
+@example([b"\xed\xa0"])
+@example([b"\xed", b"\xa0", b"\x80"])
+@settings(max_examples=300, derandomize=True, deadline=None)
 def test_bytes_that_are_no_characters_count_as_the_text_shows_them(tokens: list[bytes]) -> None:
     offsets = TextOffsets()
     for token in tokens:
