@@ -151,11 +151,14 @@ def generate_request(
     tools: Sequence[ToolDefinition] = (),
     thinking: bool | None = None,
     reasoning_effort: str = "",
+    continue_final_message: bool = False,
+    return_prompt_token_ids: bool = False,
     resume: Sequence[ResumedChoice] = (),
     max_handovers: int | None = None,
 ) -> GenerateRequest:
     """The request for a prompt. The names are `GenerateRequest`'s; a default leaves its field unset. `tools`,
-    `thinking` and `reasoning_effort` (see `ChatInput`) go with a conversation alone, else ValueError."""
+    `thinking`, `reasoning_effort` and `continue_final_message` (see `ChatInput`) go with a conversation alone, else
+    ValueError."""
     request = GenerateRequest(
         request_id=request_id,
         model=model,
@@ -165,8 +168,9 @@ def generate_request(
         session_id=session_id,
         resume=resume,
         max_handovers=max_handovers,
+        return_prompt_token_ids=return_prompt_token_ids,
     )
-    of_template = bool(tools or reasoning_effort) or thinking is not None
+    of_template = bool(tools or reasoning_effort or continue_final_message) or thinking is not None
     if of_template and isinstance(prompt, TextInput | TokensInput | TranscriptionInput):
         raise ValueError("tools and thinking are the chat template's: they go with a conversation")
     match prompt:
@@ -180,6 +184,7 @@ def generate_request(
             request.chat.CopyFrom(chat(prompt))
             request.chat.tools.extend(tools)
             request.chat.reasoning_effort = reasoning_effort
+            request.chat.continue_final_message = continue_final_message
             if thinking is not None:
                 request.chat.thinking = thinking
     return request

@@ -99,3 +99,16 @@ def test_names_and_sampling_are_carried_over() -> None:
     assert request.sampling.max_tokens == 3
     assert (request.request_id, request.cache_salt, request.priority) == ("r", "s", 2)
     assert (request.session_id, request.model) == ("t", "m")
+
+
+OF_TEMPLATES = {"thinking": False, "reasoning_effort": "low", "continue_final_message": True}
+
+
+@pytest.mark.parametrize("name", OF_TEMPLATES)
+def test_what_a_chat_template_is_told_goes_with_a_conversation_alone(name: str) -> None:
+    given = {name: OF_TEMPLATES[name]}
+    request = generate_request([user("a"), assistant("b")], **given, return_prompt_token_ids=True)
+    assert {field.name: value for field, value in request.chat.ListFields() if field.name != "messages"} == given
+    assert request.return_prompt_token_ids
+    with pytest.raises(ValueError, match="they go with a conversation"):
+        generate_request(v1.TokensInput(ids=[1]), **given)
