@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -209,7 +209,7 @@ class Structures:
 
     def __init__(self, checkpoint: Checkpoint, vocab_size: int, eos: Iterable[int], *, cache_bytes: int = 0) -> None:
         ends = sorted(eos)
-        settings = json.dumps(checkpoint.tokenizer_settings())
+        settings = json.dumps(_within(checkpoint.tokenizer_settings(), vocab_size))
         self._tokenizer = LLTokenizer(settings, n_vocab=vocab_size, eos_token=ends or None)
         self._unended = _all_but(ends, vocab_size)
         self._vocab_size = vocab_size
@@ -263,6 +263,21 @@ class Structures:
 
     def _compiled(self, grammar: str) -> LLMatcher:
         return LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+
+
+def _within(settings: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    """A tokenizer's settings, without added tokens that the model does not know, wherever they stand."""
+    added = settings.get("added_tokens", [])
+    beyond = {each["content"] for each in added if each["id"] >= vocab_size}
+    words = settings["model"].get("vocab")
+    if not beyond:
+        return settings
+    known = [each for each in added if each["content"] not in beyond]
+    if isinstance(words, dict):
+        words = {word: token for word, token in words.items() if word not in beyond}
+    elif isinstance(words, list):  # each one's place is its number
+        words = words[:vocab_size]
+    return {**settings, "added_tokens": known, "model": {**settings["model"], "vocab": words}}
 
 
 def _all_but(tokens: Iterable[int], vocab_size: int) -> bytes:

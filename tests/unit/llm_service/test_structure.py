@@ -43,6 +43,25 @@ def test_what_a_structure_leaves_no_choice_about_is_neither_cut_nor_filled_up_as
     assert len(forced[0]) > 3
 
 
+@pytest.mark.parametrize("in_words", [False, True])
+def test_tokens_beyond_the_model_s_vocabulary_are_none_that_a_structure_knows(
+    checkpoint: Path, tmp_path: Path, in_words: bool
+) -> None:
+    """As Gemma 3 of one size has one for pictures, which that size does not see."""
+    folder = shutil.copytree(checkpoint, tmp_path / "own")
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    beyond = settings["added_tokens"][-1] | {"id": VOCABULARY, "content": "<|beyond|>"}
+    settings["added_tokens"].append(beyond)
+    if in_words:
+        settings["model"]["vocab"]["<|beyond|>"] = VOCABULARY
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    masks = []
+    for each in (checkpoint, folder):
+        _, matcher = Structures(Checkpoint(each), VOCABULARY, [0]).compile(Structure("regex", "[a-z]+"))
+        masks.append(matcher.compute_bitmask())
+    assert masks[0] == masks[1]
+
+
 def allowed(mask: bytes) -> set[int]:
     return {token for token in range(VOCABULARY) if mask[token // 8] >> token % 8 & 1}
 
