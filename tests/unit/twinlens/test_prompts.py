@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from twinlens import SamplingParams, assistant, generate_request, image, system, user, v1, video
@@ -101,7 +103,7 @@ def test_names_and_sampling_are_carried_over() -> None:
     assert (request.session_id, request.model) == ("t", "m")
 
 
-OF_TEMPLATES = {"thinking": False, "reasoning_effort": "low", "continue_final_message": True}
+OF_TEMPLATES: dict[str, Any] = {"thinking": False, "reasoning_effort": "low", "continue_final_message": True}
 
 
 @pytest.mark.parametrize("name", OF_TEMPLATES)
