@@ -15,6 +15,7 @@ import grpc
 import pytest
 
 from tests import pictures
+from tests.adapters import make_adapter
 from tests.launch import Service, llm_server, stopped
 from tests.rpc.pairs import LLM_FLAGS, Pair, about, answer, asked, greedy, idle, pair, tokens, usable
 from tests.scrape import scrape
@@ -110,6 +111,43 @@ def test_whatever_a_prompt_is_made_of_comes_from_elsewhere(
     found = answer(apart.text, request)
     assert found.choices[0].token_ids == tokens(both.text, request)
     assert found.usage.cached_tokens > found.usage.prompt_tokens - 17
+
+
+def test_an_adapter_computes_elsewhere_what_it_would_here(both: Pair, tmp_path: Path) -> None:
+    make_adapter(both.checkpoint, tmp_path / "one", seed=1)
+    flags = {"lora_dir": tmp_path, "lora_modules": "one=one", "max_loras": 1, "max_loaded_loras": 1}
+    request = asked(about(FIRST, "An adapter's own, " * 20), model="one")
+    with services(both.checkpoint, both.encoder.address, **flags) as two:
+        there = tokens(two.elsewhere, asked(about(FIRST, "An adapter's own, " * 20), model="one"))
+        two.elsewhere.flush_cache()
+        found = answer(two.text, request)
+        assert found.choices[0].token_ids == there
+        assert found.usage.cached_tokens > found.usage.prompt_tokens - 17
+        plain = answer(two.text, asked(about(FIRST, "An adapter's own, " * 20)))
+        assert plain.choices[0].token_ids == tokens(both.text, asked(about(FIRST, "An adapter's own, " * 20))) != there
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"kv_cache_dtype": "int8"},
+        {"speculative_tokens": 3, "overlap": "auto"},
+        {"speculative_tokens": 3, "overlap": "auto", "draft_model": "itself"},
+        {"dtype": "bfloat16"},
+    ],
+    ids=["int8", "look-up", "draft model", "16 bits"],
+)
+def test_blocks_of_each_kind_are_exchanged(checkpoint: Path, flags: dict[str, object]) -> None:
+    encoder_flags = {key: value for key, value in flags.items() if key == "dtype"}
+    flags = {key: checkpoint if value == "itself" else value for key, value in flags.items()}
+    with pair(checkpoint, light=False, encoder_flags=encoder_flags, **flags) as alone:
+        expected = [tokens(alone.text, asked(each)) for each in SHOWN[:3]]
+        with services(checkpoint, alone.encoder.address, light=False, **flags) as two:
+            for each, said in zip(SHOWN, expected, strict=False):
+                there = answer(two.text, asked(each))
+                assert there.choices[0].token_ids == said
+                assert there.usage.cached_tokens > there.usage.prompt_tokens - 17
 
 
 def test_a_turn_that_follows_brings_what_is_new_alone(both: Pair, apart: Services) -> None:
