@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from common.checkpoint import Checkpoint
+from common.devices import default_device, default_dtype
+from common.wire import DType
 from llm_service.models.config import TextConfig
 from tests.checkpoints import SPECIAL_IDS, Family, make_checkpoint, redraw
 from tools.models.recipes import RECIPES
@@ -24,6 +26,9 @@ from transformers import AutoConfig, AutoModelForImageTextToText  # isort: skip
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "twinlens" / "bench-250m"
 """Where it is kept from one run to the next."""
+
+BLOCK = 16
+"""Tokens of a KV block, as services have it by default."""
 
 TEXT: dict[str, Any] = {
     "vocab_size": 32_000,
@@ -147,3 +152,10 @@ def bench_checkpoint(folder: Path, dtype: torch.dtype, family: Family = "qwen3_v
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2), encoding="utf-8")
+
+
+def block_bytes(folder: Path) -> int:
+    """Bytes of a KV block of the checkpoint's text, computed in the services' own type."""
+    checkpoint = Checkpoint(folder)
+    config, dtype = TextConfig.of(checkpoint.config), DType(default_dtype(default_device(), checkpoint))
+    return 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize * BLOCK

@@ -14,20 +14,15 @@ import argparse
 import asyncio
 import statistics
 from contextlib import AsyncExitStack, ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
 
-from benchmarks.checkpoint import add_model_options, chosen_model
+from benchmarks.checkpoint import add_model_options, block_bytes, chosen_model
 from benchmarks.first_token import first_token
 from benchmarks.hits import PREFIX, check_new, no_wrong_figures, of_llm, since
 from benchmarks.services import process
-from benchmarks.workload import new_picture, new_text
-from common.checkpoint import Checkpoint
-from common.devices import default_device, default_dtype
-from common.wire import DType
-from llm_service.models.config import TextConfig
+from benchmarks.workload import long_text, new_picture, new_text
 from twinlens.v1 import media_pb2
 from twinlens.v1.llm_pb2_grpc import LlmServiceStub
 
@@ -35,7 +30,6 @@ if TYPE_CHECKING:
     from twinlens.v1.llm_pb2_grpc import LlmServiceAsyncStub
 
 _CONVERSATIONS = 6
-_BLOCK = 16
 
 
 async def _ask(stub: LlmServiceAsyncStub, picture: bytes, texts: list[str]) -> tuple[float, int]:
@@ -53,14 +47,14 @@ async def _measure(with_host: str, without: str, words: int) -> None:
             for name, address in addresses.items()
         }
         for stub in stubs.values():  # to warm up
-            await _ask(stub, new_picture(), [_long(words)])
+            await _ask(stub, new_picture(), [long_text(words)])
         before = {name: await of_llm(stub) for name, stub in stubs.items()}
         begun: dict[str, list[tuple[bytes, str]]] = {name: [] for name in stubs}
         firsts: dict[str, list[float]] = {name: [] for name in stubs}
         tokens = 0
         for _ in range(_CONVERSATIONS):
             for name, stub in stubs.items():
-                conversation = new_picture(), _long(words)
+                conversation = new_picture(), long_text(words)
                 taken, tokens = await _ask(stub, conversation[0], [conversation[1]])
                 begun[name].append(conversation)
                 firsts[name].append(taken)
@@ -78,18 +72,6 @@ async def _measure(with_host: str, without: str, words: int) -> None:
             print(f"| {name} | {times} | {found} |", flush=True)
 
 
-def _long(words: int) -> str:
-    """A new text, whose first words nobody has seen, about so many words long."""
-    return f"{new_text()} " + " ".join(f"word {number}" for number in range(words // 2))
-
-
-def _block_bytes(folder: Path) -> int:
-    """Bytes of a block of the checkpoint's text, computed in the services' own type."""
-    checkpoint = Checkpoint(folder)
-    config, dtype = TextConfig.of(checkpoint.config), DType(default_dtype(default_device(), checkpoint))
-    return 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize * _BLOCK
-
-
 def main() -> None:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host_blocks", description=__doc__)
@@ -101,7 +83,7 @@ def main() -> None:
     model = ("--model", str(folder))
     with no_wrong_figures(), ExitStack() as stack:
         encoder = stack.enter_context(process("encoder_service", *model))
-        size = given.blocks * _block_bytes(folder)
+        size = given.blocks * block_bytes(folder)
         llm = ("llm_service", *model, "--encoders", encoder, "--kv-cache-bytes", str(size))
         without = stack.enter_context(process(*llm))
         with_host = stack.enter_context(process(*llm, "--kv-host-bytes", str(8 * size)))

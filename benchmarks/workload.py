@@ -149,3 +149,8 @@ def _astronaut() -> Image.Image:
     import skimage.data
 
     return Image.fromarray(skimage.data.astronaut())
+
+
+def long_text(words: int) -> str:
+    """A new text, whose first words nobody has seen, about so many words long."""
+    return f"{new_text()} " + " ".join(f"word {number}" for number in range(words // 2))

@@ -30,6 +30,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "decode --drafts 3": (*DEMO, "--steps", "1", "--context", "32"),
     "delta_net": ("--rounds", "1"),
     "device": ("--tiny",),
+    "prefill_elsewhere": (*DEMO, "--words", "100", "--rounds", "1"),
     "host_blocks": (*DEMO, "--words", "50", "--blocks", "40"),
     "library": (*DEMO, "--rounds", "1", "--side", "64", "--tokens", "3"),
     "plan": (*DEMO, "--seconds", "0.1", "--runs", "1"),
