@@ -59,7 +59,7 @@ class RawConnection:
         self._put(frame(HEADERS, END_HEADERS, stream, b"".join(_field(*each) for each in fields.items())))
         return stream
 
-    def send(self, stream: int, data: bytes, *, end: bool = False, piece: int = _FRAME, seconds: float = 60.0) -> int:
+    def send(self, stream: int, data: bytes, *, end: bool = False, piece: int = _FRAME, seconds: float = 180.0) -> int:
         """Sends as much of `data` as the windows allow within this time, unless the call ends first; how much it is."""
         sent, until = 0, time.monotonic() + seconds
         while sent < len(data) and stream not in self.ended and not self.closed and time.monotonic() < until:
@@ -85,7 +85,7 @@ class RawConnection:
         except OSError:
             self.closed = True
 
-    def until_ended(self, stream: int, seconds: float = 60.0) -> bool:
+    def until_ended(self, stream: int, seconds: float = 180.0) -> bool:
         """Answers pings until the call has ended; False where it does not within this time."""
         until = time.monotonic() + seconds
         while stream not in self.ended and not self.closed and time.monotonic() < until:
