@@ -16,10 +16,12 @@ from typing import Any, NamedTuple, Protocol
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from common import log
 from common.checkpoint import Checkpoint
 from common.errors import InvalidInput
 from llm_service.request import Structure, ThinkingBound, Trigger
 
+_log = log.get("structure")
 _LIMITS = LLParserLimits(max_items_in_row=800, step_max_items=10_000)
 """What a parser may hold for one place in the text, and make in one step. All requests wait while a mask is made. In an
 ambiguous grammar (`a: a a | "a"`) its time grows with the answer, as the cube of it: 12 ms at 600 items, 31 ms at 1000,
@@ -209,8 +211,7 @@ class Structures:
 
     def __init__(self, checkpoint: Checkpoint, vocab_size: int, eos: Iterable[int], *, cache_bytes: int = 0) -> None:
         ends = sorted(eos)
-        settings = json.dumps(_within(checkpoint.tokenizer_settings(), vocab_size))
-        self._tokenizer = LLTokenizer(settings, n_vocab=vocab_size, eos_token=ends or None)
+        self._tokenizer = _tokenizer(_within(checkpoint.tokenizer_settings(), vocab_size), vocab_size, ends)
         self._unended = _all_but(ends, vocab_size)
         self._vocab_size = vocab_size
         self._forced: dict[int, bytes] = {}
@@ -220,6 +221,9 @@ class Structures:
     def compile(self, structure: Structure) -> tuple[str, LLMatcher]:
         """A wish as a grammar in llguidance's own form, and compiled; raises InvalidInput where it makes no sense."""
         field = f"sampling.{structure.kind}"
+        if self._tokenizer is None:
+            why = "the model's tokenizer is of a kind whose answers cannot be held to a structure"
+            raise InvalidInput(why, reason="BAD_STRUCTURE", field=field)
         grammar = _grammar(structure)
         matcher = self._compiled(grammar)
         if not matcher.is_error():
@@ -262,7 +266,17 @@ class Structures:
         return sum(kept.bytes for kept in self._kept.values())
 
     def _compiled(self, grammar: str) -> LLMatcher:
+        assert self._tokenizer is not None, "a grammar that was compiled before"
         return LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+
+
+def _tokenizer(settings: dict[str, Any], vocab_size: int, ends: list[int]) -> LLTokenizer | None:
+    """None where the library knows no tokenizers of this kind, such as one of pieces by their likelihood (Unigram)."""
+    try:
+        return LLTokenizer(json.dumps(settings), n_vocab=vocab_size, eos_token=ends or None)
+    except ValueError as error:
+        _log.warning("no answer can be held to a structure, as the tokenizer is of another kind", cause=str(error))
+        return None
 
 
 def _within(settings: dict[str, Any], vocab_size: int) -> dict[str, Any]:

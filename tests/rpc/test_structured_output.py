@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 import pytest
 
-from tests.rpc.pairs import Pair, answer, asked, greedy, refusal, tokens
+from tests.launch import llm_server
+from tests.rpc.pairs import LLM_FLAGS, Pair, answer, asked, greedy, refusal, tokens
 from tests.waiting import until
-from twinlens import TwinlensError, user, v1
+from twinlens import LlmClient, TwinlensError, user, v1
 
 SCHEMA = json.dumps(
     {
@@ -87,6 +90,16 @@ def test_what_cannot_be_followed_is_refused_by_its_field(
         answer(qwen3.text, shaped(qwen3, **structure))
     assert error.value.code is grpc.StatusCode.INVALID_ARGUMENT
     assert (error.value.reason, error.value.field) == (reason, f"sampling.{next(iter(structure))}")
+
+
+def test_a_model_whose_tokenizer_structures_do_not_know_is_served_without_any(checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "own")
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(settings | {"decoder": {"type": "Fuse"}}))
+    with llm_server(folder, **LLM_FLAGS) as running, LlmClient(running.address) as client:
+        refused = refusal(client, asked(QUESTION, greedy(8, regex="a+")))
+        assert (refused.reason, refused.field) == ("BAD_STRUCTURE", "sampling.regex")
+        assert len(tokens(client, asked(QUESTION))) == 8
 
 
 def test_a_structure_that_must_end_before_min_tokens_is_refused_by_that_field(qwen3: Pair) -> None:

@@ -62,6 +62,18 @@ def test_tokens_beyond_the_model_s_vocabulary_are_none_that_a_structure_knows(
     assert masks[0] == masks[1]
 
 
+def test_without_a_tokenizer_that_structures_know_none_is_taken(checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "own")
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(settings | {"decoder": {"type": "Fuse"}}))
+    structures = Structures(Checkpoint(folder), VOCABULARY, [0])
+    with pytest.raises(InvalidInput, match="of a kind whose answers cannot be held") as refused:
+        structures.compile(Structure("regex", "a"))
+    assert refused.value.field == "sampling.regex"
+    bound = structures.matcher(Form("", thinking_bound=ThinkingBound(0, (5,), 7, opened=True)))
+    assert allowed(bound.compute_bitmask()) == {7}, "what needs no grammar goes on"
+
+
 def allowed(mask: bytes) -> set[int]:
     return {token for token in range(VOCABULARY) if mask[token // 8] >> token % 8 & 1}
 
