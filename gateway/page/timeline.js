@@ -6,6 +6,7 @@ const STAGES = {
   prompt: ["Chat template"],
   hash: ["Content key"],
   encode_header: ["Header", "waiting"],
+  prefill_elsewhere: ["Prefill elsewhere", "waiting"],
   encoder_fetch: ["Fetch"],
   encoder_hash: ["Content key"],
   encoder_shared: ["Shared store"],

@@ -256,6 +256,8 @@ class Generator:
                 return
             job.admission.measure(len(layout.ids))
             covered = await self._covered(request, pieces, fetches, layout)
+            if self.prefills is not None:
+                stages.mark("prefill_elsewhere")
             items = await media.take(layout, covered)
             self._check_length(request, layout)  # once more: the engine may be another one by now, with less room
             resume = resumed_for_engine(request, choices)

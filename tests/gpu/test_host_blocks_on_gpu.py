@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from common.arena import SharedBuffer
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.worker.host_cache import HostCache
 
@@ -40,3 +41,18 @@ def test_a_place_is_read_before_another_block_is_put_there() -> None:
         host.load([(0, number)])
     torch.cuda.synchronize()
     assert cache[0, 1:, -1].tolist() == list(range(1, 9))
+
+
+def test_what_another_service_is_to_read_is_there_once_it_was_waited_for() -> None:
+    cache = torch.randint(0, 200, (2, 40, 1 << 18), dtype=torch.uint8, device=CUDA)
+    shared = SharedBuffer.create("test-blocks", 32 * 2 << 18)
+    host = HostCache([cache], 32, memory=shared.view)
+    assert host.place_bytes == 2 << 18
+    for turn in range(3):
+        cache.add_(1)
+        host.offload([(block + turn, block) for block in range(32)])
+        host.synchronize()
+        read = torch.frombuffer(shared.view, dtype=torch.uint8).clone().view(32, 2, -1)
+        assert torch.equal(read.transpose(0, 1), cache[:, turn : turn + 32].cpu()), turn
+    del host, read
+    shared.close()
