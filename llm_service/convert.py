@@ -143,7 +143,7 @@ class RequestReader:
         media = self._media_list(message.media, "media")
         for item in media:
             if not isinstance(item.source, Key):
-                raise InvalidInput("an item is named by its key alone", reason="BAD_SOURCE", field=item.field)
+                raise InvalidInput("an item is named by its key alone", reason="NO_SOURCE", field=item.field)
         self._check_media(media)
         return Request(
             id=message.request_id,

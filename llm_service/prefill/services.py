@@ -224,7 +224,7 @@ def _open(
     try:
         call: Any = LlmServiceStub(channel).Prefill(message, timeout=timeout, metadata=metadata)
     except grpc.aio.UsageError as error:
-        raise Unavailable("the service could not be reached", reason="PREFILL_UNAVAILABLE") from error
+        raise Unavailable("the service could not be reached") from error
     try:
         yield call
     finally:

@@ -360,7 +360,7 @@ def test_a_prompt_of_another_service_is_taken_as_it_was_cut() -> None:
     ("asked", "reason", "field"),
     [
         (prefill(first_block=-1), "OUT_OF_RANGE", "first_block"),
-        (prefill(SLOT, media=[IMAGE]), "BAD_SOURCE", "media[0]"),
+        (prefill(SLOT, media=[IMAGE]), "NO_SOURCE", "media[0]"),
         (prefill(SLOT), "EMPTY_PART", "pieces[0]"),
         (prefill(llm_pb2.PromptPiece()), "EMPTY_PART", "pieces[0]"),
         (prefill(llm_pb2.PromptPiece(length_of=0)), "EMPTY_PART", "pieces[0]"),
