@@ -19,6 +19,10 @@ VALUES: dict[str, tuple[str, ...]] = {
     "cpu": ("--set", "autoscaling.kind=hpa"),
     "gpu": ("--values", f"{CHART}/values-gpu.yaml", "--set", "sharedMemory.hostPath=/run/twinlens"),
     "multihost": ("--values", f"{CHART}/values-gpu.yaml", "--values", f"{CHART}/values-multihost.yaml"),
+    "prefill": (
+        *("--values", f"{CHART}/values-gpu.yaml", "--values", f"{CHART}/values-prefill.yaml"),
+        *("--set", "tls.enabled=true,tokens.llm=twinlens-llm-token,tokens.encoder=twinlens-encoder-token"),
+    ),
     "inference": ("--values", f"{CHART}/values-inference.yaml", "--set", "autoscaling.kind=hpa"),
 }
 Object = dict[str, Any]

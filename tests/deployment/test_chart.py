@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import subprocess
@@ -66,7 +67,7 @@ def certificates(tmp_path: Path) -> Path:
     """What is mounted below /secrets, with files that the services can read."""
     trustme = pytest.importorskip("trustme")
     authority = trustme.CA()
-    issued = authority.issue_cert("twinlens-encoder", "twinlens-llm", "twinlens-gateway")
+    issued = authority.issue_cert(*(f"twinlens-{part}" for part in ("encoder", "llm", "prefill", "gateway")))
     for name in ("tls", "llm", "encoder", "gateway"):
         (tmp_path / name).mkdir()
     authority.cert_pem.write_to_path(str(tmp_path / "tls/ca.crt"))
@@ -193,7 +194,7 @@ class TestPods:
             starts = box["startupProbe"]
             assert starts["periodSeconds"] * starts["failureThreshold"] >= config.start_seconds
             served += 1
-        assert served == 2
+        assert served == (3 if values == "prefill" else 2)
 
     def test_calls_may_end_before_a_pod_is_killed(
         self, values: str, certificates: Path, monkeypatch: pytest.MonkeyPatch
@@ -284,12 +285,14 @@ class TestPods:
             expected |= {("twinlens-gateway", "twinlens-llm", 7002)}
         if values == "multihost":
             expected |= {("twinlens-llm", "twinlens-llm", number) for number in (7001, 7002, 29500)}
+        if values == "prefill":
+            expected |= {("twinlens-llm", "twinlens-prefill", 7002), ("twinlens-prefill", "twinlens-encoder", 7001)}
         assert allowed == expected
 
     def test_what_is_scaled_has_no_fixed_count_and_is_scaled_by_what_is_served(self, values: str) -> None:
         scalers = of_kind(manifests(values), "HorizontalPodAutoscaler") | of_kind(manifests(values), "ScaledObject")
-        beside = {"twinlens-gateway"} if values == "inference" else set()
-        assert set(scalers) == {"twinlens-encoder", "twinlens-llm", "twinlens-gateway"} - beside
+        parts = {"encoder", "llm", *{"inference": (), "prefill": ("prefill", "gateway")}.get(values, ("gateway",))}
+        assert set(scalers) == {f"twinlens-{part}" for part in parts}
         rules = yaml.safe_load((CHART / "files/adapter-rules.yaml").read_text())["rules"]["custom"]
         served = {rule["name"]["as"]: rule["metricsQuery"] for rule in rules}
         for name, scaler in scalers.items():
@@ -509,3 +512,167 @@ class TestSpecial:
         text = template("--set", "gateway.enabled=false")
         assert "gateway" not in json.dumps([each for each in objects(text) if each["kind"] != "NetworkPolicy"])
         assert set(of_kind(text, "NetworkPolicy")) == {"twinlens-encoder", "twinlens-llm"}
+
+
+class TestPrefill:
+    """LLM services that compute prompts for those that answer."""
+
+    def test_prompts_are_computed_by_the_services_that_lend(
+        self, certificates: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        text = manifests("prefill")
+        found = pods(text)
+        llm, _ = configured(found["twinlens-llm"], certificates, monkeypatch)
+        prefill, _ = configured(found["twinlens-prefill"], certificates, monkeypatch)
+        assert prefill.lend_prefill
+        assert not llm.lend_prefill
+        service = of_kind(text, "Service")["twinlens-prefill"]["spec"]
+        assert service["clusterIP"] == "None", "one address would hide all of them but one"
+        (grpc,) = service["ports"]
+        assert grpc["port"] == port(prefill.listen)
+        assert llm.prefill_services == (f"dns:///twinlens-prefill:{grpc['port']}",)
+
+    def test_what_does_not_differ_on_purpose_is_the_same_on_both(
+        self, certificates: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        more = "dtype=bfloat16,served-model-name=mine,block-size=32,keep-media-whole=true,prefill-tokens=1024"
+        environment = "--set-json", 'llm.environment={"NCCL_DEBUG": "INFO"}'
+        given = ",".join(f"llm.options.{each}" for each in more.split(","))
+        found = pods(template(*VALUES["prefill"], "--set", given, *environment))
+        llm, _ = configured(found["twinlens-llm"], certificates, monkeypatch)
+        prefill, _ = configured(found["twinlens-prefill"], certificates, monkeypatch)
+        of_one = {"prefill_services", "prefill_ca", "prefill_cert", "prefill_key", "prefill_token_file"}
+        names = {each.name for each in dataclasses.fields(llm)}
+        differ = {name for name in names if getattr(llm, name) != getattr(prefill, name)}
+        assert differ == {"lend_prefill", "max_running", "max_waiting"} | of_one
+        assert (prefill.tp, prefill.dtype, prefill.block_size, prefill.keep_media_whole) == (2, "bfloat16", 32, True)
+        assert prefill.kv_host_bytes == 12 << 30
+        boxes = container(found["twinlens-llm"]), container(found["twinlens-prefill"])
+        assert boxes[0]["resources"] == boxes[1]["resources"]
+        assert boxes[0]["env"] == boxes[1]["env"]
+        assert boxes[0]["volumeMounts"] == boxes[1]["volumeMounts"]
+        assert {"name": "NCCL_DEBUG", "value": "INFO"} in boxes[1]["env"]
+        for name in ("tolerations", "runtimeClassName", "terminationGracePeriodSeconds"):
+            assert found["twinlens-llm"]["spec"][name] == found["twinlens-prefill"]["spec"][name]
+
+    def test_what_it_says_itself_comes_before_what_llm_services_say(
+        self, certificates: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        own = {
+            "enabled": True,
+            "options": {"overlap": "no", "kv-host-bytes": "16GiB", "row-cache-bytes": 1 << 30, "shared-memory": False},
+            "environment": {"ONE": 2},
+            "tolerations": [],
+            "resources": {"limits": {"memory": "8Gi"}},
+            "graceSeconds": 90,
+            "replicas": 5,
+        }
+        text = template(
+            *VALUES["prefill"],
+            *("--set-json", f"prefill={json.dumps(own)}", "--set", "autoscaling.kind=none"),
+            *("--set", "llm.options.shared-memory=true,llm.environment.ONE=1,llm.environment.TWO=2"),
+        )
+        pod = pods(text)["twinlens-prefill"]
+        config, _ = configured(pod, certificates, monkeypatch)
+        assert (config.tp, config.overlap, config.kv_host_bytes, config.shared_memory) == (2, "no", 16 << 30, False)
+        assert config.row_cache_bytes == 1 << 30
+        assert config.grace_seconds == 90
+        assert pod["spec"]["terminationGracePeriodSeconds"] == 110
+        assert "tolerations" not in pod["spec"]
+        assert container(pod)["resources"] == own["resources"]
+        told = {each["name"]: each["value"] for each in container(pod)["env"]}
+        assert told.items() >= {"ONE": "2", "TWO": "2"}.items()
+        assert of_kind(text, "Deployment")["twinlens-prefill"]["spec"]["replicas"] == 5
+
+    def test_it_asks_for_the_token_of_llm_services_and_shows_a_certificate_of_its_own(
+        self, certificates: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        found = pods(manifests("prefill"))
+        llm, _ = configured(found["twinlens-llm"], certificates, monkeypatch)
+        prefill, _ = configured(found["twinlens-prefill"], certificates, monkeypatch)
+        assert llm.prefill_token_file == prefill.auth_token_file != ""
+        assert llm.prefill_link().cert
+        assert prefill.tls_client_ca
+        assert prefill.link().cert
+        volumes = {each["name"]: each for each in found["twinlens-prefill"]["spec"]["volumes"]}
+        assert volumes["tls"]["secret"]["secretName"] == "twinlens-prefill-tls"
+        assert volumes["llm-token"]["secret"]["secretName"] == "twinlens-llm-token"
+        words = container(found["twinlens-prefill"])["readinessProbe"]["exec"]["command"]
+        assert {"--server-name=twinlens-prefill", "--token-file=/secrets/llm/token"} <= set(words)
+
+    def test_without_tls_and_tokens_it_is_asked_without(
+        self, certificates: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        more = "tls.enabled=false,tokens.llm=,tokens.encoder="
+        found = pods(template(*VALUES["prefill"], "--set", more))
+        llm, _ = configured(found["twinlens-llm"], certificates, monkeypatch)
+        assert (llm.prefill_ca, llm.prefill_cert, llm.prefill_key, llm.prefill_token_file) == ("", "", "", "")
+        assert container(found["twinlens-prefill"])["readinessProbe"]["grpc"]["port"] == 7002
+
+    def test_llm_services_alone_may_ask_it(self) -> None:
+        policy = of_kind(manifests("prefill"), "NetworkPolicy")["twinlens-prefill"]["spec"]
+        asked, scraped = policy["ingress"]
+        assert asked["ports"] == [{"port": 7002, "protocol": "TCP"}]
+        (peer,) = asked["from"]
+        assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "llm"
+        assert scraped["ports"] == [{"port": 9400, "protocol": "TCP"}]
+        assert [*scraped["from"][0]] == ["namespaceSelector"]
+
+    def test_it_reaches_further_hosts_as_llm_services_do(self) -> None:
+        further = {"to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}
+        text = template(*VALUES["prefill"], "--set-json", f"networkPolicy.egress.llm=[{json.dumps(further)}]")
+        for name in ("twinlens-llm", "twinlens-prefill"):
+            assert further in of_kind(text, "NetworkPolicy")[name]["spec"]["egress"]
+
+    def test_rows_come_to_it_by_nixl_and_by_shared_memory(self) -> None:
+        text = template(*VALUES["prefill"], "--set", "nixl.backend=UCX,sharedMemory.hostPath=/run/twinlens")
+        pod = pods(text)["twinlens-prefill"]
+        assert {"--nixl=UCX", "--local-dir=/srv/local"} <= set(container(pod)["args"])
+        assert "podAffinity" in pod["spec"]["affinity"]
+        others = {"encoder": {"llm", "prefill"}, "llm": {"encoder"}, "prefill": {"encoder"}}
+        for part, expected in others.items():
+            policy = of_kind(text, "NetworkPolicy")[f"twinlens-{part}"]["spec"]
+            for direction, peers in (("ingress", "from"), ("egress", "to")):
+                (rule,) = [each for each in policy[direction] if "endPort" in str(each.get("ports"))]
+                chosen = {each["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for each in rule[peers]}
+                assert chosen == expected
+
+    def test_a_pool_gateways_and_routers_know_nothing_of_it(
+        self, certificates: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        text = template("--values", f"{CHART}/values-prefill.yaml", "--values", f"{CHART}/values-inference.yaml")
+        found = pods(text)
+        assert [each["name"] for each in found["twinlens-prefill"]["spec"]["containers"]] == ["prefill"]
+        (pool,) = of_kind(text, "InferencePool").values()
+        gateways = of_kind(text, "Service")["twinlens-gateway"]["spec"]["selector"]
+        labels = found["twinlens-prefill"]["metadata"]["labels"]
+        for selector in (pool["spec"]["selector"]["matchLabels"], gateways):
+            assert not selector.items() <= labels.items()
+        assert "llm-d.ai/engine-type" not in labels
+        llm, _ = configured(found["twinlens-llm"], certificates, monkeypatch)
+        prefill, _ = configured(found["twinlens-prefill"], certificates, monkeypatch)
+        assert llm.kv_events
+        assert (prefill.kv_events, prefill.kv_events_replay) == ("", "")
+        assert {each["name"] for each in container(found["twinlens-prefill"])["ports"]} == {"grpc", "metrics"}
+        assert "POD_IP" not in {each["name"] for each in container(found["twinlens-prefill"])["env"]}
+        policy = of_kind(text, "NetworkPolicy")["twinlens-prefill"]["spec"]
+        assert {each["port"] for rule in policy["ingress"] for each in rule["ports"]} == {7002, 9400}
+        assert "twinlens-epp" not in json.dumps(policy)
+
+    def test_it_is_off_unless_asked_for(self) -> None:
+        assert "prefill" not in template()
+
+    @pytest.mark.parametrize(
+        ("wrong", "why"),
+        [
+            ("llm.hosts=2", "prefill is not for llm.hosts above 1"),
+            ("llm.options.kv-host-bytes=0", "prefill needs llm.options.kv-host-bytes"),
+            ("prefill.hosts=1", "hosts"),
+            ("prefill.options.lend-prefill=true", "/prefill/options/lend-prefill"),
+            ("llm.options.prefill-services=other:1", "/llm/options/prefill-services"),
+        ],
+    )
+    def test_values_with_which_it_would_not_work_are_refused(self, wrong: str, why: str) -> None:
+        done = run_helm("template", "twinlens", str(CHART), *VALUES["prefill"], "--set", wrong)
+        assert done.returncode != 0
+        assert why in done.stderr

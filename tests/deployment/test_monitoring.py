@@ -46,6 +46,8 @@ def queries() -> Iterator[tuple[str, str]]:
 
 
 METRICS = {"metrics_listen": "127.0.0.1:0"}
+PREFILLS = {"prefill_services": "127.0.0.1:1", "kv_host_bytes": "8MiB"}
+"""Nobody is there, and no prompt is long enough for it: what is counted is there all the same."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,7 @@ def observed(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with (
-        pair(checkpoints("qwen3_vl"), encoder_flags=METRICS, **METRICS) as services,
+        pair(checkpoints("qwen3_vl"), encoder_flags=METRICS, **METRICS, **PREFILLS) as services,
         fronted(services) as door,
         prometheus(
             tmp_path_factory.mktemp("prometheus"),

@@ -4,7 +4,20 @@
 
 {{- /* What has pods of its own. */}}
 {{- define "twinlens.parts" -}}
-encoder llm{{ if and .Values.gateway.enabled (not .Values.gateway.inPod) }} gateway{{ end }}
+encoder {{ include "twinlens.llm-parts" . }}{{ if and .Values.gateway.enabled (not .Values.gateway.inPod) }} gateway{{ end }}
+{{- end }}
+
+{{- /* What LLM services are in: those that answer, and those that compute prompts for them. */}}
+{{- define "twinlens.llm-parts" -}}
+llm{{ if include "twinlens.prefill" . }} prefill{{ end }}
+{{- end }}
+
+{{- /* Whether some LLM services compute prompts for the others; answers nothing for no. */}}
+{{- define "twinlens.prefill" -}}
+{{- if .Values.prefill.enabled }}
+{{- if gt (int .Values.llm.hosts) 1 }}{{ fail "prefill is not for llm.hosts above 1: KV blocks are exchanged where all ranks are on one host" }}{{ end }}
+{{- if not (index .Values.llm.options "kv-host-bytes") }}{{ fail "prefill needs llm.options.kv-host-bytes: KV blocks go from host to host" }}{{ end }}yes
+{{- end }}
 {{- end }}
 
 {{- /* Whether gateways are beside LLM services, in their pods; answers nothing for no. */}}
@@ -14,7 +27,23 @@ encoder llm{{ if and .Values.gateway.enabled (not .Values.gateway.inPod) }} gate
 {{- end }}
 {{- end }}
 
-{{- /* Below, a dict has the chart's scope as `root` and encoder, llm or gateway as `part`. */}}
+{{- /* Below, a dict has the chart's scope as `root` and encoder, llm, prefill or gateway as `part`. The first of `tokens` is what a
+     part is asked with, the others are what it asks with. */}}
+
+{{- /* A part's values, as JSON. What those of prefill leave out is as of llm, options and variables one by one. */}}
+{{- define "twinlens.own" -}}
+{{- $own := deepCopy (index .root.Values (ternary "llm" .part (eq .part "prefill"))) }}
+{{- if eq .part "prefill" }}
+{{- range $name, $value := .root.Values.prefill }}
+{{- if has $name (list "options" "environment") }}
+{{- range $key, $each := $value }}{{ $_ := set (index $own $name) $key $each }}{{ end }}
+{{- else }}
+{{- $_ := set $own $name $value }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- $own | toJson }}
+{{- end }}
 
 {{- define "twinlens.selector" -}}
 app.kubernetes.io/name: twinlens
@@ -34,6 +63,15 @@ name: {{ include "twinlens.name" .root }}-{{ .part }}{{ with .suffix }}-{{ . }}{
 namespace: {{ .root.Release.Namespace }}
 labels:
   {{- include "twinlens.labels" . | trim | nindent 2 }}
+{{- end }}
+
+{{- /* The pods of `parts`, as network policies name them. */}}
+{{- define "twinlens.peers" -}}
+{{- $peers := list }}
+{{- range .parts }}
+{{- $peers = append $peers (dict "podSelector" (dict "matchLabels" (include "twinlens.selector" (dict "root" $.root "part" .) | fromYaml))) }}
+{{- end }}
+{{- $peers | toJson }}
 {{- end }}
 
 {{- define "twinlens.image" -}}
@@ -69,7 +107,7 @@ labels:
 {{- with $values.tracing.endpoint }}
 - {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ . | quote }}}
 {{- end }}
-{{- range $name, $value := (index $values .part).environment }}
+{{- range $name, $value := (include "twinlens.own" . | fromJson).environment }}
 - {name: {{ $name | quote }}, value: {{ include "twinlens.word" $value | quote }}}
 {{- end }}
 {{- end }}
@@ -98,7 +136,7 @@ labels:
 - {name: {{ $token }}-token, mountPath: /secrets/{{ $token }}, readOnly: true}
 {{- end }}
 {{- end }}
-{{- if and (eq .part "llm") $values.llm.sharedMemorySize }}
+{{- if (include "twinlens.own" . | fromJson).sharedMemorySize }}
 - {name: shm, mountPath: /dev/shm}
 {{- end }}
 {{- end }}
@@ -138,8 +176,8 @@ labels:
 - {name: {{ $token }}-token, secret: {secretName: {{ . }}, defaultMode: 0440}}
 {{- end }}
 {{- end }}
-{{- if and (eq .part "llm") $values.llm.sharedMemorySize }}
-- {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ $values.llm.sharedMemorySize }}}}
+{{- with (include "twinlens.own" . | fromJson).sharedMemorySize }}
+- {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ . }}}}
 {{- end }}
 {{- end }}
 
@@ -149,7 +187,7 @@ labels:
   {{- if and (eq .part "llm") .root.Values.inferencePool.enabled }}
   llm-d.ai/engine-type: {{ .root.Values.inferencePool.engine }}  # by which a picker knows whose metrics these are
   {{- end }}
-{{- with (index .root.Values .part).podAnnotations }}
+{{- with (include "twinlens.own" . | fromJson).podAnnotations }}
 annotations:
   {{- toYaml . | nindent 2 }}
 {{- end }}
@@ -158,7 +196,7 @@ annotations:
 {{- /* All of a pod's spec but for its containers. */}}
 {{- define "twinlens.pod" -}}
 {{- $values := .root.Values }}
-{{- $own := index $values .part }}
+{{- $own := include "twinlens.own" . | fromJson }}
 {{- $inside := and (eq .part "llm") .serves (include "twinlens.gateway-in-pod" .root) }}
 serviceAccountName: {{ include "twinlens.name" .root }}
 automountServiceAccountToken: false
@@ -200,7 +238,7 @@ topologySpreadConstraints:
       matchLabels:
         {{- include "twinlens.selector" $ | trim | nindent 8 }}
 {{- end }}
-{{- if and (eq .part "llm") $values.sharedMemory.hostPath }}
+{{- if and (has .part (list "llm" "prefill")) $values.sharedMemory.hostPath }}
 affinity:  # rows cross by shared memory from an encoder of the same node
   podAffinity:
     preferredDuringSchedulingIgnoredDuringExecution:
@@ -228,7 +266,7 @@ capabilities: {drop: [ALL]}
 {{- /* How health is asked for: by the kubelet, which knows neither TLS nor tokens, or by a command. */}}
 {{- define "twinlens.health" -}}
 {{- $values := .root.Values }}
-{{- $token := index $values.tokens .part }}
+{{- $token := index $values.tokens (first .tokens) }}
 {{- if or $values.tls.enabled $token }}
 exec:
   command:
@@ -243,7 +281,7 @@ exec:
     - --server-name={{ include "twinlens.name" .root }}-{{ .part }}
     {{- end }}
     {{- if $token }}
-    - --token-file=/secrets/{{ .part }}/token
+    - --token-file=/secrets/{{ first .tokens }}/token
     {{- end }}
 {{- else }}
 grpc: {port: {{ .port }}, service: {{ .service }}}
@@ -273,7 +311,7 @@ lifecycle: {preStop: {exec: {command: [sleep, "5"]}}}  # until its address is gi
 {{- $values := .root.Values }}
 - --listen=0.0.0.0:{{ .port }}
 - --metrics-listen=0.0.0.0:9400
-- --grace-seconds={{ (index $values .part).graceSeconds }}
+- --grace-seconds={{ (include "twinlens.own" . | fromJson).graceSeconds }}
 {{- if $values.sharedMemory.hostPath }}
 - --local-dir=/srv/local
 {{- end }}
@@ -285,16 +323,18 @@ lifecycle: {preStop: {exec: {command: [sleep, "5"]}}}  # until its address is gi
 - --tls-key=/secrets/tls/tls.key
 - --tls-client-ca=/secrets/tls/ca.crt
 {{- end }}
-{{- if index $values.tokens .part }}
-- --auth-token-file=/secrets/{{ .part }}/token
+{{- if index $values.tokens (first .tokens) }}
+- --auth-token-file=/secrets/{{ first .tokens }}/token
 {{- end }}
 {{- end }}
 
 {{- /* One LLM service's container; `rank` is 0 on the host that serves. */}}
 {{- define "twinlens.llm-container" -}}
 {{- $values := .root.Values }}
-{{- $hosts := int $values.llm.hosts }}
-name: llm
+{{- $own := include "twinlens.own" . | fromJson }}
+{{- $hosts := int $own.hosts }}
+{{- $publishes := and $values.kvEvents.enabled (eq .part "llm") }}
+name: {{ .part }}
 image: {{ include "twinlens.image" .root }}
 imagePullPolicy: {{ $values.image.pullPolicy }}
 command: [python, -m, llm_service]
@@ -316,19 +356,32 @@ args:
   {{- if $values.tokens.encoder }}
   - --encoder-token-file=/secrets/encoder/token
   {{- end }}
-  {{- if $values.kvEvents.enabled }}
-  {{- $model := get $values.llm.options "served-model-name" | default (base $values.model.name) }}
+  {{- if eq .part "prefill" }}
+  - --lend-prefill
+  {{- else if include "twinlens.prefill" .root }}
+  - --prefill-services=dns:///{{ include "twinlens.name" .root }}-prefill:7002
+  {{- if $values.tls.enabled }}
+  - --prefill-ca=/secrets/tls/ca.crt
+  - --prefill-cert=/secrets/tls/tls.crt
+  - --prefill-key=/secrets/tls/tls.key
+  {{- end }}
+  {{- if $values.tokens.llm }}
+  - --prefill-token-file=/secrets/llm/token
+  {{- end }}
+  {{- end }}
+  {{- if $publishes }}
+  {{- $model := get $own.options "served-model-name" | default (base $values.model.name) }}
   - --kv-events=tcp://*:{{ $values.kvEvents.port }}
   - --kv-events-replay=tcp://*:{{ $values.kvEvents.replayPort }}
   - --kv-events-topic={{ $values.kvEvents.topic | default (printf "kv@$(POD_IP):8000@%s" $model) }}
   {{- end }}
   {{- end }}
-  {{- include "twinlens.options" $values.llm.options | trim | nindent 2 }}
+  {{- include "twinlens.options" $own.options | trim | nindent 2 }}
 {{- if .serves }}
 ports:
   - {name: grpc, containerPort: 7002}
   - {name: metrics, containerPort: 9400}
-  {{- if $values.kvEvents.enabled }}
+  {{- if $publishes }}
   - {name: kv-events, containerPort: {{ $values.kvEvents.port }}}
   - {name: kv-replay, containerPort: {{ $values.kvEvents.replayPort }}}
   {{- end }}
@@ -337,7 +390,7 @@ ports:
 securityContext:
   {{- include "twinlens.security" .root | trim | nindent 2 }}
 resources:
-  {{- toYaml $values.llm.resources | nindent 2 }}
+  {{- toYaml $own.resources | nindent 2 }}
 env:
   {{- include "twinlens.environment" . | trim | nindent 2 }}
 volumeMounts:
