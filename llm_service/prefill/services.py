@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from common import log, tasks, tracing
-from common.errors import DataLoss, Exhausted, Precondition, TwinlensError, Unavailable
+from common.errors import DataLoss, DeadlineExceeded, Exhausted, Precondition, TwinlensError, Unavailable
 from common.grpc_channel import ChannelSecurity, from_rpc_error, open_channel
 from common.media.convert import MODALITIES
 from common.rendezvous import ranked
@@ -174,7 +174,7 @@ class PrefillServices:
             service.unfit_until = time.monotonic() + _UNFIT_SECONDS
             _log.warning("a service computes no prompts for this one", address=service.address, reason=why)
             return
-        if isinstance(error, Unavailable | DataLoss | ValueError):
+        if isinstance(error, Unavailable | DataLoss | DeadlineExceeded | ValueError):
             service.breaker.failed(opened)
         elif isinstance(error, Exhausted):
             service.unfit_until = time.monotonic() + min(_UNFIT_SECONDS, error.retry_after or 1.0)
