@@ -141,3 +141,34 @@ def test_an_encoder_of_another_model_is_not_used(
             answer(client, asked(about(PICTURE)))
         assert (error.value.code, error.value.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_ENCODER")
         until(lambda: "another model" in service.log.read_text("utf-8"), "the log says why")
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "token", "no TLS"])
+def test_prompts_are_computed_elsewhere_by_tls_and_a_token_and_without_them_here(
+    checkpoints: Callable[..., Path], papers: Papers, encoder: Service, tmp_path: Path, wrong: str
+) -> None:
+    (tmp_path / "lender").write_text(INNER + "\n")
+    (tmp_path / "borrower").write_text("another\n" if wrong == "token" else INNER + "\n")
+    shared = {**LLM_FLAGS, "encoder_token": INNER, "kv_host_bytes": "8MiB"}
+    shared |= {"encoder_ca": papers.ca, "encoder_cert": papers.cert, "encoder_key": papers.key}
+    lends = {"tls_cert": papers.cert, "tls_key": papers.key, "tls_client_ca": papers.ca, "lend_prefill": "yes"}
+    borrows = {"prefill_ca": papers.ca, "prefill_cert": papers.cert, "prefill_key": papers.key, "prefill_tokens": 32}
+    if wrong == "no TLS":
+        borrows = {"prefill_tokens": 32}
+    model = checkpoints("qwen3_vl")
+    with (
+        llm_server(model, encoder.address, auth_token_file=tmp_path / "lender", **lends, **shared) as lender,
+        llm_server(
+            model,
+            encoder.address,
+            prefill_services=lender.address,
+            prefill_token_file=tmp_path / "borrower",
+            **borrows,
+            **shared,
+        ) as borrower,
+        LlmClient(borrower.address) as client,
+    ):
+        usage = answer(client, asked(user("Nothing but words, " * 40))).usage
+        load = client.get_load()
+        assert (load.prefills_elsewhere, load.prefills_failed) == (1, int(wrong != "nothing"))
+        assert (usage.cached_tokens > 0) == (wrong == "nothing")
