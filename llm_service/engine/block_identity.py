@@ -1,7 +1,7 @@
 """What a block of KV cache holds, as a name by which others find it.
 
-A block's identity is a 256-bit hash of its parent's, its tokens, and (key, row) of every media row in it; the tenant's
-salt is in the first.
+A block's identity is a 256-bit hash of its parent's, its tokens, and (key, row) of every media row in it, with where it
+stands; the tenant's salt is in the first.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ NEVER = 1 << 62
 """A place that no sequence has."""
 Run = tuple[int, int, int, bytes]
 """Media rows that stand side by side: first place, the one past the last, first row, the item's key."""
+Named = tuple[bytes, int, int, int]
+"""Media rows of a block: the item's key, first row, first place in the block, rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +36,10 @@ class BlockContent:
     keys: tuple[str, ...]
 
 
-def block_identity(parent: bytes, token_ids: bytes, media: Seq[tuple[bytes, int]]) -> bytes:
-    """The identity of a full block: SHA-256 over its parent's, its int32 tokens, and (key, first row) of each media
-    run in it. A run's length and place follow from the tokens."""
-    parts = [part for key, row in media for part in (key, row.to_bytes(8, "little"))]
+def block_identity(parent: bytes, token_ids: bytes, media: Seq[Named]) -> bytes:
+    """The identity of a full block: SHA-256 over its parent's, its int32 tokens, and the media runs in it. Where they
+    stand does not follow from the tokens: a caller who lays a prompt out may have an item's token stand for no row."""
+    parts = [part for key, *numbers in media for part in (key, *(each.to_bytes(8, "little") for each in numbers))]
     return hashlib.sha256(framed(parent, token_ids, *parts)).digest()
 
 
@@ -79,7 +81,7 @@ class BlockIdentities:
             parent = self._known[-1] if number else self._root
             if begin <= self._other_from < end:
                 parent = block_identity(parent, self._other_from.to_bytes(8, "little"), ())
-            media = [(key, row + max(0, begin - start)) for start, _, row, key in self._runs_within(begin, end)]
+            media = [_within(run, begin, end) for run in self._runs_within(begin, end)]
             self._known.append(block_identity(parent, tokens[begin:end].tobytes(), media))
         return self._known[index]
 
@@ -103,3 +105,14 @@ class BlockIdentities:
         while self._passed_runs < len(self._runs) and self._runs[self._passed_runs][1] <= begin:
             self._passed_runs += 1
         return takewhile(lambda run: run[0] < end, islice(self._runs, self._passed_runs, None))
+
+
+def _within(run: Run, begin: int, end: int) -> Named:
+    """The part of a run that stands in a block, which it reaches.
+
+    >>> _within((10, 40, 0, b"key"), 16, 32)
+    (b'key', 6, 0, 16)
+    """
+    start, past, row, key = run
+    first = max(start, begin)
+    return key, row + first - start, first - begin, min(past, end) - first

@@ -83,7 +83,8 @@ class Prompt:
         if begins := int(positions[0, 0]):  # one that begins elsewhere turns otherwise
             root = block_identity(root, begins.to_bytes(4, "little"), ())
         if whole_end:  # what is computed of any of its tokens depends on all of them
-            root = block_identity(root, tokens[:whole_end].tobytes(), [(key, row) for _, _, row, key in runs])
+            media = [(key, row, begin, end - begin) for begin, end, row, key in runs]
+            root = block_identity(root, tokens[:whole_end].tobytes(), media)
         penalises = add.sampling.repetition_penalty != 1.0
         return cls(
             tokens=tokens,

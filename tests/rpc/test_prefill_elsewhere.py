@@ -305,24 +305,33 @@ def nothing(request: llm_pb2.PrefillRequest) -> Iterator[llm_pb2.PrefillResponse
     yield from ()
 
 
-@pytest.mark.parametrize("parts", [other_block, damaged, nothing])
-def test_what_a_service_lies_about_is_computed_here(
-    both: Pair, parts: Callable[[llm_pb2.PrefillRequest], Iterator[llm_pb2.PrefillResponse]]
-) -> None:
+@contextmanager
+def lying(parts: Callable[[llm_pb2.PrefillRequest], Iterator[llm_pb2.PrefillResponse]]) -> Iterator[str]:
+    """The address of one that gives these parts."""
     liar = grpc.server(ThreadPoolExecutor(2))
     add_LlmServiceServicer_to_server(Liar(parts), liar)
     port = liar.add_insecure_port("127.0.0.1:0")
     liar.start()
-    flags = {**BORROWS, "prefill_services": f"127.0.0.1:{port}"}
     try:
-        with llm_server(both.checkpoint, both.encoder.address, **flags) as llm, LlmClient(llm.address) as text:
-            until(lambda: usable(text, 1), "the encoder is usable")
-            assert tokens(text, asked(SHOWN[0])) == tokens(both.text, asked(SHOWN[0]))
-            load = text.get_load()
-            assert (load.prefills_elsewhere, load.kv_blocks_received) == (1, 0)
-            assert load.prefills_failed == (parts is not nothing)
+        yield f"127.0.0.1:{port}"
     finally:
         liar.stop(None).wait()
+
+
+@pytest.mark.parametrize("parts", [other_block, damaged, nothing])
+def test_what_a_service_lies_about_is_computed_here(
+    both: Pair, parts: Callable[[llm_pb2.PrefillRequest], Iterator[llm_pb2.PrefillResponse]]
+) -> None:
+    with (
+        lying(parts) as address,
+        llm_server(both.checkpoint, both.encoder.address, **{**BORROWS, "prefill_services": address}) as llm,
+        LlmClient(llm.address) as text,
+    ):
+        until(lambda: usable(text, 1), "the encoder is usable")
+        assert tokens(text, asked(SHOWN[0])) == tokens(both.text, asked(SHOWN[0]))
+        load = text.get_load()
+        assert (load.prefills_elsewhere, load.kv_blocks_received) == (1, 0)
+        assert load.prefills_failed == (parts is not nothing)
 
 
 # --- the call itself -------------------------------------------------------------------------------------------------
@@ -353,3 +362,33 @@ def test_the_call_is_refused_where_blocks_are_not_lent_or_not_alike(both: Pair, 
 def test_what_cannot_be_ends_the_start_with_a_sentence(checkpoint: Path, flags: dict[str, object], why: str) -> None:
     with pytest.raises(RuntimeError, match=why), llm_server(checkpoint, **{**LLM_FLAGS, **flags}):
         pass
+
+
+def test_who_lays_a_prompt_out_cannot_have_its_blocks_found_as_those_of_another(both: Pair, apart: Services) -> None:
+    """With two of a picture's tokens before the picture itself, the first block has the same tokens as that of an
+    honest prompt, and of the picture the same row first, at another place."""
+    overheard: list[llm_pb2.PrefillRequest] = []
+
+    def listens(request: llm_pb2.PrefillRequest) -> Iterator[llm_pb2.PrefillResponse]:
+        overheard.append(request)
+        yield from ()
+
+    honest = asked(about(pictures.encoded(pictures.noise(192, 128, 9_730)), "Told as it is, " * 20))
+    with (
+        lying(listens) as address,
+        llm_server(both.checkpoint, both.encoder.address, **{**BORROWS, "prefill_services": address}) as llm,
+        LlmClient(llm.address) as text,
+    ):
+        until(lambda: usable(text, 1), "the encoder is usable")
+        expected = tokens(text, honest)
+    (lie,) = overheard
+    (at,) = (at for at, piece in enumerate(lie.pieces) if piece.HasField("slot"))
+    stray = [llm_pb2.PromptPiece(token=lie.pieces[at].slot.token)] * 2
+    pieces = [*lie.pieces[:at], *stray, *lie.pieces[at:]]
+    del lie.pieces[:]
+    lie.pieces.extend(pieces)
+    apart.elsewhere.flush_cache()
+    with grpc.insecure_channel(apart.lender.address) as channel:
+        lent = {part.identity for part in LlmServiceStub(channel).Prefill(lie, timeout=60)}
+    assert lent
+    assert tokens(apart.elsewhere, honest) == expected

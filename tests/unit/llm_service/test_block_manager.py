@@ -144,18 +144,21 @@ def test_without_a_prefix_cache_nothing_is_found() -> None:
     assert manager.match(chain("text", 2)) == 0
 
 
-def test_identities_differ_in_parent_tokens_key_row_and_salt() -> None:
-    base = (root_identity(""), b"tokens", ((b"k" * 32, 0),))
+def test_identities_differ_in_parent_tokens_key_row_place_and_salt() -> None:
+    key = b"k" * 32
+    base = (root_identity(""), b"tokens", ((key, 0, 2, 4),))
     others = [
-        (root_identity("tenant"), b"tokens", ((b"k" * 32, 0),)),
-        (root_identity(""), b"Tokens", ((b"k" * 32, 0),)),
-        (root_identity(""), b"tokens", ((b"K" * 32, 0),)),
-        (root_identity(""), b"tokens", ((b"k" * 32, 1),)),
+        (root_identity("tenant"), b"tokens", ((key, 0, 2, 4),)),
+        (root_identity(""), b"Tokens", ((key, 0, 2, 4),)),
+        (root_identity(""), b"tokens", ((b"K" * 32, 0, 2, 4),)),
+        (root_identity(""), b"tokens", ((key, 1, 2, 4),)),
+        (root_identity(""), b"tokens", ((key, 0, 3, 4),)),
+        (root_identity(""), b"tokens", ((key, 0, 2, 3),)),
         (root_identity(""), b"tokens", ()),
-        (root_identity(""), b"tokens", ((b"k" * 32, 0), (b"k" * 32, 0))),
+        (root_identity(""), b"tokens", ((key, 0, 2, 2), (key, 0, 4, 2))),
     ]
     identities = {block_identity(*each) for each in (base, *others)}
-    assert len(identities) == 7
+    assert len(identities) == 1 + len(others)
     assert {len(identity) for identity in identities} == {32}
 
 
