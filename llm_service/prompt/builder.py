@@ -183,7 +183,7 @@ class PromptBuilder:
                 text += piece  # texts that meet are tokenized as one, as the reference does
                 continue
             ids.extend(self._tokenize(text, first=first) if text else ())
-            first = first and not text and piece is self._first
+            first = first and not text and piece == self._first
             text = ""
             if isinstance(piece, int):
                 ids.append(piece)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import shutil
@@ -26,7 +27,7 @@ from llm_service.families.library import library_family
 from llm_service.models.served import ServedModel
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.chat_template import ChatTemplate
-from llm_service.request import ChatPrompt, MediaItem, Message, PromptLayout, TextPrompt, TokenPrompt
+from llm_service.request import ChatPrompt, MediaItem, Message, PiecesPrompt, PromptLayout, TextPrompt, TokenPrompt
 from tests.checkpoints import SPECIAL_IDS, VOCABULARY
 from tests.waiting import until
 
@@ -320,3 +321,23 @@ def test_rows_that_an_encoder_has_stand_for_a_token_that_is_none_are_not_laid_ou
         parts = (PromptPart("(", 6, named), PromptPart(")"))
         with nullcontext() if fits else pytest.raises(DataLoss):
             assert layout_of(builder, chat(item()), header(replacement=parts)).ids.count(IMAGE) == 6
+
+
+def test_a_prompt_that_another_service_has_cut_is_laid_out_as_there(checkpoint: Path, tmp_path: Path) -> None:
+    """Its first text too, of which the tokenizer has a mark where nothing but its own beginning stands before it."""
+    shutil.copytree(checkpoint, tmp_path / "begun")
+    path = tmp_path / "begun" / "tokenizer.json"
+    settings = json.loads(path.read_text())
+    settings["pre_tokenizer"] = {"type": "Metaspace", "replacement": "!", "prepend_scheme": "first", "split": False}
+    settings["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|im_start|>": {"id": "<|im_start|>", "ids": [START], "tokens": ["<|im_start|>"]}},
+    }
+    path.write_text(json.dumps(settings))
+    builder = PromptBuilder(Checkpoint(tmp_path / "begun"))
+    here = builder.pieces(TextPrompt("hello there"), [])
+    there = builder.pieces(PiecesPrompt(tuple(copy.deepcopy(here))), [])
+    assert builder.layout(here, []).ids[0] == START
+    assert builder.layout(there, []).ids == builder.layout(here, []).ids
