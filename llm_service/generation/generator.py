@@ -306,7 +306,8 @@ class Generator:
             return set()
         covered = self._prefixes.covered(layout, request.prefix_space)
         asked_to = isinstance(request.prompt, PiecesPrompt)  # by another service: it may be one of those
-        if self.prefills is not None and self._engine.prefix_block and not asked_to:
+        answers = request.pooling is None and not asked_to
+        if self.prefills is not None and self._engine.prefix_block and answers:
             keys = [header.key for header in headers_of(fetches)]
             here = await self.prefills.bring(request, pieces, keys, self._names(request, layout))
             covered |= {span.item for span in layout.spans if span.end <= here}

@@ -59,7 +59,7 @@ class _Service:
 
 class PrefillServices:
     """All services at `addresses`, as `Resolver` takes them. A prompt that lacks `tokens` or more is computed by one of
-    them, within `seconds`; `layout` is what its blocks must be like."""
+    them, within `seconds`, where there is room for as many; `layout` is what its blocks must be like."""
 
     def __init__(
         self,
@@ -113,10 +113,11 @@ class PrefillServices:
             return 0
         identities, found = await self._blocks.names(add)
         missing = identities[found:]
-        if len(missing) * size < self._tokens or (service := self._choose(identities[0])) is None:
+        if len(missing) * size < self._tokens or self._choose(identities[0]) is None:
             return found * size
         async with self._blocks.awaited(missing) as awaited:
-            if awaited.count:
+            enough = awaited.count * size >= self._tokens
+            if enough and (service := self._choose(identities[0])) is not None:  # others have chosen meanwhile
                 await self._receive(service, self._message(request, pieces, keys, found), awaited, missing, request)
         return (found + awaited.arrived) * size
 

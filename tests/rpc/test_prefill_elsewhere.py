@@ -17,6 +17,7 @@ import pytest
 from tests import pictures
 from tests.adapters import make_adapter
 from tests.launch import Service, llm_server, stopped
+from tests.rpc.encoder_client import video
 from tests.rpc.pairs import LLM_FLAGS, Pair, about, answer, asked, greedy, idle, pair, tokens, usable
 from tests.scrape import scrape
 from tests.waiting import until
@@ -392,3 +393,35 @@ def test_who_lays_a_prompt_out_cannot_have_its_blocks_found_as_those_of_another(
         lent = {part.identity for part in LlmServiceStub(channel).Prefill(lie, timeout=60)}
     assert lent
     assert tokens(apart.elsewhere, honest) == expected
+
+
+def test_embeddings_are_computed_here(both: Pair, apart: Services) -> None:
+    """Nothing else is done for them than what another service would do."""
+    before = apart.text.get_load().prefills_elsewhere
+    prompt = about(FIRST, "To be embedded, " * 20)
+    assert list(apart.text.embed(prompt).values) == pytest.approx(list(both.text.embed(prompt).values), abs=1e-6)
+    assert apart.text.get_load().prefills_elsewhere == before
+
+
+def test_a_video_of_which_rows_are_dropped_comes_from_elsewhere(both: Pair, apart: Services) -> None:
+    film = pictures.video(pictures.frames(40, 160, 128, seed=9_750), fps=8)
+    request = asked(user(video(film, video_pruning_rate=0.5), "and so on, " * 20))
+    found = answer(apart.text, request)
+    assert found.choices[0].token_ids == tokens(both.text, request)
+    assert found.usage.cached_tokens > found.usage.prompt_tokens - 17
+
+
+def test_prompts_are_computed_here_where_there_is_room_for_little_of_them(both: Pair) -> None:
+    """Of a host's places half are for blocks that come: one of three here, which is less than is asked for."""
+    with services(both.checkpoint, both.encoder.address) as two:
+        load = two.text.get_load()
+        block_bytes = (8 << 20) // load.kv_host_blocks_total
+    flags = {**BORROWS, "kv_host_bytes": 2 * block_bytes, "prefill_services": two.lender.address}
+    with (
+        llm_server(both.checkpoint, both.encoder.address, **flags) as llm,
+        LlmClient(llm.address) as text,
+    ):
+        until(lambda: usable(text, 1), "the encoder is usable")
+        assert tokens(text, asked(SHOWN[0])) == tokens(both.text, asked(SHOWN[0]))
+        load = text.get_load()
+        assert (load.kv_host_blocks_total, load.prefills_elsewhere) == (2, 0)
