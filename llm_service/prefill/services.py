@@ -4,6 +4,7 @@ engine then goes on behind them. Where that fails, nothing is lost but time: wha
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
@@ -138,9 +139,8 @@ class PrefillServices:
         """Takes in the blocks that a service gives; what has arrived when it fails is of use all the same."""
         self.counters.prompts += 1
         opened, service.in_flight = service.breaker.now(), service.in_flight + 1
-        timeout = self._seconds
-        if request.deadline is not None:
-            timeout = min(timeout, request.deadline - time.monotonic())
+        left = math.inf if request.deadline is None else request.deadline - time.monotonic()
+        timeout = min(self._seconds, left)
         try:
             with tracing.span("prefill elsewhere", service=service.address):
                 async for part in self._parts(service, message, timeout):
@@ -152,7 +152,8 @@ class PrefillServices:
             service.breaker.succeeded()
         except (TwinlensError, ValueError) as error:
             self._blocks.check(awaited.life)  # else it is our own engine that has ended
-            self._failed(service, opened, error, request.id)
+            hurried = isinstance(error, DeadlineExceeded) and left < self._seconds
+            self._failed(service, None if hurried else opened, error, request.id)
         finally:
             service.in_flight -= 1
 
@@ -168,14 +169,15 @@ class PrefillServices:
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error) from error
 
-    def _failed(self, service: _Service, opened: float, error: Exception, request_id: str) -> None:
+    def _failed(self, service: _Service, opened: float | None, error: Exception, request_id: str) -> None:
+        """`opened` is when it was asked; None where a caller gave it too little time, which is not held against it."""
         self.counters.failed += 1
         why = error.reason if isinstance(error, TwinlensError) else str(error)
         if isinstance(error, Precondition) or why == "NOT_LENT":
             service.unfit_until = time.monotonic() + _UNFIT_SECONDS
             _log.warning("a service computes no prompts for this one", address=service.address, reason=why)
             return
-        if isinstance(error, Unavailable | DataLoss | DeadlineExceeded | ValueError):
+        if opened is not None and isinstance(error, Unavailable | DataLoss | DeadlineExceeded | ValueError):
             service.breaker.failed(opened)
         elif isinstance(error, Exhausted):
             service.unfit_until = time.monotonic() + min(_UNFIT_SECONDS, error.retry_after or 1.0)
