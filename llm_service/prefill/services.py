@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from common import log, tasks, tracing
-from common.errors import DataLoss, DeadlineExceeded, Exhausted, Precondition, TwinlensError, Unavailable
+from common.errors import DataLoss, DeadlineExceeded, Exhausted, NotFound, Precondition, TwinlensError, Unavailable
 from common.grpc_channel import ChannelSecurity, from_rpc_error, open_channel
 from common.media.convert import MODALITIES
 from common.rendezvous import ranked
@@ -147,7 +147,7 @@ class PrefillServices:
                     if awaited.arrived == awaited.count:
                         break
                     if part.identity != identities[awaited.arrived]:
-                        raise DataLoss("a service gives other blocks than were asked for")
+                        raise _other_blocks(request)
                     awaited.write(part.offset, part.data)
             service.breaker.succeeded()
         except (TwinlensError, ValueError) as error:
@@ -217,6 +217,13 @@ class PrefillServices:
                 else:
                     self._services[address] = _Service(address, channel)
             await asyncio.sleep(_RESOLVE_SECONDS)
+
+
+def _other_blocks(request: Request) -> TwinlensError:
+    """What is wrong with a service that gives other blocks than were asked for. Where it has another adapter under the
+    name that was asked for, prompts without one are not to suffer by that."""
+    why = "a service gives other blocks than were asked for"
+    return DataLoss(why) if request.adapter is None else NotFound(why, reason="OTHER_ADAPTER")
 
 
 @contextmanager

@@ -128,6 +128,19 @@ def test_an_adapter_computes_elsewhere_what_it_would_here(both: Pair, tmp_path: 
         assert plain.choices[0].token_ids == tokens(both.text, asked(about(FIRST, "An adapter's own, " * 20))) != there
 
 
+def test_another_adapter_under_the_same_name_costs_prompts_of_the_model_nothing(both: Pair, tmp_path: Path) -> None:
+    for folder, seed in (("here", 1), ("there", 2)):
+        make_adapter(both.checkpoint, tmp_path / folder / "one", seed=seed)
+    flags = {"lora_modules": "one=one", "max_loras": 1, "max_loaded_loras": 1}
+    lends = {"lora_dir": tmp_path / "there"}
+    with services(both.checkpoint, both.encoder.address, lends=lends, lora_dir=tmp_path / "here", **flags) as two:
+        for number in range(4):
+            found = answer(two.text, asked(user(f"With an adapter {number}, " * 20), model="one"))
+            assert found.usage.cached_tokens == 0
+        assert two.text.get_load().prefills_failed == 4
+        assert two.cached(asked(about(FIRST, "Without one, " * 20))) > 16
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(
     "flags",
