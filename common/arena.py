@@ -20,6 +20,8 @@ ALIGNMENT = 64
 
 _FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _libc = ctypes.CDLL(None, use_errno=True)
+_MADV_POPULATE_WRITE = 23
+_PART = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,19 @@ class SharedBuffer:
         pages = (ctypes.c_char * length).from_buffer(self._map, first)  # mapped for as long as this lives
         if _libc.madvise(ctypes.byref(pages), ctypes.c_size_t(length), mmap.MADV_REMOVE):
             raise OSError(ctypes.get_errno(), "shared memory cannot be given back")
+
+    def populate(self) -> None:
+        """Takes the memory of the whole buffer now, so that nobody waits for it page by page when it is first written;
+        what is in it stays. Ends early where the buffer is closed, or the system does not know how (Linux before 5.14),
+        or has no memory left. A thread may do it, and other threads run meanwhile."""
+        for first in range(0, self.size, _PART):
+            length = min(_PART, self.size - first)
+            try:
+                pages = (ctypes.c_char * length).from_buffer(self._map, first)
+            except ValueError:  # it was closed
+                return
+            if _libc.madvise(ctypes.byref(pages), ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
+                return
 
     def close(self) -> None:
         """Unmaps. Views that others still hold keep the memory until they are gone."""

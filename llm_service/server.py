@@ -193,8 +193,11 @@ def _cache_and_engine(
 
 
 def _kv_host(config: LlmConfig) -> SharedBuffer:
-    """The memory of all ranks for KV blocks on the host, where the front has a part in it."""
-    return SharedBuffer.create("kv blocks", config.tp * config.kv_host_bytes)
+    """The memory of all ranks for KV blocks on the host, where the front has a part in it. It is taken while the model
+    is loaded: page by page, that takes longer than to bring blocks there."""
+    memory = SharedBuffer.create("kv blocks", config.tp * config.kv_host_bytes)
+    tasks.in_daemon_thread(memory.populate)
+    return memory
 
 
 def _prefill_services(config: LlmConfig, model: _Model, engine: EngineFront) -> PrefillServices | None:

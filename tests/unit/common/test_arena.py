@@ -126,3 +126,13 @@ def test_closing_twice_or_under_a_reader_is_safe() -> None:
     buffer.close()
     assert bytes(reader) == bytes(4)
     buffer.close()
+
+
+def test_memory_can_be_taken_before_it_is_written_and_keeps_what_is_in_it() -> None:
+    buffer = SharedBuffer.create("test", (16 << 20) + 100)
+    buffer.view[5:8] = b"abc"
+    buffer.populate()
+    assert os.fstat(buffer.fd).st_blocks * 512 >= buffer.size, "pages that nobody has"
+    assert bytes(buffer.view[4:9]) == b"\0abc\0"
+    buffer.close()
+    buffer.populate()
