@@ -18,7 +18,7 @@ from llm_service.encoders.receiver import RowReceiver
 from llm_service.engine.front import EngineFront
 from llm_service.generation.adapters import Adapters
 from llm_service.generation.admission import Admission
-from llm_service.prefill.services import PrefillServices
+from llm_service.prefill.services import PrefillCounters, PrefillServices
 
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16_384, 65_536, 262_144)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0)
@@ -97,11 +97,11 @@ class Meters:
 
         self._metrics.read(read)
 
-    def watch_prefills(self, prefills: PrefillServices) -> None:
-        """Has every scrape read what other services were asked for."""
+    def watch_prefills(self, prefills: PrefillServices | None) -> None:
+        """Has every scrape read what other services were asked for, where there are any."""
 
         def read() -> Iterator[Metric]:
-            counters = prefills.counters
+            counters = PrefillCounters() if prefills is None else prefills.counters
             yield total("prefills_elsewhere", "prompts that another service was asked to compute", counters.prompts)
             yield total("prefills_failed", "of these, those that failed there", counters.failed)
 
@@ -185,9 +185,9 @@ def _engine(engine: EngineFront) -> Iterator[Metric]:
     yield gauge("kv_host_blocks_used", "of these, those that hold one", state.kv_host_blocks_used)
     yield total("kv_blocks_offloaded", "KV blocks copied to the host's memory", state.kv_blocks_offloaded)
     yield total("kv_blocks_loaded", "KV blocks copied back from there for a prompt", state.kv_blocks_loaded)
-    if engine.blocks is not None:
-        yield total("kv_blocks_received", "KV blocks that came from other services", engine.blocks.received_blocks)
-        yield total("kv_blocks_lent", "KV blocks that went to other services", engine.blocks.lent_blocks)
+    received, lent = (engine.blocks.received_blocks, engine.blocks.lent_blocks) if engine.blocks is not None else (0, 0)
+    yield total("kv_blocks_received", "KV blocks that came from other services", received)
+    yield total("kv_blocks_lent", "KV blocks that went to other services", lent)
     yield gauge("state_slots", "slots for states of sequences and for snapshots of them", state.state_slots)
     yield gauge("state_slots_used", "of these, slots that choices have", state.state_slots_used)
     yield gauge("state_snapshots", "of these, slots that hold a snapshot", state.state_snapshots)

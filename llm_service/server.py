@@ -259,8 +259,7 @@ def _components(
     parts = prompts, compiler, receiver, engine, prefixes, admission, sessions, meters, adapters, prefills
     generator = Generator(*parts)
     meters.watch(admission, engine, encoder_cache, receiver, pool)
-    if prefills is not None:
-        meters.watch_prefills(prefills)
+    meters.watch_prefills(prefills)
     meters.watch_adapters(adapters, engine)
     defaults = checkpoint.json("generation_config.json")
     embedder = Embedder.of(checkpoint, model.served.hidden_size)

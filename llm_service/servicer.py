@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import grpc
 
 from common import grpc_calls, tasks
-from common.errors import InvalidInput, Precondition, Unsupported
+from common.errors import InvalidInput, Precondition
 from common.media.convert import MODALITIES, write_stages
 from common.wire import crc32c
 from llm_service.config import LlmConfig
@@ -132,7 +132,7 @@ class LlmServicer(LlmServiceServicer):
         """Streams the KV blocks of a prompt."""
         components = self._components
         if not components.config.lend_prefill:
-            raise Unsupported("this service computes no prompts for others", reason="NOT_LENT")
+            raise Precondition("this service computes no prompts for others", reason="NOT_LENT")
         if request.kv_layout != components.kv_layout:
             raise Precondition("its KV blocks are not like the caller's", reason="OTHER_KV_LAYOUT", field="kv_layout")
         read = components.requests.read_prefill(request, context.time_remaining(), self._limit, context.peer())

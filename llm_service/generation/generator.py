@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from common import log, tasks, tracing
-from common.errors import Cancelled, Exhausted, InvalidInput, Unsupported
+from common.errors import Cancelled, Exhausted, InvalidInput, Precondition
 from common.media.item import Header
 from common.stages import Stage, add, seconds_of
 from llm_service.encoders.fetch import Fetch
@@ -276,10 +276,10 @@ class Generator:
 
     async def prefill(self, request: Request, first_block: int) -> AsyncGenerator[BlockPart]:
         """Computes a prompt for another service, and gives its KV blocks from that one on, each when a step has
-        computed it. Raises Unsupported where blocks are not lent, or there are none."""
+        computed it. Raises Precondition where blocks are not lent, or there are none."""
         blocks, size = self._engine.blocks, self._engine.prefix_block
         if blocks is None or not size:
-            raise Unsupported("this service computes no prompts for others", reason="NOT_LENT")
+            raise Precondition("this service computes no prompts for others", reason="NOT_LENT")
         lending = Lending(blocks, first_block)
         async with aclosing(self.generate(request)) as events:
             async for event in events:

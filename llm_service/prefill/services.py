@@ -173,7 +173,7 @@ class PrefillServices:
         """`opened` is when it was asked; None where a caller gave it too little time, which is not held against it."""
         self.counters.failed += 1
         why = error.reason if isinstance(error, TwinlensError) else str(error)
-        if isinstance(error, Precondition) or why == "NOT_LENT":
+        if isinstance(error, Precondition):
             service.unfit_until = time.monotonic() + _UNFIT_SECONDS
             _log.warning("a service computes no prompts for this one", address=service.address, reason=why)
             return
@@ -223,7 +223,7 @@ def _other_blocks(request: Request) -> TwinlensError:
     """What is wrong with a service that gives other blocks than were asked for. Where it has another adapter under the
     name that was asked for, prompts without one are not to suffer by that."""
     why = "a service gives other blocks than were asked for"
-    return DataLoss(why) if request.adapter is None else NotFound(why, reason="OTHER_ADAPTER")
+    return DataLoss(why) if request.adapter is None else NotFound(why, reason="UNKNOWN_ADAPTER")
 
 
 @contextmanager

@@ -360,7 +360,7 @@ def refused(address: str, request: llm_pb2.PrefillRequest) -> grpc.StatusCode:
 
 def test_the_call_is_refused_where_blocks_are_not_lent_or_not_alike(both: Pair, apart: Services) -> None:
     request = llm_pb2.PrefillRequest(pieces=[llm_pb2.PromptPiece(text="Hi")])
-    assert refused(both.llm.address, request) is grpc.StatusCode.UNIMPLEMENTED
+    assert refused(both.llm.address, request) is grpc.StatusCode.FAILED_PRECONDITION
     assert refused(apart.lender.address, request) is grpc.StatusCode.FAILED_PRECONDITION
 
 

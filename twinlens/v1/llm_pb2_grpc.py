@@ -112,7 +112,7 @@ class LlmServiceServicer(object):
 
     def Prefill(self, request, context):
         """Computes a prompt for another service of the same model, and gives the KV blocks that hold it: there the prompt goes
-        on behind them. Only with `--lend-prefill`: else UNIMPLEMENTED.
+        on behind them. Only with `--lend-prefill`: else FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -308,7 +308,7 @@ class LlmServiceStub(typing.Generic[_LlmServiceGenerateType, _LlmServiceEmbedTyp
 
     Prefill: _LlmServicePrefillType
     """Computes a prompt for another service of the same model, and gives the KV blocks that hold it: there the prompt goes
-    on behind them. Only with `--lend-prefill`: else UNIMPLEMENTED.
+    on behind them. Only with `--lend-prefill`: else FAILED_PRECONDITION.
     """
 
     Abort: _LlmServiceAbortType
@@ -408,7 +408,7 @@ class LlmServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[twinlens.v1.llm_pb2.PrefillResponse], collections.abc.AsyncIterator[twinlens.v1.llm_pb2.PrefillResponse]]:
         """Computes a prompt for another service of the same model, and gives the KV blocks that hold it: there the prompt goes
-        on behind them. Only with `--lend-prefill`: else UNIMPLEMENTED.
+        on behind them. Only with `--lend-prefill`: else FAILED_PRECONDITION.
         """
 
     @abc.abstractmethod
