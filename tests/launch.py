@@ -143,13 +143,27 @@ def send(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
+def stop(pid: int) -> None:
+    """Has a process stand still, and returns when each of its threads does: one that has no core just now hears of it
+    later, and the others go on until then."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: set(_states(pid)) <= set("TtZX"), "it stands still")
+
+
+def _states(pid: int) -> Iterator[str]:
+    """That of each thread, as far as the process lives."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            yield (task / "stat").read_text().rpartition(")")[2].split()[0]
+
+
 @contextlib.contextmanager
 def stopped(*pids: int) -> Iterator[None]:
     """These processes stand still for the length of the block, as far as they live that long."""
     assert pids
     try:
         for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
+            stop(pid)
         yield
     finally:
         for pid in pids:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import pictures
-from tests.launch import Service, command_line, encoder_server, send
+from tests.launch import Service, command_line, encoder_server, send, stop
 from tests.rpc.pairs import ENCODER_FLAGS, about, answer, asked, greedy
 from tests.waiting import until
 from twinlens import LlmClient, TwinlensError, v1
@@ -62,7 +62,7 @@ class Replica:
         self.stop()
 
     def freeze(self) -> None:
-        self._signal(signal.SIGSTOP)
+        stop(self.pid)
 
     def thaw(self) -> None:
         self._signal(signal.SIGCONT)

@@ -13,6 +13,7 @@ from common.arena import SharedBuffer
 from common.nixl.__main__ import _let_sleep, _library
 from common.nixl.agent import MODULE, NixlAgent, NixlError
 from common.nixl.messages import AgentMemory
+from tests.launch import stop
 from tests.nixl_agents import SIZE, TWIN, Held, held, needs_library, processes
 from tests.waiting import eventually
 
@@ -74,7 +75,7 @@ async def test_reads_of_a_process_that_ends_fail_and_another_agent_takes_its_pla
         await ours.agent.connect(theirs.memory)
         child = ours.agent._child
         assert child is not None
-        os.kill(child.process.pid, signal.SIGSTOP)
+        stop(child.process.pid)
         read = ours.agent.read(theirs.memory, 0, 0, 8)
         child.kill()
         with pytest.raises(NixlError, match="its process has ended"):
@@ -111,7 +112,7 @@ async def test_a_host_that_stands_still_is_given_up_and_nothing_comes_later(monk
         ours.agent._answer_seconds, patient = 1.0, ours.agent._answer_seconds
         child = theirs.agent._child
         assert child is not None
-        os.kill(child.process.pid, signal.SIGSTOP)
+        stop(child.process.pid)
         try:
             with pytest.raises(NixlError, match="its process has ended"):
                 await asyncio.shield(ours.agent.read(theirs.memory, 0, 8, SIZE - 8))
@@ -136,7 +137,7 @@ async def test_nothing_comes_after_the_end_of_a_read_whose_agent_was_let_go_mean
         await asyncio.shield(ours.agent.read(theirs.memory, 0, 0, 8))
         child = theirs.agent._child
         assert child is not None
-        os.kill(child.process.pid, signal.SIGSTOP)
+        stop(child.process.pid)
         read = ours.agent.read(theirs.memory, 0, 8, SIZE - 8)
         ours.agent.disconnect(theirs.memory.agent)
         os.kill(child.process.pid, signal.SIGCONT)
@@ -162,7 +163,7 @@ async def test_an_agent_that_nobody_waits_to_be_connected_with_is_let_go() -> No
     async with held(fill=7) as theirs, held() as ours:
         child = ours.agent._child
         assert child is not None
-        os.kill(child.process.pid, signal.SIGSTOP)
+        stop(child.process.pid)
         connecting = asyncio.create_task(ours.agent.connect(theirs.memory))
         await eventually(lambda: ours.agent._asked, "it is asked for")
         connecting.cancel()

@@ -28,6 +28,7 @@ from llm_service.encoders.transports import copier
 from llm_service.encoders.transports.base import ArrivedRows
 from llm_service.encoders.transports.nixl import Nixl
 from llm_service.encoders.transports.nixl_reader import PART_BYTES, NixlReader
+from tests.launch import stop
 from tests.nixl_agents import TWIN
 from tests.waiting import eventually
 from twinlens.v1 import encoder_pb2
@@ -191,7 +192,7 @@ async def test_a_reader_who_leaves_leaves_places_that_are_still_written_to_alone
     async with bench(places=3) as b:
         child = b.reader.agent._child
         assert child is not None
-        os.kill(child.process.pid, signal.SIGSTOP)
+        stop(child.process.pid)
         reading = asyncio.create_task(b.read())
         await eventually(lambda: b.reader.free == 0, "all parts are read")
         reading.cancel()
@@ -331,7 +332,7 @@ async def test_who_hears_of_an_encoder_waits_for_no_agent_that_stands_still() ->
         b.nixl.close()
         child = b.reader.agent._child
         assert child is not None
-        os.kill(child.process.pid, signal.SIGSTOP)
+        stop(child.process.pid)
         await b.heard(waits=False)
         assert not b.nixl.usable
         os.kill(child.process.pid, signal.SIGCONT)
