@@ -7,7 +7,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,12 +143,13 @@ class PrefillServices:
         timeout = min(self._seconds, left)
         try:
             with tracing.span("prefill elsewhere", service=service.address):
-                async for part in self._parts(service, message, timeout):
-                    if awaited.arrived == awaited.count:
-                        break
-                    if part.identity != identities[awaited.arrived]:
-                        raise _other_blocks(request)
-                    awaited.write(part.offset, part.data)
+                async with aclosing(self._parts(service, message, timeout)) as parts:
+                    async for part in parts:
+                        if awaited.arrived == awaited.count:
+                            break
+                        if part.identity != identities[awaited.arrived]:
+                            raise _other_blocks(request)
+                        awaited.write(part.offset, part.data)
             service.breaker.succeeded()
         except (TwinlensError, ValueError) as error:
             self._blocks.check(awaited.life)  # else it is our own engine that has ended
