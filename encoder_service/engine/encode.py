@@ -201,6 +201,8 @@ class EncoderEngine:
         """Ends a flight that nobody wants, unless workers have begun on all of it."""
         if not (flight.tickets or flight.all_started or flight.entry.done() or flight.task is None):
             self._forget(flight)
+            for unit in flight.units:  # at once: a worker might be given one before the task hears of it
+                self.pipeline.dispatcher.withdraw(unit)
             flight.task.cancel()
 
     def _forget(self, flight: Flight) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from common import tracing
 from common.errors import MEDIA_CHANGED, MEDIA_HOST, Forbidden, Internal, NotFound, Precondition, TwinlensError
@@ -41,13 +41,17 @@ class RowReceiver:
         """Totals since start."""
         return self._links.counters
 
-    async def acquire(self, fetches: Sequence[Fetch]) -> list[CacheEntry]:
+    async def acquire(
+        self, fetches: Sequence[Fetch], give_back: Callable[[], None] = lambda: None
+    ) -> list[CacheEntry]:
         """Entries for these items of one request, whose rows land in the background; waits until all have room.
 
-        The fetches are used up. The caller owns the entries and releases each once.
+        The fetches are used up. The caller owns the entries and releases each once. `give_back` releases what the
+        caller has already: it is called before anything is waited for, but not before entries that are here are taken
+        anew, so that rows on their way go on.
         """
         try:
-            entries = await self._room(fetches)
+            entries = await self._room(fetches, give_back)
         except BaseException:
             self.close(fetches)
             raise
@@ -111,11 +115,13 @@ class RowReceiver:
             return None
         return known
 
-    async def _room(self, fetches: Sequence[Fetch]) -> list[CacheEntry]:
+    async def _room(self, fetches: Sequence[Fetch], give_back: Callable[[], None]) -> list[CacheEntry]:
         """Room for all items. Where it has to be waited for, no stream stays open: an encoder keeps nothing for a
         caller who does not read."""
         wanted = headers_of(fetches)
-        if (entries := self.cache.acquire_now(wanted)) is not None:
+        entries = self.cache.acquire_now(wanted)
+        give_back()
+        if entries is not None:
             return entries
         self.close(fetches)
         return await self.cache.acquire(wanted)

@@ -140,10 +140,9 @@ class MediaRows:
 
     async def _place(self) -> None:
         """Takes places for all items together; the engine has forgotten those that it knew. What this request has is
-        given back first, so no two can hold each other up."""
+        given back before anything is waited for, so no two can hold each other up."""
         self._unwatch()
         self._receiver.counters.covered -= len(self._fetches) - len(self._entries)
-        self._give_back()
         self._fetches = [fetch.renewed() for fetch in self._fetches]
         self._used.extend(self._fetches)
         await self._acquire(list(range(len(self._fetches))))
@@ -151,7 +150,7 @@ class MediaRows:
             self._give_back()
 
     async def _acquire(self, items: list[int]) -> None:
-        entries = await self._receiver.acquire([self._fetches[item] for item in items])
+        entries = await self._receiver.acquire([self._fetches[item] for item in items], self._give_back)
         self._entries |= dict(zip(items, entries, strict=True))
 
     def _give_back(self) -> None:

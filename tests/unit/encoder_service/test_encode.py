@@ -89,6 +89,17 @@ async def test_the_last_one_to_leave_before_a_worker_begins_ends_the_flight(monk
         made.check_integrity(idle=True)
 
 
+async def test_no_worker_is_given_what_the_last_one_has_left_in_the_same_moment(monkeypatch):
+    async with encoder(monkeypatch, answers=None) as (made, worker):
+        async with made.ticket(item(), rows=True) as ticket:
+            await made.resolve(ticket)
+            while not made.pipeline.dispatcher.waiting:
+                await turns(1)
+        await turns()
+        assert worker.batches == []
+        made.check_integrity(idle=True)
+
+
 async def test_what_a_worker_has_begun_is_kept_for_the_next_caller(monkeypatch):
     async with encoder(monkeypatch, answers=None) as (made, worker):
         waiting = asyncio.create_task(rows(made, item()))

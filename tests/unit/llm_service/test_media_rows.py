@@ -72,6 +72,33 @@ async def test_what_was_spent_before_the_engine_asked_for_rows_is_not_forgotten(
         media._release()
 
 
+async def test_rows_on_their_way_go_on_where_the_engine_asks_for_those_of_another_item() -> None:
+    go_on = asyncio.Event()
+
+    async def waits(call: Call) -> None:
+        await call.header()
+        if call.data == b"on its way":
+            await go_on.wait()
+        await call.rows(0, ROWS)
+        await call.done()
+
+    encoder = ScriptedEncoder([waits])
+    async with bench(encoder) as b:
+        await b.usable(1)
+        media = MediaRows(b.receiver, await b.receiver.fetch_headers(request(b"covered", b"on its way")))
+        await media.take(NO_SPANS, {0})
+        before = media._entries[1]
+        await media._place()
+        await eventually(lambda: media._entries[0].complete)
+        go_on.set()
+        await settled(media._entries[1])
+        assert media._entries[1] is before
+        assert before.error is None
+        assert [call.data for call in encoder.calls].count(b"on its way") == 1
+        media._release()
+        assert b.cache.used_bytes, "both stay as cache"
+
+
 async def test_landing_is_all_the_time_in_which_rows_were_received_streams_that_broke_included(
     spans: InMemorySpanExporter,
 ) -> None:
