@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 _CGROUP = Path("/sys/fs/cgroup")
 _PROCESSORS = Path("/proc/cpuinfo")
+_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA = 158, 0x1023, 18
+"""arch_prctl on x86-64, where AMX is, ARCH_REQ_XCOMP_PERM and XFEATURE_XTILEDATA of Linux."""
 
 MEMORY_DRIVERS = {"cuda": "common.cuda_ipc:CudaMemory"}
 """By the kind of a device: `module:class` of what makes its memory readable for other processes (`device_memory`)."""
@@ -55,11 +57,30 @@ def usable_cores(cgroup: Path = _CGROUP) -> int:
 @functools.cache
 def multiplies_bfloat16() -> bool:
     """Whether this CPU has AVX512-BF16, as Linux says; False where it does not."""
+    return "avx512_bf16" in _flags()
+
+
+@functools.cache
+def multiplies_tiles() -> bool:
+    """Whether this CPU has AMX for bfloat16, and Linux permits this process to use it.
+
+    Linux ends a process with SIGILL that uses tiles without its permission, since they take 8 KiB in what it keeps of a
+    thread. All threads have it once one has asked, and forked children; a program that is executed has to ask again.
+    Linux refuses where a thread's alternate signal stack is too small for these, and so may a container's rules.
+    """
+    if not {"amx_tile", "amx_bf16"} <= _flags():
+        return False
+    refused: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA)
+    return refused == 0
+
+
+def _flags() -> set[str]:
+    """What the processor has, in Linux's words; none where it does not say."""
     try:
         lines = _PROCESSORS.read_text("ascii", errors="replace").splitlines()
     except OSError:
-        return False
-    return any(line.startswith("flags") and "avx512_bf16" in line.split() for line in lines)
+        return set()
+    return {word for line in lines if line.startswith("flags") for word in line.split()}
 
 
 def default_device() -> str:

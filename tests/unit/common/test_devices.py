@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -90,3 +91,22 @@ def test_a_processor_that_multiplies_bfloat16_says_so(
         file.write_text(told)
     monkeypatch.setattr(devices, "_PROCESSORS", file)
     assert devices.multiplies_bfloat16.__wrapped__() is expected
+
+
+@pytest.mark.parametrize(
+    ("told", "answer", "expected"),
+    [
+        ("flags\t\t: fpu amx_bf16 amx_tile amx_int8\n", 0, True),
+        ("flags\t\t: fpu amx_bf16 amx_tile amx_int8\n", -1, False),
+        ("flags\t\t: fpu amx_tile amx_int8\n", 0, False),
+        ("flags\t\t: fpu amx_bf16\n", 0, False),
+        ("model name\t: amx_bf16 amx_tile\n", 0, False),
+    ],
+)
+def test_tiles_are_used_where_the_processor_has_them_and_linux_permits_it(
+    told: str, answer: int, *, expected: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "cpuinfo").write_text(told)
+    monkeypatch.setattr(devices, "_PROCESSORS", tmp_path / "cpuinfo")
+    monkeypatch.setattr(devices.ctypes, "CDLL", lambda _: SimpleNamespace(syscall=lambda *_: answer))
+    assert devices.multiplies_tiles.__wrapped__() is expected

@@ -1,0 +1,124 @@
+"""Products of pairs of bfloat16 by tiles (AMX): eight registers of up to 16 rows of a line each.
+
+Whoever uses them has asked `common.devices.multiplies_tiles`, since Linux ends a process that it has not permitted it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from common.cpu.vectors.llvm import BYTE, LANES, LINE, WORD, Value, ask, at, declared, plus, pointer
+
+BLOCK = 16
+"""Rows of a tile, and pairs that one product adds up."""
+_TILES, _SUMS = 8, 4
+"""Registers, and those of them that hold sums."""
+_ROWS_AT = 48
+"""Bytes of a configuration before the rows of each register; before these are the bytes of a row, 16 bits each."""
+
+
+def _configure_tiles(_: Any, _rows: Any) -> Any:
+    """Says that `add_tiles` of one block has so many rows, 1 to `BLOCK`, from now on in this thread; with `BLOCK` two
+    blocks have them. What tiles hold is lost."""
+
+    def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        rows = builder.trunc(given[0], BYTE)
+        shape = cgutils.alloca_once(builder, ir.ArrayType(BYTE, LINE))
+        builder.store(ir.Constant(ir.ArrayType(BYTE, LINE), [1] + [0] * (LINE - 1)), shape)  # the only palette
+        base = builder.ptrtoint(shape, WORD)
+        for tile in range(_TILES):
+            builder.store(BYTE(LINE), pointer(builder, plus(builder, base, LANES + 2 * tile), BYTE))
+            weights = _weights(1)
+            of_tile = BYTE(BLOCK) if tile in weights else rows
+            builder.store(of_tile, pointer(builder, plus(builder, base, _ROWS_AT + tile), BYTE))
+        _call(builder, "ldtilecfg", pointer(builder, base, BYTE))
+        return context.get_dummy_value()
+
+    return types.void(types.intp), generate
+
+
+def _release_tiles(_: Any) -> Any:
+    """Has this thread hold none any more, so that they need not be kept where it waits. Every use ends with it."""
+
+    def generate(context: Any, builder: Any, _signature: Any, _given: Any) -> Value:
+        _call(builder, "tilerelease")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+def _add_tiles(_: Any, blocks: Any, across: Any, ahead: Any, _places: Any, _count: Any) -> Any:
+    """For each row of `blocks` blocks: out[0:w] += Σ over `count` > 0 times 16 pairs of x[pair] · weights[pair, 0:w].
+
+    x and weights are words, two bfloat16 of two inputs; w is 16 · `across`. `blocks` and `across` are literals, of
+    which the product is at most 4, since the sums stay in tiles. The products of 16 pairs are added up in float32, then
+    to the sum, in one order whatever the rows. `places` are (address of out, bytes from one row of it to the next, the
+    same of x, address of weights, bytes from one pair of them to the next, address of the weights that come next).
+    `ahead`, a literal, is how many products ask for these, of which this one does its part; 0: nothing is asked for.
+    """
+    literals = (blocks, across, ahead)
+    if not all(isinstance(literal, types.IntegerLiteral) for literal in literals):
+        return None  # numba asks again, with what it knows of constants
+    shape = [literal.literal_value for literal in literals]
+
+    def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        _write_products(builder, shape, cgutils.unpack_tuple(builder, given[3]), given[4])
+        return context.get_dummy_value()
+
+    return types.void(*literals, types.UniTuple(types.intp, 7), types.intp), generate
+
+
+def _write_products(builder: Any, shape: Sequence[int], places: Sequence[Value], count: Value) -> None:
+    """The loop over all pairs."""
+    (blocks, across, ahead), (out, out_step, x, x_step, weights, size, coming) = shape, places
+    sums = {
+        block * across + part: at(builder, out, WORD(block * BLOCK), out_step, LINE * part)
+        for block in range(blocks)
+        for part in range(across)
+    }
+    numbers, others = [_SUMS + block for block in range(blocks)], _weights(blocks)
+    for tile, place in sums.items():
+        _load(builder, tile, place, out_step)
+    with cgutils.for_range(builder, count) as loop:
+        pairs = at(builder, weights, builder.mul(loop.index, WORD(BLOCK)), size)
+        if ahead:
+            lines = BLOCK // ahead
+            begin = at(builder, coming, builder.mul(loop.index, WORD(lines)), size)
+            for pair in range(lines):
+                for part in range(across):
+                    ask(builder, at(builder, begin, WORD(pair), size, LINE * part))
+        for part in range(across):
+            weight = others[part % len(others)]
+            _load(builder, weight, plus(builder, pairs, LINE * part), size)
+            for block, tile in enumerate(numbers):
+                if part == 0:
+                    first = at(builder, x, WORD(block * BLOCK), x_step)
+                    _load(builder, tile, at(builder, first, loop.index, WORD(LINE)), x_step)
+                _call(builder, "tdpbf16ps", BYTE(block * across + part), BYTE(tile), BYTE(weight))
+    for tile, place in sums.items():
+        _call(builder, "tilestored64", BYTE(tile), pointer(builder, place, BYTE), out_step)
+
+
+def _weights(blocks: int) -> range:
+    """Registers that hold weights."""
+    return range(_SUMS + blocks, _TILES)
+
+
+def _load(builder: Any, tile: int, place: Value, step: Value) -> None:
+    _call(builder, "tileloadd64", BYTE(tile), pointer(builder, place, BYTE), step)
+
+
+def _call(builder: Any, name: str, *given: Value) -> None:
+    """An instruction that LLVM has a function for."""
+    kinds = [value.type for value in given]
+    builder.call(declared(builder, f"llvm.x86.{name}", ir.VoidType(), kinds), given)
+
+
+configure_tiles: Any = intrinsic(_configure_tiles)
+release_tiles: Any = intrinsic(_release_tiles)
+add_tiles: Any = intrinsic(_add_tiles)
