@@ -41,9 +41,7 @@ class RowReceiver:
         """Totals since start."""
         return self._links.counters
 
-    async def acquire(
-        self, fetches: Sequence[Fetch], give_back: Callable[[], None] = lambda: None
-    ) -> list[CacheEntry]:
+    async def acquire(self, fetches: Sequence[Fetch], give_back: Callable[[], None] = lambda: None) -> list[CacheEntry]:
         """Entries for these items of one request, whose rows land in the background; waits until all have room.
 
         The fetches are used up. The caller owns the entries and releases each once. `give_back` releases what the
