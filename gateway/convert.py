@@ -59,6 +59,8 @@ def sampling(asked: SamplingFields, max_tokens: int | None = None) -> llm_pb2.Sa
         stop_token_ids=asked.stop_token_ids,
         logit_bias=_logit_bias(asked.logit_bias or {}),
     )
+    if asked.shows_stop is not None:
+        params.include_stop_str_in_output = asked.shows_stop
     params.MergeFrom(choice(asked, max_tokens))
     _set_structure(params, asked)
     return params

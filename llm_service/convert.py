@@ -98,6 +98,7 @@ class RequestReader:
             media=tuple(media),
             sampling=sampling,
             stop=tuple(message.sampling.stop),
+            include_stop_str_in_output=message.sampling.include_stop_str_in_output,
             structure=self._sampling.structure(message.sampling),
             thinking_token_budget=self._sampling.thinking_token_budget(message.sampling),
             return_prompt_token_ids=message.return_prompt_token_ids,

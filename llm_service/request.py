@@ -231,6 +231,7 @@ class Request:
     media: tuple[MediaItem, ...]
     sampling: SamplingParams
     stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
     structure: Structure | None = None
     thinking_token_budget: int | None = None
     return_prompt_token_ids: bool = False

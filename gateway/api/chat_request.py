@@ -244,7 +244,6 @@ class ChatRequest(SamplingFields):
         "include_reasoning": (True,),
         "separate_reasoning": (True,),
         "stream_reasoning": (True,),
-        "no_stop_trim": (False,),
         "return_hidden_states": (False,),
         "documents": ([],),
         "store": (False,),

@@ -122,7 +122,6 @@ VLLM_DEFAULTS: Final[dict[str, tuple[Any, ...]]] = {
     "add_special_tokens": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
     "length_penalty": (1.0,),
     "use_beam_search": (False,),
     "bad_words": ([],),
@@ -168,6 +167,8 @@ class SamplingFields(RequestFields):
         Annotated[Annotated[str, Tag("$text")] | Annotated[Texts, Tag("$list")], Discriminator(text_or_list)] | None
     ) = None
     max_tokens: Int | None = None
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
     min_tokens: Int | None = None
     thinking_token_budget: Count | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=4096)] | None = None
@@ -182,6 +183,17 @@ class SamplingFields(RequestFields):
     guided_grammar: str | None = None
     regex: str | None = None
     structured_outputs: StructuredOutputs | None = None
+
+    @property
+    def shows_stop(self) -> bool | None:
+        """Whether what ends an answer is part of its text, by vLLM's name of it or SGLang's."""
+        return self.no_stop_trim if self.include_stop_str_in_output is None else self.include_stop_str_in_output
+
+    @model_validator(mode="after")
+    def _one_word_for_the_stop(self) -> SamplingFields:
+        if None not in (given := (self.include_stop_str_in_output, self.no_stop_trim)) and given[0] != given[1]:
+            raise ValueError("include_stop_str_in_output and no_stop_trim are one thing, and say two")
+        return self
 
     @model_validator(mode="after")
     def _stream_options_go_with_a_stream(self) -> SamplingFields:

@@ -26,10 +26,11 @@ in a few milliseconds."""
 class Choice:
     """What is known of a choice that is not finished: its text, how many tokens it has, those that it came with, and
     how many drafts were verified and accepted. `reasoning` counts where an answer may begin with that, and `words`
-    reads a transcript."""
+    reads a transcript. Where it `shows_stop`, its text has that of the token that ends it."""
 
     index: int
     text: Detokenizer
+    shows_stop: bool = False
     tokens: int = 0
     resumed: tuple[int, ...] = ()
     reasoning: ReasoningCounter | None = None
@@ -63,7 +64,8 @@ class Choice:
             self.accepted += token.accepted
             if self.reasoning is not None:
                 self.reasoning.push(token.token)
-            text, ended = self.text.push(token.token), token.ended
+            ended = token.ended
+            text = "" if ended == "stop" and not self.shows_stop else self.text.push(token.token)
             if ended:
                 text += self.text.finish()
             over = bool(ended) or self.text.stopped is not None
@@ -112,7 +114,9 @@ def open_choices(request: Request, tokenizer: Tokenizer) -> dict[int, Choice]:
         given = resumed.get(index)
         if given is not None and given.finished:
             continue
-        choice = Choice(index, Detokenizer(tokenizer, request.stop, request.sampling.min_tokens))
+        shows = request.include_stop_str_in_output
+        text = Detokenizer(tokenizer, request.stop, request.sampling.min_tokens, shows_stop=shows)
+        choice = Choice(index, text, shows)
         if request.transcription is not None:
             opened = isinstance(request.prompt, ChatPrompt) and bool(request.prompt.opening)
             choice.words = transcript_reader(request.transcription, opened=opened)

@@ -75,17 +75,21 @@ def _falls_back_to_bytes(tokenizer: Tokenizer) -> bool:
 
 class Detokenizer:
     """The text of one choice. After `stopped` is set, no more text comes; before `min_tokens` tokens it never is, and a
-    stop text that comes whole before them is text like any other."""
+    stop text that comes whole before them is text like any other. The text ends before the stop text, or, where it
+    `shows_stop`, behind it."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), min_tokens: int = 0, *, shows_stop: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
+        self._shows_stop = shows_stop
         self._tokens = 0
         self._bytes = _FallbackBytes(tokenizer) if _falls_back_to_bytes(tokenizer) else None
         self._window: list[list[int]] = []  # those together that are one character's bytes
         self._told = 0  # characters of the window's text that are known already, released or held back
-        self._held = ""
+        self._held = ""  # what could begin a stop text; released already where the text shows that
         self.stopped: str | None = None
 
     def push(self, token: int) -> str:
@@ -122,6 +126,7 @@ class Detokenizer:
 
     def _release(self, new: str, *, last: bool = False) -> str:
         text, known = self._held + new, len(self._held)
+        released = known if self._shows_stop else 0
         self._held = ""
         ends = self._stop if self._tokens >= self._min_tokens else ()
         # What ends within the text that was held had its chance: it came whole before `min_tokens`.
@@ -129,10 +134,10 @@ class Detokenizer:
         at, found = min((place for place in places if place[0] >= 0), default=(-1, ""))
         if found:
             self.stopped = found
-            return text[:at]
+            return text[released : at + len(found)] if self._shows_stop else text[:at]
         keep = 0 if last else _possible_start(text, self._stop)
         self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        return text[released:] if self._shows_stop else text[: len(text) - keep]
 
 
 def _possible_start(text: str, stops: Sequence[str]) -> int:

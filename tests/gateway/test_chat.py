@@ -221,6 +221,20 @@ def test_a_stop_text_ends_an_answer_and_is_not_part_of_it(door: Trio) -> None:
     assert by_http(door, [said("Hello")], max_tokens=12, stop=["\x07", stop]).choices[0] == choice
 
 
+@pytest.mark.parametrize("name", ["include_stop_str_in_output", "no_stop_trim"])
+def test_a_stop_text_is_part_of_an_answer_where_that_is_asked_for(door: Trio, name: str) -> None:
+    whole = by_http(door, [said("Hello")], max_tokens=12).choices[0].message.content
+    assert whole
+    stop = whole[5]
+    fields: dict[str, Any] = {"max_tokens": 12, "stop": stop, "extra_body": {name: True}}
+    choice = by_http(door, [said("Hello")], **fields).choices[0]
+    shown = whole[: whole.index(stop) + 1]
+    assert (choice.message.content, choice.finish_reason) == (shown, "stop")
+    chunks = [chunk.choices[0] for chunk in streamed(door, [said("Hello")], **fields)]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == shown
+    assert chunks[-1].stop_reason == stop
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_scores_have_texts_and_bytes(door: Trio, stream: bool) -> None:
     theirs = by_grpc(door, [user("Hello")], logprobs=2).choices[0].logprobs

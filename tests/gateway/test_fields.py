@@ -61,6 +61,8 @@ SAMPLES: dict[str, Any] = {
     "min_p": 0.1,
     "repetition_penalty": 1.1,
     "min_tokens": 1,
+    "include_stop_str_in_output": True,
+    "no_stop_trim": True,
     "thinking_token_budget": 0,
     "ignore_eos": True,
     "return_token_ids": True,
@@ -169,6 +171,7 @@ def test_fields_that_go_together(door: Scripted) -> None:
         {"stream_options": {"include_usage": True}},
         {"guided_regex": "a", "guided_choice": ["a"]},
         {"guided_regex": "a", "regex": "b"},
+        {"include_stop_str_in_output": True, "no_stop_trim": False},
         {"prompt_logprobs": 2, "stream": True},
         {"messages": [*QUESTION, {"role": "assistant", "content": "x", "reasoning": "a", "reasoning_content": "b"}]},
         {"guided_regex": "a", "response_format": {"type": "json_object"}},
@@ -189,6 +192,14 @@ def test_fields_that_go_together(door: Scripted) -> None:
 def test_reasoning_comes_back_by_either_name_of_it(door: Scripted, names: list[str]) -> None:
     own = {"role": "assistant", "content": "x", **dict.fromkeys(names, "Hm.")}
     assert post(door, messages=[*QUESTION, own, *QUESTION]).asked.chat.messages[1].reasoning == "Hm."
+
+
+@pytest.mark.parametrize("name", ["include_stop_str_in_output", "no_stop_trim"])
+def test_the_stop_text_is_kept_by_either_name_of_that(door: Scripted, name: str) -> None:
+    assert post(door, **{name: True}).asked.sampling.include_stop_str_in_output is True
+    told = post(door, **{name: False}).asked.sampling
+    assert told.HasField("include_stop_str_in_output")
+    assert not told.include_stop_str_in_output
 
 
 @pytest.mark.parametrize("settings", [{"enable_thinking": True}, {"thinking": True}])

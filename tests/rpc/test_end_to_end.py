@@ -230,13 +230,32 @@ def test_text_is_the_tokens_decoded_and_ends_before_a_stop_text(qwen3: Pair) -> 
     assert (cut.text, cut.stop_text, cut.reason) == (whole.text[:place], stop, v1.FINISH_REASON_STOP)
     assert cut.usage.completion_tokens == len(cut.token_ids) < 48
 
+    shows = greedy(48, stop=["never this", stop], include_stop_str_in_output=True)
+    (shown,) = answer(qwen3.text, asked(user("Tell me."), shows)).choices
+    assert (shown.text, shown.stop_text, shown.reason) == (whole.text[: place + len(stop)], stop, cut.reason)
+    assert shown.token_ids == cut.token_ids
 
-def test_a_stop_token_ends_a_choice(qwen3: Pair) -> None:
+
+@pytest.mark.parametrize("shows", [False, True])
+def test_a_stop_token_ends_a_choice_and_its_text_is_shown_where_that_is_asked_for(qwen3: Pair, shows: bool) -> None:
     whole = tokens(qwen3.text, asked(user("Tell me."), greedy(32)))
-    stop = whole[7]
-    (cut,) = answer(qwen3.text, asked(user("Tell me."), greedy(32, stop_token_ids=[stop]))).choices
-    assert cut.token_ids == whole[: whole.index(stop) + 1]
-    assert cut.reason == v1.FINISH_REASON_STOP
+    stop = next(token for token in whole[7:] if qwen3.text.detokenize(token).isalnum())
+    end = whole.index(stop)
+    sampling = greedy(32, stop_token_ids=[stop], include_stop_str_in_output=shows)
+    (cut,) = answer(qwen3.text, asked(user("Tell me."), sampling)).choices
+    assert cut.token_ids == whole[: end + 1]
+    assert (cut.reason, cut.stop_text) == (v1.FINISH_REASON_STOP, "")
+    tokenizer = reference.processor(qwen3.checkpoint).tokenizer
+    assert cut.text == tokenizer.decode(whole[: end + shows], skip_special_tokens=True)
+    assert cut.text != tokenizer.decode(whole[: end + (not shows)], skip_special_tokens=True)
+
+
+def test_an_end_token_that_is_special_has_no_text_to_be_shown(qwen3: Pair) -> None:
+    end = SPECIAL_IDS["<|im_end|>"]
+    sampling = greedy(10, logit_bias={end: 100.0}, ignore_eos=False, min_tokens=3, include_stop_str_in_output=True)
+    (cut,) = answer(qwen3.text, asked(user("Tell me."), sampling)).choices
+    assert (cut.token_ids[3:], cut.reason) == ([end], v1.FINISH_REASON_STOP)
+    assert cut.text == qwen3.text.detokenize(*cut.token_ids[:3])
 
 
 def test_a_biased_end_token_ends_at_once_unless_it_is_ignored_or_too_early(qwen3: Pair) -> None:

@@ -104,6 +104,13 @@ def check_stop(both: Pair, plain: list[int]) -> None:
     )
 
 
+def check_include_stop_str_in_output(both: Pair, plain: list[int]) -> None:
+    whole = said(both).choices[0].text
+    word = whole[len(whole) // 2 :][:2]
+    found = said(both, stop=[word], include_stop_str_in_output=True).choices[0]
+    assert (found.text, found.stop_text) == (whole[: whole.index(word) + 2], word)
+
+
 def check_stop_token_ids(both: Pair, plain: list[int]) -> None:
     found = said(both, stop_token_ids=[plain[4]]).choices[0]
     assert found.reason == v1.FINISH_REASON_STOP

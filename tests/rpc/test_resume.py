@@ -100,7 +100,10 @@ def whole_of(pair: Pair, request: v1.GenerateRequest) -> list[v1.GenerateRespons
     """What is said, as a caller hears it who is never behind: one event for each token."""
     sampling = request.sampling
     tokenizer = Tokenizer.from_file(str(pair.checkpoint / "tokenizer.json"))
-    texts = {n: Detokenizer(tokenizer, sampling.stop, sampling.min_tokens) for n in range(sampling.n or 1)}
+    shows = sampling.include_stop_str_in_output
+    texts = {
+        n: Detokenizer(tokenizer, sampling.stop, sampling.min_tokens, shows_stop=shows) for n in range(sampling.n or 1)
+    }
     with pair.text.generate(request, timeout=180) as stream:
         return [each for event in stream for each in one_by_one(event, texts)]
 
@@ -140,6 +143,9 @@ REQUESTS: dict[str, v1.GenerateRequest] = {
     "choices that end apart": asked(COUNT, drawn(n=2, max_tokens=64, json_schema=SCHEMA, ignore_eos=False)),
     "a picture": asked(about(PICTURE), greedy(12)),
     "at least so many": asked(COUNT, drawn(min_tokens=6, max_tokens=30, stop_token_ids=range(0, 400, 3))),
+    "its stop token shown": asked(
+        COUNT, drawn(min_tokens=6, max_tokens=30, stop_token_ids=range(0, 400, 3), include_stop_str_in_output=True)
+    ),
 }
 
 
@@ -156,14 +162,17 @@ def test_behind_any_token_an_answer_goes_on_as_if_it_had_not_stopped(both: Pair,
         check_cut(both.text, REQUESTS[name], events, cut)
 
 
+@pytest.mark.parametrize("shows", [False, True], ids=["before it", "behind it"])
 @pytest.mark.parametrize("length", [2, 3, 6])
-def test_a_stop_text_is_found_across_every_cut(both: Pair, length: int) -> None:
+def test_a_stop_text_is_found_across_every_cut(both: Pair, length: int, shows: bool) -> None:
     text = heard(whole_of(both, asked(COUNT, drawn())), 1)[0].text
     stop = text[len(text) // 2 :][:length]
-    request = asked(COUNT, drawn(stop=[stop, "never said at all"]))
+    request = asked(COUNT, drawn(stop=[stop, "never said at all"], include_stop_str_in_output=shows))
     events = whole_of(both, request)
     assert events[-1].finished.stop_text == stop
-    assert any(not event.delta.text for event in events[1:-1]), "nothing is held back, so nothing is tested"
+    assert heard(events, 1)[0].text == text[: text.index(stop) + (length if shows else 0)]
+    if not shows:
+        assert any(not event.delta.text for event in events[1:-1]), "nothing is held back, so nothing is tested"
     for cut in range(1, len(events) + 1):
         check_cut(both.text, request, events, cut)
 

@@ -37,6 +37,7 @@ _SAMPLING = (
     "frequency_penalty",
     "seed",
     "stop",
+    "include_stop_str_in_output",
     "logprobs",
     "prompt_logprobs",
 )
@@ -89,6 +90,9 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
         group.add_argument(f"--{name}-penalty", type=float, metavar="X", help=about)
     group.add_argument("--seed", type=int, metavar="N", help="makes sampling repeatable")
     group.add_argument("--stop", action="append", metavar="TEXT", help="ends the answer; repeatable")
+    group.add_argument(
+        "--include-stop-str-in-output", action="store_const", const=True, help="the answer has the text that ends it"
+    )
     for name, whose in (("logprobs", "the answer's"), ("prompt-logprobs", "the prompt's")):
         shown = f"then print how likely {whose} tokens were, and N of the likeliest, to standard error"
         group.add_argument(f"--{name}", type=int, metavar="N", help=shown)

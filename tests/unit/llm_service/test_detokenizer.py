@@ -235,6 +235,32 @@ def test_stopping_is_as_if_the_whole_text_were_known(builder: PromptBuilder, tex
     assert (met, "".join(out)) == (None, text)
 
 
+@given(
+    st.text("ab☃", max_size=24),
+    st.lists(st.text("ab☃", min_size=1, max_size=4), max_size=3),
+    st.integers(0, 12),
+)
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_a_stop_text_that_is_shown_is_all_that_is_shown_besides_and_nothing_waits_for_it(
+    builder: PromptBuilder, text: str, stops: list[str], least: int
+) -> None:
+    ids = [builder.tokenizer.token_to_id(c) for char in text for c in _bytes(char)]
+    free, hidden, shown = (
+        Detokenizer(builder.tokenizer, ends, least, shows_stop=shows)
+        for ends, shows in (((), False), (stops, False), (stops, True))
+    )
+    before = after = whole = ""
+    for token in ids:
+        before, after = before + hidden.push(token), after + shown.push(token)
+        assert shown.stopped == hidden.stopped
+        if hidden.stopped is not None:
+            assert after == before + hidden.stopped
+            return
+        whole += free.push(token)
+        assert after == whole
+    assert after + shown.finish() == whole + free.finish()
+
+
 def _bytes(char: str) -> list[str]:
     """A character as the byte-level tokens that spell it."""
     shown = {**{b: chr(b) for b in range(33, 127)}, 0xE2: "â", 0x98: "ĺ", 0x83: "ĥ"}
