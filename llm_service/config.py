@@ -197,12 +197,13 @@ class LlmConfig(ServerConfig):
         "",
         "where drafts come from: ngram, what followed a sequence's last tokens where they stood before, the default;"
         " draft_model, the default where there is a --draft-model; mtp, the checkpoint's own layer for multi-token"
-        " prediction",
-        choices=("", "ngram", "draft_model", "mtp"),
+        " prediction; eagle3, an EAGLE-3 head, which --draft-model names",
+        choices=("", "ngram", "draft_model", "mtp", "eagle3"),
     )
     draft_model: str = option(
         "",
-        "checkpoint folder, or a hub name, of a small model with the same tokenizer that proposes drafts",
+        "checkpoint folder, or a hub name, of a small model with the same tokenizer that proposes drafts, or of an"
+        " EAGLE-3 head",
     )
     lora_dir: str = option("", "folder below which LoRA adapters in peft's form may be read; empty: none is served")
     lora_modules: tuple[str, ...] = option(
@@ -379,10 +380,10 @@ class LlmConfig(ServerConfig):
         if (self.draft_model or self.speculative_method) and not self.speculative_tokens:
             option = "--draft-model" if self.draft_model else "--speculative-method"
             raise ValueError(f"{option} needs --speculative-tokens, which says how many drafts there are")
-        if bool(self.draft_model) != (self.method == "draft_model"):
-            raise ValueError("--draft-model and --speculative-method draft_model go together")
-        if self.method == "mtp" and self.tp > 1:
-            raise ValueError("--speculative-method mtp is for one rank, not for --tp")
+        if bool(self.draft_model) != (self.method in ("draft_model", "eagle3")):
+            raise ValueError("--draft-model and --speculative-method draft_model or eagle3 go together")
+        if self.method in ("mtp", "eagle3") and self.tp > 1:
+            raise ValueError(f"--speculative-method {self.method} is for one rank, not for --tp")
         if self.speculative_tokens and self.overlap == "yes":
             raise ValueError("--speculative-tokens and --overlap yes exclude each other: a draft follows a known token")
 

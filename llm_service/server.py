@@ -84,7 +84,7 @@ class _Model:
         layout = RowLayout(served.levels, served.hidden_size, DType(settings.dtype))
         digest = await tasks.to_thread(encoder_digest, checkpoint, layout.dtype, served.family.encoder)
         kv = await tasks.to_thread(kv_layout, settings, checkpoint) if config.exchanges_blocks else b""
-        if settings.draft_model:
+        if settings.draft_model and config.method == "draft_model":
             await tasks.to_thread(check_same_tokens, checkpoint, Checkpoint(Path(settings.draft_model)))
         prompts = await tasks.to_thread(_prompts, config, checkpoint, served)
         name = config.served_model_name or checkpoint.name

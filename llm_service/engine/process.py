@@ -171,7 +171,7 @@ def _limits(settings: EngineSettings, loaded: Loaded, longest: int) -> Limits:
         forgets_answers=loaded.forgets_answers,
         speculative_tokens=settings.speculative_tokens,
         draft_rows=settings.draft_rows,
-        proposes=settings.speculative_method in ("draft_model", "mtp"),
+        proposes=settings.speculative_method in ("draft_model", "mtp", "eagle3"),
         decode_slowdown=settings.decode_slowdown,
         max_loras=settings.max_loras,
     )

@@ -50,7 +50,7 @@ class SelfAttention(nn.Module):
         self._gates_apart = family.gates_apart
         self.new_keys = self.kv_heads if kind.keys_of is None else 0
         query, key = _elements(own, self.head_dim), _elements(shared, self.head_dim)
-        whole = slice(0, config.hidden_size)
+        whole, inputs = slice(0, config.hidden_size), self._inputs(config)
         within = self.has_gates and not self._gates_apart
         parts = {"q_proj": _elements(own, 2 * self.head_dim) if within else query}
         if self.new_keys:
@@ -63,11 +63,11 @@ class SelfAttention(nn.Module):
             behind = (_elements(shared, self.head_dim, first) for first in (keys, values))
             stacked = {"qkv_proj": (query, *behind)}
         bias, order = family.attention_bias, self._order(config)
-        self.qkv = PackedLinear(whole, stacked, bias=bias, dtype=dtype, order=order)
+        self.qkv = PackedLinear(inputs, stacked, bias=bias, dtype=dtype, order=order)
         self.o = SummedLinear(query, {"o_proj": whole}, group, bias=family.output_biases, dtype=dtype)
         self.head_gates: PackedLinear | None = None
         if family.head_gates:  # few
-            self.head_gates = PackedLinear(whole, {"g_proj": own}, bias=False, dtype=dtype, rounds=False)
+            self.head_gates = PackedLinear(inputs, {"g_proj": own}, bias=False, dtype=dtype, rounds=False)
 
         kept = PlainNorm if family.plain_head_norms else RMSNorm
         norm, normed = partial(kept.of, config, self.head_dim, dtype), config.norms_heads(kind)
@@ -76,6 +76,10 @@ class SelfAttention(nn.Module):
         self._value_gain: Tensor | None
         gain = torch.ones(self.head_dim, dtype=dtype) if family.value_norm and self.new_keys else None
         self.register_buffer("_value_gain", gain, persistent=False)
+
+    def _inputs(self, config: TextConfig) -> slice:
+        """The numbers that it projects."""
+        return slice(0, config.hidden_size)
 
     def _order(self, config: TextConfig) -> Tensor | None:
         """Where the rows of a checkpoint's projections go, if not one behind the other."""

@@ -70,7 +70,10 @@ class Deepstack:
 
 
 class Decoder(nn.Module):
-    """One rank's share of a decoder: embeddings in, hidden states out; logits on demand."""
+    """One rank's share of a decoder: embeddings in, hidden states out; logits on demand. For a draft head it `extracts`
+    hidden states before these layers as well, counted from 0, with their number for what comes behind the last."""
+
+    extracts: tuple[int, ...] = ()
 
     def __init__(self, config: TextConfig, group: TensorGroup, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -125,6 +128,16 @@ class Decoder(nn.Module):
         return self.config.hidden_size
 
     @property
+    def entry_size(self) -> int:
+        """Of what `forward` is told of a token."""
+        return self.config.hidden_size
+
+    @property
+    def exit_size(self) -> int:
+        """Of what it gives of one."""
+        return self.config.hidden_size * (1 + len(self.extracts))
+
+    @property
     def position_rows(self) -> int:
         """Of what `forward` takes as positions: one for each axis, the first of four a token's own number."""
         return 4 if self.config.rotary.own_sections else 3
@@ -162,8 +175,8 @@ class Decoder(nn.Module):
         at_places: Sequence[Any] | None = None,
     ) -> Tensor:
         """hidden [n, hidden], positions int [position_rows, n], and for each layer with a mixer a cache and a batch,
-        as that takes them, and behind these those of companions → [n, hidden]. `token_ids` int [n] are what
-        `ids_of_layers` gives.
+        as that takes them, and behind these those of companions → [n, hidden], and behind these numbers, side by side,
+        as many for each of `extracts`. `token_ids` int [n] are what `ids_of_layers` gives.
 
         With `places` int64 [m], m > 0, only theirs are wanted, [m, hidden]: the last layer, whose keys no other layer
         needs more of, then computes little else. With batches of these `at_places` alone all layers that share keys
@@ -192,7 +205,10 @@ class Decoder(nn.Module):
         kept = HandedOn() if self.config.shared_layers or self.config.shared_choices else None
         residual: Tensor | None = None
         at = -1
+        taken: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
+            if index in self.extracts:
+                taken[index] = hidden if residual is None else residual + hidden
             if index == first_sharing and places is not None and at_places is not None:
                 hidden, residual = hidden[places], None if residual is None else residual[places]
                 rotary, local = self._angles(positions[:, places], hidden.dtype)
@@ -214,7 +230,16 @@ class Decoder(nn.Module):
                 deepstack.add_to(hidden, levels[index], 1 / self.config.residual_multiplier)
             if last and places is not None and cut is None:
                 hidden, residual = hidden[places], None if residual is None else residual[places]
-        return self.norm.after_adding(hidden, residual)[1]
+        return self._ended(hidden, residual, taken)
+
+    def _ended(self, hidden: Tensor, residual: Tensor | None, taken: dict[int, Tensor]) -> Tensor:
+        """What `forward` gives, of what the last layer does, [n, hidden], and what is to be added to it; `taken` are
+        the states before layers."""
+        whole, normed = self.norm.after_adding(hidden, residual)
+        if not self.extracts:
+            return cast(Tensor, normed)
+        taken[self.config.layers] = whole
+        return torch.cat([normed, *(taken[layer] for layer in self.extracts)], -1)
 
     def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Rotary, Rotary]:
         """Of layers whose tokens see all before them, and of local ones."""

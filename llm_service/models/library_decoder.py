@@ -236,6 +236,16 @@ class LibraryDecoder:
         """Of what is between layers."""
         return int(self._text.config.hidden_size)
 
+    @property
+    def entry_size(self) -> int:
+        """See `Decoder.entry_size`."""
+        return self.hidden_size
+
+    @property
+    def exit_size(self) -> int:
+        """See `Decoder.exit_size`."""
+        return self.hidden_size
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[m, hidden] → float32 [m, vocabulary]."""
         out: Tensor = self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]

@@ -21,6 +21,8 @@ from llm_service.layers.linear import Finalized, PackedLinear, Place, Placed, St
 from llm_service.layers.weight_dtype import Rounded
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
+from llm_service.models.eagle import EagleDecoder
+from llm_service.models.eagle_config import EagleConfig
 from llm_service.models.mtp import MtpDecoder
 from llm_service.models.parted_tensors import PartedTensors
 from llm_service.models.quantization_config import Scheme
@@ -121,6 +123,52 @@ def load_mtp(checkpoint: Checkpoint, target: Decoder, dtype: torch.dtype, *, wei
         raise CheckpointError(str(error)) from error
     _fill(decoder, load_weights(checkpoint, _mtp_name), target.device, rounded)
     return decoder.eval()
+
+
+def load_eagle(checkpoint: Checkpoint, target: Decoder, dtype: torch.dtype, *, weight_dtype: str = "") -> EagleDecoder:
+    """An EAGLE-3 head beside the decoder that it was trained for, which is loaded, with the same types as
+    `load_decoder`. Raises CheckpointError where it is none, or is not for that one."""
+    shape = target.config
+    if any(several is not None for several in (shape.streams, shape.balanced, shape.opened, shape.alternating)):
+        raise CheckpointError("a head is not known for texts with several streams between layers")
+    eagle = EagleConfig.of(checkpoint.config, shape.layers)
+    stored = {own: name for name in checkpoint.tensors if (own := _eagle_name(name)) is not None}
+    head, table, words = HEAD in stored, TABLE in stored, eagle.vocab_size
+    if not table and eagle.text.hidden_size != shape.hidden_size:
+        raise CheckpointError("it has no embeddings, and those of the model have another width")
+    if not head and (words, eagle.text.hidden_size) != (shape.vocab_size, shape.hidden_size):
+        raise CheckpointError(f"it has no {HEAD}, and that of the model is for other words or another width")
+    if not table:
+        eagle = replace(eagle, text=replace(eagle.text, vocab_size=shape.vocab_size))
+    rounded = Rounded(int8=weight_dtype == "int8", bfloat16=dtype == torch.bfloat16 and target.dtype == torch.float32)
+    try:
+        decoder = EagleDecoder(eagle, target, own_embeddings=table, own_head=head)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    if tokens := [name for name in checkpoint.tensors if name.rpartition(".")[2] == "d2t"]:
+        decoder.means(_meanings(checkpoint, tokens[0], words, min(shape.vocab_size, eagle.text.vocab_size)))
+    elif words != shape.vocab_size:
+        raise CheckpointError("it has no d2t, which says what tokens its words are")
+    _fill(decoder, load_weights(checkpoint, _eagle_name), target.device, rounded)
+    return decoder.eval()
+
+
+def _meanings(checkpoint: Checkpoint, name: str, words: int, tokens: int) -> Tensor:
+    """The token of each of a head's words, int64 [words]: stored is how far it is behind the word's own number."""
+    with SliceReader(checkpoint) as reader:
+        behind = reader[name][:].to(torch.int64)
+    found = torch.arange(words) + behind if behind.shape == (words,) else None
+    if found is None or int(found.min()) < 0 or int(found.max()) >= tokens:
+        raise CheckpointError(f"{name} does not say what tokens of the model its {words} words are")
+    return found
+
+
+def _eagle_name(name: str) -> str | None:
+    """The decoder's name for a tensor of an EAGLE-3 head; None for what tells which words it has."""
+    name = name.removeprefix("model.")
+    if name in ("d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight"):
+        return None
+    return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
 
 
 def _fill(decoder: Decoder, weights: Iterable[tuple[str, Stored]], device: torch.device, rounded: Rounded) -> None:

@@ -15,10 +15,11 @@ from llm_service.layers.decoder_layer import DecoderLayer
 from llm_service.layers.linear import PackedLinear
 from llm_service.layers.ops import RMSNorm
 from llm_service.models.decoder import Decoder
+from llm_service.models.draft_head import DraftHead
 
 
-class MtpDecoder(Decoder):
-    """What is told to `Decoder.forward` are not embeddings, but what `join` makes of them."""
+class MtpDecoder(DraftHead):
+    """That layer, beside the model whose it is."""
 
     def __init__(self, target: Decoder) -> None:
         nn.Module.__init__(self)
@@ -40,7 +41,7 @@ class MtpDecoder(Decoder):
         self.window_rotary = self.layer_inputs = self.streams_in = self.embed_positions = None
 
     def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
-        """Embeddings of the next tokens and hidden states, [n, hidden] each → [n, hidden]."""
+        """See `DraftHead.join`: [n, hidden]."""
         both = self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)
         out: Tensor = self.fc(torch.cat(both, -1))
         return out

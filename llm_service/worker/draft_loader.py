@@ -12,12 +12,13 @@ from llm_service.families.registry import FAMILIES
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape
 from llm_service.layers.cache_spec import block_bytes, slot_bytes
 from llm_service.models.decoder import Decoder
+from llm_service.models.draft_head import DraftHead
+from llm_service.models.eagle_config import is_eagle3
 from llm_service.models.library_decoder import LibraryDecoder
-from llm_service.models.loader import load_decoder, load_mtp
-from llm_service.models.mtp import MtpDecoder
+from llm_service.models.loader import load_decoder, load_eagle, load_mtp
 from llm_service.models.served import ServedModel
 from llm_service.worker.caches import Caches
-from llm_service.worker.draft_model import DraftModel, MtpLayer
+from llm_service.worker.draft_model import DraftModel, HeadProposer
 from llm_service.worker.model_runner import ModelRunner
 from llm_service.worker.row_arena import RowArena
 
@@ -42,8 +43,10 @@ class Drafting:
         decoder = self.decoder
         made = decoder.mixers(), blocks, block_size, decoder.kv_dtype, decoder.device
         runner = ModelRunner(decoder, arena, Caches(*made, attention=attention))
-        kind = MtpLayer if isinstance(decoder, MtpDecoder) else DraftModel
-        return kind(runner, decoder.config.vocab_size, self.vocab_size, takes_rows=self.takes_rows)
+        words = decoder.config.vocab_size, self.vocab_size
+        if isinstance(decoder, DraftHead):
+            return HeadProposer(runner, decoder, *words, takes_rows=self.takes_rows)
+        return DraftModel(runner, *words, takes_rows=self.takes_rows)
 
 
 def load_draft_model(
@@ -51,6 +54,8 @@ def load_draft_model(
 ) -> Drafting:
     """Loads the model of `--draft-model`, whole, on one rank; `served` is the one that verifies. Raises CheckpointError
     where it cannot be used."""
+    if is_eagle3(checkpoint.config):
+        raise CheckpointError("--draft-model: an EAGLE-3 head is for --speculative-method eagle3")
     try:
         decoder = load_decoder(checkpoint, dtype, device, weight_dtype=weight_dtype)
     except CheckpointError as error:
@@ -69,12 +74,36 @@ def load_mtp_layer(
 ) -> Drafting:
     """Loads the layer of `--speculative-method mtp` beside the model that verifies. Raises CheckpointError where there
     is none, or it cannot be used."""
+    return _with_head("mtp", load_mtp, checkpoint, target, dtype, weight_dtype)
+
+
+def load_eagle_head(
+    checkpoint: Checkpoint, target: Decoder | LibraryDecoder, dtype: torch.dtype, *, weight_dtype: str = ""
+) -> Drafting:
+    """Loads the head of `--speculative-method eagle3`, and has the model that verifies extract what that reads. Raises
+    CheckpointError where it cannot be used."""
+    drafting = _with_head("eagle3", load_eagle, checkpoint, target, dtype, weight_dtype)
+    assert isinstance(target, Decoder), "it is not the library's"
+    assert isinstance(drafting.decoder, DraftHead)
+    target.extracts = drafting.decoder.reads
+    return drafting
+
+
+def _with_head(
+    method: str,
+    load: Callable[..., DraftHead],
+    checkpoint: Checkpoint,
+    target: Decoder | LibraryDecoder,
+    dtype: torch.dtype,
+    weight_dtype: str,
+) -> Drafting:
     try:
         if not isinstance(target, Decoder):
             raise CheckpointError("it is not for a model that the library computes")
         if target.group.size > 1:
             raise CheckpointError("it is for one rank, not for --tp")
-        decoder = load_mtp(checkpoint, target, dtype, weight_dtype=weight_dtype)
+        decoder = load(checkpoint, target, dtype, weight_dtype=weight_dtype)
     except CheckpointError as error:
-        raise CheckpointError(f"--speculative-method mtp: {error}") from error
-    return Drafting(decoder, target.config.vocab_size, takes_rows=True)
+        raise CheckpointError(f"--speculative-method {method}: {error}") from error
+    as_wide = decoder.config.hidden_size == target.config.hidden_size
+    return Drafting(decoder, target.config.vocab_size, takes_rows=as_wide)

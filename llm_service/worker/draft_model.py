@@ -15,6 +15,7 @@ from torch import Tensor
 
 from common.gpu import Capture
 from llm_service.layers.transfer import to_device
+from llm_service.models.draft_head import DraftHead
 from llm_service.plan import Chunk, Draw, Proposal, RowSlice, StepPlan
 from llm_service.worker.graphs import CaptureBounds, GraphRunner
 from llm_service.worker.model_runner import Launched, ModelRunner
@@ -101,7 +102,7 @@ class DraftModel:
         each sequence; each further pass gives the next ones."""
         asked = [proposal.count for proposal in plan.proposals] or [0] * len(plan.chunks)
         first, places, own = self._first(plan, chosen)
-        launched = [self._runner.launch(first, self._behind(hidden, own))]
+        launched = [self._runner.launch(first, self._entered(hidden, own))]
         followed: list[list[int]] = [[n for n, count in enumerate(asked) if count]]
         draws = {number: draw for draw, number in enumerate(followed[0])}
         for ahead in range(1, max(asked, default=0)):
@@ -125,8 +126,12 @@ class DraftModel:
             followed.append(numbers)
         return lambda: self._read(len(asked), launched, followed)
 
+    def _entered(self, _hidden: Tensor, _places: Sequence[int]) -> Tensor | None:
+        """What it makes of the model's hidden states at places; it has no need of any."""
+        return None
+
     def _behind(self, _hidden: Tensor, _places: Sequence[int]) -> Tensor | None:
-        """The hidden states that it goes on from; it has no need of any."""
+        """The same of its own, where it goes on from them."""
         return None
 
     def _first(self, plan: StepPlan, chosen: list[int]) -> _First:
@@ -173,12 +178,23 @@ class DraftModel:
         return drafts[: next((n for n, token in enumerate(drafts) if token >= self._vocab_size), len(drafts))]
 
 
-class MtpLayer(DraftModel):
-    """Proposes by the model's own layer for multi-token prediction, whose keys and values at a place depend on the next
-    token as well. The last ones of a cached block are those of another sequence, and those before a chunk that begins
-    with a row of media lack that row: drafts may be worse for it, tokens are not."""
+class HeadProposer(DraftModel):
+    """Proposes by a draft head, the model's own layer for multi-token prediction or one of EAGLE-3's form, whose keys
+    and values at a place depend on the next token as well. The last ones of a cached block are those of another
+    sequence, and those before a chunk that begins with a row of media lack that row: drafts may be worse for it,
+    tokens are not."""
 
     reads_hidden = True
+
+    def __init__(
+        self, runner: ModelRunner, head: DraftHead, own_vocab_size: int, vocab_size: int, *, takes_rows: bool
+    ) -> None:
+        super().__init__(runner, own_vocab_size, vocab_size, takes_rows=takes_rows)
+        self._head = head
+
+    def _entered(self, hidden: Tensor, places: Sequence[int]) -> Tensor | None:
+        (there,) = to_device([np.array(places, np.int64)], hidden.device)
+        return self._head.enter(hidden[there])
 
     def _behind(self, hidden: Tensor, places: Sequence[int]) -> Tensor | None:
         (there,) = to_device([np.array(places, np.int64)], hidden.device)
@@ -194,7 +210,7 @@ class MtpLayer(DraftModel):
         draws: list[Draw] = []
         rows: list[RowSlice] = []
         places: dict[int, tuple[int, int]] = {}
-        unread = list(plan.rows[::-1])
+        unread = list(plan.rows[::-1]) if self._takes_rows else []
         for number, part in enumerate(verified(plan, chosen)):
             end, last = part.at + part.count, part.chunk.context + part.count - 1
             while unread and unread[-1].at < end:
@@ -212,5 +228,7 @@ class MtpLayer(DraftModel):
                 draws.append(Draw(at=len(own) - 1))
             chunks.append(part.own_chunk())
         positions = np.frombuffer(plan.positions, np.int32).reshape(3, -1)[:, own]
-        made = StepPlan(ids.tobytes(), positions.tobytes(), chunks, rows, draws, appended=plan.appended)
+        known = np.frombuffer(ids, np.int32)
+        known = np.where(known < self._own_vocab_size, known, 0).astype(np.int32)
+        made = StepPlan(known.tobytes(), positions.tobytes(), chunks, rows, draws, appended=plan.appended)
         return made, places, own

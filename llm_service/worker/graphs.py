@@ -92,8 +92,8 @@ def verify_sizes(largest: int) -> list[int]:
 class Buffers:
     """What replays read and write, for all sizes: a smaller graph uses the beginning. None of it ever moves.
 
-    `hidden` and `out` [N, hidden]; `deep` [levels − 1, N, hidden]; `block_table` int32 [sequences, blocks];
-    `token_ids` int32 [N].
+    `hidden` [N, entry_size] and `out` [N, exit_size] of the decoder; `deep` [levels − 1, N, hidden]; `block_table`
+    int32 [sequences, blocks]; `token_ids` int32 [N].
     """
 
     hidden: Tensor
@@ -103,14 +103,14 @@ class Buffers:
     token_ids: Tensor
 
     @classmethod
-    def of(cls, bounds: CaptureBounds, block_size: int, like: Tensor) -> Self:
+    def of(cls, bounds: CaptureBounds, block_size: int, like: Tensor, entry_size: int, exit_size: int) -> Self:
         """Zeros for the largest batch, of the type and on the device of a tensor [hidden]."""
         tokens, width = max(bounds.tokens, bounds.sequences, bounds.draft_rows), len(like)
         table = bounds.sequences, -(-bounds.context // block_size)
         return cls(
-            like.new_zeros(tokens, width),
+            like.new_zeros(tokens, entry_size),
             like.new_zeros(bounds.levels - 1, tokens, width),
-            like.new_zeros(tokens, width),
+            like.new_zeros(tokens, exit_size),
             torch.zeros(table, dtype=torch.int32, device=like.device),
             torch.zeros(tokens, dtype=torch.int32, device=like.device),
         )
@@ -289,7 +289,7 @@ class GraphRunner:
         self._adapters = adapters if adapters is not None and adapters.capturable else None
         self._null_slot = caches.null_block * caches.block_size
         like = torch.empty(decoder.hidden_size, dtype=decoder.dtype, device=decoder.device)
-        self._buffers = Buffers.of(bounds, caches.block_size, like)
+        self._buffers = Buffers.of(bounds, caches.block_size, like, decoder.entry_size, decoder.exit_size)
         self._filled = 0  # leading places of `deep` that hold rows of the replay before
         self._graphs: dict[GraphKind, list[Graph]] = {kind: [] for kind in GraphKind}
         # The library's has the host look at prompts, and so has what layers choose by an index.
@@ -341,9 +341,9 @@ class GraphRunner:
         deepstack: Deepstack | None,
         token_ids: Tensor | None = None,
     ) -> Tensor:
-        """Input embeddings [n, hidden], what `Graph.of` gave of their plan, on the device, and all block tables, of
-        which no sequence is longer than `longest` → hidden states [n, hidden], valid until the next replay. `token_ids`
-        as `Decoder.ids_of_layers` gives them."""
+        """Input embeddings [n, entry_size], what `Graph.of` gave of their plan, on the device, and all block tables, of
+        which no sequence is longer than `longest` → hidden states [n, exit_size], valid until the next replay.
+        `token_ids` as `Decoder.ids_of_layers` gives them."""
         buffers, n = self._buffers, len(hidden)
         buffers.hidden[:n].copy_(hidden)
         if token_ids is not None:

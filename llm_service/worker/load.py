@@ -41,7 +41,7 @@ from llm_service.settings import EngineSettings
 from llm_service.worker.adapters import RankAdapters, adaptable_of
 from llm_service.worker.caches import Caches
 from llm_service.worker.changeover import Changeover, There
-from llm_service.worker.draft_loader import Drafting, load_draft_model, load_mtp_layer
+from llm_service.worker.draft_loader import Drafting, load_draft_model, load_eagle_head, load_mtp_layer
 from llm_service.worker.graphs import CaptureBounds
 from llm_service.worker.host_cache import HostCache
 from llm_service.worker.library_adapters import LibraryAdapters, library_adaptable
@@ -347,6 +347,8 @@ def _drafting(
     own = {"weight_dtype": settings.weight_dtype}
     if settings.speculative_method == "mtp":
         made = load_mtp_layer(checkpoint := Checkpoint.resolve(settings.model), target, dtype, **own)
+    elif settings.speculative_method == "eagle3":
+        made = load_eagle_head(checkpoint := Checkpoint.resolve(settings.draft_model), target, dtype, **own)
     elif settings.draft_model:
         checkpoint = Checkpoint.resolve(settings.draft_model)
         made = load_draft_model(checkpoint, served, dtype, target.device, **own)

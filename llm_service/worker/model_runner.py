@@ -19,8 +19,8 @@ from llm_service.layers.attention.backend import Span, parts_at, runs_of
 from llm_service.layers.attention.metadata import AttentionMetadata, BatchNumbers
 from llm_service.layers.transfer import ToHost, to_device
 from llm_service.models.decoder import Decoder
+from llm_service.models.draft_head import DraftHead
 from llm_service.models.library_decoder import LibraryDecoder
-from llm_service.models.mtp import MtpDecoder
 from llm_service.models.served import Weights
 from llm_service.plan import AdapterOrder, Draw, Install, StepPlan, StepResult, TokenLogprobs
 from llm_service.worker import sampler
@@ -38,8 +38,8 @@ from llm_service.worker.sampler import Drawn, score
 
 
 class Proposer(Protocol):
-    """What proposes drafts with every step. With `reads_hidden` it is given the hidden states of all places. `caches`
-    are its own, with the blocks of the model that verifies."""
+    """What proposes drafts with every step. With `reads_hidden` it is given the hidden states of all places, those that
+    the model `extracts` if it does. `caches` are its own, with the blocks of the model that verifies."""
 
     reads_hidden: bool
     caches: Caches
@@ -197,17 +197,17 @@ class ModelRunner:
         """Begins to compute the KV of every token of the plan, one new token for each draw, and the scores. What the
         plan carries over are tokens of the step launched before it, which need not be over. Nothing waits for the
         device, but for scores, for drafts of a model, and where torch computes attention or draws. `previous`,
-        [n, hidden], are the hidden states that a layer for multi-token prediction goes on from; what it makes of them
+        [n, hidden], are the hidden states that a draft head goes on from; what it makes of them
         is in `last_hidden`, for each draw, until the next step."""
         began = time.perf_counter()
         proposed: Callable[[], list[list[int]]] = list
         with self.share.computing() if self.share is not None else nullcontext():
-            hidden, wanted, scores = self._forward(plan, previous)
+            hidden, wanted, scores, extracted = self._forward(plan, previous)
             drawn = self._drawn(plan, wanted[: len(plan.draws)]) if plan.draws else None
             pooled = self._pool(plan, hidden, wanted) if plan.pools else None
             if self.proposer is not None:
                 chosen: list[int] = [] if drawn is None else drawn.tokens.tolist()
-                proposed = self.proposer.propose(plan, chosen, hidden)
+                proposed = self.proposer.propose(plan, chosen, extracted)
         if drawn is not None:
             self._choose(drawn.tokens, known=plan.greedy)
         if previous is not None:
@@ -252,9 +252,9 @@ class ModelRunner:
 
     def _forward(
         self, plan: StepPlan, previous: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, list[list[TokenLogprobs]]]:
+    ) -> tuple[Tensor, Tensor, list[list[TokenLogprobs]], Tensor]:
         """Hidden states, of all places where somebody reads them; those at the places that are wanted
-        (`StepPlan.wanted`); and the plan's scores."""
+        (`StepPlan.wanted`); the plan's scores; and what the decoder `extracts`, else the hidden states again."""
         deep = bool(plan.rows) and self.arena.levels > 1
         if self.adapters is not None:
             self.adapters.begin(plan)
@@ -270,7 +270,7 @@ class ModelRunner:
         deepstack = fuse(hidden, plan.rows, self.arena, adds=self._decoder.adds_rows)
         if deepstack is not None and isinstance(self._decoder, Decoder) and self._decoder.config.level_layers:
             deepstack = deepstack.taking_first(hidden)
-        if isinstance(self._decoder, MtpDecoder) and previous is not None:
+        if isinstance(self._decoder, DraftHead) and previous is not None:
             hidden = self._decoder.join(hidden, previous)
         self.caches.copy_states(plan.restored)
         if graph is not None:
@@ -289,8 +289,11 @@ class ModelRunner:
                 out = self._decoder(*given, token_ids=self._ids_of_layers(plan, token_ids), at_places=at_places)
         self.caches.copy_states(plan.kept)
         self._replayed = graph is not None
+        extracted = out
+        if out.shape[1] > (size := self._decoder.hidden_size):
+            out, extracted = out[:, :size], out[:, size:]
         scores = score(out, plan.scores, self._decoder.logits)
-        return out, out[moved.wanted] if self._keeps_all(plan) else out, scores
+        return out, out[moved.wanted] if self._keeps_all(plan) else out, scores, extracted
 
     def _ids_of_layers(self, plan: StepPlan, token_ids: Tensor) -> Tensor | None:
         """See `Decoder.ids_of_layers`; the library's tells rows by their tokens."""

@@ -43,7 +43,7 @@ from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, Pooling, PromptLayout, SamplingParams
 from llm_service.worker.adapters import RankAdapters, adaptable_of
 from llm_service.worker.caches import Caches
-from llm_service.worker.draft_loader import load_draft_model, load_mtp_layer
+from llm_service.worker.draft_loader import load_draft_model, load_eagle_head, load_mtp_layer
 from llm_service.worker.host_cache import HostCache
 from llm_service.worker.library_adapters import LibraryAdapters, library_adaptable
 from llm_service.worker.model_runner import Launched, ModelRunner
@@ -177,6 +177,7 @@ class LocalEngine:
         adapter_kernel: AdapterKernel | None = None,
         draft_model: Path | None = None,
         mtp: bool = False,
+        eagle: Path | None = None,
         int8_cache: bool = False,
         host_blocks: int = 0,
     ) -> None:
@@ -209,6 +210,9 @@ class LocalEngine:
         if mtp:
             layer = load_mtp_layer(checkpoint, decoder, dtype, weight_dtype=weight_dtype)
             self.runner.proposer = layer.proposer(arena, blocks, block_size, attention)
+        if eagle is not None:
+            head = load_eagle_head(Checkpoint(eagle), decoder, dtype, weight_dtype=weight_dtype)
+            self.runner.proposer = head.proposer(arena, blocks, block_size, attention)
         if host_blocks:
             drafting_too = [] if self.runner.proposer is None else self.runner.proposer.caches.block_tensors
             self.runner.host_cache = HostCache([*caches.block_tensors, *drafting_too], host_blocks)

@@ -26,6 +26,7 @@ from llm_service.worker.model_runner import ModelRunner
 from tests import pictures
 from tests.adapters import make_adapter
 from tests.checkpoints import Family
+from tests.eagle_checkpoint import eagle_head
 from tests.mtp_checkpoint import with_mtp_layer
 from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
 from tests.plain_attention import PlainTables
@@ -196,6 +197,7 @@ def test_our_kernels_may_be_captured(checkpoints: Callable[..., Path]) -> None:
         pytest.param("qwen3_vl", "triton", "model", marks=pytest.mark.soak),
         ("qwen3_5", "", "half"),
         ("qwen3_5", "", "mtp"),
+        ("qwen3_vl", "", "eagle"),
         pytest.param("qwen3_5_moe", "triton", "half", marks=pytest.mark.soak),
     ],
 )
@@ -218,6 +220,7 @@ def test_steps_that_verify_drafts_have_graphs_of_their_own(
         "half": {"draft": half_right},
         "model": {"draft_model": folder},
         "mtp": {"mtp": True},
+        "eagle": {"eagle": eagle_head(folder, tmp_path / "head")} if method == "eagle" else {},
     }
     engine, _ = graphed(folder, attention, drafts=3, **given[method])
     graphs = engine.runner.graphs

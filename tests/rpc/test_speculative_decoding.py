@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import pictures
+from tests.eagle_checkpoint import eagle_head
 from tests.launch import Service, llm_server
 from tests.rpc.pairs import LLM_FLAGS, Pair, answer, asked, greedy
 from tests.scrape import scrape
@@ -66,6 +67,24 @@ def test_a_draft_model_proposes_them_for_pictures_structures_and_several_choices
                     assert said.usage.accepted_draft_tokens == said.usage.draft_tokens > 0
             drafted = client.get_load().draft_tokens
         name = 'twinlens_llm_spec_decode_num_draft_tokens_total{method="draft_model"}'
+        until(lambda: scrape(running.metrics)[name] >= drafted > 0, "the engine's beat has come")
+
+
+def test_an_eagle3_head_proposes_them_and_changes_no_token(qwen3: Pair, tmp_path: Path) -> None:
+    head = eagle_head(qwen3.checkpoint, tmp_path / "head")
+    picture = image(pictures.encoded(pictures.noise(150, 100, 4)))
+    flags = {**FLAGS, "draft_model": head, "speculative_method": "eagle3"}
+    with llm_server(qwen3.checkpoint, qwen3.encoder.address, light=False, **flags) as running:
+        with LlmClient(running.address) as client:
+            for request in (
+                asked(user(picture, "What is it?"), greedy(24)),
+                asked(user(picture, "Which colour?"), SamplingParams(temperature=1.0, seed=5, n=3, max_tokens=24)),
+            ):
+                expected, said = answer(qwen3.text, request), answer(client, request)
+                assert [each.token_ids for each in said.choices] == [each.token_ids for each in expected.choices]
+                assert said.usage.draft_tokens > 0
+            drafted = client.get_load().draft_tokens
+        name = 'twinlens_llm_spec_decode_num_draft_tokens_total{method="eagle3"}'
         until(lambda: scrape(running.metrics)[name] >= drafted > 0, "the engine's beat has come")
 
 

@@ -24,6 +24,7 @@ from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.gpu.quantized_weight import GpuWeight
 from llm_service.layers.group import ALONE
 from llm_service.models.decoder import Decoder
+from llm_service.models.draft_head import DraftHead
 from llm_service.models.known_text import known_text
 from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.library_text import text_alone
@@ -34,13 +35,14 @@ from llm_service.worker import gpu_sampler, model_runner, sampler
 from llm_service.worker import host_cache as host_caches
 from llm_service.worker.adapters import RankAdapters
 from llm_service.worker.caches import Caches
-from llm_service.worker.draft_loader import load_draft_model, load_mtp_layer
+from llm_service.worker.draft_loader import load_draft_model, load_eagle_head, load_mtp_layer
 from llm_service.worker.draft_model import DraftModel
 from llm_service.worker.graphs import CaptureBounds, GraphKind, GraphRunner
 from llm_service.worker.host_cache import HostCache
 from llm_service.worker.model_runner import ModelRunner
 from llm_service.worker.row_arena import RowArena
 from tests.checkpoints import FAMILIES
+from tests.eagle_checkpoint import eagle_head
 from tests.fake_gpu import GPU, OnHost, Recording, fake_gpu
 from tests.mtp_checkpoint import with_mtp_layer
 from tests.quantized import FORMATS, quantize_checkpoint
@@ -282,7 +284,9 @@ def check_drafts(proposer: DraftModel, moved: int) -> None:
     assert proposer.graphs is not None
     plan = msgspec.structs.replace(step([(20, 4), (33, 1)]), draws=[Draw(at=at) for at in range(1, 5)])
     plan = msgspec.structs.replace(plan, proposals=[Proposal(3, 0), Proposal(2, 0)])
-    hidden = torch.empty(5, proposer._runner._decoder.hidden_size, dtype=torch.bfloat16, device=GPU)
+    decoder = proposer._runner._decoder
+    states = len(decoder.reads) or 1 if isinstance(decoder, DraftHead) else 1
+    hidden = torch.empty(5, states * decoder.hidden_size, dtype=torch.bfloat16, device=GPU)
     with OnHost() as watch:
         proposer.propose(plan, [5, 5, 7, 8], hidden)
     assert set(watch.seen) <= {"empty", "copy_"}
@@ -311,6 +315,20 @@ def test_a_layer_for_multi_token_prediction_has_graphs_and_asks_the_host_for_not
             target = load_decoder(checkpoint, torch.bfloat16, GPU, ALONE)
             drafting = load_mtp_layer(checkpoint, target, torch.bfloat16)
         arena = RowArena(rows_memory.view, 1, target.hidden_size, torch.bfloat16)
+        check_drafts(drafting.proposer(arena, 64, 16, "triton"), 2)
+
+
+def test_an_eagle3_head_has_graphs_and_so_has_the_model_that_extracts_states_for_it(
+    checkpoints: Callable[..., Path], tmp_path: Path, rows_memory: SharedBuffer
+) -> None:
+    checkpoint = Checkpoint(checkpoints("qwen3_vl"))
+    head = Checkpoint(eagle_head(checkpoint.folder, tmp_path / "head"))
+    with fake_gpu():
+        with torch.inference_mode(mode=False):
+            target = load_decoder(checkpoint, torch.bfloat16, GPU, ALONE)
+            drafting = load_eagle_head(head, target, torch.bfloat16)
+        check_capture(made_runner(target, rows_memory, 3), BOUNDS)
+        arena = RowArena(rows_memory.view, 3, target.hidden_size, torch.bfloat16)
         check_drafts(drafting.proposer(arena, 64, 16, "triton"), 2)
 
 

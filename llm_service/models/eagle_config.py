@@ -1,0 +1,79 @@
+"""The shape of an EAGLE-3 head, as its config.json has it: the form that EAGLE, SGLang and vLLM read, or that of
+speculators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from common.checkpoint import CheckpointError
+from llm_service.models.config import TextConfig
+
+_ARCHITECTURE = "Eagle3"
+
+
+def is_eagle3(config: Mapping[str, Any]) -> bool:
+    """Whether config.json is that of an EAGLE-3 head."""
+    named = any(_ARCHITECTURE in str(name) for name in config.get("architectures") or ())
+    return named or config.get("speculators_model_type") == "eagle3"
+
+
+@dataclass(frozen=True, slots=True)
+class EagleConfig:
+    """`text` is the shape of its layers, whose `vocab_size` counts the tokens that it is given; it knows `vocab_size`
+    words itself. It `reads` what comes before these layers of the model, counted from 0. That is normed as one before
+    it is projected where it `norms_before`, or each layer's by itself where it `norms_each`. `adds_to_normed` is as in
+    `JoiningLayer`; where it `gives_normed`, its own hidden states are normed where it goes on from them."""
+
+    text: TextConfig
+    vocab_size: int
+    reads: tuple[int, ...]
+    norms_before: bool = False
+    norms_each: bool = False
+    adds_to_normed: bool = False
+    gives_normed: bool = False
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], layers: int) -> EagleConfig:
+        """Of a head for a model with so many layers. Raises CheckpointError where it is none, or needs something that
+        is not supported."""
+        if not is_eagle3(config):
+            raise CheckpointError("its config.json is not that of an EAGLE-3 head")
+        inner = config.get("transformer_layer_config")
+        own = {**config, **inner} if isinstance(inner, dict) else dict(config)
+        extra = {**config, **(config.get("eagle_config") or {})}
+        if not extra.get("use_aux_hidden_state", True):
+            raise CheckpointError("a head that does not read hidden states of several layers is not supported")
+        if extra.get("parallel_drafting") or extra.get("ptd_token_id") is not None:
+            raise CheckpointError("a head that drafts several tokens in one pass is not supported")
+        text = TextConfig.of(own)
+        if text.experts or text.stream_count > 1 or text.shared_layers:
+            raise CheckpointError("its layers are of a kind that is not supported in a head")
+        if own.get("attention_bias") and not text.family.attention_bias:
+            text = replace(text, family=replace(text.family, attention_bias=True))
+        return cls(
+            replace(text, tied=False),
+            int(config.get("draft_vocab_size") or text.vocab_size),
+            _boundaries(extra.get("eagle_aux_hidden_state_layer_ids"), layers),
+            norms_before=bool(extra.get("norm_before_fc")),
+            norms_each=bool(extra.get("fc_norm")),
+            adds_to_normed=bool(extra.get("norm_before_residual", "speculators_model_type" in config)),
+            gives_normed=bool(extra.get("norm_output")),
+        )
+
+
+def _boundaries(stated: Any, layers: int) -> tuple[int, ...]:
+    """Before which layers the states are that a head reads. Two conventions are about: numbers of the layers whose
+    outputs they are, the first of which is then 1, since nobody reads the embeddings, and of those whose inputs.
+
+    >>> _boundaries(None, 36), _boundaries([1, 17, 32], 36), _boundaries([2, 18, 33], 36)
+    ((2, 18, 33), (2, 18, 33), (2, 18, 33))
+    """
+    if not stated:
+        stated = (2, layers // 2, layers - 3)
+    elif stated[0] == 1:
+        stated = [number + 1 for number in stated]
+    if not all(isinstance(number, int) and 0 <= number <= layers for number in stated):
+        raise CheckpointError(f"it reads layers {list(stated)} of a model with {layers}")
+    return tuple(stated)
