@@ -237,7 +237,7 @@ class Decoder(nn.Module):
         the states before layers."""
         whole, normed = self.norm.after_adding(hidden, residual)
         if not self.extracts:
-            return cast(Tensor, normed)
+            return normed
         taken[self.config.layers] = whole
         return torch.cat([normed, *(taken[layer] for layer in self.extracts)], -1)
 

@@ -1,8 +1,6 @@
-"""EAGLE-3 (Li et al. 2025, https://arxiv.org/abs/2503.01840): a head that is trained for one model, with a vocabulary
-of its own, often a part of that model's.
-
-At position p it is given the model's hidden states there, before three of its layers, and the embedding of token p + 1.
-Where it goes on by itself its own hidden state is in their place."""
+"""EAGLE-3 (Li et al. 2025, https://arxiv.org/abs/2503.01840): a head that is trained for one model, with words of its
+own. At position p it is given the model's hidden states there, before three of its layers, and the embedding of token
+p + 1. Where it goes on by itself its own hidden state is in their place."""
 
 from __future__ import annotations
 

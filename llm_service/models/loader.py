@@ -156,7 +156,7 @@ def load_eagle(checkpoint: Checkpoint, target: Decoder, dtype: torch.dtype, *, w
 def _meanings(checkpoint: Checkpoint, name: str, words: int, tokens: int) -> Tensor:
     """The token of each of a head's words, int64 [words]: stored is how far it is behind the word's own number."""
     with SliceReader(checkpoint) as reader:
-        behind = reader[name][:].to(torch.int64)
+        behind: Tensor = reader[name][:].to(torch.int64)
     found = torch.arange(words) + behind if behind.shape == (words,) else None
     if found is None or int(found.min()) < 0 or int(found.max()) >= tokens:
         raise CheckpointError(f"{name} does not say what tokens of the model its {words} words are")
