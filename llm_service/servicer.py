@@ -255,10 +255,9 @@ class LlmServicer(LlmServiceServicer):
     ) -> llm_pb2.LlmServiceGetLoadResponse:
         """Reports queues and counters."""
         components = self._components
-        state, outcomes = await components.engine.state(), components.generator.outcomes
-        preparing = components.generator.open_requests - components.engine.requests
+        state, outcomes = await components.generator.state(), components.generator.outcomes
         return llm_pb2.LlmServiceGetLoadResponse(
-            waiting=state.waiting + max(0, preparing),
+            waiting=state.waiting,
             running=state.running,
             kv_blocks_used=state.kv_blocks_used,
             kv_blocks_total=state.kv_blocks_total,

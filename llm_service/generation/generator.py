@@ -22,7 +22,18 @@ from llm_service.encoders.fetch import Fetch
 from llm_service.encoders.receiver import RowReceiver, headers_of
 from llm_service.engine.engine_request import EngineRequest
 from llm_service.engine.front import EngineFront
-from llm_service.engine.messages import NOWHERE, Add, Complete, ItemRows, Pooled, Prefilled, Resumed, Scored, Started
+from llm_service.engine.messages import (
+    NOWHERE,
+    Add,
+    Complete,
+    ItemRows,
+    Pooled,
+    Prefilled,
+    Resumed,
+    Scored,
+    Started,
+    State,
+)
 from llm_service.generation.adapters import Adapters
 from llm_service.generation.admission import Admission, AdmissionTicket
 from llm_service.generation.choices import Choice, open_choices, resumed_for_engine, together
@@ -176,6 +187,14 @@ class Generator:
     def open_requests(self) -> int:
         """Requests under way, from arrival to end."""
         return sum(map(len, self._open.values()))
+
+    async def state(self) -> State:
+        """The engine's queues and counters as of now; among those that wait are the requests that it has not been given
+        yet. Raises Unavailable while it is down."""
+        # Counted before it is asked: who is handed over while it answers is in neither account.
+        on_their_way = max(0, self.open_requests - self._engine.requests)
+        state = await self._engine.state()
+        return msgspec.structs.replace(state, waiting=state.waiting + on_their_way)
 
     def abort(self, request_id: str, salt: str = "") -> int:
         """Ends all requests with this id under this salt; how many there were."""

@@ -24,6 +24,7 @@ from llm_service.engine.messages import (
     Add,
     Beat,
     Complete,
+    GetState,
     Released,
     RowsNeeded,
     RowsPlaced,
@@ -173,6 +174,30 @@ async def test_a_prompt_is_measured_by_the_engine_that_gets_it(monkeypatch: pyte
             await asyncio.wait_for(ends, 180)
         assert error.value.reason == "PROMPT_TOO_LONG"
         assert child.told(Add) == []
+
+
+async def test_who_is_handed_over_while_the_engine_is_asked_how_it_stands_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    go_on = asyncio.Event()
+
+    async def waits(call: Call) -> None:
+        await go_on.wait()
+        await call.header()
+
+    async with served(monkeypatch, ScriptedEncoder([waits])) as (b, (child, front)):
+        await b.usable(1)
+        made = generator(b, front)
+        ends = asyncio.create_task(everything(made, asked(b"picture")))
+        await eventually(lambda: made.open_requests)
+        state = asyncio.create_task(made.state())
+        await eventually(lambda: child.told(GetState))
+        go_on.set()
+        await eventually(lambda: child.told(Add))
+        child.says(State(running=1))  # before it has read of the newcomer
+        assert ((await state).running, (await state).waiting) == (1, 1)
+        ends.cancel()
+        await asyncio.gather(ends, return_exceptions=True)
 
 
 async def test_nothing_is_encoded_for_who_finds_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
