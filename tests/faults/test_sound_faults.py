@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from tests import audio_checkpoint, sounds
-from tests.launch import encoder_server, llm_server, send, stopped
+from tests.launch import encoder_server, llm_server, send, stop, stopped
 from tests.rpc.encoder_client import DECODER, WORKER, Client, follow, frozen
 from tests.rpc.pairs import ENCODER_FLAGS, LLM_FLAGS, Pair, asked, greedy, idle, pair, quiet, refusal, tokens, usable
 from tests.waiting import until
@@ -66,7 +66,7 @@ def test_of_two_encoders_one_may_die_or_freeze_in_the_middle_of_clips(checkpoint
         with ThreadPoolExecutor(len(asking)) as threads, stopped(*doomed.children(WORKER)):
             answers = [threads.submit(tokens, client, each) for each in asking]
             until(lambda: other.get_load().running_items > 0, "it is in the middle of a clip")
-            send(doomed.pid, how)
+            stop(doomed.pid) if how is signal.SIGSTOP else send(doomed.pid, how)
             said = [each.result() for each in answers]
             encoded = media.get_load().encoded_items
         assert len(set(map(tuple, said))) == len(asking), "the answers prove nothing"
@@ -138,7 +138,7 @@ def test_what_a_reader_has_leased_that_stands_still_is_given_back_when_it_is_kil
         until(lambda: usable(text, 1), "the encoder is usable")
         with frozen(both.encoder, WORKER), text.generate(about(new_clip())):
             until(lambda: both.media.get_load().running_items == 1, "the encoder is at work on it")
-            send(llm.pid, signal.SIGSTOP)
+            stop(llm.pid)
             for worker in both.encoder.children(WORKER):
                 send(worker, signal.SIGCONT)
             until(lambda: both.media.get_load().leases == 1, "its rows are leased")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
-import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from tests import pictures
-from tests.launch import encoder_server
+from tests.launch import encoder_server, stop
 from tests.rpc.encoder_client import Client, image
 from tests.scrape import scrape
 from tests.waiting import until
@@ -32,7 +30,7 @@ def test_a_worker_that_stands_still_is_replaced_and_its_items_go_to_another(chec
         for _ in range(8):
             client.one(image(new_picture()))
         stuck = service.children(WORKER)[0]
-        os.kill(stuck, signal.SIGSTOP)
+        stop(stuck)
         wanted = [new_picture() for _ in range(4)]
         with ThreadPoolExecutor(4) as threads:
             found = list(threads.map(lambda data: client.one(image(data), timeout=180), wanted))
