@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import socket
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -12,6 +13,7 @@ import google_crc32c
 import grpc
 import numpy as np
 
+from common import local_link
 from tests import pictures
 from tests.launch import Service, stopped
 from twinlens.v1 import encoder_pb2, encoder_pb2_grpc, media_pb2
@@ -30,6 +32,14 @@ def new_picture(width: int = 60, height: int = 60) -> bytes:
 def frozen(service: Service, module: str) -> AbstractContextManager[None]:
     """The service's processes of this module stand still for the length of the block."""
     return stopped(*service.children(module))
+
+
+def handed(offered: encoder_pb2.LocalSocket) -> tuple[socket.socket, local_link.SharedArena]:
+    """What a reader of an encoder's memory gets, and the link that has to stay open. It is asked again where the
+    encoder has no core to answer in time."""
+    while True:
+        with suppress(TimeoutError):
+            return local_link.connect(offered.name, "", offered.secret)
 
 
 def floats(data: bytes, dtype: int) -> np.ndarray:

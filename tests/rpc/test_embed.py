@@ -146,7 +146,7 @@ def test_one_that_is_given_up_frees_what_it_held(both: Pair) -> None:
         late = failure(both.text, LONG * 4, timeout=2.0)  # of which a slow step computes 64 tokens
         assert late.code == grpc.StatusCode.DEADLINE_EXCEEDED
         with ThreadPoolExecutor(1) as threads:
-            named = threads.submit(failure, both.text, embed_request(LONG + "named", request_id="named"))
+            named = threads.submit(failure, both.text, embed_request(LONG * 4 + "named", request_id="named"))
             until(lambda: both.text.abort("named") == 1, "it is ended by its name")
             assert named.result().reason == "ABORTED"
         until(lambda: sum(counted(both).values()) - sum(before.values()) == 2, "each has ended once")

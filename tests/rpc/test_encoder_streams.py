@@ -11,7 +11,6 @@ from typing import Any
 import grpc
 import pytest
 
-from common import local_link
 from tests import pictures
 from tests.launch import encoder_server, send
 from tests.rpc.encoder_client import (
@@ -21,6 +20,7 @@ from tests.rpc.encoder_client import (
     Encoded,
     follow,
     frozen,
+    handed,
     image,
     new_picture,
 )
@@ -69,9 +69,9 @@ def test_the_header_leaves_and_progress_is_reported_while_the_worker_is_busy(ser
 
 def test_who_gives_a_lease_back_by_its_name_is_told_so_and_the_stream_goes_on(client):
     offered = client.info().local_socket
-    link, handed = local_link.connect(offered.name, "", offered.secret)
-    with link, os.fdopen(handed.arena, "rb"), os.fdopen(handed.board, "rb"):
-        host = encoder_pb2.HostProof(grant=handed.grant)
+    link, shared = handed(offered)
+    with link, os.fdopen(shared.arena, "rb"), os.fdopen(shared.board, "rb"):
+        host = encoder_pb2.HostProof(grant=shared.grant)
         stream = client.start([image(new_picture())], accepts=[encoder_pb2.TRANSPORT_SHARED_MEMORY], host=host)
         lease = next(event.rows.handle.lease for event in stream if event.HasField("rows"))
         assert client.load().leases == 1

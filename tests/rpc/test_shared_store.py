@@ -45,7 +45,8 @@ def server():
 
 @pytest.fixture(scope="module")
 def pair(checkpoints, server):
-    with replicas(checkpoints("qwen3_vl"), server.url, shared_wait_seconds=60) as both:
+    """Whose server may take as long as a busy machine makes it."""
+    with replicas(checkpoints("qwen3_vl"), server.url, shared_store_seconds=60, shared_wait_seconds=60) as both:
         yield both
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -77,7 +78,10 @@ async def opened(**options: Any) -> AsyncIterator[Bench]:
     async with Link.open(store, LAYOUT, pools=pools, **given) as link:
         socket = link.local_socket
         assert socket is not None
-        region = await asyncio.to_thread(Region.open, socket.name, "", socket.secret, LAYOUT.dtype)
+        region = None
+        while region is None:
+            with contextlib.suppress(TimeoutError):  # of the greeting: this process stood still
+                region = await asyncio.to_thread(Region.open, socket.name, "", socket.secret, LAYOUT.dtype)
         host = encoder_pb2.HostProof(gpu_uuids=["GPU-0"])
         region.prove(host)
         bench = Bench(store, pools, allocation, link, region, host)

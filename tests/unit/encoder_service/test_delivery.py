@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from common import tracing
+from common import local_link, tracing
 from common.arena import Range
 from common.media.item import Modality
 from common.row_frames import RowsFrame, unpack
@@ -126,6 +126,7 @@ async def opened(monkeypatch, *, shared: bool) -> AsyncIterator[Bench]:
         async with opening as link:
             host, reader = encoder_pb2.HostProof(), Inline(LAYOUT.dtype)
             if shared:
+                monkeypatch.setattr(local_link, "_GREETING_SECONDS", 180.0)  # this process may stand still
                 reader = SharedMemory("", "", LAYOUT.dtype, lambda: None)
                 await reader.heard(encoder_pb2.EncoderServiceGetInfoResponse(local_socket=link.local_socket))
                 assert reader.usable

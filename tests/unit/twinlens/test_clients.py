@@ -186,7 +186,7 @@ class TestEventLoop:
         async with AsyncLlmClient(llm_address) as client:
             async with client.generate("hello") as events:
                 assert (await anext(events)).delta.text == "one"
-            assert await asyncio.to_thread(stuck.ended.wait, 10)
+            assert await asyncio.to_thread(stuck.ended.wait, 180)
 
     async def test_a_stream_cancelled_by_another_task_just_stops(self, stuck: FakeLlm, llm_address: str) -> None:
         async with AsyncLlmClient(llm_address) as client:
@@ -211,7 +211,7 @@ class TestEventLoop:
             reader.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await reader
-            assert await asyncio.to_thread(stuck.ended.wait, 10)
+            assert await asyncio.to_thread(stuck.ended.wait, 180)
 
     async def test_deadlines_and_tokens_are_sent(self, llm: FakeLlm, llm_address: str) -> None:
         async with AsyncLlmClient(Endpoint(llm_address, token="secret")) as client:
