@@ -35,6 +35,7 @@ def request(stream: bool, **fields: Any) -> bytes:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_a_caller_who_leaves_ends_the_generation(door: Trio, stream: bool) -> None:
     load = door.services.text.get_load
+    until(door.idle, "nobody is still to be counted")
     before = load().cancelled_requests
     with door.connect() as connection:
         connection.sendall(request(stream, **LASTING))

@@ -217,7 +217,7 @@ def test_a_caller_who_leaves_ends_the_work(door: Trio) -> None:
         assert next(iter(stream)).HasField("started")
         before = llm.get_load().cancelled_requests
         bare.sendall(head + body)
-        until(lambda: (load := llm.get_load()).running + load.waiting > 1, "they are there")
+        until(lambda: (load := llm.get_load()).running + load.waiting == 1 + len(prompts), "all of them are there")
         bare.close()
         until(lambda: llm.get_load().cancelled_requests == before + len(prompts), "all of them are given up")
         assert door.metric("open_requests") == 0

@@ -514,6 +514,7 @@ def test_a_stream_that_fails_ends_with_an_error(script: Scripted, client: anthro
 
 
 def test_a_client_that_closes_its_stream_ends_the_generation(door: Trio) -> None:
+    until(door.idle, "nobody is still to be counted")
     before = door.services.text.get_load().cancelled_requests
     with (
         connected(door) as client,

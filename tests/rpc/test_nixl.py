@@ -49,7 +49,6 @@ def test_rows_are_read_by_nixl_and_the_tokens_are_the_same_whoever_s_agent_ends(
         load = both.text.get_load()
         assert load.rows_nixl == load.rows_received > 0
         assert by_transport(both.media) == {v1.TRANSPORT_NIXL: load.rows_received}
-        until(lambda: both.media.get_load().leases == 0, "every lease is given back")
         for file, service in zip(FILES[4:6], (both.encoder, both.llm), strict=True):
             (agent,) = processes(service.pid)
             os.kill(agent, signal.SIGKILL)
