@@ -382,8 +382,6 @@ class LlmConfig(ServerConfig):
             raise ValueError(f"{option} needs --speculative-tokens, which says how many drafts there are")
         if bool(self.draft_model) != (self.method in ("draft_model", "eagle3")):
             raise ValueError("--draft-model and --speculative-method draft_model or eagle3 go together")
-        if self.method in ("mtp", "eagle3") and self.tp > 1:
-            raise ValueError(f"--speculative-method {self.method} is for one rank, not for --tp")
         if self.speculative_tokens and self.overlap == "yes":
             raise ValueError("--speculative-tokens and --overlap yes exclude each other: a draft follows a known token")
 

@@ -6,6 +6,9 @@ import msgspec
 
 from common.library import LibraryModel
 
+DRAFT_HEADS = "mtp", "eagle3"
+"""Methods of speculation that go on from hidden states of the model that verifies."""
+
 
 class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """What to load, where, and how much to hold; sizes are in bytes for each rank, `rank_timeout` in seconds.

@@ -27,7 +27,7 @@ from llm_service.engine.step_queue import Executor, StepQueue
 from llm_service.engine.structure import Matchers, Structures
 from llm_service.models.served import ServedModel, Weights
 from llm_service.prompt.tokens import end_tokens
-from llm_service.settings import EngineSettings
+from llm_service.settings import DRAFT_HEADS, EngineSettings
 
 _BEAT_SECONDS = 1.0
 """The front hears this often that the process runs."""
@@ -171,7 +171,7 @@ def _limits(settings: EngineSettings, loaded: Loaded, longest: int) -> Limits:
         forgets_answers=loaded.forgets_answers,
         speculative_tokens=settings.speculative_tokens,
         draft_rows=settings.draft_rows,
-        proposes=settings.speculative_method in ("draft_model", "mtp", "eagle3"),
+        proposes=settings.speculative_method in ("draft_model", *DRAFT_HEADS),
         decode_slowdown=settings.decode_slowdown,
         max_loras=settings.max_loras,
     )

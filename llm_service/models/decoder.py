@@ -82,13 +82,9 @@ class Decoder(nn.Module):
         self.kv_dtype = dtype
         """What keys and values are kept in."""
         self.group = group
-        layers, whole = range(config.layers), slice(0, config.hidden_size)
+        layers = range(config.layers)
         with device:  # weights are made there: the host need not hold all of them, nor copy what is not filled yet
-            scale = config.hidden_size**0.5 if config.family.scaled_embeddings else None
-            eps, tokens = config.embedding_eps, config.table_rows or config.vocab_size
-            given = tokens, config.hidden_size, group, dtype
-            embed = partial(MarkedEmbedding, config.mark_tables) if config.mark_tables else VocabularyEmbedding
-            self.embed_tokens = embed(*given, scale=scale, norm_eps=eps)
+            self.embed_tokens = embeddings_of(config, group, dtype)
             places = config.max_position, config.hidden_size, dtype
             self.embed_positions = PlaceTable(*places) if config.family.learned_places else None
             self.layers = nn.ModuleList(_layer(index, config, group, dtype) for index in layers)
@@ -105,8 +101,7 @@ class Decoder(nn.Module):
                 self.norm = StreamMix(config, dtype, "hyper_connection_mixer", injects=False)
             else:
                 self.norm = norm_of(config, dtype, eps=config.residual_eps, last=True)
-            words = {"lm_head": group.vocabulary_share(config.vocab_size)}
-            self.lm_head = PackedLinear(whole, words, bias=False, dtype=dtype)
+            self.lm_head = head_of(config, group, dtype)
         if config.tied:
             self.lm_head.weight = self.embed_tokens.weight
         said = group.vocabulary_share(config.vocab_size)
@@ -330,6 +325,20 @@ class Decoder(nn.Module):
         if self.config.unsaid:
             scores.index_fill_(1, self._unsaid, torch.finfo(scores.dtype).min)
         return scores
+
+
+def embeddings_of(config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> VocabularyEmbedding:
+    """A rank's share of the table of tokens."""
+    scale = config.hidden_size**0.5 if config.family.scaled_embeddings else None
+    given = config.table_rows or config.vocab_size, config.hidden_size, group, dtype
+    embed = partial(MarkedEmbedding, config.mark_tables) if config.mark_tables else VocabularyEmbedding
+    return embed(*given, scale=scale, norm_eps=config.embedding_eps)
+
+
+def head_of(config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> PackedLinear:
+    """A rank's share of the matrix of logits."""
+    words = {"lm_head": group.vocabulary_share(config.vocab_size)}
+    return PackedLinear(slice(0, config.hidden_size), words, bias=False, dtype=dtype)
 
 
 def _layer(index: int, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> Layer:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from llm_service.models.decoder import Decoder
+from llm_service.layers.group import ALONE
+from llm_service.models.decoder import Decoder, embeddings_of, head_of
 
 
 class DraftHead(Decoder):
@@ -13,6 +14,28 @@ class DraftHead(Decoder):
     layers, counted from 0, side by side; its own where it goes on by itself."""
 
     reads: tuple[int, ...] = ()
+
+    def take_ends(self, target: Decoder, *, embeddings: bool = True, head: bool = True) -> None:
+        """Has it look up tokens in the model's table, and compute logits by the model's matrix. Of a model whose ranks
+        have parts of these it gets both, whole, to be filled."""
+        if target.group.size == 1:
+            # Not among this one's own modules: they are the model's, which has finalized them.
+            given = {"embed_tokens": target.embed_tokens} if embeddings else {}
+            vars(self).update({**given, "lm_head": target.lm_head} if head else given)
+            return
+        if embeddings:
+            self.embed_tokens = embeddings_of(target.config, ALONE, self.dtype)
+        if head:
+            self.lm_head = head_of(target.config, ALONE, self.dtype)
+        if embeddings and head and self.config.tied:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def finalize(self) -> None:
+        """As `Decoder.finalize`, but for what is the model's."""
+        tied = "lm_head" in self._modules and self.lm_head.weight is self.embed_tokens.weight
+        if "embed_tokens" in self._modules and not tied:
+            self.embed_tokens.finalize()
+        self.use_kernels()
 
     def enter(self, hidden: Tensor) -> Tensor:
         """What that model gives, [n, width] → [n, hidden], as its own hidden states are."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from llm_service.families.family import LayerKind
 from llm_service.layers.cache_spec import LayerCache
 from llm_service.layers.decoder_layer import DecoderLayer
-from llm_service.layers.group import TensorGroup
+from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.linear import PackedLinear, VocabularyEmbedding
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.ops import RMSNorm, norm_of
@@ -60,7 +60,7 @@ class EagleDecoder(DraftHead):
     def __init__(self, eagle: EagleConfig, target: Decoder, *, own_embeddings: bool, own_head: bool) -> None:
         nn.Module.__init__(self)
         self.config, self.reads = eagle.text, eagle.reads
-        self.dtype, self.kv_dtype, self.group = target.dtype, target.kv_dtype, target.group
+        self.dtype, self.kv_dtype, self.group = target.dtype, target.kv_dtype, ALONE
         self._gives_normed, words = eagle.gives_normed, eagle.vocab_size
         size, width, eps = self.config.hidden_size, target.config.hidden_size, self.config.norm_eps
         read = len(self.reads) * width
@@ -83,9 +83,7 @@ class EagleDecoder(DraftHead):
                 head = {"lm_head": slice(0, words)}
                 self.lm_head = PackedLinear(slice(0, size), head, bias=False, dtype=self.dtype)
             self._meanings = torch.arange(words)
-        # Not among this one's own modules: they are the model's, which has finalized them.
-        shared = {} if own_embeddings else {"embed_tokens": target.embed_tokens}
-        vars(self).update(shared if own_head else {**shared, "lm_head": target.lm_head})
+            self.take_ends(target, embeddings=not own_embeddings, head=not own_head)
         self.rotary, local = rotary_of(self.config.rotary, target.device), self.config.window_rotary
         self.window_rotary = None if local is None else rotary_of(local, target.device)
         self.layer_inputs = self.streams_in = self.embed_positions = None
@@ -153,9 +151,3 @@ class EagleDecoder(DraftHead):
     def _scores(self, hidden: Tensor) -> Tensor:
         scores: Tensor = self.lm_head(hidden if self._gives_normed else self.norm(hidden))
         return scores[:, : len(self._meanings)]
-
-    def finalize(self) -> None:
-        """As `Decoder.finalize`, but for what is the model's."""
-        if "embed_tokens" in self._modules:
-            self.embed_tokens.finalize()
-        self.use_kernels()

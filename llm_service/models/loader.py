@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from llm_service.layers.linear import Finalized, PackedLinear, Place, Placed, St
 from llm_service.layers.weight_dtype import Rounded
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
+from llm_service.models.draft_head import DraftHead
 from llm_service.models.eagle import EagleDecoder
 from llm_service.models.eagle_config import EagleConfig
 from llm_service.models.mtp import MtpDecoder
@@ -121,13 +123,15 @@ def load_mtp(checkpoint: Checkpoint, target: Decoder, dtype: torch.dtype, *, wei
         decoder = MtpDecoder(target)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
-    _fill(decoder, load_weights(checkpoint, _mtp_name), target.device, rounded)
+    _fill(decoder, chain(load_weights(checkpoint, _mtp_name), _ends(decoder, checkpoint)), target.device, rounded)
     return decoder.eval()
 
 
-def load_eagle(checkpoint: Checkpoint, target: Decoder, dtype: torch.dtype, *, weight_dtype: str = "") -> EagleDecoder:
-    """An EAGLE-3 head beside the decoder that it was trained for, which is loaded, with the same types as
-    `load_decoder`. Raises CheckpointError where it is none, or is not for that one."""
+def load_eagle(
+    checkpoint: Checkpoint, target: Decoder, of: Checkpoint, dtype: torch.dtype, *, weight_dtype: str = ""
+) -> EagleDecoder:
+    """An EAGLE-3 head beside the decoder that it was trained for, which is loaded, `of` its checkpoint, with the same
+    types as `load_decoder`. Raises CheckpointError where it is none, or is not for that one."""
     shape = target.config
     if any(several is not None for several in (shape.streams, shape.balanced, shape.opened, shape.alternating)):
         raise CheckpointError("a head is not known for texts with several streams between layers")
@@ -149,8 +153,27 @@ def load_eagle(checkpoint: Checkpoint, target: Decoder, dtype: torch.dtype, *, w
         decoder.means(_meanings(checkpoint, tokens[0], words, min(shape.vocab_size, eagle.text.vocab_size)))
     elif words != shape.vocab_size:
         raise CheckpointError("it has no d2t, which says what tokens its words are")
-    _fill(decoder, load_weights(checkpoint, _eagle_name), target.device, rounded)
+    weights = load_weights(checkpoint, _eagle_name), _ends(decoder, of, but=set(stored))
+    _fill(decoder, chain(*weights), target.device, rounded)
     return decoder.eval()
+
+
+def _ends(decoder: DraftHead, checkpoint: Checkpoint, *, but: Collection[str] = ()) -> Iterator[tuple[str, Stored]]:
+    """What a head has to be given of the model's table of tokens and matrix of logits, `but` for what it has."""
+    wanted = {TABLE, HEAD}.intersection(name for name, _ in targets(decoder, tied=decoder.config.tied)).difference(but)
+    if not wanted:
+        return
+    side = TextSide.of(checkpoint)
+
+    def own_name(name: str) -> str | None:
+        own = side.own_name(name)
+        return own if own in (TABLE, HEAD) else None
+
+    for name, stored in load_weights(checkpoint, own_name):
+        if name in wanted:
+            yield name, stored
+        if name == TABLE and side.config.tied and HEAD in wanted:
+            yield HEAD, stored
 
 
 def _meanings(checkpoint: Checkpoint, name: str, words: int, tokens: int) -> Tensor:

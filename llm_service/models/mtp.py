@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from llm_service.families.family import Mixer
 from llm_service.layers.decoder_layer import DecoderLayer
+from llm_service.layers.group import ALONE
 from llm_service.layers.linear import PackedLinear
 from llm_service.layers.ops import RMSNorm
 from llm_service.models.decoder import Decoder
@@ -24,7 +25,7 @@ class MtpDecoder(DraftHead):
     def __init__(self, target: Decoder) -> None:
         nn.Module.__init__(self)
         self.config = replace(target.config, mixers=(Mixer.ATTENTION,), windows=(), dense_layers=frozenset())
-        self.dtype, self.kv_dtype, self.group = target.dtype, target.kv_dtype, target.group
+        self.dtype, self.kv_dtype, self.group = target.dtype, target.kv_dtype, ALONE
         size, eps = self.config.hidden_size, self.config.norm_eps
         zero_centred = self.config.family.zero_centred_norms
 
@@ -36,8 +37,8 @@ class MtpDecoder(DraftHead):
             self.fc = PackedLinear(slice(0, 2 * size), {"fc": slice(0, size)}, bias=False, dtype=self.dtype)
             kind = self.config.layer_kind(0)
             self.layers = nn.ModuleList([DecoderLayer(kind, self.config, self.group, self.dtype)])
-        # Not among this one's own modules: they are the model's, which has finalized them.
-        vars(self).update(embed_tokens=target.embed_tokens, lm_head=target.lm_head, rotary=target.rotary)
+            self.take_ends(target)
+        vars(self).update(rotary=target.rotary)
         self.window_rotary = self.layer_inputs = self.streams_in = self.embed_positions = None
 
     def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
@@ -45,7 +46,3 @@ class MtpDecoder(DraftHead):
         both = self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)
         out: Tensor = self.fc(torch.cat(both, -1))
         return out
-
-    def finalize(self) -> None:
-        """As `Decoder.finalize`, but for what is the model's."""
-        self.use_kernels()

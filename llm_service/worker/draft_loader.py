@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -74,15 +75,20 @@ def load_mtp_layer(
 ) -> Drafting:
     """Loads the layer of `--speculative-method mtp` beside the model that verifies. Raises CheckpointError where there
     is none, or it cannot be used."""
-    return _with_head("mtp", load_mtp, checkpoint, target, dtype, weight_dtype)
+    return _with_head("mtp", partial(load_mtp, checkpoint), target, dtype, weight_dtype)
 
 
 def load_eagle_head(
-    checkpoint: Checkpoint, target: Decoder | LibraryDecoder, dtype: torch.dtype, *, weight_dtype: str = ""
+    checkpoint: Checkpoint,
+    target: Decoder | LibraryDecoder,
+    of: Checkpoint,
+    dtype: torch.dtype,
+    *,
+    weight_dtype: str = "",
 ) -> Drafting:
-    """Loads the head of `--speculative-method eagle3`, and has the model that verifies extract what that reads. Raises
-    CheckpointError where it cannot be used."""
-    drafting = _with_head("eagle3", load_eagle, checkpoint, target, dtype, weight_dtype)
+    """Loads the head of `--speculative-method eagle3`, and has the model that verifies, `of` its checkpoint, extract
+    what that reads. Raises CheckpointError where it cannot be used."""
+    drafting = _with_head("eagle3", partial(load_eagle, checkpoint, of=of), target, dtype, weight_dtype)
     assert isinstance(target, Decoder), "it is not the library's"
     assert isinstance(drafting.decoder, DraftHead)
     target.extracts = drafting.decoder.reads
@@ -92,7 +98,6 @@ def load_eagle_head(
 def _with_head(
     method: str,
     load: Callable[..., DraftHead],
-    checkpoint: Checkpoint,
     target: Decoder | LibraryDecoder,
     dtype: torch.dtype,
     weight_dtype: str,
@@ -100,9 +105,7 @@ def _with_head(
     try:
         if not isinstance(target, Decoder):
             raise CheckpointError("it is not for a model that the library computes")
-        if target.group.size > 1:
-            raise CheckpointError("it is for one rank, not for --tp")
-        decoder = load(checkpoint, target, dtype, weight_dtype=weight_dtype)
+        decoder = load(target, dtype=dtype, weight_dtype=weight_dtype)
     except CheckpointError as error:
         raise CheckpointError(f"--speculative-method {method}: {error}") from error
     as_wide = decoder.config.hidden_size == target.config.hidden_size

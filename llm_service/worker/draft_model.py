@@ -74,8 +74,6 @@ class DraftModel:
     `vocab_size` on are unknown to the model that verifies. It `takes_rows` of media where its own are as wide and mean
     the same; else it sees the tokens that stand for them."""
 
-    reads_hidden = False
-
     def __init__(self, runner: ModelRunner, own_vocab_size: int, vocab_size: int, *, takes_rows: bool) -> None:
         self._runner = runner
         self._own_vocab_size = own_vocab_size
@@ -183,8 +181,6 @@ class HeadProposer(DraftModel):
     and values at a place depend on the next token as well. The last ones of a cached block are those of another
     sequence, and those before a chunk that begins with a row of media lack that row: drafts may be worse for it,
     tokens are not."""
-
-    reads_hidden = True
 
     def __init__(
         self, runner: ModelRunner, head: DraftHead, own_vocab_size: int, vocab_size: int, *, takes_rows: bool

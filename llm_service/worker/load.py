@@ -37,7 +37,7 @@ from llm_service.models.loader import load_decoder
 from llm_service.models.quantization_config import quantization_of
 from llm_service.models.served import ServedModel
 from llm_service.plan import Adapter, StepPlan
-from llm_service.settings import EngineSettings
+from llm_service.settings import DRAFT_HEADS, EngineSettings
 from llm_service.worker.adapters import RankAdapters, adaptable_of
 from llm_service.worker.caches import Caches
 from llm_service.worker.changeover import Changeover, There
@@ -186,6 +186,7 @@ class _Share:
             snapshot_slots=room.snapshots,
         )
         runner, own = ModelRunner(decoder, self.arena, caches), []
+        runner.keeps_hidden = settings.speculative_method in DRAFT_HEADS
         if self.drafting is not None:
             given = self.arena, room.blocks, settings.block_size, settings.attention
             runner.proposer = self.drafting.proposer(*given)
@@ -348,7 +349,8 @@ def _drafting(
     if settings.speculative_method == "mtp":
         made = load_mtp_layer(checkpoint := Checkpoint.resolve(settings.model), target, dtype, **own)
     elif settings.speculative_method == "eagle3":
-        made = load_eagle_head(checkpoint := Checkpoint.resolve(settings.draft_model), target, dtype, **own)
+        checkpoint = Checkpoint.resolve(settings.draft_model)
+        made = load_eagle_head(checkpoint, target, Checkpoint.resolve(settings.model), dtype, **own)
     elif settings.draft_model:
         checkpoint = Checkpoint.resolve(settings.draft_model)
         made = load_draft_model(checkpoint, served, dtype, target.device, **own)

@@ -38,15 +38,14 @@ from llm_service.worker.sampler import Drawn, score
 
 
 class Proposer(Protocol):
-    """What proposes drafts with every step. With `reads_hidden` it is given the hidden states of all places, those that
-    the model `extracts` if it does. `caches` are its own, with the blocks of the model that verifies."""
+    """What proposes drafts with every step. `caches` are its own, with the blocks of the model that verifies."""
 
-    reads_hidden: bool
     caches: Caches
 
     def propose(self, plan: StepPlan, chosen: list[int], hidden: Tensor, /) -> Callable[[], list[list[int]]]:
         """Begins to propose what `plan.proposals` asks for, behind the tokens that the step's draws have `chosen`, and
-        takes in what else the step has computed: `hidden` [n, hidden]. What is returned waits for the drafts of each
+        takes in what else the step has computed: `hidden` [n, hidden], or what the model `extracts`, of all places
+        where it keeps them. What is returned waits for the drafts of each
         chunk."""
         ...
 
@@ -100,7 +99,8 @@ class Launched:
 class ModelRunner:
     """One rank: the weights, and what layers keep of sequences. It has a `changeover` where it began with torch's
     kernels and is to go on with ours, and a `share` of cores where other processes may compute
-    on them. Where it has a `proposer`, every step waits for its tokens, which drafts follow. It was loaded for steps of
+    on them. Where it has a `proposer`, every step waits for its tokens, which drafts follow; where that, on the first
+    rank, is a draft head, each rank `keeps_hidden` states of all places. It was loaded for steps of
     up to `max_step_tokens`."""
 
     def __init__(self, decoder: Decoder | LibraryDecoder, arena: RowArena, caches: Caches) -> None:
@@ -115,6 +115,7 @@ class ModelRunner:
         self.adapters: RankAdapters | LibraryAdapters | None = None
         self.share: CoreShare | None = None
         self.proposer: Proposer | None = None
+        self.keeps_hidden = False
         self.host_cache: HostCache | None = None
         self.max_step_tokens = 0
         self._draw = _sampler_on(decoder.device)
@@ -305,8 +306,7 @@ class ModelRunner:
         """Whether somebody reads the hidden states of places that are not among the wanted ones."""
         sums = any(each.count > 1 for each in plan.pools)
         reordered = bool(plan.pools) and len(plan.wanted) == plan.tokens  # adapters' rows go by how many they are
-        proposer = self.proposer
-        return bool(plan.scores) or sums or reordered or (proposer is not None and proposer.reads_hidden)
+        return bool(plan.scores) or sums or reordered or self.keeps_hidden
 
     def _move(self, plan: StepPlan, graph: Graph | None) -> _Moved:
         """All that a step needs to know, in one copy. The block tables have what the plan appends."""

@@ -208,10 +208,12 @@ class LocalEngine:
             drafting = load_draft_model(Checkpoint(draft_model), served, dtype, torch.device(device))
             self.runner.proposer = drafting.proposer(arena, blocks, block_size, attention)
         if mtp:
+            self.runner.keeps_hidden = True
             layer = load_mtp_layer(checkpoint, decoder, dtype, weight_dtype=weight_dtype)
             self.runner.proposer = layer.proposer(arena, blocks, block_size, attention)
         if eagle is not None:
-            head = load_eagle_head(Checkpoint(eagle), decoder, dtype, weight_dtype=weight_dtype)
+            self.runner.keeps_hidden = True
+            head = load_eagle_head(Checkpoint(eagle), decoder, checkpoint, dtype, weight_dtype=weight_dtype)
             self.runner.proposer = head.proposer(arena, blocks, block_size, attention)
         if host_blocks:
             drafting_too = [] if self.runner.proposer is None else self.runner.proposer.caches.block_tensors

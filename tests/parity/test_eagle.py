@@ -209,7 +209,7 @@ def test_a_head_that_cannot_be_used_is_refused(
     head = Checkpoint(eagle_head(directory, tmp_path / "head", **given))
     target = load_decoder(Checkpoint(directory), torch.float32, torch.device("cpu"))
     with pytest.raises(CheckpointError, match=f"--speculative-method eagle3: .*{why}"):
-        load_eagle_head(head, target, torch.float32)
+        load_eagle_head(head, target, Checkpoint(directory), torch.float32)
     assert target.extracts == ()
 
 

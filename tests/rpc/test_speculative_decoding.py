@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from tests import pictures
 from tests.eagle_checkpoint import eagle_head
 from tests.launch import Service, llm_server
+from tests.mtp_checkpoint import with_mtp_layer
 from tests.rpc.pairs import LLM_FLAGS, Pair, answer, asked, greedy
 from tests.scrape import scrape
 from tests.waiting import until
@@ -70,10 +71,11 @@ def test_a_draft_model_proposes_them_for_pictures_structures_and_several_choices
         until(lambda: scrape(running.metrics)[name] >= drafted > 0, "the engine's beat has come")
 
 
-def test_an_eagle3_head_proposes_them_and_changes_no_token(qwen3: Pair, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_eagle3_head_proposes_them_and_changes_no_token(qwen3: Pair, tmp_path: Path, ranks: int) -> None:
     head = eagle_head(qwen3.checkpoint, tmp_path / "head")
     picture = image(pictures.encoded(pictures.noise(150, 100, 4)))
-    flags = {**FLAGS, "draft_model": head, "speculative_method": "eagle3"}
+    flags = {**FLAGS, "draft_model": head, "speculative_method": "eagle3", "tp": ranks}
     with llm_server(qwen3.checkpoint, qwen3.encoder.address, light=False, **flags) as running:
         with LlmClient(running.address) as client:
             for request in (
@@ -86,6 +88,24 @@ def test_an_eagle3_head_proposes_them_and_changes_no_token(qwen3: Pair, tmp_path
             drafted = client.get_load().draft_tokens
         name = 'twinlens_llm_spec_decode_num_draft_tokens_total{method="eagle3"}'
         until(lambda: scrape(running.metrics)[name] >= drafted > 0, "the engine's beat has come")
+
+
+def test_a_layer_for_multi_token_prediction_proposes_them_for_several_ranks(
+    checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The first rank has that layer, and what is before and behind it, whole."""
+    checkpoint = with_mtp_layer(checkpoints("qwen3_5"), tmp_path / "model")
+    requests = [asked(user("Say it again: red red red"), greedy(24)), asked(user("And now?"), greedy(24))]
+    with (
+        llm_server(checkpoint, "127.0.0.1:1", light=False, **LLM_FLAGS) as plain,
+        llm_server(checkpoint, "127.0.0.1:1", light=False, **FLAGS, speculative_method="mtp", tp=2) as running,
+        LlmClient(plain.address) as alone,
+        LlmClient(running.address) as client,
+    ):
+        for request in requests:
+            expected, said = answer(alone, request), answer(client, request)
+            assert said.choices[0].token_ids == expected.choices[0].token_ids
+            assert said.usage.draft_tokens > 0
 
 
 def test_a_draft_model_with_another_tokenizer_is_refused_in_one_line(qwen3: Pair, tmp_path: Path) -> None:

@@ -23,12 +23,7 @@ HOSTS = ["--tp=2", "--nodes=2", "--node-rank=0", "--rendezvous=h:1"]
         (["--model=m", "--speculative-method=mtp"], "--speculative-method needs --speculative-tokens"),
         (["--model=m", "--speculative-tokens=2", "--speculative-method=draft_model"], "go together"),
         (["--model=m", "--speculative-tokens=2", "--speculative-method=mtp", "--draft-model=m"], "go together"),
-        (["--model=m", "--speculative-tokens=2", "--speculative-method=mtp", "--tp=2"], "is for one rank"),
         (["--model=m", "--speculative-tokens=2", "--speculative-method=eagle3"], "go together"),
-        (
-            ["--model=m", "--speculative-tokens=2", "--speculative-method=eagle3", "--draft-model=m", "--tp=2"],
-            "eagle3 is for one rank",
-        ),
         (["--model=m", "--encoder-key=x"], "--encoder-cert and --encoder-key"),
         (["--model=m", "--video-pruning-rate=1"], "--video-pruning-rate must be below 1"),
         (["--model=m", "--row-mirror", "--shared-memory=no"], "--row-mirror needs --shared-memory"),

@@ -326,7 +326,7 @@ def test_an_eagle3_head_has_graphs_and_so_has_the_model_that_extracts_states_for
     with fake_gpu():
         with torch.inference_mode(mode=False):
             target = load_decoder(checkpoint, torch.bfloat16, GPU, ALONE)
-            drafting = load_eagle_head(head, target, torch.bfloat16)
+            drafting = load_eagle_head(head, target, checkpoint, torch.bfloat16)
         check_capture(made_runner(target, rows_memory, 3), BOUNDS)
         arena = RowArena(rows_memory.view, 3, target.hidden_size, torch.bfloat16)
         check_drafts(drafting.proposer(arena, 64, 16, "triton"), 2)
