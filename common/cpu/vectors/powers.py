@@ -111,7 +111,7 @@ def _to_short_powers(_: Any, _out: Any, _place: Any, _fours: Any, _scale: Any, _
                 builder.store(builder.fadd(builder.load(total), powers[-1]), total)
             for index in range(0, _FOUR, 2):
                 end = at(builder, out, loop.index, WORD(_FOUR * LINE // 2), LINE * index // 2)
-                store(builder, _both_rounded(builder, *powers[index : index + 2]), end)
+                store(builder, both_rounded(builder, *powers[index : index + 2]), end)
         first, second, third, last = (builder.load(total) for total in known)
         total = builder.fadd(builder.fadd(first, second), builder.fadd(third, last))
         reduce = declared(builder, "llvm.vector.reduce.fadd.v16f32", SINGLE, [SINGLE, VECTOR])
@@ -120,7 +120,7 @@ def _to_short_powers(_: Any, _out: Any, _place: Any, _fours: Any, _scale: Any, _
     return types.float32(types.intp, types.intp, types.intp, types.float32, types.float32), generate
 
 
-def _both_rounded(builder: Any, first: Value, second: Value) -> Value:
+def both_rounded(builder: Any, first: Value, second: Value) -> Value:
     """32 bfloat16 of two vectors, one behind the other, as a vector. LLVM takes numbers of 16 bits for them."""
     shorts = ir.VectorType(ir.IntType(16), 2 * LANES)
     convert = declared(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", shorts, [VECTOR, VECTOR])

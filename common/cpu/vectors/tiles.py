@@ -12,7 +12,21 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from common.cpu.vectors.llvm import BYTE, LANES, LINE, WORD, Value, ask, at, declared, plus, pointer
+from common.cpu.vectors.llvm import (
+    BYTE,
+    LANES,
+    LINE,
+    WORD,
+    Value,
+    ask,
+    at,
+    declared,
+    load_vector,
+    plus,
+    pointer,
+    store,
+)
+from common.cpu.vectors.powers import both_rounded
 
 BLOCK = 16
 """Rows of a tile, and pairs that one product adds up."""
@@ -52,30 +66,41 @@ def _release_tiles(_: Any) -> Any:
     return types.void(), generate
 
 
-def _add_tiles(_: Any, blocks: Any, across: Any, ahead: Any, _places: Any, _count: Any) -> Any:
+def _add_tiles(_: Any, blocks: Any, across: Any, _lines: Any, _places: Any, _count: Any) -> Any:
     """For each row of `blocks` blocks: out[0:w] += Σ over `count` > 0 times 16 pairs of x[pair] · weights[pair, 0:w].
 
     x and weights are words, two bfloat16 of two inputs; w is 16 · `across`. `blocks` and `across` are literals, of
     which the product is at most 4, since the sums stay in tiles. The products of 16 pairs are added up in float32, then
     to the sum, in one order whatever the rows. `places` are (address of out, bytes from one row of it to the next, the
-    same of x, address of weights, bytes from one pair of them to the next, address of the weights that come next).
-    `ahead`, a literal, is how many products ask for these, of which this one does its part; 0: nothing is asked for.
+    same of x, address of weights, bytes from one pair of them to the next, address of what comes next): of this so many
+    `lines` are asked for with each 16 pairs. All is read fastest where rows begin with a line of the cache.
     """
-    literals = (blocks, across, ahead)
-    if not all(isinstance(literal, types.IntegerLiteral) for literal in literals):
+    return _products(blocks, across, fresh=False)
+
+
+def _multiply_tiles(_: Any, blocks: Any, across: Any, _lines: Any, _places: Any, _count: Any) -> Any:
+    """As `add_tiles`, to sums that begin at 0: what lies at `out` is not read."""
+    return _products(blocks, across, fresh=True)
+
+
+def _products(blocks: Any, across: Any, *, fresh: bool) -> Any:
+    if not all(isinstance(literal, types.IntegerLiteral) for literal in (blocks, across)):
         return None  # numba asks again, with what it knows of constants
-    shape = [literal.literal_value for literal in literals]
+    shape = blocks.literal_value, across.literal_value
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
-        _write_products(builder, shape, cgutils.unpack_tuple(builder, given[3]), given[4])
+        places = cgutils.unpack_tuple(builder, given[3])
+        _write_products(builder, shape, given[2], places, given[4], fresh=fresh)
         return context.get_dummy_value()
 
-    return types.void(*literals, types.UniTuple(types.intp, 7), types.intp), generate
+    return types.void(blocks, across, types.intp, types.UniTuple(types.intp, 7), types.intp), generate
 
 
-def _write_products(builder: Any, shape: Sequence[int], places: Sequence[Value], count: Value) -> None:
+def _write_products(
+    builder: Any, shape: tuple[int, int], lines: Value, places: Sequence[Value], count: Value, *, fresh: bool
+) -> None:
     """The loop over all pairs."""
-    (blocks, across, ahead), (out, out_step, x, x_step, weights, size, coming) = shape, places
+    (blocks, across), (out, out_step, x, x_step, weights, size, coming) = shape, places
     sums = {
         block * across + part: at(builder, out, WORD(block * BLOCK), out_step, LINE * part)
         for block in range(blocks)
@@ -83,15 +108,15 @@ def _write_products(builder: Any, shape: Sequence[int], places: Sequence[Value],
     }
     numbers, others = [_SUMS + block for block in range(blocks)], _weights(blocks)
     for tile, place in sums.items():
-        _load(builder, tile, place, out_step)
+        if fresh:
+            _call(builder, "tilezero", BYTE(tile))
+        else:
+            _load(builder, tile, place, out_step)
     with cgutils.for_range(builder, count) as loop:
         pairs = at(builder, weights, builder.mul(loop.index, WORD(BLOCK)), size)
-        if ahead:
-            lines = BLOCK // ahead
-            begin = at(builder, coming, builder.mul(loop.index, WORD(lines)), size)
-            for pair in range(lines):
-                for part in range(across):
-                    ask(builder, at(builder, begin, WORD(pair), size, LINE * part))
+        share = at(builder, coming, builder.mul(loop.index, lines), WORD(LINE))
+        with cgutils.for_range(builder, lines) as asked:
+            ask(builder, at(builder, share, asked.index, WORD(LINE)))
         for part in range(across):
             weight = others[part % len(others)]
             _load(builder, weight, plus(builder, pairs, LINE * part), size)
@@ -102,6 +127,21 @@ def _write_products(builder: Any, shape: Sequence[int], places: Sequence[Value],
                 _call(builder, "tdpbf16ps", BYTE(block * across + part), BYTE(tile), BYTE(weight))
     for tile, place in sums.items():
         _call(builder, "tilestored64", BYTE(tile), pointer(builder, place, BYTE), out_step)
+
+
+def _round_row(_: Any, _out: Any, _x: Any, _vectors: Any) -> Any:
+    """Writes to an address, as bfloat16, the float32 of twice so many vectors at another: words of pairs. What is not a
+    number stays none."""
+
+    def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        out, x, vectors = given
+        with cgutils.for_range(builder, vectors) as loop:
+            place = at(builder, x, loop.index, WORD(2 * LINE))
+            both = load_vector(builder, place), load_vector(builder, plus(builder, place, LINE))
+            store(builder, both_rounded(builder, *both), at(builder, out, loop.index, WORD(LINE)))
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp), generate
 
 
 def _weights(blocks: int) -> range:
@@ -122,3 +162,5 @@ def _call(builder: Any, name: str, *given: Value) -> None:
 configure_tiles: Any = intrinsic(_configure_tiles)
 release_tiles: Any = intrinsic(_release_tiles)
 add_tiles: Any = intrinsic(_add_tiles)
+multiply_tiles: Any = intrinsic(_multiply_tiles)
+round_row: Any = intrinsic(_round_row)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.cpu.vectors.tiles import BLOCK, add_tiles, configure_tiles, release_tiles
-from common.devices import multiplies_tiles
+from common.cpu.vectors.tiles import BLOCK, add_tiles, configure_tiles, multiply_tiles, release_tiles, round_row
+from common.devices import multiplies_bfloat16, multiplies_tiles
 
 tiled = pytest.mark.skipif(not multiplies_tiles(), reason="this processor lacks AMX")
 STEPS = 3
@@ -25,6 +25,20 @@ def _add(out: Any, x: Any, weights: Any, rows: Any) -> None:
     places = (out.ctypes.data, 256, x.ctypes.data, row, weights.ctypes.data, 256, weights.ctypes.data)
     add_tiles(1, 4, 1, places, x.shape[1] // 16)
     release_tiles()
+
+
+@numba.njit
+def _multiply(out: Any, x: Any, weights: Any, rows: Any) -> None:
+    configure_tiles(rows)
+    row = x.shape[1] * 4
+    places = (out.ctypes.data, 256, x.ctypes.data, row, weights.ctypes.data, 256, weights.ctypes.data)
+    multiply_tiles(1, 4, 0, places, x.shape[1] // 16)
+    release_tiles()
+
+
+@numba.njit
+def _round(out: Any, x: Any) -> None:
+    round_row(out.ctypes.data, x.ctypes.data, len(x) // 32)
 
 
 @numba.njit
@@ -62,6 +76,21 @@ def test_products_of_pairs_are_added_to_sums_of_these_rows_alone(rows: int) -> N
     expected = (x[:rows].double() @ weight.double().T + 1).numpy()
     np.testing.assert_allclose(out[:rows], expected, rtol=1e-5, atol=1e-4)
     assert (out[rows:] == 1).all()
+    again = np.full((BLOCK, 64), np.nan, np.float32)
+    _multiply(again, words(x), paired(weight), rows)
+    np.testing.assert_allclose(again[:rows], expected - 1, rtol=1e-5, atol=1e-4)
+    assert np.isnan(again[rows:]).all()
+
+
+@pytest.mark.skipif(not multiplies_bfloat16(), reason="this processor lacks AVX512-BF16")
+def test_rows_are_rounded_as_torch_rounds_them() -> None:
+    x = torch.randn(128, generator=torch.Generator().manual_seed(1))
+    x[:5] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, torch.inf, -0.0])
+    x.view(torch.int32)[5] = 0x7FFFFFFF  # not a number, which rounding alone would make -0 of
+    out = np.zeros(64, np.uint32)
+    _round(out, x.numpy())
+    given = torch.from_numpy(out.view(np.int16)).view(torch.bfloat16)
+    torch.testing.assert_close(given, x.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
 @tiled
