@@ -57,6 +57,7 @@ def sampling(asked: SamplingFields, max_tokens: int | None = None) -> llm_pb2.Sa
         **{name: value for name in _ENDS if (value := getattr(asked, name)) is not None},
         stop=[asked.stop] if isinstance(asked.stop, str) else asked.stop,
         stop_token_ids=asked.stop_token_ids,
+        bad_words=asked.bad_words,
         logit_bias=_logit_bias(asked.logit_bias or {}),
     )
     if asked.shows_stop is not None:

@@ -253,6 +253,8 @@ class LlmConfig(ServerConfig):
     max_logprobs: int = option(20, "logprobs of one request", minimum=0)
     max_stop_texts: int = option(8, "stop texts of one request", minimum=0)
     max_stop_bytes: int = option(256, "longest stop text", minimum=1)
+    max_bad_words: int = option(128, "bad words of one request", minimum=0)
+    max_bad_word_bytes: int = option(256, "longest bad word", minimum=1)
     max_token_ids: int = option(1024, "tokens in stop_token_ids, and in logit_bias, of one request", minimum=0)
     max_structure_bytes: int = option(64 << 10, "longest schema, regex, grammar or choice", parse=size, minimum=1)
     max_schema_depth: int = option(32, "deepest nesting of a JSON schema", minimum=1)

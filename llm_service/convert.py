@@ -99,6 +99,7 @@ class RequestReader:
             sampling=sampling,
             stop=tuple(message.sampling.stop),
             include_stop_str_in_output=message.sampling.include_stop_str_in_output,
+            bad_words=self._sampling.bad_words(message.sampling),
             structure=self._sampling.structure(message.sampling),
             thinking_token_budget=self._sampling.thinking_token_budget(message.sampling),
             return_prompt_token_ids=message.return_prompt_token_ids,
@@ -390,6 +391,16 @@ class SamplingReader:
             return None
         self._check_range("thinking_token_budget", message.thinking_token_budget, 0, 1 << 31)
         return message.thinking_token_budget
+
+    def bad_words(self, message: llm_pb2.SamplingParams) -> tuple[str, ...]:
+        """The texts that an answer cannot have. Raises InvalidInput."""
+        field, most = "sampling.bad_words", self._config.max_bad_words
+        if len(message.bad_words) > most:
+            raise InvalidInput(f"at most {most} bad words", reason="TOO_MANY_BAD_WORDS", field=field)
+        longest = self._config.max_bad_word_bytes
+        if any(not text or len(text.encode()) > longest for text in message.bad_words):
+            raise InvalidInput(f"a bad word has 1 to {longest} bytes", reason="BAD_WORD", field=field)
+        return tuple(message.bad_words)
 
     def _check_range(self, name: str, value: float, low: float, high: float) -> None:
         if not _is_within(name, value, low, high):

@@ -51,8 +51,9 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False)
     seed, choose alike. Tokens in `banned` cannot be chosen. `prompt` are the distinct tokens of the prompt and `output`
     all that were chosen so far, int32 as bytes, each given only where a penalty needs it. `logprobs`: how many of the
     likeliest to report, -1 for none at all. `allowed`: where it is given, a token whose bit (little-endian) is not set
-    cannot be chosen. `carried`: the last token of `output` is the one that this draw of the plan before chose, -1 where
-    all are known.
+    cannot be chosen. `carried`: the token before is not known yet, but the one that this draw of the plan before chose,
+    and so is the last one of `output`; -1 where all are known. `banned_behind`: where it is the first token of such a
+    pair, the second cannot be chosen.
     """
 
     at: int
@@ -71,17 +72,21 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False)
     logprobs: int = -1
     allowed: bytes = b""
     carried: int = -1
+    banned_behind: tuple[tuple[int, int], ...] = ()
 
     def with_last(self, token: int) -> Draw:
-        """The draw with the last token of its output put in."""
+        """The draw with the token before it put in."""
         output = array("i", self.output)
-        output[-1] = token
-        return msgspec.structs.replace(self, output=output.tobytes(), carried=-1)
+        if output:
+            output[-1] = token
+        banned = (*self.banned, *(second for first, second in self.banned_behind if first == token))
+        return msgspec.structs.replace(self, output=output.tobytes(), carried=-1, banned=banned, banned_behind=())
 
     @property
     def alters(self) -> bool:
         """Logits are changed before anything is chosen."""
-        return bool(self.banned or self.logit_bias or self.prompt or self.output or self.allowed)
+        bans = self.banned or self.banned_behind
+        return bool(bans or self.logit_bias or self.prompt or self.output or self.allowed)
 
     @property
     def plain(self) -> bool:

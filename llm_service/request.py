@@ -158,7 +158,8 @@ class Pooling(enum.StrEnum):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are chosen and when a choice ends, every default filled in. The fields mean what the contract says;
     `grammar` is a checked structure in llguidance's form, empty for none, `grammar_bytes` what it holds when it is
-    compiled, and `grammar_trigger` where it begins; None: with the first token. `thinking_bound` bounds reasoning."""
+    compiled, and `grammar_trigger` where it begins; None: with the first token. `thinking_bound` bounds reasoning.
+    `bad_words` are runs of tokens that an answer cannot have."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -180,6 +181,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     grammar_bytes: int = 0
     grammar_trigger: Trigger | None = None
     thinking_bound: ThinkingBound | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     @property
     def is_matched(self) -> bool:
@@ -232,6 +234,7 @@ class Request:
     sampling: SamplingParams
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
+    bad_words: tuple[str, ...] = ()
     structure: Structure | None = None
     thinking_token_budget: int | None = None
     return_prompt_token_ids: bool = False

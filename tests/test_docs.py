@@ -228,6 +228,7 @@ def test_the_limits_are_the_defaults() -> None:
         f"{llm.max_choices}; {llm.max_logprobs}",
         f"{llm.max_token_ids}; {llm.max_token_ids}",
         f"{llm.max_stop_texts}, {llm.max_stop_bytes} bytes",
+        f"{llm.max_bad_words}, {llm.max_bad_word_bytes} bytes",
         f"{llm.max_structure_bytes >> 10} KiB; {llm.max_schema_depth}; 1 s; {compiler._WAITING}",
         f"{llm.max_structure_depth}; {llm.max_schema_multiple:,}; {llm.max_structure_repeats:,}".replace(",", " "),
         f"{llm.max_compiled_bytes >> 20} MiB; {llm.structure_cache_bytes >> 20} MiB",

@@ -124,7 +124,6 @@ VLLM_DEFAULTS: Final[dict[str, tuple[Any, ...]]] = {
     "spaces_between_special_tokens": (True,),
     "length_penalty": (1.0,),
     "use_beam_search": (False,),
-    "bad_words": ([],),
     "allowed_token_ids": ([],),
     "truncate_prompt_tokens": (-1,),
     "return_tokens_as_token_ids": (False,),
@@ -169,6 +168,7 @@ class SamplingFields(RequestFields):
     max_tokens: Int | None = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None
+    bad_words: Texts | None = None
     min_tokens: Int | None = None
     thinking_token_budget: Count | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=4096)] | None = None

@@ -255,6 +255,8 @@ def _draw(sequence: Sequence, at: int, ahead: int) -> Draw:
     sampling, generated = sequence.sampling, sequence.generated + ahead
     if sequence.plain:
         return Draw(at=at)
+    ends = sequence.stop_ids if generated < sampling.min_tokens else ()
+    pairs = sequence.bad_pairs()
     return Draw(
         at=at,
         temperature=sampling.temperature,
@@ -262,7 +264,8 @@ def _draw(sequence: Sequence, at: int, ahead: int) -> Draw:
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         uniform=0.0 if sampling.temperature == 0.0 else uniform(sequence.seed, sequence.choice, generated),
-        banned=sequence.stop_ids if generated < sampling.min_tokens else (),
+        banned=(*ends, *sequence.bad_ends(sequence.drafts[:ahead])),
+        banned_behind=pairs,
         logit_bias=sampling.logit_bias,
         repetition_penalty=sampling.repetition_penalty,
         presence_penalty=sampling.presence_penalty,
@@ -271,7 +274,7 @@ def _draw(sequence: Sequence, at: int, ahead: int) -> Draw:
         output=_said(sequence, ahead) if sampling.penalises else b"",
         logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
         allowed=_allowed(sequence, ahead),
-        carried=sequence.placeholder_draw if sequence.num_placeholders and sampling.penalises else -1,
+        carried=sequence.placeholder_draw if sequence.num_placeholders and (pairs or sampling.penalises) else -1,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from common.errors import InvalidInput
 from llm_service.engine.sequence import Sequence
+from llm_service.engine.structure import leaves_any
 from llm_service.plan import Draw
 
 
@@ -34,26 +35,23 @@ def resumed_end(sequence: Sequence) -> str:
 
 
 def dead_end(sequence: Sequence, draw: Draw) -> InvalidInput | None:
-    """Why nothing can be drawn: all that the structure allows next would end the choice before its least tokens."""
-    if sequence.matcher is None or not draw.banned or _leaves_any(draw):
+    """Why nothing can be drawn: all that the structure allows next would end the choice before its least tokens, or
+    complete a bad word."""
+    if sequence.matcher is None or leaves_any(draw.allowed, draw.banned):
         return None
     if sequence.matcher.is_error():
         return _too_complex()
+    if leaves_any(draw.allowed, [token for token in draw.banned if token in sequence.stop_ids]):
+        return InvalidInput(
+            "the structure of the answer, or of reasoning that is to end, allows nothing but what completes a bad word",
+            reason="BAD_WORDS_UNAVOIDABLE",
+            field="sampling.bad_words",
+        )
     return InvalidInput(
         "before min_tokens the structure of the answer allows nothing but tokens that end it",
         reason="MIN_TOKENS_UNREACHABLE",
         field="sampling.min_tokens",
     )
-
-
-def _leaves_any(draw: Draw) -> bool:
-    """Whether some token is allowed and not banned."""
-    if not draw.allowed:  # no mask: anything is
-        return True
-    left = bytearray(draw.allowed)
-    for token in draw.banned:
-        left[token // 8] &= ~(1 << token % 8)
-    return left.count(0) < len(left)
 
 
 def never_whole(rows: int) -> InvalidInput:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from llm_service.engine.bad_words import BadWords
 from llm_service.engine.block_identity import NEVER, BlockContent, BlockIdentities
 from llm_service.engine.block_manager import BlockTable
 from llm_service.engine.drafts import DraftLength
 from llm_service.engine.messages import Add
 from llm_service.engine.prompt import Prompt
 from llm_service.engine.state_slots import Place
-from llm_service.engine.structure import Matcher
+from llm_service.engine.structure import Matcher, leaves_any
 from llm_service.request import Pooling, SamplingParams
 
 Order = tuple[int, int, int]
@@ -107,6 +109,7 @@ class Sequence:
     proposed: array[int] = field(default_factory=lambda: array("i"))
     draft_length: DraftLength = field(default_factory=lambda: DraftLength(0))
     plain: bool = False
+    bad_words: BadWords | None = None
     pooling: Pooling | None = None
     _pooled: np.ndarray | None = None
     _waits_for: WaitReason | None = None
@@ -162,6 +165,7 @@ class Sequence:
             num_scored_tokens=max(1, add.scored) if scores else length,
             num_taken_scores=add.scored,
             plain=sampling == _plainest(sampling),
+            bad_words=BadWords.of(sampling.bad_words),
             draft_length=DraftLength(rules.max_drafts),
             pooling=add.pooling,
         )
@@ -333,16 +337,36 @@ class Sequence:
         if self.matcher is None or not drafts:
             return
         ahead = self.matcher.deep_copy()
-        self.draft_masks.append(ahead.compute_bitmask())
-        for token in drafts:
-            mask = self.draft_masks[-1]
-            if ahead.is_stopped() or (mask and not mask[token // 8] >> token % 8 & 1) or not ahead.consume_token(token):
-                break
+        for count in range(len(drafts) + 1):
             mask = ahead.compute_bitmask()
-            if ahead.is_error():  # met behind a draft, which may be wrong
+            if count and ahead.is_error():  # met behind a draft, which may be wrong
+                break
+            if not leaves_any(mask, self.bad_ends(drafts[:count])):  # likewise; else it fails, once there are no drafts
                 break
             self.draft_masks.append(mask)
-        self.drafts = drafts[: len(self.draft_masks) - 1]
+            if count == len(drafts) or ahead.is_stopped():
+                break
+            token = drafts[count]
+            if (mask and not mask[token // 8] >> token % 8 & 1) or not ahead.consume_token(token):
+                break
+        self.drafts = drafts[: max(0, len(self.draft_masks) - 1)]
+
+    def bad_ends(self, drafts: Iterable[int] = ()) -> tuple[int, ...]:
+        """The tokens that cannot be chosen behind these drafts, since they complete a bad word: as far as that does not
+        depend on a token that is not known."""
+        if self.bad_words is None or self.num_placeholders:
+            return () if self.bad_words is None else self.bad_words.alone
+        return self.bad_words.banned(self._end(self.bad_words.reach) + array("i", drafts))
+
+    def bad_pairs(self) -> tuple[tuple[int, int], ...]:
+        """Where the last token is not known: the second token of such a pair cannot be chosen behind the first."""
+        if self.bad_words is None or not self.num_placeholders:
+            return ()
+        return self.bad_words.banned_behind(self._end(self.bad_words.reach))
+
+    def _end(self, count: int) -> array[int]:
+        """The last tokens of the output that is known, so many at most."""
+        return self.tokens[max(self.prompt_tokens, self.num_known_tokens - count) : self.num_known_tokens]
 
     def take_proposed(self, drafts: list[int]) -> None:
         """What may follow its last token, which is known."""

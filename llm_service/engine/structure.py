@@ -302,6 +302,16 @@ def _all_but(tokens: Iterable[int], vocab_size: int) -> bytes:
     return bytes(mask)
 
 
+def leaves_any(mask: bytes, banned: Sequence[int]) -> bool:
+    """Whether a mask, none of which allows all, allows a token that is not banned."""
+    if not mask or not banned:
+        return True
+    left = bytearray(mask)
+    for token in banned:
+        left[token // 8] &= ~(1 << token % 8)
+    return left.count(0) < len(left)
+
+
 def _only(token: int, vocab_size: int) -> bytes:
     """The mask that allows this token alone."""
     mask = bytearray(4 * math.ceil(vocab_size / 32))

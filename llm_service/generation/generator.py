@@ -256,7 +256,7 @@ class Generator:
         short = _is_short(request.prompt)
         lay_out = partial(self._prompts.pieces, closed=request.pooling is not None)
         pieces = await _computed(lay_out, request.prompt, modalities, at_once=short)
-        request = self._bounded(await self._with_grammar(request))
+        request = await self._with_bad_words(self._bounded(await self._with_grammar(request)))
         choices = await self._choices(request)
         stages.mark("prompt")
         if any(choice.text.stopped is None for choice in choices.values()):
@@ -370,6 +370,14 @@ class Generator:
         if (budget := request.thinking_token_budget) is None:
             return request
         return _sampled(request, thinking_bound=self._prompts.thinking_bound(budget))
+
+    async def _with_bad_words(self, request: Request) -> Request:
+        """The request, with the tokens that are made of its bad words."""
+        if not request.bad_words:
+            return request
+        few = sum(map(len, request.bad_words)) <= _SHORT
+        runs = await _computed(self._prompts.bad_words, request.bad_words, at_once=few)
+        return _sampled(request, bad_words=runs)
 
     def _behind_reasoning(self, request: Request, layout: PromptLayout, *, thinking: bool) -> Request:
         """The request, whose answer has its form behind what the model thinks where its prompt begins with that."""

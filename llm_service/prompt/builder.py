@@ -43,6 +43,8 @@ from llm_service.request import (
 )
 
 _SHOWN = SHOWN | {ASR_TEXT}
+_BEFORE = "\n"
+"""A text that becomes no token together with the word behind it."""
 _WORDS = {Modality.IMAGE: "a picture", Modality.VIDEO: "a video", Modality.AUDIO: "a sound"}
 
 
@@ -116,6 +118,20 @@ class PromptBuilder:
             why = "the model has no token for the end of its reasoning"
             raise InvalidInput(why, reason="NO_THINKING", field="sampling.thinking_token_budget")
         return ThinkingBound(tokens, tuple(self._thinking[0]), end)
+
+    def bad_words(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The runs of tokens that are made of texts behind other text, with a space before them and without. Raises
+        InvalidInput where there are none."""
+        runs: dict[tuple[int, ...], None] = {}
+        for text in texts:
+            word = text.lstrip(" ")
+            found = [tuple(self._plain.ids_behind(each)) for each in ((word, f" {word}") if word else (text,))]
+            found = [run for run in found if run and max(run) < self.vocab_size]
+            if not found:
+                why = "no token is made of a bad word"
+                raise InvalidInput(why, reason="BAD_WORD", field="sampling.bad_words")
+            runs.update(dict.fromkeys(found))
+        return tuple(runs)
 
     def has_token(self, name: str) -> bool:
         """Whether a text of this name is one token."""
@@ -364,6 +380,11 @@ class PlainTokenizer:
         # A batch of one: `encode` would let no other thread run, the event loop's included, for seconds a megabyte.
         ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
+
+    def ids_behind(self, text: str) -> list[int]:
+        """The ids of a text behind another one: some tokenizers set a mark before each text, which is none of it."""
+        before, both = self.ids(_BEFORE, first=False), self.ids(_BEFORE + text, first=False)
+        return both[len(before) :] if both[: len(before)] == before else self.ids(text, first=False)
 
 
 def _showing_marks(settings: dict[str, Any]) -> Tokenizer:

@@ -50,7 +50,7 @@ def _adjustments(draws: Sequence[Draw], altered: Sequence[int], vocabulary: int)
     table = np.full((len(altered), ADJUST), -1.0)
     asked, said, masks = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
     carried, length = list[tuple[int, int, int]](), 0
-    cells, values = list[int](), list[float]()
+    cells, values, pairs = list[int](), list[float](), list[tuple[int, int, int]]()
     for own, index in zip(table, altered, strict=True):
         draw = draws[index]
         repetition = max(_NUMBER.tiny, draw.repetition_penalty)
@@ -68,10 +68,11 @@ def _adjustments(draws: Sequence[Draw], altered: Sequence[int], vocabulary: int)
             masks.append(np.frombuffer(draw.allowed, np.uint8))
         cells += [index * vocabulary + token for token in (*draw.logit_bias, *draw.banned)]
         values += [*draw.logit_bias.values(), *([-math.inf] * len(draw.banned))]
+        pairs += [(draw.carried, first, index * vocabulary + second) for first, second in draw.banned_behind]
     seen = (np.concatenate(each or [np.empty(0, np.int64)]) for each in (asked, said))
     packed = np.stack(masks) if masks else np.empty((0, 0), np.uint8)
-    unknown = np.array(carried, np.int64).reshape(-1, 3).T
-    return (table, *seen, unknown, packed, np.array(cells, np.int64), np.array(values, np.float32))
+    unknown, behind = (np.array(each, np.int64).reshape(-1, 3).T for each in (carried, pairs))
+    return (table, *seen, unknown, packed, np.array(cells, np.int64), np.array(values, np.float32), behind)
 
 
 def _adjust(
@@ -84,11 +85,13 @@ def _adjust(
     masks: Tensor,
     cells: Tensor,
     values: Tensor,
+    behind: Tensor,
 ) -> None:
     """Changes scores float32 [m, vocabulary] in place. `table` is that of `adjust_kernel`; `asked` and `said` int64 are
     the places of the prompts' tokens and of the outputs' in the counts; `values` are added at the places `cells` of
     scores. `unknown` int64 [3, u]: which of `said` are not known, which token of `chosen` each is, and its row's first
-    place."""
+    place. `behind` int64 [3, b]: where this token of `chosen` is that one, what stands at this place cannot be chosen.
+    """
     vocabulary = scores.shape[1]
     counts = table.new_empty(0, dtype=torch.int32)
     if len(asked) or len(said):
@@ -114,6 +117,10 @@ def _adjust(
         )
     if len(cells):
         scores.view(-1).scatter_add_(0, cells, values)
+    if behind.shape[1]:
+        draws, tokens, places = behind
+        bans = torch.where(chosen[draws] == tokens, -math.inf, 0.0)
+        scores.view(-1).scatter_add_(0, places, bans.to(scores.dtype))
 
 
 def _choices(draws: Sequence[Draw], drawn: Sequence[int], vocabulary: int) -> tuple[np.ndarray, ...]:

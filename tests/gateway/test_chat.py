@@ -113,6 +113,7 @@ def test_a_stream_has_no_usage_unless_asked(door: Trio) -> None:
     assert all(chunk.usage is None and chunk.choices for chunk in streamed(door, [said("Hello")]))
 
 
+LETTERS = [chr(code) for code in range(33, 127)]
 SAMPLING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "temperature, top_p and seed": ({"temperature": 1.2, "top_p": 0.8, "seed": 7},) * 2,
     "a negative seed": ({"temperature": 1.2, "seed": -3}, {"temperature": 1.2, "seed": (1 << 64) - 3}),
@@ -121,6 +122,10 @@ SAMPLING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"presence_penalty": 0.7, "frequency_penalty": 0.9, "seed": 5, "temperature": 0.9},
     ),
     "logit_bias": ({"logit_bias": {"120": 90}}, {"logit_bias": {120: 90}}),
+    "bad_words": (
+        {"extra_body": {"bad_words": LETTERS}, "temperature": 1, "seed": 1},
+        {"bad_words": LETTERS, "temperature": 1, "seed": 1},
+    ),
     "max_completion_tokens": ({"max_tokens": None, "max_completion_tokens": 3}, {"max_tokens": 3}),
     "top_k": ({"extra_body": {"top_k": 3}, "temperature": 1, "seed": 1}, {"top_k": 3, "temperature": 1, "seed": 1}),
     "min_p": ({"extra_body": {"min_p": 0.2}, "temperature": 1, "seed": 1}, {"min_p": 0.2, "temperature": 1, "seed": 1}),
@@ -138,6 +143,17 @@ def test_each_way_to_choose_tokens_is_the_contracts(door: Trio, name: str) -> No
     question = "Which tokens follow?"
     ours = by_http(door, [said(question)], **http)
     assert ours.choices[0].message.content == by_grpc(door, [user(question)], **grpc).text
+
+
+def test_an_answer_has_no_bad_word(door: Trio) -> None:
+    words = by_http(door, [said("Hello")], max_tokens=12, extra_body={"bad_words": LETTERS}).choices[0].message.content
+    plain = by_http(door, [said("Hello")], max_tokens=12).choices[0].message.content
+    single = {
+        token for letter in LETTERS for text in (letter, f" {letter}") for token in door.services.text.tokenize(text)
+    }
+    ids = by_grpc(door, [user("Hello")], max_tokens=12, bad_words=LETTERS).choices[0].token_ids
+    assert words != plain
+    assert not single & {*ids}
 
 
 def test_every_choice_of_n_is_there_streamed_as_well(door: Trio) -> None:

@@ -63,6 +63,7 @@ SAMPLES: dict[str, Any] = {
     "min_tokens": 1,
     "include_stop_str_in_output": True,
     "no_stop_trim": True,
+    "bad_words": ["x"],
     "thinking_token_budget": 0,
     "ignore_eos": True,
     "return_token_ids": True,

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable
+from itertools import pairwise
 
 import grpc
 import pytest
@@ -127,6 +128,25 @@ def check_ignore_eos(both: Pair, plain: list[int]) -> None:
 def check_logit_bias(both: Pair, plain: list[int]) -> None:
     assert ids(both, logit_bias={7: 100.0}) == [7] * FEW
     assert plain[0] not in ids(both, logit_bias={plain[0]: -100.0})
+
+
+def check_bad_words(both: Pair, plain: list[int]) -> None:
+    """Alone, and as the end of several tokens: those that are made of what was said where one text is two tokens."""
+    words = [text for token in plain if both.text.tokenize(text := both.text.detokenize(token)) == [token]]
+    banned = ids(both, bad_words=words[:3])
+    assert words
+    assert not {*banned} & {*both.text.tokenize("".join(words[:1]))}
+    pairs = [pair for pair in pairwise(plain) if both.text.tokenize(said_as(both, *pair)) == [*pair]]
+    assert pairs
+    for first, second in pairs:
+        found = ids(both, bad_words=[said_as(both, first, second)])
+        at = next(n for n, each in enumerate(pairwise(plain)) if each == (first, second))
+        assert found[: at + 1] == plain[: at + 1]
+        assert (first, second) not in pairwise(found)
+
+
+def said_as(both: Pair, *tokens: int) -> str:
+    return both.text.detokenize(*tokens)
 
 
 def check_n(both: Pair, plain: list[int]) -> None:

@@ -135,6 +135,9 @@ CASES: dict[str, Case] = {
     "too many stop texts": (sampled(stop=["x"] * 9), INVALID, "TOO_MANY_STOPS", "sampling.stop"),
     "an empty stop text": (sampled(stop=[""]), INVALID, "BAD_STOP", "sampling.stop"),
     "a stop text that is too long": (sampled(stop=["x" * 257]), INVALID, "BAD_STOP", "sampling.stop"),
+    "too many bad words": (sampled(bad_words=["x"] * 129), INVALID, "TOO_MANY_BAD_WORDS", "sampling.bad_words"),
+    "an empty bad word": (sampled(bad_words=[""]), INVALID, "BAD_WORD", "sampling.bad_words"),
+    "a bad word that is too long": (sampled(bad_words=["x" * 257]), INVALID, "BAD_WORD", "sampling.bad_words"),
     "a stop token outside the vocabulary": (
         sampled(stop_token_ids=[VOCABULARY]),
         INVALID,

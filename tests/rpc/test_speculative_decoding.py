@@ -136,3 +136,20 @@ def test_answers_with_a_structure_are_the_same_and_what_it_leaves_no_choice_abou
             assert [each.token_ids for each in said.choices] == [each.token_ids for each in expected.choices]
             assert [each.text for each in said.choices] == [each.text for each in expected.choices]
             assert said.usage.accepted_draft_tokens > 0
+
+
+def test_what_bad_words_forbid_is_not_said_by_a_draft_either(service: Service, qwen3: Pair) -> None:
+    """The prompt has it again and again, and the model says nothing but its letters."""
+    letters = "XYZW"
+    ids = qwen3.text.tokenize(letters * 8)
+    assert ids == [token for letter in letters for token in qwen3.text.tokenize(letter)] * 8
+    given = {"logit_bias": dict.fromkeys(ids, 100.0), "temperature": 4.0, "seed": 5, "max_tokens": 256}
+    bad = ["ZW", "WXY"]
+    free, request = (asked(user(letters * 8), SamplingParams(**given, bad_words=words)) for words in ([], bad))
+    with LlmClient(service.address) as client:
+        expected, said = answer(qwen3.text, request), answer(client, request)
+        assert all(word in answer(client, free).text for word in bad)
+    assert said.choices[0].token_ids == expected.choices[0].token_ids
+    assert said.usage.draft_tokens > said.usage.accepted_draft_tokens > 0
+    assert set(said.text) == set(letters)
+    assert not any(word in said.text for word in bad)

@@ -111,6 +111,14 @@ def test_a_structure_that_must_end_before_min_tokens_is_refused_by_that_field(qw
     assert {(choice.text, choice.reason) for choice in complete} == {("a", v1.FINISH_REASON_STRUCTURE)}
 
 
+def test_a_structure_that_bad_words_leave_nothing_of_is_refused_by_that_field(qwen3: Pair) -> None:
+    error = refusal(qwen3.text, shaped(qwen3, regex="(a|b)c", bad_words=["c"]))
+    assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert (error.reason, error.field) == ("BAD_WORDS_UNAVOIDABLE", "sampling.bad_words")
+    complete = answer(qwen3.text, shaped(qwen3, regex="(a|b)c", bad_words=["a"])).choices
+    assert {(choice.text, choice.reason) for choice in complete} == {("bc", v1.FINISH_REASON_STRUCTURE)}
+
+
 EXPLODING = {
     "repetitions of what other rules repeat": {
         "grammar": 'start: A\nA: B{3000}\nB: C{3000}\nC: D{3000}\nD: "a"{3000}',

@@ -22,6 +22,7 @@ PROMPTS = [
 
 WAYS = [
     greedy(48),
+    greedy(24, bad_words=[*"abcdefghijklmnopqrstuvwxyz", "th", "in the"]),
     v1.SamplingParams(seed=5, temperature=1.1, top_p=0.9, repetition_penalty=1.2, max_tokens=24, ignore_eos=True),
 ]
 

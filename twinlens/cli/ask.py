@@ -38,6 +38,7 @@ _SAMPLING = (
     "seed",
     "stop",
     "include_stop_str_in_output",
+    "bad_words",
     "logprobs",
     "prompt_logprobs",
 )
@@ -93,6 +94,7 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--include-stop-str-in-output", action="store_const", const=True, help="the answer has the text that ends it"
     )
+    group.add_argument("--bad-words", action="append", metavar="TEXT", help="the answer does not have it; repeatable")
     for name, whose in (("logprobs", "the answer's"), ("prompt-logprobs", "the prompt's")):
         shown = f"then print how likely {whose} tokens were, and N of the likeliest, to standard error"
         group.add_argument(f"--{name}", type=int, metavar="N", help=shown)

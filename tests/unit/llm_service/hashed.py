@@ -253,6 +253,7 @@ def expected(order: Order, choice: int, limits: Limits) -> tuple[list[int], str]
     while True:
         chance = 0.0 if sampling.greedy else uniform(sampling.seed or 0, choice, len(out))
         banned = ends if len(out) < sampling.min_tokens else ()
+        banned += tuple(run[-1] for run in sampling.bad_words if run[:-1] == tuple(out)[len(out) - len(run) + 1 :])
         prompt = array("i", sorted(set(order.prompt)) if sampling.repetition_penalty != 1.0 else []).tobytes()
         said = array("i", out if sampling.penalises else []).tobytes()
         allowed = matcher.compute_bitmask() if matcher else b""

@@ -275,11 +275,14 @@ def test_a_checkpoint_that_does_not_sample_is_greedy_until_a_temperature_is_give
 
 def test_limits_are_options() -> None:
     reader = requests(max_images=1, max_choices=2, max_prompt_bytes=3)
-    few = requests(max_parts=1, max_token_ids=1, max_stop_texts=0, max_logprobs=0, max_structure_bytes=2)
+    few = requests(
+        max_parts=1, max_token_ids=1, max_stop_texts=0, max_bad_words=0, max_logprobs=0, max_structure_bytes=2
+    )
     assert refusal(chat(v1.ChatPart(text="a"), v1.ChatPart(text="b")), few).reason == "TOO_MANY_PARTS"
     assert refusal(message(stop_token_ids=[1, 2]), few).reason == "TOO_MANY_TOKEN_IDS"
     assert refusal(message(logit_bias={1: 1.0, 2: 1.0}), few).reason == "TOO_MANY_TOKEN_IDS"
     assert refusal(message(stop=["x"]), few).reason == "TOO_MANY_STOPS"
+    assert refusal(message(bad_words=["x"]), few).reason == "TOO_MANY_BAD_WORDS"
     assert refusal(message(logprobs=1), few).reason == "OUT_OF_RANGE"
     assert refusal(message(regex="abc"), few).reason == "STRUCTURE_TOO_LARGE"
     assert refusal(chat(v1.ChatPart(media=IMAGE), v1.ChatPart(media=IMAGE)), reader).reason == "TOO_MANY_ITEMS"
@@ -303,6 +306,7 @@ FLOODS = {
     "times of frames": (filmed(pixels=v1.PixelBlock(timestamps=[0.5] * MANY)), "TOO_MANY_TIMES"),
     "times of rows": (filmed(embedding=v1.EmbeddingBlock(timestamps=[0.5] * MANY)), "TOO_MANY_TIMES"),
     "stop texts": (message(stop=[""] * MANY), "TOO_MANY_STOPS"),
+    "bad words": (message(bad_words=[""] * MANY), "TOO_MANY_BAD_WORDS"),
     "stop tokens": (message(stop_token_ids=[VOCABULARY] * MANY), "TOO_MANY_TOKEN_IDS"),
     "biases": (message(logit_bias=dict.fromkeys(range(VOCABULARY, VOCABULARY + MANY), 1.0)), "TOO_MANY_TOKEN_IDS"),
     "choices": (message(choice=v1.Choice(options=[""] * MANY)), "STRUCTURE_TOO_LARGE"),

@@ -203,3 +203,31 @@ def test_no_matcher_is_made_for_a_request_that_is_gone(monkeypatch: pytest.Monke
         each.set_result(Alternating())
     engine.drain()
     assert engine.outcomes[other].over
+
+
+ODD_RUNS, EVEN_RUNS = (tuple((word,) for word in range(first, 30, 2)) for first in (1, 2))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("drafts", [0, 4])
+@pytest.mark.parametrize(
+    ("bad_words", "said"),
+    [
+        pytest.param(ODD_RUNS, 0, id="at once"),
+        pytest.param((*EVEN_RUNS, (0,)), 1, id="later"),
+        pytest.param(
+            tuple((word, *each) for word in range(1, 30, 2) for each in (*EVEN_RUNS, (0,))), 1, id="behind a word"
+        ),
+    ],
+)
+def test_a_structure_that_bad_words_leave_nothing_of_fails_its_answer_and_no_other(
+    bad_words: tuple[tuple[int, ...], ...], said: int, drafts: int, overlap: bool
+) -> None:
+    engine = simulation(overlap=overlap, speculative_tokens=drafts)
+    held = engine.submit(order(text(9), grammar="alternating", bad_words=bad_words, max_tokens=50))
+    other = engine.submit(order(text(5), bad_words=bad_words, max_tokens=12))
+    engine.drain()
+    assert engine.outcomes[held].failed == "BAD_WORDS_UNAVOIDABLE"
+    assert [len(tokens) for tokens in engine.outcomes[held].tokens] == [said]
+    assert not engine.outcomes[other].failed
+    engine.check_over()

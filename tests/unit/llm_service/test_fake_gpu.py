@@ -61,6 +61,7 @@ STEPS = {
 DRAWS = [
     Draw(at=0, temperature=0.7, top_p=0.9, top_k=20, uniform=0.3, logprobs=3),
     Draw(at=1, prompt=bytes(40), output=bytes(8), carried=0, repetition_penalty=1.4, logit_bias={4: 2.0}, banned=(7,)),
+    Draw(at=1, carried=0, banned=(7,), banned_behind=((3, 5), (4, 5))),
 ]
 
 

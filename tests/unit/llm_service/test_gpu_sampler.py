@@ -116,6 +116,18 @@ def test_a_token_that_the_step_before_chooses_counts_as_one_that_was_said() -> N
     assert same(rows, draws, torch.tensor([12, 11])) == [12, 11, 11]
 
 
+def test_what_is_banned_behind_a_token_is_banned_where_the_step_before_chose_that_one() -> None:
+    rows = torch.zeros(4, SMALL)
+    rows[:, 11], rows[:, 12], rows[:, 13] = 3.0, 2.0, 1.0
+    pairs = ((7, 11), (7, 12), (8, 11), (8, 11))
+    carried, more = (0, 1, 2, -1), [{}, {"banned": (12,)}, {"output": array("i", [4, 0]).tobytes()}, {}]
+    draws = [
+        Draw(at=n, carried=carried[n], banned_behind=pairs if carried[n] >= 0 else (), presence_penalty=0.1, **more[n])
+        for n in range(4)
+    ]
+    assert same(rows, draws, torch.tensor([7, 8, 9])) == [13, 13, 11, 11]
+
+
 def test_where_all_are_as_likely_as_the_last_one_kept_all_may_be_drawn() -> None:
     draws = [Draw(at=0, temperature=1.0, top_k=5, uniform=chance) for chance in (0.0, 0.5, ENDS[1])]
     assert same(torch.zeros(3, LARGE), draws) == [0, LARGE // 2, LARGE - 1]

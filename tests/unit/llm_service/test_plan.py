@@ -24,6 +24,12 @@ def test_carried_places_get_the_tokens_that_the_draws_before_chose() -> None:
     assert whole.carried == []
 
 
+def test_what_is_banned_behind_a_carried_token_is_banned_where_it_is_that_one() -> None:
+    bound = Draw(at=1, banned=(3,), banned_behind=((9, 4), (8, 5), (9, 6)), carried=1)
+    made = msgspec.structs.replace(plan(carried=[(1, 1)]), draws=[bound])
+    assert filled(made, [8, 9]).draws == [Draw(at=1, banned=(3, 4, 6))]
+
+
 def test_the_last_token_of_a_carried_output_is_put_in_and_no_other() -> None:
     known = Draw(at=2, prompt=ints(1), output=ints(2))
     open_ended = Draw(at=1, prompt=ints(1), output=ints(2, 0), carried=1)

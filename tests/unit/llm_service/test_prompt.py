@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, normalizers
 
 from common.checkpoint import Checkpoint
 from common.errors import DataLoss, InvalidInput
@@ -25,7 +26,7 @@ from common.library import LibraryModel
 from common.media.item import Grid, Header, Modality, PromptPart
 from llm_service.families.library import library_family
 from llm_service.models.served import ServedModel
-from llm_service.prompt.builder import PromptBuilder
+from llm_service.prompt.builder import PlainTokenizer, PromptBuilder
 from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.request import ChatPrompt, MediaItem, Message, PiecesPrompt, PromptLayout, TextPrompt, TokenPrompt
 from tests.checkpoints import SPECIAL_IDS, VOCABULARY
@@ -255,6 +256,28 @@ def test_encode_recognises_special_tokens_only_where_that_is_allowed(builder: Pr
     allowed = builder.encode(text, allow_special=True)
     assert allowed == [*builder.encode("a"), END, IMAGE, *builder.encode("b")]
     assert builder.encode("", allow_special=True) == builder.encode("") == []
+
+
+def test_a_bad_word_is_the_tokens_that_are_made_of_it_behind_a_text_with_a_space_and_without(
+    builder: PromptBuilder,
+) -> None:
+    for word in ("hello", " hello", "  hello"):
+        assert builder.bad_words([word]) == (tuple(builder.encode("hello")), tuple(builder.encode(" hello")))
+    assert builder.bad_words([" ", "a", "a"]) == tuple(tuple(builder.encode(text)) for text in (" ", "a", " a"))
+    assert END not in {token for run in builder.bad_words(["<|im_end|>"]) for token in run}
+
+
+@pytest.mark.parametrize("text", ["a", "ab", "b a", "\n", "\na"])
+def test_a_mark_that_a_tokenizer_sets_before_a_text_is_no_part_of_a_bad_word(text: str) -> None:
+    """As Llama's: what the model says behind another text has none."""
+    words = ["▁", "a", "b", "ab", "▁a", "▁b", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocabulary, merges = {word: n for n, word in enumerate(words)}, [("a", "b"), ("▁", "a"), ("▁", "b")]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, unk_token="▁"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    plain = PlainTokenizer(json.loads(tokenizer.to_str()))
+    assert plain.ids(f"b{text}", first=False)[0] == vocabulary["▁b"], "a mark is set"
+    spelled = [tokenizer.id_to_token(token) for token in plain.ids_behind(text)]
+    assert "".join(spelled).replace("▁", " ").replace("<0x0A>", "\n") == text
 
 
 def test_positions_are_int32_for_every_token_and_text_after_a_picture_goes_on_past_it(builder: PromptBuilder) -> None:

@@ -62,10 +62,10 @@ class TestAsk:
 
     def test_sampling_flags_are_sent_and_others_stay_unset(self, llm: FakeLlm, llm_address: str) -> None:
         flags = ["--max-tokens", "5", "--temperature", "0", "--seed", "7", "--stop", "a", "--stop", "b"]
-        flags += ["--include-stop-str-in-output"]
+        flags += ["--include-stop-str-in-output", "--bad-words", "c", "--bad-words", "d"]
         assert ask(llm_address, "what?", *flags) == 0
         expected = v1.SamplingParams(
-            max_tokens=5, temperature=0, seed=7, stop=["a", "b"], include_stop_str_in_output=True
+            max_tokens=5, temperature=0, seed=7, stop=["a", "b"], include_stop_str_in_output=True, bad_words=["c", "d"]
         )
         assert llm.requests[0].sampling == expected
 

@@ -1,0 +1,56 @@
+"""Texts that an answer cannot have, as the runs of tokens that they are made of: the last token of a run is banned
+where the others stand before it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+Run = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BadWords:
+    """`alone` are runs of one token; `longer` has the others by their last token but one. What is asked with is the end
+    of an answer, of `reach` tokens or more where it has so many."""
+
+    alone: Run
+    longer: dict[int, list[Run]]
+    reach: int
+
+    @classmethod
+    def of(cls, runs: Iterable[Run]) -> BadWords | None:
+        """None where there are none."""
+        each = list(dict.fromkeys(runs))
+        longer: dict[int, list[Run]] = {}
+        for run in each:
+            if len(run) > 1:
+                longer.setdefault(run[-2], []).append(run)
+        alone = tuple(run[0] for run in each if len(run) == 1)
+        return cls(alone, longer, max(map(len, each)) - 1) if each else None
+
+    def banned(self, output: array[int]) -> Run:
+        """The tokens that may not follow an answer.
+
+        >>> words = BadWords.of([(5,), (1, 2), (3, 1, 7)])
+        >>> words.banned(array("i", [3, 1])), words.banned(array("i", [1, 3])), words.banned(array("i"))
+        ((5, 2, 7), (5,), (5,))
+        """
+        runs = self.longer.get(output[-1], ()) if output else ()
+        return (*self.alone, *(run[-1] for run in runs if _ends_with(output, run[:-1])))
+
+    def banned_behind(self, output: array[int]) -> tuple[tuple[int, int], ...]:
+        """Of an answer whose next token is not known yet: (that token, what may not follow it), `alone` left out.
+
+        >>> words = BadWords.of([(5,), (1, 2), (3, 1, 7)])
+        >>> words.banned_behind(array("i", [3])), words.banned_behind(array("i", [4]))
+        (((1, 2), (1, 7)), ((1, 2),))
+        """
+        return tuple(
+            (run[-2], run[-1]) for runs in self.longer.values() for run in runs if _ends_with(output, run[:-2])
+        )
+
+
+def _ends_with(output: array[int], run: Run) -> bool:
+    return not run or (len(output) >= len(run) and tuple(output[-len(run) :]) == run)
