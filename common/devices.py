@@ -105,6 +105,11 @@ def check_device(device: str, wanted: int = 1, there: int | None = None) -> None
         raise ValueError(f"cuda:{last} is needed, and the last GPU that can be seen here is cuda:{count - 1}")
 
 
+def computed_in(dtype: str, device: str) -> str:
+    """The type in which a device computes what is to be of a type: float32 on a CPU that does not multiply in that."""
+    return dtype if device.startswith("cuda") or (dtype == "bfloat16" and multiplies_bfloat16()) else "float32"
+
+
 def default_dtype(device: str, checkpoint: Checkpoint) -> str:
     """bfloat16 on a GPU, and on a CPU that multiplies bfloat16 where the checkpoint is stored in it; else float32."""
     short = device.startswith("cuda") or (multiplies_bfloat16() and checkpoint.stored_in == "BF16")

@@ -25,8 +25,14 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
     )
     dtype: str = option(
         "auto",
-        "element type of weights and rows; auto is bfloat16 on GPUs, and on CPUs with AVX512-BF16 where the checkpoint"
-        " is stored in it; else float32",
+        "element type of rows, which has to be that of the LLM services; auto is bfloat16 on GPUs, and on CPUs with"
+        " AVX512-BF16 where the checkpoint is stored in it; else float32",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    tower_dtype: str = option(
+        "auto",
+        "element type of weights, in which rows are computed; auto is --dtype's, but float32 on CPUs that cannot"
+        " multiply in that",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     attention: str = option(

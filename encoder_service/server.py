@@ -13,7 +13,7 @@ from common import log, stderr_capture, tasks, tracing
 from common.allocator import freeze_objects
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
-from common.devices import cuda_device_count, default_device, default_dtype, usable_cores
+from common.devices import computed_in, cuda_device_count, default_device, default_dtype, usable_cores
 from common.grpc_server import GrpcServer
 from common.identity import encoder_digest
 from common.library import LibraryModel
@@ -63,6 +63,7 @@ class _Model:
     library: LibraryModel | None
     device: str
     layout: RowLayout
+    tower_dtype: str
 
     @classmethod
     async def read(cls, config: EncoderConfig) -> _Model:
@@ -72,7 +73,8 @@ class _Model:
         library = None if isinstance(served, ModelConfig) else served.library
         device = default_device() if config.device == "auto" else config.device
         dtype = DType(default_dtype(device, checkpoint) if config.dtype == "auto" else config.dtype)
-        return cls(checkpoint, served, library, device, RowLayout(served.levels, served.width, dtype))
+        tower = computed_in(dtype.value, device) if config.tower_dtype == "auto" else config.tower_dtype
+        return cls(checkpoint, served, library, device, RowLayout(served.levels, served.width, dtype), tower)
 
 
 async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
@@ -305,6 +307,7 @@ def _worker_settings(config: EncoderConfig, model: _Model) -> list[WorkerSetting
             log_level=config.log_level,
             library=model.library,
             core_share=config.core_share,
+            tower_dtype=model.tower_dtype,
         )
         for index in range(config.workers)
     ]

@@ -10,7 +10,8 @@ from common.library import LibraryModel
 class WorkerSettings(msgspec.Struct, tag=True):
     """First message to a worker: which checkpoint, on what, and the sizes of the two arenas it inherited.
 
-    `device` is "cpu", "cuda" or "cuda:N"; `dtype` "float32", "bfloat16" or "float16"; `threads` is how many CPU threads
+    `device` is "cpu", "cuda" or "cuda:N"; `dtype` of rows "float32", "bfloat16" or "float16", and so `tower_dtype` of
+    weights, empty: the same; `threads` is how many CPU threads
     may compute, 0 for torch's own choice. `attention` names a back end, or "auto". `graphs` are the patch budgets to
     capture, of at most `graph_bytes` together; None leaves them to the worker. A batch has up to `batch_patches`.
     `pool_bytes` of the device's own memory are set aside for rows that others read there; 0: none. `library`: what it
@@ -31,6 +32,7 @@ class WorkerSettings(msgspec.Struct, tag=True):
     log_level: str = "info"
     library: LibraryModel | None = None
     core_share: bool = False
+    tower_dtype: str = ""
 
 
 class Piece(msgspec.Struct):

@@ -97,7 +97,8 @@ class _InOnePiece:
 
 
 class Runner:
-    """One tower on one device. One thread may `start` batches while another is in `finish`, in the same order.
+    """One tower on one device, which computes in `dtype`. One thread may `start` batches while another is in `finish`,
+    in the same order.
 
     `way_out` None: the device's own. Raises CheckpointError where the checkpoint cannot be served,
     AttentionUnavailable, GraphsUnavailable and DeviceMemoryError where the device cannot do what was asked for.
@@ -111,7 +112,8 @@ class Runner:
         self.device = torch.device(settings.device)
         if self.device.type == "cuda":
             use_gpu(self.device)
-        self.dtype = DTYPES[settings.dtype]
+        self._row_dtype = DTYPES[settings.dtype]
+        self.dtype = DTYPES[settings.tower_dtype or settings.dtype]
         row_numbers = self.read(settings)
         self._pool = self._make_pool(settings.pool_bytes, row_numbers) if settings.pool_bytes else None
         self._graphed: Graphed | None = None
@@ -207,7 +209,7 @@ class Runner:
         """Begins the tower's pass, and what is to be known of its rows; waits for neither."""
         began, replays = time.perf_counter(), self._graphed.replays if self._graphed else 0
         with self._share_of_cores.computing() if self._share_of_cores is not None else nullcontext():
-            rows = self._staged.run(prepared.patches, prepared.ready).contiguous()
+            rows = self._staged.run(prepared.patches, prepared.ready).to(self._row_dtype).contiguous()
         finite = rows.isfinite().flatten(1).all(dim=1)
         sums = self._share(rows, prepared.batch.pieces)
         replayed = self._graphed is not None and self._graphed.replays > replays
@@ -243,7 +245,7 @@ class Runner:
         return True
 
     def _make_pool(self, size: int, row_numbers: int) -> Pool:
-        check_row_bytes(row_numbers * self.dtype.itemsize)
+        check_row_bytes(row_numbers * self._row_dtype.itemsize)
         return driver(self.device).create(self.device, size)
 
     def _beside(self) -> AbstractContextManager[object]:

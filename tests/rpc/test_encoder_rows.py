@@ -19,7 +19,7 @@ from tests.rpc.encoder_client import (
     new_picture,
     video,
 )
-from twinlens.v1 import media_pb2
+from twinlens.v1 import encoder_pb2, media_pb2
 
 WINDOWS = "qwen2_5_vl"
 """The tower whose rows depend on how pictures are cut into windows."""
@@ -30,6 +30,23 @@ def real(checkpoints):
     """A real encoder of that tower, with every option as it comes."""
     with encoder_server(checkpoints(WINDOWS, layout="saved", sharded=True), light=False) as service:
         yield service
+
+
+def test_an_encoder_on_another_device_gives_rows_of_the_type_that_is_wanted(real, checkpoints):
+    """Its digest is that of one which computes in that type, so that LLM services take rows of both."""
+    folder, picture = checkpoints(WINDOWS, layout="saved", sharded=True), image(new_picture())
+    with Client(real) as client:
+        (expected,) = client.encode(picture)
+    digests = []
+    for given in ({"tower_dtype": "float32"}, {"tower_dtype": "bfloat16"}):
+        with encoder_server(folder, light=False, dtype="bfloat16", **given) as service, Client(service) as client:
+            (found,) = client.encode(picture)
+            digests.append(client.stub.GetInfo(encoder_pb2.EncoderServiceGetInfoRequest()).digest)
+            assert found.header.dtype == media_pb2.DATA_TYPE_BFLOAT16
+            if given["tower_dtype"] == "float32":
+                rounded = torch.from_numpy(expected.rows.copy()).bfloat16()
+                assert torch.equal(torch.from_numpy(found.rows.copy()), rounded.float())
+    assert digests[0] == digests[1]
 
 
 @pytest.mark.parametrize(

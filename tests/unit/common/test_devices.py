@@ -10,7 +10,15 @@ import pytest
 
 from common import devices
 from common.checkpoint import Checkpoint
-from common.devices import check_device, cuda_device_count, cuda_memory, default_device, default_dtype, usable_cores
+from common.devices import (
+    check_device,
+    computed_in,
+    cuda_device_count,
+    cuda_memory,
+    default_device,
+    default_dtype,
+    usable_cores,
+)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +80,20 @@ def test_the_type_of_weights_follows_from_the_device_and_the_checkpoint(
     on_cpu = "bfloat16" if multiplies and stored == "BF16" else "float32"
     found = [default_dtype(device, checkpoint) for device in ("cpu", "cuda", "cuda:1")]
     assert found == [on_cpu, "bfloat16", "bfloat16"]
+
+
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_a_processor_computes_in_float32_what_it_cannot_multiply(
+    multiplies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "multiplies_bfloat16", lambda: multiplies)
+    types = "float32", "bfloat16", "float16"
+    assert [computed_in(each, "cuda:0") for each in types] == list(types)
+    assert [computed_in(each, "cpu") for each in types] == [
+        "float32",
+        "bfloat16" if multiplies else "float32",
+        "float32",
+    ]
 
 
 @pytest.mark.parametrize(

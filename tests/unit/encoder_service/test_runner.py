@@ -79,7 +79,7 @@ def buffers():
 
 def worker_settings(folder, **settings) -> WorkerSettings:
     given = {"device": "cpu", "dtype": "float32", "threads": 0, "staging_bytes": ROOM, "store_bytes": ROOM}
-    return WorkerSettings(folder=str(folder), **given, **settings)
+    return WorkerSettings(folder=str(folder), **{**given, **settings})
 
 
 def piece(at: int, rows: int) -> Piece:
@@ -125,6 +125,21 @@ def test_rows_are_written_where_each_piece_s_belong(checkpoints, buffers):
         patches = preprocess(picture, (SIDE, SIDE), settings.processors[Modality.IMAGE])
         expected = tower(patches, [Grid(1, SIDE // 16, SIDE // 16)]).flatten(1)
         torch.testing.assert_close(rows_at(buffers[1], at, 4, settings), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_tower_may_compute_in_another_type_than_rows_have(checkpoints, buffers):
+    folder = checkpoints("qwen3_vl")
+    put(buffers[0], 0, seed=1)
+    settings, rows = config.read(Checkpoint(folder)), []
+    for given in ({}, {"dtype": "bfloat16", "tower_dtype": "float32"}):
+        runner = Runner(worker_settings(folder, **given), *buffers)
+        assert runner.dtype == torch.float32
+        runner.run(Batch([piece(0, 4096)]))
+        count = 4 * settings.levels * settings.width
+        kind = torch.bfloat16 if given else torch.float32
+        here = bytearray(buffers[1].view[4096 : 4096 + count * kind.itemsize])
+        rows.append(torch.frombuffer(here, dtype=kind))
+    assert torch.equal(rows[1], rows[0].bfloat16())
 
 
 def test_a_worker_divides_the_cores_while_it_computes_and_looks_before_each_block(checkpoints, buffers, monkeypatch):
