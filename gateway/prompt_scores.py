@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +20,9 @@ class PromptScores:
         """Takes some in, maybe once more."""
         self._told.update(enumerate(zip(told.token_ids, told.logprobs, strict=True), told.first))
 
+    def __len__(self) -> int:
+        return len(self._told)
+
     def in_order(self) -> list[llm_pb2.TokenLogprobs]:
         """Those of all tokens but the first."""
         return [self._told[place][1] for place in sorted(self._told)]
@@ -26,6 +31,26 @@ class PromptScores:
         """Of each token, how likely it and others in its place were, by their ids. The rank of one that is not among
         the likeliest is not known."""
         return [None, *(_by_id(*self._told[place]) for place in sorted(self._told))]
+
+
+async def collected(
+    events: AsyncGenerator[llm_pb2.GenerateResponse], scores: PromptScores
+) -> AsyncGenerator[llm_pb2.GenerateResponse]:
+    """The other events of an answer, from `started` on, which comes when all scores of its prompt are there."""
+    started: llm_pb2.GenerateResponse | None = None
+    async with aclosing(events) as each:
+        async for said in each:
+            if said.HasField("started"):
+                started = said
+                continue
+            is_score = said.delta.HasField("prompt")
+            if is_score:
+                scores.add(said.delta.prompt)
+            if started is not None and not (is_score and len(scores) < started.started.prompt_tokens - 1):
+                yield started
+                started = None
+            if not is_score:
+                yield said
 
 
 def _by_id(token: int, told: llm_pb2.TokenLogprobs) -> dict[str, Any]:

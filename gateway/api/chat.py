@@ -18,7 +18,7 @@ from gateway.api.chat_request import ChatRequest, ChatStreamOptions
 from gateway.calls.tool_format import ToolFormat
 from gateway.generation import Generations
 from gateway.output_parser import ArgumentsDelta, CallStart, OutputParser, Piece, ReasoningDelta, TextDelta
-from gateway.prompt_scores import PromptScores
+from gateway.prompt_scores import PromptScores, collected
 from gateway.request_context import context_of
 from gateway.services import LlmServices
 from gateway.stream import DONE, Chunks, EventStream, Last, json_answer
@@ -84,7 +84,7 @@ class _Asked:
     scored: bool
     with_ids: bool
     with_uuids: bool
-    prompt_scored: bool
+    prompt_scores: PromptScores | None
     with_usage: bool
     with_usage_so_far: bool
     with_timings: bool
@@ -108,10 +108,16 @@ class _Asked:
             told["token_ids"] = list(delta.token_ids)
         return told
 
-    def prompt(self, started: llm_pb2.GenerateStarted) -> dict[str, Any]:
+    async def prompt(self, started: llm_pb2.GenerateStarted) -> dict[str, Any]:
         """What is said of the prompt."""
-        ids = {"prompt_token_ids": list(started.prompt_token_ids)} if self.with_ids else {}
-        return ids | ({"media_uuids": convert.media_uuids(started)} if self.with_uuids else {})
+        told: dict[str, Any] = {}
+        if self.with_ids:
+            told["prompt_token_ids"] = list(started.prompt_token_ids)
+        if self.with_uuids:
+            told["media_uuids"] = convert.media_uuids(started)
+        if self.prompt_scores is not None:
+            told["prompt_logprobs"] = await tasks.to_thread(self.prompt_scores.as_vllm)
+        return told
 
 
 class Chat:
@@ -134,7 +140,7 @@ class Chat:
             bool(body.logprobs),
             bool(body.return_token_ids),
             bool(body.return_media_uuids),
-            body.prompt_logprobs is not None,
+            PromptScores() if body.prompt_logprobs is not None else None,
             bool(options.include_usage),
             bool(options.include_usage and options.continuous_usage_stats),
             bool(options.include_timings),
@@ -144,6 +150,8 @@ class Chat:
             convert.is_constrained(message),
         )
         events = self._generations.events(message, context.metadata, context.body_lease.release)
+        if asked.prompt_scores is not None:
+            events = collected(events, asked.prompt_scores)
         stream = body.stream
         del message, body
         return EventStream(_chunks(events, asked)) if stream else json_answer(await _whole(events, asked))
@@ -172,7 +180,7 @@ async def _chunks(events: Events, asked: _Asked) -> AsyncGenerator[bytes]:
                 case "started":
                     started = said.started
                     choices = [asked.choice(started) for _ in range(asked.n)]
-                    begin, prompt = {"role": "assistant", "content": ""}, asked.prompt(started)
+                    begin, prompt = {"role": "assistant", "content": ""}, await asked.prompt(started)
                     yield b"".join(chunk(index, begin, None if index else prompt) for index in range(asked.n))
                 case "delta":
                     index, choice = said.delta.index, choices[said.delta.index]
@@ -204,15 +212,14 @@ async def _chunks(events: Events, asked: _Asked) -> AsyncGenerator[bytes]:
 async def _whole(events: Events, asked: _Asked) -> dict[str, Any]:
     choices: list[_Choice] = []
     prompt: dict[str, Any] = {}
-    scores = PromptScores()
     async with aclosing(events) as each:
         async for said in each:
             match said.WhichOneof("event"):
                 case "started":
-                    choices, prompt = [asked.choice(said.started) for _ in range(asked.n)], asked.prompt(said.started)
+                    choices = [asked.choice(said.started) for _ in range(asked.n)]
+                    prompt = await asked.prompt(said.started)
                 case "delta":
                     choice = choices[said.delta.index]
-                    scores.add(said.delta.prompt)
                     for piece in choice.parser.feed(said.delta.text):
                         choice.add(piece)
                     choice.logprobs += convert.chat_logprobs(said.delta.logprobs)
@@ -224,8 +231,6 @@ async def _whole(events: Events, asked: _Asked) -> dict[str, Any]:
                         choice.add(piece)
                 case _:
                     continue
-    if asked.prompt_scored:
-        prompt["prompt_logprobs"] = await tasks.to_thread(scores.as_vllm)
     return {
         **asked.head,
         "object": "chat.completion",

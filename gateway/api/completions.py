@@ -19,7 +19,7 @@ from common.errors import InvalidInput
 from gateway import convert
 from gateway.api.fields import VLLM_DEFAULTS, Int, Prompt, SamplingFields, StreamOptions
 from gateway.generation import Generations
-from gateway.prompt_scores import PromptScores
+from gateway.prompt_scores import PromptScores, collected
 from gateway.request_context import context_of
 from gateway.services import LlmServices, Metadata
 from gateway.stream import DONE, Chunks, EventStream, Last, json_answer
@@ -45,9 +45,7 @@ class CompletionRequest(SamplingFields):
     echo: bool | None = None
 
     @model_validator(mode="after")
-    def _scores_of_a_prompt_come_whole(self) -> CompletionRequest:
-        if self.echo and self.stream and self.logprobs is not None:
-            raise ValueError("echo goes with logprobs or with stream, not with both")
+    def _one_number_for_the_scores_of_a_prompt(self) -> CompletionRequest:
         if self.echo and None not in (self.logprobs, self.prompt_logprobs) and self.logprobs != self.prompt_logprobs:
             raise ValueError("with echo logprobs are the prompt's as well, and prompt_logprobs say another number")
         return self
@@ -85,10 +83,16 @@ class _Prompt:
     scores: PromptScores = field(default_factory=PromptScores)
     first: str = ""
 
-    def before(self, choice: _Choice) -> dict[str, list[Any]]:
-        """The scores of the prompt's tokens and of a choice's; before the first of them there is nothing."""
+    async def begin(self, started: llm_pb2.GenerateStarted, text_of: TextOf | None) -> None:
+        """Its tokens are known; the first one's text is asked for where it is to be told."""
+        self.token_ids = list(started.prompt_token_ids)
+        if text_of is not None:
+            self.first = await text_of(self.token_ids[:1])
+
+    def before(self, choice: _Choice, given: Iterable[llm_pb2.TokenLogprobs]) -> dict[str, list[Any]]:
+        """The scores of the prompt's tokens and of a choice's first; before the first of them there is nothing."""
         first = llm_pb2.TokenLogprobs(text=self.first)
-        told = choice.scores([first, *self.scores.in_order(), *choice.given])
+        told = choice.scores([first, *self.scores.in_order(), *given])
         told["token_logprobs"][0] = told["top_logprobs"][0] = None
         return told
 
@@ -110,25 +114,35 @@ class _Asked:
         """That of a choice."""
         return self.prompts[index // self.n]
 
-    def begun(self, index: int) -> dict[str, Any]:
-        """What a choice begins with, in a stream."""
-        return {"prompt_token_ids": self.prompt_of(index).token_ids} if self.with_ids else {}
+    @property
+    def tells_scores(self) -> bool:
+        """Whether those of prompts are told, which may take long to write."""
+        return self.prompt_scored or self.repeats_scored
+
+    @property
+    def repeats_scored(self) -> bool:
+        """Whether those of prompts stand before their choices'."""
+        return self.echo and self.scored
+
+    def begun(self, index: int, choice: _Choice, text: str, given: Iterable[llm_pb2.TokenLogprobs]) -> dict[str, Any]:
+        """What a choice begins with: a text, scored, behind its prompt."""
+        prompt = self.prompt_of(index)
+        told: dict[str, Any] = {"text": prompt.text + text, "logprobs": None}
+        if self.scored:
+            told["logprobs"] = prompt.before(choice, given) if self.echo else choice.scores(given)
+        if self.with_ids:
+            told["prompt_token_ids"] = prompt.token_ids
+        if self.prompt_scored:
+            told["prompt_logprobs"] = prompt.scores.as_vllm()
+        return told
 
     def whole(self, index: int, choice: _Choice) -> dict[str, Any]:
         """A choice."""
-        prompt = self.prompt_of(index)
-        scores = (prompt.before(choice) if self.echo else choice.scores(choice.given)) if self.scored else None
-        more: dict[str, Any] = {"token_ids": choice.token_ids} if self.with_ids else {}
-        if self.prompt_scored:
-            more["prompt_logprobs"] = prompt.scores.as_vllm()
-        said = "".join((prompt.text, *choice.text))
         return {
             "index": index,
-            "text": said,
-            "logprobs": scores,
+            **self.begun(index, choice, "".join(choice.text), choice.given),
             **convert.finish(choice.finished),
-            **self.begun(index),
-            **more,
+            **({"token_ids": choice.token_ids} if self.with_ids else {}),
         }
 
 
@@ -179,8 +193,10 @@ class Completions:
             asked.stream_options or StreamOptions(),
             [_Prompt(await _said(prompt, text_of) if asked.echo else "") for prompt in prompts],
         )
+        if told.tells_scores:
+            sources = [collected(*each) for each in zip(sources, (each.scores for each in told.prompts), strict=True)]
         if asked.stream:
-            return EventStream(_chunks(_merged(sources), told))
+            return EventStream(_chunks(_merged(sources), told, text_of))
         return await _whole(_merged(sources), told, text_of)
 
     async def _text_of(self, model: str, metadata: Metadata, ids: Sequence[int]) -> str:
@@ -234,40 +250,45 @@ async def _merged(sources: Sequence[AsyncGenerator[Event]]) -> AsyncGenerator[Nu
         await asyncio.gather(*pumps, return_exceptions=True)
 
 
-async def _chunks(events: AsyncGenerator[Numbered], asked: _Asked) -> AsyncGenerator[bytes]:
+async def _chunks(events: AsyncGenerator[Numbered], asked: _Asked, text_of: TextOf) -> AsyncGenerator[bytes]:
     chunks, options = Chunks(asked.head), asked.options
     more: dict[str, Any] = {"usage": None} if options.include_usage else {}
     choices: dict[int, _Choice] = {}
     prompt, cached, tokens = 0, 0, 0
 
-    def chunk(index: int, text: str, **rest: Any) -> bytes:
+    def chunk(index: int, text: str, given: Iterable[llm_pb2.TokenLogprobs] | None = None, **rest: Any) -> bytes:
         choice = choices[index]
-        if not choice.begun:
-            choice.begun, text = True, asked.prompt_of(index).text + text
-            rest |= asked.begun(index)
-        told = {"index": index, "text": text, "logprobs": None, "finish_reason": None, **rest}
+        if choice.begun:
+            told = {"text": text, "logprobs": choice.scores(given) if asked.scored and given is not None else None}
+        else:
+            choice.begun, told = True, asked.begun(index, choice, text, given or ())
         if options.include_usage and options.continuous_usage_stats:
             more["usage"] = convert.usage_of(prompt, cached, tokens)
-        return chunks.chunk({"choices": [told], **more})
+        return chunks.chunk({"choices": [{"index": index, "finish_reason": None, **told, **rest}], **more})
+
+    async def written(index: int, *given: Any, **rest: Any) -> bytes:
+        """A chunk; one with a prompt's scores is made beside the event loop."""
+        if asked.tells_scores and not choices[index].begun:
+            return await tasks.to_thread(chunk, index, *given, **rest)
+        return chunk(index, *given, **rest)
 
     async with aclosing(events) as each:
         async for number, said in each:
             match said.WhichOneof("event"):
                 case "started":
                     prompt, cached = prompt + said.started.prompt_tokens, cached + said.started.cached_tokens
-                    asked.prompts[number].token_ids = list(said.started.prompt_token_ids)
+                    await asked.prompts[number].begin(said.started, text_of if asked.repeats_scored else None)
                 case "delta":
                     delta, index = said.delta, number * asked.n + said.delta.index
                     tokens += len(delta.token_ids)
-                    choice = choices.setdefault(index, _Choice())
+                    choices.setdefault(index, _Choice())
                     beside: dict[str, Any] = {"token_ids": list(delta.token_ids)} if asked.with_ids else {}
                     if delta.text or delta.logprobs or beside:
-                        logprobs = choice.scores(delta.logprobs) if asked.scored else None
-                        yield chunk(index, delta.text, logprobs=logprobs, **beside)
+                        yield await written(index, delta.text, delta.logprobs, **beside)
                 case "finished":
                     index = number * asked.n + said.finished.index
                     choices.setdefault(index, _Choice()).finished = said.finished
-                    yield chunk(index, "", **convert.finish(said.finished))
+                    yield await written(index, "", **convert.finish(said.finished))
                 case _:
                     continue
     last = {"choices": [], "usage": _usage(choices, asked.n)}
@@ -280,23 +301,17 @@ async def _whole(events: AsyncGenerator[Numbered], asked: _Asked, text_of: TextO
         async for number, said in each:
             match said.WhichOneof("event"):
                 case "started":
-                    asked.prompts[number].token_ids = list(said.started.prompt_token_ids)
+                    await asked.prompts[number].begin(said.started, text_of if asked.repeats_scored else None)
                 case "delta":
                     choice = choices.setdefault(number * asked.n + said.delta.index, _Choice())
                     choice.text.append(said.delta.text)
                     choice.given += said.delta.logprobs
                     choice.token_ids += said.delta.token_ids
-                    asked.prompts[number].scores.add(said.delta.prompt)
                 case "finished":
                     choices.setdefault(number * asked.n + said.finished.index, _Choice()).finished = said.finished
                 case _:
                     continue
-    if asked.echo and asked.scored:
-        for prompt in asked.prompts:
-            prompt.first = await text_of(prompt.token_ids[:1])
-    elif not asked.prompt_scored:
-        return _answer(asked, choices)
-    return await tasks.to_thread(_answer, asked, choices)
+    return await tasks.to_thread(_answer, asked, choices) if asked.tells_scores else _answer(asked, choices)
 
 
 def _answer(asked: _Asked, choices: dict[int, _Choice]) -> Response:

@@ -199,6 +199,4 @@ class SamplingFields(RequestFields):
     def _stream_options_go_with_a_stream(self) -> SamplingFields:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options go with stream alone")
-        if self.prompt_logprobs is not None and self.stream:
-            raise ValueError("prompt_logprobs come whole: they do not go with stream")
         return self

@@ -200,6 +200,12 @@ def test_scores_of_the_prompt_are_those_by_grpc(door: Trio) -> None:
             named = {"logprob": top.logprob, "rank": rank, "decoded_token": top.text}
             assert found[str(top.token_id)] == named
     assert not hasattr(by_http(door, messages), "prompt_logprobs")
+    first, *chunks = streamed(door, messages, n=2, extra_body={"prompt_logprobs": 2})
+    assert first.prompt_logprobs == whole.prompt_logprobs
+    assert first.choices[0].delta.role == "assistant"
+    assert not any(hasattr(chunk, "prompt_logprobs") for chunk in chunks)
+    said_of_first = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices[0].index == 0)
+    assert said_of_first == whole.choices[0].message.content
 
 
 def test_a_medium_need_not_be_sent_again(door: Trio) -> None:

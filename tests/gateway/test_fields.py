@@ -173,7 +173,6 @@ def test_fields_that_go_together(door: Scripted) -> None:
         {"guided_regex": "a", "guided_choice": ["a"]},
         {"guided_regex": "a", "regex": "b"},
         {"include_stop_str_in_output": True, "no_stop_trim": False},
-        {"prompt_logprobs": 2, "stream": True},
         {"messages": [*QUESTION, {"role": "assistant", "content": "x", "reasoning": "a", "reasoning_content": "b"}]},
         {"guided_regex": "a", "response_format": {"type": "json_object"}},
         {"response_format": {"type": "json_schema"}},

@@ -134,6 +134,15 @@ def test_a_prompt_that_is_repeated_is_scored_as_well(door: Trio, prompt: Any) ->
         places = zip(scores.tokens, scores.text_offset, strict=True)
         assert all(choice.text.startswith(token, at) for token, at in places if "\ufffd" not in token)
     assert len(scores.tokens) == whole.usage.total_tokens - whole.usage.completion_tokens // 2
+    streams: list[dict[str, Any]] = [{"text": ""}, {"text": ""}]
+    for chunk in by_http(door, prompt, logprobs=1, echo=True, n=2, stream=True):
+        told, found = chunk.choices[0], streams[chunk.choices[0].index]
+        if not found["text"]:
+            assert len(told.logprobs.tokens) > len(theirs.prompt_logprobs), "the first chunk has the prompt"
+        found["text"] += told.text
+        for name, values in (told.logprobs.model_dump() if told.logprobs else {}).items():
+            found.setdefault(name, []).extend(values)
+    assert streams == [{"text": choice.text, **choice.logprobs.model_dump()} for choice in whole.choices]
 
 
 def test_scores_of_prompts_are_with_their_choices(door: Trio) -> None:
@@ -146,7 +155,12 @@ def test_scores_of_prompts_are_with_their_choices(door: Trio) -> None:
         assert [
             found[str(token)]["logprob"] for found, token in zip(choice.prompt_logprobs[1:], ids[1:], strict=True)
         ] == [each.logprob for each in theirs]
-    assert door.post("/v1/completions", {"prompt": "x", "prompt_logprobs": 1, "stream": True}).status == 400
+    first: dict[int, Any] = {}
+    for chunk in by_http(door, prompts, n=2, extra_body={"prompt_logprobs": 0}, stream=True):
+        told = chunk.choices[0]
+        assert hasattr(told, "prompt_logprobs") is (told.index not in first)
+        first.setdefault(told.index, getattr(told, "prompt_logprobs", None))
+    assert first == {choice.index: choice.prompt_logprobs for choice in whole.choices}
     both = {"prompt": "x", "prompt_logprobs": 1, "echo": True, "logprobs": 2}
     assert door.post("/v1/completions", both).error["code"] == "BAD_FIELD"
 
@@ -178,7 +192,7 @@ def test_a_completion_has_the_ids_of_its_tokens_where_that_is_asked_for(door: Tr
         ({"prompt": ["x"] * 65}, "prompt", "TOO_MANY_PROMPTS"),
         ({"prompt": [[5], "x"]}, "prompt[1]", "BAD_FIELD"),
         ({"prompt": {"a": 1}}, "prompt", "BAD_FIELD"),
-        ({"prompt": "x", "echo": True, "logprobs": 1, "stream": True}, None, "BAD_FIELD"),
+        ({"prompt": "x", "echo": True, "logprobs": 1, "prompt_logprobs": 2, "stream": True}, None, "BAD_FIELD"),
         ({"prompt": [[5], [1 << 20]], "echo": True}, "prompt", "TOKEN_OUT_OF_RANGE"),
         ({"prompt": "x", "suffix": "y"}, "suffix", "FIELD_NOT_SERVED"),
         ({"prompt": "x", "best_of": 2}, "best_of", "FIELD_NOT_SERVED"),

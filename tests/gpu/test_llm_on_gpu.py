@@ -190,7 +190,8 @@ def test_rows_are_copied_from_locked_memory_and_their_place_is_free_once_settled
 @pytest.mark.parametrize("vocabulary", [1000, 40_000])
 @pytest.mark.parametrize("spread", [0.3, 4.0])
 def test_the_sampler_draws_there_as_on_the_cpu(vocabulary: int, spread: float) -> None:
-    logits = spread * torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(0))
+    logits = spread * torch.randn(7, vocabulary, generator=torch.Generator().manual_seed(0))
+    first, second = logits[6].topk(2).indices.tolist()
     draws = [
         Draw(at=0),
         Draw(at=1, temperature=0.7, top_p=0.9, uniform=0.3, logprobs=3),
@@ -198,11 +199,13 @@ def test_the_sampler_draws_there_as_on_the_cpu(vocabulary: int, spread: float) -
         Draw(at=3, temperature=1.0, min_p=0.05, uniform=0.5, logit_bias={4: 2.0}, banned=(7,)),
         Draw(at=4, prompt=torch.arange(50, dtype=torch.int32).numpy().tobytes(), repetition_penalty=1.4),
         Draw(at=5, allowed=bytes([0b10101010] * (vocabulary // 8))),
+        Draw(at=6, carried=0, banned_behind=((9, first), (8, second))),
     ]
-    none = torch.empty(0, dtype=torch.int64)
-    expected = sampler.draw(logits, draws, none).result().tokens
+    before = torch.tensor([9])
+    expected = sampler.draw(logits, draws, before).result().tokens
+    assert expected[6] == second
     for each in (sampler, gpu_sampler):
-        assert each.draw(logits.cuda(), draws, none.cuda()).result().tokens == expected
+        assert each.draw(logits.cuda(), draws, before.cuda()).result().tokens == expected
 
 
 def test_the_cache_is_what_the_largest_step_leaves_free(checkpoints: Callable[..., Path]) -> None:
