@@ -1,4 +1,4 @@
-"""The command line: `twinlens ask`, `transcribe`, `embed`, `status`, `adapters`, `health`.
+"""The command line: `twinlens ask`, `transcribe`, `embed`, `batch`, `status`, `adapters`, `health`.
 
 Exit codes: 0 done; 1 the service refused or failed the request; 2 the command was not understood, or names a
 file that cannot be read; 3 no service answered; 130 interrupted.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from twinlens._version import __version__
-from twinlens.cli import adapters, advice, ask, embed, health, status, transcribe
+from twinlens.cli import adapters, advice, ask, batch, embed, health, status, transcribe
 from twinlens.cli.connection import endpoint
 from twinlens.errors import NotReachableError, TwinlensError
 
@@ -93,6 +93,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"twinlens {__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
-    for command in (ask, transcribe, embed, status, adapters, health):
+    for command in (ask, transcribe, embed, batch, status, adapters, health):
         command.add_parser(commands)
     return parser

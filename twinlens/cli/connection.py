@@ -64,6 +64,11 @@ _FILES = ("ca_file", "cert_file", "key_file", "server_name")
 _NAMES = ("token_file", "tls", *_FILES)
 
 
+def token_of(arguments: argparse.Namespace) -> str | None:
+    """The token of --token-file, else of the environment. Raises ValueError or OSError for an unusable file."""
+    return _token(arguments, {"token_file": "token_file"})
+
+
 def bounded(kind: Callable[[str], float], low: float = 0, high: float = float("inf")) -> Callable[[str], float]:
     """A number from `low` to `high`, for argparse; NaN is refused."""
 

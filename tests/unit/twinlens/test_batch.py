@@ -1,0 +1,194 @@
+"""`twinlens batch` against a gateway that answers as a test has scripted it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from twinlens.cli import main
+
+Answer = tuple[int, dict[str, str], Any]
+
+
+class Gateway(ThreadingHTTPServer):
+    """Answers each request by `script`, of its body and of how often it came."""
+
+    daemon_threads = True
+
+    def __init__(self, script: Callable[[dict[str, Any], int], Answer | None]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.script = script
+        self.came: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Gateway
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        with self.server.lock:
+            count = sum(each == body for each in self.server.came)
+            self.server.came.append(body)
+            self.server.headers.append({name.lower(): value for name, value in self.headers.items()})
+        answer = self.server.script(body, count)
+        if answer is None:  # it breaks
+            self.close_connection = True
+            return
+        status, headers, told = answer
+        data = told.encode() if isinstance(told, str) else json.dumps(told).encode()
+        self.send_response(status)
+        for name, value in {"content-length": str(len(data)), "x-request-id": "r", **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        """Says nothing."""
+
+
+@contextmanager
+def gateway(script: Callable[[dict[str, Any], int], Answer | None]) -> Iterator[Gateway]:
+    server = Gateway(script)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def fine(body: dict[str, Any], _: int) -> Answer:
+    return 200, {}, {"said": body["n"], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
+
+
+def line(number: int, **more: Any) -> dict[str, Any]:
+    return {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": {"n": number, **more}}
+
+
+def written(path: Path, *lines: Any) -> str:
+    path.write_text("".join(each if isinstance(each, str) else json.dumps(each) + "\n" for each in lines))
+    return str(path)
+
+
+def answers(path: Path) -> dict[str, Any]:
+    found = [json.loads(each) for each in path.read_text().splitlines()]
+    assert len({each["custom_id"] for each in found}) == len(found)
+    return {each["custom_id"]: each for each in found}
+
+
+def test_every_request_is_answered_once_under_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TWINLENS_TOKEN", "secret")
+    wanted = written(tmp_path / "in", *(line(number) for number in range(40)), "\n")
+    with gateway(fine) as server:
+        assert main(["batch", wanted, str(tmp_path / "out"), "--gateway", server.url, "--model", "m"]) == 0
+    found = answers(tmp_path / "out")
+    assert {id: each["response"]["body"]["said"] for id, each in found.items()} == {str(n): n for n in range(40)}
+    assert found["7"]["response"]["request_id"] == "r"
+    assert all(each["error"] is None and each["id"].startswith("batch_req_") for each in found.values())
+    assert all(body["model"] == "m" for body in server.came)
+    assert {each["authorization"] for each in server.headers} == {"Bearer secret"}
+    assert "40 of 40 answered, 0 failed; 120 tokens of prompts, 80 generated" in capsys.readouterr().err
+
+
+def test_what_is_refused_for_now_or_breaks_is_tried_again_and_what_is_refused_for_good_is_not(tmp_path: Path) -> None:
+    def script(body: dict[str, Any], count: int) -> Answer | None:
+        match body["n"], count:
+            case 1, 0 | 1:
+                return 503, {"retry-after": "0"}, {"error": "busy"}
+            case 2, 0:
+                return None
+            case 3, _:
+                return 400, {}, {"error": {"message": "no"}}
+            case 4, _:
+                return 429, {"retry-after": "0"}, "not JSON"
+        return fine(body, count)
+
+    wanted = written(tmp_path / "in", *(line(number) for number in range(5)))
+    with gateway(script) as server:
+        given = ["--gateway", server.url, "--attempts", "3", "--concurrency", "2"]
+        assert main(["batch", wanted, str(tmp_path / "out"), *given]) == 1
+    found = answers(tmp_path / "out")
+    assert [found[str(n)]["response"]["status_code"] for n in range(5)] == [200, 200, 200, 400, 429]
+    assert found["3"]["response"]["body"] == {"error": {"message": "no"}}
+    assert found["4"]["response"]["body"] == "not JSON"
+    assert [sum(body["n"] == n for body in server.came) for n in range(5)] == [1, 3, 2, 1, 3]
+
+
+def test_a_command_that_was_ended_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    wanted, out = written(tmp_path / "in", *(line(number) for number in range(4))), tmp_path / "out"
+    with gateway(lambda body, count: (500, {}, {}) if body["n"] == 2 else fine(body, count)) as server:
+        assert main(["batch", wanted, str(out), "--gateway", server.url]) == 1
+    kept = out.read_text().splitlines(keepends=True)
+    ended = [each for each in kept if json.loads(each)["custom_id"] != "1"]
+    written(out, *ended, '{"id": "batch_req_1", "custom_id": "1", "respo')
+    with gateway(fine) as server:
+        assert main(["batch", wanted, str(out), "--gateway", server.url]) == 0
+    assert sorted(body["n"] for body in server.came) == [1, 2]
+    assert {id: each["response"]["status_code"] for id, each in answers(out).items()} == dict.fromkeys("0123", 200)
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ([line(1), "{"], "line 2 of the input"),
+        ([line(1), line(1)], "line 2 of the input: the custom_id 1 was there before"),
+        ([line(1, stream=True)], "an answer in a batch is no stream"),
+        ([{**line(1), "custom_id": 5}], "it has no custom_id"),
+        ([{**line(1), "method": "GET"}], "its method has to be POST"),
+        ([{**line(1), "url": "http://elsewhere/"}], "its url a path"),
+        ([{**line(1), "body": "x"}], "its body is no object"),
+    ],
+)
+def test_a_file_that_cannot_be_sent_is_refused_before_anything_is(
+    lines: list[Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with gateway(fine) as server:
+        given = [written(tmp_path / "in", *lines), str(tmp_path / "out"), "--gateway", server.url]
+        assert main(["batch", *given]) == 2
+    assert server.came == []
+    assert says in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_output_of_a_batch_is_left_as_it_is(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.write_text("what somebody wrote\n")
+    with gateway(fine) as server:
+        assert main(["batch", written(tmp_path / "in", line(1)), str(out), "--gateway", server.url]) == 2
+    assert out.read_text() == "what somebody wrote\n"
+
+
+def test_where_no_gateway_answers_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with gateway(fine) as server:
+        nowhere = server.url
+    given = ["--gateway", nowhere, "--attempts", "1"]
+    assert main(["batch", written(tmp_path / "in", line(1)), str(tmp_path / "out"), *given]) == 3
+    assert f"no gateway answers at {nowhere}" in capsys.readouterr().err
+    assert answers(tmp_path / "out")["1"]["error"]["code"] == "unreachable"
+
+
+def test_a_token_goes_over_http_to_this_machine_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TWINLENS_TOKEN", "secret")
+    given = [written(tmp_path / "in", line(1)), str(tmp_path / "out"), "--gateway", "http://gateway.invalid"]
+    assert main(["batch", *given]) == 2
+    assert "--plaintext-token" in capsys.readouterr().err
+    assert main(["batch", *given, "--plaintext-token", "--attempts", "1"]) == 3

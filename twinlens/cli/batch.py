@@ -1,0 +1,291 @@
+"""`twinlens batch`: has a gateway answer a file of requests, in the form of OpenAI's batches, many at a time. A command
+that was ended goes on where it stopped: what is answered in the output is not asked again."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import ssl
+import sys
+import tempfile
+import threading
+import time
+import urllib.parse
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, BinaryIO
+
+from twinlens._version import __version__
+from twinlens.cli.connection import bounded, token_of
+
+_LATER = (429, 502, 503, 504)
+"""Statuses that another attempt may change."""
+_LONGEST_PAUSE = 30.0
+_NOT_REACHABLE = 3
+_HERE = ("127.0.0.1", "::1", "localhost")
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command."""
+    parser = commands.add_parser("batch", help="answer a file of requests", description=__doc__)
+    parser.set_defaults(run=run, address="")
+    parser.add_argument("input", metavar="IN", help="a request a line, with custom_id, method, url and body; -: stdin")
+    parser.add_argument("output", metavar="OUT", help="an answer a line, as they come; what is there is kept")
+    parser.add_argument("--gateway", metavar="URL", default="http://127.0.0.1:8000", help="default: %(default)s")
+    parser.add_argument("--model", metavar="NAME", help="for requests that name none")
+    at_once = bounded(int, 1, 1024)
+    parser.add_argument("--concurrency", type=at_once, metavar="N", default=32, help="at a time (default: %(default)d)")
+    tries = bounded(int, 1, 100)
+    parser.add_argument("--attempts", type=tries, metavar="N", default=8, help="of each one (default: %(default)d)")
+    seconds = bounded(float, 0.001)
+    parser.add_argument(
+        "--timeout", type=seconds, metavar="SECONDS", default=600.0, help="of each attempt (default: %(default)g)"
+    )
+    parser.add_argument("--token-file", metavar="FILE", help="file with the bearer token (or set TWINLENS_TOKEN)")
+    parser.add_argument("--plaintext-token", action="store_true", help="send it over http, on a network that you trust")
+    parser.add_argument("--ca-file", metavar="PEM", help="of an https gateway, trusting these roots alone")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Sends what is to be sent. 0 where all is answered."""
+    gateway = _Gateway.of(arguments)
+    with _seekable(arguments.input) as requests, Path(arguments.output).open("a+b") as output:
+        ids = {job.id for job in _jobs(requests)}
+        answered = _keep_answered(output, ids)
+        requests.seek(0)
+        left = (job for job in _jobs(requests) if job.id not in answered)
+        batch = _Batch(gateway, left, output, arguments, len(ids) - len(answered))
+        batch.run()
+    print(batch.told(), file=sys.stderr)
+    if batch.unreachable and not batch.answered:
+        print(f"twinlens: no gateway answers at {arguments.gateway}: {batch.unreachable}", file=sys.stderr)
+        return _NOT_REACHABLE
+    return int(batch.failed > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One request: its `id`, where it goes, and what it says."""
+
+    id: str
+    path: str
+    body: dict[str, Any]
+
+
+def _jobs(lines: BinaryIO) -> Iterator[_Job]:
+    """Those of a file. Raises ValueError, with the number of the line, for one that cannot be sent."""
+    seen: set[str] = set()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            job = _job(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"line {number} of the input: {error}") from error
+        if job.id in seen:
+            raise ValueError(f"line {number} of the input: the custom_id {job.id} was there before")
+        seen.add(job.id)
+        yield job
+
+
+def _job(told: Any) -> _Job:
+    if not isinstance(told, dict) or not isinstance(told.get("custom_id"), str) or not told["custom_id"]:
+        raise ValueError("it has no custom_id")
+    if told.get("method", "POST") != "POST" or not str(told.get("url")).startswith("/"):
+        raise ValueError("its method has to be POST, and its url a path such as /v1/chat/completions")
+    body = told.get("body")
+    if type(body) is not dict:
+        raise ValueError("its body is no object")
+    if body.get("stream"):
+        raise ValueError("an answer in a batch is no stream")
+    return _Job(told["custom_id"], told["url"], body)
+
+
+def _seekable(name: str) -> BinaryIO:
+    """A file to be read twice; of standard input a copy."""
+    if name != "-":
+        return Path(name).open("rb")
+    copy = tempfile.TemporaryFile()  # noqa: SIM115 - whoever asks closes it
+    for part in iter(lambda: sys.stdin.buffer.read(1 << 20), b""):
+        copy.write(part)
+    copy.seek(0)
+    return copy
+
+
+def _keep_answered(output: BinaryIO, ids: set[str]) -> set[str]:
+    """The ids of requests that are answered already. What failed, and a line that was never finished, is taken out of
+    the output. Raises ValueError where it has something else."""
+    kept, answered = list[bytes](), set[str]()
+    output.seek(0)
+    for line in output:
+        try:
+            told = json.loads(line)
+            found, response = told["custom_id"], told["response"]
+        except (ValueError, TypeError, KeyError) as error:
+            if not line.endswith(b"\n"):  # the end of a command that was killed
+                continue
+            raise ValueError(f"{getattr(output, 'name', 'the output')} is no output of this command") from error
+        if response is not None and response["status_code"] == http.client.OK and found in ids:
+            kept.append(line if line.endswith(b"\n") else line + b"\n")
+            answered.add(found)
+    output.seek(0)
+    output.truncate()
+    output.writelines(kept)
+    output.flush()
+    return answered
+
+
+@dataclass(frozen=True, slots=True)
+class _Gateway:
+    """Where requests go, and what they say of whoever sends them."""
+
+    host: str
+    port: int | None
+    base: str
+    headers: dict[str, str]
+    tls: ssl.SSLContext | None
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> _Gateway:
+        url = urllib.parse.urlsplit(arguments.gateway)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise ValueError(f"--gateway {arguments.gateway} is no http or https address")
+        headers = {"content-type": "application/json", "user-agent": f"twinlens-batch/{__version__}"}
+        if token := token_of(arguments):
+            if url.scheme == "http" and url.hostname not in _HERE and not arguments.plaintext_token:
+                raise ValueError("a token goes over https; --plaintext-token sends it over a network that you trust")
+            headers["authorization"] = f"Bearer {token}"
+        tls = ssl.create_default_context(cafile=arguments.ca_file) if url.scheme == "https" else None
+        return cls(url.hostname, url.port, url.path.rstrip("/"), headers, tls)
+
+    def connect(self, timeout: float) -> http.client.HTTPConnection:
+        """A connection that is opened at its first request."""
+        if self.tls is not None:
+            return http.client.HTTPSConnection(self.host, self.port, timeout=timeout, context=self.tls)
+        return http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Requests on their way, from as many threads as there may be at a time."""
+
+    gateway: _Gateway
+    jobs: Iterator[_Job]
+    output: IO[bytes]
+    arguments: argparse.Namespace
+    count: int
+    answered: int = 0
+    failed: int = 0
+    tokens: list[int] = field(default_factory=lambda: [0, 0])
+    """Of prompts, and generated."""
+    unreachable: str = ""
+    """Why no connection was had the last time that there was none."""
+    _error: BaseException | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _began: float = field(default_factory=time.monotonic)
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        """Returns when all is answered, or has failed; raises what kept an answer from being written."""
+        threads = [
+            threading.Thread(target=self._work, daemon=True)  # who is interrupted waits for no answer
+            for _ in range(min(self.arguments.concurrency, max(1, self.count)))
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(1.0)
+                    if sys.stderr.isatty():
+                        print(f"\r{self.told()}", end="", file=sys.stderr, flush=True)
+        finally:
+            self._ended.set()
+            if sys.stderr.isatty():
+                print("\r", end="", file=sys.stderr)
+        if self._error is not None:
+            raise self._error
+
+    def told(self) -> str:
+        """How far it is."""
+        prompt, generated = self.tokens
+        seconds = time.monotonic() - self._began
+        return (
+            f"{self.answered} of {self.count} answered, {self.failed} failed; {prompt} tokens of prompts, {generated}"
+            f" generated, in {seconds:.0f} s"
+        )
+
+    def _work(self) -> None:
+        connection = self.gateway.connect(self.arguments.timeout)
+        try:
+            while (job := self._next()) is not None:
+                self._write(job, self._ask(connection, job))
+        except BaseException as error:  # noqa: BLE001 - told by the thread that waits
+            self._error = error
+            self._ended.set()
+        finally:
+            connection.close()
+
+    def _next(self) -> _Job | None:
+        with self._lock:
+            return None if self._ended.is_set() else next(self.jobs, None)
+
+    def _ask(self, connection: http.client.HTTPConnection, job: _Job) -> dict[str, Any]:
+        """What came of a request: its response, or why there is none."""
+        body = job.body
+        if self.arguments.model and "model" not in body:
+            body = {"model": self.arguments.model, **body}
+        data, told = json.dumps(body).encode(), dict[str, Any]()
+        for attempt in range(self.arguments.attempts):
+            if attempt and self._ended.wait(self._pause(attempt, told)):
+                break
+            try:
+                connection.request("POST", self.gateway.base + job.path, data, self.gateway.headers)
+                response = connection.getresponse()
+                told = _told(response, response.read())
+            except (http.client.HTTPException, OSError) as error:
+                connection.close()
+                self.unreachable = str(error) or type(error).__name__
+                told = {"response": None, "error": {"code": "unreachable", "message": self.unreachable}}
+                continue
+            if response.status not in _LATER:
+                break
+            told["after"] = response.headers.get("retry-after")
+        told.pop("after", None)
+        return told
+
+    @staticmethod
+    def _pause(attempt: int, told: dict[str, Any]) -> float:
+        """Seconds before another attempt: what the gateway asks for, else about twice as many each time."""
+        try:
+            return min(_LONGEST_PAUSE, max(0.0, float(told.get("after") or "")))
+        except ValueError:
+            usual: float = min(_LONGEST_PAUSE, 0.25 * 2**attempt)
+            return usual * random.uniform(0.5, 1.0)
+
+    def _write(self, job: _Job, told: dict[str, Any]) -> None:
+        line = json.dumps({"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": job.id, **told}) + "\n"
+        response = told["response"] or {}
+        body, fine = response.get("body"), response.get("status_code") == http.client.OK
+        usage = (body.get("usage") or {}) if isinstance(body, dict) else {}
+        with self._lock:
+            self.output.write(line.encode())
+            self.output.flush()
+            self.answered, self.failed = self.answered + fine, self.failed + (not fine)
+            for place, names in enumerate((("prompt_tokens", "input_tokens"), ("completion_tokens", "output_tokens"))):
+                self.tokens[place] += next((usage[name] for name in names if isinstance(usage.get(name), int)), 0)
+
+
+def _told(response: http.client.HTTPResponse, data: bytes) -> dict[str, Any]:
+    """A response as a batch's output has it; its body as text where it is not JSON."""
+    read: Callable[[bytes], Any] = json.loads
+    try:
+        body = read(data)
+    except ValueError:
+        body = data.decode("utf-8", "replace")
+    request_id = response.headers.get("x-request-id") or ""
+    return {"response": {"status_code": response.status, "request_id": request_id, "body": body}, "error": None}
