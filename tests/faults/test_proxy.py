@@ -16,7 +16,7 @@ import pytest
 from tests.faults.proxy import LyingProxy
 from tests.faults.replicas import FILES, question, replicas
 from tests.launch import llm_server
-from tests.rpc.pairs import LLM_FLAGS, answer, idle, usable
+from tests.rpc.pairs import LLM_FLAGS, answer, idle, sharing, usable
 from tests.waiting import until
 from twinlens import LlmClient, TwinlensError
 
@@ -62,7 +62,7 @@ def test_spoilt_events_never_make_a_wrong_token_and_every_request_ends(
         flags = FORGETFUL | {"shared_memory": shared}
         llm = stack.enter_context(llm_server(checkpoint, *(proxy.address for proxy in proxies), **flags))
         client = stack.enter_context(LlmClient(llm.address))
-        until(lambda: usable(client, 2), "both encoders are usable")
+        until(lambda: (sharing if shared else usable)(client, 2), "both encoders are usable")
         right = [answer(client, question(number)).choices[0].token_ids for number in range(QUESTIONS)]
         for proxy in proxies:
             proxy.share = 0.15

@@ -15,7 +15,20 @@ import pytest
 from tests import audio_checkpoint, sounds
 from tests.launch import encoder_server, llm_server, send, stop, stopped
 from tests.rpc.encoder_client import DECODER, WORKER, Client, follow, frozen
-from tests.rpc.pairs import ENCODER_FLAGS, LLM_FLAGS, Pair, asked, greedy, idle, pair, quiet, refusal, tokens, usable
+from tests.rpc.pairs import (
+    ENCODER_FLAGS,
+    LLM_FLAGS,
+    Pair,
+    asked,
+    greedy,
+    idle,
+    pair,
+    quiet,
+    refusal,
+    sharing,
+    tokens,
+    usable,
+)
 from tests.waiting import until
 from twinlens import EncoderClient, LlmClient, audio, user, v1
 
@@ -60,7 +73,7 @@ def test_of_two_encoders_one_may_die_or_freeze_in_the_middle_of_clips(checkpoint
         llm = stack.enter_context(llm_server(checkpoint, *addresses, **LLM_FLAGS))
         client = stack.enter_context(LlmClient(llm.address))
         media, other = (stack.enter_context(EncoderClient(each)) for each in addresses)
-        until(lambda: usable(client, 2), "both encoders are usable")
+        until(lambda: sharing(client, 2), "both encoders are usable")
         stack.callback(send, doomed.pid, signal.SIGCONT)  # whatever happens, it can end
         asking = [about(*(new_clip() for _ in range(1 + number % 2))) for number in range(8)]
         with ThreadPoolExecutor(len(asking)) as threads, stopped(*doomed.children(WORKER)):

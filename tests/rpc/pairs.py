@@ -124,6 +124,12 @@ def usable(client: LlmClient, count: int) -> bool:
     return sum(encoder.usable for encoder in client.get_load().encoders) == count
 
 
+def sharing(client: LlmClient, count: int) -> bool:
+    """Whether exactly `count` encoders can be used, and their memory is shared: one that had no core to greet in time
+    sends its rows inline until it is asked again."""
+    return sum(encoder.usable and encoder.shared_memory for encoder in client.get_load().encoders) == count
+
+
 @contextmanager
 def pair(
     checkpoint: Path,

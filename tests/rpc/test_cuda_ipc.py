@@ -17,7 +17,7 @@ import pytest
 from tests import pictures
 from tests.device_twin.services import twin_encoder, twin_llm
 from tests.launch import Service, encoder_server, llm_server
-from tests.rpc.pairs import ENCODER_FLAGS, LLM_FLAGS, Pair, about, asked, idle, quiet, tokens, usable
+from tests.rpc.pairs import ENCODER_FLAGS, LLM_FLAGS, Pair, about, asked, idle, quiet, sharing, tokens, usable
 from tests.rpc.test_transports import by_transport
 from tests.waiting import until
 from twinlens import EncoderClient, LlmClient, image, user, v1
@@ -133,7 +133,7 @@ def test_without_a_device_in_common_rows_come_by_shared_memory(
         twin_llm(checkpoint, encoder.address, qwen3.encoder.address, device="TWIN-1") as llm,
         LlmClient(llm.address) as text,
     ):
-        until(lambda: usable(text, 2), "the encoders are usable")
+        until(lambda: sharing(text, 2), "the encoders are usable")
         expected, sent = [tokens(qwen3.text, asked(about(file))) for file in FILES], {}
         for each, client in encoders.items():
             client.flush_cache()
@@ -153,7 +153,7 @@ def test_without_a_device_in_common_rows_come_by_shared_memory(
 
 def test_who_has_no_mirror_reads_shared_memory(checkpoint: Path, encoder: Service, media: EncoderClient) -> None:
     with llm_server(checkpoint, encoder.address, **LLM_FLAGS) as llm, LlmClient(llm.address) as text:
-        until(lambda: usable(text, 1), "the encoder is usable")
+        until(lambda: sharing(text, 1), "the encoder is usable")
         media.flush_cache()
         sent = Sent(media)
         tokens(text, asked(about(FILES[1])))
