@@ -168,9 +168,10 @@ class KvEventPublisher:
                 poller.poll(0 if went_on else _RETRY_MS if self._replays else None)
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._woken)
+                if replayer is not None:  # before what waits is sent: who asks is told of all that there was by then
+                    self._take_questions(replayer)
                 self._send_waiting(publisher)
                 if replayer is not None:
-                    self._take_questions(replayer)
                     went_on = self._replay(replayer)
             for socket in (publisher, replayer):
                 if socket is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -103,6 +104,32 @@ async def test_what_was_missed_is_sent_again_as_far_as_it_is_kept(tmp_path: Path
         assert set(index.media) == set(range(1000, 6000))
         assert [number for number, _ in replay(question, 5999)] == [5999]
         assert replay(question, 6000) == replay(question, (1 << 64) - 1) == []
+
+
+async def test_a_replay_has_all_that_was_said_before_it_was_asked_for(tmp_path: Path) -> None:
+    """However late the thread hears of either: here of both at once."""
+    question, asked = f"ipc://{tmp_path}/replay", threading.Event()
+    async with published(tmp_path, replay_endpoint=question, replay_bytes=4000) as (publisher, _):
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.connect(question)
+            take = publisher._take_questions
+
+            def taken(replayer: zmq.Socket[bytes]) -> None:
+                if not asked.is_set():
+                    publisher.publish([stored(1)])
+                    socket.send_multipart((b"", bytes(8)))
+                    assert replayer.poll(180_000)
+                    asked.set()
+                take(replayer)
+
+            publisher._take_questions = taken  # type: ignore[method-assign]
+            publisher.publish([stored(0)])
+            assert asked.wait(180)
+            numbers = list[int]()
+            while -1 not in numbers:
+                _, number, _ = socket.recv_multipart()
+                numbers.append(int.from_bytes(number, "big", signed=True))
+        assert numbers == [0, 1, -1]
 
 
 async def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
