@@ -1,6 +1,6 @@
 """A product of bfloat16 numbers with a weight in panels of pairs (`llm_service.layers.cpu.pair_panels`), summed in
-float32, compiled by numba for processors with AVX512-BF16. A row's sums are taken in one order, whatever rows are
-beside it: docs/design/cpu-kernels.md."""
+float32, compiled by numba for processors with AVX512-BF16; those with AMX have `llm_service.layers.cpu.tile_kernel`.
+A row's sums are taken in one order, whatever rows are beside it: docs/design/cpu-kernels.md."""
 
 from __future__ import annotations
 

@@ -1,18 +1,21 @@
 """A weight on a CPU in bfloat16, in panels of 64 outputs where two inputs lie side by side, as AVX512-BF16 multiplies
-them. Rows are rounded to bfloat16; sums are float32."""
+them, and AMX, whose tiles are faster. Rows are rounded to bfloat16; sums are float32."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from common.cpu.arrays import lined
 from common.cpu.jit import Array
-from llm_service.layers.cpu import pair_kernel, selection
+from common.cpu.vectors.tiles import BLOCK
+from llm_service.layers.cpu import pair_kernel, selection, tile_kernel
 from llm_service.layers.cpu.panel_kernel import WIDTH
 
 _AT_ONCE = 64
@@ -22,18 +25,21 @@ _AT_ONCE = 64
 @dataclass(frozen=True, slots=True)
 class PairPanels:
     """A weight [outputs, inputs] as `panels` [⌈outputs / 64⌉, ⌈inputs / 2⌉, 32] uint64, padded with zeros: the 64 words
-    of 32 bits of a pair have one output each, of the first input in the lower half."""
+    of 32 bits of a pair have one output each, of the first input in the lower half. With `tiles` pairs are padded to a
+    multiple of 16."""
 
     outputs: int
     inputs: int
     panels: Array
+    tiles: bool
 
     @classmethod
     def of(cls, weight: Tensor) -> PairPanels | None:
         """Lays out a weight [outputs, inputs] that is final, rounded; None where the kernel does not run."""
         if weight.device.type != "cpu" or not weight.numel() or not selection.computes_bfloat16():
             return None
-        return cls(weight.shape[0], weight.shape[1], _panels(weight))
+        tiles = selection.computes_tiles()
+        return cls(weight.shape[0], weight.shape[1], _panels(weight, BLOCK if tiles else 1), tiles)
 
     @property
     def nbytes(self) -> int:
@@ -43,7 +49,11 @@ class PairPanels:
     @property
     def kernels(self) -> frozenset[str]:
         """See `NumbaCompiled`."""
-        return frozenset({f"{pair_kernel.__name__}:product"})
+        return frozenset({f"{self._kernel.__name__}:product"})
+
+    @property
+    def _kernel(self) -> ModuleType:
+        return tile_kernel if self.tiles else pair_kernel
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x […, inputs] → x Wᵀ + b, […, outputs], in the type of x."""
@@ -56,7 +66,8 @@ class PairPanels:
     def array_product(self, bias: Tensor | None = None) -> Callable[[Array], Array]:
         """The product of arrays, float32 [m, inputs] → [m, outputs]; ValueError for rows that do not fit."""
         added = None if bias is None else bias.numpy()
-        return partial(pair_kernel.product, panels=self.panels, bias=added, inputs=self.inputs, outputs=self.outputs)
+        product = self._kernel.product
+        return partial(product, panels=self.panels, bias=added, inputs=self.inputs, outputs=self.outputs)
 
     def _by_torch(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The product while our kernel is not there."""
@@ -70,13 +81,13 @@ class PairPanels:
         return (out if bias is None else out + bias).contiguous()
 
 
-def _panels(weight: Tensor) -> Array:
+def _panels(weight: Tensor, multiple: int) -> Array:
     outputs, inputs = weight.shape
-    count, pairs = -(-outputs // WIDTH), -(-inputs // 2)
-    out = torch.empty(count, pairs, WIDTH, 2, dtype=torch.bfloat16)
+    count, pairs = -(-outputs // WIDTH), -(-inputs // (2 * multiple)) * multiple
+    words = lined((count, pairs, WIDTH // 2), np.uint64)
+    out = torch.from_numpy(words.view(np.int16)).view(torch.bfloat16).view(count, pairs, WIDTH, 2)
     for part, rows in zip(out.split(_AT_ONCE), weight.split(_AT_ONCE * WIDTH), strict=True):
         padded = rows.new_zeros(len(part) * WIDTH, 2 * pairs, dtype=torch.bfloat16)
         padded[: len(rows), :inputs] = rows
         part.copy_(padded.view(len(part), WIDTH, pairs, 2).transpose(1, 2))
-    words: Array = out.flatten(2).view(torch.int16).numpy().view(np.uint64)
     return words

@@ -12,6 +12,7 @@ import numpy as np
 from common.cpu import vectors
 from common.cpu.jit import Array, Typed, compiled, inner
 from common.cpu.vectors.llvm import FLOAT, LANES, LINE
+from common.cpu.vectors.pairs import copy
 from common.cpu.vectors.products import NOTHING, ROWS, add_products, in_pairs, widened_stretch, write_sums
 from common.cpu.vectors.stored import HALF_LINES
 from llm_service.layers.cpu.selection import wide_vectors
@@ -163,6 +164,11 @@ def write_panel(out: Any, panel: Any, begin: Any, rows: Any, room: Any, scale: A
                 if len(scale):
                     total *= scale[first + place]
                 out[begin + row, first + place] = total + bias[first + place] if len(bias) else total
+        return
+    if not len(scale) and not len(bias):
+        for row in range(rows):
+            to = out.ctypes.data + ((begin + row) * out.shape[1] + first) * FLOAT
+            copy(to, room.ctypes.data + (skipped + row * WIDTH) * FLOAT, VECTORS)
         return
     scales = scale.ctypes.data + first * FLOAT if len(scale) else _ONES.ctypes.data
     biases = bias.ctypes.data + first * FLOAT if len(bias) else _ZEROS.ctypes.data

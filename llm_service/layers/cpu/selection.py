@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from common.devices import multiplies_bfloat16
+from common.devices import multiplies_bfloat16, multiplies_tiles
 
 
 def wide_vectors() -> bool:
@@ -23,6 +23,11 @@ def fused_vectors() -> bool:
 def computes_bfloat16() -> bool:
     """Whether this processor multiplies bfloat16 (AVX512-BF16), and our kernels may have weights as they want them."""
     return _state.panels and wide_vectors() and multiplies_bfloat16()
+
+
+def computes_tiles() -> bool:
+    """Whether it does so by tiles as well (AMX)."""
+    return computes_bfloat16() and multiplies_tiles()
 
 
 class _State:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import numba
 import numpy as np
 import pytest
 import torch
 
+from common.devices import multiplies_tiles
 from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.pair_panels import PairPanels
 
+TILES, VECTORS = "tiles", "vectors"
 multiplied = pytest.mark.skipif(not selection.computes_bfloat16(), reason="this processor lacks AVX512-BF16")
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(autouse=True, params=[TILES, VECTORS])
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what products are computed: others than AMX's where there is no such processor."""
+    if request.param == VECTORS:
+        monkeypatch.setattr(selection, "multiplies_tiles", lambda: False)
+    elif not multiplies_tiles():
+        pytest.skip("this processor lacks AMX")
 
 
 def panelled(weight: torch.Tensor) -> PairPanels:
@@ -30,6 +42,7 @@ def test_rounded_rows_are_multiplied_with_rounded_weights_and_summed_in_float32(
 ) -> None:
     weight, x, bias = noise(outputs, inputs), noise(rows, inputs, seed=1), noise(outputs, seed=2)
     laid_out = panelled(weight)
+    assert laid_out.tiles is selection.computes_tiles()
     for added in (None, bias):
         out = laid_out.product(x, added)
         assert out.dtype == torch.float32
@@ -42,8 +55,29 @@ def test_rounded_rows_are_multiplied_with_rounded_weights_and_summed_in_float32(
 def test_a_row_s_product_is_the_same_whatever_is_beside_it() -> None:
     laid_out, x, bias = panelled(noise(192, 202)), noise(2500, 202, seed=1), noise(192, seed=2)
     alone = torch.cat([laid_out.product(row.unsqueeze(0), bias) for row in x[:100]])
-    for together in (2, 3, 7, 11, 20, 32, 100, 600, 2500):
+    for together in (2, 3, 7, 11, 16, 17, 20, 32, 33, 48, 100, 600, 2500):
         assert torch.equal(laid_out.product(x[:together], bias)[:100], alone[:together])
+
+
+@multiplied
+@pytest.mark.parametrize(("outputs", "inputs"), [(128, 64), (330, 250), (1100, 2100)])
+def test_rows_are_the_same_to_the_bit_wherever_they_are_cut(outputs: int, inputs: int) -> None:
+    laid_out, x = panelled(noise(outputs, inputs)), noise(300, inputs, seed=1)
+    whole = laid_out.product(x)
+    for cut in (*range(1, 36), 47, 48, 49, 64, 95, 97, 144, 150, 256, 287, 299):
+        parts = laid_out.product(x[:cut]), laid_out.product(x[cut:])
+        assert torch.equal(torch.cat(parts), whole)
+
+
+@multiplied
+def test_rows_are_the_same_to_the_bit_by_any_number_of_threads() -> None:
+    laid_out, x = panelled(noise(1100, 2100)), noise(300, 2100, seed=1)
+    given, most = laid_out.product(x), numba.get_num_threads()
+    try:
+        numba.set_num_threads(1)
+        assert torch.equal(laid_out.product(x), given)
+    finally:
+        numba.set_num_threads(most)
 
 
 @multiplied
@@ -57,7 +91,7 @@ def test_rows_are_rounded_as_torch_rounds_them(rows: int) -> None:
 
 
 @multiplied
-@pytest.mark.parametrize("rows", [3, 30])
+@pytest.mark.parametrize("rows", [3, 30, 70])
 def test_what_is_not_a_number_stays_in_its_row(rows: int) -> None:
     x = noise(rows, 64, seed=1)
     x.view(torch.int32)[1, 7] = 0x7FFFFFFF  # rounding alone would make -0 of it
@@ -94,11 +128,13 @@ def test_rows_that_do_not_fit_are_refused() -> None:
 def test_pairs_lie_side_by_side_and_what_is_left_over_is_zeros() -> None:
     weight = noise(70, 5).bfloat16()
     numbers = torch.from_numpy(panelled(weight).panels.view(np.int16)).view(torch.bfloat16)
-    pairs = numbers.view(2, 3, 64, 2)
+    padded = 16 if selection.computes_tiles() else 3
+    pairs = numbers.view(2, padded, 64, 2)
     assert torch.equal(pairs[1, 2, 5], torch.stack([weight[69, 4], torch.zeros((), dtype=torch.bfloat16)]))
     assert torch.equal(pairs[0, 1, 63], weight[63, 2:4])
     assert not pairs[1, :, 6:].any()
-    assert panelled(weight).nbytes == 2 * 3 * 64 * 2 * 2
+    assert not pairs[:, 3:].any()
+    assert panelled(weight).nbytes == 2 * padded * 64 * 2 * 2
 
 
 def test_there_are_none_where_the_processor_does_not_multiply_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,176 @@
+"""A product of bfloat16 numbers with a weight in panels of pairs (`llm_service.layers.cpu.pair_panels`) by tiles,
+summed in float32, compiled by numba for processors with AMX. A row's sums are taken in one order, whatever rows are
+beside it: docs/design/cpu-kernels.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from common.cpu import vectors
+from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.vectors.llvm import FLOAT, LANES, LINE
+from common.cpu.vectors.stored import rounded
+from common.cpu.vectors.tiles import BLOCK, add_tiles, configure_tiles, multiply_tiles, release_tiles, round_row
+from llm_service.layers.cpu import panel_kernel
+from llm_service.layers.cpu.panel_kernel import VECTORS, WIDTH, first_line, write_panel
+
+_ROW = WIDTH * FLOAT
+"""Bytes of a pair's weights, or of a row's sums."""
+_LINES = BLOCK * _ROW // LINE
+"""Lines that the weights of 16 pairs are."""
+_HALF = VECTORS // 2
+_STRETCH = 64
+"""Pairs of inputs that all rows go through before the next: 16 KiB of a panel, so that the stretch that comes next has
+room in the first-level cache as well. Of few rows' weights those are asked for that come so much later."""
+_LEAST_LINES = 8
+"""That are asked for with 16 pairs, while there are any."""
+_MOST = 18 * BLOCK
+"""Rows of a task at most: a stretch of them and their sums with `_TOGETHER` panels are a third of a MiB, in a
+second-level cache."""
+_TOGETHER = 4
+"""Panels of a task whose rows do not stay there as a whole: each stretch of these is brought for all of them."""
+_KEPT = 1 << 19
+"""Bytes of rows that do."""
+AT_ONCE = 7 * _MOST
+"""Rows that are computed in one go, since their numbers are put side by side first, which takes memory."""
+
+
+@inner
+def _pack_row(packed: Any, x: Any, row: Any) -> None:
+    """uint32 packed [m, words], x [m, k] as bits of float32: a row's numbers in pairs, rounded to the nearest bfloat16,
+    of two the even one; what is not a number stays none. The rest is zeros."""
+    inputs = x.shape[1]
+    whole = inputs // (2 * LANES)
+    if whole:
+        round_row(packed.ctypes.data + row * packed.shape[1] * FLOAT, x.ctypes.data + row * inputs * FLOAT, whole)
+    for pair in range(whole * LANES, packed.shape[1]):
+        word = np.uint32(0)
+        if 2 * pair < inputs:
+            word = rounded(x[row, 2 * pair]) >> np.uint32(16)
+        if 2 * pair + 1 < inputs:
+            word |= rounded(x[row, 2 * pair + 1]) & np.uint32(0xFFFF0000)
+        packed[row, pair] = word
+
+
+@inner
+def _add_rows(fresh: Any, rows: Any, places: Any, count: Any) -> None:
+    """Products of blocks of rows with a stretch of a panel, `places` as `add_tiles` has them: two blocks at a time with
+    half of the outputs, then the other half. The first ask for the weights that come next, of which there are as many.
+    """
+    out, out_step, x, x_step, weights, size, coming = places
+    turns = (rows + BLOCK) // (2 * BLOCK)
+    share, end = max(_LEAST_LINES, _LINES // (2 * turns)), coming + count * BLOCK * size
+    for row in range(0, rows, 2 * BLOCK):
+        lines = share if coming < end else 0
+        out_at, x_at = out + row * out_step, x + row * x_step
+        if row + BLOCK == rows:
+            here = (out_at, out_step, x_at, x_step, weights, size, coming)
+            if fresh:
+                multiply_tiles(1, VECTORS, 2 * lines, here, count)
+            else:
+                add_tiles(1, VECTORS, 2 * lines, here, count)
+            break
+        for half in range(0, _ROW, _ROW // 2):
+            here = (out_at + half, out_step, x_at, x_step, weights + half, size, coming)
+            if fresh:
+                multiply_tiles(2, _HALF, lines, here, count)
+            else:
+                add_tiles(2, _HALF, lines, here, count)
+            coming += lines * count * LINE
+
+
+@inner
+def _multiply_few(out: Any, packed: Any, panels: Any, bias: Any, panel: Any) -> None:
+    """Fills one panel's outputs of out [rows, outputs], of one block of rows at most: their sums stay in tiles."""
+    rows, pairs = out.shape[0], panels.shape[1]
+    room = np.empty(rows * WIDTH + LANES, np.float32)
+    sums = room.ctypes.data + first_line(room) * FLOAT
+    weights = panels.ctypes.data + panel * pairs * _ROW
+    configure_tiles(rows)
+    places = (sums, _ROW, packed.ctypes.data, packed.shape[1] * FLOAT, weights, _ROW, weights + _STRETCH * _ROW)
+    multiply_tiles(1, VECTORS, _LINES, places, pairs // BLOCK)
+    release_tiles()
+    write_panel(out, panel, 0, rows, room, bias[:0], bias)
+
+
+@inner
+def _multiply_many(out: Any, packed: Any, panels: Any, bias: Any, first: Any, last: Any, begin: Any, rows: Any) -> None:
+    """Fills out [begin : begin + rows] of the outputs of some panels, from one on up to another; the others are as in
+    `_product`."""
+    pairs, step = panels.shape[1], packed.shape[1] * FLOAT
+    padded = (rows + BLOCK - 1) // BLOCK * BLOCK
+    room = np.empty((last - first) * padded * WIDTH + LANES, np.float32)
+    sums = room.ctypes.data + first_line(room) * FLOAT
+    configure_tiles(BLOCK)
+    for at in range(0, pairs, _STRETCH):
+        x = packed.ctypes.data + begin * step + at * FLOAT
+        for panel in range(first, last):
+            following = panel * pairs + at + pairs if panel + 1 < last else first * pairs + at + _STRETCH
+            weights, coming = panels.ctypes.data + (panel * pairs + at) * _ROW, panels.ctypes.data + following * _ROW
+            places = (sums + (panel - first) * padded * _ROW, _ROW, x, step, weights, _ROW, coming)
+            _add_rows(at == 0, padded, places, min(_STRETCH, pairs - at) // BLOCK)
+    release_tiles()
+    for panel in range(first, last):
+        write_panel(out, panel, begin, rows, room[(panel - first) * padded * WIDTH :], bias[:0], bias)
+
+
+def _product(out: Any, x: Any, panels: Any, bias: Any, most: Any, together: Any) -> None:
+    """float32 out [m, outputs], x [m, k] as bits, panels as in `PairPanels`, bias [outputs] or [0]. A task has `most`
+    rows of the outputs of so many panels `together`.
+
+    Packed rows begin with a line each, an odd number of lines apart, so that they share no place of a cache.
+    """
+    rows, wide = x.shape[0], (panels.shape[1] // LANES | 1) * LANES
+    padded = (rows + BLOCK - 1) // BLOCK * BLOCK
+    room = np.empty(padded * wide + LANES, np.uint32)
+    packed = room[first_line(room) : first_line(room) + padded * wide].reshape(padded, wide)
+    if rows <= BLOCK:
+        for row in range(rows):
+            _pack_row(packed, x, row)
+        for panel in numba.prange(panels.shape[0]):
+            _multiply_few(out, packed, panels, bias, np.intp(panel))
+        return
+    packed[rows:] = np.uint32(0)
+    for row in numba.prange(rows):
+        _pack_row(packed, x, row)
+    parts, groups = (rows + most - 1) // most, (panels.shape[0] + together - 1) // together
+    for task in numba.prange(groups * parts):
+        begin, first = np.intp(task) % parts * most, np.intp(task) // parts * together
+        last = min(first + together, panels.shape[0])
+        _multiply_many(out, packed, panels, bias, first, last, begin, min(most, rows - begin))
+
+
+_kernel = compiled(_product, made_of=[vectors, panel_kernel])
+_matrix, _vector = numba.float32[:, ::1], numba.float32[::1]
+TYPED = {
+    "product": Typed(_kernel, (_matrix, numba.uint32[:, ::1], numba.uint64[:, :, ::1], _vector, numba.intp, numba.intp))
+}
+_NONE = np.empty(0, np.float32)
+
+
+def product(x: Array, panels: Array, bias: Array | None, inputs: int, outputs: int) -> Array:
+    """x float32 [m, inputs] → x · panels + bias, float32 [m, outputs].
+
+    Raises ValueError where x has another shape or type.
+    """
+    if x.ndim != 2 or x.shape[1] != inputs or x.dtype != np.float32:
+        raise ValueError(f"{x.dtype} {x.shape} does not fit a weight of {inputs} inputs")
+    out: Array = torch.empty((x.shape[0], outputs)).numpy()  # begins with a line, and is kept by the heap
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    for begin in range(0, len(x), AT_ONCE):
+        part = bits[begin : begin + AT_ONCE]
+        tasks = task_size(len(part), panels, numba.get_num_threads())
+        _kernel(out[begin : begin + AT_ONCE], part, panels, _NONE if bias is None else bias, *tasks)
+    return out
+
+
+def task_size(rows: int, panels: Array, threads: int) -> tuple[int, int]:
+    """Rows of a task, in whole blocks, and its panels: so that each thread has two tasks or more, where it can."""
+    parts = -(-rows // _MOST)
+    most = -(-rows // (parts * BLOCK)) * BLOCK
+    together = 1 if most * panels.shape[1] * FLOAT <= _KEPT else _TOGETHER
+    return most, max(1, min(together, parts * len(panels) // (2 * threads)))
