@@ -244,7 +244,7 @@ def chat_request(asked: ChatRequest, request_id: str) -> llm_pb2.GenerateRequest
     tools = offered(asked)
     if isinstance(asked.tool_choice, NamedTool):
         _set_form(params, "json_schema", _json(tools[0].function.parameters or {"type": "object"}))
-    elif asked.tool_choice == "required":
+    elif asked.must_call:
         max_items = 1 if asked.parallel_tool_calls is False else None
         _set_form(params, "json_schema", calls_schema([tool.function for tool in tools], max_items))
     chat = chat_input(asked.messages, asked.media_settings, asked.chat_template_kwargs, "messages")
@@ -303,6 +303,32 @@ def media_uuids(started: llm_pb2.GenerateStarted) -> list[str]:
     return [span.key.hex() for span in sorted(started.spans, key=lambda span: span.item)]
 
 
+def named_by_ids(given: Iterable[llm_pb2.TokenLogprobs], ids: Iterable[int]) -> list[llm_pb2.TokenLogprobs]:
+    """The same, with texts that say the tokens' numbers, as vLLM's `return_tokens_as_token_ids`: tokens that are parts
+    of characters look alike otherwise."""
+    return [
+        llm_pb2.TokenLogprobs(
+            logprob=each.logprob,
+            text=_id_as_text(token),
+            text_bytes=each.text_bytes,
+            top=[
+                llm_pb2.TopLogprob(
+                    token_id=top.token_id,
+                    logprob=top.logprob,
+                    text=_id_as_text(top.token_id),
+                    text_bytes=top.text_bytes,
+                )
+                for top in each.top
+            ],
+        )
+        for each, token in zip(given, ids, strict=True)
+    ]
+
+
+def _id_as_text(token: int) -> str:
+    return f"token_id:{token}"
+
+
 def chat_logprobs(given: Iterable[llm_pb2.TokenLogprobs]) -> list[dict[str, Any]]:
     """How likely tokens were, as chat completions say it."""
     return [
@@ -319,8 +345,10 @@ def chat_logprobs(given: Iterable[llm_pb2.TokenLogprobs]) -> list[dict[str, Any]
 
 
 def finish(finished: llm_pb2.GenerateFinished) -> dict[str, Any]:
-    """Why a choice ended; `stop_reason` is the stop text that was met, as vLLM says it."""
-    return {"finish_reason": _FINISH.get(finished.reason, "stop"), "stop_reason": finished.stop_text or None}
+    """Why a choice ended; `stop_reason` is the stop text that was met, or the number of the stop token, as vLLM says
+    it."""
+    token = finished.stop_token_id if finished.HasField("stop_token_id") else None
+    return {"finish_reason": _FINISH.get(finished.reason, "stop"), "stop_reason": finished.stop_text or token}
 
 
 def usage(prompts: Iterable[Sequence[llm_pb2.GenerateFinished]]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pydantic_core import to_json
 
 from common.call_schema import one_call
 from common.errors import InvalidInput
-from gateway.api.chat_request import ChatRequest, Function, NamedTool, Tool
+from gateway.api.chat_request import AllowedTools, ChatRequest, Function, NamedTool, Tool
 from gateway.calls.tool_format import ToolFormat
 from twinlens.v1 import llm_pb2
 
@@ -33,7 +33,7 @@ def tool_format(body: ChatRequest, info: llm_pb2.LlmServiceGetInfoResponse | Non
         return ToolFormat.NONE
     if isinstance(body.tool_choice, NamedTool):
         return ToolFormat.ARGUMENTS
-    if body.tool_choice == "required":
+    if body.must_call:
         return ToolFormat.LIST
     written = ToolFormat.JSON if info is None else _FORMATS.get(info.tool_format)
     if written is None:
@@ -54,6 +54,12 @@ def offered(body: ChatRequest) -> list[Tool]:
         tools = [tool for tool in tools if tool.function.name == name]
         if not tools:
             raise InvalidInput("there is no tool of that name", reason="BAD_FIELD", field="tool_choice.function.name")
+    if isinstance(body.tool_choice, AllowedTools):
+        names = {each.function.name for each in body.tool_choice.allowed_tools.tools}
+        tools = [tool for tool in tools if tool.function.name in names]
+        if names != {tool.function.name for tool in tools}:
+            why = "there is no tool of one of these names"
+            raise InvalidInput(why, reason="BAD_FIELD", field="tool_choice.allowed_tools.tools")
     return tools
 
 

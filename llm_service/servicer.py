@@ -457,5 +457,6 @@ def _finished(event: Ended, begun: Begun) -> llm_pb2.GenerateFinished:
         reason=_REASONS[event.reason],
         usage=usage,
         stop_text=event.stop_text,
+        stop_token_id=event.stop_token,
         timings=write_stages(event.stages),
     )

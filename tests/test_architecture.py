@@ -97,6 +97,7 @@ ROLES = {
     "TorchBatch",
     "TritonBackend",
     "TritonBatch",  # of attention, and of gated delta nets
+    "AllowedTools",
     "Function",
     "ImagePart",
     "NamedFunction",

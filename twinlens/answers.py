@@ -28,6 +28,7 @@ class Completion:
     reason: FinishReason = FINISH_REASON_UNSPECIFIED
     turns: list[TranscriptTurn] = field(default_factory=list)
     stop_text: str = ""
+    stop_token_id: int | None = None
     usage: Usage = field(default_factory=Usage)
     timings: dict[str, float] = field(default_factory=dict)
 
@@ -42,6 +43,7 @@ class Completion:
         """Notes how the choice ended."""
         self.reason = finished.reason
         self.stop_text = finished.stop_text
+        self.stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
         self.usage = finished.usage
         self.timings = {timing.stage: timing.seconds for timing in finished.timings}
 

@@ -28,9 +28,10 @@ from twinlens.v1 import llm_pb2
 
 @dataclass(slots=True)
 class _Choice:
-    """What one choice has said so far."""
+    """What one choice has said so far; what it thinks is left out where that is not `shows_reasoning`."""
 
     parser: OutputParser
+    shows_reasoning: bool = True
     words: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -39,11 +40,13 @@ class _Choice:
     finished: llm_pb2.GenerateFinished = field(default_factory=llm_pb2.GenerateFinished)
 
     def add(self, piece: Piece) -> dict[str, Any]:
-        """Takes more of it in; returns what a stream says of it."""
+        """Takes more of it in; returns what a stream says of it, which may be nothing."""
         match piece:
             case TextDelta(text):
                 self.words.append(text)
                 return {"content": text}
+            case ReasoningDelta() if not self.shows_reasoning:
+                return {}
             case ReasoningDelta(text):
                 self.thoughts.append(text)
                 return {"reasoning_content": text, "reasoning": text}
@@ -82,12 +85,14 @@ class _Asked:
     head: dict[str, Any]
     n: int
     scored: bool
+    as_ids: bool
     with_ids: bool
     with_uuids: bool
     prompt_scores: PromptScores | None
     with_usage: bool
     with_usage_so_far: bool
     with_timings: bool
+    shows_reasoning: bool
     tools: ToolFormat
     functions: dict[str, dict[str, Any]]
     single: bool
@@ -97,16 +102,21 @@ class _Asked:
         """One that has said nothing yet."""
         parser = OutputParser(self.tools, self.functions, single=self.single, constrained=self.constrained)
         parser.begin(started)
-        return _Choice(parser)
+        return _Choice(parser, self.shows_reasoning)
 
     def beside(self, delta: llm_pb2.GenerateDelta) -> dict[str, Any]:
         """What a stream says of new tokens beside their text."""
         told: dict[str, Any] = {}
         if delta.logprobs and self.scored:
-            told["logprobs"] = {"content": convert.chat_logprobs(delta.logprobs)}
+            told["logprobs"] = {"content": self.logprobs(delta)}
         if delta.token_ids and self.with_ids:
             told["token_ids"] = list(delta.token_ids)
         return told
+
+    def logprobs(self, delta: llm_pb2.GenerateDelta) -> list[dict[str, Any]]:
+        """How likely new tokens were."""
+        given = delta.logprobs
+        return convert.chat_logprobs(convert.named_by_ids(given, delta.token_ids) if self.as_ids and given else given)
 
     async def prompt(self, started: llm_pb2.GenerateStarted) -> dict[str, Any]:
         """What is said of the prompt."""
@@ -138,12 +148,14 @@ class Chat:
             {"id": f"chatcmpl-{context.id}", "created": int(time.time()), "model": name},
             body.n or 1,
             bool(body.logprobs),
+            bool(body.return_tokens_as_token_ids),
             bool(body.return_token_ids),
             bool(body.return_media_uuids),
             PromptScores() if body.prompt_logprobs is not None else None,
             bool(options.include_usage),
             bool(options.include_usage and options.continuous_usage_stats),
             bool(options.include_timings),
+            body.include_reasoning is not False,
             tool_format(body, self._services.about(name)),
             functions_of(body),
             body.parallel_tool_calls is False,
@@ -185,7 +197,7 @@ async def _chunks(events: Events, asked: _Asked) -> AsyncGenerator[bytes]:
                 case "delta":
                     index, choice = said.delta.index, choices[said.delta.index]
                     tokens += len(said.delta.token_ids)
-                    deltas = [choice.add(piece) for piece in choice.parser.feed(said.delta.text)]
+                    deltas = list(filter(None, map(choice.add, choice.parser.feed(said.delta.text))))
                     beside = asked.beside(said.delta)
                     for delta in deltas or ([{"content": ""}] if beside else []):
                         yield chunk(index, delta, **beside)
@@ -193,7 +205,7 @@ async def _chunks(events: Events, asked: _Asked) -> AsyncGenerator[bytes]:
                 case "finished":
                     index, choice = said.finished.index, choices[said.finished.index]
                     finished = choice.finished = said.finished
-                    rest = [chunk(index, choice.add(piece)) for piece in choice.parser.end()]
+                    rest = [chunk(index, delta) for delta in filter(None, map(choice.add, choice.parser.end()))]
                     ending = b"".join((*rest, chunk(index, {}, **choice.finish())))
                     still -= 1
                     if still:
@@ -222,7 +234,7 @@ async def _whole(events: Events, asked: _Asked) -> dict[str, Any]:
                     choice = choices[said.delta.index]
                     for piece in choice.parser.feed(said.delta.text):
                         choice.add(piece)
-                    choice.logprobs += convert.chat_logprobs(said.delta.logprobs)
+                    choice.logprobs += asked.logprobs(said.delta)
                     choice.token_ids += said.delta.token_ids
                 case "finished":
                     choice = choices[said.finished.index]

@@ -26,14 +26,20 @@ _KEY: Final = re.compile("[0-9a-f]{64}")
 """A content key."""
 
 
-class TextPart(Model):
+class Cached(Model):
+    """What clients mark for Anthropic's cache, by litellm for instance: prefixes are cached by themselves."""
+
+    cache_control: dict[str, Any] | None = None
+
+
+class TextPart(Cached):
     """A text."""
 
     type: Literal["text"]
     text: str
 
 
-class MediaPart(Model):
+class MediaPart(Cached):
     """A medium: what the field says that is called as its `type`, or the `uuid` that an answer told of it, under which
     its rows are still known. Beside the medium itself an `uuid` of the caller's changes nothing."""
 
@@ -132,7 +138,7 @@ class ToolCall(Model):
     index: Int | None = None
 
 
-class Message(Model):
+class Message(Cached):
     """One message of a conversation."""
 
     without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"tool_calls": ([],), "annotations": ([],)}
@@ -167,7 +173,7 @@ class Function(Model):
     strict: bool | None = None
 
 
-class Tool(Model):
+class Tool(Cached):
     """What the model may call."""
 
     type: Literal["function"]
@@ -187,9 +193,25 @@ class NamedTool(Model):
     function: NamedFunction
 
 
+class AllowedSet(Model):
+    """Some of the functions, one of which the model may call, or must."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=4096, fail_fast=True)]
+
+
+class AllowedTools(Model):
+    """The same, as OpenAI has it."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedSet
+
+
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("$text")] | Annotated[NamedTool, Tag("$list")],
-    Discriminator(text_or_list),
+    Annotated[Literal["none", "auto", "required"], Tag("$text")]
+    | Annotated[NamedTool, Tag("$function")]
+    | Annotated[AllowedTools, Tag("$allowed_tools")],
+    Discriminator(lambda value: "$text" if isinstance(value, str) else kind_of(value)),
 ]
 
 
@@ -241,7 +263,6 @@ class ChatRequest(SamplingFields):
         **VLLM_DEFAULTS,
         "continue_final_message": (False,),
         "echo": (False,),
-        "include_reasoning": (True,),
         "separate_reasoning": (True,),
         "stream_reasoning": (True,),
         "return_hidden_states": (False,),
@@ -249,6 +270,7 @@ class ChatRequest(SamplingFields):
         "store": (False,),
         "modalities": (["text"],),
         "service_tier": ("auto", "default"),
+        "prompt_cache_retention": ("in_memory", "in-memory"),
         "verbosity": ("medium",),
         "tools": ([],),
         "functions": ([],),
@@ -266,6 +288,7 @@ class ChatRequest(SamplingFields):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
+    include_reasoning: bool | None = None
     chat_template_kwargs: TemplateSettings | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -287,8 +310,16 @@ class ChatRequest(SamplingFields):
         frames = {"fps": video.fps or settings.fps, "max_frames": video.num_frames or settings.max_frames}
         return settings.model_copy(update=frames)
 
+    @property
+    def must_call(self) -> bool:
+        """The answer is calls."""
+        choice = self.tool_choice
+        return choice == "required" or (isinstance(choice, AllowedTools) and choice.allowed_tools.mode == "required")
+
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatRequest:
+        if self.include_reasoning is False and (self.logprobs or self.return_token_ids):
+            raise ValueError("logprobs and return_token_ids would tell the reasoning that include_reasoning leaves out")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs go with logprobs alone")
         if self.max_tokens is not None and self.max_completion_tokens is not None:

@@ -29,6 +29,8 @@ from twinlens.v1 import llm_pb2
 Event = llm_pb2.GenerateResponse
 Numbered = tuple[int, Event]
 TextOf: TypeAlias = Callable[[Sequence[int]], Awaitable[str]]
+_Scored: TypeAlias = tuple[Sequence[llm_pb2.TokenLogprobs], Sequence[int]]
+"""How likely tokens were, and which."""
 
 
 class CompletionRequest(SamplingFields):
@@ -62,14 +64,17 @@ class _Choice:
     begun: bool = False
     finished: llm_pb2.GenerateFinished = field(default_factory=llm_pb2.GenerateFinished)
 
-    def scores(self, given: Iterable[llm_pb2.TokenLogprobs]) -> dict[str, list[Any]]:
-        """How likely new tokens were, as completions say it."""
+    def scores(self, given: Iterable[llm_pb2.TokenLogprobs], ids: Iterable[int] | None = None) -> dict[str, list[Any]]:
+        """How likely new tokens were, as completions say it; with `ids` these stand for the tokens' texts."""
         given = list(given)
+        offsets = [self.offsets.add(each.text_bytes or each.text.encode()) for each in given]
+        if ids is not None and given:
+            given = convert.named_by_ids(given, ids)
         return {
             "tokens": [each.text for each in given],
             "token_logprobs": [each.logprob for each in given],
             "top_logprobs": [{top.text: top.logprob for top in each.top} | {each.text: each.logprob} for each in given],
-            "text_offset": [self.offsets.add(each.text_bytes or each.text.encode()) for each in given],
+            "text_offset": offsets,
         }
 
 
@@ -89,10 +94,13 @@ class _Prompt:
         if text_of is not None:
             self.first = await text_of(self.token_ids[:1])
 
-    def before(self, choice: _Choice, given: Iterable[llm_pb2.TokenLogprobs]) -> dict[str, list[Any]]:
+    def before(
+        self, choice: _Choice, given: Iterable[llm_pb2.TokenLogprobs], ids: Iterable[int] | None
+    ) -> dict[str, list[Any]]:
         """The scores of the prompt's tokens and of a choice's first; before the first of them there is nothing."""
         first = llm_pb2.TokenLogprobs(text=self.first)
-        told = choice.scores([first, *self.scores.in_order(), *given])
+        every = None if ids is None else [*self.token_ids, *ids]
+        told = choice.scores([first, *self.scores.in_order(), *given], every)
         told["token_logprobs"][0] = told["top_logprobs"][0] = None
         return told
 
@@ -104,6 +112,7 @@ class _Asked:
     head: dict[str, Any]
     n: int
     scored: bool
+    as_ids: bool
     echo: bool
     with_ids: bool
     prompt_scored: bool
@@ -124,12 +133,22 @@ class _Asked:
         """Whether those of prompts stand before their choices'."""
         return self.echo and self.scored
 
-    def begun(self, index: int, choice: _Choice, text: str, given: Iterable[llm_pb2.TokenLogprobs]) -> dict[str, Any]:
-        """What a choice begins with: a text, scored, behind its prompt."""
+    def goes_on(self, choice: _Choice, text: str, given: _Scored | None) -> dict[str, Any]:
+        """More of a choice: a text, and its tokens' scores."""
+        scores = choice.scores(given[0], given[1] if self.as_ids else None) if self.scored and given else None
+        return {"text": text, "logprobs": scores}
+
+    def begun(self, index: int, choice: _Choice, text: str, given: _Scored | None) -> dict[str, Any]:
+        """What a choice begins with: the same, behind its prompt."""
         prompt = self.prompt_of(index)
-        told: dict[str, Any] = {"text": prompt.text + text, "logprobs": None}
-        if self.scored:
-            told["logprobs"] = prompt.before(choice, given) if self.echo else choice.scores(given)
+        if self.repeats_scored:
+            scores, ids = given or ((), ())
+            told: dict[str, Any] = {
+                "text": prompt.text + text,
+                "logprobs": prompt.before(choice, scores, ids if self.as_ids else None),
+            }
+        else:
+            told = self.goes_on(choice, prompt.text + text, given)
         if self.with_ids:
             told["prompt_token_ids"] = prompt.token_ids
         if self.prompt_scored:
@@ -140,7 +159,7 @@ class _Asked:
         """A choice."""
         return {
             "index": index,
-            **self.begun(index, choice, "".join(choice.text), choice.given),
+            **self.begun(index, choice, "".join(choice.text), (choice.given, choice.token_ids)),
             **convert.finish(choice.finished),
             **({"token_ids": choice.token_ids} if self.with_ids else {}),
         }
@@ -187,6 +206,7 @@ class Completions:
             {"id": f"cmpl-{context.id}", "object": "text_completion", "created": int(time.time()), "model": model},
             asked.n or 1,
             asked.logprobs is not None,
+            bool(asked.return_tokens_as_token_ids),
             bool(asked.echo),
             bool(asked.return_token_ids),
             asked.prompt_logprobs is not None,
@@ -256,12 +276,12 @@ async def _chunks(events: AsyncGenerator[Numbered], asked: _Asked, text_of: Text
     choices: dict[int, _Choice] = {}
     prompt, cached, tokens = 0, 0, 0
 
-    def chunk(index: int, text: str, given: Iterable[llm_pb2.TokenLogprobs] | None = None, **rest: Any) -> bytes:
+    def chunk(index: int, text: str, given: _Scored | None = None, **rest: Any) -> bytes:
         choice = choices[index]
         if choice.begun:
-            told = {"text": text, "logprobs": choice.scores(given) if asked.scored and given is not None else None}
+            told = asked.goes_on(choice, text, given)
         else:
-            choice.begun, told = True, asked.begun(index, choice, text, given or ())
+            choice.begun, told = True, asked.begun(index, choice, text, given)
         if options.include_usage and options.continuous_usage_stats:
             more["usage"] = convert.usage_of(prompt, cached, tokens)
         return chunks.chunk({"choices": [{"index": index, "finish_reason": None, **told, **rest}], **more})
@@ -284,7 +304,7 @@ async def _chunks(events: AsyncGenerator[Numbered], asked: _Asked, text_of: Text
                     choices.setdefault(index, _Choice())
                     beside: dict[str, Any] = {"token_ids": list(delta.token_ids)} if asked.with_ids else {}
                     if delta.text or delta.logprobs or beside:
-                        yield await written(index, delta.text, delta.logprobs, **beside)
+                        yield await written(index, delta.text, (delta.logprobs, delta.token_ids), **beside)
                 case "finished":
                     index = number * asked.n + said.finished.index
                     choices.setdefault(index, _Choice()).finished = said.finished

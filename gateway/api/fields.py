@@ -126,7 +126,6 @@ VLLM_DEFAULTS: Final[dict[str, tuple[Any, ...]]] = {
     "use_beam_search": (False,),
     "allowed_token_ids": ([],),
     "truncate_prompt_tokens": (-1,),
-    "return_tokens_as_token_ids": (False,),
 }
 """Fields of vLLM's that are not served, with the values that some clients send along and that change nothing."""
 
@@ -174,6 +173,7 @@ class SamplingFields(RequestFields):
     logit_bias: Annotated[dict[str, float], Field(max_length=4096)] | None = None
     stop_token_ids: Tokens | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: Int | None = None
     ignore_eos: bool | None = None
     stream_options: StreamOptions | None = None

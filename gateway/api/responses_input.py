@@ -8,6 +8,7 @@ from typing import Any
 
 from common.errors import InvalidInput, TwinlensError
 from gateway.api.responses_request import (
+    AllowedTools,
     CallItem,
     ImagePart,
     MessageItem,
@@ -34,7 +35,10 @@ def as_chat(asked: ResponsesRequest, places: list[int]) -> dict[str, Any]:
             for tool in asked.tools
         ]
     if isinstance(asked.tool_choice, NamedFunction):
-        fields["tool_choice"] = {"type": "function", "function": {"name": asked.tool_choice.name}}
+        fields["tool_choice"] = _named(asked.tool_choice)
+    elif isinstance(asked.tool_choice, AllowedTools):
+        allowed = {"mode": asked.tool_choice.mode, "tools": [_named(tool) for tool in asked.tool_choice.tools]}
+        fields["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
     elif asked.tool_choice is not None:
         fields["tool_choice"] = asked.tool_choice
     if asked.reasoning is not None:
@@ -47,6 +51,10 @@ def as_chat(asked: ResponsesRequest, places: list[int]) -> dict[str, Any]:
                 raise InvalidInput("the schema is missing", reason="BAD_FIELD", field="text.format.schema")
             fields["response_format"]["json_schema"] = {"name": form.name or "answer", "schema": form.schema_}
     return fields
+
+
+def _named(function: NamedFunction) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": function.name}}
 
 
 def _messages(asked: ResponsesRequest, places: list[int]) -> Iterator[dict[str, Any]]:
@@ -119,6 +127,7 @@ _CALLED = {
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
     "tool_choice.function.name": "tool_choice.name",
+    "tool_choice.allowed_tools.tools": "tool_choice.tools",
 }
 _TOOL = re.compile(r"(tools\[\d+\])\.function\.(\w+)")
 

@@ -136,9 +136,19 @@ class Reasoning(Model):
     effort: Effort | None = None
 
 
+class AllowedTools(Model):
+    """Some of the functions, one of which the model may call, or must."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=4096, fail_fast=True)]
+
+
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("$text")] | Annotated[NamedFunction, Tag("$list")],
-    Discriminator(text_or_list),
+    Annotated[Literal["none", "auto", "required"], Tag("$text")]
+    | Annotated[NamedFunction, Tag("$function")]
+    | Annotated[AllowedTools, Tag("$allowed_tools")],
+    Discriminator(lambda value: "$text" if isinstance(value, str) else kind_of(value)),
 ]
 
 
@@ -161,6 +171,7 @@ class ResponsesRequest(Model):
         "background": (False,),
         "truncation": ("disabled",),
         "service_tier": ("auto", "default"),
+        "prompt_cache_retention": ("in_memory", "in-memory"),
         "include": ([],),
     }
 

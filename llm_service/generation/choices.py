@@ -26,11 +26,14 @@ in a few milliseconds."""
 class Choice:
     """What is known of a choice that is not finished: its text, how many tokens it has, those that it came with, and
     how many drafts were verified and accepted. `reasoning` counts where an answer may begin with that, and `words`
-    reads a transcript. Where it `shows_stop`, its text has that of the token that ends it."""
+    reads a transcript. Where it `shows_stop`, its text has that of the token that ends it; which is the
+    `stop_token` where that is one of `stop_token_ids`."""
 
     index: int
     text: Detokenizer
     shows_stop: bool = False
+    stop_token_ids: frozenset[int] = frozenset()
+    stop_token: int | None = None
     tokens: int = 0
     resumed: tuple[int, ...] = ()
     reasoning: ReasoningCounter | None = None
@@ -74,13 +77,22 @@ class Choice:
             if self.text.stopped is not None:
                 ended = "stop"
                 break
+            if ended == "stop":
+                self._ends_with(token.token)
         delta.turns = self.words.take_turns()
         return delta, ended
 
     def complete(self, ended: str) -> str:
         """Why it ends, where the engine finds that it `ended` with what it came with."""
         self.text.finish()
-        return "stop" if self.text.stopped is not None else ended
+        if self.text.stopped is not None:
+            return "stop"
+        if ended == "stop" and self.resumed:
+            self._ends_with(self.resumed[-1])
+        return ended
+
+    def _ends_with(self, token: int) -> None:
+        self.stop_token = token if token in self.stop_token_ids else None
 
 
 def together(
@@ -116,7 +128,7 @@ def open_choices(request: Request, tokenizer: Tokenizer) -> dict[int, Choice]:
             continue
         shows = request.include_stop_str_in_output
         text = Detokenizer(tokenizer, request.stop, request.sampling.min_tokens, shows_stop=shows)
-        choice = Choice(index, text, shows)
+        choice = Choice(index, text, shows, frozenset(request.sampling.stop_token_ids))
         if request.transcription is not None:
             opened = isinstance(request.prompt, ChatPrompt) and bool(request.prompt.opening)
             choice.words = transcript_reader(request.transcription, opened=opened)

@@ -58,7 +58,8 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A choice is complete; `reason` is stop, length or structure. Of its tokens, `reasoning_tokens` are the model's
+    """A choice is complete; `reason` is stop, length or structure; `stop_token` is that of `stop_token_ids` which ended
+    it. Of its tokens, `reasoning_tokens` are the model's
     reasoning, and `accepted_draft_tokens` are those of `draft_tokens` that were right. `stages` count from the
     request's arrival."""
 
@@ -70,6 +71,7 @@ class Ended:
     stages: dict[str, Stage]
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
+    stop_token: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -523,4 +523,5 @@ def _since_arrival(stages: Stages, media: MediaRows) -> dict[str, Stage]:
 def _ended(choice: Choice, reason: str, stages: Stages, media: MediaRows) -> Ended:
     seconds = _since_arrival(stages, media)
     thought, stopped = choice.reasoning.tokens if choice.reasoning else 0, choice.text.stopped or ""
-    return Ended(choice.index, reason, stopped, choice.tokens, thought, seconds, choice.drafts, choice.accepted)
+    counts = choice.drafts, choice.accepted
+    return Ended(choice.index, reason, stopped, choice.tokens, thought, seconds, *counts, choice.stop_token)

@@ -170,6 +170,24 @@ def test_every_choice_of_n_is_there_streamed_as_well(door: Trio) -> None:
     assert list(said_so_far.values()) == expected
 
 
+def test_tokens_are_named_by_their_ids_where_that_is_asked_for(door: Trio) -> None:
+    fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 2}
+    named = {"extra_body": {"return_tokens_as_token_ids": True, "return_token_ids": True}}
+    plain = by_http(door, [said("Hello")], **fields).choices[0].logprobs
+    choice: Any = by_http(door, [said("Hello")], **fields, **named).choices[0]
+    chunks = streamed(door, [said("Hello")], **fields, **named)
+    found = [each for chunk in chunks if (given := chunk.choices[0].logprobs) for each in given.content]
+    assert found == choice.logprobs.content
+    assert [each.token for each in found] == [f"token_id:{token}" for token in choice.token_ids]
+    assert plain
+    for each, other in zip(found, plain.content or [], strict=True):
+        assert (each.logprob, each.bytes) == (other.logprob, other.bytes)
+        assert [(top.logprob, top.bytes) for top in each.top_logprobs] == [
+            (top.logprob, top.bytes) for top in other.top_logprobs
+        ]
+        assert each.token in [top.token for top in each.top_logprobs]
+
+
 def test_ids_of_tokens_are_there_where_they_are_asked_for(door: Trio) -> None:
     asked_for: dict[str, Any] = {"n": 2, "temperature": 1, "seed": 3, "extra_body": {"return_token_ids": True}}
     messages = [said(text("Look"), image())]
@@ -241,6 +259,13 @@ def test_a_stop_text_ends_an_answer_and_is_not_part_of_it(door: Trio) -> None:
     assert (choice.message.content, choice.finish_reason) == (whole[: whole.index(stop)], "stop")
     assert choice.stop_reason == stop  # type: ignore[attr-defined]
     assert by_http(door, [said("Hello")], max_tokens=12, stop=["\x07", stop]).choices[0] == choice
+
+
+def test_a_stop_token_that_ended_an_answer_is_its_reason(door: Trio) -> None:
+    ids = by_grpc(door, [user("Hello")]).choices[0].token_ids
+    choice: Any = by_http(door, [said("Hello")], extra_body={"stop_token_ids": [ids[3], 1]}).choices[0]
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", ids[3])
+    assert by_http(door, [said("Hello")]).choices[0].stop_reason is None  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", ["include_stop_str_in_output", "no_stop_trim"])

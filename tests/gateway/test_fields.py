@@ -79,7 +79,14 @@ SAMPLES: dict[str, Any] = {
     "priority": 3,
     "max_handovers": 0,
 }
-IN_THE_ANSWER = {"stream", "stream_options", "add_generation_prompt", "return_media_uuids"}
+IN_THE_ANSWER = {
+    "include_reasoning",
+    "return_tokens_as_token_ids",
+    "stream",
+    "stream_options",
+    "add_generation_prompt",
+    "return_media_uuids",
+}
 """Served by what comes back, not by what the LLM service is asked."""
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 TOGETHER: dict[str, dict[str, Any]] = {
@@ -87,6 +94,13 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "tool_choice": {"tools": TOOLS, "tool_choice": "required"},
     "parallel_tool_calls": {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
 }
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 QUESTION = [{"role": "user", "content": "What?"}]
 
@@ -183,6 +197,10 @@ def test_fields_that_go_together(door: Scripted) -> None:
         {"chat_template_kwargs": {"enable_thinking": True, "thinking": False}},
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
         {"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"},
+        {"tools": TOOLS, "tool_choice": allowed("auto", "f", "g")},
+        {"tool_choice": allowed("auto", "f")},
+        {"include_reasoning": False, "logprobs": True},
+        {"include_reasoning": False, "return_token_ids": True},
     ):
         outcome = post(door, **pair)
         assert (outcome.status, outcome.body["error"]["code"]) == (400, "BAD_FIELD"), pair
@@ -211,6 +229,29 @@ def test_effort_is_asked_for_in_either_place(door: Scripted) -> None:
     told = post(door, chat_template_kwargs={"reasoning_effort": "low"}, reasoning_effort="low").asked
     assert told.chat.reasoning_effort == "low"
     assert post(door, chat_template_kwargs={"reasoning_effort": "max"}).asked.chat.reasoning_effort == "max"
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_are_those_that_are_offered(door: Scripted, mode: str) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in "fgh"]
+    told = post(door, tools=tools, tool_choice=allowed(mode, "h", "f")).asked
+    assert told == post(door, tools=[tools[0], tools[2]], tool_choice=mode).asked
+    assert [tool.name for tool in told.chat.tools] == ["f", "h"]
+    assert bool(told.sampling.json_schema) is (mode == "required")
+    for wrong in ({"type": "custom", "custom": {"name": "f"}}, {"type": "allowed_tools", "allowed_tools": {}}):
+        assert post(door, tools=tools, tool_choice=wrong).status == 400
+
+
+def test_what_clients_mark_for_anothers_cache_changes_nothing(door: Scripted) -> None:
+    mark = {"cache_control": {"type": "ephemeral"}}
+    parts = [{"type": "text", "text": "What?"}, PICTURE]
+    plain = post(door, messages=[{"role": "user", "content": parts}], tools=TOOLS)
+    marked = post(
+        door,
+        messages=[{"role": "user", "content": [{**part, **mark} for part in parts], **mark}],
+        tools=[{**tool, **mark} for tool in TOOLS],
+    )
+    assert (marked.status, marked.asked) == (200, plain.asked)
 
 
 def test_a_message_that_is_continued_begins_no_other(door: Scripted) -> None:

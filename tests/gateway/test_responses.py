@@ -136,6 +136,17 @@ def test_the_form_of_an_answer_and_a_named_function_are_compiled(
     assert (call.type, call.arguments) == ("function_call", '{"a": 1}')  # type: ignore[union-attr]
 
 
+def test_allowed_tools_are_those_that_are_offered(scripted_door: Scripted, client: openai.OpenAI) -> None:
+    says(scripted_door, "No.")
+    tools: Any = [TOOL, {**TOOL, "name": "other"}]
+    allowed: Any = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "other"}]}
+    response = client.responses.create(model="demo", input="x", tools=tools, tool_choice=allowed)
+    assert [tool.name for tool in scripted_door.llm.requests[-1].chat.tools] == ["other"]
+    assert response.tool_choice.model_dump(exclude_none=True) == allowed  # type: ignore[union-attr]
+    reply = scripted_door.post("/v1/responses", {"input": "x", "tools": [TOOL], "tool_choice": allowed})
+    assert (reply.status, reply.error["param"]) == (400, "tool_choice.tools")
+
+
 REFUSED: dict[str, Any] = {
     "store": True,
     "background": True,

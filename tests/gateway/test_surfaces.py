@@ -145,6 +145,24 @@ def test_a_prompt_that_is_repeated_is_scored_as_well(door: Trio, prompt: Any) ->
     assert streams == [{"text": choice.text, **choice.logprobs.model_dump()} for choice in whole.choices]
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_tokens_of_a_completion_are_named_by_their_ids_where_that_is_asked_for(door: Trio, echo: bool) -> None:
+    fields: dict[str, Any] = {"logprobs": 1, "echo": echo}
+    named = {"extra_body": {"return_tokens_as_token_ids": True, "return_token_ids": True}}
+    plain = by_http(door, [5, 6, 7], **fields).choices[0].logprobs
+    choice = by_http(door, [5, 6, 7], **fields, **named).choices[0]
+    ids = [*([5, 6, 7] if echo else []), *choice.token_ids]
+    streams: dict[str, list[Any]] = {}
+    for chunk in by_http(door, [5, 6, 7], **fields, **named, stream=True):
+        for name, values in (chunk.choices[0].logprobs.model_dump() if chunk.choices[0].logprobs else {}).items():
+            streams.setdefault(name, []).extend(values)
+    assert streams == choice.logprobs.model_dump()
+    assert choice.logprobs.tokens == [f"token_id:{token}" for token in ids]
+    assert (choice.logprobs.text_offset, choice.logprobs.token_logprobs) == (plain.text_offset, plain.token_logprobs)
+    likeliest = zip(choice.logprobs.top_logprobs, plain.top_logprobs, strict=True)
+    assert all(sorted((each or {}).values()) == sorted((other or {}).values()) for each, other in likeliest)
+
+
 def test_scores_of_prompts_are_with_their_choices(door: Trio) -> None:
     prompts = [[5, 6, 7], [8, 9]]
     whole = by_http(door, prompts, n=2, extra_body={"prompt_logprobs": 0})

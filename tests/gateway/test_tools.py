@@ -106,6 +106,16 @@ def test_a_stream_has_the_same_calls(door: Scripted, client: openai.OpenAI) -> N
     assert [(call["name"], json.loads(call["arguments"])) for call in calls] == [("weather", {"city": "Rome"})] * 2
 
 
+def test_reasoning_is_left_out_where_that_is_asked_for(door: Scripted, client: openai.OpenAI) -> None:
+    says(door, TEXT, thought=4)
+    shown = client.chat.completions.create(**ASK)
+    hidden = client.chat.completions.create(**ASK, extra_body={"include_reasoning": False})
+    assert not {"reasoning", "reasoning_content"} & hidden.choices[0].message.model_dump().keys()
+    assert (hidden.choices[0].message.content, hidden.usage) == (shown.choices[0].message.content, shown.usage)
+    thought, words, calls, ending = streamed(client, extra_body={"include_reasoning": False})
+    assert (thought, words, len(calls), ending) == ("", "Let me see.", 2, "tool_calls")
+
+
 def test_a_second_turn_brings_calls_results_and_reasoning_back(door: Scripted, client: openai.OpenAI) -> None:
     says(door, TEXT)
     message = client.chat.completions.create(**ASK).choices[0].message

@@ -244,7 +244,7 @@ def test_a_stop_token_ends_a_choice_and_its_text_is_shown_where_that_is_asked_fo
     sampling = greedy(32, stop_token_ids=[stop], include_stop_str_in_output=shows)
     (cut,) = answer(qwen3.text, asked(user("Tell me."), sampling)).choices
     assert cut.token_ids == whole[: end + 1]
-    assert (cut.reason, cut.stop_text) == (v1.FINISH_REASON_STOP, "")
+    assert (cut.reason, cut.stop_text, cut.stop_token_id) == (v1.FINISH_REASON_STOP, "", stop)
     tokenizer = reference.processor(qwen3.checkpoint).tokenizer
     assert cut.text == tokenizer.decode(whole[: end + shows], skip_special_tokens=True)
     assert cut.text != tokenizer.decode(whole[: end + (not shows)], skip_special_tokens=True)
@@ -254,7 +254,7 @@ def test_an_end_token_that_is_special_has_no_text_to_be_shown(qwen3: Pair) -> No
     end = SPECIAL_IDS["<|im_end|>"]
     sampling = greedy(10, logit_bias={end: 100.0}, ignore_eos=False, min_tokens=3, include_stop_str_in_output=True)
     (cut,) = answer(qwen3.text, asked(user("Tell me."), sampling)).choices
-    assert (cut.token_ids[3:], cut.reason) == ([end], v1.FINISH_REASON_STOP)
+    assert (cut.token_ids[3:], cut.reason, cut.stop_token_id) == ([end], v1.FINISH_REASON_STOP, None)
     assert cut.text == qwen3.text.detokenize(*cut.token_ids[:3])
 
 

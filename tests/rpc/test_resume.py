@@ -31,10 +31,11 @@ class Heard:
     finished: v1.GenerateFinished | None = None
 
     @property
-    def end(self) -> tuple[int, str, int]:
-        """Why it ended, with which stop text, behind how many tokens."""
+    def end(self) -> tuple[int, str, int, int]:
+        """Why it ended, with which stop text or token, behind how many tokens."""
         assert self.finished is not None
-        return self.finished.reason, self.finished.stop_text, self.finished.usage.completion_tokens
+        ended = self.finished
+        return ended.reason, ended.stop_text, ended.stop_token_id, ended.usage.completion_tokens
 
 
 def hear(choices: dict[int, Heard], event: v1.GenerateResponse) -> None:
