@@ -19,7 +19,10 @@ _CHOICE = (
     *("temperature", "top_p", "top_k", "min_p"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
-_ENDS = ("n", "max_tokens", "min_tokens", "ignore_eos", "thinking_token_budget", "prompt_logprobs")
+_ENDS = (
+    *("n", "max_tokens", "min_tokens", "ignore_eos"),
+    *("thinking_token_budget", "prompt_logprobs", "skip_special_tokens"),
+)
 """Sampling fields that both sides call alike: how tokens are chosen, and when answers end."""
 _FINISH = {
     llm_pb2.FINISH_REASON_STOP: "stop",

@@ -99,6 +99,8 @@ class RequestReader:
             sampling=sampling,
             stop=tuple(message.sampling.stop),
             include_stop_str_in_output=message.sampling.include_stop_str_in_output,
+            skip_special_tokens=not message.sampling.HasField("skip_special_tokens")
+            or message.sampling.skip_special_tokens,
             bad_words=self._sampling.bad_words(message.sampling),
             structure=self._sampling.structure(message.sampling),
             thinking_token_budget=self._sampling.thinking_token_budget(message.sampling),

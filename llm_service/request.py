@@ -234,6 +234,7 @@ class Request:
     sampling: SamplingParams
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     bad_words: tuple[str, ...] = ()
     structure: Structure | None = None
     thinking_token_budget: int | None = None

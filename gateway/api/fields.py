@@ -120,7 +120,6 @@ class MediaLoading(Model):
 
 VLLM_DEFAULTS: Final[dict[str, tuple[Any, ...]]] = {
     "add_special_tokens": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "length_penalty": (1.0,),
     "use_beam_search": (False,),
@@ -167,6 +166,7 @@ class SamplingFields(RequestFields):
     max_tokens: Int | None = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None
+    skip_special_tokens: bool | None = None
     bad_words: Texts | None = None
     min_tokens: Int | None = None
     thinking_token_budget: Count | None = None

@@ -127,7 +127,8 @@ def open_choices(request: Request, tokenizer: Tokenizer) -> dict[int, Choice]:
         if given is not None and given.finished:
             continue
         shows = request.include_stop_str_in_output
-        text = Detokenizer(tokenizer, request.stop, request.sampling.min_tokens, shows_stop=shows)
+        how = {"shows_stop": shows, "skip_special": request.skip_special_tokens}
+        text = Detokenizer(tokenizer, request.stop, request.sampling.min_tokens, **how)
         choice = Choice(index, text, shows, frozenset(request.sampling.stop_token_ids))
         if request.transcription is not None:
             opened = isinstance(request.prompt, ChatPrompt) and bool(request.prompt.opening)

@@ -23,17 +23,19 @@ class _FallbackBytes:
     """Bytes that tokens of a tokenizer of pieces stand for, until they are a character. Such a tokenizer takes a run of
     them for text or, where it is cut within a character, all of it for damaged."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool) -> None:
         self._tokenizer = tokenizer
+        self._skip_special = skip_special
         self._tokens: list[int] = []
         self._bytes = b""
 
     def push(self, token: int) -> tuple[str, list[int]]:
         """Takes a token: a � for each byte that can be part of no character any more, and the tokens that are whole
-        with this one, none while a character is not. A special token is no text, and parts none."""
+        with this one, none while a character is not. A special token that is skipped is no text, and parts none."""
         found = _BYTE.fullmatch(self._tokenizer.id_to_token(token) or "")
         if found is None:
-            return ("", []) if self._bytes and self._is_special(token) else (self.give_up(), [token])
+            skipped = self._bytes and self._skip_special and self._is_special(token)
+            return ("", []) if skipped else (self.give_up(), [token])
         byte = bytes.fromhex(found[1])
         damaged = self.give_up() if _is_character(self._bytes + byte) is False else ""
         self._tokens.append(token)
@@ -76,17 +78,25 @@ def _falls_back_to_bytes(tokenizer: Tokenizer) -> bool:
 class Detokenizer:
     """The text of one choice. After `stopped` is set, no more text comes; before `min_tokens` tokens it never is, and a
     stop text that comes whole before them is text like any other. The text ends before the stop text, or, where it
-    `shows_stop`, behind it."""
+    `shows_stop`, behind it. It has special tokens by their names unless these are skipped."""
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), min_tokens: int = 0, *, shows_stop: bool = False
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        *,
+        shows_stop: bool = False,
+        skip_special: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._shows_stop = shows_stop
+        self._skip_special = skip_special
         self._tokens = 0
-        self._bytes = _FallbackBytes(tokenizer) if _falls_back_to_bytes(tokenizer) else None
+        falls_back = _falls_back_to_bytes(tokenizer)
+        self._bytes = _FallbackBytes(tokenizer, skip_special=skip_special) if falls_back else None
         self._window: list[list[int]] = []  # those together that are one character's bytes
         self._told = 0  # characters of the window's text that are known already, released or held back
         self._held = ""  # what could begin a stop text; released already where the text shows that
@@ -121,7 +131,7 @@ class Detokenizer:
 
     def _decode(self, window: Sequence[list[int]]) -> str:
         tokens = [token for together in window for token in together]
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special)
         return text
 
     def _release(self, new: str, *, last: bool = False) -> str:

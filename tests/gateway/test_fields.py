@@ -64,6 +64,7 @@ SAMPLES: dict[str, Any] = {
     "include_stop_str_in_output": True,
     "no_stop_trim": True,
     "bad_words": ["x"],
+    "skip_special_tokens": False,
     "thinking_token_budget": 0,
     "ignore_eos": True,
     "return_token_ids": True,
@@ -407,7 +408,7 @@ def test_what_deployments_send_is_taken(door: Scripted, name: str) -> None:
 
 
 def test_vllms_own_fields_are_refused_where_they_would_change_something(door: Scripted) -> None:
-    for field in ("skip_special_tokens", "add_generation_prompt", "spaces_between_special_tokens"):
+    for field in ("add_generation_prompt", "spaces_between_special_tokens"):
         outcome = post(door, **{field: False})
         assert (outcome.status, outcome.body["error"]["param"], outcome.asked) == (400, field, None)
     reply = door.post("/v1/completions", {"prompt": "x", "skip_special_tokens": True, "use_beam_search": True})

@@ -149,6 +149,18 @@ def said_as(both: Pair, *tokens: int) -> str:
     return both.text.detokenize(*tokens)
 
 
+def check_skip_special_tokens(both: Pair, plain: list[int]) -> None:
+    end = json.loads((both.checkpoint / "config.json").read_text())["text_config"]["eos_token_id"]
+    given = {"max_tokens": 2, "logit_bias": {end: 100.0}}
+    name = both.text.detokenize(end)
+    assert name
+    assert said(both, **given).text == said(both, **given, skip_special_tokens=True).text == ""
+    assert said(both, **given, skip_special_tokens=False).text == 2 * name
+    shown = {"skip_special_tokens": False, "include_stop_str_in_output": True}
+    assert said(both, **given, **shown, ignore_eos=False).text == name
+    assert said(both, **given, **shown, stop=[name[1:3]]).choices[0].text == name[:3]
+
+
 def check_n(both: Pair, plain: list[int]) -> None:
     found = said(both, n=3, temperature=3.0, seed=1).choices
     assert len({tuple(choice.token_ids) for choice in found}) == 3

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from llm_service.prompt.detokenizer import Detokenizer
 from tests import pictures
+from tests.checkpoints import SPECIAL_IDS
 from tests.rpc.pairs import Pair, about, asked, greedy, pair, refusal
 from twinlens import LlmClient, user, v1
 
@@ -101,10 +102,9 @@ def whole_of(pair: Pair, request: v1.GenerateRequest) -> list[v1.GenerateRespons
     """What is said, as a caller hears it who is never behind: one event for each token."""
     sampling = request.sampling
     tokenizer = Tokenizer.from_file(str(pair.checkpoint / "tokenizer.json"))
-    shows = sampling.include_stop_str_in_output
-    texts = {
-        n: Detokenizer(tokenizer, sampling.stop, sampling.min_tokens, shows_stop=shows) for n in range(sampling.n or 1)
-    }
+    skips = sampling.skip_special_tokens or not sampling.HasField("skip_special_tokens")
+    how = {"shows_stop": sampling.include_stop_str_in_output, "skip_special": skips}
+    texts = {n: Detokenizer(tokenizer, sampling.stop, sampling.min_tokens, **how) for n in range(sampling.n or 1)}
     with pair.text.generate(request, timeout=180) as stream:
         return [each for event in stream for each in one_by_one(event, texts)]
 
@@ -144,6 +144,9 @@ REQUESTS: dict[str, v1.GenerateRequest] = {
     "choices that end apart": asked(COUNT, drawn(n=2, max_tokens=64, json_schema=SCHEMA, ignore_eos=False)),
     "a picture": asked(about(PICTURE), greedy(12)),
     "at least so many": asked(COUNT, drawn(min_tokens=6, max_tokens=30, stop_token_ids=range(0, 400, 3))),
+    "special tokens shown": asked(
+        COUNT, drawn(logit_bias=dict.fromkeys(SPECIAL_IDS.values(), 60), skip_special_tokens=False)
+    ),
     "its stop token shown": asked(
         COUNT, drawn(min_tokens=6, max_tokens=30, stop_token_ids=range(0, 400, 3), include_stop_str_in_output=True)
     ),

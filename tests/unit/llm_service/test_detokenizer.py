@@ -33,6 +33,21 @@ def test_the_pieces_join_to_the_decoded_whole_for_any_tokens(builder: PromptBuil
     assert "".join(pieces(builder, ids)[0]) == builder.tokenizer.decode(ids, skip_special_tokens=True)
 
 
+@given(st.lists(st.integers(0, VOCABULARY - 1), max_size=40), st.booleans())
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_special_tokens_stand_in_a_text_by_their_names_where_they_are_not_skipped(
+    builder: PromptBuilder, ids: list[int], pieces: bool
+) -> None:
+    tokenizer = of_pieces() if pieces else builder.tokenizer
+    marks = [tokenizer.token_to_id("<end>")] if pieces else list(SPECIAL_IDS.values())
+    ids = [token for each in ids for token in (each % tokenizer.get_vocab_size(), marks[each % len(marks)])]
+    detokenizer = Detokenizer(tokenizer, skip_special=False)
+    out = [detokenizer.push(token) for token in ids]
+    text = "".join([*out, detokenizer.finish()])
+    assert text.replace("\ufffd", "") == tokenizer.decode(ids, skip_special_tokens=False).replace("\ufffd", "")
+    assert sum(text.count(tokenizer.id_to_token(mark)) for mark in marks) >= len(ids) // 2
+
+
 @given(st.text(max_size=30))
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_any_text_comes_back_in_whole_characters(builder: PromptBuilder, text: str) -> None:
