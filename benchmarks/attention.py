@@ -22,7 +22,7 @@ from common import allocator
 from common.cpu.jit import use_threads
 from common.devices import usable_cores
 from llm_service.layers.attention.scored import attend_by_scores
-from llm_service.layers.cpu.pair_prefill import PairPrefillAttention
+from llm_service.layers.cpu.numba_backend import in_pairs
 from llm_service.layers.cpu.prefill_attention import PrefillAttention, PrefillMetadata
 from llm_service.layers.cpu.selection import computes_bfloat16, wide_vectors
 
@@ -67,7 +67,7 @@ def _ways(
 ) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
     query, keys, values = torch.randn(count, _HEADS, _DIM), *torch.randn(2, known, _KV_HEADS, _DIM, dtype=dtype)
     mask = torch.ones(count, known, dtype=torch.bool).tril(known - count) if known > count else None
-    kind = PairPrefillAttention if dtype == torch.bfloat16 else PrefillAttention
+    kind = in_pairs() if dtype == torch.bfloat16 else PrefillAttention
     ours = kind(PrefillMetadata.of([count], [known]), np.arange(known), _KV_HEADS, _DIM, softcap=softcap)
 
     def theirs() -> Tensor:

@@ -6,15 +6,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numba
 import numpy as np
 import torch
 from torch import Tensor
 
-from common.cpu import vectors
+from common.cpu import lines, vectors
 from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.lines import lined_up
 from common.cpu.vectors.llvm import FLOAT, LANES
 from common.cpu.vectors.pairs import HALF, copy, interleave, transpose
 from common.cpu.vectors.powers import cap, hide_others, highest, to_short_powers
@@ -143,7 +144,7 @@ def attend_tile(
             here = scores[index].ctypes.data
             if softcap > np.float32(0.0):
                 cap(here, wide, scale, softcap)
-            hide_others(scores[index], seen[index, 0] - start, seen[index, 1] - start, wide * WIDTH)
+            hide_others(here, wide, seen[index, 0] - start, seen[index, 1] - start)
             above = max(most[index], highest(here, wide) * steps)
             if above == -np.inf:  # it has seen nothing yet
                 to_short_powers(shorts[index].ctypes.data, here, wide, steps, np.float32(0.0))
@@ -197,8 +198,8 @@ def _attend(out: Any, query: Any, panels: Any, lanes: Any, segments: Any, tiles:
         _attend_segment(out[row:last, head], query[row:last, head], *here, known, scale)
 
 
-_pack_kernel = compiled(_pack, made_of=[vectors])
-_attend_kernel = compiled(_attend, made_of=[vectors])
+_pack_kernel = compiled(_pack, made_of=[vectors, lines])
+_attend_kernel = compiled(_attend, made_of=[vectors, lines])
 _any, _table = numba.uint32[:, :, :], numba.int64[:, ::1]
 _panels, _lanes = numba.uint32[:, :, :, ::1], numba.uint32[:, :, :, :, ::1]
 TYPED = {
@@ -220,13 +221,16 @@ def room(heads: int, count: int, dim: int) -> tuple[Array, Array]:
     width = max(2, -(-vectors // parts)) * LANES
     padded = -(-max(dim, parts * width) // (2 * LANES)) * LANES
     return (
-        np.empty((heads, count, padded, WIDTH), np.uint32),
-        np.empty((heads, count, parts, WIDTH // 2, width), np.uint32),
+        lined_up((heads, count, padded, WIDTH), np.uint32),
+        lined_up((heads, count, parts, WIDTH // 2, width), np.uint32),
     )
 
 
 class PairAttention:
     """Full attention inside segments of so many neighbours each, in all layers of a pass."""
+
+    _tile: ClassVar[int] = TILE
+    _kernel: ClassVar[Any] = staticmethod(_attend_kernel)
 
     def __init__(self, lengths: Sequence[int]) -> None:
         segments: list[tuple[int, int, int]] = []
@@ -237,10 +241,14 @@ class PairAttention:
             end = begin + length
             segments.append((begin, end, len(begins)))
             begins += [(index, first) for first in range(begin, end, WIDTH)]
-            tiles += [(index, first) for first in range(begin, end, TILE)]
+            tiles += [(index, first) for first in range(begin, end, self._tile)]
             begin = end
         self._segments, self._begins, self._tiles = (np.array(each, np.int64) for each in (segments, begins, tiles))
         self._room: tuple[Array, Array] | None = None
+
+    @staticmethod
+    def _packed(heads: int, count: int, dim: int) -> tuple[Array, Array]:
+        return room(heads, count, dim)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q, k, v and the result bfloat16 [n, heads, head_dim], of an even head_dim whose numbers lie together; there
@@ -248,12 +256,12 @@ class PairAttention:
         heads, dim = k.shape[1:]
         query, keys, values = (words(each) for each in (q, k, v))
         if self._room is None:
-            self._room = room(heads, len(self._begins), dim)
+            self._room = self._packed(heads, len(self._begins), dim)
         out = np.empty(query.shape, np.uint32)
         scale = np.float32(math.log2(math.e) / math.sqrt(dim))
         _pack_kernel(*self._room, keys, values, self._segments, self._begins)
         group = q.shape[1] // heads
-        _attend_kernel(out, query, *self._room, self._segments, self._tiles, group, scale)
+        self._kernel(out, query, *self._room, self._segments, self._tiles, group, scale)
         return torch.from_numpy(out).view(torch.bfloat16)
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import llvmlite.binding
-import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
@@ -31,6 +30,7 @@ from common.cpu.vectors.llvm import (
     multiply_add,
     plus,
     spread,
+    spread_whole,
     store,
 )
 
@@ -39,14 +39,27 @@ GELU_SLOPE, GELU_BEND = math.sqrt(8 / math.pi), 0.044715
 
 _FOUR = 4
 """Vectors that are worked at side by side, since a sum of two waits for the one before it."""
+_DOWNWARDS, _AS_SET = 1, 4
+"""Literals of AVX-512: rounding to the whole number below, and as is set for the thread."""
 _LEAST = -200.0
 """An exponent of two that gives 0 in float32."""
 _BIAS, _INFINITE = 127.0, 128.0
 """Of the exponents of float32: what is added to them, and the first that is none of a number."""
-_SCALES = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
-"""Whether one instruction multiplies with powers of two, as AVX-512's does."""
-_POWERS = np.polynomial.Chebyshev.interpolate(np.exp2, 5, domain=[-0.5, 0.5]).convert(kind=np.polynomial.Polynomial)
-"""2^x between -½ and ½, interpolated at Chebyshev's points: less than 2 · 10⁻⁷ off."""
+_SCALES = bool(llvmlite.binding.get_host_cpu_features().get("avx512dq"))
+"""Whether one instruction gives the part of a number behind its whole part, and one multiplies with powers of two, as
+AVX-512's do."""
+
+
+def _interpolated(degree: int, begin: float, end: float) -> list[float]:
+    """The coefficients of a polynomial that is 2^x at Chebyshev's points between two numbers, the constant first."""
+    series = np.polynomial.Chebyshev.interpolate(np.exp2, degree, domain=[begin, end])
+    return [float(coefficient) for coefficient in series.convert(kind=np.polynomial.Polynomial).coef]
+
+
+_POWERS = _interpolated(5, 0.0, 1.0) if _SCALES else _interpolated(5, -0.5, 0.5)
+"""2^x between the whole numbers or the halves beside it, less than 2 · 10⁻⁷ off."""
+_SHORT_POWERS = _interpolated(4, 0.0, 1.0)
+"""The same, less than 4 · 10⁻⁶ off: for what is rounded to bfloat16."""
 
 _FLAT = 9.0
 """From here on a hyperbolic tangent is 1 in float32."""
@@ -82,7 +95,7 @@ def _to_powers(_: Any, _place: Any, _fours: Any, _less: Any) -> Any:
         less = spread(builder, less)
 
         def raised(total: Value, place: Value) -> Value:
-            power = _power(builder, builder.fsub(load(builder, place, VECTOR), less))
+            power = power_of_two(builder, builder.fsub(load(builder, place, VECTOR), less))
             store(builder, power, place)
             return builder.fadd(total, power)
 
@@ -107,7 +120,7 @@ def _to_short_powers(_: Any, _out: Any, _place: Any, _fours: Any, _scale: Any, _
             powers = []
             for index, total in enumerate(known):
                 number = load(builder, plus(builder, place, LINE * index), VECTOR)
-                powers.append(_power(builder, multiply_add(builder, number, scale, less)))
+                powers.append(short_power_of_two(builder, multiply_add(builder, number, scale, less)))
                 builder.store(builder.fadd(builder.load(total), powers[-1]), total)
             for index in range(0, _FOUR, 2):
                 end = at(builder, out, loop.index, WORD(_FOUR * LINE // 2), LINE * index // 2)
@@ -138,6 +151,31 @@ def _over_fours(
             place = at(builder, address, loop.index, WORD(_FOUR * LINE), LINE * index)
             builder.store(step(builder.load(one), place), one)
     return [builder.load(one) for one in known]
+
+
+def _hide_others(_: Any, _place: Any, _fours: Any, _begin: Any, _end: Any) -> Any:
+    """Leaves of the numbers at an address, of four times so many vectors, those from begin to end, which may be
+    anywhere; the others become -inf."""
+
+    def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        address, fours, begin, end = given
+        lanes = ir.Constant(WHOLE, list(range(LANES)))
+        room = builder.mul(fours, WORD(_FOUR * LANES))
+        bounds = []
+        for bound in (begin, end):
+            inside = builder.select(builder.icmp_signed("<", bound, WORD(0)), WORD(0), bound)
+            inside = builder.select(builder.icmp_signed(">", inside, room), room, inside)
+            bounds.append(spread_whole(builder, builder.trunc(inside, FLAG)))
+        hides = builder.or_(builder.icmp_signed(">", begin, WORD(0)), builder.icmp_signed("<", end, room))
+        with builder.if_then(hides), cgutils.for_range(builder, builder.mul(fours, WORD(_FOUR))) as loop:
+            place = at(builder, address, loop.index, WORD(LINE))
+            first = spread_whole(builder, builder.trunc(builder.mul(loop.index, WORD(LANES)), FLAG))
+            here = builder.add(lanes, first)
+            shown = builder.and_(builder.icmp_signed(">=", here, bounds[0]), builder.icmp_signed("<", here, bounds[1]))
+            store(builder, builder.select(shown, load(builder, place, VECTOR), constant(-np.inf)), place)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp, types.intp), generate
 
 
 def _cap(_: Any, _place: Any, _fours: Any, _scale: Any, _cap: Any) -> Any:
@@ -180,7 +218,7 @@ def _gating(steepened: Callable[[Any, Value], Value]) -> Any:
         with cgutils.for_range(builder, vectors) as loop:
             places = [at(builder, base, loop.index, WORD(LINE)) for base in (gates, values)]
             gate, value = (load(builder, place, VECTOR) for place in places)
-            power = _power(builder, builder.fmul(steepened(builder, gate), constant(-math.log2(math.e))))
+            power = power_of_two(builder, builder.fmul(steepened(builder, gate), constant(-math.log2(math.e))))
             opened = builder.fdiv(gate, builder.fadd(power, constant(1.0)))
             store(builder, builder.fmul(opened, value), at(builder, out, loop.index, WORD(LINE)))
         return context.get_dummy_value()
@@ -188,23 +226,35 @@ def _gating(steepened: Callable[[Any, Value], Value]) -> Any:
     return types.void(types.intp, types.intp, types.intp, types.intp), generate
 
 
-def _power(builder: Any, x: Value) -> Value:
-    """2^x of a vector: a polynomial for the part between -½ and ½, moved by the whole part."""
+def power_of_two(builder: Any, x: Value, coefficients: Sequence[float] = _POWERS) -> Value:
+    """2^x of a vector: a polynomial for the part beside a whole number, moved by that; -inf gives 0."""
+    if _SCALES:
+        both = [VECTOR, FLAG, VECTOR, ir.IntType(LANES), FLAG]
+        reduce = declared(builder, "llvm.x86.avx512.mask.reduce.ps.512", VECTOR, both)
+        scale = declared(builder, "llvm.x86.avx512.mask.scalef.ps.512", VECTOR, [VECTOR] * 3 + both[3:])
+        part = builder.call(reduce, [x, FLAG(_DOWNWARDS), x, ir.IntType(LANES)(-1), FLAG(_AS_SET)])
+        value = _polynomial(builder, part, coefficients)
+        return builder.call(scale, [value, x, value, ir.IntType(LANES)(-1), FLAG(_AS_SET)])
     x = higher(builder, constant(_LEAST), x)
     whole = builder.call(declared(builder, "llvm.rint.v16f32", VECTOR, [VECTOR]), [x])
-    part = builder.fsub(x, whole)
-    *coefficients, value = (constant(float(coefficient)) for coefficient in _POWERS.coef)
-    for coefficient in reversed(coefficients):
-        value = multiply_add(builder, value, part, coefficient)
-    if _SCALES:
-        mask, as_set = ir.IntType(LANES), FLAG
-        scale = declared(builder, "llvm.x86.avx512.mask.scalef.ps.512", VECTOR, [VECTOR] * 3 + [mask, as_set])
-        return builder.call(scale, [value, whole, value, mask(-1), as_set(4)])
+    value = _polynomial(builder, builder.fsub(x, whole), coefficients)
     # The whole part becomes an exponent: the highest stands for infinity, and what is below the least gives 0.
     bounded = builder.select(builder.fcmp_ordered("<", whole, constant(_INFINITE)), whole, constant(_INFINITE))
     exponent = builder.fptosi(builder.fadd(bounded, constant(_BIAS)), WHOLE)
     moved = builder.fmul(value, builder.bitcast(builder.shl(exponent, flags(23)), VECTOR))
     return builder.select(builder.fcmp_ordered("<", whole, constant(1.0 - _BIAS)), constant(0.0), moved)
+
+
+def short_power_of_two(builder: Any, x: Value) -> Value:
+    """The same, for what is rounded to bfloat16 on a processor that does so: none without AVX-512."""
+    return power_of_two(builder, x, _SHORT_POWERS)
+
+
+def _polynomial(builder: Any, x: Value, coefficients: Sequence[float]) -> Value:
+    *lower, value = (constant(coefficient) for coefficient in coefficients)
+    for coefficient in reversed(lower):
+        value = multiply_add(builder, value, x, coefficient)
+    return value
 
 
 def _tangent(builder: Any, x: Value) -> Value:
@@ -221,17 +271,9 @@ def _tangent(builder: Any, x: Value) -> Value:
 
 
 cap: Any = intrinsic(_cap)
+hide_others: Any = intrinsic(_hide_others)
 highest: Any = intrinsic(_highest)
 to_powers: Any = intrinsic(_to_powers)
 to_short_powers: Any = intrinsic(_to_short_powers)
 gate: Any = intrinsic(_gate)
 gelu_gate: Any = intrinsic(_gelu_gate)
-
-
-@numba.njit(inline="always")
-def hide_others(scores: Any, begin: Any, end: Any, room: Any) -> None:
-    """Of the first `room` scores leaves those from begin to end, which may be anywhere; the others become -inf."""
-    for place in range(min(begin, room)):
-        scores[place] = -np.inf
-    for place in range(max(0, end), room):
-        scores[place] = -np.inf

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from common.cpu.jit import Array
+from common.devices import multiplies_tiles
 from llm_service.layers.attention.backend import (
     CAUSAL,
     AttentionBatch,
@@ -26,9 +27,10 @@ from llm_service.layers.attention.backend import (
     within,
 )
 from llm_service.layers.attention.torch_backend import TorchBackend
-from llm_service.layers.cpu import bfloat16_decode, decode_attention, pair_prefill, prefill_attention, selection
+from llm_service.layers.cpu import bfloat16_decode, decode_attention, selection
 from llm_service.layers.cpu.pair_prefill import PairPrefillAttention
 from llm_service.layers.cpu.prefill_attention import STRETCH, PrefillAttention, PrefillMetadata
+from llm_service.layers.cpu.tile_prefill import TiledPrefillAttention
 
 _CPU = torch.device("cpu")
 _FEW = 16
@@ -47,10 +49,9 @@ class NumbaBackend:
         self._shape = shape
         self._packs = packs
         short = dtype == torch.bfloat16
-        decoding, packing = (bfloat16_decode, pair_prefill) if short else (decode_attention, prefill_attention)
-        self._prefill = PairPrefillAttention if short else PrefillAttention
-        chunks = {f"{packing.__name__}:{kernel}" for kernel in ("pack", "attend")}
-        self.kernels = frozenset({f"{decoding.__name__}:decode", *(chunks if packs else ())})
+        decoding, self._prefill = (bfloat16_decode, in_pairs()) if short else (decode_attention, PrefillAttention)
+        chunks = self._prefill.kernels if packs else ()
+        self.kernels = frozenset({f"{decoding.__name__}:decode", *chunks})
         self._plain = TorchBackend(shape, _CPU)
 
     def warm_up(self, cache: Tensor) -> None:
@@ -111,6 +112,11 @@ class NumbaBackend:
         attention = self._prefill(metadata, keys, *sizes, scale=kind.scale, softcap=kind.softcap)
         moved = None if (np.diff(order) == 1).all() else torch.from_numpy(order)
         return _Packed(torch.from_numpy(np.concatenate(written)), attention, moved)
+
+
+def in_pairs() -> type[PairPrefillAttention]:
+    """How chunks over a cache in bfloat16 are computed on this processor."""
+    return TiledPrefillAttention if multiplies_tiles() else PairPrefillAttention
 
 
 @dataclass(frozen=True, slots=True)

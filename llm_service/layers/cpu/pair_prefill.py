@@ -9,7 +9,7 @@ import numba
 import numpy as np
 from torch import Tensor
 
-from common.cpu import pair_attention, vectors
+from common.cpu import lines, pair_attention, vectors
 from common.cpu.jit import Array, Typed, compiled, inner
 from common.cpu.pair_attention import TILE, WIDTH, attend_tile, fill_row, pack_panel
 from llm_service.layers.cpu.prefill_attention import PrefillAttention
@@ -69,7 +69,7 @@ def _attend(
         _attend_rows(out[rows, head], query[rows, head], *there, seen[rows], scale, softcap)
 
 
-_made_of = [vectors, pair_attention]
+_made_of = [vectors, lines, pair_attention]
 _pack_kernel, _attend_kernel = compiled(_pack, made_of=_made_of), compiled(_attend, made_of=_made_of)
 _words, _panels, _lanes = numba.uint32[:, :, ::1], numba.uint32[:, :, :, ::1], numba.uint32[:, :, :, :, ::1]
 _list, _table = numba.int64[::1], numba.int64[:, ::1]
@@ -88,6 +88,7 @@ TYPED = {
 class PairPrefillAttention(PrefillAttention):
     """The same for an even head_dim and a cache in bfloat16."""
 
+    kernels = f"{__name__}:pack", f"{__name__}:attend"
     _kernels = (_pack_kernel, _attend_kernel)
 
     @staticmethod

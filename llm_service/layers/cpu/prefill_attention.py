@@ -42,13 +42,12 @@ class PrefillMetadata:
     """What attends to what.
 
     `segments` int64 [s, 5]: where its queries begin and end; where its keys begin, and how many; its first panel.
-    `seen` int64 [n, 2]: a query sees keys [begin, end) of its segment. `tiles` int64 [t, 2]: segment and first query.
-    `begins` int64 [p, 2]: a panel's segment, and its first key there.
+    `seen` int64 [n, 2]: a query sees keys [begin, end) of its segment. `begins` int64 [p, 2]: a panel's segment, and
+    its first key there.
     """
 
     segments: Array
     seen: Array
-    tiles: Array
     begins: Array
 
     @classmethod
@@ -59,14 +58,17 @@ class PrefillMetadata:
             chunks = [PagedChunk(known - count, count, ()) for count, known in zip(queries, keys, strict=True)]
             seen = [CAUSAL.seen(chunk) for chunk in chunks]
         segments: list[tuple[int, ...]] = []
-        tiles: list[tuple[int, int]] = []
         begins: list[tuple[int, int]] = []
         ends = zip(itertools.accumulate(queries), itertools.accumulate(keys), strict=True)
         for index, ((last, end), count, known) in enumerate(zip(ends, queries, keys, strict=True)):
             segments.append((last - count, last, end - known, known, len(begins)))
-            tiles += [(index, first) for first in range(last - count, last, _TILE)]
             begins += [(index, first) for first in range(0, known, _WIDTH)]
-        return cls(*(np.array(part, np.int64) for part in (segments, np.concatenate(seen), tiles, begins)))
+        return cls(*(np.array(part, np.int64) for part in (segments, np.concatenate(seen), begins)))
+
+    def tiles(self, rows: int) -> Array:
+        """int64 [t, 2]: segment and first query of every so many queries that go over the keys together."""
+        ends = enumerate(self.segments[:, :2].tolist())
+        return np.array([(index, first) for index, (begin, end) in ends for first in range(begin, end, rows)], np.int64)
 
 
 @inner
@@ -152,10 +154,11 @@ def _attend_tile(out: Any, query: Any, panels: Any, lanes: Any, seen: Any, scale
             _multiply(here, numbers, panels[start // _WIDTH + panel], rows)
         _cap_rows(scores, rows, wide, softcap)
         for index in range(rows):
-            hide_others(scores[index], seen[index, 0] - start, seen[index, 1] - start, wide * _WIDTH)
-            above = max(most[index], highest(scores[index].ctypes.data, wide))
+            row = scores[index].ctypes.data
+            hide_others(row, wide, seen[index, 0] - start, seen[index, 1] - start)
+            above = max(most[index], highest(row, wide))
             if above == -np.inf:  # it has seen nothing yet
-                to_powers(scores[index].ctypes.data, wide, _ZERO)
+                to_powers(row, wide, _ZERO)
                 continue
             if start and above > most[index]:
                 less = np.exp2(most[index] - above)
@@ -163,7 +166,7 @@ def _attend_tile(out: Any, query: Any, panels: Any, lanes: Any, seen: Any, scale
                 for place in range(parts * _WIDTH):
                     sums[index, place] *= less
             most[index] = above
-            total[index] += to_powers(scores[index].ctypes.data, wide, above)
+            total[index] += to_powers(row, wide, above)
         for part in range(parts):
             for panel in range(wide):
                 here = sums[:, part * _WIDTH : (part + 1) * _WIDTH]
@@ -224,7 +227,10 @@ class PrefillAttention:
     multiplied by, None: dim^-0.5, and scores are drawn below `softcap`, None: they are not. Keys and values in panels
     take `room` bytes at most, unless one head's take more."""
 
+    kernels: ClassVar[tuple[str, str]] = (f"{__name__}:pack", f"{__name__}:attend")
+    """Their names, as `common.cpu.jit.find` takes them."""
     _kernels: ClassVar[tuple[Any, Any]] = (_pack_kernel, _attend_kernel)
+    _tile: ClassVar[int] = _TILE
 
     def __init__(
         self,
@@ -238,6 +244,7 @@ class PrefillAttention:
         room: int = _ROOM,
     ) -> None:
         self._metadata = metadata
+        self._tiles = metadata.tiles(self._tile)
         rule = head_dim**-0.5 if scale is None else scale, softcap or 0.0
         self._rule = tuple(np.float32(math.log2(math.e) * each) for each in rule)
         self._places = places
@@ -270,5 +277,5 @@ class PrefillAttention:
         for first in range(0, kv_heads, len(self._room[0])):
             packed = tuple(part[: kv_heads - first] for part in self._room)
             pack(*packed, *cached, self._places, metadata.segments, metadata.begins, first)
-            compute(out, numbers, *packed, metadata.segments, metadata.seen, metadata.tiles, first, group, *self._rule)
+            compute(out, numbers, *packed, metadata.segments, metadata.seen, self._tiles, first, group, *self._rule)
         return torch.from_numpy(out)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from common.cpu.compiling import Readiness
 from common.cpu.jit import use_threads
 from common.cpu.pair_attention import PairAttention
+from common.devices import multiplies_tiles
 from encoder_service.models import attention
 from encoder_service.models.attention import (
     AttentionUnavailable,
@@ -58,6 +59,15 @@ SHORT = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(params=["pairs", "tiles"])
+def numba(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Numba:
+    """Our kernels for CPUs, by pairs or by tiles."""
+    if request.param == "tiles" and not multiplies_tiles():
+        pytest.skip("this processor lacks AMX")
+    monkeypatch.setattr(attention, "multiplies_tiles", lambda: request.param == "tiles")
+    return Numba(wait=True)
+
+
 def in_short(lengths: list[int], heads: int, dim: int) -> list[torch.Tensor]:
     """Queries and keys as rotary positions leave them, and values as a part of what is beside them."""
     generator = torch.Generator().manual_seed(dim)
@@ -67,10 +77,10 @@ def in_short(lengths: list[int], heads: int, dim: int) -> list[torch.Tensor]:
 
 @SHORT
 @pytest.mark.parametrize("dim", [4, 16, 36, 64, 72, 80, 96, 128, 160])
-def test_our_kernel_for_cpus_is_no_further_off_than_torch_s(dim: int) -> None:
+def test_our_kernel_for_cpus_is_no_further_off_than_torch_s(dim: int, numba: Numba) -> None:
     lengths = [5, 130, 64, 64, 1, 257, 300]
     parts = in_short(lengths, 3, dim)
-    ours, theirs = (backend.over(lengths, CPU)(*parts) for backend in (Numba(wait=True), Sdpa()))
+    ours, theirs = (backend.over(lengths, CPU)(*parts) for backend in (numba, Sdpa()))
     exact = plain([part.float() for part in parts], lengths)
     assert ours.dtype == torch.bfloat16
     assert (ours - exact).pow(2).mean().sqrt() <= 1.01 * (theirs - exact).pow(2).mean().sqrt()
@@ -78,25 +88,25 @@ def test_our_kernel_for_cpus_is_no_further_off_than_torch_s(dim: int) -> None:
 
 
 @SHORT
-def test_our_kernel_for_cpus_gives_the_same_bits_in_any_company_and_on_any_number_of_threads() -> None:
+def test_our_kernel_for_cpus_gives_the_same_bits_in_any_company_and_on_any_number_of_threads(numba: Numba) -> None:
     lengths, known = [40, 333, 64], torch.get_num_threads()
-    parts, backend = in_short(lengths, 2, 72), Numba(wait=True)
-    together = backend.over(lengths, CPU)(*parts)
+    parts = in_short(lengths, 2, 72)
+    together = numba.over(lengths, CPU)(*parts)
     try:
         use_threads(1)
         each = zip(*(part.split(lengths) for part in parts), strict=True)
-        alone = [backend.over([len(q)], CPU)(q, k, v) for q, k, v in each]
+        alone = [numba.over([len(q)], CPU)(q, k, v) for q, k, v in each]
     finally:
         use_threads(known)
     assert torch.cat(alone).equal(together)
 
 
 @SHORT
-def test_what_is_not_a_number_stays_in_its_segment_and_high_scores_do_not_overflow() -> None:
+def test_what_is_not_a_number_stays_in_its_segment_and_high_scores_do_not_overflow(numba: Numba) -> None:
     lengths = [30, 300, 70]
     q, k, v = in_short(lengths, 2, 64)
     v[10, 0, 3] = torch.nan
-    out = Numba(wait=True).over(lengths, CPU)(100 * q, k, v)
+    out = numba.over(lengths, CPU)(100 * q, k, v)
     assert out[:30, 0, 3].isnan().all()
     assert out[30:].isfinite().all()
     torch.testing.assert_close(

@@ -1,20 +1,20 @@
-"""Attention of many queries by packed panels, of float32 and of pairs of bfloat16, against the plain formula in
-float64."""
+"""Attention of many queries by packed panels, of float32, of pairs of bfloat16 and of tiles of them, against the plain
+formula in float64."""
 
 from __future__ import annotations
 
 import itertools
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from common.cpu.jit import find
+from common.devices import multiplies_tiles
 from llm_service.layers.attention.backend import AttentionKind, CacheShape, PagedChunk
-from llm_service.layers.cpu import pair_prefill, prefill_attention
+from llm_service.layers.cpu import numba_backend
 from llm_service.layers.cpu.numba_backend import NumbaBackend
-from llm_service.layers.cpu.pair_prefill import PairPrefillAttention
 from llm_service.layers.cpu.prefill_attention import PrefillAttention, PrefillMetadata
 from llm_service.layers.cpu.selection import computes_bfloat16, wide_vectors
 from tests.attention_cases import Case
@@ -24,13 +24,22 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 EXACT = {FLOAT32: 1e-5, BFLOAT16: 2e-2}
 
 
-@pytest.fixture(params=[FLOAT32, BFLOAT16], ids=str)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """Of the cache."""
-    if request.param == BFLOAT16 and not computes_bfloat16():
+@pytest.fixture(params=["float32", "pairs", "tiles"])
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """Of the cache; in bfloat16 products are of pairs or of tiles."""
+    if request.param == "float32":
+        return FLOAT32
+    choose(request.param, monkeypatch)
+    return BFLOAT16
+
+
+def choose(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has pairs or tiles be multiplied; skips what the processor cannot do."""
+    if not computes_bfloat16():
         pytest.skip("the processor has no AVX512-BF16")
-    kind: torch.dtype = request.param
-    return kind
+    if way == "tiles" and not multiplies_tiles():
+        pytest.skip("the processor has no AMX")
+    monkeypatch.setattr(numba_backend, "multiplies_tiles", lambda: way == "tiles")
 
 
 def noise(*shape: int, seed: int) -> Tensor:
@@ -40,7 +49,7 @@ def noise(*shape: int, seed: int) -> Tensor:
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, places: np.ndarray, metadata: PrefillMetadata, **options: int
 ) -> Tensor:
-    kind = PairPrefillAttention if keys.dtype == BFLOAT16 else PrefillAttention
+    kind = numba_backend.in_pairs() if keys.dtype == BFLOAT16 else PrefillAttention
     return kind(metadata, places, *keys.shape[1:], **options).attend(query, keys, values)
 
 
@@ -173,12 +182,10 @@ def test_heads_take_turns_where_not_all_of_them_have_room(dtype: torch.dtype) ->
         assert torch.equal(attend(query, keys, values, np.arange(90), metadata, room=room), at_once)
 
 
-@pytest.mark.parametrize(("module", "of"), [(prefill_attention, FLOAT32), (pair_prefill, BFLOAT16)])
-def test_the_kernels_are_compiled_once_for_queries_of_any_layout(module: ModuleType, of: torch.dtype) -> None:
-    if of == BFLOAT16 and not computes_bfloat16():
-        pytest.skip("the processor has no AVX512-BF16")
-    keys, values = cached(80, 2, 16, of)
-    wide, kernels = noise(5, 9, 16, seed=1), (module._attend_kernel, module._pack_kernel)
+def test_the_kernels_are_compiled_once_for_queries_of_any_layout(dtype: torch.dtype) -> None:
+    keys, values = cached(80, 2, 16, dtype)
+    kind = numba_backend.in_pairs() if dtype == BFLOAT16 else PrefillAttention
+    wide, kernels = noise(5, 9, 16, seed=1), [find(name).kernel for name in kind.kernels]
     compiled = []
     for query in (wide[:, :4], wide[:1, :4], wide[:, 2:6], noise(3, 4, 16, seed=1)):
         attend(query, keys, values, np.arange(80), PrefillMetadata.of([len(query)], [80]))
@@ -186,8 +193,9 @@ def test_the_kernels_are_compiled_once_for_queries_of_any_layout(module: ModuleT
     assert compiled == compiled[:1] * 4
 
 
-@pytest.mark.skipif(not computes_bfloat16(), reason="the processor has no AVX512-BF16")
-def test_in_bfloat16_a_prompt_is_no_further_off_than_by_torch() -> None:
+@pytest.mark.parametrize("way", ["pairs", "tiles"])
+def test_in_bfloat16_a_prompt_is_no_further_off_than_by_torch(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose(way, monkeypatch)
     query, (keys, values) = noise(400, 4, 72, seed=1), cached(400, 4, 72, BFLOAT16)
     ours = attend(query, keys, values, np.arange(400), PrefillMetadata.of([400], [400]))
     exact = plain(query, keys, values, np.arange(400), [400], [400])

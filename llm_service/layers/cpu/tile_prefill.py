@@ -1,0 +1,78 @@
+"""Attention of many queries on a CPU over a cache in bfloat16, compiled by numba for processors with tiles (AMX): the
+arithmetic of `common.cpu.tile_attention`. Queries and weights are rounded to bfloat16, scores and sums are float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from common.cpu import lines, pair_attention, tile_attention, vectors
+from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.pair_attention import WIDTH
+from common.cpu.tile_attention import TILE, TOGETHER, attend_rows, workspace
+from common.cpu.vectors.llvm import LANES
+from common.cpu.vectors.pairs import copy
+from llm_service.layers.cpu import pair_prefill
+from llm_service.layers.cpu.pair_prefill import PairPrefillAttention
+
+
+@inner
+def _attend_tasks(
+    part: Any, out: Any, query: Any, panels: Any, lanes: Any, tables: Any, first: Any, group: Any, rule: Any
+) -> None:
+    """The tasks from part[0] to part[1]: a tile of queries of a head each. tables are segments, seen and tiles, `rule`
+    is `scale` and `softcap`; the others are as in `_attend`."""
+    segments, seen, tiles = tables
+    room, count, dim = workspace(panels, lanes), len(tiles), out.shape[2]
+    sums, whole = room[0], dim // LANES
+    for task in range(part[0], part[1]):
+        own, tile = task // count, task % count
+        segment, row = tiles[tile, 0], tiles[tile, 1]
+        end, known, base = segments[segment, 1], segments[segment, 3], segments[segment, 4]
+        rows = slice(row, min(row + TILE, end))
+        head, shared, packed = first * group + own, own // group, slice(base, base + (known + WIDTH - 1) // WIDTH)
+        here = panels[shared, packed], lanes[shared, packed, 0]
+        attend_rows(room, query[rows, head], *here, seen[rows], *rule)
+        for index in range(rows.start, rows.stop):
+            copy(out[index, head].ctypes.data, sums[index - row].ctypes.data, whole)
+            for place in range(whole * LANES, dim):
+                out[index, head, place] = sums[index - row, place]
+
+
+def _attend(
+    out: Any,
+    query: Any,
+    panels: Any,
+    lanes: Any,
+    segments: Any,
+    seen: Any,
+    tiles: Any,
+    first: Any,
+    group: Any,
+    scale: Any,
+    softcap: Any,
+) -> None:
+    """As in `pair_prefill`; lanes have one part."""
+    count = panels.shape[0] * group * len(tiles)
+    for chunk in numba.prange((count + TOGETHER - 1) // TOGETHER):
+        begin = np.intp(chunk) * TOGETHER
+        part = begin, min(begin + TOGETHER, count)
+        _attend_tasks(part, out, query, panels, lanes, (segments, seen, tiles), first, group, (scale, softcap))
+
+
+_attend_kernel = compiled(_attend, made_of=[vectors, lines, pair_attention, tile_attention])
+TYPED = {"attend": Typed(_attend_kernel, pair_prefill.TYPED["attend"].types)}
+
+
+class TiledPrefillAttention(PairPrefillAttention):
+    """The same by tiles."""
+
+    kernels = PairPrefillAttention.kernels[0], f"{__name__}:attend"
+    _kernels = (pair_prefill.TYPED["pack"].kernel, _attend_kernel)
+    _tile = TILE
+
+    @staticmethod
+    def _packed(heads: int, count: int, head_dim: int) -> tuple[Array, Array]:
+        return tile_attention.room(heads, count, head_dim)
