@@ -184,6 +184,9 @@ class Completions:
             params.logprobs = asked.logprobs
         if asked.echo and asked.logprobs is not None:
             params.prompt_logprobs = asked.logprobs
+        nothing_new = bool(asked.echo) and asked.max_tokens == 0
+        if nothing_new:
+            params.max_tokens = 1  # which is dropped
         with_ids = bool(asked.return_token_ids or (asked.echo and asked.logprobs is not None))
         messages = (
             convert.generate_request(
@@ -213,6 +216,8 @@ class Completions:
             asked.stream_options or StreamOptions(),
             [_Prompt(await _said(prompt, text_of) if asked.echo else "") for prompt in prompts],
         )
+        if nothing_new:
+            sources = [_nothing_new(source) for source in sources]
         if told.tells_scores:
             sources = [collected(*each) for each in zip(sources, (each.scores for each in told.prompts), strict=True)]
         if asked.stream:
@@ -232,6 +237,19 @@ async def _said(prompt: dict[str, Any], text_of: TextOf) -> str:
         return await text_of(prompt["tokens"].ids)
     except InvalidInput as error:
         raise error.at("prompt") from None
+
+
+async def _nothing_new(events: AsyncGenerator[Event]) -> AsyncGenerator[Event]:
+    """The events of a prompt behind which nothing is said."""
+    async with aclosing(events) as each:
+        async for said in each:
+            if said.HasField("finished"):
+                index, counted = said.finished.index, said.finished.usage
+                usage = llm_pb2.Usage(prompt_tokens=counted.prompt_tokens, cached_tokens=counted.cached_tokens)
+                reason = llm_pb2.FINISH_REASON_LENGTH
+                yield Event(finished=llm_pb2.GenerateFinished(index=index, reason=reason, usage=usage))
+            elif not said.HasField("delta") or said.delta.HasField("prompt"):
+                yield said
 
 
 async def _merged(sources: Sequence[AsyncGenerator[Event]]) -> AsyncGenerator[Numbered]:

@@ -145,6 +145,36 @@ def test_a_prompt_that_is_repeated_is_scored_as_well(door: Trio, prompt: Any) ->
     assert streams == [{"text": choice.text, **choice.logprobs.model_dump()} for choice in whole.choices]
 
 
+@pytest.mark.parametrize("prompts", [["Hello there", "x"], [[5, 6, 7], [8]]], ids=["texts", "token ids"])
+def test_prompts_are_scored_and_nothing_is_said_behind_them_where_that_is_asked_for(
+    door: Trio, prompts: list[Any]
+) -> None:
+    fields: dict[str, Any] = {"n": 2, "echo": True, "logprobs": 1, "extra_body": {"return_token_ids": True}}
+    alone, longer = (by_http(door, prompts, max_tokens=most, **fields) for most in (0, 1))
+    assert alone.usage.completion_tokens == 0
+    assert alone.usage.prompt_tokens == longer.usage.prompt_tokens
+    for choice, more in zip(alone.choices, longer.choices, strict=True):
+        assert (choice.token_ids, choice.finish_reason, choice.prompt_token_ids) == (
+            [],
+            "length",
+            more.prompt_token_ids,
+        )
+        assert len(choice.logprobs.tokens) == len(choice.prompt_token_ids)
+        for name, values in choice.logprobs.model_dump().items():
+            assert values == more.logprobs.model_dump()[name][:-1]
+        assert more.text.startswith(choice.text)
+        assert "".join(choice.logprobs.tokens) == choice.text
+    chunks = list(by_http(door, prompts, max_tokens=0, stream=True, **fields))
+    assert sorted(chunk.choices[0].index for chunk in chunks) == [0, 1, 2, 3]
+    for chunk in chunks:
+        whole = alone.choices[chunk.choices[0].index]
+        assert (chunk.choices[0].text, chunk.choices[0].logprobs) == (whole.text, whole.logprobs)
+        assert chunk.choices[0].finish_reason == "length"
+    plain = by_http(door, prompts, max_tokens=0, echo=True)
+    assert [choice.text for choice in plain.choices] == [choice.text for choice in alone.choices[::2]]
+    assert door.post("/v1/completions", {"prompt": "x", "max_tokens": 0}).error["param"] == "max_tokens"
+
+
 @pytest.mark.parametrize("echo", [False, True])
 def test_tokens_of_a_completion_are_named_by_their_ids_where_that_is_asked_for(door: Trio, echo: bool) -> None:
     fields: dict[str, Any] = {"logprobs": 1, "echo": echo}
