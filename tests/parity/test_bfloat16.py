@@ -26,11 +26,17 @@ from tests.adapters import make_adapter
 from tests.checkpoints import make_checkpoint
 from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
 from tests.quantized import FORMATS, quantize_checkpoint
+from tests.tiles import WAYS, multiply_by
 
 pytestmark = pytest.mark.skipif(not selection.computes_bfloat16(), reason="this processor lacks AVX512-BF16")
 
 _CPU = torch.device("cpu")
 _GREEDY = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True, params=WAYS)
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply_by(request.param, monkeypatch)
 
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe"])

@@ -247,7 +247,12 @@ def product(x: Array, weight: Weight, groups: tuple[Array, Array], bias: Array |
 
     Raises ValueError where x has another shape or type.
     """
-    return in_goes(_kernel, np.float32, _AT_ONCE, x, weight, groups, bias, outputs)
+    return in_goes(_kernel, np.float32, _AT_ONCE, x, weight, groups, bias, outputs, rows_of_task)
+
+
+def rows_of_task(rows: int, panels: int) -> tuple[int]:
+    """`task_rows`, alone."""
+    return (task_rows(rows, panels, numba.get_num_threads()),)
 
 
 def in_goes(
@@ -259,14 +264,16 @@ def in_goes(
     groups: tuple[Array, Array],
     bias: Array | None,
     outputs: int,
+    tasks: Callable[[int, int], tuple[int, ...]],
 ) -> Array:
-    """See `product`: by a kernel that takes numbers of x as of that type, so many rows in one go."""
+    """See `product`: by a kernel that takes numbers of x as of that type, so many rows in one go, and what `tasks` says
+    of their number and the panels'."""
     codes = weight[0]
     if x.ndim != 2 or x.shape[1] != codes.shape[1] or x.dtype != np.float32:
         raise ValueError(f"{x.dtype} {x.shape} does not fit a weight of {codes.shape[1]} inputs")
     out, numbers = np.empty((len(x), outputs), np.float32), np.ascontiguousarray(x).view(kind)
     for begin in range(0, len(x), at_once):
         part = numbers[begin : begin + at_once]
-        most = task_rows(len(part), len(codes), numba.get_num_threads())
-        kernel(out[begin : begin + at_once], part, *weight, _NONE if bias is None else bias, *groups, most)
+        sizes = tasks(len(part), len(codes))
+        kernel(out[begin : begin + at_once], part, *weight, _NONE if bias is None else bias, *groups, *sizes)
     return out

@@ -26,7 +26,7 @@ from llm_service.layers.cpu.panel_kernel import (
     first_line,
     write_panel,
 )
-from llm_service.layers.cpu.quantized_kernel import E4M3, INT8, NIBBLES, Weight, group_constants, in_goes
+from llm_service.layers.cpu.quantized_kernel import E4M3, INT8, NIBBLES, Weight, group_constants, in_goes, rows_of_task
 
 _STRETCH = 64
 """Pairs of inputs that all rows go through before the next: 16 KiB of words, half of most first-level caches."""
@@ -56,7 +56,7 @@ def _add_few(form: Any, rows: Any, places: Any, count: Any) -> None:
 
 
 @numba.njit(inline="always")
-def _widen(form: Any, words: Any, numbers: Any, count: Any) -> None:
+def widen(form: Any, words: Any, numbers: Any, count: Any) -> None:
     """`widened_stretch` of numbers in any form."""
     if form == E4M3:
         widened_stretch(VECTORS, _E4M3, words, numbers, count)
@@ -104,7 +104,7 @@ def _multiply(
             here = numbers + at * size
             _add_few(form, rows, (parts, WIDTH * FLOAT, x, _STRETCH * FLOAT, here, here, 2 * size), pairs)
         else:
-            _widen(form, words, numbers + at * size, pairs)
+            widen(form, words, numbers + at * size, pairs)
             places = (parts, WIDTH * FLOAT, x, _STRETCH * FLOAT, words, words, WIDTH * FLOAT)
             add_rows(VECTORS, VECTORS, ROWS, _PAIRS, (0, rows), places, pairs)
         if end == ends[group]:
@@ -191,4 +191,4 @@ def product(x: Array, weight: Weight, groups: tuple[Array, Array], bias: Array |
 
     Raises ValueError where x has another shape or type.
     """
-    return in_goes(_kernel, np.uint32, AT_ONCE, x, weight, groups, bias, outputs)
+    return in_goes(_kernel, np.uint32, AT_ONCE, x, weight, groups, bias, outputs, rows_of_task)

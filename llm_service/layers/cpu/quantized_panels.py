@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from common.cpu.jit import Array
-from llm_service.layers.cpu import quantized_kernel, quantized_pairs, selection
+from llm_service.layers.cpu import quantized_kernel, quantized_pairs, quantized_tiles, selection
 from llm_service.layers.cpu.panel_kernel import WIDTH
 from llm_service.layers.cpu.quantized_kernel import BFLOAT16, E2M1, E4M3, FLOAT16, FLOAT32, INT8, NIBBLES
 from llm_service.layers.quantized_weight import GroupedWeight, Number, QuantizedWeight, table
@@ -47,7 +47,8 @@ class QuantizedPanels:
     the checkpoint has them, for all outputs of a group; `kind` says their type. `zero` int8 is [groups, outputs], or
     [1, outputs] where all groups have the same, or [0, outputs] where there is none. `unit` float32 [outputs]; ends and
     order are int32 [groups] and [inputs], or [0] where inputs are in order. All but `outputs` count outputs in whole
-    panels. `pairs`: rows are rounded to bfloat16, which all numbers are, and multiplied in pairs of inputs.
+    panels. `pairs`: rows are rounded to bfloat16, which all numbers are, and multiplied in pairs of inputs; `tiles`: by
+    tiles.
     """
 
     number: Number
@@ -60,6 +61,7 @@ class QuantizedPanels:
     ends: Array
     order: Array
     pairs: bool
+    tiles: bool
 
     @classmethod
     def of(
@@ -76,6 +78,8 @@ class QuantizedPanels:
         zero = whole.zero - _SIGN if whole.number is Number.UINT8 and len(whole.zero) else whole.zero
         if whole.number is Number.UINT8 and not len(zero):
             zero = torch.full((1, len(unit)), -_SIGN)
+        ends = whole.ends.numpy()
+        pairs = bfloat16 and selection.computes_bfloat16() and quantized_pairs.fits(ends)
         return cls(
             whole.number,
             len(whole.codes),
@@ -84,9 +88,10 @@ class QuantizedPanels:
             _SCALES[whole.scale.dtype],
             _in_panels(zero if zero.any() else zero[:0]).to(torch.int8).numpy(),
             _in_panels(unit.unsqueeze(0)).numpy()[0],
-            whole.ends.numpy(),
+            ends,
             (torch.empty(0, dtype=torch.int32) if whole.order is None else whole.order.int()).numpy(),
-            bfloat16 and selection.computes_bfloat16() and quantized_pairs.fits(whole.ends.numpy()),
+            pairs,
+            pairs and selection.computes_tiles() and quantized_tiles.fits(ends),
         )
 
     @property
@@ -96,6 +101,8 @@ class QuantizedPanels:
 
     @property
     def _kernel(self) -> ModuleType:
+        if self.tiles:
+            return quantized_tiles
         return quantized_pairs if self.pairs else quantized_kernel
 
     @property

@@ -18,9 +18,9 @@ from common.cpu.vectors.tiles import BLOCK, add_tiles, configure_tiles, multiply
 from llm_service.layers.cpu import panel_kernel
 from llm_service.layers.cpu.panel_kernel import VECTORS, WIDTH, first_line, write_panel
 
-_ROW = WIDTH * FLOAT
+ROW = WIDTH * FLOAT
 """Bytes of a pair's weights, or of a row's sums."""
-_LINES = BLOCK * _ROW // LINE
+_LINES = BLOCK * ROW // LINE
 """Lines that the weights of 16 pairs are."""
 _HALF = VECTORS // 2
 _STRETCH = 64
@@ -33,37 +33,48 @@ _MOST = 18 * BLOCK
 second-level cache."""
 _TOGETHER = 4
 """Panels of a task whose rows do not stay there as a whole: each stretch of these is brought for all of them."""
-_KEPT = 1 << 19
+KEPT = 1 << 19
 """Bytes of rows that do."""
 AT_ONCE = 7 * _MOST
 """Rows that are computed in one go, since their numbers are put side by side first, which takes memory."""
 
 
 @inner
-def _pack_row(packed: Any, x: Any, row: Any) -> None:
-    """uint32 packed [m, words], x [m, k] as bits of float32: a row's numbers in pairs, rounded to the nearest bfloat16,
-    of two the even one; what is not a number stays none. The rest is zeros."""
+def packed_rows(rows: Any, steps: Any) -> Any:
+    """Room for rows of so many times 16 pairs, uint32 [m, words], in whole blocks; those beyond `rows` are zeros. Each
+    begins with a line, an odd number of lines after the one before, so that they share no place of a cache."""
+    padded, wide = (rows + BLOCK - 1) // BLOCK * BLOCK, (steps | 1) * LANES
+    room = np.empty(padded * wide + LANES, np.uint32)
+    packed = room[first_line(room) : first_line(room) + padded * wide].reshape(padded, wide)
+    packed[rows:] = np.uint32(0)
+    return packed
+
+
+@inner
+def pack_pairs(packed: Any, row: Any, x: Any, source: Any) -> None:
+    """Fills a row of uint32 packed [m, words] with one of x [n, k], bits of float32: numbers in pairs, rounded to the
+    nearest bfloat16, of two the even one; what is not a number stays none. The rest is zeros."""
     inputs = x.shape[1]
     whole = inputs // (2 * LANES)
     if whole:
-        round_row(packed.ctypes.data + row * packed.shape[1] * FLOAT, x.ctypes.data + row * inputs * FLOAT, whole)
+        round_row(packed.ctypes.data + row * packed.shape[1] * FLOAT, x.ctypes.data + source * inputs * FLOAT, whole)
     for pair in range(whole * LANES, packed.shape[1]):
         word = np.uint32(0)
         if 2 * pair < inputs:
-            word = rounded(x[row, 2 * pair]) >> np.uint32(16)
+            word = rounded(x[source, 2 * pair]) >> np.uint32(16)
         if 2 * pair + 1 < inputs:
-            word |= rounded(x[row, 2 * pair + 1]) & np.uint32(0xFFFF0000)
+            word |= rounded(x[source, 2 * pair + 1]) & np.uint32(0xFFFF0000)
         packed[row, pair] = word
 
 
 @inner
-def _add_rows(fresh: Any, rows: Any, places: Any, count: Any) -> None:
-    """Products of blocks of rows with a stretch of a panel, `places` as `add_tiles` has them: two blocks at a time with
-    half of the outputs, then the other half. The first ask for the weights that come next, of which there are as many.
-    """
+def add_blocks(fresh: Any, rows: Any, places: Any, count: Any, most: Any) -> None:
+    """Products of whole blocks of rows with a stretch of a panel, `places` as `add_tiles` has them: of two blocks at a
+    time with half of the outputs, then with the others. Sums begin at 0 where they are `fresh`. The first blocks ask
+    for what comes next, so many lines at most for each 16 pairs of this."""
     out, out_step, x, x_step, weights, size, coming = places
     turns = (rows + BLOCK) // (2 * BLOCK)
-    share, end = max(_LEAST_LINES, _LINES // (2 * turns)), coming + count * BLOCK * size
+    share, end = max(_LEAST_LINES, most // (2 * turns)), coming + count * most * LINE
     for row in range(0, rows, 2 * BLOCK):
         lines = share if coming < end else 0
         out_at, x_at = out + row * out_step, x + row * x_step
@@ -74,7 +85,7 @@ def _add_rows(fresh: Any, rows: Any, places: Any, count: Any) -> None:
             else:
                 add_tiles(1, VECTORS, 2 * lines, here, count)
             break
-        for half in range(0, _ROW, _ROW // 2):
+        for half in range(0, ROW, ROW // 2):
             here = (out_at + half, out_step, x_at, x_step, weights + half, size, coming)
             if fresh:
                 multiply_tiles(2, _HALF, lines, here, count)
@@ -89,9 +100,9 @@ def _multiply_few(out: Any, packed: Any, panels: Any, bias: Any, panel: Any) -> 
     rows, pairs = out.shape[0], panels.shape[1]
     room = np.empty(rows * WIDTH + LANES, np.float32)
     sums = room.ctypes.data + first_line(room) * FLOAT
-    weights = panels.ctypes.data + panel * pairs * _ROW
+    weights = panels.ctypes.data + panel * pairs * ROW
     configure_tiles(rows)
-    places = (sums, _ROW, packed.ctypes.data, packed.shape[1] * FLOAT, weights, _ROW, weights + _STRETCH * _ROW)
+    places = (sums, ROW, packed.ctypes.data, packed.shape[1] * FLOAT, weights, ROW, weights + _STRETCH * ROW)
     multiply_tiles(1, VECTORS, _LINES, places, pairs // BLOCK)
     release_tiles()
     write_panel(out, panel, 0, rows, room, bias[:0], bias)
@@ -110,9 +121,9 @@ def _multiply_many(out: Any, packed: Any, panels: Any, bias: Any, first: Any, la
         x = packed.ctypes.data + begin * step + at * FLOAT
         for panel in range(first, last):
             following = panel * pairs + at + pairs if panel + 1 < last else first * pairs + at + _STRETCH
-            weights, coming = panels.ctypes.data + (panel * pairs + at) * _ROW, panels.ctypes.data + following * _ROW
-            places = (sums + (panel - first) * padded * _ROW, _ROW, x, step, weights, _ROW, coming)
-            _add_rows(at == 0, padded, places, min(_STRETCH, pairs - at) // BLOCK)
+            weights, coming = panels.ctypes.data + (panel * pairs + at) * ROW, panels.ctypes.data + following * ROW
+            places = (sums + (panel - first) * padded * ROW, ROW, x, step, weights, ROW, coming)
+            add_blocks(at == 0, padded, places, min(_STRETCH, pairs - at) // BLOCK, _LINES)
     release_tiles()
     for panel in range(first, last):
         write_panel(out, panel, begin, rows, room[(panel - first) * padded * WIDTH :], bias[:0], bias)
@@ -120,23 +131,17 @@ def _multiply_many(out: Any, packed: Any, panels: Any, bias: Any, first: Any, la
 
 def _product(out: Any, x: Any, panels: Any, bias: Any, most: Any, together: Any) -> None:
     """float32 out [m, outputs], x [m, k] as bits, panels as in `PairPanels`, bias [outputs] or [0]. A task has `most`
-    rows of the outputs of so many panels `together`.
-
-    Packed rows begin with a line each, an odd number of lines apart, so that they share no place of a cache.
-    """
-    rows, wide = x.shape[0], (panels.shape[1] // LANES | 1) * LANES
-    padded = (rows + BLOCK - 1) // BLOCK * BLOCK
-    room = np.empty(padded * wide + LANES, np.uint32)
-    packed = room[first_line(room) : first_line(room) + padded * wide].reshape(padded, wide)
+    rows of the outputs of so many panels `together`."""
+    rows = x.shape[0]
+    packed = packed_rows(rows, panels.shape[1] // BLOCK)
     if rows <= BLOCK:
         for row in range(rows):
-            _pack_row(packed, x, row)
+            pack_pairs(packed, row, x, row)
         for panel in numba.prange(panels.shape[0]):
             _multiply_few(out, packed, panels, bias, np.intp(panel))
         return
-    packed[rows:] = np.uint32(0)
     for row in numba.prange(rows):
-        _pack_row(packed, x, row)
+        pack_pairs(packed, row, x, row)
     parts, groups = (rows + most - 1) // most, (panels.shape[0] + together - 1) // together
     for task in numba.prange(groups * parts):
         begin, first = np.intp(task) % parts * most, np.intp(task) // parts * together
@@ -163,14 +168,14 @@ def product(x: Array, panels: Array, bias: Array | None, inputs: int, outputs: i
     bits = np.ascontiguousarray(x).view(np.uint32)
     for begin in range(0, len(x), AT_ONCE):
         part = bits[begin : begin + AT_ONCE]
-        tasks = task_size(len(part), panels, numba.get_num_threads())
+        together = 1 if len(part) * inputs * FLOAT // 2 <= KEPT else _TOGETHER
+        tasks = task_size(len(part), _MOST, len(panels), together, numba.get_num_threads())
         _kernel(out[begin : begin + AT_ONCE], part, panels, _NONE if bias is None else bias, *tasks)
     return out
 
 
-def task_size(rows: int, panels: Array, threads: int) -> tuple[int, int]:
-    """Rows of a task, in whole blocks, and its panels: so that each thread has two tasks or more, where it can."""
-    parts = -(-rows // _MOST)
-    most = -(-rows // (parts * BLOCK)) * BLOCK
-    together = 1 if most * panels.shape[1] * FLOAT <= _KEPT else _TOGETHER
-    return most, max(1, min(together, parts * len(panels) // (2 * threads)))
+def task_size(rows: int, most: int, panels: int, together: int, threads: int) -> tuple[int, int]:
+    """Rows of a task, in whole blocks, and its panels: not more than these, and so that each thread has two tasks or
+    more, where it can."""
+    parts = -(-rows // most)
+    return -(-rows // (parts * BLOCK)) * BLOCK, max(1, min(together, parts * panels // (2 * threads)))

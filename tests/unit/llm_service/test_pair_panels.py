@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from common.devices import multiplies_tiles
 from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.pair_panels import PairPanels
+from tests.tiles import WAYS, multiply_by
 
-TILES, VECTORS = "tiles", "vectors"
 multiplied = pytest.mark.skipif(not selection.computes_bfloat16(), reason="this processor lacks AVX512-BF16")
 
 
@@ -19,13 +18,9 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture(autouse=True, params=[TILES, VECTORS])
+@pytest.fixture(autouse=True, params=WAYS)
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what products are computed: others than AMX's where there is no such processor."""
-    if request.param == VECTORS:
-        monkeypatch.setattr(selection, "multiplies_tiles", lambda: False)
-    elif not multiplies_tiles():
-        pytest.skip("this processor lacks AMX")
+    multiply_by(request.param, monkeypatch)
 
 
 def panelled(weight: torch.Tensor) -> PairPanels:

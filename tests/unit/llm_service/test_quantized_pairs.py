@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from llm_service.layers.cpu import quantized_kernel, quantized_pairs, selection
+from llm_service.layers.cpu import quantized_kernel, quantized_pairs, quantized_tiles, selection
 from llm_service.layers.cpu.quantized_panels import QuantizedPanels
 from llm_service.layers.linear import PackedLinear, quantized
 from llm_service.layers.quantized_weight import QuantizedWeight
 from llm_service.layers.weight_dtype import Rounded
 from tests.quantized import FORMATS, Format, awq, fp8, gptq
+from tests.tiles import WAYS, multiply_by
 from tests.unit.llm_service.test_quantized import INPUTS, OUTPUTS, quantised, quantised_by
 
 multiplied = pytest.mark.skipif(not selection.computes_bfloat16(), reason="this processor lacks AVX512-BF16")
@@ -29,6 +30,11 @@ LONG: dict[str, Format] = {
     "4 bits, a scale an output": FORMATS["pack-quantized, a scale an output"],
 }
 SHORT = ("fp8 in blocks", "nvfp4", "modelopt NVFP4", "awq")
+
+
+@pytest.fixture(autouse=True, params=WAYS)
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply_by(request.param, monkeypatch)
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -55,12 +61,14 @@ def drawn(form: str, outputs: int = OUTPUTS) -> QuantizedWeight:
 def test_groups_that_are_long_are_multiplied_in_pairs(weight: Callable[[], QuantizedWeight], *, pairs: bool) -> None:
     laid_out = panels(weight())
     assert laid_out.pairs is pairs
-    module = quantized_pairs if pairs else quantized_kernel
+    assert laid_out.tiles is (pairs and selection.computes_tiles())
+    in_pairs = quantized_tiles if laid_out.tiles else quantized_pairs
+    module = in_pairs if pairs else quantized_kernel
     assert laid_out.kernels == {f"{module.__name__}:product"}
 
 
 @multiplied
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 12, 13, 14, 27, 40])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 12, 13, 14, 16, 17, 27, 40])
 @pytest.mark.parametrize("form", LONG)
 def test_rows_alone_are_rounded(form: str, rows: int) -> None:
     weight = drawn(form)
@@ -78,12 +86,12 @@ def test_rows_alone_are_rounded(form: str, rows: int) -> None:
 def test_a_row_is_the_same_to_the_bit_whatever_rows_are_beside_it(form: str) -> None:
     laid_out, x = panels(drawn(form, 136)), noise(2500, INPUTS)
     alone = torch.cat([laid_out.product(row.unsqueeze(0)) for row in x[:40]])
-    for count in (2, 5, 6, 7, 12, 13, 20, 40, 600, 2500):
+    for count in (2, 5, 6, 7, 12, 13, 16, 17, 20, 32, 33, 40, 600, 2500):
         assert torch.equal(laid_out.product(x[:count])[:40], alone[:count])
 
 
 @multiplied
-@pytest.mark.parametrize("rows", [2, 20])
+@pytest.mark.parametrize("rows", [2, 20, 40])
 def test_what_is_not_a_number_stays_in_its_row(rows: int) -> None:
     x = noise(rows, INPUTS)
     x[1, 7] = torch.nan

@@ -1,0 +1,176 @@
+"""A product with quantised weights in panels by tiles, in bfloat16, compiled by numba for processors with AMX.
+
+Numbers of 8 and 4 bits are bfloat16 without loss, so rows alone are rounded. A stretch of a panel becomes words in the
+first-level cache, which all rows go through. A group's sums, in float32, are multiplied with its scale as they leave
+their tiles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from common.cpu import vectors
+from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.vectors.llvm import FLOAT, LANES, LINE
+from common.cpu.vectors.products import add_scaled
+from common.cpu.vectors.stored import lower_half, upper_half
+from common.cpu.vectors.tiles import BLOCK, configure_tiles, release_tiles
+from llm_service.layers.cpu import panel_kernel, quantized_kernel, quantized_pairs, tile_kernel
+from llm_service.layers.cpu.panel_kernel import VECTORS, WIDTH, first_line, write_panel
+from llm_service.layers.cpu.quantized_kernel import Weight, group_constants, in_goes
+from llm_service.layers.cpu.quantized_pairs import widen
+from llm_service.layers.cpu.tile_kernel import KEPT, ROW, add_blocks, pack_pairs, packed_rows, task_size
+
+_STEP = 2 * BLOCK
+"""Inputs of one product by tiles."""
+_STRETCH = 4 * _STEP
+"""Inputs that all rows go through before the next: 16 KiB of words, so that rows and sums have room beside them."""
+_MOST = 26 * BLOCK
+"""Rows of a task at most: the more, the less often numbers become words."""
+_TOGETHER = 2
+"""Panels of a task whose rows do not stay in a second-level cache as a whole."""
+AT_ONCE = 5 * _MOST
+"""Rows that are computed in one go, since their numbers are put side by side first, which takes memory."""
+
+
+@inner
+def _multiply(
+    out: Any,
+    packed: Any,
+    sums: Any,
+    codes: Any,
+    form: Any,
+    scale: Any,
+    kind: Any,
+    zero: Any,
+    unit: Any,
+    bias: Any,
+    ends: Any,
+    first: Any,
+    last: Any,
+    begin: Any,
+    rows: Any,
+) -> None:
+    """Fills out [begin : begin + rows] of the outputs of some panels, from one on up to another; sums float32
+    [rows, groups] are those of x, the others are as in `_product`."""
+    inputs, size, step = codes.shape[1], codes.shape[2], packed.shape[1] * FLOAT
+    padded = (rows + BLOCK - 1) // BLOCK * BLOCK
+    apart, many = padded * WIDTH, (last - first) * padded * WIDTH
+    room = np.empty(2 * many + (_STRETCH // 2 + 2) * WIDTH + LANES, np.float32)
+    skipped = first_line(room)
+    room[skipped : skipped + many] = np.float32(0.0)
+    room[-2 * WIDTH - LANES :] = np.float32(0.0)  # zeros, where no group has any
+    totals = room.ctypes.data + skipped * FLOAT
+    parts = totals + many * FLOAT
+    words = parts + many * FLOAT
+    both = words + _STRETCH // 2 * ROW
+    configure_tiles(min(rows, BLOCK))
+    earlier = 0
+    for start in range(0, inputs, _STRETCH):
+        length = min(_STRETCH, inputs - start)
+        x = packed.ctypes.data + begin * step + start // 2 * FLOAT
+        for panel in range(first, last):
+            numbers = codes.ctypes.data + (panel * inputs + start) * size
+            widen(form, words, numbers, length // 2)
+            used = skipped + 2 * many + length // 2 * WIDTH
+            room[used : used + -(length // 2) % BLOCK * WIDTH] = np.float32(0.0)
+            coming = numbers + (inputs if panel + 1 < last else (first - panel) * inputs + _STRETCH) * size
+            mine, group, at = (panel - first) * apart * FLOAT, earlier, 0
+            while at < length:
+                end = min(ends[group] - start, length)
+                fresh = start + at == (ends[group - 1] if group else 0)
+                places = (parts + mine, ROW, x + at // 2 * FLOAT, step, words + at // 2 * ROW, ROW, coming + at * size)
+                add_blocks(fresh, padded, places, (end - at + _STEP - 1) // _STEP, _STEP * size // LINE)
+                if start + end == ends[group]:
+                    scales, zeros = group_constants(both, scale, kind, zero, group, panel, codes.shape[0])
+                    for row in range(rows):
+                        of_x = sums[begin + row, group] if zero.shape[0] else np.float32(0.0)
+                        add_scaled(VECTORS, (totals + mine, parts + mine, scales, zeros), row * ROW, of_x)
+                    group += 1
+                at = end
+        while earlier < len(ends) and ends[earlier] <= start + length:
+            earlier += 1
+    release_tiles()
+    for panel in range(first, last):
+        write_panel(out, panel, begin, rows, room[(panel - first) * apart :], unit, bias)
+
+
+@inner
+def _pack_row(packed: Any, sums: Any, x: Any, ends: Any, order: Any, row: Any) -> None:
+    """uint32 packed [m, words]: pairs of x [m, k], bits of float32, in an order if there is one, rounded to bfloat16;
+    and their sums float32 [m, groups], or [m, 0] where nobody wants them."""
+    if len(order):
+        moved = np.empty((1, len(order)), np.uint32)
+        for place in range(len(order)):
+            moved[0, place] = x[row, order[place]]
+        pack_pairs(packed, row, moved, 0)
+    else:
+        pack_pairs(packed, row, x, row)
+    at = 0
+    for group in range(sums.shape[1]):
+        total = np.float32(0.0)
+        for word in packed[row, at : ends[group] // 2]:
+            total += lower_half(word) + upper_half(word)
+        sums[row, group] = total
+        at = ends[group] // 2
+
+
+def _product(
+    out: Any,
+    x: Any,
+    codes: Any,
+    form: Any,
+    scale: Any,
+    kind: Any,
+    zero: Any,
+    unit: Any,
+    bias: Any,
+    ends: Any,
+    order: Any,
+    most: Any,
+    together: Any,
+) -> None:
+    """float32 out [m, outputs], x [m, k] as bits; bias [outputs] or [0]; the others as in `QuantizedPanels`, for
+    groups that fit. A task has `most` rows of the outputs of so many panels `together`."""
+    rows = x.shape[0]
+    packed = packed_rows(rows, (x.shape[1] + _STEP - 1) // _STEP)
+    sums = np.empty((rows, len(ends) if zero.shape[0] else 0), np.float32)
+    if rows <= BLOCK:
+        for row in range(rows):
+            _pack_row(packed, sums, x, ends, order, row)
+    else:
+        for row in numba.prange(rows):
+            _pack_row(packed, sums, x, ends, order, row)
+    parts, groups = (rows + most - 1) // most, (codes.shape[0] + together - 1) // together
+    for task in numba.prange(groups * parts):
+        begin, first = np.intp(task) % parts * most, np.intp(task) // parts * together
+        last, count = min(first + together, codes.shape[0]), min(most, rows - begin)
+        _multiply(out, packed, sums, codes, form, scale, kind, zero, unit, bias, ends, first, last, begin, count)
+
+
+_kernel = compiled(_product, made_of=[vectors, panel_kernel, quantized_kernel, quantized_pairs, tile_kernel])
+_matrix, _vector, _places = numba.float32[:, ::1], numba.float32[::1], numba.int32[::1]
+_weight = (numba.uint8[:, :, ::1], numba.intp, numba.uint8[:, ::1], numba.intp, numba.int8[:, ::1], _vector)
+_given = (_matrix, numba.uint32[:, ::1], *_weight, _vector, _places, _places, numba.intp, numba.intp)
+TYPED = {"product": Typed(_kernel, _given)}
+
+
+def fits(ends: Array) -> bool:
+    """Whether groups that end so are whole steps by tiles; the last may be less, of whole pairs."""
+    return not (ends[:-1] % _STEP).any() and not int(ends[-1]) % 2
+
+
+def product(x: Array, weight: Weight, groups: tuple[Array, Array], bias: Array | None, outputs: int) -> Array:
+    """As `quantized_pairs.product`, by tiles, for groups that fit.
+
+    Raises ValueError where x has another shape or type.
+    """
+    together = 1 if len(x) * x.shape[-1] * FLOAT // 2 <= KEPT else _TOGETHER
+
+    def tasks(rows: int, panels: int) -> tuple[int, int]:
+        return task_size(rows, _MOST, panels, together, numba.get_num_threads())
+
+    return in_goes(_kernel, np.uint32, AT_ONCE, x, weight, groups, bias, outputs, tasks)
