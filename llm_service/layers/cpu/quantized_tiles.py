@@ -1,9 +1,6 @@
-"""A product with quantised weights in panels by tiles, in bfloat16, compiled by numba for processors with AMX.
-
-Numbers of 8 and 4 bits are bfloat16 without loss, so rows alone are rounded. A stretch of a panel becomes words in the
-first-level cache, which all rows go through. A group's sums, in float32, are multiplied with its scale as they leave
-their tiles.
-"""
+"""A product with quantised weights in panels by tiles, in bfloat16, compiled by numba for processors with AMX. Numbers
+of 8 and 4 bits are bfloat16 without loss, so rows alone are rounded. A stretch of a panel becomes words in the
+first-level cache, which all rows go through; a group's sums, in float32, are multiplied with its scale after that."""
 
 from __future__ import annotations
 
