@@ -72,8 +72,12 @@ def eagle_head(
             "mlp.down_proj": (size, INNER),
         }.items():
             shapes[f"{name}{part}.weight"] = outputs, inputs
-    shapes["lm_head.weight"] = known, size
-    if own_embeddings:
+        if settings.get("attention_bias"):
+            outputs = zip("qkvo", (HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, size), strict=True)
+            shapes |= {f"{name}self_attn.{part}_proj.bias": (count,) for part, count in outputs}
+    if not (tied := settings.get("tie_word_embeddings")):
+        shapes["lm_head.weight"] = known, size
+    if own_embeddings or tied:
         shapes["embed_tokens.weight"] = tokens, size
     if settings.get("norm_before_fc"):
         shapes["input_norm.weight"] = (count * size,)
@@ -83,7 +87,8 @@ def eagle_head(
     weights: dict[str, torch.Tensor] = {}
     for name, shape in shapes.items():
         noise = torch.randn(shape, generator=random)
-        weights[name] = noise * 0.1 + 1 if len(shape) == 1 else noise * (1.3 / shape[-1] ** 0.5)
+        plain = len(shape) == 1 and not name.endswith("bias")
+        weights[name] = noise * 0.1 + 1 if plain else noise * (1.3 / shape[-1] ** 0.5)
     if words is not None:
         weights["d2t"] = torch.arange(words) * 2
         weights["t2d"] = torch.zeros(tokens, dtype=torch.bool).index_fill_(0, torch.arange(words) * 3, value=True)

@@ -234,7 +234,10 @@ class Decoder(nn.Module):
         if not self.extracts:
             return normed
         taken[self.config.layers] = whole
-        return torch.cat([normed, *(taken[layer] for layer in self.extracts)], -1)
+        states = torch.cat([taken[layer] for layer in self.extracts], -1)
+        if (kept := self.config.residual_multiplier) != 1:
+            states = states * kept
+        return torch.cat([normed, states], -1)
 
     def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Rotary, Rotary]:
         """Of layers whose tokens see all before them, and of local ones."""

@@ -15,7 +15,8 @@ _ARCHITECTURE = "Eagle3"
 
 def is_eagle3(config: Mapping[str, Any]) -> bool:
     """Whether config.json is that of an EAGLE-3 head."""
-    named = any(_ARCHITECTURE in str(name) for name in config.get("architectures") or ())
+    names = config.get("architectures")
+    named = isinstance(names, list) and any(_ARCHITECTURE in str(name) for name in names)
     return named or config.get("speculators_model_type") == "eagle3"
 
 
@@ -24,7 +25,8 @@ class EagleConfig:
     """`text` is the shape of its layers, whose `vocab_size` counts the tokens that it is given; it knows `vocab_size`
     words itself. It `reads` what comes before these layers of the model, counted from 0. That is normed as one before
     it is projected where it `norms_before`, or each layer's by itself where it `norms_each`. `adds_to_normed` is as in
-    `JoiningLayer`; where it `gives_normed`, its own hidden states are normed where it goes on from them."""
+    `JoiningLayer`; where it `gives_normed`, its own hidden states are normed where it goes on from them. It `ties`
+    logits to embeddings of its own, if it has no other matrix."""
 
     text: TextConfig
     vocab_size: int
@@ -33,6 +35,7 @@ class EagleConfig:
     norms_each: bool = False
     adds_to_normed: bool = False
     gives_normed: bool = False
+    ties: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, Any], layers: int) -> EagleConfig:
@@ -40,6 +43,16 @@ class EagleConfig:
         is not supported."""
         if not is_eagle3(config):
             raise CheckpointError("its config.json is not that of an EAGLE-3 head")
+        try:
+            return cls._read(config, layers)
+        except CheckpointError:
+            raise
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            what = f"its config.json has a setting that is of another kind than it has to be: {error}"
+            raise CheckpointError(what[:200]) from error
+
+    @classmethod
+    def _read(cls, config: Mapping[str, Any], layers: int) -> EagleConfig:
         inner = config.get("transformer_layer_config")
         own = {**config, **inner} if isinstance(inner, dict) else dict(config)
         extra = {**config, **(config.get("eagle_config") or {})}
@@ -50,16 +63,20 @@ class EagleConfig:
         text = TextConfig.of(own)
         if text.experts or text.stream_count > 1 or text.shared_layers:
             raise CheckpointError("its layers are of a kind that is not supported in a head")
+        words = int(config.get("draft_vocab_size") or text.vocab_size)
+        if text.layers < 1 or words < 1:
+            raise CheckpointError(f"it has {text.layers} layers and {words} words")
         if own.get("attention_bias") and not text.family.attention_bias:
             text = replace(text, family=replace(text.family, attention_bias=True))
         return cls(
             replace(text, tied=False),
-            int(config.get("draft_vocab_size") or text.vocab_size),
+            words,
             _boundaries(extra.get("eagle_aux_hidden_state_layer_ids"), layers),
             norms_before=bool(extra.get("norm_before_fc")),
             norms_each=bool(extra.get("fc_norm")),
             adds_to_normed=bool(extra.get("norm_before_residual", "speculators_model_type" in config)),
             gives_normed=bool(extra.get("norm_output")),
+            ties=text.tied,
         )
 
 
@@ -72,8 +89,10 @@ def _boundaries(stated: Any, layers: int) -> tuple[int, ...]:
     """
     if not stated:
         stated = (2, layers // 2, layers - 3)
+    elif not isinstance(stated, list) or not all(type(number) is int for number in stated):
+        raise CheckpointError(f"it reads layers {stated}, which are no numbers")
     elif stated[0] == 1:
         stated = [number + 1 for number in stated]
-    if not all(isinstance(number, int) and 0 <= number <= layers for number in stated):
+    if not all(0 <= number <= layers for number in stated):
         raise CheckpointError(f"it reads layers {list(stated)} of a model with {layers}")
     return tuple(stated)

@@ -107,14 +107,21 @@ def fill_plain(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> Decod
     return decoder.eval()
 
 
-def load_mtp(checkpoint: Checkpoint, target: Decoder, dtype: torch.dtype, *, weight_dtype: str = "") -> MtpDecoder:
+def load_mtp(
+    checkpoint: Checkpoint,
+    target: Decoder,
+    dtype: torch.dtype,
+    *,
+    weight_dtype: str = "",
+    text: TextSide | None = None,
+) -> MtpDecoder:
     """The layer that predicts one token more, beside the decoder of the same checkpoint, which is loaded, with
-    the same types as `load_decoder`. Raises CheckpointError where the checkpoint has none."""
-    text = {**checkpoint.config, **(checkpoint.config.get("text_config") or {})}
+    the same types and the same `text` as `load_decoder`. Raises CheckpointError where the checkpoint has none."""
+    settings = {**checkpoint.config, **(checkpoint.config.get("text_config") or {})}
     shape = target.config
     if any(several is not None for several in (shape.streams, shape.balanced, shape.opened, shape.alternating)):
         raise CheckpointError("multi-token prediction is not known for texts with several streams between layers")
-    if text.get("mtp_use_dedicated_embeddings"):
+    if settings.get("mtp_use_dedicated_embeddings"):
         raise CheckpointError("embeddings of its own for multi-token prediction are not supported")
     if not any(name.startswith(_MTP) for name in checkpoint.tensors):
         raise CheckpointError("the checkpoint has no layer for multi-token prediction: there are no weights mtp.*")
@@ -123,64 +130,90 @@ def load_mtp(checkpoint: Checkpoint, target: Decoder, dtype: torch.dtype, *, wei
         decoder = MtpDecoder(target)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
-    _fill(decoder, chain(load_weights(checkpoint, _mtp_name), _ends(decoder, checkpoint)), target.device, rounded)
+    weights = load_weights(checkpoint, _mtp_name), _ends(decoder, checkpoint, text)
+    _fill(decoder, chain(*weights), target.device, rounded)
     return decoder.eval()
 
 
 def load_eagle(
-    checkpoint: Checkpoint, target: Decoder, of: Checkpoint, dtype: torch.dtype, *, weight_dtype: str = ""
+    checkpoint: Checkpoint,
+    target: Decoder,
+    of: Checkpoint,
+    dtype: torch.dtype,
+    *,
+    weight_dtype: str = "",
+    text: TextSide | None = None,
 ) -> EagleDecoder:
     """An EAGLE-3 head beside the decoder that it was trained for, which is loaded, `of` its checkpoint, with the same
-    types as `load_decoder`. Raises CheckpointError where it is none, or is not for that one."""
+    types and the same `text` as `load_decoder`. Raises CheckpointError where it is none, or is not for that one."""
     shape = target.config
     if any(several is not None for several in (shape.streams, shape.balanced, shape.opened, shape.alternating)):
         raise CheckpointError("a head is not known for texts with several streams between layers")
     eagle = EagleConfig.of(checkpoint.config, shape.layers)
     stored = {own: name for name in checkpoint.tensors if (own := _eagle_name(name)) is not None}
     head, table, words = HEAD in stored, TABLE in stored, eagle.vocab_size
+    tied = eagle.ties and table and not head and words == eagle.text.vocab_size
     if not table and eagle.text.hidden_size != shape.hidden_size:
         raise CheckpointError("it has no embeddings, and those of the model have another width")
-    if not head and (words, eagle.text.hidden_size) != (shape.vocab_size, shape.hidden_size):
+    if not (head or tied) and (words, eagle.text.hidden_size) != (shape.vocab_size, shape.hidden_size):
         raise CheckpointError(f"it has no {HEAD}, and that of the model is for other words or another width")
     if not table:
         eagle = replace(eagle, text=replace(eagle.text, vocab_size=shape.vocab_size))
+    known = min(shape.vocab_size, eagle.text.vocab_size)
+    if words > known:
+        raise CheckpointError(f"it says {words} words, and is given {known}")
+    if "layers.0.self_attn.o_proj.bias" in stored:
+        biased = replace(eagle.text.family, output_biases=True)
+        eagle = replace(eagle, text=replace(eagle.text, family=biased))
     rounded = Rounded(int8=weight_dtype == "int8", bfloat16=dtype == torch.bfloat16 and target.dtype == torch.float32)
     try:
-        decoder = EagleDecoder(eagle, target, own_embeddings=table, own_head=head)
+        decoder = EagleDecoder(eagle, target, own_embeddings=table, own_head=head or tied)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     if tokens := [name for name in checkpoint.tensors if name.rpartition(".")[2] == "d2t"]:
-        decoder.means(_meanings(checkpoint, tokens[0], words, min(shape.vocab_size, eagle.text.vocab_size)))
+        decoder.means(_meanings(checkpoint, tokens[0], words, known))
     elif words != shape.vocab_size:
         raise CheckpointError("it has no d2t, which says what tokens its words are")
-    weights = load_weights(checkpoint, _eagle_name), _ends(decoder, of, but=set(stored))
-    _fill(decoder, chain(*weights), target.device, rounded)
+    weights = load_weights(checkpoint, _eagle_name)
+    has = {*stored, HEAD} if tied else set(stored)
+    _fill(
+        decoder,
+        chain(_with_head(weights) if tied else weights, _ends(decoder, of, text, but=has)),
+        target.device,
+        rounded,
+    )
     return decoder.eval()
 
 
-def _ends(decoder: DraftHead, checkpoint: Checkpoint, *, but: Collection[str] = ()) -> Iterator[tuple[str, Stored]]:
+def _with_head(weights: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
+    """The same, and the table of tokens as matrix of logits."""
+    for name, stored in weights:
+        yield name, stored
+        if name == TABLE:
+            yield HEAD, stored
+
+
+def _ends(
+    decoder: DraftHead, checkpoint: Checkpoint, text: TextSide | None, *, but: Collection[str] = ()
+) -> Iterator[tuple[str, Stored]]:
     """What a head has to be given of the model's table of tokens and matrix of logits, `but` for what it has."""
     wanted = {TABLE, HEAD}.intersection(name for name, _ in targets(decoder, tied=decoder.config.tied)).difference(but)
     if not wanted:
         return
-    side = TextSide.of(checkpoint)
-
-    def own_name(name: str) -> str | None:
-        own = side.own_name(name)
-        return own if own in (TABLE, HEAD) else None
-
-    for name, stored in load_weights(checkpoint, own_name):
+    text = text or TextSide.of(checkpoint)
+    for name, stored in text.parted.pieces(load_weights(checkpoint, text.own_name)):
         if name in wanted:
             yield name, stored
-        if name == TABLE and side.config.tied and HEAD in wanted:
+        if name == TABLE and text.config.tied and HEAD in wanted:
             yield HEAD, stored
 
 
 def _meanings(checkpoint: Checkpoint, name: str, words: int, tokens: int) -> Tensor:
     """The token of each of a head's words, int64 [words]: stored is how far it is behind the word's own number."""
-    with SliceReader(checkpoint) as reader:
-        behind: Tensor = reader[name][:].to(torch.int64)
-    found = torch.arange(words) + behind if behind.shape == (words,) else None
+    found: Tensor | None = None
+    if tuple(checkpoint.tensors[name].shape) == (words,):
+        with SliceReader(checkpoint) as reader:
+            found = torch.arange(words) + reader[name][:].to(torch.int64)
     if found is None or int(found.min()) < 0 or int(found.max()) >= tokens:
         raise CheckpointError(f"{name} does not say what tokens of the model its {words} words are")
     return found

@@ -16,7 +16,7 @@ from llm_service.models.decoder import Decoder
 from llm_service.models.draft_head import DraftHead
 from llm_service.models.eagle_config import is_eagle3
 from llm_service.models.library_decoder import LibraryDecoder
-from llm_service.models.loader import load_decoder, load_eagle, load_mtp
+from llm_service.models.loader import TextSide, load_decoder, load_eagle, load_mtp
 from llm_service.models.served import ServedModel
 from llm_service.worker.caches import Caches
 from llm_service.worker.draft_model import DraftModel, HeadProposer
@@ -71,11 +71,16 @@ def load_draft_model(
 
 
 def load_mtp_layer(
-    checkpoint: Checkpoint, target: Decoder | LibraryDecoder, dtype: torch.dtype, *, weight_dtype: str = ""
+    checkpoint: Checkpoint,
+    target: Decoder | LibraryDecoder,
+    dtype: torch.dtype,
+    *,
+    weight_dtype: str = "",
+    text: TextSide | None = None,
 ) -> Drafting:
-    """Loads the layer of `--speculative-method mtp` beside the model that verifies. Raises CheckpointError where there
-    is none, or it cannot be used."""
-    return _with_head("mtp", partial(load_mtp, checkpoint), target, dtype, weight_dtype)
+    """Loads the layer of `--speculative-method mtp` beside the model that verifies, whose `text` is as `load_decoder`
+    was told. Raises CheckpointError where there is none, or it cannot be used."""
+    return _with_head("mtp", partial(load_mtp, checkpoint, text=text), target, dtype, weight_dtype)
 
 
 def load_eagle_head(
@@ -85,10 +90,11 @@ def load_eagle_head(
     dtype: torch.dtype,
     *,
     weight_dtype: str = "",
+    text: TextSide | None = None,
 ) -> Drafting:
     """Loads the head of `--speculative-method eagle3`, and has the model that verifies, `of` its checkpoint, extract
-    what that reads. Raises CheckpointError where it cannot be used."""
-    drafting = _with_head("eagle3", partial(load_eagle, checkpoint, of=of), target, dtype, weight_dtype)
+    what that reads; `text` is as `load_decoder` was told. Raises CheckpointError where it cannot be used."""
+    drafting = _with_head("eagle3", partial(load_eagle, checkpoint, of=of, text=text), target, dtype, weight_dtype)
     assert isinstance(target, Decoder), "it is not the library's"
     assert isinstance(drafting.decoder, DraftHead)
     target.extracts = drafting.decoder.reads

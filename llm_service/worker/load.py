@@ -33,7 +33,7 @@ from llm_service.models.decoder import Decoder
 from llm_service.models.known_text import known_text
 from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.library_loader import load_library_decoder
-from llm_service.models.loader import load_decoder
+from llm_service.models.loader import TextSide, load_decoder
 from llm_service.models.quantization_config import quantization_of
 from llm_service.models.served import ServedModel
 from llm_service.plan import Adapter, StepPlan
@@ -93,7 +93,10 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     memory = SharedBuffer.attach(arena_fd, settings.row_bytes)
     if settings.symmetric_memory:
         group = _with_symmetric_memory(group, dtype, device)
-    decoder = _decoder(settings, checkpoint, dtype, device, group)
+    library, text = settings.library, None
+    if library is not None:
+        text = known_text(checkpoint, library, group, settings.max_context)
+    decoder = _decoder(settings, checkpoint, dtype, device, group, text)
     settings = _with_room(settings, checkpoint, decoder)
     if settings.int8_cache:
         check_int8_cache(decoder)
@@ -104,7 +107,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     _log.info("weights are in memory", **msgspec.structs.asdict(weights))
     served = ServedModel.of(checkpoint, settings.library)
     width = served.hidden_size
-    drafting = _drafting(settings, served, decoder, dtype) if group.rank == 0 else None
+    drafting = _drafting(settings, served, decoder, text, dtype) if group.rank == 0 else None
     mirror = _mirror(settings, device, width, dtype) if settings.row_mirror else None
     arena = RowArena(memory.view, settings.row_levels, width, dtype, mirror)
     if device.type == "cuda":
@@ -301,10 +304,14 @@ def _adapters(settings: EngineSettings, decoder: Decoder | LibraryDecoder) -> Ra
 
 
 def _decoder(
-    settings: EngineSettings, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: TensorGroup
+    settings: EngineSettings,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: TensorGroup,
+    text: TextSide | None = None,
 ) -> Decoder | LibraryDecoder:
-    """Ours, or the library's, for which not everything is there."""
-    text = None if settings.library is None else known_text(checkpoint, settings.library, group, settings.max_context)
+    """Ours, of a `text` that is known, or of a family; or the library's, for which not everything is there."""
     if settings.library is None or text is not None:
         return load_decoder(checkpoint, dtype, device, group, weight_dtype=settings.weight_dtype, text=text)
     if settings.compile:
@@ -342,15 +349,19 @@ def check_int8_cache(decoder: Decoder | LibraryDecoder) -> None:
 
 
 def _drafting(
-    settings: EngineSettings, served: ServedModel, target: Decoder | LibraryDecoder, dtype: torch.dtype
+    settings: EngineSettings,
+    served: ServedModel,
+    target: Decoder | LibraryDecoder,
+    text: TextSide | None,
+    dtype: torch.dtype,
 ) -> Drafting | None:
     """What proposes drafts, if anything does. The first rank alone needs it: the others hear what is to be verified."""
     own = {"weight_dtype": settings.weight_dtype}
     if settings.speculative_method == "mtp":
-        made = load_mtp_layer(checkpoint := Checkpoint.resolve(settings.model), target, dtype, **own)
+        made = load_mtp_layer(checkpoint := Checkpoint.resolve(settings.model), target, dtype, text=text, **own)
     elif settings.speculative_method == "eagle3":
         checkpoint = Checkpoint.resolve(settings.draft_model)
-        made = load_eagle_head(checkpoint, target, Checkpoint.resolve(settings.model), dtype, **own)
+        made = load_eagle_head(checkpoint, target, Checkpoint.resolve(settings.model), dtype, text=text, **own)
     elif settings.draft_model:
         checkpoint = Checkpoint.resolve(settings.draft_model)
         made = load_draft_model(checkpoint, served, dtype, target.device, **own)

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
+from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint, CheckpointError
 from llm_service.models.loader import load_decoder
 from llm_service.models.served import ServedModel
-from llm_service.plan import StepPlan
+from llm_service.plan import Chunk, Draw, StepPlan
 from llm_service.request import SamplingParams
+from llm_service.worker.caches import Caches
 from llm_service.worker.draft_loader import load_draft_model, load_eagle_head
+from llm_service.worker.memory import appended
+from llm_service.worker.model_runner import ModelRunner
+from llm_service.worker.row_arena import RowArena
 from tests import reference
 from tests.eagle_checkpoint import HEAD_DIM, HEADS, KV_HEADS, eagle_head
 from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
 from tests.parity.test_engine_parity import PARTS
+
+from transformers import GraniteConfig, GraniteForCausalLM  # isort: skip
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0)
 FORMS: dict[str, dict[str, Any]] = {
@@ -30,6 +39,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "of speculators": {"speculators": True, "reads": (1, 2), "norm_before_fc": True},
     "with all words": {"words": None, "fc_norm": True, "norm_output": True, "own_embeddings": True},
     "of two layers": {"layers": 2, "norm_before_residual": True, "reads": (3, 1)},
+    "with biases": {"attention_bias": True},
+    "tied": {"words": None, "tie_word_embeddings": True},
 }
 
 
@@ -68,10 +79,12 @@ class Reference:
 
     def layer(self, name: str, x: torch.Tensor, inputs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         n, pairs = len(x), HEAD_DIM // 2
-        heads = [
-            (inputs @ self.own[f"{name}self_attn.{part}_proj.weight"].T).view(n, -1, HEAD_DIM).transpose(0, 1)
-            for part in "qkv"
-        ]
+
+        def product(part: str, of: torch.Tensor) -> torch.Tensor:
+            bias = self.own.get(f"{name}self_attn.{part}_proj.bias", torch.zeros(1))
+            return of @ self.own[f"{name}self_attn.{part}_proj.weight"].T + bias
+
+        heads = [product(part, inputs).view(n, -1, HEAD_DIM).transpose(0, 1) for part in "qkv"]
         frequencies = 10000.0 ** (-torch.arange(pairs) / pairs)
         axes = torch.tensor([0, 0, 1, 1, 1, 2, 2, 2] if "rope_scaling" in self.config else [0] * pairs)
         angles = (positions[axes].T * frequencies).repeat(1, 2)
@@ -83,7 +96,7 @@ class Reference:
         q, k, v = rotated(heads[0]), rotated(heads[1]), heads[2]
         k, v = (each.repeat_interleave(HEADS // KV_HEADS, 0) for each in (k, v))
         mixed = functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
-        x = x + mixed.transpose(0, 1).flatten(1) @ self.own[f"{name}self_attn.o_proj.weight"].T
+        x = x + product("o", mixed.transpose(0, 1).flatten(1))
         normed = self.norm(x, f"{name}post_attention_layernorm")
         gate, up = (normed @ self.own[f"{name}mlp.{part}_proj.weight"].T for part in ("gate", "up"))
         return x + (functional.silu(gate) * up) @ self.own[f"{name}mlp.down_proj.weight"].T
@@ -133,7 +146,7 @@ class Reference:
             if "layers.1.input_layernorm.weight" in self.own:
                 out = self.layer("layers.1.", out, self.norm(out, "layers.1.input_layernorm"), here)
             last = self.norm(out[-1:], "norm")
-            word = int((last @ self.own["lm_head.weight"].T).argmax())
+            word = int((last @ self.own.get("lm_head.weight", table).T).argmax())
             drafts.append(word + (int(self.own["d2t"][word]) if "d2t" in self.own else 0))
             hidden = torch.cat([hidden, last if config.get("norm_output") else out[-1:]])
             nexts = torch.cat([nexts, table[torch.tensor(drafts[-1:])]])
@@ -191,6 +204,33 @@ def test_chunks_company_and_preemption_change_no_token(checkpoints: Callable[...
             assert engine.scheduler.counters.draft_tokens > 0
 
 
+def test_hidden_states_are_the_library_s_where_what_layers_add_is_multiplied(tmp_path: Path) -> None:
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 64}
+    multipliers = {"embedding_multiplier": 6.0, "residual_multiplier": 0.25, "logits_scaling": 4.0}
+    config = GraniteConfig(num_attention_heads=2, num_key_value_heads=1, **shape, **multipliers)
+    torch.manual_seed(2)
+    library = GraniteForCausalLM(config).eval()
+    library.save_pretrained(tmp_path)
+    decoder = load_decoder(Checkpoint(tmp_path), torch.float32, torch.device("cpu"))
+    decoder.extracts = (0, 2, 3)
+    ids = array("i", range(7, 20))
+    buffer = SharedBuffer.create("test-rows", 1 << 12)
+    caches = Caches(decoder.mixers(), 2, 16, torch.float32, decoder.device)
+    runner = ModelRunner(decoder, RowArena(buffer.view, 1, 32, torch.float32), caches)
+    runner.keeps_hidden = True
+    runner.proposer = proposer = Mock(propose=Mock(return_value=list))
+    chunks, draws = [Chunk(0, len(ids), 0)], [Draw(at=len(ids) - 1)]
+    positions = array("i", range(len(ids))) * 3
+    runner.run(StepPlan(ids.tobytes(), positions.tobytes(), chunks, [], draws, appended=[appended(0, [0])]))
+    (_, _, found), _ = proposer.propose.call_args
+    states: list[torch.Tensor] = []
+    for layer in (library.model.layers[0], library.model.layers[2], library.model.norm):
+        layer.register_forward_pre_hook(lambda _, given: states.append(given[0][0].clone()))
+    with torch.inference_mode():
+        library(torch.tensor([ids.tolist()]))
+    torch.testing.assert_close(found, torch.cat(states, -1), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [
@@ -199,7 +239,16 @@ def test_chunks_company_and_preemption_change_no_token(checkpoints: Callable[...
         ({"eagle_config": {"use_aux_hidden_state": False}}, "of several layers is not supported"),
         ({"parallel_drafting": True}, "several tokens in one pass"),
         ({"draft_vocab_size": 300}, "d2t does not say"),
+        ({"draft_vocab_size": "many"}, "of another kind"),
+        ({"draft_vocab_size": -1}, "it has 1 layers and -1 words"),
+        ({"draft_vocab_size": 1 << 70}, r"it says \d+ words, and is given 600"),
+        ({"num_hidden_layers": 0}, "it has 0 layers"),
         ({"rms_norm_eps": "much"}, "of another kind"),
+        ({"eagle_config": [1]}, "of another kind"),
+        ({"architectures": 5}, "not that of an EAGLE-3 head"),
+        ({"eagle_aux_hidden_state_layer_ids": 3}, "layers 3, which are no numbers"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, "last"]}, "which are no numbers"),
+        ({"words": None, "own_embeddings": True, "vocab_size": 100}, "it says 600 words, and is given 100"),
     ],
 )
 def test_a_head_that_cannot_be_used_is_refused(
@@ -211,6 +260,15 @@ def test_a_head_that_cannot_be_used_is_refused(
     with pytest.raises(CheckpointError, match=f"--speculative-method eagle3: .*{why}"):
         load_eagle_head(head, target, Checkpoint(directory), torch.float32)
     assert target.extracts == ()
+
+
+def test_words_that_are_one_number_are_refused(checkpoints: Callable[..., Path], tmp_path: Path) -> None:
+    directory = checkpoints("qwen3_vl")
+    head = eagle_head(directory, tmp_path / "head")
+    save_file({**load_file(head / "model.safetensors"), "d2t": torch.tensor(0)}, head / "model.safetensors")
+    target = load_decoder(Checkpoint(directory), torch.float32, torch.device("cpu"))
+    with pytest.raises(CheckpointError, match="d2t does not say what tokens"):
+        load_eagle_head(Checkpoint(head), target, Checkpoint(directory), torch.float32)
 
 
 def test_a_head_is_no_draft_model(checkpoints: Callable[..., Path], tmp_path: Path) -> None:

@@ -21,8 +21,10 @@ from llm_service.models.decoder import Decoder
 from llm_service.models.known_text import known_text
 from llm_service.models.loader import load_decoder
 from llm_service.models.trial_chunks import logits_in_chunks
+from llm_service.worker.draft_loader import load_eagle_head
 from llm_service.worker.weights import describe as weights_of
 from tests.adapters import ATTENTION
+from tests.eagle_checkpoint import eagle_head
 from tests.parity.library_side import GREEDY, Served, foreseen
 from tests.parity.local_engine import Prompt
 from tests.parity.test_library_ranks import on_ranks
@@ -261,6 +263,18 @@ def test_the_text_as_a_model_of_its_own_proposes_what_it_says(
     counters = engine.scheduler.counters
     assert counters.accepted_draft_tokens == counters.draft_tokens > 0
     assert [outcome.tokens for outcome in engine.run(prompts, GREEDY)] == said
+
+
+def test_a_draft_head_for_several_ranks_has_their_whole_table_of_tokens(
+    internvl: Path, served: Served, tmp_path: Path
+) -> None:
+    checkpoint, text = Checkpoint(internvl), served.text()
+    whole = load_decoder(checkpoint, torch.float32, CPU, text=text)
+    part = load_decoder(checkpoint, torch.float32, CPU, TensorGroup(0, 2), text=text)
+    head = Checkpoint(eagle_head(internvl, tmp_path / "head", words=80))
+    drafting = load_eagle_head(head, part, checkpoint, torch.float32, text=text)
+    tokens = torch.arange(whole.config.vocab_size)
+    assert torch.equal(drafting.decoder.embed_tokens(tokens), whole.embed_tokens(tokens))
 
 
 def test_tokens_are_the_same_with_graphs(
