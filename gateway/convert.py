@@ -61,6 +61,7 @@ def sampling(asked: SamplingFields, max_tokens: int | None = None) -> llm_pb2.Sa
         stop=[asked.stop] if isinstance(asked.stop, str) else asked.stop,
         stop_token_ids=asked.stop_token_ids,
         bad_words=asked.bad_words,
+        allowed_token_ids=asked.allowed_token_ids,
         logit_bias=_logit_bias(asked.logit_bias or {}),
     )
     if asked.shows_stop is not None:

@@ -16,6 +16,7 @@ from common.media.convert import read_media
 from common.media.item import Embedding, Key, Media, Modality, Options
 from llm_service.config import LlmConfig
 from llm_service.embedder import Embedder
+from llm_service.engine.token_masks import mask_of
 from llm_service.request import (
     ChatPrompt,
     Length,
@@ -350,7 +351,8 @@ class SamplingReader:
         for name in ("logprobs", "prompt_logprobs"):
             self._check_range(name, values.get(name, 0), 0, min(self._config.max_logprobs, self._vocab_size))
         self._check_stop(message)
-        for field, tokens in (("stop_token_ids", message.stop_token_ids), ("logit_bias", message.logit_bias)):
+        for field in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            tokens = getattr(message, field)
             if len(tokens) > self._config.max_token_ids:
                 raise InvalidInput(
                     f"{field} may name {self._config.max_token_ids} tokens",
@@ -367,7 +369,10 @@ class SamplingReader:
         if values.get("min_tokens", 0) > values["max_tokens"]:
             raise InvalidInput("min_tokens is above max_tokens", reason="OUT_OF_RANGE", field="sampling.min_tokens")
         return SamplingParams(
-            stop_token_ids=tuple(message.stop_token_ids), logit_bias=dict(message.logit_bias), **values
+            stop_token_ids=tuple(message.stop_token_ids),
+            logit_bias=dict(message.logit_bias),
+            allowed=mask_of(message.allowed_token_ids, self._vocab_size) if message.allowed_token_ids else b"",
+            **values,
         )
 
     def structure(self, message: llm_pb2.SamplingParams) -> Structure | None:

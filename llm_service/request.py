@@ -159,7 +159,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are chosen and when a choice ends, every default filled in. The fields mean what the contract says;
     `grammar` is a checked structure in llguidance's form, empty for none, `grammar_bytes` what it holds when it is
     compiled, and `grammar_trigger` where it begins; None: with the first token. `thinking_bound` bounds reasoning.
-    `bad_words` are runs of tokens that an answer cannot have."""
+    `bad_words` are runs of tokens that an answer cannot have. `allowed` is the mask of the only tokens that may be
+    chosen; empty: any."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -182,11 +183,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     grammar_trigger: Trigger | None = None
     thinking_bound: ThinkingBound | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed: bytes = b""
 
     @property
     def is_matched(self) -> bool:
         """Not every token may come next: a matcher says which."""
         return bool(self.grammar) or self.thinking_bound is not None
+
+    @property
+    def is_held(self) -> bool:
+        """There may be no token that can come next."""
+        return self.is_matched or bool(self.allowed)
 
     @property
     def greedy(self) -> bool:

@@ -123,7 +123,6 @@ VLLM_DEFAULTS: Final[dict[str, tuple[Any, ...]]] = {
     "spaces_between_special_tokens": (True,),
     "length_penalty": (1.0,),
     "use_beam_search": (False,),
-    "allowed_token_ids": ([],),
     "truncate_prompt_tokens": (-1,),
 }
 """Fields of vLLM's that are not served, with the values that some clients send along and that change nothing."""
@@ -167,6 +166,7 @@ class SamplingFields(RequestFields):
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
+    allowed_token_ids: Tokens | None = None
     bad_words: Texts | None = None
     min_tokens: Int | None = None
     thinking_token_budget: Count | None = None

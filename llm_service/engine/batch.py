@@ -282,7 +282,7 @@ def _allowed(sequence: Sequence, ahead: int) -> bytes:
     """The mask of what may follow the first `ahead` drafts; empty where anything may."""
     if sequence.drafts and sequence.draft_masks:
         return sequence.draft_masks[ahead]
-    return b"" if sequence.matcher is None else sequence.matcher.compute_bitmask()
+    return sequence.allowed_by(sequence.matcher)
 
 
 def _said(sequence: Sequence, ahead: int) -> bytes:

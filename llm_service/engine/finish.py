@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common.errors import InvalidInput
 from llm_service.engine.sequence import Sequence
-from llm_service.engine.structure import leaves_any
+from llm_service.engine.token_masks import leaves_any
 from llm_service.plan import Draw
 
 
@@ -35,12 +35,18 @@ def resumed_end(sequence: Sequence) -> str:
 
 
 def dead_end(sequence: Sequence, draw: Draw) -> InvalidInput | None:
-    """Why nothing can be drawn: all that the structure allows next would end the choice before its least tokens, or
-    complete a bad word."""
-    if sequence.matcher is None or leaves_any(draw.allowed, draw.banned):
+    """Why nothing can be drawn: all that the structure and the caller's tokens allow next would end the choice before
+    its least tokens, or complete a bad word."""
+    if not (draw.banned or sequence.sampling.allowed) or leaves_any(draw.allowed, draw.banned):
         return None
-    if sequence.matcher.is_error():
+    if sequence.matcher is not None and sequence.matcher.is_error():
         return _too_complex()
+    if sequence.sampling.allowed:
+        return InvalidInput(
+            "the structure of the answer, min_tokens and bad words leave none of allowed_token_ids",
+            reason="ALLOWED_TOKENS_UNREACHABLE",
+            field="sampling.allowed_token_ids",
+        )
     if leaves_any(draw.allowed, [token for token in draw.banned if token in sequence.stop_ids]):
         return InvalidInput(
             "the structure of the answer, or of reasoning that is to end, allows nothing but what completes a bad word",

@@ -26,6 +26,7 @@ from llm_service.engine.state_slots import Place
 from llm_service.engine.step_pace import StepPace
 from llm_service.engine.structure import Form, Matcher
 from llm_service.plan import StepResult
+from llm_service.request import SamplingParams
 
 
 @dataclass(slots=True)
@@ -86,7 +87,7 @@ class Scheduler:
         self._ended: deque[tuple[int, int]] = deque()
         self._arrivals = 0
         self._planned_steps = 0
-        self._matching = 0
+        self._held = 0
 
     # --- what comes in -------------------------------------------------------------------------------------------
 
@@ -100,7 +101,7 @@ class Scheduler:
             form = Form(asked.grammar, asked.grammar_bytes, add.salt, trigger, bound)
             for sequence in sequences:
                 sequence.use_grammar(self._match(form, sequence.output))
-            self._matching += len(sequences)
+        self._held += len(sequences) * self._holds(add.sampling)
         self._queues.add(add.id, sequences, add.deadline)
         self._unstarted.add(add.id)
         prompt, most = sequences[0].prompt, self.limits.max_media_tokens
@@ -167,7 +168,7 @@ class Scheduler:
             self._check()
         # What a grammar allows next is worked out here, so a batch with one in it has no overlap. Penalties need the
         # token as well, but the worker puts it into the history.
-        if self._matching and any(self._waits_for_token(sequence) for sequence in self._queues.running):
+        if self._held and any(self._waits_for_token(sequence) for sequence in self._queues.running):
             return None, []
         schedule = self._planner.choose()
         self.counters.preemptions += len(schedule.preempted)
@@ -191,7 +192,7 @@ class Scheduler:
             sequence.advance(count)
             if count > 1:  # a single token's block is named when the token after it is known
                 self._name_blocks(sequence)
-        if self._matching:
+        if self._held:
             self._fail_dead_ends(step)
         return step, started
 
@@ -365,8 +366,12 @@ class Scheduler:
             self.abort(id)
             self._failures.append(Failed(id, code_number(error), error.reason, error.message, error.field))
 
+    def _holds(self, sampling: SamplingParams) -> bool:
+        """Whether such sequences are held to what may come next."""
+        return bool(sampling.allowed) or (sampling.is_matched and self._match is not None)
+
     def _end(self, sequence: Sequence) -> None:
-        self._matching -= sequence.sampling.is_matched and self._match is not None
+        self._held -= self._holds(sequence.sampling)
         self.blocks.free(sequence.table, sequence.session, sequence.prompt.tenant)
         if self._queues.remove(sequence):
             self._unstarted.discard(sequence.id)

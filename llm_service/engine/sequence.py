@@ -17,7 +17,8 @@ from llm_service.engine.drafts import DraftLength
 from llm_service.engine.messages import Add
 from llm_service.engine.prompt import Prompt
 from llm_service.engine.state_slots import Place
-from llm_service.engine.structure import Matcher, leaves_any
+from llm_service.engine.structure import Matcher
+from llm_service.engine.token_masks import both, leaves_any
 from llm_service.request import Pooling, SamplingParams
 
 Order = tuple[int, int, int]
@@ -210,7 +211,7 @@ class Sequence:
         """Why nothing can be computed now, as far as that is known without looking at blocks; None: it may go on."""
         if self.matcher_future is not None:
             return WaitReason.GRAMMAR
-        if self.num_placeholders and (self.matcher is not None or self.drafts):
+        if self.num_placeholders and (self.matcher is not None or self.drafts or self._may_run_dry):
             return WaitReason.TOKEN
         if self._waits_for is None and self.first_choice is not None and not self.first_choice.has_begun:
             return WaitReason.SIBLING
@@ -221,7 +222,12 @@ class Sequence:
         """All of its tokens are known, and its prompt is computed. Before its least tokens a structure may leave
         nothing to be drawn, which is looked for behind what is known alone."""
         computed = self.pending == 1 and self.num_computed_tokens >= self.prompt_tokens and not self.num_placeholders
-        return computed and (self.matcher is None or self.generated >= self.sampling.min_tokens)
+        return computed and (not self.sampling.is_held or self.generated >= self.sampling.min_tokens)
+
+    @property
+    def _may_run_dry(self) -> bool:
+        """A token may leave none to follow it of those that its caller allows."""
+        return bool(self.sampling.allowed) and self.bad_words is not None
 
     @property
     def grammar_ready(self) -> bool:
@@ -334,22 +340,28 @@ class Sequence:
         """The next step verifies these tokens behind the last one, which is known, as far as the structure allows
         them."""
         self.drafts, self.draft_masks = drafts, []
-        if self.matcher is None or not drafts:
+        if not self.sampling.is_held or not drafts:
             return
-        ahead = self.matcher.deep_copy()
+        ahead = None if self.matcher is None else self.matcher.deep_copy()
         for count in range(len(drafts) + 1):
-            mask = ahead.compute_bitmask()
-            if count and ahead.is_error():  # met behind a draft, which may be wrong
+            mask = self.allowed_by(ahead)
+            if count and ahead is not None and ahead.is_error():  # met behind a draft, which may be wrong
                 break
             if not leaves_any(mask, self.bad_ends(drafts[:count])):  # likewise; else it fails, once there are no drafts
                 break
             self.draft_masks.append(mask)
-            if count == len(drafts) or ahead.is_stopped():
+            if count == len(drafts) or (ahead is not None and ahead.is_stopped()):
                 break
             token = drafts[count]
-            if (mask and not mask[token // 8] >> token % 8 & 1) or not ahead.consume_token(token):
+            if mask and not mask[token // 8] >> token % 8 & 1:
+                break
+            if ahead is not None and not ahead.consume_token(token):
                 break
         self.drafts = drafts[: max(0, len(self.draft_masks) - 1)]
+
+    def allowed_by(self, matcher: Matcher | None) -> bytes:
+        """The mask of what its caller and a matcher allow next; empty where anything may come."""
+        return both(b"" if matcher is None else matcher.compute_bitmask(), self.sampling.allowed)
 
     def bad_ends(self, drafts: Iterable[int] = ()) -> tuple[int, ...]:
         """The tokens that cannot be chosen behind these drafts, since they complete a bad word: as far as that does not

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import heapq
 import json
-import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from common import log
 from common.checkpoint import Checkpoint
 from common.errors import InvalidInput
+from llm_service.engine.token_masks import all_but, mask_of
 from llm_service.request import Structure, ThinkingBound, Trigger
 
 _log = log.get("structure")
@@ -212,7 +212,7 @@ class Structures:
     def __init__(self, checkpoint: Checkpoint, vocab_size: int, eos: Iterable[int], *, cache_bytes: int = 0) -> None:
         ends = sorted(eos)
         self._tokenizer = _tokenizer(_within(checkpoint.tokenizer_settings(), vocab_size), vocab_size, ends)
-        self._unended = _all_but(ends, vocab_size)
+        self._unended = all_but(ends, vocab_size)
         self._vocab_size = vocab_size
         self._forced: dict[int, bytes] = {}
         self._cache_bytes = cache_bytes
@@ -244,7 +244,7 @@ class Structures:
         if form.thinking_bound is None:
             return self._of_grammar(form)
         end = form.thinking_bound.end
-        forced = self._forced.setdefault(end, _only(end, self._vocab_size))
+        forced = self._forced.setdefault(end, mask_of((end,), self._vocab_size))
         return _Bounded(form.thinking_bound, forced, self._of_grammar(form) if form.grammar else None)
 
     def _of_grammar(self, form: Form) -> Matcher:
@@ -292,31 +292,6 @@ def _within(settings: dict[str, Any], vocab_size: int) -> dict[str, Any]:
     elif isinstance(words, list):  # each one's place is its number
         words = words[:vocab_size]
     return {**settings, "added_tokens": known, "model": {**settings["model"], "vocab": words}}
-
-
-def _all_but(tokens: Iterable[int], vocab_size: int) -> bytes:
-    """The mask that allows every token but these, as long as llguidance's."""
-    mask = bytearray(b"\xff" * (4 * math.ceil(vocab_size / 32)))
-    for token in tokens:
-        mask[token // 8] &= ~(1 << token % 8)
-    return bytes(mask)
-
-
-def leaves_any(mask: bytes, banned: Sequence[int]) -> bool:
-    """Whether a mask, none of which allows all, allows a token that is not banned."""
-    if not mask or not banned:
-        return True
-    left = bytearray(mask)
-    for token in banned:
-        left[token // 8] &= ~(1 << token % 8)
-    return left.count(0) < len(left)
-
-
-def _only(token: int, vocab_size: int) -> bytes:
-    """The mask that allows this token alone."""
-    mask = bytearray(4 * math.ceil(vocab_size / 32))
-    mask[token // 8] |= 1 << token % 8
-    return bytes(mask)
 
 
 class Matchers:

@@ -65,6 +65,7 @@ SAMPLES: dict[str, Any] = {
     "no_stop_trim": True,
     "bad_words": ["x"],
     "skip_special_tokens": False,
+    "allowed_token_ids": [5, 6],
     "thinking_token_budget": 0,
     "ignore_eos": True,
     "return_token_ids": True,

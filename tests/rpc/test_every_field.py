@@ -130,6 +130,13 @@ def check_logit_bias(both: Pair, plain: list[int]) -> None:
     assert plain[0] not in ids(both, logit_bias={plain[0]: -100.0})
 
 
+def check_allowed_token_ids(both: Pair, plain: list[int]) -> None:
+    some = sorted({*plain[:2], 100, 200, 300})
+    assert {*drawn(both, allowed_token_ids=some)} == {*some}
+    assert {*ids(both, allowed_token_ids=[7])} == {7}
+    assert plain[0] not in ids(both, allowed_token_ids=some, logit_bias={plain[0]: -100.0})
+
+
 def check_bad_words(both: Pair, plain: list[int]) -> None:
     """Alone, and as the end of several tokens: those that are made of what was said where one text is two tokens."""
     words = [text for token in plain if both.text.tokenize(text := both.text.detokenize(token)) == [token]]

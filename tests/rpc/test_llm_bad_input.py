@@ -144,6 +144,12 @@ CASES: dict[str, Case] = {
         "TOKEN_OUT_OF_RANGE",
         "sampling.stop_token_ids",
     ),
+    "an allowed token outside the vocabulary": (
+        sampled(allowed_token_ids=[VOCABULARY]),
+        INVALID,
+        "TOKEN_OUT_OF_RANGE",
+        "sampling.allowed_token_ids",
+    ),
     "a bias outside the vocabulary": (
         sampled(logit_bias={VOCABULARY: 1.0}),
         INVALID,

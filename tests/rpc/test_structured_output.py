@@ -119,6 +119,20 @@ def test_a_structure_that_bad_words_leave_nothing_of_is_refused_by_that_field(qw
     assert {(choice.text, choice.reason) for choice in complete} == {("bc", v1.FINISH_REASON_STRUCTURE)}
 
 
+def test_a_structure_follows_what_tokens_alone_may_be_chosen(qwen3: Pair) -> None:
+    a, b, c = (qwen3.text.tokenize(letter)[0] for letter in "abc")
+    found = answer(qwen3.text, shaped(qwen3, regex="(a|b)c", allowed_token_ids=[a, c])).choices
+    assert {(choice.text, choice.reason) for choice in found} == {("ac", v1.FINISH_REASON_STRUCTURE)}
+    for more in (
+        {"regex": "(a|b)c", "allowed_token_ids": [a, b]},
+        {"allowed_token_ids": [a], "bad_words": ["aaa"]},
+        {"allowed_token_ids": [a], "stop_token_ids": [a], "min_tokens": 2},
+    ):
+        error = refusal(qwen3.text, shaped(qwen3, **more))
+        assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+        assert (error.reason, error.field) == ("ALLOWED_TOKENS_UNREACHABLE", "sampling.allowed_token_ids")
+
+
 EXPLODING = {
     "repetitions of what other rules repeat": {
         "grammar": 'start: A\nA: B{3000}\nB: C{3000}\nC: D{3000}\nD: "a"{3000}',

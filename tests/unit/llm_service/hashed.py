@@ -257,6 +257,11 @@ def expected(order: Order, choice: int, limits: Limits) -> tuple[list[int], str]
         prompt = array("i", sorted(set(order.prompt)) if sampling.repetition_penalty != 1.0 else []).tobytes()
         said = array("i", out if sampling.penalises else []).tobytes()
         allowed = matcher.compute_bitmask() if matcher else b""
+        if sampling.allowed:
+            whole = int.from_bytes(allowed or b"\xff" * 4, "little") & int.from_bytes(sampling.allowed, "little")
+            allowed = whole.to_bytes(4, "little")
+            if not any(whole >> word & 1 and word not in banned for word in range(32)):
+                return out, "failed"
         draw = Draw(at=0, uniform=chance, banned=banned, prompt=prompt, output=said, allowed=allowed)
         token = _choose(value, draw)
         if matcher:

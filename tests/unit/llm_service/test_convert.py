@@ -281,6 +281,7 @@ def test_limits_are_options() -> None:
     assert refusal(chat(v1.ChatPart(text="a"), v1.ChatPart(text="b")), few).reason == "TOO_MANY_PARTS"
     assert refusal(message(stop_token_ids=[1, 2]), few).reason == "TOO_MANY_TOKEN_IDS"
     assert refusal(message(logit_bias={1: 1.0, 2: 1.0}), few).reason == "TOO_MANY_TOKEN_IDS"
+    assert refusal(message(allowed_token_ids=[1, 2]), few).reason == "TOO_MANY_TOKEN_IDS"
     assert refusal(message(stop=["x"]), few).reason == "TOO_MANY_STOPS"
     assert refusal(message(bad_words=["x"]), few).reason == "TOO_MANY_BAD_WORDS"
     assert refusal(message(logprobs=1), few).reason == "OUT_OF_RANGE"

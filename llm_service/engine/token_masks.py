@@ -1,0 +1,46 @@
+"""Which tokens of a vocabulary may be chosen: bit i of a little-endian mask, as long as llguidance's, says whether
+token i may; an empty mask: any may."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+
+def mask_of(tokens: Iterable[int], vocab_size: int) -> bytes:
+    """Allows these alone."""
+    mask = bytearray(4 * math.ceil(vocab_size / 32))
+    for token in tokens:
+        mask[token // 8] |= 1 << token % 8
+    return bytes(mask)
+
+
+def all_but(tokens: Iterable[int], vocab_size: int) -> bytes:
+    """Allows every token but these."""
+    mask = bytearray(b"\xff" * (4 * math.ceil(vocab_size / 32)))
+    for token in tokens:
+        mask[token // 8] &= ~(1 << token % 8)
+    return bytes(mask)
+
+
+def both(one: bytes, other: bytes) -> bytes:
+    """Allows what both allow.
+
+    >>> both(b"\\x03", b"\\x06"), both(b"", b"\\x06")
+    (b'\\x02', b'\\x06')
+    """
+    if not one or not other:
+        return one or other
+    return (np.frombuffer(one, np.uint8) & np.frombuffer(other, np.uint8)).tobytes()
+
+
+def leaves_any(mask: bytes, banned: Sequence[int]) -> bool:
+    """Whether a mask allows a token that is not banned."""
+    if not mask:
+        return True
+    left = bytearray(mask)
+    for token in banned:
+        left[token // 8] &= ~(1 << token % 8)
+    return left.count(0) < len(left)
