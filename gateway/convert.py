@@ -86,6 +86,7 @@ def _set_structure(params: llm_pb2.SamplingParams, asked: SamplingFields) -> Non
         ("regex", asked.regex),
         ("choice", asked.guided_choice),
         ("grammar", asked.guided_grammar),
+        ("grammar", asked.ebnf),
     ]
     if outputs is not None:
         given += [

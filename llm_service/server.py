@@ -37,8 +37,7 @@ from llm_service.generation.generator import Generator
 from llm_service.generation.prefixes import Prefixes
 from llm_service.generation.sessions import SessionLimits, Sessions
 from llm_service.grammar.compiler import Compiler
-from llm_service.grammar.foresight import StructureLimits
-from llm_service.grammar.messages import Vocabulary
+from llm_service.grammar.messages import StructureLimits, Vocabulary
 from llm_service.meters import Meters
 from llm_service.models.adapter_folder import CONFIG, largest_rank
 from llm_service.models.served import ServedModel

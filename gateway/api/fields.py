@@ -182,6 +182,7 @@ class SamplingFields(RequestFields):
     guided_choice: Texts | None = None
     guided_grammar: str | None = None
     regex: str | None = None
+    ebnf: str | None = None
     structured_outputs: StructuredOutputs | None = None
 
     @property

@@ -20,6 +20,8 @@ from common.checkpoint import Checkpoint
 from common.errors import InvalidInput
 from common.processes import ParentLink, die_with_parent, leave_signals_to_parent, was_ended
 from llm_service.engine.structure import Structures
+from llm_service.grammar.foresight import refusal
+from llm_service.grammar.gbnf import as_lark
 from llm_service.grammar.messages import (
     Answer,
     Broke,
@@ -105,16 +107,29 @@ def _work(structures: Structures, order: Compile, parent: int, writing: int) -> 
 
 
 def _answer(structures: Structures, order: Compile) -> Answer:
+    structure, limits = Structure(order.kind, order.text), order.limits  # type: ignore[arg-type]
+    if order.kind == "grammar" and (lark := _lark(order.text)) != order.text:
+        structure = Structure("grammar", lark)
+        if why := refusal(structure, limits):  # which could not be foreseen in another form
+            return Refused(why, too_large=True)
     before = bytes_in_use()
     try:
-        grammar, matcher = structures.compile(Structure(order.kind, order.text))  # type: ignore[arg-type]
+        grammar, matcher = structures.compile(structure)
     except InvalidInput as error:
         return Refused(error.message)
-    held = max(0, bytes_in_use() - before)
+    held, most = max(0, bytes_in_use() - before), limits.compiled_bytes
     del matcher  # which was to be here while its memory was counted
-    if held > order.max_bytes:
-        return Refused(f"the {order.kind} takes more than {order.max_bytes} bytes when it is compiled", too_large=True)
+    if held > most:
+        return Refused(f"the {order.kind} takes more than {most} bytes when it is compiled", too_large=True)
     return Compiled(grammar, held)
+
+
+def _lark(text: str) -> str:
+    """A grammar in Lark's form; what cannot be read stays as it is, and is refused when it is compiled."""
+    try:
+        return as_lark(text)
+    except ValueError:
+        return text
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from common.cpu_time_limit import CpuTimeLimit, ProcessStalled
 from common.errors import Exhausted, InvalidInput, Unavailable
 from common.processes import Child, ChildDied
 from llm_service.grammar.fair_queue import FairQueue
-from llm_service.grammar.foresight import StructureLimits, refusal
+from llm_service.grammar.foresight import refusal
 from llm_service.grammar.messages import (
     Answer,
     Broke,
@@ -26,6 +26,7 @@ from llm_service.grammar.messages import (
     Outcome,
     Ready,
     Refused,
+    StructureLimits,
     TooSlow,
     Vocabulary,
 )
@@ -222,7 +223,7 @@ class Compiler:
 
     async def _work(self, child: Child[FromCompiler], structure: Structure) -> tuple[Outcome, bool]:
         """Has a process compile a structure: what came of that, and whether the process can be used again."""
-        child.send(Compile(structure.kind, structure.text, self._seconds, self._limits.compiled_bytes))
+        child.send(Compile(structure.kind, structure.text, self._seconds, self._limits))
         begun = False
         try:
             async with CpuTimeLimit(

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
+from llm_service.grammar.messages import StructureLimits
 from llm_service.request import Structure
 
 _ENDLESS = 1 << 62
@@ -33,17 +33,6 @@ _GRAMMAR = re.compile(
 
 _MAPS = ("properties", "patternProperties", "dependentSchemas")
 _SINGLE = ("additionalItems", "additionalProperties", "contains", "propertyNames", "if", "then", "else", "not")
-
-
-@dataclass(frozen=True, slots=True)
-class StructureLimits:
-    """What a structure may ask for. `multiple` and `repeats` bound what `Demand` counts, `depth` the groups of a regex
-    or grammar within each other, `compiled_bytes` what its compiled form holds."""
-
-    multiple: int
-    repeats: int
-    depth: int
-    compiled_bytes: int
 
 
 class Demand(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 
 
@@ -13,14 +15,25 @@ class Vocabulary(msgspec.Struct, frozen=True, tag=True):
     ends: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class StructureLimits:
+    """What a structure may ask for. `multiple` and `repeats` bound what `foresight.Demand` counts, `depth` the groups
+    of a regex or grammar within each other, `compiled_bytes` what its compiled form holds."""
+
+    multiple: int
+    repeats: int
+    depth: int
+    compiled_bytes: int
+
+
 class Compile(msgspec.Struct, frozen=True, tag=True):
-    """Check this structure; see `request.Structure`. It may have so many seconds of processor time, and its compiled
-    form may hold so many bytes."""
+    """Check this structure; see `request.Structure`. It may have so many seconds of processor time, and ask for what is
+    within the limits."""
 
     kind: str
     text: str
     seconds: float
-    max_bytes: int
+    limits: StructureLimits
 
 
 class CompileStarted(msgspec.Struct, frozen=True, tag=True):

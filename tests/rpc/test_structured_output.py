@@ -60,6 +60,21 @@ def test_a_grammar_is_followed(qwen3: Pair) -> None:
         assert re.fullmatch(r"[1-9][0-9]?(\+[1-9][0-9]?){2}", choice.text)
 
 
+def test_a_grammar_in_the_other_form_is_followed(qwen3: Pair) -> None:
+    grammar = """
+root ::= "<" ("a" | pair){2,3} ">" sign?  # behind a pair another
+pair ::= [x-z] "\\u0022é" digits
+digits ::= [0-9] | [0-9] digits
+sign ::= "!"
+"""
+    found = answer(qwen3.text, shaped(qwen3, grammar=grammar)).choices
+    assert any('"é' in choice.text for choice in found)
+    for choice in found:
+        assert re.match(r'<(a|[x-z]"é[0-9]+){2,3}>!?|<', choice.text)
+        if choice.reason != v1.FINISH_REASON_LENGTH:
+            assert re.fullmatch(r'<(a|[x-z]"é[0-9]+){2,3}>!?', choice.text)
+
+
 def test_the_company_of_other_requests_changes_no_structured_token(qwen3: Pair) -> None:
     alone = tokens(qwen3.text, asked(QUESTION, greedy(40, ignore_eos=False, json_schema=SCHEMA)))
     with qwen3.text.generate(asked(user("count"), greedy(3000))) as other:
@@ -79,6 +94,11 @@ def test_the_company_of_other_requests_changes_no_structured_token(qwen3: Pair) 
         ({"json_schema": '{"items": {"type": "integer", "multipleOf": 999983}}'}, "STRUCTURE_TOO_LARGE"),
         ({"regex": "(a{1000}){1000}"}, "STRUCTURE_TOO_LARGE"),
         ({"grammar": "start: nowhere"}, "BAD_STRUCTURE"),
+        ({"grammar": "root ::= nowhere"}, "BAD_STRUCTURE"),
+        ({"grammar": 'root ::= ["] ' + '("a" ' * 140 + '"a"' + " | root)" * 140}, "BAD_STRUCTURE"),
+        ({"grammar": 'root ::= ["] ("a" "b"{1000}){1000}'}, "STRUCTURE_TOO_LARGE"),
+        ({"grammar": "root ::= " + "(" * 5000}, "STRUCTURE_TOO_LARGE"),
+        ({"grammar": 'root ::= ["] ' + "(" * 5000}, "BAD_STRUCTURE"),
         ({"choice": v1.Choice()}, "BAD_STRUCTURE"),
         ({"choice": v1.Choice(options=["a", ""])}, "BAD_STRUCTURE"),
     ],

@@ -19,8 +19,7 @@ from common.cpu_time_limit import CpuTimeLimit
 from common.errors import Exhausted, InvalidInput, Unavailable
 from common.processes import Child
 from llm_service.grammar.compiler import Compiler
-from llm_service.grammar.foresight import StructureLimits
-from llm_service.grammar.messages import Compile, Vocabulary
+from llm_service.grammar.messages import Compile, StructureLimits, Vocabulary
 from llm_service.request import Structure
 from tests.checkpoints import VOCABULARY
 from tests.launch import command_line
