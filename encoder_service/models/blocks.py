@@ -17,6 +17,7 @@ from common import log
 from common.checkpoint import CheckpointError
 from common.linear import Linear
 from encoder_service.models.attention import Segments
+from encoder_service.models.row_kernels import kernels_for
 from encoder_service.models.tower import Rotary
 
 EPSILON = 1e-6
@@ -36,7 +37,11 @@ def apply_rotary(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 def turn(x: Tensor, rotary: Rotary, *, fresh: bool = False) -> Tensor:
-    """As `apply_rotary`; on a GPU by one kernel, which changes x itself unless the result is to be `fresh`."""
+    """As `apply_rotary`; on a GPU by one kernel, which changes x itself unless the result is to be `fresh`, and so on a
+    CPU that has one."""
+    if (kernels := kernels_for(x)) is not None:
+        rotated: Tensor = kernels.turn(x.clone() if fresh else x, rotary.cos, rotary.sin)
+        return rotated
     kernel = _kernel(x.device)
     return apply_rotary(x, rotary) if kernel is None else kernel(x, rotary, fresh=fresh)
 
@@ -100,9 +105,28 @@ class Block(nn.Module):
         self.mlp = mlp
 
     def forward(self, x: Tensor, segments: Segments, positions: Rotary) -> Tensor:
-        x = x + self.attn(self.norm1(x), segments, positions)
-        out: Tensor = x + self.mlp(self.norm2(x))
+        x, normed = add_and_norm(x, self.attn(self.norm1(x), segments, positions), self.norm2)
+        out: Tensor = x + self.mlp(normed)
         return out
+
+
+def add_and_norm(x: Tensor, more: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """x + more, and its norm."""
+    if (kernels := kernels_for(x)) is not None and isinstance(norm, nn.LayerNorm):
+        both: tuple[Tensor, Tensor] = kernels.add_layer_norm(x, more, norm.weight, norm.bias, norm.eps)
+        return both
+    x = x + more
+    return x, norm(x)
+
+
+def activated(layer: Linear, act: nn.Module, x: Tensor) -> Tensor:
+    """A layer's outputs [N, outputs] through an activation."""
+    kernels = kernels_for(x)
+    if kernels is not None and isinstance(act, nn.GELU) and act.approximate == "tanh":
+        opened: Tensor = kernels.gelu(layer(x))
+        return opened
+    out: Tensor = layer(x, act)
+    return out
 
 
 class FeedForward(nn.Module):
@@ -115,7 +139,7 @@ class FeedForward(nn.Module):
         self.fc2 = Linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc2(self.fc1(x, self.act))
+        out: Tensor = self.fc2(activated(self.fc1, self.act, x))
         return out
 
 

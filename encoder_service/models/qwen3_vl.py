@@ -30,7 +30,7 @@ class FeedForward(nn.Module):
         self.linear_fc2 = Linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear_fc2(self.linear_fc1(x, self.act))
+        out: Tensor = self.linear_fc2(blocks.activated(self.linear_fc1, self.act, x))
         return out
 
 

@@ -234,6 +234,9 @@ def power_of_two(builder: Any, x: Value, coefficients: Sequence[float] = _POWERS
         scale = declared(builder, "llvm.x86.avx512.mask.scalef.ps.512", VECTOR, [VECTOR] * 3 + both[3:])
         part = builder.call(reduce, [x, FLAG(_DOWNWARDS), x, ir.IntType(LANES)(-1), FLAG(_AS_SET)])
         value = _polynomial(builder, part, coefficients)
+        # What is too small to be normal is 0: to compute such a number takes thirty times as long.
+        normal = builder.fcmp_unordered(">=", x, constant(1.0 - _BIAS))
+        x = builder.select(normal, x, constant(-np.inf))
         return builder.call(scale, [value, x, value, ir.IntType(LANES)(-1), FLAG(_AS_SET)])
     x = higher(builder, constant(_LEAST), x)
     whole = builder.call(declared(builder, "llvm.rint.v16f32", VECTOR, [VECTOR]), [x])

@@ -14,7 +14,7 @@ from common.cpu.compiling import Readiness
 from common.cpu.jit import use_threads
 from common.cpu.pair_attention import PairAttention
 from common.devices import multiplies_tiles
-from encoder_service.models import attention
+from encoder_service.models import attention, row_kernels
 from encoder_service.models.attention import (
     AttentionUnavailable,
     Flash,
@@ -28,6 +28,14 @@ from encoder_service.models.attention import (
 )
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def own_row_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a back end selects is forgotten after the test."""
+    monkeypatch.setattr(row_kernels._state, "kernels", None)
+
+
 SEGMENTS = st.lists(st.integers(1, 90), min_size=1, max_size=6)
 
 

@@ -1,0 +1,211 @@
+"""Rows of bfloat16 whose arithmetic is float32: rotations, layer norms and activations. The last vector of a row may
+have fewer numbers than others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from common.cpu.vectors.llvm import (
+    FLAG,
+    FLOAT,
+    LANES,
+    SHORTS,
+    SINGLE,
+    VECTOR,
+    WHOLE,
+    WORD,
+    Value,
+    at,
+    constant,
+    declared,
+    flags,
+    load,
+    multiply_add,
+    pointer,
+    spread,
+    spread_whole,
+)
+from common.cpu.vectors.powers import GELU_BEND, GELU_SLOPE, short_power_of_two
+
+SHORT = 2
+"""Bytes."""
+_STEEPEST = 60.0
+"""An exponent of two: what is divided by its power is as good as 0, and large enough to be normal: arithmetic of
+numbers that are not takes a hundred times as long."""
+_MASK = ir.VectorType(ir.IntType(1), LANES)
+
+
+Mask = Value | None
+"""The lanes whose numbers there are; None: all."""
+
+
+def _over(builder: Any, count: Value, step: Callable[[Value, Mask], None]) -> None:
+    """Has a step written for the whole vectors of so many numbers and one for those behind, of the place of its first
+    number."""
+    whole = builder.sdiv(count, WORD(LANES))
+    with cgutils.for_range(builder, whole) as loop:
+        step(builder.mul(loop.index, WORD(LANES)), None)
+    first = builder.mul(whole, WORD(LANES))
+    left = builder.sub(count, first)
+    with builder.if_then(builder.icmp_signed(">", left, WORD(0))):
+        lanes = ir.Constant(WHOLE, list(range(LANES)))
+        step(first, builder.icmp_signed("<", lanes, spread_whole(builder, builder.trunc(left, FLAG))))
+
+
+def _load(builder: Any, base: Value, first: Value, mask: Mask) -> Value:
+    """bfloat16 as float32; 0 where there are none."""
+    place = at(builder, base, first, WORD(SHORT))
+    if mask is None:
+        shorts = load(builder, place, SHORTS, size=SHORT)
+    else:
+        kinds = [SHORTS.as_pointer(), FLAG, _MASK, SHORTS]
+        masked = declared(builder, "llvm.masked.load.v16i16.p0", SHORTS, kinds)
+        none = ir.Constant(SHORTS, [0] * LANES)
+        shorts = builder.call(masked, [pointer(builder, place, SHORTS), FLAG(SHORT), mask, none])
+    return builder.bitcast(builder.shl(builder.zext(shorts, WHOLE), flags(16)), VECTOR)
+
+
+def _load_wide(builder: Any, base: Value, first: Value, mask: Mask) -> Value:
+    """float32; 0 where there are none."""
+    place = at(builder, base, first, WORD(FLOAT))
+    if mask is None:
+        return load(builder, place, VECTOR)
+    masked = declared(builder, "llvm.masked.load.v16f32.p0", VECTOR, [VECTOR.as_pointer(), FLAG, _MASK, VECTOR])
+    return builder.call(masked, [pointer(builder, place, VECTOR), FLAG(FLOAT), mask, constant(0.0)])
+
+
+def _store(builder: Any, value: Value, base: Value, first: Value, mask: Mask) -> None:
+    """float32 as bfloat16."""
+    rounded = builder.call(declared(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", SHORTS, [VECTOR]), [value])
+    place = pointer(builder, at(builder, base, first, WORD(SHORT)), SHORTS)
+    if mask is None:
+        builder.store(rounded, place).align = SHORT
+    else:
+        kinds = [SHORTS, SHORTS.as_pointer(), FLAG, _MASK]
+        masked = declared(builder, "llvm.masked.store.v16i16.p0", ir.VoidType(), kinds)
+        builder.call(masked, [rounded, place, FLAG(SHORT), mask])
+
+
+def _rotate(_: Any, _out: Any, _head: Any, _tables: Any, _half: Any) -> Any:
+    """Rotates the first `half` numbers of a head against those behind them, and writes them to an address, which may be
+    the head's own. `tables` are the addresses of cosines and sines of the first half, and of the second."""
+
+    def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        out, head, tables, half = given
+        behind = builder.mul(half, WORD(SHORT))
+
+        def step(first: Value, mask: Mask) -> None:
+            cos, sin, later_cos, later_sin = (
+                _load_wide(builder, table, first, mask) for table in cgutils.unpack_tuple(builder, tables)
+            )
+            one, other = (_load(builder, base, first, mask) for base in (head, builder.add(head, behind)))
+            less = builder.fneg(builder.fmul(other, sin))
+            _store(builder, multiply_add(builder, one, cos, less), out, first, mask)
+            more = builder.fmul(one, later_sin)
+            _store(builder, multiply_add(builder, other, later_cos, more), builder.add(out, behind), first, mask)
+
+        _over(builder, half, step)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.UniTuple(types.intp, 4), types.intp), generate
+
+
+def _norm_row(_: Any, _out: Any, _x: Any, _parameters: Any, _count: Any, _eps: Any) -> Any:
+    """Writes a row's layer norm to an address, which may be its own; `parameters` are the addresses of the weight and
+    the bias."""
+
+    def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        out, x, parameters, count, eps = given
+        weight, bias = cgutils.unpack_tuple(builder, parameters)
+        share = builder.fdiv(SINGLE(1.0), builder.sitofp(count, SINGLE))
+        mean = spread(builder, builder.fmul(_total(builder, count, lambda *at_: _load(builder, x, *at_)), share))
+
+        def off(first: Value, mask: Mask) -> Value:
+            part = builder.fsub(_load(builder, x, first, mask), mean)
+            return part if mask is None else builder.select(mask, part, constant(0.0))
+
+        def square(first: Value, mask: Mask) -> Value:
+            part = off(first, mask)
+            return builder.fmul(part, part)
+
+        spread_out = builder.fadd(builder.fmul(_total(builder, count, square), share), eps)
+        root = builder.call(declared(builder, "llvm.sqrt.f32", SINGLE, [SINGLE]), [spread_out])
+        scale = spread(builder, builder.fdiv(SINGLE(1.0), root))
+
+        def step(first: Value, mask: Mask) -> None:
+            factor, more = (_load(builder, base, first, mask) for base in (weight, bias))
+            part = builder.fmul(off(first, mask), scale)
+            _store(builder, multiply_add(builder, part, factor, more), out, first, mask)
+
+        _over(builder, count, step)
+        return context.get_dummy_value()
+
+    pair = types.UniTuple(types.intp, 2)
+    return types.void(types.intp, types.intp, pair, types.intp, types.float32), generate
+
+
+def _total(builder: Any, count: Value, term: Callable[[Value, Mask], Value]) -> Value:
+    """The sum over so many numbers."""
+    total = cgutils.alloca_once_value(builder, constant(0.0))
+
+    def step(first: Value, mask: Mask) -> None:
+        builder.store(builder.fadd(builder.load(total), term(first, mask)), total)
+
+    _over(builder, count, step)
+    reduce = declared(builder, "llvm.vector.reduce.fadd.v16f32", SINGLE, [SINGLE, VECTOR])
+    return builder.call(reduce, [SINGLE(-0.0), builder.load(total)], fastmath=("reassoc",))
+
+
+def _add_row(_: Any, _out: Any, _one: Any, _other: Any, _count: Any) -> Any:
+    """Writes the sum of two rows to an address, which may be one's own."""
+
+    def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        out, one, other, count = given
+
+        def step(first: Value, mask: Mask) -> None:
+            both = (_load(builder, base, first, mask) for base in (one, other))
+            _store(builder, builder.fadd(*both), out, first, mask)
+
+        _over(builder, count, step)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp, types.intp), generate
+
+
+def _gelu_row(_: Any, _x: Any, _count: Any) -> Any:
+    """gelu of so many numbers at an address, by its hyperbolic tangent: x · logistic(slope · (x + bend · x³))."""
+    line = -GELU_SLOPE * math.log2(math.e)
+
+    def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        x, count = given
+        kinds = [VECTOR, VECTOR, ir.IntType(LANES)]
+        # Off by 6 · 10⁻⁵: it is rounded to bfloat16.
+        inverse = declared(builder, "llvm.x86.avx512.rcp14.ps.512", VECTOR, kinds)
+
+        def step(first: Value, mask: Mask) -> None:
+            number = _load(builder, x, first, mask)
+            slope = multiply_add(builder, builder.fmul(number, number), constant(line * GELU_BEND), constant(line))
+            exponent = builder.fmul(number, slope)
+            steep = builder.fcmp_ordered(">", exponent, constant(_STEEPEST))
+            exponent = builder.select(steep, constant(_STEEPEST), exponent)
+            power = short_power_of_two(builder, exponent)
+            below = builder.fadd(power, constant(1.0))
+            opened = builder.call(inverse, [below, below, ir.IntType(LANES)(-1)])
+            _store(builder, builder.fmul(number, opened), x, first, mask)
+
+        _over(builder, count, step)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp), generate
+
+
+rotate: Any = intrinsic(_rotate)
+norm_row: Any = intrinsic(_norm_row)
+add_row: Any = intrinsic(_add_row)
+gelu_row: Any = intrinsic(_gelu_row)
