@@ -144,6 +144,7 @@ REQUESTS: dict[str, v1.GenerateRequest] = {
     "choices that end apart": asked(COUNT, drawn(n=2, max_tokens=64, json_schema=SCHEMA, ignore_eos=False)),
     "a picture": asked(about(PICTURE), greedy(12)),
     "at least so many": asked(COUNT, drawn(min_tokens=6, max_tokens=30, stop_token_ids=range(0, 400, 3))),
+    "bad words": asked(COUNT, drawn(allowed_token_ids=range(64, 90), bad_words=["a", "bc", "cb", "dde", "ffff"])),
     "special tokens shown": asked(
         COUNT, drawn(logit_bias=dict.fromkeys(SPECIAL_IDS.values(), 60), skip_special_tokens=False)
     ),
