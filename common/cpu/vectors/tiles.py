@@ -73,7 +73,8 @@ def _add_tiles(_: Any, blocks: Any, across: Any, _lines: Any, _places: Any, _cou
     which the product is at most 4, since the sums stay in tiles. The products of 16 pairs are added up in float32, then
     to the sum, in one order whatever the rows. `places` are (address of out, bytes from one row of it to the next, the
     same of x, address of weights, bytes from one pair of them to the next, address of what comes next): of this so many
-    `lines` are asked for with each 16 pairs. All is read fastest where rows begin with a line of the cache.
+    `lines`, a multiple of `across`, are asked for with each 16 pairs. Rows that begin with a line of the cache are read
+    fastest.
     """
     return _products(blocks, across, fresh=False)
 
@@ -115,9 +116,11 @@ def _write_products(
     with cgutils.for_range(builder, count) as loop:
         pairs = at(builder, weights, builder.mul(loop.index, WORD(BLOCK)), size)
         share = at(builder, coming, builder.mul(loop.index, lines), WORD(LINE))
-        with cgutils.for_range(builder, lines) as asked:
-            ask(builder, at(builder, share, asked.index, WORD(LINE)))
+        several = builder.sdiv(lines, WORD(across))
         for part in range(across):
+            with cgutils.for_range(builder, several) as asked:
+                line = builder.add(asked.index, builder.mul(several, WORD(part)))
+                ask(builder, at(builder, share, line, WORD(LINE)))
             weight = others[part % len(others)]
             _load(builder, weight, plus(builder, pairs, LINE * part), size)
             for block, tile in enumerate(numbers):

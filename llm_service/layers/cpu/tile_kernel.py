@@ -25,7 +25,9 @@ _LINES = BLOCK * ROW // LINE
 _HALF = VECTORS // 2
 _STRETCH = 64
 """Pairs of inputs that all rows go through before the next: 16 KiB of a panel, so that the stretch that comes next has
-room in the first-level cache as well. Of few rows' weights those are asked for that come so much later."""
+room in the first-level cache as well."""
+_AHEAD = 32
+"""Pairs between the weights that few rows are multiplied with and those that are asked for meanwhile."""
 _LEAST_LINES = 8
 """That are asked for with 16 pairs, while there are any."""
 _MOST = 18 * BLOCK
@@ -102,7 +104,7 @@ def _multiply_few(out: Any, packed: Any, panels: Any, bias: Any, panel: Any) -> 
     sums = room.ctypes.data + first_line(room) * FLOAT
     weights = panels.ctypes.data + panel * pairs * ROW
     configure_tiles(rows)
-    places = (sums, ROW, packed.ctypes.data, packed.shape[1] * FLOAT, weights, ROW, weights + _STRETCH * ROW)
+    places = (sums, ROW, packed.ctypes.data, packed.shape[1] * FLOAT, weights, ROW, weights + _AHEAD * ROW)
     multiply_tiles(1, VECTORS, _LINES, places, pairs // BLOCK)
     release_tiles()
     write_panel(out, panel, 0, rows, room, bias[:0], bias)
