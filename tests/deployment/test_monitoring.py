@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from tests.deployment.charts import CHART, manifests, of_kind
 from tests.deployment.prometheus import CONFIG, Prometheus, program, prometheus
 from tests.gateway.trio import Trio, fronted, image, said, text
 from tests.launch import ROOT
+from tests.ports import held_address
 from tests.rpc.pairs import pair
 from tests.waiting import until
 
@@ -56,8 +56,7 @@ def observed(
 ) -> Iterator[tuple[Trio, Prometheus]]:
     """All services, and a Prometheus that scrapes them."""
     program("prometheus")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = int(held_address().rpartition(":")[2])
     with (
         pair(checkpoints("qwen3_vl"), encoder_flags=METRICS, **METRICS, **PREFILLS) as services,
         fronted(services) as door,

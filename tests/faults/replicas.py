@@ -13,6 +13,7 @@ from typing import Any
 
 from tests import pictures
 from tests.launch import Service, command_line, encoder_server, send, stop
+from tests.ports import held_address
 from tests.rpc.pairs import ENCODER_FLAGS, about, answer, asked, greedy
 from tests.waiting import until
 from twinlens import LlmClient, TwinlensError, v1
@@ -21,19 +22,18 @@ FILES = [pictures.encoded(pictures.noise(128 + 64 * (n % 3), 128 + 64 * (n % 4),
 
 
 class Replica:
-    """One encoder, or what `_launch` starts; after its first start it keeps its address. `module` among its flags is
-    another one to run."""
+    """One encoder, or what `_launch` starts, each time at the same address. `module` among its flags is another one to
+    run."""
 
     def __init__(self, checkpoint: Path, **flags: Any) -> None:
         self._checkpoint = checkpoint
         self._flags = {**ENCODER_FLAGS, **flags}
         self._stack = ExitStack()
         self._service: Service | None = None
-        self.address = "127.0.0.1:0"
+        self.address = held_address()
 
     def start(self) -> None:
-        service = self._stack.enter_context(self._launch(listen=self.address))
-        self._service, self.address = service, service.address
+        self._service = self._stack.enter_context(self._launch(listen=self.address))
 
     def _launch(self, **flags: Any) -> AbstractContextManager[Service]:
         return encoder_server(self._checkpoint, exit_code=None, **{**self._flags, **flags})

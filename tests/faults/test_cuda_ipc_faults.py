@@ -18,6 +18,7 @@ import pytest
 from tests import pictures
 from tests.device_twin.services import twin_encoder, twin_llm
 from tests.launch import Service, stopped
+from tests.ports import held_address
 from tests.rpc.pairs import about, asked, greedy, idle, quiet, tokens, usable
 from tests.rpc.test_transports import by_transport
 from tests.waiting import until
@@ -44,7 +45,7 @@ class Twins:
         self._checkpoint = checkpoint
         self._encoder_stack = ExitStack()
         stack.callback(self._end_encoder)
-        self._address = "127.0.0.1:0"
+        self._address = held_address()
         self._start_encoder({})
         self.llm = stack.enter_context(twin_llm(checkpoint, self._address, exit_code=None, **GROUP))
         self.text = stack.enter_context(LlmClient(self.llm.address))
@@ -68,7 +69,6 @@ class Twins:
         start = twin_encoder(self._checkpoint, listen=self._address, exit_code=None, **flags)
         self.encoder = self._encoder_stack.enter_context(start)
         self.media = self._encoder_stack.enter_context(EncoderClient(self.encoder.address))
-        self._address = self.encoder.address
 
     def until_ready(self) -> None:
         until(lambda: len(self.media.get_info().device_pools) == 1, "the encoder has a worker")

@@ -16,6 +16,7 @@ import pytest
 import trustme
 
 from tests.launch import ROOT
+from tests.ports import held_address
 from tests.waiting import until
 
 PAGE = ROOT / "docs/operations/proxies.md"
@@ -66,8 +67,7 @@ def proxy(kind: str, program: str, gateways: Sequence[str], folder: Path) -> Ite
     issued = authority.issue_cert("127.0.0.1")
     for name in ("gateway.pem", "gateway.key"):
         issued.private_key_and_cert_chain_pem.write_to_path(str(folder / name))
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = int(held_address().rpartition(":")[2])
     content = shown(kind).replace("/tls/", f"{folder}/")
     for number, address in enumerate(gateways):
         assert f"gateway-{number}.internal:8000" in content

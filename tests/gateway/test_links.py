@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 from tests.gateway.scripted import scripted
 from tests.gateway.trio import Door, fronted, said
 from tests.launch import Service, gateway
+from tests.ports import held_address
 from tests.rpc.pairs import pair
 from tests.rpc.test_tracing import PARENT, TRACE, Collector
 from tests.unit.twinlens.conftest import serving
@@ -217,9 +217,7 @@ def test_sixty_megabytes_are_refused_or_handed_on_without_piling_up() -> None:
 @contextmanager
 def nobody() -> Iterator[str]:
     """An address where nothing listens."""
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-    yield f"127.0.0.1:{port}"
+    yield held_address()
 
 
 @contextmanager

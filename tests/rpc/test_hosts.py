@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ import pytest
 
 from tests import pictures
 from tests.launch import ROOT, command_line, descendants, llm_server, send
+from tests.ports import held_address
 from tests.rpc.pairs import LLM_FLAGS, Pair, about, asked, greedy, tokens, usable
 from tests.waiting import until
 from tests.with_parent import with_parent
@@ -24,11 +24,6 @@ PROMPTS = [
     about(pictures.encoded(pictures.photograph("coffee").resize((160, 120)))),
     user("Tell me about two red circles."),
 ]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @contextmanager
@@ -61,7 +56,7 @@ def other_host(model: Path, *flags: str, **environ: str) -> Iterator[subprocess.
 @pytest.mark.soak
 def test_two_hosts_give_the_tokens_of_one_rank(qwen3: Pair) -> None:
     """The second of the two ranks on each host has its rows from the first."""
-    folder, address, ranks = qwen3.checkpoint, f"127.0.0.1:{free_port()}", 4
+    folder, address, ranks = qwen3.checkpoint, held_address(), 4
     spread = {"tp": ranks, "nodes": 2, "rendezvous": address}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in spread.items()]
     expected = [tokens(qwen3.text, asked(prompt, greedy(32))) for prompt in PROMPTS]
@@ -83,7 +78,7 @@ def test_two_hosts_give_the_tokens_of_one_rank(qwen3: Pair) -> None:
 def test_a_rank_that_dies_on_another_host_is_noticed_and_the_group_comes_back(checkpoints: Callable[..., Path]) -> None:
     """The hosts are told of each other by the variables that launchers set."""
     folder = checkpoints("qwen3_vl")
-    launcher = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    launcher = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": held_address().rpartition(":")[2], "WORLD_SIZE": "2"}
     first = {**LLM_FLAGS, "tp": 2}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in launcher.items():
