@@ -30,6 +30,7 @@ _SAID = {
     "Connection timed out": Obstacle.SILENT,
     "tcp handshaker shutdown": Obstacle.SILENT,
     "before receiving SETTINGS frame": Obstacle.SILENT,
+    "ping timeout": Obstacle.SILENT,
     "Connection reset by peer": Obstacle.CLOSED,
 }
 """What gRPC's text has in it. These words are not promised by anyone; where they change, gRPC's own are shown."""

@@ -11,6 +11,7 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
+from common import grpc_channel
 from common.grpc_channel import ChannelSecurity, open_channel
 from common.wire import DType, RowLayout
 from llm_service.encoders.absence import Absence, trouble
@@ -105,6 +106,7 @@ async def test_a_service_without_encoders_says_so_at_once() -> None:
         (UNAVAILABLE, "CERTIFICATE_VERIFY_FAILED", ROOTS, "--encoder-ca says which roots to trust"),
         (UNAVAILABLE, "Hostname Verification Check failed.", ROOTS, "the host that --encoders names"),
         (UNAVAILABLE, "… getsockopt(SO_ERROR): Connection timed out", PLAIN, "nothing answers there"),
+        (UNAVAILABLE, "… in-progress write (ping timeout) (goaway sent)", PLAIN, "nothing answers there"),
         (UNAVAILABLE, "something else", PLAIN, "UNAVAILABLE: something else"),
         (grpc.StatusCode.UNAUTHENTICATED, "", PLAIN, "--encoder-token-file"),
         (grpc.StatusCode.UNIMPLEMENTED, "Method not found!", PLAIN, "it is no encoder"),
@@ -117,9 +119,15 @@ def test_what_is_wrong_is_told_with_the_option_that_helps(
     assert says in trouble(code, details, security)
 
 
-@pytest.mark.parametrize("connects", [True, False])
-async def test_of_an_address_where_nothing_answers_that_is_told(connects: bool) -> None:
-    """As a host behind a firewall that drops what comes, or a process that has stopped."""
+@pytest.mark.parametrize(("connects", "pings"), [(True, False), (True, True), (False, False)])
+async def test_of_an_address_where_nothing_answers_that_is_told(
+    connects: bool, pings: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a host behind a firewall that drops what comes, or a process that has stopped. The limits of a connection
+    and of its first ping are reached at the same time: either may be the first."""
+    if pings:
+        longer = {**dict(grpc_channel.OPTIONS), "grpc.min_reconnect_backoff_ms": 180_000}
+        monkeypatch.setattr(grpc_channel, "OPTIONS", tuple(longer.items()))
     with ExitStack() as stack:
         listening = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         while not connects:  # until the kernel drops what comes, since nobody takes the ones before
