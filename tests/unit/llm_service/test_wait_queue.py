@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from common.errors import Exhausted
+from llm_service.encoders import wait_queue
 from llm_service.meters import _media
 from tests.unit.llm_service.scripted import (
     ROWS,
@@ -73,7 +74,8 @@ async def test_as_one_ends_the_next_begins_in_the_order_in_which_they_came() -> 
         assert len(encoder.calls) == ITEMS + 1, "more than one had to hear that there is no room"
 
 
-async def test_where_others_fill_an_encoder_one_item_asks_for_all() -> None:
+async def test_where_others_fill_an_encoder_one_item_asks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wait_queue, "_PASS_ON_SECONDS", 600.0)  # it says at once that it is full: as soon as it can
     hall = Hall(0, hint=0.1)
     async with bench(encoder := ScriptedEncoder([hall]), rows=ROWS * ITEMS, patience=600) as b:
         await b.usable(1)
