@@ -23,7 +23,8 @@ class HostCache:
 
     Copies are made in the order of the device's work: a step reads and writes blocks before or after, never meanwhile.
     A device `gathers` up to `at_once` bytes of blocks before they cross its bus, or scatters them behind it: by default
-    all but a CPU. The places lie in `memory`, one after the other, where that is given: the front has it as well.
+    all but a CPU. The places lie in `memory`, one after the other, where that is given: the front has it as well. There
+    each takes `place_bytes`, at least as many as a block has here: those of another rank may have more.
     """
 
     def __init__(
@@ -32,25 +33,28 @@ class HostCache:
         count: int,
         *,
         memory: memoryview | None = None,
+        place_bytes: int = 0,
         gathers: bool | None = None,
         at_once: int = _AT_ONCE,
     ) -> None:
         self.count = count
         self._device = caches[0].device
         parts = [cache.flatten(2).view(torch.uint8) for cache in caches]
-        word = next(each for each in _WORDS if all(part.shape[2] % each.itemsize == 0 for part in parts))
+        sizes = [place_bytes, *(part.shape[2] for part in parts)]
+        word = next(each for each in _WORDS if all(size % each.itemsize == 0 for size in sizes))
         self._parts = [part.view(word) for part in parts]
         self._sizes = [part.shape[0] * part.shape[2] for part in self._parts]
-        self.place_bytes = sum(self._sizes) * word.itemsize
+        own = sum(self._sizes)
+        self.place_bytes = max(place_bytes, own * word.itemsize)
         if memory is None:
-            self._memory = torch.empty(count, sum(self._sizes), dtype=word)
+            whole = torch.empty(count, self.place_bytes, dtype=torch.uint8)
         else:
-            found = torch.frombuffer(memory[: count * self.place_bytes], dtype=torch.uint8)
-            self._memory = found.view(word).view(count, -1)
+            whole = torch.frombuffer(memory[: count * self.place_bytes], dtype=torch.uint8)
+        self._memory = whole.view(word).view(count, -1)[:, :own]
         self._most = max(1, at_once // self.place_bytes)
         on_cpu = self._device.type == "cpu"
         self._gathers = not on_cpu if gathers is None else gathers
-        self._pinned = PinnedCopies(self._memory) if not on_cpu and count else None
+        self._pinned = PinnedCopies(whole) if not on_cpu and count else None
 
     def offload(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies blocks to places of the host, (block, place) each, in this order."""

@@ -151,12 +151,14 @@ def _uses_our_kernels(settings: EngineSettings, device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """How much a rank keeps of sequences: KV blocks, slots for states and for snapshots of them, blocks on the host."""
+    """How much a rank keeps of sequences: KV blocks, slots for states and for snapshots of them, blocks on the host,
+    each of so many bytes as no rank has more of."""
 
     blocks: int
     slots: int
     snapshots: int = 0
     host_blocks: int = 0
+    place_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +197,12 @@ class _Share:
             runner.proposer = self.drafting.proposer(*given)
             own = runner.proposer.caches.block_tensors
         if room.host_blocks:
-            memory = None if not settings.kv_host_fd else _host_memory(settings, self.group.rank)
-            runner.host_cache = HostCache([*caches.block_tensors, *own], room.host_blocks, memory=memory)
+            tensors = [*caches.block_tensors, *own]
+            if settings.kv_host_fd:
+                memory = _host_memory(settings, self.group.rank)
+                runner.host_cache = HostCache(tensors, room.host_blocks, memory=memory, place_bytes=room.place_bytes)
+            else:
+                runner.host_cache = HostCache(tensors, room.host_blocks)
         return runner
 
 
@@ -237,7 +243,9 @@ def _room(share: _Share, budget: int, context: int) -> _Room:
     budget -= slots * one_slot
     snapshots = snapshot_count(settings, one_slot, budget, group)
     blocks = block_count(settings, one_block, budget - snapshots * one_slot, context, group)
-    return _Room(blocks, slots, snapshots, host_block_count(settings, one_block, one_slot, group))
+    host_blocks = host_block_count(settings, one_block, one_slot, group)
+    largest = -group.all_reduce_min(-one_block) if host_blocks else 0  # the first rank may have drafts' besides
+    return _Room(blocks, slots, snapshots, host_blocks, largest)
 
 
 def _capture(runner: ModelRunner, settings: EngineSettings, context: int, share: _Share) -> None:

@@ -66,6 +66,25 @@ def check(caches: Caches, way: dict[str, Any]) -> None:
 
 
 @WAYS
+def test_places_are_as_far_apart_as_those_of_the_rank_that_has_most(way: dict[str, Any]) -> None:
+    """So the front finds them, which has the memory of all ranks."""
+    caches = caches_of(SPECS["one kind"])
+    (cache,) = caches.block_tensors
+    cache.copy_(torch.arange(BLOCKS + 1)[None, :, None, None, None].expand(cache.shape))
+    own = HostCache([cache], 1, **way).place_bytes
+    memory = bytearray(b"." * 3 * (own + 12))
+    host = HostCache([cache], 3, memory=memoryview(memory), place_bytes=own + 12, **way)
+    assert host.place_bytes == own + 12
+    host.offload([(5, 0), (2, 2)])
+    there = [memory[place * (own + 12) :][:own] for place in (0, 2)]
+    assert there == [cache[:, block].contiguous().view(torch.uint8).numpy().tobytes() for block in (5, 2)]
+    assert memory.count(b".", own, 2 * (own + 12)) == own + 24
+    host.load([(2, 0), (0, 1)])
+    assert torch.equal(cache[:, 0], cache[:, 2])
+    assert torch.equal(cache[:, 1], cache[:, 5])
+
+
+@WAYS
 def test_a_place_that_is_written_twice_has_what_came_last(way: dict[str, Any]) -> None:
     caches = caches_of(SPECS["one kind"])
     (cache,) = caches.block_tensors
