@@ -7,6 +7,9 @@ import argparse
 import http.client
 import json
 import random
+import selectors
+import shutil
+import socket
 import ssl
 import sys
 import tempfile
@@ -15,6 +18,7 @@ import time
 import urllib.parse
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -27,6 +31,8 @@ _LATER = (429, 502, 503, 504)
 _LONGEST_PAUSE = 30.0
 _NOT_REACHABLE = 3
 _HERE = ("127.0.0.1", "::1", "localhost")
+_BEGINS = b'{"id": "batch_req_'
+"""Every line of an output begins so."""
 
 
 def add_parser(commands: Any) -> None:
@@ -34,14 +40,16 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("batch", help="answer a file of requests", description=__doc__)
     parser.set_defaults(run=run, address="")
     parser.add_argument("input", metavar="IN", help="a request a line, with custom_id, method, url and body; -: stdin")
-    parser.add_argument("output", metavar="OUT", help="an answer a line, as they come; what is there is kept")
+    parser.add_argument(
+        "output", metavar="OUT", help="an answer a line, as they come; what is there is kept; -: stdout"
+    )
     parser.add_argument("--gateway", metavar="URL", default="http://127.0.0.1:8000", help="default: %(default)s")
     parser.add_argument("--model", metavar="NAME", help="for requests that name none")
     at_once = bounded(int, 1, 1024)
     parser.add_argument("--concurrency", type=at_once, metavar="N", default=32, help="at a time (default: %(default)d)")
     tries = bounded(int, 1, 100)
     parser.add_argument("--attempts", type=tries, metavar="N", default=8, help="of each one (default: %(default)d)")
-    seconds = bounded(float, 0.001)
+    seconds = bounded(float, 0.001, 1e6)
     parser.add_argument(
         "--timeout", type=seconds, metavar="SECONDS", default=600.0, help="of each attempt (default: %(default)g)"
     )
@@ -53,15 +61,16 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Sends what is to be sent. 0 where all is answered."""
     gateway = _Gateway.of(arguments)
-    with _seekable(arguments.input) as requests, Path(arguments.output).open("a+b") as output:
+    with _seekable(arguments.input) as requests:
         ids = {job.id for job in _jobs(requests)}
-        answered = _keep_answered(output, ids)
+        answered = set[str]() if arguments.output == "-" else _keep_answered(Path(arguments.output), ids)
         requests.seek(0)
         left = (job for job in _jobs(requests) if job.id not in answered)
-        batch = _Batch(gateway, left, output, arguments, len(ids) - len(answered))
-        batch.run()
+        with _output(arguments.output) as output:
+            batch = _Batch(gateway, left, output, arguments, len(ids) - len(answered))
+            batch.run()
     print(batch.told(), file=sys.stderr)
-    if batch.unreachable and not batch.answered:
+    if batch.unreachable and not batch.heard:
         print(f"twinlens: no gateway answers at {arguments.gateway}: {batch.unreachable}", file=sys.stderr)
         return _NOT_REACHABLE
     return int(batch.failed > 0)
@@ -84,7 +93,7 @@ def _jobs(lines: BinaryIO) -> Iterator[_Job]:
             continue
         try:
             job = _job(json.loads(line))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"line {number} of the input: {error}") from error
         if job.id in seen:
             raise ValueError(f"line {number} of the input: the custom_id {job.id} was there before")
@@ -95,7 +104,7 @@ def _jobs(lines: BinaryIO) -> Iterator[_Job]:
 def _job(told: Any) -> _Job:
     if not isinstance(told, dict) or not isinstance(told.get("custom_id"), str) or not told["custom_id"]:
         raise ValueError("it has no custom_id")
-    if told.get("method", "POST") != "POST" or not str(told.get("url")).startswith("/"):
+    if told.get("method", "POST") != "POST" or not _is_path(told.get("url")):
         raise ValueError("its method has to be POST, and its url a path such as /v1/chat/completions")
     body = told.get("body")
     if type(body) is not dict:
@@ -105,38 +114,75 @@ def _job(told: Any) -> _Job:
     return _Job(told["custom_id"], told["url"], body)
 
 
+def _is_path(url: Any) -> bool:
+    """Whether that can stand in a request's first line."""
+    return isinstance(url, str) and url.startswith("/") and url.isascii() and url.isprintable() and " " not in url
+
+
 def _seekable(name: str) -> BinaryIO:
-    """A file to be read twice; of standard input a copy."""
-    if name != "-":
-        return Path(name).open("rb")
-    copy = tempfile.TemporaryFile()  # noqa: SIM115 - whoever asks closes it
-    for part in iter(lambda: sys.stdin.buffer.read(1 << 20), b""):
-        copy.write(part)
+    """A file to be read twice; of standard input, and of what another program writes, a copy."""
+    file = sys.stdin.buffer if name == "-" else Path(name).open("rb")  # noqa: SIM115 - whoever asks closes it
+    if name != "-" and file.seekable():
+        return file
+    copy = tempfile.TemporaryFile()  # noqa: SIM115 - and this
+    with nullcontext() if name == "-" else file:
+        shutil.copyfileobj(file, copy, 1 << 20)
     copy.seek(0)
     return copy
 
 
-def _keep_answered(output: BinaryIO, ids: set[str]) -> set[str]:
-    """The ids of requests that are answered already. What failed, and a line that was never finished, is taken out of
-    the output. Raises ValueError where it has something else."""
-    kept, answered = list[bytes](), set[str]()
-    output.seek(0)
-    for line in output:
-        try:
-            told = json.loads(line)
-            found, response = told["custom_id"], told["response"]
-        except (ValueError, TypeError, KeyError) as error:
-            if not line.endswith(b"\n"):  # the end of a command that was killed
-                continue
-            raise ValueError(f"{getattr(output, 'name', 'the output')} is no output of this command") from error
-        if response is not None and response["status_code"] == http.client.OK and found in ids:
-            kept.append(line if line.endswith(b"\n") else line + b"\n")
-            answered.add(found)
-    output.seek(0)
-    output.truncate()
-    output.writelines(kept)
-    output.flush()
+def _output(name: str) -> AbstractContextManager[IO[bytes]]:
+    """What answers are written to, behind what is there."""
+    return nullcontext(sys.stdout.buffer) if name == "-" else Path(name).open("ab")
+
+
+def _keep_answered(path: Path, ids: set[str]) -> set[str]:
+    """The ids of requests that are answered already in an output, if it is a file. What of them failed, or is there
+    twice, and a line that was never finished, is taken out; answers to others stay. Raises ValueError, and changes
+    nothing, where the output has something else."""
+    answered = set[str]()
+    if not path.is_file():
+        return answered
+    with path.open("rb") as output:
+        drops, line = False, b""
+        for line in output:
+            drops |= not _stays(path, line, ids, answered)
+        if not drops and (not line or line.endswith(b"\n")):
+            return answered
+        output.seek(0)
+        again, real = set[str](), path.resolve()
+        # Until all of it is there, what was paid for is where it was.
+        with tempfile.NamedTemporaryFile(dir=real.parent, prefix=f".{real.name}.", delete=False) as kept:
+            try:
+                for line in output:
+                    if _stays(path, line, ids, again):
+                        kept.write(line if line.endswith(b"\n") else line + b"\n")
+                kept.flush()
+                shutil.copymode(real, kept.name)
+                Path(kept.name).replace(real)
+            except BaseException:
+                Path(kept.name).unlink(missing_ok=True)
+                raise
     return answered
+
+
+def _stays(path: Path, line: bytes, ids: set[str], answered: set[str]) -> bool:
+    """Whether a line of an output does; those that are answers to requests with these ids are noted."""
+    try:
+        told = json.loads(line)
+        found, response = told["custom_id"], told["response"]
+        fine = response is not None and response["status_code"] == http.client.OK
+        known = found in ids
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        if not line.endswith(b"\n") and line.startswith(_BEGINS[: len(line)]):  # the end of a command that was killed
+            return False
+        raise ValueError(f"{path} is no output of this command") from error
+    if not known:
+        return True
+    stays = fine and found not in answered
+    if fine:
+        answered.add(found)
+    return stays
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +200,8 @@ class _Gateway:
         url = urllib.parse.urlsplit(arguments.gateway)
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ValueError(f"--gateway {arguments.gateway} is no http or https address")
+        if url.username is not None or url.query or url.fragment or not _is_path(url.path or "/"):
+            raise ValueError(f"--gateway {arguments.gateway} is more than an address and a path")
         headers = {"content-type": "application/json", "user-agent": f"twinlens-batch/{__version__}"}
         if token := token_of(arguments):
             if url.scheme == "http" and url.hostname not in _HERE and not arguments.plaintext_token:
@@ -183,9 +231,13 @@ class _Batch:
     tokens: list[int] = field(default_factory=lambda: [0, 0])
     """Of prompts, and generated."""
     unreachable: str = ""
-    """Why no connection was had the last time that there was none."""
+    """Why there was no answer the last time that there was none."""
+    heard: bool = False
+    """Whether there was any."""
     _error: BaseException | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _left: bool = False
+    """Nobody waits for answers any more."""
     _began: float = field(default_factory=time.monotonic)
     _ended: threading.Event = field(default_factory=threading.Event)
 
@@ -205,6 +257,7 @@ class _Batch:
                         print(f"\r{self.told()}", end="", file=sys.stderr, flush=True)
         finally:
             self._ended.set()
+            self._left = True
             if sys.stderr.isatty():
                 print("\r", end="", file=sys.stderr)
         if self._error is not None:
@@ -243,6 +296,8 @@ class _Batch:
         for attempt in range(self.arguments.attempts):
             if attempt and self._ended.wait(self._pause(attempt, told)):
                 break
+            if connection.sock is not None and _speaks(connection.sock):
+                connection.close()  # so the gateway has, meanwhile: what is sent there is lost
             try:
                 connection.request("POST", self.gateway.base + job.path, data, self.gateway.headers)
                 response = connection.getresponse()
@@ -252,6 +307,7 @@ class _Batch:
                 self.unreachable = str(error) or type(error).__name__
                 told = {"response": None, "error": {"code": "unreachable", "message": self.unreachable}}
                 continue
+            self.heard = True
             if response.status not in _LATER:
                 break
             told["after"] = response.headers.get("retry-after")
@@ -271,13 +327,23 @@ class _Batch:
         line = json.dumps({"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": job.id, **told}) + "\n"
         response = told["response"] or {}
         body, fine = response.get("body"), response.get("status_code") == http.client.OK
-        usage = (body.get("usage") or {}) if isinstance(body, dict) else {}
+        usage = body.get("usage") if isinstance(body, dict) else None
+        counts: dict[str, Any] = usage if isinstance(usage, dict) else {}
         with self._lock:
+            if self._left:
+                return
             self.output.write(line.encode())
             self.output.flush()
             self.answered, self.failed = self.answered + fine, self.failed + (not fine)
             for place, names in enumerate((("prompt_tokens", "input_tokens"), ("completion_tokens", "output_tokens"))):
-                self.tokens[place] += next((usage[name] for name in names if isinstance(usage.get(name), int)), 0)
+                self.tokens[place] += next((counts[name] for name in names if isinstance(counts.get(name), int)), 0)
+
+
+def _speaks(sock: socket.socket) -> bool:
+    """Whether the other end of a connection has said something, though nothing was asked, or has closed it."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(sock, selectors.EVENT_READ)
+        return bool(selector.select(0))
 
 
 def _told(response: http.client.HTTPResponse, data: bytes) -> dict[str, Any]:
@@ -285,7 +351,7 @@ def _told(response: http.client.HTTPResponse, data: bytes) -> dict[str, Any]:
     read: Callable[[bytes], Any] = json.loads
     try:
         body = read(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         body = data.decode("utf-8", "replace")
     request_id = response.headers.get("x-request-id") or ""
     return {"response": {"status_code": response.status, "request_id": request_id, "body": body}, "error": None}

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from twinlens.cli import main
+from twinlens.cli import batch, main
 
 Answer = tuple[int, dict[str, str], Any]
 
@@ -28,6 +30,11 @@ class Gateway(ThreadingHTTPServer):
         self.came: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.lock = threading.Lock()
+        self.closed = threading.Event()
+
+    def shutdown_request(self, request: Any) -> None:
+        super().shutdown_request(request)
+        self.closed.set()
 
     @property
     def url(self) -> str:
@@ -49,6 +56,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         status, headers, told = answer
+        if headers.pop("closes", ""):  # without a word
+            self.close_connection = True
         data = told.encode() if isinstance(told, str) else json.dumps(told).encode()
         self.send_response(status)
         for name, value in {"content-length": str(len(data)), "x-request-id": "r", **headers}.items():
@@ -154,7 +163,10 @@ def test_a_command_that_was_ended_goes_on_where_it_stopped(tmp_path: Path) -> No
         ([{**line(1), "custom_id": 5}], "it has no custom_id"),
         ([{**line(1), "method": "GET"}], "its method has to be POST"),
         ([{**line(1), "url": "http://elsewhere/"}], "its url a path"),
+        ([{**line(1), "url": "/v1/çhat"}], "its url a path"),
+        ([{**line(1), "url": "/v1/chat completions"}], "its url a path"),
         ([{**line(1), "body": "x"}], "its body is no object"),
+        (["[" * 100_000], "line 1 of the input"),
     ],
 )
 def test_a_file_that_cannot_be_sent_is_refused_before_anything_is(
@@ -167,12 +179,112 @@ def test_a_file_that_cannot_be_sent_is_refused_before_anything_is(
     assert says in capsys.readouterr().err
 
 
-def test_a_file_that_is_no_output_of_a_batch_is_left_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "there",
+    [
+        "what somebody wrote\n",
+        "without an end",
+        '{"custom_id": "1", "response": "fine"}\n',
+        '{"custom_id": ["1"], "response": {"status_code": 200}}\n',
+        "[" * 100_000,
+    ],
+)
+def test_a_file_that_is_no_output_of_a_batch_is_left_as_it_is(there: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    out.write_text("what somebody wrote\n")
+    out.write_text(there)
     with gateway(fine) as server:
         assert main(["batch", written(tmp_path / "in", line(1)), str(out), "--gateway", server.url]) == 2
-    assert out.read_text() == "what somebody wrote\n"
+    assert out.read_text() == there
+
+
+def test_answers_to_other_requests_stay(tmp_path: Path) -> None:
+    first, second = written(tmp_path / "1", line(1)), written(tmp_path / "2", line(2))
+    with gateway(fine) as server:
+        for wanted in (first, second, first):
+            assert main(["batch", wanted, str(tmp_path / "out"), "--gateway", server.url]) == 0
+    assert [body["n"] for body in server.came] == [1, 2]
+    assert answers(tmp_path / "out").keys() == {"1", "2"}
+
+
+def test_what_is_answered_is_there_until_what_failed_is_taken_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    given = ["batch", written(tmp_path / "in", line(1), line(2)), str(out)]
+    with gateway(lambda body, count: (500, {}, {}) if body["n"] == 2 else fine(body, count)) as server:
+        assert main([*given, "--gateway", server.url]) == 1
+        before = out.read_text()
+        out.chmod(0o640)
+        with monkeypatch.context() as patched:
+            patched.setattr("shutil.copymode", Mock(side_effect=OSError("no space is left")))
+            assert main([*given, "--gateway", server.url]) == 2
+    assert out.read_text() == before
+    assert {each.name for each in tmp_path.iterdir()} == {"in", "out"}
+    with gateway(fine) as server:
+        assert main([*given, "--gateway", server.url]) == 0
+    assert server.came == [{"n": 2}]
+    assert answers(out).keys() == {"1", "2"}
+    assert out.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_connection_that_the_gateway_has_closed_meanwhile_is_no_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def script(body: dict[str, Any], count: int) -> Answer:
+        return fine(body, count) if count else (503, {"closes": "yes"}, {})
+
+    with gateway(script) as server:
+        monkeypatch.setattr(batch._Batch, "_pause", lambda *_: 0.0 if server.closed.wait(30) else 1e6)
+        given = [written(tmp_path / "in", line(1)), str(tmp_path / "out"), "--gateway", server.url, "--attempts", "2"]
+        assert main(["batch", *given]) == 0
+    assert len(server.came) == 2
+
+
+def test_requests_may_come_from_another_program_and_answers_go_to_one(
+    tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=(json.dumps(line(1)) + "\r\n",))
+    writer.start()
+    with gateway(fine) as server:
+        assert main(["batch", str(pipe), "-", "--gateway", server.url]) == 0
+        assert main(["batch", written(tmp_path / "in", line(1)), os.devnull, "--gateway", server.url]) == 0
+    writer.join()
+    (told,) = capsysbinary.readouterr().out.splitlines()
+    assert json.loads(told)["custom_id"] == "1"
+
+
+@pytest.mark.parametrize("usage", ["many", [1], {"prompt_tokens": "three"}])
+def test_an_answer_may_count_its_tokens_as_it_likes(usage: Any, tmp_path: Path) -> None:
+    wanted = written(tmp_path / "in", line(1))
+    with gateway(lambda *_: (200, {}, {"usage": usage})) as server:
+        assert main(["batch", wanted, str(tmp_path / "out"), "--gateway", server.url]) == 0
+
+
+def test_a_page_that_is_deeper_than_json_may_be_is_text(tmp_path: Path) -> None:
+    deep = "[" * 100_000
+    with gateway(lambda *_: (200, {}, deep)) as server:
+        given = [written(tmp_path / "in", line(1)), str(tmp_path / "out"), "--gateway", server.url]
+        assert main(["batch", *given]) == 0
+    assert answers(tmp_path / "out")["1"]["response"]["body"] == deep
+
+
+def test_a_gateway_that_has_refused_something_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = written(tmp_path / "in", line(1), line(2))
+    with gateway(lambda body, _: None if body["n"] == 1 else (400, {}, {})) as server:
+        assert main(["batch", wanted, str(tmp_path / "out"), "--gateway", server.url, "--attempts", "1"]) == 1
+    assert "no gateway" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["http://me:secret@h", "http://h/?key=1", "http://h/#a", "http://h/a b", "ftp://h"])
+def test_an_address_with_something_that_would_not_be_sent_is_refused(url: str, tmp_path: Path) -> None:
+    assert main(["batch", written(tmp_path / "in", line(1)), str(tmp_path / "out"), "--gateway", url]) == 2
+
+
+def test_a_time_that_no_clock_has_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["batch", written(tmp_path / "in", line(1)), str(tmp_path / "out"), "--timeout", "inf"])
 
 
 def test_where_no_gateway_answers_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
