@@ -36,19 +36,17 @@ def workspace(panels: Any, lanes: Any) -> Any:
 
 
 @inner
-def attend_rows(room: Any, query: Any, panels: Any, lanes: Any, seen: Any, scale: Any, softcap: Any) -> None:
-    """The sums of `workspace` are filled with the weighed values of uint32 query [n, words], n ≤ 32, of one head, whose
-    rows lie together. Query i sees keys [seen[i, 0], seen[i, 1]), neither of which falls from query to query; they are
+def attend_rows(room: Any, panels: Any, lanes: Any, seen: Any, scale: Any, softcap: Any) -> None:
+    """The sums of `workspace` are filled with the weighed values of the n ≤ 32 queries of one head whose words are
+    there. Query i sees keys [seen[i, 0], seen[i, 1]), neither of which falls from query to query; they are
     in panels [p, padded, 64], their values in lanes [p, 32, width]. `scale` includes log2 e, and so does `softcap`,
     below which scores are drawn, 0: they are not.
 
     A query may see none of the first panels.
     """
     sums, states, scores, numbers = room
-    rows, width = query.shape[0], lanes.shape[2] // LANES
+    rows, width = len(seen), lanes.shape[2] // LANES
     blocks = (rows + BLOCK - 1) // BLOCK
-    for row in range(rows):
-        fill_row(numbers[row].view(np.uint32), query[row])
     states[:] = np.float32(0.0)
     states[:, :LANES] = -np.inf
     begin, end = seen[0, 0] // WIDTH, (seen[rows - 1, 1] + WIDTH - 1) // WIDTH
@@ -133,7 +131,9 @@ def _attend_tasks(
         seen[:, 1] = known
         there = slice(base, base + (known + WIDTH - 1) // WIDTH)
         here = panels[shared, there], lanes[shared, there, 0]
-        attend_rows(room, query[row : row + rows, head], *here, seen[:rows], scale, np.float32(0.0))
+        for index in range(rows):
+            fill_row(room[3][index].view(np.uint32), query[row + index, head])
+        attend_rows(room, *here, seen[:rows], scale, np.float32(0.0))
         for index in range(rows):
             place = sums[index].ctypes.data
             round_row(place, place, sums.shape[1] // (2 * LANES))

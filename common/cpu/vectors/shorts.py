@@ -178,6 +178,21 @@ def _add_row(_: Any, _out: Any, _one: Any, _other: Any, _count: Any) -> Any:
     return types.void(types.intp, types.intp, types.intp, types.intp), generate
 
 
+def _round_numbers(_: Any, _out: Any, _x: Any, _count: Any) -> Any:
+    """Writes so many float32 at an address to another as bfloat16."""
+
+    def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        out, x, count = given
+
+        def step(first: Value, mask: Mask) -> None:
+            _store(builder, _load_wide(builder, x, first, mask), out, first, mask)
+
+        _over(builder, count, step)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp), generate
+
+
 def _gelu_row(_: Any, _x: Any, _count: Any) -> Any:
     """gelu of so many numbers at an address, by its hyperbolic tangent: x · logistic(slope · (x + bend · x³))."""
     line = -GELU_SLOPE * math.log2(math.e)
@@ -208,4 +223,5 @@ def _gelu_row(_: Any, _x: Any, _count: Any) -> Any:
 rotate: Any = intrinsic(_rotate)
 norm_row: Any = intrinsic(_norm_row)
 add_row: Any = intrinsic(_add_row)
+round_numbers: Any = intrinsic(_round_numbers)
 gelu_row: Any = intrinsic(_gelu_row)

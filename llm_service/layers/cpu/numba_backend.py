@@ -183,8 +183,7 @@ class _Packed:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         """See `AttentionBatch`."""
         keys, values = cache.flatten(1, 2)  # each [slots, kv_heads, head_dim]
-        keys.index_copy_(0, self.written, key.to(keys.dtype))
-        values.index_copy_(0, self.written, value.to(values.dtype))
+        self.attention.write(self.written, key, value, keys, values)
         if self.order is None:
             return self.attention.attend(query, keys, values).flatten(1)
         out = torch.empty(query.shape, dtype=query.dtype)

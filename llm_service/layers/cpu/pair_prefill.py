@@ -7,11 +7,13 @@ from typing import Any
 
 import numba
 import numpy as np
+import torch
 from torch import Tensor
 
 from common.cpu import lines, pair_attention, vectors
 from common.cpu.jit import Array, Typed, compiled, inner
 from common.cpu.pair_attention import TILE, WIDTH, attend_tile, fill_row, pack_panel
+from common.cpu.vectors.shorts import round_numbers
 from llm_service.layers.cpu.prefill_attention import PrefillAttention
 
 
@@ -31,6 +33,16 @@ def _pack(panels: Any, lanes: Any, keys: Any, values: Any, places: Any, segments
             fill_row(known[place - here], keys[places[place], first + head])
             fill_row(worth[place - here], values[places[place], first + head])
         pack_panel(panels[head, panel], lanes[head, panel], known, worth)
+
+
+def _write(keys: Any, values: Any, key: Any, value: Any, places: Any) -> None:
+    """Rounds float32 key and value [n, kv_heads, dim] into int16 keys and values [slots, kv_heads, dim] at so many
+    places."""
+    for row in numba.prange(len(places)):
+        for head in range(key.shape[1]):
+            of_key, of_value = key[row, head], value[row, head]
+            round_numbers(keys[places[row], head].ctypes.data, of_key.ctypes.data, key.shape[2])
+            round_numbers(values[places[row], head].ctypes.data, of_value.ctypes.data, key.shape[2])
 
 
 @inner
@@ -71,9 +83,12 @@ def _attend(
 
 _made_of = [vectors, lines, pair_attention]
 _pack_kernel, _attend_kernel = compiled(_pack, made_of=_made_of), compiled(_attend, made_of=_made_of)
+_write_kernel = compiled(_write, made_of=_made_of)
 _words, _panels, _lanes = numba.uint32[:, :, ::1], numba.uint32[:, :, :, ::1], numba.uint32[:, :, :, :, ::1]
 _list, _table = numba.int64[::1], numba.int64[:, ::1]
+_slots, _heads = numba.int16[:, :, ::1], numba.float32[:, :, :]
 TYPED = {
+    "write": Typed(_write_kernel, (_slots, _slots, _heads, _heads, _list)),
     "pack": Typed(_pack_kernel, (_panels, _lanes, _words, _words, _list, _table, _table, numba.intp)),
     "attend": Typed(
         _attend_kernel,
@@ -88,8 +103,13 @@ TYPED = {
 class PairPrefillAttention(PrefillAttention):
     """The same for an even head_dim and a cache in bfloat16."""
 
-    kernels = f"{__name__}:pack", f"{__name__}:attend"
+    kernels = f"{__name__}:write", f"{__name__}:pack", f"{__name__}:attend"
     _kernels = (_pack_kernel, _attend_kernel)
+
+    def write(self, places: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
+        """As in `PrefillAttention`."""
+        cached = (each.view(torch.int16).numpy() for each in (keys, values))
+        _write_kernel(*cached, key.numpy(), value.numpy(), places.numpy())
 
     @staticmethod
     def _packed(heads: int, count: int, head_dim: int) -> tuple[Array, Array]:

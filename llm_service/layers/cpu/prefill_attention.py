@@ -227,7 +227,7 @@ class PrefillAttention:
     multiplied by, None: dim^-0.5, and scores are drawn below `softcap`, None: they are not. Keys and values in panels
     take `room` bytes at most, unless one head's take more."""
 
-    kernels: ClassVar[tuple[str, str]] = (f"{__name__}:pack", f"{__name__}:attend")
+    kernels: ClassVar[tuple[str, ...]] = (f"{__name__}:pack", f"{__name__}:attend")
     """Their names, as `common.cpu.jit.find` takes them."""
     _kernels: ClassVar[tuple[Any, Any]] = (_pack_kernel, _attend_kernel)
     _tile: ClassVar[int] = _TILE
@@ -267,12 +267,23 @@ class PrefillAttention:
         numbers: Array = x.numpy()
         return numbers
 
+    @classmethod
+    def _queries(cls, x: Tensor) -> Array:
+        """The same of queries, which may be apart."""
+        return cls._numbers(x.contiguous())
+
+    def write(self, places: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Sets keys and values [slots, kv_heads, dim] at places int64 [n] to key and value [n, kv_heads, dim], float32,
+        rounded to the cache's type."""
+        keys.index_copy_(0, places, key.to(keys.dtype))
+        values.index_copy_(0, places, value.to(values.dtype))
+
     def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """query float32 [n, heads, dim] → [n, heads, dim]; keys and values [slots, kv_heads, dim], of the cache's type,
         each of which lies together: the kernels are compiled for that alone."""
         kv_heads, (pack, compute) = keys.shape[1], self._kernels
         group, metadata = query.shape[1] // kv_heads, self._metadata
-        numbers, *cached = (self._numbers(each) for each in (query.contiguous(), keys, values))
+        numbers, *cached = self._queries(query), self._numbers(keys), self._numbers(values)
         out = np.empty(query.shape, np.float32)
         for first in range(0, kv_heads, len(self._room[0])):
             packed = tuple(part[: kv_heads - first] for part in self._room)

@@ -43,6 +43,14 @@ def _rms_norm(out: Any, x: Any, gain: Any, eps: Any) -> None:
         _rms_norm_row(out[row], x[row], gain, eps)
 
 
+def _add_rms_norm(total: Any, out: Any, x: Any, more: Any, gain: Any, eps: Any) -> None:
+    """float32 total, out, x and more [n, size]; gain [size]."""
+    for row in numba.prange(x.shape[0]):
+        for place in range(x.shape[1]):
+            total[row, place] = x[row, place] + more[row, place]
+        _rms_norm_row(out[row], total[row], gain, eps)
+
+
 @inner
 def _qk_norm_rotary_row(out: Any, x: Any, cosine: Any, sine: Any, gains: Any, queries: Any, eps: Any) -> None:
     """float32 out [heads, dim], x [heads or more, dim], cosine and sine [rotary_dim], gains [2, dim]."""
@@ -106,6 +114,7 @@ def _gelu_and_mul(out: Any, x: Any) -> None:
 
 
 _rms_norm_few, _rms_norm_many = compiled(_rms_norm, parallel=False), compiled(_rms_norm)
+_add_rms_norm_many = compiled(_add_rms_norm)
 _qk_norm_rotary_few, _qk_norm_rotary_many = (
     compiled(_qk_norm_rotary, parallel=False),
     compiled(_qk_norm_rotary),
@@ -121,6 +130,7 @@ _QK_NORM_ROTARY = _heads, _heads, _heads, _heads, _rows, numba.intp, _number
 TYPED = {
     "rms_norm_few": Typed(_rms_norm_few, _RMS_NORM),
     "rms_norm_many": Typed(_rms_norm_many, _RMS_NORM),
+    "add_rms_norm_many": Typed(_add_rms_norm_many, (_rows, _rows, *_RMS_NORM)),
     "qk_norm_rotary_few": Typed(_qk_norm_rotary_few, _QK_NORM_ROTARY),
     "qk_norm_rotary_many": Typed(_qk_norm_rotary_many, _QK_NORM_ROTARY),
     "silu_and_mul_few": Typed(_silu_and_mul_few, (_rows, _rows)),
@@ -177,6 +187,15 @@ class NumbaOps(TorchOps):
         if not selection.is_numba():
             return super().rms_norm(x, gain, eps)
         return torch.from_numpy(rms_norm_rows(x.numpy(), gain.numpy(), eps))
+
+    def add_rms_norm(self, x: Tensor, more: Tensor, gain: Tensor, eps: float) -> Pair:
+        """See `RowOps`; of few rows torch's sum takes as long."""
+        if not selection.is_numba() or len(x) <= FEW:
+            return super().add_rms_norm(x, more, gain, eps)
+        total, out = (np.empty(x.shape, np.float32) for _ in range(2))
+        given = (each.contiguous().numpy() for each in (x, more))
+        _add_rms_norm_many(total, out, *given, gain.numpy(), np.float32(eps))
+        return torch.from_numpy(total), torch.from_numpy(out)
 
     def qk_norm_rotary(
         self, x: Tensor, rotary: tuple[Tensor, ...], queries: int, keys: int, gains: Pair | None, eps: float

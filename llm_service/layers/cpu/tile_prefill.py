@@ -7,6 +7,7 @@ from typing import Any
 
 import numba
 import numpy as np
+from torch import Tensor
 
 from common.cpu import lines, pair_attention, tile_attention, vectors
 from common.cpu.jit import Array, Typed, compiled, inner
@@ -14,6 +15,7 @@ from common.cpu.pair_attention import WIDTH
 from common.cpu.tile_attention import TILE, TOGETHER, attend_rows, workspace
 from common.cpu.vectors.llvm import LANES
 from common.cpu.vectors.pairs import copy
+from common.cpu.vectors.shorts import round_numbers
 from llm_service.layers.cpu import pair_prefill
 from llm_service.layers.cpu.pair_prefill import PairPrefillAttention
 
@@ -34,7 +36,9 @@ def _attend_tasks(
         rows = slice(row, min(row + TILE, end))
         head, shared, packed = first * group + own, own // group, slice(base, base + (known + WIDTH - 1) // WIDTH)
         here = panels[shared, packed], lanes[shared, packed, 0]
-        attend_rows(room, query[rows, head], *here, seen[rows], *rule)
+        for index in range(rows.start, rows.stop):
+            round_numbers(room[3][index - row].ctypes.data, query[index, head].ctypes.data, dim)
+        attend_rows(room, *here, seen[rows], *rule)
         for index in range(rows.start, rows.stop):
             copy(out[index, head].ctypes.data, sums[index - row].ctypes.data, whole)
             for place in range(whole * LANES, dim):
@@ -54,7 +58,7 @@ def _attend(
     scale: Any,
     softcap: Any,
 ) -> None:
-    """As in `pair_prefill`; lanes have one part."""
+    """As in `pair_prefill`, but that query is float32 [n, heads, dim], whose rows may be apart; lanes have one part."""
     count = panels.shape[0] * group * len(tiles)
     for chunk in numba.prange((count + TOGETHER - 1) // TOGETHER):
         begin = np.intp(chunk) * TOGETHER
@@ -63,16 +67,22 @@ def _attend(
 
 
 _attend_kernel = compiled(_attend, made_of=[vectors, lines, pair_attention, tile_attention])
-TYPED = {"attend": Typed(_attend_kernel, pair_prefill.TYPED["attend"].types)}
+_out, _, *_others = pair_prefill.TYPED["attend"].types
+TYPED = {"attend": Typed(_attend_kernel, (_out, numba.float32[:, :, :], *_others))}
 
 
 class TiledPrefillAttention(PairPrefillAttention):
     """The same by tiles."""
 
-    kernels = PairPrefillAttention.kernels[0], f"{__name__}:attend"
+    kernels = *PairPrefillAttention.kernels[:2], f"{__name__}:attend"
     _kernels = (pair_prefill.TYPED["pack"].kernel, _attend_kernel)
     _tile = TILE
 
     @staticmethod
     def _packed(heads: int, count: int, head_dim: int) -> tuple[Array, Array]:
         return tile_attention.room(heads, count, head_dim)
+
+    @staticmethod
+    def _queries(x: Tensor) -> Array:
+        queries: Array = x.numpy()
+        return queries

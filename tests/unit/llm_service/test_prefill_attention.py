@@ -174,6 +174,19 @@ def test_what_is_not_a_number_reaches_those_alone_that_see_it(dtype: torch.dtype
     assert out[50:].isnan().all()
 
 
+@pytest.mark.parametrize("dim", [16, 24, 72])
+def test_what_is_written_to_a_cache_is_rounded_to_its_type(dim: int, dtype: torch.dtype) -> None:
+    keys, values = cached(60, 2, dim, dtype)
+    expected, beside = (keys.clone(), values.clone()), noise(20, 5, dim, seed=5)
+    places, key, value = torch.randperm(60)[:20], beside[:, :2], beside[:, 3:]
+    kind = numba_backend.in_pairs() if dtype == BFLOAT16 else PrefillAttention
+    kind(PrefillMetadata.of([20], [20]), np.arange(20), 2, dim).write(places, key, value, keys, values)
+    for written, given in zip(expected, (key, value), strict=True):
+        written[places] = given.to(dtype)
+    assert keys.equal(expected[0])
+    assert values.equal(expected[1])
+
+
 def test_heads_take_turns_where_not_all_of_them_have_room(dtype: torch.dtype) -> None:
     query, (keys, values) = noise(90, 6, 32, seed=1), cached(90, 3, 32, dtype)
     metadata = PrefillMetadata.of([90], [90])

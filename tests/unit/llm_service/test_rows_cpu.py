@@ -26,6 +26,14 @@ def test_a_norm_is_torch_s(rows: int, size: int) -> None:
     row_cases.check_norm(NUMBA, rows, size, torch.float32, "cpu")
 
 
+@pytest.mark.parametrize("rows", [1, FEW, FEW + 1, 300])
+def test_a_sum_s_norm_is_the_same_to_the_bit_as_of_what_is_added_before(rows: int) -> None:
+    x, more, gain = torch.randn(rows, 96), torch.randn(rows, 96), torch.randn(96)
+    total, normed = NUMBA.add_rms_norm(x, more, gain, 1e-6)
+    assert total.equal(x + more)
+    assert normed.equal(NUMBA.rms_norm(x + more, gain, 1e-6))
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 5, 33])
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(("queries", "keys", "head", "rotary"), row_cases.HEADS)
