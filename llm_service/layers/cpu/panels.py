@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.cpu.arrays import lined
 from common.cpu.jit import Array
 from llm_service.layers.cpu import panel_kernel, selection
 from llm_service.layers.cpu.panel_kernel import WIDTH
@@ -105,7 +106,8 @@ def in_panels(weight: Tensor) -> Array:
     """A weight [outputs, inputs] as `PanelWeight` has it."""
     outputs, inputs = weight.shape
     count = -(-outputs // WIDTH)
-    out = torch.empty(count, inputs, WIDTH, dtype=weight.dtype)
+    room = lined((count, inputs, WIDTH * weight.itemsize), np.uint8)
+    out = torch.from_numpy(room).view(weight.dtype)
     for part, rows in zip(out.split(_AT_ONCE), weight.split(_AT_ONCE * WIDTH), strict=True):
         padded = rows.new_zeros(len(part) * WIDTH, inputs)
         padded[: len(rows)] = rows

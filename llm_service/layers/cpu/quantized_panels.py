@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from common.cpu.arrays import lined
 from common.cpu.jit import Array
 from llm_service.layers.cpu import quantized_kernel, quantized_pairs, quantized_tiles, selection
 from llm_service.layers.cpu.panel_kernel import WIDTH
@@ -174,8 +175,8 @@ def _in_panels(constants: Tensor) -> Tensor:
 def _panels(number: Number, codes: Tensor, inputs: int, order: Tensor | None) -> Array:
     """Codes as in `QuantizedWeight` → as in `QuantizedPanels`."""
     packed = number in (Number.UINT4, Number.E2M1)
-    out = torch.empty(-(-len(codes) // WIDTH), inputs, WIDTH // 2 if packed else WIDTH, dtype=torch.uint8)
-    for part, rows in zip(out.split(_AT_ONCE), codes.split(_AT_ONCE * WIDTH), strict=True):
+    out = lined((-(-len(codes) // WIDTH), inputs, WIDTH // 2 if packed else WIDTH), np.uint8)
+    for part, rows in zip(torch.from_numpy(out).split(_AT_ONCE), codes.split(_AT_ONCE * WIDTH), strict=True):
         numbers = torch.stack((rows & 15, rows >> 4), dim=2).flatten(1)[:, :inputs] if packed else rows
         numbers = numbers if order is None else numbers[:, order]
         padded = numbers.new_zeros(len(part) * WIDTH, inputs)
@@ -185,4 +186,4 @@ def _panels(number: Number, codes: Tensor, inputs: int, order: Tensor | None) ->
             low, high = panels.unflatten(2, (-1, 2, _LINE)).unbind(3)
             panels = (low | (high << 4)).flatten(2)
         part.copy_(panels)
-    return out.numpy()
+    return out
