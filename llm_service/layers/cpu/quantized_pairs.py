@@ -1,7 +1,5 @@
-"""A product of several rows with quantised weights in panels, in bfloat16, compiled by numba for AVX512-BF16;
-processors with AMX have `llm_service.layers.cpu.quantized_tiles`.
-
-Numbers of 8 and 4 bits are bfloat16 without loss, so rows alone are rounded. Few are multiplied with numbers that
+"""A product of several rows with quantised weights in panels, in bfloat16, compiled by numba for AVX512-BF16 (without
+AMX). Numbers of 8 and 4 bits are bfloat16 without loss, so rows alone are rounded. Few are multiplied with numbers that
 become words in registers; for many a stretch does so first. A group's sums, in float32, are multiplied with its scale.
 """
 
