@@ -14,10 +14,10 @@ _ARCHITECTURE = "Eagle3"
 
 
 def is_eagle3(config: Mapping[str, Any]) -> bool:
-    """Whether config.json is that of an EAGLE-3 head."""
+    """Whether config.json is that of an EAGLE-3 head. EAGLE's own is a plain Llama's but for the words of the head."""
     names = config.get("architectures")
     named = isinstance(names, list) and any(_ARCHITECTURE in str(name) for name in names)
-    return named or config.get("speculators_model_type") == "eagle3"
+    return named or config.get("speculators_model_type") == "eagle3" or config.get("draft_vocab_size") is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ _log = log.get("loader")
 _TEXT = re.compile(
     r"^(?:model\.language_model|language_model\.model|model)\.(?=embed_tokens|layers|norm|per_layer_|hyper_connection_mixer)"
 )
-_MTP = "mtp."
+_MTP, _MIDDLE = "mtp.", "midlayer."
 HEAD, TABLE = "lm_head.weight", "embed_tokens.weight"
 """What a decoder calls its matrix of logits, and its table of tokens."""
 _ROWS = 4096
@@ -149,7 +149,10 @@ def load_eagle(
     shape = target.config
     if any(several is not None for several in (shape.streams, shape.balanced, shape.opened, shape.alternating)):
         raise CheckpointError("a head is not known for texts with several streams between layers")
-    eagle = EagleConfig.of(checkpoint.config, shape.layers)
+    config = checkpoint.config
+    if any(name.removeprefix("model.").startswith(_MIDDLE) for name in checkpoint.tensors):
+        config = {**config, "num_hidden_layers": 1}  # the one, where some state those of the model
+    eagle = EagleConfig.of(config, shape.layers)
     stored = {own: name for name in checkpoint.tensors if (own := _eagle_name(name)) is not None}
     head, table, words = HEAD in stored, TABLE in stored, eagle.vocab_size
     tied = eagle.ties and table and not head and words == eagle.text.vocab_size
@@ -224,7 +227,7 @@ def _eagle_name(name: str) -> str | None:
     name = name.removeprefix("model.")
     if name in ("d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight"):
         return None
-    return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
+    return f"layers.0.{name.removeprefix(_MIDDLE)}" if name.startswith(_MIDDLE) else name
 
 
 def _fill(decoder: Decoder, weights: Iterable[tuple[str, Stored]], device: torch.device, rounded: Rounded) -> None:

@@ -40,6 +40,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "with all words": {"words": None, "fc_norm": True, "norm_output": True, "own_embeddings": True},
     "of two layers": {"layers": 2, "norm_before_residual": True, "reads": (3, 1)},
     "with biases": {"attention_bias": True},
+    "as EAGLE's first are": {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 40},
     "tied": {"words": None, "tie_word_embeddings": True},
 }
 
@@ -234,7 +235,7 @@ def test_hidden_states_are_the_library_s_where_what_layers_add_is_multiplied(tmp
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "not that of an EAGLE-3 head"),
+        ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": None}, "not that of an EAGLE-3 head"),
         ({"reads": (1, 9, 30)}, r"reads layers \[2, 10, 31\] of a model with"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "of several layers is not supported"),
         ({"parallel_drafting": True}, "several tokens in one pass"),
@@ -242,10 +243,10 @@ def test_hidden_states_are_the_library_s_where_what_layers_add_is_multiplied(tmp
         ({"draft_vocab_size": "many"}, "of another kind"),
         ({"draft_vocab_size": -1}, "it has 1 layers and -1 words"),
         ({"draft_vocab_size": 1 << 70}, r"it says \d+ words, and is given 600"),
-        ({"num_hidden_layers": 0}, "it has 0 layers"),
+        ({"num_hidden_layers": 0, "layers": 2}, "it has 0 layers"),
         ({"rms_norm_eps": "much"}, "of another kind"),
         ({"eagle_config": [1]}, "of another kind"),
-        ({"architectures": 5}, "not that of an EAGLE-3 head"),
+        ({"architectures": 5, "draft_vocab_size": None}, "not that of an EAGLE-3 head"),
         ({"eagle_aux_hidden_state_layer_ids": 3}, "layers 3, which are no numbers"),
         ({"eagle_aux_hidden_state_layer_ids": [1, "last"]}, "which are no numbers"),
         ({"words": None, "own_embeddings": True, "vocab_size": 100}, "it says 600 words, and is given 100"),
