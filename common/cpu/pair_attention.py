@@ -17,7 +17,7 @@ from common.cpu import lines, vectors
 from common.cpu.jit import Array, Typed, compiled, inner
 from common.cpu.lines import lined_up
 from common.cpu.vectors.llvm import FLOAT, LANES
-from common.cpu.vectors.pairs import HALF, copy, interleave, transpose
+from common.cpu.vectors.pairs import HALF, fill, interleave, transpose
 from common.cpu.vectors.powers import cap, hide_others, highest, to_short_powers
 from common.cpu.vectors.products import NOTHING, add_products
 from common.cpu.vectors.stored import rounded
@@ -39,14 +39,9 @@ _PAIRS = np.empty(0, np.uint64)
 
 @inner
 def fill_row(row: Any, words: Any) -> None:
-    """Fills a row of uint32 with so many words, which lie together and are fewer or as many; behind them are zeros."""
-    count = len(words)
-    whole = count // LANES
-    copy(row.ctypes.data, words.ctypes.data, whole)
-    for place in range(whole * LANES, count):
-        row[place] = words[place]
-    for place in range(count, len(row)):
-        row[place] = np.uint32(0)
+    """Fills a row of uint32, of a multiple of 16, with so many words, which lie together and are fewer or as many;
+    behind them are zeros."""
+    fill(row.ctypes.data, words.ctypes.data, len(words), len(row))
 
 
 @inner

@@ -4,13 +4,35 @@ from __future__ import annotations
 
 from typing import Any
 
+from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from common.cpu.vectors.llvm import LANES, LINE, SHORTS, VECTOR, WHOLE, WORD, Value, at, load, places, store
+from common.cpu.vectors.llvm import (
+    FLAG,
+    FLOAT,
+    LANES,
+    LINE,
+    SHORTS,
+    VECTOR,
+    WHOLE,
+    WORD,
+    Value,
+    at,
+    declared,
+    flags,
+    load,
+    places,
+    pointer,
+    spread_whole,
+    store,
+)
 
 HALF = LANES // 2
 """Words of a row that `interleave` takes: 16 numbers of 16 bits."""
+
+
+_MASK = ir.VectorType(ir.IntType(1), LANES)
 
 
 def _transpose(_: Any, _out: Any, _out_step: Any, _x: Any, _x_step: Any) -> Any:
@@ -65,6 +87,27 @@ def _copy(_: Any, _out: Any, _x: Any, _vectors: Any) -> Any:
     return types.void(types.intp, types.intp, types.intp), generate
 
 
+def _fill(_: Any, _out: Any, _x: Any, _count: Any, _room: Any) -> Any:
+    """Writes so many words at an address to another, and zeros behind them; in all it writes `room` words, a multiple
+    of 16, which are as many or more."""
+
+    def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        out, x, count, room = given
+        kinds = [WHOLE.as_pointer(), FLAG, _MASK, WHOLE]
+        masked = declared(builder, "llvm.masked.load.v16i32.p0", WHOLE, kinds)
+        with cgutils.for_range(builder, builder.sdiv(room, WORD(LANES))) as loop:
+            first = builder.mul(loop.index, WORD(LANES))
+            left = spread_whole(builder, builder.trunc(builder.sub(count, first), FLAG))
+            there = builder.icmp_signed("<", ir.Constant(WHOLE, list(range(LANES))), left)
+            to, place = (at(builder, base, first, WORD(FLOAT)) for base in (out, x))
+            words = builder.call(masked, [pointer(builder, place, WHOLE), FLAG(FLOAT), there, flags(0)])
+            store(builder, builder.bitcast(words, VECTOR), to)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp, types.intp), generate
+
+
 copy: Any = intrinsic(_copy)
+fill: Any = intrinsic(_fill)
 transpose: Any = intrinsic(_transpose)
 interleave: Any = intrinsic(_interleave)
