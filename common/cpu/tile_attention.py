@@ -11,12 +11,13 @@ import numpy as np
 from common.cpu import lines, pair_attention, vectors
 from common.cpu.jit import Array, Typed, compiled, inner
 from common.cpu.lines import lined_up, zeros_lined_up
-from common.cpu.pair_attention import WIDTH, PairAttention, fill_row
+from common.cpu.pair_attention import WIDTH, PairAttention
 from common.cpu.vectors.llvm import FLOAT, LANES, LINE
-from common.cpu.vectors.pairs import copy
+from common.cpu.vectors.pairs import fill
 from common.cpu.vectors.powers import cap, hide_others
-from common.cpu.vectors.softmax import STATE, scale_rows, to_weights, write_shares
-from common.cpu.vectors.tiles import BLOCK, add_tiles, configure_tiles, multiply_tiles, release_tiles, round_row
+from common.cpu.vectors.shorts import round_numbers
+from common.cpu.vectors.softmax import STATE, begin_state, scale_rows, to_weights, write_shares
+from common.cpu.vectors.tiles import BLOCK, add_tiles, configure_tiles, multiply_tiles, release_tiles
 
 TILE = 2 * BLOCK
 """Queries that go over the keys together."""
@@ -47,8 +48,8 @@ def attend_rows(room: Any, panels: Any, lanes: Any, seen: Any, scale: Any, softc
     sums, states, scores, numbers = room
     rows, width = len(seen), lanes.shape[2] // LANES
     blocks = (rows + BLOCK - 1) // BLOCK
-    states[:] = np.float32(0.0)
-    states[:, :LANES] = -np.inf
+    for block in range(blocks):
+        begin_state(states[block].ctypes.data)
     begin, end = seen[0, 0] // WIDTH, (seen[rows - 1, 1] + WIDTH - 1) // WIDTH
     capped = softcap > np.float32(0.0)
     steps = np.float32(1.0) if capped else scale
@@ -120,8 +121,7 @@ def _attend_tasks(
 ) -> None:
     """The tasks from part[0] to part[1]: a tile of queries of a head each; the others are as in `_attend`."""
     room, seen, count = workspace(panels, lanes), np.zeros((TILE, 2), np.int64), len(tiles)
-    sums, words = room[0], query.shape[2]
-    whole = words // LANES
+    sums, _, _, numbers = room
     for task in range(part[0], part[1]):
         head, tile = task // count, task % count
         segment, row = tiles[tile, 0], tiles[tile, 1]
@@ -131,16 +131,16 @@ def _attend_tasks(
         seen[:, 1] = known
         there = slice(base, base + (known + WIDTH - 1) // WIDTH)
         here = panels[shared, there], lanes[shared, there, 0]
+        step, words = numbers.strides[0], query.shape[2]
+        first_query = query[row, head].ctypes.data
         for index in range(rows):
-            fill_row(room[3][index].view(np.uint32), query[row + index, head])
+            place = numbers.ctypes.data + index * step
+            fill(place, first_query + index * query.strides[0], words, numbers.shape[1])
         attend_rows(room, *here, seen[:rows], scale, np.float32(0.0))
+        first_out = out[row, head].ctypes.data
         for index in range(rows):
-            place = sums[index].ctypes.data
-            round_row(place, place, sums.shape[1] // (2 * LANES))
-            copy(out[row + index, head].ctypes.data, place, whole)
-            short = sums[index].view(np.uint32)
-            for word in range(whole * LANES, words):
-                out[row + index, head, word] = short[word]
+            place = sums.ctypes.data + index * sums.strides[0]
+            round_numbers(first_out + index * out.strides[0], place, 2 * words)
 
 
 def _attend(out: Any, query: Any, panels: Any, lanes: Any, segments: Any, tiles: Any, group: Any, scale: Any) -> None:

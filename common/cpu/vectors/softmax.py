@@ -122,6 +122,18 @@ def _raise_bases(builder: Any, state: Value, highs: Value, room: Value) -> Value
     return builder.icmp_unsigned("!=", builder.bitcast(up, ir.IntType(LANES)), ir.IntType(LANES)(0))
 
 
+def _begin_state(_: Any, _state: Any) -> Any:
+    """Makes a state that of rows of which nothing has been seen."""
+
+    def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        store(builder, constant(-np.inf), given[0])
+        for vector in range(1, STATE // LANES):
+            store(builder, constant(0.0), plus(builder, given[0], LINE * vector))
+        return context.get_dummy_value()
+
+    return types.void(types.intp), generate
+
+
 def _write_shares(_: Any, _state: Any) -> Any:
     """Makes factors of the state what sums are to be multiplied with at the end: one by each row's total."""
 
@@ -150,6 +162,7 @@ def _scale_rows(_: Any, _place: Any, _step: Any, _vectors: Any, _state: Any) -> 
     return types.void(types.intp, types.intp, types.intp, types.intp), generate
 
 
+begin_state: Any = intrinsic(_begin_state)
 to_weights: Any = intrinsic(_to_weights)
 write_shares: Any = intrinsic(_write_shares)
 scale_rows: Any = intrinsic(_scale_rows)

@@ -28,7 +28,7 @@ def _attend_tasks(
     is `scale` and `softcap`; the others are as in `_attend`."""
     segments, seen, tiles = tables
     room, count, dim = workspace(panels, lanes), len(tiles), out.shape[2]
-    sums, whole = room[0], dim // LANES
+    sums, _, _, numbers = room
     for task in range(part[0], part[1]):
         own, tile = task // count, task % count
         segment, row = tiles[tile, 0], tiles[tile, 1]
@@ -36,13 +36,16 @@ def _attend_tasks(
         rows = slice(row, min(row + TILE, end))
         head, shared, packed = first * group + own, own // group, slice(base, base + (known + WIDTH - 1) // WIDTH)
         here = panels[shared, packed], lanes[shared, packed, 0]
-        for index in range(rows.start, rows.stop):
-            round_numbers(room[3][index - row].ctypes.data, query[index, head].ctypes.data, dim)
+        first_query, first_out = query[row, head].ctypes.data, out[row, head].ctypes.data
+        for index in range(rows.stop - row):
+            place = numbers.ctypes.data + index * numbers.strides[0]
+            round_numbers(place, first_query + index * query.strides[0], dim)
         attend_rows(room, *here, seen[rows], *rule)
-        for index in range(rows.start, rows.stop):
-            copy(out[index, head].ctypes.data, sums[index - row].ctypes.data, whole)
-            for place in range(whole * LANES, dim):
-                out[index, head, place] = sums[index - row, place]
+        for index in range(rows.stop - row):
+            place = sums.ctypes.data + index * sums.strides[0]
+            copy(first_out + index * out.strides[0], place, dim // LANES)
+            for number in range(dim // LANES * LANES, dim):
+                out[row + index, head, number] = sums[index, number]
 
 
 def _attend(
