@@ -283,7 +283,7 @@ class Child(Generic[ReceiveT]):
     async def _status(self) -> dict[str, str]:
         """How it has ended; nothing where it takes long over that."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_SECONDS):
+            async with tasks.StallTolerantTimeout(_LAST_SECONDS):
                 return {"status": how_it_ended(await self.process.wait())}
         return {}
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -64,6 +65,18 @@ async def test_a_child_that_has_ended_is_told_of_by_how_it_did() -> None:
             await child.receive()
         assert await child.post_mortem() == {"status": status}
         await child.stop()
+
+
+async def test_a_child_that_ends_while_its_parent_stands_still_is_told_of_by_how_it_did() -> None:
+    child: Child[Say] = await Child.start(MODULE, receives=Say, stacks=True)
+    child.send(Do("hang"))
+    await child.receive()
+    telling = asyncio.create_task(child._status())
+    await asyncio.sleep(0)
+    child.kill()
+    time.sleep(1.2)  # noqa: ASYNC251
+    assert await telling == {"status": "killed by SIGKILL"}
+    await child.stop()
 
 
 async def test_a_child_that_is_stopped_or_tells_no_stacks_is_killed_all_the_same() -> None:

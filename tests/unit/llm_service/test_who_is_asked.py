@@ -67,7 +67,7 @@ async def test_a_request_waits_a_moment_for_an_encoder_that_is_about_to_be_there
 
 
 async def test_repeats_go_where_they_went_and_different_items_are_spread() -> None:
-    async with bench(*(ScriptedEncoder() for _ in range(3))) as b:
+    async with bench(*(ScriptedEncoder() for _ in range(3)), check_seconds=600) as b:  # nobody is late, or suspected
         await b.usable(3)
         for _ in range(2):
             for number in range(40):
@@ -85,7 +85,7 @@ def first_asked_of(b: Bench, encoder: ScriptedEncoder, count: int) -> list[bytes
 
 async def test_a_crowded_encoder_is_passed_over() -> None:
     scripts = [hangs_after_the_header]
-    async with bench(ScriptedEncoder(scripts), ScriptedEncoder(scripts), rows=12 * ROWS) as b:
+    async with bench(ScriptedEncoder(scripts), ScriptedEncoder(scripts), rows=12 * ROWS, check_seconds=600) as b:
         await b.usable(2)
         first, second = b.encoders
         # Twelve pictures that are all the first encoder's: it is asked until eight calls are under way there.
@@ -102,7 +102,7 @@ async def announces_much(call: Call) -> None:
 
 async def test_what_an_encoder_has_announced_counts_before_it_is_asked_for_its_load() -> None:
     script = [announces_much]
-    async with bench(ScriptedEncoder(script), ScriptedEncoder(script), rows=128 * 128) as b:
+    async with bench(ScriptedEncoder(script), ScriptedEncoder(script), rows=128 * 128, check_seconds=600) as b:
         await b.usable(2)
         first, second = b.encoders
         its_own = first_asked_of(b, first, 2)
