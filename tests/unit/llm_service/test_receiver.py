@@ -116,7 +116,7 @@ async def test_a_requests_deadline_does_not_bound_what_others_may_share() -> Non
 
 
 async def test_rows_that_others_may_share_wait_for_room_longer_than_one_request_has_time() -> None:
-    async with bench(ScriptedEncoder([well, is_full, well])) as b:
+    async with bench(ScriptedEncoder([well, is_full, well]), patience=600) as b:
         await b.usable(1)
         await b.whole(b"picture")  # its header is known from now on
         b.cache.flush()

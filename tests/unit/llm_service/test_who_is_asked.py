@@ -156,7 +156,7 @@ async def test_an_encoder_whose_leases_run_out_in_the_middle_is_no_broken_one() 
 
 
 async def test_where_all_encoders_are_full_an_item_waits_for_room() -> None:
-    async with bench(ScriptedEncoder([is_full, is_full, well])) as b:
+    async with bench(ScriptedEncoder([is_full, is_full, well]), patience=600) as b:
         await b.usable(1)
         assert await b.whole(b"picture") == content(b"picture")
         assert len(b.encoders[0].calls) == 3
@@ -219,7 +219,7 @@ async def test_a_key_is_sought_at_every_encoder() -> None:
 @pytest.mark.parametrize("fails", [is_full, damages_the_header, is_cut_off])
 async def test_a_key_is_not_missing_while_an_encoder_that_may_have_it_has_not_said_so(fails: Say) -> None:
     """The encoder that has it fails to say so at first, and the other one has it not."""
-    async with bench(ScriptedEncoder(), ScriptedEncoder()) as b:
+    async with bench(ScriptedEncoder(), ScriptedEncoder(), patience=600) as b:
         await b.usable(2)
         first, second = b.first_and_second(b"picture")
         first.script, second.script = [fails, has_it], [has_it_not]
