@@ -33,6 +33,7 @@ class EncoderChoice:
         self._field = field
         self._lacking: set[str] = set()
         self._refusal: Exhausted | None = None
+        self._refused_by: set[str] = set()
         self._waiter = Waiter(pool.wait_queue, request.priority)
         self._apart = ExitStack()
         self._apart_until: float | None = None
@@ -89,6 +90,7 @@ class EncoderChoice:
             raise error
         replica.refused(max(error.retry_after, _LEAST_HINT))
         self._refusal = error
+        self._refused_by.add(replica.address)
 
     def may_have(self) -> list[Replica]:
         """The encoders that have not said that they have no such key."""
@@ -100,12 +102,19 @@ class EncoderChoice:
         self._waiter.leave()
 
     async def _room(self) -> None:
-        """Returns when an encoder may have room for the item, which is mostly at once."""
+        """Returns when an encoder may have room for the item, which is mostly at once. Of many, one always may: the
+        first is to be asked again by the time that the last has refused."""
+        if self._refusal is not None and monotonic() >= self.patient_until and self._have_all_refused():
+            raise self._refusal
         try:
             await self._waiter.wait(self._usable, self.patient_until)
         except TimeoutError:
             full = Exhausted("every encoder is full", reason="QUEUE_FULL", field=self._field)
             raise self._refusal or full from None
+
+    def _have_all_refused(self) -> bool:
+        usable = self._usable()
+        return bool(usable) and all(replica.address in self._refused_by for replica in usable)
 
     def _usable(self) -> list[Replica]:
         return [replica for replica in self.may_have() if replica.usable]

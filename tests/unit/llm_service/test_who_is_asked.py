@@ -12,6 +12,7 @@ import pytest
 
 from common.errors import Exhausted, NotFound, Unavailable
 from common.media.item import Key, Modality, Url
+from llm_service.encoders import choice
 from llm_service.encoders import pool as pool_module
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.replica import LinkSettings, Replica
@@ -115,16 +116,41 @@ async def test_what_an_encoder_has_announced_counts_before_it_is_asked_for_its_l
         await eventually(lambda: not any(replica.load for replica in b.pool.replicas))
 
 
-async def test_an_encoder_that_is_full_and_names_no_time_is_not_asked_without_end() -> None:
-    async def is_full_for_no_time(call: Call) -> None:
-        status = v1.Status(code=8, message="full", reason="QUEUE_FULL", retry_after_ms=0)
-        await call.context.write(v1.EncodeResponse(error=v1.EncodeError(status=status)))
+async def is_full_for_no_time(call: Call) -> None:
+    status = v1.Status(code=8, message="full", reason="QUEUE_FULL", retry_after_ms=0)
+    await call.context.write(v1.EncodeResponse(error=v1.EncodeError(status=status)))
 
+
+async def test_an_encoder_that_is_full_and_names_no_time_is_not_asked_without_end() -> None:
     async with bench(ScriptedEncoder([is_full_for_no_time]), ScriptedEncoder([is_full_for_no_time])) as b:
         await b.usable(2)
         with pytest.raises(Exhausted):
             await b.land(b"picture")
         assert b.receiver.counters.attempts <= 2 * 34, "30 ms lie between one time and the next, within a second"
+
+
+async def test_patience_ends_where_encoders_refuse_for_less_time_than_it_takes_to_ask_them_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(choice, "_LEAST_HINT", 0.0)
+    async with bench(*(ScriptedEncoder([is_full_for_no_time]) for _ in range(2)), patience=0.1) as b:
+        await b.usable(2)
+        with pytest.raises(Exhausted) as error:
+            await asyncio.wait_for(b.land(b"picture"), 180)
+        assert error.value.reason == "QUEUE_FULL"
+        assert all(encoder.calls for encoder in b.encoders)
+
+
+async def test_who_has_no_patience_is_refused_by_every_encoder_first() -> None:
+    async with bench(ScriptedEncoder(), ScriptedEncoder(), check_seconds=600) as b:
+        await b.usable(2)
+        first, second = b.first_and_second(b"picture")
+        first.script = [is_full_for_no_time]
+        (entry,) = await b.land(b"picture", deadline=asyncio.get_running_loop().time())
+        await settled(entry)
+        assert entry.error is None
+        b.cache.release(entry)
+        assert (len(first.calls), len(second.calls)) == (1, 1)
 
 
 async def test_where_one_encoder_is_full_the_other_is_asked_at_once() -> None:
