@@ -208,7 +208,8 @@ class _Gateway:
                 raise ValueError("a token goes over https; --plaintext-token sends it over a network that you trust")
             headers["authorization"] = f"Bearer {token}"
         tls = ssl.create_default_context(cafile=arguments.ca_file) if url.scheme == "https" else None
-        return cls(url.hostname, url.port, url.path.rstrip("/"), headers, tls)
+        base = url.path.rstrip("/").removesuffix("/v1")  # as OpenAI's clients are told; requests name it themselves
+        return cls(url.hostname, url.port, base, headers, tls)
 
     def connect(self, timeout: float) -> http.client.HTTPConnection:
         """A connection that is opened at its first request."""

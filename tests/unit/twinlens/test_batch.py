@@ -23,6 +23,7 @@ class Gateway(ThreadingHTTPServer):
     """Answers each request by `script`, of its body and of how often it came."""
 
     daemon_threads = True
+    paths: set[str]
 
     def __init__(self, script: Callable[[dict[str, Any], int], Answer | None]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -30,6 +31,7 @@ class Gateway(ThreadingHTTPServer):
         self.came: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.lock = threading.Lock()
+        self.paths = set()
         self.closed = threading.Event()
 
     def shutdown_request(self, request: Any) -> None:
@@ -48,6 +50,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         with self.server.lock:
+            self.server.paths.add(self.path)
             count = sum(each == body for each in self.server.came)
             self.server.came.append(body)
             self.server.headers.append({name.lower(): value for name, value in self.headers.items()})
@@ -285,6 +288,16 @@ def test_an_address_with_something_that_would_not_be_sent_is_refused(url: str, t
 def test_a_time_that_no_clock_has_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["batch", written(tmp_path / "in", line(1)), str(tmp_path / "out"), "--timeout", "inf"])
+
+
+@pytest.mark.parametrize(("behind", "path"), [("", ""), ("/v1", ""), ("/here/", "/here"), ("/here/v1/", "/here")])
+def test_a_gateway_is_named_as_for_clients_of_openai_or_without_the_version(
+    behind: str, path: str, tmp_path: Path
+) -> None:
+    with gateway(fine) as server:
+        given = [written(tmp_path / "in", line(1)), str(tmp_path / "out"), "--gateway", f"{server.url}{behind}"]
+        assert main(["batch", *given]) == 0
+    assert server.paths == {f"{path}/v1/chat/completions"}
 
 
 def test_where_no_gateway_answers_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
