@@ -25,6 +25,8 @@ _STEP = 2 * BLOCK
 """Inputs of one product by tiles."""
 _STRETCH = 4 * _STEP
 """Inputs that all rows go through before the next: 16 KiB of words, so that rows and sums have room beside them."""
+_TURN = 2 * BLOCK
+"""Rows whose sums with a group are scaled before the next are multiplied."""
 _MOST = 26 * BLOCK
 """Rows of a task at most: the more, the less often numbers become words."""
 _TOGETHER = 2
@@ -56,13 +58,14 @@ def _multiply(
     inputs, size, step = codes.shape[1], codes.shape[2], packed.shape[1] * FLOAT
     padded = (rows + BLOCK - 1) // BLOCK * BLOCK
     apart, many = padded * WIDTH, (last - first) * padded * WIDTH
-    room = np.empty(2 * many + (_STRETCH // 2 + 2) * WIDTH + LANES, np.float32)
+    room = np.empty(2 * many + (_TURN + _STRETCH // 2 + 2) * WIDTH + LANES, np.float32)
     skipped = first_line(room)
     room[skipped : skipped + many] = np.float32(0.0)
     room[-2 * WIDTH - LANES :] = np.float32(0.0)  # zeros, where no group has any
     totals = room.ctypes.data + skipped * FLOAT
     parts = totals + many * FLOAT
-    words = parts + many * FLOAT
+    short = parts + many * FLOAT
+    words = short + _TURN * ROW
     both = words + _STRETCH // 2 * ROW
     configure_tiles(min(rows, BLOCK))
     earlier = 0
@@ -72,21 +75,29 @@ def _multiply(
         for panel in range(first, last):
             numbers = codes.ctypes.data + (panel * inputs + start) * size
             widen(form, words, numbers, length // 2)
-            used = skipped + 2 * many + length // 2 * WIDTH
+            used = skipped + 2 * many + (_TURN + length // 2) * WIDTH
             room[used : used + -(length // 2) % BLOCK * WIDTH] = np.float32(0.0)
             coming = numbers + (inputs if panel + 1 < last else (first - panel) * inputs + _STRETCH) * size
             mine, group, at = (panel - first) * apart * FLOAT, earlier, 0
             while at < length:
                 end = min(ends[group] - start, length)
-                fresh = start + at == (ends[group - 1] if group else 0)
-                places = (parts + mine, ROW, x + at // 2 * FLOAT, step, words + at // 2 * ROW, ROW, coming + at * size)
-                add_blocks(fresh, padded, places, (end - at + _STEP - 1) // _STEP, _STEP * size // LINE)
-                if start + end == ends[group]:
+                fresh, whole = start + at == (ends[group - 1] if group else 0), start + end == ends[group]
+                if whole:
                     scales, zeros = group_constants(both, scale, kind, zero, group, panel, codes.shape[0])
-                    for row in range(rows):
-                        of_x = sums[begin + row, group] if zero.shape[0] else np.float32(0.0)
-                        add_scaled(VECTORS, (totals + mine, parts + mine, scales, zeros), row * ROW, of_x)
-                    group += 1
+                # Sums of a group that is in one stretch need not outlive a few rows' products, nor leave the cache.
+                turn = _TURN if fresh and whole else padded
+                for row in range(0, padded, turn):
+                    some = min(turn, padded - row)
+                    part = short if fresh and whole else parts + mine + row * ROW
+                    x_at, weights = x + row * step + at // 2 * FLOAT, words + at // 2 * ROW
+                    places = (part, ROW, x_at, step, weights, ROW, coming + at * size)
+                    add_blocks(fresh, some, places, (end - at + _STEP - 1) // _STEP, 0 if row else _STEP * size // LINE)
+                    if whole:
+                        for each in range(min(some, rows - row)):
+                            of_x = sums[begin + row + each, group] if zero.shape[0] else np.float32(0.0)
+                            here = (totals + mine + row * ROW, part, scales, zeros)
+                            add_scaled(VECTORS, here, each * ROW, of_x)
+                group += whole
                 at = end
         while earlier < len(ends) and ends[earlier] <= start + length:
             earlier += 1

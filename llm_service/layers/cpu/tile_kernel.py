@@ -30,14 +30,14 @@ _AHEAD = 32
 """Pairs between the weights that few rows are multiplied with and those that are asked for meanwhile."""
 _LEAST_LINES = 8
 """That are asked for with 16 pairs, while there are any."""
-_MOST = 18 * BLOCK
-"""Rows of a task at most: a stretch of them and their sums with `_TOGETHER` panels are a third of a MiB, in a
+_MOST = 32 * BLOCK
+"""Rows of a task at most: a stretch of them and their sums with `_TOGETHER` panels are five eighths of a MiB, in a
 second-level cache."""
 _TOGETHER = 4
 """Panels of a task whose rows do not stay there as a whole: each stretch of these is brought for all of them."""
 KEPT = 1 << 19
 """Bytes of rows that do."""
-AT_ONCE = 7 * _MOST
+AT_ONCE = 4 * _MOST
 """Rows that are computed in one go, since their numbers are put side by side first, which takes memory."""
 
 
