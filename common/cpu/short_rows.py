@@ -13,7 +13,8 @@ from torch import Tensor
 
 from common.cpu import vectors
 from common.cpu.jit import Array, Typed, compiled
-from common.cpu.vectors.shorts import add_row, gelu_row, norm_row, rotate
+from common.cpu.vectors.powers import GELU_BEND, GELU_SLOPE
+from common.cpu.vectors.shorts import add_row, gelu_row, norm_row, rms_norm_row, rotate
 
 
 def _turn(x: Any, cosine: Any, sine: Any) -> None:
@@ -31,30 +32,32 @@ def _turn(x: Any, cosine: Any, sine: Any) -> None:
             rotate(place, place, tables, half)
 
 
-def _add_layer_norm(total: Any, out: Any, x: Any, more: Any, weight: Any, bias: Any, eps: Any) -> None:
-    """int16 total, out, x and more [n, width], weight and bias [width]."""
-    parameters = weight.ctypes.data, bias.ctypes.data
+def _norm(total: Any, out: Any, x: Any, more: Any, weight: Any, bias: Any, eps: Any) -> None:
+    """int16 total, out, x and more [n, width], weight and bias [width]. Of x alone where more is [0, width], and then
+    total is x; without a bias, [0], rows are divided by the root of their mean square."""
     for row in numba.prange(x.shape[0]):
-        here = total[row].ctypes.data
-        add_row(here, x[row].ctypes.data, more[row].ctypes.data, x.shape[1])
-        norm_row(out[row].ctypes.data, here, parameters, x.shape[1], eps)
+        here, to = total[row].ctypes.data, out[row].ctypes.data
+        if len(more):
+            add_row(here, x[row].ctypes.data, more[row].ctypes.data, x.shape[1])
+        if len(bias):
+            norm_row(to, here, (weight.ctypes.data, bias.ctypes.data), x.shape[1], eps)
+        else:
+            rms_norm_row(to, here, weight.ctypes.data, x.shape[1], eps)
 
 
-def _gelu(x: Any) -> None:
+def _gelu(x: Any, slope: Any, bend: Any) -> None:
     """int16 x [n, width], in place."""
     for row in numba.prange(x.shape[0]):
-        gelu_row(x[row].ctypes.data, x.shape[1])
+        gelu_row(x[row].ctypes.data, x.shape[1], slope, bend)
 
 
-_turn_kernel, _add_layer_norm_kernel, _gelu_kernel = (
-    compiled(each, made_of=[vectors]) for each in (_turn, _add_layer_norm, _gelu)
-)
+_turn_kernel, _norm_kernel, _gelu_kernel = (compiled(each, made_of=[vectors]) for each in (_turn, _norm, _gelu))
 _heads, _table = numba.int16[:, :, :], numba.float32[:, :, ::1]
 _rows, _vector = numba.int16[:, ::1], numba.int16[::1]
 TYPED = {
     "turn": Typed(_turn_kernel, (_heads, _table, _table)),
-    "add_layer_norm": Typed(_add_layer_norm_kernel, (*[_rows] * 4, _vector, _vector, numba.float32)),
-    "gelu": Typed(_gelu_kernel, (_rows,)),
+    "norm": Typed(_norm_kernel, (*[_rows] * 4, _vector, _vector, numba.float32)),
+    "gelu": Typed(_gelu_kernel, (_rows, numba.float32, numba.float32)),
 }
 KERNELS = tuple(f"{__name__}:{name}" for name in TYPED)
 """Their names, as `common.cpu.jit.find` takes them."""
@@ -67,17 +70,29 @@ def turn(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return x
 
 
-def add_layer_norm(x: Tensor, more: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + more, bfloat16 [n, width], and its layer norm; weight and bias bfloat16 [width]."""
-    total, out = torch.empty_like(x), torch.empty_like(x)
-    given = (_shorts(each) for each in (total, out, x.contiguous(), more.contiguous(), weight, bias))
-    _add_layer_norm_kernel(*given, np.float32(eps))
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """The layer norm of bfloat16 x [n, width]; weight and bias bfloat16 [width]. Without a bias rows are divided by the
+    root of their mean square."""
+    x = x.contiguous()
+    out, none = torch.empty_like(x), x.new_empty(0)
+    _norm_kernel(
+        *(_shorts(each) for each in (x, out, x, x[:0], weight, none if bias is None else bias)), np.float32(eps)
+    )
+    return out
+
+
+def add_and_norm(x: Tensor, more: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """x + more, and its norm."""
+    total, out, none = torch.empty_like(x), torch.empty_like(x), x.new_empty(0)
+    given = total, out, x.contiguous(), more.contiguous(), weight, none if bias is None else bias
+    _norm_kernel(*(_shorts(each) for each in given), np.float32(eps))
     return total, out
 
 
-def gelu(x: Tensor) -> Tensor:
-    """gelu by its hyperbolic tangent of bfloat16 x [n, width], which lies together, in place; gives it back."""
-    _gelu_kernel(_shorts(x))
+def gelu(x: Tensor, slope: float = GELU_SLOPE, bend: float = GELU_BEND) -> Tensor:
+    """x · logistic(slope · (x + bend · x³)) of bfloat16 x [n, width], which lies together, in place; gives it back. By
+    default this is gelu by its hyperbolic tangent."""
+    _gelu_kernel(_shorts(x), np.float32(slope), np.float32(bend))
     return x
 
 

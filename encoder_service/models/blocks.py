@@ -112,8 +112,9 @@ class Block(nn.Module):
 
 def add_and_norm(x: Tensor, more: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """x + more, and its norm."""
-    if (kernels := kernels_for(x)) is not None and isinstance(norm, nn.LayerNorm):
-        both: tuple[Tensor, Tensor] = kernels.add_layer_norm(x, more, norm.weight, norm.bias, norm.eps)
+    if (kernels := kernels_for(x)) is not None and isinstance(norm, nn.LayerNorm | RMSNorm):
+        bias, eps = (norm.bias, norm.eps) if isinstance(norm, nn.LayerNorm) else (None, norm.epsilon)
+        both: tuple[Tensor, Tensor] = kernels.add_and_norm(x, more, norm.weight, bias, eps)
         return both
     x = x + more
     return x, norm(x)
@@ -124,9 +125,11 @@ def activated(layer: Linear, act: nn.Module, x: Tensor) -> Tensor:
     kernels = kernels_for(x)
     if kernels is not None and isinstance(act, nn.GELU) and act.approximate == "tanh":
         opened: Tensor = kernels.gelu(layer(x))
-        return opened
-    out: Tensor = layer(x, act)
-    return out
+    elif kernels is not None and isinstance(act, QuickGELU):
+        opened = kernels.gelu(layer(x), QUICK_SLOPE, 0.0)
+    else:
+        opened = layer(x, act)
+    return opened
 
 
 class FeedForward(nn.Module):
@@ -172,16 +175,22 @@ class RMSNorm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, x: Tensor) -> Tensor:
+        if (kernels := kernels_for(x)) is not None and x.dim() == 2:
+            normed: Tensor = kernels.norm(x, self.weight, None, self.epsilon)
+            return normed
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
         return self.weight * wide.to(x.dtype)
+
+
+QUICK_SLOPE = 1.702
 
 
 class QuickGELU(nn.Module):
     """x · sigmoid(1.702 x)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(1.702 * x)
+        return x * torch.sigmoid(QUICK_SLOPE * x)
 
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"quick_gelu": QuickGELU, "silu": nn.SiLU, "gelu": nn.GELU}

@@ -31,7 +31,7 @@ from common.cpu.vectors.llvm import (
     spread,
     spread_whole,
 )
-from common.cpu.vectors.powers import GELU_BEND, GELU_SLOPE, short_power_of_two
+from common.cpu.vectors.powers import short_power_of_two
 
 SHORT = 2
 """Bytes."""
@@ -150,6 +150,31 @@ def _norm_row(_: Any, _out: Any, _x: Any, _parameters: Any, _count: Any, _eps: A
     return types.void(types.intp, types.intp, pair, types.intp, types.float32), generate
 
 
+def _rms_norm_row(_: Any, _out: Any, _x: Any, _weight: Any, _count: Any, _eps: Any) -> Any:
+    """Writes a row over the root of its mean square, times a weight, to an address, which may be its own."""
+
+    def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        out, x, weight, count, eps = given
+
+        def square(first: Value, mask: Mask) -> Value:
+            part = _load(builder, x, first, mask)
+            return builder.fmul(part, part)
+
+        share = builder.fdiv(SINGLE(1.0), builder.sitofp(count, SINGLE))
+        mean = builder.fadd(builder.fmul(_total(builder, count, square), share), eps)
+        root = builder.call(declared(builder, "llvm.sqrt.f32", SINGLE, [SINGLE]), [mean])
+        scale = spread(builder, builder.fdiv(SINGLE(1.0), root))
+
+        def step(first: Value, mask: Mask) -> None:
+            part, factor = (_load(builder, base, first, mask) for base in (x, weight))
+            _store(builder, builder.fmul(builder.fmul(part, scale), factor), out, first, mask)
+
+        _over(builder, count, step)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp, types.intp, types.float32), generate
+
+
 def _total(builder: Any, count: Value, term: Callable[[Value, Mask], Value]) -> Value:
     """The sum over so many numbers."""
     total = cgutils.alloca_once_value(builder, constant(0.0))
@@ -193,20 +218,21 @@ def _round_numbers(_: Any, _out: Any, _x: Any, _count: Any) -> Any:
     return types.void(types.intp, types.intp, types.intp), generate
 
 
-def _gelu_row(_: Any, _x: Any, _count: Any) -> Any:
-    """gelu of so many numbers at an address, by its hyperbolic tangent: x · logistic(slope · (x + bend · x³))."""
-    line = -GELU_SLOPE * math.log2(math.e)
+def _gelu_row(_: Any, _x: Any, _count: Any, _slope: Any, _bend: Any) -> Any:
+    """x · logistic(slope · (x + bend · x³)) of so many numbers at an address: gelu, by its hyperbolic tangent or in
+    another approximation."""
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
-        x, count = given
+        x, count, slope, bend = given
+        slope = builder.fmul(slope, SINGLE(-math.log2(math.e)))
+        line, curve = spread(builder, slope), spread(builder, builder.fmul(slope, bend))
         kinds = [VECTOR, VECTOR, ir.IntType(LANES)]
         # Off by 6 · 10⁻⁵: it is rounded to bfloat16.
         inverse = declared(builder, "llvm.x86.avx512.rcp14.ps.512", VECTOR, kinds)
 
         def step(first: Value, mask: Mask) -> None:
             number = _load(builder, x, first, mask)
-            slope = multiply_add(builder, builder.fmul(number, number), constant(line * GELU_BEND), constant(line))
-            exponent = builder.fmul(number, slope)
+            exponent = builder.fmul(number, multiply_add(builder, builder.fmul(number, number), curve, line))
             steep = builder.fcmp_ordered(">", exponent, constant(_STEEPEST))
             exponent = builder.select(steep, constant(_STEEPEST), exponent)
             power = short_power_of_two(builder, exponent)
@@ -217,11 +243,12 @@ def _gelu_row(_: Any, _x: Any, _count: Any) -> Any:
         _over(builder, count, step)
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp), generate
+    return types.void(types.intp, types.intp, types.float32, types.float32), generate
 
 
 rotate: Any = intrinsic(_rotate)
 norm_row: Any = intrinsic(_norm_row)
+rms_norm_row: Any = intrinsic(_rms_norm_row)
 add_row: Any = intrinsic(_add_row)
 round_numbers: Any = intrinsic(_round_numbers)
 gelu_row: Any = intrinsic(_gelu_row)

@@ -67,13 +67,30 @@ def test_a_sum_and_its_norm_are_no_further_off_than_by_torch(width: int) -> None
     torch.testing.assert_close(normed.double(), exact, rtol=2**-7, atol=2**-7)
 
 
+@pytest.mark.parametrize("width", [8, 100, 1280])
+def test_a_row_over_the_root_of_its_mean_square_is_no_further_off_than_by_torch(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norm = blocks.RMSNorm(width).bfloat16().requires_grad_(requires_grad=False)
+    norm.weight.copy_(drawn(width, seed=2))
+    x, more = 5 * drawn(70, width) + 3, drawn(70, width, seed=1)
+    total, normed = blocks.add_and_norm(x, more, norm)
+    assert total.equal(x + more)
+    assert norm(total).equal(normed)
+    monkeypatch.setattr(row_kernels._state, "kernels", None)
+    exact = functional.rms_norm(total.double(), (width,), norm.weight.double(), norm.epsilon)
+    assert (normed - exact).pow(2).mean() <= 1.01 * (norm(total) - exact).pow(2).mean()
+    torch.testing.assert_close(normed.double(), exact, rtol=2**-7, atol=2**-7)
+
+
 @pytest.mark.parametrize("width", [8, 100, 1536])
-def test_gelu_is_no_further_off_than_by_torch(width: int) -> None:
-    layer, act, x = Linear(8, width, dtype=torch.bfloat16), blocks.activation("gelu_pytorch_tanh"), 3 * drawn(70, 8)
+@pytest.mark.parametrize("name", ["gelu_pytorch_tanh", "quick_gelu"])
+def test_gelu_is_no_further_off_than_by_torch(name: str, width: int) -> None:
+    layer, act, x = Linear(8, width, dtype=torch.bfloat16), blocks.activation(name), 3 * drawn(70, 8)
     layer.weight.copy_(drawn(width, 8, seed=1))
     layer.bias.zero_()
     ours, before = blocks.activated(layer, act, x), layer(x)
-    exact = functional.gelu(before.double(), approximate="tanh")
+    exact = act(before.double())
     assert (ours - exact).pow(2).mean() <= 1.01 * (act(before) - exact).pow(2).mean()
     torch.testing.assert_close(ours.double(), exact, rtol=2**-8, atol=1e-4)
 
