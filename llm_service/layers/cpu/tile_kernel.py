@@ -37,6 +37,8 @@ _TOGETHER = 4
 """Panels of a task whose rows do not stay there as a whole: each stretch of these is brought for all of them."""
 KEPT = 1 << 19
 """Bytes of rows that do."""
+_ALONE = 1 << 16
+"""Words that one thread puts side by side, in less time than threads may wait for each other."""
 AT_ONCE = 4 * _MOST
 """Rows that are computed in one go, since their numbers are put side by side first, which takes memory."""
 
@@ -142,8 +144,12 @@ def _product(out: Any, x: Any, panels: Any, bias: Any, most: Any, together: Any)
         for panel in numba.prange(panels.shape[0]):
             _multiply_few(out, packed, panels, bias, np.intp(panel))
         return
-    for row in numba.prange(rows):
-        pack_pairs(packed, row, x, row)
+    if packed.size <= _ALONE:
+        for row in range(rows):
+            pack_pairs(packed, row, x, row)
+    else:
+        for row in numba.prange(rows):
+            pack_pairs(packed, row, x, row)
     parts, groups = (rows + most - 1) // most, (panels.shape[0] + together - 1) // together
     for task in numba.prange(groups * parts):
         begin, first = np.intp(task) % parts * most, np.intp(task) // parts * together
