@@ -37,8 +37,8 @@ _TOGETHER = 4
 """Panels of a task whose rows do not stay there as a whole: each stretch of these is brought for all of them."""
 KEPT = 1 << 19
 """Bytes of rows that do."""
-_ALONE = 1 << 16
-"""Words that one thread puts side by side, in less time than threads may wait for each other."""
+_ALONE = 9 << 13
+"""Words that one thread puts side by side, 128 rows of 1024 numbers: two threads would wait for each other as long."""
 AT_ONCE = 4 * _MOST
 """Rows that are computed in one go, since their numbers are put side by side first, which takes memory."""
 
