@@ -27,6 +27,7 @@ def test_gpus_are_handed_out_in_turn_unless_one_was_named(monkeypatch, tmp_path:
     monkeypatch.setattr(server, "cuda_device_count", lambda: 2)
     (tmp_path / "config.json").write_text("{}")
     config = EncoderConfig(model="m", device=asked, workers=3)
-    model = server._Model(Checkpoint(tmp_path), SimpleNamespace(), None, found, RowLayout(1, 64, DType.FLOAT32))
+    layout = RowLayout(1, 64, DType.FLOAT32)
+    model = server._Model(Checkpoint(tmp_path), SimpleNamespace(), None, found, layout, "float32")
     settings = server._worker_settings(config, model)
     assert [each.device for each in settings] == devices
