@@ -133,13 +133,13 @@ def _layers_apart(config: Any) -> dict[int, dict[str, Any]]:
 _LARGEST = 4.0
 
 
-def made_up(config: Any, strip: Callable[[Any], None]) -> Any:
+def made_up(config: Any, strip: Callable[[Any], None], seed: int = 0) -> Any:
     """A model of a configuration without what `strip` takes away from it, with weights that are drawn: matrices from
     N(0, 1 / fan-in), tables from N(0, 1), and what is of one dimension near where the library has it."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         part = without(class_of(config), strip).from_pretrained(None, config=config, state_dict={}, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     tables = {id(each.weight) for each in part.modules() if isinstance(each, nn.Embedding)}
     with torch.no_grad():
         for parameter in part.parameters():

@@ -35,10 +35,10 @@ class Reference:
     said: Said
 
     @classmethod
-    def of(cls, config: Any, prompted: Prompted, ranks: int = 1) -> Reference:
+    def of(cls, config: Any, prompted: Prompted, ranks: int = 1, seed: int = 0) -> Reference:
         """Of a configuration, which is shrunk so that heads can be split over so many ranks."""
         shrink_whole(config, ranks)
-        model = made_up(config, text_alone)
+        model = made_up(config, text_alone, seed)
         prompt = prompted(model)
         axes = axes_of(model)
         positions = _positions(model.base_model, prompt) if axes > 1 else torch.arange(len(prompt.ids)).expand(3, -1)
