@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -40,13 +41,17 @@ class Round:
     together: float
 
 
+_AS_DATA: Any = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+"""Which Python 3.11 knows from 3.11.4 on; what git packs is our own."""
+
+
 @contextmanager
 def files_of(revision: str) -> Iterator[Path]:
     """A folder with the files of a git revision, for as long as the block runs."""
     packed = subprocess.run(["git", "archive", revision], cwd=_ROOT, check=True, capture_output=True).stdout
     with tempfile.TemporaryDirectory(prefix="twinlens-") as folder:
         with tarfile.open(fileobj=io.BytesIO(packed)) as files:
-            files.extractall(folder, filter="data")
+            files.extractall(folder, **_AS_DATA)
         yield Path(folder)
 
 

@@ -277,8 +277,10 @@ async def _started(frame: GrpcServer, starting: asyncio.Task[None]) -> bool:
         return False
     try:
         starting.result()
-    except* (WorkerError, ChildDied, OSError) as group:
-        raise group.exceptions[0] from None
+    except ExceptionGroup as group:  # `except*` makes a group of what is raised there, before Python 3.11.4
+        if (expected := group.subgroup((WorkerError, ChildDied, OSError))) is None:
+            raise
+        raise expected.exceptions[0] from None
     return True
 
 
