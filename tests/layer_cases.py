@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from llm_service.families.family import Family, Mixer
 from llm_service.layers.linear import Stored
 from llm_service.models.config import TextConfig
-from llm_service.models.loader import InMemory, targets
+from llm_service.models.filling import InMemory, targets
 from llm_service.models.rotary_config import RotaryConfig
 
 CPU = torch.device("cpu")

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator
+
+import torch
 from torch import Tensor
 
+from common.checkpoint import Checkpoint, CheckpointError
 from llm_service.layers.group import ALONE
+from llm_service.layers.linear import Stored
+from llm_service.layers.weight_dtype import Rounded
 from llm_service.models.decoder import Decoder, embeddings_of, head_of
+from llm_service.models.filling import fill_decoder, targets
+from llm_service.models.loader import HEAD, TABLE, TextSide
+from llm_service.models.quantized import load_weights
 
 
 class DraftHead(Decoder):
@@ -44,3 +53,34 @@ class DraftHead(Decoder):
     def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
         """Embeddings of the next tokens and hidden states, [n, hidden] each → what the first layer takes."""
         raise NotImplementedError
+
+
+def check_target(target: Decoder, what: str) -> None:
+    """Raises CheckpointError where that is not known for a model."""
+    shape = target.config
+    if any(several is not None for several in (shape.streams, shape.balanced, shape.opened, shape.alternating)):
+        raise CheckpointError(f"{what} is not known for texts with several streams between layers")
+
+
+def fill_head(
+    head: DraftHead, weights: Iterable[tuple[str, Stored]], target: Decoder, dtype: torch.dtype, weight_dtype: str
+) -> None:
+    """As `fill_decoder`, where the model is, with the types that `load_decoder` was told for it."""
+    bfloat16 = dtype == torch.bfloat16 and target.dtype == torch.float32
+    fill_decoder(head, weights, target.device, Rounded(int8=weight_dtype == "int8", bfloat16=bfloat16))
+
+
+def ends_of(
+    head: DraftHead, checkpoint: Checkpoint, text: TextSide | None, *, but: Collection[str] = ()
+) -> Iterator[tuple[str, Stored]]:
+    """What a head has to be given of the table of tokens and the matrix of logits of a model, whose checkpoint it is,
+    `but` for what it has; `text` is as `load_decoder` was told."""
+    wanted = {TABLE, HEAD}.intersection(name for name, _ in targets(head, tied=head.config.tied)).difference(but)
+    if not wanted:
+        return
+    text = text or TextSide.of(checkpoint)
+    for name, stored in text.parted.pieces(load_weights(checkpoint, text.own_name)):
+        if name in wanted:
+            yield name, stored
+        if name == TABLE and text.config.tied and HEAD in wanted:
+            yield HEAD, stored

@@ -4,25 +4,34 @@ p + 1. Where it goes on by itself its own hidden state is in their place."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from common.checkpoint import Checkpoint, CheckpointError
+from common.weights import SliceReader
 from llm_service.families.family import LayerKind
 from llm_service.layers.cache_spec import LayerCache
 from llm_service.layers.decoder_layer import DecoderLayer
 from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.layers.linear import PackedLinear, VocabularyEmbedding
+from llm_service.layers.linear import PackedLinear, Stored, VocabularyEmbedding
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.ops import RMSNorm, norm_of
 from llm_service.layers.rotaries import rotary_of
 from llm_service.layers.self_attention import SelfAttention
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder, Deepstack
-from llm_service.models.draft_head import DraftHead
+from llm_service.models.draft_head import DraftHead, check_target, ends_of, fill_head
 from llm_service.models.eagle_config import EagleConfig
+from llm_service.models.loader import HEAD, TABLE, TextSide
+from llm_service.models.quantized import load_weights
+
+_MIDDLE = "midlayer."
+"""What heads of one layer call it."""
 
 
 class JoinedAttention(SelfAttention):
@@ -151,3 +160,83 @@ class EagleDecoder(DraftHead):
     def _scores(self, hidden: Tensor) -> Tensor:
         scores: Tensor = self.lm_head(hidden if self._gives_normed else self.norm(hidden))
         return scores[:, : len(self._meanings)]
+
+
+def load_eagle(
+    checkpoint: Checkpoint,
+    target: Decoder,
+    of: Checkpoint,
+    dtype: torch.dtype,
+    *,
+    weight_dtype: str = "",
+    text: TextSide | None = None,
+) -> EagleDecoder:
+    """A head beside the decoder that it was trained for, which is loaded, `of` its checkpoint, with the same types and
+    the same `text` as `load_decoder`. Raises CheckpointError where it is none, or is not for that one."""
+    check_target(target, "a head")
+    stored = {own: name for name in checkpoint.tensors if (own := _own_name(name)) is not None}
+    eagle, shape = _fitted(checkpoint, stored, target.config), target.config
+    try:
+        decoder = EagleDecoder(eagle, target, own_embeddings=TABLE in stored, own_head=HEAD in stored or eagle.ties)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    if tokens := [name for name in checkpoint.tensors if name.rpartition(".")[2] == "d2t"]:
+        known = min(shape.vocab_size, eagle.text.vocab_size)
+        decoder.means(_meanings(checkpoint, tokens[0], eagle.vocab_size, known))
+    elif eagle.vocab_size != shape.vocab_size:
+        raise CheckpointError("it has no d2t, which says what tokens its words are")
+    weights = load_weights(checkpoint, _own_name)
+    has = {*stored, HEAD} if eagle.ties else set(stored)
+    both = _with_head(weights) if eagle.ties else weights, ends_of(decoder, of, text, but=has)
+    fill_head(decoder, chain(*both), target, dtype, weight_dtype)
+    return decoder.eval()
+
+
+def _fitted(checkpoint: Checkpoint, stored: Collection[str], shape: TextConfig) -> EagleConfig:
+    """What a head is whose tensors are `stored` by these names, beside a model of such a shape: its config.json may
+    leave that open, or say otherwise. It `ties` where it does so indeed. Raises CheckpointError as `load_eagle`."""
+    config = checkpoint.config
+    if any(name.removeprefix("model.").startswith(_MIDDLE) for name in checkpoint.tensors):
+        config = {**config, "num_hidden_layers": 1}  # the one, where some state those of the model
+    eagle = EagleConfig.of(config, shape.layers)
+    text, words, table = eagle.text, eagle.vocab_size, TABLE in stored
+    ties = eagle.ties and table and HEAD not in stored and words == text.vocab_size
+    if not table and text.hidden_size != shape.hidden_size:
+        raise CheckpointError("it has no embeddings, and those of the model have another width")
+    if not (HEAD in stored or ties) and (words, text.hidden_size) != (shape.vocab_size, shape.hidden_size):
+        raise CheckpointError(f"it has no {HEAD}, and that of the model is for other words or another width")
+    if not table:
+        text = replace(text, vocab_size=shape.vocab_size)
+    known = min(shape.vocab_size, text.vocab_size)
+    if words > known:
+        raise CheckpointError(f"it says {words} words, and is given {known}")
+    if "layers.0.self_attn.o_proj.bias" in stored:
+        text = replace(text, family=replace(text.family, output_biases=True))
+    return replace(eagle, text=text, ties=ties)
+
+
+def _with_head(weights: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
+    """The same, and the table of tokens as matrix of logits."""
+    for name, stored in weights:
+        yield name, stored
+        if name == TABLE:
+            yield HEAD, stored
+
+
+def _meanings(checkpoint: Checkpoint, name: str, words: int, tokens: int) -> Tensor:
+    """The token of each of a head's words, int64 [words]: stored is how far it is behind the word's own number."""
+    found: Tensor | None = None
+    if tuple(checkpoint.tensors[name].shape) == (words,):
+        with SliceReader(checkpoint) as reader:
+            found = torch.arange(words) + reader[name][:].to(torch.int64)
+    if found is None or int(found.min()) < 0 or int(found.max()) >= tokens:
+        raise CheckpointError(f"{name} does not say what tokens of the model its {words} words are")
+    return found
+
+
+def _own_name(name: str) -> str | None:
+    """The decoder's name for a tensor of a head; None for what tells which words it has."""
+    name = name.removeprefix("model.")
+    if name in ("d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight"):
+        return None
+    return f"layers.0.{name.removeprefix(_MIDDLE)}" if name.startswith(_MIDDLE) else name

@@ -13,8 +13,8 @@ from common.checkpoint import Checkpoint, CheckpointError
 from common.library_classes import decoder_of, head_of
 from llm_service.layers.linear import PackedLinear, Place, Stored, fill
 from llm_service.layers.weight_dtype import Rounded
+from llm_service.models.filling import InMemory
 from llm_service.models.library_names import names_within
-from llm_service.models.loader import InMemory
 from llm_service.models.quantized import load_weights, quantized_modules
 
 

@@ -6,17 +6,24 @@ state stands for that of p + 1 where it goes on by itself. Embeddings and head a
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
+from common.checkpoint import Checkpoint, CheckpointError
 from llm_service.families.family import Mixer
 from llm_service.layers.decoder_layer import DecoderLayer
 from llm_service.layers.group import ALONE
 from llm_service.layers.linear import PackedLinear
 from llm_service.layers.ops import RMSNorm
 from llm_service.models.decoder import Decoder
-from llm_service.models.draft_head import DraftHead
+from llm_service.models.draft_head import DraftHead, check_target, ends_of, fill_head
+from llm_service.models.loader import TextSide
+from llm_service.models.quantized import load_weights
+
+_PREFIX = "mtp."
+"""Of its weights, beside those of the model."""
 
 
 class MtpDecoder(DraftHead):
@@ -46,3 +53,32 @@ class MtpDecoder(DraftHead):
         both = self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)
         out: Tensor = self.fc(torch.cat(both, -1))
         return out
+
+
+def load_mtp(
+    checkpoint: Checkpoint,
+    target: Decoder,
+    dtype: torch.dtype,
+    *,
+    weight_dtype: str = "",
+    text: TextSide | None = None,
+) -> MtpDecoder:
+    """That of a checkpoint, beside its decoder, which is loaded, with the same types and the same `text` as
+    `load_decoder`. Raises CheckpointError where the checkpoint has none."""
+    check_target(target, "multi-token prediction")
+    settings = {**checkpoint.config, **(checkpoint.config.get("text_config") or {})}
+    if settings.get("mtp_use_dedicated_embeddings"):
+        raise CheckpointError("embeddings of its own for multi-token prediction are not supported")
+    if not any(name.startswith(_PREFIX) for name in checkpoint.tensors):
+        raise CheckpointError("the checkpoint has no layer for multi-token prediction: there are no weights mtp.*")
+    try:
+        decoder = MtpDecoder(target)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    weights = load_weights(checkpoint, _own_name), ends_of(decoder, checkpoint, text)
+    fill_head(decoder, chain(*weights), target, dtype, weight_dtype)
+    return decoder.eval()
+
+
+def _own_name(name: str) -> str | None:
+    return name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else None

@@ -27,11 +27,11 @@ from llm_service.layers.attention.backend import runs_of
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
+from llm_service.models.filling import fill_plain
 from llm_service.models.layer_shapes import MarkTable
 from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.library_inputs import media_tokens
 from llm_service.models.library_names import named_tensors
-from llm_service.models.loader import fill_plain
 from llm_service.models.trial_chunks import logits_in_chunks
 from llm_service.models.trial_prompts import Prompted, processed_prompt
 from llm_service.models.trial_reference import ANSWER, Reference, Said

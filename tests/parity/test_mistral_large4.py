@@ -27,9 +27,10 @@ from llm_service.layers.learned_positions import LearnedGrowth, LearnedRotary
 from llm_service.layers.token_index import TokenIndexer
 from llm_service.models import config as text_config
 from llm_service.models.decoder import Decoder
+from llm_service.models.filling import fill_plain
 from llm_service.models.library_names import named_tensors
 from llm_service.models.library_text import text_alone
-from llm_service.models.loader import fill_plain, load_decoder
+from llm_service.models.loader import load_decoder
 from llm_service.models.trial import try_ours_of
 from llm_service.models.trial_chunks import logits_in_chunks
 from llm_service.models.trial_prompts import TrialPrompt

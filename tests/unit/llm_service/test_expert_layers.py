@@ -16,7 +16,7 @@ from llm_service.layers.pooled_experts import PooledExperts
 from llm_service.layers.scaled_experts import InputScaledMLP
 from llm_service.models.config import TextConfig
 from llm_service.models.experts_config import GroupedExperts
-from llm_service.models.loader import InMemory, targets
+from llm_service.models.filling import InMemory, targets
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
 from tests.layer_cases import HIDDEN, SIZES, config, drawn, noise, read
 from tests.parity.test_library_ranks import on_ranks

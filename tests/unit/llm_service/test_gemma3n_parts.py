@@ -18,11 +18,11 @@ from llm_service.layers.mark_tables import MarkedEmbedding
 from llm_service.layers.mlp import CutMLP
 from llm_service.models.config import TextConfig
 from llm_service.models.feed_forward_config import Activation
+from llm_service.models.filling import InMemory, targets
 from llm_service.models.layer_shapes import LayerInputs
 from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.library_names import named_tensors
 from llm_service.models.library_text import text_alone
-from llm_service.models.loader import InMemory, targets
 from llm_service.models.trial import try_ours_of, with_media
 from tests.parity.test_library_ranks import on_ranks
 from tools.models.drawn_prompts import drawn_prompt

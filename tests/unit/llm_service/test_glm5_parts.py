@@ -20,7 +20,7 @@ from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.kimi_delta_attention import KimiDeltaAttention
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
-from llm_service.models.loader import load_mtp
+from llm_service.models.mtp import load_mtp
 from llm_service.worker.adapters import shapes_of
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
 from tests.layer_cases import drawn, noise, read

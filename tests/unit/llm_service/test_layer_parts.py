@@ -18,7 +18,7 @@ from llm_service.layers.linear import VocabularyEmbedding
 from llm_service.layers.mlp import MLP
 from llm_service.layers.ops import RMSNorm
 from llm_service.models.feed_forward_config import gates_of
-from llm_service.models.loader import InMemory
+from llm_service.models.filling import InMemory
 from llm_service.models.state_config import DeltaNetConfig
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
 from tests.layer_cases import CPU, HIDDEN, SIZES, TOKENS, config, drawn, noise, read

@@ -17,7 +17,7 @@ from common.linear import Linear
 from llm_service.layers.experts import Experts
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear
-from llm_service.models import loader
+from llm_service.models import filling, loader
 from llm_service.models.config import TextConfig
 from llm_service.models.loader import load_decoder
 from llm_service.models.quantized import load_weights
@@ -227,7 +227,7 @@ def test_a_weight_is_laid_out_as_soon_as_it_has_been_read(
     checkpoints: Callable[..., Path], family: Family, weight_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that a checkpoint which fits when it is loaded fits while it is loaded."""
-    place, plain, seen = loader._place, [], []
+    place, plain, seen = filling._place, [], []
 
     def watched(module: Any, *given: Any, **options: Any) -> None:
         place(module, *given, **options)
@@ -236,7 +236,7 @@ def test_a_weight_is_laid_out_as_soon_as_it_has_been_read(
         matrices += [module.gate_up_proj for module in seen if isinstance(module, Experts) and module.whole()]
         plain.append(sum(matrix.numel() for matrix in matrices))
 
-    monkeypatch.setattr(loader, "_place", watched)
+    monkeypatch.setattr(filling, "_place", watched)
     load_decoder(Checkpoint(checkpoints(family)), torch.float32, CPU, weight_dtype=weight_dtype)
     assert plain
     assert not any(plain)

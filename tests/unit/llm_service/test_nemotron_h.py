@@ -23,7 +23,7 @@ from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.mamba2_mixer import Mamba2
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
-from llm_service.models.loader import InMemory, fill_plain, targets
+from llm_service.models.filling import InMemory, fill_plain, targets
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from llm_service.models.loader import InMemory
+from llm_service.models.filling import InMemory
 from llm_service.models.parted_tensors import JoinedRows, PartedTensors, RowsOf
 
 

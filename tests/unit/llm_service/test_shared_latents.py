@@ -25,7 +25,7 @@ from llm_service.layers.rotaries import rotary_of
 from llm_service.layers.token_decode import ScoreTokens, score_by_torch
 from llm_service.models.config import TextConfig
 from llm_service.models.experts_config import GroupedExperts
-from llm_service.models.loader import InMemory
+from llm_service.models.filling import InMemory
 from llm_service.worker.adapters import shapes_of
 from llm_service.worker.caches import Caches
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
