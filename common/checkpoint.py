@@ -120,7 +120,7 @@ class Checkpoint:
         for name in names:
             path = self.folder / name
             if path.parent != self.folder or not path.is_file():
-                raise CheckpointError(f"{self.folder} has no {name}")
+                raise CheckpointError(self._lacks(name))
             with path.open("rb") as file:
                 found.update(_read_header(path, file))
         return found
@@ -133,6 +133,16 @@ class Checkpoint:
         for info in self.tensors.values():
             totals[info.dtype] += info.end - info.begin
         return max(_FLOATS, key=lambda name: totals[name]) if any(totals[name] for name in _FLOATS) else ""
+
+    def _lacks(self, name: str) -> str:
+        """Why there are no weights: a file of this name is not there."""
+        if name != SINGLE:
+            return f"{self.folder} has no {name}"
+        if pickles := sorted(path.name for path in self.folder.glob("pytorch_model*.bin")):
+            why = f"has its weights in {pickles[0]}, a pickle, which is not read"
+        else:  # a hub's pickles are not here, whether it has any or not
+            why = f"has no {name}, and pickles, such as pytorch_model.bin, are neither fetched nor read"
+        return f"{self.folder} {why}: convert them to safetensors"
 
     def _weight_files(self) -> list[str]:
         if not (index := self.json(INDEX)):

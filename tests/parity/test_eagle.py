@@ -272,6 +272,17 @@ def test_words_that_are_one_number_are_refused(checkpoints: Callable[..., Path],
         load_eagle_head(Checkpoint(head), target, Checkpoint(directory), torch.float32)
 
 
+def test_a_head_whose_weights_are_pickled_is_refused_with_the_way_out(
+    checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    directory = checkpoints("qwen3_vl")
+    head = eagle_head(directory, tmp_path / "head")
+    (head / "model.safetensors").rename(head / "pytorch_model.bin")
+    target = load_decoder(Checkpoint(directory), torch.float32, torch.device("cpu"))
+    with pytest.raises(CheckpointError, match=r"eagle3: .*pytorch_model\.bin, a pickle, .*: convert them to "):
+        load_eagle_head(Checkpoint(head), target, Checkpoint(directory), torch.float32)
+
+
 def test_a_head_is_no_draft_model(checkpoints: Callable[..., Path], tmp_path: Path) -> None:
     checkpoint = Checkpoint(checkpoints("qwen3_vl"))
     head = Checkpoint(eagle_head(checkpoint.folder, tmp_path / "head"))

@@ -124,6 +124,28 @@ def test_a_weights_file_cut_off_by_a_broken_download_is_told_at_once(folder: Pat
         _ = Checkpoint(folder).tensors
 
 
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        (["pytorch_model.bin"], "has its weights in pytorch_model.bin, a pickle, which is not read"),
+        (
+            ["pytorch_model-00002-of-00002.bin", "pytorch_model-00001-of-00002.bin"],
+            "has its weights in pytorch_model-00001-of-00002.bin, a pickle, which is not read",
+        ),
+        ([], "has no model.safetensors, and pickles, such as pytorch_model.bin, are neither fetched nor read"),
+    ],
+)
+def test_weights_that_are_pickled_or_not_there_are_refused_with_the_way_out(
+    folder: Path, there: list[str], said: str
+) -> None:
+    (folder / SINGLE).unlink()
+    for name in there:
+        (folder / name).write_bytes(b"\x80\x04N.")
+    with pytest.raises(CheckpointError) as refused:
+        _ = Checkpoint(folder).tensors
+    assert str(refused.value) == f"{folder} {said}: convert them to safetensors"
+
+
 @pytest.mark.parametrize("text", ["", "{", "[1]", "nonsense", '{"a": '])
 def test_a_broken_configuration_is_one_clear_error(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text)
