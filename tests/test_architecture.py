@@ -85,6 +85,7 @@ LONG_HEADS = {
     "llm_service.layers.gdn.backend",
     "llm_service.layers.gdn.fla_rule",
     "llm_service.layers.gpu.gdn_kernels",  # formulas
+    "llm_service.layers.kda.backend",
     "llm_service.layers.mamba2.backend",
 }
 """Modules whose docstrings have more than four lines."""

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from llm_service.layers.cache_spec import Segment, StateCache
+from common.cpu.jit import Array
+from llm_service.layers.cache_spec import Segment
 from llm_service.layers.cpu import mamba2_step, selection
-from llm_service.layers.cpu.gdn_backend import OneByOneSequences, float_array
+from llm_service.layers.cpu.one_by_one import OneByOneBatch, OneByOneSequences, Places, States, float_arrays
 from llm_service.layers.gdn.torch_backend import FEW, split
 from llm_service.layers.mamba2.backend import Mamba2Batch, Mamba2Input, Mamba2Shape, Mamba2Weights
 from llm_service.layers.mamba2.torch_backend import TorchBackend, TorchBatch, floors_of
-
-_CPU = torch.device("cpu")
 
 
 class NumbaBackend:
@@ -27,7 +27,7 @@ class NumbaBackend:
 
     def __init__(self, shape: Mamba2Shape) -> None:
         self._shape = shape
-        self._plain = TorchBackend(shape, _CPU)
+        self._plain = TorchBackend(shape, torch.device("cpu"))
 
     def batch(self, segments: Sequence[Segment]) -> Mamba2Batch:
         """See `Mamba2Backend`."""
@@ -36,38 +36,19 @@ class NumbaBackend:
             return self._plain.batch(segments)
         floors = floors_of(segments, self._shape.least_step)
         before = TorchBatch(self._shape, tuple(runs), [], floors) if runs else None
-        return _Mamba2Steps(self._shape, before, OneByOneSequences.of(rounds), floors)
+        return OneByOneBatch(before, OneByOneSequences.of(rounds), partial(self._step, floors))
 
-
-@dataclass(frozen=True, slots=True)
-class _Mamba2Steps:
-    """`runs` computes what comes before the tokens that are computed one by one; `floors` is of `floors_of`."""
-
-    shape: Mamba2Shape
-    runs: TorchBatch | None
-    sequences: OneByOneSequences
-    floors: Tensor | None
-
-    def run(self, given: Mamba2Input, weights: Mamba2Weights, cache: StateCache) -> Tensor:
-        """See `Mamba2Batch`."""
-        dtype = given.z.dtype
-        out = torch.empty(given.z.shape) if self.runs is None else self.runs.run(given, weights, cache).float()
-        own, floors = self.sequences, torch.zeros(len(out)) if self.floors is None else self.floors.flatten()
-        convolution, recurrent = cache.tensors
-        before, places = convolution, own.slots
-        if dtype != torch.float32:  # the kernel has no other type: it gets copies of those that it changes
-            before, places = convolution[own.slots].float(), torch.arange(len(own.slots))
-        of_heads = weights.conv, weights.conv_bias, weights.a_log, weights.dt_bias, weights.d, weights.gain
-        mamba2_step.step(
-            out.numpy(),
-            [float_array(each) for each in (given.z, given.xbc, given.dt)],
-            floors.numpy(),
-            (before.numpy(), recurrent.numpy()),
-            (own.rows, torch.stack([places, own.slots]).numpy(), own.fresh),
-            [float_array(each) for each in of_heads],
-            weights.eps,
-            self.shape.groups,
-        )
-        if before is not convolution:
-            convolution[own.slots] = before.to(dtype)
-        return out.to(dtype)
+    def _step(
+        self,
+        floors: Tensor | None,
+        out: Array,
+        given: Mamba2Input,
+        weights: Mamba2Weights,
+        states: States,
+        places: Places,
+    ) -> None:
+        """See `OneByOneBatch`; `floors` is of `floors_of`."""
+        least = np.zeros(len(out), np.float32) if floors is None else floors.flatten().numpy()
+        inputs, both = float_arrays(given.z, given.xbc, given.dt), (weights.conv, weights.conv_bias)
+        own = float_arrays(*both, weights.a_log, weights.dt_bias, weights.d, weights.gain)
+        mamba2_step.step(out, inputs, least, states, places, own, weights.eps, self._shape.groups)

@@ -11,14 +11,14 @@ What comes out is gain · o / rms(o) · SiLU(z), head by head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from llm_service.layers.cache_spec import Segment, SequenceState, StateCache
+from llm_service.layers.cache_spec import SequenceState
+from llm_service.layers.recurrence import RecurrentBackend, RecurrentBatch
 
 CHUNK = 64
 """Tokens of a sequence that are computed at once. A sequence that is cut at multiples of these gives the same bits."""
@@ -84,20 +84,5 @@ class GdnInput:
     b: Tensor
 
 
-class GdnBatch(Protocol):
-    """One flattened batch of n tokens, ready for every layer."""
-
-    def run(self, given: GdnInput, weights: GdnWeights, cache: StateCache) -> Tensor:
-        """→ [n, values]. `cache` is of `GdnShape.state`: each segment's slot has the state behind its last token
-        afterwards, and is not read where the segment is fresh."""
-        ...
-
-
-class GdnBackend(Protocol):
-    """Makes batches; `name` is what it is called in logs."""
-
-    name: str
-
-    def batch(self, segments: Sequence[Segment]) -> GdnBatch:
-        """What a step's segments need to know, moved to the device. They follow one another from token 0 on."""
-        ...
+GdnBatch: TypeAlias = RecurrentBatch[GdnInput, GdnWeights]
+GdnBackend: TypeAlias = RecurrentBackend[GdnInput, GdnWeights]

@@ -6,12 +6,9 @@ import importlib.util
 
 import torch
 
-from common import log
-from llm_service.layers.cache_spec import Segment
 from llm_service.layers.gdn.backend import GdnBackend, GdnInput, GdnShape, GdnWeights
 from llm_service.layers.gdn.torch_backend import TorchBackend
-
-_log = log.get("gdn")
+from llm_service.layers.recurrence import gets_through
 
 
 def choose(shape: GdnShape, dtype: torch.dtype, device: torch.device) -> GdnBackend:
@@ -34,8 +31,7 @@ def choose(shape: GdnShape, dtype: torch.dtype, device: torch.device) -> GdnBack
 
 
 def runs(backend: GdnBackend, shape: GdnShape, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a back end gets through a token and through a prompt of two: a package, a driver or a compiler may be too
-    old, or not be there."""
+    """See `gets_through`."""
     heads, cache = shape.value_heads, shape.state(dtype).new_cache(2, device)
 
     def zeros(*size: int) -> torch.Tensor:
@@ -43,10 +39,4 @@ def runs(backend: GdnBackend, shape: GdnShape, dtype: torch.dtype, device: torch
 
     weights = GdnWeights(zeros(shape.channels, shape.width), zeros(heads), zeros(heads), zeros(shape.value_dim), 1e-6)
     given = GdnInput(zeros(3, shape.channels), zeros(3, shape.values), zeros(3, heads), zeros(3, heads))
-    segments = [Segment(0, 1, 0, fresh=True), Segment(1, 3, 1, fresh=True)]
-    try:
-        backend.batch(segments).run(given, weights, cache).sum().item()
-    except Exception as error:  # noqa: BLE001 - whatever it fails with, the next one may do
-        _log.warning("a back end of gated delta nets does not run here", backend=backend.name, cause=str(error)[:500])
-        return False
-    return True
+    return gets_through("gated delta nets", backend, given, weights, cache)

@@ -1,17 +1,26 @@
-"""What a decoder asks of Kimi Delta Attention between its projections, whoever computes it: of a gated delta net
-each of whose channels fades by itself."""
+"""What a decoder asks of Kimi Delta Attention between its projections, whoever computes it.
+
+All is as in a gated delta net (`gdn.backend`) but for what is left of a state, which is another share for each place of
+a key, and for gates, which are sigmoids (Kimi Team 2025, https://arxiv.org/abs/2510.26692). A head's state S [head_dim,
+head_dim] is read and written:
+
+    S ← diag(e^g) · S;  S ← S + k · β(v − Sᵀk)ᵀ;  o = Sᵀq / √head_dim
+
+with g = −e^a_log · softplus(a + dt_bias), or, where there is a `least`, least · σ(e^a_log · (a + dt_bias)), and β =
+σ(b). What comes out is gain · o / rms(o) · σ(z), head by head.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from llm_service.layers.cache_spec import Segment, SequenceState, StateCache
+from llm_service.layers.cache_spec import SequenceState
 from llm_service.layers.gdn.backend import GdnShape
+from llm_service.layers.recurrence import RecurrentBackend, RecurrentBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,30 +70,5 @@ class KdaInput:
     b: Tensor
 
 
-class KdaBatch(Protocol):
-    """One flattened batch of n tokens, ready for every layer.
-
-    All is as in a gated delta net (`gdn.backend`) but for what is left of a state, which is another share for each
-    place of a key, and for gates, which are sigmoids (Kimi Team 2025, https://arxiv.org/abs/2510.26692). A head's state
-    S [head_dim, head_dim] is read and written:
-
-        S ← diag(e^g) · S;  S ← S + k · β(v − Sᵀk)ᵀ;  o = Sᵀq / √head_dim
-
-    with g = −e^a_log · softplus(a + dt_bias), or, where there is a `least`, least · σ(e^a_log · (a + dt_bias)), and
-    β = σ(b). What comes out is gain · o / rms(o) · σ(z), head by head.
-    """
-
-    def run(self, given: KdaInput, weights: KdaWeights, cache: StateCache) -> Tensor:
-        """→ [n, values]. `cache` is of `KdaShape.state`: each segment's slot has the state behind its last token
-        afterwards, and is not read where the segment is fresh."""
-        ...
-
-
-class KdaBackend(Protocol):
-    """Makes batches; `name` is what it is called in logs."""
-
-    name: str
-
-    def batch(self, segments: Sequence[Segment]) -> KdaBatch:
-        """What a step's segments need to know, moved to the device. They follow one another from token 0 on."""
-        ...
+KdaBatch: TypeAlias = RecurrentBatch[KdaInput, KdaWeights]
+KdaBackend: TypeAlias = RecurrentBackend[KdaInput, KdaWeights]

@@ -6,12 +6,9 @@ import importlib.util
 
 import torch
 
-from common import log
-from llm_service.layers.cache_spec import Segment
 from llm_service.layers.kda.backend import KdaBackend, KdaInput, KdaShape, KdaWeights
 from llm_service.layers.kda.torch_backend import TorchBackend
-
-_log = log.get("kda")
+from llm_service.layers.recurrence import gets_through
 
 
 def choose(shape: KdaShape, dtype: torch.dtype, device: torch.device) -> KdaBackend:
@@ -30,7 +27,7 @@ def choose(shape: KdaShape, dtype: torch.dtype, device: torch.device) -> KdaBack
 
 
 def runs(backend: KdaBackend, shape: KdaShape, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a back end gets through a token and through a prompt of two: a driver or a compiler may be too old."""
+    """See `gets_through`."""
     cache = shape.state(dtype).new_cache(2, device)
 
     def zeros(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -40,10 +37,4 @@ def runs(backend: KdaBackend, shape: KdaShape, dtype: torch.dtype, device: torch
     of_channels = zeros(shape.channels, shape.width, dtype=long), zeros(shape.heads, dtype=long)
     weights = KdaWeights(*of_channels, zeros(shape.values, dtype=long), zeros(shape.head_dim, dtype=long), 1e-5, -5.0)
     given = KdaInput(zeros(3, shape.channels), zeros(3, shape.values), zeros(3, shape.values), zeros(3, shape.heads))
-    segments = [Segment(0, 1, 0, fresh=True), Segment(1, 3, 1, fresh=True)]
-    try:
-        backend.batch(segments).run(given, weights, cache).sum().item()
-    except Exception as error:  # noqa: BLE001 - whatever it fails with, torch may do
-        _log.warning("a back end of KDA does not run here", backend=backend.name, cause=str(error)[:500])
-        return False
-    return True
+    return gets_through("KDA", backend, given, weights, cache)

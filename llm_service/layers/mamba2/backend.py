@@ -11,15 +11,15 @@ h // (heads / groups). What comes out is gain · u / rms(u) with u = y · SiLU(z
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from llm_service.layers.cache_spec import Segment, SequenceState, StateCache
+from llm_service.layers.cache_spec import SequenceState
 from llm_service.layers.gdn.backend import CHUNK
+from llm_service.layers.recurrence import RecurrentBackend, RecurrentBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +86,5 @@ class Mamba2Input:
     dt: Tensor
 
 
-class Mamba2Batch(Protocol):
-    """One flattened batch of n tokens, ready for every layer."""
-
-    def run(self, given: Mamba2Input, weights: Mamba2Weights, cache: StateCache) -> Tensor:
-        """→ [n, values]. `cache` is of `Mamba2Shape.state`: each segment's slot has the state behind its last token
-        afterwards, and is not read where the segment is fresh."""
-        ...
-
-
-class Mamba2Backend(Protocol):
-    """Makes batches; `name` is what it is called in logs."""
-
-    name: str
-
-    def batch(self, segments: Sequence[Segment]) -> Mamba2Batch:
-        """What a step's segments need to know, moved to the device. They follow one another from token 0 on."""
-        ...
+Mamba2Batch: TypeAlias = RecurrentBatch[Mamba2Input, Mamba2Weights]
+Mamba2Backend: TypeAlias = RecurrentBackend[Mamba2Input, Mamba2Weights]

@@ -6,12 +6,9 @@ import importlib.util
 
 import torch
 
-from common import log
-from llm_service.layers.cache_spec import Segment
 from llm_service.layers.mamba2.backend import Mamba2Backend, Mamba2Input, Mamba2Shape, Mamba2Weights
 from llm_service.layers.mamba2.torch_backend import TorchBackend
-
-_log = log.get("mamba2")
+from llm_service.layers.recurrence import gets_through
 
 
 def choose(shape: Mamba2Shape, dtype: torch.dtype, device: torch.device) -> Mamba2Backend:
@@ -30,7 +27,7 @@ def choose(shape: Mamba2Shape, dtype: torch.dtype, device: torch.device) -> Mamb
 
 
 def runs(backend: Mamba2Backend, shape: Mamba2Shape, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a back end gets through a token and through a prompt of two: a driver or a compiler may be too old."""
+    """See `gets_through`."""
     cache = shape.state(dtype).new_cache(2, device)
 
     def zeros(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -40,10 +37,4 @@ def runs(backend: Mamba2Backend, shape: Mamba2Shape, dtype: torch.dtype, device:
     conv, bias = zeros(shape.channels, shape.width), zeros(shape.channels)
     weights = Mamba2Weights(conv, bias, of_head, of_head, of_head, zeros(shape.values), 1e-5)
     given = Mamba2Input(zeros(3, shape.values), zeros(3, shape.channels), zeros(3, shape.heads))
-    segments = [Segment(0, 1, 0, fresh=True, answers=1), Segment(1, 3, 1, fresh=True)]
-    try:
-        backend.batch(segments).run(given, weights, cache).sum().item()
-    except Exception as error:  # noqa: BLE001 - whatever it fails with, torch may do
-        _log.warning("a back end of Mamba-2 does not run here", backend=backend.name, cause=str(error)[:500])
-        return False
-    return True
+    return gets_through("Mamba-2", backend, given, weights, cache)

@@ -1,0 +1,83 @@
+"""Layers with a state for each token, on a CPU: tokens that come one by one, and their drafts, by a kernel of numba's,
+what comes before them by torch's products."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.cpu.jit import Array
+from llm_service.layers.cache_spec import Segment, StateCache
+from llm_service.layers.recurrence import RecurrentBatch
+
+
+class Projected(Protocol):
+    """What is projected from n tokens; `z` [n, values] gates what comes out, and has its type."""
+
+    @property
+    def z(self) -> Tensor: ...
+
+
+Given = TypeVar("Given", bound=Projected)
+Weights = TypeVar("Weights")
+States = tuple[Array, Array]
+"""Those of the convolution, and recurrent ones, float32."""
+Places = tuple[Array, Array, Array]
+"""Of s sequences: `OneByOneSequences.rows`, where their states are in either of `States`, int64 [2, s], and `fresh`."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneByOneSequences:
+    """Sequences whose tokens are computed one by one: `rows` int64 [2, s], where they begin and end in the batch,
+    `slots` int64 [s] of their states, and whether they are its first, bool [s]."""
+
+    rows: Array
+    slots: Tensor
+    fresh: Array
+
+    @classmethod
+    def of(cls, rounds: Sequence[Sequence[Segment]]) -> OneByOneSequences:
+        """Of rounds of segments of one token, of which each sequence has the first in the first.
+
+        >>> rounds = [[Segment(0, 1, 7, fresh=False), Segment(1, 2, 3, fresh=True)], [Segment(2, 3, 3, fresh=False)]]
+        >>> OneByOneSequences.of(rounds).rows.tolist()
+        [[0, 1], [1, 3]]
+        """
+        counts = Counter(step.slot for steps in rounds for step in steps)
+        numbers = [(step.begin, step.begin + counts[step.slot], step.slot, step.fresh) for step in rounds[0]]
+        begins, ends, slots, fresh = np.array(numbers, np.int64).T
+        return cls(np.stack([begins, ends]), torch.from_numpy(slots.copy()), fresh.astype(bool))
+
+
+@dataclass(frozen=True, slots=True)
+class OneByOneBatch(Generic[Given, Weights]):
+    """`runs` computes what comes before the tokens that are computed one by one; of these `step` fills the rows of
+    float32 [n, values], and changes the states."""
+
+    runs: RecurrentBatch[Given, Weights] | None
+    sequences: OneByOneSequences
+    step: Callable[[Array, Given, Weights, States, Places], None]
+
+    def run(self, given: Given, weights: Weights, cache: StateCache) -> Tensor:
+        """See `RecurrentBatch`."""
+        out = torch.empty(given.z.shape) if self.runs is None else self.runs.run(given, weights, cache).float()
+        own, (convolution, recurrent) = self.sequences, cache.tensors
+        before, places = convolution, own.slots
+        if convolution.dtype != torch.float32:  # kernels have no other type: they get copies of those that they change
+            before, places = convolution[own.slots].float(), torch.arange(len(own.slots))
+        states = before.numpy(), recurrent.numpy()
+        self.step(out.numpy(), given, weights, states, (own.rows, torch.stack([places, own.slots]).numpy(), own.fresh))
+        if before is not convolution:
+            convolution[own.slots] = before.to(convolution.dtype)
+        return out.to(given.z.dtype)
+
+
+def float_arrays(*tensors: Tensor) -> list[Array]:
+    """float32, and each in order."""
+    return [x.float().contiguous().numpy() for x in tensors]
