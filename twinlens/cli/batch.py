@@ -190,7 +190,7 @@ class _Gateway:
     """Where requests go, and what they say of whoever sends them."""
 
     host: str
-    port: int | None
+    port: int
     base: str
     headers: dict[str, str]
     tls: ssl.SSLContext | None
@@ -209,7 +209,9 @@ class _Gateway:
             headers["authorization"] = f"Bearer {token}"
         tls = ssl.create_default_context(cafile=arguments.ca_file) if url.scheme == "https" else None
         base = url.path.rstrip("/").removesuffix("/v1")  # as OpenAI's clients are told; requests name it themselves
-        return cls(url.hostname, url.port, base, headers, tls)
+        # Left out, the library would look for one in a numbered address, behind its last colon.
+        port = url.port or (http.client.HTTP_PORT if tls is None else http.client.HTTPS_PORT)
+        return cls(url.hostname, port, base, headers, tls)
 
     def connect(self, timeout: float) -> http.client.HTTPConnection:
         """A connection that is opened at its first request."""

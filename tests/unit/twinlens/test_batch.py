@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import threading
@@ -298,6 +299,13 @@ def test_a_gateway_is_named_as_for_clients_of_openai_or_without_the_version(
         given = [written(tmp_path / "in", line(1)), str(tmp_path / "out"), "--gateway", f"{server.url}{behind}"]
         assert main(["batch", *given]) == 0
     assert server.paths == {f"{path}/v1/chat/completions"}
+
+
+@pytest.mark.parametrize(("scheme", "port"), [("http", 80), ("https", 443)])
+def test_a_gateway_with_a_numbered_address_and_no_port_is_at_that_of_its_scheme(scheme: str, port: int) -> None:
+    given = argparse.Namespace(gateway=f"{scheme}://[2001:db8::5]/v1", token_file=None, ca_file=None)
+    connection = batch._Gateway.of(given).connect(1.0)
+    assert (connection.host, connection.port) == ("2001:db8::5", port)
 
 
 def test_where_no_gateway_answers_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
