@@ -15,6 +15,7 @@ from common.allocator import bytes_in_use
 from common.checkpoint import Checkpoint
 from common.errors import InvalidInput
 from llm_service.engine.structure import Form, Matcher, Matchers, Structures
+from llm_service.grammar.gbnf import as_lark
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import Structure, ThinkingBound, Trigger
 from tests.checkpoints import VOCABULARY
@@ -60,6 +61,26 @@ def test_tokens_beyond_the_model_s_vocabulary_are_none_that_a_structure_knows(
         _, matcher = Structures(Checkpoint(each), VOCABULARY, [0]).compile(Structure("regex", "[a-z]+"))
         masks.append(matcher.compute_bitmask())
     assert masks[0] == masks[1]
+
+
+def test_rules_of_a_grammar_in_llama_cpp_s_form_may_have_any_names(
+    structures: Structures, builder: PromptBuilder
+) -> None:
+    rules = {"start": "a", "my-rule": "b", "my_rule": "c", "Rule": "d", "rule": "e", "fooBar": "f", "foo-bar": "g"}
+    rules |= {"r1": "h", "R1": "i"}
+    grammar = f'root ::= {" ".join(rules)} "start [rule" [r1]  # my-rule\n'
+    grammar += "".join(f'{name} ::= "{said}"{{1,2}} | my-rule\n' for name, said in rules.items() if name != "my-rule")
+    grammar += 'my-rule ::= "b"\n'
+    for text, fits in (
+        ("abcdefghistart [ruler", True),
+        ("aabbbbbbbstart [rule1", False),
+        ("aabccddeeffgghhiistart [rule1", True),
+        ("bbbbbbbbbstart [ruler", True),
+        ("abcdefgihstart [ruler", False),
+    ):
+        _, matcher = structures.compile(Structure("grammar", as_lark(grammar)))
+        followed = all(map(matcher.consume_token, builder.encode(text)))
+        assert (followed and matcher.is_accepting()) is fits, text
 
 
 def test_without_a_tokenizer_that_structures_know_none_is_taken(checkpoint: Path, tmp_path: Path) -> None:
