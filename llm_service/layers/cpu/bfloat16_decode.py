@@ -4,6 +4,7 @@ registers; queries, weights and sums are float32. Otherwise as `decode_attention
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numba
@@ -17,8 +18,6 @@ from common.cpu.vectors.keys import add_values, score_keys
 from common.cpu.vectors.llvm import FLOAT, LANES
 from common.cpu.vectors.powers import cap, highest, to_powers
 from common.cpu.vectors.stored import rounded
-from llm_service.layers.attention.backend import CAUSAL, AttentionKind
-from llm_service.layers.cpu.decode_attention import EVERY, parts
 
 _ZERO = np.float32(0.0)
 _TOGETHER = 8
@@ -242,30 +241,23 @@ TYPED = {
 }
 
 
-def decode(
+def attend(
+    out: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     keys: Tensor,
     values: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    kind: AttentionKind = CAUSAL,
-    ends: Tensor | None = None,
-    prompts: Tensor | None = None,
-) -> Tensor:
-    """As `decode_attention.decode`, where keys and values of the cache are bfloat16: those of a token are rounded."""
-    tokens, heads, dim = query.shape
-    sequences, grouped = len(lengths), (tokens, key.shape[1], heads // key.shape[1], dim)
-    out = np.empty(grouped, np.float32)
-    scale, softcap = (np.float32(math.log2(math.e) * each) for each in (kind.softmax_scale(dim), kind.softcap or 0.0))
-    numbers = query.contiguous().view(grouped).numpy()
-    new = (each.contiguous().numpy().view(np.uint32) for each in (key, value))
+    where: Sequence[Any],
+    scale: float,
+    softcap: float,
+    parts: int,
+) -> None:
+    """Fills out as `decode_attention.decode` says: out, query, key and value in order, float32, keys and values
+    bfloat16; `where` is what the kernel takes from its table on, up to its scale."""
+    grouped = len(query), key.shape[1], query.shape[1] // key.shape[1], query.shape[2]
+    heads = (each.view(grouped).numpy() for each in (out, query))
+    new = (each.numpy().view(np.uint32) for each in (key, value))
     cached = (each.view(torch.uint16).numpy() for each in (keys, values))
-    each = torch.arange(1, sequences + 1, dtype=torch.int32) if ends is None else ends
-    kept = torch.zeros_like(lengths) if prompts is None else prompts
-    where = (tensor.numpy() for tensor in (table, lengths, each, kept))
-    at_once = parts(sequences, key.shape[1], numba.get_num_threads())
-    reach = kind.window or EVERY, kind.chunk or EVERY
-    _kernel(out, numbers, *new, *cached, *where, *reach, scale, softcap, at_once)
-    return torch.from_numpy(out).view(query.shape)
+    by_twos = (np.float32(math.log2(math.e) * each) for each in (scale, softcap))
+    _kernel(*heads, *new, *cached, *where, *by_twos, parts)

@@ -16,6 +16,7 @@ from common.cpu.jit import Typed, compiled, inner
 from common.cpu.vectors.llvm import LANES
 from common.cpu.vectors.powers import cap
 from llm_service.layers.attention.backend import CAUSAL, AttentionKind
+from llm_service.layers.cpu import bfloat16_decode
 
 _ZERO = np.float32(0.0)
 _TOGETHER = 4
@@ -200,18 +201,20 @@ def decode(
     [n, heads, dim]. A token's numbers are the same to the bit, whatever is computed with it.
 
     query float32 [n, heads, dim], key and value [n, kv_heads, dim]; keys and values [blocks, block_size, kv_heads,
-    dim], along the block table int32 [s, w]; lengths int32 [s], the tokens included; ends int32 [s], where among the n
-    those of each end; prompts int32 [s], how many first tokens of a sequence are seen whatever the window, without:
-    none. Each of query, key and value lies together: the kernel is compiled for that alone.
+    dim], float32, or bfloat16, to which those of a token are rounded then, along the block table int32 [s, w]; lengths
+    int32 [s], the tokens included; ends int32 [s], where among the n those of each end; prompts int32 [s], how many
+    first tokens of a sequence are seen whatever the window, without: none.
     """
-    out = torch.empty(query.shape, dtype=query.dtype)
-    scale, softcap = np.float32(kind.softmax_scale(query.shape[-1])), np.float32(kind.softcap or 0.0)
+    out, scale, softcap = torch.empty(query.shape), kind.softmax_scale(query.shape[-1]), kind.softcap or 0.0
     each = torch.arange(1, len(lengths) + 1, dtype=torch.int32) if ends is None else ends
     kept = torch.zeros_like(lengths) if prompts is None else prompts
-    tensors = (out, query.contiguous(), key.contiguous(), value.contiguous(), keys, values, table, lengths, each, kept)
+    tensors = out, query.contiguous(), key.contiguous(), value.contiguous(), keys, values
+    where = *(tensor.numpy() for tensor in (table, lengths, each, kept)), kind.window or EVERY, kind.chunk or EVERY
     at_once = parts(len(lengths), key.shape[1], numba.get_num_threads())
-    reach = kind.window or EVERY, kind.chunk or EVERY
-    _kernel(*(tensor.numpy() for tensor in tensors), *reach, scale, softcap, at_once)
+    if keys.dtype == torch.bfloat16:
+        bfloat16_decode.attend(*tensors, where, scale, softcap, at_once)
+    else:
+        _kernel(*(tensor.numpy() for tensor in tensors), *where, np.float32(scale), np.float32(softcap), at_once)
     return out
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from llm_service.layers.attention.backend import AttentionKind
-from llm_service.layers.cpu import bfloat16_decode, decode_attention
+from llm_service.layers.cpu.decode_attention import decode
 
 
 def attend(query: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, *, unit: int) -> Tensor:
@@ -18,5 +17,4 @@ def attend(query: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: 
     last = lengths.long() - 1
     units = table.gather(1, (last // unit).unsqueeze(1)).squeeze(1).long()
     key, value = (each[units, last % unit].float() for each in (keys, values))
-    decode = bfloat16_decode.decode if cache.dtype == torch.bfloat16 else decode_attention.decode
     return decode(query, key, value, keys, values, table, lengths, AttentionKind(scale=scale))

@@ -163,9 +163,8 @@ class _Batch:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         """See `AttentionBatch`."""
         count = int(self.ends[-1])
-        first = query[:count], key[:count], value[:count], cache[0], cache[1]
-        decode = bfloat16_decode.decode if cache.dtype == torch.bfloat16 else decode_attention.decode
-        decoded = decode(*first, self.table, self.lengths, self.kind, self.ends, self.prompts).flatten(1)
+        first = query[:count], key[:count], value[:count], cache[0], cache[1], self.table, self.lengths
+        decoded = decode_attention.decode(*first, self.kind, self.ends, self.prompts).flatten(1)
         if self.later is None:
             return decoded
         return torch.cat([decoded, self.later.attend(query[count:], key[count:], value[count:], cache)])

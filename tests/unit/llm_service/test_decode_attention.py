@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import pytest
 import torch
 from torch.nn import functional
 
 from llm_service.layers.attention.backend import CAUSAL, AttentionKind
-from llm_service.layers.cpu import bfloat16_decode, decode_attention
+from llm_service.layers.cpu import decode_attention
 from llm_service.layers.cpu.selection import wide_vectors
 
 SIZE, DIM, WIDEST = 4, 24, 5
@@ -54,7 +52,6 @@ def test_tokens_of_a_sequence_together_are_the_same_to_the_bit_as_one_by_one(
     """What nobody has written may be anything."""
     if dtype == "bfloat16" and not wide_vectors():
         pytest.skip("the processor has no AVX-512")
-    kernel = decode_attention if dtype == "float32" else bfloat16_decode
     monkeypatch.setattr(decode_attention.numba, "get_num_threads", lambda: threads)
     lengths, counts, random = [5, 9, 38, 1, 90], [5, 1, 3, 1, 16], torch.Generator().manual_seed(5)
     widest = -(-max(lengths) // size)
@@ -67,26 +64,26 @@ def test_tokens_of_a_sequence_together_are_the_same_to_the_bit_as_one_by_one(
             cache[table[row].long()] = known.view(widest, size, 3, DIM)
     given = [torch.randn(sum(counts), many, DIM, generator=random) for many in (3 * group, 3, 3)]
     kept, ends = (keys.clone(), values.clone()), torch.tensor(counts).cumsum(0).int()
-    together = kernel.decode(*given, keys, values, table, torch.tensor(lengths).int(), kind, ends)
+    together = decode_attention.decode(*given, keys, values, table, torch.tensor(lengths).int(), kind, ends)
     alone: list[torch.Tensor] = []
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         for index in range(count):
             place = len(alone)
             one = [each[place : place + 1] for each in given]
             known = torch.tensor([length - count + index + 1]).int()
-            alone.append(kernel.decode(*one, *kept, table[row : row + 1], known, kind))
+            alone.append(decode_attention.decode(*one, *kept, table[row : row + 1], known, kind))
     assert not together.isnan().any()
     assert torch.equal(together, torch.cat(alone))
     assert torch.equal(keys.nan_to_num(9), kept[0].nan_to_num(9))
     assert torch.equal(values.nan_to_num(9), kept[1].nan_to_num(9))
 
 
-@pytest.mark.parametrize("kernel", [decode_attention, bfloat16_decode])
-def test_scores_are_drawn_below_a_cap(kernel: ModuleType) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_are_drawn_below_a_cap(dtype: torch.dtype) -> None:
     """Caps that are nearly reached, and one that is far above all: each number of a tangent counts."""
-    if kernel is bfloat16_decode and not wide_vectors():
+    if dtype == torch.bfloat16 and not wide_vectors():
         pytest.skip("the processor has no AVX-512")
-    random, dtype = torch.Generator().manual_seed(1), torch.bfloat16 if kernel is bfloat16_decode else torch.float32
+    random = torch.Generator().manual_seed(1)
     keys, values = torch.randn(2, 40, SIZE, 2, DIM, generator=random).to(dtype)
     query, key, value = (torch.randn(1, many, DIM, generator=random).to(dtype).float() for many in (4, 2, 2))
     table, length = torch.randperm(40, generator=random).view(1, 40).int(), torch.tensor([157]).int()
@@ -99,7 +96,7 @@ def test_scores_are_drawn_below_a_cap(kernel: ModuleType) -> None:
     for softcap in (0.1, 3.0, 50.0, 1e4):
         weights = (softcap * (plain / softcap).tanh()).softmax(2)
         kind = AttentionKind(scale=1.0, softcap=softcap)
-        out = kernel.decode(query, key, value, keys.clone(), values.clone(), table, length, kind)
+        out = decode_attention.decode(query, key, value, keys.clone(), values.clone(), table, length, kind)
         torch.testing.assert_close(out[0].double(), (weights @ seen[1]).squeeze(1), rtol=2e-5, atol=2e-5)
 
 
@@ -110,10 +107,10 @@ WINDOWS = [
 
 
 @pytest.mark.parametrize("kind", WINDOWS, ids=lambda kind: f"{kind.window} {kind.chunk}")
-@pytest.mark.parametrize("decode", ["float32", "bfloat16"])
-def test_a_window_hides_what_is_before_it(decode: str, kind: AttentionKind) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_window_hides_what_is_before_it(dtype: torch.dtype, kind: AttentionKind) -> None:
     """What is hidden may be any number."""
-    if decode == "bfloat16" and not wide_vectors():
+    if dtype == torch.bfloat16 and not wide_vectors():
         pytest.skip("the processor has no AVX-512")
     lengths, random = [1, 5, 13, 18, 20], torch.Generator().manual_seed(1)
     table = torch.randperm(25, generator=random).view(5, WIDEST).int()
@@ -133,10 +130,9 @@ def test_a_window_hides_what_is_before_it(decode: str, kind: AttentionKind) -> N
             query[row].unsqueeze(1), *seen, scale=kind.scale, enable_gqa=True
         )
         expected.append(attended.squeeze(1))
-    by, dtype = (decode_attention, torch.float32) if decode == "float32" else (bfloat16_decode, torch.bfloat16)
     given = query, key, value, keys.to(dtype), values.to(dtype), table, torch.tensor(lengths, dtype=torch.int32), kind
-    tolerance = 1e-5 if decode == "float32" else 2e-2
-    torch.testing.assert_close(by.decode(*given), torch.stack(expected), rtol=tolerance, atol=tolerance)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(decode_attention.decode(*given), torch.stack(expected), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +163,7 @@ def test_one_sequence_or_several_the_kernel_is_compiled_once() -> None:
 def test_keys_and_values_in_bfloat16_are_widened_exactly(
     lengths: list[int], heads: int, kv_heads: int, dim: int, size: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bfloat16_decode.numba, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(decode_attention.numba, "get_num_threads", lambda: threads)
     random, count, widest = torch.Generator().manual_seed(heads), len(lengths), -(-max(lengths) // size)
     table = torch.randperm(count * widest, generator=random).view(count, widest).int()
     keys, values = torch.randn(2, count * widest, size, kv_heads, dim, generator=random).bfloat16()
@@ -181,7 +177,7 @@ def test_keys_and_values_in_bfloat16_are_widened_exactly(
     ends = torch.tensor(lengths, dtype=torch.int32)
     rounded = key.bfloat16().float(), value.bfloat16().float()
     expected = decode_attention.decode(query, *rounded, *wide, table, ends)
-    out = bfloat16_decode.decode(query, key, value, keys, values, table, ends)
+    out = decode_attention.decode(query, key, value, keys, values, table, ends)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(keys.nan_to_num(9).float(), wide[0].nan_to_num(9))
     assert torch.equal(values.nan_to_num(9).float(), wide[1].nan_to_num(9))
@@ -196,7 +192,7 @@ def test_a_token_s_attention_over_bfloat16_is_the_same_to_the_bit_in_any_company
     query, key, value = (torch.randn(3, many, 64, generator=random) for many in (8, 4, 4))
     table, lengths = torch.randperm(12, generator=random).view(3, 4).int(), torch.tensor([50, 64, 3]).int()
     alone = [
-        bfloat16_decode.decode(
+        decode_attention.decode(
             *(each[row : row + 1] for each in (query, key, value)),
             keys,
             values,
@@ -206,6 +202,6 @@ def test_a_token_s_attention_over_bfloat16_is_the_same_to_the_bit_in_any_company
         for row in range(3)
     ]
     for threads in (1, 2, 4):
-        monkeypatch.setattr(bfloat16_decode.numba, "get_num_threads", lambda threads=threads: threads)
-        together = bfloat16_decode.decode(query, key, value, keys, values, table, lengths)
+        monkeypatch.setattr(decode_attention.numba, "get_num_threads", lambda threads=threads: threads)
+        together = decode_attention.decode(query, key, value, keys, values, table, lengths)
         assert torch.equal(together, torch.cat(alone))
