@@ -1,7 +1,7 @@
 """The command line: `twinlens ask`, `transcribe`, `embed`, `batch`, `status`, `adapters`, `health`.
 
 Exit codes: 0 done; 1 the service refused or failed the request; 2 the command was not understood, or names a
-file that cannot be read; 3 no service answered; 130 interrupted.
+file that cannot be read; 3 no service answered; 4 another `twinlens batch` writes the output; 130 interrupted.
 """
 
 from __future__ import annotations

@@ -4,8 +4,10 @@ that was ended goes on where it stopped: what is answered in the output is not a
 from __future__ import annotations
 
 import argparse
+import fcntl
 import http.client
 import json
+import os
 import random
 import selectors
 import shutil
@@ -18,7 +20,7 @@ import time
 import urllib.parse
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -29,7 +31,7 @@ from twinlens.cli.connection import bounded, token_of
 _LATER = (429, 502, 503, 504)
 """Statuses that another attempt may change."""
 _LONGEST_PAUSE = 30.0
-_NOT_REACHABLE = 3
+_NOT_REACHABLE, _TAKEN = 3, 4
 _HERE = ("127.0.0.1", "::1", "localhost")
 _BEGINS = b'{"id": "batch_req_'
 """Every line of an output begins so."""
@@ -63,10 +65,13 @@ def run(arguments: argparse.Namespace) -> int:
     gateway = _Gateway.of(arguments)
     with _seekable(arguments.input) as requests:
         ids = {job.id for job in _jobs(requests)}
-        answered = set[str]() if arguments.output == "-" else _keep_answered(Path(arguments.output), ids)
+        if (opened := _open_output(arguments.output, ids)) is None:
+            print(f"twinlens: another command writes {arguments.output}, which has to end first", file=sys.stderr)
+            return _TAKEN
+        answered, writable = opened
         requests.seek(0)
         left = (job for job in _jobs(requests) if job.id not in answered)
-        with _output(arguments.output) as output:
+        with writable as output:
             batch = _Batch(gateway, left, output, arguments, len(ids) - len(answered))
             batch.run()
     print(batch.told(), file=sys.stderr)
@@ -131,39 +136,73 @@ def _seekable(name: str) -> BinaryIO:
     return copy
 
 
-def _output(name: str) -> AbstractContextManager[IO[bytes]]:
-    """What answers are written to, behind what is there."""
-    return nullcontext(sys.stdout.buffer) if name == "-" else Path(name).open("ab")
+def _open_output(name: str, ids: set[str]) -> tuple[set[str], AbstractContextManager[IO[bytes]]] | None:
+    """The ids of requests that are answered already in an output, and what other answers are written to, behind what is
+    there; None where another command does that. Raises ValueError as `_keep_answered`."""
+    if name == "-":
+        return set(), nullcontext(sys.stdout.buffer)
+    path = Path(name)
+    if path.exists() and not path.is_file():  # a pipe, or a device, into which several may write
+        return set(), path.open("ab")
+    if (output := _locked(path)) is None:
+        return None
+    try:
+        return _keep_answered(path, output, ids)
+    except BaseException:
+        output.close()
+        raise
 
 
-def _keep_answered(path: Path, ids: set[str]) -> set[str]:
-    """The ids of requests that are answered already in an output, if it is a file. What of them failed, or is there
-    twice, and a line that was never finished, is taken out; answers to others stay. Raises ValueError, and changes
-    nothing, where the output has something else."""
-    answered = set[str]()
-    if not path.is_file():
-        return answered
-    with path.open("rb") as output:
-        drops, line = False, b""
-        for line in output:
-            drops |= not _stays(path, line, ids, answered)
-        if not drops and (not line or line.endswith(b"\n")):
-            return answered
+def _locked(path: Path) -> BinaryIO | None:
+    """A file to be read, and to be written behind what is there, that this process alone has until it is closed, as the
+    system does whatever ends the process; None where another one has it."""
+    while True:
+        file = path.open("a+b")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return None
+        except OSError as error:
+            told = f"{path} cannot be locked ({error.strerror}): no other command may write it meanwhile"
+            print(f"twinlens: {told}", file=sys.stderr)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        file.close()  # another command has put a file in its place since it was opened
+
+
+def _keep_answered(path: Path, output: BinaryIO, ids: set[str]) -> tuple[set[str], BinaryIO]:
+    """The ids of requests that are answered already in a locked output, and that output: what of these failed, or is
+    there twice, and a line that was never finished, is taken out; answers to others stay. Raises ValueError, and
+    changes nothing, where the output has something else."""
+    answered, drops, line = set[str](), False, b""
+    output.seek(0)
+    for line in output:
+        drops |= not _stays(path, line, ids, answered)
+    if not drops and (not line or line.endswith(b"\n")):
+        return answered, output
+    again, real = set[str](), path.resolve()
+    # Until all of it is there, what was paid for is where it was.
+    handle, name = tempfile.mkstemp(dir=real.parent, prefix=f".{real.name}.")
+    os.close(handle)
+    kept = Path(name).open("a+b")  # noqa: SIM115 - whoever writes answers closes it
+    try:
         output.seek(0)
-        again, real = set[str](), path.resolve()
-        # Until all of it is there, what was paid for is where it was.
-        with tempfile.NamedTemporaryFile(dir=real.parent, prefix=f".{real.name}.", delete=False) as kept:
-            try:
-                for line in output:
-                    if _stays(path, line, ids, again):
-                        kept.write(line if line.endswith(b"\n") else line + b"\n")
-                kept.flush()
-                shutil.copymode(real, kept.name)
-                Path(kept.name).replace(real)
-            except BaseException:
-                Path(kept.name).unlink(missing_ok=True)
-                raise
-    return answered
+        for line in output:
+            if _stays(path, line, ids, again):
+                kept.write(line if line.endswith(b"\n") else line + b"\n")
+        kept.flush()
+        shutil.copymode(real, name)
+        with suppress(OSError):  # as it was told
+            fcntl.flock(kept, fcntl.LOCK_EX)
+        Path(name).replace(real)
+    except BaseException:
+        kept.close()
+        Path(name).unlink(missing_ok=True)
+        raise
+    output.close()
+    return answered, kept
 
 
 def _stays(path: Path, line: bytes, ids: set[str], answered: set[str]) -> bool:

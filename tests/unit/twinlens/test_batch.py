@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import fcntl
 import json
 import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -229,6 +234,84 @@ def test_what_is_answered_is_there_until_what_failed_is_taken_out(
     assert server.came == [{"n": 2}]
     assert answers(out).keys() == {"1", "2"}
     assert out.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("ended_by", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("there", [None, 1, 2], ids=["nothing there", "an answer there", "a failed one there"])
+def test_two_commands_do_not_write_one_output(there: int | None, ended_by: signal.Signals, tmp_path: Path) -> None:
+    """An output with a failed answer is replaced by another file, to which the first command's lock goes over."""
+    asked, ended = threading.Event(), threading.Event()
+
+    def script(body: dict[str, Any], count: int) -> Answer | None:
+        if body["n"] == 3 and not count:
+            asked.set()
+            assert ended.wait(60)
+            return None
+        return fine(body, count)
+
+    out, link = tmp_path / "out", tmp_path / "link"
+    link.symlink_to(out)
+    if there is not None:
+        earlier = written(tmp_path / "earlier", *(line(number) for number in range(1, there + 1)))
+        with gateway(lambda body, count: (400, {}, {}) if body["n"] == 2 else fine(body, count)) as server:
+            assert main(["batch", earlier, str(out), "--gateway", server.url]) == (there == 2)
+    wanted = written(tmp_path / "in", *(line(number) for number in (2, 3)))
+    command = [sys.executable, "-m", "twinlens", "batch", wanted]
+    with gateway(script) as server, subprocess.Popen([*command, str(out), "--gateway", server.url]) as first:
+        try:
+            assert asked.wait(60)
+            second = [*command, str(link), "--gateway", server.url]
+            refused = subprocess.run(second, capture_output=True, text=True, check=False)
+            assert refused.returncode == 4
+            assert refused.stderr == f"twinlens: another command writes {link}, which has to end first\n"
+            assert sum(body["n"] == 3 for body in server.came) == 1
+        finally:
+            first.send_signal(ended_by)
+            first.wait()
+            ended.set()
+        assert subprocess.run([*command, str(out), "--gateway", server.url], check=False).returncode == 0
+    assert answers(out).keys() == {"2", "3"} | ({"1"} if there else set())
+
+
+def test_an_output_that_was_replaced_while_it_was_opened_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a command would have the lock of a file that is nobody's any more."""
+    wanted, out = written(tmp_path / "in", line(1), line(2)), tmp_path / "out"
+    with gateway(lambda body, count: (400, {}, {}) if body["n"] == 2 else fine(body, count)) as server:
+        assert main(["batch", wanted, str(out), "--gateway", server.url]) == 1
+    lock, came = fcntl.flock, list[Any]()
+
+    def replaced_first(file: Any, operation: int) -> None:
+        came.append(file)
+        if len(came) == 1:
+            (tmp_path / "other").write_text(out.read_text())
+            (tmp_path / "other").replace(out)
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", replaced_first)
+    with gateway(fine) as server:
+        assert main(["batch", wanted, str(out), "--gateway", server.url]) == 0
+    assert len(came) == 3  # twice as it is opened, and then what replaces it
+    assert came[0].closed
+    assert answers(out).keys() == {"1", "2"}
+
+
+def test_where_a_file_system_knows_no_locks_it_says_so_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted, out = written(tmp_path / "in", line(1), line(2)), tmp_path / "out"
+    refused = OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=refused))
+    with gateway(lambda body, count: (400, {}, {}) if body["n"] == 2 and not count else fine(body, count)) as server:
+        for expected in (1, 0):
+            assert main(["batch", wanted, str(out), "--gateway", server.url]) == expected
+            told = capsys.readouterr().err.splitlines()[0]
+            assert (
+                told
+                == f"twinlens: {out} cannot be locked ({refused.strerror}): no other command may write it meanwhile"
+            )
+    assert answers(out).keys() == {"1", "2"}
 
 
 def test_a_connection_that_the_gateway_has_closed_meanwhile_is_no_attempt(
