@@ -127,6 +127,7 @@ class DecoderLayer(nn.Module):
         self.end = LayerEnd(config, dtype) if ends else None
         self.is_local, self._window, self._shares = kind.is_local, kind.window, kind.keys_of is not None
         self.ranks, self.hidden_size = group.size, config.hidden_size
+        self.arrays: Any = None
 
     @property
     def companion(self) -> CachedPart | None:
@@ -169,6 +170,10 @@ class DecoderLayer(nn.Module):
         elif kept is not None:
             kept.keys[self._window] = inputs[1:3]
         return self.mixer.mix(inputs, cache, batch)
+
+    def use_arrays(self, arrays: Any) -> None:
+        """Has what is before and after the mixer computed by methods of the same names, on a CPU."""
+        self.arrays, self.before, self.after = arrays, arrays.before, arrays.after  # type: ignore[method-assign]
 
     def before(self, x: Tensor, residual: Tensor | None, rotary: Rotary) -> tuple[Tensor, tuple[Tensor, ...]]:
         """[n, hidden] each → their sum, and what is mixed."""

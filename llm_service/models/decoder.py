@@ -367,4 +367,5 @@ def kernels_of(model: nn.Module) -> set[str]:
     forms: list[object] = [part.laid_out for part in model.modules() if isinstance(part, Linear)]
     for part in model.modules():
         forms += [form for both in part.laid_out for form in both] if isinstance(part, Experts) else []
+        forms += [part.arrays] if isinstance(part, DecoderLayer) else []
     return set[str]().union(*(form.kernels for form in forms if isinstance(form, NumbaCompiled)))

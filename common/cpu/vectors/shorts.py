@@ -4,7 +4,6 @@ have fewer numbers than others."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -13,7 +12,6 @@ from numba.extending import intrinsic
 
 from common.cpu.vectors.llvm import (
     FLAG,
-    FLOAT,
     LANES,
     SHORTS,
     SINGLE,
@@ -29,33 +27,15 @@ from common.cpu.vectors.llvm import (
     multiply_add,
     pointer,
     spread,
-    spread_whole,
 )
 from common.cpu.vectors.powers import short_power_of_two
+from common.cpu.vectors.row_loops import MASK, Mask, inverse_root, load_wide, over, total
 
 SHORT = 2
 """Bytes."""
 _STEEPEST = 60.0
 """An exponent of two: what is divided by its power is as good as 0, and large enough to be normal: arithmetic of
 numbers that are not takes a hundred times as long."""
-_MASK = ir.VectorType(ir.IntType(1), LANES)
-
-
-Mask = Value | None
-"""The lanes whose numbers there are; None: all."""
-
-
-def _over(builder: Any, count: Value, step: Callable[[Value, Mask], None]) -> None:
-    """Has a step written for the whole vectors of so many numbers and one for those behind, of the place of its first
-    number."""
-    whole = builder.sdiv(count, WORD(LANES))
-    with cgutils.for_range(builder, whole) as loop:
-        step(builder.mul(loop.index, WORD(LANES)), None)
-    first = builder.mul(whole, WORD(LANES))
-    left = builder.sub(count, first)
-    with builder.if_then(builder.icmp_signed(">", left, WORD(0))):
-        lanes = ir.Constant(WHOLE, list(range(LANES)))
-        step(first, builder.icmp_signed("<", lanes, spread_whole(builder, builder.trunc(left, FLAG))))
 
 
 def _load(builder: Any, base: Value, first: Value, mask: Mask) -> Value:
@@ -64,20 +44,11 @@ def _load(builder: Any, base: Value, first: Value, mask: Mask) -> Value:
     if mask is None:
         shorts = load(builder, place, SHORTS, size=SHORT)
     else:
-        kinds = [SHORTS.as_pointer(), FLAG, _MASK, SHORTS]
+        kinds = [SHORTS.as_pointer(), FLAG, MASK, SHORTS]
         masked = declared(builder, "llvm.masked.load.v16i16.p0", SHORTS, kinds)
         none = ir.Constant(SHORTS, [0] * LANES)
         shorts = builder.call(masked, [pointer(builder, place, SHORTS), FLAG(SHORT), mask, none])
     return builder.bitcast(builder.shl(builder.zext(shorts, WHOLE), flags(16)), VECTOR)
-
-
-def _load_wide(builder: Any, base: Value, first: Value, mask: Mask) -> Value:
-    """float32; 0 where there are none."""
-    place = at(builder, base, first, WORD(FLOAT))
-    if mask is None:
-        return load(builder, place, VECTOR)
-    masked = declared(builder, "llvm.masked.load.v16f32.p0", VECTOR, [VECTOR.as_pointer(), FLAG, _MASK, VECTOR])
-    return builder.call(masked, [pointer(builder, place, VECTOR), FLAG(FLOAT), mask, constant(0.0)])
 
 
 def _store(builder: Any, value: Value, base: Value, first: Value, mask: Mask) -> None:
@@ -87,7 +58,7 @@ def _store(builder: Any, value: Value, base: Value, first: Value, mask: Mask) ->
     if mask is None:
         builder.store(rounded, place).align = SHORT
     else:
-        kinds = [SHORTS, SHORTS.as_pointer(), FLAG, _MASK]
+        kinds = [SHORTS, SHORTS.as_pointer(), FLAG, MASK]
         masked = declared(builder, "llvm.masked.store.v16i16.p0", ir.VoidType(), kinds)
         builder.call(masked, [rounded, place, FLAG(SHORT), mask])
 
@@ -102,7 +73,7 @@ def _rotate(_: Any, _out: Any, _head: Any, _tables: Any, _half: Any) -> Any:
 
         def step(first: Value, mask: Mask) -> None:
             cos, sin, later_cos, later_sin = (
-                _load_wide(builder, table, first, mask) for table in cgutils.unpack_tuple(builder, tables)
+                load_wide(builder, table, first, mask) for table in cgutils.unpack_tuple(builder, tables)
             )
             one, other = (_load(builder, base, first, mask) for base in (head, builder.add(head, behind)))
             less = builder.fneg(builder.fmul(other, sin))
@@ -110,7 +81,7 @@ def _rotate(_: Any, _out: Any, _head: Any, _tables: Any, _half: Any) -> Any:
             more = builder.fmul(one, later_sin)
             _store(builder, multiply_add(builder, other, later_cos, more), builder.add(out, behind), first, mask)
 
-        _over(builder, half, step)
+        over(builder, half, step)
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, types.UniTuple(types.intp, 4), types.intp), generate
@@ -124,7 +95,7 @@ def _norm_row(_: Any, _out: Any, _x: Any, _parameters: Any, _count: Any, _eps: A
         out, x, parameters, count, eps = given
         weight, bias = cgutils.unpack_tuple(builder, parameters)
         share = builder.fdiv(SINGLE(1.0), builder.sitofp(count, SINGLE))
-        mean = spread(builder, builder.fmul(_total(builder, count, lambda *at_: _load(builder, x, *at_)), share))
+        mean = spread(builder, builder.fmul(total(builder, count, lambda *at_: _load(builder, x, *at_)), share))
 
         def off(first: Value, mask: Mask) -> Value:
             part = builder.fsub(_load(builder, x, first, mask), mean)
@@ -134,16 +105,14 @@ def _norm_row(_: Any, _out: Any, _x: Any, _parameters: Any, _count: Any, _eps: A
             part = off(first, mask)
             return builder.fmul(part, part)
 
-        spread_out = builder.fadd(builder.fmul(_total(builder, count, square), share), eps)
-        root = builder.call(declared(builder, "llvm.sqrt.f32", SINGLE, [SINGLE]), [spread_out])
-        scale = spread(builder, builder.fdiv(SINGLE(1.0), root))
+        scale = spread(builder, inverse_root(builder, count, square, eps))
 
         def step(first: Value, mask: Mask) -> None:
             factor, more = (_load(builder, base, first, mask) for base in (weight, bias))
             part = builder.fmul(off(first, mask), scale)
             _store(builder, multiply_add(builder, part, factor, more), out, first, mask)
 
-        _over(builder, count, step)
+        over(builder, count, step)
         return context.get_dummy_value()
 
     pair = types.UniTuple(types.intp, 2)
@@ -160,31 +129,16 @@ def _rms_norm_row(_: Any, _out: Any, _x: Any, _weight: Any, _count: Any, _eps: A
             part = _load(builder, x, first, mask)
             return builder.fmul(part, part)
 
-        share = builder.fdiv(SINGLE(1.0), builder.sitofp(count, SINGLE))
-        mean = builder.fadd(builder.fmul(_total(builder, count, square), share), eps)
-        root = builder.call(declared(builder, "llvm.sqrt.f32", SINGLE, [SINGLE]), [mean])
-        scale = spread(builder, builder.fdiv(SINGLE(1.0), root))
+        scale = spread(builder, inverse_root(builder, count, square, eps))
 
         def step(first: Value, mask: Mask) -> None:
             part, factor = (_load(builder, base, first, mask) for base in (x, weight))
             _store(builder, builder.fmul(builder.fmul(part, scale), factor), out, first, mask)
 
-        _over(builder, count, step)
+        over(builder, count, step)
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, types.intp, types.intp, types.float32), generate
-
-
-def _total(builder: Any, count: Value, term: Callable[[Value, Mask], Value]) -> Value:
-    """The sum over so many numbers."""
-    total = cgutils.alloca_once_value(builder, constant(0.0))
-
-    def step(first: Value, mask: Mask) -> None:
-        builder.store(builder.fadd(builder.load(total), term(first, mask)), total)
-
-    _over(builder, count, step)
-    reduce = declared(builder, "llvm.vector.reduce.fadd.v16f32", SINGLE, [SINGLE, VECTOR])
-    return builder.call(reduce, [SINGLE(-0.0), builder.load(total)], fastmath=("reassoc",))
 
 
 def _add_row(_: Any, _out: Any, _one: Any, _other: Any, _count: Any) -> Any:
@@ -197,7 +151,7 @@ def _add_row(_: Any, _out: Any, _one: Any, _other: Any, _count: Any) -> Any:
             both = (_load(builder, base, first, mask) for base in (one, other))
             _store(builder, builder.fadd(*both), out, first, mask)
 
-        _over(builder, count, step)
+        over(builder, count, step)
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, types.intp, types.intp), generate
@@ -210,9 +164,9 @@ def _round_numbers(_: Any, _out: Any, _x: Any, _count: Any) -> Any:
         out, x, count = given
 
         def step(first: Value, mask: Mask) -> None:
-            _store(builder, _load_wide(builder, x, first, mask), out, first, mask)
+            _store(builder, load_wide(builder, x, first, mask), out, first, mask)
 
-        _over(builder, count, step)
+        over(builder, count, step)
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, types.intp), generate
@@ -240,7 +194,7 @@ def _gelu_row(_: Any, _x: Any, _count: Any, _slope: Any, _bend: Any) -> Any:
             opened = builder.call(inverse, [below, below, ir.IntType(LANES)(-1)])
             _store(builder, builder.fmul(number, opened), x, first, mask)
 
-        _over(builder, count, step)
+        over(builder, count, step)
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, types.float32, types.float32), generate

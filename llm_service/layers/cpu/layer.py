@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from common.cpu.jit import Array
-from llm_service.layers.cpu import row_kernels, selection
+from llm_service.layers.cpu import layer_kernel, row_kernels, selection
 from llm_service.layers.cpu.pair_panels import PairPanels
+from llm_service.layers.cpu.panel_kernel import WIDTH
 from llm_service.layers.cpu.panels import PanelWeight
 from llm_service.layers.cpu.quantized_panels import QuantizedPanels
 from llm_service.layers.cpu.row_kernels import NumbaOps
@@ -29,9 +30,8 @@ def finalize(decoder: nn.Module, activation: Activation) -> None:
     """Has a decoder whose weights are final compute with numba's kernels, few rows of dense layers without torch."""
     use_ops(decoder, NumbaOps(activation))
     for layer in decoder.modules():
-        if isinstance(layer, DecoderLayer) and (few_rows := FewRows.of(layer)):
-            for half in ("before", "after"):
-                setattr(layer, half, getattr(few_rows, half))
+        if isinstance(layer, DecoderLayer) and (arrays := FusedLayer.of(layer) or FewRows.of(layer)):
+            layer.use_arrays(arrays)
 
 
 class FewRows:
@@ -103,6 +103,87 @@ class FewRows:
         np.add(joined, residual.numpy(), out=joined)
         out = self._down(self._act_and_mul(self._gate_up(self._mlp_in(joined))))
         return torch.from_numpy(self._mlp_out(out)), torch.from_numpy(joined)
+
+
+class FusedLayer:
+    """What a dense layer does before and after self-attention, by one kernel each, of any number of rows: for weights
+    in panels for tiles."""
+
+    kernels = frozenset(f"{layer_kernel.__name__}:{name}" for name in layer_kernel.TYPED)
+    """See `NumbaCompiled`."""
+
+    def __init__(self, layer: DecoderLayer, attention: SelfAttention, mlp: MLP, otherwise: FewRows) -> None:
+        self._otherwise = otherwise
+        self._parts = attention.parts
+        self._linears = attention.qkv, attention.o, mlp.gate_up, mlp.down
+        self._qkv, self._o, self._gate_up, self._down = map(_panels_of, self._linears)
+        outputs = attention.qkv.outputs
+        self._sizes = outputs, attention.heads, attention.new_keys, attention.head_dim
+        self._gains = row_kernels.both_gains(attention.gains, attention.eps, attention.head_dim)
+        self._in_norm = _gain_of(layer.mixer_in_norm)
+        self._norms = *_gain_of(layer.mixer_out_norm), *_gain_of(layer.mlp_in_norm)
+        self._mlp_out = _normed_by(layer.mlp_out_norm)
+        self._silu = mlp.activation is Activation.SILU
+
+    @classmethod
+    def of(cls, layer: DecoderLayer) -> FusedLayer | None:
+        """None where a layer has no `FewRows`, or not all of its weights lie in panels for tiles, or one of these
+        panels has outputs of gates and of values."""
+        otherwise = FewRows.of(layer)
+        if otherwise is None:
+            return None
+        attention, mlp = layer.mixer, layer.mlp
+        assert isinstance(attention, SelfAttention), "few rows have none for others"
+        assert isinstance(mlp, MLP), "nor for these"
+        forms = [linear.laid_out for linear in (attention.qkv, attention.o, mlp.gate_up, mlp.down)]
+        if not all(isinstance(form, PairPanels) and form.tiles for form in forms):
+            return None
+        if mlp.gate_up.outputs % (2 * WIDTH):
+            return None
+        return cls(layer, attention, mlp, otherwise)
+
+    def before(self, x: Tensor, residual: Tensor | None, rotary: Rotary) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See `DecoderLayer.before`."""
+        if not self._takes():
+            return self._otherwise.before(x, residual, rotary)
+        more = None if residual is None else _array(residual)
+        tables = _array(rotary[0]), _array(rotary[1])
+        total, rotated, heads = layer_kernel.before(
+            _array(x), more, self._in_norm, self._qkv, tables, self._sizes, self._gains
+        )
+        every = torch.from_numpy(heads).view(len(heads), -1, self._sizes[-1])
+        return torch.from_numpy(total), self._parts(torch.from_numpy(rotated), every)
+
+    def after(self, residual: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        """See `DecoderLayer.after`."""
+        if not self._takes():
+            return self._otherwise.after(residual, mixed)
+        out, joined = layer_kernel.behind(
+            _array(mixed), _array(residual), self._norms, self._o, self._gate_up[0], self._down, silu=self._silu
+        )
+        return torch.from_numpy(self._mlp_out(out)), torch.from_numpy(joined)
+
+    def _takes(self) -> bool:
+        """Whether numba's kernels compute, and no adapter adds to a product."""
+        active = any(linear.adapters is not None and linear.adapters.active for linear in self._linears)
+        return selection.is_numba() and not active
+
+
+def _array(x: Tensor) -> Array:
+    """What a kernel takes."""
+    return np.ascontiguousarray(x.numpy())
+
+
+def _panels_of(linear: PackedLinear) -> tuple[Array, Array]:
+    """Its weight, and its bias, float32 [outputs] or [0]."""
+    form = linear.laid_out
+    assert isinstance(form, PairPanels), "others have products of their own"
+    return form.panels, np.empty(0, np.float32) if linear.bias is None else linear.bias.float().numpy()
+
+
+def _gain_of(norm: RMSNorm | Unnormed | None) -> tuple[Array, float]:
+    """A norm's gain, [0] where it has none, and its eps."""
+    return (norm.weight.numpy(), norm.eps) if isinstance(norm, RMSNorm) else (np.empty(0, np.float32), 0.0)
 
 
 def _normed_by(norm: RMSNorm | Unnormed | None) -> Callable[[Array], Array]:

@@ -6,6 +6,7 @@ few rows. Few are computed by one thread, since they take microseconds, and to w
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numba
@@ -16,6 +17,7 @@ from torch import Tensor
 from common.cpu import vectors
 from common.cpu.jit import Array, Typed, compiled, inner
 from common.cpu.vectors.llvm import FLOAT, LANES
+from common.cpu.vectors.norms import add_rows, rms_norm, rotate_scaled, scale_of, scaled
 from common.cpu.vectors.powers import GELU_BEND, GELU_SLOPE, gate, gelu_gate
 from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.selection import fused_vectors
@@ -26,58 +28,42 @@ FEW = 32
 """Rows up to which one thread is faster."""
 
 
-@inner
-def _rms_norm_row(out: Any, x: Any, gain: Any, eps: Any) -> None:
-    """float32 out, x and gain [size]."""
-    size, total = x.shape[0], np.float32(0.0)
-    for place in range(size):
-        total += x[place] * x[place]
-    factor = np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
-    for place in range(size):
-        out[place] = x[place] * factor * gain[place]
-
-
 def _rms_norm(out: Any, x: Any, gain: Any, eps: Any) -> None:
-    """float32 out [n, size], x alike, of any strides; gain [size]."""
+    """float32 out [n, size], x alike, whose rows need not follow each other; gain [size]."""
     for row in numba.prange(x.shape[0]):
-        _rms_norm_row(out[row], x[row], gain, eps)
+        rms_norm(out[row].ctypes.data, x[row].ctypes.data, gain.ctypes.data, x.shape[1], eps)
 
 
 def _add_rms_norm(total: Any, out: Any, x: Any, more: Any, gain: Any, eps: Any) -> None:
     """float32 total, out, x and more [n, size]; gain [size]."""
     for row in numba.prange(x.shape[0]):
-        for place in range(x.shape[1]):
-            total[row, place] = x[row, place] + more[row, place]
-        _rms_norm_row(out[row], total[row], gain, eps)
+        here = total[row].ctypes.data
+        add_rows(here, x[row].ctypes.data, more[row].ctypes.data, x.shape[1])
+        rms_norm(out[row].ctypes.data, here, gain.ctypes.data, x.shape[1], eps)
 
 
 @inner
-def _qk_norm_rotary_row(out: Any, x: Any, cosine: Any, sine: Any, gains: Any, queries: Any, eps: Any) -> None:
+def qk_norm_rotary_row(out: Any, x: Any, cosine: Any, sine: Any, gains: Any, queries: Any, eps: Any) -> None:
     """float32 out [heads, dim], x [heads or more, dim], cosine and sine [rotary_dim], gains [2, dim]."""
     size, rotary = out.shape[1], cosine.shape[0]
     half = rotary // 2
+    tables = (
+        *(cosine.ctypes.data, sine.ctypes.data),
+        *(cosine.ctypes.data + half * FLOAT, sine.ctypes.data + half * FLOAT),
+    )
     for head in range(out.shape[0]):
-        factor = np.float32(1.0)
-        if eps >= 0:
-            total = np.float32(0.0)
-            for place in range(size):
-                total += x[head, place] * x[head, place]
-            factor = np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
-        kind = 0 if head < queries else 1
-        for place in range(half):
-            first = x[head, place] * factor * gains[kind, place]
-            second = x[head, half + place] * factor * gains[kind, half + place]
-            out[head, place] = first * cosine[place] - second * sine[place]
-            out[head, half + place] = second * cosine[half + place] + first * sine[half + place]
-        for place in range(rotary, size):
-            out[head, place] = x[head, place] * factor * gains[kind, place]
+        to, place, gain = out[head].ctypes.data, x[head].ctypes.data, gains[0 if head < queries else 1].ctypes.data
+        scale = scale_of(place, size, eps) if eps >= 0 else np.float32(1.0)
+        rotate_scaled(to, place, gain, tables, half, scale)
+        behind = rotary * FLOAT
+        scaled(to + behind, place + behind, gain + behind, size - rotary, scale)
 
 
 def _qk_norm_rotary(out: Any, x: Any, cosine: Any, sine: Any, gains: Any, queries: Any, eps: Any) -> None:
     """float32 out [n, heads, dim], x [n, heads or more, dim], cosine and sine [n, 1, rotary_dim], gains [2, dim]. Where
     eps is below 0, without a norm."""
     for row in numba.prange(out.shape[0]):
-        _qk_norm_rotary_row(out[row], x[row], cosine[row, 0], sine[row, 0], gains, queries, eps)
+        qk_norm_rotary_row(out[row], x[row], cosine[row, 0], sine[row, 0], gains, queries, eps)
 
 
 @inner
@@ -113,16 +99,12 @@ def _gelu_and_mul(out: Any, x: Any) -> None:
         _gelu_and_mul_row(out[row], x[row])
 
 
-_rms_norm_few, _rms_norm_many = compiled(_rms_norm, parallel=False), compiled(_rms_norm)
-_add_rms_norm_many = compiled(_add_rms_norm)
-_qk_norm_rotary_few, _qk_norm_rotary_many = (
-    compiled(_qk_norm_rotary, parallel=False),
-    compiled(_qk_norm_rotary),
-)
-_silu_and_mul_few = compiled(_silu_and_mul, parallel=False, made_of=[vectors])
-_silu_and_mul_many = compiled(_silu_and_mul, made_of=[vectors])
-_gelu_and_mul_few = compiled(_gelu_and_mul, parallel=False, made_of=[vectors])
-_gelu_and_mul_many = compiled(_gelu_and_mul, made_of=[vectors])
+_few, _many = partial(compiled, parallel=False, made_of=[vectors]), partial(compiled, made_of=[vectors])
+_rms_norm_few, _rms_norm_many = _few(_rms_norm), _many(_rms_norm)
+_add_rms_norm_many = _many(_add_rms_norm)
+_qk_norm_rotary_few, _qk_norm_rotary_many = _few(_qk_norm_rotary), _many(_qk_norm_rotary)
+_silu_and_mul_few, _silu_and_mul_many = _few(_silu_and_mul), _many(_silu_and_mul)
+_gelu_and_mul_few, _gelu_and_mul_many = _few(_gelu_and_mul), _many(_gelu_and_mul)
 
 _number, _rows, _heads = numba.float32, numba.float32[:, ::1], numba.float32[:, :, ::1]
 _RMS_NORM = _rows, _rows, numba.float32[::1], _number
@@ -144,7 +126,7 @@ TYPED = {
 def rms_norm_rows(x: Array, gain: Array, eps: float) -> Array:
     """See `RowOps.rms_norm`."""
     out = np.empty(x.shape, np.float32)
-    (_rms_norm_few if len(x) <= FEW else _rms_norm_many)(out, x, gain, np.float32(eps))
+    (_rms_norm_few if len(x) <= FEW else _rms_norm_many)(out, _with_rows(x), gain, np.float32(eps))
     return out
 
 
@@ -154,7 +136,7 @@ def qk_norm_rotary_rows(
     """See `RowOps.qk_norm_rotary`; gains [2, head_dim], eps below 0 where nothing is normed."""
     out = np.empty((x.shape[0], queries + keys, x.shape[2]), np.float32)
     kernel = _qk_norm_rotary_few if len(x) <= FEW else _qk_norm_rotary_many
-    kernel(out, x, cosine, sine, gains, queries, np.float32(eps))
+    kernel(out, _with_rows(x), cosine, sine, gains, queries, np.float32(eps))
     return out
 
 
@@ -170,6 +152,11 @@ def gelu_and_mul_rows(x: Array) -> Array:
     out = np.empty((x.shape[0], x.shape[1] // 2), np.float32)
     (_gelu_and_mul_few if len(x) <= FEW else _gelu_and_mul_many)(out, np.ascontiguousarray(x))
     return out
+
+
+def _with_rows(x: Array) -> Array:
+    """What lies as kernels read it: the numbers of a row side by side."""
+    return x if x.strides[-1] == FLOAT else np.ascontiguousarray(x)
 
 
 class NumbaOps(TorchOps):

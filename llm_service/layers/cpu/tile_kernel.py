@@ -30,26 +30,32 @@ _AHEAD = 32
 """Pairs between the weights that few rows are multiplied with and those that are asked for meanwhile."""
 _LEAST_LINES = 8
 """That are asked for with 16 pairs, while there are any."""
-_MOST = 32 * BLOCK
-"""Rows of a task at most: a stretch of them and their sums with `_TOGETHER` panels are five eighths of a MiB, in a
+MOST = 32 * BLOCK
+"""Rows of a task at most: a stretch of them and their sums with `TOGETHER` panels are five eighths of a MiB, in a
 second-level cache."""
-_TOGETHER = 4
+TOGETHER = 4
 """Panels of a task whose rows do not stay there as a whole: each stretch of these is brought for all of them."""
 KEPT = 1 << 19
 """Bytes of rows that do."""
 _ALONE = 9 << 13
 """Words that one thread puts side by side, 128 rows of 1024 numbers: two threads would wait for each other as long."""
-AT_ONCE = 4 * _MOST
+AT_ONCE = 4 * MOST
 """Rows that are computed in one go, since their numbers are put side by side first, which takes memory."""
+
+
+@inner
+def padded(rows: Any) -> Any:
+    """Rows of whole blocks."""
+    return (rows + BLOCK - 1) // BLOCK * BLOCK
 
 
 @inner
 def packed_rows(rows: Any, steps: Any) -> Any:
     """Room for rows of so many times 16 pairs, uint32 [m, words], in whole blocks; those beyond `rows` are zeros. Each
     begins with a line, an odd number of lines after the one before, so that they share no place of a cache."""
-    padded, wide = (rows + BLOCK - 1) // BLOCK * BLOCK, (steps | 1) * LANES
-    room = np.empty(padded * wide + LANES, np.uint32)
-    packed = room[first_line(room) : first_line(room) + padded * wide].reshape(padded, wide)
+    every, wide = padded(rows), (steps | 1) * LANES
+    room = np.empty(every * wide + LANES, np.uint32)
+    packed = room[first_line(room) : first_line(room) + every * wide].reshape(every, wide)
     packed[rows:] = np.uint32(0)
     return packed
 
@@ -99,38 +105,62 @@ def add_blocks(fresh: Any, rows: Any, places: Any, count: Any, most: Any) -> Non
 
 
 @inner
-def _multiply_few(out: Any, packed: Any, panels: Any, bias: Any, panel: Any) -> None:
-    """Fills one panel's outputs of out [rows, outputs], of one block of rows at most: their sums stay in tiles."""
-    rows, pairs = out.shape[0], panels.shape[1]
-    room = np.empty(rows * WIDTH + LANES, np.float32)
+def sum_few(room: Any, packed: Any, panels: Any, panel: Any, rows: Any) -> None:
+    """The sums of one panel, float32 [rows, 64] from the first line of `room` on, of one block of rows at most, which
+    `packed` begins with: they stay in tiles."""
+    pairs = panels.shape[1]
     sums = room.ctypes.data + first_line(room) * FLOAT
     weights = panels.ctypes.data + panel * pairs * ROW
     configure_tiles(rows)
     places = (sums, ROW, packed.ctypes.data, packed.shape[1] * FLOAT, weights, ROW, weights + _AHEAD * ROW)
     multiply_tiles(1, VECTORS, _LINES, places, pairs // BLOCK)
     release_tiles()
-    write_panel(out, panel, 0, rows, room, bias[:0], bias)
 
 
 @inner
-def _multiply_many(out: Any, packed: Any, panels: Any, bias: Any, first: Any, last: Any, begin: Any, rows: Any) -> None:
-    """Fills out [begin : begin + rows] of the outputs of some panels, from one on up to another; the others are as in
-    `_product`."""
-    pairs, step = panels.shape[1], packed.shape[1] * FLOAT
-    padded = (rows + BLOCK - 1) // BLOCK * BLOCK
-    room = np.empty((last - first) * padded * WIDTH + LANES, np.float32)
+def sum_many(room: Any, packed: Any, panels: Any, chosen: Any, begin: Any, rows: Any) -> None:
+    """The sums of some panels, one behind the other, float32 [padded rows, 64] each, from the first line of `room` on,
+    of the rows [begin : begin + rows] of `packed`. `chosen` are (first, how many, apart): the second half of an even
+    number of panels begins so many behind the first half, unless that is 0, and they lie side by side."""
+    first, count, apart = chosen
+    pairs, step, half = panels.shape[1], packed.shape[1] * FLOAT, count // 2 if apart else count
+    size = padded(rows)
     sums = room.ctypes.data + first_line(room) * FLOAT
     configure_tiles(BLOCK)
     for at in range(0, pairs, _STRETCH):
         x = packed.ctypes.data + begin * step + at * FLOAT
-        for panel in range(first, last):
-            following = panel * pairs + at + pairs if panel + 1 < last else first * pairs + at + _STRETCH
+        for index in range(count):
+            panel = first + index if index < half else first + apart + index - half
+            following = panel * pairs + at + pairs
+            if index + 1 == count:
+                following = first * pairs + at + _STRETCH
+            elif index + 1 == half:
+                following = (first + apart) * pairs + at
             weights, coming = panels.ctypes.data + (panel * pairs + at) * ROW, panels.ctypes.data + following * ROW
-            places = (sums + (panel - first) * padded * ROW, ROW, x, step, weights, ROW, coming)
-            add_blocks(at == 0, padded, places, min(_STRETCH, pairs - at) // BLOCK, _LINES)
+            places = (sums + index * size * ROW, ROW, x, step, weights, ROW, coming)
+            add_blocks(at == 0, size, places, min(_STRETCH, pairs - at) // BLOCK, _LINES)
     release_tiles()
+
+
+@inner
+def room_for(rows: Any, panels: Any) -> Any:
+    """Room for the sums of so many rows with so many panels."""
+    return np.empty(padded(rows) * panels * WIDTH + LANES, np.float32)
+
+
+@inner
+def multiply(out: Any, packed: Any, panels: Any, bias: Any, first: Any, last: Any, begin: Any, rows: Any) -> None:
+    """Fills out [begin : begin + rows] of the outputs of some panels, from one on up to another; the others are as in
+    `_product`."""
+    room = room_for(rows, last - first)
+    if packed.shape[0] <= BLOCK:
+        for panel in range(first, last):
+            sum_few(room, packed, panels, panel, rows)
+            write_panel(out, panel, 0, rows, room, bias[:0], bias)
+        return
+    sum_many(room, packed, panels, (first, last - first, 0), begin, rows)
     for panel in range(first, last):
-        write_panel(out, panel, begin, rows, room[(panel - first) * padded * WIDTH :], bias[:0], bias)
+        write_panel(out, panel, begin, rows, room[(panel - first) * padded(rows) * WIDTH :], bias[:0], bias)
 
 
 def _product(out: Any, x: Any, panels: Any, bias: Any, most: Any, together: Any) -> None:
@@ -142,7 +172,7 @@ def _product(out: Any, x: Any, panels: Any, bias: Any, most: Any, together: Any)
         for row in range(rows):
             pack_pairs(packed, row, x, row)
         for panel in numba.prange(panels.shape[0]):
-            _multiply_few(out, packed, panels, bias, np.intp(panel))
+            multiply(out, packed, panels, bias, np.intp(panel), np.intp(panel) + 1, 0, rows)
         return
     if packed.size <= _ALONE:
         for row in range(rows):
@@ -154,7 +184,7 @@ def _product(out: Any, x: Any, panels: Any, bias: Any, most: Any, together: Any)
     for task in numba.prange(groups * parts):
         begin, first = np.intp(task) % parts * most, np.intp(task) // parts * together
         last = min(first + together, panels.shape[0])
-        _multiply_many(out, packed, panels, bias, first, last, begin, min(most, rows - begin))
+        multiply(out, packed, panels, bias, first, last, begin, min(most, rows - begin))
 
 
 _kernel = compiled(_product, made_of=[vectors, panel_kernel])
@@ -176,8 +206,8 @@ def product(x: Array, panels: Array, bias: Array | None, inputs: int, outputs: i
     bits = np.ascontiguousarray(x).view(np.uint32)
     for begin in range(0, len(x), AT_ONCE):
         part = bits[begin : begin + AT_ONCE]
-        together = 1 if len(part) * inputs * FLOAT // 2 <= KEPT else _TOGETHER
-        tasks = task_size(len(part), _MOST, len(panels), together, numba.get_num_threads())
+        together = 1 if len(part) * inputs * FLOAT // 2 <= KEPT else TOGETHER
+        tasks = task_size(len(part), MOST, len(panels), together, numba.get_num_threads())
         _kernel(out[begin : begin + AT_ONCE], part, panels, _NONE if bias is None else bias, *tasks)
     return out
 

@@ -1,0 +1,112 @@
+"""Norms by the mean square, and rotations, of rows of float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from common.cpu.vectors.llvm import FLOAT, WORD, Value, spread
+from common.cpu.vectors.row_loops import Mask, inverse_root, load_wide, over, store_wide
+
+
+def _rms_norm(_: Any, _out: Any, _x: Any, _gain: Any, _count: Any, _eps: Any) -> Any:
+    """Writes so many numbers over the root of their mean square, times a gain, to an address: their own, or another."""
+
+    def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        out, x, gain, count, eps = given
+        scale = spread(builder, _inverse_root(builder, x, count, eps))
+        _write_scaled(builder, out, (x, gain), scale, count)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp, types.intp, types.float32), generate
+
+
+def _scale_of(_: Any, _x: Any, _count: Any, _eps: Any) -> Any:
+    """What so many numbers at an address are multiplied with by their norm."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        return _inverse_root(builder, *given)
+
+    return types.float32(types.intp, types.intp, types.float32), generate
+
+
+def _scaled(_: Any, _out: Any, _x: Any, _gain: Any, _count: Any, _scale: Any) -> Any:
+    """Writes so many numbers times a scale, times a gain."""
+
+    def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        out, x, gain, count, scale = given
+        _write_scaled(builder, out, (x, gain), spread(builder, scale), count)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp, types.intp, types.float32), generate
+
+
+def _rotate_scaled(_: Any, _out: Any, _x: Any, _gain: Any, _tables: Any, _half: Any, _scale: Any) -> Any:
+    """The same of twice `half` numbers, the first half then rotated against the second, and written to another address.
+    `tables` are the addresses of cosines and sines of the first half, and of the second."""
+
+    def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        out, x, gain, tables, half, scale = given
+        behind, factor = builder.mul(half, WORD(FLOAT)), spread(builder, scale)
+
+        def step(first: Value, mask: Mask) -> None:
+            cos, sin, later_cos, later_sin = (
+                load_wide(builder, table, first, mask) for table in cgutils.unpack_tuple(builder, tables)
+            )
+            one, other = (_part(builder, (x, gain), factor, (first, mask), more) for more in (WORD(0), behind))
+            less = builder.fsub(builder.fmul(one, cos), builder.fmul(other, sin))
+            more = builder.fadd(builder.fmul(other, later_cos), builder.fmul(one, later_sin))
+            store_wide(builder, less, out, first, mask)
+            store_wide(builder, more, builder.add(out, behind), first, mask)
+
+        over(builder, half, step)
+        return context.get_dummy_value()
+
+    tables = types.UniTuple(types.intp, 4)
+    return types.void(types.intp, types.intp, types.intp, tables, types.intp, types.float32), generate
+
+
+def _add_rows(_: Any, _out: Any, _one: Any, _other: Any, _count: Any) -> Any:
+    """Writes the sums of so many numbers to an address, which may be one's own."""
+
+    def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        out, one, other, count = given
+
+        def step(first: Value, mask: Mask) -> None:
+            both = (load_wide(builder, base, first, mask) for base in (one, other))
+            store_wide(builder, builder.fadd(*both), out, first, mask)
+
+        over(builder, count, step)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp, types.intp), generate
+
+
+def _inverse_root(builder: Any, x: Value, count: Value, eps: Value) -> Value:
+    def square(first: Value, mask: Mask) -> Value:
+        part = load_wide(builder, x, first, mask)
+        return builder.fmul(part, part)
+
+    return inverse_root(builder, count, square, eps)
+
+
+def _write_scaled(builder: Any, out: Value, bases: tuple[Value, Value], scale: Value, count: Value) -> None:
+    def step(first: Value, mask: Mask) -> None:
+        store_wide(builder, _part(builder, bases, scale, (first, mask), WORD(0)), out, first, mask)
+
+    over(builder, count, step)
+
+
+def _part(builder: Any, bases: tuple[Value, Value], scale: Value, place: tuple[Value, Mask], more: Value) -> Value:
+    """A vector of x · scale · gain, so many bytes behind a place; `bases` are the addresses of x and the gain."""
+    x, gain = (load_wide(builder, builder.add(base, more), *place) for base in bases)
+    return builder.fmul(builder.fmul(x, scale), gain)
+
+
+rms_norm: Any = intrinsic(_rms_norm)
+scale_of: Any = intrinsic(_scale_of)
+scaled: Any = intrinsic(_scaled)
+rotate_scaled: Any = intrinsic(_rotate_scaled)
+add_rows: Any = intrinsic(_add_rows)

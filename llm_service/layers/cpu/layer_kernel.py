@@ -1,0 +1,348 @@
+"""What a dense layer computes before its mixer and behind it, for processors with AMX: two kernels, compiled by numba,
+whose threads begin once for all products and what is between them (`common.cpu.phases`). Weights lie in panels of pairs
+for tiles (`llm_service.layers.cpu.pair_panels`). A row's numbers are the same to the bit whatever is beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from common.cpu import phases, vectors
+from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.phases import counts_of, done, first_of, take, wait
+from common.cpu.vectors.claims import ask_lines
+from common.cpu.vectors.llvm import FLOAT, LANES, LINE
+from common.cpu.vectors.norms import add_rows, rms_norm
+from common.cpu.vectors.powers import gate, gelu_gate
+from common.cpu.vectors.tiles import BLOCK, round_row
+from llm_service.layers.cpu import panel_kernel, row_kernels, tile_kernel
+from llm_service.layers.cpu.panel_kernel import VECTORS, WIDTH, first_line
+from llm_service.layers.cpu.row_kernels import qk_norm_rotary_row
+from llm_service.layers.cpu.tile_kernel import (
+    AT_ONCE,
+    KEPT,
+    MOST,
+    TOGETHER,
+    multiply,
+    pack_pairs,
+    packed_rows,
+    padded,
+    room_for,
+    sum_few,
+    sum_many,
+    task_size,
+)
+
+_WORDS = WIDTH // 2
+"""Words of pairs that a panel's outputs are."""
+_ASKED = 512
+"""Lines of the weights of its next phase that a thread asks for before it waits for the others."""
+
+
+@inner
+def _ask_share(counts: Any, thread: Any, panels: Any) -> None:
+    """Has the first weights of a thread's share fetched."""
+    size = panels.shape[1] * panels.shape[2] * panels.itemsize
+    first = first_of(thread, counts.shape[1] - 1, panels.shape[0])
+    ask_lines(panels.ctypes.data + first * size, min(_ASKED, size // LINE))
+
+
+@inner
+def _tasks(rows: Any, panels: Any, size: Any) -> Any:
+    """How many there are of so many rows and panels, `size` of each."""
+    most, together = size
+    return (rows + most - 1) // most * ((panels + together - 1) // together)
+
+
+@inner
+def _task(index: Any, rows: Any, panels: Any, size: Any) -> Any:
+    """One of them: its first row, its rows, its first panel, and its panels."""
+    most, together = size
+    parts = (rows + most - 1) // most
+    begin, first = index % parts * most, index // parts * together
+    return begin, min(most, rows - begin), first, min(together, panels - first)
+
+
+@inner
+def _pack_normed(packed: Any, row: Any, x: Any, norm: Any) -> None:
+    """A row of uint32 packed [m, words] of x [k], normed, `norm` a gain and its eps, unless the gain is [0]."""
+    gain, eps = norm
+    bits = np.empty((1, x.shape[0]), np.uint32)
+    if len(gain):
+        rms_norm(bits.ctypes.data, x.ctypes.data, gain.ctypes.data, x.shape[0], eps)
+    else:
+        bits.view(np.float32)[0] = x
+    pack_pairs(packed, row, bits, 0)
+
+
+@inner
+def _multiply_all(counts: Any, phase: Any, thread: Any, out: Any, packed: Any, weight: Any, size: Any) -> None:
+    """Products: out [m, outputs]."""
+    (panels, bias), rows = weight, out.shape[0]
+    tasks = _tasks(rows, panels.shape[0], size)
+    task = take(counts, phase, thread, tasks)
+    while task >= 0:
+        begin, here, first, count = _task(task, rows, panels.shape[0], size)
+        multiply(out, packed, panels, bias, first, first + count, begin, here)
+        done(counts, phase)
+        task = take(counts, phase, thread, tasks)
+
+
+@inner
+def _gate(opened: Any, room: Any, apart: Any, panel: Any, begin: Any, rows: Any, silu: Any) -> None:
+    """Rounds gates times values to the words of uint32 opened [m, words] that a panel's outputs are: the sums [rows,
+    64] from the first line of `room` on, and those so many numbers behind."""
+    line = np.empty(WIDTH + LANES, np.float32)
+    product = line.ctypes.data + first_line(line) * FLOAT
+    gates = room.ctypes.data + first_line(room) * FLOAT
+    for row in range(rows):
+        here = gates + row * WIDTH * FLOAT
+        if silu:
+            gate(product, here, here + apart * FLOAT, VECTORS)
+        else:
+            gelu_gate(product, here, here + apart * FLOAT, VECTORS)
+        round_row(opened[begin + row, panel * _WORDS :].ctypes.data, product, VECTORS // 2)
+
+
+@inner
+def _gate_all(
+    counts: Any, phase: Any, thread: Any, opened: Any, packed: Any, panels: Any, rows: Any, silu: Any, size: Any
+) -> None:
+    """Gates times values, uint32 opened [m, words], of panels whose first half has gates."""
+    half = panels.shape[0] // 2
+    tasks = _tasks(rows, half, size)
+    task = take(counts, phase, thread, tasks)
+    while task >= 0:
+        begin, here, first, count = _task(task, rows, half, size)
+        apart = padded(here) * WIDTH
+        room = room_for(here, 2 * count)
+        if rows <= BLOCK:
+            for panel in range(first, first + count):
+                sum_few(room, packed, panels, panel, here)
+                sum_few(room[apart:], packed, panels, half + panel, here)
+                _gate(opened, room, apart, panel, begin, here, silu)
+        else:
+            sum_many(room, packed, panels, (first, 2 * count, half), begin, here)
+            for index in range(count):
+                _gate(opened, room[index * apart :], count * apart, first + index, begin, here, silu)
+        done(counts, phase)
+        task = take(counts, phase, thread, tasks)
+
+
+@inner
+def _work_before(
+    thread: Any, counts: Any, outs: Any, packed: Any, given: Any, norm: Any, weight: Any, rotary: Any, size: Any
+) -> None:
+    """What a thread does of `_before`."""
+    (total, heads, rotated), (x, residual), (cosine, sine, gains, queries, eps) = outs, given, rotary
+    rows, panels = x.shape[0], weight[0]
+    _ask_share(counts, thread, panels)
+    row = take(counts, 0, thread, rows)
+    while row >= 0:
+        if len(residual):
+            add_rows(total[row].ctypes.data, x[row].ctypes.data, residual[row].ctypes.data, x.shape[1])
+            _pack_normed(packed, row, total[row], norm)
+        else:
+            _pack_normed(packed, row, x[row], norm)
+        done(counts, 0)
+        row = take(counts, 0, thread, rows)
+    wait(counts, 0, rows)
+    _multiply_all(counts, 1, thread, heads, packed, weight, size)
+    wait(counts, 1, _tasks(rows, panels.shape[0], size))
+    row = take(counts, 2, thread, rows)
+    while row >= 0:
+        every = heads[row].reshape(-1, rotated.shape[2])
+        qk_norm_rotary_row(rotated[row], every, cosine[row, 0], sine[row, 0], gains, queries, eps)
+        row = take(counts, 2, thread, rows)
+
+
+def _before(
+    total: Any,
+    heads: Any,
+    rotated: Any,
+    x: Any,
+    residual: Any,
+    gain: Any,
+    eps: Any,
+    panels: Any,
+    bias: Any,
+    cosine: Any,
+    sine: Any,
+    gains: Any,
+    queries: Any,
+    head_eps: Any,
+    size: Any,
+    threads: Any,
+) -> None:
+    """float32 total, x and residual [n, hidden], or residual [0, 1], and total is not filled; heads [n, outputs];
+    rotated [n, heads, dim]; the others as `before` and `qk_norm_rotary` in `row_kernels` have them; `size` rows and
+    panels of a task."""
+    counts = counts_of(3, threads)
+    packed = packed_rows(x.shape[0], panels.shape[1] // BLOCK)
+    for thread in numba.prange(threads):
+        outs, rotary = (total, heads, rotated), (cosine, sine, gains, queries, head_eps)
+        _work_before(np.intp(thread), counts, outs, packed, (x, residual), (gain, eps), (panels, bias), rotary, size)
+
+
+@inner
+def _work_behind(
+    thread: Any, counts: Any, outs: Any, packed: Any, given: Any, weights: Any, norms: Any, silu: Any, sizes: Any
+) -> None:
+    """What a thread does of `_behind`."""
+    (out, joined, projected), (mixed, residual), (o, gate_up, down) = outs, given, weights
+    (packed_mixed, packed_joined, opened), (out_norm, norm), (o_size, gate_size, down_size) = packed, norms, sizes
+    rows = mixed.shape[0]
+    _ask_share(counts, thread, o[0])
+    row = take(counts, 0, thread, rows)
+    while row >= 0:
+        pack_pairs(packed_mixed, row, mixed, row)
+        done(counts, 0)
+        row = take(counts, 0, thread, rows)
+    wait(counts, 0, rows)
+    _multiply_all(counts, 1, thread, projected, packed_mixed, o, o_size)
+    _ask_share(counts, thread, gate_up)
+    wait(counts, 1, _tasks(rows, o[0].shape[0], o_size))
+    row = take(counts, 2, thread, rows)
+    while row >= 0:
+        made = projected[row].ctypes.data
+        if len(out_norm[0]):
+            rms_norm(made, made, out_norm[0].ctypes.data, joined.shape[1], out_norm[1])
+        add_rows(joined[row].ctypes.data, made, residual[row].ctypes.data, joined.shape[1])
+        _pack_normed(packed_joined, row, joined[row], norm)
+        done(counts, 2)
+        row = take(counts, 2, thread, rows)
+    wait(counts, 2, rows)
+    _gate_all(counts, 3, thread, opened, packed_joined, gate_up, rows, silu, gate_size)
+    _ask_share(counts, thread, down[0])
+    wait(counts, 3, _tasks(rows, gate_up.shape[0] // 2, gate_size))
+    _multiply_all(counts, 4, thread, out, opened, down, down_size)
+
+
+def _behind(
+    out: Any,
+    joined: Any,
+    mixed: Any,
+    residual: Any,
+    o: Any,
+    o_bias: Any,
+    out_gain: Any,
+    out_eps: Any,
+    gain: Any,
+    eps: Any,
+    gate_up: Any,
+    silu: Any,
+    down: Any,
+    down_bias: Any,
+    o_size: Any,
+    gate_size: Any,
+    down_size: Any,
+    threads: Any,
+) -> None:
+    """float32 out, joined and residual [n, hidden], mixed [n, k] as bits, the others as in `behind`; sizes are rows and
+    panels of a task."""
+    rows = mixed.shape[0]
+    counts, projected = counts_of(5, threads), np.empty(joined.shape, np.float32)
+    packed_mixed, packed_joined = packed_rows(rows, o.shape[1] // BLOCK), packed_rows(rows, gate_up.shape[1] // BLOCK)
+    opened = packed_rows(rows, down.shape[1] // BLOCK)
+    for thread in numba.prange(threads):
+        outs, packed = (out, joined, projected), (packed_mixed, packed_joined, opened)
+        weights, norms = ((o, o_bias), gate_up, (down, down_bias)), ((out_gain, out_eps), (gain, eps))
+        sizes = o_size, gate_size, down_size
+        _work_behind(np.intp(thread), counts, outs, packed, (mixed, residual), weights, norms, silu, sizes)
+
+
+_MADE_OF = [vectors, phases, panel_kernel, row_kernels, tile_kernel]
+_before_kernel = compiled(_before, made_of=_MADE_OF)
+_behind_kernel = compiled(_behind, made_of=_MADE_OF)
+_number, _rows, _heads, _vector = numba.float32, numba.float32[:, ::1], numba.float32[:, :, ::1], numba.float32[::1]
+_panels, _size = numba.uint64[:, :, ::1], numba.types.UniTuple(numba.intp, 2)
+TYPED = {
+    "before": Typed(
+        _before_kernel,
+        (
+            *(_rows, _rows, _heads, _rows, _rows, _vector, _number, _panels, _vector),
+            *(_heads, _heads, _rows, numba.intp, _number, _size, numba.intp),
+        ),
+    ),
+    "behind": Typed(
+        _behind_kernel,
+        (
+            *(_rows, _rows, numba.uint32[:, ::1], _rows, _panels, _vector, _vector, _number, _vector, _number),
+            *(_panels, numba.boolean, _panels, _vector, _size, _size, _size, numba.intp),
+        ),
+    ),
+}
+_NONE = np.empty(0, np.float32)
+_NO_ROWS = np.empty((0, 1), np.float32)
+
+
+def before(
+    x: Array,
+    residual: Array | None,
+    norm: tuple[Array, float],
+    weight: tuple[Array, Array],
+    rotary: tuple[Array, Array],
+    sizes: tuple[int, int, int, int],
+    gains: tuple[Array, float],
+) -> tuple[Array, Array, Array]:
+    """float32 x [n, hidden], and what is to be added to it → their sum; queries and keys, rotated, [n, heads + keys,
+    head_dim]; and all heads as they are projected, [n, outputs].
+
+    `norm` is a gain [hidden], [0] for none, with its eps; `weight` panels and a bias [outputs] or [0]; `rotary` cosine
+    and sine [n, 1, rotary_dim]; `sizes` outputs, query heads, key heads and head_dim; `gains` as `both_gains` gives
+    them.
+    """
+    outputs, queries, keys, head_dim = sizes
+    panels, bias = weight
+    threads, rows = numba.get_num_threads(), len(x)
+    heads = np.empty((rows, outputs), np.float32)
+    rotated = np.empty((rows, queries + keys, head_dim), np.float32)
+    total = x if residual is None else np.empty(x.shape, np.float32)
+    for begin in range(0, rows, AT_ONCE):
+        here = slice(begin, begin + AT_ONCE)
+        more = _NO_ROWS if residual is None else residual[here]
+        _before_kernel(
+            *(total[here], heads[here], rotated[here], x[here], more, norm[0], np.float32(norm[1]), panels, bias),
+            *(rotary[0][here], rotary[1][here], gains[0], queries, np.float32(gains[1])),
+            *(_size_of(len(x[here]), panels, 1, threads), threads),
+        )
+    return total, rotated, heads
+
+
+def behind(
+    mixed: Array,
+    residual: Array,
+    norms: tuple[Array, float, Array, float],
+    o: tuple[Array, Array],
+    gate_up: Array,
+    down: tuple[Array, Array],
+    *,
+    silu: bool,
+) -> tuple[Array, Array]:
+    """float32 mixed [n, heads · head_dim], residual [n, hidden] → what the feed-forward part gives, and the sum that it
+    was given before its norm, [n, hidden] each.
+
+    `norms` are the gain [hidden] or [0] of what is projected, its eps, and those of the sum; `gate_up` panels whose
+    first half are gates, and second half values; `silu` says what opens a gate, a gelu by its tangent otherwise.
+    """
+    rows, threads = len(mixed), numba.get_num_threads()
+    out, joined = (np.empty(residual.shape, np.float32) for _ in range(2))
+    out_gain, out_eps, gain, eps = norms
+    for begin in range(0, rows, AT_ONCE):
+        here = slice(begin, begin + AT_ONCE)
+        count = len(mixed[here])
+        _behind_kernel(
+            *(out[here], joined[here], mixed[here].view(np.uint32), residual[here], *o),
+            *(out_gain, np.float32(out_eps), gain, np.float32(eps), gate_up, silu, *down),
+            *(_size_of(count, o[0], 1, threads), _size_of(count, gate_up, 2, threads)),
+            *(_size_of(count, down[0], 1, threads), threads),
+        )
+    return out, joined
+
+
+def _size_of(rows: int, panels: Array, each: int, threads: int) -> tuple[int, int]:
+    """Rows of a task, and of the panels, of which tasks take so many for `each`."""
+    together = 1 if rows * panels.shape[1] * FLOAT <= KEPT else TOGETHER // each
+    return task_size(rows, MOST, len(panels) // each, together, threads)

@@ -1,0 +1,173 @@
+"""A layer's fused kernels give what its separate ones give, to the bit, of any number of rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from llm_service.families.family import FeedForwardKind, LayerKind, LayerNorms, Mixer
+from llm_service.layers.cpu import layer_kernel, selection
+from llm_service.layers.cpu.layer import FewRows, FusedLayer, finalize
+from llm_service.layers.decoder_layer import DecoderLayer, make_layer
+from llm_service.layers.group import ALONE
+from llm_service.layers.linear import PackedLinear
+from llm_service.layers.weight_dtype import Rounded
+from llm_service.models.config import TextConfig
+from llm_service.models.decoder import kernels_of
+from llm_service.models.feed_forward_config import Activation
+from tests.layer_cases import FAMILY, HEAD, HEADS, config, drawn, noise
+from tests.tiles import VECTORS, multiply_by
+
+pytestmark = pytest.mark.skipif(not selection.computes_tiles(), reason="this processor lacks AMX")
+
+PLAIN = replace(FAMILY, output_gate=False)
+FOUR_NORMS = LayerNorms("input_layernorm", "post", "pre", "behind")
+KINDS = {
+    "plain": replace(config(), family=PLAIN, intermediate_size=64),
+    "gates of heads": replace(config(), intermediate_size=128),
+    "biases": replace(config(), family=replace(PLAIN, attention_bias=True, output_biases=True), intermediate_size=640),
+    "four norms, gelu": replace(
+        config(),
+        family=replace(PLAIN, norms=FOUR_NORMS),
+        activation=Activation.GELU,
+        hidden_size=200,
+        intermediate_size=64,
+    ),
+    "no norms": replace(
+        config(),
+        family=replace(PLAIN, norms=LayerNorms("", "")),
+        qk_norm=False,
+        hidden_size=1100,
+        intermediate_size=704,
+    ),
+}
+each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+
+
+def layer_of(kind: TextConfig, dtype: torch.dtype = torch.bfloat16) -> DecoderLayer:
+    """Finalized, its products computed in `dtype`."""
+    layer = make_layer(LayerKind(Mixer.ATTENTION, FeedForwardKind.DENSE), kind, ALONE, torch.float32)
+    assert isinstance(layer, DecoderLayer)
+    drawn(layer)
+    for part in layer.modules():
+        if isinstance(part, PackedLinear):
+            part.finalize(rounded=Rounded(bfloat16=dtype == torch.bfloat16))
+    finalize(layer, kind.activation)
+    return layer
+
+
+def given(kind: TextConfig, rows: int) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Two times rows, what the mixer gives, and angles."""
+    x, more = (noise(rows, kind.hidden_size, seed=seed) for seed in (2, 3))
+    angles = noise(rows, 1, HEAD // 4, seed=4)
+    return x, more, noise(rows, HEADS * HEAD, seed=5), (angles.cos(), angles.sin())
+
+
+def halves(layer: Any, kind: TextConfig, rows: int) -> list[Tensor]:
+    """All that both halves of a layer give."""
+    x, more, mixed, rotary = given(kind, rows)
+    (alone, inputs), (total, others) = (layer.before(x, residual, rotary) for residual in (None, more))
+    return [alone, *inputs, total, *others, *layer.after(more, mixed)]
+
+
+@each_kind
+@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 33, 100, 600])
+@torch.inference_mode()
+def test_both_kernels_give_what_separate_ones_give_to_the_bit(kind: TextConfig, rows: int) -> None:
+    layer = layer_of(kind)
+    assert isinstance(layer.arrays, FusedLayer)
+    few_rows = FewRows.of(layer)
+    assert few_rows is not None
+    for ours, theirs in zip(halves(layer, kind, rows), halves(few_rows, kind, rows), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@torch.inference_mode()
+def test_what_is_given_stays_as_it_is() -> None:
+    kind = KINDS["plain"]
+    layer, (x, more, mixed, rotary) = layer_of(kind), given(kind, 20)
+    copies = x.clone(), more.clone(), mixed.clone()
+    layer.before(x, more, rotary)
+    layer.before(x, None, rotary)
+    layer.after(more, mixed)
+    assert all(map(torch.equal, (x, more, mixed), copies))
+
+
+@torch.inference_mode()
+def test_rows_are_the_same_with_any_number_of_threads_and_beyond_what_is_computed_at_once() -> None:
+    kind, rows = KINDS["plain"], layer_kernel.AT_ONCE + 70
+    layer = layer_of(kind)
+    alone, last = halves(layer, kind, 40), given(kind, rows)
+    before = numba.get_num_threads()
+    try:
+        for threads in {1, before}:
+            numba.set_num_threads(threads)
+            for mine, whole in zip(halves(layer, kind, rows), alone, strict=True):
+                assert mine.shape[1:] == whole.shape[1:]
+            _, more, mixed, _ = last
+            cut = slice(layer_kernel.AT_ONCE - 1, None)
+            here = layer.after(more[cut], mixed[cut])
+            assert all(torch.equal(all_[cut], part) for all_, part in zip(layer.after(more, mixed), here, strict=True))
+    finally:
+        numba.set_num_threads(before)
+
+
+@torch.inference_mode()
+def test_arrays_that_do_not_lie_together_are_taken() -> None:
+    kind = KINDS["plain"]
+    layer, (x, more, mixed, rotary) = layer_of(kind), given(kind, 9)
+    apart = [torch.cat([each, each], dim=1)[:, : each.shape[1]] for each in (x, more, mixed)]
+    for ours, theirs in zip(layer.after(apart[1], apart[2]), layer.after(more, mixed), strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(layer.before(*apart[:2], rotary)[0], layer.before(x, more, rotary)[0])
+
+
+@torch.inference_mode()
+def test_adapters_that_add_to_rows_have_separate_kernels_compute() -> None:
+    kind = KINDS["plain"]
+    layer = layer_of(kind)
+    plain = halves(layer, kind, 3)
+    for name in ("mixer.qkv", "mixer.o", "mlp.gate_up", "mlp.down"):
+        linear = layer.get_submodule(name)
+        assert isinstance(linear, PackedLinear)
+        for active in (True, False):
+            linear.adapters = Adds(active=active)
+            same = [torch.equal(*both) for both in zip(halves(layer, kind, 3), plain, strict=True)]
+            assert all(same) is not active
+        linear.adapters = None
+
+
+class Adds:
+    """Adds 1 to each number of a product."""
+
+    def __init__(self, *, active: bool) -> None:
+        self.active = active
+
+    def add(self, _x: Tensor, out: Tensor) -> Tensor:
+        return out.add_(1.0)
+
+    def add_arrays(self, _x: np.ndarray, out: np.ndarray) -> None:
+        out += 1.0
+
+
+def test_their_kernels_are_among_those_that_a_start_compiles() -> None:
+    names = {f"{layer_kernel.__name__}:{name}" for name in layer_kernel.TYPED}
+    assert names <= kernels_of(layer_of(KINDS["plain"]))
+
+
+@pytest.mark.parametrize("inner", [96, 32, 63])
+def test_a_panel_of_gates_and_values_is_left_to_separate_kernels(inner: int) -> None:
+    layer = layer_of(replace(KINDS["plain"], intermediate_size=inner))
+    assert isinstance(layer.arrays, FewRows)
+
+
+def test_weights_in_other_panels_are_left_to_separate_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(layer_of(KINDS["plain"], torch.float32).arrays, FewRows)
+    multiply_by(VECTORS, monkeypatch)
+    assert isinstance(layer_of(KINDS["plain"]).arrays, FewRows)
