@@ -9,13 +9,12 @@ from typing import Any
 import numba
 import numpy as np
 
-from common.cpu import vectors
+from common.cpu import vectors, weight_panels
 from common.cpu.jit import Typed, compiled, inner
 from common.cpu.vectors.dots import add_dots, sum_of_lanes
 from common.cpu.vectors.llvm import FLOAT, LANES, LINE
 from common.cpu.vectors.products import NOTHING, add_products
-from llm_service.layers.cpu import panel_kernel
-from llm_service.layers.cpu.panel_kernel import VECTORS, WIDTH, first_line
+from common.cpu.weight_panels import VECTORS, WIDTH, first_line
 
 SINGLES, PAIRS, HALVES = 0, 1, 2
 """What a matrix is stored in: float32; bfloat16, two to a word; float16."""
@@ -122,7 +121,7 @@ def _add(
             _add_pair(out[row], x[row], words[slot], begins[slot, part], rank, scale, kinds[slot, part], wanted)
 
 
-add = compiled(_add, made_of=[vectors, panel_kernel])
+add = compiled(_add, made_of=[vectors, weight_panels])
 _rows, _numbers, _list = numba.float32[:, ::1], numba.int64[:, ::1], numba.int64[::1]
 _slots = (numba.uint32[:, ::1], _numbers, numba.int64[:, :, ::1], _numbers, _rows)
 TYPED = {"add": Typed(add, (_rows, _rows, _list, _list, *_slots, _numbers, _list, numba.intp))}

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from common.cpu.jit import Array
+from common.cpu.weight_panels import WIDTH
 from llm_service.layers.cpu import layer_kernel, row_kernels, selection
 from llm_service.layers.cpu.pair_panels import PairPanels
-from llm_service.layers.cpu.panel_kernel import WIDTH
 from llm_service.layers.cpu.panels import PanelWeight
 from llm_service.layers.cpu.quantized_panels import QuantizedPanels
 from llm_service.layers.cpu.row_kernels import NumbaOps

@@ -9,22 +9,16 @@ from typing import Any
 import numba
 import numpy as np
 
-from common.cpu import phases, vectors
+from common.cpu import phases, tile_kernel, vectors, weight_panels
 from common.cpu.jit import Array, Typed, compiled, inner
-from common.cpu.phases import counts_of, done, first_of, take, wait
-from common.cpu.vectors.claims import ask_lines
-from common.cpu.vectors.llvm import FLOAT, LANES, LINE
-from common.cpu.vectors.norms import add_rows, rms_norm
-from common.cpu.vectors.powers import gate, gelu_gate
-from common.cpu.vectors.tiles import BLOCK, round_row
-from llm_service.layers.cpu import panel_kernel, row_kernels, tile_kernel
-from llm_service.layers.cpu.panel_kernel import VECTORS, WIDTH, first_line
-from llm_service.layers.cpu.row_kernels import qk_norm_rotary_row
-from llm_service.layers.cpu.tile_kernel import (
+from common.cpu.phases import counts_of, done, take, wait
+from common.cpu.tile_kernel import (
     AT_ONCE,
     KEPT,
     MOST,
     TOGETHER,
+    ask_share,
+    count_tasks,
     multiply,
     pack_pairs,
     packed_rows,
@@ -32,37 +26,19 @@ from llm_service.layers.cpu.tile_kernel import (
     room_for,
     sum_few,
     sum_many,
+    task_at,
     task_size,
 )
+from common.cpu.vectors.llvm import FLOAT, LANES
+from common.cpu.vectors.norms import add_rows, rms_norm
+from common.cpu.vectors.powers import gate, gelu_gate
+from common.cpu.vectors.tiles import BLOCK, round_row
+from common.cpu.weight_panels import VECTORS, WIDTH, first_line
+from llm_service.layers.cpu import row_kernels
+from llm_service.layers.cpu.row_kernels import qk_norm_rotary_row
 
 _WORDS = WIDTH // 2
 """Words of pairs that a panel's outputs are."""
-_ASKED = 512
-"""Lines of the weights of its next phase that a thread asks for before it waits for the others."""
-
-
-@inner
-def _ask_share(counts: Any, thread: Any, panels: Any) -> None:
-    """Has the first weights of a thread's share fetched."""
-    size = panels.shape[1] * panels.shape[2] * panels.itemsize
-    first = first_of(thread, counts.shape[1] - 1, panels.shape[0])
-    ask_lines(panels.ctypes.data + first * size, min(_ASKED, size // LINE))
-
-
-@inner
-def _tasks(rows: Any, panels: Any, size: Any) -> Any:
-    """How many there are of so many rows and panels, `size` of each."""
-    most, together = size
-    return (rows + most - 1) // most * ((panels + together - 1) // together)
-
-
-@inner
-def _task(index: Any, rows: Any, panels: Any, size: Any) -> Any:
-    """One of them: its first row, its rows, its first panel, and its panels."""
-    most, together = size
-    parts = (rows + most - 1) // most
-    begin, first = index % parts * most, index // parts * together
-    return begin, min(most, rows - begin), first, min(together, panels - first)
 
 
 @inner
@@ -81,10 +57,10 @@ def _pack_normed(packed: Any, row: Any, x: Any, norm: Any) -> None:
 def _multiply_all(counts: Any, phase: Any, thread: Any, out: Any, packed: Any, weight: Any, size: Any) -> None:
     """Products: out [m, outputs]."""
     (panels, bias), rows = weight, out.shape[0]
-    tasks = _tasks(rows, panels.shape[0], size)
+    tasks = count_tasks(rows, panels.shape[0], size)
     task = take(counts, phase, thread, tasks)
     while task >= 0:
-        begin, here, first, count = _task(task, rows, panels.shape[0], size)
+        begin, here, first, count = task_at(task, rows, panels.shape[0], size)
         multiply(out, packed, panels, bias, first, first + count, begin, here)
         done(counts, phase)
         task = take(counts, phase, thread, tasks)
@@ -112,10 +88,10 @@ def _gate_all(
 ) -> None:
     """Gates times values, uint32 opened [m, words], of panels whose first half has gates."""
     half = panels.shape[0] // 2
-    tasks = _tasks(rows, half, size)
+    tasks = count_tasks(rows, half, size)
     task = take(counts, phase, thread, tasks)
     while task >= 0:
-        begin, here, first, count = _task(task, rows, half, size)
+        begin, here, first, count = task_at(task, rows, half, size)
         apart = padded(here) * WIDTH
         room = room_for(here, 2 * count)
         if rows <= BLOCK:
@@ -138,7 +114,7 @@ def _work_before(
     """What a thread does of `_before`."""
     (total, heads, rotated), (x, residual), (cosine, sine, gains, queries, eps) = outs, given, rotary
     rows, panels = x.shape[0], weight[0]
-    _ask_share(counts, thread, panels)
+    ask_share(counts, thread, panels)
     row = take(counts, 0, thread, rows)
     while row >= 0:
         if len(residual):
@@ -150,7 +126,7 @@ def _work_before(
         row = take(counts, 0, thread, rows)
     wait(counts, 0, rows)
     _multiply_all(counts, 1, thread, heads, packed, weight, size)
-    wait(counts, 1, _tasks(rows, panels.shape[0], size))
+    wait(counts, 1, count_tasks(rows, panels.shape[0], size))
     row = take(counts, 2, thread, rows)
     while row >= 0:
         every = heads[row].reshape(-1, rotated.shape[2])
@@ -194,7 +170,7 @@ def _work_behind(
     (out, joined, projected), (mixed, residual), (o, gate_up, down) = outs, given, weights
     (packed_mixed, packed_joined, opened), (out_norm, norm), (o_size, gate_size, down_size) = packed, norms, sizes
     rows = mixed.shape[0]
-    _ask_share(counts, thread, o[0])
+    ask_share(counts, thread, o[0])
     row = take(counts, 0, thread, rows)
     while row >= 0:
         pack_pairs(packed_mixed, row, mixed, row)
@@ -202,8 +178,8 @@ def _work_behind(
         row = take(counts, 0, thread, rows)
     wait(counts, 0, rows)
     _multiply_all(counts, 1, thread, projected, packed_mixed, o, o_size)
-    _ask_share(counts, thread, gate_up)
-    wait(counts, 1, _tasks(rows, o[0].shape[0], o_size))
+    ask_share(counts, thread, gate_up)
+    wait(counts, 1, count_tasks(rows, o[0].shape[0], o_size))
     row = take(counts, 2, thread, rows)
     while row >= 0:
         made = projected[row].ctypes.data
@@ -215,8 +191,8 @@ def _work_behind(
         row = take(counts, 2, thread, rows)
     wait(counts, 2, rows)
     _gate_all(counts, 3, thread, opened, packed_joined, gate_up, rows, silu, gate_size)
-    _ask_share(counts, thread, down[0])
-    wait(counts, 3, _tasks(rows, gate_up.shape[0] // 2, gate_size))
+    ask_share(counts, thread, down[0])
+    wait(counts, 3, count_tasks(rows, gate_up.shape[0] // 2, gate_size))
     _multiply_all(counts, 4, thread, out, opened, down, down_size)
 
 
@@ -253,7 +229,7 @@ def _behind(
         _work_behind(np.intp(thread), counts, outs, packed, (mixed, residual), weights, norms, silu, sizes)
 
 
-_MADE_OF = [vectors, phases, panel_kernel, row_kernels, tile_kernel]
+_MADE_OF = [vectors, phases, weight_panels, tile_kernel, row_kernels]
 _before_kernel = compiled(_before, made_of=_MADE_OF)
 _behind_kernel = compiled(_behind, made_of=_MADE_OF)
 _number, _rows, _heads, _vector = numba.float32, numba.float32[:, ::1], numba.float32[:, :, ::1], numba.float32[::1]

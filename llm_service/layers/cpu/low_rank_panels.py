@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from common.cpu.jit import Array
+from common.cpu.weight_panels import WIDTH
 from llm_service.layers.adapter_tiles import RowTiles
 from llm_service.layers.cpu import adapter_kernel
-from llm_service.layers.cpu.panel_kernel import WIDTH
 from llm_service.layers.cpu.panels import in_panels, widened_panels
 from llm_service.layers.low_rank import LowRank, LowRankSlots, Runs, SlotRows, lengths, pieces_of
 

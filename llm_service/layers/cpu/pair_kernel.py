@@ -1,5 +1,5 @@
 """A product of bfloat16 numbers with a weight in panels of pairs (`llm_service.layers.cpu.pair_panels`), summed in
-float32, compiled by numba for processors with AVX512-BF16; those with AMX have `llm_service.layers.cpu.tile_kernel`.
+float32, compiled by numba for processors with AVX512-BF16; those with AMX have `common.cpu.tile_kernel`.
 A row's sums are taken in one order, whatever rows are beside it: docs/design/cpu-kernels.md."""
 
 from __future__ import annotations
@@ -9,23 +9,14 @@ from typing import Any
 import numba
 import numpy as np
 
-from common.cpu import vectors
+from common.cpu import vectors, weight_panels
 from common.cpu.jit import Array, Typed, compiled, inner
 from common.cpu.vectors.llvm import FLOAT, LANES
 from common.cpu.vectors.products import ROWS
 from common.cpu.vectors.stored import rounded
+from common.cpu.weight_panels import VECTORS, WIDTH, first_line, write_panel
 from llm_service.layers.cpu import panel_kernel
-from llm_service.layers.cpu.panel_kernel import (
-    AT_ONCE,
-    FEW,
-    TOGETHER,
-    VECTORS,
-    WIDTH,
-    add_rows,
-    first_line,
-    task_rows,
-    write_panel,
-)
+from llm_service.layers.cpu.panel_kernel import AT_ONCE, FEW, TOGETHER, add_rows, task_rows
 
 _STRETCH = 64
 """Pairs of inputs that all rows go through before the next: 16 KiB of a panel, half of most first-level caches."""
@@ -88,7 +79,7 @@ def _product(out: Any, x: Any, panels: Any, bias: Any, most: Any) -> None:
         _multiply(out, packed, panels, bias, np.intp(task) // parts, begin, min(most, rows - begin))
 
 
-_kernel = compiled(_product, made_of=[vectors, panel_kernel])
+_kernel = compiled(_product, made_of=[vectors, weight_panels, panel_kernel])
 _matrix, _vector = numba.float32[:, ::1], numba.float32[::1]
 TYPED = {"product": Typed(_kernel, (_matrix, numba.uint32[:, ::1], numba.uint64[:, :, ::1], _vector, numba.intp))}
 _NONE = np.empty(0, np.float32)

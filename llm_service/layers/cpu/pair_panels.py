@@ -8,18 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from common.cpu.arrays import lined
+from common.cpu import tile_kernel
 from common.cpu.jit import Array
 from common.cpu.vectors.tiles import BLOCK
-from llm_service.layers.cpu import pair_kernel, selection, tile_kernel
-from llm_service.layers.cpu.panel_kernel import WIDTH
-
-_AT_ONCE = 64
-"""Panels that are laid out, or multiplied with by torch, at a time, so that this takes little memory beside them."""
+from common.cpu.weight_panels import panels_of_pairs, product_by_torch
+from llm_service.layers.cpu import pair_kernel, selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +35,7 @@ class PairPanels:
         if weight.device.type != "cpu" or not weight.numel() or not selection.computes_bfloat16():
             return None
         tiles = selection.computes_tiles()
-        return cls(weight.shape[0], weight.shape[1], _panels(weight, BLOCK if tiles else 1), tiles)
+        return cls(weight.shape[0], weight.shape[1], panels_of_pairs(weight, BLOCK if tiles else 1), tiles)
 
     @property
     def nbytes(self) -> int:
@@ -59,8 +55,10 @@ class PairPanels:
         """x […, inputs] → x Wᵀ + b, […, outputs], in the type of x."""
         rows = x.reshape(-1, self.inputs).float()
         wide = None if bias is None else bias.float()
-        numba = selection.is_numba()
-        out = torch.from_numpy(self.array_product(wide)(rows.numpy())) if numba else self._by_torch(rows, wide)
+        if selection.is_numba():
+            out = torch.from_numpy(self.array_product(wide)(rows.numpy()))
+        else:
+            out = product_by_torch(rows, self.panels, wide, self.outputs)
         return out.to(x.dtype).view(*x.shape[:-1], self.outputs)
 
     def array_product(self, bias: Tensor | None = None) -> Callable[[Array], Array]:
@@ -68,26 +66,3 @@ class PairPanels:
         added = None if bias is None else bias.numpy()
         product = self._kernel.product
         return partial(product, panels=self.panels, bias=added, inputs=self.inputs, outputs=self.outputs)
-
-    def _by_torch(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The product while our kernel is not there."""
-        rows = x.bfloat16().float()
-        out: Tensor = rows.new_empty(len(rows), len(self.panels), WIDTH)
-        for first in range(0, len(self.panels), _AT_ONCE):
-            pairs = torch.from_numpy(self.panels[first : first + _AT_ONCE].view(np.int16)).view(torch.bfloat16)
-            weights = pairs.view(len(pairs), -1, WIDTH, 2).transpose(2, 3).flatten(1, 2)[:, : self.inputs].float()
-            out[:, first : first + len(weights)] = (rows @ weights).transpose(0, 1)
-        out = out.flatten(1)[:, : self.outputs]
-        return (out if bias is None else out + bias).contiguous()
-
-
-def _panels(weight: Tensor, multiple: int) -> Array:
-    outputs, inputs = weight.shape
-    count, pairs = -(-outputs // WIDTH), -(-inputs // (2 * multiple)) * multiple
-    words = lined((count, pairs, WIDTH // 2), np.uint64)
-    out = torch.from_numpy(words.view(np.int16)).view(torch.bfloat16).view(count, pairs, WIDTH, 2)
-    for part, rows in zip(out.split(_AT_ONCE), weight.split(_AT_ONCE * WIDTH), strict=True):
-        padded = rows.new_zeros(len(part) * WIDTH, 2 * pairs, dtype=torch.bfloat16)
-        padded[: len(rows), :inputs] = rows
-        part.copy_(padded.view(len(part), WIDTH, pairs, 2).transpose(1, 2))
-    return words

@@ -9,17 +9,14 @@ from typing import Any
 import numba
 import numpy as np
 
-from common.cpu import vectors
+from common.cpu import vectors, weight_panels
 from common.cpu.jit import Array, Typed, compiled, inner
 from common.cpu.vectors.llvm import FLOAT, LANES, LINE
-from common.cpu.vectors.pairs import copy
-from common.cpu.vectors.products import NOTHING, ROWS, add_products, in_pairs, widened_stretch, write_sums
+from common.cpu.vectors.products import NOTHING, ROWS, add_products, in_pairs, widened_stretch
 from common.cpu.vectors.stored import HALF_LINES
+from common.cpu.weight_panels import VECTORS, WIDTH, first_line, write_panel
 from llm_service.layers.cpu.selection import wide_vectors
 
-WIDTH = 64
-"""Outputs of a panel, whose weights for one input lie side by side."""
-VECTORS = WIDTH // LANES
 _HALF = VECTORS // 2
 _STRETCH = 64
 """Inputs that all rows go through before the next: as float32, 16 KiB of a panel, half of most first-level caches."""
@@ -149,40 +146,6 @@ def _add_panel_narrow(stored: Any, room: Any, rows: Any, places: Any, count: Any
 _add_panel = _add_panel_wide if WIDE else _add_panel_narrow
 
 
-_ONES, _ZEROS = np.ones(WIDTH, np.float32), np.zeros(WIDTH, np.float32)
-
-
-@inner
-def write_panel(out: Any, panel: Any, begin: Any, rows: Any, room: Any, scale: Any, bias: Any) -> None:
-    """Fills out [begin : begin + rows] of one panel's outputs: sums · scale + bias, scale and bias [outputs] or [0].
-    The sums begin at the first line of `room`."""
-    first, skipped = panel * WIDTH, first_line(room)
-    if first + WIDTH > out.shape[1]:
-        for row in range(rows):
-            for place in range(out.shape[1] - first):
-                total = room[skipped + row * WIDTH + place]
-                if len(scale):
-                    total *= scale[first + place]
-                out[begin + row, first + place] = total + bias[first + place] if len(bias) else total
-        return
-    if not len(scale) and not len(bias):
-        for row in range(rows):
-            to = out.ctypes.data + ((begin + row) * out.shape[1] + first) * FLOAT
-            copy(to, room.ctypes.data + (skipped + row * WIDTH) * FLOAT, VECTORS)
-        return
-    scales = scale.ctypes.data + first * FLOAT if len(scale) else _ONES.ctypes.data
-    biases = bias.ctypes.data + first * FLOAT if len(bias) else _ZEROS.ctypes.data
-    for row in range(rows):
-        to = out.ctypes.data + ((begin + row) * out.shape[1] + first) * FLOAT
-        write_sums(VECTORS, (to, room.ctypes.data + (skipped + row * WIDTH) * FLOAT, scales, biases))
-
-
-@numba.njit(inline="always")
-def first_line(room: Any) -> Any:
-    """Numbers of an array of float32 before its first line."""
-    return (-room.ctypes.data % LINE) // FLOAT
-
-
 @inner
 def _pack_row(packed: Any, x: Any, row: Any) -> None:
     """float32 packed [stretches, m, 64], x [m, k]: a row's numbers by stretches, since as far apart as rows lie, they
@@ -233,7 +196,7 @@ def _product(out: Any, x: Any, panels: Any, scale: Any, bias: Any, most: Any) ->
         _multiply(out, packed, panels, scale, bias, np.intp(task) // parts, begin, min(most, rows - begin))
 
 
-_kernel = compiled(_product, made_of=[vectors])
+_kernel = compiled(_product, made_of=[vectors, weight_panels])
 _matrix, _vector = numba.float32[:, ::1], numba.float32[::1]
 TYPED = {
     str(stored): Typed(_kernel, (_matrix, _matrix, stored[:, :, ::1], _vector, _vector, numba.intp))

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from common.cpu.arrays import lined
 from common.cpu.jit import Array
+from common.cpu.weight_panels import WIDTH
 from llm_service.layers.cpu import panel_kernel, selection
-from llm_service.layers.cpu.panel_kernel import WIDTH
 from llm_service.layers.cpu.selection import fused_vectors, wide_vectors
 from llm_service.layers.quantized_weight import Number, QuantizedWeight
 from llm_service.layers.weight_dtype import narrowed

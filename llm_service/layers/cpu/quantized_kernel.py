@@ -12,23 +12,13 @@ from typing import Any
 import numba
 import numpy as np
 
-from common.cpu import vectors
+from common.cpu import vectors, weight_panels
 from common.cpu.jit import Array, Typed, compiled, inner
 from common.cpu.vectors.llvm import FLOAT, LANES, LINE
 from common.cpu.vectors.products import NOTHING, add_scaled, scaled_stretch, widened_stretch
+from common.cpu.weight_panels import VECTORS, WIDTH, first_line, write_panel
 from llm_service.layers.cpu import panel_kernel
-from llm_service.layers.cpu.panel_kernel import (
-    AT_A_TIME,
-    TILE,
-    TOGETHER,
-    VECTORS,
-    WIDTH,
-    add_few,
-    add_tile,
-    first_line,
-    task_rows,
-    write_panel,
-)
+from llm_service.layers.cpu.panel_kernel import AT_A_TIME, TILE, TOGETHER, add_few, add_tile, task_rows
 from llm_service.layers.cpu.selection import wide_vectors
 
 _STRETCH = 64
@@ -233,7 +223,7 @@ def _product(
             _many(part, packed, codes, form, scale, kind, zero, unit, bias, ends, np.intp(task) // parts, first)
 
 
-_kernel = compiled(_product, made_of=[vectors, panel_kernel])
+_kernel = compiled(_product, made_of=[vectors, weight_panels, panel_kernel])
 _matrix, _vector, _places = numba.float32[:, ::1], numba.float32[::1], numba.int32[::1]
 _weight = (numba.uint8[:, :, ::1], numba.intp, numba.uint8[:, ::1], numba.intp, numba.int8[:, ::1], _vector)
 TYPED = {"product": Typed(_kernel, (_matrix, _matrix, *_weight, _vector, _places, _places, numba.intp))}

@@ -10,21 +10,14 @@ from typing import Any
 import numba
 import numpy as np
 
-from common.cpu import vectors
+from common.cpu import vectors, weight_panels
 from common.cpu.jit import Array, Typed, compiled, inner
 from common.cpu.vectors.llvm import FLOAT, LANES
 from common.cpu.vectors.products import ROWS, add_scaled, widened_stretch
 from common.cpu.vectors.stored import lower_half, rounded, upper_half
+from common.cpu.weight_panels import VECTORS, WIDTH, first_line, write_panel
 from llm_service.layers.cpu import panel_kernel, quantized_kernel
-from llm_service.layers.cpu.panel_kernel import (
-    AT_ONCE,
-    TOGETHER,
-    VECTORS,
-    WIDTH,
-    add_rows,
-    first_line,
-    write_panel,
-)
+from llm_service.layers.cpu.panel_kernel import AT_ONCE, TOGETHER, add_rows
 from llm_service.layers.cpu.quantized_kernel import E4M3, INT8, NIBBLES, Weight, group_constants, in_goes, rows_of_task
 
 _STRETCH = 64
@@ -173,7 +166,7 @@ def _product(
         _multiply(out, packed, sums, codes, form, scale, kind, zero, unit, bias, ends, panel, begin, count)
 
 
-_kernel = compiled(_product, made_of=[vectors, panel_kernel, quantized_kernel])
+_kernel = compiled(_product, made_of=[vectors, weight_panels, panel_kernel, quantized_kernel])
 _matrix, _vector, _places = numba.float32[:, ::1], numba.float32[::1], numba.int32[::1]
 _weight = (numba.uint8[:, :, ::1], numba.intp, numba.uint8[:, ::1], numba.intp, numba.int8[:, ::1], _vector)
 TYPED = {"product": Typed(_kernel, (_matrix, numba.uint32[:, ::1], *_weight, _vector, _places, _places, numba.intp))}

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from common.cpu.arrays import lined
 from common.cpu.jit import Array
+from common.cpu.weight_panels import WIDTH
 from llm_service.layers.cpu import quantized_kernel, quantized_pairs, quantized_tiles, selection
-from llm_service.layers.cpu.panel_kernel import WIDTH
 from llm_service.layers.cpu.quantized_kernel import BFLOAT16, E2M1, E4M3, FLOAT16, FLOAT32, INT8, NIBBLES
 from llm_service.layers.quantized_weight import GroupedWeight, Number, QuantizedWeight, table
 

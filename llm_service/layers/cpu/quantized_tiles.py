@@ -9,17 +9,17 @@ from typing import Any
 import numba
 import numpy as np
 
-from common.cpu import vectors
+from common.cpu import tile_kernel, vectors, weight_panels
 from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.tile_kernel import KEPT, ROW, add_blocks, pack_pairs, packed_rows, task_size
 from common.cpu.vectors.llvm import FLOAT, LANES, LINE
 from common.cpu.vectors.products import add_scaled
 from common.cpu.vectors.stored import lower_half, upper_half
 from common.cpu.vectors.tiles import BLOCK, configure_tiles, release_tiles
-from llm_service.layers.cpu import panel_kernel, quantized_kernel, quantized_pairs, tile_kernel
-from llm_service.layers.cpu.panel_kernel import VECTORS, WIDTH, first_line, write_panel
+from common.cpu.weight_panels import VECTORS, WIDTH, first_line, write_panel
+from llm_service.layers.cpu import panel_kernel, quantized_kernel, quantized_pairs
 from llm_service.layers.cpu.quantized_kernel import Weight, group_constants, in_goes
 from llm_service.layers.cpu.quantized_pairs import widen
-from llm_service.layers.cpu.tile_kernel import KEPT, ROW, add_blocks, pack_pairs, packed_rows, task_size
 
 _STEP = 2 * BLOCK
 """Inputs of one product by tiles."""
@@ -159,7 +159,9 @@ def _product(
         _multiply(out, packed, sums, codes, form, scale, kind, zero, unit, bias, ends, first, last, begin, count)
 
 
-_kernel = compiled(_product, made_of=[vectors, panel_kernel, quantized_kernel, quantized_pairs, tile_kernel])
+_kernel = compiled(
+    _product, made_of=[vectors, weight_panels, tile_kernel, panel_kernel, quantized_kernel, quantized_pairs]
+)
 _matrix, _vector, _places = numba.float32[:, ::1], numba.float32[::1], numba.int32[::1]
 _weight = (numba.uint8[:, :, ::1], numba.intp, numba.uint8[:, ::1], numba.intp, numba.int8[:, ::1], _vector)
 _given = (_matrix, numba.uint32[:, ::1], *_weight, _vector, _places, _places, numba.intp, numba.intp)

@@ -1,6 +1,6 @@
-"""A product of bfloat16 numbers with a weight in panels of pairs (`llm_service.layers.cpu.pair_panels`) by tiles,
-summed in float32, compiled by numba for processors with AMX. A row's sums are taken in one order, whatever rows are
-beside it: docs/design/cpu-kernels.md."""
+"""A product of bfloat16 numbers with a weight in panels of pairs (`common.cpu.weight_panels`) by tiles, summed in
+float32, compiled by numba for processors with AMX. A row's sums are taken in one order, whatever rows are beside it:
+docs/design/cpu-kernels.md."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import numba
 import numpy as np
 import torch
 
-from common.cpu import vectors
+from common.cpu import phases, vectors, weight_panels
 from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.phases import first_of
+from common.cpu.vectors.claims import ask_lines
 from common.cpu.vectors.llvm import FLOAT, LANES, LINE
 from common.cpu.vectors.stored import rounded
 from common.cpu.vectors.tiles import BLOCK, add_tiles, configure_tiles, multiply_tiles, release_tiles, round_row
-from llm_service.layers.cpu import panel_kernel
-from llm_service.layers.cpu.panel_kernel import VECTORS, WIDTH, first_line, write_panel
+from common.cpu.weight_panels import VECTORS, WIDTH, first_line, write_panel
 
 ROW = WIDTH * FLOAT
 """Bytes of a pair's weights, or of a row's sums."""
@@ -41,6 +42,8 @@ _ALONE = 9 << 13
 """Words that one thread puts side by side, 128 rows of 1024 numbers: two threads would wait for each other as long."""
 AT_ONCE = 4 * MOST
 """Rows that are computed in one go, since their numbers are put side by side first, which takes memory."""
+_ASKED = 512
+"""Lines of the weights of its next phase that a thread asks for before it waits for the others."""
 
 
 @inner
@@ -163,9 +166,33 @@ def multiply(out: Any, packed: Any, panels: Any, bias: Any, first: Any, last: An
         write_panel(out, panel, begin, rows, room[(panel - first) * padded(rows) * WIDTH :], bias[:0], bias)
 
 
+@inner
+def ask_share(counts: Any, thread: Any, panels: Any) -> None:
+    """Has the first weights of a thread's share fetched."""
+    size = panels.shape[1] * panels.shape[2] * panels.itemsize
+    first = first_of(thread, counts.shape[1] - 1, panels.shape[0])
+    ask_lines(panels.ctypes.data + first * size, min(_ASKED, size // LINE))
+
+
+@inner
+def count_tasks(rows: Any, panels: Any, size: Any) -> Any:
+    """How many there are of so many rows and panels, `size` of each."""
+    most, together = size
+    return (rows + most - 1) // most * ((panels + together - 1) // together)
+
+
+@inner
+def task_at(index: Any, rows: Any, panels: Any, size: Any) -> Any:
+    """One of them: its first row, its rows, its first panel, and its panels."""
+    most, together = size
+    parts = (rows + most - 1) // most
+    begin, first = index % parts * most, index // parts * together
+    return begin, min(most, rows - begin), first, min(together, panels - first)
+
+
 def _product(out: Any, x: Any, panels: Any, bias: Any, most: Any, together: Any) -> None:
-    """float32 out [m, outputs], x [m, k] as bits, panels as in `PairPanels`, bias [outputs] or [0]. A task has `most`
-    rows of the outputs of so many panels `together`."""
+    """float32 out [m, outputs], x [m, k] as bits, panels as of `panels_of_pairs`, bias [outputs] or [0]. A task has
+    `most` rows of the outputs of so many panels `together`."""
     rows = x.shape[0]
     packed = packed_rows(rows, panels.shape[1] // BLOCK)
     if rows <= BLOCK:
@@ -187,7 +214,7 @@ def _product(out: Any, x: Any, panels: Any, bias: Any, most: Any, together: Any)
         multiply(out, packed, panels, bias, first, last, begin, min(most, rows - begin))
 
 
-_kernel = compiled(_product, made_of=[vectors, panel_kernel])
+_kernel = compiled(_product, made_of=[vectors, phases, weight_panels])
 _matrix, _vector = numba.float32[:, ::1], numba.float32[::1]
 TYPED = {
     "product": Typed(_kernel, (_matrix, numba.uint32[:, ::1], numba.uint64[:, :, ::1], _vector, numba.intp, numba.intp))
