@@ -95,7 +95,7 @@ def test_the_company_of_other_requests_changes_no_structured_token(qwen3: Pair) 
         ({"regex": "(a{1000}){1000}"}, "STRUCTURE_TOO_LARGE"),
         ({"grammar": "start: nowhere"}, "BAD_STRUCTURE"),
         ({"grammar": "root ::= nowhere"}, "BAD_STRUCTURE"),
-        ({"grammar": 'root ::= ["] ' + '("a" ' * 140 + '"a"' + " | root)" * 140}, "BAD_STRUCTURE"),
+        ({"grammar": 'root ::= ["] ' + '("a" ' * 140 + '"a"' + " | root)" * 140}, "STRUCTURE_TOO_LARGE"),
         ({"grammar": 'root ::= ["] ("a" "b"{1000}){1000}'}, "STRUCTURE_TOO_LARGE"),
         ({"grammar": "root ::= " + "(" * 5000}, "STRUCTURE_TOO_LARGE"),
         ({"grammar": 'root ::= ["] ' + "(" * 5000}, "BAD_STRUCTURE"),

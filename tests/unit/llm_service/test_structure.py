@@ -83,6 +83,47 @@ def test_rules_of_a_grammar_in_llama_cpp_s_form_may_have_any_names(
         assert (followed and matcher.is_accepting()) is fits, text
 
 
+ARITHMETIC = """
+root  ::= (expr "=" ws term "\\n")+
+expr  ::= term ([-+*/] term)*
+term  ::= ident | num | "(" ws expr ")" ws
+ident ::= [a-z] [a-z0-9_]* ws  # "
+num   ::= [0-9]+ ws
+ws    ::= [ \\t\\n]*
+"""
+SENTENCE = """
+root ::= (word " "){1,3} end mark?
+word ::= [^ \\x2e\\u0021]+
+end  ::= "end" | "ending" | "endless"
+mark ::= [.!]
+"""
+
+
+@pytest.mark.parametrize(
+    ("grammar", "fitting", "others"),
+    [
+        pytest.param(
+            ARITHMETIC, ["1+2=3\n", "x = 4\ny*(2-z)= 9\n\n", "(1)=a\n"], ["1=2", "=1\n"], id="llama.cpp's own"
+        ),
+        pytest.param('root ::= word "x"\nword ::= [a-z]+', ["abx", "xx"], ["ab", "x"], id="the last of a run"),
+        pytest.param(
+            'root ::= one two\none ::= "a" | "abd"\ntwo ::= "bc"', ["abc", "abdbc"], ["abd"], id="a beginning"
+        ),
+        pytest.param('root ::= [a-z]* "then"', ["then", "thxthen"], ["the", "thex"], id="a text in a run"),
+        pytest.param('root ::= ([a-z]+)? "1"', ["1", "ab1"], ["a", "11"], id="a run or none"),
+        pytest.param(SENTENCE, ["an end", "a b c ending!", "endless end."], ["end", "a b endles"], id="words"),
+        pytest.param('root ::= a{2} "-"\na ::= "x" | "xx"?', ["-", "xxx-", "xx-"], ["xxxxx-"], id="a repetition"),
+    ],
+)
+def test_what_a_grammar_in_llama_cpp_s_form_allows_does_not_end_with_the_longest_of_a_rule(
+    grammar: str, fitting: list[str], others: list[str], structures: Structures, builder: PromptBuilder
+) -> None:
+    for text in (*fitting, *others):
+        _, matcher = structures.compile(Structure("grammar", as_lark(grammar)))
+        followed = all(map(matcher.consume_token, builder.encode(text)))
+        assert (followed and matcher.is_accepting()) is (text in fitting), text
+
+
 def test_without_a_tokenizer_that_structures_know_none_is_taken(checkpoint: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(checkpoint, tmp_path / "own")
     settings = json.loads((folder / "tokenizer.json").read_text())

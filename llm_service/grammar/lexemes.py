@@ -1,0 +1,236 @@
+"""Which rules of a grammar in llama.cpp's form can be read as lexemes, each as long as it can be, which is fastest. The
+grammar itself knows none: of `num "\\n"` with `num ::= [0-9]+ [ \\n]*` the longest number has the line's end, and
+another one would be asked for behind it, for ever."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from llguidance.gbnf_to_lark import (
+    AlternativeNode,
+    ASTNode,
+    LiteralNode,
+    RegexNode,
+    RepetitionNode,
+    RuleRefNode,
+    SequenceNode,
+)
+
+_SIGN = re.compile(r"\\x([0-9a-fA-F]{2})|\\(.)|(.)", re.DOTALL)
+_NAMED = {"n": "\n", "r": "\r", "t": "\t"}
+_LAST = 0x10FFFF
+_Part = tuple[type[LiteralNode | RegexNode | RuleRefNode], str]
+"""A text, a class, or a rule by its name."""
+
+
+class _Words(NamedTuple):
+    """What is known of the words of a part of a grammar, sets of signs as the bits of a number: whether one is `empty`,
+    the signs that they begin with, those at later places, and those with which a word may go on that is whole."""
+
+    empty: bool = False
+    first: int = 0
+    later: int = 0
+    beyond: int = 0
+
+    def then(self, other: _Words) -> _Words:
+        """Of one of these with one of the others behind it."""
+        first = self.first | (other.first if self.empty else 0)
+        later = self.later | other.later | (other.first if self.first else 0)
+        beyond = other.beyond | (self.beyond | other.first if other.empty else 0)
+        if self.beyond & other.first:  # where the one ends is not known when the other begins
+            beyond |= later
+        return _Words(self.empty and other.empty, first, later, beyond)
+
+    def or_else(self, other: _Words) -> _Words:
+        """Of either."""
+        empty, first, later, beyond = map(operator.or_, self, other)
+        if self.first & other.first:  # one may be the beginning of another
+            beyond |= later
+        return _Words(bool(empty), first, later, beyond)
+
+    def repeated(self, least: int, most: int | None) -> _Words:
+        """Of so many, one behind the other."""
+        if most == 0:
+            return _Words(empty=True)
+        several = most is None or most > 1
+        later, beyond = self.later | (self.first if several else 0), self.beyond
+        if several and most != least:
+            beyond |= self.first
+        if several and self.beyond & self.first:
+            beyond |= later
+        return _Words(self.empty or least == 0, self.first, later, beyond)
+
+
+class _Grammar:
+    """Rules, as the library has them, and what is known of the words of each."""
+
+    def __init__(self, rules: Mapping[str, ASTNode]) -> None:
+        self.rules = rules
+        self._signs = _told_apart(rules.values())
+        self._known: dict[_Part, _Words] = {}
+        self.words = dict.fromkeys(rules, _Words())
+        before: dict[str, _Words] = {}
+        while before != self.words:
+            before = dict(self.words)
+            for name, node in reversed(list(rules.items())):  # what a rule refers to mostly comes behind it
+                self.words[name] = self.words_of(node)
+
+    def words_of(self, node: ASTNode) -> _Words:
+        """Of a part, as far as those of rules are known. Raises KeyError for a rule that is missing."""
+        match node:
+            case LiteralNode(value=text) | RegexNode(rx=text):
+                if (known := self._known.get((type(node), text))) is None:
+                    known = self._known[type(node), text] = self._of_signs(node)
+                return known
+            case RuleRefNode():
+                return self.words[node.name]
+            case RepetitionNode():
+                return self.words_of(node.node).repeated(node.min_times, node.max_times)
+            case SequenceNode() if not node.nodes:
+                return _Words(empty=True)
+            case SequenceNode():
+                return functools.reduce(_Words.then, map(self.words_of, node.nodes))
+        return functools.reduce(_Words.or_else, map(self.words_of, node.children()))
+
+    def _of_signs(self, node: LiteralNode | RegexNode) -> _Words:
+        if isinstance(node, RegexNode):
+            return _Words(first=self._bits(_ranges(node.rx)))
+        each = [self._bits([(sign, sign)]) for sign in _signs_of(node.value)]
+        later = functools.reduce(operator.or_, each[1:], 0)
+        return _Words(first=each[0], later=later) if each else _Words(empty=True)
+
+    def _bits(self, ranges: Iterable[tuple[int, int]]) -> int:
+        found = 0
+        for low, high in ranges:
+            found |= (1 << bisect_right(self._signs, high)) - (1 << bisect_left(self._signs, low))
+        return found
+
+    def lexemes(self) -> set[str]:
+        """The rules that refer to no others but such; the root, which is read by its parts, is none."""
+        found, before = set[str](), -1
+        while before != (before := len(found)):
+            for name, node in reversed(list(self.rules.items())):
+                if name != "root" and found.issuperset(_referred(node)):
+                    found.add(name)
+        return found
+
+    def behind(self, lexemes: set[str]) -> dict[_Part, int]:
+        """The signs that may stand behind each rule, text and class where rules refer to it that are no lexemes: these
+        are read as a whole."""
+        found: dict[_Part, int] = {(RuleRefNode, name): 0 for name in self.rules}
+        before: dict[_Part, int] = {}
+        while before != found:
+            before = dict(found)
+            for name, node in self.rules.items():
+                if name not in lexemes:
+                    self._follow(node, found[RuleRefNode, name], found)
+        return {part: signs for part, signs in found.items() if part[0] is not RuleRefNode or part[1] in lexemes}
+
+    def _follow(self, node: ASTNode, behind: int, found: dict[_Part, int]) -> None:
+        match node:
+            case RuleRefNode(name=text) | LiteralNode(value=text) | RegexNode(rx=text):
+                found[type(node), text] = found.get((type(node), text), 0) | behind
+            case RepetitionNode():
+                again = node.max_times is None or node.max_times > 1
+                self._follow(node.node, behind | (self.words_of(node.node).first if again else 0), found)
+            case SequenceNode():
+                for each in reversed(node.nodes):
+                    self._follow(each, behind, found)
+                    words = self.words_of(each)
+                    behind = words.first | (behind if words.empty else 0)
+            case AlternativeNode():
+                for each in node.alternatives:
+                    self._follow(each, behind, found)
+
+    def clash(self, behind: Mapping[_Part, int]) -> bool:
+        """Whether of these parts one, while it is read, may take what stands behind it, or behind another one that
+        begins alike."""
+        words = {part: self.words_of(part[0](part[1])) for part in behind}
+        if any(words[part].beyond & signs for part, signs in behind.items()):
+            return True
+        texts = [part for part in behind if part[0] is LiteralNode]
+        after: dict[tuple[int, ...], int] = {}
+        for part in texts:
+            signs = tuple(_signs_of(part[1]))
+            after[signs] = after.get(signs, 0) | behind[part]
+        for signs in after:
+            for end in range(1, len(signs)):
+                if after.get(signs[:end], 0) & self._bits([(signs[end], signs[end])]):
+                    return True
+        others = [part for part in behind if part[0] is not LiteralNode]
+        takes_more = [part for part in others if words[part].later]
+        pairs = itertools.chain(itertools.product(behind, takes_more), itertools.product(others, texts))
+        return any(
+            one != other and words[one].first & words[other].first and words[other].later & behind[one]
+            for one, other in pairs
+        )
+
+
+def lexemes_of(rules: Mapping[str, ASTNode]) -> set[str] | None:
+    """The rules that may be read as lexemes; None where one, or a text, may go on with what stands behind it, or behind
+    another, so that none is to have more than a sign. Raises KeyError for a rule that is missing."""
+    grammar = _Grammar(rules)
+    lexemes = grammar.lexemes()
+    return None if grammar.clash(grammar.behind(lexemes)) else lexemes
+
+
+def _referred(node: ASTNode) -> set[str]:
+    if isinstance(node, RuleRefNode):
+        return {node.name}
+    return set[str]().union(*map(_referred, node.children()))
+
+
+def _told_apart(nodes: Iterable[ASTNode]) -> list[int]:
+    """Signs in order, one at least of all that the grammar does not tell from one another."""
+    ends = {0}
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        waiting += node.children()
+        if isinstance(node, LiteralNode):
+            ends.update(each for sign in _signs_of(node.value) for each in (sign, sign + 1))
+        elif isinstance(node, RegexNode):
+            ends.update(each for low, high in _ranges(node.rx) for each in (low, high + 1))
+    return sorted(ends)
+
+
+def _signs_of(text: str) -> list[int]:
+    return [_number(found) for found in _SIGN.finditer(text)]
+
+
+def _number(found: re.Match[str]) -> int:
+    code, escaped, plain = found.groups()
+    return int(code, 16) if code else ord(plain or _NAMED.get(escaped, escaped))
+
+
+def _ranges(rx: str) -> list[tuple[int, int]]:
+    """What a class allows, from the first to the last sign each.
+
+    >>> _ranges("[a-c\\\\]-]"), _ranges("[^b]")
+    ([(97, 99), (93, 93), (45, 45)], [(0, 97), (99, 1114111)])
+    """
+    if rx == ".":
+        return [(0, _LAST)]
+    negated = rx.startswith("[^")
+    signs = list(_SIGN.finditer(rx[1 + negated : -1]))
+    found: list[tuple[int, int]] = []
+    while signs:
+        low = _number(signs.pop(0))
+        if len(signs) > 1 and signs[0][0] == "-":
+            signs.pop(0)
+            found.append((low, _number(signs.pop(0))))
+        else:
+            found.append((low, low))
+    if not negated:
+        return found
+    others, begin = list[tuple[int, int]](), 0
+    for low, high in sorted(found):
+        others += [(begin, low - 1)] if low > begin else []
+        begin = max(begin, high + 1)
+    return [*others, (begin, _LAST)]
