@@ -77,6 +77,8 @@ class _Writer:
             case LiteralNode(value=text):
                 signs = _SIGN.findall(text) if self._by_signs else []
                 return f'"{text}"' if len(signs) < 2 else "(" + " ".join(f'"{sign}"' for sign in signs) + ")"
+            case RegexNode(rx="."):
+                return "/(?s:.)/"  # an end of a line as well
             case RegexNode(rx=rx):
                 return f"/{rx}/"
             case RuleRefNode(name=name):

@@ -110,6 +110,7 @@ mark ::= [.!]
             'root ::= one two\none ::= "a" | "abd"\ntwo ::= "bc"', ["abc", "abdbc"], ["abd"], id="a beginning"
         ),
         pytest.param('root ::= [a-z]* "then"', ["then", "thxthen"], ["the", "thex"], id="a text in a run"),
+        pytest.param('root ::= "<" any ">"\nany ::= .{2}', ["<ab>", "<\n\n>"], ["<a>"], id="any sign"),
         pytest.param('root ::= ([a-z]+)? "1"', ["1", "ab1"], ["a", "11"], id="a run or none"),
         pytest.param(SENTENCE, ["an end", "a b c ending!", "endless end."], ["end", "a b endles"], id="words"),
         pytest.param('root ::= a{2} "-"\na ::= "x" | "xx"?', ["-", "xxx-", "xx-"], ["xxxxx-"], id="a repetition"),
