@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from common.cpu import phases, vectors, weight_panels
-from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.jit import Array, Typed, compiled, inner, threads_used
 from common.cpu.phases import first_of
 from common.cpu.vectors.claims import ask_lines
 from common.cpu.vectors.llvm import FLOAT, LANES, LINE
@@ -234,7 +234,7 @@ def product(x: Array, panels: Array, bias: Array | None, inputs: int, outputs: i
     for begin in range(0, len(x), AT_ONCE):
         part = bits[begin : begin + AT_ONCE]
         together = 1 if len(part) * inputs * FLOAT // 2 <= KEPT else TOGETHER
-        tasks = task_size(len(part), MOST, len(panels), together, numba.get_num_threads())
+        tasks = task_size(len(part), MOST, len(panels), together, threads_used())
         _kernel(out[begin : begin + AT_ONCE], part, panels, _NONE if bias is None else bias, *tasks)
     return out
 

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.cpu import vectors
+from common.cpu import phases, vectors
 from common.cpu.jit import Typed, compiled, inner
+from common.cpu.phases import counts_of, take
 from common.cpu.vectors.keys import add_values, score_keys
 from common.cpu.vectors.llvm import FLOAT, LANES
 from common.cpu.vectors.powers import cap, highest, to_powers
@@ -185,6 +186,28 @@ def _write(cache: Any, new: Any, blocks: Any, begin: Any, first: Any) -> None:
                 here[first + head, place] = np.uint16(rounded(new[index, head, place]) >> np.uint32(16))
 
 
+@inner
+def _decode_heads(
+    out: Any, query: Any, new: Any, cached: Any, where: Any, scale: Any, softcap: Any, task: Any, parts: Any
+) -> None:
+    """A task of `_decode`: first writes its tokens' keys and values. Positions count from the first block that is seen;
+    each token's sums from the first that it sees, whichever tokens are computed together."""
+    (key, value), (keys, values), (table, lengths, ends, prompts, window, chunk) = new, cached, where
+    size, own = keys.shape[1], keys.shape[2] // parts
+    sequence, first = task // parts, task % parts * own
+    row = np.intp(ends[sequence - 1]) if sequence else 0
+    count = np.intp(ends[sequence]) - row
+    before, prompt = np.intp(lengths[sequence]) - count, np.intp(prompts[sequence])
+    skipped = 0 if prompt else max(0, before + 1 - window, before // chunk * chunk) // size
+    blocks, length = table[sequence, skipped:], np.intp(lengths[sequence]) - skipped * size
+    rows, heads = slice(row, row + count), slice(first, first + own)
+    _write(keys, key[rows, heads], blocks, length - count, first)
+    _write(values, value[rows, heads], blocks, length - count, first)
+    reach = window, chunk, skipped * size, prompt
+    given = keys, values, blocks, length, reach, first, scale, softcap
+    _attend(out[rows, heads], query[rows, heads], *given)
+
+
 def _decode(
     out: Any,
     query: Any,
@@ -201,6 +224,7 @@ def _decode(
     scale: Any,
     softcap: Any,
     parts: Any,
+    threads: Any,
 ) -> None:
     """float32 out and query [n, kv_heads, group, dim], bits of float32 key and value uint32 [n, kv_heads, dim], bits of
     bfloat16 keys and values uint16 [blocks, block_size, kv_heads, dim], table int32 [s, w], lengths int32 [s], of which
@@ -208,26 +232,18 @@ def _decode(
     so many first ones as prompts int32 [s] says; ends int32 [s]: a sequence's last tokens are those up to there of the
     n. Scores are drawn below `softcap`, 0: they are not. parts divides kv_heads. `scale` and `softcap` include log2 e.
 
-    A task is one sequence's neighbouring KV heads and the query heads that share them. It first writes its tokens'
-    keys and values. Positions count from the first block that is seen; each token's sums from the first that it sees,
-    whichever tokens are computed together.
+    A task is one sequence's neighbouring KV heads and the query heads that share them.
     """
-    size, own = keys.shape[1], keys.shape[2] // parts
-    for task in numba.prange(len(lengths) * parts):
-        sequence, first = np.intp(task) // parts, np.intp(task) % parts * own
-        row = np.intp(ends[sequence - 1]) if sequence else 0
-        count = np.intp(ends[sequence]) - row
-        before, prompt = np.intp(lengths[sequence]) - count, np.intp(prompts[sequence])
-        skipped = 0 if prompt else max(0, before + 1 - window, before // chunk * chunk) // size
-        blocks, length = table[sequence, skipped:], np.intp(lengths[sequence]) - skipped * size
-        _write(keys, key[row : row + count, first : first + own], blocks, length - count, first)
-        _write(values, value[row : row + count, first : first + own], blocks, length - count, first)
-        reach = window, chunk, skipped * size, prompt
-        given = keys, values, blocks, length, reach, first, scale, softcap
-        _attend(out[row : row + count, first : first + own], query[row : row + count, first : first + own], *given)
+    tasks, counts = len(lengths) * parts, counts_of(1, threads)
+    for thread in numba.prange(threads):
+        task = take(counts, 0, np.intp(thread), tasks)
+        while task >= 0:
+            where = table, lengths, ends, prompts, window, chunk
+            _decode_heads(out, query, (key, value), (keys, values), where, scale, softcap, task, parts)
+            task = take(counts, 0, np.intp(thread), tasks)
 
 
-_kernel = compiled(_decode, made_of=[vectors])
+_kernel = compiled(_decode, made_of=[vectors, phases])
 _heads, _bits, _cache = numba.float32[:, :, :, ::1], numba.uint32[:, :, ::1], numba.uint16[:, :, :, ::1]
 TYPED = {
     "decode": Typed(
@@ -235,7 +251,7 @@ TYPED = {
         (
             *(_heads, _heads, _bits, _bits, _cache, _cache),
             *(numba.int32[:, ::1], numba.int32[::1], numba.int32[::1], numba.int32[::1]),
-            *(numba.intp, numba.intp, numba.float32, numba.float32, numba.intp),
+            *(numba.intp, numba.intp, numba.float32, numba.float32, numba.intp, numba.intp),
         ),
     )
 }
@@ -251,13 +267,13 @@ def attend(
     where: Sequence[Any],
     scale: float,
     softcap: float,
-    parts: int,
+    divided: tuple[int, int],
 ) -> None:
     """Fills out as `decode_attention.decode` says: out, query, key and value in order, float32, keys and values
-    bfloat16; `where` is what the kernel takes from its table on, up to its scale."""
+    bfloat16; `where` is what the kernel takes from its table on, up to its scale, `divided` its parts and threads."""
     grouped = len(query), key.shape[1], query.shape[1] // key.shape[1], query.shape[2]
     heads = (each.view(grouped).numpy() for each in (out, query))
     new = (each.numpy().view(np.uint32) for each in (key, value))
     cached = (each.view(torch.uint16).numpy() for each in (keys, values))
     by_twos = (np.float32(math.log2(math.e) * each) for each in (scale, softcap))
-    _kernel(*heads, *new, *cached, *where, *by_twos, parts)
+    _kernel(*heads, *new, *cached, *where, *by_twos, *divided)

@@ -4,6 +4,8 @@ each sequence, costs more: docs/design/cpu-kernels.md."""
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import numba
@@ -11,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.cpu import vectors
-from common.cpu.jit import Typed, compiled, inner
+from common.cpu import phases, vectors
+from common.cpu.jit import Array, Typed, compiled, inner, threads_used
+from common.cpu.phases import counts_of, take
 from common.cpu.vectors.llvm import LANES
 from common.cpu.vectors.powers import cap
 from llm_service.layers.attention.backend import CAUSAL, AttentionKind
@@ -85,6 +88,71 @@ def _softmax(weights: Any, early: Any, seen: Any, end: Any) -> None:
         weights[position] /= total
 
 
+@inner
+def _decode_heads(
+    out: Any, query: Any, new: Any, cached: Any, where: Any, scale: Any, softcap: Any, task: Any, parts: Any
+) -> None:
+    """A task of `_decode`: first writes its tokens' keys and values. Positions count from the first block that is seen,
+    and go by fours from a multiple of four on, whichever tokens are computed together. Fours between a prompt and what
+    the first token sees behind it are passed over."""
+    (key, value), (keys, values), (table, lengths, ends, prompts, window, chunk) = new, cached, where
+    _, heads, dim = query.shape
+    size, kv_heads = keys.shape[1], keys.shape[2]
+    group, own = heads // kv_heads, kv_heads // parts
+    sequence, first = task // parts, task % parts * own
+    row = ends[sequence - 1] if sequence else 0
+    count = ends[sequence] - row
+    prompt, late = np.intp(prompts[sequence]), first_seen(np.intp(lengths[sequence]) - count, window, chunk)
+    seen_from = 0 if prompt else late // _TOGETHER * _TOGETHER
+    late = late if prompt else 0
+    blocks, skipped = table[sequence, seen_from // size :], seen_from // size * size
+    start, last, members = seen_from - skipped, lengths[sequence] - 1 - skipped, own * group
+    _write(keys, key[row : row + count, first : first + own], blocks, last + 1 - count, first)
+    _write(values, value[row : row + count, first : first + own], blocks, last + 1 - count, first)
+    fours = (last + _TOGETHER + _FOUR - 1) // _FOUR
+    weights = np.empty((count * members, fours * _FOUR), np.float32)
+    sums = np.zeros((count * members, dim), np.float32)
+    for begin in range(start, last + 1, _TOGETHER):
+        if prompt <= begin <= late - _TOGETHER:
+            continue
+        k0, k1, k2, k3 = _together(keys, blocks, begin, last)
+        for member in range(count * members):
+            token, head = row + member // members, first + member % members // group
+            s0, s1, s2, s3 = _ZERO, _ZERO, _ZERO, _ZERO
+            for place in range(dim):
+                number = query[token, first * group + member % members, place]
+                s0 += number * k0[head, place]
+                s1 += number * k1[head, place]
+                s2 += number * k2[head, place]
+                s3 += number * k3[head, place]
+            weights[member, begin], weights[member, begin + 1] = s0 * scale, s1 * scale
+            weights[member, begin + 2], weights[member, begin + 3] = s2 * scale, s3 * scale
+    if softcap > _ZERO:
+        _cap_all(weights, softcap)
+    for member in range(count * members):
+        end = last + 2 - count + member // members
+        early = min(prompt, end)
+        seen = max(first_seen(end - 1 + skipped, window, chunk) - skipped, early)
+        _softmax(weights[member], early, seen, end)
+        weights[member, max(start, early) : seen] = _ZERO
+        weights[member, end:] = _ZERO  # what comes behind the token, or stands for the last one, weighs nothing
+    for begin in range(start, last + 1, _TOGETHER):
+        if prompt <= begin <= late - _TOGETHER:
+            continue
+        v0, v1, v2, v3 = _together(values, blocks, begin, last)
+        for member in range(count * members):
+            head = first + member % members // group
+            w0, w1 = weights[member, begin], weights[member, begin + 1]
+            w2, w3 = weights[member, begin + 2], weights[member, begin + 3]
+            for place in range(dim):
+                sums[member, place] += (
+                    w0 * v0[head, place] + w1 * v1[head, place] + w2 * v2[head, place] + w3 * v3[head, place]
+                )
+    for member in range(count * members):
+        for place in range(dim):
+            out[row + member // members, first * group + member % members, place] = sums[member, place]
+
+
 def _decode(
     out: Any,
     query: Any,
@@ -101,6 +169,7 @@ def _decode(
     scale: Any,
     softcap: Any,
     parts: Any,
+    threads: Any,
 ) -> None:
     """float32 out and query [n, heads, dim], key and value [n, kv_heads, dim], keys and values [blocks, block_size,
     kv_heads, dim], table int32 [s, w], lengths int32 [s], of which a token sees the last `window` positions up to its
@@ -109,69 +178,18 @@ def _decode(
     not. parts divides kv_heads.
 
     A task is one sequence's neighbouring KV heads, which lie side by side at each position, and the query heads that
-    share them. It first writes its tokens' keys and values. Positions count from the first block that is seen, and go
-    by fours from a multiple of four on, whichever tokens are computed together. Fours between a prompt and what the
-    first token sees behind it are passed over.
+    share them.
     """
-    _, heads, dim = query.shape
-    size, kv_heads = keys.shape[1], keys.shape[2]
-    group, own = heads // kv_heads, kv_heads // parts
-    for task in numba.prange(len(lengths) * parts):
-        sequence, first = task // parts, task % parts * own
-        row = ends[sequence - 1] if sequence else 0
-        count = ends[sequence] - row
-        prompt, late = np.intp(prompts[sequence]), first_seen(np.intp(lengths[sequence]) - count, window, chunk)
-        seen_from = 0 if prompt else late // _TOGETHER * _TOGETHER
-        late = late if prompt else 0
-        blocks, skipped = table[sequence, seen_from // size :], seen_from // size * size
-        start, last, members = seen_from - skipped, lengths[sequence] - 1 - skipped, own * group
-        _write(keys, key[row : row + count, first : first + own], blocks, last + 1 - count, first)
-        _write(values, value[row : row + count, first : first + own], blocks, last + 1 - count, first)
-        fours = (last + _TOGETHER + _FOUR - 1) // _FOUR
-        weights = np.empty((count * members, fours * _FOUR), np.float32)
-        sums = np.zeros((count * members, dim), np.float32)
-        for begin in range(start, last + 1, _TOGETHER):
-            if prompt <= begin <= late - _TOGETHER:
-                continue
-            k0, k1, k2, k3 = _together(keys, blocks, begin, last)
-            for member in range(count * members):
-                token, head = row + member // members, first + member % members // group
-                s0, s1, s2, s3 = _ZERO, _ZERO, _ZERO, _ZERO
-                for place in range(dim):
-                    number = query[token, first * group + member % members, place]
-                    s0 += number * k0[head, place]
-                    s1 += number * k1[head, place]
-                    s2 += number * k2[head, place]
-                    s3 += number * k3[head, place]
-                weights[member, begin], weights[member, begin + 1] = s0 * scale, s1 * scale
-                weights[member, begin + 2], weights[member, begin + 3] = s2 * scale, s3 * scale
-        if softcap > _ZERO:
-            _cap_all(weights, softcap)
-        for member in range(count * members):
-            end = last + 2 - count + member // members
-            early = min(prompt, end)
-            seen = max(first_seen(end - 1 + skipped, window, chunk) - skipped, early)
-            _softmax(weights[member], early, seen, end)
-            weights[member, max(start, early) : seen] = _ZERO
-            weights[member, end:] = _ZERO  # what comes behind the token, or stands for the last one, weighs nothing
-        for begin in range(start, last + 1, _TOGETHER):
-            if prompt <= begin <= late - _TOGETHER:
-                continue
-            v0, v1, v2, v3 = _together(values, blocks, begin, last)
-            for member in range(count * members):
-                head = first + member % members // group
-                w0, w1 = weights[member, begin], weights[member, begin + 1]
-                w2, w3 = weights[member, begin + 2], weights[member, begin + 3]
-                for place in range(dim):
-                    sums[member, place] += (
-                        w0 * v0[head, place] + w1 * v1[head, place] + w2 * v2[head, place] + w3 * v3[head, place]
-                    )
-        for member in range(count * members):
-            for place in range(dim):
-                out[row + member // members, first * group + member % members, place] = sums[member, place]
+    tasks, counts = len(lengths) * parts, counts_of(1, threads)
+    for thread in numba.prange(threads):
+        task = take(counts, 0, np.intp(thread), tasks)
+        while task >= 0:
+            where = table, lengths, ends, prompts, window, chunk
+            _decode_heads(out, query, (key, value), (keys, values), where, scale, softcap, task, parts)
+            task = take(counts, 0, np.intp(thread), tasks)
 
 
-_kernel = compiled(_decode, made_of=[vectors])
+_kernel = compiled(_decode, made_of=[vectors, phases])
 _heads, _cache = numba.float32[:, :, ::1], numba.float32[:, :, :, ::1]
 TYPED = {
     "decode": Typed(
@@ -179,10 +197,29 @@ TYPED = {
         (
             *(_heads, _heads, _heads, _heads, _cache, _cache),
             *(numba.int32[:, ::1], numba.int32[::1], numba.int32[::1], numba.int32[::1]),
-            *(numba.intp, numba.intp, numba.float32, numba.float32, numba.intp),
+            *(numba.intp, numba.intp, numba.float32, numba.float32, numba.intp, numba.intp),
         ),
     )
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Decodes:
+    """Where sequences that are decoded have their tokens: `table` int32 [s, w], the block table; `lengths` int32 [s],
+    the tokens included; `ends` int32 [s], where among the n tokens of a batch those of each end; `prompts` int32 [s],
+    how many first tokens of a sequence are seen whatever the window."""
+
+    table: Array
+    lengths: Array
+    ends: Array
+    prompts: Array
+
+    @classmethod
+    def of(cls, table: Tensor, lengths: Tensor, ends: Tensor | None = None, prompts: Tensor | None = None) -> Decodes:
+        """One token each unless `ends` says otherwise; without `prompts` none are seen behind the window."""
+        each = torch.arange(1, len(lengths) + 1, dtype=torch.int32) if ends is None else ends
+        kept = torch.zeros_like(lengths) if prompts is None else prompts
+        return cls(*(tensor.numpy() for tensor in (table, lengths, each, kept)))
 
 
 def decode(
@@ -191,33 +228,29 @@ def decode(
     value: Tensor,
     keys: Tensor,
     values: Tensor,
-    table: Tensor,
-    lengths: Tensor,
+    decodes: Decodes,
     kind: AttentionKind = CAUSAL,
-    ends: Tensor | None = None,
-    prompts: Tensor | None = None,
 ) -> Tensor:
-    """The last tokens of each sequence, one unless `ends` says otherwise: writes their keys and values, and attends,
-    [n, heads, dim]. A token's numbers are the same to the bit, whatever is computed with it.
+    """The last tokens of each sequence: writes their keys and values, and attends, [n, heads, dim]. A token's numbers
+    are the same to the bit, whatever is computed with it.
 
     query float32 [n, heads, dim], key and value [n, kv_heads, dim]; keys and values [blocks, block_size, kv_heads,
-    dim], float32, or bfloat16, to which those of a token are rounded then, along the block table int32 [s, w]; lengths
-    int32 [s], the tokens included; ends int32 [s], where among the n those of each end; prompts int32 [s], how many
-    first tokens of a sequence are seen whatever the window, without: none.
+    dim], float32, or bfloat16, to which those of a token are rounded then.
     """
     out, scale, softcap = torch.empty(query.shape), kind.softmax_scale(query.shape[-1]), kind.softcap or 0.0
-    each = torch.arange(1, len(lengths) + 1, dtype=torch.int32) if ends is None else ends
-    kept = torch.zeros_like(lengths) if prompts is None else prompts
+    reach = kind.window or EVERY, kind.chunk or EVERY
+    where = decodes.table, decodes.lengths, decodes.ends, decodes.prompts, *reach
+    threads = threads_used()
+    divided = parts(len(decodes.lengths), key.shape[1], threads), threads
     tensors = out, query.contiguous(), key.contiguous(), value.contiguous(), keys, values
-    where = *(tensor.numpy() for tensor in (table, lengths, each, kept)), kind.window or EVERY, kind.chunk or EVERY
-    at_once = parts(len(lengths), key.shape[1], numba.get_num_threads())
     if keys.dtype == torch.bfloat16:
-        bfloat16_decode.attend(*tensors, where, scale, softcap, at_once)
+        bfloat16_decode.attend(*tensors, where, scale, softcap, divided)
     else:
-        _kernel(*(tensor.numpy() for tensor in tensors), *where, np.float32(scale), np.float32(softcap), at_once)
+        _kernel(*(tensor.numpy() for tensor in tensors), *where, np.float32(scale), np.float32(softcap), *divided)
     return out
 
 
+@functools.cache
 def parts(sequences: int, kv_heads: int, threads: int) -> int:
     """Into how many tasks a sequence's KV heads are divided: as few as keep all threads busy.
 

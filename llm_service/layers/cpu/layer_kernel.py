@@ -4,13 +4,14 @@ for tiles (`llm_service.layers.cpu.pair_panels`). A row's numbers are the same t
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numba
 import numpy as np
 
 from common.cpu import phases, tile_kernel, vectors, weight_panels
-from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.jit import Array, Typed, compiled, inner, threads_used
 from common.cpu.phases import counts_of, done, take, wait
 from common.cpu.tile_kernel import (
     AT_ONCE,
@@ -272,7 +273,7 @@ def before(
     """
     outputs, queries, keys, head_dim = sizes
     panels, bias = weight
-    threads, rows = numba.get_num_threads(), len(x)
+    threads, rows = threads_used(), len(x)
     heads = np.empty((rows, outputs), np.float32)
     rotated = np.empty((rows, queries + keys, head_dim), np.float32)
     total = x if residual is None else np.empty(x.shape, np.float32)
@@ -282,7 +283,7 @@ def before(
         _before_kernel(
             *(total[here], heads[here], rotated[here], x[here], more, norm[0], np.float32(norm[1]), panels, bias),
             *(rotary[0][here], rotary[1][here], gains[0], queries, np.float32(gains[1])),
-            *(_size_of(len(x[here]), panels, 1, threads), threads),
+            *(_size_of(len(x[here]), *panels.shape[:2], 1, threads), threads),
         )
     return total, rotated, heads
 
@@ -303,7 +304,7 @@ def behind(
     `norms` are the gain [hidden] or [0] of what is projected, its eps, and those of the sum; `gate_up` panels whose
     first half are gates, and second half values; `silu` says what opens a gate, a gelu by its tangent otherwise.
     """
-    rows, threads = len(mixed), numba.get_num_threads()
+    rows, threads = len(mixed), threads_used()
     out, joined = (np.empty(residual.shape, np.float32) for _ in range(2))
     out_gain, out_eps, gain, eps = norms
     for begin in range(0, rows, AT_ONCE):
@@ -312,13 +313,14 @@ def behind(
         _behind_kernel(
             *(out[here], joined[here], mixed[here].view(np.uint32), residual[here], *o),
             *(out_gain, np.float32(out_eps), gain, np.float32(eps), gate_up, silu, *down),
-            *(_size_of(count, o[0], 1, threads), _size_of(count, gate_up, 2, threads)),
-            *(_size_of(count, down[0], 1, threads), threads),
+            *(_size_of(count, *o[0].shape[:2], 1, threads), _size_of(count, *gate_up.shape[:2], 2, threads)),
+            *(_size_of(count, *down[0].shape[:2], 1, threads), threads),
         )
     return out, joined
 
 
-def _size_of(rows: int, panels: Array, each: int, threads: int) -> tuple[int, int]:
-    """Rows of a task, and of the panels, of which tasks take so many for `each`."""
-    together = 1 if rows * panels.shape[1] * FLOAT <= KEPT else TOGETHER // each
-    return task_size(rows, MOST, len(panels) // each, together, threads)
+@functools.lru_cache(1024)
+def _size_of(rows: int, panels: int, pairs: int, each: int, threads: int) -> tuple[int, int]:
+    """Rows of a task, and of the panels of so many pairs, of which tasks take as many for `each`."""
+    together = 1 if rows * pairs * FLOAT <= KEPT else TOGETHER // each
+    return task_size(rows, MOST, panels // each, together, threads)

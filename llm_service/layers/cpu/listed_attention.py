@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from llm_service.layers.attention.backend import AttentionKind
-from llm_service.layers.cpu.decode_attention import decode
+from llm_service.layers.cpu.decode_attention import Decodes, decode
 
 
 def attend(query: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, *, unit: int) -> Tensor:
@@ -17,4 +17,4 @@ def attend(query: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: 
     last = lengths.long() - 1
     units = table.gather(1, (last // unit).unsqueeze(1)).squeeze(1).long()
     key, value = (each[units, last % unit].float() for each in (keys, values))
-    return decode(query, key, value, keys, values, table, lengths, AttentionKind(scale=scale))
+    return decode(query, key, value, keys, values, Decodes.of(table, lengths), AttentionKind(scale=scale))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
-from common.cpu.jit import Array
+from common.cpu.jit import Array, threads_used
 from common.cpu.weight_panels import WIDTH
 from llm_service.layers.adapter_tiles import RowTiles
 from llm_service.layers.cpu import adapter_kernel
@@ -86,5 +85,5 @@ class LowRankPanels(LowRankSlots):
     def add_arrays(self, x: np.ndarray, out: np.ndarray, rows: SlotRows) -> None:
         """See `LowRankSlots`."""
         of_slots = self._words, self._begins, self._kinds, self.ranks, self.scales
-        pieces = -(-numba.get_num_threads() // (len(rows.places) * len(self._parts)))
+        pieces = -(-threads_used() // (len(rows.places) * len(self._parts)))
         adapter_kernel.add(out, x, rows.places, rows.slots, *of_slots, self._panels, self._firsts, pieces)

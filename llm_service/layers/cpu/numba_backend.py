@@ -28,6 +28,7 @@ from llm_service.layers.attention.backend import (
 )
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cpu import bfloat16_decode, decode_attention, selection
+from llm_service.layers.cpu.decode_attention import Decodes, decode
 from llm_service.layers.cpu.pair_prefill import PairPrefillAttention
 from llm_service.layers.cpu.prefill_attention import STRETCH, PrefillAttention, PrefillMetadata
 from llm_service.layers.cpu.tile_prefill import TiledPrefillAttention
@@ -76,9 +77,9 @@ class NumbaBackend:
         table = np.zeros((len(first), widest), np.int32)
         for row, chunk in zip(table, first, strict=True):
             row[: len(chunk.blocks)] = chunk.blocks
-        lengths = torch.tensor([chunk.context + chunk.count for chunk in first], dtype=torch.int32)
-        prompts = torch.tensor([self._shape.kind.prompt_of(chunk) for chunk in first], dtype=torch.int32)
-        return _Batch(torch.from_numpy(table), lengths, torch.from_numpy(ends), prompts, later, self._shape.kind)
+        lengths = np.array([chunk.context + chunk.count for chunk in first], np.int32)
+        prompts = np.array([self._shape.kind.prompt_of(chunk) for chunk in first], np.int32)
+        return _Batch(Decodes(table, lengths, ends, prompts), passed, later, self._shape.kind)
 
     def _decodes(self, chunks: Sequence[PagedChunk], spans: Sequence[Span]) -> int:
         """How many chunks come before the first that is not computed as one token is."""
@@ -150,24 +151,22 @@ def _joined(chunk: PagedChunk, joined: Array, places: Array) -> list[_Part]:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """`table` int32 [s, w], `lengths`, `ends` and `prompts` int32 [s] are of the decodes; `later` computes what comes
-    behind."""
+    """The first `count` tokens are those of `decodes`; `later` computes what comes behind."""
 
-    table: Tensor
-    lengths: Tensor
-    ends: Tensor
-    prompts: Tensor
+    decodes: Decodes
+    count: int
     later: AttentionBatch | None
     kind: AttentionKind
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         """See `AttentionBatch`."""
-        count = int(self.ends[-1])
-        first = query[:count], key[:count], value[:count], cache[0], cache[1], self.table, self.lengths
-        decoded = decode_attention.decode(*first, self.kind, self.ends, self.prompts).flatten(1)
+        count = self.count
+        first = decode(query[:count], key[:count], value[:count], cache[0], cache[1], self.decodes, self.kind).flatten(
+            1
+        )
         if self.later is None:
-            return decoded
-        return torch.cat([decoded, self.later.attend(query[count:], key[count:], value[count:], cache)])
+            return first
+        return torch.cat([first, self.later.attend(query[count:], key[count:], value[count:], cache)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import numba
 import numpy as np
 
 from common.cpu import vectors, weight_panels
-from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.jit import Array, Typed, compiled, inner, threads_used
 from common.cpu.vectors.llvm import FLOAT, LANES
 from common.cpu.vectors.products import ROWS
 from common.cpu.vectors.stored import rounded
@@ -95,6 +95,6 @@ def product(x: Array, panels: Array, bias: Array | None, inputs: int, outputs: i
     out, bits = np.empty((x.shape[0], outputs), np.float32), np.ascontiguousarray(x).view(np.uint32)
     for begin in range(0, len(x), AT_ONCE):
         part = bits[begin : begin + AT_ONCE]
-        most = task_rows(len(part), len(panels), numba.get_num_threads())
+        most = task_rows(len(part), len(panels), threads_used())
         _kernel(out[begin : begin + AT_ONCE], part, panels, _NONE if bias is None else bias, most)
     return out

@@ -10,7 +10,7 @@ import numba
 import numpy as np
 
 from common.cpu import vectors, weight_panels
-from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.jit import Array, Typed, compiled, inner, threads_used
 from common.cpu.vectors.llvm import FLOAT, LANES, LINE
 from common.cpu.vectors.products import NOTHING, ROWS, add_products, in_pairs, widened_stretch
 from common.cpu.vectors.stored import HALF_LINES
@@ -217,7 +217,7 @@ def product(x: Array, panels: Array, scale: Array | None, bias: Array | None, ou
     given = [_NONE if each is None else each for each in (scale, bias)]
     for begin in range(0, len(x), AT_ONCE):
         part = x[begin : begin + AT_ONCE]
-        most = task_rows(len(part), len(panels), numba.get_num_threads())
+        most = task_rows(len(part), len(panels), threads_used())
         _kernel(out[begin : begin + AT_ONCE], part, panels, *given, most)
     return out
 

@@ -13,7 +13,7 @@ import numba
 import numpy as np
 
 from common.cpu import vectors, weight_panels
-from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.jit import Array, Typed, compiled, inner, threads_used
 from common.cpu.vectors.llvm import FLOAT, LANES, LINE
 from common.cpu.vectors.products import NOTHING, add_scaled, scaled_stretch, widened_stretch
 from common.cpu.weight_panels import VECTORS, WIDTH, first_line, write_panel
@@ -242,7 +242,7 @@ def product(x: Array, weight: Weight, groups: tuple[Array, Array], bias: Array |
 
 def rows_of_task(rows: int, panels: int) -> tuple[int]:
     """`task_rows`, alone."""
-    return (task_rows(rows, panels, numba.get_num_threads()),)
+    return (task_rows(rows, panels, threads_used()),)
 
 
 def in_goes(

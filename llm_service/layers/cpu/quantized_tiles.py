@@ -10,7 +10,7 @@ import numba
 import numpy as np
 
 from common.cpu import tile_kernel, vectors, weight_panels
-from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.jit import Array, Typed, compiled, inner, threads_used
 from common.cpu.tile_kernel import KEPT, ROW, add_blocks, pack_pairs, packed_rows, task_size
 from common.cpu.vectors.llvm import FLOAT, LANES, LINE
 from common.cpu.vectors.products import add_scaled
@@ -181,6 +181,6 @@ def product(x: Array, weight: Weight, groups: tuple[Array, Array], bias: Array |
     together = 1 if len(x) * x.shape[-1] * FLOAT // 2 <= KEPT else _TOGETHER
 
     def tasks(rows: int, panels: int) -> tuple[int, int]:
-        return task_size(rows, _MOST, panels, together, numba.get_num_threads())
+        return task_size(rows, _MOST, panels, together, threads_used())
 
     return in_goes(_kernel, np.uint32, AT_ONCE, x, weight, groups, bias, outputs, tasks)

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from llm_service.layers.attention.backend import CAUSAL, AttentionKind
 from llm_service.layers.cpu import decode_attention
+from llm_service.layers.cpu.decode_attention import Decodes
 from llm_service.layers.cpu.selection import wide_vectors
 
 SIZE, DIM, WIDEST = 4, 24, 5
@@ -19,7 +20,7 @@ SIZE, DIM, WIDEST = 4, 24, 5
 def test_tokens_are_written_and_attended_to(
     lengths: list[int], heads: int, kv_heads: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_attention.numba, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(decode_attention, "threads_used", lambda: threads)
     random = torch.Generator().manual_seed(heads + len(lengths))
     count = len(lengths)
     table = torch.randperm(count * WIDEST, generator=random).view(count, WIDEST).int()
@@ -33,7 +34,9 @@ def test_tokens_are_written_and_attended_to(
         known = [every[table[row].long()].flatten(0, 1)[:length] for every in (expected_keys, expected_values)]
         one = query[row].unsqueeze(1), *(every.transpose(0, 1) for every in known)
         expected[row] = functional.scaled_dot_product_attention(*one, enable_gqa=True).squeeze(1)
-    out = decode_attention.decode(query, key, value, keys, values, table, torch.tensor(lengths, dtype=torch.int32))
+    out = decode_attention.decode(
+        query, key, value, keys, values, Decodes.of(table, torch.tensor(lengths, dtype=torch.int32))
+    )
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(keys, expected_keys)
     assert torch.equal(values, expected_values)
@@ -52,7 +55,7 @@ def test_tokens_of_a_sequence_together_are_the_same_to_the_bit_as_one_by_one(
     """What nobody has written may be anything."""
     if dtype == "bfloat16" and not wide_vectors():
         pytest.skip("the processor has no AVX-512")
-    monkeypatch.setattr(decode_attention.numba, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(decode_attention, "threads_used", lambda: threads)
     lengths, counts, random = [5, 9, 38, 1, 90], [5, 1, 3, 1, 16], torch.Generator().manual_seed(5)
     widest = -(-max(lengths) // size)
     table = torch.randperm(5 * widest, generator=random).view(5, widest).int()
@@ -64,14 +67,14 @@ def test_tokens_of_a_sequence_together_are_the_same_to_the_bit_as_one_by_one(
             cache[table[row].long()] = known.view(widest, size, 3, DIM)
     given = [torch.randn(sum(counts), many, DIM, generator=random) for many in (3 * group, 3, 3)]
     kept, ends = (keys.clone(), values.clone()), torch.tensor(counts).cumsum(0).int()
-    together = decode_attention.decode(*given, keys, values, table, torch.tensor(lengths).int(), kind, ends)
+    together = decode_attention.decode(*given, keys, values, Decodes.of(table, torch.tensor(lengths).int(), ends), kind)
     alone: list[torch.Tensor] = []
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         for index in range(count):
             place = len(alone)
             one = [each[place : place + 1] for each in given]
             known = torch.tensor([length - count + index + 1]).int()
-            alone.append(decode_attention.decode(*one, *kept, table[row : row + 1], known, kind))
+            alone.append(decode_attention.decode(*one, *kept, Decodes.of(table[row : row + 1], known), kind))
     assert not together.isnan().any()
     assert torch.equal(together, torch.cat(alone))
     assert torch.equal(keys.nan_to_num(9), kept[0].nan_to_num(9))
@@ -96,7 +99,7 @@ def test_scores_are_drawn_below_a_cap(dtype: torch.dtype) -> None:
     for softcap in (0.1, 3.0, 50.0, 1e4):
         weights = (softcap * (plain / softcap).tanh()).softmax(2)
         kind = AttentionKind(scale=1.0, softcap=softcap)
-        out = decode_attention.decode(query, key, value, keys.clone(), values.clone(), table, length, kind)
+        out = decode_attention.decode(query, key, value, keys.clone(), values.clone(), Decodes.of(table, length), kind)
         torch.testing.assert_close(out[0].double(), (weights @ seen[1]).squeeze(1), rtol=2e-5, atol=2e-5)
 
 
@@ -130,7 +133,8 @@ def test_a_window_hides_what_is_before_it(dtype: torch.dtype, kind: AttentionKin
             query[row].unsqueeze(1), *seen, scale=kind.scale, enable_gqa=True
         )
         expected.append(attended.squeeze(1))
-    given = query, key, value, keys.to(dtype), values.to(dtype), table, torch.tensor(lengths, dtype=torch.int32), kind
+    decodes = Decodes.of(table, torch.tensor(lengths, dtype=torch.int32))
+    given = query, key, value, keys.to(dtype), values.to(dtype), decodes, kind
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(decode_attention.decode(*given), torch.stack(expected), rtol=tolerance, atol=tolerance)
 
@@ -152,7 +156,9 @@ def test_one_sequence_or_several_the_kernel_is_compiled_once() -> None:
         heads = torch.zeros(count, 8, DIM)
         query, key, value = heads.split([4, 2, 2], dim=1)
         table = torch.arange(count, dtype=torch.int32).unsqueeze(1)
-        decode_attention.decode(query, key, value, keys, values, table, torch.ones(count, dtype=torch.int32))
+        decode_attention.decode(
+            query, key, value, keys, values, Decodes.of(table, torch.ones(count, dtype=torch.int32))
+        )
     assert len(decode_attention._kernel.signatures) == 1
 
 
@@ -163,7 +169,7 @@ def test_one_sequence_or_several_the_kernel_is_compiled_once() -> None:
 def test_keys_and_values_in_bfloat16_are_widened_exactly(
     lengths: list[int], heads: int, kv_heads: int, dim: int, size: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_attention.numba, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(decode_attention, "threads_used", lambda: threads)
     random, count, widest = torch.Generator().manual_seed(heads), len(lengths), -(-max(lengths) // size)
     table = torch.randperm(count * widest, generator=random).view(count, widest).int()
     keys, values = torch.randn(2, count * widest, size, kv_heads, dim, generator=random).bfloat16()
@@ -176,8 +182,8 @@ def test_keys_and_values_in_bfloat16_are_widened_exactly(
     wide = keys.float(), values.float()
     ends = torch.tensor(lengths, dtype=torch.int32)
     rounded = key.bfloat16().float(), value.bfloat16().float()
-    expected = decode_attention.decode(query, *rounded, *wide, table, ends)
-    out = decode_attention.decode(query, key, value, keys, values, table, ends)
+    expected = decode_attention.decode(query, *rounded, *wide, Decodes.of(table, ends))
+    out = decode_attention.decode(query, key, value, keys, values, Decodes.of(table, ends))
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(keys.nan_to_num(9).float(), wide[0].nan_to_num(9))
     assert torch.equal(values.nan_to_num(9).float(), wide[1].nan_to_num(9))
@@ -196,12 +202,11 @@ def test_a_token_s_attention_over_bfloat16_is_the_same_to_the_bit_in_any_company
             *(each[row : row + 1] for each in (query, key, value)),
             keys,
             values,
-            table[row : row + 1],
-            lengths[row : row + 1],
+            Decodes.of(table[row : row + 1], lengths[row : row + 1]),
         )
         for row in range(3)
     ]
     for threads in (1, 2, 4):
-        monkeypatch.setattr(decode_attention.numba, "get_num_threads", lambda threads=threads: threads)
-        together = decode_attention.decode(query, key, value, keys, values, table, lengths)
+        monkeypatch.setattr(decode_attention, "threads_used", lambda threads=threads: threads)
+        together = decode_attention.decode(query, key, value, keys, values, Decodes.of(table, lengths))
         assert torch.equal(together, torch.cat(alone))

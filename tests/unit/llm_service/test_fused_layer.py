@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numba
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from common.cpu.jit import threads_used, use_threads
 from llm_service.families.family import FeedForwardKind, LayerKind, LayerNorms, Mixer
 from llm_service.layers.cpu import layer_kernel, selection
 from llm_service.layers.cpu.layer import FewRows, FusedLayer, finalize
@@ -104,10 +104,10 @@ def test_rows_are_the_same_with_any_number_of_threads_and_beyond_what_is_compute
     kind, rows = KINDS["plain"], layer_kernel.AT_ONCE + 70
     layer = layer_of(kind)
     alone, last = halves(layer, kind, 40), given(kind, rows)
-    before = numba.get_num_threads()
+    before = threads_used()
     try:
         for threads in {1, before}:
-            numba.set_num_threads(threads)
+            use_threads(threads)
             for mine, whole in zip(halves(layer, kind, rows), alone, strict=True):
                 assert mine.shape[1:] == whole.shape[1:]
             _, more, mixed, _ = last
@@ -115,7 +115,7 @@ def test_rows_are_the_same_with_any_number_of_threads_and_beyond_what_is_compute
             here = layer.after(more[cut], mixed[cut])
             assert all(torch.equal(all_[cut], part) for all_, part in zip(layer.after(more, mixed), here, strict=True))
     finally:
-        numba.set_num_threads(before)
+        use_threads(before)
 
 
 @torch.inference_mode()
