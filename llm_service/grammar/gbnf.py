@@ -22,7 +22,11 @@ _LARK = re.compile(r"^\s*(?:%llguidance\b|start\s*:(?!:=))", re.MULTILINE)
 _RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _SIGN = re.compile(r"\\x..|\\.|.", re.DOTALL)
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
+_BRACKETS = r"\[", r"\]"
 _QUOTED = frozenset('\\"[]')
+_TEXT = r'"(?:\\.|[^"\\])*+"?|\[(?:\\.|[^]\\])*+]?'
+_GAP = re.compile(_TEXT + r"|(?P<gap>(?:\s|#[^\n]*+)++)", re.DOTALL)
+_LINE_END = re.compile(_TEXT + r"|(?P<end>\n(?!\s*[\w-]+\s*::=))", re.DOTALL)
 
 
 def as_lark(text: str) -> str:
@@ -37,7 +41,7 @@ def as_lark(text: str) -> str:
     if _LARK.search(text) or not _RULE.search(text):
         return text
     try:
-        parsed = GrammarParser().parse(_ESCAPE.sub(_written, text))
+        parsed = GrammarParser().parse(_in_lines(_ESCAPE.sub(_written, text)))
         return _lark({name: rule.alternatives for name, rule in parsed.items()})
     except Exception as error:  # the library has no kind of its own for what is nested too deeply
         raise ValueError(str(error)) from error
@@ -75,8 +79,10 @@ class _Writer:
         """A part beside others."""
         match node:
             case LiteralNode(value=text):
-                signs = _SIGN.findall(text) if self._by_signs else []
-                return f'"{text}"' if len(signs) < 2 else "(" + " ".join(f'"{sign}"' for sign in signs) + ")"
+                signs = [sign.removeprefix("\\") if sign in _BRACKETS else sign for sign in _SIGN.findall(text)]
+                if self._by_signs and len(signs) > 1:
+                    return "(" + " ".join(f'"{sign}"' for sign in signs) + ")"
+                return '"' + "".join(signs) + '"'
             case RegexNode(rx="."):
                 return "/(?s:.)/"  # an end of a line as well
             case RegexNode(rx=rx):
@@ -91,11 +97,23 @@ class _Writer:
         return f"({self.choice(node)})"
 
 
+def _in_lines(text: str) -> str:
+    """The same without comments, each rule in a line. llama.cpp has a rule go on in the next line behind `|` and within
+    a group, but xgrammar, which vLLM and SGLang have read such grammars, up to the next rule.
+
+    >>> _in_lines('root ::= "a"  # or\\n  | b\\n\\nb ::= "b"')
+    'root ::= "a" | b\\nb ::= "b"'
+    """
+    text = _GAP.sub(lambda found: found[0] if found["gap"] is None else "\n" if "\n" in found[0] else " ", text)
+    return _LINE_END.sub(lambda found: found[0] if found["end"] is None else " ", text)
+
+
 def _written(found: re.Match[str]) -> str:
-    """A sign in the place of its number, which the library cuts short."""
+    """A sign in the place of its number, which the library cuts short, and a number in the place of a sign that it does
+    not know."""
     number = found[1] or found[2]
     if number is None:
-        return found[0]
+        return r"\x2d" if found[0] == r"\-" else found[0]
     sign = chr(int(number, 16))
     if not sign.isprintable() and ord(sign) < 0x80:
         return f"\\x{ord(sign):02x}"

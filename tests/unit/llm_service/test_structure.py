@@ -100,6 +100,24 @@ mark ::= [.!]
 
 
 @pytest.mark.parametrize(
+    "grammar",
+    [
+        'root ::= "a"  # one\n  # or\n\n  | list\n  | "#"\nlist ::= "[" [-a\\-c ]\n  "]"\n',
+        'root ::= list |\r\n  "a" | "#"\r\nlist ::=\n  ("[" [ \\-ac]\n\n"]")',
+        'root ::= ( "a"\n | list\n) | "#"\n\n\nlist ::= "[" [\\-\\x61\\x63 ] "\\]"',
+    ],
+)
+def test_a_rule_of_a_grammar_in_llama_cpp_s_form_may_have_several_lines(
+    grammar: str, structures: Structures, builder: PromptBuilder
+) -> None:
+    """As xgrammar reads them, to which vLLM and SGLang give such grammars."""
+    for text in ("a", "#", "[-]", "[c]", "[ ]", "[b]", "[]", "a#"):
+        _, matcher = structures.compile(Structure("grammar", as_lark(grammar)))
+        followed = all(map(matcher.consume_token, builder.encode(text)))
+        assert (followed and matcher.is_accepting()) is (text not in ("[b]", "[]", "a#")), text
+
+
+@pytest.mark.parametrize(
     ("grammar", "fitting", "others"),
     [
         pytest.param(
@@ -111,6 +129,7 @@ mark ::= [.!]
         ),
         pytest.param('root ::= [a-z]* "then"', ["then", "thxthen"], ["the", "thex"], id="a text in a run"),
         pytest.param('root ::= "<" any ">"\nany ::= .{2}', ["<ab>", "<\n\n>"], ["<a>"], id="any sign"),
+        pytest.param('root ::= "\\[" a "\\u005d"\na ::= [\\[\\-]', ["[[]", "[-]"], ["[]]", "[a]"], id="brackets"),
         pytest.param('root ::= ([a-z]+)? "1"', ["1", "ab1"], ["a", "11"], id="a run or none"),
         pytest.param(SENTENCE, ["an end", "a b c ending!", "endless end."], ["end", "a b endles"], id="words"),
         pytest.param('root ::= a{2} "-"\na ::= "x" | "xx"?', ["-", "xxx-", "xx-"], ["xxxxx-"], id="a repetition"),
