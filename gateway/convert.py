@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from pydantic_core import to_json
@@ -29,6 +30,9 @@ _FINISH = {
     llm_pb2.FINISH_REASON_LENGTH: "length",
     llm_pb2.FINISH_REASON_STRUCTURE: "stop",
 }
+_FORMS = "guided_json", "guided_regex", "regex", "guided_choice", "guided_grammar", "ebnf", "structured_outputs"
+_STRUCTURES = "json_schema", "regex", "choice", "grammar"
+"""What has the form of an answer here, and what the contract calls it."""
 _ANY_OBJECT = '{"type": "object"}'
 _LOW_DETAIL_PIXELS = 512 * 512
 """The area of a picture that is asked for in low detail, as OpenAI has it."""
@@ -114,6 +118,27 @@ def _set_form(params: llm_pb2.SamplingParams, kind: str, form: str | Sequence[st
 def is_constrained(request: llm_pb2.GenerateRequest) -> bool:
     """The answer must have a form."""
     return request.sampling.WhichOneof("structured") is not None
+
+
+def form_of(asked: SamplingFields) -> str:
+    """The field that says which form the answer must have; empty where none does."""
+    given = next((name for name in _FORMS if getattr(asked, name) is not None), "")
+    if given or not isinstance(asked, ChatRequest):
+        return given
+    calls = isinstance(asked.tool_choice, NamedTool) or asked.must_call
+    return "tools" if calls else "response_format" if asked.response_format is not None else ""
+
+
+async def named_by(
+    form: str, events: AsyncGenerator[llm_pb2.GenerateResponse]
+) -> AsyncGenerator[llm_pb2.GenerateResponse]:
+    """The same events; what is wrong with the answer's form is so with the field that has it."""
+    async with aclosing(events) as each:
+        try:
+            async for said in each:
+                yield said
+        except InvalidInput as error:
+            raise error.at(form) if form and error.field in _STRUCTURES else error from None
 
 
 def _set_response_format(params: llm_pb2.SamplingParams, asked: ResponseFormat) -> None:

@@ -161,7 +161,8 @@ class Chat:
             body.parallel_tool_calls is False,
             convert.is_constrained(message),
         )
-        events = self._generations.events(message, context.metadata, context.body_lease.release)
+        generation = self._generations.events(message, context.metadata, context.body_lease.release)
+        events = convert.named_by(convert.form_of(body), generation)
         if asked.prompt_scores is not None:
             events = collected(events, asked.prompt_scores)
         stream = body.stream

@@ -271,3 +271,9 @@ def test_token_ids_have_their_text_back(door: Trio) -> None:
     assert door.services.text.detokenize(*ids) == "Hello there<|im_end|>"
     reply = door.post("/detokenize", {"tokens": [1 << 31]})
     assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "TOKEN_OUT_OF_RANGE", "tokens")
+
+
+def test_a_schema_that_cannot_be_followed_is_refused_by_the_field_that_has_it(door: Trio) -> None:
+    schema = {"type": "json_schema", "name": "a", "schema": {"type": "nonsense"}}
+    reply = door.post("/v1/responses", {"input": "Hello", "text": {"format": schema}})
+    assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "BAD_STRUCTURE", "text.format")

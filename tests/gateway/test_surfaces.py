@@ -307,6 +307,36 @@ def test_what_tokens_cannot_be_asked_with_is_refused(
     assert (reply.status, reply.error["param"], reply.error["code"]) == (400, param, code)
 
 
+BAD = "((("
+BAD_SCHEMA = {"type": "nonsense"}
+BAD_FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": BAD_SCHEMA}}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_json": BAD_SCHEMA}, "guided_json"),
+        ({"guided_regex": BAD}, "guided_regex"),
+        ({"regex": BAD}, "regex"),
+        ({"guided_choice": ["a", ""]}, "guided_choice"),
+        ({"guided_grammar": BAD}, "guided_grammar"),
+        ({"ebnf": BAD}, "ebnf"),
+        ({"structured_outputs": {"regex": BAD}}, "structured_outputs"),
+        ({"response_format": BAD_FORMAT}, "response_format"),
+    ],
+)
+def test_a_form_that_cannot_be_followed_is_refused_by_the_field_that_has_it(
+    door: Trio, fields: dict[str, Any], param: str, stream: bool
+) -> None:
+    given = {**fields, "max_tokens": 4, "stream": stream}
+    if param != "response_format":
+        reply = door.post("/v1/completions", {"prompt": "x", **given})
+        assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "BAD_STRUCTURE", param)
+    reply = door.chat(**given)
+    assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "BAD_STRUCTURE", param)
+
+
 def test_health_and_the_release(door: Trio) -> None:
     assert {door.get(path).status for path in ("/health/live", "/health/ready", "/health", "/ping")} == {200}
     assert door.post("/ping", b"").status == 200

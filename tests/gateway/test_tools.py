@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import openai
 import pytest
 
@@ -284,3 +285,17 @@ def test_a_template_that_knows_tools_lays_them_out_and_says_so(checkpoint: Path,
         (choice,) = json.loads(forced.body)["choices"]
         assert {call["function"]["name"] for call in choice["message"].get("tool_calls", ())} <= {"weather"}
         assert (choice["finish_reason"] == "tool_calls") == ("tool_calls" in choice["message"])
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_parameters_that_cannot_be_followed_are_those_of_the_tools(door: Scripted, choice: Any) -> None:
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    status = v1.Status(code=code.value[0], reason="BAD_STRUCTURE", message="no", field="sampling.json_schema")
+    door.llm.play, door.llm.refusal = lambda _: iter(()), (code, status)
+    try:
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        message = {"role": "user", "content": "Hello"}
+        reply = door.post("/v1/chat/completions", {"messages": [message], "tools": tools, "tool_choice": choice})
+    finally:
+        door.llm.refusal = None
+    assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "BAD_STRUCTURE", "tools")
