@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Literal
 
 from llguidance.gbnf_to_lark import (
     AlternativeNode,
@@ -50,18 +51,22 @@ def as_lark(text: str) -> str:
 def _lark(rules: Mapping[str, ASTNode]) -> str:
     """Rules by names of ours: those that are written large are lexemes."""
     lexemes = lexemes_of(rules)
-    names = {name: f"{'r' if lexemes is None or name not in lexemes else 'R'}{n}" for n, name in enumerate(rules)}
-    writer = _Writer(names | {"root": "start"}, by_signs=lexemes is None)
-    lines = [f"{writer.names[name]}: {writer.choice(node)}\n" for name, node in rules.items()]
+    names = {name: f"{'R' if name in lexemes.rules else 'r'}{number}" for number, name in enumerate(rules)}
+    names["root"] = "start"
+    whole, apart = _Writer(names), _Writer(names, by_signs=True)
+    others = _Writer(names, by_signs=lexemes.texts)
+    lines = []
+    for name, node in rules.items():
+        writer = whole if name in lexemes.rules else apart if name in lexemes.apart else others
+        lines.append(f"{names[name]}: {writer.choice(node)}\n")
     return "".join(("%llguidance {}\n\n", *lines))
 
 
 class _Writer:
-    """Writes parts of rules with these `names`. `by_signs` there is no lexeme of more than one sign: what may come next
-    then takes milliseconds, with a hundred thousand words, where it takes a tenth of one."""
+    """Writes parts of rules with these `names`; texts that are read `by_signs`, or all, have a lexeme for each sign."""
 
-    def __init__(self, names: Mapping[str, str], *, by_signs: bool) -> None:
-        self.names = names
+    def __init__(self, names: Mapping[str, str], *, by_signs: Collection[str] | Literal[True] = ()) -> None:
+        self._names = names
         self._by_signs = by_signs
 
     def choice(self, node: ASTNode) -> str:
@@ -80,7 +85,7 @@ class _Writer:
         match node:
             case LiteralNode(value=text):
                 signs = [sign.removeprefix("\\") if sign in _BRACKETS else sign for sign in _SIGN.findall(text)]
-                if self._by_signs and len(signs) > 1:
+                if len(signs) > 1 and (self._by_signs is True or text in self._by_signs):
                     return "(" + " ".join(f'"{sign}"' for sign in signs) + ")"
                 return '"' + "".join(signs) + '"'
             case RegexNode(rx="."):
@@ -88,7 +93,7 @@ class _Writer:
             case RegexNode(rx=rx):
                 return f"/{rx}/"
             case RuleRefNode(name=name):
-                return self.names[name]
+                return self._names[name]
             case RepetitionNode(node=inner, min_times=least, max_times=most):
                 one = self._one(inner)
                 one = f"({one})" if isinstance(inner, RepetitionNode) else one

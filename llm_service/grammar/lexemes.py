@@ -5,11 +5,10 @@ another one would be asked for behind it, for ever."""
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from llguidance.gbnf_to_lark import (
@@ -25,8 +24,6 @@ from llguidance.gbnf_to_lark import (
 _SIGN = re.compile(r"\\x([0-9a-fA-F]{2})|\\(.)|(.)", re.DOTALL)
 _NAMED = {"n": "\n", "r": "\r", "t": "\t"}
 _LAST = 0x10FFFF
-_Part = tuple[type[LiteralNode | RegexNode | RuleRefNode], str]
-"""A text, a class, or a rule by its name."""
 
 
 class _Words(NamedTuple):
@@ -73,7 +70,7 @@ class _Grammar:
     def __init__(self, rules: Mapping[str, ASTNode]) -> None:
         self.rules = rules
         self._signs = _told_apart(rules.values())
-        self._known: dict[_Part, _Words] = {}
+        self._known: dict[tuple[type[ASTNode], str], _Words] = {}
         self.words = dict.fromkeys(rules, _Words())
         before: dict[str, _Words] = {}
         while before != self.words:
@@ -111,31 +108,40 @@ class _Grammar:
             found |= (1 << bisect_right(self._signs, high)) - (1 << bisect_left(self._signs, low))
         return found
 
-    def lexemes(self) -> set[str]:
-        """The rules that refer to no others but such; the root, which is read by its parts, is none."""
+    def lexemes(self, among: Collection[str]) -> set[str]:
+        """Those of these rules that refer to no others but such."""
         found, before = set[str](), -1
         while before != (before := len(found)):
-            for name, node in reversed(list(self.rules.items())):
-                if name != "root" and found.issuperset(_referred(node)):
+            for name in reversed(list(among)):
+                if found.issuperset(_referred(self.rules[name])):
                     found.add(name)
         return found
 
-    def behind(self, lexemes: set[str]) -> dict[_Part, int]:
-        """The signs that may stand behind each rule, text and class where rules refer to it that are no lexemes: these
-        are read as a whole."""
-        found: dict[_Part, int] = {(RuleRefNode, name): 0 for name in self.rules}
-        before: dict[_Part, int] = {}
+    def behind(self, lexemes: set[str]) -> dict[str, int]:
+        """The signs that may stand behind each rule where others refer to it that are no lexemes: these are read as a
+        whole."""
+        found = dict.fromkeys(self.rules, 0)
+        before: dict[str, int] = {}
         while before != found:
             before = dict(found)
             for name, node in self.rules.items():
                 if name not in lexemes:
-                    self._follow(node, found[RuleRefNode, name], found)
-        return {part: signs for part, signs in found.items() if part[0] is not RuleRefNode or part[1] in lexemes}
+                    self._follow(node, found[name], found)
+        return found
 
-    def _follow(self, node: ASTNode, behind: int, found: dict[_Part, int]) -> None:
+    def texts_like_classes(self, lexemes: set[str]) -> set[str]:
+        """The texts in rules that are no lexemes which begin as a class there does, but none that is one."""
+        parts = list(_parts(node for name, node in self.rules.items() if name not in lexemes))
+        alike = functools.reduce(
+            operator.or_, (self.words_of(each).first for each in parts if isinstance(each, RegexNode)), 0
+        )
+        alike &= ~functools.reduce(operator.or_, (self.words[name].first for name in lexemes), 0)
+        return {each.value for each in parts if isinstance(each, LiteralNode) and self.words_of(each).first & alike}
+
+    def _follow(self, node: ASTNode, behind: int, found: dict[str, int]) -> None:
         match node:
-            case RuleRefNode(name=text) | LiteralNode(value=text) | RegexNode(rx=text):
-                found[type(node), text] = found.get((type(node), text), 0) | behind
+            case RuleRefNode():
+                found[node.name] |= behind
             case RepetitionNode():
                 again = node.max_times is None or node.max_times > 1
                 self._follow(node.node, behind | (self.words_of(node.node).first if again else 0), found)
@@ -148,36 +154,26 @@ class _Grammar:
                 for each in node.alternatives:
                     self._follow(each, behind, found)
 
-    def clash(self, behind: Mapping[_Part, int]) -> bool:
-        """Whether of these parts one, while it is read, may take what stands behind it, or behind another one that
-        begins alike."""
-        words = {part: self.words_of(part[0](part[1])) for part in behind}
-        if any(words[part].beyond & signs for part, signs in behind.items()):
-            return True
-        texts = [part for part in behind if part[0] is LiteralNode]
-        after: dict[tuple[int, ...], int] = {}
-        for part in texts:
-            signs = tuple(_signs_of(part[1]))
-            after[signs] = after.get(signs, 0) | behind[part]
-        for signs in after:
-            for end in range(1, len(signs)):
-                if after.get(signs[:end], 0) & self._bits([(signs[end], signs[end])]):
-                    return True
-        others = [part for part in behind if part[0] is not LiteralNode]
-        takes_more = [part for part in others if words[part].later]
-        pairs = itertools.chain(itertools.product(behind, takes_more), itertools.product(others, texts))
-        return any(
-            one != other and words[one].first & words[other].first and words[other].later & behind[one]
-            for one, other in pairs
-        )
+
+class Lexemes(NamedTuple):
+    """The `rules` that may be read as lexemes; those that might if none went on with what may stand behind it, whose
+    texts are read `apart`, sign by sign; and other `texts` that are so, which a class might begin."""
+
+    rules: set[str]
+    apart: set[str]
+    texts: set[str]
 
 
-def lexemes_of(rules: Mapping[str, ASTNode]) -> set[str] | None:
-    """The rules that may be read as lexemes; None where one, or a text, may go on with what stands behind it, or behind
-    another, so that none is to have more than a sign. Raises KeyError for a rule that is missing."""
+def lexemes_of(rules: Mapping[str, ASTNode]) -> Lexemes:
+    """Of rules, whose root is read by its parts. Raises KeyError for a rule that is missing."""
     grammar = _Grammar(rules)
-    lexemes = grammar.lexemes()
-    return None if grammar.clash(grammar.behind(lexemes)) else lexemes
+    lexemes = every = grammar.lexemes([name for name in rules if name != "root"])
+    while True:
+        behind = grammar.behind(lexemes)
+        fine = {name for name in lexemes if not grammar.words[name].beyond & behind[name]}
+        if fine == lexemes:
+            return Lexemes(lexemes, every - lexemes, grammar.texts_like_classes(lexemes))
+        lexemes = grammar.lexemes([name for name in rules if name in fine])
 
 
 def _referred(node: ASTNode) -> set[str]:
@@ -186,13 +182,18 @@ def _referred(node: ASTNode) -> set[str]:
     return set[str]().union(*map(_referred, node.children()))
 
 
+def _parts(nodes: Iterable[ASTNode]) -> Iterator[ASTNode]:
+    """These, and all that is in them."""
+    waiting = list(nodes)
+    while waiting:
+        yield (node := waiting.pop())
+        waiting += node.children()
+
+
 def _told_apart(nodes: Iterable[ASTNode]) -> list[int]:
     """Signs in order, one at least of all that the grammar does not tell from one another."""
     ends = {0}
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        waiting += node.children()
+    for node in _parts(nodes):
         if isinstance(node, LiteralNode):
             ends.update(each for sign in _signs_of(node.value) for each in (sign, sign + 1))
         elif isinstance(node, RegexNode):

@@ -144,6 +144,15 @@ def test_what_a_grammar_in_llama_cpp_s_form_allows_does_not_end_with_the_longest
         assert (followed and matcher.is_accepting()) is (text in fitting), text
 
 
+def test_a_rule_that_leaves_what_stands_behind_it_is_a_lexeme() -> None:
+    """Signs of a text one by one are too many for a parser where the vocabulary is large."""
+    grammar = 'root ::= "[\\n" ws (text ("," ws text)*)? "]" | "[" ws num "\\n"\n'
+    rules = 'text ::= "\\"" ([^"\\\\] | "\\\\" [bfnrt])* "\\"" ws\nnum ::= [0-9]+ ws\nws ::= [ \\t]*\n'
+    made = as_lark(grammar + rules)
+    assert [line[0] for line in made.splitlines()[2:]] == ["s", "R", "R", "R"]
+    assert as_lark((grammar + rules).replace("[ \\t]", "[ \\n]")).count("\nR") == 0
+
+
 def test_without_a_tokenizer_that_structures_know_none_is_taken(checkpoint: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(checkpoint, tmp_path / "own")
     settings = json.loads((folder / "tokenizer.json").read_text())
