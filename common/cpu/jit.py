@@ -25,6 +25,8 @@ Array = np.ndarray[Any, Any]
 
 _FREEDOMS = {"reassoc", "contract", "arcp", "afn", "nsz"}
 """What the compiler may do with sums and products; what is not a number stays so."""
+_BARE = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+"""Nobody calls parts but kernels."""
 PATIENCE_SECONDS = 600.0
 """For whoever compiles the same kernel."""
 _LOOK_SECONDS = 0.05
@@ -83,8 +85,14 @@ def _sources(module: ModuleType) -> list[Path]:
 def inner(function: Callable[..., Any]) -> Any:
     """A part of a kernel of the same file, which nobody else calls: what Python would call it by is not compiled. What
     a parallel loop does is better such a part: numba looks through the loop's own body many times."""
-    bare = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    options: dict[str, Any] = {"fastmath": _FREEDOMS, "nogil": True, "error_model": "numpy", **bare}
+    options: dict[str, Any] = {"fastmath": _FREEDOMS, "nogil": True, "error_model": "numpy", **_BARE}
+    return numba.njit(**options)(function)
+
+
+def exact(function: Callable[..., Any]) -> Any:
+    """A part of kernels whose sums and products are taken as they are written, in every one of them. The freedoms that
+    other parts have are used otherwise in each kernel, and even by whether it was just compiled or read from disk."""
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", **_BARE}
     return numba.njit(**options)(function)
 
 

@@ -1,4 +1,4 @@
-"""Norms by the mean square, and rotations, of rows of float32."""
+"""Norms by the mean square, and rotations, of rows of float32, the same to the bit in every kernel."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from common.cpu.jit import exact
 from common.cpu.vectors.llvm import FLOAT, WORD, Value, spread
 from common.cpu.vectors.row_loops import Mask, inverse_root, load_wide, over, store_wide
 
@@ -105,8 +106,38 @@ def _part(builder: Any, bases: tuple[Value, Value], scale: Value, place: tuple[V
     return builder.fmul(builder.fmul(x, scale), gain)
 
 
-rms_norm: Any = intrinsic(_rms_norm)
-scale_of: Any = intrinsic(_scale_of)
-scaled: Any = intrinsic(_scaled)
-rotate_scaled: Any = intrinsic(_rotate_scaled)
-add_rows: Any = intrinsic(_add_rows)
+_rms_norm_code: Any = intrinsic(_rms_norm)
+_scale_code: Any = intrinsic(_scale_of)
+_scaled_code: Any = intrinsic(_scaled)
+_rotate_code: Any = intrinsic(_rotate_scaled)
+_add_code: Any = intrinsic(_add_rows)
+
+
+@exact
+def rms_norm(out: Any, x: Any, gain: Any, count: Any, eps: Any) -> None:
+    """See `_rms_norm`."""
+    _rms_norm_code(out, x, gain, count, eps)
+
+
+@exact
+def scale_of(x: Any, count: Any, eps: Any) -> Any:
+    """See `_scale_of`."""
+    return _scale_code(x, count, eps)
+
+
+@exact
+def scaled(out: Any, x: Any, gain: Any, count: Any, scale: Any) -> None:
+    """See `_scaled`."""
+    _scaled_code(out, x, gain, count, scale)
+
+
+@exact
+def rotate_scaled(out: Any, x: Any, gain: Any, tables: Any, half: Any, scale: Any) -> None:
+    """See `_rotate_scaled`."""
+    _rotate_code(out, x, gain, tables, half, scale)
+
+
+@exact
+def add_rows(out: Any, one: Any, other: Any, count: Any) -> None:
+    """See `_add_rows`."""
+    _add_code(out, one, other, count)

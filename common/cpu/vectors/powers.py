@@ -12,6 +12,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from common.cpu.jit import exact
 from common.cpu.vectors.llvm import (
     FLAG,
     LANES,
@@ -294,5 +295,17 @@ hide_others: Any = intrinsic(_hide_others)
 highest: Any = intrinsic(_highest)
 to_powers: Any = intrinsic(_to_powers)
 to_short_powers: Any = intrinsic(_to_short_powers)
-gate: Any = intrinsic(_gate)
-gelu_gate: Any = intrinsic(_gelu_gate)
+_gate_code: Any = intrinsic(_gate)
+_gelu_gate_code: Any = intrinsic(_gelu_gate)
+
+
+@exact
+def gate(out: Any, gates: Any, values: Any, vectors: Any) -> None:
+    """See `_gate`: the same to the bit in every kernel."""
+    _gate_code(out, gates, values, vectors)
+
+
+@exact
+def gelu_gate(out: Any, gates: Any, values: Any, vectors: Any) -> None:
+    """See `_gelu_gate`, likewise."""
+    _gelu_gate_code(out, gates, values, vectors)

@@ -1,6 +1,4 @@
-"""Loops over the numbers of a row, by vectors of 16, of which the last may have fewer. They are taken in one order, and
-nothing is left to the compiler's freedoms, which it takes otherwise wherever it puts a loop: so a row's numbers are the
-same to the bit in every kernel."""
+"""Loops over the numbers of a row, by vectors of 16, of which the last may have fewer, in one order."""
 
 from __future__ import annotations
 

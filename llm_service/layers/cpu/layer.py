@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from common.cpu.jit import Array
 from common.cpu.weight_panels import WIDTH
-from llm_service.layers.cpu import layer_kernel, row_kernels, selection
+from common.linear import LaidOut
+from llm_service.layers.cpu import layer_kernel, layer_products, row_kernels, selection
+from llm_service.layers.cpu.layer_kernel import Weight
 from llm_service.layers.cpu.pair_panels import PairPanels
 from llm_service.layers.cpu.panels import PanelWeight
 from llm_service.layers.cpu.quantized_panels import QuantizedPanels
@@ -105,20 +107,22 @@ class FewRows:
         return torch.from_numpy(self._mlp_out(out)), torch.from_numpy(joined)
 
 
+_FORMS = {"tiles": layer_products.TILES, "pairs": layer_products.PAIRS, "numbers": layer_products.NUMBERS}
+
+
 class FusedLayer:
-    """What a dense layer does before and after self-attention, by one kernel each, of any number of rows: for weights
-    in panels for tiles."""
+    """What a dense layer does before and after self-attention, by one kernel each, of any number of rows."""
 
-    kernels = frozenset(f"{layer_kernel.__name__}:{name}" for name in layer_kernel.TYPED)
-    """See `NumbaCompiled`."""
-
-    def __init__(self, layer: DecoderLayer, attention: SelfAttention, mlp: MLP, otherwise: FewRows) -> None:
+    def __init__(self, layer: DecoderLayer, attention: SelfAttention, mlp: MLP, otherwise: FewRows, form: str) -> None:
         self._otherwise = otherwise
         self._parts = attention.parts
         self._linears = attention.qkv, attention.o, mlp.gate_up, mlp.down
-        self._qkv, self._o, self._gate_up, self._down = map(_panels_of, self._linears)
-        outputs = attention.qkv.outputs
-        self._sizes = outputs, attention.heads, attention.new_keys, attention.head_dim
+        self._qkv, *behind = map(_panels_of, self._linears)
+        self._behind = behind[0], behind[1], behind[2]
+        self._form = _FORMS[form]
+        self.kernels = layer_kernel.names(form, self._qkv[0])
+        """See `NumbaCompiled`."""
+        self._sizes = attention.qkv.outputs, attention.heads, attention.new_keys, attention.head_dim
         self._gains = row_kernels.both_gains(attention.gains, attention.eps, attention.head_dim)
         self._in_norm = _gain_of(layer.mixer_in_norm)
         self._norms = *_gain_of(layer.mixer_out_norm), *_gain_of(layer.mlp_in_norm)
@@ -127,20 +131,20 @@ class FusedLayer:
 
     @classmethod
     def of(cls, layer: DecoderLayer) -> FusedLayer | None:
-        """None where a layer has no `FewRows`, or not all of its weights lie in panels for tiles, or one of these
-        panels has outputs of gates and of values."""
+        """None where a layer has no `FewRows`, or not all of its weights lie in panels of one form and type, or one of
+        these panels has outputs of gates and of values."""
         otherwise = FewRows.of(layer)
         if otherwise is None:
             return None
         attention, mlp = layer.mixer, layer.mlp
         assert isinstance(attention, SelfAttention), "few rows have none for others"
         assert isinstance(mlp, MLP), "nor for these"
-        forms = [linear.laid_out for linear in (attention.qkv, attention.o, mlp.gate_up, mlp.down)]
-        if not all(isinstance(form, PairPanels) and form.tiles for form in forms):
+        laid_out = [linear.laid_out for linear in (attention.qkv, attention.o, mlp.gate_up, mlp.down)]
+        forms = {_form_of(each) for each in laid_out}
+        if len(forms) > 1 or mlp.gate_up.outputs % (2 * WIDTH):
             return None
-        if mlp.gate_up.outputs % (2 * WIDTH):
-            return None
-        return cls(layer, attention, mlp, otherwise)
+        form, _ = forms.pop()
+        return cls(layer, attention, mlp, otherwise, form) if form else None
 
     def before(self, x: Tensor, residual: Tensor | None, rotary: Rotary) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See `DecoderLayer.before`."""
@@ -149,7 +153,7 @@ class FusedLayer:
         more = None if residual is None else _array(residual)
         tables = _array(rotary[0]), _array(rotary[1])
         total, rotated, heads = layer_kernel.before(
-            _array(x), more, self._in_norm, self._qkv, tables, self._sizes, self._gains
+            _array(x), more, self._in_norm, self._qkv, self._form, tables, self._sizes, self._gains
         )
         every = torch.from_numpy(heads).view(len(heads), -1, self._sizes[-1])
         return torch.from_numpy(total), self._parts(torch.from_numpy(rotated), every)
@@ -159,7 +163,7 @@ class FusedLayer:
         if not self._takes():
             return self._otherwise.after(residual, mixed)
         out, joined = layer_kernel.behind(
-            _array(mixed), _array(residual), self._norms, self._o, self._gate_up[0], self._down, silu=self._silu
+            _array(mixed), _array(residual), self._norms, self._behind, self._form, silu=self._silu
         )
         return torch.from_numpy(self._mlp_out(out)), torch.from_numpy(joined)
 
@@ -174,11 +178,20 @@ def _array(x: Tensor) -> Array:
     return np.ascontiguousarray(x.numpy())
 
 
-def _panels_of(linear: PackedLinear) -> tuple[Array, Array]:
-    """Its weight, and its bias, float32 [outputs] or [0]."""
+def _form_of(laid_out: LaidOut | None) -> tuple[str, str]:
+    """The form of a weight's panels, empty for others, and the type of their array."""
+    if isinstance(laid_out, PairPanels):
+        return "tiles" if laid_out.tiles else "pairs", str(laid_out.panels.dtype)
+    return ("numbers", str(laid_out.panels.dtype)) if isinstance(laid_out, PanelWeight) else ("", "")
+
+
+def _panels_of(linear: PackedLinear) -> Weight:
     form = linear.laid_out
-    assert isinstance(form, PairPanels), "others have products of their own"
-    return form.panels, np.empty(0, np.float32) if linear.bias is None else linear.bias.float().numpy()
+    assert isinstance(form, PairPanels | PanelWeight), "others have products of their own"
+    scale = form.scale if isinstance(form, PanelWeight) else None
+    bias = None if linear.bias is None else linear.bias.float().numpy()
+    nothing: Array = np.empty(0, np.float32)
+    return form.panels, nothing if scale is None else scale, nothing if bias is None else bias
 
 
 def _gain_of(norm: RMSNorm | Unnormed | None) -> tuple[Array, float]:

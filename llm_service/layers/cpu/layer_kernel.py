@@ -1,6 +1,6 @@
-"""What a dense layer computes before its mixer and behind it, for processors with AMX: two kernels, compiled by numba,
-whose threads begin once for all products and what is between them (`common.cpu.phases`). Weights lie in panels of pairs
-for tiles (`llm_service.layers.cpu.pair_panels`). A row's numbers are the same to the bit whatever is beside it."""
+"""What a dense layer computes before its mixer and behind it: two kernels, compiled by numba, whose threads begin once
+for all products and what is between them (`common.cpu.phases`). Weights lie in panels of any form that
+`layer_products` knows. A row's numbers are the same to the bit whatever is beside it."""
 
 from __future__ import annotations
 
@@ -13,97 +13,47 @@ import numpy as np
 from common.cpu import phases, tile_kernel, vectors, weight_panels
 from common.cpu.jit import Array, Typed, compiled, inner, threads_used
 from common.cpu.phases import counts_of, done, take, wait
-from common.cpu.tile_kernel import (
-    AT_ONCE,
-    KEPT,
-    MOST,
-    TOGETHER,
-    ask_share,
-    count_tasks,
-    multiply,
-    pack_pairs,
-    packed_rows,
-    padded,
-    room_for,
-    sum_few,
-    sum_many,
-    task_at,
-    task_size,
-)
-from common.cpu.vectors.llvm import FLOAT, LANES
+from common.cpu.tile_kernel import ask_share, count_tasks, task_at
 from common.cpu.vectors.norms import add_rows, rms_norm
-from common.cpu.vectors.powers import gate, gelu_gate
-from common.cpu.vectors.tiles import BLOCK, round_row
-from common.cpu.weight_panels import VECTORS, WIDTH, first_line
-from llm_service.layers.cpu import row_kernels
+from llm_service.layers.cpu import layer_products, pair_kernel, panel_kernel, row_kernels
+from llm_service.layers.cpu.layer_products import PanelForm, multiply, multiply_gates, pack, packed_like
 from llm_service.layers.cpu.row_kernels import qk_norm_rotary_row
-
-_WORDS = WIDTH // 2
-"""Words of pairs that a panel's outputs are."""
 
 
 @inner
 def _pack_normed(packed: Any, row: Any, x: Any, norm: Any) -> None:
-    """A row of uint32 packed [m, words] of x [k], normed, `norm` a gain and its eps, unless the gain is [0]."""
+    """A row of `packed` of x [k], normed, `norm` a gain and its eps, unless the gain is [0]."""
     gain, eps = norm
     bits = np.empty((1, x.shape[0]), np.uint32)
     if len(gain):
         rms_norm(bits.ctypes.data, x.ctypes.data, gain.ctypes.data, x.shape[0], eps)
     else:
         bits.view(np.float32)[0] = x
-    pack_pairs(packed, row, bits, 0)
+    pack(packed, row, bits, 0)
 
 
 @inner
 def _multiply_all(counts: Any, phase: Any, thread: Any, out: Any, packed: Any, weight: Any, size: Any) -> None:
     """Products: out [m, outputs]."""
-    (panels, bias), rows = weight, out.shape[0]
-    tasks = count_tasks(rows, panels.shape[0], size)
+    rows, panels = out.shape[0], weight[0].shape[0]
+    tasks = count_tasks(rows, panels, size)
     task = take(counts, phase, thread, tasks)
     while task >= 0:
-        begin, here, first, count = task_at(task, rows, panels.shape[0], size)
-        multiply(out, packed, panels, bias, first, first + count, begin, here)
+        multiply(out, packed, weight, task_at(task, rows, panels, size))
         done(counts, phase)
         task = take(counts, phase, thread, tasks)
 
 
 @inner
-def _gate(opened: Any, room: Any, apart: Any, panel: Any, begin: Any, rows: Any, silu: Any) -> None:
-    """Rounds gates times values to the words of uint32 opened [m, words] that a panel's outputs are: the sums [rows,
-    64] from the first line of `room` on, and those so many numbers behind."""
-    line = np.empty(WIDTH + LANES, np.float32)
-    product = line.ctypes.data + first_line(line) * FLOAT
-    gates = room.ctypes.data + first_line(room) * FLOAT
-    for row in range(rows):
-        here = gates + row * WIDTH * FLOAT
-        if silu:
-            gate(product, here, here + apart * FLOAT, VECTORS)
-        else:
-            gelu_gate(product, here, here + apart * FLOAT, VECTORS)
-        round_row(opened[begin + row, panel * _WORDS :].ctypes.data, product, VECTORS // 2)
-
-
-@inner
 def _gate_all(
-    counts: Any, phase: Any, thread: Any, opened: Any, packed: Any, panels: Any, rows: Any, silu: Any, size: Any
+    counts: Any, phase: Any, thread: Any, opened: Any, packed: Any, weight: Any, rows: Any, silu: Any, size: Any
 ) -> None:
-    """Gates times values, uint32 opened [m, words], of panels whose first half has gates."""
-    half = panels.shape[0] // 2
+    """Gates times values, packed, of panels whose first half has gates."""
+    half = weight[0].shape[0] // 2
     tasks = count_tasks(rows, half, size)
     task = take(counts, phase, thread, tasks)
     while task >= 0:
-        begin, here, first, count = task_at(task, rows, half, size)
-        apart = padded(here) * WIDTH
-        room = room_for(here, 2 * count)
-        if rows <= BLOCK:
-            for panel in range(first, first + count):
-                sum_few(room, packed, panels, panel, here)
-                sum_few(room[apart:], packed, panels, half + panel, here)
-                _gate(opened, room, apart, panel, begin, here, silu)
-        else:
-            sum_many(room, packed, panels, (first, 2 * count, half), begin, here)
-            for index in range(count):
-                _gate(opened, room[index * apart :], count * apart, first + index, begin, here, silu)
+        multiply_gates(opened, packed, weight, task_at(task, rows, half, size), silu)
         done(counts, phase)
         task = take(counts, phase, thread, tasks)
 
@@ -143,8 +93,8 @@ def _before(
     residual: Any,
     gain: Any,
     eps: Any,
-    panels: Any,
-    bias: Any,
+    weight: Any,
+    like: Any,
     cosine: Any,
     sine: Any,
     gains: Any,
@@ -157,10 +107,10 @@ def _before(
     rotated [n, heads, dim]; the others as `before` and `qk_norm_rotary` in `row_kernels` have them; `size` rows and
     panels of a task."""
     counts = counts_of(3, threads)
-    packed = packed_rows(x.shape[0], panels.shape[1] // BLOCK)
+    packed = packed_like(like, x.shape[0], weight[0])
     for thread in numba.prange(threads):
         outs, rotary = (total, heads, rotated), (cosine, sine, gains, queries, head_eps)
-        _work_before(np.intp(thread), counts, outs, packed, (x, residual), (gain, eps), (panels, bias), rotary, size)
+        _work_before(np.intp(thread), counts, outs, packed, (x, residual), (gain, eps), weight, rotary, size)
 
 
 @inner
@@ -174,12 +124,12 @@ def _work_behind(
     ask_share(counts, thread, o[0])
     row = take(counts, 0, thread, rows)
     while row >= 0:
-        pack_pairs(packed_mixed, row, mixed, row)
+        pack(packed_mixed, row, mixed, row)
         done(counts, 0)
         row = take(counts, 0, thread, rows)
     wait(counts, 0, rows)
     _multiply_all(counts, 1, thread, projected, packed_mixed, o, o_size)
-    ask_share(counts, thread, gate_up)
+    ask_share(counts, thread, gate_up[0])
     wait(counts, 1, count_tasks(rows, o[0].shape[0], o_size))
     row = take(counts, 2, thread, rows)
     while row >= 0:
@@ -193,7 +143,7 @@ def _work_behind(
     wait(counts, 2, rows)
     _gate_all(counts, 3, thread, opened, packed_joined, gate_up, rows, silu, gate_size)
     ask_share(counts, thread, down[0])
-    wait(counts, 3, count_tasks(rows, gate_up.shape[0] // 2, gate_size))
+    wait(counts, 3, count_tasks(rows, gate_up[0].shape[0] // 2, gate_size))
     _multiply_all(counts, 4, thread, out, opened, down, down_size)
 
 
@@ -203,15 +153,14 @@ def _behind(
     mixed: Any,
     residual: Any,
     o: Any,
-    o_bias: Any,
+    gate_up: Any,
+    down: Any,
+    like: Any,
     out_gain: Any,
     out_eps: Any,
     gain: Any,
     eps: Any,
-    gate_up: Any,
     silu: Any,
-    down: Any,
-    down_bias: Any,
     o_size: Any,
     gate_size: Any,
     down_size: Any,
@@ -221,45 +170,62 @@ def _behind(
     panels of a task."""
     rows = mixed.shape[0]
     counts, projected = counts_of(5, threads), np.empty(joined.shape, np.float32)
-    packed_mixed, packed_joined = packed_rows(rows, o.shape[1] // BLOCK), packed_rows(rows, gate_up.shape[1] // BLOCK)
-    opened = packed_rows(rows, down.shape[1] // BLOCK)
+    packed_mixed, packed_joined = packed_like(like, rows, o[0]), packed_like(like, rows, gate_up[0])
+    opened = packed_like(like, rows, down[0])
     for thread in numba.prange(threads):
         outs, packed = (out, joined, projected), (packed_mixed, packed_joined, opened)
-        weights, norms = ((o, o_bias), gate_up, (down, down_bias)), ((out_gain, out_eps), (gain, eps))
+        weights, norms = (o, gate_up, down), ((out_gain, out_eps), (gain, eps))
         sizes = o_size, gate_size, down_size
         _work_behind(np.intp(thread), counts, outs, packed, (mixed, residual), weights, norms, silu, sizes)
 
 
-_MADE_OF = [vectors, phases, weight_panels, tile_kernel, row_kernels]
+_MADE_OF = [vectors, phases, tile_kernel, weight_panels, layer_products, pair_kernel, panel_kernel, row_kernels]
 _before_kernel = compiled(_before, made_of=_MADE_OF)
 _behind_kernel = compiled(_behind, made_of=_MADE_OF)
 _number, _rows, _heads, _vector = numba.float32, numba.float32[:, ::1], numba.float32[:, :, ::1], numba.float32[::1]
-_panels, _size = numba.uint64[:, :, ::1], numba.types.UniTuple(numba.intp, 2)
+_size = numba.types.UniTuple(numba.intp, 2)
+
+
+def _typed(form: str, stored: Any) -> dict[str, Typed]:
+    weight, like = numba.types.Tuple((stored[:, :, ::1], _vector, _vector)), layer_products.LIKE[form]
+    before = (
+        *(_rows, _rows, _heads, _rows, _rows, _vector, _number, weight, like),
+        *(_heads, _heads, _rows, numba.intp, _number, _size, numba.intp),
+    )
+    behind = (
+        *(_rows, _rows, numba.uint32[:, ::1], _rows, weight, weight, weight, like),
+        *(_vector, _number, _vector, _number, numba.boolean, _size, _size, _size, numba.intp),
+    )
+    named = f"{form}_{stored}"
+    return {f"before_{named}": Typed(_before_kernel, before), f"behind_{named}": Typed(_behind_kernel, behind)}
+
+
 TYPED = {
-    "before": Typed(
-        _before_kernel,
-        (
-            *(_rows, _rows, _heads, _rows, _rows, _vector, _number, _panels, _vector),
-            *(_heads, _heads, _rows, numba.intp, _number, _size, numba.intp),
-        ),
-    ),
-    "behind": Typed(
-        _behind_kernel,
-        (
-            *(_rows, _rows, numba.uint32[:, ::1], _rows, _panels, _vector, _vector, _number, _vector, _number),
-            *(_panels, numba.boolean, _panels, _vector, _size, _size, _size, numba.intp),
-        ),
-    ),
+    **_typed("tiles", numba.uint64),
+    **_typed("pairs", numba.uint64),
+    **_typed("numbers", numba.float32),
+    **_typed("numbers", numba.uint32),
+    **_typed("numbers", numba.uint16),
+    **_typed("numbers", numba.int8),
 }
-_NONE = np.empty(0, np.float32)
+"""By the form of the panels, and the type of their array."""
 _NO_ROWS = np.empty((0, 1), np.float32)
+
+Weight = tuple[Array, Array, Array]
+"""Panels, a scale and a bias, float32 [outputs] or [0]."""
+
+
+def names(form: str, panels: Array) -> frozenset[str]:
+    """The kernels for panels of a form, as `common.cpu.jit.find` takes them."""
+    return frozenset(f"{__name__}:{half}_{form}_{panels.dtype}" for half in ("before", "behind"))
 
 
 def before(
     x: Array,
     residual: Array | None,
     norm: tuple[Array, float],
-    weight: tuple[Array, Array],
+    weight: Weight,
+    form: PanelForm,
     rotary: tuple[Array, Array],
     sizes: tuple[int, int, int, int],
     gains: tuple[Array, float],
@@ -267,23 +233,21 @@ def before(
     """float32 x [n, hidden], and what is to be added to it → their sum; queries and keys, rotated, [n, heads + keys,
     head_dim]; and all heads as they are projected, [n, outputs].
 
-    `norm` is a gain [hidden], [0] for none, with its eps; `weight` panels and a bias [outputs] or [0]; `rotary` cosine
-    and sine [n, 1, rotary_dim]; `sizes` outputs, query heads, key heads and head_dim; `gains` as `both_gains` gives
-    them.
+    `norm` is a gain [hidden], [0] for none, with its eps; `rotary` cosine and sine [n, 1, rotary_dim]; `sizes` outputs,
+    query heads, key heads and head_dim; `gains` as `both_gains` gives them.
     """
     outputs, queries, keys, head_dim = sizes
-    panels, bias = weight
-    threads, rows = threads_used(), len(x)
+    threads, rows, shape = threads_used(), len(x), weight[0].shape[:2]
     heads = np.empty((rows, outputs), np.float32)
     rotated = np.empty((rows, queries + keys, head_dim), np.float32)
     total = x if residual is None else np.empty(x.shape, np.float32)
-    for begin in range(0, rows, AT_ONCE):
-        here = slice(begin, begin + AT_ONCE)
+    for begin in range(0, rows, form.at_once):
+        here = slice(begin, begin + form.at_once)
         more = _NO_ROWS if residual is None else residual[here]
         _before_kernel(
-            *(total[here], heads[here], rotated[here], x[here], more, norm[0], np.float32(norm[1]), panels, bias),
+            *(total[here], heads[here], rotated[here], x[here], more, norm[0], np.float32(norm[1]), weight, form.like),
             *(rotary[0][here], rotary[1][here], gains[0], queries, np.float32(gains[1])),
-            *(_size_of(len(x[here]), *panels.shape[:2], 1, threads), threads),
+            *(_size_of(form, len(x[here]), *shape, 1, threads), threads),
         )
     return total, rotated, heads
 
@@ -292,35 +256,33 @@ def behind(
     mixed: Array,
     residual: Array,
     norms: tuple[Array, float, Array, float],
-    o: tuple[Array, Array],
-    gate_up: Array,
-    down: tuple[Array, Array],
+    weights: tuple[Weight, Weight, Weight],
+    form: PanelForm,
     *,
     silu: bool,
 ) -> tuple[Array, Array]:
     """float32 mixed [n, heads · head_dim], residual [n, hidden] → what the feed-forward part gives, and the sum that it
     was given before its norm, [n, hidden] each.
 
-    `norms` are the gain [hidden] or [0] of what is projected, its eps, and those of the sum; `gate_up` panels whose
-    first half are gates, and second half values; `silu` says what opens a gate, a gelu by its tangent otherwise.
+    `norms` are the gain [hidden] or [0] of what is projected, its eps, and those of the sum; `weights` project, give
+    gates and, in the second half of their panels, values, and bring these down; `silu` says what opens a gate, a gelu
+    by its tangent otherwise.
     """
     rows, threads = len(mixed), threads_used()
     out, joined = (np.empty(residual.shape, np.float32) for _ in range(2))
     out_gain, out_eps, gain, eps = norms
-    for begin in range(0, rows, AT_ONCE):
-        here = slice(begin, begin + AT_ONCE)
+    shapes = [weight[0].shape[:2] for weight in weights]
+    for begin in range(0, rows, form.at_once):
+        here = slice(begin, begin + form.at_once)
         count = len(mixed[here])
+        sizes = (_size_of(form, count, *shape, each, threads) for shape, each in zip(shapes, (1, 2, 1), strict=True))
         _behind_kernel(
-            *(out[here], joined[here], mixed[here].view(np.uint32), residual[here], *o),
-            *(out_gain, np.float32(out_eps), gain, np.float32(eps), gate_up, silu, *down),
-            *(_size_of(count, *o[0].shape[:2], 1, threads), _size_of(count, *gate_up.shape[:2], 2, threads)),
-            *(_size_of(count, *down[0].shape[:2], 1, threads), threads),
+            *(out[here], joined[here], mixed[here].view(np.uint32), residual[here], *weights, form.like),
+            *(out_gain, np.float32(out_eps), gain, np.float32(eps), silu, *sizes, threads),
         )
     return out, joined
 
 
-@functools.lru_cache(1024)
-def _size_of(rows: int, panels: int, pairs: int, each: int, threads: int) -> tuple[int, int]:
-    """Rows of a task, and of the panels of so many pairs, of which tasks take as many for `each`."""
-    together = 1 if rows * pairs * FLOAT <= KEPT else TOGETHER // each
-    return task_size(rows, MOST, panels // each, together, threads)
+@functools.lru_cache(4096)
+def _size_of(form: PanelForm, rows: int, panels: int, inputs: int, each: int, threads: int) -> tuple[int, int]:
+    return form.size(rows, panels, inputs, each, threads)

@@ -23,23 +23,34 @@ _STRETCH = 64
 
 
 @inner
-def _pack_row(packed: Any, x: Any, row: Any) -> None:
-    """uint32 packed [stretches, m, 64]: pairs of x [m, k], bits of float32 as uint32, rounded to the nearest bfloat16,
-    of two the even one; what is not a number stays none."""
+def packed_rows(rows: Any, pairs: Any) -> Any:
+    """Room for rows of so many pairs, uint32 [stretches, rows + 1, 64]: the last one is of zeros."""
+    stretches = (pairs + _STRETCH - 1) // _STRETCH
+    packed = np.empty((stretches, rows + 1, _STRETCH), np.uint32)
+    for stretch in range(stretches):
+        packed[stretch, rows] = np.uint32(0)
+    return packed
+
+
+@inner
+def pack_pairs(packed: Any, row: Any, x: Any, source: Any) -> None:
+    """Fills a row of packed with one of x [n, k], bits of float32 as uint32: numbers in pairs, rounded to the nearest
+    bfloat16, of two the even one; what is not a number stays none."""
     inputs = x.shape[1]
     for stretch in range(packed.shape[0]):
         first = stretch * 2 * _STRETCH
         for pair in range(min(_STRETCH, (inputs - first) // 2)):
-            low, high = x[row, first + 2 * pair], x[row, first + 2 * pair + 1]
+            low, high = x[source, first + 2 * pair], x[source, first + 2 * pair + 1]
             packed[stretch, row, pair] = rounded(low) >> np.uint32(16) | rounded(high) & np.uint32(0xFFFF0000)
     if inputs % 2:
         last = inputs // 2
-        packed[last // _STRETCH, row, last % _STRETCH] = rounded(x[row, inputs - 1]) >> np.uint32(16)
+        packed[last // _STRETCH, row, last % _STRETCH] = rounded(x[source, inputs - 1]) >> np.uint32(16)
 
 
 @inner
-def _multiply(out: Any, packed: Any, panels: Any, bias: Any, panel: Any, begin: Any, rows: Any) -> None:
-    """Fills out [begin : begin + rows] of one panel's outputs; the others are as in `_product`."""
+def sums_of(packed: Any, panels: Any, panel: Any, begin: Any, rows: Any) -> Any:
+    """The sums of one panel and the rows [begin : begin + rows], float32 [rows, 64] from the first line of an array
+    on."""
     pairs, size = panels.shape[1], panels.shape[2] * panels.itemsize
     room = np.zeros((rows + 1) * WIDTH + LANES, np.float32)
     sums = room.ctypes.data + first_line(room) * FLOAT
@@ -56,27 +67,30 @@ def _multiply(out: Any, packed: Any, panels: Any, bias: Any, panel: Any, begin: 
         else:
             add_rows(VECTORS, VECTORS, 4, panels, (0, min(FEW, rows)), places, count)
             add_rows(VECTORS, VECTORS, ROWS, panels, (FEW, rows), places, count)
-    write_panel(out, panel, begin, rows, room, bias[:0], bias)
+    return room
+
+
+@inner
+def multiply(out: Any, packed: Any, panels: Any, bias: Any, panel: Any, begin: Any, rows: Any) -> None:
+    """Fills out [begin : begin + rows] of one panel's outputs; the others are as in `_product`."""
+    write_panel(out, panel, begin, rows, sums_of(packed, panels, panel, begin, rows), bias[:0], bias)
 
 
 def _product(out: Any, x: Any, panels: Any, bias: Any, most: Any) -> None:
     """float32 out [m, outputs], x [m, k] as bits, panels as in `PairPanels`, bias [outputs] or [0]. A task has `most`
     rows of a panel's outputs."""
-    rows, pairs = x.shape[0], panels.shape[1]
-    stretches = (pairs + _STRETCH - 1) // _STRETCH
-    packed = np.empty((stretches, rows + 1, _STRETCH), np.uint32)
-    for stretch in range(stretches):
-        packed[stretch, rows] = np.uint32(0)
+    rows = x.shape[0]
+    packed = packed_rows(rows, panels.shape[1])
     if rows <= FEW:
         for row in range(rows):
-            _pack_row(packed, x, row)
+            pack_pairs(packed, row, x, row)
     else:
         for row in numba.prange(rows):
-            _pack_row(packed, x, row)
+            pack_pairs(packed, row, x, row)
     parts = (rows + most - 1) // most
     for task in numba.prange(panels.shape[0] * parts):
         begin = np.intp(task) % parts * most
-        _multiply(out, packed, panels, bias, np.intp(task) // parts, begin, min(most, rows - begin))
+        multiply(out, packed, panels, bias, np.intp(task) // parts, begin, min(most, rows - begin))
 
 
 _kernel = compiled(_product, made_of=[vectors, weight_panels, panel_kernel])

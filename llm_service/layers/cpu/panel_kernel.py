@@ -147,18 +147,29 @@ _add_panel = _add_panel_wide if WIDE else _add_panel_narrow
 
 
 @inner
-def _pack_row(packed: Any, x: Any, row: Any) -> None:
-    """float32 packed [stretches, m, 64], x [m, k]: a row's numbers by stretches, since as far apart as rows lie, they
-    would push each other out of the cache."""
-    inputs = x.shape[1]
-    for stretch in range(packed.shape[0]):
-        for place in range(min(_STRETCH, inputs - stretch * _STRETCH)):
-            packed[stretch, row, place] = x[row, stretch * _STRETCH + place]
+def packed_rows(rows: Any, inputs: Any) -> Any:
+    """Room for rows of so many numbers, float32 [stretches, rows + 1, 64]: the last one is of zeros. They lie by
+    stretches, since as far apart as rows lie, they would push each other out of the cache."""
+    stretches = (inputs + _STRETCH - 1) // _STRETCH
+    packed = np.empty((stretches, rows + 1, _STRETCH), np.float32)
+    for stretch in range(stretches):
+        packed[stretch, rows] = np.float32(0.0)
+    return packed
 
 
 @inner
-def _multiply(out: Any, packed: Any, panels: Any, scale: Any, bias: Any, panel: Any, begin: Any, rows: Any) -> None:
-    """Fills out [begin : begin + rows] of one panel's outputs; the others are as in `_product`."""
+def pack_row(packed: Any, row: Any, x: Any, source: Any) -> None:
+    """Fills a row of packed with one of x [n, k]."""
+    inputs = x.shape[1]
+    for stretch in range(packed.shape[0]):
+        for place in range(min(_STRETCH, inputs - stretch * _STRETCH)):
+            packed[stretch, row, place] = x[source, stretch * _STRETCH + place]
+
+
+@inner
+def sums_of(packed: Any, panels: Any, panel: Any, begin: Any, rows: Any) -> Any:
+    """The sums of one panel and the rows [begin : begin + rows], float32 [rows, 64] from the first line of an array
+    on, not scaled."""
     inputs, size = panels.shape[1], panels.shape[2] * panels.itemsize
     room = np.zeros((rows + 1 + (_STRETCH if rows > FEW else 0)) * WIDTH + LANES, np.float32)
     sums = room.ctypes.data + first_line(room) * FLOAT
@@ -173,27 +184,30 @@ def _multiply(out: Any, packed: Any, panels: Any, scale: Any, bias: Any, panel: 
             weights = widened_stretch(VECTORS, panels, wide, weights, count)
         places = (sums, WIDTH * FLOAT, numbers, _STRETCH * FLOAT, weights, coming, size)
         _add_panel(panels, room, rows, places, count)
-    write_panel(out, panel, begin, rows, room, scale, bias)
+    return room
+
+
+@inner
+def multiply(out: Any, packed: Any, panels: Any, scale: Any, bias: Any, panel: Any, begin: Any, rows: Any) -> None:
+    """Fills out [begin : begin + rows] of one panel's outputs; the others are as in `_product`."""
+    write_panel(out, panel, begin, rows, sums_of(packed, panels, panel, begin, rows), scale, bias)
 
 
 def _product(out: Any, x: Any, panels: Any, scale: Any, bias: Any, most: Any) -> None:
     """float32 out [m, outputs], x [m, k], panels as in `PanelWeight`; scale and bias [outputs] or [0]. A task has
     `most` rows of a panel's outputs."""
     rows, inputs = x.shape
-    stretches = (inputs + _STRETCH - 1) // _STRETCH
-    packed = np.empty((stretches, rows + 1, _STRETCH), np.float32)
-    for stretch in range(stretches):
-        packed[stretch, rows] = np.float32(0.0)
+    packed = packed_rows(rows, inputs)
     if rows <= _ALONE:
         for row in range(rows):
-            _pack_row(packed, x, row)
+            pack_row(packed, row, x, row)
     else:
         for row in numba.prange(rows):
-            _pack_row(packed, x, row)
+            pack_row(packed, row, x, row)
     parts = (rows + most - 1) // most
     for task in numba.prange(panels.shape[0] * parts):
         begin = np.intp(task) % parts * most
-        _multiply(out, packed, panels, scale, bias, np.intp(task) // parts, begin, min(most, rows - begin))
+        multiply(out, packed, panels, scale, bias, np.intp(task) // parts, begin, min(most, rows - begin))
 
 
 _kernel = compiled(_product, made_of=[vectors, weight_panels])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.cpu.jit import threads_used, use_threads
+from common.cpu.jit import find, threads_used, use_threads
 from llm_service.families.family import FeedForwardKind, LayerKind, LayerNorms, Mixer
-from llm_service.layers.cpu import layer_kernel, selection
+from llm_service.layers.cpu import layer_kernel, layer_products, selection
 from llm_service.layers.cpu.layer import FewRows, FusedLayer, finalize
+from llm_service.layers.cpu.panels import PanelWeight
 from llm_service.layers.decoder_layer import DecoderLayer, make_layer
 from llm_service.layers.group import ALONE
 from llm_service.layers.linear import PackedLinear
@@ -22,9 +24,9 @@ from llm_service.models.config import TextConfig
 from llm_service.models.decoder import kernels_of
 from llm_service.models.feed_forward_config import Activation
 from tests.layer_cases import FAMILY, HEAD, HEADS, config, drawn, noise
-from tests.tiles import VECTORS, multiply_by
+from tests.tiles import TILES, VECTORS, multiply_by
 
-pytestmark = pytest.mark.skipif(not selection.computes_tiles(), reason="this processor lacks AMX")
+pytestmark = pytest.mark.skipif(not selection.fused_vectors(), reason="this processor lacks AVX2")
 
 PLAIN = replace(FAMILY, output_gate=False)
 FOUR_NORMS = LayerNorms("input_layernorm", "post", "pre", "behind")
@@ -50,14 +52,37 @@ KINDS = {
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 
 
-def layer_of(kind: TextConfig, dtype: torch.dtype = torch.bfloat16) -> DecoderLayer:
-    """Finalized, its products computed in `dtype`."""
+FORMS = ("tiles", "pairs", "float32", "bfloat16", "float16", "int8")
+"""By tiles and by vectors; float32 as numbers are stored."""
+each_form = pytest.mark.parametrize("form", FORMS)
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DecoderLayer]:
+    """Makes a layer whose weights lie in panels of a form; skips where the processor has no such."""
+
+    def made(kind: TextConfig, form: str) -> DecoderLayer:
+        if form in ("tiles", "pairs"):
+            if not selection.computes_bfloat16():
+                pytest.skip("this processor lacks AVX512-BF16")
+            multiply_by(TILES if form == "tiles" else VECTORS, monkeypatch)
+        if form == "int8" and not selection.wide_vectors():
+            pytest.skip("int8 lies in other panels here")
+        return layer_of(kind, form)
+
+    return made
+
+
+def layer_of(kind: TextConfig, form: str) -> DecoderLayer:
+    """Finalized."""
     layer = make_layer(LayerKind(Mixer.ATTENTION, FeedForwardKind.DENSE), kind, ALONE, torch.float32)
     assert isinstance(layer, DecoderLayer)
     drawn(layer)
     for part in layer.modules():
         if isinstance(part, PackedLinear):
-            part.finalize(rounded=Rounded(bfloat16=dtype == torch.bfloat16))
+            if form in ("bfloat16", "float16"):
+                part.weight.copy_(part.weight.to(getattr(torch, form)))
+            part.finalize(rounded=Rounded(int8=form == "int8", bfloat16=form in ("tiles", "pairs")))
     finalize(layer, kind.activation)
     return layer
 
@@ -76,22 +101,26 @@ def halves(layer: Any, kind: TextConfig, rows: int) -> list[Tensor]:
     return [alone, *inputs, total, *others, *layer.after(more, mixed)]
 
 
+@each_form
 @each_kind
-@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 33, 100, 600])
 @torch.inference_mode()
-def test_both_kernels_give_what_separate_ones_give_to_the_bit(kind: TextConfig, rows: int) -> None:
-    layer = layer_of(kind)
+def test_both_kernels_give_what_separate_ones_give_to_the_bit(
+    kind: TextConfig, form: str, make: Callable[..., DecoderLayer]
+) -> None:
+    layer = make(kind, form)
     assert isinstance(layer.arrays, FusedLayer)
     few_rows = FewRows.of(layer)
     assert few_rows is not None
-    for ours, theirs in zip(halves(layer, kind, rows), halves(few_rows, kind, rows), strict=True):
-        assert torch.equal(ours, theirs)
+    for rows in (1, 2, 5, 6, 7, 15, 16, 17, 24, 25, 33, 100, 600):
+        for ours, theirs in zip(halves(layer, kind, rows), halves(few_rows, kind, rows), strict=True):
+            assert torch.equal(ours, theirs), rows
 
 
+@each_form
 @torch.inference_mode()
-def test_what_is_given_stays_as_it_is() -> None:
+def test_what_is_given_stays_as_it_is(form: str, make: Callable[..., DecoderLayer]) -> None:
     kind = KINDS["plain"]
-    layer, (x, more, mixed, rotary) = layer_of(kind), given(kind, 20)
+    layer, (x, more, mixed, rotary) = make(kind, form), given(kind, 20)
     copies = x.clone(), more.clone(), mixed.clone()
     layer.before(x, more, rotary)
     layer.before(x, None, rotary)
@@ -99,10 +128,13 @@ def test_what_is_given_stays_as_it_is() -> None:
     assert all(map(torch.equal, (x, more, mixed), copies))
 
 
+@each_form
 @torch.inference_mode()
-def test_rows_are_the_same_with_any_number_of_threads_and_beyond_what_is_computed_at_once() -> None:
-    kind, rows = KINDS["plain"], layer_kernel.AT_ONCE + 70
-    layer = layer_of(kind)
+def test_rows_are_the_same_with_any_number_of_threads_and_beyond_what_is_computed_at_once(
+    form: str, make: Callable[..., DecoderLayer]
+) -> None:
+    kind, rows = KINDS["plain"], layer_products.TILES.at_once + 70
+    layer = make(kind, form)
     alone, last = halves(layer, kind, 40), given(kind, rows)
     before = threads_used()
     try:
@@ -111,7 +143,7 @@ def test_rows_are_the_same_with_any_number_of_threads_and_beyond_what_is_compute
             for mine, whole in zip(halves(layer, kind, rows), alone, strict=True):
                 assert mine.shape[1:] == whole.shape[1:]
             _, more, mixed, _ = last
-            cut = slice(layer_kernel.AT_ONCE - 1, None)
+            cut = slice(rows - 72, None)
             here = layer.after(more[cut], mixed[cut])
             assert all(torch.equal(all_[cut], part) for all_, part in zip(layer.after(more, mixed), here, strict=True))
     finally:
@@ -121,7 +153,7 @@ def test_rows_are_the_same_with_any_number_of_threads_and_beyond_what_is_compute
 @torch.inference_mode()
 def test_arrays_that_do_not_lie_together_are_taken() -> None:
     kind = KINDS["plain"]
-    layer, (x, more, mixed, rotary) = layer_of(kind), given(kind, 9)
+    layer, (x, more, mixed, rotary) = layer_of(kind, "float32"), given(kind, 9)
     apart = [torch.cat([each, each], dim=1)[:, : each.shape[1]] for each in (x, more, mixed)]
     for ours, theirs in zip(layer.after(apart[1], apart[2]), layer.after(more, mixed), strict=True):
         assert torch.equal(ours, theirs)
@@ -131,7 +163,7 @@ def test_arrays_that_do_not_lie_together_are_taken() -> None:
 @torch.inference_mode()
 def test_adapters_that_add_to_rows_have_separate_kernels_compute() -> None:
     kind = KINDS["plain"]
-    layer = layer_of(kind)
+    layer = layer_of(kind, "float32")
     plain = halves(layer, kind, 3)
     for name in ("mixer.qkv", "mixer.o", "mlp.gate_up", "mlp.down"):
         linear = layer.get_submodule(name)
@@ -156,18 +188,24 @@ class Adds:
         out += 1.0
 
 
-def test_their_kernels_are_among_those_that_a_start_compiles() -> None:
-    names = {f"{layer_kernel.__name__}:{name}" for name in layer_kernel.TYPED}
-    assert names <= kernels_of(layer_of(KINDS["plain"]))
+@each_form
+def test_their_kernels_are_among_those_that_a_start_compiles(form: str, make: Callable[..., DecoderLayer]) -> None:
+    kernels = kernels_of(make(KINDS["plain"], form))
+    of_layers = {name for name in kernels if name.startswith(layer_kernel.__name__)}
+    assert len(of_layers) == 2
+    for name in of_layers:
+        find(name)
 
 
 @pytest.mark.parametrize("inner", [96, 32, 63])
 def test_a_panel_of_gates_and_values_is_left_to_separate_kernels(inner: int) -> None:
-    layer = layer_of(replace(KINDS["plain"], intermediate_size=inner))
+    layer = layer_of(replace(KINDS["plain"], intermediate_size=inner), "float32")
     assert isinstance(layer.arrays, FewRows)
 
 
-def test_weights_in_other_panels_are_left_to_separate_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(layer_of(KINDS["plain"], torch.float32).arrays, FewRows)
-    multiply_by(VECTORS, monkeypatch)
-    assert isinstance(layer_of(KINDS["plain"]).arrays, FewRows)
+def test_weights_of_several_types_are_left_to_separate_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = PanelWeight.of
+    monkeypatch.setattr(
+        PanelWeight, "of", lambda weight: kept(weight.bfloat16().float() if len(weight) == 64 else weight)
+    )
+    assert isinstance(layer_of(KINDS["plain"], "float32").arrays, FewRows)
