@@ -51,6 +51,11 @@ class BlockedWeight:
         """See `LaidOut`."""
         return self.blocked.numel() * self.blocked.element_size()
 
+    def plain(self) -> Tensor:
+        """The weight as it was, to the bit."""
+        plain: Tensor = self.blocked.to_dense()
+        return plain
+
     def product(self, x: Tensor, bias: Tensor | None = None, activation: nn.Module | None = None) -> Tensor:
         """x […, inputs] → x Wᵀ + b, […, outputs], through an activation if one is given."""
         rows = x.shape[0] if x.dim() == 2 else 0
@@ -68,6 +73,7 @@ class Linear(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = True, dtype: torch.dtype | None = None) -> None:
         super().__init__()
+        self.inputs, self.outputs = inputs, outputs
         self.weight: Tensor = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype), requires_grad=False) if bias else None
         self.laid_out: LaidOut | None = None
@@ -77,6 +83,14 @@ class Linear(nn.Module):
         finalized stays as it is."""
         if self.laid_out is None:
             self._replace_weight(BlockedWeight.of(self.weight.detach()))
+
+    def plain(self) -> Tensor:
+        """The weight [outputs, inputs] where it is as it was loaded, or as `finalize` left it."""
+        return self.laid_out.plain() if isinstance(self.laid_out, BlockedWeight) else self.weight.detach()
+
+    def replace(self, laid_out: LaidOut) -> None:
+        """Has it computed from another form of its weight from now on, and lets go of the one that it had."""
+        self._replace_weight(laid_out)
 
     def _replace_weight(self, laid_out: LaidOut | None) -> None:
         self.laid_out = laid_out

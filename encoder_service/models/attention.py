@@ -95,19 +95,24 @@ def _sdpa(parts: Sequence[tuple[int, int]], q: Tensor, k: Tensor, v: Tensor) -> 
 class Numba:
     """Our own kernels for CPUs with AVX512-BF16, by tiles where they have these. What no earlier start has left on disk
     is compiled by a process beside this one (`wait`: here and now, as where no folder can be written), and torch
-    computes until then. With them come those of rows (`row_kernels`)."""
+    computes until then. With them come those of rows, and with tiles those of whole blocks (`row_kernels`)."""
 
     name = "numba"
 
     def __init__(self, *, wait: bool = False) -> None:
         from common.cpu import jit, pair_attention, short_rows, tile_attention  # numba takes its time
 
-        tiles = multiplies_tiles()
+        tiles, self._blocks = multiplies_tiles(), None
         self._segments = tile_attention.TiledAttention if tiles else pair_attention.PairAttention
         self._rows = short_rows
         jit.use_threads(torch.get_num_threads())
-        kernels = tile_attention.KERNELS if tiles else pair_attention.KERNELS
-        missing = not_kept([*kernels, *short_rows.KERNELS])
+        kernels = [*(tile_attention.KERNELS if tiles else pair_attention.KERNELS), *short_rows.KERNELS]
+        if tiles:
+            from encoder_service.models import fused_block
+
+            self._blocks = fused_block
+            kernels += fused_block.KERNELS
+        missing = not_kept(kernels)
         if missing and (wait or any(jit.find(name).folder is None for name in missing)):
             jit.compile_all(map(jit.find, missing))
             missing = []
@@ -116,7 +121,7 @@ class Numba:
     def over(self, lengths: Lengths, device: torch.device) -> Segments:
         if self._compiling is not None and self._compiling.readiness is not Readiness.THERE:
             return Sdpa().over(lengths, device)
-        row_kernels.select(self._rows)
+        row_kernels.select(self._rows, self._blocks)
         return self._segments(lengths)
 
     def stable(self, patches: int, longest: int, device: torch.device) -> None:  # noqa: ARG002

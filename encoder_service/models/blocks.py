@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from common import log
 from common.checkpoint import CheckpointError
 from common.linear import Linear
 from encoder_service.models.attention import Segments
-from encoder_service.models.row_kernels import kernels_for
+from encoder_service.models.row_kernels import blocks_for, kernels_for
 from encoder_service.models.tower import Rotary
 
 EPSILON = 1e-6
@@ -95,26 +97,71 @@ class Attention(nn.Module):
         return projected
 
 
+class FeedForwardPart(nn.Module):
+    """A block's feed-forward part, [N, width] → [N, width], made of two products, or of three."""
+
+    act: nn.Module
+
+    @property
+    @abstractmethod
+    def products(self) -> tuple[Sequence[Linear], Linear]:
+        """The layers that are opened by `act`, of gates and values where there are two, and the last."""
+
+
 class Block(nn.Module):
     """A pre-norm transformer block; the family gives the norms and the feed-forward part."""
 
-    def __init__(self, width: int, heads: int, norms: tuple[nn.Module, nn.Module], mlp: nn.Module) -> None:
+    def __init__(self, width: int, heads: int, norms: tuple[nn.Module, nn.Module], mlp: FeedForwardPart) -> None:
         super().__init__()
         self.norm1, self.norm2 = norms
         self.attn = Attention(width, heads)
         self.mlp = mlp
+        self._fused: Any = None
+        self._fits = True
 
     def forward(self, x: Tensor, segments: Segments, positions: Rotary) -> Tensor:
+        if (fused := self._fused_for(x)) is not None:
+            whole: Tensor = fused.behind(segments(*fused.before(x, positions.cos, positions.sin)), x)
+            return whole
         x, normed = add_and_norm(x, self.attn(self.norm1(x), segments, positions), self.norm2)
         out: Tensor = x + self.mlp(normed)
         return out
 
+    def _fused_for(self, x: Tensor) -> Any:
+        """Two kernels that compute x, made of this block's weights when they first do; None: there are none."""
+        kernels = blocks_for(x)
+        if kernels is None or not self._fits:
+            return None
+        if self._fused is None:
+            norms, opens = [norm_of(norm) for norm in (self.norm1, self.norm2)], _opens(self.mlp.act, kernels)
+            self._fits = None not in norms and opens is not None
+            if self._fits:
+                layers = self.attn.qkv, self.attn.proj
+                self._fused = kernels.FusedBlock(layers, self.mlp.products, norms, opens, self.attn.heads)
+        return self._fused
+
+
+def _opens(act: nn.Module, kernels: ModuleType) -> tuple[float, float] | None:
+    """Slope and bend of what an activation is in our kernels, which see; None where they have none such."""
+    if isinstance(act, nn.GELU) and act.approximate == "tanh":
+        gelu: tuple[float, float] = kernels.GELU
+        return gelu
+    if isinstance(act, QuickGELU):
+        return QUICK_SLOPE, 0.0
+    return (1.0, 0.0) if isinstance(act, nn.SiLU) else None
+
+
+def norm_of(norm: nn.Module) -> tuple[Tensor, Tensor | None, float] | None:
+    """The weight, the bias and the epsilon of a norm; None for one that our kernels do not have."""
+    if isinstance(norm, nn.LayerNorm):
+        return norm.weight, norm.bias, norm.eps
+    return (norm.weight, None, norm.epsilon) if isinstance(norm, RMSNorm) else None
+
 
 def add_and_norm(x: Tensor, more: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """x + more, and its norm."""
-    if (kernels := kernels_for(x)) is not None and isinstance(norm, nn.LayerNorm | RMSNorm):
-        bias, eps = (norm.bias, norm.eps) if isinstance(norm, nn.LayerNorm) else (None, norm.epsilon)
-        both: tuple[Tensor, Tensor] = kernels.add_and_norm(x, more, norm.weight, bias, eps)
+    if (kernels := kernels_for(x)) is not None and (parameters := norm_of(norm)) is not None:
+        both: tuple[Tensor, Tensor] = kernels.add_and_norm(x, more, *parameters)
         return both
     x = x + more
     return x, norm(x)
@@ -132,14 +179,18 @@ def activated(layer: Linear, act: nn.Module, x: Tensor) -> Tensor:
     return opened
 
 
-class FeedForward(nn.Module):
-    """The feed-forward part, [N, width] → [N, width]; names as in Qwen2-VL and InternVL."""
+class FeedForward(FeedForwardPart):
+    """One with names as in Qwen2-VL and InternVL."""
 
     def __init__(self, width: int, inner: int, act: str) -> None:
         super().__init__()
         self.fc1 = Linear(width, inner)
         self.act = activation(act)
         self.fc2 = Linear(inner, width)
+
+    @property
+    def products(self) -> tuple[Sequence[Linear], Linear]:
+        return (self.fc1,), self.fc2
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.fc2(activated(self.fc1, self.act, x))

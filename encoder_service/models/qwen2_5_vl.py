@@ -50,7 +50,7 @@ def windows(grids: Sequence[Grid], merge: int, side: int) -> Windows:
     return Windows(torch.cat(orders), lengths)
 
 
-class FeedForward(nn.Module):
+class FeedForward(blocks.FeedForwardPart):
     """The gated feed-forward part, [N, width] → [N, width]."""
 
     def __init__(self, width: int, inner: int, act: str) -> None:
@@ -59,6 +59,10 @@ class FeedForward(nn.Module):
         self.up_proj = Linear(width, inner)
         self.down_proj = Linear(inner, width)
         self.act = blocks.activation(act)
+
+    @property
+    def products(self) -> tuple[Sequence[Linear], Linear]:
+        return (self.gate_proj, self.up_proj), self.down_proj
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(self.gate_proj(x, self.act) * self.up_proj(x))

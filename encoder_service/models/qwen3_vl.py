@@ -20,7 +20,7 @@ from encoder_service.models.attention import Segments
 from encoder_service.models.tower import Packing, Rotary, RotaryTower, patch_positions
 
 
-class FeedForward(nn.Module):
+class FeedForward(blocks.FeedForwardPart):
     """[N, width] → [N, width]."""
 
     def __init__(self, width: int, inner: int, act: str) -> None:
@@ -28,6 +28,10 @@ class FeedForward(nn.Module):
         self.linear_fc1 = Linear(width, inner)
         self.act = blocks.activation(act)
         self.linear_fc2 = Linear(inner, width)
+
+    @property
+    def products(self) -> tuple[Sequence[Linear], Linear]:
+        return (self.linear_fc1,), self.linear_fc2
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.linear_fc2(blocks.activated(self.linear_fc1, self.act, x))

@@ -4,6 +4,7 @@ have fewer numbers than others."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -174,30 +175,109 @@ def _round_numbers(_: Any, _out: Any, _x: Any, _count: Any) -> Any:
 
 def _gelu_row(_: Any, _x: Any, _count: Any, _slope: Any, _bend: Any) -> Any:
     """x · logistic(slope · (x + bend · x³)) of so many numbers at an address: gelu, by its hyperbolic tangent or in
-    another approximation."""
+    another approximation; with 1 and 0 silu."""
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         x, count, slope, bend = given
-        slope = builder.fmul(slope, SINGLE(-math.log2(math.e)))
-        line, curve = spread(builder, slope), spread(builder, builder.fmul(slope, bend))
-        kinds = [VECTOR, VECTOR, ir.IntType(LANES)]
-        # Off by 6 · 10⁻⁵: it is rounded to bfloat16.
-        inverse = declared(builder, "llvm.x86.avx512.rcp14.ps.512", VECTOR, kinds)
+        opened = _opening(builder, slope, bend)
 
         def step(first: Value, mask: Mask) -> None:
-            number = _load(builder, x, first, mask)
-            exponent = builder.fmul(number, multiply_add(builder, builder.fmul(number, number), curve, line))
-            steep = builder.fcmp_ordered(">", exponent, constant(_STEEPEST))
-            exponent = builder.select(steep, constant(_STEEPEST), exponent)
-            power = short_power_of_two(builder, exponent)
-            below = builder.fadd(power, constant(1.0))
-            opened = builder.call(inverse, [below, below, ir.IntType(LANES)(-1)])
-            _store(builder, builder.fmul(number, opened), x, first, mask)
+            _store(builder, opened(_load(builder, x, first, mask)), x, first, mask)
 
         over(builder, count, step)
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, types.float32, types.float32), generate
+
+
+def _round_sums(_: Any, _out: Any, _sums: Any, _bias: Any, _count: Any) -> Any:
+    """Writes so many sums and a bias, float32 at two addresses, added up, to another."""
+
+    def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        out, sums, bias, count = given
+
+        def step(first: Value, mask: Mask) -> None:
+            _store(builder, _biased(builder, (sums, bias), first, mask), out, first, mask)
+
+        over(builder, count, step)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp, types.intp), generate
+
+
+def _add_sums(_: Any, _out: Any, _x: Any, _sums: Any, _bias: Any, _count: Any) -> Any:
+    """The same, added to a row at an address, which may be the one that is written to."""
+
+    def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        out, x, sums, bias, count = given
+
+        def step(first: Value, mask: Mask) -> None:
+            total = builder.fadd(_load(builder, x, first, mask), _biased(builder, (sums, bias), first, mask))
+            _store(builder, total, out, first, mask)
+
+        over(builder, count, step)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp, types.intp, types.intp), generate
+
+
+def _open_sums(_: Any, _out: Any, _sums: Any, _bias: Any, _count: Any, _slope: Any, _bend: Any) -> Any:
+    """As `round_sums`, through what `gelu_row` computes."""
+
+    def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        out, sums, bias, count, slope, bend = given
+        opened = _opening(builder, slope, bend)
+
+        def step(first: Value, mask: Mask) -> None:
+            _store(builder, opened(_biased(builder, (sums, bias), first, mask)), out, first, mask)
+
+        over(builder, count, step)
+        return context.get_dummy_value()
+
+    places = types.intp, types.intp, types.intp
+    return types.void(*places, types.intp, types.float32, types.float32), generate
+
+
+def _gate_sums(_: Any, _out: Any, _gates: Any, _values: Any, _count: Any, _slope: Any, _bend: Any) -> Any:
+    """Gates through that, times values; of both the addresses of the sums and of the bias."""
+
+    def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        out, gates, values, count, slope, bend = given
+        opened = _opening(builder, slope, bend)
+        places = [cgutils.unpack_tuple(builder, both) for both in (gates, values)]
+
+        def step(first: Value, mask: Mask) -> None:
+            gate, value = (_biased(builder, both, first, mask) for both in places)
+            _store(builder, builder.fmul(opened(gate), value), out, first, mask)
+
+        over(builder, count, step)
+        return context.get_dummy_value()
+
+    pair = types.UniTuple(types.intp, 2)
+    return types.void(types.intp, pair, pair, types.intp, types.float32, types.float32), generate
+
+
+def _biased(builder: Any, both: Sequence[Value], first: Value, mask: Mask) -> Value:
+    """A vector of sums and of a bias, added up."""
+    return builder.fadd(*(load_wide(builder, base, first, mask) for base in both))
+
+
+def _opening(builder: Any, slope: Value, bend: Value) -> Callable[[Value], Value]:
+    """What gives x · logistic(slope · (x + bend · x³)) of a vector."""
+    slope = builder.fmul(slope, SINGLE(-math.log2(math.e)))
+    line, curve = spread(builder, slope), spread(builder, builder.fmul(slope, bend))
+    kinds = [VECTOR, VECTOR, ir.IntType(LANES)]
+    # Off by 6 · 10⁻⁵: it is rounded to bfloat16.
+    inverse = declared(builder, "llvm.x86.avx512.rcp14.ps.512", VECTOR, kinds)
+
+    def opened(number: Value) -> Value:
+        exponent = builder.fmul(number, multiply_add(builder, builder.fmul(number, number), curve, line))
+        steep = builder.fcmp_ordered(">", exponent, constant(_STEEPEST))
+        exponent = builder.select(steep, constant(_STEEPEST), exponent)
+        below = builder.fadd(short_power_of_two(builder, exponent), constant(1.0))
+        return builder.fmul(number, builder.call(inverse, [below, below, ir.IntType(LANES)(-1)]))
+
+    return opened
 
 
 rotate: Any = intrinsic(_rotate)
@@ -206,3 +286,7 @@ rms_norm_row: Any = intrinsic(_rms_norm_row)
 add_row: Any = intrinsic(_add_row)
 round_numbers: Any = intrinsic(_round_numbers)
 gelu_row: Any = intrinsic(_gelu_row)
+round_sums: Any = intrinsic(_round_sums)
+add_sums: Any = intrinsic(_add_sums)
+open_sums: Any = intrinsic(_open_sums)
+gate_sums: Any = intrinsic(_gate_sums)
