@@ -181,15 +181,15 @@ def _write(outs: Any, bias: Any, act: Any, place: Any, sums: Any, apart: Any, ha
 def _multiply_all(
     counts: Any, phase: Any, thread: Any, outs: Any, room: Any, packed: Any, weight: Any, act: Any, size: Any
 ) -> None:
-    """Products with their bias as `_write` has them, of all rows of `packed` that `outs` have; with an activation that
-    is gated those of the second half of the panels are the values. `room` is for sums."""
-    (panels, bias), (rows, gated, act) = weight, act
-    own = panels.shape[0] // 2 if gated else panels.shape[0]
+    """Products with their bias as `_write` has them; `room` is for sums. `act` are how many rows of `packed` there are,
+    whether the second half of the panels has values, and what opens sums."""
+    (panels, bias), (rows, with_values, act) = weight, act
+    own = panels.shape[0] // 2 if with_values else panels.shape[0]
     tasks = count_tasks(rows, own, size)
     task = take(counts, phase, thread, tasks)
     while task >= 0:
         here = task_at(task, rows, own, size)
-        _multiply(outs, bias, act, room, packed, panels, here, own if gated else 0)
+        _multiply(outs, bias, act, room, packed, panels, here, own if with_values else 0)
         done(counts, phase)
         task = take(counts, phase, thread, tasks)
 
@@ -246,8 +246,8 @@ def _work_behind(
 ) -> None:
     """What a thread does of `_behind`."""
     (out, joined), (packed_mixed, packed_joined, opened), (mixed, x) = outs, packed, given
-    (proj, opening, closing), (proj_size, opening_size, closing_size), (gated, act) = weights, sizes, act
-    rows, each, plain = x.shape[0], 2 if gated else 1, (x.shape[0], False, _AS_IT_IS)
+    (proj, opening, closing), (proj_size, opening_size, closing_size), (with_values, act) = weights, sizes, act
+    rows, each, plain = x.shape[0], 2 if with_values else 1, (x.shape[0], False, _AS_IT_IS)
     room = _room_of(sizes, (1, each, 1))
     ask_share(counts, thread, proj[0])
     _pack_all(counts, 0, thread, packed_mixed.view(np.int16), mixed)
@@ -258,7 +258,7 @@ def _work_behind(
     _norm_all(counts, 2, thread, packed_joined.view(np.int16), joined, norm)
     wait(counts, 2, _blocks(rows))
     inner = (opened.view(np.int16), x[:0])
-    _multiply_all(counts, 3, thread, inner, room, packed_joined, opening, (rows, gated, act), opening_size)
+    _multiply_all(counts, 3, thread, inner, room, packed_joined, opening, (rows, with_values, act), opening_size)
     ask_share(counts, thread, closing[0])
     wait(counts, 3, count_tasks(rows, opening[0].shape[0] // each, opening_size))
     _multiply_all(counts, 4, thread, (out, joined), room, opened, closing, plain, closing_size)
@@ -275,7 +275,7 @@ def _behind(
     eps: Any,
     opening: Any,
     opening_bias: Any,
-    gated: Any,
+    with_values: Any,
     slope: Any,
     bend: Any,
     closing: Any,
@@ -291,10 +291,14 @@ def _behind(
         packed_rows(rows, proj.shape[1] // BLOCK),
         packed_rows(rows, opening.shape[1] // BLOCK),
     )
-    opened = packed_rows(rows, opening.shape[0] // (2 if gated else 1) * (WIDTH // (2 * BLOCK)))
+    opened = packed_rows(rows, opening.shape[0] // (2 if with_values else 1) * (WIDTH // (2 * BLOCK)))
     for thread in numba.prange(threads):
         weights = (proj, proj_bias), (opening, opening_bias), (closing, closing_bias)
-        norm, act, packed = (gain, gain_bias, eps), (gated, (True, slope, bend)), (packed_mixed, packed_joined, opened)
+        norm, act, packed = (
+            (gain, gain_bias, eps),
+            (with_values, (True, slope, bend)),
+            (packed_mixed, packed_joined, opened),
+        )
         sizes = proj_size, opening_size, closing_size
         _work_behind(np.intp(thread), counts, (out, joined), packed, (mixed, x), weights, norm, act, sizes)
 
@@ -344,10 +348,10 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What opens the inner numbers of a feed-forward part, x · logistic(slope · (x + bend · x³)): with `gated` the
-    first half of its panels, which the second half is multiplied with."""
+    """What opens the inner numbers of a feed-forward part, x · logistic(slope · (x + bend · x³)). `with_values`
+    the first half of its panels has gates, and the second half what these are multiplied with."""
 
-    gated: bool
+    with_values: bool
     slope: float
     bend: float
 
@@ -374,14 +378,14 @@ def behind(mixed: Tensor, x: Tensor, weights: tuple[Weight, Weight, Weight], nor
     out, threads = torch.empty_like(x), numba.get_num_threads()
     shorts, rows, more = as_shorts(out), as_shorts(x.contiguous()), as_shorts(mixed.contiguous())
     proj, first, last = weights
-    each = 2 if opening.gated else 1
+    each = 2 if opening.with_values else 1
     for begin in range(0, len(x), AT_ONCE):
         here = slice(begin, begin + AT_ONCE)
         count = len(rows[here])
         _behind_kernel(
             *(shorts[here], more[here], rows[here], proj.panels, proj.bias),
             *(norm.weight, norm.bias, np.float32(norm.eps), first.panels, first.bias),
-            *(opening.gated, np.float32(opening.slope), np.float32(opening.bend), last.panels, last.bias),
+            *(opening.with_values, np.float32(opening.slope), np.float32(opening.bend), last.panels, last.bias),
             *(_size_of(count, proj, 1, threads), _size_of(count, first, each, threads)),
             *(_size_of(count, last, 1, threads), threads),
         )

@@ -33,7 +33,8 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def own_row_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a back end selects is forgotten after the test."""
-    monkeypatch.setattr(row_kernels._state, "kernels", None)
+    for name in ("kernels", "blocks"):
+        monkeypatch.setattr(row_kernels._state, name, None)
 
 
 SEGMENTS = st.lists(st.integers(1, 90), min_size=1, max_size=6)

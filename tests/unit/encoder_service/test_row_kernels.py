@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(
 def selected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our kernels compute until the test is over."""
     monkeypatch.setattr(row_kernels._state, "kernels", short_rows)
+    monkeypatch.setattr(row_kernels._state, "blocks", None)
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
