@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.cpu import phases, tile_kernel, vectors, weight_panels
-from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.jit import Array, Typed, compiled, exact, inner, threads_used
 from common.cpu.phases import counts_of, done, take, wait
 from common.cpu.tile_kernel import (
     AT_ONCE,
@@ -52,7 +52,7 @@ def _blocks(rows: Any) -> Any:
     return (rows + BLOCK - 1) // BLOCK
 
 
-@inner
+@exact
 def _norm_all(counts: Any, phase: Any, thread: Any, packed: Any, x: Any, norm: Any) -> None:
     """Fills int16 packed [m, numbers] with rows of x [n, width], normed; the rest of a row is zeros. Without a bias
     rows are divided by the root of their mean square."""
@@ -83,7 +83,7 @@ def _pack_all(counts: Any, phase: Any, thread: Any, packed: Any, x: Any) -> None
         task = take(counts, phase, thread, _blocks(rows))
 
 
-@inner
+@exact
 def _turn_all(counts: Any, phase: Any, thread: Any, heads: Any, rotary: Any) -> None:
     """Rotates the first so many heads of int16 heads [n, outputs], in place."""
     cosine, sine, rotated, dim = rotary
@@ -156,7 +156,7 @@ def _multiply(outs: Any, bias: Any, act: Any, room: Any, packed: Any, panels: An
     release_tiles()
 
 
-@inner
+@exact
 def _write(outs: Any, bias: Any, act: Any, place: Any, sums: Any, apart: Any, half: Any) -> None:
     """Rounds the sums of some rows and a panel, with a bias, to int16 out [m, outputs]: added to `more` unless that is
     [0, outputs]; with what opens them through that, and with gates `apart` bytes before them, whose bias lies `half`
@@ -359,7 +359,7 @@ class Opening:
 def before(x: Tensor, norm: Norm, weight: Weight, tables: tuple[Tensor, Tensor], heads: int, dim: int) -> Tensor:
     """bfloat16 x [n, width] → the `heads` [n, heads, dim] of its norm, of which the first two thirds are rotated by
     `tables`, cosines and sines float32 [n, 1, dim / 2], or [n, 1, dim], of both halves."""
-    out, threads = x.new_empty(len(x), heads * dim), numba.get_num_threads()
+    out, threads = x.new_empty(len(x), heads * dim), threads_used()
     cosine, sine = (table.contiguous().numpy() for table in tables)
     shorts, rows = as_shorts(out), as_shorts(x.contiguous())
     for begin in range(0, len(x), AT_ONCE):
@@ -375,7 +375,7 @@ def before(x: Tensor, norm: Norm, weight: Weight, tables: tuple[Tensor, Tensor],
 def behind(mixed: Tensor, x: Tensor, weights: tuple[Weight, Weight, Weight], norm: Norm, opening: Opening) -> Tensor:
     """bfloat16 mixed, what attention gives, and x, what the block was given, [n, width] → what it gives. `weights` are
     those of the projection, of what is opened, and of the product behind that."""
-    out, threads = torch.empty_like(x), numba.get_num_threads()
+    out, threads = torch.empty_like(x), threads_used()
     shorts, rows, more = as_shorts(out), as_shorts(x.contiguous()), as_shorts(mixed.contiguous())
     proj, first, last = weights
     each = 2 if opening.with_values else 1

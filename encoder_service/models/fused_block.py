@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.allocator import give_back
 from common.cpu.arrays import lined
 from common.cpu.jit import Array
 from common.cpu.vectors.powers import GELU_BEND, GELU_SLOPE
@@ -67,6 +68,7 @@ class FusedBlock:
         self._opening = _laid_out(opening)
         self._norm, self._next_norm = (_norm(*norm) for norm in norms)
         self._opened = Opening(len(opening) > 1, *opens)
+        give_back()
 
     def before(self, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states [n, width] → queries and keys, rotated, and values, [n, heads, head_dim] each."""
