@@ -12,7 +12,7 @@ import torch
 
 from common.cpu import phases, vectors, weight_panels
 from common.cpu.jit import Array, Typed, compiled, inner, threads_used
-from common.cpu.phases import first_of
+from common.cpu.phases import counts_of, done, first_of, take, wait
 from common.cpu.vectors.claims import ask_lines
 from common.cpu.vectors.llvm import FLOAT, LANES, LINE
 from common.cpu.vectors.stored import rounded
@@ -38,8 +38,6 @@ TOGETHER = 4
 """Panels of a task whose rows do not stay there as a whole: each stretch of these is brought for all of them."""
 KEPT = 1 << 19
 """Bytes of rows that do."""
-_ALONE = 9 << 13
-"""Words that one thread puts side by side, 128 rows of 1024 numbers: two threads would wait for each other as long."""
 AT_ONCE = 4 * MOST
 """Rows that are computed in one go, since their numbers are put side by side first, which takes memory."""
 _ASKED = 512
@@ -190,34 +188,37 @@ def task_at(index: Any, rows: Any, panels: Any, size: Any) -> Any:
     return begin, min(most, rows - begin), first, min(together, panels - first)
 
 
-def _product(out: Any, x: Any, panels: Any, bias: Any, most: Any, together: Any) -> None:
+@inner
+def _work(thread: Any, counts: Any, out: Any, packed: Any, x: Any, panels: Any, bias: Any, size: Any) -> None:
+    """What a thread does of `_product`."""
+    rows = x.shape[0]
+    ask_share(counts, thread, panels)
+    row = take(counts, 0, thread, rows)
+    while row >= 0:
+        pack_pairs(packed, row, x, row)
+        done(counts, 0)
+        row = take(counts, 0, thread, rows)
+    wait(counts, 0, rows)
+    tasks = count_tasks(rows, panels.shape[0], size)
+    task = take(counts, 1, thread, tasks)
+    while task >= 0:
+        begin, here, first, count = task_at(task, rows, panels.shape[0], size)
+        multiply(out, packed, panels, bias, first, first + count, begin, here)
+        task = take(counts, 1, thread, tasks)
+
+
+def _product(out: Any, x: Any, panels: Any, bias: Any, most: Any, together: Any, threads: Any) -> None:
     """float32 out [m, outputs], x [m, k] as bits, panels as of `panels_of_pairs`, bias [outputs] or [0]. A task has
     `most` rows of the outputs of so many panels `together`."""
-    rows = x.shape[0]
-    packed = packed_rows(rows, panels.shape[1] // BLOCK)
-    if rows <= BLOCK:
-        for row in range(rows):
-            pack_pairs(packed, row, x, row)
-        for panel in numba.prange(panels.shape[0]):
-            multiply(out, packed, panels, bias, np.intp(panel), np.intp(panel) + 1, 0, rows)
-        return
-    if packed.size <= _ALONE:
-        for row in range(rows):
-            pack_pairs(packed, row, x, row)
-    else:
-        for row in numba.prange(rows):
-            pack_pairs(packed, row, x, row)
-    parts, groups = (rows + most - 1) // most, (panels.shape[0] + together - 1) // together
-    for task in numba.prange(groups * parts):
-        begin, first = np.intp(task) % parts * most, np.intp(task) // parts * together
-        last = min(first + together, panels.shape[0])
-        multiply(out, packed, panels, bias, first, last, begin, min(most, rows - begin))
+    counts, packed = counts_of(2, threads), packed_rows(x.shape[0], panels.shape[1] // BLOCK)
+    for thread in numba.prange(threads):
+        _work(np.intp(thread), counts, out, packed, x, panels, bias, (most, together))
 
 
 _kernel = compiled(_product, made_of=[vectors, phases, weight_panels])
 _matrix, _vector = numba.float32[:, ::1], numba.float32[::1]
 TYPED = {
-    "product": Typed(_kernel, (_matrix, numba.uint32[:, ::1], numba.uint64[:, :, ::1], _vector, numba.intp, numba.intp))
+    "product": Typed(_kernel, (_matrix, numba.uint32[:, ::1], numba.uint64[:, :, ::1], _vector, *[numba.intp] * 3))
 }
 _NONE = np.empty(0, np.float32)
 
@@ -234,7 +235,8 @@ def product(x: Array, panels: Array, bias: Array | None, inputs: int, outputs: i
     for begin in range(0, len(x), AT_ONCE):
         part = bits[begin : begin + AT_ONCE]
         together = 1 if len(part) * inputs * FLOAT // 2 <= KEPT else TOGETHER
-        tasks = task_size(len(part), MOST, len(panels), together, threads_used())
+        threads = threads_used()
+        tasks = *task_size(len(part), MOST, len(panels), together, threads), threads
         _kernel(out[begin : begin + AT_ONCE], part, panels, _NONE if bias is None else bias, *tasks)
     return out
 

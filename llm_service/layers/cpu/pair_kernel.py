@@ -9,8 +9,9 @@ from typing import Any
 import numba
 import numpy as np
 
-from common.cpu import vectors, weight_panels
+from common.cpu import phases, vectors, weight_panels
 from common.cpu.jit import Array, Typed, compiled, inner, threads_used
+from common.cpu.phases import counts_of, done, take, wait
 from common.cpu.vectors.llvm import FLOAT, LANES
 from common.cpu.vectors.products import ROWS
 from common.cpu.vectors.stored import rounded
@@ -76,26 +77,37 @@ def multiply(out: Any, packed: Any, panels: Any, bias: Any, panel: Any, begin: A
     write_panel(out, panel, begin, rows, sums_of(packed, panels, panel, begin, rows), bias[:0], bias)
 
 
-def _product(out: Any, x: Any, panels: Any, bias: Any, most: Any) -> None:
+@inner
+def _work(thread: Any, counts: Any, out: Any, packed: Any, x: Any, panels: Any, bias: Any, most: Any) -> None:
+    """What a thread does of `_product`."""
+    rows = x.shape[0]
+    row = take(counts, 0, thread, rows)
+    while row >= 0:
+        pack_pairs(packed, row, x, row)
+        done(counts, 0)
+        row = take(counts, 0, thread, rows)
+    wait(counts, 0, rows)
+    parts = (rows + most - 1) // most
+    task = take(counts, 1, thread, panels.shape[0] * parts)
+    while task >= 0:
+        begin = task % parts * most
+        multiply(out, packed, panels, bias, task // parts, begin, min(most, rows - begin))
+        task = take(counts, 1, thread, panels.shape[0] * parts)
+
+
+def _product(out: Any, x: Any, panels: Any, bias: Any, most: Any, threads: Any) -> None:
     """float32 out [m, outputs], x [m, k] as bits, panels as in `PairPanels`, bias [outputs] or [0]. A task has `most`
     rows of a panel's outputs."""
-    rows = x.shape[0]
-    packed = packed_rows(rows, panels.shape[1])
-    if rows <= FEW:
-        for row in range(rows):
-            pack_pairs(packed, row, x, row)
-    else:
-        for row in numba.prange(rows):
-            pack_pairs(packed, row, x, row)
-    parts = (rows + most - 1) // most
-    for task in numba.prange(panels.shape[0] * parts):
-        begin = np.intp(task) % parts * most
-        multiply(out, packed, panels, bias, np.intp(task) // parts, begin, min(most, rows - begin))
+    counts, packed = counts_of(2, threads), packed_rows(x.shape[0], panels.shape[1])
+    for thread in numba.prange(threads):
+        _work(np.intp(thread), counts, out, packed, x, panels, bias, most)
 
 
-_kernel = compiled(_product, made_of=[vectors, weight_panels, panel_kernel])
+_kernel = compiled(_product, made_of=[phases, vectors, weight_panels, panel_kernel])
 _matrix, _vector = numba.float32[:, ::1], numba.float32[::1]
-TYPED = {"product": Typed(_kernel, (_matrix, numba.uint32[:, ::1], numba.uint64[:, :, ::1], _vector, numba.intp))}
+TYPED = {
+    "product": Typed(_kernel, (_matrix, numba.uint32[:, ::1], numba.uint64[:, :, ::1], _vector, numba.intp, numba.intp))
+}
 _NONE = np.empty(0, np.float32)
 
 
@@ -109,6 +121,7 @@ def product(x: Array, panels: Array, bias: Array | None, inputs: int, outputs: i
     out, bits = np.empty((x.shape[0], outputs), np.float32), np.ascontiguousarray(x).view(np.uint32)
     for begin in range(0, len(x), AT_ONCE):
         part = bits[begin : begin + AT_ONCE]
-        most = task_rows(len(part), len(panels), threads_used())
-        _kernel(out[begin : begin + AT_ONCE], part, panels, _NONE if bias is None else bias, most)
+        threads = threads_used()
+        tasks = task_rows(len(part), len(panels), threads), threads
+        _kernel(out[begin : begin + AT_ONCE], part, panels, _NONE if bias is None else bias, *tasks)
     return out

@@ -9,8 +9,9 @@ from typing import Any
 import numba
 import numpy as np
 
-from common.cpu import vectors, weight_panels
+from common.cpu import phases, vectors, weight_panels
 from common.cpu.jit import Array, Typed, compiled, inner, threads_used
+from common.cpu.phases import counts_of, done, take, wait
 from common.cpu.vectors.llvm import FLOAT, LANES, LINE
 from common.cpu.vectors.products import NOTHING, ROWS, add_products, in_pairs, widened_stretch
 from common.cpu.vectors.stored import HALF_LINES
@@ -34,8 +35,6 @@ FEW = 4 * AT_A_TIME if WIDE else AT_A_TIME
 """Rows that are multiplied so."""
 _ASKING = 2 * TOGETHER
 """Of more rows, those whose products ask for the weights that come next."""
-_ALONE = 24
-"""Rows whose numbers one thread puts side by side."""
 _LEAST, _MOST = 4 * TOGETHER, 84 * TOGETHER
 """Rows of a task: the sums of the most are 126 KiB, in a second-level cache."""
 AT_ONCE = 4 * _MOST
@@ -193,27 +192,38 @@ def multiply(out: Any, packed: Any, panels: Any, scale: Any, bias: Any, panel: A
     write_panel(out, panel, begin, rows, sums_of(packed, panels, panel, begin, rows), scale, bias)
 
 
-def _product(out: Any, x: Any, panels: Any, scale: Any, bias: Any, most: Any) -> None:
+@inner
+def _work(
+    thread: Any, counts: Any, out: Any, packed: Any, x: Any, panels: Any, scale: Any, bias: Any, most: Any
+) -> None:
+    """What a thread does of `_product`."""
+    rows = x.shape[0]
+    row = take(counts, 0, thread, rows)
+    while row >= 0:
+        pack_row(packed, row, x, row)
+        done(counts, 0)
+        row = take(counts, 0, thread, rows)
+    wait(counts, 0, rows)
+    parts = (rows + most - 1) // most
+    task = take(counts, 1, thread, panels.shape[0] * parts)
+    while task >= 0:
+        begin = task % parts * most
+        multiply(out, packed, panels, scale, bias, task // parts, begin, min(most, rows - begin))
+        task = take(counts, 1, thread, panels.shape[0] * parts)
+
+
+def _product(out: Any, x: Any, panels: Any, scale: Any, bias: Any, most: Any, threads: Any) -> None:
     """float32 out [m, outputs], x [m, k], panels as in `PanelWeight`; scale and bias [outputs] or [0]. A task has
     `most` rows of a panel's outputs."""
-    rows, inputs = x.shape
-    packed = packed_rows(rows, inputs)
-    if rows <= _ALONE:
-        for row in range(rows):
-            pack_row(packed, row, x, row)
-    else:
-        for row in numba.prange(rows):
-            pack_row(packed, row, x, row)
-    parts = (rows + most - 1) // most
-    for task in numba.prange(panels.shape[0] * parts):
-        begin = np.intp(task) % parts * most
-        multiply(out, packed, panels, scale, bias, np.intp(task) // parts, begin, min(most, rows - begin))
+    counts, packed = counts_of(2, threads), packed_rows(x.shape[0], x.shape[1])
+    for thread in numba.prange(threads):
+        _work(np.intp(thread), counts, out, packed, x, panels, scale, bias, most)
 
 
-_kernel = compiled(_product, made_of=[vectors, weight_panels])
+_kernel = compiled(_product, made_of=[phases, vectors, weight_panels])
 _matrix, _vector = numba.float32[:, ::1], numba.float32[::1]
 TYPED = {
-    str(stored): Typed(_kernel, (_matrix, _matrix, stored[:, :, ::1], _vector, _vector, numba.intp))
+    str(stored): Typed(_kernel, (_matrix, _matrix, stored[:, :, ::1], _vector, _vector, numba.intp, numba.intp))
     for stored in (numba.float32, numba.uint32, numba.uint16, numba.int8)
 }
 """By the type of the panels' array."""
@@ -231,8 +241,9 @@ def product(x: Array, panels: Array, scale: Array | None, bias: Array | None, ou
     given = [_NONE if each is None else each for each in (scale, bias)]
     for begin in range(0, len(x), AT_ONCE):
         part = x[begin : begin + AT_ONCE]
-        most = task_rows(len(part), len(panels), threads_used())
-        _kernel(out[begin : begin + AT_ONCE], part, panels, *given, most)
+        threads = threads_used()
+        tasks = task_rows(len(part), len(panels), threads), threads
+        _kernel(out[begin : begin + AT_ONCE], part, panels, *given, *tasks)
     return out
 
 

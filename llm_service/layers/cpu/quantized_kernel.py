@@ -12,8 +12,9 @@ from typing import Any
 import numba
 import numpy as np
 
-from common.cpu import vectors, weight_panels
+from common.cpu import phases, vectors, weight_panels
 from common.cpu.jit import Array, Typed, compiled, inner, threads_used
+from common.cpu.phases import counts_of, done, take, wait
 from common.cpu.vectors.llvm import FLOAT, LANES, LINE
 from common.cpu.vectors.products import NOTHING, add_scaled, scaled_stretch, widened_stretch
 from common.cpu.weight_panels import VECTORS, WIDTH, first_line, write_panel
@@ -186,6 +187,43 @@ def _sum_groups(sums: Any, x: Any, ends: Any, order: Any, row: Any) -> None:
         begin = ends[group]
 
 
+@inner
+def _work(
+    thread: Any,
+    counts: Any,
+    out: Any,
+    packed: Any,
+    sums: Any,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    ends: Any,
+    order: Any,
+    most: Any,
+) -> None:
+    """What a thread does of `_product`."""
+    codes, form, scale, kind, zero, unit = weight
+    rows = x.shape[0]
+    row = take(counts, 0, thread, rows)
+    while row >= 0:
+        _pack_row(packed, x, order, row)
+        if sums.shape[1]:
+            _sum_groups(sums, x, ends, order, row)
+        done(counts, 0)
+        row = take(counts, 0, thread, rows)
+    wait(counts, 0, rows)
+    parts = 1 if rows <= FEW else (rows + most - 1) // most
+    task = take(counts, 1, thread, codes.shape[0] * parts)
+    while task >= 0:
+        if rows <= FEW:
+            _few(out, packed, sums, codes, form, scale, kind, zero, unit, bias, ends, task)
+        else:
+            first = task % parts * most
+            part = out[first : min(rows, first + most)]
+            _many(part, packed, codes, form, scale, kind, zero, unit, bias, ends, task // parts, first)
+        task = take(counts, 1, thread, codes.shape[0] * parts)
+
+
 def _product(
     out: Any,
     x: Any,
@@ -199,34 +237,23 @@ def _product(
     ends: Any,
     order: Any,
     most: Any,
+    threads: Any,
 ) -> None:
     """float32 out [m, outputs], x [m, k]; bias [outputs] or [0]; the others as in `QuantizedPanels`. A task has `most`
     rows of a panel's outputs."""
     rows, inputs = x.shape
     stretches = (inputs + _STRETCH - 1) // _STRETCH
-    packed = np.empty((stretches, rows + TOGETHER, _STRETCH), np.float32)
-    if rows <= FEW:
-        sums = np.empty((rows, len(ends) if zero.shape[0] else 0), np.float32)
-        for row in range(rows):
-            _pack_row(packed, x, order, row)
-            if zero.shape[0]:
-                _sum_groups(sums, x, ends, order, row)
-        for panel in numba.prange(codes.shape[0]):
-            _few(out, packed, sums, codes, form, scale, kind, zero, unit, bias, ends, np.intp(panel))
-    else:
-        for row in numba.prange(rows):
-            _pack_row(packed, x, order, row)
-        parts = (rows + most - 1) // most
-        for task in numba.prange(codes.shape[0] * parts):
-            first = np.intp(task) % parts * most
-            part = out[first : min(rows, first + most)]
-            _many(part, packed, codes, form, scale, kind, zero, unit, bias, ends, np.intp(task) // parts, first)
+    counts, packed = counts_of(2, threads), np.empty((stretches, rows + TOGETHER, _STRETCH), np.float32)
+    sums = np.empty((rows, len(ends) if zero.shape[0] and rows <= FEW else 0), np.float32)
+    for thread in numba.prange(threads):
+        weight = codes, form, scale, kind, zero, unit
+        _work(np.intp(thread), counts, out, packed, sums, x, weight, bias, ends, order, most)
 
 
-_kernel = compiled(_product, made_of=[vectors, weight_panels, panel_kernel])
+_kernel = compiled(_product, made_of=[phases, vectors, weight_panels, panel_kernel])
 _matrix, _vector, _places = numba.float32[:, ::1], numba.float32[::1], numba.int32[::1]
 _weight = (numba.uint8[:, :, ::1], numba.intp, numba.uint8[:, ::1], numba.intp, numba.int8[:, ::1], _vector)
-TYPED = {"product": Typed(_kernel, (_matrix, _matrix, *_weight, _vector, _places, _places, numba.intp))}
+TYPED = {"product": Typed(_kernel, (_matrix, _matrix, *_weight, _vector, _places, _places, numba.intp, numba.intp))}
 _NONE = np.empty(0, np.float32)
 Weight = tuple[Array, int, Array, int, Array, Array]
 """codes, form, scale, kind, zero and unit, as in `QuantizedPanels`."""
@@ -240,9 +267,9 @@ def product(x: Array, weight: Weight, groups: tuple[Array, Array], bias: Array |
     return in_goes(_kernel, np.float32, _AT_ONCE, x, weight, groups, bias, outputs, rows_of_task)
 
 
-def rows_of_task(rows: int, panels: int) -> tuple[int]:
+def rows_of_task(rows: int, panels: int, threads: int) -> tuple[int]:
     """`task_rows`, alone."""
-    return (task_rows(rows, panels, threads_used()),)
+    return (task_rows(rows, panels, threads),)
 
 
 def in_goes(
@@ -254,16 +281,17 @@ def in_goes(
     groups: tuple[Array, Array],
     bias: Array | None,
     outputs: int,
-    tasks: Callable[[int, int], tuple[int, ...]],
+    tasks: Callable[[int, int, int], tuple[int, ...]],
 ) -> Array:
     """See `product`: by a kernel that takes numbers of x as of that type, so many rows in one go, and what `tasks` says
-    of their number and the panels'."""
+    of their number, the panels' and the threads'."""
     codes = weight[0]
     if x.ndim != 2 or x.shape[1] != codes.shape[1] or x.dtype != np.float32:
         raise ValueError(f"{x.dtype} {x.shape} does not fit a weight of {codes.shape[1]} inputs")
     out, numbers = np.empty((len(x), outputs), np.float32), np.ascontiguousarray(x).view(kind)
     for begin in range(0, len(x), at_once):
         part = numbers[begin : begin + at_once]
-        sizes = tasks(len(part), len(codes))
+        threads = threads_used()
+        sizes = *tasks(len(part), len(codes), threads), threads
         kernel(out[begin : begin + at_once], part, *weight, _NONE if bias is None else bias, *groups, *sizes)
     return out

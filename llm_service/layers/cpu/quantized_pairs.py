@@ -10,8 +10,9 @@ from typing import Any
 import numba
 import numpy as np
 
-from common.cpu import vectors, weight_panels
+from common.cpu import phases, vectors, weight_panels
 from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.phases import counts_of, done, take, wait
 from common.cpu.vectors.llvm import FLOAT, LANES
 from common.cpu.vectors.products import ROWS, add_scaled, widened_stretch
 from common.cpu.vectors.stored import lower_half, rounded, upper_half
@@ -22,8 +23,6 @@ from llm_service.layers.cpu.quantized_kernel import E4M3, INT8, NIBBLES, Weight,
 
 _STRETCH = 64
 """Pairs of inputs that all rows go through before the next: 16 KiB of words, half of most first-level caches."""
-_ALONE = 24
-"""Rows whose numbers one thread puts side by side."""
 FEW = 2 * TOGETHER
 """Rows that are multiplied with numbers as they are stored: what makes words of them is done for each six rows."""
 SHORTEST = 32
@@ -131,6 +130,38 @@ def _pack_row(packed: Any, sums: Any, x: Any, ends: Any, order: Any, row: Any) -
         sums[row, group] = total
 
 
+@inner
+def _work(
+    thread: Any,
+    counts: Any,
+    out: Any,
+    packed: Any,
+    sums: Any,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    ends: Any,
+    order: Any,
+    most: Any,
+) -> None:
+    """What a thread does of `_product`."""
+    codes, form, scale, kind, zero, unit = weight
+    rows = x.shape[0]
+    row = take(counts, 0, thread, rows)
+    while row >= 0:
+        _pack_row(packed, sums, x, ends, order, row)
+        done(counts, 0)
+        row = take(counts, 0, thread, rows)
+    wait(counts, 0, rows)
+    parts = (rows + most - 1) // most
+    task = take(counts, 1, thread, codes.shape[0] * parts)
+    while task >= 0:
+        begin, panel = task % parts * most, task // parts
+        count = min(most, rows - begin)
+        _multiply(out, packed, sums, codes, form, scale, kind, zero, unit, bias, ends, panel, begin, count)
+        task = take(counts, 1, thread, codes.shape[0] * parts)
+
+
 def _product(
     out: Any,
     x: Any,
@@ -144,6 +175,7 @@ def _product(
     ends: Any,
     order: Any,
     most: Any,
+    threads: Any,
 ) -> None:
     """float32 out [m, outputs], x [m, k] as bits; bias [outputs] or [0]; the others as in `QuantizedPanels`, for
     groups that fit. A task has `most` rows of a panel's outputs."""
@@ -153,23 +185,20 @@ def _product(
     for stretch in range(stretches):
         packed[stretch, rows] = np.uint32(0)
     sums = np.empty((rows, len(ends) if zero.shape[0] else 0), np.float32)
-    if rows <= _ALONE:
-        for row in range(rows):
-            _pack_row(packed, sums, x, ends, order, row)
-    else:
-        for row in numba.prange(rows):
-            _pack_row(packed, sums, x, ends, order, row)
-    parts = (rows + most - 1) // most
-    for task in numba.prange(codes.shape[0] * parts):
-        begin, panel = np.intp(task) % parts * most, np.intp(task) // parts
-        count = min(most, rows - begin)
-        _multiply(out, packed, sums, codes, form, scale, kind, zero, unit, bias, ends, panel, begin, count)
+    counts = counts_of(2, threads)
+    for thread in numba.prange(threads):
+        weight = codes, form, scale, kind, zero, unit
+        _work(np.intp(thread), counts, out, packed, sums, x, weight, bias, ends, order, most)
 
 
-_kernel = compiled(_product, made_of=[vectors, weight_panels, panel_kernel, quantized_kernel])
+_kernel = compiled(_product, made_of=[phases, vectors, weight_panels, panel_kernel, quantized_kernel])
 _matrix, _vector, _places = numba.float32[:, ::1], numba.float32[::1], numba.int32[::1]
 _weight = (numba.uint8[:, :, ::1], numba.intp, numba.uint8[:, ::1], numba.intp, numba.int8[:, ::1], _vector)
-TYPED = {"product": Typed(_kernel, (_matrix, numba.uint32[:, ::1], *_weight, _vector, _places, _places, numba.intp))}
+TYPED = {
+    "product": Typed(
+        _kernel, (_matrix, numba.uint32[:, ::1], *_weight, _vector, _places, _places, numba.intp, numba.intp)
+    )
+}
 
 
 def fits(ends: Array) -> bool:

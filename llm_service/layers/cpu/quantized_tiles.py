@@ -9,9 +9,10 @@ from typing import Any
 import numba
 import numpy as np
 
-from common.cpu import tile_kernel, vectors, weight_panels
-from common.cpu.jit import Array, Typed, compiled, inner, threads_used
-from common.cpu.tile_kernel import KEPT, ROW, add_blocks, pack_pairs, packed_rows, task_size
+from common.cpu import phases, tile_kernel, vectors, weight_panels
+from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.phases import counts_of, done, take, wait
+from common.cpu.tile_kernel import KEPT, ROW, add_blocks, count_tasks, pack_pairs, packed_rows, task_at, task_size
 from common.cpu.vectors.llvm import FLOAT, LANES, LINE
 from common.cpu.vectors.products import add_scaled
 from common.cpu.vectors.stored import lower_half, upper_half
@@ -126,6 +127,38 @@ def _pack_row(packed: Any, sums: Any, x: Any, ends: Any, order: Any, row: Any) -
         at = ends[group] // 2
 
 
+@inner
+def _work(
+    thread: Any,
+    counts: Any,
+    out: Any,
+    packed: Any,
+    sums: Any,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    ends: Any,
+    order: Any,
+    size: Any,
+) -> None:
+    """What a thread does of `_product`."""
+    codes, form, scale, kind, zero, unit = weight
+    rows = x.shape[0]
+    row = take(counts, 0, thread, rows)
+    while row >= 0:
+        _pack_row(packed, sums, x, ends, order, row)
+        done(counts, 0)
+        row = take(counts, 0, thread, rows)
+    wait(counts, 0, rows)
+    tasks = count_tasks(rows, codes.shape[0], size)
+    task = take(counts, 1, thread, tasks)
+    while task >= 0:
+        begin, here, first, count = task_at(task, rows, codes.shape[0], size)
+        last = first + count
+        _multiply(out, packed, sums, codes, form, scale, kind, zero, unit, bias, ends, first, last, begin, here)
+        task = take(counts, 1, thread, tasks)
+
+
 def _product(
     out: Any,
     x: Any,
@@ -140,31 +173,25 @@ def _product(
     order: Any,
     most: Any,
     together: Any,
+    threads: Any,
 ) -> None:
     """float32 out [m, outputs], x [m, k] as bits; bias [outputs] or [0]; the others as in `QuantizedPanels`, for
     groups that fit. A task has `most` rows of the outputs of so many panels `together`."""
     rows = x.shape[0]
     packed = packed_rows(rows, (x.shape[1] + _STEP - 1) // _STEP)
     sums = np.empty((rows, len(ends) if zero.shape[0] else 0), np.float32)
-    if rows <= BLOCK:
-        for row in range(rows):
-            _pack_row(packed, sums, x, ends, order, row)
-    else:
-        for row in numba.prange(rows):
-            _pack_row(packed, sums, x, ends, order, row)
-    parts, groups = (rows + most - 1) // most, (codes.shape[0] + together - 1) // together
-    for task in numba.prange(groups * parts):
-        begin, first = np.intp(task) % parts * most, np.intp(task) // parts * together
-        last, count = min(first + together, codes.shape[0]), min(most, rows - begin)
-        _multiply(out, packed, sums, codes, form, scale, kind, zero, unit, bias, ends, first, last, begin, count)
+    counts = counts_of(2, threads)
+    for thread in numba.prange(threads):
+        weight = codes, form, scale, kind, zero, unit
+        _work(np.intp(thread), counts, out, packed, sums, x, weight, bias, ends, order, (most, together))
 
 
 _kernel = compiled(
-    _product, made_of=[vectors, weight_panels, tile_kernel, panel_kernel, quantized_kernel, quantized_pairs]
+    _product, made_of=[phases, vectors, weight_panels, tile_kernel, panel_kernel, quantized_kernel, quantized_pairs]
 )
 _matrix, _vector, _places = numba.float32[:, ::1], numba.float32[::1], numba.int32[::1]
 _weight = (numba.uint8[:, :, ::1], numba.intp, numba.uint8[:, ::1], numba.intp, numba.int8[:, ::1], _vector)
-_given = (_matrix, numba.uint32[:, ::1], *_weight, _vector, _places, _places, numba.intp, numba.intp)
+_given = (_matrix, numba.uint32[:, ::1], *_weight, _vector, _places, _places, *[numba.intp] * 3)
 TYPED = {"product": Typed(_kernel, _given)}
 
 
@@ -180,7 +207,7 @@ def product(x: Array, weight: Weight, groups: tuple[Array, Array], bias: Array |
     """
     together = 1 if len(x) * x.shape[-1] * FLOAT // 2 <= KEPT else _TOGETHER
 
-    def tasks(rows: int, panels: int) -> tuple[int, int]:
-        return task_size(rows, _MOST, panels, together, threads_used())
+    def tasks(rows: int, panels: int, threads: int) -> tuple[int, int]:
+        return task_size(rows, _MOST, panels, together, threads)
 
     return in_goes(_kernel, np.uint32, AT_ONCE, x, weight, groups, bias, outputs, tasks)

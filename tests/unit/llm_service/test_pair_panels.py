@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import pytest
 import torch
 
+from common.cpu.jit import threads_used, use_threads
 from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.pair_panels import PairPanels
 from tests.tiles import WAYS, multiply_by
@@ -67,12 +67,12 @@ def test_rows_are_the_same_to_the_bit_wherever_they_are_cut(outputs: int, inputs
 @multiplied
 def test_rows_are_the_same_to_the_bit_by_any_number_of_threads() -> None:
     laid_out, x = panelled(noise(1100, 2100)), noise(300, 2100, seed=1)
-    given, most = laid_out.product(x), numba.get_num_threads()
+    given, most = laid_out.product(x), threads_used()
     try:
-        numba.set_num_threads(1)
+        use_threads(1)
         assert torch.equal(laid_out.product(x), given)
     finally:
-        numba.set_num_threads(most)
+        use_threads(most)
 
 
 @multiplied
