@@ -18,8 +18,6 @@ from common.cpu.jit import Array, Typed, compiled, exact, inner, threads_used
 from common.cpu.phases import counts_of, done, take, wait
 from common.cpu.tile_kernel import (
     AT_ONCE,
-    KEPT,
-    MOST,
     ROW,
     TOGETHER,
     ask_share,
@@ -27,8 +25,6 @@ from common.cpu.tile_kernel import (
     packed_rows,
     padded,
     room_for,
-    task_at,
-    task_size,
 )
 from common.cpu.vectors.llvm import FLOAT, LINE
 from common.cpu.vectors.shorts import SHORT, add_sums, gate_sums, norm_row, open_sums, rms_norm_row, rotate, round_sums
@@ -37,6 +33,9 @@ from common.cpu.weight_panels import VECTORS, WIDTH, first_line
 
 _STRETCH = 64
 """Pairs of inputs that all rows of a task go through before the next: 16 KiB of a panel."""
+_LEAST, _MOST = 256, 512
+"""Rows of a task, where there are as many. Fewer read a weight as often as there are threads, which takes longer than
+that threads read each other's rows."""
 _WHOLE = 192
 """Pairs that rows go through as a whole, if there are no more: then sums stay where they are."""
 _HALF = VECTORS // 2
@@ -50,6 +49,16 @@ _AS_IT_IS = False, np.float32(0.0), np.float32(0.0)
 def _blocks(rows: Any) -> Any:
     """How many tasks there are of so many rows, a block each."""
     return (rows + BLOCK - 1) // BLOCK
+
+
+@inner
+def _task_at(index: Any, rows: Any, panels: Any, size: Any) -> Any:
+    """A task of a product: its first row, its rows, its first panel, and its panels. Those of the same rows lie side by
+    side, so a thread has mostly rows that it has made itself, which are in its cache."""
+    most, together = size
+    groups = (panels + together - 1) // together
+    begin, first = index // groups * most, index % groups * together
+    return begin, min(most, rows - begin), first, min(together, panels - first)
 
 
 @exact
@@ -140,8 +149,10 @@ def _multiply(outs: Any, bias: Any, act: Any, room: Any, packed: Any, panels: An
         for index in range(each * count):
             panel = first + index // each + index % each * apart
             following, then = index + 1, at
-            if following == each * count:
+            if following == each * count and at + stretch < pairs:
                 following, then = 0, at + stretch
+            elif following == each * count:  # of the task that this thread is likely to take next
+                then = 0
             next_panel = first + following // each + following % each * apart
             coming = weights + (next_panel * pairs + then) * ROW
             for row in range(0, size, 2 * BLOCK):
@@ -188,7 +199,7 @@ def _multiply_all(
     tasks = count_tasks(rows, own, size)
     task = take(counts, phase, thread, tasks)
     while task >= 0:
-        here = task_at(task, rows, own, size)
+        here = _task_at(task, rows, own, size)
         _multiply(outs, bias, act, room, packed, panels, here, own if with_values else 0)
         done(counts, phase)
         task = take(counts, phase, thread, tasks)
@@ -399,7 +410,8 @@ def as_shorts(x: Tensor) -> Array:
 
 
 def _size_of(rows: int, weight: Weight, each: int, threads: int) -> tuple[int, int]:
-    """Rows of a task, and of the panels, of which tasks take so many for `each`."""
-    panels = weight.panels
-    together = 1 if rows * panels.shape[1] * FLOAT <= KEPT else TOGETHER // each
-    return task_size(rows, MOST, len(panels) // each, together, threads)
+    """Rows of a task, in whole blocks, and its panels, of which tasks take so many for `each`. Each thread has rows of
+    its own where there are enough, and two tasks or more, where it can."""
+    parts = max(-(-rows // _MOST), min(threads, rows // _LEAST))
+    panels = parts * len(weight.panels) // (2 * threads * each)
+    return -(-rows // (parts * BLOCK)) * BLOCK, max(1, min(TOGETHER // each, panels))
