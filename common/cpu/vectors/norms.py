@@ -16,6 +16,7 @@ def _rms_norm(_: Any, _out: Any, _x: Any, _gain: Any, _count: Any, _eps: Any) ->
     """Writes so many numbers over the root of their mean square, times a gain, to an address: their own, or another."""
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        builder.function.attributes.add("noinline")  # so that every kernel calls the same code
         out, x, gain, count, eps = given
         scale = spread(builder, _inverse_root(builder, x, count, eps))
         _write_scaled(builder, out, (x, gain), scale, count)
@@ -28,6 +29,7 @@ def _scale_of(_: Any, _x: Any, _count: Any, _eps: Any) -> Any:
     """What so many numbers at an address are multiplied with by their norm."""
 
     def generate(_context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        builder.function.attributes.add("noinline")
         return _inverse_root(builder, *given)
 
     return types.float32(types.intp, types.intp, types.float32), generate

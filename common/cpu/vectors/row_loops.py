@@ -21,6 +21,7 @@ from common.cpu.vectors.llvm import (
     constant,
     declared,
     load,
+    places,
     pointer,
     spread_whole,
     store,
@@ -85,8 +86,13 @@ def total(builder: Any, count: Value, term: Callable[[Value, Mask], Value]) -> V
     first, *others = map(builder.load, sums)
     for other in others:
         first = builder.fadd(first, other)
-    reduce = declared(builder, "llvm.vector.reduce.fadd.v16f32", SINGLE, [SINGLE, VECTOR])
-    return builder.call(reduce, [SINGLE(-0.0), first], fastmath=("reassoc",))
+    width = LANES
+    while width > 1:  # a reduction of LLVM's has an order of its own in each kernel
+        width //= 2
+        upper = builder.shuffle_vector(first, first, places(range(width, 2 * width)))
+        lower = builder.shuffle_vector(first, first, places(range(width)))
+        first = builder.fadd(lower, upper)
+    return builder.extract_element(first, FLAG(0))
 
 
 def inverse_root(builder: Any, count: Value, square: Callable[[Value, Mask], Value], eps: Value) -> Value:
