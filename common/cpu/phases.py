@@ -28,7 +28,8 @@ def counts_of(phases: Any, threads: Any) -> Any:
 
 @inner
 def take(counts: Any, phase: Any, thread: Any, tasks: Any) -> Any:
-    """A task of 0 to `tasks` that nobody else is given, or -1 where there is none left. Who takes one calls `done`.
+    """A task of 0 to `tasks` that nobody else is given, or -1 where there is none left. Who takes one calls `done`,
+    if anybody waits for the phase.
 
     First come those of the thread's own share, which lie side by side in memory. Nobody waits for a thread that has
     not taken anything, so a kernel ends whichever of its threads are run, and in whatever order."""

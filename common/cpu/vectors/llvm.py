@@ -142,6 +142,12 @@ def add_pairs(builder: Any, total: Value, one: Value, other: Value) -> Value:
     return builder.call(product, [total, one, other])
 
 
+def share(builder: Any) -> None:
+    """Has kernels call the function that is being written, rather than have it within theirs, where a compiler may
+    still join a product and a sum in one and not in another."""
+    builder.function.attributes.add("noinline")
+
+
 def multiply_add(builder: Any, one: Value, other: Value, more: Value) -> Value:
     """one · other + more, rounded once."""
     return builder.call(declared(builder, "llvm.fma.v16f32", VECTOR, [VECTOR] * 3), [one, other, more])

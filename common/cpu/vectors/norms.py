@@ -8,7 +8,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from common.cpu.jit import exact
-from common.cpu.vectors.llvm import FLOAT, WORD, Value, spread
+from common.cpu.vectors.llvm import FLOAT, WORD, Value, share, spread
 from common.cpu.vectors.row_loops import Mask, inverse_root, load_wide, over, store_wide
 
 
@@ -16,7 +16,7 @@ def _rms_norm(_: Any, _out: Any, _x: Any, _gain: Any, _count: Any, _eps: Any) ->
     """Writes so many numbers over the root of their mean square, times a gain, to an address: their own, or another."""
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
-        builder.function.attributes.add("noinline")  # so that every kernel calls the same code
+        share(builder)
         out, x, gain, count, eps = given
         scale = spread(builder, _inverse_root(builder, x, count, eps))
         _write_scaled(builder, out, (x, gain), scale, count)
@@ -29,7 +29,7 @@ def _scale_of(_: Any, _x: Any, _count: Any, _eps: Any) -> Any:
     """What so many numbers at an address are multiplied with by their norm."""
 
     def generate(_context: Any, builder: Any, _signature: Any, given: Any) -> Value:
-        builder.function.attributes.add("noinline")
+        share(builder)
         return _inverse_root(builder, *given)
 
     return types.float32(types.intp, types.intp, types.float32), generate
@@ -51,6 +51,7 @@ def _rotate_scaled(_: Any, _out: Any, _x: Any, _gain: Any, _tables: Any, _half: 
     `tables` are the addresses of cosines and sines of the first half, and of the second."""
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        share(builder)
         out, x, gain, tables, half, scale = given
         behind, factor = builder.mul(half, WORD(FLOAT)), spread(builder, scale)
 

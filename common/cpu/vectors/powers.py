@@ -30,6 +30,7 @@ from common.cpu.vectors.llvm import (
     load,
     multiply_add,
     plus,
+    share,
     spread,
     spread_whole,
     store,
@@ -217,6 +218,7 @@ def _gating(steepened: Callable[[Any, Value], Value]) -> Any:
     """gate · logistic(steepened gate) · value."""
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        share(builder)
         out, gates, values, vectors = given
         with cgutils.for_range(builder, vectors) as loop:
             places = [at(builder, base, loop.index, WORD(LINE)) for base in (gates, values)]
