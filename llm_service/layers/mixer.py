@@ -14,7 +14,7 @@ from llm_service.layers.attention.metadata import AttentionMetadata
 from llm_service.layers.cache_spec import CacheSpec, Segment
 
 Rotary = tuple[Tensor, ...]
-"""Cosine and sine, [n, 1, rotary_dim] each; where queries grow with their places by what as well."""
+"""Cosine and sine, [n, 1, rotary_dim] each, in order; where queries grow with their places by what as well."""
 
 
 KeysAndValues = tuple[Tensor, ...]

@@ -30,7 +30,8 @@ class FourAxisRotary(MultimodalRotary):
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
         """int [4, n] → as `MultimodalRotary.tables`."""
-        angles = (positions[self._axis].float().t() * self._frequencies.repeat(2)).unsqueeze(1)
+        places = positions[self._axis].float().t().contiguous()  # or tables would not lie in order
+        angles = (places * self._frequencies.repeat(2)).unsqueeze(1)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 

@@ -136,7 +136,8 @@ def qk_norm_rotary_rows(
     """See `RowOps.qk_norm_rotary`; gains [2, head_dim], eps below 0 where nothing is normed."""
     out = np.empty((x.shape[0], queries + keys, x.shape[2]), np.float32)
     kernel = _qk_norm_rotary_few if len(x) <= FEW else _qk_norm_rotary_many
-    kernel(out, _with_rows(x), cosine, sine, gains, queries, np.float32(eps))
+    tables = np.ascontiguousarray(cosine), np.ascontiguousarray(sine)
+    kernel(out, _with_rows(x), *tables, gains, queries, np.float32(eps))
     return out
 
 

@@ -106,6 +106,7 @@ def test_heads_that_are_normed_once_they_are_rotated_by_four_axes() -> None:
     angles = HunYuanVLRotaryEmbedding(settings)(x, positions.unsqueeze(1))
     expected = theirs(x.unsqueeze(0), angles, mask)[0][0]
     tables = rotary_of(turns, CPU).tables(positions, x.dtype)
+    assert all(table.is_contiguous() for table in tables), "kernels read them by their places"
     stored = {family.own_name(name): each for name, each in theirs.state_dict().items()}
     parts = []
     for rank in range(2):

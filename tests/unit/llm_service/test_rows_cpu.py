@@ -45,6 +45,13 @@ def test_queries_and_keys_are_normed_and_turned_as_by_torch(
     )
 
 
+def test_it_does_not_matter_how_tables_lie() -> None:
+    heads, tables = torch.randn(5, 3, 16), torch.randn(2, 16, 5).transpose(1, 2).unsqueeze(2).unbind()
+    assert not tables[0].is_contiguous()
+    expected = NUMBA.qk_norm_rotary(heads, tuple(each.contiguous() for each in tables), 2, 1, None, 1e-6)
+    assert NUMBA.qk_norm_rotary(heads, tuple(tables), 2, 1, None, 1e-6).equal(expected)
+
+
 @pytest.mark.parametrize("size", [1.0, 30.0])
 @pytest.mark.parametrize("inner", [*row_cases.GATES, 8])
 def test_a_gate_is_torch_s(inner: int, size: float) -> None:
