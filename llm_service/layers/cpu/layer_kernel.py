@@ -14,6 +14,7 @@ from common.cpu import phases, tile_kernel, vectors, weight_panels
 from common.cpu.jit import Array, Typed, compiled, inner, threads_used
 from common.cpu.phases import counts_of, done, take, wait
 from common.cpu.tile_kernel import ask_share, count_tasks, task_at
+from common.cpu.vectors.llvm import FLOAT
 from common.cpu.vectors.norms import add_rows, rms_norm
 from llm_service.layers.cpu import layer_products, pair_kernel, panel_kernel, row_kernels
 from llm_service.layers.cpu.layer_products import PanelForm, multiply, multiply_gates, pack, packed_like
@@ -80,8 +81,8 @@ def _work_before(
     wait(counts, 1, count_tasks(rows, panels.shape[0], size))
     row = take(counts, 2, thread, rows)
     while row >= 0:
-        every = heads[row].reshape(-1, rotated.shape[2])
-        qk_norm_rotary_row(rotated[row], every, cosine[row, 0], sine[row, 0], gains, queries, eps)
+        every, apart = heads[row].ctypes.data, rotated.shape[2] * FLOAT
+        qk_norm_rotary_row(rotated[row], every, apart, cosine[row, 0], sine[row, 0], gains, queries, eps)
         row = take(counts, 2, thread, rows)
 
 

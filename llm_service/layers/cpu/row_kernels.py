@@ -28,10 +28,10 @@ FEW = 32
 """Rows up to which one thread is faster."""
 
 
-def _rms_norm(out: Any, x: Any, gain: Any, eps: Any) -> None:
-    """float32 out [n, size], x alike, whose rows need not follow each other; gain [size]."""
-    for row in numba.prange(x.shape[0]):
-        rms_norm(out[row].ctypes.data, x[row].ctypes.data, gain.ctypes.data, x.shape[1], eps)
+def _rms_norm(out: Any, x: Any, apart: Any, gain: Any, eps: Any) -> None:
+    """float32 out [n, size], x the address of rows alike, so many bytes from one to the next; gain [size]."""
+    for row in numba.prange(out.shape[0]):
+        rms_norm(out[row].ctypes.data, x + np.intp(row) * apart, gain.ctypes.data, out.shape[1], eps)
 
 
 def _add_rms_norm(total: Any, out: Any, x: Any, more: Any, gain: Any, eps: Any) -> None:
@@ -43,8 +43,11 @@ def _add_rms_norm(total: Any, out: Any, x: Any, more: Any, gain: Any, eps: Any) 
 
 
 @inner
-def qk_norm_rotary_row(out: Any, x: Any, cosine: Any, sine: Any, gains: Any, queries: Any, eps: Any) -> None:
-    """float32 out [heads, dim], x [heads or more, dim], cosine and sine [rotary_dim], gains [2, dim]."""
+def qk_norm_rotary_row(
+    out: Any, x: Any, apart: Any, cosine: Any, sine: Any, gains: Any, queries: Any, eps: Any
+) -> None:
+    """float32 out [heads, dim], x the address of heads alike, so many bytes from one to the next; cosine and sine
+    [rotary_dim], gains [2, dim]."""
     size, rotary = out.shape[1], cosine.shape[0]
     half = rotary // 2
     tables = (
@@ -52,18 +55,21 @@ def qk_norm_rotary_row(out: Any, x: Any, cosine: Any, sine: Any, gains: Any, que
         *(cosine.ctypes.data + half * FLOAT, sine.ctypes.data + half * FLOAT),
     )
     for head in range(out.shape[0]):
-        to, place, gain = out[head].ctypes.data, x[head].ctypes.data, gains[0 if head < queries else 1].ctypes.data
+        to, place, gain = out[head].ctypes.data, x + head * apart, gains[0 if head < queries else 1].ctypes.data
         scale = scale_of(place, size, eps) if eps >= 0 else np.float32(1.0)
         rotate_scaled(to, place, gain, tables, half, scale)
         behind = rotary * FLOAT
         scaled(to + behind, place + behind, gain + behind, size - rotary, scale)
 
 
-def _qk_norm_rotary(out: Any, x: Any, cosine: Any, sine: Any, gains: Any, queries: Any, eps: Any) -> None:
-    """float32 out [n, heads, dim], x [n, heads or more, dim], cosine and sine [n, 1, rotary_dim], gains [2, dim]. Where
-    eps is below 0, without a norm."""
+def _qk_norm_rotary(
+    out: Any, x: Any, apart: Any, heads_apart: Any, cosine: Any, sine: Any, gains: Any, queries: Any, eps: Any
+) -> None:
+    """float32 out [n, heads, dim], x the address of rows of as many heads or more, so many bytes from a row and from a
+    head to the next; cosine and sine [n, 1, rotary_dim], gains [2, dim]. Where eps is below 0, without a norm."""
     for row in numba.prange(out.shape[0]):
-        qk_norm_rotary_row(out[row], x[row], cosine[row, 0], sine[row, 0], gains, queries, eps)
+        here = x + np.intp(row) * apart
+        qk_norm_rotary_row(out[row], here, heads_apart, cosine[row, 0], sine[row, 0], gains, queries, eps)
 
 
 @inner
@@ -107,12 +113,13 @@ _silu_and_mul_few, _silu_and_mul_many = _few(_silu_and_mul), _many(_silu_and_mul
 _gelu_and_mul_few, _gelu_and_mul_many = _few(_gelu_and_mul), _many(_gelu_and_mul)
 
 _number, _rows, _heads = numba.float32, numba.float32[:, ::1], numba.float32[:, :, ::1]
-_RMS_NORM = _rows, _rows, numba.float32[::1], _number
-_QK_NORM_ROTARY = _heads, _heads, _heads, _heads, _rows, numba.intp, _number
+_gain, _bytes = numba.float32[::1], numba.intp
+_RMS_NORM = _rows, _bytes, _bytes, _gain, _number
+_QK_NORM_ROTARY = _heads, _bytes, _bytes, _bytes, _heads, _heads, _rows, numba.intp, _number
 TYPED = {
     "rms_norm_few": Typed(_rms_norm_few, _RMS_NORM),
     "rms_norm_many": Typed(_rms_norm_many, _RMS_NORM),
-    "add_rms_norm_many": Typed(_add_rms_norm_many, (_rows, _rows, *_RMS_NORM)),
+    "add_rms_norm_many": Typed(_add_rms_norm_many, (*[_rows] * 4, _gain, _number)),
     "qk_norm_rotary_few": Typed(_qk_norm_rotary_few, _QK_NORM_ROTARY),
     "qk_norm_rotary_many": Typed(_qk_norm_rotary_many, _QK_NORM_ROTARY),
     "silu_and_mul_few": Typed(_silu_and_mul_few, (_rows, _rows)),
@@ -126,7 +133,8 @@ TYPED = {
 def rms_norm_rows(x: Array, gain: Array, eps: float) -> Array:
     """See `RowOps.rms_norm`."""
     out = np.empty(x.shape, np.float32)
-    (_rms_norm_few if len(x) <= FEW else _rms_norm_many)(out, _with_rows(x), gain, np.float32(eps))
+    x = _with_rows(x)
+    (_rms_norm_few if len(x) <= FEW else _rms_norm_many)(out, x.ctypes.data, x.strides[0], gain, np.float32(eps))
     return out
 
 
@@ -137,7 +145,8 @@ def qk_norm_rotary_rows(
     out = np.empty((x.shape[0], queries + keys, x.shape[2]), np.float32)
     kernel = _qk_norm_rotary_few if len(x) <= FEW else _qk_norm_rotary_many
     tables = np.ascontiguousarray(cosine), np.ascontiguousarray(sine)
-    kernel(out, _with_rows(x), *tables, gains, queries, np.float32(eps))
+    x = _with_rows(x)
+    kernel(out, x.ctypes.data, *x.strides[:2], *tables, gains, queries, np.float32(eps))
     return out
 
 
