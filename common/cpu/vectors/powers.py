@@ -244,6 +244,8 @@ def power_of_two(builder: Any, x: Value, coefficients: Sequence[float] = _POWERS
         x = builder.select(normal, x, constant(-np.inf))
         return builder.call(scale, [value, x, value, ir.IntType(LANES)(-1), FLAG(_AS_SET)])
     x = higher(builder, constant(_LEAST), x)
+    # Infinity has no part beside a whole number; what is not a number stays so.
+    x = builder.select(builder.fcmp_ordered(">", x, constant(_INFINITE)), constant(_INFINITE), x)
     whole = builder.call(declared(builder, "llvm.rint.v16f32", VECTOR, [VECTOR]), [x])
     value = _polynomial(builder, builder.fsub(x, whole), coefficients)
     # The whole part becomes an exponent: the highest stands for infinity, and what is below the least gives 0.

@@ -12,7 +12,7 @@ from common.checkpoint import Checkpoint
 from llm_service.layers.cpu import layer
 from llm_service.layers.cpu import row_kernels as rows_cpu
 from llm_service.layers.cpu.row_kernels import FEW, NumbaOps
-from llm_service.layers.cpu.selection import computes_bfloat16
+from llm_service.layers.cpu.selection import computes_bfloat16, fused_vectors
 from llm_service.layers.ops import TorchOps
 from llm_service.models.loader import load_decoder
 from tests import row_cases
@@ -32,6 +32,16 @@ def test_a_sum_s_norm_is_the_same_to_the_bit_as_of_what_is_added_before(rows: in
     total, normed = NUMBA.add_rms_norm(x, more, gain, 1e-6)
     assert total.equal(x + more)
     assert normed.equal(NUMBA.rms_norm(x + more, gain, 1e-6))
+
+
+@pytest.mark.skipif(not fused_vectors(), reason="this processor lacks AVX2")
+@pytest.mark.parametrize("gate", [-300.0, -1e14, -1e20, 300.0, 1e14, 1e20])
+def test_gates_far_from_zero_are_shut_or_open(gate: float) -> None:
+    """Of such a number's cube float32 has no number."""
+    x = torch.cat([torch.full((2, 32), gate), torch.ones(2, 32)], dim=1)
+    expected = torch.full((2, 32), max(0.0, gate))
+    for rows in (rows_cpu.silu_and_mul_rows, rows_cpu.gelu_and_mul_rows):
+        torch.testing.assert_close(torch.from_numpy(rows(x.numpy())), expected)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5, 33])
