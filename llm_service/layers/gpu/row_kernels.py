@@ -153,11 +153,13 @@ def qk_norm_rotary(
     """See `RowOps`."""
     n, heads, head_dim = x.shape[0], queries + keys, x.shape[2]
     out = torch.empty((n, heads, head_dim), dtype=x.dtype, device=x.device)
-    query_gain, key_gain = gains or rotary  # not read where nothing is normed
+    cosine, sine = (table.contiguous() for table in rotary)  # read by their places
+    query_gain, key_gain = gains or (cosine, sine)  # not read where nothing is normed
     qk_norm_rotary_kernel[(n, triton.cdiv(heads, _HEADS))](
         out,
         x,
-        *rotary,
+        cosine,
+        sine,
         query_gain,
         key_gain,
         x.stride(0),
@@ -166,7 +168,7 @@ def qk_norm_rotary(
         eps,
         NORM=gains is not None,
         HEAD=head_dim,
-        ROTARY=rotary[0].shape[-1],
+        ROTARY=cosine.shape[-1],
         DIMS=triton.next_power_of_2(head_dim),
         PART=_HEADS,
         num_warps=4,

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from llm_service.layers.cpu import layer
 from llm_service.layers.experts import Experts, SparseMLP
 from llm_service.layers.gpu import row_ops as rows_gpu
+from llm_service.layers.ops import TORCH
 from tests import row_cases
 from tests.checkpoints import Family
 
@@ -34,6 +35,15 @@ def test_queries_and_keys_are_normed_and_turned_as_by_torch(
     queries: int, keys: int, head: int, rotary: int, normed: bool, dtype: torch.dtype
 ) -> None:
     row_cases.check_qk_norm_rotary(rows_gpu, queries, keys, head, rotary, dtype, "cpu", normed=normed)
+
+
+@pytest.mark.parametrize("wide", [torch.randn(5, 1, 32), torch.randn(16, 5).t().unsqueeze(1)], ids=["cut", "turned"])
+def test_tables_of_angles_need_not_lie_in_order(wide: torch.Tensor) -> None:
+    """An index of blocks cuts its own from those of its layer, where they are longer."""
+    tables, x = (wide[..., :16], -wide[..., :16]), torch.randn(5, 3, 16)
+    assert not tables[0].is_contiguous()
+    found, expected = (ops.qk_norm_rotary(x, tables, 2, 1, None, 1e-6) for ops in (rows_gpu, TORCH))
+    torch.testing.assert_close(found, expected)
 
 
 @each_type
