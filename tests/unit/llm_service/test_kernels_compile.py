@@ -64,6 +64,7 @@ def test_the_first_form_of_each_kernel_compiles_and_fits_a_multiprocessor() -> N
 def compile_kernels(*given: str) -> dict[str, Taken]:
     """In a process of its own: whether kernels are interpreted is decided when they are defined."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environ["TRITON_DISABLE_LINE_INFO"] = "1"  # a seventh of the time, and nobody debugs what is made
     command = [sys.executable, "-m", "tests.kernel_compiler", *given]
     done = subprocess.run(command, cwd=ROOT, env=environ, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout)
