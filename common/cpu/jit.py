@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib
+import re
 import threading
 import time
 import zlib
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 import numba
 import numpy as np
@@ -23,8 +24,10 @@ from common import log
 
 Array = np.ndarray[Any, Any]
 
-_FREEDOMS = {"reassoc", "contract", "arcp", "afn", "nsz"}
+FREEDOMS = {"reassoc", "contract", "arcp", "afn", "nsz"}
 """What the compiler may do with sums and products; what is not a number stays so."""
+ROUTINE = "twinlens_routine."
+"""What the linker's name of each routine begins with."""
 _BARE = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 """Nobody calls parts but kernels."""
 PATIENCE_SECONDS = 600.0
@@ -35,38 +38,82 @@ _THREADS: int = numba.get_num_threads()
 """The most that numba has, before anything has told it to use fewer."""
 
 
-def compiled(function: Callable[..., None], *, parallel: bool = True, made_of: Sequence[ModuleType] = ()) -> Any:
+def compiled(
+    function: Callable[..., None],
+    *,
+    parallel: bool = True,
+    made_of: Sequence[ModuleType] = (),
+    calls: Sequence[Callee] = (),
+) -> Any:
     """Compiled at its first call, and kept on disk where a folder for that can be written.
 
     numba notices changes of the function's own file. What is kept is named after the rest: whether it is on all
-    threads, and the sum of the files of the modules and packages that else it is `made_of`.
+    threads, the sum of the files of the modules and packages that else it is `made_of`, and the routines that it
+    `calls`.
     """
-    name = function.__name__ if parallel else f"{function.__name__}_serial"
-    if made_of:
-        sources = (source.read_bytes() for module in made_of for source in _sources(module))
-        name += f"_{zlib.crc32(b''.join(sources)):08x}"
-    function = FunctionType(function.__code__, function.__globals__, function.__name__)
-    function.__qualname__ = name
-    options: dict[str, Any] = {"parallel": parallel, "fastmath": _FREEDOMS, "nogil": True, "error_model": "numpy"}
+    function = named(function, parallel=parallel, made_of=made_of, calls=calls)
+    options: dict[str, Any] = {"parallel": parallel, "fastmath": FREEDOMS, "nogil": True, "error_model": "numpy"}
     kernel = numba.njit(**options)(function)
+    kernel.calls = calls
     with contextlib.suppress(RuntimeError):  # no folder to keep it in
-        kernel._cache = _Cache(function)
+        kernel._cache = Cache(function, calls)
     return kernel
 
 
-class _Cache(FunctionCache):
+def named(
+    function: Callable[..., None],
+    *,
+    parallel: bool,
+    made_of: Sequence[ModuleType] = (),
+    calls: Sequence[Callee] = (),
+    mark: str = "",
+) -> Callable[..., None]:
+    """The same function, by the name that what is compiled of it is kept by: see `compiled`."""
+    name = f"{function.__name__}_{mark}" if mark else function.__name__
+    if not parallel:
+        name += "_serial"
+    if made_of or calls:
+        sources = [source.read_bytes() for module in made_of for source in _sources(module)]
+        sources += (routine.py_func.__qualname__.encode() for routine in calls)
+        name += f"_{zlib.crc32(b''.join(sources)):08x}"
+    same = FunctionType(function.__code__, function.__globals__, function.__name__, closure=function.__closure__)
+    same.__qualname__ = name
+    return same
+
+
+class Callee(Protocol):
+    """A routine that kernels call (`common.cpu.routines`)."""
+
+    py_func: Any
+    symbol: str
+
+
+class Cache(FunctionCache):
     """What is compiled is of use though it cannot be kept, on a disk that is full for example, or though what is kept
     cannot be read. `unkept` is why the last one was not."""
 
     unkept = ""
 
+    def __init__(self, function: Callable[..., None], calls: Sequence[Callee] = ()) -> None:
+        super().__init__(function)
+        self._calls = calls
+
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """What is kept; None where it cannot be read."""
+        """What is kept; None where it cannot be read, or not all that it calls is ready or kept: without that,
+        the linker would end the process."""
+        if not all(Typed(routine, ()).load() for routine in self._calls):
+            return None
         with contextlib.suppress(OSError):
             return super().load_overload(sig, target_context)
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keeps what was compiled, where there is room."""
+        """Keeps what was compiled, where there is room.
+
+        Raises RuntimeError where it calls a routine that it was not said to call.
+        """
+        called = set(re.findall(rf"declare .*@({ROUTINE}[\w.]+)", data.library.get_llvm_str()))
+        if unsaid := called - {routine.symbol for routine in self._calls}:
+            raise RuntimeError(f"{self._py_func.__qualname__} was not said to call {', '.join(sorted(unsaid))}")
         self.unkept = ""
         try:
             super().save_overload(sig, data)
@@ -85,7 +132,7 @@ def _sources(module: ModuleType) -> list[Path]:
 def inner(function: Callable[..., Any]) -> Any:
     """A part of a kernel of the same file, which nobody else calls: what Python would call it by is not compiled. What
     a parallel loop does is better such a part: numba looks through the loop's own body many times."""
-    options: dict[str, Any] = {"fastmath": _FREEDOMS, "nogil": True, "error_model": "numpy", **_BARE}
+    options: dict[str, Any] = {"fastmath": FREEDOMS, "nogil": True, "error_model": "numpy", **_BARE}
     return numba.njit(**options)(function)
 
 
@@ -133,6 +180,8 @@ class Typed:
     def compile(self) -> None:
         """Makes it ready, from disk or by compiling it, which takes seconds; then it is kept. Of several processes
         with one folder, ranks of a group for example, one compiles, and the others load what it has kept."""
+        for routine in getattr(self.kernel, "calls", ()):
+            Typed(routine, ()).compile()
         if self.load():
             return
         with self.alone():

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from common.cpu import lines, vectors
-from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.jit import Array, Typed, inner
 from common.cpu.lines import lined_up
+from common.cpu.routines import parallel_for, threaded
 from common.cpu.vectors.llvm import FLOAT, LANES
 from common.cpu.vectors.pairs import HALF, fill, interleave, transpose
 from common.cpu.vectors.powers import cap, hide_others, highest, to_short_powers
@@ -63,20 +64,25 @@ def pack_panel(panel: Any, lanes: Any, keys: Any, values: Any) -> None:
                 interleave(to + 2 * word * FLOAT, one + word * FLOAT, one + (padded + word) * FLOAT)
 
 
+@inner
+def _pack_one(task: Any, panels: Any, lanes: Any, keys: Any, values: Any, segments: Any, begins: Any) -> None:
+    """A panel of `_pack`."""
+    count, padded = len(begins), panels.shape[2]
+    head, panel = task // count, task % count
+    begin = begins[panel, 1]
+    end = min(begin + WIDTH, segments[begins[panel, 0], 1])
+    known, worth = np.empty((WIDTH, padded), np.uint32), np.empty((WIDTH, padded), np.uint32)
+    known[end - begin :], worth[end - begin :] = np.uint32(0), np.uint32(0)
+    for place in range(begin, end):
+        fill_row(known[place - begin], keys[place, head])
+        fill_row(worth[place - begin], values[place, head])
+    pack_panel(panels[head, panel], lanes[head, panel], known, worth)
+
+
 def _pack(panels: Any, lanes: Any, keys: Any, values: Any, segments: Any, begins: Any) -> None:
     """Fills uint32 panels [heads, p, padded, 64] and lanes [heads, p, parts, 32, width] with keys and values [n, heads,
     words]; the others are as in `_attend`."""
-    count, padded = len(begins), panels.shape[2]
-    for task in numba.prange(panels.shape[0] * count):
-        head, panel = np.intp(task) // count, np.intp(task) % count
-        begin = begins[panel, 1]
-        end = min(begin + WIDTH, segments[begins[panel, 0], 1])
-        known, worth = np.empty((WIDTH, padded), np.uint32), np.empty((WIDTH, padded), np.uint32)
-        known[end - begin :], worth[end - begin :] = np.uint32(0), np.uint32(0)
-        for place in range(begin, end):
-            fill_row(known[place - begin], keys[place, head])
-            fill_row(worth[place - begin], values[place, head])
-        pack_panel(panels[head, panel], lanes[head, panel], known, worth)
+    parallel_for(_pack_one, (panels, lanes, keys, values, segments, begins), panels.shape[0] * len(begins))
 
 
 @inner
@@ -147,7 +153,8 @@ def attend_tile(
             if start and above > most[index]:
                 less = np.exp2(most[index] - above)
                 total[index] *= less
-                sums[index] *= less
+                for place in range(sums.shape[1]):
+                    sums[index, place] *= less
             most[index] = above
             total[index] += to_short_powers(shorts[index].ctypes.data, here, wide, steps, above)
         for panel in range(wide):
@@ -177,24 +184,30 @@ def _short(number: Any) -> Any:
     return rounded(np.float32(number).view(np.uint32)) >> np.uint32(16)
 
 
+@inner
+def _attend_one(
+    task: Any, out: Any, query: Any, panels: Any, lanes: Any, segments: Any, tiles: Any, group: Any, scale: Any
+) -> None:
+    """A head's tile of `_attend`."""
+    head, tile = task // len(tiles), task % len(tiles)
+    segment, row = tiles[tile, 0], tiles[tile, 1]
+    begin, end, base = segments[segment, 0], segments[segment, 1], segments[segment, 2]
+    known, last = end - begin, min(row + TILE, end)
+    there = slice(base, base + (known + WIDTH - 1) // WIDTH)
+    shared = head // group
+    here = panels[shared, there], lanes[shared, there]
+    _attend_segment(out[row:last, head], query[row:last, head], *here, known, scale)
+
+
 def _attend(out: Any, query: Any, panels: Any, lanes: Any, segments: Any, tiles: Any, group: Any, scale: Any) -> None:
     """out and query [n, heads, words] of two bfloat16 each, of which `group` heads share one of keys. segments int64
     [s, 3]: where they begin and end, and the first panel of each; begins and tiles int64 [p, 2] and [t, 2]: a panel's,
     or a tile's, segment and first place. `scale` includes log2 e."""
-    count = len(tiles)
-    for task in numba.prange(query.shape[1] * count):
-        head, tile = np.intp(task) // count, np.intp(task) % count
-        segment, row = tiles[tile, 0], tiles[tile, 1]
-        begin, end, base = segments[segment, 0], segments[segment, 1], segments[segment, 2]
-        known, last = end - begin, min(row + TILE, end)
-        there = slice(base, base + (known + WIDTH - 1) // WIDTH)
-        shared = head // group
-        here = panels[shared, there], lanes[shared, there]
-        _attend_segment(out[row:last, head], query[row:last, head], *here, known, scale)
+    given = out, query, panels, lanes, segments, tiles, group, scale
+    parallel_for(_attend_one, given, query.shape[1] * len(tiles))
 
 
-_pack_kernel = compiled(_pack, made_of=[vectors, lines])
-_attend_kernel = compiled(_attend, made_of=[vectors, lines])
+_pack_kernel, _attend_kernel = (threaded(each, [vectors, lines]) for each in (_pack, _attend))
 _any, _table = numba.uint32[:, :, :], numba.int64[:, ::1]
 _panels, _lanes = numba.uint32[:, :, :, ::1], numba.uint32[:, :, :, :, ::1]
 TYPED = {

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 
 from common.cpu import lines, pair_attention, vectors
-from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.jit import Array, Typed, inner
 from common.cpu.lines import lined_up, zeros_lined_up
 from common.cpu.pair_attention import WIDTH, PairAttention
+from common.cpu.routines import parallel_for, threaded
 from common.cpu.vectors.llvm import FLOAT, LANES, LINE
 from common.cpu.vectors.pairs import fill
 from common.cpu.vectors.powers import cap, hide_others
@@ -116,13 +116,13 @@ def _add_values(sums: Any, weights: Any, values: Any, width: Any, blocks: Any, m
 
 
 @inner
-def _attend_tasks(
-    part: Any, out: Any, query: Any, panels: Any, lanes: Any, segments: Any, tiles: Any, group: Any, scale: Any
+def _attend_some(
+    chunk: Any, out: Any, query: Any, panels: Any, lanes: Any, segments: Any, tiles: Any, group: Any, scale: Any
 ) -> None:
-    """The tasks from part[0] to part[1]: a tile of queries of a head each; the others are as in `_attend`."""
+    """So many tasks `TOGETHER` of `_attend`: a tile of queries of a head each."""
     room, seen, count = workspace(panels, lanes), np.zeros((TILE, 2), np.int64), len(tiles)
     sums, _, _, numbers = room
-    for task in range(part[0], part[1]):
+    for task in range(chunk * TOGETHER, min((chunk + 1) * TOGETHER, query.shape[1] * count)):
         head, tile = task // count, task % count
         segment, row = tiles[tile, 0], tiles[tile, 1]
         first, last, base = segments[segment, 0], segments[segment, 1], segments[segment, 2]
@@ -146,13 +146,11 @@ def _attend_tasks(
 def _attend(out: Any, query: Any, panels: Any, lanes: Any, segments: Any, tiles: Any, group: Any, scale: Any) -> None:
     """As in `pair_attention`; lanes have one part."""
     count = query.shape[1] * len(tiles)
-    for chunk in numba.prange((count + TOGETHER - 1) // TOGETHER):
-        begin = np.intp(chunk) * TOGETHER
-        part = begin, min(begin + TOGETHER, count)
-        _attend_tasks(part, out, query, panels, lanes, segments, tiles, group, scale)
+    given = out, query, panels, lanes, segments, tiles, group, scale
+    parallel_for(_attend_some, given, (count + TOGETHER - 1) // TOGETHER)
 
 
-_attend_kernel = compiled(_attend, made_of=[vectors, lines, pair_attention])
+_attend_kernel = threaded(_attend, [vectors, lines, pair_attention])
 TYPED = {"attend": Typed(_attend_kernel, pair_attention.TYPED["attend"].types)}
 KERNELS = (f"{pair_attention.__name__}:pack", f"{__name__}:attend")
 """Their names, as `common.cpu.jit.find` takes them."""

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from common.cpu import phases, vectors, weight_panels
-from common.cpu.jit import Array, Typed, compiled, inner, threads_used
+from common.cpu.jit import Array, Typed, inner, threads_used
 from common.cpu.phases import counts_of, done, first_of, take, wait
+from common.cpu.routines import parallel_for, threaded
 from common.cpu.vectors.claims import ask_lines
 from common.cpu.vectors.llvm import FLOAT, LANES, LINE
 from common.cpu.vectors.stored import rounded
@@ -211,11 +212,10 @@ def _product(out: Any, x: Any, panels: Any, bias: Any, most: Any, together: Any,
     """float32 out [m, outputs], x [m, k] as bits, panels as of `panels_of_pairs`, bias [outputs] or [0]. A task has
     `most` rows of the outputs of so many panels `together`."""
     counts, packed = counts_of(2, threads), packed_rows(x.shape[0], panels.shape[1] // BLOCK)
-    for thread in numba.prange(threads):
-        _work(np.intp(thread), counts, out, packed, x, panels, bias, (most, together))
+    parallel_for(_work, (counts, out, packed, x, panels, bias, (most, together)), threads)
 
 
-_kernel = compiled(_product, made_of=[vectors, phases, weight_panels])
+_kernel = threaded(_product, [vectors, phases, weight_panels])
 _matrix, _vector = numba.float32[:, ::1], numba.float32[::1]
 TYPED = {
     "product": Typed(_kernel, (_matrix, numba.uint32[:, ::1], numba.uint64[:, :, ::1], _vector, *[numba.intp] * 3))

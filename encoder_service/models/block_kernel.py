@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from common.cpu import phases, tile_kernel, vectors, weight_panels
-from common.cpu.jit import Array, Typed, compiled, exact, inner, threads_used
+from common.cpu.jit import Array, Typed, exact, inner, threads_used
 from common.cpu.phases import counts_of, done, take, wait
+from common.cpu.routines import parallel_for, threaded
 from common.cpu.tile_kernel import (
     AT_ONCE,
     ROW,
@@ -246,9 +247,8 @@ def _before(
     """int16 heads [n, outputs], x [n, width]; the norm's weight [width] and bias [width] or [0]; cosine and sine
     float32 [n, 1, angles], of half a head or of a whole one; `size` rows and panels of a task."""
     counts, packed = counts_of(3, threads), packed_rows(x.shape[0], panels.shape[1] // BLOCK)
-    for thread in numba.prange(threads):
-        norm, rotary = (gain, gain_bias, eps), (cosine, sine, rotated, dim)
-        _work_before(np.intp(thread), counts, heads, packed, x, norm, (panels, bias), rotary, size)
+    norm, rotary = (gain, gain_bias, eps), (cosine, sine, rotated, dim)
+    parallel_for(_work_before, (counts, heads, packed, x, norm, (panels, bias), rotary, size), threads)
 
 
 @inner
@@ -303,19 +303,18 @@ def _behind(
         packed_rows(rows, opening.shape[1] // BLOCK),
     )
     opened = packed_rows(rows, opening.shape[0] // (2 if with_values else 1) * (WIDTH // (2 * BLOCK)))
-    for thread in numba.prange(threads):
-        weights = (proj, proj_bias), (opening, opening_bias), (closing, closing_bias)
-        norm, act, packed = (
-            (gain, gain_bias, eps),
-            (with_values, (True, slope, bend)),
-            (packed_mixed, packed_joined, opened),
-        )
-        sizes = proj_size, opening_size, closing_size
-        _work_behind(np.intp(thread), counts, (out, joined), packed, (mixed, x), weights, norm, act, sizes)
+    weights = (proj, proj_bias), (opening, opening_bias), (closing, closing_bias)
+    norm, act, packed = (
+        (gain, gain_bias, eps),
+        (with_values, (True, slope, bend)),
+        (packed_mixed, packed_joined, opened),
+    )
+    sizes = proj_size, opening_size, closing_size
+    parallel_for(_work_behind, (counts, (out, joined), packed, (mixed, x), weights, norm, act, sizes), threads)
 
 
 _MADE_OF = [vectors, phases, weight_panels, tile_kernel]
-_before_kernel, _behind_kernel = (compiled(each, made_of=_MADE_OF) for each in (_before, _behind))
+_before_kernel, _behind_kernel = (threaded(each, _MADE_OF) for each in (_before, _behind))
 _rows, _vector, _table = numba.int16[:, ::1], numba.int16[::1], numba.float32[:, :, ::1]
 _number, _weight = numba.float32, (numba.uint64[:, :, ::1], numba.float32[::1])
 _size = numba.types.UniTuple(numba.intp, 2)

@@ -10,7 +10,8 @@ import numba
 import numpy as np
 
 from common.cpu import vectors, weight_panels
-from common.cpu.jit import Typed, compiled, inner
+from common.cpu.jit import Typed, inner
+from common.cpu.routines import parallel_for, threaded
 from common.cpu.vectors.dots import add_dots, sum_of_lanes
 from common.cpu.vectors.llvm import FLOAT, LANES, LINE
 from common.cpu.vectors.products import NOTHING, add_products
@@ -90,6 +91,20 @@ def _add_pair(out: Any, x: Any, words: Any, begin: Any, rank: Any, scale: Any, k
         _expand(out, between, singles, weights, size, every[first:end])
 
 
+@inner
+def _add_piece(task: Any, out: Any, x: Any, rows: Any, slots: Any, halves: Any, outputs: Any, pieces: Any) -> None:
+    """A task of `_add`."""
+    (words, begins, kinds, ranks, scales), (panels, firsts) = halves, outputs
+    parts = ranks.shape[1]
+    place, part, piece = task // (parts * pieces), task // pieces % parts, task % pieces
+    row, slot = rows[place], slots[place]
+    own = panels[firsts[part] : firsts[part + 1]]
+    wanted = own, len(own) * piece // pieces, len(own) * (piece + 1) // pieces
+    rank, scale = ranks[slot, part], scales[slot, part]
+    if rank and wanted[1] < wanted[2]:
+        _add_pair(out[row], x[row], words[slot], begins[slot, part], rank, scale, kinds[slot, part], wanted)
+
+
 def _add(
     out: Any,
     x: Any,
@@ -110,18 +125,11 @@ def _add(
     panels [k, 3], part, begin, end, of which part p's are those from firsts[p] to firsts[p + 1]. A task has a row, a
     part and one of so many pieces of its panels, for each of which what A gives is computed again: cheaper than to wait
     for all threads in between."""
-    parts = ranks.shape[1]
-    for task in numba.prange(len(rows) * parts * pieces):
-        place, part, piece = task // (parts * pieces), task // pieces % parts, task % pieces
-        row, slot = rows[place], slots[place]
-        own = panels[firsts[part] : firsts[part + 1]]
-        wanted = own, len(own) * piece // pieces, len(own) * (piece + 1) // pieces
-        rank, scale = ranks[slot, part], scales[slot, part]
-        if rank and wanted[1] < wanted[2]:
-            _add_pair(out[row], x[row], words[slot], begins[slot, part], rank, scale, kinds[slot, part], wanted)
+    given = out, x, rows, slots, (words, begins, kinds, ranks, scales), (panels, firsts), pieces
+    parallel_for(_add_piece, given, len(rows) * ranks.shape[1] * pieces)
 
 
-add = compiled(_add, made_of=[vectors, weight_panels])
+add = threaded(_add, [vectors, weight_panels])
 _rows, _numbers, _list = numba.float32[:, ::1], numba.int64[:, ::1], numba.int64[::1]
 _slots = (numba.uint32[:, ::1], _numbers, numba.int64[:, :, ::1], _numbers, _rows)
 TYPED = {"add": Typed(add, (_rows, _rows, _list, _list, *_slots, _numbers, _list, numba.intp))}

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from common.cpu import phases, vectors
-from common.cpu.jit import Typed, compiled, inner
+from common.cpu.jit import Typed, inner
 from common.cpu.phases import counts_of, take
+from common.cpu.routines import parallel_for, threaded
 from common.cpu.vectors.keys import add_values, score_keys
 from common.cpu.vectors.llvm import FLOAT, LANES
 from common.cpu.vectors.powers import cap, highest, to_powers
@@ -208,6 +209,18 @@ def _decode_heads(
     _attend(out[rows, heads], query[rows, heads], *given)
 
 
+@inner
+def _work(
+    thread: Any, counts: Any, out: Any, query: Any, new: Any, cached: Any, where: Any, rule: Any, parts: Any
+) -> None:
+    """What a thread does of `_decode`."""
+    tasks = len(where[1]) * parts
+    task = take(counts, 0, thread, tasks)
+    while task >= 0:
+        _decode_heads(out, query, new, cached, where, rule[0], rule[1], task, parts)
+        task = take(counts, 0, thread, tasks)
+
+
 def _decode(
     out: Any,
     query: Any,
@@ -234,16 +247,12 @@ def _decode(
 
     A task is one sequence's neighbouring KV heads and the query heads that share them.
     """
-    tasks, counts = len(lengths) * parts, counts_of(1, threads)
-    for thread in numba.prange(threads):
-        task = take(counts, 0, np.intp(thread), tasks)
-        while task >= 0:
-            where = table, lengths, ends, prompts, window, chunk
-            _decode_heads(out, query, (key, value), (keys, values), where, scale, softcap, task, parts)
-            task = take(counts, 0, np.intp(thread), tasks)
+    where = table, lengths, ends, prompts, window, chunk
+    given = (counts_of(1, threads), out, query, (key, value), (keys, values), where, (scale, softcap), parts)
+    parallel_for(_work, given, threads)
 
 
-_kernel = compiled(_decode, made_of=[vectors, phases])
+_kernel = threaded(_decode, [vectors, phases])
 _heads, _bits, _cache = numba.float32[:, :, :, ::1], numba.uint32[:, :, ::1], numba.uint16[:, :, :, ::1]
 TYPED = {
     "decode": Typed(

@@ -11,7 +11,8 @@ from typing import Any
 import numba
 import numpy as np
 
-from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.jit import Array, Typed, inner
+from common.cpu.routines import parallel_for, threaded
 
 _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 _EPS = np.float32(1e-6)
@@ -214,6 +215,18 @@ def _key_head(head: Any, sizes: Any, out: Any, tokens: Any, states: Any, slots: 
             _value_head(place, gate, recurrent[slots[1], number], query, key, value, left, beta, begins, gain, eps)
 
 
+@inner
+def _one(task: Any, out: Any, given: Any, states: Any, where: Any, weights: Any, key_heads: Any) -> None:
+    """A task of `_step`."""
+    (qkv, z, a, b), (rows, slots, fresh) = given, where
+    value_heads, key_dim, value_dim = states[1].shape[1:]
+    sizes = key_heads, key_dim, value_heads // key_heads, value_dim
+    index, head = task // key_heads, task % key_heads
+    begin, end = rows[0, index], rows[1, index]
+    here = qkv[begin:end], z[begin:end], a[begin:end], b[begin:end]
+    _key_head(head, sizes, out[begin:end], here, states, slots[:, index], fresh[index], weights)
+
+
 def _step(
     out: Any,
     qkv: Any,
@@ -239,24 +252,12 @@ def _step(
 
     A task is one key head of one sequence: nobody else reads or writes its part of the states.
     """
-    value_heads, key_dim, value_dim = recurrent.shape[1:]
-    sizes = key_heads, key_dim, value_heads // key_heads, value_dim
-    for task in numba.prange(rows.shape[1] * key_heads):
-        index, head = task // key_heads, task % key_heads
-        begin, end = rows[0, index], rows[1, index]
-        _key_head(
-            head,
-            sizes,
-            out[begin:end],
-            (qkv[begin:end], z[begin:end], a[begin:end], b[begin:end]),
-            (convolution, recurrent),
-            slots[:, index],
-            fresh[index],
-            (conv, a_log, dt_bias, gain, eps),
-        )
+    given, states, where = (qkv, z, a, b), (convolution, recurrent), (rows, slots, fresh)
+    weights = conv, a_log, dt_bias, gain, eps
+    parallel_for(_one, (out, given, states, where, weights, key_heads), rows.shape[1] * key_heads)
 
 
-_kernel = compiled(_step)
+_kernel = threaded(_step)
 _line, _rows, _pool = numba.float32[::1], numba.float32[:, ::1], numba.float32[:, :, ::1]
 _PLACES = numba.int64[:, ::1], numba.int64[:, ::1], numba.boolean[::1]
 TYPED = {

@@ -9,7 +9,8 @@ from typing import Any
 import numba
 import numpy as np
 
-from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.jit import Array, Typed, inner
+from common.cpu.routines import parallel_for, threaded
 from llm_service.layers.cpu.gdn_step import (
     _begin,
     _convolve,
@@ -108,6 +109,16 @@ def _head(head: Any, out: Any, tokens: Any, states: Any, slots: Any, fresh: Any,
         _gated_norm(out[token, own], read, gate, gain, eps)
 
 
+@inner
+def _one(task: Any, out: Any, given: Any, states: Any, where: Any, weights: Any) -> None:
+    """A task of `_step`."""
+    (qkv, z, a, b), (rows, slots, fresh), heads = given, where, states[1].shape[1]
+    index, head = task // heads, task % heads
+    begin, end = rows[0, index], rows[1, index]
+    here = qkv[begin:end], z[begin:end], a[begin:end], b[begin:end]
+    _head(head, out[begin:end], here, states, slots[:, index], fresh[index], weights)
+
+
 def _step(
     out: Any,
     qkv: Any,
@@ -129,22 +140,12 @@ def _step(
     """float32 out, z and a [n, values], qkv [n, channels], b [n, heads]; recurrent [slots, heads, head_dim, head_dim];
     dt_bias [values]; all else is as in `gdn_step`. A task is one head of one sequence: nobody else reads or writes its
     part of the states."""
-    heads = recurrent.shape[1]
-    for task in numba.prange(rows.shape[1] * heads):
-        index, head = task // heads, task % heads
-        begin, end = rows[0, index], rows[1, index]
-        _head(
-            head,
-            out[begin:end],
-            (qkv[begin:end], z[begin:end], a[begin:end], b[begin:end]),
-            (convolution, recurrent),
-            slots[:, index],
-            fresh[index],
-            (conv, a_log, dt_bias, gain, eps, least),
-        )
+    given, states, where = (qkv, z, a, b), (convolution, recurrent), (rows, slots, fresh)
+    weights = conv, a_log, dt_bias, gain, eps, least
+    parallel_for(_one, (out, given, states, where, weights), rows.shape[1] * recurrent.shape[1])
 
 
-_kernel = compiled(_step)
+_kernel = threaded(_step)
 _line, _rows, _pool = numba.float32[::1], numba.float32[:, ::1], numba.float32[:, :, ::1]
 _PLACES = numba.int64[:, ::1], numba.int64[:, ::1], numba.boolean[::1]
 TYPED = {

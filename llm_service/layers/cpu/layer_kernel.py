@@ -11,8 +11,9 @@ import numba
 import numpy as np
 
 from common.cpu import phases, tile_kernel, vectors, weight_panels
-from common.cpu.jit import Array, Typed, compiled, inner, threads_used
+from common.cpu.jit import Array, Typed, inner, threads_used
 from common.cpu.phases import counts_of, done, take, wait
+from common.cpu.routines import parallel_for, threaded
 from common.cpu.tile_kernel import ask_share, count_tasks, task_at
 from common.cpu.vectors.llvm import FLOAT
 from common.cpu.vectors.norms import add_rows, rms_norm
@@ -25,11 +26,12 @@ from llm_service.layers.cpu.row_kernels import qk_norm_rotary_row
 def _pack_normed(packed: Any, row: Any, x: Any, norm: Any) -> None:
     """A row of `packed` of x [k], normed, `norm` a gain and its eps, unless the gain is [0]."""
     gain, eps = norm
-    bits = np.empty((1, x.shape[0]), np.uint32)
+    bits, whole = np.empty((1, x.shape[0]), np.uint32), x.view(np.uint32)
     if len(gain):
         rms_norm(bits.ctypes.data, x.ctypes.data, gain.ctypes.data, x.shape[0], eps)
     else:
-        bits.view(np.float32)[0] = x
+        for place in range(x.shape[0]):
+            bits[0, place] = whole[place]
     pack(packed, row, bits, 0)
 
 
@@ -109,9 +111,8 @@ def _before(
     panels of a task."""
     counts = counts_of(3, threads)
     packed = packed_like(like, x.shape[0], weight[0])
-    for thread in numba.prange(threads):
-        outs, rotary = (total, heads, rotated), (cosine, sine, gains, queries, head_eps)
-        _work_before(np.intp(thread), counts, outs, packed, (x, residual), (gain, eps), weight, rotary, size)
+    outs, rotary = (total, heads, rotated), (cosine, sine, gains, queries, head_eps)
+    parallel_for(_work_before, (counts, outs, packed, (x, residual), (gain, eps), weight, rotary, size), threads)
 
 
 @inner
@@ -173,22 +174,33 @@ def _behind(
     counts, projected = counts_of(5, threads), np.empty(joined.shape, np.float32)
     packed_mixed, packed_joined = packed_like(like, rows, o[0]), packed_like(like, rows, gate_up[0])
     opened = packed_like(like, rows, down[0])
-    for thread in numba.prange(threads):
-        outs, packed = (out, joined, projected), (packed_mixed, packed_joined, opened)
-        weights, norms = (o, gate_up, down), ((out_gain, out_eps), (gain, eps))
-        sizes = o_size, gate_size, down_size
-        _work_behind(np.intp(thread), counts, outs, packed, (mixed, residual), weights, norms, silu, sizes)
+    outs, packed = (out, joined, projected), (packed_mixed, packed_joined, opened)
+    weights, norms = (o, gate_up, down), ((out_gain, out_eps), (gain, eps))
+    sizes = o_size, gate_size, down_size
+    parallel_for(_work_behind, (counts, outs, packed, (mixed, residual), weights, norms, silu, sizes), threads)
 
 
 _MADE_OF = [vectors, phases, tile_kernel, weight_panels, layer_products, pair_kernel, panel_kernel, row_kernels]
-_before_kernel = compiled(_before, made_of=_MADE_OF)
-_behind_kernel = compiled(_behind, made_of=_MADE_OF)
 _number, _rows, _heads, _vector = numba.float32, numba.float32[:, ::1], numba.float32[:, :, ::1], numba.float32[::1]
 _size = numba.types.UniTuple(numba.intp, 2)
 
 
-def _typed(form: str, stored: Any) -> dict[str, Typed]:
-    weight, like = numba.types.Tuple((stored[:, :, ::1], _vector, _vector)), layer_products.LIKE[form]
+_FORMS = {
+    ("tiles", "uint64"): [],
+    ("pairs", "uint64"): [pair_kernel.SUM],
+    **{("numbers", str(kind)): [routine] for kind, routine in panel_kernel.SUMS.items()},
+}
+"""By the form of the panels, and the type of their array: what adds up their sums."""
+_KERNELS = {
+    named: (threaded(_before, _MADE_OF, calls), threaded(_behind, _MADE_OF, calls)) for named, calls in _FORMS.items()
+}
+
+
+def _typed(form: str, stored: str) -> dict[str, Typed]:
+    weight, like = (
+        numba.types.Tuple((numba.from_dtype(np.dtype(stored))[:, :, ::1], _vector, _vector)),
+        layer_products.LIKE[form],
+    )
     before = (
         *(_rows, _rows, _heads, _rows, _rows, _vector, _number, weight, like),
         *(_heads, _heads, _rows, numba.intp, _number, _size, numba.intp),
@@ -197,19 +209,11 @@ def _typed(form: str, stored: Any) -> dict[str, Typed]:
         *(_rows, _rows, numba.uint32[:, ::1], _rows, weight, weight, weight, like),
         *(_vector, _number, _vector, _number, numba.boolean, _size, _size, _size, numba.intp),
     )
-    named = f"{form}_{stored}"
-    return {f"before_{named}": Typed(_before_kernel, before), f"behind_{named}": Typed(_behind_kernel, behind)}
+    kernels = zip(("before", "behind"), _KERNELS[form, stored], (before, behind), strict=True)
+    return {f"{half}_{form}_{stored}": Typed(kernel, types) for half, kernel, types in kernels}
 
 
-TYPED = {
-    **_typed("tiles", numba.uint64),
-    **_typed("pairs", numba.uint64),
-    **_typed("numbers", numba.float32),
-    **_typed("numbers", numba.uint32),
-    **_typed("numbers", numba.uint16),
-    **_typed("numbers", numba.int8),
-}
-"""By the form of the panels, and the type of their array."""
+TYPED = {name: kernel for named in _FORMS for name, kernel in _typed(*named).items()}
 _NO_ROWS = np.empty((0, 1), np.float32)
 
 Weight = tuple[Array, Array, Array]
@@ -245,7 +249,7 @@ def before(
     for begin in range(0, rows, form.at_once):
         here = slice(begin, begin + form.at_once)
         more = _NO_ROWS if residual is None else residual[here]
-        _before_kernel(
+        _KERNELS[form.name, weight[0].dtype.name][0](
             *(total[here], heads[here], rotated[here], x[here], more, norm[0], np.float32(norm[1]), weight, form.like),
             *(rotary[0][here], rotary[1][here], gains[0], queries, np.float32(gains[1])),
             *(_size_of(form, len(x[here]), *shape, 1, threads), threads),
@@ -277,7 +281,7 @@ def behind(
         here = slice(begin, begin + form.at_once)
         count = len(mixed[here])
         sizes = (_size_of(form, count, *shape, each, threads) for shape, each in zip(shapes, (1, 2, 1), strict=True))
-        _behind_kernel(
+        _KERNELS[form.name, weights[0][0].dtype.name][1](
             *(out[here], joined[here], mixed[here].view(np.uint32), residual[here], *weights, form.like),
             *(out_gain, np.float32(out_eps), gain, np.float32(eps), silu, *sizes, threads),
         )

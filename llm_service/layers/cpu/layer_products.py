@@ -28,10 +28,11 @@ _WORDS = WIDTH // 2
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PanelForm:
-    """`like` has the type of what rows are packed in; `at_once` rows are computed in one go, a task's being those, and
-    the panels of so many, that `size` gives for rows, panels, pairs or inputs of these, how many of them belong
-    together, and threads."""
+    """Named as in `LIKE`. `like` has the type of what rows are packed in; `at_once` rows are computed in one go, a
+    task's being those, and the panels of so many, that `size` gives for rows, panels, pairs or inputs of these, how
+    many of them belong together, and threads."""
 
+    name: str
     like: Array
     at_once: int
     size: Callable[[int, int, int, int, int], tuple[int, int]]
@@ -46,9 +47,9 @@ def _of_vectors(rows: int, panels: int, _inputs: int, each: int, threads: int) -
     return panel_kernel.task_rows(rows, panels // each, threads), 1
 
 
-TILES = PanelForm(np.empty((0, 0), np.uint32), tile_kernel.AT_ONCE, _of_tiles)
-PAIRS = PanelForm(np.empty((0, 0, 0), np.uint32), panel_kernel.AT_ONCE, _of_vectors)
-NUMBERS = PanelForm(np.empty((0, 0, 0), np.float32), panel_kernel.AT_ONCE, _of_vectors)
+TILES = PanelForm("tiles", np.empty((0, 0), np.uint32), tile_kernel.AT_ONCE, _of_tiles)
+PAIRS = PanelForm("pairs", np.empty((0, 0, 0), np.uint32), panel_kernel.AT_ONCE, _of_vectors)
+NUMBERS = PanelForm("numbers", np.empty((0, 0, 0), np.float32), panel_kernel.AT_ONCE, _of_vectors)
 LIKE = {
     "tiles": numba.uint32[:, ::1],
     "pairs": numba.uint32[:, :, ::1],

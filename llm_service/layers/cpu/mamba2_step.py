@@ -9,7 +9,8 @@ from typing import Any
 import numba
 import numpy as np
 
-from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.jit import Array, Typed, inner
+from common.cpu.routines import parallel_for, threaded
 from llm_service.layers.cpu.gdn_step import _convolve, _convolve_four, _softplus, _to_silu
 
 _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
@@ -103,6 +104,17 @@ def _group(group: Any, sizes: Any, out: Any, tokens: Any, states: Any, slots: An
         _gated_norm(out[token, first : first + own], gate, gain[first : first + own], eps)
 
 
+@inner
+def _one(task: Any, out: Any, given: Any, states: Any, where: Any, weights: Any, groups: Any) -> None:
+    """A task of `_step`."""
+    (z, xbc, dt, floors), (rows, slots, fresh) = given, where
+    sizes = groups, states[1].shape[2], z.shape[1] // groups
+    index, group = task // groups, task % groups
+    begin, end = rows[0, index], rows[1, index]
+    here = z[begin:end], xbc[begin:end], dt[begin:end], floors[begin:end]
+    _group(group, sizes, out[begin:end], here, states, slots[:, index], fresh[index], weights)
+
+
 def _step(
     out: Any,
     z: Any,
@@ -130,23 +142,12 @@ def _step(
 
     A task is one group of one sequence: nobody else reads or writes its part of the states.
     """
-    sizes = groups, recurrent.shape[2], z.shape[1] // groups
-    for task in numba.prange(rows.shape[1] * groups):
-        index, group = task // groups, task % groups
-        begin, end = rows[0, index], rows[1, index]
-        _group(
-            group,
-            sizes,
-            out[begin:end],
-            (z[begin:end], xbc[begin:end], dt[begin:end], floors[begin:end]),
-            (convolution, recurrent),
-            slots[:, index],
-            fresh[index],
-            (conv, bias, a_log, dt_bias, d, gain, eps),
-        )
+    given, states, where = (z, xbc, dt, floors), (convolution, recurrent), (rows, slots, fresh)
+    weights = conv, bias, a_log, dt_bias, d, gain, eps
+    parallel_for(_one, (out, given, states, where, weights, groups), rows.shape[1] * groups)
 
 
-_kernel = compiled(_step)
+_kernel = threaded(_step)
 _line, _rows, _pool = numba.float32[::1], numba.float32[:, ::1], numba.float32[:, :, ::1]
 _PLACES = numba.int64[:, ::1], numba.int64[:, ::1], numba.boolean[::1]
 TYPED = {

@@ -10,8 +10,9 @@ import numba
 import numpy as np
 
 from common.cpu import phases, vectors, weight_panels
-from common.cpu.jit import Array, Typed, compiled, inner, threads_used
+from common.cpu.jit import Array, Typed, inner, threads_used
 from common.cpu.phases import counts_of, done, take, wait
+from common.cpu.routines import Routine, parallel_for, threaded
 from common.cpu.vectors.llvm import FLOAT, LANES
 from common.cpu.vectors.products import ROWS
 from common.cpu.vectors.stored import rounded
@@ -19,6 +20,8 @@ from common.cpu.weight_panels import VECTORS, WIDTH, first_line, write_panel
 from llm_service.layers.cpu import panel_kernel
 from llm_service.layers.cpu.panel_kernel import AT_ONCE, FEW, TOGETHER, add_rows, task_rows
 
+_STORED = np.empty((0, 0, 0), np.uint64)
+"""Of the type that pairs are stored in."""
 _STRETCH = 64
 """Pairs of inputs that all rows go through before the next: 16 KiB of a panel, half of most first-level caches."""
 
@@ -48,26 +51,36 @@ def pack_pairs(packed: Any, row: Any, x: Any, source: Any) -> None:
         packed[last // _STRETCH, row, last % _STRETCH] = rounded(x[source, inputs - 1]) >> np.uint32(16)
 
 
+def _sum_panel(sums: Any, numbers: Any, apart: Any, weights: Any, pairs: Any, rows: Any) -> None:
+    """Adds up float32 sums [rows, 64] of a panel, all by their addresses: rows of numbers as `packed_rows` has them,
+    so many bytes from one stretch of them to the next."""
+    size = WIDTH * FLOAT
+    for first in range(0, pairs, _STRETCH):
+        count, here = min(_STRETCH, pairs - first), weights + first * size
+        x = numbers + first // _STRETCH * apart
+        places = (sums, WIDTH * FLOAT, x, _STRETCH * FLOAT, here, here + _STRETCH * size, size)
+        if rows <= TOGETHER:
+            add_rows(VECTORS, VECTORS, 1, _STORED, (0, rows), places, count)
+        elif rows <= 3 * TOGETHER:
+            add_rows(VECTORS, VECTORS, 2, _STORED, (0, rows), places, count)
+        else:
+            add_rows(VECTORS, VECTORS, 4, _STORED, (0, min(FEW, rows)), places, count)
+            add_rows(VECTORS, VECTORS, ROWS, _STORED, (FEW, rows), places, count)
+
+
+SUM = Routine(_sum_panel, made_of=[vectors, weight_panels, panel_kernel])
+_sum = SUM.call
+
+
 @inner
 def sums_of(packed: Any, panels: Any, panel: Any, begin: Any, rows: Any) -> Any:
     """The sums of one panel and the rows [begin : begin + rows], float32 [rows, 64] from the first line of an array
     on."""
-    pairs, size = panels.shape[1], panels.shape[2] * panels.itemsize
+    pairs, apart = panels.shape[1], packed.shape[1] * _STRETCH * FLOAT
     room = np.zeros((rows + 1) * WIDTH + LANES, np.float32)
     sums = room.ctypes.data + first_line(room) * FLOAT
-    for stretch in range(packed.shape[0]):
-        first = stretch * _STRETCH
-        count = min(_STRETCH, pairs - first)
-        weights = panels.ctypes.data + (panel * pairs + first) * size
-        numbers = packed.ctypes.data + (stretch * packed.shape[1] + begin) * _STRETCH * FLOAT
-        places = (sums, WIDTH * FLOAT, numbers, _STRETCH * FLOAT, weights, weights + _STRETCH * size, size)
-        if rows <= TOGETHER:
-            add_rows(VECTORS, VECTORS, 1, panels, (0, rows), places, count)
-        elif rows <= 3 * TOGETHER:
-            add_rows(VECTORS, VECTORS, 2, panels, (0, rows), places, count)
-        else:
-            add_rows(VECTORS, VECTORS, 4, panels, (0, min(FEW, rows)), places, count)
-            add_rows(VECTORS, VECTORS, ROWS, panels, (FEW, rows), places, count)
+    numbers = packed.ctypes.data + begin * _STRETCH * FLOAT
+    _sum((sums, numbers, apart, panels.ctypes.data + panel * pairs * WIDTH * FLOAT, pairs, rows))
     return room
 
 
@@ -99,14 +112,16 @@ def _product(out: Any, x: Any, panels: Any, bias: Any, most: Any, threads: Any) 
     """float32 out [m, outputs], x [m, k] as bits, panels as in `PairPanels`, bias [outputs] or [0]. A task has `most`
     rows of a panel's outputs."""
     counts, packed = counts_of(2, threads), packed_rows(x.shape[0], panels.shape[1])
-    for thread in numba.prange(threads):
-        _work(np.intp(thread), counts, out, packed, x, panels, bias, most)
+    parallel_for(_work, (counts, out, packed, x, panels, bias, most), threads)
 
 
-_kernel = compiled(_product, made_of=[phases, vectors, weight_panels, panel_kernel])
+_kernel = threaded(_product, [phases, vectors, weight_panels, panel_kernel], [SUM])
 _matrix, _vector = numba.float32[:, ::1], numba.float32[::1]
 TYPED = {
-    "product": Typed(_kernel, (_matrix, numba.uint32[:, ::1], numba.uint64[:, :, ::1], _vector, numba.intp, numba.intp))
+    "sum": Typed(SUM, ()),
+    "product": Typed(
+        _kernel, (_matrix, numba.uint32[:, ::1], numba.uint64[:, :, ::1], _vector, numba.intp, numba.intp)
+    ),
 }
 _NONE = np.empty(0, np.float32)
 

@@ -13,26 +13,35 @@ from torch import Tensor
 from common.cpu import lines, pair_attention, vectors
 from common.cpu.jit import Array, Typed, compiled, inner
 from common.cpu.pair_attention import TILE, WIDTH, attend_tile, fill_row, pack_panel
+from common.cpu.routines import parallel_for, threaded
 from common.cpu.vectors.shorts import round_numbers
 from llm_service.layers.cpu.prefill_attention import PrefillAttention
+
+
+@inner
+def _pack_one(
+    task: Any, panels: Any, lanes: Any, keys: Any, values: Any, places: Any, segments: Any, begins: Any, first: Any
+) -> None:
+    """A panel of `_pack`."""
+    count, padded = len(begins), panels.shape[2]
+    head, panel = task // count, task % count
+    segment, begin = begins[panel]
+    here = segments[segment, 2] + begin
+    end = here + min(WIDTH, segments[segment, 3] - begin)
+    known, worth = np.empty((WIDTH, padded), np.uint32), np.empty((WIDTH, padded), np.uint32)
+    known[end - here :], worth[end - here :] = np.uint32(0), np.uint32(0)
+    for place in range(here, end):
+        fill_row(known[place - here], keys[places[place], first + head])
+        fill_row(worth[place - here], values[places[place], first + head])
+    pack_panel(panels[head, panel], lanes[head, panel], known, worth)
 
 
 def _pack(panels: Any, lanes: Any, keys: Any, values: Any, places: Any, segments: Any, begins: Any, first: Any) -> None:
     """Fills uint32 panels [heads, p, padded, 64] with the keys of the KV heads from `first` on, and lanes [heads, p,
     parts, 32, width] with their values, both with zeros behind a segment's last key; keys and values [slots, kv_heads,
     words]. The others are as in `PrefillMetadata` and `PrefillAttention`."""
-    count, padded = len(begins), panels.shape[2]
-    for task in numba.prange(panels.shape[0] * count):
-        head, panel = np.intp(task) // count, np.intp(task) % count
-        segment, begin = begins[panel]
-        here = segments[segment, 2] + begin
-        end = here + min(WIDTH, segments[segment, 3] - begin)
-        known, worth = np.empty((WIDTH, padded), np.uint32), np.empty((WIDTH, padded), np.uint32)
-        known[end - here :], worth[end - here :] = np.uint32(0), np.uint32(0)
-        for place in range(here, end):
-            fill_row(known[place - here], keys[places[place], first + head])
-            fill_row(worth[place - here], values[places[place], first + head])
-        pack_panel(panels[head, panel], lanes[head, panel], known, worth)
+    given = panels, lanes, keys, values, places, segments, begins, first
+    parallel_for(_pack_one, given, panels.shape[0] * len(begins))
 
 
 def _write(keys: Any, values: Any, key: Any, value: Any, places: Any) -> None:
@@ -55,6 +64,21 @@ def _attend_rows(out: Any, query: Any, panels: Any, lanes: Any, seen: Any, scale
             out[index, place] = sums[index, place] / total[index]
 
 
+@inner
+def _attend_one(
+    task: Any, out: Any, query: Any, panels: Any, lanes: Any, tables: Any, first: Any, group: Any, rule: Any
+) -> None:
+    """A head's tile of `_attend`; tables are segments, seen and tiles, `rule` is `scale` and `softcap`."""
+    segments, seen, tiles = tables
+    own, tile = task // len(tiles), task % len(tiles)
+    segment, row = tiles[tile]
+    _, end, _, known, base = segments[segment]
+    rows = slice(row, min(row + TILE, end))
+    head, shared, packed = first * group + own, own // group, slice(base, base + (known + WIDTH - 1) // WIDTH)
+    there = panels[shared, packed], lanes[shared, packed]
+    _attend_rows(out[rows, head], query[rows, head], *there, seen[rows], *rule)
+
+
 def _attend(
     out: Any,
     query: Any,
@@ -71,18 +95,12 @@ def _attend(
     """float32 out [n, heads, dim] and uint32 query [n, heads, words], of which this computes those that share the KV
     heads from `first` on, `group` each. `scale` and `softcap` include log2 e. panels and lanes are as in `_pack`, the
     others as in `PrefillMetadata`."""
-    for task in numba.prange(panels.shape[0] * group * len(tiles)):
-        own, tile = np.intp(task) // len(tiles), np.intp(task) % len(tiles)
-        segment, row = tiles[tile]
-        _, end, _, known, base = segments[segment]
-        rows = slice(row, min(row + TILE, end))
-        head, shared, packed = first * group + own, own // group, slice(base, base + (known + WIDTH - 1) // WIDTH)
-        there = panels[shared, packed], lanes[shared, packed]
-        _attend_rows(out[rows, head], query[rows, head], *there, seen[rows], scale, softcap)
+    given = out, query, panels, lanes, (segments, seen, tiles), first, group, (scale, softcap)
+    parallel_for(_attend_one, given, panels.shape[0] * group * len(tiles))
 
 
 _made_of = [vectors, lines, pair_attention]
-_pack_kernel, _attend_kernel = compiled(_pack, made_of=_made_of), compiled(_attend, made_of=_made_of)
+_pack_kernel, _attend_kernel = threaded(_pack, _made_of), threaded(_attend, _made_of)
 _write_kernel = compiled(_write, made_of=_made_of)
 _words, _panels, _lanes = numba.uint32[:, :, ::1], numba.uint32[:, :, :, ::1], numba.uint32[:, :, :, :, ::1]
 _list, _table = numba.int64[::1], numba.int64[:, ::1]

@@ -8,10 +8,12 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba.extending import overload
 
 from common.cpu import phases, vectors, weight_panels
-from common.cpu.jit import Array, Typed, compiled, inner, threads_used
+from common.cpu.jit import Array, Typed, inner, threads_used
 from common.cpu.phases import counts_of, done, take, wait
+from common.cpu.routines import Routine, parallel_for, threaded
 from common.cpu.vectors.llvm import FLOAT, LANES, LINE
 from common.cpu.vectors.products import NOTHING, ROWS, add_products, in_pairs, widened_stretch
 from common.cpu.vectors.stored import HALF_LINES
@@ -21,6 +23,8 @@ from llm_service.layers.cpu.selection import wide_vectors
 _HALF = VECTORS // 2
 _STRETCH = 64
 """Inputs that all rows go through before the next: as float32, 16 KiB of a panel, half of most first-level caches."""
+_BYTES: dict[type[np.generic], int] = {np.float32: 4, np.uint32: 2, np.uint16: 2, np.int8: 1}
+"""Of a number, by the type of the panels' array."""
 TOGETHER = 6
 """Rows whose sums are kept in registers, with a tile of a panel's outputs."""
 WIDE = wide_vectors()
@@ -165,6 +169,40 @@ def pack_row(packed: Any, row: Any, x: Any, source: Any) -> None:
             packed[stretch, row, place] = x[source, stretch * _STRETCH + place]
 
 
+def _summing(kind: type[np.generic]) -> Routine:
+    """What adds up the sums of a panel whose numbers are stored as that type."""
+    stored, room = np.empty((0, 0, 0), kind), np.empty(0, np.float32)
+    size = WIDTH * _BYTES[kind]
+
+    def sum_panel(sums: Any, wide: Any, numbers: Any, apart: Any, weights: Any, inputs: Any, rows: Any) -> None:
+        """Adds up float32 sums [rows, 64], all by their addresses: rows of numbers as `packed_rows` has them, so many
+        bytes from one stretch of them to the next; at `wide` is room for the weights of a stretch."""
+        for first in range(0, inputs, _STRETCH):
+            count, here = min(_STRETCH, inputs - first), weights + first * size
+            coming, x = here + _STRETCH * size, numbers + first // _STRETCH * apart
+            if rows > FEW and (WIDE or not in_pairs(stored)):
+                here = widened_stretch(VECTORS, stored, wide, here, count)
+            places = (sums, WIDTH * FLOAT, x, _STRETCH * FLOAT, here, coming, size)
+            _add_panel(stored, room, rows, places, count)
+
+    return Routine(sum_panel, made_of=[vectors, weight_panels], mark=kind.__name__)
+
+
+SUMS = {np.dtype(kind): _summing(kind) for kind in _BYTES}
+_SUMS = {numba.from_dtype(kind): routine.call for kind, routine in SUMS.items()}
+
+
+def _sum(panels: Any, given: Any) -> None:
+    """Calls what adds up the sums of these panels."""
+    raise NotImplementedError
+
+
+@overload(_sum, strict=False)
+def _sum_of(panels: Any, given: Any) -> Any:  # noqa: ARG001 - numba asks by names
+    add_up = _SUMS[panels.dtype]
+    return lambda panels, given: add_up(given)  # noqa: ARG005
+
+
 @inner
 def sums_of(packed: Any, panels: Any, panel: Any, begin: Any, rows: Any) -> Any:
     """The sums of one panel and the rows [begin : begin + rows], float32 [rows, 64] from the first line of an array
@@ -172,17 +210,9 @@ def sums_of(packed: Any, panels: Any, panel: Any, begin: Any, rows: Any) -> Any:
     inputs, size = panels.shape[1], panels.shape[2] * panels.itemsize
     room = np.zeros((rows + 1 + (_STRETCH if rows > FEW else 0)) * WIDTH + LANES, np.float32)
     sums = room.ctypes.data + first_line(room) * FLOAT
-    wide = sums + (rows + 1) * WIDTH * FLOAT
-    for stretch in range(packed.shape[0]):
-        first = stretch * _STRETCH
-        count = min(_STRETCH, inputs - first)
-        weights = panels.ctypes.data + (panel * inputs + first) * size
-        coming = weights + _STRETCH * size
-        numbers = packed.ctypes.data + (stretch * packed.shape[1] + begin) * _STRETCH * FLOAT
-        if rows > FEW and (WIDE or not in_pairs(panels)):
-            weights = widened_stretch(VECTORS, panels, wide, weights, count)
-        places = (sums, WIDTH * FLOAT, numbers, _STRETCH * FLOAT, weights, coming, size)
-        _add_panel(panels, room, rows, places, count)
+    numbers, apart = packed.ctypes.data + begin * _STRETCH * FLOAT, packed.shape[1] * _STRETCH * FLOAT
+    wide, weights = sums + (rows + 1) * WIDTH * FLOAT, panels.ctypes.data + panel * inputs * size
+    _sum(panels, (sums, wide, numbers, apart, weights, inputs, rows))
     return room
 
 
@@ -216,15 +246,16 @@ def _product(out: Any, x: Any, panels: Any, scale: Any, bias: Any, most: Any, th
     """float32 out [m, outputs], x [m, k], panels as in `PanelWeight`; scale and bias [outputs] or [0]. A task has
     `most` rows of a panel's outputs."""
     counts, packed = counts_of(2, threads), packed_rows(x.shape[0], x.shape[1])
-    for thread in numba.prange(threads):
-        _work(np.intp(thread), counts, out, packed, x, panels, scale, bias, most)
+    parallel_for(_work, (counts, out, packed, x, panels, scale, bias, most), threads)
 
 
-_kernel = compiled(_product, made_of=[phases, vectors, weight_panels])
+_kernels = {kind: threaded(_product, [phases, vectors, weight_panels], [routine]) for kind, routine in SUMS.items()}
 _matrix, _vector = numba.float32[:, ::1], numba.float32[::1]
 TYPED = {
-    str(stored): Typed(_kernel, (_matrix, _matrix, stored[:, :, ::1], _vector, _vector, numba.intp, numba.intp))
-    for stored in (numba.float32, numba.uint32, numba.uint16, numba.int8)
+    str(kind): Typed(
+        kernel, (_matrix, _matrix, numba.from_dtype(kind)[:, :, ::1], _vector, _vector, numba.intp, numba.intp)
+    )
+    for kind, kernel in _kernels.items()
 }
 """By the type of the panels' array."""
 _NONE = np.empty(0, np.float32)
@@ -243,7 +274,7 @@ def product(x: Array, panels: Array, scale: Array | None, bias: Array | None, ou
         part = x[begin : begin + AT_ONCE]
         threads = threads_used()
         tasks = task_rows(len(part), len(panels), threads), threads
-        _kernel(out[begin : begin + AT_ONCE], part, panels, *given, *tasks)
+        _kernels[panels.dtype](out[begin : begin + AT_ONCE], part, panels, *given, *tasks)
     return out
 
 

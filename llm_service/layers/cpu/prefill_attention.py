@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from common.cpu import vectors
-from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.jit import Array, Typed, inner
+from common.cpu.routines import parallel_for, threaded
 from common.cpu.vectors.llvm import LANES
 from common.cpu.vectors.powers import cap, hide_others, highest, to_powers
 from common.cpu.vectors.products import NOTHING, add_products
@@ -90,18 +91,25 @@ def _pack_panel(panel: Any, lanes: Any, keys: Any, values: Any, places: Any) -> 
             lanes[number // _WIDTH, index, number % _WIDTH] = value[number]
 
 
+@inner
+def _pack_one(
+    task: Any, panels: Any, lanes: Any, keys: Any, values: Any, places: Any, segments: Any, begins: Any, first: Any
+) -> None:
+    """A panel of `_pack`."""
+    head, panel = task // len(begins), task % len(begins)
+    segment, begin = begins[panel]
+    here = segments[segment, 2] + begin
+    end = here + min(_WIDTH, segments[segment, 3] - begin)
+    known, worth = keys[:, first + head], values[:, first + head]
+    _pack_panel(panels[head, panel], lanes[head, :, panel], known, worth, places[here:end])
+
+
 def _pack(panels: Any, lanes: Any, keys: Any, values: Any, places: Any, segments: Any, begins: Any, first: Any) -> None:
     """Fills panels [heads, p, dim, 64] with the keys of the KV heads from `first` on, and lanes [heads, parts, p, 64,
     64] with their values, both with zeros behind a segment's last key. The others are as in
     `PrefillMetadata` and `PrefillAttention`."""
-    count = len(begins)
-    for task in numba.prange(panels.shape[0] * count):
-        head, panel = task // count, task % count
-        segment, begin = begins[panel]
-        here = segments[segment, 2] + begin
-        end = here + min(_WIDTH, segments[segment, 3] - begin)
-        known, worth = keys[:, first + head], values[:, first + head]
-        _pack_panel(panels[head, panel], lanes[head, :, panel], known, worth, places[here:end])
+    given = panels, lanes, keys, values, places, segments, begins, first
+    parallel_for(_pack_one, given, panels.shape[0] * len(begins))
 
 
 @inner
@@ -177,6 +185,21 @@ def _attend_tile(out: Any, query: Any, panels: Any, lanes: Any, seen: Any, scale
             out[index, place] = sums[index, place] / total[index]
 
 
+@inner
+def _attend_one(
+    task: Any, out: Any, query: Any, panels: Any, lanes: Any, tables: Any, first: Any, group: Any, rule: Any
+) -> None:
+    """A head's tile of `_attend`; tables are segments, seen and tiles, `rule` is `scale` and `softcap`."""
+    segments, seen, tiles = tables
+    own, tile = task // len(tiles), task % len(tiles)
+    segment, row = tiles[tile]
+    _, end, _, known, base = segments[segment]
+    rows = slice(row, min(row + _TILE, end))
+    head, shared, packed = first * group + own, own // group, slice(base, base + (known + _WIDTH - 1) // _WIDTH)
+    there = panels[shared, packed], lanes[shared, :, packed]
+    _attend_tile(out[rows, head], query[rows, head], *there, seen[rows], *rule)
+
+
 def _attend(
     out: Any,
     query: Any,
@@ -193,18 +216,11 @@ def _attend(
     """float32 out and query [n, heads, dim], of which this computes those that share the KV heads from `first` on,
     `group` each. `scale` and `softcap` include log2 e. panels and lanes are as in `_pack`, the others as in
     `PrefillMetadata`."""
-    for task in numba.prange(panels.shape[0] * group * len(tiles)):
-        own, tile = task // len(tiles), task % len(tiles)
-        segment, row = tiles[tile]
-        _, end, _, known, base = segments[segment]
-        rows = slice(row, min(row + _TILE, end))
-        head, shared, packed = first * group + own, own // group, slice(base, base + (known + _WIDTH - 1) // _WIDTH)
-        there = panels[shared, packed], lanes[shared, :, packed]
-        _attend_tile(out[rows, head], query[rows, head], *there, seen[rows], scale, softcap)
+    given = out, query, panels, lanes, (segments, seen, tiles), first, group, (scale, softcap)
+    parallel_for(_attend_one, given, panels.shape[0] * group * len(tiles))
 
 
-_pack_kernel = compiled(_pack)
-_attend_kernel = compiled(_attend, made_of=[vectors])
+_pack_kernel, _attend_kernel = threaded(_pack), threaded(_attend, [vectors])
 _slots, _packed, _parts = numba.float32[:, :, ::1], numba.float32[:, :, :, ::1], numba.float32[:, :, :, :, ::1]
 _list, _table = numba.int64[::1], numba.int64[:, ::1]
 TYPED = {

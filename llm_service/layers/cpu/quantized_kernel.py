@@ -13,8 +13,9 @@ import numba
 import numpy as np
 
 from common.cpu import phases, vectors, weight_panels
-from common.cpu.jit import Array, Typed, compiled, inner, threads_used
+from common.cpu.jit import Array, Typed, inner, threads_used
 from common.cpu.phases import counts_of, done, take, wait
+from common.cpu.routines import parallel_for, threaded
 from common.cpu.vectors.llvm import FLOAT, LANES, LINE
 from common.cpu.vectors.products import NOTHING, add_scaled, scaled_stretch, widened_stretch
 from common.cpu.weight_panels import VECTORS, WIDTH, first_line, write_panel
@@ -245,12 +246,11 @@ def _product(
     stretches = (inputs + _STRETCH - 1) // _STRETCH
     counts, packed = counts_of(2, threads), np.empty((stretches, rows + TOGETHER, _STRETCH), np.float32)
     sums = np.empty((rows, len(ends) if zero.shape[0] and rows <= FEW else 0), np.float32)
-    for thread in numba.prange(threads):
-        weight = codes, form, scale, kind, zero, unit
-        _work(np.intp(thread), counts, out, packed, sums, x, weight, bias, ends, order, most)
+    weight = codes, form, scale, kind, zero, unit
+    parallel_for(_work, (counts, out, packed, sums, x, weight, bias, ends, order, most), threads)
 
 
-_kernel = compiled(_product, made_of=[phases, vectors, weight_panels, panel_kernel])
+_kernel = threaded(_product, [phases, vectors, weight_panels, panel_kernel])
 _matrix, _vector, _places = numba.float32[:, ::1], numba.float32[::1], numba.int32[::1]
 _weight = (numba.uint8[:, :, ::1], numba.intp, numba.uint8[:, ::1], numba.intp, numba.int8[:, ::1], _vector)
 TYPED = {"product": Typed(_kernel, (_matrix, _matrix, *_weight, _vector, _places, _places, numba.intp, numba.intp))}

@@ -11,8 +11,9 @@ import numba
 import numpy as np
 
 from common.cpu import phases, vectors, weight_panels
-from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.jit import Array, Typed, inner
 from common.cpu.phases import counts_of, done, take, wait
+from common.cpu.routines import parallel_for, threaded
 from common.cpu.vectors.llvm import FLOAT, LANES
 from common.cpu.vectors.products import ROWS, add_scaled, widened_stretch
 from common.cpu.vectors.stored import lower_half, rounded, upper_half
@@ -186,12 +187,11 @@ def _product(
         packed[stretch, rows] = np.uint32(0)
     sums = np.empty((rows, len(ends) if zero.shape[0] else 0), np.float32)
     counts = counts_of(2, threads)
-    for thread in numba.prange(threads):
-        weight = codes, form, scale, kind, zero, unit
-        _work(np.intp(thread), counts, out, packed, sums, x, weight, bias, ends, order, most)
+    weight = codes, form, scale, kind, zero, unit
+    parallel_for(_work, (counts, out, packed, sums, x, weight, bias, ends, order, most), threads)
 
 
-_kernel = compiled(_product, made_of=[phases, vectors, weight_panels, panel_kernel, quantized_kernel])
+_kernel = threaded(_product, [phases, vectors, weight_panels, panel_kernel, quantized_kernel])
 _matrix, _vector, _places = numba.float32[:, ::1], numba.float32[::1], numba.int32[::1]
 _weight = (numba.uint8[:, :, ::1], numba.intp, numba.uint8[:, ::1], numba.intp, numba.int8[:, ::1], _vector)
 TYPED = {

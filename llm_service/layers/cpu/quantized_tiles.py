@@ -10,8 +10,9 @@ import numba
 import numpy as np
 
 from common.cpu import phases, tile_kernel, vectors, weight_panels
-from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.jit import Array, Typed, inner
 from common.cpu.phases import counts_of, done, take, wait
+from common.cpu.routines import parallel_for, threaded
 from common.cpu.tile_kernel import KEPT, ROW, add_blocks, count_tasks, pack_pairs, packed_rows, task_at, task_size
 from common.cpu.vectors.llvm import FLOAT, LANES, LINE
 from common.cpu.vectors.products import add_scaled
@@ -181,13 +182,12 @@ def _product(
     packed = packed_rows(rows, (x.shape[1] + _STEP - 1) // _STEP)
     sums = np.empty((rows, len(ends) if zero.shape[0] else 0), np.float32)
     counts = counts_of(2, threads)
-    for thread in numba.prange(threads):
-        weight = codes, form, scale, kind, zero, unit
-        _work(np.intp(thread), counts, out, packed, sums, x, weight, bias, ends, order, (most, together))
+    weight = codes, form, scale, kind, zero, unit
+    parallel_for(_work, (counts, out, packed, sums, x, weight, bias, ends, order, (most, together)), threads)
 
 
-_kernel = compiled(
-    _product, made_of=[phases, vectors, weight_panels, tile_kernel, panel_kernel, quantized_kernel, quantized_pairs]
+_kernel = threaded(
+    _product, [phases, vectors, weight_panels, tile_kernel, panel_kernel, quantized_kernel, quantized_pairs]
 )
 _matrix, _vector, _places = numba.float32[:, ::1], numba.float32[::1], numba.int32[::1]
 _weight = (numba.uint8[:, :, ::1], numba.intp, numba.uint8[:, ::1], numba.intp, numba.int8[:, ::1], _vector)

@@ -6,12 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 import numba
-import numpy as np
 from torch import Tensor
 
 from common.cpu import lines, pair_attention, tile_attention, vectors
-from common.cpu.jit import Array, Typed, compiled, inner
+from common.cpu.jit import Array, Typed, inner
 from common.cpu.pair_attention import WIDTH
+from common.cpu.routines import parallel_for, threaded
 from common.cpu.tile_attention import TILE, TOGETHER, attend_rows, workspace
 from common.cpu.vectors.llvm import LANES
 from common.cpu.vectors.pairs import copy
@@ -21,15 +21,16 @@ from llm_service.layers.cpu.pair_prefill import PairPrefillAttention
 
 
 @inner
-def _attend_tasks(
-    part: Any, out: Any, query: Any, panels: Any, lanes: Any, tables: Any, first: Any, group: Any, rule: Any
+def _attend_some(
+    chunk: Any, out: Any, query: Any, panels: Any, lanes: Any, tables: Any, first: Any, group: Any, rule: Any
 ) -> None:
-    """The tasks from part[0] to part[1]: a tile of queries of a head each. tables are segments, seen and tiles, `rule`
-    is `scale` and `softcap`; the others are as in `_attend`."""
+    """So many tasks `TOGETHER` of `_attend`: a tile of queries of a head each. tables are segments, seen and tiles,
+    `rule` is `scale` and `softcap`."""
     segments, seen, tiles = tables
     room, count, dim = workspace(panels, lanes), len(tiles), out.shape[2]
     sums, _, _, numbers = room
-    for task in range(part[0], part[1]):
+    tasks = panels.shape[0] * group * count
+    for task in range(chunk * TOGETHER, min((chunk + 1) * TOGETHER, tasks)):
         own, tile = task // count, task % count
         segment, row = tiles[tile, 0], tiles[tile, 1]
         end, known, base = segments[segment, 1], segments[segment, 3], segments[segment, 4]
@@ -63,13 +64,11 @@ def _attend(
 ) -> None:
     """As in `pair_prefill`, but that query is float32 [n, heads, dim], whose rows may be apart; lanes have one part."""
     count = panels.shape[0] * group * len(tiles)
-    for chunk in numba.prange((count + TOGETHER - 1) // TOGETHER):
-        begin = np.intp(chunk) * TOGETHER
-        part = begin, min(begin + TOGETHER, count)
-        _attend_tasks(part, out, query, panels, lanes, (segments, seen, tiles), first, group, (scale, softcap))
+    given = out, query, panels, lanes, (segments, seen, tiles), first, group, (scale, softcap)
+    parallel_for(_attend_some, given, (count + TOGETHER - 1) // TOGETHER)
 
 
-_attend_kernel = compiled(_attend, made_of=[vectors, lines, pair_attention, tile_attention])
+_attend_kernel = threaded(_attend, [vectors, lines, pair_attention, tile_attention])
 _out, _, *_others = pair_prefill.TYPED["attend"].types
 TYPED = {"attend": Typed(_attend_kernel, (_out, numba.float32[:, :, :], *_others))}
 
