@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ import msgspec
 from benchmarks import twinlens_side, vllm_side
 from benchmarks.checkpoint import add_model_options, chosen_model
 from benchmarks.hits import added, no_wrong_figures, told
+from benchmarks.services import partner
 from benchmarks.sides import TITLES, Job, Measured
 from benchmarks.workload import Plan
 
@@ -72,10 +72,13 @@ def _leave_vllm_out(wanted: list[str], why: str) -> None:
 
 
 def _transformers(folder: Path, plan: Plan, tokens: int) -> Measured:
-    command = [sys.executable, "-m", "benchmarks.transformers_side", str(folder)]
-    job = msgspec.json.encode(Job(plan, tokens))
-    done = subprocess.run(command, check=True, input=job, stdout=subprocess.PIPE)
-    return msgspec.json.decode(done.stdout, type=Measured)
+    with partner("benchmarks.transformers_side", str(folder)) as peer:
+        assert peer.stdin is not None
+        assert peer.stdout is not None
+        peer.stdin.write(msgspec.json.encode(Job(plan, tokens)).decode())
+        peer.stdin.close()
+        measured = peer.stdout.read()
+    return msgspec.json.decode(measured, type=Measured)
 
 
 def print_tables(starts: dict[str, list[Measured]]) -> None:

@@ -13,8 +13,6 @@ import asyncio
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +24,7 @@ import grpc
 
 from benchmarks.checkpoint import add_model_options, chosen_model
 from benchmarks.hits import STORE, check_new, no_wrong_figures, of_encoders, since
-from benchmarks.services import process
+from benchmarks.services import partner, process
 from benchmarks.workload import Mark, new_picture, picture
 from twinlens.v1 import encoder_pb2, media_pb2
 from twinlens.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -136,9 +134,7 @@ async def together(address: str, peer: Peer, side: int, count: int, many: int) -
 @contextmanager
 def peers(folder: Path, threads: int) -> Iterator[Peer]:
     """The process with the peers; gives the function that asks it."""
-    command = [sys.executable, "-m", "benchmarks.encoder_peers", str(folder), str(threads)]
-    environ = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ) as child:
+    with partner("benchmarks.encoder_peers", str(folder), str(threads), OMP_WAIT_POLICY="PASSIVE") as child:
         assert child.stdin is not None
         assert child.stdout is not None
         asked, answers = child.stdin, child.stdout
@@ -153,7 +149,6 @@ def peers(folder: Path, threads: int) -> Iterator[Peer]:
             return answer
 
         yield ask
-        asked.close()
 
 
 def main() -> None:

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from benchmarks import services
 from benchmarks.hits import STORE, Hits, check_new, no_wrong_figures, of_services, told
-from benchmarks.services import process
 from benchmarks.workload import new_picture, renamed
 from twinlens.v1 import llm_pb2, media_pb2
 from twinlens.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -54,7 +54,7 @@ class Encoder:
         """Returns at its ready line."""
         flags = ("--listen", self.address, "--log-level", "error", "--shared-memory=no")
         command = [sys.executable, "-m", "encoder_service", "--model", str(self._model), *flags]
-        self._child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._child = services.popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ), cwd=None)
         assert self._child.stdout is not None
         self.address = self._child.stdout.readline().removeprefix("ready grpc=").split()[0]
 
@@ -213,7 +213,7 @@ def main() -> None:
             stack.callback(encoder.end)
         addresses = ",".join(encoder.address for encoder in encoders)
         flags = ("--encoders", addresses, "--row-cache-bytes", "4MiB", "--prefix-cache=no")
-        llm = stack.enter_context(process("llm_service", "--model", str(given.model), *flags))
+        llm = stack.enter_context(services.process("llm_service", "--model", str(given.model), *flags))
         asyncio.run(_measure(llm, encoders, given.callers, given.rounds, given.away))
 
 

@@ -8,10 +8,11 @@ prints a port of its own and passes on what comes there to the given one, and ba
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from benchmarks.services import partner
 
 _READ_BYTES = 1 << 20
 
@@ -55,12 +56,9 @@ async def _serve(port: int, seconds: float) -> None:
 @contextmanager
 def relay(port: int, seconds: float) -> Iterator[str]:
     """A relay's port for the length of the block; it runs in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.relay", str(port), str(seconds)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
+    with partner("benchmarks.relay", str(port), str(seconds)) as process:
         assert process.stdout is not None
         yield process.stdout.readline().strip()
-        process.stdin.close()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 popen: Callable[..., Any] = subprocess.Popen
-"""What starts a service. Those who take many small measurements in a row have something faster."""
+"""What starts a process of ours. Those who take many small measurements in a row have something faster."""
 
 _STOP_SECONDS = 30
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -60,6 +60,25 @@ def running(module: str, *flags: str, checkout: Path | None = None) -> Iterator[
     finally:
         child.send_signal(signal.SIGTERM)
         child.wait(_STOP_SECONDS)
+
+
+@contextmanager
+def partner(module: str, *arguments: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
+    """`python -m module` for the length of the block: it is asked on its standard input, answers on its standard output
+    and ends when nobody can ask it any more."""
+    command = [sys.executable, "-m", module, *arguments]
+    given = {**os.environ, **environ}
+    child: subprocess.Popen[str] = popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=given)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        yield child
+    finally:
+        child.stdout.close()
+        child.stdin.close()
+        code = child.wait()
+    if code:
+        raise RuntimeError(f"{module} ended with {code}")
 
 
 @contextmanager

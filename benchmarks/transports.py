@@ -17,7 +17,6 @@ import importlib.util
 import os
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,6 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.relay import relay
+from benchmarks.services import partner
 from benchmarks.transport_ends import SIZES
 from common.devices import cuda_device_count
 
@@ -69,12 +69,9 @@ def _children(pid: int) -> list[int]:
 @contextmanager
 def _end(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """One end's process for the length of the block, and the first line that it says."""
-    command = [sys.executable, "-m", "benchmarks.transport_ends", *arguments]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
+    with partner("benchmarks.transport_ends", *arguments) as process:
         assert process.stdout is not None
         yield process, process.stdout.readline().strip()
-        process.stdin.close()
 
 
 def _asked(process: subprocess.Popen[str]) -> Callable[[int], float]:

@@ -47,7 +47,10 @@ TITLE = "forkserver"
 _LIGHT = ("tests.light.encoder", "tests.light.llm", "gateway")
 _REAL = ("encoder_service", "llm_service")
 _PARENTS = ("tests.light.encoder", "tests.light.llm", *_REAL, "llm_service.engine")
-_CHILDREN = ("encoder_service.media", "llm_service.grammar", "tests.light.engine", "tests.light.worker")
+_CHILDREN = (
+    *("encoder_service.media", "llm_service.grammar", "tests.light.engine", "tests.light.worker"),
+    "benchmarks.paced_engine",
+)
 _DESCRIBING = "common.library_models"
 _SERVICES = "benchmarks.services"
 _COMPUTING = ("encoder_service.worker", "encoder_service.worker.planner", "llm_service.engine", "llm_service.worker")
@@ -91,9 +94,10 @@ class Imports(IntEnum):
 class Forked:
     """A process that was forked for us: what of `subprocess.Popen` the tests and `ChildProcess` use."""
 
-    def __init__(self, pid: int, stdout: IO[str] | None = None) -> None:
+    def __init__(self, pid: int, stdout: IO[str] | None = None, stdin: IO[str] | None = None) -> None:
         self.pid = pid
         self.stdout = stdout
+        self.stdin = stdin
         self.returncode: int | None = None
         self._lock = threading.Lock()
 
@@ -255,15 +259,30 @@ def _popen(
 
 
 def _popen_service(
-    control: socket.socket, command: Sequence[str], *, env: Mapping[str, str], cwd: Path | None, **given: Any
+    control: socket.socket,
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    cwd: Path | None = None,
+    stdin: int | None = None,
+    **given: Any,
 ) -> Any:
-    """Starts a service of a benchmark, as `subprocess.Popen` does with what it says in a pipe."""
-    if command[2] not in (*_LIGHT, *_REAL) or cwd is not None or not _alike(env, os.environ):
-        return subprocess.Popen(command, env=env, cwd=cwd, **given)
+    """Starts a service of a benchmark, or a part of it, as `subprocess.Popen` does that reads what it says from a pipe,
+    and has another one to write to where `stdin` says so."""
+    ours = command[2] in (*_LIGHT, *_REAL) or _is_benchmark(command[2])
+    if not ours or cwd is not None or not _alike({**DEFAULTS, **env}, {**DEFAULTS, **os.environ}):
+        return subprocess.Popen(command, env=env, cwd=cwd, stdin=stdin, **given)
     read, write = os.pipe()
-    with os.fdopen(write, "wb"):
-        pid = _ask(control, command[2:], env, {1: write, 2: 2})
-    return Forked(pid, os.fdopen(read))
+    pipes = {1: write, 2: 2}
+    with contextlib.ExitStack() as theirs:
+        theirs.enter_context(os.fdopen(write, "wb"))
+        asked = None
+        if stdin is not None:
+            pipes[0], end = os.pipe()
+            theirs.enter_context(os.fdopen(pipes[0], "rb"))
+            asked = os.fdopen(end, "w")
+        pid = _ask(control, command[2:], env, pipes)
+    return Forked(pid, os.fdopen(read), asked)
 
 
 def _run_forked(
