@@ -34,7 +34,6 @@ from llm_service.layers.weight_dtype import EXACT, Rounded
 _SHAPES = ((6144, 1024), (1024, 3072))
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 216, 512)
 _MANY = 64
-_BYTES = 200_000_000
 _Work = Callable[[torch.Tensor], None]
 """What multiplies rows with all weights."""
 _Side = Callable[[list[torch.Tensor]], _Work]
@@ -146,6 +145,7 @@ def main() -> None:
     parser.add_argument("--cpu-time", action="store_true", help="CPU time of one thread: for a machine that is busy")
     parser.add_argument("--rows", type=int, nargs="+", default=_ROWS, help="that are multiplied at once")
     parser.add_argument("--passes", type=int, default=10, help="of which the best is shown")
+    parser.add_argument("--megabytes", type=int, default=200, help="of weights in float32: more than the cache holds")
     parser.add_argument("--kinds", nargs="+", choices=list(kinds), default=list(kinds), help="what is measured")
     given, clock = parser.parse_args(), time.perf_counter
     if given.cpu_time:
@@ -157,7 +157,7 @@ def main() -> None:
     titles = "outputs × inputs", "rows", *given.kinds, *(f"{name} ÷ {base}" for name in others)
     print("| " + " | ".join(titles) + " |\n|---|" + "---:|" * (len(titles) - 1))
     for outputs, inputs in _SHAPES:
-        weights = [torch.randn(outputs, inputs) for _ in range(_BYTES // (outputs * inputs * 4))]
+        weights = [torch.randn(outputs, inputs) for _ in range(given.megabytes * 1_000_000 // (outputs * inputs * 4))]
         sides = [kinds[name](weights) for name in given.kinds]
         for rows in given.rows:
             x = torch.randn(rows, inputs)

@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("models/demo"), help="checkpoint folder")
     parser.add_argument("--seconds", type=float, default=25.0, help="of each workload")
     parser.add_argument("--runs", type=int, default=9, help="of each kind of request that costs are measured by")
+    parser.add_argument("--answer", type=int, default=96, help="tokens of the answers that a step's costs are from")
     given = parser.parse_args()
     files = {patches: workload.new_picture(round(math.sqrt(patches)) * 16) for patches in (SMALL, LARGE)}
 
@@ -49,7 +50,7 @@ def main() -> None:
 
     flags = ("--threads", "1")
     with services.both(given.model, encoder_flags=flags, llm_flags=flags) as (_, llm), LlmClient(llm) as client:
-        comparison = Comparison(Pair(client), client, picture, given.seconds, given.runs)
+        comparison = Comparison(Pair(client), client, picture, given.seconds, given.runs, given.answer)
         print(f"{'workload':32}{'requests/s':>24}{'first token, ms':>24}{'whole answer, ms':>24}")
         for name, (asked, clients, words) in WORKLOADS.items():
             comparison.of(name, asked, clients, words)
@@ -57,14 +58,15 @@ def main() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Of one pair, for so many seconds a workload, costs from so many `runs` of each kind; `picture` makes a new one of
-    so many patches."""
+    """Of one pair, for so many seconds a workload, costs from so many `runs` of each kind and from answers of so many
+    tokens; `picture` makes a new one of so many patches."""
 
     pair: Pair
     client: LlmClient
     picture: Callable[[int], v1.Media]
     seconds: float
     runs: int
+    answer: int
 
     def of(self, name: str, asked: Workload, clients: int, words: int) -> None:
         """Prints a line: predicted, measured, and how far off; one of what caches gave, and one of the costs."""
@@ -97,7 +99,7 @@ class Comparison:
         print(f"  {costs}", flush=True)
 
     def _costs(self) -> Costs:
-        return measure(self.pair, self.picture, SMALL, LARGE, runs=self.runs)
+        return measure(self.pair, self.picture, SMALL, LARGE, runs=self.runs, answer=self.answer)
 
     def _hits(self) -> Hits:
         load = self.client.get_load()

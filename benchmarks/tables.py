@@ -111,13 +111,13 @@ def tiny_tables(vllm: Path | None) -> list[Table]:
         "early_prefill": (*demo, "--runs", "1"),
         "pruning": (*demo, "--runs", "1"),
         "decode": (*demo, "--steps", "1", "--context", "32"),
-        "linear": ("--rows", "1"),
+        "linear": ("--rows", "1", "--passes", "1", "--megabytes", "26"),
         "attention": ("--rounds", "1"),
         "sampler": ("--steps", "1", "--rows", "2"),
         "overlap": ("models/demo", "--runs", "1", "--tokens", "4"),
         "gateway": ("--streams", "1", "--rounds", "1", "--tokens", "4"),
         "gateway_paced": ("--engine", "paced", "--streams", "1", "--rounds", "1", "--tokens", "4"),
-        "handovers": ("--streams", "4", "--rounds", "1", "--tokens", "60"),
+        "handovers": ("--streams", "4", "--rounds", "1", "--tokens", "30"),
         "gateway_light": ("--engine", "light", "--streams", "1", "--rounds", "1", "--tokens", "4"),
     }
     return [

@@ -69,13 +69,16 @@ class Pair:
         return statistics.median((each.ended - each.first_token) / (answer - 1) for each in later)
 
 
-def measure(pair: Pair, picture: NewPicture, small: int, large: int, *, runs: int = 9, **limits: int) -> Costs:
-    """Costs from requests one after the other, with pictures of `small` and `large` patches, and from answers at once.
+def measure(
+    pair: Pair, picture: NewPicture, small: int, large: int, *, runs: int = 9, answer: int = 96, **limits: int
+) -> Costs:
+    """Costs from requests one after the other, with pictures of `small` and `large` patches, and from answers at once
+    of `answer` tokens each.
 
     `limits` are those of the services: `batch_patches`, `step_tokens`, `running`.
     """
     pair.alike(3, lambda: [picture(large)], 4)  # what is slower at first is not measured
-    alone, eight = pair.between_tokens(1, 96), pair.between_tokens(8, 96)
+    alone, eight = pair.between_tokens(1, answer), pair.between_tokens(8, answer)
     decode = max(0.0, (eight - alone) / 7)
     step = max(0.0, alone - decode)
     short, long = pair.alike(runs, lambda: (), 4), pair.alike(runs, lambda: (), 180)
