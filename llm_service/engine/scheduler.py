@@ -8,10 +8,9 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
 from functools import partial
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from common.errors import DeadlineExceeded, InvalidInput, TwinlensError, code_number
 from llm_service.engine.adapter_slots import AdapterSlots
@@ -29,8 +28,7 @@ from llm_service.plan import StepResult
 from llm_service.request import SamplingParams
 
 
-@dataclass(slots=True)
-class Counters:
+class Counters(Struct):
     """Totals since start, by their names in `State`."""
 
     prefix_hit_tokens: int = 0
@@ -397,7 +395,7 @@ class Scheduler:
             adapter_fills=self.adapter_slots.filled,
             running_adapters=_adapters(self._queues.running),
             waiting_adapters=_adapters(self._queues.waiting),
-            **asdict(self.counters),
+            **structs.asdict(self.counters),
         )
 
     def check_integrity(self) -> None:

@@ -28,6 +28,7 @@ VOCABULARY = 31
 EOS = 0
 PAD = 30
 """The placeholder of a media row, which no text holds."""
+_WORDS = range(PAD)
 
 _ARENA_ROWS = 10_000
 
@@ -200,9 +201,11 @@ def _sum_of(values: Sequence[int]) -> np.ndarray:
 def _choose(value: int, draw: Draw) -> int:
     """A token that depends on everything that a real draw depends on."""
     seen = hash((value, draw.prompt, draw.output))
-    allowed = int.from_bytes(draw.allowed or b"\xff" * 4, "little")
-    words = [word for word in range(PAD) if word not in draw.banned and allowed >> word & 1]
-    words = words or [PAD - 1]  # as a sampler, which gives something where nothing can be drawn
+    words = _WORDS
+    if draw.allowed or draw.banned:
+        allowed = int.from_bytes(draw.allowed or b"\xff" * 4, "little")
+        words = [word for word in _WORDS if word not in draw.banned and allowed >> word & 1]
+        words = words or [PAD - 1]  # as a sampler, which gives something where nothing can be drawn
     return words[int((seen % 1009 / 1009 + draw.uniform) * len(words)) % len(words)]
 
 

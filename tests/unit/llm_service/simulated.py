@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 
 import msgspec
 import numpy as np
@@ -38,6 +38,7 @@ from tests.unit.llm_service.hashed import (
 )
 
 
+@cache
 def text(length: int, seed: int = 0) -> tuple[int, ...]:
     """A prompt without media; prompts of one seed begin alike."""
     return tuple(random.Random(seed).randrange(1, PAD) for _ in range(length))
