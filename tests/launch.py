@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeAlias
 
 from tests import forkserver
 from tests.forkserver import TITLE, Forked
@@ -26,6 +26,7 @@ _READY = "ready "
 _STOP_SECONDS = 120
 _ENCODER = {True: "tests.light.encoder", False: "encoder_service"}
 _LLM = {True: "tests.light.llm", False: "llm_service"}
+Process: TypeAlias = subprocess.Popen[str] | Forked
 _LIGHT = {"encoder_service.worker": "tests.light.worker", "llm_service.engine": "tests.light.engine"}
 
 
@@ -34,7 +35,7 @@ class Service:
     """A running service: where it serves, its process, the file that its log goes to, and its metrics' address."""
 
     address: str
-    process: subprocess.Popen[str] | Forked
+    process: Process
     log: Path
     metrics: str = ""
 
@@ -65,7 +66,8 @@ def launch(
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("w", encoding="utf-8") as errors:
-            process = _start(module, flags, {**os.environ, "PYTHONUNBUFFERED": "1", **(environ or {})}, errors, fork)
+            given = {**os.environ, "PYTHONUNBUFFERED": "1", **(environ or {})}
+            process = start(module, *flags, environ=given, errors=errors.fileno(), fork=fork)
         assert process.stdout is not None
         known: set[int] = set()
         try:
@@ -92,10 +94,9 @@ def launch(
             process.stdout.close()
 
 
-def _start(
-    module: str, flags: tuple[str, ...], environ: dict[str, str], errors: IO[str], fork: bool
-) -> subprocess.Popen[str] | Forked:
-    forked = forkserver.start(module, flags, environ, errors.fileno()) if fork else None
+def start(module: str, *flags: str, environ: dict[str, str], errors: int = 2, fork: bool = True) -> Process:
+    """A process that runs `python -m module FLAGS`, whose standard output is read here."""
+    forked = forkserver.start(module, flags, environ, errors) if fork else None
     return forked or subprocess.Popen(
         with_parent(sys.executable, "-m", module, *flags),
         cwd=ROOT,
@@ -199,7 +200,7 @@ def descendants(pid: int) -> dict[int, str]:
     return found
 
 
-def _ready(stdout: IO[str], process: subprocess.Popen[str] | Forked, log: Path) -> dict[str, str]:
+def _ready(stdout: IO[str], process: Process, log: Path) -> dict[str, str]:
     """The addresses that the `ready` line names."""
     for line in stdout:
         if line.startswith(_READY):

@@ -162,7 +162,7 @@ def test_rows_in_the_mirrors_of_an_engine_that_dies_are_fetched_again(both: Twin
 @pytest.mark.soak
 def test_an_answer_about_rows_in_the_mirrors_goes_on_in_the_next_engine(both: Twins) -> None:
     both.set_up()
-    asking, before = asked(about(new_picture()), greedy(200)), both.text.get_load()
+    asking, before = asked(about(new_picture()), greedy(80)), both.text.get_load()
     undisturbed = tokens(both.text, asking)
     assert both.text.get_load().rows_mirrored > before.rows_mirrored
     stream = iter(both.text.generate(asking))

@@ -15,7 +15,7 @@ from tests.waiting import until
 from twinlens import LlmClient, TwinlensError, user
 
 PROMPT = asked(user("Tell me about two red circles."))
-LONG = asked(user("count"), greedy(300))
+LONG = asked(user("count"), greedy(100))
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests import pictures
-from tests.launch import ROOT, command_line, descendants, llm_server, send
+from tests.launch import Process, command_line, descendants, llm_server, send, start
 from tests.ports import held_address
 from tests.rpc.pairs import LLM_FLAGS, Pair, about, asked, greedy, tokens, usable
 from tests.waiting import until
-from tests.with_parent import with_parent
 from twinlens import LlmClient, TwinlensError, user
 
 PROMPTS = [
@@ -27,15 +24,9 @@ PROMPTS = [
 
 
 @contextmanager
-def other_host(model: Path, *flags: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
+def other_host(model: Path, *flags: str, **environ: str) -> Iterator[Process]:
     """The second host, for the length of the block; it has to end on SIGTERM and leave no process behind."""
-    process = subprocess.Popen(
-        with_parent(sys.executable, "-m", "llm_service", "--model", str(model), "--threads=1", *flags),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **environ},
-    )
+    process = start("llm_service", f"--model={model}", "--threads=1", *flags, environ={**os.environ, **environ})
     known: set[int] = set()
     try:
         yield process
@@ -89,7 +80,7 @@ def test_a_rank_that_dies_on_another_host_is_noticed_and_the_group_comes_back(ch
             LlmClient(service.address) as client,
         ):
             expected = tokens(client, asked(PROMPTS[1]))
-            asking = asked(user("count"), greedy(300))
+            asking = asked(user("count"), greedy(100))
             undisturbed = tokens(client, asking)
             for fault in (signal.SIGKILL, signal.SIGSTOP):
                 (rank,) = [pid for pid, line in descendants(second.pid).items() if "llm_service.worker" in line]
