@@ -53,7 +53,7 @@ up: $(STAMP)  ## both services, the gateway and its page in the foreground: MODE
 test: $(STAMP)  ## the CPU test suite, a process more than cores; ARGS='-k name' narrows it
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
-test-soak: $(STAMP)  ## a minute of mixed load, storms of faults, rolling restarts; the longest first
+test-soak: $(STAMP)  ## mixed load, storms of faults, rolling restarts; the longest first
 	$(BIN)/python -m pytest $(PARALLEL) -m soak $(ARGS) tests/soak $$(grep -rl --include='test_*.py' mark.soak tests)
 
 test-all: $(STAMP)  ## both suites at once: what they share is collected, compiled and started once

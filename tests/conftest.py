@@ -48,7 +48,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How long `make test-soak` keeps the services under mixed load; `make test-load` says ten minutes."""
-    parser.addoption("--soak-seconds", dest="soak_seconds", type=float, default=60.0, help="seconds of mixed load")
+    parser.addoption("--soak-seconds", dest="soak_seconds", type=float, default=25.0, help="seconds of mixed load")
 
 
 def pytest_configure(config: pytest.Config) -> None:
