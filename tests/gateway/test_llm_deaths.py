@@ -67,7 +67,7 @@ def test_who_reads_nothing_meanwhile_holds_up_nobody_and_misses_nothing(pair: Fl
 @pytest.mark.soak
 def test_two_hundred_streams_through_two_gateways_outlive_services_killed_again_and_again(checkpoint: Path) -> None:
     with fleet(checkpoint, gateways=2, services=2, max_handovers=100, handover_seconds=300) as running:
-        bodies = [question(number, 500) for number in range(200)]
+        bodies = [question(number, 250) for number in range(200)]
         with streaming(running.gateways, bodies) as undisturbed:
             pass
         assert {stream.failure for stream in undisturbed} == {""}
