@@ -25,10 +25,14 @@ def main() -> None:
     gc.disable()  # what is imported and loaded stays: collections would look through it again and again
     from llm_service.worker.executor import follow  # torch takes a second to import
     from llm_service.worker.load import load_runner
-    from llm_service.worker.ranks import device_of, join
+    from llm_service.worker.ranks import PlaceTakenError, device_of, join
 
     log.configure("info", service=f"llm-rank-{place.rank}")
-    ranks = join(place)
+    try:
+        ranks = join(place)
+    except PlaceTakenError as error:
+        _log.info("the group before has not ended yet", cause=str(error))
+        return  # whoever has started this starts another one
     told = msgspec.msgpack.decode(ranks.hear(), type=EngineSettings)
     settings = msgspec.structs.replace(told, model=place.model, device=place.device, threads=place.threads)
     log.configure(settings.log_level, service=f"llm-rank-{place.rank}")

@@ -118,10 +118,18 @@ def _hosts(place: RankPlace) -> _Hosts:
     return _Hosts(leaders, locals_[place.rank // here], place.rank % here == 0, place.rank < here)
 
 
+class PlaceTakenError(Exception):
+    """The group at this address has, or had, this rank: it is the last one, which has not ended yet."""
+
+
 def join(place: RankPlace) -> Ranks:
-    """A rank that is not the first: joins the group, as soon as its store is there."""
+    """A rank that is not the first: joins the group, as soon as its store is there. Raises PlaceTakenError where that
+    is still the store of a group that has lost this rank and does not know: the others would never answer."""
     limit = timedelta(seconds=_LOAD_SECONDS)
-    return Ranks(place, TCPStore(place.host, place.port, place.size, is_master=False, timeout=limit))
+    store = TCPStore(place.host, place.port, place.size, is_master=False, timeout=limit)
+    if store.add(f"joined/{place.rank}", 1) > 1:
+        raise PlaceTakenError(f"rank {place.rank} is taken")
+    return Ranks(place, store)
 
 
 def device_of(place: RankPlace) -> torch.device:

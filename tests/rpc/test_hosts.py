@@ -83,7 +83,7 @@ def test_a_rank_that_dies_on_another_host_is_noticed_and_the_group_comes_back(ch
             asking = asked(user("count"), greedy(100))
             undisturbed = tokens(client, asking)
             for fault in (signal.SIGKILL, signal.SIGSTOP):
-                (rank,) = [pid for pid, line in descendants(second.pid).items() if "llm_service.worker" in line]
+                rank = lent(second)
                 stream = iter(client.generate(asking))
                 assert next(stream).HasField("started")
                 os.kill(rank, fault)
@@ -93,6 +93,17 @@ def test_a_rank_that_dies_on_another_host_is_noticed_and_the_group_comes_back(ch
                 assert [token for event in stream for token in event.delta.token_ids] == undisturbed
                 until(lambda: _serves(client), "the group is back")
                 assert tokens(client, asked(PROMPTS[1])) == expected
+            # While there is nothing to do it is missed after seconds, in which another one wants to take its place.
+            os.kill(lent(second), signal.SIGKILL)
+            until(lambda: not _serves(client), "it is missed")
+            until(lambda: _serves(client), "the group is back")
+            assert tokens(client, asked(PROMPTS[1])) == expected
+
+
+def lent(host: Process) -> int:
+    """The one rank of the other host."""
+    (rank,) = [pid for pid, line in descendants(host.pid).items() if "llm_service.worker" in line]
+    return rank
 
 
 def _serves(client: LlmClient) -> bool:
