@@ -1,15 +1,16 @@
-"""`python -m tests.kernel_compiler [--first] CAPABILITY TYPES [TYPES]`: compiles our Triton kernels for a GPU that is
-not here, in these types, as `bfloat16,float32`, and those of layers with states in the last ones, where there are any;
-with `--first`, each in the first of its forms alone.
+"""`python -m tests.kernel_compiler [--first] CAPABILITY TYPES [TYPES] [--only NAME …]`: compiles our Triton kernels for
+a GPU that is not here, in these types, as `bfloat16,float32`, and those of layers with states in the last ones, where
+there are any; with `--first`, each in the first of its forms alone, and with `--only`, the forms of these names.
 
 Down to machine code, which Triton's own assembler makes without a driver. Prints one JSON object: of each kernel, the
-bytes of shared memory that it takes, those that one thread keeps on its stack, whether it copies while it computes, and
-the registers of a thread.
+bytes of shared memory that it takes, those that one thread keeps on its stack, whether it copies while it computes, the
+registers of a thread, and the instruction of tensor cores that multiplies.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import re
 import subprocess
@@ -97,9 +98,12 @@ _ALIGNED = ("query_stride", "key_stride", "value_stride", "width", "n", "k", "ro
 _ALIGNED += ("stride", "vocabulary", "query_row", "key_row", "value_row", "out_row", "qkv_row", "z_row", "channels")
 _ALIGNED += ("more_row", "x_row", "inputs", "outputs")
 
-Needs = tuple[int, int, bool, int]
-"""Bytes of shared memory, those of one thread's stack, whether there are asynchronous copies, and a thread's
-registers."""
+_PRODUCTS = ("tcgen05", "wgmma", "mma.sync")
+"""Instructions of tensor cores, the newest first: Blackwell's, Hopper's, and those of all since Volta."""
+
+Needs = tuple[int, int, bool, int, str]
+"""Bytes of shared memory, those of one thread's stack, whether there are asynchronous copies, a thread's registers, and
+the one of `_PRODUCTS` that there is, or nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,9 @@ class Form:
     def compile(self) -> Needs:
         made = triton.compile(self.source, target=GPUTarget("cuda", self.capability, 32), options=self.options)
         stack, registers = _usage(made.asm["cubin"])
-        return int(made.metadata.shared), stack, "cp.async" in made.asm["ptx"], registers
+        text = made.asm["ptx"]
+        product = next((each for each in _PRODUCTS if each in text), "")
+        return int(made.metadata.shared), stack, "cp.async" in text, registers, product
 
 
 def form(
@@ -163,24 +169,26 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 
 
 def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, Form]:
-    """As `TritonBatch` launches them."""
+    """As `TritonBatch` launches them; masks of Llama 4 and DeepSeek-OCR with their heads alone, of 128."""
     shape = KernelShape.of(CacheShape(1, 1, 16, 8, 2, head_dim), dtype)
-    windowed, chunked = replace(shape, window=1024), replace(shape, chunk=8192)
-    answers = replace(shape, window=128, prompts=True)
+    windowed = replace(shape, window=1024)
     same = {"BLOCK_SIZE": 16, "BLOCK_N": shape.keys_at_once, "PRECISION": shape.precision, "INT8": False}
     sums, kernel = ("mixtures", "maxima", "sums"), triton_kernels.attention_kernel
     joined = {"TOKENS": 1, "GROUP": shape.group, "HEAD_DIM": head_dim, "DIMS": shape.dims, "PARTS": COMBINED}
-    return {
+    made = {
         "store": form(capability, triton_kernels.store_kernel, dtype, WIDTH=256),
         "decode": form(capability, kernel, dtype, sums, **same, **shape.rows(1)),
         "verify": form(capability, kernel, dtype, sums, **same, **shape.rows(5)),
         "combine": form(capability, part_kernels.combine_kernel, dtype, sums, **joined, num_warps=4),
         "prefill": form(capability, kernel, dtype, sums, **same, **shape.rows(shape.tile)),
         "windows": form(capability, kernel, dtype, sums, **same, **windowed.rows(shape.tile)),
-        "chunks": form(capability, kernel, dtype, sums, **same, **chunked.rows(shape.tile)),
-        "answers": form(capability, kernel, dtype, sums, **same, **answers.rows(1)),
-        "prompts": form(capability, kernel, dtype, sums, **same, **answers.rows(shape.tile)),
     }
+    if head_dim == 128:
+        chunked, answers = replace(shape, chunk=8192), replace(shape, window=128, prompts=True)
+        made["chunks"] = form(capability, kernel, dtype, sums, **same, **chunked.rows(shape.tile))
+        made["answers"] = form(capability, kernel, dtype, sums, **same, **answers.rows(1))
+        made["prompts"] = form(capability, kernel, dtype, sums, **same, **answers.rows(shape.tile))
+    return made
 
 
 def int8_blocks(capability: int) -> dict[str, Form]:
@@ -475,12 +483,14 @@ def main() -> None:
     """The command line of this module."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--first", action="store_true")
+    parser.add_argument("--only", nargs="+", metavar="NAME")
     parser.add_argument("capability", type=int)
     parser.add_argument("types", type=_types)
     parser.add_argument("states", type=_types, nargs="?", default=[])
     given = parser.parse_args()
     forms = all_forms(given.capability, given.types, given.states)
-    wanted = first(forms) if given.first else forms
+    wanted = first(forms) if given.first else {name: forms[name] for name in given.only or forms}
+    gc.freeze()  # what was imported stays: every compilation makes enough for a look at all that there is
     print(json.dumps({name: each.compile() for name, each in wanted.items()}))
 
 

@@ -14,7 +14,7 @@ from tests.launch import ROOT
 
 pytest.importorskip("triton")
 
-Taken = tuple[int, int, bool, int]
+Taken = tuple[int, int, bool, int, str]
 """Of a kernel, as `tests.kernel_compiler` prints it."""
 
 _SHARED = 99 << 10
