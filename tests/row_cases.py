@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from llm_service.layers.ops import TORCH, RowOps, apply_rotary
 from llm_service.request import SamplingParams
-from tests import pictures
+from tests import kernel_layout, pictures
 from tests.parity.local_engine import LocalEngine, Outcome, make_prompt
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -103,6 +105,35 @@ def check_routes_of_broken_rows(ops: RowOps, device: str) -> None:
     assert routes.ends[-1] == 6
     summed = ops.weighted_sum(torch.ones(6, 3, device=device), routes.places, weights)
     assert summed.isfinite().all(1).tolist() == [True, False, False]
+
+
+CALLS = ("rms_norm", "add_rms_norm", "qk_norm_rotary", "silu_and_mul", "route", "sort_by_expert", "weighted_sum")
+"""Of `RowOps`."""
+
+
+def check_layouts(ops: RowOps, call: str, layout: str, device: str) -> None:
+    """How each of a call's tensors lies makes no difference."""
+    x, more, gains = (_drawn(rows, 32, torch.float32, device, rows) for rows in (6, 6, 2))
+    cosine, sine = _drawn(6, 32, torch.float32, device, 1).view(2, 6, 1, 16)
+    chosen = torch.tensor([[0, 2], [3, 1], [2, 0]], dtype=torch.int32, device=device)
+    calls: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
+        "rms_norm": (lambda *given: ops.rms_norm(*given, 1e-6), (x, gains[0])),
+        "add_rms_norm": (lambda *given: ops.add_rms_norm(*given, 1e-6), (x, more, gains[0])),
+        "qk_norm_rotary": (
+            lambda heads, cos, sin, *norms: ops.qk_norm_rotary(heads, (cos, sin), 1, 1, norms, 1e-6),
+            (x.view(6, 2, 16), cosine, sine, gains[0, :16], gains[1, :16]),
+        ),
+        "silu_and_mul": (ops.silu_and_mul, (x,)),
+        "route": (lambda logits: ops.route(logits, 2), (x,)),
+        "sort_by_expert": (lambda of: ops.sort_by_expert(of, 4), (chosen,)),
+        "weighted_sum": (ops.weighted_sum, (x, ops.sort_by_expert(chosen, 4).places, x[:3, :2].contiguous())),
+    }
+    run, given = calls[call]
+    expected = run(*given)
+    for at, tensor in enumerate(given):
+        lying = kernel_layout.LAYOUTS[layout](tensor)
+        assert torch.equal(lying, tensor)
+        torch.testing.assert_close(run(*given[:at], lying, *given[at + 1 :]), expected)
 
 
 def greedy_tokens(folder: Path, weight_dtype: str = "") -> list[Outcome]:

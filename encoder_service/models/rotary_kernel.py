@@ -56,8 +56,9 @@ def turn(x: Tensor, rotary: Rotary, *, fresh: bool = False) -> Tensor:
     count, heads, head = x.shape
     launch = constants(heads, head, rotary.cos.shape[-1])
     out = x.new_empty(x.shape) if fresh else x
+    cos, sin = rotary.cos.contiguous(), rotary.sin.contiguous()
     rotary_kernel[(count, triton.cdiv(heads, launch["PART"]))](
-        x, out, rotary.cos, rotary.sin, x.stride(0), out.stride(0), heads, **launch, num_warps=4
+        x, out, cos, sin, x.stride(0), out.stride(0), heads, **launch, num_warps=4
     )
     return out
 

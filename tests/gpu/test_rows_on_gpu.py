@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from llm_service.layers.gpu import row_ops as rows_gpu
-from tests import row_cases
+from tests import kernel_layout, row_cases
 
 pytestmark = pytest.mark.gpu
 
@@ -28,6 +28,12 @@ def test_queries_and_keys_are_normed_and_turned_as_by_torch(
     queries: int, keys: int, head: int, rotary: int, normed: bool, dtype: torch.dtype
 ) -> None:
     row_cases.check_qk_norm_rotary(rows_gpu, queries, keys, head, rotary, dtype, "cuda", normed=normed)
+
+
+@pytest.mark.parametrize("layout", kernel_layout.LAYOUTS)
+@pytest.mark.parametrize("call", row_cases.CALLS)
+def test_tensors_need_not_lie_in_order(call: str, layout: str) -> None:
+    row_cases.check_layouts(rows_gpu, call, layout, "cuda")
 
 
 @each_type

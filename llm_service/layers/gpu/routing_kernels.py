@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llm_service.layers.gpu.row_kernels import whole_rows
 from llm_service.layers.ops import Pair, Routes
 
 _BLOCK = 1024
@@ -81,7 +82,7 @@ def weighted_sum_kernel(out, x, places, weights, size, PER_TOKEN: tl.constexpr, 
 
 def route(logits: Tensor, per_token: int) -> Pair:
     """See `RowOps`."""
-    n, experts = logits.shape
+    (n, experts), logits = logits.shape, whole_rows(logits)
     weights = torch.empty((n, per_token), dtype=logits.dtype, device=logits.device)
     chosen = torch.empty((n, per_token), dtype=torch.int32, device=logits.device)
     sizes = {"WIDTH": triton.next_power_of_2(per_token), "BLOCK": triton.next_power_of_2(experts)}
@@ -94,7 +95,7 @@ def sort_by_expert(chosen: Tensor, experts: int) -> Routes:
     rows, places = torch.empty((2, chosen.numel()), dtype=torch.int32, device=chosen.device)
     ends = torch.empty(experts, dtype=torch.int32, device=chosen.device)
     sort_kernel[(experts,)](
-        rows, places, ends, chosen, chosen.numel(), PER_TOKEN=chosen.shape[1], BLOCK=_BLOCK, num_warps=4
+        rows, places, ends, chosen.contiguous(), chosen.numel(), PER_TOKEN=chosen.shape[1], BLOCK=_BLOCK, num_warps=4
     )
     return Routes(rows, places, ends)
 
@@ -102,6 +103,7 @@ def sort_by_expert(chosen: Tensor, experts: int) -> Routes:
 def weighted_sum(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     """See `RowOps`."""
     (n, per_token), size = weights.shape, x.shape[1]
+    x, places, weights = (each.contiguous() for each in (x, places, weights))
     out = torch.empty((n, size), dtype=x.dtype, device=x.device)
     weighted_sum_kernel[(n, triton.cdiv(size, _BLOCK))](
         out, x, places, weights, size, PER_TOKEN=per_token, BLOCK=_BLOCK, num_warps=4

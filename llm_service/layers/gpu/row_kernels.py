@@ -117,30 +117,31 @@ def gate_kernel(out, x, inner, GELU: tl.constexpr, BLOCK: tl.constexpr):
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     """See `RowOps`."""
-    return _norm(x, x, x, gain, eps, add=False)
+    return _norm(x, x, None, gain, eps)
 
 
 def add_rms_norm(x: Tensor, more: Tensor, gain: Tensor, eps: float) -> Pair:
     """See `RowOps`."""
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return total, _norm(x, more, total, gain, eps, add=True)
+    return total, _norm(x, more, total, gain, eps)
 
 
-def _norm(x: Tensor, more: Tensor, total: Tensor, gain: Tensor, eps: float, *, add: bool) -> Tensor:
-    """What `norm_kernel` gives; `more` and `total` are not touched where nothing is added."""
+def _norm(x: Tensor, more: Tensor, total: Tensor | None, gain: Tensor, eps: float) -> Tensor:
+    """What `norm_kernel` gives; `more` is not touched where there is no `total` that it would be added for."""
     n, size = x.shape
+    x, more = whole_rows(x), whole_rows(more)
     out = torch.empty((n, size), dtype=x.dtype, device=x.device)
     norm_kernel[(n,)](
         out,
         x,
         more,
-        total,
-        gain,
+        out if total is None else total,
+        gain.contiguous(),
         x.stride(0),
         more.stride(0),
         size,
         eps,
-        ADD=add,
+        ADD=total is not None,
         BLOCK=triton.next_power_of_2(size),
         num_warps=8 if size > 2048 else 4,
     )
@@ -153,8 +154,8 @@ def qk_norm_rotary(
     """See `RowOps`."""
     n, heads, head_dim = x.shape[0], queries + keys, x.shape[2]
     out = torch.empty((n, heads, head_dim), dtype=x.dtype, device=x.device)
-    cosine, sine = (table.contiguous() for table in rotary)  # read by their places
-    query_gain, key_gain = gains or (cosine, sine)  # not read where nothing is normed
+    x, (cosine, sine) = whole_rows(x), (table.contiguous() for table in rotary)
+    query_gain, key_gain = (gain.contiguous() for gain in gains or (cosine, sine))  # not read where nothing is normed
     qk_norm_rotary_kernel[(n, triton.cdiv(heads, _HEADS))](
         out,
         x,
@@ -174,6 +175,11 @@ def qk_norm_rotary(
         num_warps=4,
     )
     return out
+
+
+def whole_rows(x: Tensor) -> Tensor:
+    """x [n, …] whose rows may be apart, as kernels are told, and have nothing between their numbers."""
+    return x if x.is_contiguous() or x[:1].is_contiguous() else x.contiguous()
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

@@ -142,7 +142,7 @@ class ScaledExperts:
 def _rounded(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """x [m, k] as e4m3, and the scale of each `width` numbers, float32 [m, k / width]: the largest of them is the
     largest that there is."""
-    parts = x.reshape(len(x), -1, width)
+    parts = x.contiguous().view(len(x), -1, width)
     scale = parts.abs().amax(2, keepdim=True).float().clamp_(min=torch.finfo(torch.float32).tiny * _HIGHEST)
     scale /= _HIGHEST
     numbers = (parts / scale).clamp_(-_HIGHEST, _HIGHEST).to(torch.float8_e4m3fn)

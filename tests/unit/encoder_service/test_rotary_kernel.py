@@ -16,6 +16,7 @@ from common.media.item import Grid
 from encoder_service.families import config
 from encoder_service.models import blocks, rotary_kernel
 from encoder_service.models.tower import Rotary, load_tower, rotary
+from tests import kernel_layout
 from tests.checkpoints import TOWERS
 
 DEVICE = torch.device("cuda" if cuda_device_count() else "cpu")
@@ -50,6 +51,13 @@ def test_halves_of_heads_may_turn_by_angles_of_their_own_into_a_fresh_tensor(dty
     ):
         torch.testing.assert_close(found.float(), x * cos + behind * sin, rtol=0, atol=2 * NEAR[dtype])
     assert torch.equal(packed, before)
+
+
+@pytest.mark.parametrize("layout", kernel_layout.LAYOUTS)
+def test_tables_of_angles_need_not_lie_in_order(layout: str) -> None:
+    x, *both = torch.randn(9, 5, 80, device=DEVICE), *torch.rand(2, 9, 1, 40, device=DEVICE)
+    lying = Rotary(*map(kernel_layout.LAYOUTS[layout], both))
+    torch.testing.assert_close(rotary_kernel.turn(x, lying, fresh=True), blocks.apply_rotary(x, Rotary(*both)))
 
 
 @pytest.mark.parametrize("family", TOWERS)

@@ -15,8 +15,7 @@ pytest.importorskip("triton")
 from llm_service.layers.cpu import layer
 from llm_service.layers.experts import Experts, SparseMLP
 from llm_service.layers.gpu import row_ops as rows_gpu
-from llm_service.layers.ops import TORCH
-from tests import row_cases
+from tests import kernel_layout, row_cases
 from tests.checkpoints import Family
 
 each_type = pytest.mark.parametrize("dtype", row_cases.TYPES, ids=str)
@@ -37,13 +36,11 @@ def test_queries_and_keys_are_normed_and_turned_as_by_torch(
     row_cases.check_qk_norm_rotary(rows_gpu, queries, keys, head, rotary, dtype, "cpu", normed=normed)
 
 
-@pytest.mark.parametrize("wide", [torch.randn(5, 1, 32), torch.randn(16, 5).t().unsqueeze(1)], ids=["cut", "turned"])
-def test_tables_of_angles_need_not_lie_in_order(wide: torch.Tensor) -> None:
-    """An index of blocks cuts its own from those of its layer, where they are longer."""
-    tables, x = (wide[..., :16], -wide[..., :16]), torch.randn(5, 3, 16)
-    assert not tables[0].is_contiguous()
-    found, expected = (ops.qk_norm_rotary(x, tables, 2, 1, None, 1e-6) for ops in (rows_gpu, TORCH))
-    torch.testing.assert_close(found, expected)
+@pytest.mark.parametrize("layout", kernel_layout.LAYOUTS)
+@pytest.mark.parametrize("call", row_cases.CALLS)
+def test_tensors_need_not_lie_in_order(call: str, layout: str) -> None:
+    """An index of blocks cuts its angles from those of its layer, where they are longer."""
+    row_cases.check_layouts(rows_gpu, call, layout, "cpu")
 
 
 @each_type

@@ -17,6 +17,7 @@ from llm_service.layers.gpu.quantized_weight import GpuWeight
 from llm_service.layers.gpu.scaled_weight import ScaledExperts, ScaledWeight
 from llm_service.layers.quantized_weight import GroupedWeight, Number, QuantizedWeight
 from llm_service.models.quantization_config import Scheme
+from tests import kernel_layout
 from tests.random_weights import random_weight
 
 BLOCKS = {"columns": 128, "rows": 128, "scale": torch.float32}
@@ -178,6 +179,20 @@ def test_a_compiler_that_cannot_make_the_kernel_leaves_experts_to_another(
 
     monkeypatch.setattr(ScaledExperts, "product", broken)
     assert GpuWeight.of_experts([[made_for_it(256, 640, **BLOCKS)]]).scaled_experts is None
+
+
+@pytest.mark.parametrize("layout", kernel_layout.LAYOUTS)
+@pytest.mark.parametrize("how", [BLOCKS, {"columns": 384}], ids=["blocks", "outputs"])
+def test_rows_need_not_lie_in_order(how: dict[str, Any], layout: str) -> None:
+    weight = GroupedWeight.of([made_for_it(256, 384, **how)])
+    assert weight is not None
+    whole, experts = ScaledWeight.of(weight, weight.codes), ScaledExperts.of([weight], weight.codes.unsqueeze(0))
+    assert whole is not None
+    assert experts is not None
+    x, ends = growing_rows(48, 384), torch.tensor([48]).int()
+    turned = kernel_layout.LAYOUTS[layout](x)
+    assert torch.equal(whole.product(turned), whole.product(x))
+    assert torch.equal(experts.product(turned, ends), experts.product(x, ends))
 
 
 def test_experts_with_many_rows_in_bfloat16_go_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
