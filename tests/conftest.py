@@ -39,7 +39,10 @@ gc.disable()
 def pytest_collection_finish() -> None:
     """What is here now stays: collections need not look at it again."""
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
+        from tests import kernel_layout
+
         triton_interpreter.quicken()
+        kernel_layout.watch()
     if "numba" in sys.modules:
         kernels_in_turn.take_turns()
     gc.freeze()

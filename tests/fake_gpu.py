@@ -1,6 +1,7 @@
-"""A GPU of which there is no more than the devices, types and shapes of tensors (torch's fake ones): whatever asks the
-device for a number, mixes devices, or starts a kernel over memory of the host fails, as it would where there is one, or
-is written down. Kernels compute nothing. It takes a torch that was built for CUDA, and no driver."""
+"""A GPU of which there is no more than the devices, types, shapes and strides of tensors (torch's fake ones): what asks
+the device for a number, mixes devices, or starts a kernel over memory of the host, or over tensors that lie otherwise
+than it takes them to, fails, as it would where there is one, or is written down. Kernels compute nothing. It takes a
+torch that was built for CUDA, and no driver."""
 
 from __future__ import annotations
 
@@ -27,8 +28,9 @@ from llm_service.layers.gpu.quantized_weight import GpuWeight
 from llm_service.layers.kda import choose as kda
 from llm_service.layers.mamba2 import choose as mamba2
 from llm_service.layers.quantized_weight import QuantizedWeight
-from llm_service.models import quantized
+from llm_service.models import eagle, quantized
 from llm_service.models.float_formats import SlicedWeight
+from tests import kernel_layout
 
 GPU = torch.device("cuda:0")
 _HOPPER = types.SimpleNamespace(multi_processor_count=132)
@@ -93,7 +95,7 @@ def _to(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _with_numbers(read: Callable[..., Any]) -> Callable[..., Any]:
-    """What reads a quantised weight, as numbers are."""
+    """What reads a quantised weight, or which words a head has, as numbers are."""
 
     def made(*given: Any) -> Any:
         with unset_fake_temporarily():
@@ -152,15 +154,16 @@ def _moved(arrays: Sequence[np.ndarray], ends: Sequence[int], device: torch.devi
 
 @contextmanager
 def fake_gpu() -> Iterator[list[str]]:
-    """In the block tensors are fake, and kernels of ours only look at where their tensors are; their names are what is
-    given. A checkpoint is loaded outside `torch.inference_mode`."""
+    """In the block tensors are fake, and kernels of ours only look at where and how their tensors lie; their names are
+    what is given. A checkpoint is loaded outside `torch.inference_mode`."""
     launched: list[str] = []
 
-    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **_: Any) -> None:
+    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
         name = self.fn.__name__
         assert all(each.device == GPU for each in args if isinstance(each, torch.Tensor)), f"{name} reads the host's"
         assert all(int(size) > 0 for size in grid), f"{name} has no program"
         assert all(int(size) < 1 << 16 for size in grid[1:]), f"{name} has more programs than can be counted"
+        kernel_layout.check(name, self.arg_names, args, constants)
         launched.append(name)
 
     def waits(*_: Any) -> None:
@@ -175,7 +178,7 @@ def fake_gpu() -> Iterator[list[str]]:
         enter(mock.patch.object(nn.Module, "to", _to))
         for module in (gdn, kda, mamba2):
             enter(mock.patch.object(module, "runs", return_value=True))
-        for owner, name in ((quantized, "quantised_weight"), (SlicedWeight, "__getitem__")):
+        for owner, name in ((quantized, "quantised_weight"), (SlicedWeight, "__getitem__"), (eagle, "_meanings")):
             enter(mock.patch.object(owner, name, _with_numbers(getattr(owner, name))))
         enter(mock.patch.object(QuantizedWeight, "to", _on_device))
         for name in ("of", "of_experts"):
