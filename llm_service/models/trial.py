@@ -125,7 +125,8 @@ def _chooses(text: Any) -> bool:
 
 def _try_draw(config: Any, prompted: Prompted, seed: int, differences: list[float]) -> Finding | None:
     """What is found with one model whose weights are drawn; how far our logits are from its own is added to the
-    `differences`, by each rule that does not go."""
+    `differences`, by each rule that does not go: of the first that it computes otherwise, as what is left is not
+    computed."""
     reference = Reference.of(config, prompted, seed=seed)
     shape = TextConfig.of(text_of(reference.model), len(reference.prompt.ids) + ANSWER)
     levels = tuple(layers_of_levels(reference.model.config))
@@ -134,12 +135,14 @@ def _try_draw(config: Any, prompted: Prompted, seed: int, differences: list[floa
         shaped = with_media(replace(shape, level_layers=levels, **by_rule), reference.model)
         made = Decoder(shaped, ALONE, torch.float32, _CPU)
         decoder = fill_plain(made, named_tensors(reference.model))
-        later = _difference_of_answer(decoder, reference.said, rule)
-        differences.append(max(_difference(decoder, reference, rule), later))
-        if reference.prompt.sounds:
-            differences[-1] = max(differences[-1], _difference(decoder, reference.of_sounds()))
-        if differences[-1] < _CLOSE:
+        apart = _difference_of_answer(decoder, reference.said, rule)
+        if apart < _CLOSE:
+            apart = _difference(decoder, reference, rule)
+        if apart < _CLOSE and reference.prompt.sounds:
+            apart = _difference(decoder, reference.of_sounds())
+        if apart < _CLOSE:
             return Finding(rule, adds_rows)
+        differences.append(apart)
     return None
 
 
@@ -179,8 +182,8 @@ def _difference_of_answer(decoder: Decoder | LibraryDecoder, said: Said, rule: S
 
 
 def _difference(decoder: Decoder | LibraryDecoder, reference: Reference, rule: SpanRule = SpanRule.NOWHERE) -> float:
-    """The largest difference of logits, as a part of the largest logit: of the prompt in three chunks, each beside a
-    chunk of another one that begins with other words, and of the prompt at once. Of one that is computed whole: at
+    """The largest difference of logits, as a part of the largest logit: of the prompt at once, or, where that is close,
+    in three chunks, each beside a chunk of another one that begins with other words. Of one that is computed whole: at
     once, and again what stands behind its first words, over what was computed of these."""
     prompt, positions = reference.prompt, reference.positions
     if isinstance(decoder, LibraryDecoder):
@@ -194,9 +197,11 @@ def _difference(decoder: Decoder | LibraryDecoder, reference: Reference, rule: S
         again = logits_in_chunks(decoder, prompt, positions, wholes, media or wholes)
         return _relative(again, torch.cat([reference.expected, reference.expected[first:]]))
     runs = [] if rule is SpanRule.NOWHERE else prompt.runs
-    whole = logits_in_chunks(decoder, prompt, positions, [(0, length)], runs)
+    whole = _relative(logits_in_chunks(decoder, prompt, positions, [(0, length)], runs), reference.expected)
+    if not whole < _CLOSE:
+        return whole
     cut = logits_in_chunks(decoder, prompt, positions, [(0, first), (first, last + 1), (last + 1, length)], runs)
-    return max(_relative(each, reference.expected) for each in (whole, cut))
+    return _relative(cut, reference.expected)
 
 
 def _relative(found: Tensor, expected: Tensor) -> float:

@@ -362,3 +362,17 @@ def test_a_mask_of_ours_that_were_another_is_told(llava: Path, monkeypatch: pyte
     monkeypatch.setattr(trial_chunks, "PagedChunk", lambda context, *others: right(max(0, context - 1), *others))
     with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
         trial.try_ours(llava)
+
+
+@pytest.mark.parametrize("what", ["chunks", "answer"])
+def test_logits_of_ours_that_are_no_numbers_are_told(what: str, llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a prompt's chunks alone, or in an answer alone."""
+    right = trial.logits_in_chunks
+
+    def given(decoder: Decoder, prompt: Any, positions: Any, cuts: Any, spans: Any, **more: Any) -> torch.Tensor:
+        found = right(decoder, prompt, positions, cuts, spans, **more)
+        return found * torch.nan if (what == "answer" if more else what == "chunks" and len(cuts) > 1) else found
+
+    monkeypatch.setattr(trial, "logits_in_chunks", given)
+    with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
+        trial.try_ours(llava)
