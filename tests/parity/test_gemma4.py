@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -56,20 +57,30 @@ FORMS: dict[str, Recipe] = {
 }
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The form with inputs of single layers."""
+    return make_by(FORMS["inputs"], tmp_path_factory.mktemp("gemma4"))
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Served:
+    return Served.of(folder)
+
+
 @pytest.mark.parametrize(
     "form", ["unified", *(pytest.param(form, marks=pytest.mark.soak) for form in ("experts", "dense"))]
 )
 def test_ids_and_tokens_are_the_library_s_whatever_the_chunks_and_the_company(form: str, tmp_path: Path) -> None:
     """The form with inputs of single layers is compared among the library's models."""
-    folder = make_by(FORMS[form], tmp_path)
-    assert {"one picture", OURS} <= compare(Served.of(folder), FORMS[form].step_tokens)
+    served = Served.of(make_by(FORMS[form], tmp_path))
+    assert {"one picture", OURS} <= compare(served, FORMS[form].step_tokens)
 
 
 def test_a_first_token_that_sees_those_behind_it_is_embedded_as_it_is_beside_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its layers that share keys and values compute no other place of such a prompt, if they can."""
-    served = Served.of(make_by(FORMS["inputs"], tmp_path))
     prompt = _from_its_picture_on(served.prompt(PROMPTS["one picture"]))
     engines = [served.engine(step_tokens=512) for _ in range(2)]
     assert isinstance(engines[0].decoder, Decoder)
@@ -113,8 +124,8 @@ def test_the_size_without_towers_lets_rows_see_each_other_beyond_windows(monkeyp
         try_ours_of(config_of(FORMS["unified"]), drawn_prompt)
 
 
-def test_layers_that_share_keys_keep_none(tmp_path: Path) -> None:
-    engine = Served.of(make_by(FORMS["inputs"], tmp_path)).engine()
+def test_layers_that_share_keys_keep_none(served: Served) -> None:
+    engine = served.engine()
     assert isinstance(engine.decoder, Decoder)
     specs = [mixer.cache_spec() for mixer in engine.decoder.mixers()]
     assert specs[4:] == [SharedKV(3), SharedKV(2)]
@@ -183,6 +194,7 @@ class _Last(dict[int, Any]):
         self._kept[window] = both
 
 
+@pytest.mark.usefixtures("references_once")
 @pytest.mark.parametrize("what", WRONG)
 def test_the_trial_tells_what_would_be_wrong(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     form, owner, name, wrong = WRONG[what]
@@ -192,6 +204,7 @@ def test_the_trial_tells_what_would_be_wrong(what: str, monkeypatch: pytest.Monk
         try_ours_of(config, drawn_prompt)
 
 
+@pytest.mark.usefixtures("references_once")
 @pytest.mark.parametrize("changed", [{"logit_cap": None}, {"attention_scale": None}])
 def test_the_trial_tells_what_is_not_read(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     right = TextConfig.of
@@ -199,6 +212,12 @@ def test_the_trial_tells_what_is_not_read(changed: dict[str, Any], monkeypatch: 
     config = config_of(FORMS["dense"])
     with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
         try_ours_of(config, drawn_prompt)
+
+
+@pytest.mark.usefixtures("references_once")
+@pytest.mark.parametrize("form", ["inputs", "dense", "experts"])
+def test_what_is_right_passes_beside_the_same_references(form: str) -> None:
+    try_ours_of(config_of(FORMS[form]), drawn_prompt)
 
 
 @pytest.mark.parametrize("form", ["inputs", "experts"])
@@ -220,9 +239,8 @@ def test_logits_of_two_ranks_are_those_of_one(form: str, tmp_path: Path, monkeyp
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_replays_look_up_the_inputs_of_layers(tmp_path: Path) -> None:
-    folder = make_by(FORMS["inputs"], tmp_path)
-    served, library = Served.of(folder), Reference(folder)
+def test_replays_look_up_the_inputs_of_layers(folder: Path, served: Served) -> None:
+    library = Reference(folder)
     expected = [library.tokens(library.inputs(parts)) for parts in PROMPTS.values()]
     engine, _ = graphed(folder, step_tokens=80, library=served.found, text=served.text())
     assert [outcome.tokens for outcome in engine.run(list(map(served.prompt, PROMPTS.values())), GREEDY)] == expected
@@ -294,9 +312,8 @@ def test_shapes_like_the_published_ones_pass_their_trial(name: str) -> None:
     assert try_ours_of(config, drawn_prompt).spans is expected
 
 
-def test_layers_that_share_keys_compute_what_is_wanted_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_share_keys_compute_what_is_wanted_alone(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a prompt's chunks none but the last, and of that one the last token; beside others as many as are drawn."""
-    served = Served.of(make_by(FORMS["inputs"], tmp_path))
     prompts = [served.prompt(parts) for parts in PROMPTS.values()]
     assert served.text() is not None
     rows: list[list[int]] = []
@@ -338,10 +355,10 @@ def test_the_text_as_a_model_of_its_own_proposes_what_it_says(form: str, tmp_pat
     assert counters.accepted_draft_tokens == counters.draft_tokens > 0
 
 
-def test_keys_that_a_checkpoint_has_of_layers_that_share_are_not_read(tmp_path: Path) -> None:
+def test_keys_that_a_checkpoint_has_of_layers_that_share_are_not_read(
+    folder: Path, served: Served, tmp_path: Path
+) -> None:
     """As published ones have them."""
-    folder = make_by(FORMS["inputs"], tmp_path)
-    served = Served.of(folder)
     prompt = served.prompt(PROMPTS["one picture"])
     expected = served.engine().run([prompt], GREEDY)[0].tokens
     tensors, before = load_file(folder / "model.safetensors"), "model.language_model.layers."
@@ -349,7 +366,8 @@ def test_keys_that_a_checkpoint_has_of_layers_that_share_are_not_read(tmp_path: 
     assert f"{before}3.self_attn.k_norm.weight" in tensors
     assert not tensors.keys() & set(unread)
     tensors |= {name: torch.full((32, 64)[: 1 if "norm" in name else 2], torch.nan) for name in unread}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    engine = Served.of(folder).engine()
+    copied = shutil.copytree(folder, tmp_path / "model")
+    save_file(tensors, copied / "model.safetensors", {"format": "pt"})
+    engine = Served.of(copied).engine()
     assert isinstance(engine.decoder, Decoder)
     assert engine.run([prompt], GREEDY)[0].tokens == expected

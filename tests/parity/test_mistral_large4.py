@@ -268,6 +268,7 @@ WRONG: dict[str, tuple[Any, str, Any]] = {
 }
 
 
+@pytest.mark.usefixtures("references_once")
 @pytest.mark.parametrize("wrong", WRONG)
 def test_layers_that_compute_otherwise_are_told(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, made = WRONG[wrong]
@@ -277,3 +278,8 @@ def test_layers_that_compute_otherwise_are_told(wrong: str, monkeypatch: pytest.
     monkeypatch.setattr(owner, name, made)
     with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
         try_ours_of(config_of_recipe(KIND), drawn_prompt)
+
+
+@pytest.mark.usefixtures("references_once")
+def test_layers_that_compute_as_they_should_pass_beside_the_same_references() -> None:
+    assert try_ours_of(config_of_recipe(KIND), drawn_prompt).spans is SpanRule.NOWHERE
