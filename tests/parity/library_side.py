@@ -32,7 +32,7 @@ from llm_service.models.trial import Finding, try_out
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, SamplingParams
 from tests.parity.local_engine import LocalEngine, Prompt
-from tools.models.compare import OURS, kept_of, prompts_for
+from tools.models.compare import OURS, answered_by, kept_of
 from tools.models.prompts import VIDEO, Film, Part, Tones
 from tools.models.reference import TOKENS, Reference
 
@@ -149,16 +149,13 @@ def compare(served: Served, step_tokens: int = 16, *, by_library: bool = False) 
     """Asserts that ids and greedy tokens are the library's: in short steps, at once beside others, and from the prefix
     cache. The text is computed as it is served, or by the library. Returns the names of the prompts that were compared,
     and `OURS` where our decoder computed."""
-    library = Reference(served.folder)
-    asked = prompts_for(served.found, library)
-    if VIDEO in asked and not served.computes(asked[VIDEO]):
-        del asked[VIDEO]
-    inputs = {name: library.inputs(parts) for name, parts in asked.items()}
-    expected = {name: library.tokens(given) for name, given in inputs.items()}
-    assert len(set(map(tuple, expected.values()))) == len(expected), "the prompts prove nothing"
-    prompts = {name: served.prompt(parts) for name, parts in asked.items()}
+    answered = answered_by(Reference(served.folder), served.found)
+    if VIDEO in answered and not served.computes(answered[VIDEO].parts):
+        del answered[VIDEO]
+    expected = {name: each.tokens for name, each in answered.items()}
+    prompts = {name: served.prompt(each.parts) for name, each in answered.items()}
     for name, prompt in prompts.items():
-        assert prompt.layout.ids == inputs[name]["input_ids"][0].tolist(), name
+        assert prompt.layout.ids == answered[name].inputs["input_ids"][0].tolist(), name
     chunked = served.engine(by_library=by_library, step_tokens=step_tokens, max_running=1)
     for name, prompt in prompts.items():
         answer = chunked.run([prompt], GREEDY, [served.adapter(prompt)])[0]

@@ -29,6 +29,7 @@ from tools.models.reference import TOKENS, Reference
 from tools.models.tiny import config_of_recipe, make
 
 KIND, TEXT = "dots3_note", "model.layers."
+ASKED = [PROMPTS["text"], PROMPTS["one picture"]]
 
 
 @pytest.fixture(scope="module")
@@ -41,25 +42,28 @@ def served(folder: Path) -> Served:
     return Served.of(folder)
 
 
-def test_tokens_are_the_library_s_in_short_steps_and_beside_others(folder: Path, served: Served) -> None:
+@pytest.fixture(scope="module")
+def said(folder: Path) -> list[list[int]]:
+    """What the library says."""
     library = Reference(folder)
-    asked = [PROMPTS["text"], PROMPTS["one picture"]]
-    expected = [library.tokens(library.inputs(parts)) for parts in asked]
-    prompts = [served.prompt(parts) for parts in asked]
+    return [library.tokens(library.inputs(parts)) for parts in ASKED]
+
+
+def test_tokens_are_the_library_s_in_short_steps_and_beside_others(served: Served, said: list[list[int]]) -> None:
+    prompts = [served.prompt(parts) for parts in ASKED]
     engine = served.engine(step_tokens=16, prefix_cache=True)
     assert isinstance(engine.decoder, Decoder)
     for _ in range(2):
-        assert [outcome.tokens for outcome in engine.run(prompts, GREEDY)] == expected
+        assert [outcome.tokens for outcome in engine.run(prompts, GREEDY)] == said
 
 
 @pytest.mark.parametrize("attention", ["", pytest.param("triton", marks=pytest.mark.soak)])
-def test_steps_with_a_token_of_each_sequence_have_graphs(folder: Path, served: Served, attention: str) -> None:
-    library = Reference(folder)
-    asked = [PROMPTS["text"], PROMPTS["one picture"]]
-    expected = [library.tokens(library.inputs(parts)) for parts in asked]
+def test_steps_with_a_token_of_each_sequence_have_graphs(
+    folder: Path, served: Served, said: list[list[int]], attention: str
+) -> None:
     engine, _ = graphed(folder, attention, library=served.found, text=served.text())
-    outcomes = engine.run(list(map(served.prompt, asked)), GREEDY)
-    assert [outcome.tokens for outcome in outcomes] == expected
+    outcomes = engine.run(list(map(served.prompt, ASKED)), GREEDY)
+    assert [outcome.tokens for outcome in outcomes] == said
     assert engine.runner.graphs is not None
     assert engine.runner.graphs.replays >= TOKENS - 1
 

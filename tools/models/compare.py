@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
@@ -53,20 +53,44 @@ class Differs(Exception):
     """What the services say is not what the library says."""
 
 
-def prompts_for(found: LibraryModel, reference: Reference) -> dict[str, Prompt]:
-    """Those that a model is compared by: with a video where it takes one, and the library itself gets through it."""
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A prompt, what the library's processor makes of it, and its greedy tokens."""
+
+    parts: Prompt
+    inputs: dict[str, Any]
+    tokens: list[int]
+
+    @classmethod
+    def by(cls, reference: Reference, parts: Prompt) -> Answered:
+        inputs = reference.inputs(parts)
+        return cls(parts, inputs, reference.tokens(inputs))
+
+    @property
+    def count(self) -> int:
+        """The prompt's tokens."""
+        return int(self.inputs["input_ids"].shape[1])
+
+
+def answered_by(reference: Reference, found: LibraryModel) -> dict[str, Answered]:
+    """The prompts that a model is compared by: with a video where it takes one, and the library itself gets through it.
+    Raises Differs where two answers are alike."""
     asked = {name: parts for name, parts in PROMPTS.items() if all(_known(part, found) for part in parts)}
     if "audio" in found.placeholders:
         asked |= {name: _at_rate(parts, found.sound_rate) for name, parts in sound_prompts().items()}
     asked |= sounding_prompts() if found.video_sound else {}
     asked = {name: parts for name, parts in asked.items() if not _depends_on_others(parts, found)}
-    shown = film_prompt(_RATES.get(reference.model.config.model_type))
-    if "video" in found.placeholders and _gets_through(shown, reference):
-        asked[VIDEO] = shown
+    answered = {name: Answered.by(reference, parts) for name, parts in asked.items()}
+    if "video" in found.placeholders:
+        shown = film_prompt(_RATES.get(reference.model.config.model_type))
+        with suppress(AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+            answered[VIDEO] = Answered.by(reference, shown)
     for name, parts in _COMPANY.items():
-        if len(asked) < _TOGETHER:
-            asked[name] = parts
-    return asked
+        if len(answered) < _TOGETHER:
+            answered[name] = Answered.by(reference, parts)
+    if len({tuple(each.tokens) for each in answered.values()}) < len(answered):
+        raise Differs("the library answers two prompts alike, which proves nothing")
+    return answered
 
 
 _RATES = {"qwen2_vl": 2.0, "qwen2_5_vl": 2.0}
@@ -83,14 +107,6 @@ def _depends_on_others(parts: Prompt, found: LibraryModel) -> bool:
     return len(kinds) > 1 and not {*found.alone}.isdisjoint(kinds)
 
 
-def _gets_through(parts: Prompt, reference: Reference) -> bool:
-    try:
-        reference.tokens(reference.inputs(parts))
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-        return False
-    return True
-
-
 def _known(part: Part, found: LibraryModel) -> bool:
     return isinstance(part, str) or kind_of(part) in found.placeholders
 
@@ -102,28 +118,22 @@ def through_services(folder: Path, step_tokens: int = 16) -> set[str]:
     library's, and NotStartedError, with the last that was said, where a service does not start."""
     found = taken_by_family(folder) or describe(folder)
     reference = Reference(folder)
-    prompts = prompts_for(found, reference)
-    inputs = {name: reference.inputs(parts) for name, parts in prompts.items()}
-    expected = {name: reference.tokens(given) for name, given in inputs.items()}
-    if len(set(map(tuple, expected.values()))) < len(expected):
-        raise Differs("the library answers two prompts alike, which proves nothing")
-    counts = {name: given["input_ids"].shape[1] for name, given in inputs.items()}
-    names = list(prompts)
-    with services(folder, step_tokens) as (short, whole, ranks), ThreadPoolExecutor(len(names)) as pool:
+    answered = answered_by(reference, found)
+    with services(folder, step_tokens) as (short, whole, ranks), ThreadPoolExecutor(len(answered)) as pool:
         for client, steps in ((short, "short steps"), (whole, f"at once on {ranks} ranks")):
-            for name in names:
-                _check(f"{name}, {steps}, alone", _asked(client, prompts[name]), expected[name], counts[name])
+            for name, each in answered.items():
+                _check(f"{name}, {steps}, alone", _asked(client, each.parts), each)
             for how in ("beside others", "cached"):
-                answers = list(pool.map(lambda name, client=client: _asked(client, prompts[name]), names))
-                for name, answer in zip(names, answers, strict=True):
+                said = list(pool.map(lambda each, client=client: _asked(client, each.parts), answered.values()))
+                for (name, each), answer in zip(answered.items(), said, strict=True):
                     what = f"{name}, {steps}, {how}"
-                    _check(what, answer, expected[name], counts[name])
-                    if answer.started.cached_tokens < kept_of(found, counts[name]):
-                        raise Differs(f"{what}: {answer.started.cached_tokens} of {counts[name]} tokens were cached")
+                    _check(what, answer, each)
+                    if answer.started.cached_tokens < kept_of(found, each.count):
+                        raise Differs(f"{what}: {answer.started.cached_tokens} of {each.count} tokens were cached")
     logs = [(folder / f"{name}.log").read_text("utf-8") for name in ("llm", "ranks" if ranks > 1 else "whole")]
     if len({_OURS in text for text in logs}) > 1:
         raise Differs("our decoder computes on one rank, and the library on two")
-    return {*prompts, *([RANKS] if ranks > 1 else []), *([OURS] if _OURS in logs[0] else [])}
+    return {*answered, *([RANKS] if ranks > 1 else []), *([OURS] if _OURS in logs[0] else [])}
 
 
 def kept_of(found: LibraryModel, count: int) -> int:
@@ -137,11 +147,11 @@ _OURS = "our decoder computes the text"
 """What the LLM service's log says."""
 
 
-def _check(what: str, answer: Answer, expected: Sequence[int], count: int) -> None:
-    if answer.started.prompt_tokens != count:
-        raise Differs(f"{what}: {answer.started.prompt_tokens} prompt tokens, the library has {count}")
-    if (said := answer.choices[0].token_ids) != expected:
-        at = next(at for at, (one, other) in enumerate(zip(said, expected, strict=True)) if one != other)
+def _check(what: str, answer: Answer, expected: Answered) -> None:
+    if answer.started.prompt_tokens != expected.count:
+        raise Differs(f"{what}: {answer.started.prompt_tokens} prompt tokens, the library has {expected.count}")
+    if (said := answer.choices[0].token_ids) != expected.tokens:
+        at = next(at for at, (one, other) in enumerate(zip(said, expected.tokens, strict=True)) if one != other)
         raise Differs(f"{what}: token {at} is another one")
 
 
