@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from common.devices import cuda_device_count
 from common.library import is_too_old
 from common.processes import ChildProcess
-from tests import kernels_in_turn, triton_interpreter
+from tests import kernels_in_turn, quick_library, triton_interpreter
 from tests.clock import Forward
 from tests.forkserver import forkserver
 
@@ -45,6 +45,8 @@ def pytest_collection_finish() -> None:
         kernel_layout.watch()
     if "numba" in sys.modules:
         kernels_in_turn.take_turns()
+    if "transformers" in sys.modules:
+        quick_library.quicken()
     gc.freeze()
     gc.enable()
 
