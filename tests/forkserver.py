@@ -44,12 +44,13 @@ ROOT = Path(__file__).resolve().parent.parent
 TITLE = "forkserver"
 """The command line of a process that only forks."""
 
-_LIGHT = ("tests.light.encoder", "tests.light.llm", "gateway")
+_DEADLY = ("tests.faults.deadly_engine", "tests.faults.deadly_process", "tests.faults.deadly_workers")
+_LIGHT = ("tests.light.encoder", "tests.light.llm", "gateway", *_DEADLY)
 _REAL = ("encoder_service", "llm_service")
-_PARENTS = ("tests.light.encoder", "tests.light.llm", *_REAL, "llm_service.engine")
+_PARENTS = ("tests.light.encoder", "tests.light.llm", *_DEADLY, *_REAL, "llm_service.engine")
 _CHILDREN = (
     *("encoder_service.media", "llm_service.grammar", "tests.light.engine", "tests.light.worker"),
-    "benchmarks.paced_engine",
+    *("benchmarks.paced_engine", *_DEADLY),
 )
 _DESCRIBING = "common.library_models"
 _SERVICES = "benchmarks.services"
