@@ -39,6 +39,7 @@ from typing import IO, Any
 from common import library
 from common.devices import cuda_device_count
 from common.processes import DEFAULTS, ChildProcess, die_with_parent
+from tests import triton_interpreter
 
 ROOT = Path(__file__).resolve().parent.parent
 TITLE = "forkserver"
@@ -456,6 +457,8 @@ def main(control: int, imports: Imports) -> None:
         _load_kernels()
     if imports is Imports.LIBRARY:
         _load_library()
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            triton_interpreter.quicken()  # which the library has imported
     gc.collect()
     gc.freeze()
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread was started by an import"

@@ -15,6 +15,7 @@ from benchmarks import gpu_day, machine, tables
 from benchmarks.tables import Table
 from llm_service.layers.cpu import panel_kernel, quantized_kernel
 from tests import forkserver
+from tests.forkserver import Imports
 from tests.launch import ROOT
 
 
@@ -99,9 +100,10 @@ def left(folder: Path) -> str:
 
 def popen(command: Sequence[str], *, env: dict[str, str], **given: Any) -> Any:
     """Has benchmarks forked, on one thread."""
-    ours = command[2].partition(".")[0] == "benchmarks"
-    start = forkserver.popen_benchmark if ours else subprocess.Popen
-    return start(command, env={**env, "OMP_NUM_THREADS": "1"}, **given)
+    given["env"] = {**env, "OMP_NUM_THREADS": "1"}
+    if command[2].partition(".")[0] != "benchmarks":
+        return subprocess.Popen(command, **given)
+    return forkserver.popen_benchmark(command, imports=Imports.LIBRARY, **given)
 
 
 @pytest.mark.soak
