@@ -27,7 +27,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE  # every process of the suites imports all tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-soak test-all test-load lint fmt type proto proto-check proto-lint clients examples deploy-tools bench bench-gpu tables models gpu-check gpu-rehearsal rolling-trial demo-model dist clean
+.PHONY: help setup demo up test test-soak test-all test-load test-tiles lint fmt type proto proto-check proto-lint clients examples deploy-tools bench bench-gpu tables models gpu-check gpu-rehearsal rolling-trial demo-model dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -61,6 +61,9 @@ test-all: $(STAMP)  ## both suites at once: what they share is collected, compil
 
 test-load: $(STAMP)  ## mixed load for LOAD_SECONDS: 24 callers, and what the services' memory was meanwhile
 	$(BIN)/python -m pytest -m soak -s --soak-seconds $(LOAD_SECONDS) $(ARGS) tests/soak/test_mixed_load.py
+
+test-tiles: $(STAMP)  ## what computes by AMX's tiles, on a processor without them but with AVX512-BF16; wants cc
+	$(BIN)/python -m tests.tile_twin $(PARALLEL) $(ARGS)
 
 lint: $(STAMP)  ## ruff: rules and layout
 	$(BIN)/ruff check .
