@@ -20,6 +20,8 @@ SINGLE = "model.safetensors"
 _QUANTIZATION = "hf_quant_config.json"
 """Of NVIDIA's Model Optimizer, whose older releases state it there alone."""
 _MAX_HEADER = 100 << 20
+_POINTER = b"version https://git-lfs"
+"""What a file begins with that Git left to its extension for large files."""
 _FLOATS = "BF16", "F16", "F32"
 
 
@@ -85,7 +87,7 @@ class Checkpoint:
         try:
             value = json.loads(path.read_text("utf-8"))
         except ValueError as error:
-            raise CheckpointError(f"{name} is not JSON") from error
+            raise CheckpointError(_unlike(path, "JSON")) from error
         if not isinstance(value, dict):
             raise CheckpointError(f"{name} is not a JSON object")
         return value
@@ -110,7 +112,8 @@ class Checkpoint:
     def tokenizer_settings(self) -> dict[str, Any]:
         """The same as an object, by which texts are neither cut nor filled up, whatever was set for the batches that a
         model was trained by."""
-        return {**json.loads(self.tokenizer()), "truncation": None, "padding": None}
+        settings = self.json("tokenizer.json") or json.loads(self.tokenizer())
+        return {**settings, "truncation": None, "padding": None}
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -164,10 +167,18 @@ def _read_header(path: Path, file: BinaryIO) -> dict[str, TensorInfo]:
         header.pop("__metadata__", None)
         found = {name: _entry(path, 8 + length, entry) for name, entry in header.items()}
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path.name} is not a safetensors file") from error
+        raise CheckpointError(_unlike(path, "a safetensors file")) from error
     if any(info.end > size for info in found.values()):
         raise CheckpointError(f"{path.name} is cut off: it is shorter than its table says")
     return found
+
+
+def _unlike(path: Path, what: str) -> str:
+    """Says that a file is not what it should be, and of one that Git did not fetch how it comes."""
+    with path.open("rb") as file:
+        is_pointer = file.read(len(_POINTER)) == _POINTER
+    why = ", but a pointer of Git LFS: `git lfs pull` fetches the file" if is_pointer else ""
+    return f"{path.name} is not {what}{why}"
 
 
 def _entry(path: Path, data: int, entry: dict[str, Any]) -> TensorInfo:

@@ -117,6 +117,25 @@ def test_a_broken_weights_file_is_one_clear_error(folder: Path, name: str) -> No
         _ = Checkpoint(folder).tensors
 
 
+def test_what_git_left_to_its_extension_is_said_to_be_a_pointer(folder: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5000\n"
+    for name in (SINGLE, "tokenizer.json"):
+        (folder / name).write_text(pointer)
+    with pytest.raises(CheckpointError, match=r"^model.safetensors is not a safetensors file, .*`git lfs pull`"):
+        _ = Checkpoint(folder).tensors
+    with pytest.raises(CheckpointError, match=r"^tokenizer.json is not JSON, .*`git lfs pull`"):
+        Checkpoint(folder).tokenizer_settings()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [('{"model": {"vocab"', "tokenizer.json is not JSON"), ("[]", "tokenizer.json is not a JSON object")]
+)
+def test_a_broken_tokenizer_file_is_one_clear_error(folder: Path, text: str, said: str) -> None:
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(CheckpointError, match=f"^{said}$"):
+        Checkpoint(folder).tokenizer_settings()
+
+
 def test_a_weights_file_cut_off_by_a_broken_download_is_told_at_once(folder: Path) -> None:
     whole = (folder / SINGLE).read_bytes()
     (folder / SINGLE).write_bytes(whole[:-1])
