@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from common.checkpoint import Checkpoint
+from common.checkpoint import Checkpoint, CheckpointError
 from common.errors import DataLoss, InvalidInput
 from common.media import kept_rows
 from common.media.item import Header, Modality
@@ -389,8 +389,11 @@ class PlainTokenizer:
 
 def _showing_marks(settings: dict[str, Any]) -> Tokenizer:
     """The tokenizer, with which texts have the marks that callers take them apart by, though it may have them as
-    special tokens, which texts leave out."""
+    special tokens, which texts leave out. Raises CheckpointError where it is of a kind that is not known here."""
     added = [
         {**each, "special": False} if each["content"] in _SHOWN else each for each in settings.get("added_tokens", [])
     ]
-    return Tokenizer.from_str(json.dumps({**settings, "added_tokens": added}))
+    try:
+        return Tokenizer.from_str(json.dumps({**settings, "added_tokens": added}))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise CheckpointError(f"tokenizer.json is not of a form that is known: {str(error).splitlines()[0]}") from error

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers
 
-from common.checkpoint import Checkpoint
+from common.checkpoint import Checkpoint, CheckpointError
 from common.errors import DataLoss, InvalidInput
 from common.library import LibraryModel
 from common.media.item import Grid, Header, Modality, PromptPart
@@ -344,6 +344,13 @@ def test_rows_that_an_encoder_has_stand_for_a_token_that_is_none_are_not_laid_ou
         parts = (PromptPart("(", 6, named), PromptPart(")"))
         with nullcontext() if fits else pytest.raises(DataLoss):
             assert layout_of(builder, chat(item()), header(replacement=parts)).ids.count(IMAGE) == 6
+
+
+def test_a_tokenizer_of_an_unknown_form_is_told_in_one_line(checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "newer")
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "Newer", "vocab": {}}}))
+    with pytest.raises(CheckpointError, match=r"^tokenizer.json is not of a form that is known: [^\n]+$"):
+        PromptBuilder(Checkpoint(folder))
 
 
 def test_a_prompt_that_another_service_has_cut_is_laid_out_as_there(checkpoint: Path, tmp_path: Path) -> None:
