@@ -46,12 +46,12 @@ class LlmConfig(ServerConfig):
     encoders: tuple[str, ...] = option(
         (), "encoders: host:port, dns:///name:port or file:///path, comma-separated", parse=words
     )
-    device: str = option("", "cpu or cuda:N; by default cuda:0 where there is a GPU")
+    device: str = option("auto", "auto, cpu or cuda:N; auto is cuda:0 where there is a GPU")
     dtype: str = option(
-        "",
-        "weights and rows; by default bfloat16 on GPUs, and on CPUs with AVX512-BF16 where the checkpoint is stored"
-        " in it; else float32",
-        choices=("", "float32", "bfloat16", "float16"),
+        "auto",
+        "weights and rows; auto is bfloat16 on GPUs, and on CPUs with AVX512-BF16 where the checkpoint is stored in it;"
+        " else float32",
+        choices=("auto", "float32", "bfloat16", "float16"),
     )
     weight_dtype: str = option(
         "", "int8 rounds matrices to 8 bits when they are loaded; by default they are as --dtype", choices=("", "int8")
@@ -298,6 +298,11 @@ class LlmConfig(ServerConfig):
     encoder_token_file: str = option("", "file that holds that token; of several, one a line, the first")
 
     @property
+    def chosen_device(self) -> str:
+        """Where the model runs: as it was asked for, or as this machine is."""
+        return default_device() if self.device == "auto" else self.device
+
+    @property
     def method(self) -> str:
         """Where drafts come from, in vLLM's words."""
         return self.speculative_method or ("draft_model" if self.draft_model else "ngram")
@@ -310,7 +315,7 @@ class LlmConfig(ServerConfig):
     def step_limits(self) -> tuple[int, int]:
         """Sequences at once and tokens of a step, as they were asked for or as the device is; a step has room for a
         token of each."""
-        kind, _, index = (self.device or default_device()).partition(":")
+        kind, _, index = self.chosen_device.partition(":")
         running, tokens = _CPU_LIMITS
         if kind == "cuda":
             running, tokens = _LARGE_GPU_LIMITS if cuda_memory(int(index or 0)) >= _LARGE_GPU else _GPU_LIMITS
@@ -369,7 +374,7 @@ class LlmConfig(ServerConfig):
         self.prefill_link()
 
     def _check_ranks(self) -> None:
-        device, nodes = self.device or default_device(), self.meeting().nodes
+        device, nodes = self.chosen_device, self.meeting().nodes
         check_device(device, self.tp // nodes)
         if self.row_mirror and nodes > 1:
             raise ValueError("--row-mirror is for ranks on one host: those of other hosts need rows in its memory")

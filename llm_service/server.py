@@ -15,7 +15,7 @@ from common import log, stderr_capture, tasks, tracing
 from common.allocator import freeze_objects
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint, CheckpointError
-from common.devices import default_device, default_dtype
+from common.devices import default_dtype
 from common.grpc_server import GrpcServer
 from common.identity import encoder_digest
 from common.metrics import Metrics
@@ -395,20 +395,20 @@ def first_rank(config: LlmConfig, meeting: Meeting) -> RankPlace:
         host=meeting.host,
         port=meeting.port,
         timeout=config.rank_timeout_seconds,
-        device=config.device or default_device(),
+        device=config.chosen_device,
         model=str(Checkpoint.resolve(config.model).folder),
         threads=config.threads,
     )
 
 
 def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedModel) -> EngineSettings:
-    device = config.device or default_device()
+    device = config.chosen_device
     meeting, (running, step_tokens) = config.meeting(), config.step_limits()
     draft_model = str(Checkpoint.resolve(config.draft_model).folder) if config.draft_model else ""
     return EngineSettings(
         model=str(checkpoint.folder),
         device=device,
-        dtype=config.dtype or default_dtype(device, checkpoint),
+        dtype=default_dtype(device, checkpoint) if config.dtype == "auto" else config.dtype,
         weight_dtype=config.weight_dtype,
         threads=config.threads,
         tensor_parallel=config.tp,

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from common.config import load
+from encoder_service.config import EncoderConfig
 from llm_service import config
 from llm_service.config import LlmConfig
 
@@ -66,3 +67,12 @@ def test_a_step_is_as_large_as_suits_the_device(
     assert made.step_limits() == limits
     assert made.request_limit() == 2 * limits[0] + made.max_waiting
     assert dataclasses.replace(made, max_requests=7).request_limit() == 7
+
+
+def test_device_and_type_can_be_left_to_this_machine_by_the_encoder_s_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "default_device", lambda: "cpu")
+    words = ["--device=auto", "--dtype=auto"]
+    made = load(LlmConfig, "TWINLENS_LLM", "", ["--model=m", *words], {})
+    assert made == LlmConfig(model="m")
+    assert (made.chosen_device, made.dtype) == ("cpu", "auto")
+    assert load(EncoderConfig, "TWINLENS_ENCODER", "", ["--model=m", *words], {}) == EncoderConfig(model="m")
