@@ -203,7 +203,8 @@ class RequestMiddleware:
         except HTTPException as stated:
             if stated.status_code == 404:
                 return NoRoute(404, "there is nothing at this path; OpenAI's API is below /v1")
-            return NoRoute(stated.status_code, "this path has other methods", (stated.headers or {}).get("Allow", ""))
+            allowed = (stated.headers or {}).get("Allow", "")
+            return NoRoute(stated.status_code, f"this path has other methods: {allowed}", allowed)
         except Exception:  # noqa: BLE001 - whatever it is, the caller gets an answer, and the log the rest
             _log.exception("a handler failed")
             return Internal("the gateway failed to handle this request")

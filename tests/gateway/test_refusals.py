@@ -128,6 +128,10 @@ def test_a_path_that_is_not_there_has_openais_shape(door: Trio, method: str, pat
     assert (reply.status, reply.error["code"]) == (status, code)
 
 
+def test_a_path_says_which_methods_it_has(door: Trio) -> None:
+    assert door.post(CHAT, b"", method="GET").error["message"] == "this path has other methods: POST"
+
+
 @pytest.mark.parametrize("name", ["", "two words", "x" * 129, "ü"])
 def test_a_request_id_that_no_log_should_hold_is_refused(door: Trio, name: str) -> None:
     reply = door.post(CHAT, {"messages": [said("x")], "max_tokens": 1}, {"x-request-id": name})

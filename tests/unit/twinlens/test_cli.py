@@ -322,6 +322,17 @@ def test_an_option_is_spelt_out(line: str) -> None:
     assert caught.value.code == MISUSED
 
 
+@pytest.mark.parametrize("line", ["ask --imag cat.png what?", "ask what is it?", "health --llm 127.0.0.1:1 127.0.0.1:1"])
+def test_what_a_command_does_not_know_is_looked_up_in_its_own_help(line: str, capsys) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(line.split())
+    assert caught.value.code == MISUSED
+    command = f"twinlens {line.split(maxsplit=1)[0]}"
+    told = capsys.readouterr().err
+    assert told.startswith(f"{command}: unrecognized arguments: ")
+    assert told.endswith(f" (see `{command} --help`)\n")
+
+
 def test_python_m_twinlens_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "twinlens", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"twinlens {__version__}\n"
