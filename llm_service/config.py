@@ -159,7 +159,9 @@ class LlmConfig(ServerConfig):
         "set as much of each rank's GPU aside, for rows of encoders with --device-pool-bytes, by CUDA IPC",
     )
     max_context: int = option(
-        0, "longest prompt and output together, in tokens; 0: as the model and the cache allow", minimum=0
+        0,
+        "longest prompt and output together, in tokens, if the model and the cache allow it; 0: what they allow",
+        minimum=0,
     )
     max_running: int = option(0, "sequences computed at once; 0: 64 on a CPU, 256 on a GPU", minimum=0)
     max_step_tokens: int = option(

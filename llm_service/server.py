@@ -294,7 +294,14 @@ async def _started(frame: GrpcServer, components: Components) -> bool:
         await asyncio.gather(starting, return_exceptions=True)
         return False
     stopped.cancel()
-    await starting
+    context, wanted = (await starting).context, components.config.max_context
+    if context < wanted:
+        why = (
+            "the model takes no longer ones"
+            if context == components.longest
+            else "--kv-cache-bytes: KV blocks hold no longer ones"
+        )
+        _log.warning("contexts are shorter than --max-context", tokens=context, cause=why)
     return True
 
 

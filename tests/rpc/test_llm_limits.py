@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -50,6 +51,24 @@ def test_a_picture_without_an_encoder_is_unavailable_and_never_answered_as_text(
     error = refusal(narrow_client, asked(about(PICTURE)))
     assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_ENCODER")
     assert error.retry_after is not None
+
+
+@pytest.mark.parametrize(
+    ("flags", "shorter"),
+    [
+        ({"max_context": 1 << 20}, True),
+        ({"max_context": 1 << 20, "kv_cache_bytes": "320KiB"}, True),
+        ({"max_context": 48}, False),
+        ({}, False),
+    ],
+)
+def test_a_context_that_is_shorter_than_was_asked_for_is_told(
+    checkpoints: Callable[..., Path], flags: dict[str, object], shorter: bool
+) -> None:
+    with llm_server(checkpoints("qwen3_vl"), **{**LLM_FLAGS, **flags}) as service, LlmClient(service.address) as client:
+        lines = [json.loads(line) for line in service.log.read_text("utf-8").splitlines() if line.startswith("{")]
+        told = [line for line in lines if line["event"] == "contexts are shorter than --max-context"]
+        assert [line["tokens"] for line in told] == ([client.get_info().context_tokens] if shorter else [])
 
 
 METHODS = ["Generate", "Embed", "Abort", "Tokenize", "GetInfo", "GetLoad", "FlushCache", "LoadAdapter", "UnloadAdapter"]

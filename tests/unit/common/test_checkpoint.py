@@ -128,7 +128,8 @@ def test_what_git_left_to_its_extension_is_said_to_be_a_pointer(folder: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [('{"model": {"vocab"', "tokenizer.json is not JSON"), ("[]", "tokenizer.json is not a JSON object")]
+    ("text", "said"),
+    [('{"model": {"vocab"', "tokenizer.json is not JSON"), ("[]", "tokenizer.json is not a JSON object")],
 )
 def test_a_broken_tokenizer_file_is_one_clear_error(folder: Path, text: str, said: str) -> None:
     (folder / "tokenizer.json").write_text(text)

@@ -322,7 +322,9 @@ def test_an_option_is_spelt_out(line: str) -> None:
     assert caught.value.code == MISUSED
 
 
-@pytest.mark.parametrize("line", ["ask --imag cat.png what?", "ask what is it?", "health --llm 127.0.0.1:1 127.0.0.1:1"])
+@pytest.mark.parametrize(
+    "line", ["ask --imag cat.png what?", "ask what is it?", "health --llm 127.0.0.1:1 127.0.0.1:1"]
+)
 def test_what_a_command_does_not_know_is_looked_up_in_its_own_help(line: str, capsys) -> None:
     with pytest.raises(SystemExit) as caught:
         main(line.split())
