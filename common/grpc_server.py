@@ -82,10 +82,10 @@ class ServerConfig:
         self.accepted()
         host, _, port = self.listen.rpartition(":")
         if not (host and is_port(port)):  # gRPC would take another port, or 443, and say nothing
-            raise ValueError("--listen must be HOST:PORT")
+            raise ValueError("--listen must be HOST:PORT, with a port of at most 65535")
         port = self.metrics_listen.rpartition(":")[2]
         if self.metrics_listen and not (is_port(port) and ":" in self.metrics_listen):
-            raise ValueError("--metrics-listen must be HOST:PORT")
+            raise ValueError("--metrics-listen must be HOST:PORT, with a port of at most 65535")
 
     def accepted(self) -> AcceptedTokens:
         """The tokens of which callers must send one. Raises as `read_tokens`."""

@@ -70,7 +70,7 @@ class GatewayConfig:
         """Raises ValueError where options contradict each other."""
         host, _, port = self.listen.rpartition(":")
         if not (host and is_port(port)):
-            raise ValueError("--listen must be HOST:PORT")
+            raise ValueError("--listen must be HOST:PORT, with a port of at most 65535")
         if not self.llm:
             raise ValueError("--llm is needed: the addresses of LLM services")
         for address in self.llm:

@@ -137,7 +137,7 @@ def test_a_gateway_that_serves_knows_the_services_that_are_there() -> None:
         ({"llm": "nowhere"}, "--llm: nowhere is none of"),
         ({"auth_token_file": "/nowhere"}, "cannot be read as tokens"),
         ({"max_inflight_bytes": 5}, "--max-inflight-bytes must be"),
-        ({"listen": "8000"}, "--listen must be HOST:PORT"),
+        ({"listen": "8000"}, "--listen must be HOST:PORT, with a port of at most 65535"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(flags: dict[str, Any], said_of_it: str) -> None:

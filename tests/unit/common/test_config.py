@@ -263,11 +263,11 @@ def test_an_address_to_listen_on_has_a_host_and_a_port(address: str, capsys: pyt
     """gRPC takes 99999 for 34463, and an address without a port for one with 443."""
     with pytest.raises(SystemExit):
         load(EncoderConfig, "TEST", "", ["--model=m", f"--listen={address}"], {})
-    assert "--listen must be HOST:PORT" in capsys.readouterr().err
+    assert "--listen must be HOST:PORT, with a port of at most 65535" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("address", ["9400", "localhost:http", "127.0.0.1:65536", "127.0.0.1:"])
 def test_a_metrics_address_without_a_port_is_refused(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load(EncoderConfig, "TEST", "", ["--model=m", f"--metrics-listen={address}"], {})
-    assert "--metrics-listen must be HOST:PORT" in capsys.readouterr().err
+    assert "--metrics-listen must be HOST:PORT, with a port of at most 65535" in capsys.readouterr().err
