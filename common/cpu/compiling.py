@@ -1,4 +1,4 @@
-"""Compiling kernels in a process beside the one that computes, which has torch compute meanwhile."""
+"""Compiling kernels in processes beside the one that computes, which has torch compute meanwhile."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import time
 from collections.abc import Sequence
 
 from common import log
+from common.devices import usable_cores
 
 _log = log.get("kernels")
+_MOST = 4
+"""Processes: with more, each would wait for the longest of a few dear kernels."""
 _TOLD = 500
 """Characters of what a compiler says that go to the log."""
 
@@ -26,31 +29,28 @@ class Readiness(enum.IntEnum):
 
 
 class CompilingProcess:
-    """Compiles kernels of these names in another process, and loads them into this one when it is through.
+    """Compiles kernels of these names in another process, or in several where there are cores for them, and loads them
+    into this one when they are through.
 
-    It is started by the calling thread, with which it ends.
+    They are started by the calling thread, with which they end.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], count: int | None = None) -> None:
         self.readiness = Readiness.WAITING
         self._names = names
         self._begun = time.monotonic()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "common.cpu.compile", *names],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            env={**os.environ, "TWINLENS_PARENT": str(os.getpid())},
-        )
+        self._processes = [_start(names) for _ in range(count or _processes_for(len(names), usable_cores()))]
         threading.Thread(target=self._wait, name="kernels", daemon=True).start()
 
     def _wait(self) -> None:
-        said = self._process.communicate()[1].strip()
-        if self._process.returncode:
-            cause = said.rpartition("\n")[2][:_TOLD] or f"exit code {self._process.returncode}"
-            _log.warning("our kernels cannot be compiled", cause=cause)
+        told = [process.communicate()[1].strip() for process in self._processes]
+        failed = [
+            said.rpartition("\n")[2][:_TOLD] or f"exit code {process.returncode}"
+            for said, process in zip(told, self._processes, strict=True)
+            if process.returncode
+        ]
+        if failed:
+            _log.warning("our kernels cannot be compiled", cause=failed[0])
             self.readiness = Readiness.FAILED
         elif missing := not_kept(self._names):
             _log.warning("our kernels cannot be compiled", cause=f"not kept: {', '.join(missing)}")
@@ -58,6 +58,27 @@ class CompilingProcess:
         else:
             _log.info("our kernels are compiled", seconds=round(time.monotonic() - self._begun, 1))
             self.readiness = Readiness.THERE
+
+
+def _start(names: Sequence[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "common.cpu.compile", *names],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**os.environ, "TWINLENS_PARENT": str(os.getpid())},
+    )
+
+
+def _processes_for(kernels: int, cores: int) -> int:
+    """How many compile so many kernels: a quarter of the cores, since torch computes on all of them meanwhile.
+
+    >>> _processes_for(14, 2), _processes_for(14, 16), _processes_for(2, 16), _processes_for(14, 96)
+    (1, 4, 2, 4)
+    """
+    return max(1, min(kernels, cores // 4, _MOST))
 
 
 def not_kept(names: Sequence[str]) -> list[str]:

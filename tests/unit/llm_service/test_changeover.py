@@ -148,6 +148,16 @@ def test_what_cannot_be_compiled_is_told_with_its_cause(monkeypatch: pytest.Monk
     assert said == ["ModuleNotFoundError: No module named 'llm_service.layers.cpu.nowhere'"]
 
 
+def test_several_processes_compile_each_kernel_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = [f"llm_service.layers.cpu.row_kernels:{each}" for each in ("rms_norm_few", "silu_and_mul_few")]
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
+    process = CompilingProcess(names, 3)
+    until(lambda: process.readiness is not WAITING, "the processes have ended")
+    kept = sorted(file.name.partition(".")[2].split("-")[0] for file in tmp_path.rglob("*.nbc"))
+    assert [name.rpartition("_serial")[0] for name in kept] == ["_rms_norm", "_silu_and_mul"]
+
+
 def test_what_cannot_be_kept_is_told_with_its_cause(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     said: list[str] = []
     monkeypatch.setattr(compiling, "_log", SimpleNamespace(warning=lambda _, cause: said.append(cause)))
