@@ -28,7 +28,7 @@ class Readiness(enum.IntEnum):
     THERE = 2
 
 
-class CompilingProcess:
+class Compilation:
     """Compiles kernels of these names in another process, or in several where there are cores for them, and loads them
     into this one when they are through.
 

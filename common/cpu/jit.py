@@ -47,9 +47,9 @@ def compiled(
 ) -> Any:
     """Compiled at its first call, and kept on disk where a folder for that can be written.
 
-    numba notices changes of the function's own file. What is kept is named after the rest: whether it is on all
-    threads, the sum of the files of the modules and packages that else it is `made_of`, and the routines that it
-    `calls`.
+    numba notices changes of the function's own file. What is kept is named after the rest: whether numba divides its
+    loops among threads, the sum of the files of the modules and packages that else it is `made_of`, and the routines
+    that it `calls`.
     """
     function = named(function, parallel=parallel, made_of=made_of, calls=calls)
     options: dict[str, Any] = {"parallel": parallel, "fastmath": FREEDOMS, "nogil": True, "error_model": "numpy"}

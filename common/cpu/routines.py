@@ -18,7 +18,9 @@ from numba.core import cgutils, event, types
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
-from common.cpu.jit import FREEDOMS, ROUTINE, Cache, Typed, compiled, named
+from common.cpu import phases, vectors
+from common.cpu.jit import FREEDOMS, ROUTINE, Cache, Typed, compiled, inner, named
+from common.cpu.phases import counts_of, take
 from common.cpu.vectors.llvm import FLAG, WORD, Value, declared
 
 _WORK = ir.FunctionType(ir.VoidType(), [WORD, WORD])
@@ -90,15 +92,41 @@ def _call_work(_: Any, _work: Any, _index: Any, _given: Any) -> Any:
     return types.void(types.intp, types.intp, types.intp), generate
 
 
+def _count_threads(_: Any) -> Any:
+    """How many threads a parallel loop has, as numba's own loops ask. What `numba.get_num_threads` is compiled to
+    cannot be kept on disk."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, _values: Any) -> Value:
+        return builder.call(declared(builder, "get_num_threads", WORD, []), [])
+
+    return types.intp(), generate
+
+
+call_work: Any = intrinsic(_call_work)
+count_threads: Any = intrinsic(_count_threads)
+
+
+@inner
+def _call_all(thread: Any, counts: Any, work: Any, given: Any, count: Any) -> None:
+    """What a thread does of `_start`."""
+    index = take(counts, 0, thread, count)
+    while index >= 0:
+        call_work(work, index, given)
+        index = take(counts, 0, thread, count)
+
+
 def _start(work: Any, given: Any, count: Any) -> None:
-    """Calls what lies at the address `work` with each number below `count`, on all threads."""
-    for index in numba.prange(count):
-        call_work(work, np.intp(index), given)
+    """Calls what lies at the address `work` with each number below `count`, on all threads, which `take` them."""
+    threads = min(count_threads(), count)
+    counts = counts_of(1, threads)
+    for thread in numba.prange(threads):
+        _call_all(np.intp(thread), counts, work, given, count)
 
 
 def _parallel_for(context: Any, work: Any, given: Any, _count: Any) -> Any:
     """Calls a part of the kernel, `work`, with each number below `count` and a tuple of what else it takes, on all
-    threads; returns when all calls have. What `numba.prange` does is compiled four times, what this does twice.
+    threads; returns when all calls have. A thread that other programs keep waiting has the others do its share. What
+    `numba.prange` does is compiled four times, what this does twice.
 
     Raises MemoryError where one had no memory.
     """
@@ -137,8 +165,7 @@ def _write_work(context: Any, function: Any, compiled: Any, signature: Any, plac
     builder.ret_void()
 
 
-call_work: Any = intrinsic(_call_work)
-START = Routine(_start, parallel=True)
+START = Routine(_start, parallel=True, made_of=[phases, vectors])
 """Which every kernel calls that calls `parallel_for`."""
 parallel_for: Any = intrinsic(_parallel_for)
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common import log
-from common.cpu.compiling import CompilingProcess, Readiness, not_kept
+from common.cpu.compiling import Compilation, Readiness, not_kept
 from common.devices import multiplies_bfloat16, multiplies_tiles
 from encoder_service.models import row_kernels
 
@@ -116,7 +116,7 @@ class Numba:
         if missing and (wait or any(jit.find(name).folder is None for name in missing)):
             jit.compile_all(map(jit.find, missing))
             missing = []
-        self._compiling = CompilingProcess(missing) if missing else None
+        self._compiling = Compilation(missing) if missing else None
 
     def over(self, lengths: Lengths, device: torch.device) -> Segments:
         if self._compiling is not None and self._compiling.readiness is not Readiness.THERE:

@@ -15,7 +15,7 @@ from common.allocator import give_back
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint, CheckpointError
 from common.core_share import CoreShare
-from common.cpu.compiling import CompilingProcess, not_kept
+from common.cpu.compiling import Compilation, not_kept
 from common.device_memory import DeviceMemory, DeviceMemoryError, driver
 from common.devices import usable_cores
 from common.gpu import CudaCapture, use_gpu
@@ -395,7 +395,7 @@ def _begin(names: list[str], group: TensorGroup, *, wait: bool) -> Changeover | 
     if all_there:
         return None
     _log.info("our kernels are being compiled, torch computes meanwhile", kernels=len(missing))
-    return Changeover(CompilingProcess(missing) if missing else There())
+    return Changeover(Compilation(missing) if missing else There())
 
 
 def _more_than_few(settings: EngineSettings) -> tuple[StepPlan, int]:

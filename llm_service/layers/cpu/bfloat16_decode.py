@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.cpu import phases, vectors
+from common.cpu import vectors
 from common.cpu.jit import Typed, inner
-from common.cpu.phases import counts_of, take
 from common.cpu.routines import parallel_for, threaded
 from common.cpu.vectors.keys import add_values, score_keys
 from common.cpu.vectors.llvm import FLOAT, LANES
@@ -189,7 +188,7 @@ def _write(cache: Any, new: Any, blocks: Any, begin: Any, first: Any) -> None:
 
 @inner
 def _decode_heads(
-    out: Any, query: Any, new: Any, cached: Any, where: Any, scale: Any, softcap: Any, task: Any, parts: Any
+    task: Any, out: Any, query: Any, new: Any, cached: Any, where: Any, scale: Any, softcap: Any, parts: Any
 ) -> None:
     """A task of `_decode`: first writes its tokens' keys and values. Positions count from the first block that is seen;
     each token's sums from the first that it sees, whichever tokens are computed together."""
@@ -209,18 +208,6 @@ def _decode_heads(
     _attend(out[rows, heads], query[rows, heads], *given)
 
 
-@inner
-def _work(
-    thread: Any, counts: Any, out: Any, query: Any, new: Any, cached: Any, where: Any, rule: Any, parts: Any
-) -> None:
-    """What a thread does of `_decode`."""
-    tasks = len(where[1]) * parts
-    task = take(counts, 0, thread, tasks)
-    while task >= 0:
-        _decode_heads(out, query, new, cached, where, rule[0], rule[1], task, parts)
-        task = take(counts, 0, thread, tasks)
-
-
 def _decode(
     out: Any,
     query: Any,
@@ -237,7 +224,6 @@ def _decode(
     scale: Any,
     softcap: Any,
     parts: Any,
-    threads: Any,
 ) -> None:
     """float32 out and query [n, kv_heads, group, dim], bits of float32 key and value uint32 [n, kv_heads, dim], bits of
     bfloat16 keys and values uint16 [blocks, block_size, kv_heads, dim], table int32 [s, w], lengths int32 [s], of which
@@ -248,11 +234,11 @@ def _decode(
     A task is one sequence's neighbouring KV heads and the query heads that share them.
     """
     where = table, lengths, ends, prompts, window, chunk
-    given = (counts_of(1, threads), out, query, (key, value), (keys, values), where, (scale, softcap), parts)
-    parallel_for(_work, given, threads)
+    given = out, query, (key, value), (keys, values), where, scale, softcap, parts
+    parallel_for(_decode_heads, given, len(lengths) * parts)
 
 
-_kernel = threaded(_decode, [vectors, phases])
+_kernel = threaded(_decode, [vectors])
 _heads, _bits, _cache = numba.float32[:, :, :, ::1], numba.uint32[:, :, ::1], numba.uint16[:, :, :, ::1]
 TYPED = {
     "decode": Typed(
@@ -260,7 +246,7 @@ TYPED = {
         (
             *(_heads, _heads, _bits, _bits, _cache, _cache),
             *(numba.int32[:, ::1], numba.int32[::1], numba.int32[::1], numba.int32[::1]),
-            *(numba.intp, numba.intp, numba.float32, numba.float32, numba.intp, numba.intp),
+            *(numba.intp, numba.intp, numba.float32, numba.float32, numba.intp),
         ),
     )
 }
@@ -276,13 +262,13 @@ def attend(
     where: Sequence[Any],
     scale: float,
     softcap: float,
-    divided: tuple[int, int],
+    parts: int,
 ) -> None:
     """Fills out as `decode_attention.decode` says: out, query, key and value in order, float32, keys and values
-    bfloat16; `where` is what the kernel takes from its table on, up to its scale, `divided` its parts and threads."""
+    bfloat16; `where` is what the kernel takes from its table on, up to its scale."""
     grouped = len(query), key.shape[1], query.shape[1] // key.shape[1], query.shape[2]
     heads = (each.view(grouped).numpy() for each in (out, query))
     new = (each.numpy().view(np.uint32) for each in (key, value))
     cached = (each.view(torch.uint16).numpy() for each in (keys, values))
     by_twos = (np.float32(math.log2(math.e) * each) for each in (scale, softcap))
-    _kernel(*heads, *new, *cached, *where, *by_twos, *divided)
+    _kernel(*heads, *new, *cached, *where, *by_twos, parts)

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.cpu import phases, vectors
+from common.cpu import vectors
 from common.cpu.jit import Array, Typed, inner, threads_used
-from common.cpu.phases import counts_of, take
 from common.cpu.routines import parallel_for, threaded
 from common.cpu.vectors.llvm import LANES
 from common.cpu.vectors.powers import cap
@@ -91,7 +90,7 @@ def _softmax(weights: Any, early: Any, seen: Any, end: Any) -> None:
 
 @inner
 def _decode_heads(
-    out: Any, query: Any, new: Any, cached: Any, where: Any, scale: Any, softcap: Any, task: Any, parts: Any
+    task: Any, out: Any, query: Any, new: Any, cached: Any, where: Any, scale: Any, softcap: Any, parts: Any
 ) -> None:
     """A task of `_decode`: first writes its tokens' keys and values. Positions count from the first block that is seen,
     and go by fours from a multiple of four on, whichever tokens are computed together. Fours between a prompt and what
@@ -154,18 +153,6 @@ def _decode_heads(
             out[row + member // members, first * group + member % members, place] = sums[member, place]
 
 
-@inner
-def _work(
-    thread: Any, counts: Any, out: Any, query: Any, new: Any, cached: Any, where: Any, rule: Any, parts: Any
-) -> None:
-    """What a thread does of `_decode`."""
-    tasks = len(where[1]) * parts
-    task = take(counts, 0, thread, tasks)
-    while task >= 0:
-        _decode_heads(out, query, new, cached, where, rule[0], rule[1], task, parts)
-        task = take(counts, 0, thread, tasks)
-
-
 def _decode(
     out: Any,
     query: Any,
@@ -182,7 +169,6 @@ def _decode(
     scale: Any,
     softcap: Any,
     parts: Any,
-    threads: Any,
 ) -> None:
     """float32 out and query [n, heads, dim], key and value [n, kv_heads, dim], keys and values [blocks, block_size,
     kv_heads, dim], table int32 [s, w], lengths int32 [s], of which a token sees the last `window` positions up to its
@@ -194,11 +180,11 @@ def _decode(
     share them.
     """
     where = table, lengths, ends, prompts, window, chunk
-    given = (counts_of(1, threads), out, query, (key, value), (keys, values), where, (scale, softcap), parts)
-    parallel_for(_work, given, threads)
+    given = out, query, (key, value), (keys, values), where, scale, softcap, parts
+    parallel_for(_decode_heads, given, len(lengths) * parts)
 
 
-_kernel = threaded(_decode, [vectors, phases])
+_kernel = threaded(_decode, [vectors])
 _heads, _cache = numba.float32[:, :, ::1], numba.float32[:, :, :, ::1]
 TYPED = {
     "decode": Typed(
@@ -206,7 +192,7 @@ TYPED = {
         (
             *(_heads, _heads, _heads, _heads, _cache, _cache),
             *(numba.int32[:, ::1], numba.int32[::1], numba.int32[::1], numba.int32[::1]),
-            *(numba.intp, numba.intp, numba.float32, numba.float32, numba.intp, numba.intp),
+            *(numba.intp, numba.intp, numba.float32, numba.float32, numba.intp),
         ),
     )
 }
@@ -249,13 +235,12 @@ def decode(
     out, scale, softcap = torch.empty(query.shape), kind.softmax_scale(query.shape[-1]), kind.softcap or 0.0
     reach = kind.window or EVERY, kind.chunk or EVERY
     where = decodes.table, decodes.lengths, decodes.ends, decodes.prompts, *reach
-    threads = threads_used()
-    divided = parts(len(decodes.lengths), key.shape[1], threads), threads
+    divided = parts(len(decodes.lengths), key.shape[1], threads_used())
     tensors = out, query.contiguous(), key.contiguous(), value.contiguous(), keys, values
     if keys.dtype == torch.bfloat16:
         bfloat16_decode.attend(*tensors, where, scale, softcap, divided)
     else:
-        _kernel(*(tensor.numpy() for tensor in tensors), *where, np.float32(scale), np.float32(softcap), *divided)
+        _kernel(*(tensor.numpy() for tensor in tensors), *where, np.float32(scale), np.float32(softcap), divided)
     return out
 
 

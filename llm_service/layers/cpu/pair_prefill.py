@@ -15,7 +15,8 @@ from common.cpu.jit import Array, Typed, compiled, inner
 from common.cpu.pair_attention import TILE, WIDTH, attend_tile, fill_row, pack_panel
 from common.cpu.routines import parallel_for, threaded
 from common.cpu.vectors.shorts import round_numbers
-from llm_service.layers.cpu.prefill_attention import PrefillAttention
+from llm_service.layers.cpu import prefill_attention
+from llm_service.layers.cpu.prefill_attention import PrefillAttention, tile_at
 
 
 @inner
@@ -69,14 +70,9 @@ def _attend_one(
     task: Any, out: Any, query: Any, panels: Any, lanes: Any, tables: Any, first: Any, group: Any, rule: Any
 ) -> None:
     """A head's tile of `_attend`; tables are segments, seen and tiles, `rule` is `scale` and `softcap`."""
-    segments, seen, tiles = tables
-    own, tile = task // len(tiles), task % len(tiles)
-    segment, row = tiles[tile]
-    _, end, _, known, base = segments[segment]
-    rows = slice(row, min(row + TILE, end))
-    head, shared, packed = first * group + own, own // group, slice(base, base + (known + WIDTH - 1) // WIDTH)
+    head, rows, shared, packed = tile_at(task, tables, first, group, TILE)
     there = panels[shared, packed], lanes[shared, packed]
-    _attend_rows(out[rows, head], query[rows, head], *there, seen[rows], *rule)
+    _attend_rows(out[rows, head], query[rows, head], *there, tables[1][rows], *rule)
 
 
 def _attend(
@@ -99,7 +95,7 @@ def _attend(
     parallel_for(_attend_one, given, panels.shape[0] * group * len(tiles))
 
 
-_made_of = [vectors, lines, pair_attention]
+_made_of = [vectors, lines, pair_attention, prefill_attention]
 _pack_kernel, _attend_kernel = threaded(_pack, _made_of), threaded(_attend, _made_of)
 _write_kernel = compiled(_write, made_of=_made_of)
 _words, _panels, _lanes = numba.uint32[:, :, ::1], numba.uint32[:, :, :, ::1], numba.uint32[:, :, :, :, ::1]

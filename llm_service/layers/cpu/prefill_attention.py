@@ -186,18 +186,25 @@ def _attend_tile(out: Any, query: Any, panels: Any, lanes: Any, seen: Any, scale
 
 
 @inner
+def tile_at(task: Any, tables: Any, first: Any, group: Any, most: Any) -> Any:
+    """Of a task, a head's tile of `most` queries: the head, its queries, its KV head of those packed, and the panels of
+    its keys. tables are segments, seen and tiles."""
+    segments, _, tiles = tables
+    own, tile = task // len(tiles), task % len(tiles)
+    segment, row = tiles[tile]
+    _, end, _, known, base = segments[segment]
+    panels = slice(base, base + (known + _WIDTH - 1) // _WIDTH)
+    return first * group + own, slice(row, min(row + most, end)), own // group, panels
+
+
+@inner
 def _attend_one(
     task: Any, out: Any, query: Any, panels: Any, lanes: Any, tables: Any, first: Any, group: Any, rule: Any
 ) -> None:
     """A head's tile of `_attend`; tables are segments, seen and tiles, `rule` is `scale` and `softcap`."""
-    segments, seen, tiles = tables
-    own, tile = task // len(tiles), task % len(tiles)
-    segment, row = tiles[tile]
-    _, end, _, known, base = segments[segment]
-    rows = slice(row, min(row + _TILE, end))
-    head, shared, packed = first * group + own, own // group, slice(base, base + (known + _WIDTH - 1) // _WIDTH)
+    head, rows, shared, packed = tile_at(task, tables, first, group, _TILE)
     there = panels[shared, packed], lanes[shared, :, packed]
-    _attend_tile(out[rows, head], query[rows, head], *there, seen[rows], *rule)
+    _attend_tile(out[rows, head], query[rows, head], *there, tables[1][rows], *rule)
 
 
 def _attend(

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from common.cpu import lines, pair_attention, tile_attention, vectors
 from common.cpu.jit import Array, Typed, inner
-from common.cpu.pair_attention import WIDTH
 from common.cpu.routines import parallel_for, threaded
 from common.cpu.tile_attention import TILE, TOGETHER, attend_rows, workspace
 from common.cpu.vectors.llvm import LANES
 from common.cpu.vectors.pairs import copy
 from common.cpu.vectors.shorts import round_numbers
-from llm_service.layers.cpu import pair_prefill
+from llm_service.layers.cpu import pair_prefill, prefill_attention
 from llm_service.layers.cpu.pair_prefill import PairPrefillAttention
+from llm_service.layers.cpu.prefill_attention import tile_at
 
 
 @inner
@@ -26,22 +26,18 @@ def _attend_some(
 ) -> None:
     """So many tasks `TOGETHER` of `_attend`: a tile of queries of a head each. tables are segments, seen and tiles,
     `rule` is `scale` and `softcap`."""
-    segments, seen, tiles = tables
-    room, count, dim = workspace(panels, lanes), len(tiles), out.shape[2]
+    room, dim = workspace(panels, lanes), out.shape[2]
     sums, _, _, numbers = room
-    tasks = panels.shape[0] * group * count
+    tasks = panels.shape[0] * group * len(tables[2])
     for task in range(chunk * TOGETHER, min((chunk + 1) * TOGETHER, tasks)):
-        own, tile = task // count, task % count
-        segment, row = tiles[tile, 0], tiles[tile, 1]
-        end, known, base = segments[segment, 1], segments[segment, 3], segments[segment, 4]
-        rows = slice(row, min(row + TILE, end))
-        head, shared, packed = first * group + own, own // group, slice(base, base + (known + WIDTH - 1) // WIDTH)
+        head, rows, shared, packed = tile_at(task, tables, first, group, TILE)
+        row = rows.start
         here = panels[shared, packed], lanes[shared, packed, 0]
         first_query, first_out = query[row, head].ctypes.data, out[row, head].ctypes.data
         for index in range(rows.stop - row):
             place = numbers.ctypes.data + index * numbers.strides[0]
             round_numbers(place, first_query + index * query.strides[0], dim)
-        attend_rows(room, *here, seen[rows], *rule)
+        attend_rows(room, *here, tables[1][rows], *rule)
         for index in range(rows.stop - row):
             place = sums.ctypes.data + index * sums.strides[0]
             copy(first_out + index * out.strides[0], place, dim // LANES)
@@ -68,7 +64,7 @@ def _attend(
     parallel_for(_attend_some, given, (count + TOGETHER - 1) // TOGETHER)
 
 
-_attend_kernel = threaded(_attend, [vectors, lines, pair_attention, tile_attention])
+_attend_kernel = threaded(_attend, [vectors, lines, pair_attention, prefill_attention, tile_attention])
 _out, _, *_others = pair_prefill.TYPED["attend"].types
 TYPED = {"attend": Typed(_attend_kernel, (_out, numba.float32[:, :, :], *_others))}
 

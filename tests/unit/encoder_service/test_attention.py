@@ -127,7 +127,7 @@ def test_what_is_not_a_number_stays_in_its_segment_and_high_scores_do_not_overfl
 def test_torch_computes_until_our_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     process = SimpleNamespace(readiness=Readiness.WAITING)
     monkeypatch.setattr(attention, "not_kept", list)
-    monkeypatch.setattr(attention, "CompilingProcess", lambda names: process if names else None)
+    monkeypatch.setattr(attention, "Compilation", lambda names: process if names else None)
     backend, parts = Numba(), in_short([90], 2, 64)
     assert backend.over([90], CPU)(*parts).equal(Sdpa().over([90], CPU)(*parts))
     process.readiness = Readiness.FAILED

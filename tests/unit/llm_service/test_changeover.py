@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from common.cpu import compiling
-from common.cpu.compiling import CompilingProcess, Readiness
+from common.cpu.compiling import Compilation, Readiness
 from common.cpu.jit import find
 from llm_service.layers.cpu import panels, selection
 from llm_service.layers.cpu.numba_backend import NumbaBackend
@@ -142,7 +142,7 @@ def test_where_one_rank_fails_torch_goes_on_and_that_is_said_once(monkeypatch: p
 def test_what_cannot_be_compiled_is_told_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(compiling, "_log", SimpleNamespace(warning=lambda _, cause: said.append(cause)))
-    process = CompilingProcess(["llm_service.layers.cpu.nowhere:kernel"])
+    process = Compilation(["llm_service.layers.cpu.nowhere:kernel"])
     until(lambda: process.readiness is not WAITING, "the process has ended")
     assert process.readiness is FAILED
     assert said == ["ModuleNotFoundError: No module named 'llm_service.layers.cpu.nowhere'"]
@@ -152,7 +152,7 @@ def test_several_processes_compile_each_kernel_once(monkeypatch: pytest.MonkeyPa
     names = [f"llm_service.layers.cpu.row_kernels:{each}" for each in ("rms_norm_few", "silu_and_mul_few")]
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
-    process = CompilingProcess(names, 3)
+    process = Compilation(names, 3)
     until(lambda: process.readiness is not WAITING, "the processes have ended")
     kept = sorted(file.name.partition(".")[2].split("-")[0] for file in tmp_path.rglob("*.nbc"))
     assert [name.rpartition("_serial")[0] for name in kept] == ["_rms_norm", "_silu_and_mul"]
@@ -163,7 +163,7 @@ def test_what_cannot_be_kept_is_told_with_its_cause(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compiling, "_log", SimpleNamespace(warning=lambda _, cause: said.append(cause)))
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     with no_room_for_files():
-        process = CompilingProcess(["llm_service.layers.cpu.row_kernels:rms_norm_few"])
+        process = Compilation(["llm_service.layers.cpu.row_kernels:rms_norm_few"])
     until(lambda: process.readiness is not WAITING, "the process has ended")
     assert process.readiness is FAILED
     assert said[0].startswith(str(tmp_path))
