@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import random
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -34,6 +36,28 @@ os.environ.setdefault("TWINLENS_LLM_KERNELS", "wait")
 
 # While thousands of tests are imported nothing becomes garbage that is worth a look at all of them.
 gc.disable()
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """What a file of tests draws while it is imported is the same in every run, whatever was imported before it."""
+    if isinstance(collector, pytest.Module):
+        _begin_draws_anew()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """So is what a test draws, unless it says a seed of its own, in whichever order and process tests run."""
+    _begin_draws_anew()
+
+
+def _begin_draws_anew() -> None:
+    random.seed(0)
+    with suppress(ImportError):  # tests of what runs without them
+        import numpy as np
+        import torch
+
+        np.random.seed(0)
+        torch.manual_seed(0)
 
 
 def pytest_collection_finish() -> None:
