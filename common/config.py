@@ -1,6 +1,7 @@
 """Configuration: one frozen dataclass for each service, built once at the edge from flags and the environment. A field
-is declared with `option(default, help)`; its flag is `--field-name`, its variable `PREFIX_FIELD_NAME`, and a flag wins.
-A bad value, or a variable with the prefix that names no option, ends the program with one line that says which."""
+is declared with `option(default, help)`; its flag is `--field-name`, its variable `PREFIX_FIELD_NAME`, and a flag wins;
+an empty variable says nothing. A bad value, or a variable with the prefix that names no option, ends the program with
+one line that says which."""
 
 from __future__ import annotations
 
@@ -117,7 +118,8 @@ def load(
     for field in fields:
         _add(parser, field, hints[field.name], f"{prefix}_{field.name.upper()}")
     # A variable is read as a flag is, so that both are checked alike; then the flags have the last word.
-    stated = {name: [f"{_flag(known[name])}={value}"] for name, value in environ.items() if name in known}
+    # An empty one says nothing: compose files and charts set variables that nobody has given a value.
+    stated = {name: [f"{_flag(known[name])}={value}"] for name, value in environ.items() if value and name in known}
     given: dict[str, Any] = {}
     for variable, line in (*stated.items(), ("", sys.argv[1:] if argv is None else argv)):
         parser.source = f"the environment variable {variable}: " if variable else ""

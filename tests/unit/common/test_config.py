@@ -10,6 +10,7 @@ import trustme
 
 from common.config import boolean, load, option, size, words
 from encoder_service.config import EncoderConfig
+from gateway.config import GatewayConfig
 from llm_service.config import LlmConfig
 
 
@@ -68,6 +69,27 @@ def test_every_kind_of_value_is_read() -> None:
 
 def test_variables_of_others_are_left_alone() -> None:
     assert read(TWINLENS_OTHER_COUNT="x", TWINLENS_TESTING="x", PATH="/bin") == Options()
+
+
+def test_an_empty_variable_says_nothing() -> None:
+    """Compose and charts set a variable of every option, empty where nobody gave a value."""
+    empty = {f"TWINLENS_TEST_{field.name.upper()}": "" for field in fields(Options)}
+    assert read(**empty) == Options()
+    assert read("--count=5", **empty).count == 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix"),
+    [(LlmConfig, "TWINLENS_LLM"), (EncoderConfig, "TWINLENS_ENCODER"), (GatewayConfig, "TWINLENS_GATEWAY")],
+)
+def test_no_option_of_a_program_minds_an_empty_variable(kind: type, prefix: str) -> None:
+    empty = {f"{prefix}_{field.name.upper()}": "" for field in fields(kind) if field.name != "model"}
+    given = [] if kind is GatewayConfig else ["--model=m"]
+    assert load(kind, prefix, "", given, empty) == load(kind, prefix, "", given, {})
+
+
+def test_an_empty_variable_of_no_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is TWINLENS_TEST_COUNT meant?" in complaint(capsys, TWINLENS_TEST_CUONT="")
 
 
 def test_what_kubernetes_says_of_a_service_of_our_name_is_left_alone() -> None:
