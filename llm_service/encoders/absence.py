@@ -1,8 +1,10 @@
-"""Says in the log that no encoder can be used, and why, to whoever started the services with an option missing."""
+"""Says in the log which encoders come and go, and why one, or all, cannot be used: to whoever started the services with
+an option missing, or has one too few."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from time import monotonic
 from typing import Protocol
 
@@ -32,9 +34,22 @@ class Watched(Protocol):
     def usable(self) -> bool:
         """Whether items can be sent there."""
 
+    @property
+    def unsure(self) -> bool:
+        """Nothing shows yet that it is gone."""
+
+
+@dataclass(slots=True)
+class _Told:
+    """What was said of one encoder last: that it is `usable`, the opposite, or nothing; from when on its absence may be
+    said."""
+
+    due: float
+    usable: bool | None = None
+
 
 class Absence:
-    """Follows whether any encoder can be used; `clock` gives seconds."""
+    """Follows which encoders can be used, and whether any; `clock` gives seconds."""
 
     def __init__(
         self,
@@ -48,10 +63,14 @@ class Absence:
         self._clock = clock
         self._since: float | None = None
         self._due = 0.0
+        self._told: dict[str, _Told] = {}
 
     def look(self, encoders: Iterable[Watched]) -> None:
-        """Warns where none of these can be used, and none could for a while."""
+        """Tells which of these have come, and which have gone beside others; warns where none can be used, and none
+        could for a while."""
         known, now = list(encoders), self._clock()
+        self._told = {each.address: self._told.get(each.address, _Told(now + self._patience)) for each in known}
+        self._tell_of_each(known, now)
         if any(encoder.usable or encoder.starting for encoder in known):
             self._since = None
             return
@@ -60,12 +79,30 @@ class Absence:
         if now < self._due:
             return
         self._due = now + self._again
+        for told in self._told.values():  # each that comes back is news
+            told.usable, told.due = False, self._due
         _log.warning(
             "no encoder can be used: requests with pictures or videos fail",
             for_seconds=round(now - self._since),
             encoders={encoder.address: encoder.trouble or "no answer yet" for encoder in known},
             **({} if known else {"hint": "--encoders names nobody who is found: is the name, or the file, right?"}),
         )
+
+    def _tell_of_each(self, known: Sequence[Watched], now: float) -> None:
+        beside = any(encoder.usable for encoder in known)
+        for encoder in known:
+            told = self._told[encoder.address]
+            if encoder.usable:
+                if told.usable is None:
+                    told.due = now  # it has started
+                if not told.usable:
+                    told.usable = True
+                    _log.info("an encoder can be used", address=encoder.address)
+            elif beside and told.usable is not False and now >= told.due and not (encoder.unsure or encoder.starting):
+                told.usable, told.due = False, now + self._again
+                _log.warning(
+                    "an encoder cannot be used", address=encoder.address, cause=encoder.trouble or "no answer yet"
+                )
 
 
 def trouble(code: grpc.StatusCode, details: str, security: ChannelSecurity) -> str:

@@ -81,7 +81,7 @@ class EncoderHealth:
         self._late = self._late + 1 if verdict is Verdict.LATE else 0
         answers = verdict is Verdict.ANSWERS
         if answers != self.answers:
-            _log.info("encoder", address=self._address, usable=answers, verdict=verdict.name)
+            _log.debug("encoder", address=self._address, usable=answers, verdict=verdict.name)
         self.answers = answers
         if verdict is Verdict.LATE and self._late < _LATE:
             return

@@ -189,6 +189,7 @@ class Replica:
             return Verdict.GONE
         if not self.health.fits:
             self.breaker.succeeded()  # what its streams did in another life says nothing of this one
+        self.trouble = "it answers, but its streams break"  # what keeps one that answers from being used
         for transport in self._transports:
             await transport.heard(info)
         return Verdict.ANSWERS

@@ -17,12 +17,14 @@ from common.wire import DType, RowLayout
 from llm_service.encoders.absence import Absence, trouble
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.replica import LinkSettings
+from tests.unit.llm_service.scripted import ScriptedEncoder, bench, eventually
 from twinlens.v1 import encoder_pb2
 from twinlens.v1.encoder_pb2_grpc import EncoderServiceStub
 
 PLAIN, ROOTS = ChannelSecurity(), ChannelSecurity(ca="ca.pem")
 PAPERS = ChannelSecurity(ca="ca.pem", cert="cert.pem", key="key.pem")
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+USABLE, GONE = "an encoder can be used", "an encoder cannot be used"
 NO_VERSION = "Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: WRONG_VERSION_NUMBER: OK"
 
 
@@ -34,6 +36,7 @@ class FakeReplica:
     usable: bool = False
     trouble: str = ""
     starting: bool = False
+    unsure: bool = False
 
 
 class Watch:
@@ -44,10 +47,18 @@ class Watch:
         self._absence = Absence(patience=15, again=300, clock=lambda: self._now)
 
     def at(self, seconds: float, *replicas: FakeReplica) -> list[Any]:
+        """The warnings."""
+        return [line for line in self.all_at(seconds, *replicas) if line["log_level"] == "warning"]
+
+    def all_at(self, seconds: float, *replicas: FakeReplica) -> list[Any]:
         self._now = seconds
         with capture_logs() as lines:
             self._absence.look(replicas)
         return lines
+
+    def said_at(self, seconds: float, *replicas: FakeReplica) -> list[tuple[str, str]]:
+        """Events, each with the address that it is about."""
+        return [(line["event"], line.get("address", "")) for line in self.all_at(seconds, *replicas)]
 
 
 def test_an_encoder_has_time_to_start() -> None:
@@ -75,9 +86,74 @@ def test_it_is_said_again_now_and_then() -> None:
 
 def test_one_that_can_be_used_is_enough_and_begins_the_wait_anew() -> None:
     watch, one, other = Watch(), FakeReplica("a:1"), FakeReplica("b:1", usable=True)
-    assert not watch.at(0, one) + watch.at(20, one, other) + watch.at(30, one)
-    assert not watch.at(44, one)
-    assert watch.at(45, one)
+    assert not watch.at(0, one) + watch.at(10, one, other) + watch.at(20, one)
+    assert not watch.at(34, one)
+    assert watch.at(35, one)
+
+
+def test_one_that_goes_beside_another_is_named_once_and_once_more_when_it_is_back() -> None:
+    watch, one, other = Watch(), FakeReplica("a:1", usable=True), FakeReplica("b:1", usable=True)
+    assert watch.said_at(0, one, other) == [(USABLE, "a:1"), (USABLE, "b:1")]
+    one.usable, one.trouble = False, "nothing listens there"
+    (line,) = watch.all_at(2, one, other)
+    assert (line["log_level"], line["event"], line["address"]) == ("warning", GONE, "a:1")
+    assert line["cause"] == "nothing listens there"
+    assert not watch.all_at(4, one, other) + watch.all_at(1000, one, other)
+    one.usable = True
+    assert watch.said_at(1002, one, other) == [(USABLE, "a:1")]
+    assert not watch.all_at(1004, one, other)
+
+
+def test_one_that_comes_and_goes_is_told_now_and_then() -> None:
+    watch, one, other = Watch(), FakeReplica("a:1"), FakeReplica("b:1", usable=True)
+    said = {}
+    for second in range(0, 700, 2):
+        one.usable = second % 4 == 0
+        if lines := watch.said_at(second, one, other):
+            said[second] = [event for event, _ in lines]
+    assert said == {
+        0: [USABLE, USABLE],
+        **{second: [GONE if second % 4 else USABLE] for second in (2, 4, 302, 304, 602, 604)},
+    }
+
+
+def test_one_that_was_never_there_has_time_to_start_beside_others() -> None:
+    watch, one, other = Watch(), FakeReplica("a:1"), FakeReplica("b:1", usable=True)
+    assert not watch.at(0, one, other) + watch.at(14, one, other)
+    assert watch.said_at(15, one, other) == [(GONE, "a:1")]
+
+
+@pytest.mark.parametrize("sign", ["unsure", "starting"])
+def test_one_that_may_be_there_is_not_gone(sign: str) -> None:
+    watch, one, other = Watch(), FakeReplica("a:1", usable=True), FakeReplica("b:1", usable=True)
+    watch.all_at(0, one, other)
+    one.usable = False
+    setattr(one, sign, True)
+    assert not watch.all_at(2, one, other)
+    setattr(one, sign, False)
+    assert watch.said_at(4, one, other) == [(GONE, "a:1")]
+
+
+def test_where_all_go_one_line_tells_and_one_for_each_that_is_back() -> None:
+    watch, one, other = Watch(), FakeReplica("a:1", usable=True), FakeReplica("b:1", usable=True)
+    watch.all_at(0, one, other)
+    one.usable = other.usable = False
+    assert not watch.all_at(2, one, other)
+    (line,) = watch.all_at(17, one, other)
+    assert set(line["encoders"]) == {"a:1", "b:1"}
+    one.usable = True
+    assert watch.said_at(20, one, other) == [(USABLE, "a:1")]
+    other.usable = True
+    assert watch.said_at(40, one, other) == [(USABLE, "b:1")]
+
+
+def test_one_whose_address_is_no_longer_known_is_forgotten() -> None:
+    watch, one, other = Watch(), FakeReplica("a:1", usable=True), FakeReplica("b:1", usable=True)
+    watch.all_at(0, one, other)
+    assert not watch.all_at(2, other)
+    one.usable = False
+    assert not watch.all_at(4, one, other)
+    assert watch.said_at(19, one, other) == [(GONE, "a:1")]
 
 
 def test_where_nobody_is_found_the_name_is_in_question() -> None:
@@ -85,6 +161,35 @@ def test_where_nobody_is_found_the_name_is_in_question() -> None:
     watch.at(0)
     (line,) = watch.at(15)
     assert "--encoders" in line["hint"]
+
+
+async def test_a_pool_tells_of_an_encoder_that_dies_beside_another_and_why() -> None:
+    with capture_logs() as lines:
+        async with bench(ScriptedEncoder(), ScriptedEncoder(), resolve_seconds=0.05) as b:
+
+            def said(event: str) -> list[str]:
+                return [line["address"] for line in lines if line["event"] == event]
+
+            await eventually(lambda: len(said(USABLE)) == 2)
+            await b.encoders[0].server.stop(None)
+            await eventually(lambda: said(GONE))
+    (line,) = [line for line in lines if line["event"] == GONE]
+    assert (line["address"], line["cause"]) == (b.encoders[0].address, "nothing listens there")
+
+
+async def test_of_an_encoder_that_answers_while_its_streams_break_that_is_told() -> None:
+    with capture_logs() as lines:
+        async with bench(ScriptedEncoder(), ScriptedEncoder(), resolve_seconds=0.05) as b:
+            await eventually(lambda: sum(line["event"] == USABLE for line in lines) == 2)
+            breaker = b.pool.replicas[0].breaker
+
+            def is_told() -> bool:
+                breaker.failed(breaker.now())
+                return any(line["event"] == GONE for line in lines)
+
+            await eventually(is_told)
+    (line,) = [line for line in lines if line["event"] == GONE]
+    assert line["cause"] == "it answers, but its streams break"
 
 
 async def test_a_service_without_encoders_says_so_at_once() -> None:
