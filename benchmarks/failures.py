@@ -54,7 +54,8 @@ class Encoder:
         """Returns at its ready line."""
         flags = ("--listen", self.address, "--log-level", "error", "--shared-memory=no")
         command = [sys.executable, "-m", "encoder_service", "--model", str(self._model), *flags]
-        self._child = services.popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ), cwd=None)
+        environ = services.environment()
+        self._child = services.popen(command, stdout=subprocess.PIPE, text=True, env=environ, cwd=None)
         assert self._child.stdout is not None
         self.address = self._child.stdout.readline().removeprefix("ready grpc=").split()[0]
 

@@ -45,7 +45,7 @@ def running(module: str, *flags: str, checkout: Path | None = None) -> Iterator[
 
     Its code is that of the folder `checkout`, or of this process.
     """
-    environ = {"TWINLENS_LLM_KERNELS": "wait", **os.environ, "PYTHONUNBUFFERED": "1"}  # torch would be measured instead
+    environ = environment(checkout)
     if checkout is not None:
         environ["PYTHONPATH"] = str(checkout)
     command = [sys.executable, "-m", module, "--listen", "127.0.0.1:0", "--log-level", "warning", *flags]
@@ -60,6 +60,15 @@ def running(module: str, *flags: str, checkout: Path | None = None) -> Iterator[
     finally:
         child.send_signal(signal.SIGTERM)
         child.wait(_STOP_SECONDS)
+
+
+def environment(checkout: Path | None = None) -> dict[str, str]:
+    """That of a service: it waits for its kernels, unless ours says otherwise, since torch would be measured instead.
+    Encoders of an older `checkout` lack the option, and would end with it."""
+    waiting = {"TWINLENS_LLM_KERNELS": "wait"}
+    if checkout is None or "    kernels: str" in (checkout / "encoder_service" / "config.py").read_text():
+        waiting["TWINLENS_ENCODER_KERNELS"] = "wait"
+    return {**waiting, **os.environ, "PYTHONUNBUFFERED": "1"}
 
 
 @contextmanager

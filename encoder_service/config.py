@@ -40,6 +40,12 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
         "how the vision tower's attention is computed; auto takes the first that works here, in graphs the fastest",
         choices=("auto", "flash3", "flash", "triton", "numba", "sdpa"),
     )
+    kernels: str = option(
+        "auto",
+        "our own kernels for CPUs, which are compiled at the first start and kept: auto has torch compute meanwhile,"
+        " with wait the service is ready when they are, torch does without",
+        choices=("auto", "wait", "torch"),
+    )
     graphs: str = option(
         "auto", "CUDA graphs of the vision tower: auto, off, or the numbers of patches to capture, such as 512,1024"
     )
@@ -122,6 +128,8 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
             check_device(self.device)
         if self.shared_store:
             self._check_shared_store()
+        if self.kernels == "torch" and self.attention == "numba":
+            raise ValueError("--attention numba is one of the kernels that --kernels torch does without")
         if self.batch_patches > self.max_patches_per_call:
             raise ValueError("--batch-patches must not be above --max-patches-per-call")
         if self.device_pool_bytes and not self.shared_memory:

@@ -302,6 +302,7 @@ def _worker_settings(config: EncoderConfig, model: _Model) -> list[WorkerSetting
             staging_bytes=config.staging_bytes,
             store_bytes=config.store_bytes,
             attention=config.attention,
+            kernels=config.kernels,
             graphs=config.graph_budgets(),
             graph_bytes=config.graph_bytes,
             batch_patches=config.batch_patches,

@@ -32,6 +32,7 @@ os.environ.setdefault("NUMBA_NUM_THREADS", "1")  # numba does not look at the ot
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Who computes never changes in the middle of a test, but where that is what it is about.
 os.environ.setdefault("TWINLENS_LLM_KERNELS", "wait")
+os.environ.setdefault("TWINLENS_ENCODER_KERNELS", "wait")
 
 
 # While thousands of tests are imported nothing becomes garbage that is worth a look at all of them.

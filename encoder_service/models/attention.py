@@ -114,6 +114,7 @@ class Numba:
             kernels += fused_block.KERNELS
         missing = not_kept(kernels)
         if missing and (wait or any(jit.find(name).folder is None for name in missing)):
+            _log.info("our kernels are compiled before this serves", kernels=len(missing))
             jit.compile_all(map(jit.find, missing))
             missing = []
         self._compiling = Compilation(missing) if missing else None
@@ -245,7 +246,7 @@ def max_segments(patches: int) -> int:
     return max(1, patches // 16)
 
 
-BACKENDS: Final[dict[str, Callable[[], Backend]]] = {
+BACKENDS: Final[dict[str, Callable[..., Backend]]] = {
     **{name: functools.partial(Flash, name) for name in _FLASH},
     "triton": Triton,
     "numba": functools.cache(Numba),
@@ -261,34 +262,46 @@ class AttentionUnavailable(Exception):
     """The back end that was asked for cannot run here; the message says why, for the operator."""
 
 
-def choose(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
-    """The back end of this name, or for `auto` the first one that passes a trial. Raises AttentionUnavailable."""
+def choose(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, kernels: str = "auto") -> Backend:
+    """The back end of this name, or for `auto` the first one that passes a trial: with `kernels` wait, once ours for
+    CPUs are compiled, with torch none of ours. Raises AttentionUnavailable."""
     if name != "auto":
         if why := _obstacle(name, device, dtype, wanted=True):
             raise AttentionUnavailable(f"--attention {name}: {why}")
         try:
-            return Numba(wait=True) if name == "numba" else BACKENDS[name]()
+            return _made(name, wait=True)
         except ImportError as error:
             raise AttentionUnavailable(f"--attention {name}: {error}") from error
-    return next(_that_run(candidates(device, dtype), device, dtype, head_dim))
+    return next(_that_run(candidates(device, dtype), device, dtype, head_dim, kernels))
 
 
-def capturable(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> list[Backend]:
+def capturable(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, kernels: str = "auto"
+) -> list[Backend]:
     """The back ends that CUDA graphs may have, the one first that is taken where nobody measures: for `auto` all that
     pass a trial, our kernel first, whose launch grows with patches, not segments; else the one of this name."""
     if name != "auto":
-        return [choose(name, device, dtype, head_dim)]
+        return [choose(name, device, dtype, head_dim, kernels)]
     names = sorted(candidates(device, dtype), key=lambda each: each != "triton")
-    return list(_that_run(names, device, dtype, head_dim))
+    return list(_that_run(names, device, dtype, head_dim, kernels))
 
 
-def _that_run(names: Sequence[str], device: torch.device, dtype: torch.dtype, head_dim: int) -> Iterator[Backend]:
+def _that_run(
+    names: Sequence[str], device: torch.device, dtype: torch.dtype, head_dim: int, kernels: str
+) -> Iterator[Backend]:
     """Those that pass a trial; torch's own needs none."""
     for name in names:
         if name == "sdpa":
             yield BACKENDS["sdpa"]()
-        elif (backend := _tried(name, device, dtype, head_dim)) is not None:
+        elif name == "numba" and kernels == "torch":
+            continue
+        elif (backend := _tried(name, device, dtype, head_dim, wait=kernels == "wait")) is not None:
             yield backend
+
+
+def _made(name: str, *, wait: bool) -> Backend:
+    """Of this name; our kernels for CPUs, where that is to `wait` for them, once they are compiled."""
+    return BACKENDS[name](wait=True) if name == "numba" and wait else BACKENDS[name]()
 
 
 def candidates(device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -296,13 +309,13 @@ def candidates(device: torch.device, dtype: torch.dtype) -> list[str]:
     return [name for name in BACKENDS if not _obstacle(name, device, dtype, wanted=False)]
 
 
-def _tried(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend | None:
+def _tried(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, wait: bool) -> Backend | None:
     """The back end, if it runs on this device and agrees with torch's own attention: a package, a driver or a compiler
     may be too old."""
     lengths = [5, 130, 64]
     q, k, v = torch.randn(sum(lengths), 3, 2, head_dim, device=device).to(dtype).unbind(1)
     try:
-        backend = BACKENDS[name]()
+        backend = _made(name, wait=wait)
         found = backend.over(lengths, device)(q, k, v)
     except Exception as error:  # noqa: BLE001 - whatever a kernel fails with, the next back end may do
         _log.warning("an attention back end does not run here", backend=name, why=str(error)[:500])

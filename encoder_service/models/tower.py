@@ -212,13 +212,18 @@ _SCALES = ("weight_scale", "weight_scale_inv", ".scales")
 
 
 def load_tower(
-    checkpoint: Checkpoint, config: ModelConfig, device: torch.device, dtype: torch.dtype, attention: str = "auto"
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: str = "auto",
+    kernels: str = "auto",
 ) -> nn.Module:
     """Builds the tower (`tower.Tower`) and reads its weights, and no others, onto `device`.
 
-    `attention` names a back end, or "auto", which is all that a tower with attention of its own goes with. Raises
-    CheckpointError where a setting is not supported, or a weight is missing, left over or of another shape, and
-    AttentionUnavailable where the back end cannot run.
+    `attention` names a back end, or "auto", which is all that a tower with attention of its own goes with; `kernels` is
+    as for `choose`. Raises CheckpointError where a setting is not supported, or a weight is missing, left over or of
+    another shape, and AttentionUnavailable where the back end cannot run.
     """
     module, _, name = config.family.tower.partition(":")
     with torch.device("meta"):
@@ -237,9 +242,9 @@ def load_tower(
     if not multiplies_as_stored(device):
         finalize_linears(tower)
     if isinstance(tower, AttendingTower):
-        tower.backend = choose(attention, device, dtype, tower.head_dim)
+        tower.backend = choose(attention, device, dtype, tower.head_dim, kernels)
         if isinstance(tower, PackedTower):
-            tower.capturable = capturable(attention, device, dtype, tower.head_dim)
+            tower.capturable = capturable(attention, device, dtype, tower.head_dim, kernels)
     elif attention != "auto":
         raise AttentionUnavailable(f"--attention {attention}: this model's tower has its own")
     return tower

@@ -50,7 +50,7 @@ class LibraryRunner(Runner):
         """How many numbers a row has."""
         found = settings.library
         assert found is not None, "this is for models that the library computes"
-        self._backend = library_backend(settings.attention, self.device, self.dtype)
+        self._backend = library_backend(settings.attention, self.device, self.dtype, settings.kernels)
         if settings.graphs:
             raise GraphsUnavailable("this model's tower has graphs by the shapes of items, not by numbers of patches")
         self._processor = ItemProcessor(Path(settings.folder))

@@ -11,11 +11,11 @@ class WorkerSettings(msgspec.Struct, tag=True):
     """First message to a worker: which checkpoint, on what, and the sizes of the two arenas it inherited.
 
     `device` is "cpu", "cuda" or "cuda:N"; `dtype` of rows "float32", "bfloat16" or "float16", and so `tower_dtype` of
-    weights, empty: the same; `threads` is how many CPU threads
-    may compute, 0 for torch's own choice. `attention` names a back end, or "auto". `graphs` are the patch budgets to
-    capture, of at most `graph_bytes` together; None leaves them to the worker. A batch has up to `batch_patches`.
-    `pool_bytes` of the device's own memory are set aside for rows that others read there; 0: none. `library`: what it
-    said of a model that it computes. With `core_share` a worker with all cores divides them with other processes.
+    weights, empty: the same; `threads` is how many CPU threads may compute, 0 for torch's own choice. `attention` names
+    a back end, or "auto"; `kernels` is "auto", "wait" or "torch". `graphs` are the patch budgets to capture, of at most
+    `graph_bytes` together; None leaves them to the worker. A batch has up to `batch_patches`. `pool_bytes` of the
+    device's own memory are set aside for rows that others read there; 0: none. `library`: what it said of a model that
+    it computes. With `core_share` a worker with all cores divides them with other processes.
     """
 
     folder: str
@@ -25,6 +25,7 @@ class WorkerSettings(msgspec.Struct, tag=True):
     staging_bytes: int
     store_bytes: int
     attention: str = "auto"
+    kernels: str = "auto"
     graphs: list[int] | None = None
     graph_bytes: int = 0
     batch_patches: int = 0

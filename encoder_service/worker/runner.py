@@ -134,7 +134,8 @@ class Runner:
     def load(self, settings: WorkerSettings) -> StagedTower:
         """The tower, in graphs where there are any."""
         checkpoint = Checkpoint(Path(settings.folder))
-        self._tower = load_tower(checkpoint, self._config, self.device, self.dtype, settings.attention)
+        given = self.device, self.dtype, settings.attention, settings.kernels
+        self._tower = load_tower(checkpoint, self._config, *given)
         self._graphed = graphed = self._graphs(settings)
         return graphed or (self._tower if isinstance(self._tower, StagedTower) else _InOnePiece(self._tower))
 

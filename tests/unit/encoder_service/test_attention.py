@@ -9,10 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from common.cpu.compiling import Readiness
 from common.cpu.jit import use_threads
 from common.cpu.pair_attention import PairAttention
+from common.cpu.tile_attention import TiledAttention
 from common.devices import multiplies_tiles
 from encoder_service.models import attention, row_kernels
 from encoder_service.models.attention import (
@@ -134,6 +136,28 @@ def test_torch_computes_until_our_kernels_are_compiled(monkeypatch: pytest.Monke
     assert not isinstance(backend.over([90], CPU), PairAttention)
     process.readiness = Readiness.THERE
     assert isinstance(backend.over([90], CPU), PairAttention)
+
+
+@SHORT
+@pytest.mark.parametrize("name", ["auto", "numba"])
+def test_our_kernels_are_waited_for_where_that_is_wanted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(attention, "not_kept", lambda names: names[:1])
+    monkeypatch.setattr("common.cpu.jit.compile_all", made.extend)
+    monkeypatch.setattr(attention, "Compilation", lambda _: pytest.fail("another process compiles"))
+    monkeypatch.setitem(attention.BACKENDS, "numba", Numba)
+    with capture_logs() as lines:
+        backend = choose(name, CPU, torch.bfloat16, 64, "wait")
+    assert isinstance(backend, Numba)
+    assert isinstance(backend.over([90], CPU), (PairAttention, TiledAttention))
+    assert len(made) == 1
+    assert [(line["event"], line["kernels"]) for line in lines] == [("our kernels are compiled before this serves", 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torch_can_be_all_that_computes_on_a_cpu(dtype: torch.dtype) -> None:
+    assert choose("auto", CPU, dtype, 64, "torch").name == "sdpa"
+    assert [backend.name for backend in capturable("auto", CPU, dtype, 64, "torch")] == ["sdpa"]
 
 
 @settings(max_examples=10, deadline=None)

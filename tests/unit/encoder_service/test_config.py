@@ -27,6 +27,7 @@ def test_a_flag_wins_over_a_variable_and_a_variable_over_the_default():
     ("words", "says"),
     [
         ([], "--model is needed"),
+        (["--model=m", "--kernels=torch", "--attention=numba"], "--kernels torch does without"),
         (["--model=m", "--batch-patches=9", "--max-patches-per-call=8"], "--batch-patches"),
         (["--model=m", "--workers=0"], "not within"),
         (["--model=m", "--device=cuda:0"], "--device cuda:0: no GPU"),

@@ -31,3 +31,12 @@ def test_gpus_are_handed_out_in_turn_unless_one_was_named(monkeypatch, tmp_path:
     model = server._Model(Checkpoint(tmp_path), SimpleNamespace(), None, found, layout, "float32")
     settings = server._worker_settings(config, model)
     assert [each.device for each in settings] == devices
+
+
+def test_workers_are_told_whether_they_wait_for_our_kernels(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    model = server._Model(
+        Checkpoint(tmp_path), SimpleNamespace(), None, "cpu", RowLayout(1, 64, DType.FLOAT32), "float32"
+    )
+    (settings,) = server._worker_settings(EncoderConfig(model="m", kernels="wait"), model)
+    assert settings.kernels == "wait"
