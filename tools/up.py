@@ -47,9 +47,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     signals = _Signals(changes, services)
     print(f"starting {', '.join(name for name, _, _ in commands)} with {arguments.model} …", flush=True)
     with ExitStack() as running:
-        for name, module, flags in commands:
-            services.append(running.enter_context(Service(name, module, flags, on_change=partial(changes.put, None))))
-        _watch(services, changes, signals)
+        models = [command for command in commands if command[0] != _GATEWAY]
+        # A gateway, which is the last, would serve at once: it begins when there is what it asks.
+        for part in (models, commands[len(models) :]):
+            for name, module, flags in part:
+                service = Service(name, module, flags, on_change=partial(changes.put, None))
+                services.append(running.enter_context(service))
+            if not _all_serve(services, changes, signals):
+                break
+        else:
+            _tell(services)
+            while _go_on(services, signals):
+                changes.get()
         if signals.came:
             print("up: finishing what is running; Ctrl-C again ends at once", file=sys.stderr)
         else:
@@ -76,19 +85,26 @@ class _Signals:
         self._changes.put(None)
 
 
-def _watch(services: Sequence[Service], changes: Changes, signals: _Signals) -> None:
-    """Tells which services have begun to serve; returns on a signal, or when a service has ended."""
-    waiting = list(services)
-    while not signals.came and not any(service.ended for service in services):
+def _go_on(services: Sequence[Service], signals: _Signals) -> bool:
+    """No signal has come, and no service has ended."""
+    return not signals.came and not any(service.ended for service in services)
+
+
+def _all_serve(services: Sequence[Service], changes: Changes, signals: _Signals) -> bool:
+    """Waits until these serve; False on a signal, or when a service has ended."""
+    while _go_on(services, signals) and not all(service.address for service in services):
         changes.get()
-        for service in [each for each in waiting if each.address]:
-            waiting.remove(service)
-            print(f"{service.name} serves on {service.address}", flush=True)
-            if not waiting:
-                for page in [each.address for each in services if each.name == _GATEWAY]:
-                    print(f"drop pictures on: http://{page}/", flush=True)
-                llm = next((each.address for each in services if each.name == _LLM), _DEFAULT_LLM)
-                print(f'ask with: {_client()} ask {_where(llm)}--image F "question"     stop with: Ctrl-C', flush=True)
+    return _go_on(services, signals)
+
+
+def _tell(services: Sequence[Service]) -> None:
+    """Where all of them serve, which nobody is told before: a start that fails claims nothing."""
+    for service in services:
+        print(f"{service.name} serves on {service.address}")
+    for page in [each.address for each in services if each.name == _GATEWAY]:
+        print(f"drop pictures on: http://{page}/")
+    llm = next((each.address for each in services if each.name == _LLM), _DEFAULT_LLM)
+    print(f'ask with: {_client()} ask {_where(llm)}--image F "question"     stop with: Ctrl-C', flush=True)
 
 
 def _client() -> Path:

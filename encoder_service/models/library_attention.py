@@ -66,8 +66,8 @@ def _is_full(
 
 
 def library_backend(name: str, device: torch.device, dtype: torch.dtype, kernels: str = "auto") -> Backend:
-    """What a tower of the library attends by: our kernel on CPUs that it runs on, else torch; `kernels` as for `choose`.
-    Raises AttentionUnavailable for what it does not have, or where that cannot run."""
+    """What a tower of the library attends by: our kernel on CPUs that it runs on, else torch; `kernels` as `choose` has
+    them. Raises AttentionUnavailable for what it does not have, or where that cannot run."""
     if name not in ("auto", "numba", "sdpa"):
         raise AttentionUnavailable(f"--attention {name}: this model's tower has torch's attention, or numba's")
     if name == "sdpa" or (name == "auto" and "numba" not in candidates(device, dtype)):

@@ -5,12 +5,15 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.launch import descendants, send
+from tests.waiting import until
 from tools import up
 
 FAKE = "tests.unit.tools.fake_service"
@@ -55,11 +58,11 @@ def test_the_page_of_a_gateway_is_told() -> None:
 
 def test_a_signal_before_they_serve_stops_them_too() -> None:
     with running("silent") as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("encoder serves")
+        until(lambda: len(descendants(process.pid)) == 2, "both are started")
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=120)
+        out, _ = process.communicate(timeout=120)
     assert process.returncode == 0
+    assert not out, "nobody can be asked"
 
 
 def test_a_service_that_ends_by_itself_stops_the_other_and_is_named() -> None:
@@ -67,6 +70,36 @@ def test_a_service_that_ends_by_itself_stops_the_other_and_is_named() -> None:
         _, err = process.communicate(timeout=120)
     assert "LLM ended by itself" in err
     assert process.returncode == 1
+
+
+def test_nothing_claims_to_serve_where_the_start_failed() -> None:
+    with running("fails") as process:
+        out, err = process.communicate(timeout=120)
+    assert (out, process.returncode) == ("", 1)
+    assert err == "up: LLM ended by itself; stopping the rest\n"
+
+
+@pytest.mark.parametrize(
+    ("addresses", "started"),
+    [({"encoder": "a:1"}, ["encoder", "LLM"]), ({"encoder": "a:1", "LLM": "b:2"}, ["encoder", "LLM", "gateway"])],
+)
+def test_a_gateway_is_started_when_there_is_what_it_asks(
+    monkeypatch: pytest.MonkeyPatch, addresses: dict[str, str], started: list[str]
+) -> None:
+    """It would say at once that it serves. What has no address here has ended."""
+    names: list[str] = []
+
+    def start(name: str, _module: str, _flags: list[str], *, on_change: Callable[[], None]) -> Any:
+        names.append(name)
+        on_change()
+        address = addresses.get(name, "")
+        return nullcontext(SimpleNamespace(name=name, address=address, ended=not address))
+
+    monkeypatch.setattr(up, "Service", start)
+    monkeypatch.setattr(up, "_commands", lambda _: [(name, FAKE, []) for name in ("encoder", "LLM", "gateway")])
+    monkeypatch.setattr(up.signal, "signal", lambda *_: None)
+    assert up.main(["--model", "x"]) == 1
+    assert names == started
 
 
 def test_a_second_signal_kills() -> None:
