@@ -190,7 +190,11 @@ def is_reachable(answer: str, *, private: bool) -> bool:
 
 def forbidden(field: str) -> Forbidden:
     """The one answer to every address that may not be fetched, so that it tells nothing of what is behind it."""
-    return Forbidden("media may not be fetched from this address", reason="FETCH_FORBIDDEN", field=field)
+    said = (
+        "media may not be fetched from this address, only from hosts that the encoders' --allow-media-host names,"
+        " by default none; bytes can be sent instead, or a data address"
+    )
+    return Forbidden(said, reason="FETCH_FORBIDDEN", field=field)
 
 
 def _check_text(url: str, field: str) -> None:

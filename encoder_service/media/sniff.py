@@ -4,6 +4,7 @@ container is asked for more than its magic number; and the decode process can op
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -90,6 +91,34 @@ AUDIOS: Final[dict[str, Format]] = {
 """Files of sound, and videos with a track of their own."""
 
 
+_TITLES = {"WEBP": "WebP", "OGG": "Ogg", "MATROSKA": "Matroska/WebM", "MPEGTS": "MPEG-TS"}
+"""How formats are written, where not by their keys."""
+_NOUNS = {"image": "an image", "video": "a video"}
+"""Modalities, with their article if they have one."""
+_REFUSED: Final = tuple(
+    (name, re.compile(begin, re.DOTALL))
+    for name, begin in (
+        ("HTML", rb"(?i)(\xef\xbb\xbf)?\s*<(!doctype )?html"),
+        ("SVG", rb"(\xef\xbb\xbf)?\s*<(\?xml\b.*<)?svg\b"),
+        ("XML", rb"(\xef\xbb\xbf)?\s*<\?xml\b"),
+        ("PDF", rb"%PDF-"),
+        ("TIFF", rb"II\*\x00|MM\x00\*"),
+        ("HEIF or AVIF", rb".{4}ftyp(hei|hev|mif1|msf1|avi[fs])"),
+        ("JPEG XL", rb"\xff\x0a|\x00\x00\x00\x0cJXL "),
+        ("JPEG 2000", rb"\x00\x00\x00\x0cjP  |\xff\x4f\xff\x51"),
+        ("ICO", rb"\x00\x00[\x01\x02]\x00"),
+        ("PSD", rb"8BPS"),
+        ("ZIP", rb"PK\x03\x04"),
+        ("gzip", rb"\x1f\x8b"),
+        ("a pointer of Git LFS", rb"version https://git-lfs"),
+        ("a data address, as if packed twice", rb"data:[^,]*,"),
+        ("base64, as if packed twice", rb"[A-Za-z0-9+/_-]{40}[A-Za-z0-9+/_=\s-]*$"),
+        ("text", rb"[\t\n\r -~]+$"),
+    )
+)
+"""What callers send by mistake: how it begins."""
+
+
 def format_of(head: bytes, formats: Mapping[str, Format]) -> str | None:
     """The name of the format that a file's first 512 bytes fit, or None."""
     return next((name for name, each in formats.items() if each.fits(head)), None)
@@ -115,9 +144,32 @@ def _ebml(head: bytes) -> bytes:
 
 def check(data: Encoded, formats: Mapping[str, Format], modality: str, mime_type: str, field: str) -> None:
     """Raises InvalidInput unless the bytes begin as one of the modality's formats does, and as the MIME type says."""
-    name = format_of(bytes(data[:512]), formats)
+    head = bytes(data[:512])
+    name = format_of(head, formats)
     if name is None:
-        raise InvalidInput(f"the bytes are not a supported {modality}", reason="MEDIA_FORMAT", field=field)
+        said = f"the bytes are {_found(head)}; {_NOUNS.get(modality, modality)} is taken as {_listed(formats)}"
+        raise InvalidInput(said, reason="MEDIA_FORMAT", field=field)
     stated = mime_type.partition(";")[0].strip().lower()
     if stated and stated not in formats[name].mime_types:
-        raise InvalidInput("the MIME type does not match the bytes", reason="MIME_MISMATCH", field=f"{field}.mime_type")
+        said = f"the MIME type is not that of the bytes, which are {_title(name)}"
+        raise InvalidInput(said, reason="MIME_MISMATCH", field=f"{field}.mime_type")
+
+
+def _found(head: bytes) -> str:
+    """What a file is, by its first 512 bytes, of which nothing else is told."""
+    if refused := next((name for name, begin in _REFUSED if begin.match(head)), ""):
+        return refused
+    for noun, formats in (("an image", IMAGES), ("a video", VIDEOS), ("audio", AUDIOS)):
+        if name := format_of(head, formats):
+            return f"{noun} ({_title(name)})"
+    return "of no format that is known"
+
+
+def _listed(formats: Mapping[str, Format]) -> str:
+    *others, last = map(_title, formats)
+    return f"{', '.join(others)} or {last}"
+
+
+def _title(name: str) -> str:
+    """A format's name, as it is written."""
+    return _TITLES.get(name, name)

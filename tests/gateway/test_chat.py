@@ -404,6 +404,17 @@ def test_a_picture_that_is_none_is_refused_where_it_stands(door: Trio) -> None:
     with pytest.raises(openai.BadRequestError) as error:
         by_http(door, [said("Hi"), said("Yes?", role="assistant"), said(text("Look"), image(b"no picture"))])
     assert (error.value.code, error.value.param) == ("MEDIA_FORMAT", "messages[2].content[1]")
+    assert "the bytes are text; an image is taken as JPEG, PNG, WebP, GIF or BMP" in error.value.message
+
+
+def test_an_address_that_may_not_be_fetched_is_refused_with_what_may(door: Trio) -> None:
+    elsewhere = {"type": "image_url", "image_url": {"url": "http://10.0.0.7/secret.png"}}
+    with pytest.raises(openai.PermissionDeniedError) as error:
+        by_http(door, [said(text("Look"), image(), elsewhere)])
+    assert (error.value.code, error.value.param) == ("FETCH_FORBIDDEN", "messages[0].content[2]")
+    assert "only from hosts that the encoders' --allow-media-host names" in error.value.message
+    assert "or a data address" in error.value.message
+    assert "10.0.0.7" not in error.value.message
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,6 @@ _UNEXPLAINED = {
 
 _BY_REASON = {
     "NO_ENCODER": "; `twinlens status` shows which encoders the LLM service knows",
-    "MEDIA_FORMAT": "; --image takes JPEG, PNG, WebP, GIF and BMP, --video what holds a video",
-    "FETCH_FORBIDDEN": "; the encoders' --allow-media-host says where they may fetch from",
     "UNKNOWN_MODEL": "; `twinlens status` shows which one is served",
 }
 

@@ -140,7 +140,7 @@ def test_the_file_that_is_refused_is_named(capsys, llm: FakeLlm, llm_address: st
     images = [word for file in files for word in ("--image", file)]
     assert main(["ask", "--llm", llm_address, "--system", "be brief", "what?", *images]) == 1
     err = capsys.readouterr().err
-    assert f"MEDIA_FORMAT: not a picture ({files[1]}); --image takes JPEG" in err
+    assert f"MEDIA_FORMAT: not a picture ({files[1]})\n" in err
 
 
 def test_a_service_that_is_not_there(capsys, llm_address: str) -> None:
