@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ from common.errors import InvalidInput
 from common.media.data_url import is_data
 from gateway.api.chat_request import ChatRequest, Message, NamedTool, Part, ResponseFormat, TemplateSettings
 from gateway.api.fields import MediaSettings, Prompt, RequestFields, SamplingFields, shape_of
-from gateway.errors import TooLarge
+from gateway.errors import TooLarge, called
 from gateway.tools import calls_schema, definition, offered
 from twinlens.v1 import llm_pb2, media_pb2
 
@@ -120,7 +120,17 @@ def is_constrained(request: llm_pb2.GenerateRequest) -> bool:
     return request.sampling.WhichOneof("structured") is not None
 
 
-def form_of(asked: SamplingFields) -> str:
+def names_of(asked: SamplingFields) -> dict[str, str]:
+    """What the caller of a chat or completion calls fields that have another name here."""
+    form = _form_of(asked)
+    names = dict.fromkeys(_STRUCTURES, form) if form else {}
+    if not isinstance(asked, ChatRequest):
+        return names | {"input": "prompt"}
+    names |= {"input": "messages", "media": "messages", "logprobs": "top_logprobs"}
+    return names if asked.max_completion_tokens is None else names | {"max_tokens": "max_completion_tokens"}
+
+
+def _form_of(asked: SamplingFields) -> str:
     """The field that says which form the answer must have; empty where none does."""
     given = next((name for name in _FORMS if getattr(asked, name) is not None), "")
     if given or not isinstance(asked, ChatRequest):
@@ -130,15 +140,15 @@ def form_of(asked: SamplingFields) -> str:
 
 
 async def named_by(
-    form: str, events: AsyncGenerator[llm_pb2.GenerateResponse]
+    names: Mapping[str, str], events: AsyncGenerator[llm_pb2.GenerateResponse]
 ) -> AsyncGenerator[llm_pb2.GenerateResponse]:
-    """The same events; what is wrong with the answer's form is so with the field that has it."""
+    """The same events; what is wrong with a field is so with the one that the caller knows, by `names_of`."""
     async with aclosing(events) as each:
         try:
             async for said in each:
                 yield said
         except InvalidInput as error:
-            raise error.at(form) if form and error.field in _STRUCTURES else error from None
+            raise called(error, names) from None
 
 
 def _set_response_format(params: llm_pb2.SamplingParams, asked: ResponseFormat) -> None:
@@ -243,7 +253,7 @@ def continues(final: bool | None, new: bool | None) -> bool:
 def message(given: Message, settings: MediaSettings, field: str) -> llm_pb2.ChatMessage:
     """One message: its parts in order. An assistant's that calls may have none."""
     if given.content is None and not given.tool_calls:
-        raise InvalidInput("a message has content", reason="BAD_FIELD", field=f"{field}.content")
+        raise InvalidInput("a message needs content", reason="BAD_FIELD", field=f"{field}.content")
     if given.role == "tool" and given.tool_call_id is None:
         raise InvalidInput("the call is not named", reason="BAD_FIELD", field=f"{field}.tool_call_id")
     parts = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import to_json
@@ -99,7 +99,7 @@ def _services(error: NotEverywhere) -> list[dict[str, str | None]]:
 
 def from_validation(error: ValidationError) -> InvalidInput:
     """What is wrong with a request's body, by its first offence."""
-    first: Any = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    first: Any = error.errors(include_url=False, include_input=False)[0]
     field = _path(first["loc"])
     match first["type"]:
         case "json_invalid":
@@ -107,9 +107,19 @@ def from_validation(error: ValidationError) -> InvalidInput:
         case "extra_forbidden":
             return InvalidInput("this field is not served", reason="FIELD_NOT_SERVED", field=field)
         case "union_tag_invalid":
-            return InvalidInput("this kind is not served", reason="FIELD_NOT_SERVED", field=f"{field}.type")
+            *others, last = re.findall(r"\$(\w+)", first["ctx"]["expected_tags"])
+            only = f"{', '.join(others)} and {last}" if others else last
+            return InvalidInput(
+                f"this kind is not served, only {only}", reason="FIELD_NOT_SERVED", field=f"{field}.type"
+            )
         case "union_tag_not_found":
             return InvalidInput("its type is missing", reason="BAD_FIELD", field=f"{field}.type")
+        case "list_type" if str(first["loc"][-1]).startswith("$"):
+            return InvalidInput("it is neither a string nor an array", reason="BAD_FIELD", field=field)
+        case "too_short":
+            least = first["ctx"]["min_length"]
+            why = f"it has fewer than {least} {'item' if least == 1 else 'items'}"
+            return InvalidInput(why, reason="BAD_FIELD", field=field)
         case "value_error":
             return InvalidInput(first["msg"].removeprefix("Value error, "), reason="BAD_FIELD", field=field)
         case _:
@@ -129,6 +139,19 @@ def _path(location: tuple[str | int, ...]) -> str:
         elif not step.startswith("$"):
             path += f".{step[:LONGEST]}" if path else step[:LONGEST]
     return path
+
+
+ErrorT = TypeVar("ErrorT", bound=TwinlensError)
+
+
+def called(error: ErrorT, names: Mapping[str, str]) -> ErrorT:
+    """The same error, by the name that its field has for the caller, in a message that begins with that as well."""
+    name = names.get(error.field, error.field)
+    own = error.at(name)
+    first, space, rest = error.message.partition(" ")
+    if first == error.field:
+        own.message = name + space + rest
+    return own
 
 
 _OURS = {

@@ -202,7 +202,7 @@ class RequestMiddleware:
             return stated
         except HTTPException as stated:
             if stated.status_code == 404:
-                return NoRoute(404, "there is nothing at this path; OpenAI's API is below /v1")
+                return NoRoute(404, "there is nothing at this path; what is served of OpenAI's API is below /v1")
             allowed = (stated.headers or {}).get("Allow", "")
             return NoRoute(stated.status_code, f"this path has other methods: {allowed}", allowed)
         except Exception:  # noqa: BLE001 - whatever it is, the caller gets an answer, and the log the rest

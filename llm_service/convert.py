@@ -269,7 +269,7 @@ class RequestReader:
 
     def _media_list(self, given: Sequence[media_pb2.Media], field: str) -> list[MediaItem]:
         if len(given) > (limit := sum(self.max_items.values())):
-            raise _too_many_items(limit, "media item")
+            raise _too_many_items(limit, "media item", len(given))
         return [self._media(message, index, f"{field}[{index}]") for index, message in enumerate(given)]
 
     def _media(self, message: media_pb2.Media, index: int, field: str) -> MediaItem:
@@ -288,8 +288,8 @@ class RequestReader:
 
     def _check_media(self, media: list[MediaItem]) -> None:
         for kind, limit in self.max_items.items():
-            if sum(item.modality == kind for item in media) > limit:
-                raise _too_many_items(limit, kind)
+            if (count := sum(item.modality == kind for item in media)) > limit:
+                raise _too_many_items(limit, kind, count)
 
     def _check_parts(self, chat: llm_pb2.ChatInput) -> None:
         """A flood of messages or parts is only counted: each costs microseconds of the event loop."""
@@ -411,9 +411,8 @@ class SamplingReader:
 
     def _check_range(self, name: str, value: float, low: float, high: float) -> None:
         if not _is_within(name, value, low, high):
-            raise InvalidInput(
-                f"{name} must be between {low} and {high}", reason="OUT_OF_RANGE", field=f"sampling.{name}"
-            )
+            wanted = f"above {low}, and at most {high}" if name in _ABOVE_ZERO else f"between {low} and {high}"
+            raise InvalidInput(f"{name} must be {wanted}", reason="OUT_OF_RANGE", field=f"sampling.{name}")
 
     def _check_stop(self, message: llm_pb2.SamplingParams) -> None:
         if len(message.stop) > self._config.max_stop_texts:
@@ -501,8 +500,9 @@ def by_transport(counts: Mapping[int, int]) -> dict[tuple[str, ...], float]:
     return {(name,): counts.get(number, 0) for number, name in names.items() if number}
 
 
-def _too_many_items(limit: int, kind: str) -> InvalidInput:
-    return InvalidInput(f"a request may hold {limit} {kind}s", reason="TOO_MANY_ITEMS", field="media")
+def _too_many_items(limit: int, kind: str, count: int) -> InvalidInput:
+    said = f"a request may hold at most {limit} {kind}{'' if limit == 1 else 's'}, and this one has {count}"
+    return InvalidInput(said, reason="TOO_MANY_ITEMS", field="media")
 
 
 def _depth(text: str) -> int:

@@ -35,14 +35,14 @@ def decode(url: str, field: str) -> tuple[bytes, str]:
     mime_type, *parameters = url[len(_SCHEME) : max(comma, 0)].split(";")
     body = url[comma + 1 :]
     if comma < 0 or "base64" not in (each.strip().lower() for each in parameters):
-        raise _bad(field)
+        raise _bad("the data address does not say ;base64 before its comma", field)
     if "%" in body:
         for escaped, sign in _ESCAPED.items():
             body = body.replace(escaped, sign)
     try:
         return _decoded(body), mime_type
     except ValueError:
-        raise _bad(field) from None
+        raise _bad("what stands behind the comma of the data address is not base64", field) from None
 
 
 def _decoded(body: str) -> bytes:
@@ -52,5 +52,5 @@ def _decoded(body: str) -> bytes:
         return base64.b64decode(body.encode("ascii").translate(_URL_SAFE, _SPACES), validate=True)
 
 
-def _bad(field: str) -> InvalidInput:
-    return InvalidInput("the data address is not base64", reason="BAD_BASE64", field=field)
+def _bad(why: str, field: str) -> InvalidInput:
+    return InvalidInput(why, reason="BAD_BASE64", field=field)

@@ -162,7 +162,7 @@ class Chat:
             convert.is_constrained(message),
         )
         generation = self._generations.events(message, context.metadata, context.body_lease.release)
-        events = convert.named_by(convert.form_of(body), generation)
+        events = convert.named_by(convert.names_of(body), generation)
         if asked.prompt_scores is not None:
             events = collected(events, asked.prompt_scores)
         stream = body.stream

@@ -321,7 +321,7 @@ class ChatRequest(SamplingFields):
         if self.include_reasoning is False and (self.logprobs or self.return_token_ids):
             raise ValueError("logprobs and return_token_ids would tell the reasoning that include_reasoning leaves out")
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs go with logprobs alone")
+            raise ValueError("top_logprobs need logprobs: true")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("give max_completion_tokens or max_tokens, not both")
         if not self.tools and self.tool_choice not in (None, "none", "auto"):

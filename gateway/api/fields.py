@@ -199,5 +199,5 @@ class SamplingFields(RequestFields):
     @model_validator(mode="after")
     def _stream_options_go_with_a_stream(self) -> SamplingFields:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options go with stream alone")
+            raise ValueError("stream_options need stream: true")
         return self

@@ -41,7 +41,7 @@ _MESSAGE = re.compile(r"messages\[(\d+)\](?:\.content\[(\d+)\])?.*")
 _TOOL = re.compile(r"(tools\[\d+\])\.function\.(\w+)")
 _CALLED = {"stop": "stop_sequences", "response_format": "output_config.format", "parameters": "input_schema"}
 _CALLED |= {"chat_template_kwargs.enable_thinking": "thinking", "reasoning_effort": "output_config.effort"}
-_CALLED |= {"thinking_token_budget": "thinking.budget_tokens"}
+_CALLED |= {"thinking_token_budget": "thinking.budget_tokens", "input": "messages", "media": "messages"}
 _FORMS = ("json_schema", "structured_outputs")
 
 

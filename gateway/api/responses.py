@@ -53,7 +53,7 @@ class Responses:
         )
         output = Output(asked, context.id, name, parser)
         answer = self._generations.events(message, context.metadata, context.body_lease.release)
-        generation = convert.named_by(convert.form_of(body), answer)
+        generation = convert.named_by(convert.names_of(body), answer)
         stream = asked.stream
         del message, body, asked
         told = _told(generation, output, places)

@@ -18,6 +18,7 @@ from gateway.api.responses_request import (
     ResultItem,
     TextPart,
 )
+from gateway.errors import called
 
 
 def as_chat(asked: ResponsesRequest, places: list[int]) -> dict[str, Any]:
@@ -124,6 +125,7 @@ def _content(given: str | list[TextPart | ImagePart]) -> str | list[dict[str, An
 _MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
 _CALLED = {
     "max_tokens": "max_output_tokens",
+    "messages": "input",
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
     "tool_choice.function.name": "tool_choice.name",
@@ -139,4 +141,4 @@ def of_input(error: TwinlensError, places: list[int]) -> TwinlensError:
         return error.at(f"input[{place}]{match[2]}" if place >= 0 else "input")
     if match := _TOOL.fullmatch(error.field):
         return error.at(f"{match[1]}.{match[2]}")
-    return error.at(_CALLED.get(error.field, error.field))
+    return called(error, _CALLED)

@@ -37,6 +37,9 @@ with it: nothing where an answer goes round in the same few states, 6.4 KB a tok
 _OUTGROWN = 4
 """A compiled grammar that counts more than this part of the budget is made anew for the next request."""
 
+_LONGEST_CAUSE = 300
+"""Characters of what the compiler says: it repeats what it was given."""
+
 
 class Matcher(Protocol):
     """The state of one answer. A matcher that meets a limit turns to error and stays there."""
@@ -229,9 +232,8 @@ class Structures:
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
-            raise InvalidInput(
-                f"the {structure.kind} cannot be compiled, or allows nothing", reason="BAD_STRUCTURE", field=field
-            )
+            why = " ".join(matcher.get_error().split())[:_LONGEST_CAUSE]
+            raise InvalidInput(f"the {structure.kind} cannot be compiled: {why}", reason="BAD_STRUCTURE", field=field)
         return grammar, matcher
 
     def grammar(self, structure: Structure) -> str:

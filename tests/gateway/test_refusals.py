@@ -132,6 +132,87 @@ def test_a_path_says_which_methods_it_has(door: Trio) -> None:
     assert door.post(CHAT, b"", method="GET").error["message"] == "this path has other methods: POST"
 
 
+HI = {"messages": [said("Hi")]}
+
+
+def picture(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+PICTURE = picture("drawing.png")
+
+
+def schema(**given: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": given}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "says"),
+    [
+        (CHAT, {**HI, "top_p": 0}, "top_p", "top_p must be above 0.0, and at most 1.0"),
+        (CHAT, {**HI, "n": 99}, "n", "n must be between 1 and 8"),
+        (
+            CHAT,
+            {**HI, "max_completion_tokens": 0},
+            "max_completion_tokens",
+            "max_completion_tokens must be between 1 and",
+        ),
+        (CHAT, {**HI, "max_tokens": 0}, "max_tokens", "max_tokens must be between 1 and"),
+        (CHAT, {**HI, "logprobs": True, "top_logprobs": 30}, "top_logprobs", "top_logprobs must be between 0 and 20"),
+        (CHAT, {**HI, "top_logprobs": 3}, None, "top_logprobs need logprobs: true"),
+        (CHAT, {**HI, "stream_options": {}}, None, "stream_options need stream: true"),
+        (CHAT, {**HI, "stop": 5}, "stop", "it is neither a string nor an array"),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "neither a string nor an array"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", "a message needs content"),
+        (CHAT, {"messages": []}, "messages", "it has fewer than 1 item"),
+        (CHAT, {"messages": [said("a " * 20_000)]}, "messages", "tokens; the context holds"),
+        (CHAT, {"messages": [said(*[PICTURE] * 17)]}, "messages", "at most 16 images, and this one has 17"),
+        (CHAT, {"messages": [said(PICTURE)]}, "messages[0].content[0]", "begins with none of http:, https: and data:"),
+        (
+            CHAT,
+            {"messages": [said(picture("data:image/png,iVBO"))]},
+            "messages[0].content[0]",
+            "the data address does not say ;base64 before its comma",
+        ),
+        (
+            CHAT,
+            {"messages": [said(picture("data:;base64,@@@@"))]},
+            "messages[0].content[0]",
+            "what stands behind the comma of the data address is not base64",
+        ),
+        (
+            CHAT,
+            {"messages": [said({"type": "file", "file": {}})]},
+            "messages[0].content[0].type",
+            "this kind is not served, only text, image_url, video_url, input_audio and audio_url",
+        ),
+        (CHAT, {**HI, **schema(type="colour")}, "response_format", "cannot be compiled: Invalid type: colour"),
+        (CHAT, {**HI, **schema(enum=[])}, "response_format", "cannot be compiled: Unsatisfiable schema"),
+        ("/v1/completions", {"prompt": "a " * 20_000}, "prompt", "tokens; the context holds"),
+        ("/v1/responses", {"input": "a " * 20_000}, "input", "tokens; the context holds"),
+        ("/v1/responses", {"input": "a" * 2_000_000}, "input", "the prompt's text is longer than"),
+        (
+            "/v1/responses",
+            {"input": "a", "max_output_tokens": 0},
+            "max_output_tokens",
+            "max_output_tokens must be between 1 and",
+        ),
+        ("/v1/files", {}, None, "what is served of OpenAI's API is below /v1"),
+    ],
+)
+def test_a_refusal_says_what_is_wanted_in_the_callers_words(
+    door: Trio, path: str, body: dict[str, Any], param: str | None, says: str
+) -> None:
+    error = door.post(path, body).error
+    assert error["param"] == param
+    assert says in error["message"]
+
+
+def test_anthropics_callers_read_which_field_holds_too_much(door: Trio) -> None:
+    reply = door.post("/v1/messages", {"max_tokens": 9, "messages": [said("a " * 20_000)]})
+    assert json.loads(reply.body)["error"]["message"].startswith("messages: the prompt has ")
+
+
 @pytest.mark.parametrize("name", ["", "two words", "x" * 129, "ü"])
 def test_a_request_id_that_no_log_should_hold_is_refused(door: Trio, name: str) -> None:
     reply = door.post(CHAT, {"messages": [said("x")], "max_tokens": 1}, {"x-request-id": name})
