@@ -49,7 +49,7 @@ OF_THEIR_OWN = {"gpu_day", "library_towers", "tables", "vllm_environment"}
 def smallest() -> list[Table]:
     """Commands, each once."""
     # The files of a version are new: kernels would be compiled for them.
-    torch_alone = {"TWINLENS_LLM_KERNELS": "torch"}
+    torch_alone = {"TWINLENS_LLM_KERNELS": "torch", "TWINLENS_ENCODER_KERNELS": "torch"}
     others = [
         Table(name, ("-m", f"benchmarks.{module}", *options, *given), 300, torch_alone if name == "versions" else {})
         for name, given in OTHERS.items()
