@@ -211,10 +211,10 @@ class PromptBuilder:
         where, mrope_delta = positions(ids, spans, self._media_layout)
         spans = [replace(span, runs=tuple(run for run in span.runs if run.count)) for span in spans]
         longest = 0
-        if len(ids) > self._turns_at > 0:
+        if len(ids) + mrope_delta > self._turns_at > 0:  # one past its last place
             where, mrope_delta = where + np.int32(FAR), mrope_delta + FAR
         elif self._turns_at:  # with one token more, which is not computed, it would have to be computed anew
-            longest = self._turns_at + 1
+            longest = self._turns_at + 1 - mrope_delta
         return PromptLayout(ids, spans, where.tobytes(), mrope_delta, longest)
 
     def _place(self, slot: Slot, header: Header, ids: list[int], spans: list[Span]) -> None:

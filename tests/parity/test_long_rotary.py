@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ from llm_service.families.family import FAR
 from llm_service.models.decoder import Decoder
 from llm_service.models.library_rotary import LongRotary
 from tests.parity.library_side import GREEDY, Served
-from tools.models.prompts import Part
+from tools.models.prompts import Part, picture
 from tools.models.recipes import RECIPES
 from tools.models.reference import TOKENS, Reference
 from tools.models.tiny import make_by
@@ -95,3 +96,34 @@ def test_prompts_of_both_lengths_go_on_as_the_library_s_beside_each_other(tmp_pa
 def served_length(served: Served, parts: list[Part]) -> int:
     """Tokens of a prompt."""
     return len(served.prompt(parts).layout.ids)
+
+
+def test_pictures_whose_places_are_fewer_than_their_rows_reach_less_far(tmp_path: Path) -> None:
+    """The library counts places, of which a picture on three axes has as many as its longer side has rows."""
+    recipe, turns_at = RECIPES["paddleocr_vl"], 110
+
+    def config(*given: Any) -> Any:
+        made = recipe.config(*given)
+        text = made.text_config
+        factors = {"short_factor": [1.0, 1.2, 1.5, 2.0] * 2, "long_factor": [2.0, 3.0, 5.0, 9.0] * 2}
+        rope = {**text.rope_parameters, "rope_type": "longrope", **factors}
+        text.rope_parameters = {**rope, "original_max_position_embeddings": turns_at}
+        return made
+
+    folder = make_by(replace(recipe, config=config), tmp_path)
+    served, reference = Served.of(folder), Reference(folder)
+    many: list[Part] = [part for seed in range(4) for part in (picture(seed, 170, 110), "? ")]
+    asked = [many, [*many, "!" * 45], [*many, "!" * 80], ["!" * 90]]
+    prompts = [served.prompt(parts) for parts in asked]
+    lengths = [len(prompt.layout.ids) for prompt in prompts]
+    reaches = [int(np.frombuffer(prompt.layout.positions, np.int32).max()) % FAR + 1 for prompt in prompts]
+    assert lengths[0] > turns_at >= reaches[1] > turns_at - TOKENS
+    assert reaches[2] > turns_at
+    expected = [reference.tokens(reference.inputs(parts)) for parts in asked]
+    expected = [
+        said if reach > turns_at else said[: turns_at + 1 - reach]
+        for said, reach in zip(expected, reaches, strict=True)
+    ]
+    engine = served.engine(step_tokens=40)
+    assert isinstance(engine.decoder, Decoder)
+    assert [outcome.tokens for outcome in engine.run(prompts, GREEDY)] == expected
