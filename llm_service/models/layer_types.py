@@ -42,14 +42,16 @@ def chunk_lengths(text: Mapping[str, Any], family: Family, types: Sequence[str])
 
 def check_rotated(text: Mapping[str, Any], family: Family, types: Sequence[str]) -> None:
     """Raises CheckpointError where a configuration says of each layer whether it is rotated, and these are not the
-    local ones of a family whose local layers are, or in which layers positions are scaled, and these are not all."""
+    local ones of a family whose local layers are, if there are such, or in which layers positions are scaled, and these
+    are not all."""
     kind = (text.get("rope_parameters") or {}).get("rope_type", "default")
     if kind != "default" and len(text.get("rope_scaling_layers") or types) < len(types):
         raise CheckpointError("rotary positions that are scaled in some layers alone are not supported")
     rotated = text.get("no_rope_layers") or text.get("layer_rope_theta")  # both say 0 of a layer that is not
-    local = [each != FULL for each in types]
-    if family.rotary_in_windows and any(local) and rotated and [bool(each) for each in rotated] != local:
-        raise CheckpointError("local layers without rotary positions, or others with these, are not supported")
+    local = window_length(text) + chunk_length(text, family) > 0  # else all are rotated
+    found = [not local or each != FULL for each in types]
+    if family.rotary_in_windows and rotated and [bool(each) for each in rotated] != found:
+        raise CheckpointError("rotary positions of layers without a window, or local ones without, are not supported")
 
 
 def check_reach(text: Mapping[str, Any], family: Family, longest: int) -> None:

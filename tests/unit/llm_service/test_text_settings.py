@@ -70,6 +70,24 @@ def test_layers_without_a_window_turn_no_pair_where_others_have_one() -> None:
     assert (cosines("exaone4", sliding_window=8, sliding_window_pattern="LLLG", layer_types=types) == 1).all()
 
 
+@pytest.mark.parametrize(
+    ("window", "local", "rotated", "known"),
+    [(4, 3, 3, True), (4, 0, 0, True), (4, 0, 1, False), (None, 3, 3, False), (None, 0, 4, True)],
+)
+def test_layers_that_are_rotated_are_those_that_the_configuration_says(
+    window: int | None, local: int, rotated: int, *, known: bool
+) -> None:
+    """The first so many have a window, or are rotated. A trial, which has fewer layers, may not tell."""
+    types = ["sliding_attention"] * local + ["full_attention"] * (4 - local)
+    bases = [1e4] * rotated + [0.0] * (4 - rotated)
+    given: dict[str, Any] = {"sliding_window": window, "layer_types": types}
+    if known:
+        assert text("muse_glimmer_text", **given, layer_rope_theta=bases).layers == 4
+    else:
+        with pytest.raises(CheckpointError, match="rotary positions of layers without a window"):
+            text("muse_glimmer_text", **given, layer_rope_theta=bases)
+
+
 def test_layers_with_a_window_are_every_so_manieth_or_as_letters_say() -> None:
     for pattern in (4, "LLLG"):
         assert text("exaone4", sliding_window=8, sliding_window_pattern=pattern).windows == (8, 8, 8, 0)
