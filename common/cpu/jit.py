@@ -48,8 +48,8 @@ def compiled(
     """Compiled at its first call, and kept on disk where a folder for that can be written.
 
     numba notices changes of the function's own file. What is kept is named after the rest: whether numba divides its
-    loops among threads, the sum of the files of the modules and packages that else it is `made_of`, and the routines
-    that it `calls`.
+    loops among threads, the sum of this file and those of the modules and packages that else it is `made_of`, and the
+    routines that it `calls`.
     """
     function = named(function, parallel=parallel, made_of=made_of, calls=calls)
     options: dict[str, Any] = {"parallel": parallel, "fastmath": FREEDOMS, "nogil": True, "error_model": "numpy"}
@@ -72,10 +72,9 @@ def named(
     name = f"{function.__name__}_{mark}" if mark else function.__name__
     if not parallel:
         name += "_serial"
-    if made_of or calls:
-        sources = [source.read_bytes() for module in made_of for source in _sources(module)]
-        sources += (routine.py_func.__qualname__.encode() for routine in calls)
-        name += f"_{zlib.crc32(b''.join(sources)):08x}"
+    sources = [Path(__file__), *(source for module in made_of for source in _sources(module))]
+    found = [source.read_bytes() for source in sources] + [each.py_func.__qualname__.encode() for each in calls]
+    name += f"_{zlib.crc32(b''.join(found)):08x}"
     same = FunctionType(function.__code__, function.__globals__, function.__name__, closure=function.__closure__)
     same.__qualname__ = name
     return same
@@ -138,8 +137,9 @@ def inner(function: Callable[..., Any]) -> Any:
 
 def exact(function: Callable[..., Any]) -> Any:
     """A part of kernels whose sums and products are taken as they are written, in every one of them. The freedoms that
-    other parts have are used otherwise in each kernel, and even by whether it was just compiled or read from disk."""
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", **_BARE}
+    other parts have are used otherwise in each kernel, and even by whether it was just compiled or read from disk.
+    numba gives a part that says nothing the freedoms of whoever calls it first."""
+    options: dict[str, Any] = {"fastmath": False, "nogil": True, "error_model": "numpy", **_BARE}
     return numba.njit(**options)(function)
 
 
