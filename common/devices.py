@@ -61,6 +61,12 @@ def multiplies_bfloat16() -> bool:
 
 
 @functools.cache
+def multiplies_bytes() -> bool:
+    """Whether this CPU has AVX512-VNNI, likewise."""
+    return "avx512_vnni" in _flags()
+
+
+@functools.cache
 def multiplies_tiles() -> bool:
     """Whether this CPU has AMX for bfloat16, and Linux permits this process to use it.
 

@@ -303,9 +303,11 @@ def _form(
 
         return GpuWeight.of
     if device.type == "cpu" and selection.allows_panels():
-        from llm_service.layers.cpu.quantized_panels import QuantizedPanels  # numba takes its time
+        from llm_service.layers.cpu.quad_panels import QuadPanels  # numba takes its time
+        from llm_service.layers.cpu.quantized_panels import QuantizedPanels
 
-        return partial(QuantizedPanels.of, bfloat16=rounded.bfloat16)
+        wide = partial(QuantizedPanels.of, bfloat16=rounded.bfloat16)
+        return lambda parts, order: QuadPanels.of(parts, order) or wide(parts, order)
     return None
 
 

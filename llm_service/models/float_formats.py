@@ -45,11 +45,11 @@ class EightBits(SlicedWeight):
         zero: Stored | None = None,
         *,
         block: tuple[int, int] | None = None,
-        rounds_inputs: bool = False,
+        rounds_inputs: Number | None = None,
     ) -> None:
         self._number, self._weight, self._scale = number, weight, grid_of(scale)
         self._zero = 0 if zero is None else grid_of(zero, whole=True)
-        self._rounds_inputs = rounds_inputs and number is Number.E4M3
+        self._rounds_inputs = rounds_inputs is number
         self.shape = two_sides(weight)
         self._rows, self._columns = _group(self.shape, tuple(self._scale.shape), block)
 

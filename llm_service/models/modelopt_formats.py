@@ -18,7 +18,9 @@ _CHANGED = {"pre_quant_scale": "its inputs are to be scaled", "svdquant_lora_a":
 """Tensors of a module whose product is more than one with its weight."""
 
 
-def modelopt_weight(parts: Mapping[str, TensorInfo], tensors: Mapping[str, Stored], *, rounds_inputs: bool) -> Stored:
+def modelopt_weight(
+    parts: Mapping[str, TensorInfo], tensors: Mapping[str, Stored], *, rounds_inputs: Number | None
+) -> Stored:
     """The weight that the tensors of a module, by the last part of their names, are; `input_scale` is not read, since
     inputs are not rounded by it. Raises KeyError where one is missing, ValueError for what is not served.
 
@@ -39,7 +41,7 @@ def modelopt_weight(parts: Mapping[str, TensorInfo], tensors: Mapping[str, Store
     if powers:
         scale = PowersOfTwo(scale)
     if (number := _NUMBERS.get(kind)) is not None:
-        return EightBits(number, weight, scale, block=BLOCK, rounds_inputs=rounds_inputs and not powers)
+        return EightBits(number, weight, scale, block=BLOCK, rounds_inputs=None if powers else rounds_inputs)
     if powers:
         return PairsOfFloats(weight, scale, _MX_GROUP)
     if parts[name].dtype != "F8_E4M3":

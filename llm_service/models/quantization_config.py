@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.checkpoint import CheckpointError
+from llm_service.layers.quantized_weight import Number
 
 _MODELOPT = frozenset(
     {"FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_PB_REAL", "FP8_BLOCK_SCALES", "MXFP8", "W8A16"}
@@ -26,14 +27,14 @@ _COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", "pack-quan
 class Scheme:
     """What `quantization_config` says: the method, and what its tensors do not say themselves. `block` are outputs and
     inputs of a scale where scales are for blocks; `plus_one`: zeros are stored less by one; `rounds_inputs`: weights
-    are made to be multiplied with inputs in e4m3, each rounded as it comes."""
+    of these numbers are made to be multiplied with inputs that are such as well, each rounded as it comes."""
 
     method: str
     block: tuple[int, int] | None = None
     bits: int = 0
     group: int = 0
     plus_one: bool = False
-    rounds_inputs: bool = False
+    rounds_inputs: Number | None = None
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Scheme | None:
@@ -45,7 +46,7 @@ class Scheme:
         match method:
             case "fp8":
                 block = stated.get("weight_block_size")
-                rounds = stated.get("activation_scheme") == "dynamic"
+                rounds = Number.E4M3 if stated.get("activation_scheme") == "dynamic" else None
                 return cls(method, block=(int(block[0]), int(block[1])) if block else None, rounds_inputs=rounds)
             case "compressed-tensors":
                 return cls._compressed(stated)
@@ -68,7 +69,7 @@ class Scheme:
         for other in sorted(algorithms - _MODELOPT):
             why = f": {_OTHER_PRODUCTS[other]}" if other in _OTHER_PRODUCTS else ""
             raise CheckpointError(f"weights that Model Optimizer quantised as {other} are not served{why}")
-        return cls("modelopt", rounds_inputs=algorithms == {"FP8_PER_CHANNEL_PER_TOKEN"})
+        return cls("modelopt", rounds_inputs=Number.E4M3 if algorithms == {"FP8_PER_CHANNEL_PER_TOKEN"} else None)
 
     @classmethod
     def _packed(cls, method: str, stated: Mapping[str, Any], *, plus_one: bool = False) -> Scheme:
@@ -89,12 +90,24 @@ class Scheme:
         if len(blocks) > 1:
             raise CheckpointError("compressed-tensors with blocks of several sizes are not served")
         block = next(iter(blocks), None)
-        rounds = all(_rounds_inputs(group.get("input_activations") or {}) for group in groups)
-        return cls("compressed-tensors", block=(int(block[0]), int(block[1])) if block else None, rounds_inputs=rounds)
+        rounds = {_rounds_inputs(group.get("input_activations") or {}) for group in groups}
+        return cls(
+            "compressed-tensors",
+            block=(int(block[0]), int(block[1])) if block else None,
+            rounds_inputs=rounds.pop() if len(rounds) == 1 else None,
+        )
 
 
-def _rounds_inputs(stated: Mapping[str, Any]) -> bool:
-    return (stated.get("type"), stated.get("num_bits"), stated.get("dynamic")) == ("float", 8, True)
+def _rounds_inputs(stated: Mapping[str, Any]) -> Number | None:
+    """What inputs are rounded to as they come. Whole numbers are so where each token has a scale, and none a zero."""
+    if stated.get("num_bits") != 8 or stated.get("dynamic") is not True:
+        return None
+    match stated.get("type"):
+        case "float":
+            return Number.E4M3
+        case "int" if stated.get("strategy", "token") == "token" and stated.get("symmetric", True):
+            return Number.INT8
+    return None
 
 
 def quantization_of(config: Mapping[str, Any]) -> str:

@@ -142,6 +142,13 @@ def add_pairs(builder: Any, total: Value, one: Value, other: Value) -> Value:
     return builder.call(product, [total, one, other])
 
 
+def add_quads(builder: Any, total: Value, unsigned: Value, signed: Value) -> Value:
+    """total + the products of numbers of 8 bits, of one vector without a sign and of the other with one, four by four.
+    Totals are whole numbers, whose bits stand for float32's."""
+    product = declared(builder, "llvm.x86.avx512.vpdpbusd.512", WHOLE, [WHOLE] * 3)
+    return builder.bitcast(builder.call(product, [builder.bitcast(total, WHOLE), unsigned, signed]), VECTOR)
+
+
 def share(builder: Any) -> None:
     """Has kernels call the function that is being written, rather than have it within theirs, where a compiler may
     still join a product and a sum in one and not in another."""

@@ -15,9 +15,11 @@ from common.cpu.vectors.llvm import (
     LINE,
     SINGLE,
     VECTOR,
+    WHOLE,
     WORD,
     Value,
     add_pairs,
+    add_quads,
     ask,
     at,
     constant,
@@ -31,7 +33,7 @@ from common.cpu.vectors.llvm import (
     store,
     store_half_lines,
 )
-from common.cpu.vectors.stored import HALF_LINES, Paired, kind_of, stored_bytes, widened_line
+from common.cpu.vectors.stored import HALF_LINES, QUADS, Paired, kind_of, stored_bytes, widened_line
 
 NOTHING, ROWS = 0, -1
 """What a product may ask of the memory while it computes: nothing, or the rows of out and x that come next (all of
@@ -146,6 +148,9 @@ def _write_turns(builder: Any, shape: _Shape, kind: Any, places: Sequence[Value]
 
 def _added(builder: Any, kind: Any, place: Value, weight: Sequence[Value], totals: Sequence[Value]) -> list[Value]:
     """Sums with the products of one input, whose number is at an address."""
+    if kind == QUADS:
+        four = spread_whole(builder, load(builder, place, FLAG))
+        return [add_quads(builder, total, part, four) for total, part in zip(totals, weight, strict=True)]
     if kind == types.uint64 or isinstance(kind, Paired):
         both = spread_whole(builder, load(builder, place, FLAG))
         return [add_pairs(builder, total, both, part) for total, part in zip(totals, weight, strict=True)]
@@ -235,6 +240,28 @@ def _add_scaled(_: Any, vectors: Any, _places: Any, _apart: Any, _of_x: Any) -> 
     return signature, generate
 
 
+def _write_whole_sums(_: Any, vectors: Any, _places: Any, _more: Any, _factor: Any) -> Any:
+    """out = (sums + more) · (scale · factor) + bias, where sums are whole numbers of 32 bits, of 16 · `vectors`
+    numbers: the first sum is exact, and all others are rounded. `places` as for `write_sums`."""
+    if not isinstance(vectors, types.IntegerLiteral):
+        return None
+    signature = types.void(vectors, types.UniTuple(types.intp, 4), types.int32, types.float32)
+    many = vectors.literal_value
+
+    def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
+        out, sums, scales, biases = cgutils.unpack_tuple(builder, given[1])
+        more, factor = spread_whole(builder, given[2]), spread(builder, given[3])
+        for line in range(0, LINE * many, LINE):
+            scale, bias = (load(builder, plus(builder, base, line), VECTOR) for base in (scales, biases))
+            whole = builder.add(load(builder, plus(builder, sums, line), WHOLE), more)
+            number = builder.sitofp(whole, VECTOR)
+            total = multiply_add(builder, number, builder.fmul(scale, factor), bias)
+            store(builder, total, plus(builder, out, line))
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
 def _write_sums(_: Any, vectors: Any, _places: Any) -> Any:
     """out = sums · scale + bias, rounded once, of 16 · `vectors` numbers. `places` are the addresses of out, sums,
     scale and bias."""
@@ -255,6 +282,7 @@ def _write_sums(_: Any, vectors: Any, _places: Any) -> Any:
 
 add_products: Any = intrinsic(_add_products)
 write_sums: Any = intrinsic(_write_sums)
+write_whole_sums: Any = intrinsic(_write_whole_sums)
 in_pairs: Any = intrinsic(_in_pairs)
 widened_stretch: Any = intrinsic(_widened_stretch)
 scaled_stretch: Any = intrinsic(_scaled_stretch)

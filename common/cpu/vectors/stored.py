@@ -58,16 +58,24 @@ class Paired(NamedTuple):
     kind: Any
 
 
+QUADS = "quads"
+"""In place of a type: numbers of 8 bits without a sign, of four inputs side by side, which are one input here (see
+`QuadPanels`). Rows have numbers with a sign; sums are whole numbers of 32 bits, whose bits stand for float32's."""
+
+
 def kind_of(stored: Any) -> Any:
-    """What weights are stored in, of the type of an array of it; `Paired`, of that of a tuple with the array alone."""
-    return Paired(stored.dtype.dtype) if isinstance(stored, types.UniTuple) else stored.dtype
+    """What weights are stored in, of the type of an array of it; `Paired`, of that of a tuple with the array alone;
+    `QUADS`, of that of a tuple of four."""
+    if not isinstance(stored, types.UniTuple):
+        return stored.dtype
+    return QUADS if stored.count == 4 else Paired(stored.dtype.dtype)
 
 
 def stored_bytes(kind: Any, vectors: int) -> int:
-    """Bytes of the weights of one input, or of two that are multiplied at once."""
+    """Bytes of the weights of one input, or of those that are multiplied at once."""
     if isinstance(kind, Paired):
         return 2 * stored_bytes(kind.kind, vectors)
-    return LANES * vectors * _BITS[kind] // 8
+    return LINE * vectors if kind == QUADS else LANES * vectors * _BITS[kind] // 8
 
 
 def widened_line(builder: Any, kind: Any, place: Value, vectors: int) -> list[Value]:
@@ -87,7 +95,7 @@ def widened_line(builder: Any, kind: Any, place: Value, vectors: int) -> list[Va
         return [builder.bitcast(half, VECTOR) for both in halves for half in both]
     size = stored_bytes(kind, 1)
     places = [plus(builder, place, size * part) for part in range(vectors)]
-    if kind == types.uint64:  # multiplied as they are
+    if kind in (types.uint64, QUADS):  # multiplied as they are
         return [load(builder, each, WHOLE) for each in places]
     if kind == types.uint16:
         return [builder.fpext(load(builder, each, HALVES, size=2), VECTOR) for each in places]

@@ -16,6 +16,7 @@ from llm_service.layers.cpu import layer_kernel, layer_products, row_kernels, se
 from llm_service.layers.cpu.layer_kernel import Weight
 from llm_service.layers.cpu.pair_panels import PairPanels
 from llm_service.layers.cpu.panels import PanelWeight
+from llm_service.layers.cpu.quad_panels import QuadPanels
 from llm_service.layers.cpu.quantized_panels import QuantizedPanels
 from llm_service.layers.cpu.row_kernels import NumbaOps
 from llm_service.layers.cpu.selection import fused_vectors
@@ -78,7 +79,7 @@ class FewRows:
             return None
         linears = (attention.qkv, attention.o, mlp.gate_up, mlp.down)
         forms = [(linear.laid_out, linear.bias) for linear in linears]
-        panels = PanelWeight, PairPanels, QuantizedPanels
+        panels = PanelWeight, PairPanels, QuantizedPanels, QuadPanels
         products = [
             _adapted(linear, form.array_product(bias))
             for linear, (form, bias) in zip(linears, forms, strict=True)

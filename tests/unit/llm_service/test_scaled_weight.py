@@ -209,23 +209,29 @@ def test_experts_with_many_rows_in_bfloat16_go_through_it(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("stated", "rounds"),
     [
-        ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, True),
-        ({"quant_method": "fp8", "activation_scheme": "static"}, False),
-        ({"quant_method": "fp8"}, False),
-        ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, True),
-        ({"quant_method": "modelopt", "quant_algo": "FP8"}, False),
-        (("float", 8, True), True),
-        (("float", 8, False), False),
-        (("int", 8, True), False),
-        (None, False),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, Number.E4M3),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, None),
+        ({"quant_method": "fp8"}, None),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, Number.E4M3),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, None),
+        (("float", 8, True), Number.E4M3),
+        (("float", 8, False), None),
+        (("int", 8, True), Number.INT8),
+        (("int", 8, True, "token", True), Number.INT8),
+        (("int", 8, True, "token", False), None),
+        (("int", 8, True, "tensor", True), None),
+        (("int", 8, False), None),
+        (("int", 4, True), None),
+        (None, None),
     ],
     ids=str,
 )
-def test_checkpoints_say_whether_inputs_are_rounded(stated: Any, rounds: bool) -> None:
+def test_checkpoints_say_whether_inputs_are_rounded(stated: Any, rounds: Number | None) -> None:
     if not isinstance(stated, dict):
-        activations = None if stated is None else dict(zip(("type", "num_bits", "dynamic"), stated, strict=True))
+        names = "type", "num_bits", "dynamic", "strategy", "symmetric"
+        activations = None if stated is None else dict(zip(names, stated, strict=False))
         group = {"format": "float-quantized", "input_activations": activations}
         stated = {"quant_method": "compressed-tensors", "config_groups": {"a": group}}
     scheme = Scheme.of({"quantization_config": stated})
     assert scheme is not None
-    assert scheme.rounds_inputs == rounds
+    assert scheme.rounds_inputs is rounds

@@ -1,0 +1,187 @@
+"""A product of rows that are rounded to 8 bits, each with a scale of its own, with a weight of 8 bits in panels of
+quads (`llm_service.layers.cpu.quad_panels`), compiled by numba for processors with AVX512-VNNI. Sums are whole numbers,
+so they are exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from common.cpu import phases, vectors, weight_panels
+from common.cpu.jit import Array, Typed, exact, inner, threads_used
+from common.cpu.phases import counts_of, done, take, wait
+from common.cpu.routines import Routine, parallel_for, threaded
+from common.cpu.vectors.llvm import FLOAT, LANES
+from common.cpu.vectors.products import ROWS, write_whole_sums
+from common.cpu.vectors.whole import largest_magnitude, round_to_bytes
+from common.cpu.weight_panels import VECTORS, WIDTH, first_line
+from llm_service.layers.cpu import panel_kernel
+from llm_service.layers.cpu.panel_kernel import AT_ONCE, FEW, TOGETHER, add_rows, task_rows
+
+QUAD = 4
+"""Inputs whose weights for one output lie side by side."""
+_STORED = (np.empty(0, np.int8),) * QUAD
+"""Of the type that quads are stored in."""
+_STRETCH = 64
+"""Quads of inputs that all rows go through before the next: 16 KiB of a panel, half of most first-level caches."""
+_INPUTS = QUAD * _STRETCH
+OFFSET = 128
+"""By which weights are more than they are."""
+STEPS = np.float32(127.5)
+"""Of a row's largest number, how many steps it is divided into: as compressed-tensors has it, so that as many are above
+zero as below."""
+
+
+@inner
+def _packed_rows(rows: Any, quads: Any) -> Any:
+    """Room for rows of so many quads, int8 [stretches, rows + 1, 256], all zeros."""
+    return np.zeros(((quads + _STRETCH - 1) // _STRETCH, rows + 1, _INPUTS), np.int8)
+
+
+@exact
+def _pack_row(packed: Any, scales: Any, sums: Any, row: Any, x: Any) -> None:
+    """Fills a row of packed, its scale and its sum with one of x [n, k], float32. Of a row with what is not a finite
+    number the scale is none."""
+    inputs = x.shape[1]
+    whole, left = inputs // LANES, inputs % LANES
+    begin, rest = x.ctypes.data + row * inputs * FLOAT, np.zeros(LANES, np.float32)
+    for place in range(left):
+        rest[place] = x[row, whole * LANES + place]
+    of_whole, of_rest = largest_magnitude(begin, whole), largest_magnitude(rest.ctypes.data, 1)
+    if not (of_whole < np.float32(np.inf) and of_rest < np.float32(np.inf)):
+        scales[row] = np.float32(np.nan)
+        sums[row] = 0
+        return
+    largest = max(of_whole, of_rest)
+    scale = largest / STEPS if largest > np.float32(0.0) else np.float32(1.0)
+    total = 0
+    for stretch in range(packed.shape[0]):
+        first = stretch * (_INPUTS // LANES)
+        count = min(_INPUTS // LANES, whole - first)
+        out = packed.ctypes.data + (stretch * packed.shape[1] + row) * _INPUTS
+        total += round_to_bytes(out, begin + first * LANES * FLOAT, scale, count)
+        if left and first <= whole < first + _INPUTS // LANES:
+            total += round_to_bytes(out + (whole - first) * LANES, rest.ctypes.data, scale, 1)
+    scales[row] = scale
+    sums[row] = total
+
+
+def _sum_panel(sums: Any, numbers: Any, apart: Any, weights: Any, quads: Any, rows: Any) -> None:
+    """Adds up int32 sums [rows, 64] of a panel, all by their addresses: rows of numbers as `_packed_rows` has them, so
+    many bytes from one stretch of them to the next."""
+    size = WIDTH * QUAD
+    for first in range(0, quads, _STRETCH):
+        count, here = min(_STRETCH, quads - first), weights + first * size
+        x = numbers + first // _STRETCH * apart
+        places = (sums, WIDTH * FLOAT, x, _INPUTS, here, here + _STRETCH * size, size)
+        if rows <= TOGETHER:
+            add_rows(VECTORS, VECTORS, 1, _STORED, (0, rows), places, count)
+        elif rows <= 3 * TOGETHER:
+            add_rows(VECTORS, VECTORS, 2, _STORED, (0, rows), places, count)
+        else:
+            add_rows(VECTORS, VECTORS, 4, _STORED, (0, min(FEW, rows)), places, count)
+            add_rows(VECTORS, VECTORS, ROWS, _STORED, (FEW, rows), places, count)
+
+
+SUM = Routine(_sum_panel, made_of=[vectors, weight_panels, panel_kernel])
+_sum = SUM.call
+
+
+@inner
+def _multiply(
+    out: Any,
+    packed: Any,
+    scales: Any,
+    sums: Any,
+    panels: Any,
+    weight: Any,
+    bias: Any,
+    panel: Any,
+    begin: Any,
+    rows: Any,
+) -> None:
+    """Fills out [begin : begin + rows] of one panel's outputs; the others are as in `_product`."""
+    quads, apart = panels.shape[1], packed.shape[1] * _INPUTS
+    room = np.zeros((rows + 2) * WIDTH + LANES, np.float32)
+    totals = room.ctypes.data + first_line(room) * FLOAT
+    numbers = packed.ctypes.data + begin * _INPUTS
+    _sum((totals, numbers, apart, panels.ctypes.data + panel * quads * WIDTH * QUAD, quads, rows))
+    first = panel * WIDTH
+    width, aside = min(WIDTH, out.shape[1] - first), totals + (rows + 1) * WIDTH * FLOAT
+    constants = weight.ctypes.data + first * FLOAT, bias.ctypes.data + first * FLOAT
+    for row in range(begin, begin + rows):
+        to = out.ctypes.data + (row * out.shape[1] + first) * FLOAT
+        of_row = totals + (row - begin) * WIDTH * FLOAT
+        more = np.int32(-OFFSET * sums[row])
+        if width == WIDTH:
+            write_whole_sums(VECTORS, (to, of_row, *constants), more, scales[row])
+        else:
+            write_whole_sums(VECTORS, (aside, of_row, *constants), more, scales[row])
+            at = first_line(room) + (rows + 1) * WIDTH
+            for place in range(width):
+                out[row, first + place] = room[at + place]
+
+
+@inner
+def _work(
+    thread: Any,
+    counts: Any,
+    out: Any,
+    packed: Any,
+    scales: Any,
+    sums: Any,
+    x: Any,
+    panels: Any,
+    weight: Any,
+    bias: Any,
+    most: Any,
+) -> None:
+    """What a thread does of `_product`."""
+    rows = x.shape[0]
+    row = take(counts, 0, thread, rows)
+    while row >= 0:
+        _pack_row(packed, scales, sums, row, x)
+        done(counts, 0)
+        row = take(counts, 0, thread, rows)
+    wait(counts, 0, rows)
+    parts = (rows + most - 1) // most
+    task = take(counts, 1, thread, panels.shape[0] * parts)
+    while task >= 0:
+        begin, panel = task % parts * most, task // parts
+        _multiply(out, packed, scales, sums, panels, weight, bias, panel, begin, min(most, rows - begin))
+        task = take(counts, 1, thread, panels.shape[0] * parts)
+
+
+def _product(out: Any, x: Any, panels: Any, weight: Any, bias: Any, most: Any, threads: Any) -> None:
+    """float32 out [m, outputs], x [m, k], panels and weight, its scale, as in `QuadPanels`, which bias is as long as. A
+    task has `most` rows of a panel's outputs."""
+    rows = x.shape[0]
+    counts, packed = counts_of(2, threads), _packed_rows(rows, panels.shape[1])
+    scales, sums = np.empty(rows, np.float32), np.empty(rows, np.int32)
+    parallel_for(_work, (counts, out, packed, scales, sums, x, panels, weight, bias, most), threads)
+
+
+_kernel = threaded(_product, [phases, vectors, weight_panels, panel_kernel], [SUM])
+_matrix, _vector = numba.float32[:, ::1], numba.float32[::1]
+TYPED = {
+    "sum": Typed(SUM, ()),
+    "product": Typed(_kernel, (_matrix, _matrix, numba.uint32[:, :, ::1], _vector, _vector, numba.intp, numba.intp)),
+}
+
+
+def product(x: Array, panels: Array, scale: Array, bias: Array, inputs: int, outputs: int) -> Array:
+    """x float32 [m, inputs] → x · panels · scale + bias, float32 [m, outputs]; scale and bias as there.
+
+    Raises ValueError where x has another shape or type.
+    """
+    if x.ndim != 2 or x.shape[1] != inputs or x.dtype != np.float32:
+        raise ValueError(f"{x.dtype} {x.shape} does not fit a weight of {inputs} inputs")
+    out, x = np.empty((x.shape[0], outputs), np.float32), np.ascontiguousarray(x)
+    for begin in range(0, len(x), AT_ONCE):
+        part = x[begin : begin + AT_ONCE]
+        threads = threads_used()
+        tasks = task_rows(len(part), len(panels), threads), threads
+        _kernel(out[begin : begin + AT_ONCE], part, panels, scale, bias, *tasks)
+    return out

@@ -1,0 +1,133 @@
+"""A weight of 8 bits that is multiplied with rows of as many, on a CPU, in panels of 64 outputs where four inputs lie
+side by side, as AVX512-VNNI multiplies them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.cpu.arrays import lined
+from common.cpu.jit import Array
+from common.cpu.weight_panels import WIDTH
+from llm_service.layers.cpu import quad_kernel, selection
+from llm_service.layers.cpu.quad_kernel import OFFSET, QUAD, STEPS
+from llm_service.layers.quantized_weight import GroupedWeight, Number, QuantizedWeight
+
+_AT_ONCE = 64
+"""Panels that are laid out, or multiplied with by torch, at a time, so that this takes little memory beside them."""
+_MOST_INPUTS = 1 << 16
+"""Products of a number from −128 to 127 and one from 0 to 255, of which 32 bits hold the sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuadPanels:
+    """w[o, i] = number[o, i] · scale[o], multiplied with rows of x[i] ≈ rounded[i] · s, where s is a row's largest
+    number, whatever its sign, divided by 127.5.
+
+    `panels` uint32 [⌈outputs / 64⌉, ⌈inputs / 4⌉, 64] has four inputs' numbers in a word, the first in its lowest byte,
+    each more by 128; `scale` float32 is [64 ⌈outputs / 64⌉]. Both are padded, with zeros that are 128 more as well.
+    """
+
+    outputs: int
+    inputs: int
+    panels: Array
+    scale: Array
+
+    @classmethod
+    def of(cls, parts: Sequence[QuantizedWeight], order: Tensor | None = None) -> QuadPanels | None:
+        """Lays out weights over the same inputs, one below the other; `order` int64 [outputs] says where each of their
+        outputs goes. None where they are not made for it, or the kernel does not compute here."""
+        if not all(_fits(each) for each in parts) or (whole := GroupedWeight.of(parts, order)) is None:
+            return None
+        if len(whole.ends) > 1 or len(whole.zero):
+            return None
+        outputs, inputs = len(whole.codes), whole.inputs
+        scale = np.zeros(-(-outputs // WIDTH) * WIDTH, np.float32)
+        scale[:outputs] = (whole.scale[0].float() * whole.unit).numpy()
+        return cls(outputs, inputs, _panels(whole.codes.view(torch.int8)), scale)
+
+    @property
+    def number(self) -> Number:
+        """What the weight's numbers are."""
+        return Number.INT8
+
+    @property
+    def nbytes(self) -> int:
+        """See `LaidOut`."""
+        return int(self.panels.nbytes + self.scale.nbytes)
+
+    @property
+    def kernels(self) -> frozenset[str]:
+        """See `NumbaCompiled`."""
+        return frozenset({f"{quad_kernel.__name__}:product"})
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x […, inputs] → x Wᵀ + b, […, outputs], in the type of x."""
+        rows = x.reshape(-1, x.shape[-1]).float()
+        wide = None if bias is None else bias.float()
+        if selection.is_numba():
+            out = torch.from_numpy(self.array_product(wide)(rows.numpy()))
+        else:
+            out = self._by_torch(rows, wide)
+        return out.to(x.dtype).view(*x.shape[:-1], self.outputs)
+
+    def array_product(self, bias: Tensor | None = None) -> Callable[[Array], Array]:
+        """The product of arrays, float32 [m, inputs] → [m, outputs]; ValueError for rows that do not fit."""
+        added = np.zeros_like(self.scale)
+        if bias is not None:
+            added[: self.outputs] = bias.numpy()
+        product = quad_kernel.product
+        return partial(
+            product, panels=self.panels, scale=self.scale, bias=added, inputs=self.inputs, outputs=self.outputs
+        )
+
+    def _by_torch(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        """The same sums while our kernel is not there."""
+        numbers, scales = rounded_rows(rows)
+        every = []
+        for first in range(0, len(self.panels), _AT_ONCE):
+            words = self.panels[first : first + _AT_ONCE].view(np.uint8)
+            weights = torch.from_numpy(words.view(np.int8) ^ np.int8(-OFFSET)).unflatten(2, (WIDTH, QUAD))
+            weights = weights.transpose(1, 2).flatten(2).flatten(0, 1)[:, : self.inputs]
+            every.append(torch._int_mm(numbers, weights.t()))
+        sums = torch.cat(every, dim=1)[:, : self.outputs].float()
+        out = sums * (torch.from_numpy(self.scale)[: self.outputs] * scales.unsqueeze(1))
+        return out if bias is None else out + bias
+
+
+def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x float32 [m, inputs] → numbers int8 [m, inputs], and scales [m] that they are to be multiplied with: none where
+    one of a row is not a finite number."""
+    largest = x.abs().amax(1) if x.shape[1] else x.new_zeros(len(x))
+    scales = torch.where(largest > 0, largest / float(STEPS), 1.0)
+    scales = torch.where(largest.isfinite(), scales, torch.nan)
+    return (x / scales.unsqueeze(1)).round_().clamp_(-128, 127).nan_to_num_(0.0).to(torch.int8), scales
+
+
+def _fits(weight: QuantizedWeight) -> bool:
+    """Whether it is made to be multiplied so, and there is a kernel for it, here."""
+    return (
+        weight.rounds_inputs
+        and weight.number is Number.INT8
+        and weight.codes.device.type == "cpu"
+        and 0 < weight.inputs <= _MOST_INPUTS
+        and selection.computes_bytes()
+    )
+
+
+def _panels(codes: Tensor) -> Array:
+    """Numbers int8 [outputs, inputs] → panels as in `QuadPanels`."""
+    outputs, inputs = codes.shape
+    count, quads = -(-outputs // WIDTH), -(-inputs // QUAD)
+    words = lined((count, quads, WIDTH), np.uint32)
+    out = torch.from_numpy(words.view(np.int8)).view(count, quads, WIDTH, QUAD)
+    for part, rows in zip(out.split(_AT_ONCE), codes.split(_AT_ONCE * WIDTH), strict=True):
+        padded = rows.new_zeros(len(part) * WIDTH, QUAD * quads)
+        padded[: len(rows), :inputs] = rows
+        part.copy_((padded ^ -OFFSET).view(len(part), WIDTH, quads, QUAD).transpose(1, 2))
+    return words

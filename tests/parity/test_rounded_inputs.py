@@ -1,0 +1,88 @@
+"""Checkpoints that are made to be multiplied with inputs of 8 bits (W8A8), against transformers with
+compressed-tensors, which rounds inputs as such checkpoints say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from common.checkpoint import Checkpoint
+from llm_service.layers.cpu import selection
+from llm_service.layers.cpu.quad_panels import QuadPanels
+from llm_service.layers.linear import PackedLinear
+from llm_service.models.loader import load_decoder
+from llm_service.request import SamplingParams
+from tests import reference
+from tests.checkpoints import Family
+from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
+from tests.parity.test_bfloat16 import logits
+from tests.quantized import FORMATS, quantize_checkpoint
+
+pytestmark = pytest.mark.skipif(not selection.computes_bytes(), reason="this processor lacks AVX512-VNNI")
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+WEIGHTS = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
+INPUTS = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+CONFIG = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head", "re:.*visual.*"],
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": INPUTS}},
+}
+
+
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen2_5_vl"])
+def folders(
+    request: pytest.FixtureRequest, checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    """A checkpoint as llm-compressor writes it, and one of the weights that it is."""
+    family: Family = request.param
+    root = tmp_path_factory.mktemp("rounded")
+    quantized, wide = quantize_checkpoint(checkpoints(family), FORMATS["int-quantized"], root)
+    path = quantized / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": CONFIG}))
+    return quantized, wide
+
+
+def prompts_of(folder: Path) -> list[Prompt]:
+    picture = Image.fromarray(np.random.default_rng(1).integers(0, 256, (90, 120, 3), dtype=np.uint8))
+    return [make_prompt(folder, parts) for parts in (["Tell me about circles."], [picture, "What is it?"])]
+
+
+def test_inputs_are_rounded_as_the_library_rounds_them(folders: tuple[Path, Path]) -> None:
+    """An input that is half-way between two numbers goes to either by the last bit of a sum before, and so do all that
+    come of it: rows are nearly the same up to there, and nearer than without rounding from there on."""
+    quantized, wide = folders
+    prompt = prompts_of(quantized)[0]
+    unrounded, expected = (reference.reference_logits(folder, prompt.inputs) for folder in (wide, quantized))
+    ours = logits(load_decoder(Checkpoint(quantized), torch.float32, torch.device("cpu")), prompt)
+    apart = (ours - expected).norm(dim=1) / (unrounded - expected).norm(dim=1)
+    assert apart[:2].max() < 1e-3
+    assert apart.median() < 0.5
+
+
+def test_company_and_cached_prefixes_change_no_token(folders: tuple[Path, Path]) -> None:
+    quantized, _ = folders
+    prompts = prompts_of(quantized)
+    alone = [LocalEngine(quantized).run([prompt], GREEDY)[0].tokens for prompt in prompts]
+    company = LocalEngine(quantized, step_tokens=48, max_running=8, prefix_cache=True)
+    for _ in range(2):  # the second time from the cache
+        outcomes = company.run([*prompts, *prompts], GREEDY)
+        assert [outcome.tokens for outcome in outcomes] == alone * 2
+    assert any(outcome.cached for outcome in outcomes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_text_layers_are_in_quads_and_nothing_else(folders: tuple[Path, Path], dtype: torch.dtype) -> None:
+    decoder = load_decoder(Checkpoint(folders[0]), dtype, torch.device("cpu"))
+    forms = [module.laid_out for module in decoder.layers.modules() if isinstance(module, PackedLinear)]
+    assert len(forms) == 4 * len(decoder.layers)
+    assert all(isinstance(form, QuadPanels) for form in forms)
+    assert not isinstance(decoder.lm_head.laid_out, QuadPanels)
