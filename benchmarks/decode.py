@@ -30,6 +30,8 @@ from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
 from common.cpu.jit import use_threads
 from common.devices import default_dtype
+from llm_service.layers.cpu import selection
+from llm_service.layers.weight_dtype import W8A8
 from llm_service.models.adapter_folder import Adaptable, read
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import Decoder
@@ -73,10 +75,11 @@ def main() -> None:
     peer = [_least(step, given.steps) for step in _peer(folder, contexts, dtype)]
     print("| | " + " | ".join(f"{batch} sequences" for batch in _BATCHES) + " |\n" + "|---" * (1 + len(_BATCHES)) + "|")
     print("| transformers | " + " | ".join(f"{1e3 * seconds:.1f} ms" for seconds in peer) + " |")
-    for attention, weights in (("torch", ""), ("numba", ""), ("numba", "int8")):
+    short = ["int8", W8A8] if selection.computes_bytes() else ["int8"]
+    for attention, weights in (("torch", ""), ("numba", ""), *(("numba", each) for each in short)):
         ours = [_least(step, given.steps) for step in _ours(folder, contexts, attention, weights, dtype)]
         cells = [f"{1e3 * mine:.1f} ms ({mine / other:.2f})" for mine, other in zip(ours, peer, strict=True)]
-        print(f"| {attention}{', int8 weights' if weights else ''} | " + " | ".join(cells) + " |")
+        print(f"| {attention}{f', {weights} weights' if weights else ''} | " + " | ".join(cells) + " |")
 
 
 def _print_adapters(folder: Path, contexts: Tensor, dtype: torch.dtype, given: argparse.Namespace) -> None:

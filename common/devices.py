@@ -67,6 +67,12 @@ def multiplies_bytes() -> bool:
 
 
 @functools.cache
+def multiplies_byte_tiles() -> bool:
+    """Whether tiles (`multiplies_tiles`) may be of 8 bits as well."""
+    return "amx_int8" in _flags()
+
+
+@functools.cache
 def multiplies_tiles() -> bool:
     """Whether this CPU has AMX for bfloat16, and Linux permits this process to use it.
 

@@ -54,7 +54,10 @@ class LlmConfig(ServerConfig):
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     weight_dtype: str = option(
-        "", "int8 rounds matrices to 8 bits when they are loaded; by default they are as --dtype", choices=("", "int8")
+        "",
+        "int8 rounds matrices to 8 bits when they are loaded, and w8a8, on CPUs with AVX512-VNNI, what a layer's are"
+        " multiplied with as well; by default they are as --dtype",
+        choices=("", "int8", "w8a8"),
     )
     tp: int = option(1, "tensor-parallel ranks, each with a GPU of its own, or sharing the CPU", minimum=1)
     start_seconds: float = option(

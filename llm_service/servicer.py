@@ -405,6 +405,7 @@ def _weights(weights: Weights) -> llm_pb2.Weights:
         bits=weights.bits,
         widened_in=weights.widened_in,
         bytes=weights.bytes,
+        inputs=weights.inputs,
     )
 
 

@@ -4,7 +4,7 @@ docs/design/cpu-kernels.md."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -79,69 +79,84 @@ def pack_pairs(packed: Any, row: Any, x: Any, source: Any) -> None:
         packed[row, pair] = word
 
 
-@inner
-def add_blocks(fresh: Any, rows: Any, places: Any, count: Any, most: Any) -> None:
-    """Products of whole blocks of rows with a stretch of a panel, `places` as `add_tiles` has them: of two blocks at a
-    time with half of the outputs, then with the others. Sums begin at 0 where they are `fresh`. The first blocks ask
-    for what comes next, so many lines at most for each 16 pairs of this."""
-    out, out_step, x, x_step, weights, size, coming = places
-    turns = (rows + BLOCK) // (2 * BLOCK)
-    share, end = max(_LEAST_LINES, most // (2 * turns)), coming + count * most * LINE
-    for row in range(0, rows, 2 * BLOCK):
-        lines = share if coming < end else 0
-        out_at, x_at = out + row * out_step, x + row * x_step
-        if row + BLOCK == rows:
-            here = (out_at, out_step, x_at, x_step, weights, size, coming)
-            if fresh:
-                multiply_tiles(1, VECTORS, 2 * lines, here, count)
-            else:
-                add_tiles(1, VECTORS, 2 * lines, here, count)
-            break
-        for half in range(0, ROW, ROW // 2):
-            here = (out_at + half, out_step, x_at, x_step, weights + half, size, coming)
-            if fresh:
-                multiply_tiles(2, _HALF, lines, here, count)
-            else:
-                add_tiles(2, _HALF, lines, here, count)
-            coming += lines * count * LINE
+class Sums(NamedTuple):
+    """What adds up products by tiles: see `summing`."""
+
+    add_blocks: Any
+    sum_few: Any
+    sum_many: Any
 
 
-@inner
-def sum_few(room: Any, packed: Any, panels: Any, panel: Any, rows: Any) -> None:
-    """The sums of one panel, float32 [rows, 64] from the first line of `room` on, of one block of rows at most, which
-    `packed` begins with: they stay in tiles."""
-    pairs = panels.shape[1]
-    sums = room.ctypes.data + first_line(room) * FLOAT
-    weights = panels.ctypes.data + panel * pairs * ROW
-    configure_tiles(rows)
-    places = (sums, ROW, packed.ctypes.data, packed.shape[1] * FLOAT, weights, ROW, weights + _AHEAD * ROW)
-    multiply_tiles(1, VECTORS, _LINES, places, pairs // BLOCK)
-    release_tiles()
+def summing(multiply: Any, add: Any) -> Sums:
+    """Parts of kernels that add up products by these two of `common.cpu.vectors.tiles`, to sums that begin at 0 and to
+    others."""
+
+    @inner
+    def add_blocks(fresh: Any, rows: Any, places: Any, count: Any, most: Any) -> None:
+        """Products of whole blocks of rows with a stretch of a panel, `places` as `add_tiles` has them: of two blocks
+        at a time with half of the outputs, then with the others. Sums begin at 0 where they are `fresh`. The first
+        blocks ask for what comes next, so many lines at most for each 16 pairs of this."""
+        out, out_step, x, x_step, weights, size, coming = places
+        turns = (rows + BLOCK) // (2 * BLOCK)
+        share, end = max(_LEAST_LINES, most // (2 * turns)), coming + count * most * LINE
+        for row in range(0, rows, 2 * BLOCK):
+            lines = share if coming < end else 0
+            out_at, x_at = out + row * out_step, x + row * x_step
+            if row + BLOCK == rows:
+                here = (out_at, out_step, x_at, x_step, weights, size, coming)
+                if fresh:
+                    multiply(1, VECTORS, 2 * lines, here, count)
+                else:
+                    add(1, VECTORS, 2 * lines, here, count)
+                break
+            for half in range(0, ROW, ROW // 2):
+                here = (out_at + half, out_step, x_at, x_step, weights + half, size, coming)
+                if fresh:
+                    multiply(2, _HALF, lines, here, count)
+                else:
+                    add(2, _HALF, lines, here, count)
+                coming += lines * count * LINE
+
+    @inner
+    def sum_few(room: Any, packed: Any, panels: Any, panel: Any, rows: Any) -> None:
+        """The sums of one panel, float32 [rows, 64] from the first line of `room` on, of one block of rows at most,
+        which `packed` begins with: they stay in tiles."""
+        pairs = panels.shape[1]
+        sums = room.ctypes.data + first_line(room) * FLOAT
+        weights = panels.ctypes.data + panel * pairs * ROW
+        configure_tiles(rows)
+        places = (sums, ROW, packed.ctypes.data, packed.shape[1] * FLOAT, weights, ROW, weights + _AHEAD * ROW)
+        multiply(1, VECTORS, _LINES, places, pairs // BLOCK)
+        release_tiles()
+
+    @inner
+    def sum_many(room: Any, packed: Any, panels: Any, chosen: Any, begin: Any, rows: Any) -> None:
+        """The sums of some panels, one behind the other, float32 [padded rows, 64] each, from the first line of `room`
+        on, of the rows [begin : begin + rows] of `packed`. `chosen` are (first, how many, apart): the second half of an
+        even number of panels begins so many behind the first half, unless that is 0, and they lie side by side."""
+        first, count, apart = chosen
+        pairs, step, half = panels.shape[1], packed.shape[1] * FLOAT, count // 2 if apart else count
+        size = padded(rows)
+        sums = room.ctypes.data + first_line(room) * FLOAT
+        configure_tiles(BLOCK)
+        for at in range(0, pairs, _STRETCH):
+            x = packed.ctypes.data + begin * step + at * FLOAT
+            for index in range(count):
+                panel = first + index if index < half else first + apart + index - half
+                following = panel * pairs + at + pairs
+                if index + 1 == count:
+                    following = first * pairs + at + _STRETCH
+                elif index + 1 == half:
+                    following = (first + apart) * pairs + at
+                weights, coming = panels.ctypes.data + (panel * pairs + at) * ROW, panels.ctypes.data + following * ROW
+                places = (sums + index * size * ROW, ROW, x, step, weights, ROW, coming)
+                add_blocks(at == 0, size, places, min(_STRETCH, pairs - at) // BLOCK, _LINES)
+        release_tiles()
+
+    return Sums(add_blocks, sum_few, sum_many)
 
 
-@inner
-def sum_many(room: Any, packed: Any, panels: Any, chosen: Any, begin: Any, rows: Any) -> None:
-    """The sums of some panels, one behind the other, float32 [padded rows, 64] each, from the first line of `room` on,
-    of the rows [begin : begin + rows] of `packed`. `chosen` are (first, how many, apart): the second half of an even
-    number of panels begins so many behind the first half, unless that is 0, and they lie side by side."""
-    first, count, apart = chosen
-    pairs, step, half = panels.shape[1], packed.shape[1] * FLOAT, count // 2 if apart else count
-    size = padded(rows)
-    sums = room.ctypes.data + first_line(room) * FLOAT
-    configure_tiles(BLOCK)
-    for at in range(0, pairs, _STRETCH):
-        x = packed.ctypes.data + begin * step + at * FLOAT
-        for index in range(count):
-            panel = first + index if index < half else first + apart + index - half
-            following = panel * pairs + at + pairs
-            if index + 1 == count:
-                following = first * pairs + at + _STRETCH
-            elif index + 1 == half:
-                following = (first + apart) * pairs + at
-            weights, coming = panels.ctypes.data + (panel * pairs + at) * ROW, panels.ctypes.data + following * ROW
-            places = (sums + index * size * ROW, ROW, x, step, weights, ROW, coming)
-            add_blocks(at == 0, size, places, min(_STRETCH, pairs - at) // BLOCK, _LINES)
-    release_tiles()
+add_blocks, sum_few, sum_many = summing(multiply_tiles, add_tiles)
 
 
 @inner

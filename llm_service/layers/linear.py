@@ -100,7 +100,8 @@ class PackedLinear(Linear):
     One product over the stack reads the input once and starts one kernel in place of several. `inputs` and `parts` are
     this rank's ranges of the checkpoint's columns and of each part's rows. The rows of all parts come one after the
     other, unless `order` int64 says where each of them goes. A part may be several ranges of the checkpoint's rows.
-    Without `rounds` the weight is what the checkpoint has, whatever others are rounded to.
+    Without `rounds` the weight is what the checkpoint has, whatever others are rounded to, and without `rounds_inputs`
+    so is what it is multiplied with.
     """
 
     def __init__(
@@ -112,13 +113,14 @@ class PackedLinear(Linear):
         dtype: torch.dtype,
         order: Tensor | None = None,
         rounds: bool = True,
+        rounds_inputs: bool = True,
     ) -> None:
         self.parts = {name: (rows,) if isinstance(rows, slice) else rows for name, rows in parts.items()}
         outputs = sum(length(each) for rows in self.parts.values() for each in rows)
         super().__init__(length(inputs), outputs, bias=bias, dtype=dtype)
         self._inputs = inputs
         self._order = order
-        self._rounds = rounds
+        self._rounds, self._rounds_inputs = rounds, rounds_inputs
         self._quantized: dict[str, list[QuantizedWeight]] = {}
         self._missing = {(part, kind) for part in parts for kind, _ in self.named_parameters()}
         self.inputs, self.outputs = length(inputs), outputs
@@ -175,7 +177,8 @@ class PackedLinear(Linear):
         if self.laid_out is not None:
             return
         if not self._quantized:
-            rounded = rounded if self._rounds else replace(rounded, int8=False)
+            int8, inputs = rounded.int8 and self._rounds, rounded.inputs and self._rounds_inputs
+            rounded = replace(rounded, int8=int8, inputs=inputs)
             self._replace_weight(laid_out(self.weight.detach(), rounded))
         elif missing := self.parts.keys() - self._quantized.keys():
             raise ValueError(f"{min(missing)} is not quantised, as what it is computed with is")
@@ -271,13 +274,13 @@ def laid_out(weight: Tensor, rounded: Rounded = EXACT) -> LaidOut | None:
 
         panels: LaidOut | None
         if rounded.int8:
-            panels = None if rounded.bfloat16 else PanelWeight.rounded(weight)
+            panels = None if rounded.bfloat16 or rounded.inputs else PanelWeight.rounded(weight)
         else:
             panels = (PairPanels if rounded.bfloat16 else PanelWeight).of(weight)
         if panels is not None:
             return panels
     if rounded.int8:
-        return quantized([QuantizedWeight.rounded(weight)], rounded=rounded)
+        return quantized([QuantizedWeight.rounded(weight, inputs=rounded.inputs)], rounded=rounded)
     return BlockedWeight.of(weight)
 
 

@@ -82,14 +82,16 @@ class QuantizedWeight:
     rounds_inputs: bool = False
 
     @classmethod
-    def rounded(cls, weight: Tensor) -> QuantizedWeight:
-        """A weight [outputs, inputs] in 8 bits with a scale for each output: its largest number becomes ±127."""
+    def rounded(cls, weight: Tensor, *, inputs: bool = False) -> QuantizedWeight:
+        """A weight [outputs, inputs] in 8 bits with a scale for each output: its largest number becomes ±127. With
+        `inputs` it is to be multiplied with inputs that are rounded as well."""
         scale = weight.abs().amax(1).float().clamp(min=torch.finfo(torch.float32).tiny) / _HIGHEST
         values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
         for part, whole, factor in zip(values.split(1024), weight.split(1024), scale.split(1024), strict=True):
             part.copy_((whole.float() / factor.unsqueeze(1)).round_())
-        inputs = weight.shape[1]
-        return cls(Number.INT8, values.view(torch.uint8), inputs, scale.unsqueeze(1), columns=inputs)
+        width = weight.shape[1]
+        codes = values.view(torch.uint8)
+        return cls(Number.INT8, codes, width, scale.unsqueeze(1), columns=width, rounds_inputs=inputs)
 
     @property
     def shape(self) -> tuple[int, int]:

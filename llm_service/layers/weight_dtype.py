@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+W8A8 = "w8a8"
 _NARROW = torch.bfloat16, torch.float16
 _AT_ONCE = 64
 """Rows of a weight that are compared at a time."""
@@ -14,11 +15,17 @@ _AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """What is rounded before it is multiplied: weights to `int8`; to `bfloat16`, on CPUs that multiply it faster, rows,
-    and weights that have not fewer bits."""
+    """What is rounded before it is multiplied: weights to `int8`, and with `inputs` rows as well; to `bfloat16`, on
+    CPUs that multiply it faster, rows, and weights that have not fewer bits."""
 
     int8: bool = False
     bfloat16: bool = False
+    inputs: bool = False
+
+    @classmethod
+    def of(cls, weight_dtype: str, *, bfloat16: bool = False) -> Rounded:
+        """As --weight-dtype says: "", int8 or w8a8."""
+        return cls(int8=weight_dtype in ("int8", W8A8), bfloat16=bfloat16, inputs=weight_dtype == W8A8)
 
 
 EXACT = Rounded()

@@ -339,9 +339,9 @@ def embeddings_of(config: TextConfig, group: TensorGroup, dtype: torch.dtype) ->
 
 
 def head_of(config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> PackedLinear:
-    """A rank's share of the matrix of logits."""
+    """A rank's share of the matrix of logits, which are sensitive to what their inputs lose."""
     words = {"lm_head": group.vocabulary_share(config.vocab_size)}
-    return PackedLinear(slice(0, config.hidden_size), words, bias=False, dtype=dtype)
+    return PackedLinear(slice(0, config.hidden_size), words, bias=False, dtype=dtype, rounds_inputs=False)
 
 
 def _layer(index: int, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> Layer:

@@ -67,7 +67,7 @@ def fill_head(
 ) -> None:
     """As `fill_decoder`, where the model is, with the types that `load_decoder` was told for it."""
     bfloat16 = dtype == torch.bfloat16 and target.dtype == torch.float32
-    fill_decoder(head, weights, target.device, Rounded(int8=weight_dtype == "int8", bfloat16=bfloat16))
+    fill_decoder(head, weights, target.device, Rounded.of(weight_dtype, bfloat16=bfloat16))
 
 
 def ends_of(

@@ -21,20 +21,22 @@ from llm_service.models.quantized import load_weights, quantized_modules
 class TextLinear(nn.Module):
     """Stands for a linear layer of the library, [..., in_features] → [..., out_features], until `targets` have been
     read without a weight. Ranks keep the `inputs` and `outputs` that they say before; one that `sums` what all ranks
-    have of its outputs adds its bias, `summed_bias`, behind that."""
+    have of its outputs adds its bias, `summed_bias`, behind that. `rounds_inputs` as `PackedLinear` has it."""
 
-    def __init__(self, of: nn.Linear) -> None:
+    def __init__(self, of: nn.Linear, *, rounds_inputs: bool = True) -> None:
         super().__init__()
         self.in_features, self.out_features = of.in_features, of.out_features
         self.inputs, self.outputs = slice(0, of.in_features), slice(0, of.out_features)
         self.sums = False
+        self._rounds_inputs = rounds_inputs
         self._has_bias, self._dtype = of.bias is not None, of.weight.dtype
         self._product: PackedLinear | None = None
 
     def targets(self, own: str) -> dict[str, Place]:
         """See `Placed`."""
         bias = self._has_bias and not self.sums
-        made = PackedLinear(self.inputs, {own: self.outputs}, bias=bias, dtype=self._dtype)
+        parts, rounds = {own: self.outputs}, self._rounds_inputs
+        made = PackedLinear(self.inputs, parts, bias=bias, dtype=self._dtype, rounds_inputs=rounds)
         self._product = made
         found = made.targets("")
         if self._has_bias and self.sums:
@@ -84,9 +86,9 @@ def fill_quantised(checkpoint: Checkpoint, names: dict[str, str], device: torch.
     return lambda model: _fill(model, load_weights(checkpoint, names.get), device, _rounded(model))
 
 
-def round_linears(model: Any, device: torch.device) -> Fill:
-    """Puts ours in the places of all linear layers of a text, and of its head, whose weights are to be rounded to 8
-    bits. What chooses experts is no such layer: the library has classes of its own for that."""
+def round_linears(model: Any, device: torch.device, weight_dtype: str) -> Fill:
+    """Puts ours in the places of all linear layers of a text, and of its head, whose weights are to be rounded, as
+    `load_decoder` has it. What chooses experts is no such layer: the library has classes of its own for that."""
     text, head = decoder_of(model), head_of(model)
     wanted = {id(part) for part in [*text.modules(), head] if type(part) is nn.Linear}
     taken: dict[str, Tensor] = {}
@@ -94,12 +96,12 @@ def round_linears(model: Any, device: torch.device) -> Fill:
         if id(part) in wanted:
             taken |= {f"{name}.{kind}": tensor.detach() for kind, tensor in part.named_parameters(recurse=False)}
             _replace(model, name)
-    return lambda whole: _fill(whole, _given_up(taken), device, _rounded(whole, int8=True))
+    return lambda whole: _fill(whole, _given_up(taken), device, _rounded(whole, weight_dtype))
 
 
-def _rounded(model: Any, *, int8: bool = False) -> Rounded:
+def _rounded(model: Any, weight_dtype: str = "") -> Rounded:
     """Rows of a model in bfloat16 are that anyway."""
-    return Rounded(int8=int8, bfloat16=model.dtype == torch.bfloat16)
+    return Rounded.of(weight_dtype, bfloat16=model.dtype == torch.bfloat16)
 
 
 def _given_up(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Stored]]:
@@ -116,7 +118,7 @@ def _replace(model: nn.Module, path: str) -> None:
     of = model.get_submodule(path)
     assert isinstance(of, nn.Linear), "what is replaced multiplies"
     parent, _, own = path.rpartition(".")
-    setattr(model.get_submodule(parent), own, TextLinear(of))
+    setattr(model.get_submodule(parent), own, TextLinear(of, rounds_inputs=of is not head_of(model)))
 
 
 def _fill(model: nn.Module, weights: Iterable[tuple[str, Stored]], device: torch.device, rounded: Rounded) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from common import log
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoint import Checkpoint
 from common.library import LibraryModel
 from common.library_classes import complete, load, speaking
 from llm_service.layers.group import ALONE, TensorGroup
@@ -15,7 +15,7 @@ from llm_service.models.library_decoder import LibraryDecoder, MakesBackend
 from llm_service.models.library_linear import Fill, fill_quantised, leave_quantised, round_linears
 from llm_service.models.library_text import text_alone
 from llm_service.models.quantization_config import Scheme
-from llm_service.models.quantized import tell_of_cache
+from llm_service.models.quantized import check_weight_dtype, tell_of_cache
 from llm_service.models.trial import Finding, try_out
 
 _log = log.get("library_loader")
@@ -33,12 +33,11 @@ def load_library_decoder(
     attention: str | MakesBackend = "auto",
 ) -> LibraryDecoder:
     """Reads the text's weights alone, and keeps this rank's share of them; None: its trial has yet to be made.
-    `weight_dtype` int8 rounds the matrices of its linear layers, and of the head; `attention` as
-    `LibraryDecoder` has it. Raises CheckpointError where the
-    library cannot, or we cannot serve it so."""
-    scheme, int8 = Scheme.of(checkpoint.config), weight_dtype == "int8"
-    if int8 and scheme is not None:
-        raise CheckpointError("--weight-dtype int8 is for weights that the checkpoint has not quantised")
+    `weight_dtype` int8 rounds the matrices of its linear layers, and of the head, and w8a8 what those of the layers are
+    multiplied with as well; `attention` as `LibraryDecoder` has it. Raises CheckpointError where the library cannot, or
+    we cannot serve it so."""
+    scheme = Scheme.of(checkpoint.config)
+    check_weight_dtype(weight_dtype, scheme, device)
     found = finding or try_out(checkpoint.folder, group.on_hosts())
     names: dict[str, str] = {}
 
@@ -48,11 +47,11 @@ def load_library_decoder(
             names.update(leave_quantised(checkpoint, model))
 
     # What is to be cut, or rounded, may be more than a device holds.
-    at_once = group.size == 1 and not int8
+    at_once = group.size == 1 and not weight_dtype
     model = load(checkpoint.folder, strip, dtype, device if at_once else torch.device("cpu"))
     fill: Fill | None = None
-    if int8:
-        fill = round_linears(model, device)
+    if weight_dtype:
+        fill = round_linears(model, device, weight_dtype)
     elif names:
         _log.info("weights stay as they are quantised", method="" if scheme is None else scheme.method)
         fill = fill_quantised(checkpoint, names, device)

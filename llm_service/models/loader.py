@@ -20,7 +20,7 @@ from llm_service.models.decoder import Decoder
 from llm_service.models.filling import fill_decoder
 from llm_service.models.parted_tensors import PartedTensors
 from llm_service.models.quantization_config import Scheme
-from llm_service.models.quantized import load_weights, tell_of_cache
+from llm_service.models.quantized import check_weight_dtype, load_weights, tell_of_cache
 
 _log = log.get("loader")
 
@@ -66,18 +66,17 @@ def load_decoder(
     """Builds one rank's share of the checkpoint's decoder on a device, reading that share alone; `text` says what of
     the checkpoint that is, None: what its family does.
 
-    `weight_dtype` int8 rounds the matrices of the layers and of the head, each rank its own share; embeddings and norms
-    stay. On a CPU whose products of bfloat16 are ours, these and what is kept of tokens (`Decoder.kv_dtype`) alone are
-    bfloat16, with sums in float32: what is between them is float32 (`Decoder.dtype`). Raises CheckpointError where a
-    weight is missing or does not fit, or the ranks cannot share the model.
+    `weight_dtype` int8 rounds the matrices of the layers and of the head, each rank its own share, and w8a8 what the
+    layers' are multiplied with as well; embeddings and norms stay. On a CPU whose products of bfloat16 are ours, these
+    and what is kept of tokens (`Decoder.kv_dtype`) alone are bfloat16, with sums in float32: what is between them is
+    float32 (`Decoder.dtype`). Raises CheckpointError where a weight is missing or does not fit, or cannot be rounded
+    so, or the ranks cannot share the model.
     """
-    text, int8 = text or TextSide.of(checkpoint), weight_dtype == "int8"
-    scheme = Scheme.of(checkpoint.config)
-    if int8 and scheme is not None:
-        raise CheckpointError("--weight-dtype int8 is for weights that the checkpoint has not quantised")
-    rounded, kept = Rounded(int8=int8), dtype
+    text, scheme = text or TextSide.of(checkpoint), Scheme.of(checkpoint.config)
+    check_weight_dtype(weight_dtype, scheme, device)
+    rounded, kept = Rounded.of(weight_dtype), dtype
     if dtype == torch.bfloat16 and device.type == "cpu" and selection.computes_bfloat16():
-        dtype, rounded = torch.float32, Rounded(int8=int8, bfloat16=True)
+        dtype, rounded = torch.float32, Rounded.of(weight_dtype, bfloat16=True)
     try:
         # Where weights stay quantised, their long forms are never written to: they cost a CPU nothing, a GPU all.
         decoder = Decoder(text.config, group, dtype, torch.device("cpu") if scheme is not None else device)

@@ -7,10 +7,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
+import torch
+
 from common import log
-from common.checkpoint import Checkpoint, TensorInfo
+from common.checkpoint import Checkpoint, CheckpointError, TensorInfo
 from common.weights import SliceReader, load_slices
+from llm_service.layers.cpu import selection
 from llm_service.layers.linear import Stored
+from llm_service.layers.weight_dtype import W8A8
 from llm_service.models.quantization_config import Scheme, cache_type_of
 from llm_service.models.quantized_formats import is_quantised, quantised_weight
 from llm_service.models.stacked_formats import QuantizedStack, belongs_to, stacks_within
@@ -33,6 +37,14 @@ def quantized_modules(checkpoint: Checkpoint) -> list[str]:
     if Scheme.of(checkpoint.config) is None:
         return []
     return [module for module, parts in _modules(checkpoint).items() if _has_quantised(parts)]
+
+
+def check_weight_dtype(weight_dtype: str, scheme: Scheme | None, device: torch.device) -> None:
+    """Raises CheckpointError where weights cannot be rounded so."""
+    if weight_dtype and scheme is not None:
+        raise CheckpointError(f"--weight-dtype {weight_dtype} is for weights that the checkpoint has not quantised")
+    if weight_dtype == W8A8 and not (device.type == "cpu" and selection.computes_bytes()):
+        raise CheckpointError("--weight-dtype w8a8 is for our kernels on CPUs with AVX512-VNNI")
 
 
 def tell_of_cache(checkpoint: Checkpoint) -> None:

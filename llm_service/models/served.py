@@ -16,13 +16,15 @@ from llm_service.models.config import TextConfig
 
 class Weights(msgspec.Struct, frozen=True):
     """Weights as a rank holds them: what has quantised them, if anything, what most of their numbers are then, the bits
-    of one, and where they become longer (registers or memory); bytes of all, with scales."""
+    of one, and where they become longer (registers or memory); bytes of all, with scales; what they are multiplied
+    with, if that is rounded to as few bits."""
 
     quantization: str = ""
     number: str = ""
     bits: int = 0
     widened_in: str = ""
     bytes: int = 0
+    inputs: str = ""
 
 
 @dataclass(frozen=True, slots=True)

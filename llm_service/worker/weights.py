@@ -19,18 +19,22 @@ def describe(model: nn.Module, quantization: str) -> Weights:
     """Of a model whose weights are final; `quantization` names what has quantised some of them, if anything."""
     plain = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters() if parameter.numel()}
     numbers: Counter[Number] = Counter()
-    memory = total = 0
+    memory = short = total = 0
     for weight in _laid_out(model):
         total += weight.nbytes
         number = getattr(weight, "number", None)
         if isinstance(number, Number):
             numbers[number] += weight.nbytes
             memory += weight.nbytes if isinstance(weight, QuantizedWeight) else 0
+            short += weight.nbytes if getattr(weight, "rounded_inputs", None) else 0
     if not numbers:
         return Weights(bytes=total + sum(plain.values()))
     number = max(numbers, key=lambda each: numbers[each])
+    every = total + sum(plain.values())
+    if 2 * short > numbers.total():
+        return Weights(quantization, number.value, number.bits, bytes=every, inputs=number.value)
     where = "memory" if 2 * memory > numbers.total() else "registers"
-    return Weights(quantization, number.value, number.bits, where, total + sum(plain.values()))
+    return Weights(quantization, number.value, number.bits, where, every)
 
 
 def _laid_out(model: nn.Module) -> Iterator[Weighty]:

@@ -16,6 +16,7 @@ from common.library_classes import load
 from common.library_models import describe
 from common.small_models import made_up
 from llm_service.layers.cpu import selection
+from llm_service.layers.cpu.quad_panels import QuadPanels
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.linear import PackedLinear
 from llm_service.models.library_decoder import LibraryDecoder
@@ -114,16 +115,16 @@ def test_logits_of_two_ranks_are_those_of_one(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.fixture
-def rounded() -> Callable[[str], tuple[Tensor, Tensor, LibraryDecoder]]:
+def rounded() -> Callable[..., tuple[Tensor, Tensor, LibraryDecoder]]:
     """Logits of an architecture's prompt by plain weights and by those in 8 bits, and the decoder that has these."""
 
-    def make_both(kind: str) -> tuple[Tensor, Tensor, LibraryDecoder]:
+    def make_both(kind: str, weight_dtype: str = "int8") -> tuple[Tensor, Tensor, LibraryDecoder]:
         logits, decoder = [], None
         for short in (False, True):
             model = made_up(config_of_recipe(kind), text_alone)
             prompt = drawn_prompt(model)
             positions, cuts = torch.arange(len(prompt.ids)).expand(3, -1), [(0, len(prompt.ids))]
-            fill = round_linears(model, CPU) if short else None
+            fill = round_linears(model, CPU, weight_dtype) if short else None
             decoder = LibraryDecoder(model, torch.float32, CPU, fill=fill)
             with torch.inference_mode():
                 logits.append(logits_in_chunks(decoder, prompt, positions, cuts, []))
@@ -141,6 +142,20 @@ def test_weights_in_int8_are_rounded_and_say_nearly_the_same(
     assert weights_of(decoder.weights(), "int8").number == "int8"
     assert len(linears(decoder)) == 7 * decoder._text.config.num_hidden_layers + 1, "and the head"
     assert not [part for part in decoder.weights().modules() if type(part) is nn.Linear]
+
+
+@pytest.mark.skipif(not selection.computes_bytes(), reason="this processor lacks AVX512-VNNI")
+def test_inputs_are_rounded_as_well_but_for_the_head_s(
+    rounded: Callable[..., tuple[Tensor, Tensor, LibraryDecoder]],
+) -> None:
+    whole, short, decoder = rounded("cohere2_vision", "w8a8")
+    assert 0.001 < (whole - short).norm() / whole.norm() < 0.08
+    assert weights_of(decoder.weights(), "w8a8").inputs == "int8"
+    forms = {isinstance(part._product.laid_out, QuadPanels) for part in linears(decoder) if part._product is not None}
+    assert forms == {True, False}
+    (head,) = (part for part in linears(decoder) if part.out_features == whole.shape[1])
+    assert head._product is not None
+    assert not isinstance(head._product.laid_out, QuadPanels)
 
 
 def test_what_chooses_experts_is_not_rounded(
@@ -172,7 +187,7 @@ def test_quantised_experts_that_the_library_stacks_are_refused_by_name(kind: str
 def test_what_asks_for_a_weight_that_stays_short_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = made_up(config_of_recipe("cohere2_vision"), text_alone)
     feed_forward: Any = type(model.get_decoder().layers[0].mlp)
-    fill = round_linears(model, CPU)
+    fill = round_linears(model, CPU, "int8")
     monkeypatch.setattr(feed_forward, "forward", lambda self, x: x @ self.up_proj.weight.T)
     with pytest.raises(CheckpointError, match=r"asks a linear layer in 8 or 4 bits: .* no attribute 'weight'"):
         LibraryDecoder(model, torch.float32, CPU, fill=fill)

@@ -12,12 +12,16 @@ import pytest
 import torch
 from PIL import Image
 
-from common.checkpoint import Checkpoint
+from common.checkpoint import Checkpoint, CheckpointError
 from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.quad_panels import QuadPanels
+from llm_service.layers.experts import Experts
 from llm_service.layers.linear import PackedLinear
 from llm_service.models.loader import load_decoder
+from llm_service.models.quantization_config import Scheme
+from llm_service.models.quantized import check_weight_dtype
 from llm_service.request import SamplingParams
+from llm_service.worker.weights import describe
 from tests import reference
 from tests.checkpoints import Family
 from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
@@ -26,6 +30,7 @@ from tests.quantized import FORMATS, quantize_checkpoint
 
 pytestmark = pytest.mark.skipif(not selection.computes_bytes(), reason="this processor lacks AVX512-VNNI")
 
+CPU = torch.device("cpu")
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 WEIGHTS = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
 INPUTS = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
@@ -62,7 +67,7 @@ def test_inputs_are_rounded_as_the_library_rounds_them(folders: tuple[Path, Path
     quantized, wide = folders
     prompt = prompts_of(quantized)[0]
     unrounded, expected = (reference.reference_logits(folder, prompt.inputs) for folder in (wide, quantized))
-    ours = logits(load_decoder(Checkpoint(quantized), torch.float32, torch.device("cpu")), prompt)
+    ours = logits(load_decoder(Checkpoint(quantized), torch.float32, CPU), prompt)
     apart = (ours - expected).norm(dim=1) / (unrounded - expected).norm(dim=1)
     assert apart[:2].max() < 1e-3
     assert apart.median() < 0.5
@@ -81,8 +86,42 @@ def test_company_and_cached_prefixes_change_no_token(folders: tuple[Path, Path])
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_text_layers_are_in_quads_and_nothing_else(folders: tuple[Path, Path], dtype: torch.dtype) -> None:
-    decoder = load_decoder(Checkpoint(folders[0]), dtype, torch.device("cpu"))
+    decoder = load_decoder(Checkpoint(folders[0]), dtype, CPU)
     forms = [module.laid_out for module in decoder.layers.modules() if isinstance(module, PackedLinear)]
     assert len(forms) == 4 * len(decoder.layers)
     assert all(isinstance(form, QuadPanels) for form in forms)
     assert not isinstance(decoder.lm_head.laid_out, QuadPanels)
+
+
+def test_what_is_told_of_the_weights(folders: tuple[Path, Path]) -> None:
+    told = describe(load_decoder(Checkpoint(folders[0]), torch.float32, CPU), "compressed-tensors")
+    assert (told.number, told.bits, told.widened_in, told.inputs) == ("int8", 8, "", "int8")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_checkpoint_is_rounded_so_where_that_is_asked_for(
+    checkpoint: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = load_decoder(Checkpoint(checkpoint), dtype, CPU, weight_dtype="w8a8")
+    forms = [module.laid_out for module in decoder.layers.modules() if isinstance(module, PackedLinear)]
+    assert forms
+    assert all(isinstance(form, QuadPanels) for form in forms)
+    assert not isinstance(decoder.lm_head.laid_out, QuadPanels), "logits are of inputs as they are"
+    assert describe(decoder, "w8a8").inputs == "int8"
+    with pytest.raises(CheckpointError, match="w8a8 is for weights that the checkpoint has not quantised"):
+        check_weight_dtype("w8a8", Scheme("fp8"), CPU)
+    monkeypatch.setattr(selection, "multiplies_bytes", lambda: False)
+    with pytest.raises(CheckpointError, match="w8a8 is for our kernels on CPUs with AVX512-VNNI"):
+        load_decoder(Checkpoint(checkpoint), dtype, CPU, weight_dtype="w8a8")
+
+
+def test_experts_are_rounded_as_well(checkpoints: Callable[..., Path]) -> None:
+    folder = checkpoints("qwen3_vl_moe")
+    decoder = load_decoder(Checkpoint(folder), torch.float32, CPU, weight_dtype="w8a8")
+    mixtures = [module for module in decoder.modules() if isinstance(module, Experts)]
+    assert mixtures
+    assert all(isinstance(form, QuadPanels) for experts in mixtures for pair in experts.laid_out for form in pair)
+    prompt = prompts_of(folder)[0]
+    outcomes = LocalEngine(folder, weight_dtype="w8a8", step_tokens=16, max_running=8).run([prompt] * 3, GREEDY)
+    alone = LocalEngine(folder, weight_dtype="w8a8").run([prompt], GREEDY)
+    assert [outcome.tokens for outcome in outcomes] == [alone[0].tokens] * 3

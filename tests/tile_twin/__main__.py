@@ -16,8 +16,10 @@ _TESTS = (
     "tests/unit/llm_service/test_fused_layer.py",
     "tests/unit/llm_service/test_pair_panels.py",
     "tests/unit/llm_service/test_prefill_attention.py",
+    "tests/unit/llm_service/test_quad_panels.py",
     "tests/unit/llm_service/test_quantized_pairs.py",
     "tests/parity/test_bfloat16.py",
+    "tests/parity/test_rounded_inputs.py",
 )
 
 

@@ -1,5 +1,5 @@
 /* What AMX's instructions do, by their description in Intel's manual, each by the name that LLVM has for it behind
-   "llvm.x86.", to eight tiles of each thread. The product adds the two numbers of a pair one after the other, each
+   "llvm.x86.", to eight tiles of each thread. The product of pairs adds the two numbers of one after the other, each
    sum rounded; a processor may keep more digits of the first. */
 #include <stdint.h>
 #include <string.h>
@@ -58,6 +58,21 @@ void twin_tdpbf16ps(uint8_t sums, uint8_t left, uint8_t right) {
                 sum += number(both << 16) * number(weights << 16);
                 sum += number(both & 0xFFFF0000u) * number(weights & 0xFFFF0000u);
                 memcpy(&own.words[sums][row][column], &sum, sizeof sum);
+            }
+        }
+    }
+}
+
+void twin_tdpbsud(uint8_t sums, uint8_t left, uint8_t right) {
+    check();
+    for (int row = 0; row < own.rows[sums]; row++) {
+        for (int quad = 0; quad < own.bytes[left] / 4; quad++) {
+            const int8_t *numbers = (const int8_t *)&own.words[left][row][quad];
+            for (int column = 0; column < own.bytes[sums] / 4; column++) {
+                const uint8_t *weights = (const uint8_t *)&own.words[right][quad][column];
+                for (int place = 0; place < 4; place++) {
+                    own.words[sums][row][column] += (uint32_t)(numbers[place] * weights[place]);
+                }
             }
         }
     }

@@ -81,8 +81,8 @@ def _weights(weights: Weights) -> str:
     bytes_ = f"{size(weights.bytes)} on the first rank"
     if not weights.bits:
         return bytes_
-    numbers = f"{weights.quantization}, {weights.number} of {weights.bits} bits, longer in {weights.widened_in}"
-    return f"{bytes_}; {numbers}"
+    how = f"longer in {weights.widened_in}" if weights.widened_in else f"multiplied with {weights.inputs}"
+    return f"{bytes_}; {weights.quantization}, {weights.number} of {weights.bits} bits, {how}"
 
 
 def _received(load: LlmServiceGetLoadResponse) -> str:

@@ -597,18 +597,20 @@ class Adapter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., rank: _Optional[int] = ..., in_flight: _Optional[int] = ...) -> None: ...
 
 class Weights(_message.Message):
-    __slots__ = ("quantization", "number", "bits", "widened_in", "bytes")
+    __slots__ = ("quantization", "number", "bits", "widened_in", "bytes", "inputs")
     QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     BITS_FIELD_NUMBER: _ClassVar[int]
     WIDENED_IN_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
     quantization: str
     number: str
     bits: int
     widened_in: str
     bytes: int
-    def __init__(self, quantization: _Optional[str] = ..., number: _Optional[str] = ..., bits: _Optional[int] = ..., widened_in: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
+    inputs: str
+    def __init__(self, quantization: _Optional[str] = ..., number: _Optional[str] = ..., bits: _Optional[int] = ..., widened_in: _Optional[str] = ..., bytes: _Optional[int] = ..., inputs: _Optional[str] = ...) -> None: ...
 
 class LlmServiceGetLoadRequest(_message.Message):
     __slots__ = ()

@@ -1,4 +1,4 @@
-"""Products of pairs of bfloat16 by tiles (AMX): eight registers of up to 16 rows of a line each.
+"""Products of pairs of bfloat16, and of quads of 8 bits, by tiles (AMX): eight registers of up to 16 rows of a line.
 
 Whoever uses them has asked `common.devices.multiplies_tiles`, since Linux ends a process that it has not permitted it.
 """
@@ -76,31 +76,49 @@ def _add_tiles(_: Any, blocks: Any, across: Any, _lines: Any, _places: Any, _cou
     `lines`, a multiple of `across`, are asked for with each 16 pairs. Rows that begin with a line of the cache are read
     fastest.
     """
-    return _products(blocks, across, fresh=False)
+    return _products(blocks, across, "tdpbf16ps", fresh=False)
 
 
 def _multiply_tiles(_: Any, blocks: Any, across: Any, _lines: Any, _places: Any, _count: Any) -> Any:
     """As `add_tiles`, to sums that begin at 0: what lies at `out` is not read."""
-    return _products(blocks, across, fresh=True)
+    return _products(blocks, across, "tdpbf16ps", fresh=True)
 
 
-def _products(blocks: Any, across: Any, *, fresh: bool) -> Any:
+def _add_quad_tiles(_: Any, blocks: Any, across: Any, _lines: Any, _places: Any, _count: Any) -> Any:
+    """As `add_tiles`, of quads in place of pairs: words of x are four numbers of 8 bits with a sign, those of weights
+    four without, and sums whole numbers of 32 bits."""
+    return _products(blocks, across, "tdpbsud", fresh=False)
+
+
+def _multiply_quad_tiles(_: Any, blocks: Any, across: Any, _lines: Any, _places: Any, _count: Any) -> Any:
+    """The same to sums that begin at 0."""
+    return _products(blocks, across, "tdpbsud", fresh=True)
+
+
+def _products(blocks: Any, across: Any, product: str, *, fresh: bool) -> Any:
     if not all(isinstance(literal, types.IntegerLiteral) for literal in (blocks, across)):
         return None  # numba asks again, with what it knows of constants
     shape = blocks.literal_value, across.literal_value
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         places = cgutils.unpack_tuple(builder, given[3])
-        _write_products(builder, shape, given[2], places, given[4], fresh=fresh)
+        _write_products(builder, shape, product, given[2], places, given[4], fresh=fresh)
         return context.get_dummy_value()
 
     return types.void(blocks, across, types.intp, types.UniTuple(types.intp, 7), types.intp), generate
 
 
 def _write_products(
-    builder: Any, shape: tuple[int, int], lines: Value, places: Sequence[Value], count: Value, *, fresh: bool
+    builder: Any,
+    shape: tuple[int, int],
+    product: str,
+    lines: Value,
+    places: Sequence[Value],
+    count: Value,
+    *,
+    fresh: bool,
 ) -> None:
-    """The loop over all pairs."""
+    """The loop over all words, by the instruction of a product."""
     (blocks, across), (out, out_step, x, x_step, weights, size, coming) = shape, places
     sums = {
         block * across + part: at(builder, out, WORD(block * BLOCK), out_step, LINE * part)
@@ -127,7 +145,7 @@ def _write_products(
                 if part == 0:
                     first = at(builder, x, WORD(block * BLOCK), x_step)
                     _load(builder, tile, at(builder, first, loop.index, WORD(LINE)), x_step)
-                _call(builder, "tdpbf16ps", BYTE(block * across + part), BYTE(tile), BYTE(weight))
+                _call(builder, product, BYTE(block * across + part), BYTE(tile), BYTE(weight))
     for tile, place in sums.items():
         _call(builder, "tilestored64", BYTE(tile), pointer(builder, place, BYTE), out_step)
 
@@ -166,4 +184,6 @@ configure_tiles: Any = intrinsic(_configure_tiles)
 release_tiles: Any = intrinsic(_release_tiles)
 add_tiles: Any = intrinsic(_add_tiles)
 multiply_tiles: Any = intrinsic(_multiply_tiles)
+add_quad_tiles: Any = intrinsic(_add_quad_tiles)
+multiply_quad_tiles: Any = intrinsic(_multiply_quad_tiles)
 round_row: Any = intrinsic(_round_row)

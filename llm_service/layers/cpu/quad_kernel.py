@@ -41,14 +41,15 @@ def _packed_rows(rows: Any, quads: Any) -> Any:
 
 
 @exact
-def _pack_row(packed: Any, scales: Any, sums: Any, row: Any, x: Any) -> None:
-    """Fills a row of packed, its scale and its sum with one of x [n, k], float32. Of a row with what is not a finite
-    number the scale is none."""
+def pack_row(place: Any, apart: Any, width: Any, scales: Any, sums: Any, row: Any, x: Any) -> None:
+    """Writes a row of x [n, k], float32, as whole numbers of 8 bits: so many of them, a multiple of 16, side by side at
+    an address, the next so many bytes further on; and its scale and its sum. Of a row with what is not a finite number
+    the scale is none, and nothing is written."""
     inputs = x.shape[1]
-    whole, left = inputs // LANES, inputs % LANES
+    whole, left, every = inputs // LANES, inputs % LANES, width // LANES
     begin, rest = x.ctypes.data + row * inputs * FLOAT, np.zeros(LANES, np.float32)
-    for place in range(left):
-        rest[place] = x[row, whole * LANES + place]
+    for number in range(left):
+        rest[number] = x[row, whole * LANES + number]
     of_whole, of_rest = largest_magnitude(begin, whole), largest_magnitude(rest.ctypes.data, 1)
     if not (of_whole < np.float32(np.inf) and of_rest < np.float32(np.inf)):
         scales[row] = np.float32(np.nan)
@@ -56,14 +57,13 @@ def _pack_row(packed: Any, scales: Any, sums: Any, row: Any, x: Any) -> None:
         return
     largest = max(of_whole, of_rest)
     scale = largest / STEPS if largest > np.float32(0.0) else np.float32(1.0)
-    total = 0
-    for stretch in range(packed.shape[0]):
-        first = stretch * (_INPUTS // LANES)
-        count = min(_INPUTS // LANES, whole - first)
-        out = packed.ctypes.data + (stretch * packed.shape[1] + row) * _INPUTS
-        total += round_to_bytes(out, begin + first * LANES * FLOAT, scale, count)
-        if left and first <= whole < first + _INPUTS // LANES:
-            total += round_to_bytes(out + (whole - first) * LANES, rest.ctypes.data, scale, 1)
+    total = first = 0
+    while first < whole:
+        count = min(every, whole - first)
+        total += round_to_bytes(place + first // every * apart, begin + first * LANES * FLOAT, scale, count)
+        first += count
+    if left:
+        total += round_to_bytes(place + whole // every * apart + whole % every * LANES, rest.ctypes.data, scale, 1)
     scales[row] = scale
     sums[row] = total
 
@@ -90,6 +90,27 @@ _sum = SUM.call
 
 
 @inner
+def write_rows(
+    out: Any, panel: Any, begin: Any, rows: Any, room: Any, scales: Any, sums: Any, weight: Any, bias: Any
+) -> None:
+    """Fills out [begin : begin + rows] of one panel's outputs, whose sums, int32 [rows, 64], begin at the first line of
+    `room`."""
+    first, aside = panel * WIDTH, np.empty(WIDTH, np.float32)
+    totals = room.ctypes.data + first_line(room) * FLOAT
+    constants = weight.ctypes.data + first * FLOAT, bias.ctypes.data + first * FLOAT
+    width = min(WIDTH, out.shape[1] - first)
+    for row in range(begin, begin + rows):
+        of_row, more = totals + (row - begin) * WIDTH * FLOAT, np.int32(-OFFSET * sums[row])
+        if width == WIDTH:
+            to = out.ctypes.data + (row * out.shape[1] + first) * FLOAT
+            write_whole_sums(VECTORS, (to, of_row, *constants), more, scales[row])
+        else:
+            write_whole_sums(VECTORS, (aside.ctypes.data, of_row, *constants), more, scales[row])
+            for place in range(width):
+                out[row, first + place] = aside[place]
+
+
+@inner
 def _multiply(
     out: Any,
     packed: Any,
@@ -104,24 +125,11 @@ def _multiply(
 ) -> None:
     """Fills out [begin : begin + rows] of one panel's outputs; the others are as in `_product`."""
     quads, apart = panels.shape[1], packed.shape[1] * _INPUTS
-    room = np.zeros((rows + 2) * WIDTH + LANES, np.float32)
+    room = np.zeros((rows + 1) * WIDTH + LANES, np.float32)
     totals = room.ctypes.data + first_line(room) * FLOAT
     numbers = packed.ctypes.data + begin * _INPUTS
     _sum((totals, numbers, apart, panels.ctypes.data + panel * quads * WIDTH * QUAD, quads, rows))
-    first = panel * WIDTH
-    width, aside = min(WIDTH, out.shape[1] - first), totals + (rows + 1) * WIDTH * FLOAT
-    constants = weight.ctypes.data + first * FLOAT, bias.ctypes.data + first * FLOAT
-    for row in range(begin, begin + rows):
-        to = out.ctypes.data + (row * out.shape[1] + first) * FLOAT
-        of_row = totals + (row - begin) * WIDTH * FLOAT
-        more = np.int32(-OFFSET * sums[row])
-        if width == WIDTH:
-            write_whole_sums(VECTORS, (to, of_row, *constants), more, scales[row])
-        else:
-            write_whole_sums(VECTORS, (aside, of_row, *constants), more, scales[row])
-            at = first_line(room) + (rows + 1) * WIDTH
-            for place in range(width):
-                out[row, first + place] = room[at + place]
+    write_rows(out, panel, begin, rows, room, scales, sums, weight, bias)
 
 
 @inner
@@ -142,7 +150,7 @@ def _work(
     rows = x.shape[0]
     row = take(counts, 0, thread, rows)
     while row >= 0:
-        _pack_row(packed, scales, sums, row, x)
+        pack_row(packed.ctypes.data + row * _INPUTS, packed.shape[1] * _INPUTS, _INPUTS, scales, sums, row, x)
         done(counts, 0)
         row = take(counts, 0, thread, rows)
     wait(counts, 0, rows)

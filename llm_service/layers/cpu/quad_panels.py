@@ -1,11 +1,12 @@
 """A weight of 8 bits that is multiplied with rows of as many, on a CPU, in panels of 64 outputs where four inputs lie
-side by side, as AVX512-VNNI multiplies them."""
+side by side, as AVX512-VNNI multiplies them, and AMX, whose tiles are faster."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from common.cpu.arrays import lined
 from common.cpu.jit import Array
+from common.cpu.vectors.tiles import BLOCK
 from common.cpu.weight_panels import WIDTH
-from llm_service.layers.cpu import quad_kernel, selection
+from llm_service.layers.cpu import quad_kernel, quad_tiles, selection
 from llm_service.layers.cpu.quad_kernel import OFFSET, QUAD, STEPS
 from llm_service.layers.quantized_weight import GroupedWeight, Number, QuantizedWeight
 
@@ -31,12 +33,14 @@ class QuadPanels:
 
     `panels` uint32 [⌈outputs / 64⌉, ⌈inputs / 4⌉, 64] has four inputs' numbers in a word, the first in its lowest byte,
     each more by 128; `scale` float32 is [64 ⌈outputs / 64⌉]. Both are padded, with zeros that are 128 more as well.
+    With `tiles` quads are padded to a multiple of 16.
     """
 
     outputs: int
     inputs: int
     panels: Array
     scale: Array
+    tiles: bool
 
     @classmethod
     def of(cls, parts: Sequence[QuantizedWeight], order: Tensor | None = None) -> QuadPanels | None:
@@ -49,11 +53,18 @@ class QuadPanels:
         outputs, inputs = len(whole.codes), whole.inputs
         scale = np.zeros(-(-outputs // WIDTH) * WIDTH, np.float32)
         scale[:outputs] = (whole.scale[0].float() * whole.unit).numpy()
-        return cls(outputs, inputs, _panels(whole.codes.view(torch.int8)), scale)
+        tiles = selection.computes_byte_tiles()
+        panels = _panels(whole.codes.view(torch.int8), BLOCK if tiles else 1)
+        return cls(outputs, inputs, panels, scale, tiles)
 
     @property
     def number(self) -> Number:
         """What the weight's numbers are."""
+        return Number.INT8
+
+    @property
+    def rounded_inputs(self) -> Number:
+        """And those that it is multiplied with."""
         return Number.INT8
 
     @property
@@ -64,7 +75,11 @@ class QuadPanels:
     @property
     def kernels(self) -> frozenset[str]:
         """See `NumbaCompiled`."""
-        return frozenset({f"{quad_kernel.__name__}:product"})
+        return frozenset({f"{self._kernel.__name__}:product"})
+
+    @property
+    def _kernel(self) -> ModuleType:
+        return quad_tiles if self.tiles else quad_kernel
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x […, inputs] → x Wᵀ + b, […, outputs], in the type of x."""
@@ -81,7 +96,7 @@ class QuadPanels:
         added = np.zeros_like(self.scale)
         if bias is not None:
             added[: self.outputs] = bias.numpy()
-        product = quad_kernel.product
+        product = self._kernel.product
         return partial(
             product, panels=self.panels, scale=self.scale, bias=added, inputs=self.inputs, outputs=self.outputs
         )
@@ -120,10 +135,10 @@ def _fits(weight: QuantizedWeight) -> bool:
     )
 
 
-def _panels(codes: Tensor) -> Array:
-    """Numbers int8 [outputs, inputs] → panels as in `QuadPanels`."""
+def _panels(codes: Tensor, multiple: int) -> Array:
+    """Numbers int8 [outputs, inputs] → panels as in `QuadPanels`, with a multiple of so many quads."""
     outputs, inputs = codes.shape
-    count, quads = -(-outputs // WIDTH), -(-inputs // QUAD)
+    count, quads = -(-outputs // WIDTH), -(-inputs // (QUAD * multiple)) * multiple
     words = lined((count, quads, WIDTH), np.uint32)
     out = torch.from_numpy(words.view(np.int8)).view(count, quads, WIDTH, QUAD)
     for part, rows in zip(out.split(_AT_ONCE), codes.split(_AT_ONCE * WIDTH), strict=True):

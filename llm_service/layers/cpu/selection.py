@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from common.devices import multiplies_bfloat16, multiplies_bytes, multiplies_tiles
+from common.devices import multiplies_bfloat16, multiplies_byte_tiles, multiplies_bytes, multiplies_tiles
 
 
 def wide_vectors() -> bool:
@@ -34,6 +34,11 @@ def computes_bytes() -> bool:
     """Whether this processor multiplies numbers of 8 bits (AVX512-VNNI), and our kernels may have weights as they want
     them."""
     return _state.panels and wide_vectors() and multiplies_bytes()
+
+
+def computes_byte_tiles() -> bool:
+    """Whether it does so by tiles as well (AMX)."""
+    return computes_bytes() and computes_tiles() and multiplies_byte_tiles()
 
 
 class _State:

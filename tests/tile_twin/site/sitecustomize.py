@@ -19,4 +19,4 @@ if "TWIN_TILES" in os.environ:
         builder.call(tiles.declared(builder, f"twin_{name}", ir.VoidType(), kinds), given)
 
     tiles._call = _call
-    devices.multiplies_tiles = lambda: True
+    devices.multiplies_tiles = devices.multiplies_byte_tiles = lambda: True

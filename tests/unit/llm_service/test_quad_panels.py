@@ -16,6 +16,7 @@ from llm_service.layers.cpu.quad_panels import QuadPanels, rounded_rows
 from llm_service.layers.quantized_weight import Number, QuantizedWeight
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
 from tests.random_weights import random_weight
+from tests.tiles import WAYS, multiply_by
 
 from compressed_tensors.quantization import QuantizationArgs  # isort: skip
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize  # isort: skip
@@ -32,6 +33,7 @@ def made_for_it(outputs: int, inputs: int, **how: Any) -> QuantizedWeight:
 def panels(*parts: QuantizedWeight, order: Tensor | None = None) -> QuadPanels:
     laid_out = QuadPanels.of(parts, order)
     assert laid_out is not None
+    assert laid_out.tiles is selection.computes_byte_tiles()
     return laid_out
 
 
@@ -47,6 +49,11 @@ def rounded_by_the_library(x: Tensor) -> Tensor:
     given = QuantizationArgs(num_bits=8, type="int", strategy="token", symmetric=True, dynamic=True)
     scale, zero = compute_dynamic_scales_and_zp(x.unsqueeze(0), given, torch.nn.Identity())
     return fake_quantize(x.unsqueeze(0), scale, zero, given).squeeze(0)
+
+
+@pytest.fixture(autouse=True, params=WAYS)
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply_by(request.param, monkeypatch)
 
 
 @pytest.fixture(params=["numba", "torch"])
@@ -77,6 +84,13 @@ def test_sums_are_exact() -> None:
     x[0], x[1:, 0] = 127.5, 127.5  # a scale of 1
     given = panels(replace(weight, rounds_inputs=True)).product(x)
     assert torch.equal(given, (x.round().clamp(max=127).double() @ numbers.double().T).float())
+
+
+def test_tiles_and_vectors_give_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x, bias = made_for_it(300, 530), rows_of(70, 530), torch.randn(300)
+    given = panels(weight).product(x, bias)
+    monkeypatch.setattr(selection, "multiplies_tiles", lambda: False)
+    assert torch.equal(panels(weight).product(x, bias), given)
 
 
 def test_numba_and_torch_round_rows_to_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
