@@ -79,7 +79,7 @@ def pack_pairs(packed: Any, row: Any, x: Any, source: Any) -> None:
         packed[row, pair] = word
 
 
-class Sums(NamedTuple):
+class TileSums(NamedTuple):
     """What adds up products by tiles: see `summing`."""
 
     add_blocks: Any
@@ -87,7 +87,7 @@ class Sums(NamedTuple):
     sum_many: Any
 
 
-def summing(multiply: Any, add: Any) -> Sums:
+def summing(multiply: Any, add: Any) -> TileSums:
     """Parts of kernels that add up products by these two of `common.cpu.vectors.tiles`, to sums that begin at 0 and to
     others."""
 
@@ -153,7 +153,7 @@ def summing(multiply: Any, add: Any) -> Sums:
                 add_blocks(at == 0, size, places, min(_STRETCH, pairs - at) // BLOCK, _LINES)
         release_tiles()
 
-    return Sums(add_blocks, sum_few, sum_many)
+    return TileSums(add_blocks, sum_few, sum_many)
 
 
 add_blocks, sum_few, sum_many = summing(multiply_tiles, add_tiles)
