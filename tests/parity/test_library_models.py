@@ -25,7 +25,7 @@ from llm_service.worker.caches import Caches
 from tests.parity.library_side import GREEDY, Served, compare
 from tests.parity.local_engine import LocalEngine, make_prompt
 from tools.models.compare import OURS
-from tools.models.prompts import PROMPTS, SOUND, picture, sounding_prompts
+from tools.models.prompts import PROMPTS, SOUND, VIDEO, picture, sounding_prompts
 from tools.models.recipes import RECIPES
 from tools.models.recipes.recipe import TEXT, VISION, part, whole
 from tools.models.tiny import config_of_recipe, make, make_by
@@ -48,6 +48,11 @@ SUITE = (
 """One of each class; `make models` compares all."""
 FEW = "llava_onevision", "gemma4", "ernie4_5_vl_moe", "minicpmv4_6", "qwen2_5_omni_thinker"
 """Of these, each with what no other has: the rest of the classes take as long again."""
+
+
+def test_videos_whose_frames_are_placed_by_what_is_known_of_them_are_compared(tmp_path: Path) -> None:
+    """The library's processor looks that up, and has it if it is asked to give it back alone."""
+    assert {"one picture", VIDEO, OURS} <= compare(Served.of(make("cosmos3_edge", tmp_path)))
 
 
 def test_marks_around_media_are_looked_up_in_tables_of_their_own() -> None:

@@ -77,6 +77,7 @@ class Reference:
         if "mm_token_type_ids" in inspect.signature(self.model.forward).parameters:
             options["return_mm_token_type_ids"] = True
         made = self.processor(**options, **media)
+        made.pop("video_metadata", None)
         return dict(made.to(self.model.dtype))  # some make pixels of 16 bits
 
     @torch.no_grad()
@@ -104,6 +105,7 @@ class Reference:
         if films:
             media["videos"] = [each.get_batch(range(len(each))).asnumpy() for each in films]
             media["video_metadata"] = [_about(each) for each in films]
+            media["return_metadata"] = True  # some place frames by it, and do not ask for it
             if rates := {part.fps for part in parts if isinstance(part, Film) and part.fps is not None}:
                 (media["fps"],) = rates  # one for all
                 media["do_sample_frames"] = True
