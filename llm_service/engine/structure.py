@@ -18,6 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from common import log
 from common.checkpoint import Checkpoint
 from common.errors import InvalidInput
+from common.json_gaps import GAPS, SETTINGS
 from llm_service.engine.token_masks import all_but, mask_of
 from llm_service.request import Structure, ThinkingBound, Trigger
 
@@ -344,7 +345,8 @@ def _grammar(structure: Structure) -> str:
     try:
         match structure.kind:
             case "json_schema":
-                return str(LLMatcher.grammar_from_json_schema(structure.text))
+                free = SETTINGS in structure.text or not structure.text.lstrip().startswith("{")  # true is one as well
+                return str(LLMatcher.grammar_from_json_schema(structure.text, defaults=None if free else GAPS))
             case "regex":
                 return str(LLMatcher.grammar_from_regex(structure.text))
             case "grammar":

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from common.call_schema import one_call
 from common.errors import InvalidInput
+from common.json_gaps import with_short_gaps
 from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.prompt.output_marks import AROUND_CALL, ToolFormat
 from llm_service.request import Structure, ToolDefinition, Trigger
@@ -51,11 +52,12 @@ def _grammar(tools: Sequence[ToolDefinition], template: ChatTemplate, tokens: Ma
             return _MISTRAL, _by_name(tools, head, "") + ("\nID: /[a-zA-Z0-9]{9}/" if id_ else "")
         case ToolFormat.MISTRAL:
             call, definitions = _one_call(tools)
-            calls = json.dumps({"type": "array", "items": call, "minItems": 1, "$defs": definitions})
+            several = {"type": "array", "items": call, "minItems": 1, "$defs": definitions}
+            calls = json.dumps(with_short_gaps(several))
             return _MISTRAL, f"start: SPACE calls\n{_SPACE}\ncalls: %json {calls}"
     begin, end = AROUND_CALL[template.tool_format]  # type: ignore[index] # KeyError where it is None as well
     call, definitions = _one_call(tools)
-    schema = json.dumps({**call, "$defs": definitions})
+    schema = json.dumps(with_short_gaps({**call, "$defs": definitions}))
     return begin, f"start: SPACE call SPACE <[{tokens[end]}]>\n{_SPACE}\ncall: %json {schema}"
 
 
@@ -71,6 +73,6 @@ def _by_name(tools: Sequence[ToolDefinition], head: str, end: str) -> str:
         lines += [
             f"call{number}: {head.format(number)} arguments{number} {end}".rstrip(),
             f"name{number}: {json.dumps(tool.name, ensure_ascii=False)}",
-            f"arguments{number}: %json {json.dumps(schema)}",
+            f"arguments{number}: %json {json.dumps(with_short_gaps(schema))}",
         ]
     return "\n".join(lines)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +62,36 @@ def test_tokens_beyond_the_model_s_vocabulary_are_none_that_a_structure_knows(
         _, matcher = Structures(Checkpoint(each), VOCABULARY, [0]).compile(Structure("regex", "[a-z]+"))
         masks.append(matcher.compute_bitmask())
     assert masks[0] == masks[1]
+
+
+OBJECT: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "most"),
+    [
+        (OBJECT, 32),
+        ({**OBJECT, "x-guidance": {"whitespace_flexible": False}}, 0),
+        ({**OBJECT, "x-guidance": {"whitespace_pattern": "[ ]{1,7}"}}, 7),
+    ],
+    ids=["any", "compact", "by its own pattern"],
+)
+def test_json_has_no_more_white_space_between_words_than_a_writer_would_put(
+    structures: Structures, builder: PromptBuilder, schema: dict[str, Any], most: int
+) -> None:
+    (blank,) = builder.encode(" ")
+    _, matcher = structures.compile(Structure("json_schema", json.dumps(schema)))
+    assert all(map(matcher.consume_token, builder.encode("{")))
+    found = 0
+    while found < 100 and matcher.consume_token(blank):
+        found += 1
+    assert found == most
+
+
+def test_a_schema_that_allows_everything_is_one(structures: Structures, builder: PromptBuilder) -> None:
+    _, matcher = structures.compile(Structure("json_schema", " true"))
+    assert all(map(matcher.consume_token, builder.encode(json.dumps({"a": [1, {"b": None}]}, indent=4))))
+    assert matcher.is_accepting()
 
 
 def test_rules_of_a_grammar_in_llama_cpp_s_form_may_have_any_names(

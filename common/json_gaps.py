@@ -1,0 +1,22 @@
+"""White space in JSON that a schema holds an answer to. JSON has no bound for it, and a model that is not sure how to
+go on may write line after line without a word, until its answer is as long as it may be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+MOST = 32
+"""Signs between two words of JSON: a line end, and blanks for seven levels of four or fifteen of two. Further in there
+is less than a writer would have put, in JSON that is as good."""
+SETTINGS = "x-guidance"
+"""llguidance's settings in a schema: whoever sends some has said what is wanted."""
+GAPS = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MOST}}}"}
+
+
+def with_short_gaps(schema: Mapping[str, object]) -> dict[str, object]:
+    """The same schema, of JSON with no longer white space than that.
+
+    >>> with_short_gaps({"type": "array"})["x-guidance"] == GAPS, with_short_gaps({"x-guidance": {}})
+    (True, {'x-guidance': {}})
+    """
+    return {SETTINGS: GAPS, **schema}
