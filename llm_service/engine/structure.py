@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from common import log
 from common.checkpoint import Checkpoint
 from common.errors import InvalidInput
-from common.json_gaps import GAPS, SETTINGS
+from common.json_gaps import PATTERN, SETTINGS
 from llm_service.engine.token_masks import all_but, mask_of
 from llm_service.request import Structure, ThinkingBound, Trigger
 
@@ -346,7 +346,11 @@ def _grammar(structure: Structure) -> str:
         match structure.kind:
             case "json_schema":
                 free = SETTINGS in structure.text or not structure.text.lstrip().startswith("{")  # true is one as well
-                return str(LLMatcher.grammar_from_json_schema(structure.text, defaults=None if free else GAPS))
+                return str(
+                    LLMatcher.grammar_from_json_schema(
+                        structure.text, defaults=None if free else {"whitespace_pattern": PATTERN}
+                    )
+                )
             case "regex":
                 return str(LLMatcher.grammar_from_regex(structure.text))
             case "grammar":
