@@ -58,7 +58,10 @@ def _begin_draws_anew() -> None:
         import torch
 
         np.random.seed(0)
-        torch.manual_seed(0)
+        if torch.cuda.is_initialized():
+            torch.manual_seed(0)
+        else:  # that would write down each time who has called it, for when a GPU is used
+            torch.default_generator.manual_seed(0)
 
 
 def pytest_collection_finish() -> None:
@@ -70,6 +73,8 @@ def pytest_collection_finish() -> None:
         kernel_layout.watch()
     if "numba" in sys.modules:
         kernels_in_turn.take_turns()
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.manual_seed_all(0)  # once a GPU is used
     if "transformers" in sys.modules:
         quick_library.quicken()
     gc.freeze()
