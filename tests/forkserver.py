@@ -1,7 +1,7 @@
 """Processes of services without their imports, which are most of what a start costs: one process has imported
 everything but torch, and forks for each light service and each gateway; another one has torch as well, and our kernels
-as far as they are on disk, and forks for the real services; a third has transformers too, for models that it computes.
-A fork of the service's, which did not go on, forks for its
+as far as they are on disk, and forks for the real services; a third, a fork of the second, has transformers too, for
+models that it computes. A fork of the service's, which did not go on, forks for its
 children, and one of an engine's for its ranks.
 
 What is forked is like what `python -m MODULE` starts, as far as tests see it: its parent is whoever asked for it
@@ -135,15 +135,17 @@ class Forked:
 
 
 class Forkserver:
-    """One that has imported all that its children need; ends with this process."""
+    """One that has imported all that its children need, `below` a part of it, from which it is forked; ends with this
+    process."""
 
-    def __init__(self, environ: Mapping[str, str], imports: Imports) -> None:
+    def __init__(self, environ: Mapping[str, str], imports: Imports, below: Forkserver | None = None) -> None:
         self._defaults = DEFAULTS if imports is not Imports.LIGHT else {}
         self._environ = {**self._defaults, **environ, "PYTHONUNBUFFERED": "1"}
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Its last argument is room for the command lines of what it forks.
         command = [sys.executable, "-m", "tests.forkserver", str(theirs.fileno()), str(int(imports)), " " * 8192]
-        self._process = subprocess.Popen(
+        same = {fd: fd for fd in (1, 2, theirs.fileno())}
+        self._process = (below and below.fork(command[2:], self._environ, same)) or subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=self._environ
         )
         theirs.close()
@@ -226,7 +228,8 @@ def forkserver(environ: Mapping[str, str] = os.environ, imports: Imports = Impor
         return None
     kind = (environ.get("PYTHONPATH"), imports)
     if kind not in _servers:
-        _servers[kind] = Forkserver(environ, imports)
+        below = forkserver(environ, Imports.TORCH) if imports is Imports.LIBRARY else None
+        _servers[kind] = Forkserver(environ, imports, below)
     return _servers[kind]
 
 
