@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -26,6 +27,7 @@ from llm_service.worker.memory import appended
 from llm_service.worker.model_runner import ModelRunner
 from llm_service.worker.row_arena import RowArena
 from tests import reference
+from tests.checkpoints import Family
 from tests.eagle_checkpoint import HEAD_DIM, HEADS, KV_HEADS, eagle_head
 from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
 from tests.parity.test_engine_parity import PARTS
@@ -175,23 +177,45 @@ def drafts_of(engine: LocalEngine, prompt: Prompt) -> tuple[list[int], list[tupl
     return outcome.tokens, [(generated, drafts) for generated, drafts in found if drafts]
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
-@pytest.mark.parametrize("form", FORMS)
+FAMILIES: tuple[Family, ...] = ("qwen3_vl", "qwen2_5_vl")
+CROSSED = [(family, form) for form in FORMS for family in FAMILIES]
+SOAKED = [pair for number, pair in enumerate(CROSSED) if number % 4 in (1, 2)]
+"""A form has a family in the short suite, the next form the other one."""
+
+
+@pytest.fixture(scope="module")
+def answered(checkpoints: Callable[..., Path]) -> Callable[[Family], list[tuple[Prompt, list[int]]]]:
+    """Prompts for a family's checkpoint, and what is said to each without drafts: once for all forms."""
+
+    @cache
+    def answer(family: Family) -> list[tuple[Prompt, list[int]]]:
+        directory = checkpoints(family)
+        prompts = [make_prompt(directory, parts) for parts in PARTS[:3]]
+        return [(prompt, LocalEngine(directory).run([prompt], GREEDY)[0].tokens) for prompt in prompts]
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("family", "form"), [pytest.param(*pair, marks=pytest.mark.soak if pair in SOAKED else ()) for pair in CROSSED]
+)
 def test_drafts_are_those_of_the_reference(
-    family: str, form: str, checkpoints: Callable[..., Path], tmp_path: Path
+    family: Family,
+    form: str,
+    checkpoints: Callable[..., Path],
+    answered: Callable[[Family], list[tuple[Prompt, list[int]]]],
+    tmp_path: Path,
 ) -> None:
     directory = checkpoints(family)
     head = eagle_head(directory, tmp_path / "head", **FORMS[form])
-    for parts in PARTS[:3]:
-        prompt = make_prompt(directory, parts)
-        (said,) = LocalEngine(directory).run([prompt], GREEDY)
+    for prompt, said in answered(family):
         engine = LocalEngine(directory, speculative_tokens=4, eagle=head)
         wanted = Reference(directory, head, engine.decoder.extracts)
         answer, told = drafts_of(engine, prompt)
-        assert answer == said.tokens
+        assert answer == said
         assert len(told) > 3
         for generated, drafts in told[:4]:
-            assert drafts == wanted.drafts(prompt, said.tokens[:generated], len(drafts)), generated
+            assert drafts == wanted.drafts(prompt, said[:generated], len(drafts)), generated
 
 
 def test_chunks_company_and_preemption_change_no_token(checkpoints: Callable[..., Path], tmp_path: Path) -> None:
