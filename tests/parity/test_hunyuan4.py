@@ -198,10 +198,17 @@ WRONG: dict[str, tuple[Any, str, Any]] = {
     "experts whose gates are not cut": (CutGates, "opened", lambda _, gate, up, sigmoid: gate * sigmoid(gate) * up),
     "keys of an index that are not normed": (OrderedLayerNorm, "forward", lambda _, x: x),
 }
+ALIKE = (
+    *("no sinks where keys are made anew", "another layer's choice", "experts whose gates are not cut"),
+    "keys of an index that are not normed",
+)
+"""The trial tells these as it does the others."""
 
 
 @pytest.mark.usefixtures("references_once")
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize(
+    "wrong", [pytest.param(each, marks=pytest.mark.soak if each in ALIKE else ()) for each in WRONG]
+)
 def test_layers_that_compute_otherwise_are_told(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*WRONG[wrong])
     with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
