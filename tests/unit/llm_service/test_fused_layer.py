@@ -54,7 +54,11 @@ each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 
 FORMS = ("tiles", "pairs", "float32", "bfloat16", "float16", "int8")
 """By tiles and by vectors; float32 as numbers are stored."""
-each_form = pytest.mark.parametrize("form", FORMS)
+ALIKE = "bfloat16"
+"""Kernels for it are compiled from what those for float16 are, but for how a number is widened (`test_panels`)."""
+each_form = pytest.mark.parametrize(
+    "form", [pytest.param(each, marks=pytest.mark.soak if each == ALIKE else ()) for each in FORMS]
+)
 
 
 @pytest.fixture
