@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,13 @@ import torch
 from common.checkpoint import Checkpoint
 from common.devices import default_device, default_dtype
 from common.wire import DType
+from llm_service.layers.weight_dtype import W8A8
 from llm_service.models.config import TextConfig
 from tests.checkpoints import SPECIAL_IDS, Family, make_checkpoint, redraw
 from tools.models.recipes import RECIPES
 from tools.models.recipes.recipe import part, processor, whole
 from tools.models.tiny import make_by
+from tools.models.w8a8 import to_w8a8
 
 from transformers import AutoConfig, AutoModelForImageTextToText  # isort: skip
 
@@ -84,20 +87,32 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--architecture", choices=(*_TEXTS, INTERNVL), default="qwen3_vl", help="of the random one")
     parser.add_argument(
         "--weights",
-        choices=("float32", "bfloat16"),
+        choices=("float32", "bfloat16", W8A8),
         default="float32",
-        help="what the random one's weights are stored in; models are published in bfloat16",
+        help="what the random one's weights are stored in: models are published in bfloat16, and some in w8a8, 8 bits"
+        " to be multiplied with inputs of as many",
     )
 
 
 def chosen_model(given: argparse.Namespace) -> Path:
     """The checkpoint that the options name, made if it is not there."""
     folder: Path | None = given.model
-    name = f"{CACHE.name}-{given.architecture}-{given.weights}"
     if folder is not None:
         return folder
+    short = given.weights == W8A8
+    dtype = "bfloat16" if short else given.weights
     make = tiled_checkpoint if given.architecture == INTERNVL else partial(bench_checkpoint, family=given.architecture)
-    return make(CACHE.with_name(name), getattr(torch, given.weights))
+    folder = make(CACHE.with_name(f"{CACHE.name}-{given.architecture}-{dtype}"), getattr(torch, dtype))
+    return rounded_checkpoint(folder) if short else folder
+
+
+def rounded_checkpoint(source: Path) -> Path:
+    """The same as W8A8 checkpoints are, beside it."""
+    folder = source.with_name(f"{source.name}-{W8A8}")
+    if not (folder / "complete").is_file():
+        shutil.rmtree(folder, ignore_errors=True)
+        (to_w8a8(source, folder) / "complete").touch()
+    return folder
 
 
 def ordinary_tokens(checkpoint: Checkpoint) -> list[int]:

@@ -27,20 +27,12 @@ from tests.checkpoints import Family
 from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
 from tests.parity.test_bfloat16 import logits
 from tests.quantized import FORMATS, quantize_checkpoint
+from tools.models.w8a8 import W8A8
 
 pytestmark = pytest.mark.skipif(not selection.computes_bytes(), reason="this processor lacks AVX512-VNNI")
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
-WEIGHTS = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
-INPUTS = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
-CONFIG = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "quantization_status": "compressed",
-    "ignore": ["lm_head", "re:.*visual.*"],
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": INPUTS}},
-}
 
 
 @pytest.fixture(scope="module", params=["qwen3_vl", "qwen2_5_vl"])
@@ -52,7 +44,7 @@ def folders(
     root = tmp_path_factory.mktemp("rounded")
     quantized, wide = quantize_checkpoint(checkpoints(family), FORMATS["int-quantized"], root)
     path = quantized / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": CONFIG}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": W8A8}))
     return quantized, wide
 
 
