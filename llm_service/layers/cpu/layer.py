@@ -108,7 +108,10 @@ class FewRows:
         return torch.from_numpy(self._mlp_out(out)), torch.from_numpy(joined)
 
 
-_FORMS = {"tiles": layer_products.TILES, "pairs": layer_products.PAIRS, "numbers": layer_products.NUMBERS}
+_FORMS = {
+    form.name: form
+    for form in (layer_products.TILES, layer_products.PAIRS, layer_products.QUADS, layer_products.NUMBERS)
+}
 
 
 class FusedLayer:
@@ -183,11 +186,15 @@ def _form_of(laid_out: LaidOut | None) -> tuple[str, str]:
     """The form of a weight's panels, empty for others, and the type of their array."""
     if isinstance(laid_out, PairPanels):
         return "tiles" if laid_out.tiles else "pairs", str(laid_out.panels.dtype)
+    if isinstance(laid_out, QuadPanels):
+        return ("", "") if laid_out.tiles else ("quads", str(laid_out.panels.dtype))
     return ("numbers", str(laid_out.panels.dtype)) if isinstance(laid_out, PanelWeight) else ("", "")
 
 
 def _panels_of(linear: PackedLinear) -> Weight:
     form = linear.laid_out
+    if isinstance(form, QuadPanels):
+        return form.panels, form.scale, form.padded(linear.bias)
     assert isinstance(form, PairPanels | PanelWeight), "others have products of their own"
     scale = form.scale if isinstance(form, PanelWeight) else None
     bias = None if linear.bias is None else linear.bias.float().numpy()

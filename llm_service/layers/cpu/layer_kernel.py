@@ -17,8 +17,17 @@ from common.cpu.routines import parallel_for, threaded
 from common.cpu.tile_kernel import ask_share, count_tasks, task_at
 from common.cpu.vectors.llvm import FLOAT
 from common.cpu.vectors.norms import add_rows, rms_norm
-from llm_service.layers.cpu import layer_products, pair_kernel, panel_kernel, row_kernels
-from llm_service.layers.cpu.layer_products import PanelForm, multiply, multiply_gates, pack, packed_like
+from llm_service.layers.cpu import layer_products, pair_kernel, panel_kernel, quad_kernel, row_kernels
+from llm_service.layers.cpu.layer_products import (
+    PanelForm,
+    multiply,
+    multiply_gates,
+    opened_like,
+    pack,
+    pack_opened,
+    packed_like,
+    packs_opened,
+)
 from llm_service.layers.cpu.row_kernels import qk_norm_rotary_row
 
 
@@ -146,6 +155,13 @@ def _work_behind(
     _gate_all(counts, 3, thread, opened, packed_joined, gate_up, rows, silu, gate_size)
     ask_share(counts, thread, down[0])
     wait(counts, 3, count_tasks(rows, gate_up[0].shape[0] // 2, gate_size))
+    if packs_opened(opened):
+        row = take(counts, 5, thread, rows)
+        while row >= 0:
+            pack_opened(opened, row)
+            done(counts, 5)
+            row = take(counts, 5, thread, rows)
+        wait(counts, 5, rows)
     _multiply_all(counts, 4, thread, out, opened, down, down_size)
 
 
@@ -171,16 +187,19 @@ def _behind(
     """float32 out, joined and residual [n, hidden], mixed [n, k] as bits, the others as in `behind`; sizes are rows and
     panels of a task."""
     rows = mixed.shape[0]
-    counts, projected = counts_of(5, threads), np.empty(joined.shape, np.float32)
+    counts, projected = counts_of(6, threads), np.empty(joined.shape, np.float32)
     packed_mixed, packed_joined = packed_like(like, rows, o[0]), packed_like(like, rows, gate_up[0])
-    opened = packed_like(like, rows, down[0])
+    opened = opened_like(like, rows, down[0])
     outs, packed = (out, joined, projected), (packed_mixed, packed_joined, opened)
     weights, norms = (o, gate_up, down), ((out_gain, out_eps), (gain, eps))
     sizes = o_size, gate_size, down_size
     parallel_for(_work_behind, (counts, outs, packed, (mixed, residual), weights, norms, silu, sizes), threads)
 
 
-_MADE_OF = [vectors, phases, tile_kernel, weight_panels, layer_products, pair_kernel, panel_kernel, row_kernels]
+_MADE_OF = [
+    *(vectors, phases, tile_kernel, weight_panels, layer_products),
+    *(pair_kernel, panel_kernel, quad_kernel, row_kernels),
+]
 _number, _rows, _heads, _vector = numba.float32, numba.float32[:, ::1], numba.float32[:, :, ::1], numba.float32[::1]
 _size = numba.types.UniTuple(numba.intp, 2)
 
@@ -188,6 +207,7 @@ _size = numba.types.UniTuple(numba.intp, 2)
 _FORMS = {
     ("tiles", "uint64"): [],
     ("pairs", "uint64"): [pair_kernel.SUM],
+    ("quads", "uint32"): [quad_kernel.SUM],
     **{("numbers", str(kind)): [routine] for kind, routine in panel_kernel.SUMS.items()},
 }
 """By the form of the panels, and the type of their array: what adds up their sums."""
@@ -217,7 +237,7 @@ TYPED = {name: kernel for named in _FORMS for name, kernel in _typed(*named).ite
 _NO_ROWS = np.empty((0, 1), np.float32)
 
 Weight = tuple[Array, Array, Array]
-"""Panels, a scale and a bias, float32 [outputs] or [0]."""
+"""Panels, a scale and a bias, float32 [outputs] or [0]; of quads they are as `QuadPanels` has them."""
 
 
 def names(form: str, panels: Array) -> frozenset[str]:

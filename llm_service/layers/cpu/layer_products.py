@@ -1,6 +1,6 @@
 """What a layer's kernels do with rows and weights, by the form of their panels: pairs by tiles
-(`common.cpu.tile_kernel`), pairs by vectors (`pair_kernel`), or numbers (`panel_kernel`). numba picks by the type of
-what rows are packed in."""
+(`common.cpu.tile_kernel`), pairs by vectors (`pair_kernel`), quads (`quad_kernel`), or numbers (`panel_kernel`). numba
+picks by the type of what rows are packed in."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from common.cpu.vectors.llvm import FLOAT, LANES
 from common.cpu.vectors.powers import gate, gelu_gate
 from common.cpu.vectors.tiles import BLOCK, round_row
 from common.cpu.weight_panels import VECTORS, WIDTH, first_line
-from llm_service.layers.cpu import pair_kernel, panel_kernel
+from llm_service.layers.cpu import pair_kernel, panel_kernel, quad_kernel
+from llm_service.layers.cpu.quad_kernel import QUAD
 
 _WORDS = WIDTH // 2
 """Words of pairs that a panel's outputs are."""
@@ -33,7 +34,7 @@ class PanelForm:
     many of them belong together, and threads."""
 
     name: str
-    like: Array
+    like: Array | tuple[Array, ...]
     at_once: int
     size: Callable[[int, int, int, int, int], tuple[int, int]]
 
@@ -50,9 +51,16 @@ def _of_vectors(rows: int, panels: int, _inputs: int, each: int, threads: int) -
 TILES = PanelForm("tiles", np.empty((0, 0), np.uint32), tile_kernel.AT_ONCE, _of_tiles)
 PAIRS = PanelForm("pairs", np.empty((0, 0, 0), np.uint32), panel_kernel.AT_ONCE, _of_vectors)
 NUMBERS = PanelForm("numbers", np.empty((0, 0, 0), np.float32), panel_kernel.AT_ONCE, _of_vectors)
+QUADS = PanelForm(
+    "quads",
+    (np.empty((0, 0, 0), np.int8), np.empty(0, np.float32), np.empty(0, np.int32)),
+    panel_kernel.AT_ONCE,
+    _of_vectors,
+)
 LIKE = {
     "tiles": numba.uint32[:, ::1],
     "pairs": numba.uint32[:, :, ::1],
+    "quads": types.Tuple((numba.int8[:, :, ::1], numba.float32[::1], numba.int32[::1])),
     "numbers": numba.float32[:, :, ::1],
 }
 """numba's types of these."""
@@ -60,6 +68,22 @@ LIKE = {
 
 def packed_like(like: Any, rows: Any, panels: Any) -> Any:
     """Room for rows that are multiplied with panels."""
+    raise NotImplementedError
+
+
+def opened_like(like: Any, rows: Any, panels: Any) -> Any:
+    """The same for gates times values: room for these as they are besides, where a row's largest has to be known before
+    one of them can be packed."""
+    raise NotImplementedError
+
+
+def packs_opened(opened: Any) -> bool:
+    """Whether rows of gates times values are packed when all of them are there."""
+    raise NotImplementedError
+
+
+def pack_opened(opened: Any, row: Any) -> None:
+    """Packs one of them."""
     raise NotImplementedError
 
 
@@ -75,7 +99,8 @@ def multiply(out: Any, packed: Any, weight: Any, chosen: Any) -> None:
 
 
 def multiply_gates(opened: Any, packed: Any, weight: Any, chosen: Any, silu: Any) -> None:
-    """Packs the outputs of gates times values, of panels whose first half has gates: `chosen` as above, of that."""
+    """Packs the outputs of gates times values, of panels whose first half has gates: `chosen` as above, of that. Where
+    `packs_opened`, they are left as they are."""
     raise NotImplementedError
 
 
@@ -83,13 +108,36 @@ def multiply_gates(opened: Any, packed: Any, weight: Any, chosen: Any, silu: Any
 def _packed_like(like: Any, rows: Any, panels: Any) -> Any:  # noqa: ARG001 - numba asks by names
     if _is_tiles(like):
         return lambda like, rows, panels: tile_kernel.packed_rows(rows, panels.shape[1] // BLOCK)  # noqa: ARG005
+    if _is_quads(like):
+        return lambda like, rows, panels: quad_kernel.packed_rows(rows, panels.shape[1])  # noqa: ARG005
     if _is_pairs(like):
         return lambda like, rows, panels: pair_kernel.packed_rows(rows, panels.shape[1])  # noqa: ARG005
     return lambda like, rows, panels: panel_kernel.packed_rows(rows, panels.shape[1])  # noqa: ARG005
 
 
+@overload(opened_like, strict=False)
+def _opened_like(like: Any, rows: Any, panels: Any) -> Any:  # noqa: ARG001
+    if _is_quads(like):
+        return _opened_quads
+    return lambda like, rows, panels: packed_like(like, rows, panels)  # noqa: PLW0108 - numba wants its own names
+
+
+@overload(packs_opened, strict=False)
+def _packs_opened(opened: Any) -> Any:
+    if _is_quads(opened):
+        return lambda opened: True  # noqa: ARG005
+    return lambda opened: False  # noqa: ARG005
+
+
+@overload(pack_opened, strict=False)
+def _pack_opened(opened: Any, row: Any) -> Any:  # noqa: ARG001
+    return _pack_opened_quads if _is_quads(opened) else lambda opened, row: None  # noqa: ARG005
+
+
 @overload(pack, strict=False)
 def _pack(packed: Any, row: Any, bits: Any, source: Any) -> Any:  # noqa: ARG001
+    if _is_quads(packed):
+        return _pack_quads
     if _is_tiles(packed):
         return _pack_for_tiles
     return _pack_pairs if _is_pairs(packed) else _pack_numbers
@@ -97,6 +145,8 @@ def _pack(packed: Any, row: Any, bits: Any, source: Any) -> Any:  # noqa: ARG001
 
 @overload(multiply, strict=False)
 def _multiply(out: Any, packed: Any, weight: Any, chosen: Any) -> Any:  # noqa: ARG001
+    if _is_quads(packed):
+        return _multiply_quads
     if _is_tiles(packed):
         return _multiply_by_tiles
     return _multiply_pairs if _is_pairs(packed) else _multiply_numbers
@@ -104,6 +154,8 @@ def _multiply(out: Any, packed: Any, weight: Any, chosen: Any) -> Any:  # noqa: 
 
 @overload(multiply_gates, strict=False)
 def _multiply_gates(opened: Any, packed: Any, weight: Any, chosen: Any, silu: Any) -> Any:  # noqa: ARG001
+    if _is_quads(packed):
+        return _gates_of_quads
     if _is_tiles(packed):
         return _gates_by_tiles
     return _gates_of_pairs if _is_pairs(packed) else _gates_of_numbers
@@ -117,16 +169,40 @@ def _pack_pairs(packed: Any, row: Any, bits: Any, source: Any) -> None:
     pair_kernel.pack_pairs(packed, row, bits, source)
 
 
+def _pack_quads(packed: Any, row: Any, bits: Any, source: Any) -> None:
+    quad_kernel.pack_quads(packed[0], packed[1], packed[2], row, bits.view(np.float32), source)
+
+
+def _opened_quads(like: Any, rows: Any, panels: Any) -> Any:  # noqa: ARG001
+    numbers, scales, sums = quad_kernel.packed_rows(rows, panels.shape[1])
+    return numbers, scales, sums, np.empty((rows, panels.shape[1] * QUAD), np.float32)
+
+
+def _pack_opened_quads(opened: Any, row: Any) -> None:
+    quad_kernel.pack_quads(opened[0], opened[1], opened[2], row, opened[3], row)
+
+
 def _pack_numbers(packed: Any, row: Any, bits: Any, source: Any) -> None:
     panel_kernel.pack_row(packed, row, bits.view(np.float32), source)
 
 
-def _is_tiles(packed: types.Array) -> bool:
-    return int(packed.ndim) == LIKE["tiles"].ndim
+def _is_quads(packed: Any) -> bool:
+    return isinstance(packed, types.BaseTuple)
+
+
+def _is_tiles(packed: Any) -> bool:
+    return not _is_quads(packed) and int(packed.ndim) == 2
 
 
 def _is_pairs(packed: types.Array) -> bool:
-    return bool(packed.dtype == LIKE["pairs"].dtype)
+    return bool(packed.dtype == types.uint32)
+
+
+def _multiply_quads(out: Any, packed: Any, weight: Any, chosen: Any) -> Any:
+    panels, scale, bias = weight
+    begin, rows, first, count = chosen
+    for panel in range(first, first + count):
+        quad_kernel.multiply(out, packed[0], packed[1], packed[2], panels, scale, bias, panel, begin, rows)
 
 
 def _multiply_by_tiles(out: Any, packed: Any, weight: Any, chosen: Any) -> Any:
@@ -174,6 +250,24 @@ def _gates_of_pairs(opened: Any, packed: Any, weight: Any, chosen: Any, silu: An
         values = pair_kernel.sums_of(packed, panels, half + panel, begin, rows)
         places = gates.ctypes.data + first_line(gates) * FLOAT, values.ctypes.data + first_line(values) * FLOAT
         _open_pairs(opened, places[0], places[1], panel, begin, rows, silu)
+
+
+def _gates_of_quads(opened: Any, packed: Any, weight: Any, chosen: Any, silu: Any) -> Any:
+    numbers, scales, sums = packed
+    panels, scale, bias = weight
+    half = panels.shape[0] // 2
+    begin, rows, first, count = chosen
+    line = np.empty(2 * WIDTH + LANES, np.float32)
+    gates_at = line.ctypes.data + first_line(line) * FLOAT
+    values_at = gates_at + WIDTH * FLOAT
+    for panel in range(first, first + count):
+        gates = quad_kernel.sums_of(numbers, panels, panel, begin, rows)
+        values = quad_kernel.sums_of(numbers, panels, half + panel, begin, rows)
+        for row in range(rows):
+            wide, of_row = opened[3][begin + row, panel * WIDTH :].ctypes.data, begin + row
+            quad_kernel.write_row(gates_at, gates, row, of_row, panel, scales, sums, scale, bias)
+            quad_kernel.write_row(values_at, values, row, of_row, half + panel, scales, sums, scale, bias)
+            _open(wide, gates_at, values_at, silu)
 
 
 def _gates_of_numbers(opened: Any, packed: Any, weight: Any, chosen: Any, silu: Any) -> Any:

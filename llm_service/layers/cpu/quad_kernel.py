@@ -35,21 +35,23 @@ zero as below."""
 
 
 @inner
-def _packed_rows(rows: Any, quads: Any) -> Any:
-    """Room for rows of so many quads, int8 [stretches, rows + 1, 256], all zeros."""
-    return np.zeros(((quads + _STRETCH - 1) // _STRETCH, rows + 1, _INPUTS), np.int8)
+def packed_rows(rows: Any, quads: Any) -> Any:
+    """Room for rows of so many quads, int8 [stretches, rows + 1, 256], all zeros; for their scales, float32 [rows]; and
+    for their sums, int32 [rows]."""
+    numbers = np.zeros(((quads + _STRETCH - 1) // _STRETCH, rows + 1, _INPUTS), np.int8)
+    return numbers, np.empty(rows, np.float32), np.empty(rows, np.int32)
 
 
 @exact
-def pack_row(place: Any, apart: Any, width: Any, scales: Any, sums: Any, row: Any, x: Any) -> None:
-    """Writes a row of x [n, k], float32, as whole numbers of 8 bits: so many of them, a multiple of 16, side by side at
-    an address, the next so many bytes further on; and its scale and its sum. Of a row with what is not a finite number
-    the scale is none, and nothing is written."""
+def pack_row(place: Any, apart: Any, width: Any, scales: Any, sums: Any, row: Any, x: Any, source: Any) -> None:
+    """Writes a row `source` of x [n, k], float32, as whole numbers of 8 bits: so many of them, a multiple of 16, side
+    by side at an address, the next so many bytes further on; and the scale and the sum of `row`. Of a row with what is
+    not a finite number the scale is none, and nothing is written."""
     inputs = x.shape[1]
     whole, left, every = inputs // LANES, inputs % LANES, width // LANES
-    begin, rest = x.ctypes.data + row * inputs * FLOAT, np.zeros(LANES, np.float32)
+    begin, rest = x.ctypes.data + source * inputs * FLOAT, np.zeros(LANES, np.float32)
     for number in range(left):
-        rest[number] = x[row, whole * LANES + number]
+        rest[number] = x[source, whole * LANES + number]
     of_whole, of_rest = largest_magnitude(begin, whole), largest_magnitude(rest.ctypes.data, 1)
     if not (of_whole < np.float32(np.inf) and of_rest < np.float32(np.inf)):
         scales[row] = np.float32(np.nan)
@@ -68,8 +70,14 @@ def pack_row(place: Any, apart: Any, width: Any, scales: Any, sums: Any, row: An
     sums[row] = total
 
 
+@inner
+def pack_quads(numbers: Any, scales: Any, sums: Any, row: Any, x: Any, source: Any) -> None:
+    """Fills a row of what `packed_rows` gives with one of x [n, k], float32."""
+    pack_row(numbers.ctypes.data + row * _INPUTS, numbers.shape[1] * _INPUTS, _INPUTS, scales, sums, row, x, source)
+
+
 def _sum_panel(sums: Any, numbers: Any, apart: Any, weights: Any, quads: Any, rows: Any) -> None:
-    """Adds up int32 sums [rows, 64] of a panel, all by their addresses: rows of numbers as `_packed_rows` has them, so
+    """Adds up int32 sums [rows, 64] of a panel, all by their addresses: rows of numbers as `packed_rows` has them, so
     many bytes from one stretch of them to the next."""
     size = WIDTH * QUAD
     for first in range(0, quads, _STRETCH):
@@ -90,28 +98,47 @@ _sum = SUM.call
 
 
 @inner
+def write_row(
+    to: Any, room: Any, index: Any, row: Any, panel: Any, scales: Any, sums: Any, weight: Any, bias: Any
+) -> None:
+    """Writes to an address a row's 64 outputs of a panel, whose sums are in `room`, as `sums_of` gives them, at an
+    index."""
+    of_row = room.ctypes.data + (first_line(room) + index * WIDTH) * FLOAT
+    constants = weight.ctypes.data + panel * WIDTH * FLOAT, bias.ctypes.data + panel * WIDTH * FLOAT
+    write_whole_sums(VECTORS, (to, of_row, *constants), np.int32(-OFFSET * sums[row]), scales[row])
+
+
+@inner
 def write_rows(
     out: Any, panel: Any, begin: Any, rows: Any, room: Any, scales: Any, sums: Any, weight: Any, bias: Any
 ) -> None:
-    """Fills out [begin : begin + rows] of one panel's outputs, whose sums, int32 [rows, 64], begin at the first line of
-    `room`."""
+    """Fills out [begin : begin + rows] of one panel's outputs, whose sums are in `room`."""
     first, aside = panel * WIDTH, np.empty(WIDTH, np.float32)
-    totals = room.ctypes.data + first_line(room) * FLOAT
-    constants = weight.ctypes.data + first * FLOAT, bias.ctypes.data + first * FLOAT
     width = min(WIDTH, out.shape[1] - first)
     for row in range(begin, begin + rows):
-        of_row, more = totals + (row - begin) * WIDTH * FLOAT, np.int32(-OFFSET * sums[row])
         if width == WIDTH:
             to = out.ctypes.data + (row * out.shape[1] + first) * FLOAT
-            write_whole_sums(VECTORS, (to, of_row, *constants), more, scales[row])
+            write_row(to, room, row - begin, row, panel, scales, sums, weight, bias)
         else:
-            write_whole_sums(VECTORS, (aside.ctypes.data, of_row, *constants), more, scales[row])
+            write_row(aside.ctypes.data, room, row - begin, row, panel, scales, sums, weight, bias)
             for place in range(width):
                 out[row, first + place] = aside[place]
 
 
 @inner
-def _multiply(
+def sums_of(packed: Any, panels: Any, panel: Any, begin: Any, rows: Any) -> Any:
+    """The sums of one panel and the rows [begin : begin + rows], int32 [rows, 64] from the first line of an array on,
+    as they are of weights without a sign."""
+    quads, apart = panels.shape[1], packed.shape[1] * _INPUTS
+    room = np.zeros((rows + 1) * WIDTH + LANES, np.float32)
+    totals = room.ctypes.data + first_line(room) * FLOAT
+    numbers = packed.ctypes.data + begin * _INPUTS
+    _sum((totals, numbers, apart, panels.ctypes.data + panel * quads * WIDTH * QUAD, quads, rows))
+    return room
+
+
+@inner
+def multiply(
     out: Any,
     packed: Any,
     scales: Any,
@@ -124,11 +151,7 @@ def _multiply(
     rows: Any,
 ) -> None:
     """Fills out [begin : begin + rows] of one panel's outputs; the others are as in `_product`."""
-    quads, apart = panels.shape[1], packed.shape[1] * _INPUTS
-    room = np.zeros((rows + 1) * WIDTH + LANES, np.float32)
-    totals = room.ctypes.data + first_line(room) * FLOAT
-    numbers = packed.ctypes.data + begin * _INPUTS
-    _sum((totals, numbers, apart, panels.ctypes.data + panel * quads * WIDTH * QUAD, quads, rows))
+    room = sums_of(packed, panels, panel, begin, rows)
     write_rows(out, panel, begin, rows, room, scales, sums, weight, bias)
 
 
@@ -150,7 +173,7 @@ def _work(
     rows = x.shape[0]
     row = take(counts, 0, thread, rows)
     while row >= 0:
-        pack_row(packed.ctypes.data + row * _INPUTS, packed.shape[1] * _INPUTS, _INPUTS, scales, sums, row, x)
+        pack_quads(packed, scales, sums, row, x, row)
         done(counts, 0)
         row = take(counts, 0, thread, rows)
     wait(counts, 0, rows)
@@ -158,7 +181,7 @@ def _work(
     task = take(counts, 1, thread, panels.shape[0] * parts)
     while task >= 0:
         begin, panel = task % parts * most, task // parts
-        _multiply(out, packed, scales, sums, panels, weight, bias, panel, begin, min(most, rows - begin))
+        multiply(out, packed, scales, sums, panels, weight, bias, panel, begin, min(most, rows - begin))
         task = take(counts, 1, thread, panels.shape[0] * parts)
 
 
@@ -166,8 +189,8 @@ def _product(out: Any, x: Any, panels: Any, weight: Any, bias: Any, most: Any, t
     """float32 out [m, outputs], x [m, k], panels and weight, its scale, as in `QuadPanels`, which bias is as long as. A
     task has `most` rows of a panel's outputs."""
     rows = x.shape[0]
-    counts, packed = counts_of(2, threads), _packed_rows(rows, panels.shape[1])
-    scales, sums = np.empty(rows, np.float32), np.empty(rows, np.int32)
+    counts = counts_of(2, threads)
+    packed, scales, sums = packed_rows(rows, panels.shape[1])
     parallel_for(_work, (counts, out, packed, scales, sums, x, panels, weight, bias, most), threads)
 
 

@@ -93,13 +93,15 @@ class QuadPanels:
 
     def array_product(self, bias: Tensor | None = None) -> Callable[[Array], Array]:
         """The product of arrays, float32 [m, inputs] → [m, outputs]; ValueError for rows that do not fit."""
+        given = {"panels": self.panels, "scale": self.scale, "bias": self.padded(bias)}
+        return partial(self._kernel.product, **given, inputs=self.inputs, outputs=self.outputs)
+
+    def padded(self, bias: Tensor | None) -> Array:
+        """A bias as kernels take it, as long as `scale`; zeros for none."""
         added = np.zeros_like(self.scale)
         if bias is not None:
-            added[: self.outputs] = bias.numpy()
-        product = self._kernel.product
-        return partial(
-            product, panels=self.panels, scale=self.scale, bias=added, inputs=self.inputs, outputs=self.outputs
-        )
+            added[: self.outputs] = bias.float().numpy()
+        return added
 
     def _by_torch(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         """The same sums while our kernel is not there."""

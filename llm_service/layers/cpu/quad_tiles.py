@@ -60,7 +60,7 @@ def _work(
     row = take(counts, 0, thread, rows)
     while row >= 0:
         packed[row, x.shape[1] // QUAD :] = np.uint32(0)
-        pack_row(packed.ctypes.data + row * width, 0, width, scales, sums, row, x)
+        pack_row(packed.ctypes.data + row * width, 0, width, scales, sums, row, x, row)
         done(counts, 0)
         row = take(counts, 0, thread, rows)
     wait(counts, 0, rows)

@@ -19,7 +19,7 @@ from llm_service.layers.cpu.panels import PanelWeight
 from llm_service.layers.decoder_layer import DecoderLayer, make_layer
 from llm_service.layers.group import ALONE
 from llm_service.layers.linear import PackedLinear
-from llm_service.layers.weight_dtype import Rounded
+from llm_service.layers.weight_dtype import W8A8, Rounded
 from llm_service.models.config import TextConfig
 from llm_service.models.decoder import kernels_of
 from llm_service.models.feed_forward_config import Activation
@@ -52,7 +52,7 @@ KINDS = {
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 
 
-FORMS = ("tiles", "pairs", "float32", "bfloat16", "float16", "int8")
+FORMS = ("tiles", "pairs", "quads", "float32", "bfloat16", "float16", "int8")
 """By tiles and by vectors; float32 as numbers are stored."""
 ALIKE = "bfloat16"
 """Kernels for it are compiled from what those for float16 are, but for how a number is widened (`test_panels`)."""
@@ -70,6 +70,10 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DecoderLayer]:
             if not selection.computes_bfloat16():
                 pytest.skip("this processor lacks AVX512-BF16")
             multiply_by(TILES if form == "tiles" else VECTORS, monkeypatch)
+        if form == "quads":
+            if not selection.computes_bytes():
+                pytest.skip("this processor lacks AVX512-VNNI")
+            multiply_by(VECTORS, monkeypatch)
         if form == "int8" and not selection.wide_vectors():
             pytest.skip("int8 lies in other panels here")
         return layer_of(kind, form)
@@ -86,7 +90,8 @@ def layer_of(kind: TextConfig, form: str) -> DecoderLayer:
         if isinstance(part, PackedLinear):
             if form in ("bfloat16", "float16"):
                 part.weight.copy_(part.weight.to(getattr(torch, form)))
-            part.finalize(rounded=Rounded(int8=form == "int8", bfloat16=form in ("tiles", "pairs")))
+            short = {"quads": W8A8, "int8": "int8"}
+            part.finalize(rounded=Rounded.of(short.get(form, ""), bfloat16=form in ("tiles", "pairs")))
     finalize(layer, kind.activation)
     return layer
 
