@@ -65,7 +65,9 @@ def pack_panel(panel: Any, lanes: Any, keys: Any, values: Any) -> None:
 
 
 @inner
-def _pack_one(task: Any, panels: Any, lanes: Any, keys: Any, values: Any, segments: Any, begins: Any) -> None:
+def _pack_one(
+    task: Any, panels: Any, lanes: Any, keys: Any, values: Any, size: Any, segments: Any, begins: Any
+) -> None:
     """A panel of `_pack`."""
     count, padded = len(begins), panels.shape[2]
     head, panel = task // count, task % count
@@ -74,15 +76,15 @@ def _pack_one(task: Any, panels: Any, lanes: Any, keys: Any, values: Any, segmen
     known, worth = np.empty((WIDTH, padded), np.uint32), np.empty((WIDTH, padded), np.uint32)
     known[end - begin :], worth[end - begin :] = np.uint32(0), np.uint32(0)
     for place in range(begin, end):
-        fill_row(known[place - begin], keys[place, head])
-        fill_row(worth[place - begin], values[place, head])
+        fill(known[place - begin].ctypes.data, keys[0] + place * keys[1] + head * keys[2], size, padded)
+        fill(worth[place - begin].ctypes.data, values[0] + place * values[1] + head * values[2], size, padded)
     pack_panel(panels[head, panel], lanes[head, panel], known, worth)
 
 
-def _pack(panels: Any, lanes: Any, keys: Any, values: Any, segments: Any, begins: Any) -> None:
+def _pack(panels: Any, lanes: Any, keys: Any, values: Any, size: Any, segments: Any, begins: Any) -> None:
     """Fills uint32 panels [heads, p, padded, 64] and lanes [heads, p, parts, 32, width] with keys and values [n, heads,
-    words]; the others are as in `_attend`."""
-    parallel_for(_pack_one, (panels, lanes, keys, values, segments, begins), panels.shape[0] * len(begins))
+    size], which are as `_Place` has them; the others are as in `_attend`."""
+    parallel_for(_pack_one, (panels, lanes, keys, values, size, segments, begins), panels.shape[0] * len(begins))
 
 
 @inner
@@ -163,14 +165,18 @@ def attend_tile(
 
 
 @inner
-def _attend_segment(out: Any, query: Any, panels: Any, lanes: Any, known: Any, scale: Any) -> None:
-    """uint32 out and query [n, words] of one head, which see all of the first `known` keys; the others as in
-    `attend_tile`."""
-    rows, words = query.shape
+def _attend_segment(out: Any, place: Any, apart: Any, panels: Any, lanes: Any, known: Any, scale: Any) -> None:
+    """uint32 out and queries [n, words] of one head, these from an address on, so many bytes from one to the next. They
+    see all of the first `known` keys; the others as in `attend_tile`."""
+    rows, words = out.shape
+    padded = (words + LANES - 1) // LANES * LANES
+    query = np.empty((rows, padded), np.uint32)
+    for index in range(rows):
+        fill(query[index].ctypes.data, place + index * apart, words, padded)
     sums, total = np.zeros((TILE, lanes.shape[1] * lanes.shape[3]), np.float32), np.zeros(TILE, np.float32)
     seen = np.zeros((rows, 2), np.int64)
     seen[:, 1] = known
-    attend_tile(sums, total, query, panels, lanes, seen, scale, np.float32(0.0))
+    attend_tile(sums, total, query[:, :words], panels, lanes, seen, scale, np.float32(0.0))
     for index in range(rows):
         share = np.float32(1.0) / total[index]
         for word in range(words):
@@ -189,6 +195,7 @@ def _attend_one(
     task: Any, out: Any, query: Any, panels: Any, lanes: Any, segments: Any, tiles: Any, group: Any, scale: Any
 ) -> None:
     """A head's tile of `_attend`."""
+    place, apart, heads_apart = query
     head, tile = task // len(tiles), task % len(tiles)
     segment, row = tiles[tile, 0], tiles[tile, 1]
     begin, end, base = segments[segment, 0], segments[segment, 1], segments[segment, 2]
@@ -196,25 +203,28 @@ def _attend_one(
     there = slice(base, base + (known + WIDTH - 1) // WIDTH)
     shared = head // group
     here = panels[shared, there], lanes[shared, there]
-    _attend_segment(out[row:last, head], query[row:last, head], *here, known, scale)
+    _attend_segment(out[row:last, head], place + row * apart + head * heads_apart, apart, *here, known, scale)
 
 
 def _attend(out: Any, query: Any, panels: Any, lanes: Any, segments: Any, tiles: Any, group: Any, scale: Any) -> None:
-    """out and query [n, heads, words] of two bfloat16 each, of which `group` heads share one of keys. segments int64
-    [s, 3]: where they begin and end, and the first panel of each; begins and tiles int64 [p, 2] and [t, 2]: a panel's,
-    or a tile's, segment and first place. `scale` includes log2 e."""
+    """out and query [n, heads, words] of two bfloat16 each, the latter as `_Place` has it; `group` heads of them share
+    one of keys. segments int64 [s, 3]: where they begin and end, and the first panel of each; begins and tiles int64
+    [p, 2] and [t, 2]: a panel's, or a tile's, segment and first place. `scale` includes log2 e."""
     given = out, query, panels, lanes, segments, tiles, group, scale
-    parallel_for(_attend_one, given, query.shape[1] * len(tiles))
+    parallel_for(_attend_one, given, out.shape[1] * len(tiles))
 
 
 _pack_kernel, _attend_kernel = (threaded(each, [vectors, lines]) for each in (_pack, _attend))
-_any, _table = numba.uint32[:, :, :], numba.int64[:, ::1]
+_Place = tuple[int, int, int]
+"""An address, bytes from a row to the next, and from a head: an array's type would say how it lies, and each layout
+have a kernel of its own."""
+_place, _table = numba.types.UniTuple(numba.intp, 3), numba.int64[:, ::1]
 _panels, _lanes = numba.uint32[:, :, :, ::1], numba.uint32[:, :, :, :, ::1]
 TYPED = {
-    "pack": Typed(_pack_kernel, (_panels, _lanes, _any, _any, _table, _table)),
+    "pack": Typed(_pack_kernel, (_panels, _lanes, _place, _place, numba.intp, _table, _table)),
     "attend": Typed(
         _attend_kernel,
-        (numba.uint32[:, :, ::1], _any, _panels, _lanes, _table, _table, numba.intp, numba.float32),
+        (numba.uint32[:, :, ::1], _place, _panels, _lanes, _table, _table, numba.intp, numba.float32),
     ),
 }
 KERNELS = tuple(f"{__name__}:{name}" for name in TYPED)
@@ -262,15 +272,20 @@ class PairAttention:
         """q, k, v and the result bfloat16 [n, heads, head_dim], of an even head_dim whose numbers lie together; there
         may be fewer heads of k and v, each shared by as many of q."""
         heads, dim = k.shape[1:]
-        query, keys, values = (words(each) for each in (q, k, v))
+        query, keys, values = (_place_of(words(each)) for each in (q, k, v))
         if self._room is None:
             self._room = self._packed(heads, len(self._begins), dim)
-        out = np.empty(query.shape, np.uint32)
+        out = np.empty((*q.shape[:2], dim // 2), np.uint32)
         scale = np.float32(math.log2(math.e) / math.sqrt(dim))
-        _pack_kernel(*self._room, keys, values, self._segments, self._begins)
+        _pack_kernel(*self._room, keys, values, dim // 2, self._segments, self._begins)
         group = q.shape[1] // heads
         self._kernel(out, query, *self._room, self._segments, self._tiles, group, scale)
         return torch.from_numpy(out).view(torch.bfloat16)
+
+
+def _place_of(x: Array) -> _Place:
+    """Of an array [n, heads, words] whose words lie together."""
+    return x.ctypes.data, x.strides[0], x.strides[1]
 
 
 def words(x: Tensor) -> Array:

@@ -122,7 +122,8 @@ def _attend_some(
     """So many tasks `TOGETHER` of `_attend`: a tile of queries of a head each."""
     room, seen, count = workspace(panels, lanes), np.zeros((TILE, 2), np.int64), len(tiles)
     sums, _, _, numbers = room
-    for task in range(chunk * TOGETHER, min((chunk + 1) * TOGETHER, query.shape[1] * count)):
+    place_of_first, apart, heads_apart = query
+    for task in range(chunk * TOGETHER, min((chunk + 1) * TOGETHER, out.shape[1] * count)):
         head, tile = task // count, task % count
         segment, row = tiles[tile, 0], tiles[tile, 1]
         first, last, base = segments[segment, 0], segments[segment, 1], segments[segment, 2]
@@ -131,11 +132,11 @@ def _attend_some(
         seen[:, 1] = known
         there = slice(base, base + (known + WIDTH - 1) // WIDTH)
         here = panels[shared, there], lanes[shared, there, 0]
-        step, words = numbers.strides[0], query.shape[2]
-        first_query = query[row, head].ctypes.data
+        step, words = numbers.strides[0], out.shape[2]
+        first_query = place_of_first + row * apart + head * heads_apart
         for index in range(rows):
             place = numbers.ctypes.data + index * step
-            fill(place, first_query + index * query.strides[0], words, numbers.shape[1])
+            fill(place, first_query + index * apart, words, numbers.shape[1])
         attend_rows(room, *here, seen[:rows], scale, np.float32(0.0))
         first_out = out[row, head].ctypes.data
         for index in range(rows):
@@ -145,7 +146,7 @@ def _attend_some(
 
 def _attend(out: Any, query: Any, panels: Any, lanes: Any, segments: Any, tiles: Any, group: Any, scale: Any) -> None:
     """As in `pair_attention`; lanes have one part."""
-    count = query.shape[1] * len(tiles)
+    count = out.shape[1] * len(tiles)
     given = out, query, panels, lanes, segments, tiles, group, scale
     parallel_for(_attend_some, given, (count + TOGETHER - 1) // TOGETHER)
 

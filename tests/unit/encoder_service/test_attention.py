@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
+from common.cpu import pair_attention, tile_attention
 from common.cpu.compiling import Readiness
 from common.cpu.jit import use_threads
 from common.cpu.pair_attention import PairAttention
@@ -110,6 +111,20 @@ def test_our_kernel_for_cpus_gives_the_same_bits_in_any_company_and_on_any_numbe
     finally:
         use_threads(known)
     assert torch.cat(alone).equal(together)
+
+
+@SHORT
+def test_heads_may_lie_in_any_order_without_a_further_kernel(numba: Numba) -> None:
+    """One that nobody compiled before would be in the midst of a batch."""
+    lengths = [40, 70]
+    parts = [part.contiguous() for part in in_short(lengths, 2, 64)]
+    turned = [part.transpose(0, 1).contiguous().transpose(0, 1) for part in parts]
+    attend = numba.over(lengths, CPU)
+    expected = attend(*parts)
+    assert attend(*turned).equal(expected)
+    assert attend(parts[0], *turned[1:]).equal(expected)
+    for typed in (*pair_attention.TYPED.values(), *tile_attention.TYPED.values()):
+        assert {tuple(types) for types in typed.kernel.overloads} <= {typed.types}
 
 
 @SHORT
