@@ -100,6 +100,8 @@ def chosen_model(given: argparse.Namespace) -> Path:
     if folder is not None:
         return folder
     short = given.weights == W8A8
+    if short and given.architecture != "qwen3_vl":
+        raise SystemExit("--weights w8a8 is for the architecture qwen3_vl")
     dtype = "bfloat16" if short else given.weights
     make = tiled_checkpoint if given.architecture == INTERNVL else partial(bench_checkpoint, family=given.architecture)
     folder = make(CACHE.with_name(f"{CACHE.name}-{given.architecture}-{dtype}"), getattr(torch, dtype))

@@ -27,7 +27,7 @@ from tests.checkpoints import Family
 from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
 from tests.parity.test_bfloat16 import logits
 from tests.quantized import FORMATS, quantize_checkpoint
-from tools.models.w8a8 import W8A8
+from tools.models.w8a8 import W8A8, to_w8a8
 
 pytestmark = pytest.mark.skipif(not selection.computes_bytes(), reason="this processor lacks AVX512-VNNI")
 
@@ -117,3 +117,15 @@ def test_experts_are_rounded_as_well(checkpoints: Callable[..., Path]) -> None:
     outcomes = LocalEngine(folder, weight_dtype="w8a8", step_tokens=16, max_running=8).run([prompt] * 3, GREEDY)
     alone = LocalEngine(folder, weight_dtype="w8a8").run([prompt], GREEDY)
     assert [outcome.tokens for outcome in outcomes] == [alone[0].tokens] * 3
+
+
+def test_a_checkpoint_that_benchmarks_round_is_such_a_one(checkpoint: Path, tmp_path: Path) -> None:
+    folder = to_w8a8(checkpoint, tmp_path / "made")
+    decoder = load_decoder(Checkpoint(folder), torch.float32, CPU)
+    forms = [module.laid_out for module in decoder.layers.modules() if isinstance(module, PackedLinear)]
+    assert forms
+    assert all(isinstance(form, QuadPanels) for form in forms)
+    prompt = prompts_of(folder)[0]
+    wide, expected = (reference.reference_logits(each, prompt.inputs) for each in (checkpoint, folder))
+    ours = logits(decoder, prompt)
+    assert (ours - expected)[0].norm() < 1e-3 * (wide - expected)[0].norm()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
@@ -70,7 +69,7 @@ def _round_to_bytes(_: Any, _out: Any, _x: Any, _scale: Any, _vectors: Any) -> A
             builder.store(builder.add(whole, builder.load(total)), total)
             place = pointer(builder, at(builder, out, loop.index, WORD(LANES)), BYTES)
             builder.store(builder.trunc(whole, BYTES), place).align = 1
-        add_up = declared(builder, "llvm.vector.reduce.add.v16i32", FLAG, [ir.VectorType(FLAG, LANES)])
+        add_up = declared(builder, "llvm.vector.reduce.add.v16i32", FLAG, [WHOLE])
         return builder.call(add_up, [builder.load(total)])
 
     return types.int32(types.intp, types.intp, types.float32, types.intp), generate

@@ -1,5 +1,5 @@
-"""A weight of 8 bits that is multiplied with rows of as many, on a CPU, in panels of 64 outputs where four inputs lie
-side by side, as AVX512-VNNI multiplies them, and AMX, whose tiles are faster."""
+"""A weight of 8 bits that is multiplied with rows of as many (W8A8), on a CPU, in panels of 64 outputs where four
+inputs lie side by side, as AVX512-VNNI multiplies them, and AMX."""
 
 from __future__ import annotations
 
