@@ -423,7 +423,7 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedMo
         rendezvous=meeting.address,
         rank_timeout=config.rank_timeout_seconds,
         symmetric_memory=config.symmetric_memory,
-        attention="torch" if config.kernels == "torch" and config.attention == "auto" else config.attention,
+        attention=config.attention,
         kernels=config.kernels,
         compile=config.compile,
         graphs=config.graphs,

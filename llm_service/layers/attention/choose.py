@@ -11,6 +11,7 @@ from common import log
 from common.checkpoint import CheckpointError
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape, PagedChunk
 from llm_service.layers.attention.torch_backend import TorchBackend
+from llm_service.layers.cpu import selection
 
 _log = log.get("attention")
 
@@ -60,6 +61,8 @@ def _torch(shape: CacheShape, _: torch.dtype, device: torch.device) -> Attention
 def _numba(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> AttentionBackend | str:
     if device.type != "cpu":
         return "it computes on CPUs"
+    if not selection.allows_panels():
+        return "our kernels for CPUs are turned off"
     if shape.values_in_keys:
         return _LATENT
     if shape.int8:
@@ -67,12 +70,11 @@ def _numba(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Atten
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed"
     from llm_service.layers.cpu.numba_backend import NumbaBackend
-    from llm_service.layers.cpu.selection import computes_bfloat16, wide_vectors
 
-    short = dtype == torch.bfloat16 and computes_bfloat16() and shape.head_dim % 2 == 0
+    short = dtype == torch.bfloat16 and selection.computes_bfloat16() and shape.head_dim % 2 == 0
     if dtype != torch.float32 and not short:
         return "it computes in float32"
-    return NumbaBackend(shape, dtype, packs=wide_vectors())
+    return NumbaBackend(shape, dtype, packs=selection.wide_vectors())
 
 
 def _triton(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> AttentionBackend | str:

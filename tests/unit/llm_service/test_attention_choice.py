@@ -38,6 +38,10 @@ def test_the_best_that_is_here_is_chosen_and_what_is_not_is_refused_by_name(monk
     monkeypatch.setattr(selection, "multiplies_bfloat16", lambda: False)
     assert choose("auto", shape, torch.float32, CPU).name == "numba"
     assert choose("auto", shape, torch.bfloat16, CPU).name == "torch"
+    with monkeypatch.context() as patched:
+        patched.setattr(selection, "_state", selection._State())
+        selection.leave_to_torch()
+        assert choose("auto", shape, torch.float32, CPU).name == "torch"
     with pytest.raises(CheckpointError, match="--attention flash cannot be used: there is no GPU"):
         choose("flash", shape, torch.float16, CPU)
     wide = CacheShape(1, 1, 16, 2, 1, 512)
