@@ -10,14 +10,12 @@ from typing import Any, TypeVar
 import grpc
 
 from common import log
-from common.errors import MEDIA_CHANGED, MEDIA_HOST, DeadlineExceeded, Unavailable
+from common.errors import DeadlineExceeded, TwinlensError
 from common.request_budget import STATED
-from gateway.generation import OFFERS
 from gateway.routing_key import key_of
 from gateway.services import LlmService, LlmServices, Metadata, error_of
 from twinlens.v1 import llm_pb2
 
-_log = log.get("embedding")
 Answer = TypeVar("Answer")
 
 
@@ -39,15 +37,8 @@ class EmbeddingCalls:
             offered.append(service)
             try:
                 return await self._ask(service, request, metadata, until - time.perf_counter())
-            except Unavailable as failure:
-                others = self._others(request.model, offered)
-                if not others or failure.reason in (MEDIA_HOST, MEDIA_CHANGED):
-                    raise
-                _log.info("a prompt goes elsewhere", address=service.address, why=failure.reason)
-                service = self._services.choose(key, others)
-
-    def _others(self, model: str, offered: Sequence[LlmService]) -> list[LlmService]:
-        return self._services.fitting(model, offered) if len(offered) < OFFERS else []
+            except TwinlensError as failure:
+                service = self._services.elsewhere(failure, request.model, key, offered)
 
     async def _ask(
         self, service: LlmService, request: llm_pb2.EmbedRequest, metadata: Metadata, seconds: float

@@ -13,16 +13,14 @@ from typing import Final, Literal, TypeAlias, cast
 import grpc
 
 from common import log, tracing
-from common.errors import MEDIA_CHANGED, MEDIA_HOST, Cancelled, DeadlineExceeded, Exhausted, TwinlensError, Unavailable
+from common.errors import Cancelled, DeadlineExceeded, Exhausted, TwinlensError, Unavailable
 from common.request_budget import STATED
 from gateway.routing_key import key_of
-from gateway.services import LlmService, LlmServices, Metadata, Outgoing, error_of
+from gateway.services import LlmService, LlmServices, Metadata, Outgoing, error_of, may_fare_better
 from twinlens.v1 import llm_pb2
 
 _log = log.get("generation")
 
-OFFERS = 3
-"""Services that a request is offered to before its answer has begun."""
 _FIRST_DELAY, _LONGEST_DELAY = 0.1, 1.0
 """Seconds between looks for a service that can go on with an answer."""
 _STOPPED = "CALL_ENDED"
@@ -251,7 +249,7 @@ class _Generation:
         if self._pause is None:
             assert failure is not None
             if not self.answer.begun:
-                return self._other_offer(service, failure)
+                return self._services.elsewhere(failure, self.answer.model, self._key, self._offered)
             self._pause = self._broken_off(service, failure)
         else:
             self._refused(self._pause, service, failure)
@@ -261,16 +259,9 @@ class _Generation:
             raise self._given_up(self._pause, "too_many")
         return await self._successor(self._pause)
 
-    def _other_offer(self, service: LlmService, failure: TwinlensError) -> LlmService:
-        others = self._services.fitting(self.answer.model, self._offered) if len(self._offered) < OFFERS else []
-        if not others or not isinstance(failure, Unavailable):
-            raise failure
-        _log.info("a request goes elsewhere", address=service.address, why=failure.reason)
-        return self._services.choose(self._key, others)
-
     def _broken_off(self, service: LlmService, failure: TwinlensError) -> _Pause:
         """The answer has stopped. Raises the failure where another service would fare no better, or is not wanted."""
-        if not self._most or not isinstance(failure, Unavailable) or failure.reason in (MEDIA_HOST, MEDIA_CHANGED):
+        if not self._most or not may_fare_better(failure):
             raise failure
         self._left.append(service)
         if failure.reason != _STOPPED or not self._gets_on:
@@ -286,6 +277,8 @@ class _Generation:
             case Unavailable(reason="STREAM_INTERRUPTED"):  # it may have ended by what it was asked
                 self._left.append(service)
                 self._handovers += 1
+            case Unavailable() if not may_fare_better(failure):
+                raise failure
             case Unavailable() | Exhausted():
                 pause.busy.append(service)
             case _:

@@ -14,7 +14,15 @@ import grpc
 from google.protobuf.message import Message
 
 from common import log, tasks
-from common.errors import DeadlineExceeded, NotFound, TwinlensError, Unauthenticated, Unavailable
+from common.errors import (
+    MEDIA_CHANGED,
+    MEDIA_HOST,
+    DeadlineExceeded,
+    NotFound,
+    TwinlensError,
+    Unauthenticated,
+    Unavailable,
+)
 from common.grpc_channel import (
     ChannelSecurity,
     from_rpc_error,
@@ -49,6 +57,10 @@ _LAST_SECONDS = 600.0
 """For requests under way at a service that is on no list any more."""
 _MOST_ABOVE_MEAN = 1.25
 """What a service may have under way, as a share of the mean of all, before requests go to the next one."""
+_OFFERS = 3
+"""Services that a request is offered to before its answer has begun."""
+_OF_THE_MEDIA = MEDIA_HOST, MEDIA_CHANGED
+"""Reasons of what an address gives, which no service is to blame for: each would only fetch it once more."""
 
 Reply = TypeVar("Reply")
 Metadata = Sequence[tuple[str, str]]
@@ -349,6 +361,15 @@ class LlmServices:
             )
         return Unavailable("no LLM service is available", reason="NO_LLM_SERVICE")
 
+    def elsewhere(self, failure: TwinlensError, model: str, key: bytes, offered: Sequence[LlmService]) -> LlmService:
+        """Where a request of which nothing was answered goes next, after those that it was offered to. Raises the
+        failure, of the last of these, where it would fare no better, or was offered often enough."""
+        others = self.fitting(model, offered) if len(offered) < _OFFERS else []
+        if not others or not may_fare_better(failure):
+            raise failure
+        _log.info("a request goes elsewhere", address=offered[-1].address, why=failure.reason)
+        return self.choose(key, others)
+
     def choose(self, key: bytes, fitting: Sequence[LlmService]) -> LlmService:
         """One of these, likewise."""
         most = _MOST_ABOVE_MEAN * (sum(service.load for service in fitting) + 1) / len(fitting)
@@ -366,6 +387,11 @@ class LlmServices:
             service.looking = tasks.start(service.look(self.metadata), f"look at {service.address}")
         await asyncio.shield(service.looking)
         return service in self.usable
+
+
+def may_fare_better(failure: TwinlensError) -> bool:
+    """Whether a request that failed so at one service may fare better at another."""
+    return isinstance(failure, Unavailable) and failure.reason not in _OF_THE_MEDIA
 
 
 def error_of(error: grpc.aio.AioRpcError, *, begun: bool = False) -> TwinlensError:

@@ -299,6 +299,13 @@ def test_a_service_that_is_full_is_asked_again() -> None:
         assert not script.cuts
 
 
+def test_media_that_are_gone_when_another_goes_on_end_the_answer() -> None:
+    script = Script([WORDS], [(2, lose), (0, ending(UNAVAILABLE, "MEDIA_HOST_UNAVAILABLE"))])
+    with replicas([Player(script), Player(script)]) as door:
+        assert error(ask(door)) == "MEDIA_HOST_UNAVAILABLE"
+        assert len(script.asked) == 2
+
+
 def test_a_service_that_lays_out_another_prompt_does_not_go_on() -> None:
     script = Script([WORDS])
     services = [Player(script), Player(script)]

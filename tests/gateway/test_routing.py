@@ -119,6 +119,28 @@ def test_what_is_wrong_with_a_request_is_not_asked_elsewhere() -> None:
         assert sum(asked(services)) == 1
 
 
+@pytest.mark.parametrize("reason", ["MEDIA_HOST_UNAVAILABLE", "MEDIA_CHANGED"])
+def test_an_address_that_gives_nothing_is_fetched_by_one_service(reason: str) -> None:
+    parts = [{"type": "image_url", "image_url": {"url": "https://example.org/gone.png"}}]
+    messages = [{"role": "user", "content": parts}]
+    with fakes(2) as (door, services):
+        for each in services:
+            each.play = lambda request: iter(())
+            each.refusal = (grpc.StatusCode.UNAVAILABLE, v1.Status(code=14, message="no", reason=reason))
+        for path, body in {
+            CHAT: {"messages": messages},
+            "/v1/embeddings": {"messages": messages},
+            "/v1/rerank": {"query": "x", "documents": [{"content": parts}]},
+        }.items():
+            for each in services:
+                each.requests.clear()
+                each.to_embed.clear()
+            reply = door.post(path, body)
+            assert (reply.status, reply.error["code"]) == (503, reason)
+            pictures = [request for each in services for request in (*each.requests, *each.to_embed)]
+            assert len([each for each in pictures if each.HasField("chat")]) == 1, path
+
+
 def test_one_with_much_to_do_is_passed_over() -> None:
     go_on = threading.Event()
 
