@@ -57,7 +57,7 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
     )
     decode_processes: int = option(2, "processes that decode media", minimum=1, maximum=64)
     decode_seconds: float = option(
-        20.0,
+        60.0,
         "longest that one media file may keep decode processes at work, to look at it and to decode it",
         minimum=0.1,
     )

@@ -106,6 +106,8 @@ class MediaLoader:
             plan = planned(item.options)
         except InvalidInput as error:
             raise error.at(item.field) from None
+        if not isinstance(item.source, Pixels):
+            plan = limits.fitted(plan, self._limits)
         limits.check_plan(plan, item.field, self._limits, self._max_patches)
         return pruned(plan, item.options, processor.merge, item.field)
 

@@ -22,6 +22,7 @@ from common.arena import Range, SharedBuffer
 from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
 from encoder_service.item import Inspection
 from encoder_service.media.complexity import TooComplex
+from encoder_service.media.frame_resizing import decode_resized
 from encoder_service.media.messages import (
     Decode,
     Decoded,
@@ -138,7 +139,8 @@ class Desk:
             sound[:] = cast("SoundingFile", file).samples
             pixels += sound.nbytes
         out = np.frombuffer(self._staging.view, np.uint8, int(np.prod(shape)), pixels).reshape(shape)
-        yield from map(Decoding, file.decode(job.frames, out))
+        frames = file.decode(job.frames, out) if job.whole is None else decode_resized(file, job.frames, job.whole, out)
+        yield from map(Decoding, frames)
         yield Decoded()
 
     def _file(self, job: Inspect | Decode) -> OpenFile:

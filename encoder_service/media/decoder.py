@@ -150,6 +150,7 @@ class DecoderPool:
             width=plan.width,
             depth=plan.depth,
             samples=plan.samples,
+            whole=plan.whole,
         )
         await self._job(job, field, time_budget or self.time_budget(), on_frames)
 

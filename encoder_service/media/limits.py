@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.config import option, size
 from common.errors import InvalidInput
@@ -22,7 +22,11 @@ class MediaLimits:
     max_image_bytes: int = option(20 << 20, "largest encoded picture", parse=size, minimum=1)
     max_video_bytes: int = option(64 << 20, "largest encoded video", parse=size, minimum=1)
     max_image_area: int = option(16_800_000, "largest picture or video frame, in pixels", minimum=16)
-    max_video_area: int = option(128_000_000, "largest sum of a video's kept frames, in pixels", minimum=16)
+    max_video_area: int = option(
+        128_000_000,
+        "largest sum of a video's kept frames, in pixels; beyond it they are resized as they are decoded",
+        minimum=16,
+    )
     min_side: int = option(4, "shortest side of a picture or frame, in pixels", minimum=1)
     max_side: int = option(16384, "longest side of a picture or frame, in pixels", minimum=1)
     max_ratio: float = option(200.0, "greatest ratio of a picture's sides", minimum=1)
@@ -100,7 +104,7 @@ def check_sound(seen: Inspection, field: str, limits: MediaLimits) -> None:
 
 def check_plan(plan: Plan, field: str, limits: MediaLimits, max_patches: int) -> None:
     """Checks what would be decoded and computed. `max_patches` is the most of one frame group."""
-    if len(plan.frames) > 1 and len(plan.frames) * plan.height * plan.width > limits.max_video_area:
+    if len(plan.frames) > 1 and plan.pixels > limits.max_video_area:
         raise InvalidInput(
             f"the kept frames have more than {limits.max_video_area} pixels together; sample fewer",
             reason="VIDEO_TOO_LARGE",
@@ -119,6 +123,15 @@ def check_plan(plan: Plan, field: str, limits: MediaLimits, max_patches: int) ->
             reason="TOO_MANY_PATCHES",
             field=field,
         )
+
+
+def fitted(plan: Plan, limits: MediaLimits) -> Plan:
+    """The plan of a video whose frames would be too large together, such that each is resized as soon as it is decoded,
+    by Pillow in place of torch: some numbers differ by one grey level. Any other plan as it is."""
+    if len(plan.frames) <= 1 or plan.pixels <= limits.max_video_area or plan.resized == (plan.height, plan.width):
+        return plan
+    height, width = plan.resized
+    return replace(plan, height=height, width=width, whole=(plan.height, plan.width))
 
 
 def check_length(seconds: float, field: str) -> None:

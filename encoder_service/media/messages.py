@@ -55,7 +55,7 @@ class Decode(msgspec.Struct, tag=True):
     """Decode frames of the encoded bytes into `pixels`, an offset: [frames, height, width, depth] uint8, behind so many
     `samples` of a video's sound, float32.
 
-    `key` and `decoder` as in `Inspect`.
+    `key` and `decoder` as in `Inspect`; `whole` as in `Plan`.
     """
 
     key: bytes
@@ -68,6 +68,7 @@ class Decode(msgspec.Struct, tag=True):
     width: int
     depth: int = 3
     samples: int = 0
+    whole: tuple[int, int] | None = None
 
 
 class Ready(msgspec.Struct, tag=True):

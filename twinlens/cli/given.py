@@ -10,10 +10,14 @@ from twinlens.prompts import audio, image, system, user, video
 from twinlens.v1 import ChatMessage, Media
 
 _PREPROCESSING = {
-    "image": ("min_pixels", "max_pixels"),
-    "video": ("fps", "max_frames", "video_pruning_rate", "with_sound"),
+    "min_pixels": ("image", "video"),
+    "max_pixels": ("image", "video"),
+    "fps": ("video",),
+    "max_frames": ("video",),
+    "video_pruning_rate": ("video",),
+    "with_sound": ("video",),
 }
-"""What may be asked of items of each kind."""
+"""Options, and the kinds of items that each is for."""
 
 
 def add_media_flags(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +38,10 @@ def add_media_flags(parser: argparse.ArgumentParser) -> None:
 def add_preprocessing_flags(parser: argparse.ArgumentParser) -> None:
     """Adds those that say how media are preprocessed."""
     group = parser.add_argument_group("preprocessing")
-    group.add_argument("--min-pixels", type=int, metavar="N", help="least area of a picture after resizing")
-    group.add_argument("--max-pixels", type=int, metavar="N", help="greatest area of a picture after resizing")
+    group.add_argument(
+        "--min-pixels", type=int, metavar="N", help="least area after resizing, of a video that of all frames"
+    )
+    group.add_argument("--max-pixels", type=int, metavar="N", help="greatest area, likewise")
     group.add_argument("--fps", type=float, metavar="R", help="frames taken of each second of video")
     group.add_argument("--max-frames", type=int, metavar="N", help="the most frames taken of a video")
     pruning = "share of a video's rows to drop, 0 to below 1: those that change least from frame to frame"
@@ -65,11 +71,10 @@ def _read_standard_input() -> str:
 
 
 def _check_preprocessing(arguments: argparse.Namespace) -> None:
-    kinds = {kind for kind, _ in arguments.media}
-    for kind, names in _PREPROCESSING.items():
-        for name in names:
-            if getattr(arguments, name) is not None and kind not in kinds:
-                raise ValueError(f"--{name.replace('_', '-')} needs --{kind}")
+    given = {kind for kind, _ in arguments.media}
+    for name, kinds in _PREPROCESSING.items():
+        if getattr(arguments, name) is not None and given.isdisjoint(kinds):
+            raise ValueError(f"--{name.replace('_', '-')} needs {' or '.join(f'--{kind}' for kind in kinds)}")
 
 
 def _media(kind: str, source: str, arguments: argparse.Namespace) -> Media:
@@ -81,6 +86,8 @@ def _media(kind: str, source: str, arguments: argparse.Namespace) -> Media:
         source,
         fps=arguments.fps,
         max_frames=arguments.max_frames,
+        min_pixels=arguments.min_pixels,
+        max_pixels=arguments.max_pixels,
         pruning_rate=arguments.video_pruning_rate,
         with_sound=bool(arguments.with_sound),
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from common.arena import Range, SharedBuffer
@@ -22,8 +23,9 @@ from common.media.item import Modality, Options
 from common.processes import Child
 from encoder_service.item import Inspection
 from encoder_service.media.decoder import DecoderPool
-from encoder_service.media.limits import MediaLimits
+from encoder_service.media.limits import MediaLimits, fitted
 from encoder_service.media.messages import Inspect
+from encoder_service.worker.patches import resize
 from tests import bad_files, pictures
 from tests.launch import command_line, descendants
 from tests.unit.encoder_service.engines import IMAGES, VIDEOS
@@ -91,6 +93,32 @@ async def test_pictures_and_videos_are_decoded_into_the_arena():
         apart = np.abs(shown[:, None].astype(np.int16) - frames[None]).mean((2, 3, 4))
         assert apart.argmin(1).tolist() == list(plan.frames)
         del shown
+
+
+async def test_frames_that_are_too_large_together_are_resized_as_they_are_decoded_to_what_torch_makes_of_them():
+    data, limits = pictures.video(pictures.frames(20, 320, 240), fps=10), MediaLimits(max_video_area=500_000)
+    options, shape = Options(fps=10.0, max_pixels=20 * 64 * 96), (-1, 240, 320, 3)
+    async with pool() as (decoders, staging, stage):
+        there = stage(data)
+        seen = await decoders.inspect(there, key=b"x", modality=VIDEO, field="x")
+        as_they_are = VIDEOS.plan(seen, options)
+        plan = fitted(as_they_are, limits)
+        assert plan.whole == (240, 320)
+        assert plan.resized == (plan.height, plan.width) == as_they_are.resized
+        assert plan.pixels <= limits.max_video_area < as_they_are.pixels
+        found = []
+        for each in (as_they_are, plan):
+            place = Range(PIXELS_AT, each.pixel_bytes)
+            counts: list[int] = []
+            about = {"key": b"x", "modality": VIDEO, "field": "x", "on_frames": counts.append}
+            await decoders.decode(there, place, each, **about)
+            assert counts == [8, 16, 20]
+            found.append(np.frombuffer(staging.view, np.uint8, place.size, PIXELS_AT).copy())
+    whole = torch.from_numpy(found[0].reshape(shape)).permute(0, 3, 1, 2)
+    expected = resize(whole.contiguous(), plan.resized).permute(0, 2, 3, 1)
+    apart = (torch.from_numpy(found[1]).view(expected.shape).int() - expected.int()).abs()
+    assert apart.max() <= 1
+    assert apart.float().mean() < 0.01
 
 
 @pytest.mark.parametrize("count", [1, 8])

@@ -120,6 +120,18 @@ def test_plans(plan, refused):
     assert reason(limits.check_plan, plan, "items[0]", LIMITS, 100) == refused
 
 
+def test_frames_are_resized_as_they_come_where_they_are_too_large_together():
+    large = Plan(Grid(33, 4, 4), 132, tuple(range(66)), 1000, 2000, (56, 64))
+    assert limits.fitted(large, LIMITS) == replace(large, height=56, width=64, whole=(1000, 2000))
+    assert reason(limits.check_plan, limits.fitted(large, LIMITS), "items[0]", LIMITS, 100) == ""
+    for fits in (
+        replace(large, frames=large.frames[:64]),
+        replace(large, frames=(0,), height=20_000, width=20_000),
+        replace(large, resized=(1000, 2000)),
+    ):
+        assert limits.fitted(fits, LIMITS) is fits
+
+
 def test_a_mime_type_may_have_parameters_and_capitals():
     assert reason(checks.check_item, replace(item(JPEG), mime_type="Image/JPEG; charset=binary"), LIMITS) == ""
     assert reason(checks.check_item, replace(item(JPEG), mime_type="image/png"), LIMITS) == "MIME_MISMATCH"

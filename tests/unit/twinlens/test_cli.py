@@ -75,7 +75,8 @@ class TestAsk:
         assert ask(llm_address, "what?", "--image", picture, "--video", picture, *flags) == 0
         image, video, _ = llm.requests[0].chat.messages[0].parts
         assert image.media.options == v1.MediaOptions(max_pixels=100)
-        assert video.media.options == v1.MediaOptions(fps=1, max_frames=4, video_pruning_rate=0.5, with_sound=True)
+        asked = {"max_pixels": 100, "fps": 1, "max_frames": 4, "video_pruning_rate": 0.5, "with_sound": True}
+        assert video.media.options == v1.MediaOptions(**asked)
 
     def test_sounds_stand_among_the_other_media(self, llm: FakeLlm, llm_address: str, picture) -> None:
         flags = ["--audio", picture, "--image", picture, "--audio", "https://example.org/a.mp3"]
@@ -87,6 +88,8 @@ class TestAsk:
     def test_a_flag_that_nothing_could_obey_is_refused(self, llm: FakeLlm, llm_address: str, capsys) -> None:
         assert ask(llm_address, "what?", "--fps", "1") == 2
         assert "--fps needs --video" in capsys.readouterr().err
+        assert ask(llm_address, "what?", "--min-pixels", "100") == 2
+        assert "--min-pixels needs --image or --video" in capsys.readouterr().err
         assert llm.requests == []
 
     def test_json_gives_one_event_a_line(self, llm_address: str, capsys) -> None:
