@@ -69,7 +69,7 @@ _SANITIZED = (
 def parts(folder: Path, *, tiny: bool) -> dict[int, list[Table]]:
     """The sections of each part, in order."""
     sanitizer = shutil.which("compute-sanitizer")
-    model = folder / "model"
+    model, experts = folder / "model", ("--experts", "--layers", "24")
     little = ("--runs", "1", "--tokens", "4") if tiny else ("--runs", "3", "--tokens", "64")
     sanitized = _tests("sanitizer", 120, *_SANITIZED, tiny=tiny, alone=True)
     if sanitizer:
@@ -99,9 +99,10 @@ def parts(folder: Path, *, tiny: bool) -> dict[int, list[Table]]:
             bench("decoder_long", "llm_device", 80, "--layers", "12", "--context", "8192", "32768", "--tokens", "8192"),
             bench("profile", "profile_device", 60),
             *(bench(f"decoder_{form}", "llm_device", 45, "--weights", form, "--tokens", "512") for form in FORMS),
-            bench("decoder_experts", "llm_device", 60, "--experts", "--layers", "24", "--tokens", "512", "2048"),
-            bench(
-                "experts_fp8", "llm_device", 45, "--experts", "--layers", "24", "--tokens", "512", "--weights", "fp8"
+            bench("decoder_experts", "llm_device", 60, *experts, "--tokens", "512", "2048"),
+            *(
+                bench(f"experts_{form}", "llm_device", 45, *experts, "--tokens", "512", "--weights", form)
+                for form in ("fp8", "w8a8")
             ),
             sanitized if sanitizer or tiny else replace(sanitized, hindrance="there is no compute-sanitizer"),
         ],

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -122,9 +122,11 @@ def step(chunks: Sequence[tuple[int, int]], block_size: int = 16) -> StepPlan:
 
 
 def _shorten(part: PackedLinear | Experts, form: Callable[[torch.Tensor], QuantizedWeight]) -> None:
-    """Has a layer compute with weights in 8 or 4 bits."""
+    """Has a layer compute with weights in 8 or 4 bits; the head's inputs stay as they are."""
     if isinstance(part, PackedLinear):
-        part._replace_weight(quantized([form(part.weight.detach())]))
+        made = form(part.weight.detach())
+        rounds = made.rounds_inputs and part._rounds_inputs
+        part._replace_weight(quantized([replace(made, rounds_inputs=rounds)]))
     elif part.gate_up_proj.device.type == "cuda":
         part._stay_short(*([[form(each)] for each in every] for every in part._weights()))
     else:
@@ -274,7 +276,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=(512, 1024, 2048, 8192), help="of a prefill")
     parser.add_argument("--layers", type=int, default=48, help="fewer, for a GPU with less memory, or longer contexts")
     parser.add_argument("--experts", action="store_true", help="the mixture of experts of Qwen3-VL-30B-A3B instead")
-    parser.add_argument("--weights", choices=tuple(FORMS), default="", help="in 8 or 4 bits")
+    parser.add_argument("--weights", choices=tuple(FORMS), default="", help="in 8 or 4 bits; w8a8, fp8: and inputs")
     parser.add_argument("--attention", default="auto", help="as the service's option")
     parser.add_argument("--block-size", type=int, default=16, help="as the service's option")
     parser.add_argument("--compile", action="store_true", help="once more with layers compiled by torch: minutes more")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -29,7 +32,12 @@ def awq(weight: Tensor) -> QuantizedWeight:
     return QuantizedWeight(Number.UINT4, codes, inputs, scale, zero, columns=_GROUP)
 
 
-FORMS = {"int8": QuantizedWeight.rounded, "fp8": fp8, "awq": awq}
+FORMS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
+    "int8": QuantizedWeight.rounded,
+    "w8a8": partial(QuantizedWeight.rounded, inputs=True),
+    "fp8": fp8,
+    "awq": awq,
+}
 """By the names of options."""
-BYTES = {"int8": 1.0, "fp8": 1.0, "awq": 0.5}
+BYTES = {"int8": 1.0, "w8a8": 1.0, "fp8": 1.0, "awq": 0.5}
 """Of a weight, without scales."""

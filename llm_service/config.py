@@ -55,8 +55,8 @@ class LlmConfig(ServerConfig):
     )
     weight_dtype: str = option(
         "",
-        "int8 rounds matrices to 8 bits when they are loaded, and w8a8, on CPUs with AVX512-VNNI, what a layer's are"
-        " multiplied with as well; by default they are as --dtype",
+        "int8 rounds matrices to 8 bits when they are loaded, and w8a8, on GPUs and CPUs with AVX512-VNNI, what a"
+        " layer's are multiplied with as well; by default they are as --dtype",
         choices=("", "int8", "w8a8"),
     )
     tp: int = option(1, "tensor-parallel ranks, each with a GPU of its own, or sharing the CPU", minimum=1)

@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass, replace
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -23,7 +24,8 @@ from triton.runtime.interpreter import InterpretedFunction
 from common.weights import SliceReader
 from llm_service.layers import transfer
 from llm_service.layers.gdn import choose as gdn
-from llm_service.layers.gpu import scaled_weight
+from llm_service.layers.gpu import int8_weight, scaled_weight
+from llm_service.layers.gpu.int8_weight import Int8Weight
 from llm_service.layers.gpu.quantized_weight import GpuWeight
 from llm_service.layers.kda import choose as kda
 from llm_service.layers.mamba2 import choose as mamba2
@@ -132,10 +134,10 @@ def _faked(made: Any) -> Any:
     return replace(made, **{each.name: _faked(getattr(made, each.name)) for each in fields(made)})
 
 
-def _laid_out(lay_out: Callable[..., GpuWeight | None]) -> Callable[..., GpuWeight | None]:
+def _laid_out(lay_out: Callable[..., Any]) -> Callable[..., Any]:
     """What lays weights out, by their numbers."""
 
-    def made(parts: Sequence[Any], *order: Tensor | None) -> GpuWeight | None:
+    def made(parts: Sequence[Any], *order: Tensor | None) -> Any:
         several = [each if isinstance(each, list) else [each] for each in parts]
         numbers = [[_numbers(each) for each in every] for every in several]
         with unset_fake_temporarily():
@@ -181,10 +183,11 @@ def fake_gpu() -> Iterator[list[str]]:
         for owner, name in ((quantized, "quantised_weight"), (SlicedWeight, "__getitem__"), (eagle, "_meanings")):
             enter(mock.patch.object(owner, name, _with_numbers(getattr(owner, name))))
         enter(mock.patch.object(QuantizedWeight, "to", _on_device))
-        for name in ("of", "of_experts"):
-            enter(mock.patch.object(GpuWeight, name, _laid_out(getattr(GpuWeight, name))))
+        for owner, name in product((GpuWeight, Int8Weight), ("of", "of_experts")):
+            enter(mock.patch.object(owner, name, _laid_out(getattr(owner, name))))
         for name in ("_computes", "_is_right", "_are_right"):  # found out by numbers of the device
             enter(mock.patch.object(scaled_weight, name, return_value=True))
+        enter(mock.patch.object(int8_weight, "_is_right", return_value=True))
         enter(mock.patch("torch.cuda.get_device_properties", return_value=_HOPPER))
         enter(mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)))
         enter(mock.patch("torch.cuda.Event", mock.MagicMock))

@@ -35,6 +35,8 @@ from llm_service.layers.gpu import (
     adapter_kernels,
     gdn_kernels,
     index_kernels,
+    int8_kernels,
+    int8_weight,
     kda_kernels,
     latent_kernels,
     mamba2_kernels,
@@ -468,6 +470,27 @@ def quantized(capability: int, dtype: torch.dtype, wide: bool) -> dict[str, Form
         kernel = scaled_kernel.scaled_product_kernel
         name = f"experts, e4m3 by e4m3, {'one scale' if one else 'blocks'}"
         found[name] = form(capability, kernel, dtype, (), types, ONE=one, **same, **launch)
+    return found | rounded_rows(capability, dtype)
+
+
+def rounded_rows(capability: int, dtype: torch.dtype) -> dict[str, Form]:
+    """As `Int8Weight` launches them: of the same rows, and of experts with many each."""
+    types = {"x_scales": "*fp32", "scales": "*fp32", "numbers": "*i8", "sums": "*i32"}
+    joined = {"BIAS": True, "SPLITS": 4, "BLOCK": int8_weight._JOINED, "num_warps": 4}
+    found = {
+        "round rows": form(
+            capability, int8_kernels.round_rows_kernel, dtype, (), types, BLOCK=int8_weight._BLOCK, num_warps=8
+        ),
+        "join sums": form(capability, int8_kernels.int8_join_kernel, dtype, (), types, **joined),
+    }
+    whole = types | {"x": "*i8", "codes": "*i8"}
+    for what, rows, experts in (("one row", 1, 1), ("some rows", 40, 1), ("many rows", 256, 1), ("experts", 100, 128)):
+        launch = asdict(int8_weight.Int8Launch.of(rows, 4096, 4096))
+        constants = {key.upper(): launch.pop(key) for key in ("rows", "outputs", "inputs", "splits")}
+        constants |= {"EXPERTS": experts, "POWER": experts, "BIAS": experts == 1, "BESIDE": int8_weight._BESIDE}
+        given = whole | ({"out": "*i32"} if constants["SPLITS"] > 1 else {})
+        kernel = int8_kernels.int8_product_kernel
+        found[f"{what}, int8 by int8"] = form(capability, kernel, dtype, (), given, **constants, **launch)
     return found
 
 

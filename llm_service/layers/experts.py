@@ -173,7 +173,8 @@ class Experts(nn.Module):
         elif device.type == "cpu":
             self._finalize_for_cpus(rounded)
         elif rounded.int8:
-            self._stay_short(*([[QuantizedWeight.rounded(each)] for each in weight] for weight in self._weights()))
+            form = partial(QuantizedWeight.rounded, inputs=rounded.inputs)
+            self._stay_short(*([[form(each)] for each in weight] for weight in self._weights()))
 
     def _finalize_for_cpus(self, rounded: Rounded) -> None:
         every: list[tuple[LaidOut, LaidOut]] = []
@@ -197,9 +198,13 @@ class Experts(nn.Module):
 
     def _stay_short(self, gate_up: list[list[QuantizedWeight]], down: list[list[QuantizedWeight]]) -> None:
         """Has a GPU compute with each expert's matrices as they are."""
-        from llm_service.layers.gpu.quantized_weight import GpuWeight  # not everywhere is a Triton
+        from llm_service.layers.gpu.int8_weight import Int8Weight  # not everywhere is a Triton
+        from llm_service.layers.gpu.quantized_weight import GpuWeight
 
-        self.grouped = GpuWeight.of_experts(gate_up), GpuWeight.of_experts(down)
+        def form(every: list[list[QuantizedWeight]]) -> GroupedProduct:
+            return Int8Weight.of_experts(every) or GpuWeight.of_experts(every)
+
+        self.grouped = form(gate_up), form(down)
         self._replace_weights([])
 
     def _replace_weights(self, laid_out: list[tuple[LaidOut, LaidOut]]) -> None:

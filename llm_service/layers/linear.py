@@ -302,9 +302,10 @@ def _form(
 ) -> Callable[[Sequence[QuantizedWeight], Tensor | None], LaidOut | None] | None:
     """What lays quantised weights out for a device, if anything does."""
     if device.type == "cuda":
-        from llm_service.layers.gpu.quantized_weight import GpuWeight  # not everywhere is a Triton
+        from llm_service.layers.gpu.int8_weight import Int8Weight  # not everywhere is a Triton
+        from llm_service.layers.gpu.quantized_weight import GpuWeight
 
-        return GpuWeight.of
+        return lambda parts, order: Int8Weight.of(parts, order) or GpuWeight.of(parts, order)
     if device.type == "cpu" and selection.allows_panels():
         from llm_service.layers.cpu.quad_panels import QuadPanels  # numba takes its time
         from llm_service.layers.cpu.quantized_panels import QuantizedPanels

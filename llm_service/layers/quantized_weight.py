@@ -20,6 +20,9 @@ _AT_ONCE = 1 << 20
 """Numbers that are widened at a time: as float32 they fill 4 MiB, which a processor's caches hold."""
 _NO_NUMBER, _HIGHEST = 0x7F, 127
 """Of e4m3, but for its sign; of eight bits with one."""
+STEPS = 127.5
+"""Of a row's largest number, how many steps it is divided into: as compressed-tensors has it, so that as many are above
+zero as below."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -155,6 +158,15 @@ class QuantizedWeight:
             end = min(len(self.codes), begin + step)
             out[:, begin:end] = functional.linear(rows, self.wide(begin, end).to(x.dtype))
         return (out if bias is None else out.add_(bias)).view(*x.shape[:-1], len(self.codes))
+
+
+def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x float32 [m, inputs] → numbers int8 [m, inputs], and scales [m] that they are to be multiplied with: none where
+    one of a row is not a finite number."""
+    largest = x.abs().amax(1) if x.shape[1] else x.new_zeros(len(x))
+    scales = torch.where(largest > 0, largest / STEPS, 1.0)
+    scales = torch.where(largest.isfinite(), scales, torch.nan)
+    return (x / scales.unsqueeze(1)).round_().clamp_(-128, 127).nan_to_num_(0.0).to(torch.int8), scales
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,8 +43,17 @@ def check_weight_dtype(weight_dtype: str, scheme: Scheme | None, device: torch.d
     """Raises CheckpointError where weights cannot be rounded so."""
     if weight_dtype and scheme is not None:
         raise CheckpointError(f"--weight-dtype {weight_dtype} is for weights that the checkpoint has not quantised")
-    if weight_dtype == W8A8 and not (device.type == "cpu" and selection.computes_bytes()):
-        raise CheckpointError("--weight-dtype w8a8 is for our kernels on CPUs with AVX512-VNNI")
+    if weight_dtype == W8A8 and not _multiplies_bytes(device):
+        raise CheckpointError("--weight-dtype w8a8 is for our kernels on CPUs with AVX512-VNNI and on GPUs")
+
+
+def _multiplies_bytes(device: torch.device) -> bool:
+    """Whether weights and inputs of 8 bits are multiplied as whole numbers on a device."""
+    if device.type != "cuda":
+        return device.type == "cpu" and selection.computes_bytes()
+    from llm_service.layers.gpu import int8_weight  # not everywhere is a Triton
+
+    return int8_weight.computes(device)
 
 
 def tell_of_cache(checkpoint: Checkpoint) -> None:

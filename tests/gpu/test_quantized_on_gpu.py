@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +12,22 @@ import torch
 from torch import Tensor
 
 from benchmarks.quantized import FORMS as TIMED
+from common.checkpoint import Checkpoint
 from common.gpu import CudaCapture
+from llm_service.layers.experts import Experts
+from llm_service.layers.gpu import int8_weight
+from llm_service.layers.gpu.int8_weight import Int8Weight
 from llm_service.layers.gpu.quantized_weight import GpuWeight
-from llm_service.layers.quantized_weight import Number, QuantizedWeight
+from llm_service.layers.linear import PackedLinear
+from llm_service.layers.quantized_weight import Number, QuantizedWeight, rounded_rows
+from llm_service.models.loader import load_decoder
 from llm_service.request import SamplingParams
+from llm_service.worker.weights import describe
 from tests import pictures, reference
 from tests.checkpoints import Family
 from tests.parity.local_engine import LocalEngine, make_prompt
 from tests.random_weights import experts, random_weight
+from tools.models.w8a8 import W8A8
 
 pytestmark = pytest.mark.gpu
 
@@ -52,10 +61,10 @@ def test_products_of_any_number_of_rows(weight: QuantizedWeight, dtype: torch.dt
         assert error.norm() / expected.norm() < (1e-5 if precise else 6e-3), rows
 
 
-def replayed(weight: GpuWeight, x: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, ...]:
+def replayed(weight: GpuWeight | Int8Weight, x: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, ...]:
     """What a graph of a grouped product gives, the rows of each expert apart."""
     ends = torch.tensor(counts, device=CUDA).cumsum(0).int()
-    out = torch.empty(len(x), weight.outputs, dtype=x.dtype, device=CUDA)
+    out = torch.empty(len(x), weight.codes.shape[1], dtype=x.dtype, device=CUDA)
 
     def run() -> None:
         out.copy_(weight.grouped_product(x, ends))
@@ -108,6 +117,82 @@ def test_many_rows_of_experts_are_multiplied_in_8_bits_on_both_sides(rows: int, 
         if len(part):
             expected = part.double() @ weight.wide().double().T
             assert 6e-3 < (given.double() - expected).norm() / expected.norm() < 0.05
+
+
+def in_whole_numbers(outputs: int, inputs: int) -> QuantizedWeight:
+    weight = random_weight(Number.INT8, outputs, inputs, columns=inputs, scale=torch.float32)
+    return replace(weight, rounds_inputs=True)
+
+
+def rounded_product(x: Tensor, wide: Tensor) -> Tensor:
+    """float64 [rows, outputs]: of what a row is rounded to on CPUs."""
+    numbers, scales = rounded_rows(x.float().cpu())
+    return (numbers.double() * scales.double().unsqueeze(1)).to(CUDA) @ wide.to(CUDA).double().T
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 4096), (1024, 12288), (1000, 4004), (24576, 4096), (37, 75)])
+def test_rounded_rows_are_multiplied_in_whole_numbers(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    """A row's product is what it is on CPUs, and the same to the bit in any company: in steps of a few rows, whose
+    inputs are split, and of many."""
+    weight = in_whole_numbers(outputs, inputs)
+    laid_out, wide = Int8Weight.of([weight.to(CUDA)]), weight.wide()
+    assert laid_out is not None, "our kernels do not compile here"
+    x, bias = torch.randn(600, inputs, device=CUDA).to(dtype) / 64, torch.randn(outputs, device=CUDA).to(dtype)
+    expected = rounded_product(x, wide) + bias.double()
+    most = x.double().abs() @ wide.to(CUDA).double().abs().T + bias.double().abs()
+    whole = laid_out.product(x, bias)
+    precise = 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
+    assert ((whole.double() - expected).abs() <= precise * most).all()
+    for rows in (1, 7, 16, 17, 32, 33, 64, 65, 300):
+        assert torch.equal(laid_out.product(x[:rows], bias), whole[:rows]), rows
+
+
+def test_rows_are_rounded_as_on_cpus() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = torch.cat([torch.randn(300, 5001), torch.randint(-200, 200, (300, 5001)) / 2]).to(dtype)
+        x[0], x[1, 3] = 0, torch.inf
+        numbers, scales = rounded_rows(x.float())
+        given = int8_weight._rounded(x.to(CUDA))
+        finite = scales.isfinite()
+        assert torch.equal(given[0].cpu()[finite], numbers[finite])
+        assert torch.equal(given[1].cpu()[finite], scales[finite])
+        assert given[1].isnan().tolist() == scales.isnan().tolist()
+
+
+@pytest.mark.parametrize("counts", [(3, 0, 40, 1, 0), (0, 0, 0, 0, 2), (500, 0, 1, 2000, 30)], ids=str)
+def test_rounded_rows_of_experts_captured(counts: tuple[int, ...]) -> None:
+    every = [in_whole_numbers(768, 1024) for _ in counts]
+    weight = Int8Weight.of_experts([[each.to(CUDA)] for each in every])
+    assert weight is not None, "our kernels do not compile here"
+    x = torch.randn(sum(counts), 1024, device=CUDA).bfloat16()
+    for each, given, rows in zip(every, replayed(weight, x, counts), x.split(list(counts)), strict=True):
+        if len(rows):
+            alone = Int8Weight.of([each.to(CUDA)])
+            assert alone is not None
+            assert torch.equal(given, alone.product(rows)), "company changes a bit"
+            expected = rounded_product(rows, each.wide())
+            assert (given.double() - expected).norm() / expected.norm() < 6e-3
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])
+def test_layers_of_checkpoints_in_w8a8_are_computed_so(
+    family: Family, checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    from tests.quantized import FORMATS, quantize_checkpoint
+
+    folder, _ = quantize_checkpoint(checkpoints(family), FORMATS["int-quantized"], tmp_path)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": W8A8}))
+    decoder = load_decoder(Checkpoint(folder), torch.bfloat16, CUDA)
+    forms = [part.laid_out for part in decoder.layers.modules() if isinstance(part, PackedLinear)]
+    forms += [form for part in decoder.modules() if isinstance(part, Experts) for form in part.grouped or ()]
+    assert all(isinstance(form, Int8Weight) for form in forms)
+    assert describe(decoder, "compressed-tensors").inputs == "int8"
+    prompt = make_prompt(folder, [pictures.photograph("astronaut"), "What is in the picture?"])
+    outcomes = LocalEngine(folder, device="cuda:0").run([prompt, prompt], GREEDY)
+    assert [len(outcome.tokens) for outcome in outcomes] == [32, 32]
 
 
 @pytest.mark.parametrize("form", TIMED)

@@ -26,6 +26,8 @@ _PRODUCTS = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}
 _DECIDED = ("prefill bf16 128", "prefill bf16 256", "int8 prefill", "vision 64 bf16 72", "vision 128 bf16 72")
 _DECIDED += ("token scores bf16", "delta net system bf16", "delta net scan bf16", "Mamba-2 scan bf16", "KDA scan bf16")
 _DECIDED += ("one row, int8", "one row, uint4", *(f"many rows, {each}" for each in ("int8", "e4m3", "uint4", "e2m1")))
+_WHOLE = tuple(f"{rows}, int8 by int8" for rows in ("one row", "some rows", "many rows", "experts"))
+"""Of whole numbers, for which Triton takes none of Blackwell's own instructions."""
 _FP8 = ("experts, e4m3 by e4m3, blocks", "experts, e4m3 by e4m3, one scale")
 """With 8 bits on both sides, for which Ampere has no instruction."""
 
@@ -34,23 +36,25 @@ _FP8 = ("experts, e4m3 by e4m3, blocks", "experts, e4m3 by e4m3, one scale")
 def test_every_kernel_compiles_and_fits_a_multiprocessor() -> None:
     """On Hopper, in all types."""
     taken = compile_kernels("90", "bfloat16,float16,float32", "bfloat16,float32")
-    assert len(taken) == 166
+    assert len(taken) == 172
     look_at_memory(taken)
     for each in COPYING:
         assert taken[each][2], f"{each} reads element by element"
     look_at_registers(REGISTERS | _REGISTERS, taken)
-    look_at_products(90, taken, _DECIDED + _FP8)
+    look_at_products(90, taken, _DECIDED + _FP8 + _WHOLE)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("capability", "names"), [(80, _DECIDED), (100, _DECIDED + _FP8)])
 def test_kernels_fit_multiprocessors_before_and_after_hopper(capability: int, names: tuple[str, ...]) -> None:
     """In bfloat16, in which models are published."""
-    taken = compile_kernels(str(capability), "bfloat16", "bfloat16", "--only", *names)
+    taken = compile_kernels(str(capability), "bfloat16", "bfloat16", "--only", *names, *_WHOLE)
     look_at_memory(taken)
-    for each in set(COPYING).intersection(names):
+    look_at_registers(dict.fromkeys(_WHOLE, 208), taken)
+    for each in set(COPYING).intersection(taken):
         assert taken[each][2], f"{each} reads element by element"
     look_at_products(capability, taken, names)
+    look_at_products(80, taken, _WHOLE)
 
 
 def look_at_products(capability: int, taken: dict[str, Taken], names: tuple[str, ...]) -> None:

@@ -17,8 +17,8 @@ from common.cpu.jit import Array
 from common.cpu.vectors.tiles import BLOCK
 from common.cpu.weight_panels import WIDTH
 from llm_service.layers.cpu import quad_kernel, quad_tiles, selection
-from llm_service.layers.cpu.quad_kernel import OFFSET, QUAD, STEPS
-from llm_service.layers.quantized_weight import GroupedWeight, Number, QuantizedWeight
+from llm_service.layers.cpu.quad_kernel import OFFSET, QUAD
+from llm_service.layers.quantized_weight import GroupedWeight, Number, QuantizedWeight, rounded_rows
 
 _AT_ONCE = 64
 """Panels that are laid out, or multiplied with by torch, at a time, so that this takes little memory beside them."""
@@ -115,15 +115,6 @@ class QuadPanels:
         sums = torch.cat(every, dim=1)[:, : self.outputs].float()
         out = sums * (torch.from_numpy(self.scale)[: self.outputs] * scales.unsqueeze(1))
         return out if bias is None else out + bias
-
-
-def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x float32 [m, inputs] → numbers int8 [m, inputs], and scales [m] that they are to be multiplied with: none where
-    one of a row is not a finite number."""
-    largest = x.abs().amax(1) if x.shape[1] else x.new_zeros(len(x))
-    scales = torch.where(largest > 0, largest / float(STEPS), 1.0)
-    scales = torch.where(largest.isfinite(), scales, torch.nan)
-    return (x / scales.unsqueeze(1)).round_().clamp_(-128, 127).nan_to_num_(0.0).to(torch.int8), scales
 
 
 def _fits(weight: QuantizedWeight) -> bool:

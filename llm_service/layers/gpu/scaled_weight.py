@@ -4,7 +4,7 @@ ours, from Hopper on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,16 +14,17 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import ScalingType
 
-from common import log
+from llm_service.layers.gpu.kernel_trial import gives
 from llm_service.layers.gpu.scaled_kernel import scaled_product_kernel
 from llm_service.layers.quantized_weight import GroupedWeight, Number
 
-_log = log.get("kernels")
 _HIGHEST = torch.finfo(torch.float8_e4m3fn).max
 _BLOCK = 128
 _ALIGNED = 16
 """Sides of a product are multiples of it."""
 _HOPPER = (9, 0)
+_APART = 0.05
+"""Of a product, by how much rounding to 8 bits may change it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +170,7 @@ def _is_right(blocks: bool, device: torch.device) -> bool:
     made = ScaledWeight.laid_out(weight, weight.codes)
     assert made is not None
     x = torch.randn(40, weight.inputs, device=device).bfloat16()
-    return _gives("products of e4m3", blocks, lambda: made.product(x), x.float() @ wide.T)
+    return gives("products of e4m3", lambda: made.product(x), x.float() @ wide.T, _APART, blocks=blocks)
 
 
 @cache
@@ -180,7 +181,7 @@ def _are_right(blocks: bool, device: torch.device) -> bool:
     made = ScaledExperts(weight.codes.expand(2, -1, -1).contiguous(), scale, blocks)
     x = torch.randn(40, weight.inputs, device=device).bfloat16()
     ends = torch.tensor([7, 40], dtype=torch.int32, device=device)
-    return _gives("experts' products of e4m3", blocks, lambda: made.product(x, ends), x.float() @ wide.T)
+    return gives("experts' products of e4m3", lambda: made.product(x, ends), x.float() @ wide.T, _APART, blocks=blocks)
 
 
 def _example(blocks: bool, device: torch.device) -> tuple[GroupedWeight, Tensor]:
@@ -192,15 +193,3 @@ def _example(blocks: bool, device: torch.device) -> tuple[GroupedWeight, Tensor]
     none, ones = torch.empty(0, 2 * _BLOCK, dtype=torch.int32), torch.ones(2 * _BLOCK, device=device)
     weight = GroupedWeight(Number.E4M3, numbers.view(torch.uint8), 3 * _BLOCK, scale, none, ones, ends)
     return weight, numbers.float() * scale.repeat_interleave(3 * _BLOCK // groups, 0).T
-
-
-def _gives(what: str, blocks: bool, product: Callable[[], Tensor], expected: Tensor) -> bool:
-    """Whether a product is there, and near to what is expected; if not, that is logged."""
-    try:
-        error = (product().float() - expected).norm() / expected.norm()
-    except Exception as refused:  # noqa: BLE001 - whatever a library or a compiler says, another form computes the same
-        _log.warning(f"{what} are not there", blocks=blocks, cause=str(refused).partition("\n")[0])
-        return False
-    if not (right := bool(error < 0.05)):
-        _log.warning(f"{what} are wrong here", blocks=blocks, error=float(error))
-    return right

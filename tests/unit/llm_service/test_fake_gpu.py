@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,10 @@ from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
 from common.small_models import made_up
 from llm_service.layers.attention.backend import CacheShape
+from llm_service.layers.gpu.int8_weight import Int8Weight
 from llm_service.layers.gpu.quantized_weight import GpuWeight
 from llm_service.layers.group import ALONE
+from llm_service.layers.quantized_weight import QuantizedWeight
 from llm_service.models.decoder import Decoder
 from llm_service.models.draft_head import DraftHead
 from llm_service.models.known_text import known_text
@@ -41,12 +44,14 @@ from llm_service.worker.graphs import CaptureBounds, GraphKind, GraphRunner
 from llm_service.worker.host_cache import HostCache
 from llm_service.worker.model_runner import ModelRunner
 from llm_service.worker.row_arena import RowArena
+from llm_service.worker.weights import describe
 from tests.checkpoints import FAMILIES
 from tests.eagle_checkpoint import eagle_head
 from tests.fake_gpu import GPU, OnHost, Recording, fake_gpu
 from tests.mtp_checkpoint import with_mtp_layer
 from tests.quantized import FORMATS, quantize_checkpoint
 from tools.models.tiny import config_of_recipe, make
+from tools.models.w8a8 import W8A8
 
 pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this torch was built without CUDA")
 
@@ -244,18 +249,43 @@ def test_quantised_weights_are_captured_without_a_question_to_the_host(
         assert "product_kernel" in launched
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer:UserWarning")  # which no fake tensor has
+@pytest.mark.parametrize(("weight_dtype", "inputs"), [("int8", ""), ("w8a8", "int8")])
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])
 def test_rounded_weights_are_captured_without_a_question_to_the_host(
-    family: Any, checkpoints: Callable[..., Path], rows_memory: SharedBuffer
+    family: Any, weight_dtype: str, inputs: str, checkpoints: Callable[..., Path], rows_memory: SharedBuffer
 ) -> None:
+    """The head's inputs are as they are."""
     checkpoint = Checkpoint(checkpoints(family))
     with fake_gpu() as launched:
         with torch.inference_mode(mode=False):
-            decoder = load_decoder(checkpoint, torch.bfloat16, GPU, ALONE, weight_dtype="int8")
+            decoder = load_decoder(checkpoint, torch.bfloat16, GPU, ALONE, weight_dtype=weight_dtype)
+        assert describe(decoder, weight_dtype).inputs == inputs
         runner = made_runner(decoder, rows_memory, 1)
         check_capture(runner, BOUNDS)
         check_steps(runner, [Draw(at=0), Draw(at=1)])
         assert "product_kernel" in launched
+        assert ("int8_product_kernel" in launched) == bool(inputs)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer:UserWarning")  # which no fake tensor has
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])
+def test_checkpoints_in_w8a8_are_captured_without_a_question_to_the_host(
+    family: Any, checkpoints: Callable[..., Path], tmp_path: Path, rows_memory: SharedBuffer
+) -> None:
+    folder, _ = quantize_checkpoint(checkpoints(family), FORMATS["int-quantized"], tmp_path)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": W8A8}))
+    with fake_gpu() as launched:
+        with torch.inference_mode(mode=False):
+            decoder = load_decoder(Checkpoint(folder), torch.bfloat16, GPU, ALONE)
+        told = describe(decoder, "compressed-tensors")
+        assert (told.number, told.bits, told.widened_in, told.inputs) == ("int8", 8, "", "int8")
+        runner = made_runner(decoder, rows_memory, 1)
+        check_capture(runner, BOUNDS)
+        check_steps(runner, [Draw(at=0), Draw(at=1)])
+        assert {"round_rows_kernel", "int8_product_kernel"} <= set(launched)
+        assert "product_kernel" not in launched
 
 
 @pytest.mark.parametrize("form", quantized.FORMS)
@@ -274,6 +304,22 @@ def test_products_of_many_rows_ask_the_host_for_nothing(form: str) -> None:
                 assert one.product(x).shape == several.grouped_product(x, ends).shape == (rows, 256)
         assert watch.seen == []
         assert {"product_kernel", "scaled_product_kernel" if form == "fp8" else "widen_kernel"} <= set(launched)
+
+
+def test_products_of_rounded_rows_ask_the_host_for_nothing() -> None:
+    weight = QuantizedWeight.rounded(torch.randn(256, 4096), inputs=True)
+    with fake_gpu() as launched:
+        with torch.inference_mode(mode=False):
+            one, several = Int8Weight.of([weight.to(GPU)]), Int8Weight.of_experts([[weight.to(GPU)]] * 3)
+        assert one is not None
+        assert several is not None
+        ends, bias = (torch.empty(n, dtype=kind, device=GPU) for n, kind in ((3, torch.int32), (256, torch.bfloat16)))
+        with OnHost() as watch:
+            for rows in (1, 20, 300):
+                x = torch.empty(rows, 4096, dtype=torch.bfloat16, device=GPU)
+                assert one.product(x, bias).shape == several.grouped_product(x, ends).shape == (rows, 256)
+        assert watch.seen == []
+        assert set(launched) == {"round_rows_kernel", "int8_product_kernel", "int8_join_kernel"}
 
 
 def check_drafts(proposer: DraftModel, moved: int) -> None:

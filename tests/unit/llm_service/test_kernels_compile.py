@@ -27,6 +27,7 @@ _VERIFY = 192 if triton_interpreter.is_too_old() else 168
 """Triton 3.6 takes a sixth more, so that two programs run side by side in place of three."""
 COPYING = ("prefill bf16 128", "vision 64 bf16 72", "vision 128 bf16 72", "vision 128 fp16 64")
 COPYING += ("one row, int8", "one row, uint4", "experts, e4m3")
+COPYING += tuple(f"{rows}, int8 by int8" for rows in ("one row", "some rows", "many rows", "experts"))
 REGISTERS = {
     "vision 64 bf16 72": 208,
     "vision 128 bf16 72": 208,
@@ -47,6 +48,8 @@ REGISTERS |= {"token scores bf16": 80, "pool scores bf16": 80}
 REGISTERS |= {f"one row, {number}": 168 for number in ("int8", "e4m3", "uint4", "e2m1")}
 REGISTERS |= {f"experts, {number}": 168 for number in ("int8", "e4m3", "uint4", "e2m1")}
 REGISTERS |= {f"many rows, {number}": 248 for number in ("int8", "e4m3", "uint4", "e2m1")}
+REGISTERS |= {"round rows": 64, "join sums": 64, "one row, int8 by int8": 64, "some rows, int8 by int8": 96}
+REGISTERS |= {"many rows, int8 by int8": 128, "experts, int8 by int8": 208}
 """On Hopper, of a thread: more would have fewer programs run side by side."""
 
 
@@ -55,9 +58,10 @@ def test_the_first_form_of_each_kernel_compiles_and_fits_a_multiprocessor() -> N
     first, without those of layers with states."""
     taken = compile_kernels("--first", "90", "bfloat16")
     assert set(taken) >= {"decode bf16 128", "vision 64 bf16 128", "latent decode bf16", "one row, int8", "draw"}
-    assert len(taken) == 23
+    assert len(taken) == 26
     look_at_memory(taken)
     assert taken["one row, int8"][2], "weights are read element by element"
+    assert taken["one row, int8 by int8"][2], "weights are read element by element"
     look_at_registers({name: most for name, most in REGISTERS.items() if name in taken}, taken)
 
 

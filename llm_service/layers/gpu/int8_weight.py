@@ -1,0 +1,195 @@
+"""Weights of 8 bits that are multiplied with rows of as many (W8A8), on a GPU. By kernels of ours: torch's product
+takes no fewer than 17 rows, sides that are multiples of 8 alone, no experts, and its sums, 32 bits each, would have to
+be read again for their scales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+
+from llm_service.layers.gpu import int8_kernels as kernels
+from llm_service.layers.gpu.kernel_trial import gives
+from llm_service.layers.quantized_weight import GroupedWeight, Number, QuantizedWeight, rounded_rows
+
+_MOST_INPUTS = (1 << 17) - 1
+"""Products of two numbers from −128 to 127, of which 32 bits hold the sum."""
+_PROGRAMS = 256
+"""As many as keep a large GPU's memory busy: a product of few rows and outputs is split by inputs into so many."""
+_LEAST = 1024
+"""Inputs of a split."""
+_BESIDE = 16
+"""Tiles of rows that share a tile of weights while a cache holds it."""
+_BLOCK = 4096
+"""Numbers of a row that are rounded at a time, at most."""
+_JOINED = 512
+"""Outputs whose sums one program joins."""
+_APART = 0.005
+"""Of a product, by how much bfloat16 may change it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Launch:
+    """What one program computes, and with how many warps; `splits` share the inputs."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+    @classmethod
+    def of(cls, rows: int, outputs: int, inputs: int) -> Int8Launch:
+        """For so many rows of a weight."""
+        if rows > 64:
+            return cls(128, 128, 128, 1, 8, 3)
+        programs, splits = -(-outputs // 64), 1
+        while programs * splits * 2 <= _PROGRAMS and inputs // (2 * splits) >= _LEAST:
+            splits *= 2
+        if rows <= 16:
+            return cls(16, 64, 256, splits, 4, 4)
+        return cls(32 if rows <= 32 else 64, 64, 128, splits, 4, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Weight:
+    """Of experts, or one, w[o, i] = number[o, i] · scale[o], multiplied with rows of x[i] ≈ rounded[i] · s, where s is
+    a row's largest number, whatever its sign, divided by 127.5.
+
+    `codes` int8 [experts, outputs, inputs] are the numbers, `scale` is float32 [experts, outputs].
+    """
+
+    codes: Tensor
+    scale: Tensor
+
+    @classmethod
+    def of(cls, parts: Sequence[QuantizedWeight], order: Tensor | None = None) -> Int8Weight | None:
+        """Weights over the same inputs, one below the other; `order` int64 [outputs] says where each of their outputs
+        goes. None where they are not made for it, or the kernels do not compute here."""
+        whole = _plain(parts, order)
+        return None if whole is None else cls._of([whole])
+
+    @classmethod
+    def of_experts(cls, experts: Sequence[Sequence[QuantizedWeight]]) -> Int8Weight | None:
+        """The same of each expert's."""
+        found = [whole for parts in experts if (whole := _plain(parts)) is not None]
+        alike = len(found) == len(experts) and len({each.codes.shape for each in found}) == 1
+        return cls._of(found) if alike else None
+
+    @classmethod
+    def _of(cls, experts: Sequence[GroupedWeight]) -> Int8Weight:
+        codes = torch.stack([each.codes for each in experts]).view(torch.int8)
+        return cls(codes, torch.stack([each.scale[0].float() * each.unit for each in experts]))
+
+    @property
+    def number(self) -> Number:
+        """What the weight's numbers are."""
+        return Number.INT8
+
+    @property
+    def rounded_inputs(self) -> Number:
+        """And those that it is multiplied with."""
+        return Number.INT8
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that it holds."""
+        return self.codes.nbytes + self.scale.nbytes
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x […, inputs] → x Wᵀ + b, […, outputs], in the type of x, by the first expert's weight."""
+        _, outputs, inputs = self.codes.shape
+        return self._run(x.reshape(-1, inputs), bias=bias).view(*x.shape[:-1], outputs)
+
+    def grouped_product(self, x: Tensor, ends: Tensor) -> Tensor:
+        """x [m, inputs] → [m, outputs]: rows of expert e, which end before row `ends[e]`, int32, by its weight."""
+        return self._run(x, ends)
+
+    def _run(self, x: Tensor, ends: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        (experts, n, k), m = self.codes.shape, len(x)
+        out = x.new_empty(m, n)
+        if not m:
+            return out
+        numbers, scales = _rounded(x.contiguous())
+        launch = Int8Launch.of(m if ends is None else -(-m // experts), n, k)
+        splits = launch.splits if ends is None else 1
+        tiles = triton.cdiv(m, launch.rows) if ends is None else m // launch.rows + min(m, experts)
+        sums = out if splits == 1 else torch.empty(splits, m, n, dtype=torch.int32, device=x.device)
+        added = self.scale if bias is None else bias
+        kernels.int8_product_kernel[(triton.cdiv(n, launch.outputs) * tiles, splits)](
+            sums,
+            numbers,
+            scales,
+            *(self.codes, self.scale, added, self.scale if ends is None else ends),
+            *(m, n, k, tiles),
+            BIAS=bias is not None,
+            EXPERTS=1 if ends is None else experts,
+            POWER=triton.next_power_of_2(experts),
+            ROWS=launch.rows,
+            OUTPUTS=launch.outputs,
+            INPUTS=launch.inputs,
+            SPLITS=splits,
+            BESIDE=_BESIDE,
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+        )
+        if splits > 1:
+            kernels.int8_join_kernel[(triton.cdiv(n, _JOINED), m)](
+                *(out, sums, scales, self.scale, added),
+                *(m, n),
+                BIAS=bias is not None,
+                SPLITS=splits,
+                BLOCK=_JOINED,
+                num_warps=4,
+            )
+        return out
+
+
+def computes(device: torch.device) -> bool:
+    """Whether our kernels are there on a device, and right."""
+    return _is_right(device)
+
+
+def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As `rounded_rows`, of x [m, k] that lies together, in any type of floats."""
+    m, k = x.shape
+    numbers, scales = x.new_empty(m, k, dtype=torch.int8), x.new_empty(m, dtype=torch.float32)
+    block = min(_BLOCK, triton.next_power_of_2(k))
+    kernels.round_rows_kernel[(m,)](numbers, scales, x, k, BLOCK=block, num_warps=4 if block <= 1024 else 8)
+    return numbers, scales
+
+
+def _plain(parts: Sequence[QuantizedWeight], order: Tensor | None = None) -> GroupedWeight | None:
+    """Weights that are made to be multiplied so, one below the other, where there is a kernel for them; else None."""
+    if not all(
+        each.rounds_inputs and each.number is Number.INT8 and 0 < each.inputs <= _MOST_INPUTS for each in parts
+    ) or not _is_right(parts[0].codes.device):
+        return None
+    whole = GroupedWeight.of(parts, order)
+    return whole if whole is not None and len(whole.ends) == 1 and not len(whole.zero) else None
+
+
+@cache
+def _is_right(device: torch.device) -> bool:
+    """Whether our kernels are there, and give what plain torch does: of few rows, whose inputs are split, of many, and
+    of experts."""
+    inputs = 2 * _LEAST
+    codes = torch.randint(-128, 128, (2, 96, inputs), dtype=torch.int8, device=device)
+    scale, x = torch.rand(2, 96, device=device) + 0.5, torch.randn(80, inputs, device=device).bfloat16()
+    numbers, scales = rounded_rows(x.float())
+    wide = codes.float() * scale.unsqueeze(2)
+    expected = (numbers.float() * scales.unsqueeze(1)) @ wide.transpose(1, 2)
+    one, both = Int8Weight(codes[:1], scale[:1]), Int8Weight(codes, scale)
+    ends = torch.tensor([30, 80], dtype=torch.int32, device=device)
+    of_experts = torch.cat((expected[0, :30], expected[1, 30:]))
+    told = "products of int8"
+    return (
+        gives(told, lambda: one.product(x[:5]), expected[0, :5], _APART)
+        and gives(told, lambda: one.product(x), expected[0], _APART)
+        and gives(told, lambda: both.grouped_product(x, ends), of_experts, _APART)
+    )

@@ -1,0 +1,24 @@
+"""Whether a kernel is there and right on a device: tried once, when a model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from common import log
+
+_log = log.get("kernels")
+
+
+def gives(what: str, product: Callable[[], Tensor], expected: Tensor, most: float, **told: bool) -> bool:
+    """Whether a product is there, and apart from what is expected by no more than a part of it; if not, that is
+    logged, with what is `told` of it."""
+    try:
+        error = (product().float() - expected).norm() / expected.norm()
+    except Exception as refused:  # noqa: BLE001 - whatever a library or a compiler says, another form computes the same
+        _log.warning(f"{what} are not there", **told, cause=str(refused).partition("\n")[0])
+        return False
+    if not (right := bool(error < most)):
+        _log.warning(f"{what} are wrong here", **told, error=float(error))
+    return right
