@@ -261,7 +261,7 @@ class _Generation:
 
     def _broken_off(self, service: LlmService, failure: TwinlensError) -> _Pause:
         """The answer has stopped. Raises the failure where another service would fare no better, or is not wanted."""
-        if not self._most or not may_fare_better(failure):
+        if not self._most or not isinstance(failure, Unavailable) or not may_fare_better(failure):
             raise failure
         self._left.append(service)
         if failure.reason != _STOPPED or not self._gets_on:

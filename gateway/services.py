@@ -18,6 +18,7 @@ from common.errors import (
     MEDIA_CHANGED,
     MEDIA_HOST,
     DeadlineExceeded,
+    Exhausted,
     NotFound,
     TwinlensError,
     Unauthenticated,
@@ -61,6 +62,8 @@ _OFFERS = 3
 """Services that a request is offered to before its answer has begun."""
 _OF_THE_MEDIA = MEDIA_HOST, MEDIA_CHANGED
 """Reasons of what an address gives, which no service is to blame for: each would only fetch it once more."""
+_SLOW = "REQUEST_TOO_SLOW"
+"""The reason of a request that did not come, whoever it was sent to."""
 
 Reply = TypeVar("Reply")
 Metadata = Sequence[tuple[str, str]]
@@ -390,8 +393,14 @@ class LlmServices:
 
 
 def may_fare_better(failure: TwinlensError) -> bool:
-    """Whether a request that failed so at one service may fare better at another."""
-    return isinstance(failure, Unavailable) and failure.reason not in _OF_THE_MEDIA
+    """Whether a request that failed so at one service may fare better at another, which is there, or has room."""
+    match failure:
+        case Unavailable():
+            return failure.reason not in _OF_THE_MEDIA
+        case Exhausted():  # for good, where no retry helps
+            return failure.retry_after is not None and failure.reason != _SLOW
+        case _:
+            return False
 
 
 def error_of(error: grpc.aio.AioRpcError, *, begun: bool = False) -> TwinlensError:

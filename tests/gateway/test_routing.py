@@ -25,6 +25,12 @@ CHAT = "/v1/chat/completions"
 DOWN = (grpc.StatusCode.UNAVAILABLE, v1.Status(code=14, message="no", reason="STOPPING", retry_after_ms=1000))
 
 
+def full(seconds: int = 1, reason: str = "TOO_MANY_WAITING") -> tuple[grpc.StatusCode, v1.Status]:
+    """What a service says that has too much to do, for so many seconds; 0: for good."""
+    status = v1.Status(code=8, message="no", reason=reason, retry_after_ms=seconds * 1000 or None)
+    return grpc.StatusCode.RESOURCE_EXHAUSTED, status
+
+
 @contextmanager
 def fakes(count: int, addresses: Path | None = None) -> Iterator[tuple[Door, list[FakeLlm]]]:
     """A gateway over so many scripted services."""
@@ -66,6 +72,45 @@ def test_one_that_is_down_before_the_first_token_is_passed_over() -> None:
             each.play, each.refusal = (lambda request: iter(())), DOWN
         reply = door.post(CHAT, {"messages": [said("hello")]})
         assert (reply.status, reply.error["code"]) == (503, "STOPPING")
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/embeddings"])
+def test_one_that_is_full_is_passed_over_and_if_all_are_the_last_says_when_to_come_again(path: str) -> None:
+    with fakes(4) as (door, services):
+        order: list[FakeLlm] = []
+
+        def ask_all() -> tuple[int, str | None, str | None]:
+            for each in services:
+                each.requests.clear()
+                each.to_embed.clear()
+            reply = door.post(path, {"messages": [said("hello")]})
+            order[:] = [each for each in services if each.requests or each.to_embed]
+            code = None if reply.status == 200 else reply.error["code"]
+            return reply.status, code, reply.headers.get("retry-after")
+
+        assert ask_all() == (200, None, None)
+        (home,) = order
+        home.play, home.refusal = (lambda request: iter(())), full(reason="TOO_MANY_WAITING_TOKENS")
+        assert ask_all()[0] == 200
+        assert (home in order, len(order)) == (True, 2)
+        (second,) = (each for each in order if each is not home)
+        second.play, second.refusal = (lambda request: iter(())), full(seconds=3, reason="TOO_MANY_BYTES")
+        assert ask_all()[0] == 200
+        assert len(order) == 3
+        for each in services:
+            if each not in (home, second):
+                each.play, each.refusal = (lambda request: iter(())), full(seconds=7)
+        assert ask_all() == (429, "TOO_MANY_WAITING", "7")
+        assert len(order) == 3
+
+
+@pytest.mark.parametrize("refusal", [full(reason="REQUEST_TOO_SLOW"), full(seconds=0)], ids=["slow", "for-good"])
+def test_what_is_too_much_of_the_request_itself_is_not_asked_elsewhere(refusal: Any) -> None:
+    with fakes(2) as (door, services):
+        for each in services:
+            each.play, each.refusal = (lambda request: iter(())), refusal
+        assert ask(door, "hello") == 429
+        assert sum(asked(services)) == 1
 
 
 @pytest.mark.parametrize("between", [{"context_tokens": 0}, {"has_engine": False}], ids=["told", "between-questions"])
