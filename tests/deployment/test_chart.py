@@ -154,6 +154,8 @@ class TestSchemas:
             ("encoder.options.listen=0.0.0.0:1", "/encoder/options/listen"),
             ("autoscaling.kind=vpa", "/autoscaling/kind"),
             ("image.digest=latest", "/image/digest"),
+            ("encoder.strategy.maxSurge=0", "/encoder/strategy"),
+            ("prefill.strategy.maxSurge=1", "/prefill/strategy"),
         ],
     )
     def test_values_that_nothing_reads_are_refused(self, wrong: str, where: str) -> None:
@@ -314,6 +316,27 @@ class TestSpecial:
         text = template()
         assert not of_kind(text, "HorizontalPodAutoscaler")
         assert {each["spec"]["replicas"] for each in of_kind(text, "Deployment").values()} == {2}
+
+    def test_where_gpus_are_all_taken_a_pod_makes_room_for_the_one_that_replaces_it(self) -> None:
+        """A pod too many would wait for a GPU for ever, and the upgrade for the pod."""
+        less, more = {"maxUnavailable": 1, "maxSurge": 0}, {"maxUnavailable": 0, "maxSurge": 1}
+        for values in ("cpu", "prefill", "multihost"):
+            text = manifests(values)
+            found = {name: each["spec"]["strategy"] for name, each in of_kind(text, "Deployment").items()}
+            for name, each in of_kind(text, "LeaderWorkerSet").items():
+                rollout = each["spec"]["rolloutStrategy"]
+                found[name] = {"rollingUpdate": rollout["rollingUpdateConfiguration"]}
+            for name, strategy in found.items():
+                part = of_kind(text, "Deployment").get(name) or of_kind(text, "LeaderWorkerSet")[name]
+                assert strategy == {"rollingUpdate": less if "nvidia.com/gpu" in json.dumps(part) else more}
+        own = "prefill.strategy.maxUnavailable=0,prefill.strategy.maxSurge=50%,llm.strategy.maxUnavailable=25%"
+        deployments = of_kind(template(*VALUES["prefill"], "--set", own), "Deployment")
+        for part, expected in (
+            ("prefill", {"maxUnavailable": 0, "maxSurge": "50%"}),
+            ("llm", {"maxUnavailable": "25%", "maxSurge": 0}),
+            ("encoder", less),
+        ):
+            assert deployments[f"twinlens-{part}"]["spec"]["strategy"]["rollingUpdate"] == expected
 
     def test_with_nixl_both_services_have_it_and_its_ports_are_theirs_alone(self) -> None:
         text = template("--set", "nixl.backend=UCX", "--set", "nixl.ports=4000-4099")

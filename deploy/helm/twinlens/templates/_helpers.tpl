@@ -45,6 +45,10 @@ llm{{ if include "twinlens.prefill" . }} prefill{{ end }}
 {{- $own | toJson }}
 {{- end }}
 
+{{- define "twinlens.strategy" -}}
+{{- (include "twinlens.own" . | fromJson).strategy | toJson }}
+{{- end }}
+
 {{- define "twinlens.selector" -}}
 app.kubernetes.io/name: twinlens
 app.kubernetes.io/instance: {{ .root.Release.Name }}
