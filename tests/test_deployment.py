@@ -78,6 +78,15 @@ def test_what_is_said_for_gpus_is_said_of_services_and_arguments_that_there_are(
             assert re.search(rf"^ARG {argument}\b", DOCKERFILE, re.MULTILINE)
 
 
+def test_an_llm_service_that_shares_a_gpu_takes_its_memory_when_the_encoder_has_its_own() -> None:
+    """And compose waits for the encoder as long as it may load, since it gives up where it is unhealthy."""
+    gpu = yaml.safe_load((ROOT / "deploy/compose.gpu.yaml").read_text())["services"]
+    assert gpu["llm"]["depends_on"] == {"encoder": {"condition": "service_healthy"}}
+    config, _ = configured(COMPOSE["services"]["encoder"]["command"])
+    assert isinstance(config, EncoderConfig)
+    assert int(gpu["encoder"]["healthcheck"]["start_period"].removesuffix("s")) >= 2 * config.start_seconds
+
+
 def test_the_trial_asks_for_metrics_that_there_are() -> None:
     """And for replicas by the variables and the labels that compose.yaml has."""
     text = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
