@@ -82,7 +82,10 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
         secret=True,
     )
     shared_store_seconds: float = option(
-        0.5, "longest that a look-up there may take, rows included; what is slower is a miss", minimum=0.01
+        0.5,
+        "longest that an answer from there may take; of rows, which may take longer together, the next MiB of them;"
+        " what is slower is a miss",
+        minimum=0.01,
     )
     shared_store_ttl_seconds: float = option(3600.0, "how long rows stay there after they were last used", minimum=1)
     shared_wait_seconds: float = option(

@@ -1,12 +1,13 @@
 """The shared tier: rows in a Redis or Valkey server that all replicas ask before they compute.
 
-An item is one hash: field `h` is its header, fields 0, 1, … its chunks (`tier_format`). Beside it lies, while a replica
-computes the item, a lock. A lost replica, a lost server or a lost key cost time, never an item.
+An item is one hash: field `h` is its header, fields 0, 1, … its chunks (`tier_format`), written under another name.
+Beside it lies, while a replica computes it, a lock. A lost replica, server or key cost time, never an item.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -22,9 +23,10 @@ from encoder_service.engine.embedding_store import EmbeddingStore, Entry
 from encoder_service.engine.tier_format import Garbage
 
 if TYPE_CHECKING:
-    from encoder_service.engine.tier_client import TierClient
+    from encoder_service.engine.tier_client import Heard, TierClient
 
 _PREFIX = "twinlens:rows:"
+_PARTS = "twinlens:part:"
 _LOCKS = "twinlens:lock:"
 _HEADER = b"h"
 _AT_ONCE = 4
@@ -33,7 +35,12 @@ _AT_ONCE = 4
 _WRITES = 256
 """Items that wait to be written at most."""
 
-_WRITE_SECONDS = 5.0
+_WRITERS = 4
+"""Items that are written at a time, so that a large one does not keep all others waiting."""
+
+_PART_SECONDS = 60
+"""How long part of an item stays, beyond the time that the next part may take, where its writer is lost."""
+
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.1
 _UNLOCK = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) end return 0"
 
@@ -77,18 +84,18 @@ class SharedTier:
         self._ttl = max(1, round(ttl))
         self._wait = wait
         self._queue: asyncio.Queue[tuple[bytes, str, bytes]] = asyncio.Queue(writes)
-        self._writer: asyncio.Task[None] | None = None
+        self._writers: list[asyncio.Task[None]] = []
         self._unlocking: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Begins to write what is offered."""
-        self._writer = tasks.start(self._write_all(), "shared store writer")
+        self._writers = [tasks.start(self._write_all(), "shared store writer") for _ in range(_WRITERS)]
 
     async def stop(self) -> None:
         """Ends writing, and lets go of the server; what has not been written is not."""
-        if self._writer is not None:
-            self._writer.cancel()
-            await asyncio.gather(self._writer, return_exceptions=True)
+        for writer in self._writers:
+            writer.cancel()
+        await asyncio.gather(*self._writers, return_exceptions=True)
         while not self._queue.empty():
             key, _, token = self._queue.get_nowait()
             self._unlock_soon(key, token)
@@ -113,13 +120,19 @@ class SharedTier:
         return [self._header(key, salt, found) for key, found in zip(keys, answers[::2], strict=True)]
 
     async def load(self, header: Header, into: memoryview) -> None:
-        """Copies an item's rows to `into`; raises TierMiss where they cannot be had whole and in time."""
-        chunks = list(enumerate(self._layout.chunks(0, header.tokens)))
+        """Copies an item's rows to `into`; raises TierMiss where they cannot be had whole, or no longer come."""
+        chunks, name = list(enumerate(self._layout.chunks(0, header.tokens))), _rows_name(header.key)
 
-        async def get(server: Any) -> Garbage | bool:
+        async def get(server: Any, heard: Heard) -> Garbage | bool:
+            if heard(await server.hlen(name)) <= len(chunks):
+                return False
             for at in range(0, len(chunks), _AT_ONCE):
                 some = chunks[at : at + _AT_ONCE]
-                found = await server.hmget(_rows_name(header.key), [str(number) for number, _ in some])
+                async with server.pipeline(transaction=False) as pipe:
+                    pipe.response_callbacks = {"HGET": heard}  # of each chunk as soon as it is here
+                    for number, _ in some:
+                        pipe.hget(name, str(number))
+                    found = await pipe.execute()
                 if None in found:  # it has been pushed out meanwhile, or is being written anew
                     return False
                 try:
@@ -129,7 +142,7 @@ class SharedTier:
                     return why
             return True
 
-        got = await self.client.ask(get)
+        got = await self.client.transfer(get, len(into))
         if isinstance(got, Garbage):
             await self._discard(header.key, got)
         if got is not True:
@@ -196,7 +209,7 @@ class SharedTier:
     async def _discard(self, key: bytes, why: Garbage) -> None:
         _log.warning("the shared store holds something else", why=str(why))
         self.counts["garbage"] += 1
-        await self.client.ask(lambda server: server.unlink(_rows_name(key)))
+        await self._delete(_rows_name(key))
 
     def _offer(self, key: bytes, salt: str, token: bytes) -> None:
         """Has an entry written when there is time; at once dropped where too many wait."""
@@ -219,24 +232,43 @@ class SharedTier:
                 self._unlock_soon(key, token)
 
     async def _write(self, entry: Entry, salt: str) -> bool:
-        """Writes an entry, which is pinned meanwhile. The header comes last, so that an item is whole or not there."""
-        header, name = entry.header, _rows_name(entry.header.key)
+        """Writes an entry under a name of its own, which it changes at the end: an item is whole or not there.
 
-        async def put(server: Any) -> bool:
-            await server.unlink(name)
-            for number, run in enumerate(self._layout.chunks(0, header.tokens)):
-                chunk = tier_format.pack_chunk(header.key, number, self._place(rows, run))
-                await self._set(server, name, str(number), chunk)
-            await self._set(server, name, _HEADER, tier_format.pack_header(header, salt, self._layout))
+        The entry is not pinned, since a slow server would keep room from others: where it makes way, or its chunks no
+        longer get there, what was written is deleted.
+        """
+        header, part = entry.header, _PARTS + secrets.token_hex(16)
+        chunks = list(self._layout.chunks(0, header.tokens))
+
+        async def put(server: Any, heard: Heard) -> bool:
+            await self._set(server, part, _HEADER, tier_format.pack_header(header, salt, self._layout), heard)
+            for number, run in enumerate(chunks):
+                if self._store.find(header.key, salt) is not entry:
+                    return False
+                rows = self._place(self._store.buffer.slice(entry.span), run)
+                await self._set(server, part, str(number), tier_format.pack_chunk(header.key, number, rows), heard)
+            if heard(await server.hlen(part)) <= len(chunks):  # it was pushed out when some had been written
+                return False
+            async with server.pipeline(transaction=True) as pipe:
+                await pipe.rename(part, _rows_name(header.key)).expire(_rows_name(header.key), self._ttl).execute()
             return True
 
-        with self._store.pinned(entry.allocation) as rows:
-            return bool(await self.client.ask(put, seconds=_WRITE_SECONDS))
+        whole = None
+        try:
+            whole = await self.client.transfer(put, entry.span.size)
+        finally:
+            if not whole:
+                self._start(self._delete(part))
+        return bool(whole)
 
-    async def _set(self, server: Any, name: str, field: str | bytes, value: bytes) -> None:
+    async def _set(self, server: Any, name: str, field: str | bytes, value: bytes, heard: Heard) -> None:
         """Sets one field; each time with the expiry, so that nothing stays for ever when we are cut off."""
+        expiry = _PART_SECONDS + math.ceil(self.client.seconds)
         async with server.pipeline(transaction=True) as pipe:
-            await pipe.hset(name, field, value).expire(name, self._ttl).execute()
+            heard(await pipe.hset(name, field, value).expire(name, expiry).execute())
+
+    async def _delete(self, name: str) -> None:
+        await self.client.ask(lambda server: server.unlink(name))
 
     def _place(self, rows: memoryview, run: tuple[int, int]) -> memoryview:
         first, count = run

@@ -1,5 +1,5 @@
-"""One Redis or Valkey server as a cache: every answer comes within a bound, or counts as a miss. Nothing here raises
-because of the server.
+"""One Redis or Valkey server as a cache: every answer comes within a bound, every transfer goes on or is given up, or
+it counts as a miss. Nothing here raises because of the server.
 """
 
 from __future__ import annotations
@@ -17,13 +17,20 @@ from common import log
 
 _SCHEMES = ("redis://", "rediss://", "valkey://", "valkeys://", "unix://")
 
-_CONNECTIONS = 16
+_QUESTIONS, _TRANSFERS = 16, 16
+"""How many of each are under way at once, each on a connection of its own: large rows keep no question waiting."""
+
+_SLOWEST = 8 << 20
+"""Bytes a second below which a transfer is not worth its while, whether or not it goes on."""
+
 _FAILURES = 3
 """Failures in a row after which the server is left alone for a while."""
 
 _SHORTEST_REST, _LONGEST_REST = 0.5, 30.0
 
 T = TypeVar("T")
+Heard = Callable[[Any], Any]
+"""Takes note of an answer, which it returns: there is as long again for the next."""
 
 _log = log.get("shared store")
 
@@ -57,7 +64,8 @@ class Breaker:
         self._failures, self._rest, self._trying = 0, _SHORTEST_REST, False
 
     def failed(self) -> None:
-        """The server did not answer, or too late. Calls that were under way when it was given up say nothing new."""
+        """The server could not be reached, or said nothing in time. Calls that were under way when it was given up tell
+        nothing new."""
         self._failures += 1
         if self._failures == _FAILURES or self._trying:
             self._until = self._now() + self._rest
@@ -83,7 +91,7 @@ def check_url(url: str) -> None:
 def _connections(url: str, seconds: float) -> valkey.BlockingConnectionPool:
     return valkey.BlockingConnectionPool.from_url(
         url,
-        max_connections=_CONNECTIONS,
+        max_connections=_QUESTIONS + _TRANSFERS,
         timeout=seconds,
         socket_timeout=seconds,
         socket_connect_timeout=seconds,
@@ -94,12 +102,14 @@ def _connections(url: str, seconds: float) -> valkey.BlockingConnectionPool:
 class TierClient:
     """A pool of connections to one server, behind a breaker. `close` is its owner's.
 
-    `url` may hold user, password, database and TLS settings. `counts` are totals since start.
+    `url` may hold user, password, database and TLS settings. An answer may take `seconds`, and so may each part of a
+    transfer. `counts` are totals since start.
     """
 
     def __init__(self, url: str, *, seconds: float, breaker: Breaker | None = None) -> None:
         self._server = valkey.Valkey.from_pool(_connections(url, seconds))
-        self._seconds = seconds
+        self.seconds = seconds
+        self._questions, self._transfers = asyncio.Semaphore(_QUESTIONS), asyncio.Semaphore(_TRANSFERS)
         self.breaker = breaker or Breaker()
         self.counts: Counter[str] = Counter()
 
@@ -107,28 +117,72 @@ class TierClient:
         """Closes every connection."""
         await self._server.aclose()
 
-    async def ask(self, work: Callable[[Any], Awaitable[T]], *, seconds: float | None = None) -> T | None:
+    async def ask(self, work: Callable[[Any], Awaitable[T]]) -> T | None:
         """What `work` gets from the server, or None where the server is left alone, fails, or takes too long."""
+        return await self._serve(self._questions, lambda server, _: work(server), self.seconds)
+
+    async def transfer(self, work: Callable[[Any, Heard], Awaitable[T]], size: int) -> T | None:
+        """As `ask`, for `size` bytes in parts: `work` passes each answer through what it is given, and there is as long
+        again for the next. The more bytes, the longer all may take together. Once there was an answer, the server is
+        not to blame for what follows, so the first question should be a small one."""
+        return await self._serve(self._transfers, work, self.seconds + size / _SLOWEST)
+
+    async def _serve(
+        self, turns: asyncio.Semaphore, work: Callable[[Any, Heard], Awaitable[T]], longest: float
+    ) -> T | None:
         if not self.breaker.allows():
             return None
-        answer = await self._bounded(work, seconds or self._seconds)
+        answer = await self._in_turn(turns, work, longest)
         task = asyncio.current_task()
         if task is not None and task.cancelling():  # while it disconnects, the library can lose a cancellation
             raise asyncio.CancelledError
         return answer
 
-    async def _bounded(self, work: Callable[[Any], Awaitable[T]], seconds: float) -> T | None:
+    async def _in_turn(
+        self, turns: asyncio.Semaphore, work: Callable[[Any, Heard], Awaitable[T]], longest: float
+    ) -> T | None:
         try:
-            async with asyncio.timeout(seconds):
-                answer = await work(self._server)
+            async with asyncio.timeout(self.seconds):
+                await turns.acquire()
+        except TimeoutError as error:  # others of ours are in the way, not the server
+            self.breaker.abandoned()
+            self._note(error)
+            return None
+        except BaseException:
+            self.breaker.abandoned()
+            raise
+        try:
+            return await self._bounded(work, longest)
+        finally:
+            turns.release()
+
+    async def _bounded(self, work: Callable[[Any, Heard], Awaitable[T]], longest: float) -> T | None:
+        now = asyncio.get_running_loop().time
+        end, answered = now() + longest, False
+        limit = asyncio.timeout(self.seconds)
+
+        def heard(answer: Any) -> Any:
+            nonlocal answered
+            if not answered:
+                answered = True
+                self.breaker.succeeded()
+            if not limit.expired():
+                limit.reschedule(min(now() + self.seconds, end))
+            return answer
+
+        try:
+            async with limit:
+                answer = await work(self._server, heard)
         except ResponseError as error:  # it is there, and will not do this: full, read-only, another type under the key
             self.breaker.succeeded()
             self._note(error)
         except Exception as error:  # noqa: BLE001 - what is no protocol breaks the library in many ways
-            self.breaker.failed()
+            if not answered:
+                self.breaker.failed()
             self._note(error)
         except BaseException:
-            self.breaker.abandoned()
+            if not answered:
+                self.breaker.abandoned()
             raise
         else:
             self.breaker.succeeded()

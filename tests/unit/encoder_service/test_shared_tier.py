@@ -19,6 +19,7 @@ from tests.unit.encoder_service.tiers import (
     computed,
     loaded,
     replica,
+    stop_writing,
     written,
 )
 from tests.waiting import until
@@ -196,7 +197,7 @@ async def test_a_full_server_keeps_answering(server):
 
 async def test_what_has_left_the_store_before_it_was_written_is_not(server):
     async with replica(server.url) as (made, store):
-        made._writer.cancel()
+        stop_writing(made)
         await computed(made, store)
         store.flush()
         made.start()
@@ -208,7 +209,7 @@ async def test_what_has_left_the_store_before_it_was_written_is_not(server):
 
 async def test_too_many_that_wait_to_be_written_are_not(server):
     async with replica(server.url, writes=1) as (made, store):
-        made._writer.cancel()
+        stop_writing(made)
         await computed(made, store)
         store.flush()
         await computed(made, store, Header(b"z" * 32, Modality.IMAGE, Grid(1, 2, 2), 1))

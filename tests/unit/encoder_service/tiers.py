@@ -61,6 +61,12 @@ async def written(made: SharedTier, count: int = 1) -> None:
         await asyncio.gather(*made._unlocking)
 
 
+def stop_writing(made: SharedTier) -> None:
+    """Before the writers have begun with what is offered, which so stays."""
+    for writer in made._writers:
+        writer.cancel()
+
+
 async def loaded(made: SharedTier, header: Header) -> bytes:
     target = bytearray(header.tokens * LAYOUT.row_bytes)
     await made.load(header, memoryview(target))
