@@ -68,3 +68,42 @@ class LazyCopier:
 
         self._copied = self._taken[place] = LazyEvent(run, after, self._copied)
         return self._copied
+
+
+class LazyLoader:
+    """See `worker.pixel_ring.Loader`. Copies are done in order, the latest possible: `finish` has all of them done."""
+
+    def __init__(self) -> None:
+        self.buffers: list[Tensor] = []
+        self.waits = 0
+        self._copied = LazyEvent()
+
+    def buffer(self, size: int) -> Tensor:
+        self.buffers.append(torch.full((size,), _NOISE, dtype=torch.uint8))
+        return self.buffers[-1]
+
+    def room(self, size: int) -> Tensor:
+        return torch.full((size,), _NOISE, dtype=torch.uint8)
+
+    def copy(self, source: Tensor, target: Tensor) -> LazyEvent:
+        def run() -> None:
+            target.copy_(source)
+
+        self._copied = LazyEvent(run, self._copied)
+        return _Counted(self, self._copied)
+
+    def finish(self) -> None:
+        """What the device has begun is done."""
+        self._copied.synchronize()
+
+
+class _Counted(LazyEvent):
+    """An event whose waits are counted, where it has not happened yet."""
+
+    def __init__(self, loader: LazyLoader, event: LazyEvent) -> None:
+        super().__init__(None, event)
+        self._loader, self._event = loader, event
+
+    def synchronize(self) -> None:
+        self._loader.waits += not self._event.happened
+        super().synchronize()

@@ -5,6 +5,7 @@ Pixels are resized as 8-bit values (antialiased bicubic), so that rounding happe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from encoder_service.families.pixel_settings import PixelSettings
 from encoder_service.families.qwen_processors import ImageProcessor, VideoProcessor
 from encoder_service.worker import fixed_point
+from encoder_service.worker.pixel_ring import kept_there
 
 
 def resize(frames: Tensor, size: tuple[int, int]) -> Tensor:
@@ -28,10 +30,15 @@ def resize(frames: Tensor, size: tuple[int, int]) -> Tensor:
 
 def normalise(frames: Tensor, settings: PixelSettings) -> Tensor:
     """Maps [T, 3, H, W] uint8 to float32: rescaling is folded into mean and deviation, as in the reference."""
-    scale = 1.0 / settings.rescale
-    mean = torch.tensor(settings.mean, device=frames.device) * scale
-    deviation = torch.tensor(settings.std, device=frames.device) * scale
-    return (frames.float() - mean[:, None, None]).div_(deviation[:, None, None])
+    mean, deviation = _scaled(settings, frames.device)
+    return (frames.float() - mean).div_(deviation)
+
+
+@functools.lru_cache(maxsize=16)
+def _scaled(settings: PixelSettings, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of 8-bit values [3, 1, 1] float32, kept on the device."""
+    mean, deviation = (torch.tensor(each) * (1.0 / settings.rescale) for each in (settings.mean, settings.std))
+    return kept_there(mean[:, None, None], device), kept_there(deviation[:, None, None], device)
 
 
 def patchify(frames: Tensor, settings: PixelSettings) -> Tensor:

@@ -26,6 +26,7 @@ from encoder_service.models.tower import AttendingTower, PackedTower, Tower, loa
 from encoder_service.worker.graphs import Choice, GraphedTower, budgets_for
 from encoder_service.worker.messages import Batch, BatchDone, Piece, PoolMade, WorkerReady, WorkerSettings
 from encoder_service.worker.patches import Preprocess
+from encoder_service.worker.pixel_ring import WayIn, way_into
 from encoder_service.worker.row_ring import Event, Exit, exit_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -100,12 +101,18 @@ class Runner:
     """One tower on one device, which computes in `dtype`. One thread may `start` batches while another is in `finish`,
     in the same order.
 
-    `way_out` None: the device's own. Raises CheckpointError where the checkpoint cannot be served,
+    `way_in`, `way_out` None: the device's own. Raises CheckpointError where the checkpoint cannot be served,
     AttentionUnavailable, GraphsUnavailable and DeviceMemoryError where the device cannot do what was asked for.
     """
 
     def __init__(
-        self, settings: WorkerSettings, staging: SharedBuffer, store: SharedBuffer, *, way_out: Exit | None = None
+        self,
+        settings: WorkerSettings,
+        staging: SharedBuffer,
+        store: SharedBuffer,
+        *,
+        way_in: WayIn | None = None,
+        way_out: Exit | None = None,
     ) -> None:
         if settings.threads:
             torch.set_num_threads(settings.threads)
@@ -119,7 +126,7 @@ class Runner:
         self._graphed: Graphed | None = None
         self._staged = self.load(settings)
         self._share_of_cores = self._divide_cores(settings)
-        self._way_out = way_out or exit_of(self.device)
+        self._way_in, self._way_out = way_in or way_into(self.device), way_out or exit_of(self.device)
         self._last_end = 0.0
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._staging = torch.frombuffer(staging.view, dtype=torch.uint8)
@@ -288,7 +295,7 @@ class Runner:
 
     def _patches(self, piece: Piece) -> Tensor:
         """A piece's patches [t·h·w, dim] in the tower's dtype, on its device."""
-        pixels = self.pixels_of(piece).to(self.device)
+        pixels = self._way_in.bring(self.pixels_of(piece))
         modality = Modality(piece.modality)
         return self._preprocess[modality](pixels, piece.resized, self._config.processors[modality]).to(self.dtype)
 

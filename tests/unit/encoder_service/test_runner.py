@@ -29,10 +29,11 @@ from encoder_service.worker.__main__ import ahead
 from encoder_service.worker.graphs import GraphsUnavailable
 from encoder_service.worker.messages import Batch, Piece, WorkerSettings
 from encoder_service.worker.patches import preprocess
+from encoder_service.worker.pixel_ring import PixelRing
 from encoder_service.worker.row_ring import RowRing
 from encoder_service.worker.runner import Runner
 from tests import audio_checkpoint, sounds
-from tests.lazy_copier import LazyCopier
+from tests.lazy_copier import LazyCopier, LazyLoader
 
 SIDE = 64
 ROOM = 1 << 20
@@ -213,6 +214,23 @@ def test_batches_are_started_before_the_rows_of_others_have_left_a_device(checkp
     found = [[bytes(buffers[1].view[each.rows : each.rows + size]) for each in batch.pieces] for batch in batches]
     assert found == expected
     assert all(each.vit_seconds > 0 for each in done)
+
+
+def test_pixels_that_enter_through_a_ring_are_those_of_the_arena_when_a_batch_was_prepared(checkpoints, buffers):
+    """As a GPU's worker has it: the arena's pages are given to other pictures while the tower computes."""
+    settings = worker_settings(checkpoints("qwen3_vl"))
+    loader = LazyLoader()
+    runner = Runner(settings, *buffers, way_in=PixelRing(loader, buffers=2, size=5000))
+    put(buffers[0], 0, seed=1)
+    expected = Runner(settings, *buffers).prepare(Batch([piece(0, 4096)])).patches
+    entered = []
+    runner._preprocess = dict.fromkeys(runner._preprocess, lambda pixels, *_: entered.append(pixels) or torch.empty(0))
+    runner.prepare(Batch([piece(0, 4096)]))
+    buffers[0].view[:] = bytes(ROOM)
+    with torch.inference_mode():
+        loader.finish()
+    found = preprocess(entered[0], (SIDE, SIDE), runner._config.processors[Modality.IMAGE])
+    assert torch.equal(found, expected)
 
 
 def test_rows_that_are_not_finite_are_reported_and_not_written(checkpoints, buffers, monkeypatch):
