@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from pydantic_core import to_json
 
 from common.errors import InvalidInput
-from common.media.data_url import is_data
+from common.media import data_url
 from gateway.api.chat_request import ChatRequest, Message, NamedTool, Part, ResponseFormat, TemplateSettings
 from gateway.api.fields import MediaSettings, Prompt, RequestFields, SamplingFields, shape_of
 from gateway.errors import TooLarge, called
@@ -43,8 +43,6 @@ _MODALITIES = {
     "audio_url": media_pb2.MODALITY_AUDIO,
     "input_audio": media_pb2.MODALITY_AUDIO,
 }
-_LONGEST_TYPE = 256
-"""Characters before the parameters of a data address."""
 Request = TypeVar("Request", llm_pb2.GenerateRequest, llm_pb2.EmbedRequest)
 
 
@@ -251,7 +249,8 @@ def continues(final: bool | None, new: bool | None) -> bool:
 
 
 def message(given: Message, settings: MediaSettings, field: str) -> llm_pb2.ChatMessage:
-    """One message: its parts in order. An assistant's that calls may have none."""
+    """One message: its parts in order. An assistant's that calls may have none. Takes milliseconds for megabytes of
+    base64. Raises InvalidInput."""
     if given.content is None and not given.tool_calls:
         raise InvalidInput("a message needs content", reason="BAD_FIELD", field=f"{field}.content")
     if given.role == "tool" and given.tool_call_id is None:
@@ -259,7 +258,7 @@ def message(given: Message, settings: MediaSettings, field: str) -> llm_pb2.Chat
     parts = (
         [llm_pb2.ChatPart(text=given.content)]
         if isinstance(given.content, str)
-        else [_part(part, settings) for part in given.content or ()]
+        else [_part(part, settings, f"{field}.content[{number}]") for number, part in enumerate(given.content or ())]
     )
     calls = [
         llm_pb2.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
@@ -295,13 +294,13 @@ def chat_request(asked: ChatRequest, request_id: str) -> llm_pb2.GenerateRequest
     return generate_request(asked, params, request_id, chat=chat, **given)
 
 
-def _part(part: Part, settings: MediaSettings) -> llm_pb2.ChatPart:
+def _part(part: Part, settings: MediaSettings, field: str) -> llm_pb2.ChatPart:
     if part.type == "text":
         return llm_pb2.ChatPart(text=part.text)
     if getattr(part, part.type) is None:  # its options are a part of what it is known by
         key = bytes.fromhex(part.uuid or "")
         return llm_pb2.ChatPart(media=media_pb2.Media(modality=_MODALITIES[part.type], key=key))
-    media = _media(_MODALITIES[part.type], _address(part))
+    media = _media(part, field)
     if part.type == "image_url":
         low = _LOW_DETAIL_PIXELS if part.image_url and part.image_url.detail == "low" else None
         _set_options(media, min_pixels=settings.min_pixels, max_pixels=low or settings.max_pixels)
@@ -310,26 +309,17 @@ def _part(part: Part, settings: MediaSettings) -> llm_pb2.ChatPart:
     return llm_pb2.ChatPart(media=media)
 
 
-def _address(part: Any) -> str:
-    """Where the content of a medium is."""
+def _media(part: Any, field: str) -> media_pb2.Media:
+    """A medium whose content came along, in base64, or its address, which nobody but an encoder fetches. A type that is
+    stated says nothing: to OpenAI's callers any picture is a JPEG."""
+    modality = _MODALITIES[part.type]
     if part.type == "input_audio":
-        return f"data:;base64,{part.input_audio.data}"
-    return str(getattr(part, part.type).url)
-
-
-def _media(modality: media_pb2.Modality, url: str) -> media_pb2.Media:
-    """What is given by address; nobody but an encoder fetches it, and a data address is read there as well."""
-    return media_pb2.Media(modality=modality, url=_untyped(url))
-
-
-def _untyped(url: str) -> str:
-    """A data address of bytes that speak for themselves: to OpenAI's callers any picture is a JPEG.
-
-    >>> _untyped("data:image/jpeg;base64,iVBO"), _untyped("https://example.org/a;b,c")
-    ('data:;base64,iVBO', 'https://example.org/a;b,c')
-    """
-    kind, parameters, _ = url[:_LONGEST_TYPE].partition(";")
-    return f"data:{url[len(kind) :]}" if is_data(url) and parameters and "," not in kind else url
+        return media_pb2.Media(modality=modality, data=data_url.decode_body(part.input_audio.data, field))
+    url = getattr(part, part.type).url
+    if data_url.is_data(url):
+        content, _ = data_url.decode(url, field)
+        return media_pb2.Media(modality=modality, data=content)
+    return media_pb2.Media(modality=modality, url=url)
 
 
 def _set_options(media: media_pb2.Media, **options: Any) -> None:

@@ -14,6 +14,7 @@ from gateway import convert
 from gateway.api.chat_request import Message, Part, TextPart
 from gateway.api.score_request import Document, ScoringFields, TextDocument
 from gateway.generation import Generations
+from gateway.request_context import RequestContext
 from twinlens.v1 import llm_pb2
 
 _SYSTEM: Final = (
@@ -64,7 +65,11 @@ def question(
         parts += [(_text(mark), at), *_parts(given, at)]
     messages = [Message(role="system", content=_SYSTEM), Message(role="user", content=[part for part, _ in parts])]
     again = partial(_request, asked, name, messages)
-    return Question(again(reranker.true_token_id), [at for _, at in parts], document[0], again)
+    places, at = [at for _, at in parts], document[0]
+    try:
+        return Question(again(reranker.true_token_id), places, at, again)
+    except TwinlensError as error:
+        raise error.at(_param(error.field, places, at)) from None
 
 
 def _request(asked: ScoringFields, name: str, messages: Sequence[Message], token: int) -> llm_pb2.GenerateRequest:
@@ -84,21 +89,18 @@ def _request(asked: ScoringFields, name: str, messages: Sequence[Message], token
 
 
 async def judged(
-    generations: Generations,
-    reranker: llm_pb2.Reranker,
-    asked: Question,
-    metadata: Sequence[tuple[str, str]],
+    generations: Generations, reranker: llm_pb2.Reranker, asked: Question, context: RequestContext
 ) -> Judgement:
     """A reranker's answer: one token, forced to be the one that says yes; the other is nearly always among the
     likeliest, and asked for by itself where it is not. Raises TwinlensError, by the names of the caller's body."""
     yes, no = reranker.true_token_id, reranker.false_token_id
     try:
-        known, usage = await _told(generations, asked.request, metadata)
+        known, usage = await _told(generations, asked.request, context.metadata)
         if no not in known:
-            others, _ = await _told(generations, asked.again(no), metadata)
+            others, _ = await _told(generations, await context.made(asked.again, no), context.metadata)
             known = others | known
     except TwinlensError as error:
-        raise error.at(_param(error.field, asked)) from None
+        raise error.at(_param(error.field, asked.places, asked.at)) from None
     if yes not in known or no not in known:
         raise Internal("the reranker has not told what a score is made of")
     return Judgement(_logistic(known[yes] - known[no]), usage)
@@ -136,12 +138,12 @@ def _text(words: str) -> TextPart:
     return TextPart(type="text", text=words)
 
 
-def _param(field: str, asked: Question) -> str:
-    """What the caller calls a field of the conversation."""
+def _param(field: str, places: Sequence[str], at: str) -> str:
+    """What the caller calls a field of the conversation, whose parts stand at these places, and its document there."""
     begin = "messages[1].content["
     if field.startswith(begin):
-        return asked.places[int(field.removeprefix(begin).partition("]")[0])]
-    return asked.at if field in ("prompt", "input") or field.startswith("messages") else field
+        return places[int(field.removeprefix(begin).partition("]")[0])]
+    return at if field in ("prompt", "input") or field.startswith("messages") else field
 
 
 def _logistic(x: float) -> float:

@@ -36,11 +36,16 @@ def decode(url: str, field: str) -> tuple[bytes, str]:
     body = url[comma + 1 :]
     if comma < 0 or "base64" not in (each.strip().lower() for each in parameters):
         raise _bad("the data address does not say ;base64 before its comma", field)
+    return decode_body(body, field), mime_type
+
+
+def decode_body(body: str, field: str) -> bytes:
+    """The content, of what stands behind the comma. Raises InvalidInput likewise."""
     if "%" in body:
         for escaped, sign in _ESCAPED.items():
             body = body.replace(escaped, sign)
     try:
-        return _decoded(body), mime_type
+        return _decoded(body)
     except ValueError:
         raise _bad("what stands behind the comma of the data address is not base64", field) from None
 

@@ -92,7 +92,7 @@ class Scores:
             why = "no reranker is served by that name, and embeddings are told no instruction"
             raise InvalidInput(why, reason="FIELD_NOT_SERVED", field="instruction")
         documents = [*sides[0].items(), *sides[1].items()]
-        messages = await context.made(self._messages, asked, context.id, [document for _, document in documents])
+        messages = await context.made(self._messages, asked, context.id, documents)
         calls = [self._embed(message, at, context) for (at, _), message in zip(documents, messages, strict=True)]
         found = await all_of(calls)
         prompt = sum(each.usage.prompt_tokens for each in found)
@@ -105,7 +105,7 @@ class Scores:
     ) -> tuple[list[float], dict[str, Any]]:
         """The same of a reranker: each pair is a conversation of its own."""
         questions = await context.made(self._questions, asked, context.id, reranker, sides)
-        found = await all_of([judged(self._generations, reranker, each, context.metadata) for each in questions])
+        found = await all_of([judged(self._generations, reranker, each, context) for each in questions])
         prompt = sum(each.usage.prompt_tokens for each in found)
         usage = convert.usage_of(prompt, sum(each.usage.cached_tokens for each in found), 0)
         return [each.score for each in found], usage
@@ -124,9 +124,11 @@ class Scores:
         list(convert.within(self._max_bytes, requests()))
         return asking
 
-    def _messages(self, asked: ScoringFields, name: str, documents: list[Document]) -> list[llm_pb2.EmbedRequest]:
-        """What LLM services are asked of each."""
-        each = (_embed_request(asked, f"{name[:120]}-{number}", document) for number, document in enumerate(documents))
+    def _messages(
+        self, asked: ScoringFields, name: str, documents: Sequence[tuple[str, Document]]
+    ) -> list[llm_pb2.EmbedRequest]:
+        """What LLM services are asked of each, which comes with where it stands."""
+        each = (_embed_request(asked, f"{name[:120]}-{number}", *document) for number, document in enumerate(documents))
         return list(convert.within(self._max_bytes, each))
 
     async def _embed(self, message: llm_pb2.EmbedRequest, at: str, context: RequestContext) -> llm_pb2.EmbedResponse:
@@ -144,8 +146,8 @@ def _places(field: str, given: Any, most: int) -> dict[str, Document]:
     return {f"{field}[{number}]": each for number, each in enumerate(given)}
 
 
-def _embed_request(asked: ScoringFields, name: str, document: Document) -> llm_pb2.EmbedRequest:
-    """A text as it is, without a chat template; parts as the message of a user."""
+def _embed_request(asked: ScoringFields, name: str, at: str, document: Document) -> llm_pb2.EmbedRequest:
+    """A text as it is, without a chat template; parts as the message of a user. Raises InvalidInput."""
     request = llm_pb2.EmbedRequest(
         request_id=name,
         model=asked.model or "",
@@ -155,7 +157,10 @@ def _embed_request(asked: ScoringFields, name: str, document: Document) -> llm_p
     )
     if isinstance(document, ContentDocument):
         message = chat_request.Message(role="user", content=document.content)
-        request.chat.CopyFrom(convert.chat_input([message], asked.mm_processor_kwargs, None, "messages"))
+        try:
+            request.chat.CopyFrom(convert.chat_input([message], asked.mm_processor_kwargs, None, "messages"))
+        except InvalidInput as error:
+            raise error.at(_param(error.field, at)) from None
     else:
         request.text.prompt = document.text if isinstance(document, TextDocument) else document
     return request

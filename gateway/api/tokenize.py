@@ -67,7 +67,8 @@ class Tokenizer:
             whole = asked.add_special_tokens is not False
             message = llm_pb2.TokenizeRequest(text=asked.prompt, allow_special=True, add_special_tokens=whole)
         else:
-            chat = convert.chat_input(asked.messages, None, asked.chat_template_kwargs, "messages")
+            given = asked.messages, None, asked.chat_template_kwargs, "messages"
+            chat = await context.made(convert.chat_input, *given)
             chat.continue_final_message = convert.continues(asked.continue_final_message, asked.add_generation_prompt)
             chat.tools.extend(definition(tool.function) for tool in asked.tools or ())
             message = llm_pb2.TokenizeRequest(chat=chat)

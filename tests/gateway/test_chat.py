@@ -400,6 +400,20 @@ def test_a_picture_may_be_written_in_lines_and_as_in_addresses(door: Trio, write
     assert other.choices[0].message.content == same.choices[0].message.content
 
 
+def test_a_medium_has_one_content_key_whichever_way_it_came(door: Trio) -> None:
+    written = base64.b64encode(PICTURE).decode()
+    addresses = [
+        f"data:image/png;base64,{written}",
+        f"DATA:;base64,{base64.urlsafe_b64encode(PICTURE).decode()}",
+        f"data:image/jpeg;charset=x;base64,{base64.encodebytes(PICTURE).decode()}",
+        f"data:;base64,{written.replace('+', '%2B').replace('/', '%2f').replace('=', '%3D')}",
+    ]
+    shown = [{"type": "image_url", "image_url": {"url": each}} for each in addresses]
+    told: Any = by_http(door, [said(text("Look"), *shown)], extra_body={"return_media_uuids": True})
+    direct = by_grpc(door, [user("Look", an_image(PICTURE))])
+    assert set(told.media_uuids) == {direct.started.spans[0].key.hex()}
+
+
 def test_a_picture_that_is_none_is_refused_where_it_stands(door: Trio) -> None:
     with pytest.raises(openai.BadRequestError) as error:
         by_http(door, [said("Hi"), said("Yes?", role="assistant"), said(text("Look"), image(b"no picture"))])

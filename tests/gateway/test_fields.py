@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import base64
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -287,6 +288,26 @@ def test_frames_are_chosen_by_either_field(door: Scripted) -> None:
     for wrong in ({"video": {"num_frames": 9}}, {"video": {"num_frames": -1}}, {"image": {"rgba_background_color": 5}}):
         outcome = post(door, messages=messages, mm_processor_kwargs=processing, media_io_kwargs=wrong)
         assert outcome.status == 400, wrong
+
+
+@pytest.mark.parametrize("content", [b"", b"\xfb\xff\xfe", bytes(range(256)) * 300])
+@pytest.mark.parametrize("write", [base64.b64encode, base64.urlsafe_b64encode, base64.encodebytes])
+def test_content_that_comes_in_base64_goes_on_as_it_is(
+    door: Scripted, content: bytes, write: Callable[[bytes], bytes]
+) -> None:
+    written = write(content).decode()
+    parts: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{written}"}},
+        {"type": "video_url", "video_url": {"url": f"DATA:;charset=x;BASE64,{written.replace('=', '%3d')}"}},
+        {"type": "audio_url", "audio_url": {"url": f"data:;base64,{written}"}},
+        {"type": "input_audio", "input_audio": {"data": written, "format": "wav"}},
+    ]
+    (message,) = post(door, messages=[{"role": "user", "content": parts}]).asked.chat.messages
+    given = [part.media for part in message.parts]
+    assert [(each.WhichOneof("source"), each.data, each.mime_type) for each in given] == [("data", content, "")] * 4
+    sound = {"type": "input_audio", "input_audio": {"data": "@", "format": "wav"}}
+    refused = door.post("/v1/chat/completions", {"messages": [{"role": "user", "content": [sound]}]}).error
+    assert (refused["code"], refused["param"]) == ("BAD_BASE64", "messages[0].content[0]")
 
 
 @pytest.mark.parametrize("kind", ["image_url", "video_url", "audio_url", "input_audio"])

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from gateway.api.messages_request import CountRequest, MessagesRequest
 from tests.gateway.scripted import Scripted, scripted
 from tests.gateway.test_tools import TEXT, says
-from tests.gateway.trio import PICTURE, Door, Reply, Trio, data_url, image, said, text, trio
+from tests.gateway.trio import PICTURE, Door, Reply, Trio, image, said, text, trio
 from tests.rpc.pairs import answer, greedy
 from tests.rpc.pairs import asked as asked_by_grpc
 from tests.unit.llm_service.test_tools_in_prompts import TEMPLATE
@@ -179,7 +179,7 @@ def test_a_second_turn_brings_everything_back(script: Scripted, client: anthropi
         (call.id, "weather", {"city": "Rome"}) for call in calls
     ]
     assert [each.tool_call_id for each in (seen, failed)] == [call.id for call in calls]
-    assert (seen.parts[0].text, seen.parts[1].media.url) == ("Sun.", data_url(PICTURE, ""))
+    assert (seen.parts[0].text, seen.parts[1].media.data) == ("Sun.", PICTURE)
     assert "".join(part.text for part in failed.parts) == "Error:\nNo such city."
     assert more.parts[0].text == "And now?"
 

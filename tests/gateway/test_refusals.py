@@ -208,6 +208,41 @@ def test_a_refusal_says_what_is_wanted_in_the_callers_words(
     assert says in error["message"]
 
 
+NO_BASE64 = picture("data:image/png;base64,@@@@")
+WHY = "what stands behind the comma of the data address is not base64"
+TURNS = [said("x"), said({"type": "text", "text": "y"}, NO_BASE64)]
+SOURCE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "@@@@"}}
+PLACES: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"messages": TURNS}, "messages[1].content[1]"),
+    ("/v1/embeddings", {"messages": TURNS}, "messages[1].content[1]"),
+    ("/v1/embeddings", {"messages": [[said("x")], TURNS]}, "messages[1][1].content[1]"),
+    ("/v1/rerank", {"query": "x", "documents": ["y", {"content": [NO_BASE64]}]}, "documents[1].content[0]"),
+    ("/score", {"text_1": {"content": [NO_BASE64]}, "text_2": ["x"]}, "text_1.content[0]"),
+    (
+        "/v1/responses",
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:;base64,@@@@"}]}]},
+        "input[0].content[0]",
+    ),
+    ("/v1/messages", {"max_tokens": 9, "messages": [said("x"), said(SOURCE)]}, "messages[1].content[0]"),
+    ("/v1/messages/count_tokens", {"messages": [said(SOURCE)]}, "messages[0].content[0]"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), PLACES)
+def test_what_is_no_base64_is_refused_where_it_stands(door: Trio, path: str, body: dict[str, Any], param: str) -> None:
+    error = json.loads(door.post(path, body).body)["error"]
+    if "/messages" in path:
+        told = (error["details"]["error_code"], error["message"])
+        assert told == ("BAD_BASE64", f"{param}: {WHY}")
+    else:
+        assert (error["code"], error["param"], error["message"]) == ("BAD_BASE64", param, WHY)
+
+
+def test_a_picture_of_no_bytes_is_refused_where_it_stands(door: Trio) -> None:
+    error = door.post(CHAT, {"messages": [said(picture("data:;base64,"))]}).error
+    assert (error["code"], error["param"]) == ("MEDIA_EMPTY", "messages[0].content[0]")
+
+
 def test_anthropics_callers_read_which_field_holds_too_much(door: Trio) -> None:
     reply = door.post("/v1/messages", {"max_tokens": 9, "messages": [said("a " * 20_000)]})
     assert json.loads(reply.body)["error"]["message"].startswith("messages: the prompt has ")

@@ -82,12 +82,14 @@ def test_scores_are_those_of_the_authors_formula_over_the_librarys_logits(judge:
     (model,) = answered(judge.get("/v1/models"))["data"]
     assert (model["reranker"], model["embeddings"]) == (True, None)
     bad = {"content": [text("x"), image(b"no picture")]}
-    for body, param in (
-        ({"query": "x", "documents": ["y", bad]}, "documents[1].content[1]"),
-        ({"query": bad, "documents": ["y"]}, "query.content[1]"),
-    ):
-        error = judge.post(RERANK, body).error
-        assert (error["code"], error["param"]) == ("MEDIA_FORMAT", param)
+    no_base64 = {"content": [text("x"), {"type": "image_url", "image_url": {"url": "data:;base64,@"}}]}
+    for given, code in ((bad, "MEDIA_FORMAT"), (no_base64, "BAD_BASE64")):
+        for body, param in (
+            ({"query": "x", "documents": ["y", given]}, "documents[1].content[1]"),
+            ({"query": given, "documents": ["y"]}, "query.content[1]"),
+        ):
+            error = judge.post(RERANK, body).error
+            assert (error["code"], error["param"]) == (code, param)
     until(judge.idle, "nothing is held")
 
 

@@ -17,19 +17,36 @@ from gateway.api.completions import Completions
 from gateway.api.embeddings import Embeddings
 from gateway.api.messages import Messages
 from gateway.api.responses import Responses
+from gateway.api.scores import Scores
+from gateway.api.tokenize import Tokenizer
 from gateway.dialect import dialect_of
 from gateway.request_context import SCOPE_KEY, BodyBudget, BodyLease, RequestContext
 from twinlens.v1 import llm_pb2
 
-SERVICES: Any = SimpleNamespace(name=lambda model: model or "demo", about=lambda _: None)
+RERANKER = llm_pb2.Reranker(true_token_id=3, false_token_id=5)
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 
 
-class Answering:
-    """What surfaces ask: it says nothing, and embeds all as one number."""
+async def tokenized(*_: Any) -> tuple[llm_pb2.TokenizeResponse, llm_pb2.LlmServiceGetInfoResponse]:
+    return llm_pb2.TokenizeResponse(), llm_pb2.LlmServiceGetInfoResponse()
 
-    async def events(self, *_: Any) -> AsyncGenerator[llm_pb2.GenerateResponse]:
+
+def services(*, reranks: bool = False) -> Any:
+    info = llm_pb2.LlmServiceGetInfoResponse(reranker=RERANKER) if reranks else None
+    return SimpleNamespace(name=lambda model: model or "demo", about=lambda _: info, tokenize=tokenized)
+
+
+SERVICES: Any = services()
+
+
+class Answering:
+    """What surfaces ask: it says nothing but a token that it is made to, and embeds all as one number."""
+
+    async def events(self, request: llm_pb2.GenerateRequest, *_: Any) -> AsyncGenerator[llm_pb2.GenerateResponse]:
         yield llm_pb2.GenerateResponse(started=llm_pb2.GenerateStarted())
+        forced = request.sampling.logit_bias
+        delta = llm_pb2.GenerateDelta(token_ids=forced, logprobs=[llm_pb2.TokenLogprobs(logprob=-1)] * len(forced))
+        yield llm_pb2.GenerateResponse(delta=delta)
         yield llm_pb2.GenerateResponse(finished=llm_pb2.GenerateFinished())
 
     async def embed(self, *_: Any) -> llm_pb2.EmbedResponse:
@@ -37,12 +54,18 @@ class Answering:
 
 
 MODEL: Any = Answering()
+EACH = (4, 1 << 30)
+QUERY = {"query": "x", "documents": [{"content": "y"}]}
 SURFACES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "chat": (Chat(SERVICES, MODEL), CHAT),
-    "completions": (Completions(SERVICES, MODEL, 4, 1 << 30), {"prompt": "x"}),
-    "embeddings": (Embeddings(SERVICES, MODEL, 4, 1 << 30), CHAT),
-    "messages": (Messages(SERVICES, MODEL), {**CHAT, "max_tokens": 4}),
-    "responses": (Responses(SERVICES, MODEL), {"input": "x"}),
+    "chat": (Chat(SERVICES, MODEL).answer, CHAT),
+    "completions": (Completions(SERVICES, MODEL, *EACH).answer, {"prompt": "x"}),
+    "embeddings": (Embeddings(SERVICES, MODEL, *EACH).answer, CHAT),
+    "scores": (Scores(SERVICES, MODEL, MODEL, *EACH).rerank, QUERY),
+    "reranker": (Scores(services(reranks=True), MODEL, MODEL, *EACH).rerank, QUERY),
+    "messages": (Messages(SERVICES, MODEL).answer, {**CHAT, "max_tokens": 4}),
+    "tokens of messages": (Messages(SERVICES, MODEL).count, CHAT),
+    "responses": (Responses(SERVICES, MODEL).answer, {"input": "x"}),
+    "tokenize": (Tokenizer(SERVICES).tokenize, CHAT),
 }
 
 
@@ -55,10 +78,10 @@ async def test_a_large_body_is_made_a_request_of_in_a_thread(
     maker = "prompts" if name == "completions" else "message"
     make = getattr(convert, maker)
     monkeypatch.setattr(convert, maker, lambda *given: makers.add(threading.current_thread()) or make(*given))
-    surface, body = SURFACES[name]
+    answer, body = SURFACES[name]
     context = RequestContext("a", (), BodyLease(BodyBudget(1 << 30)), dialect_of("/v1/x"))
     context.body = json.dumps(body).encode() + b" " * (large * (256 << 10))
-    answer = await surface.answer(Request({"type": "http", "headers": [], SCOPE_KEY: context}))
-    assert answer.status_code == 200
+    told = await answer(Request({"type": "http", "headers": [], SCOPE_KEY: context}))
+    assert told.status_code == 200
     assert makers
     assert (threading.main_thread() in makers) != large
