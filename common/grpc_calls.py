@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import grpc
 
-from common import errors, log, tracing
+from common import errors, log, tasks, tracing
 from common.grpc_auth import BearerToken
 from common.grpc_requests import CallReader
 from common.grpc_status import Context, fail
@@ -46,12 +46,62 @@ class Call:
         self._task = task
         self.ending: errors.TwinlensError | None = None
         self.answered = False
+        self._stall_limit: StallLimit | None = None
 
     def end(self, error: errors.TwinlensError) -> None:
         """Has the handler stop where it stands, and its caller told `error`; harmless once the call has its status."""
         if self.ending is None and not self.answered:
             self.ending = error
             self._task.cancel()
+
+    def limit_stalls(self, seconds: float) -> None:
+        """Ends the call when its caller takes longer than this to accept a message, for whom something is held."""
+        self._stall_limit = StallLimit(self, seconds)
+
+    async def write(self, message: Any, context: Context) -> None:
+        """Hands a message over, and returns when its caller has room for it."""
+        if self._stall_limit is None:
+            await context.write(message)
+        else:
+            with self._stall_limit:
+                await context.write(message)
+
+    def close(self) -> None:
+        """Nothing is written any more."""
+        if self._stall_limit is not None:
+            self._stall_limit.close()
+            self._stall_limit = None  # the two hold each other
+
+
+class StallLimit:
+    """A context around each message that is handed over: ends the call where one takes longer than `seconds`. One timer
+    looks after all of them, since a message may be one token, and a timer for each costs as much as what it is for."""
+
+    def __init__(self, call: Call, seconds: float) -> None:
+        self._call = call
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._since: float | None = None
+        self._timer = tasks.StallTolerantTimer(seconds, self._look)
+
+    def close(self) -> None:
+        """No more messages come."""
+        self._timer.cancel()
+
+    def __enter__(self) -> None:
+        self._since = self._loop.time()
+
+    def __exit__(self, *_: object) -> None:
+        self._since = None
+
+    def _look(self) -> None:
+        """Ends the call, or looks again when the time of the message that is being handed over could be up."""
+        now = self._loop.time()
+        since = now if self._since is None else self._since
+        if now - since < self._seconds:
+            self._timer = tasks.StallTolerantTimer(since + self._seconds - now, self._look)
+            return
+        self._call.end(errors.Unavailable("the caller took too long to accept a message", reason="CALLER_STALLED"))
 
 
 _call: ContextVar[Call] = ContextVar("call")
@@ -60,18 +110,6 @@ _call: ContextVar[Call] = ContextVar("call")
 def current() -> Call:
     """The call that this task, or one that it comes from, serves. Raises LookupError outside of one."""
     return _call.get()
-
-
-@contextmanager
-def stall_limit(call: Call, seconds: float) -> Iterator[None]:
-    """Around a message that is yielded: ends the call when its caller takes longer than this to accept it, for whom
-    something is held."""
-    stalled = errors.Unavailable("the caller took too long to accept a message", reason="CALLER_STALLED")
-    timer = asyncio.get_running_loop().call_later(seconds, call.end, stalled)
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
@@ -186,6 +224,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     _log.exception("a handler failed")
                     await fail(context, errors.Internal("the service failed to handle this call"))
                 finally:
+                    call.close()
                     requests.release()
                     self._calls.discard(call)
                     if not self._calls:
@@ -252,12 +291,12 @@ def _pumped(behavior: Callable[..., Any]) -> Callable[..., Awaitable[None]]:
     """Drives a handler's generator with `context.write`, so that it is closed the moment a caller goes away."""
 
     async def pump(request: Any, context: Context) -> None:
-        answers = behavior(request, context)
+        call, answers = current(), behavior(request, context)
         del request  # it is the handler's
         async with aclosing(answers) as responses:
             async for response in responses:
                 try:
-                    await context.write(response)
+                    await call.write(response, context)
                 except grpc.aio.InternalError as error:  # gRPC may say this before it cancels the handler
                     raise _CallerLeft from error
 

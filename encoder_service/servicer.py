@@ -69,6 +69,7 @@ class EncoderServicer(EncoderServiceServicer):
             convert.without_items(request),
         )
         del request
+        grpc_calls.current().limit_stalls(served.config.stall_seconds)
         self._open_streams += 1
         deliveries = [
             Delivery(served.encoder, served.link, served.meters, rest, index, item) for index, item in enumerate(items)
@@ -77,8 +78,7 @@ class EncoderServicer(EncoderServiceServicer):
         try:
             async with aclosing(merged([each.events() for each in deliveries])) as events:
                 async for event in events:
-                    with grpc_calls.stall_limit(grpc_calls.current(), served.config.stall_seconds):
-                        yield event
+                    yield event
         finally:
             self._open_streams -= 1
             log_deliveries(deliveries)

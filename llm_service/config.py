@@ -287,6 +287,7 @@ class LlmConfig(ServerConfig):
     encoder_connections: int = option(
         1, "connections to each encoder; with several, a large item's rows come over all of them", minimum=1, maximum=16
     )
+    stall_seconds: float = option(60.0, "longest that a caller may take to accept one message", minimum=0.1)
     shared_memory: bool = option(True, "read rows from the memory of encoders of the same user on the same host")
     local_dir: str = option("", "folder of the sockets through which it is had, where encoders are told a --local-dir")
     nixl: str = option(

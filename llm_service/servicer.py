@@ -111,6 +111,7 @@ class LlmServicer(LlmServiceServicer):
         components = self._components
         read = components.requests.read(request, context.time_remaining(), self._limit, context.peer())
         del request  # the bytes of its media are in the nouns
+        grpc_calls.current().limit_stalls(components.config.stall_seconds)
         begun: Begun | None = None
         async with aclosing(components.generator.generate(read)) as events:
             async for event in events:
@@ -136,12 +137,12 @@ class LlmServicer(LlmServiceServicer):
         if request.kv_layout != components.kv_layout:
             raise Precondition("its KV blocks are not like the caller's", reason="OTHER_KV_LAYOUT", field="kv_layout")
         read = components.requests.read_prefill(request, context.time_remaining(), self._limit, context.peer())
+        grpc_calls.current().limit_stalls(_STALL_SECONDS)  # blocks are kept for it
         async with aclosing(components.generator.prefill(read, request.first_block)) as parts:
             async for part in parts:
-                with grpc_calls.stall_limit(grpc_calls.current(), _STALL_SECONDS):  # blocks are kept for it
-                    yield llm_pb2.PrefillResponse(
-                        identity=part.identity, offset=part.offset, data=part.data, crc32c=crc32c(part.data)
-                    )
+                yield llm_pb2.PrefillResponse(
+                    identity=part.identity, offset=part.offset, data=part.data, crc32c=crc32c(part.data)
+                )
 
     async def Embed(
         self, request: llm_pb2.EmbedRequest, context: Context[llm_pb2.EmbedRequest, llm_pb2.EmbedResponse]

@@ -12,10 +12,11 @@ import pytest
 
 from tests import pictures
 from tests.launch import Service, llm_server
-from tests.rpc.pairs import LLM_FLAGS, about, asked, idle, lasting, refusal, tokens
+from tests.rpc.pairs import LLM_FLAGS, about, asked, greedy, idle, lasting, refusal, tokens
 from tests.waiting import until
 from twinlens import Endpoint, LlmClient, user
-from twinlens.v1 import llm_pb2
+from twinlens.errors import error_from
+from twinlens.v1 import llm_pb2, llm_pb2_grpc
 
 PICTURE = pictures.encoded(pictures.noise(64, 64, 1))
 TOKEN = "open sesame"
@@ -51,6 +52,26 @@ def test_a_picture_without_an_encoder_is_unavailable_and_never_answered_as_text(
     error = refusal(narrow_client, asked(about(PICTURE)))
     assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_ENCODER")
     assert error.retry_after is not None
+
+
+def test_a_caller_who_takes_nothing_is_left_and_what_was_held_for_him_comes_back(
+    checkpoints: Callable[..., Path],
+) -> None:
+    """His window is full after some kilobytes; the logprobs of a long answer are megabytes."""
+    with (
+        llm_server(checkpoints("qwen3_vl"), max_requests=1, stall_seconds=1, **LLM_FLAGS) as service,
+        LlmClient(service.address) as client,
+        grpc.insecure_channel(service.address, [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)])
+        as channel,
+    ):  # fmt: skip
+        stalled = llm_pb2_grpc.LlmServiceStub(channel).Generate(asked(user("count"), greedy(2000, n=4, logprobs=20)))
+        until(lambda: client.get_load().generated_tokens > 0, "something is computed for him")
+        until(lambda: client.get_load().cancelled_requests == 1, "he is left")
+        until(lambda: idle(client), "nothing goes on for him")
+        with pytest.raises(grpc.RpcError) as ended:
+            list(stalled)
+        assert error_from(ended.value).reason == "CALLER_STALLED"
+        assert len(tokens(client, asked(user("me")))) == 8, "his place is another's"
 
 
 @pytest.mark.parametrize(

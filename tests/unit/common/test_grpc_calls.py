@@ -15,12 +15,13 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from common import errors, tracing
 from common.errors import OUTCOMES, TwinlensError
-from common.grpc_calls import CallInterceptor
+from common.grpc_calls import Call, CallInterceptor, StallLimit, current
 from common.grpc_channel import from_rpc_error
 from common.grpc_server import GrpcServer, ServerConfig
 from common.grpc_status import fail, from_plain_status
 from common.request_budget import RequestBudget
 from common.tokens import AcceptedTokens
+from tests.clock import Forward, turns
 from tests.waiting import eventually
 from twinlens import v1
 
@@ -37,9 +38,12 @@ class Scripted(v1.LlmServiceServicer):
         self.closed = asyncio.Event()
         self.asked: list[Any] = []
         self.length = 10_000
+        self.stall_seconds = 0.0
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[v1.GenerateResponse]:
         self.asked.append(request)
+        if self.stall_seconds:
+            current().limit_stalls(self.stall_seconds)
         try:
             self.begun.set()
             yield v1.GenerateResponse(started=v1.GenerateStarted(request_id=request.request_id))
@@ -187,6 +191,42 @@ async def test_a_caller_who_does_not_read_on_keeps_no_place_once_the_call_has_en
         assert serving.servicer.closed.is_set()
         error = await failure(call)
         assert (error.code(), details(error)["ErrorInfo"].reason) == (grpc.StatusCode.UNAVAILABLE, "CALL_ENDED")
+
+
+async def test_a_caller_who_does_not_read_is_given_up() -> None:
+    async with Serving() as serving:
+        serving.servicer.length, serving.servicer.stall_seconds = 1_000_000, 0.01
+        call = serving.stub.Generate(v1.GenerateRequest(model="endless"))
+        await asyncio.wait_for(serving.servicer.closed.wait(), 180)
+        await asyncio.wait_for(serving.interceptor.empty(), 180)
+        error = await failure(call)
+        assert (error.code(), details(error)["ErrorInfo"].reason) == (grpc.StatusCode.UNAVAILABLE, "CALLER_STALLED")
+
+
+async def seconds_pass(count: int, forward: Forward) -> None:
+    for _ in range(count):
+        forward(1)
+        await turns()
+
+
+async def test_a_caller_is_given_up_by_one_message_and_not_by_all_together(forward: Forward) -> None:
+    call = Call()
+    limit = StallLimit(call, 10)
+    for _ in range(5):
+        with limit:
+            forward(9)
+            await turns()
+    forward(1000)  # between messages there is nothing to accept
+    await turns()
+    with limit:
+        forward(9)
+        await turns()
+        assert call.ending is None
+        with pytest.raises(asyncio.CancelledError):
+            await seconds_pass(9, forward)
+    assert call.ending is not None
+    assert call.ending.reason == "CALLER_STALLED"
+    limit.close()
 
 
 @pytest.mark.parametrize("body", [b"\xff\xff\xff", b"\x0a\x02\xff\xfe", b"\x22\xff\xff\xff\xff\x0f"])

@@ -8,7 +8,6 @@ from contextlib import aclosing
 
 import pytest
 
-from common.grpc_calls import Call, stall_limit
 from encoder_service.delivery import merged
 from tests.unit.encoder_service.fakes import turns
 
@@ -55,21 +54,3 @@ async def test_a_failure_reaches_the_reader_and_closes_the_others():
         async for _ in merged([source.events() for source in sources]):
             pass
     assert all(source.closed for source in sources)
-
-
-async def test_a_caller_who_does_not_read_loses_stall_limit():
-    source = Counted("a", 3)
-    never, calls = asyncio.Event(), list[Call]()
-
-    async def serve() -> None:
-        calls.append(Call())
-        async with aclosing(merged([source.events()])) as events:
-            async for _ in events:
-                with stall_limit(calls[0], 0.001):
-                    await never.wait()
-
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.create_task(serve())
-    assert source.closed
-    assert calls[0].ending is not None
-    assert calls[0].ending.reason == "CALLER_STALLED"
