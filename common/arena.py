@@ -12,7 +12,6 @@ import ctypes
 import fcntl
 import mmap
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 ALIGNMENT = 64
@@ -154,6 +153,8 @@ class RangeAllocator:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity - capacity % ALIGNMENT
+        self.starts: list[int] = []
+        """Where the ranges begin that are given out, in order."""
         self._starts: list[int] = [0] if self.capacity else []
         self._sizes: dict[int, int] = {0: self.capacity} if self.capacity else {}
         self._owned: dict[int, int] = {}
@@ -168,20 +169,9 @@ class RangeAllocator:
         """What is not given out, in order."""
         return [Range(start, self._sizes[start]) for start in self._starts]
 
-    def could_allocate(self, size: int, kept: Iterable[Range]) -> bool:
-        """Whether `allocate` could serve this size if, of all ranges that are given out, only those `kept` still were.
-
-        >>> ranges = RangeAllocator(256)
-        >>> first, second, third = (ranges.allocate(64) for _ in range(3))
-        >>> ranges.could_allocate(128, [second]), ranges.could_allocate(192, [second])
-        (True, False)
-        """
-        at = 0
-        for span in sorted(kept, key=lambda each: each.offset):
-            if span.offset - at >= size:
-                return True
-            at = span.offset + self._owned[span.offset]
-        return self.capacity - at >= size
+    def end(self, start: int) -> int:
+        """Where a range that is given out ends, alignment included."""
+        return start + self._owned[start]
 
     def allocate(self, size: int) -> Range | None:
         """A range of at least `size` bytes, or None where no gap is large enough. `size` must be above 0."""
@@ -199,6 +189,7 @@ class RangeAllocator:
                 self._starts[index] = start + need
                 self._sizes[start + need] = gap - need
             self._owned[start] = need
+            bisect.insort(self.starts, start)
             return Range(start, size)
         return None
 
@@ -207,6 +198,7 @@ class RangeAllocator:
         size = self._owned.pop(span.offset, None)
         if size is None:
             raise ValueError("this range is not allocated")
+        del self.starts[bisect.bisect_left(self.starts, span.offset)]
         start, index = span.offset, bisect.bisect_left(self._starts, span.offset)
         if index < len(self._starts) and start + size == self._starts[index]:
             size += self._sizes.pop(self._starts.pop(index))
@@ -229,6 +221,7 @@ class RangeAllocator:
         if rest:
             self._owned[span.offset] = need
             self._owned[span.offset + need] = rest
+            bisect.insort(self.starts, span.offset + need)
             self.free(Range(span.offset + need, rest))
         return Range(span.offset, size)
 
@@ -246,3 +239,4 @@ class RangeAllocator:
             at, previous = start + size, kind
         assert at == self.capacity, "the pieces do not fill the arena"
         assert self._starts == sorted(self._sizes)
+        assert self.starts == sorted(self._owned)

@@ -4,11 +4,13 @@ which rows. They are in the store's arena in any case, so room is never waited f
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from common import eviction
 from common.arena import ALIGNMENT, Range, RangeAllocator
 from encoder_service.worker.messages import PoolMade
 
@@ -54,7 +56,9 @@ class DevicePool:
         self.lost = False
         self._row_bytes = row_bytes
         self._ranges = RangeAllocator(made.size)
-        self._slices: OrderedDict[Slice, None] = OrderedDict()
+        self._slices: OrderedDict[Slice, int] = OrderedDict()  # by when they were last used, as a number
+        self._uses = itertools.count()
+        self._at: dict[int, Slice] = {}  # by offset
 
     @property
     def used(self) -> int:
@@ -69,20 +73,30 @@ class DevicePool:
     def allocate(self, rows: int) -> Slice | None:
         """Room for rows that are sent to the worker, pinned once; None, and nothing evicted, where what is being read
         leaves too little."""
-        size = rows * self._row_bytes
-        if self.lost or not self._ranges.could_allocate(size, [each.span for each in self._slices if each.pins]):
+        if self.lost:
             return None
-        while (span := self._ranges.allocate(size)) is None:
-            self.free(next(each for each in self._slices if not each.pins))  # the longest unused
+        oldest = (each.span.offset for each in self._slices if not each.pins)
+        span = eviction.make_room(self._ranges, rows * self._row_bytes, oldest, self._last_use, self._evict)
+        if span is None:
+            return None
         made = Slice(self, span, rows)
-        self._slices[made] = None
+        self._slices[made] = next(self._uses)
+        self._at[span.offset] = made
         return made
+
+    def _evict(self, offset: int) -> None:
+        self.free(self._at[offset])
+
+    def _last_use(self, offset: int) -> eviction.LastUse | None:
+        piece = self._at[offset]
+        return None if piece.pins else (0, self._slices[piece])
 
     def pin(self, piece: Slice) -> None:
         """Keeps a slice where it is, until `unpin`; it becomes the most recently used."""
         assert piece.kept, "this slice is free"
         piece.pins += 1
         self._slices.move_to_end(piece)
+        self._slices[piece] = next(self._uses)
 
     def unpin(self, piece: Slice) -> None:
         """Takes a pin off; the last one frees a slice that is not kept."""
@@ -100,6 +114,7 @@ class DevicePool:
     def check_integrity(self, *, idle: bool = False) -> None:
         """Raises AssertionError where ranges and slices disagree or, at idle, where something is still held."""
         self._ranges.check_integrity()
+        assert self._at == {piece.span.offset: piece for piece in self._slices}, "a slice is elsewhere"
         assert sum(map(_taken, self._slices)) == self.used, "a range has no owner"
         if idle:
             assert not any(piece.pins for piece in self._slices), "a slice is still pinned"
@@ -108,7 +123,7 @@ class DevicePool:
         """A slice that is not pinned gives its bytes back, unless it has before."""
         piece.kept = False
         if piece in self._slices:
-            del self._slices[piece]
+            del self._slices[piece], self._at[piece.span.offset]
             self._ranges.free(piece.span)
 
 

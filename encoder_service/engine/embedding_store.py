@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from common import eviction
 from common.arena import Range, RangeAllocator, SharedBuffer
 from common.errors import InvalidInput
 from common.media.item import Header
@@ -35,11 +37,12 @@ class Allocation:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """Rows of one item: what they are, whose they are, and where they lie."""
+    """Rows of one item: what they are, whose they are, where they lie, and when they were last used, as a number."""
 
     header: Header
     salt: bytes
     allocation: Allocation
+    used: int = 0
 
     @property
     def span(self) -> Range:
@@ -62,7 +65,8 @@ class EmbeddingStore:
     """Rows of `row_bytes` each in `buffer`, indexed by key. `shrink` gives back `part` bytes at a time, unless the
     buffer is `registered`: a network card reads the pages that there were then.
 
-    An entry is kept and evicted whole, the least recently used first, and never while it is pinned. Rows may be read
+    An entry is kept and evicted whole, and never while it is pinned: the least recently used first or, where that alone
+    makes no room, neighbours of which none was used of late (`common/eviction`). Rows may be read
     where they are written, before their entry is whole: whoever pins an allocation unpins it, and until then nobody
     else gets those bytes, even if the rest of the rows never comes.
     """
@@ -74,6 +78,8 @@ class EmbeddingStore:
         self._registered = registered
         self._ranges = RangeAllocator(buffer.size)
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self._at: dict[int, Entry] = {}  # by offset
+        self._uses = itertools.count()
         self._uncommitted: set[Allocation] = set()
         self._waiters: deque[_Waiter] = deque()
 
@@ -104,7 +110,9 @@ class EmbeddingStore:
         if not self.has(key, salt):
             return None
         self._entries.move_to_end(key)
-        return self._entries[key]
+        entry = self._entries[key]
+        entry.used = next(self._uses)
+        return entry
 
     @contextmanager
     def pinned(self, allocation: Allocation) -> Iterator[memoryview]:
@@ -165,8 +173,8 @@ class EmbeddingStore:
         assert header.key not in self._entries, "an entry is written once"
         self._uncommitted.remove(allocation)
         allocation.kept = True
-        entry = Entry(header, salt_hash(salt), allocation)
-        self._entries[header.key] = entry
+        entry = Entry(header, salt_hash(salt), allocation, next(self._uses))
+        self._entries[header.key] = self._at[entry.span.offset] = entry
         return entry
 
     def abandon(self, allocation: Allocation) -> None:
@@ -178,8 +186,7 @@ class EmbeddingStore:
         """Forgets every entry that no one is reading: how many, and their bytes."""
         gone = [entry for entry in self._entries.values() if not entry.pins]
         for entry in gone:
-            del self._entries[entry.header.key]
-            self._free(entry.allocation)
+            self._drop(entry.span.offset)
         self._serve()
         return len(gone), sum(entry.span.size for entry in gone)
 
@@ -205,6 +212,7 @@ class EmbeddingStore:
         self._ranges.check_integrity()
         held = [*(entry.allocation for entry in self._entries.values()), *self._uncommitted]
         spans = [allocation.span for allocation in held]
+        assert self._at == {entry.span.offset: entry for entry in self._entries.values()}, "an entry is elsewhere"
         assert sum(-(-span.size // 64) * 64 for span in spans) == self._ranges.used, "a range has no owner"
         if idle:
             assert not self._uncommitted, "an allocation was neither committed nor abandoned"
@@ -226,14 +234,18 @@ class EmbeddingStore:
         return allocation
 
     def _make_room(self, size: int) -> Range | None:
-        """A range, for which entries are evicted one by one; None, and nothing evicted, where that cannot be enough."""
-        held = [entry.span for entry in self._entries.values() if entry.pins]
-        if not self._ranges.could_allocate(size, [*held, *(allocation.span for allocation in self._uncommitted)]):
-            return None
-        while (span := self._ranges.allocate(size)) is None:
-            oldest = next(key for key, entry in self._entries.items() if not entry.pins)
-            self._free(self._entries.pop(oldest).allocation)
-        return span
+        """A range, for which entries are evicted; None, and nothing evicted, where that cannot be enough."""
+        oldest = (entry.span.offset for entry in self._entries.values() if not entry.pins)
+        return eviction.make_room(self._ranges, size, oldest, self._last_use, self._drop)
+
+    def _last_use(self, offset: int) -> eviction.LastUse | None:
+        entry = self._at.get(offset)
+        return (0, entry.used) if entry and not entry.pins else None
+
+    def _drop(self, offset: int) -> None:
+        entry = self._at.pop(offset)
+        del self._entries[entry.header.key]
+        self._free(entry.allocation)
 
     def _free(self, allocation: Allocation) -> None:
         self._ranges.free(allocation.span)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from common import eviction
 from common.arena import ALIGNMENT, Range, RangeAllocator, SharedBuffer
 from common.errors import InvalidInput, TwinlensError, Unavailable
 from common.media.item import Header
@@ -71,7 +73,7 @@ class EncoderCache:
     """Owns the arena. Entries are taken with `acquire`, which the taker must answer with `release`, once for each.
 
     An entry holds all rows of one item, under its `Header.rows_key`, as long as a request refers to it, and after that
-    until the space is needed: least recently used first, whole entries, those that `retained` names last. `on_place` is
+    until the space is needed: whole entries, by `common/eviction`, those that `retained` names last. `on_place` is
     told of each place that is given to new rows, before anybody else is.
     """
 
@@ -88,8 +90,9 @@ class EncoderCache:
         self.counters = CacheCounters()
         self._ranges = RangeAllocator(capacity)
         self._entries: dict[bytes, CacheEntry] = {}
-        self._idle: OrderedDict[bytes, None] = OrderedDict()
-        self._in_use: dict[int, Range] = {}  # by offset: all places but those of idle entries
+        self._idle: OrderedDict[bytes, int] = OrderedDict()  # by when they were last used, as a number
+        self._uses = itertools.count()
+        self._at: dict[int, CacheEntry] = {}  # all that have a place, by its offset
         self._retained = retained
         self._on_place = on_place
         self._leaving: set[asyncio.Task[None]] = set()
@@ -151,31 +154,40 @@ class EncoderCache:
             if entry is not None:
                 self._idle.pop(header.rows_key, None)
             elif place := self._make_room(self._size(header)):
-                entry = self._entries[header.rows_key] = CacheEntry(header, place)
+                entry = self._entries[header.rows_key] = self._at[place.offset] = CacheEntry(header, place)
                 self._on_place(place)
             else:
                 for earlier in taken:
                     self.release(earlier)
                 return None
-            self._in_use[entry.place.offset] = entry.place
             entry.refs += 1
             taken.append(entry)
         self.counters.hits += sum(entry.filler is not None for entry in taken)
         return taken
 
     def _make_room(self, size: int) -> Range | None:
-        """A place, for which cached entries are dropped one by one; None, and none of them, where it is not enough."""
-        if (place := self._ranges.allocate(size)) is not None:
-            return place
-        if not self._ranges.could_allocate(size, self._in_use.values()):
-            return None
-        while (place := self._ranges.allocate(size)) is None:
-            self._drop(self._entries[self._victim()])
-        return place
+        """A place, for which cached entries are dropped; None, and none of them, where that cannot be enough."""
+        return eviction.make_room(self._ranges, size, self._oldest(), self._last_use, self._evict)
 
-    def _victim(self) -> bytes:
-        """The longest unused entry that is not to be kept; where all are, the longest unused one."""
-        return next((key for key in self._idle if not self._retained(key)), next(iter(self._idle)))
+    def _evict(self, offset: int) -> None:
+        self._drop(self._at[offset])
+
+    def _oldest(self) -> Iterator[int]:
+        """Where idle entries lie, the longest unused first, and at last those that are to be kept."""
+        retained = []
+        for key in self._idle:
+            if self._retained(key):
+                retained.append(key)
+            else:
+                yield self._entries[key].place.offset
+        yield from (self._entries[key].place.offset for key in retained)
+
+    def _last_use(self, offset: int) -> eviction.LastUse | None:
+        entry = self._at[offset]
+        key = entry.header.rows_key
+        if self._entries.get(key) is not entry or key not in self._idle:
+            return None
+        return int(self._retained(key)), self._idle[key]
 
     def _size(self, header: Header) -> int:
         """Bytes that an entry takes, as the arena rounds them up."""
@@ -187,8 +199,7 @@ class EncoderCache:
         if entry.refs:
             return
         if entry.complete and entry.error is None:
-            self._idle[entry.header.rows_key] = None
-            del self._in_use[entry.place.offset]
+            self._idle[entry.header.rows_key] = next(self._uses)
         else:
             if entry.filler is not None:
                 entry.filler.cancel()
@@ -216,7 +227,7 @@ class EncoderCache:
         self._freed.set()
 
     def _free(self, place: Range) -> None:
-        self._in_use.pop(place.offset, None)
+        del self._at[place.offset]
         self._ranges.free(place)
 
     async def drain(self) -> None:
@@ -267,13 +278,14 @@ class EncoderCache:
         assert all(entry.complete and not entry.refs and entry.error is None for entry in kept), "cache is in use"
         used = sum(self._size(entry.header) for entry in self._entries.values())
         assert used <= self.used_bytes, "an entry has no place"
-        held = {each.place.offset for key, each in self._entries.items() if key not in self._idle}
-        assert held <= self._in_use.keys(), "a place in use could be given to others"
-        assert not any(each.place.offset in self._in_use for each in kept), "a cached entry makes no room"
+        assert all(self._at[each.place.offset] is each for each in self._entries.values()), "an entry is elsewhere"
+        assert sorted(self._at) == self._ranges.starts, "a place is nobody's, or an entry has none"
+        evictable = {offset for offset in self._at if self._last_use(offset) is not None}
+        assert evictable == {each.place.offset for each in kept}, "a place in use could be given to others"
         if idle:
             assert len(kept) == len(self._entries), "an entry is still referred to"
             assert used == self.used_bytes, "the place of an entry that failed was never given back"
-            assert not self._in_use, "a place is kept for nobody"
+            assert len(self._at) == len(kept), "a place is kept for nobody"
             assert not self._turn.locked(), "someone waits for an idle store"
 
     def close(self) -> None:

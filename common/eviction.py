@@ -1,0 +1,122 @@
+"""What of an arena makes way for a large range: neighbours that are old, rather than the oldest wherever they lie."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable
+
+from common.arena import Range, RangeAllocator
+
+LastUse = tuple[int, int]
+"""A class, of which the lower goes first, and within it a number that grows with each use."""
+
+_TRIES = 8
+"""Of the least recently used, how many are tried; more only where one of another class would have to go."""
+
+
+def make_room(
+    ranges: RangeAllocator,
+    size: int,
+    oldest: Iterable[int],
+    last_use: Callable[[int], LastUse | None],
+    drop: Callable[[int], None],
+) -> Range | None:
+    """A range of `size` bytes, for which `drop` frees a `window` where there is no gap; None, and nothing is dropped,
+    where that cannot be enough."""
+    if (span := ranges.allocate(size)) is not None:
+        return span
+    if going := window(ranges, size, oldest, last_use):
+        for start in going:
+            drop(start)
+        return ranges.allocate(size)
+    return None
+
+
+def window(
+    ranges: RangeAllocator, size: int, oldest: Iterable[int], last_use: Callable[[int], LastUse | None]
+) -> list[int]:
+    """Where the ranges begin that are to be freed so that `size` bytes fit: neighbours, of which the one that was used
+    last was used the longest ago. None, where nothing that may go is enough.
+
+    `oldest` are those that may go, the least recently used first; of others there is no `last_use`.
+
+    >>> ranges = RangeAllocator(256)
+    >>> starts = [ranges.allocate(64).offset for _ in range(4)]
+    >>> used = {0: (0, 1), 192: (0, 2), 64: (0, 3), 128: (0, 4)}
+    >>> window(ranges, 64, used, used.get), window(ranges, 128, used, used.get)
+    ([0], [0, 64])
+    """
+    best: tuple[LastUse, int, list[int]] | None = None
+    hopeless: set[int] = set()
+    tries = 0
+    for start in oldest:
+        if start in hopeless:
+            continue
+        used = last_use(start)
+        assert used is not None, "what is tried may go"
+        if best and (best[0] < used or (tries >= _TRIES and best[0][0] <= used[0])):
+            break  # whatever it is part of was used later than the best, or is hardly worth the search
+        tries += 1
+        around = _Around(ranges, start, size, last_use)
+        if (found := around.best()) is None:
+            hopeless.update(around.starts)
+        elif best is None or found < best:
+            best = found
+    return best[2] if best else []
+
+
+class _Around:
+    """The neighbours of a range that may go with it, to both sides, as far as `size` bytes reach."""
+
+    def __init__(
+        self, ranges: RangeAllocator, start: int, size: int, last_use: Callable[[int], LastUse | None]
+    ) -> None:
+        self._size = size
+        self._begin, self._end = start, ranges.end(start)
+        self._at = bisect.bisect_left(ranges.starts, start)
+        self._ranges = ranges
+        self._last_use = last_use
+        self._left = self._reach(-1)
+        self._right = self._reach(1)
+
+    @property
+    def starts(self) -> list[int]:
+        """All of them, and the range itself."""
+        return self._between(len(self._left) - 1, len(self._right) - 1)
+
+    def best(self) -> tuple[LastUse, int, list[int]] | None:
+        """The window that was used the longest ago: when, its bytes, and what is in it."""
+        best, right = None, 0
+        for left in reversed(range(len(self._left))):
+            begin, before = self._left[left]
+            while right < len(self._right) and self._right[right][0] - begin < self._size:
+                right += 1
+            if right == len(self._right):
+                break
+            end, behind = self._right[right]
+            found = (max(before, behind), end - begin, left, right)
+            best = min(best or found, found)
+        return best and (best[0], best[1], self._between(*best[2:]))
+
+    def _between(self, left: int, right: int) -> list[int]:
+        return self._ranges.starts[self._at - left : self._at + right + 1]
+
+    def _reach(self, step: int) -> list[tuple[int, LastUse]]:
+        """For none, one, two … neighbours to one side: how far the room goes once they are free, and when the last of
+        them was used."""
+        starts, at = self._ranges.starts, self._at
+        newest = self._last_use(starts[at])
+        reached: list[tuple[int, LastUse]] = []
+        while newest is not None:
+            at += step
+            inside = 0 <= at < len(starts)
+            edge = (starts[at] if step > 0 else self._ranges.end(starts[at])) if inside else self._border(step)
+            reached.append((edge, newest))
+            if not inside or (edge - self._begin if step > 0 else self._end - edge) >= self._size:
+                break
+            used = self._last_use(starts[at])
+            newest = used and max(newest, used)
+        return reached
+
+    def _border(self, step: int) -> int:
+        return self._ranges.capacity if step > 0 else 0
