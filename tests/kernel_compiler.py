@@ -475,12 +475,13 @@ def quantized(capability: int, dtype: torch.dtype, wide: bool) -> dict[str, Form
 
 def rounded_rows(capability: int, dtype: torch.dtype) -> dict[str, Form]:
     """As `Int8Weight` launches them: of the same rows, and of experts with many each."""
-    types = {"x_scales": "*fp32", "scales": "*fp32", "numbers": "*i8", "sums": "*i32"}
+    types = {"x_scales": "*fp32", "scales": "*fp32", "steps": "*fp32", "numbers": "*i8", "sums": "*i32"}
+    own, stored = ({"STEPS": steps, "EXPERTS": count, "POWER": count} for steps, count in ((False, 1), (True, 128)))
+    own, stored = ({**each, "BLOCK": int8_weight._BLOCK, "num_warps": 8} for each in (own, stored))
     joined = {"BIAS": True, "SPLITS": 4, "BLOCK": int8_weight._JOINED, "num_warps": 4}
     found = {
-        "round rows": form(
-            capability, int8_kernels.round_rows_kernel, dtype, (), types, BLOCK=int8_weight._BLOCK, num_warps=8
-        ),
+        "round rows": form(capability, int8_kernels.round_rows_kernel, dtype, (), types, **own),
+        "round rows of experts": form(capability, int8_kernels.round_rows_kernel, dtype, (), types, **stored),
         "join sums": form(capability, int8_kernels.int8_join_kernel, dtype, (), types, **joined),
     }
     whole = types | {"x": "*i8", "codes": "*i8"}

@@ -290,7 +290,8 @@ def quantized(parts: Sequence[QuantizedWeight], order: Tensor | None = None, *, 
     a weight."""
     each: Sequence[LaidOut] = parts
     if (form := _form(parts[0].codes.device, rounded)) is not None:
-        if together := form(parts, order):
+        alike = len({part.input_scale for part in parts}) == 1  # else a row is rounded for each of them
+        if alike and (together := form(parts, order)):
             return together
         each = [form([part], None) or part for part in parts]
     places = None if order is None else order.argsort().to(parts[0].codes.device)

@@ -68,7 +68,7 @@ class QuantizedWeight:
     not the group's beginning where a rank has a part of a weight. `column_groups` int32 [inputs] says an input's group
     where inputs were ordered otherwise. `scale` and `zero` are [groups of outputs, groups of inputs], the first in the
     checkpoint's own type; one zero for all is a number. `rounds_inputs`: it is made to be multiplied with inputs in as
-    few bits, which are rounded as they come.
+    few bits, which are rounded as they come, or, with an `input_scale`, to multiples of that.
     """
 
     number: Number
@@ -83,6 +83,7 @@ class QuantizedWeight:
     unit: float = 1.0
     divisor: float = 1.0
     rounds_inputs: bool = False
+    input_scale: float = 0.0
 
     @classmethod
     def rounded(cls, weight: Tensor, *, inputs: bool = False) -> QuantizedWeight:
@@ -160,12 +161,12 @@ class QuantizedWeight:
         return (out if bias is None else out.add_(bias)).view(*x.shape[:-1], len(self.codes))
 
 
-def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x float32 [m, inputs] → numbers int8 [m, inputs], and scales [m] that they are to be multiplied with: none where
-    one of a row is not a finite number."""
+def rounded_rows(x: Tensor, scale: float = 0.0) -> tuple[Tensor, Tensor]:
+    """x float32 [m, inputs] → numbers int8 [m, inputs], and scales [m] that they are to be multiplied with: this one,
+    or one of each row's own where it is 0, and none where one of a row is not a finite number."""
     largest = x.abs().amax(1) if x.shape[1] else x.new_zeros(len(x))
-    scales = torch.where(largest > 0, largest / STEPS, 1.0)
-    scales = torch.where(largest.isfinite(), scales, torch.nan)
+    own = torch.full_like(largest, scale) if scale else torch.where(largest > 0, largest / STEPS, 1.0)
+    scales = torch.where(largest.isfinite(), own, torch.nan)
     return (x / scales.unsqueeze(1)).round_().clamp_(-128, 127).nan_to_num_(0.0).to(torch.int8), scales
 
 

@@ -35,7 +35,7 @@ class SlicedWeight:
 
 class EightBits(SlicedWeight):
     """One number a byte. Scales, and zeros if there are any, are one for all, one for each output or for some inputs of
-    it, or one for each `block` of outputs and inputs."""
+    it, or one for each `block` of outputs and inputs. `input_scale` as in `QuantizedWeight`."""
 
     def __init__(
         self,
@@ -46,10 +46,11 @@ class EightBits(SlicedWeight):
         *,
         block: tuple[int, int] | None = None,
         rounds_inputs: Number | None = None,
+        input_scale: float = 0.0,
     ) -> None:
         self._number, self._weight, self._scale = number, weight, grid_of(scale)
         self._zero = 0 if zero is None else grid_of(zero, whole=True)
-        self._rounds_inputs = rounds_inputs is number
+        self._rounds_inputs, self._input_scale = rounds_inputs is number, input_scale
         self.shape = two_sides(weight)
         self._rows, self._columns = _group(self.shape, tuple(self._scale.shape), block)
 
@@ -66,6 +67,7 @@ class EightBits(SlicedWeight):
             columns=self._columns,
             first=(begin % self._rows, first % self._columns),
             rounds_inputs=self._rounds_inputs,
+            input_scale=self._input_scale,
         )
 
 

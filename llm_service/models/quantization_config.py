@@ -27,7 +27,8 @@ _COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", "pack-quan
 class Scheme:
     """What `quantization_config` says: the method, and what its tensors do not say themselves. `block` are outputs and
     inputs of a scale where scales are for blocks; `plus_one`: zeros are stored less by one; `rounds_inputs`: weights
-    of these numbers are made to be multiplied with inputs that are such as well, each rounded as it comes."""
+    of these numbers are made to be multiplied with inputs that are such as well, each rounded as it comes, or by the
+    one scale that is `stored` for all of them."""
 
     method: str
     block: tuple[int, int] | None = None
@@ -35,6 +36,7 @@ class Scheme:
     group: int = 0
     plus_one: bool = False
     rounds_inputs: Number | None = None
+    stored: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Scheme | None:
@@ -91,23 +93,27 @@ class Scheme:
             raise CheckpointError("compressed-tensors with blocks of several sizes are not served")
         block = next(iter(blocks), None)
         rounds = {_rounds_inputs(group.get("input_activations") or {}) for group in groups}
+        number, stored = rounds.pop() if len(rounds) == 1 else (None, False)
         return cls(
             "compressed-tensors",
             block=(int(block[0]), int(block[1])) if block else None,
-            rounds_inputs=rounds.pop() if len(rounds) == 1 else None,
+            rounds_inputs=number,
+            stored=stored,
         )
 
 
-def _rounds_inputs(stated: Mapping[str, Any]) -> Number | None:
-    """What inputs are rounded to as they come. Whole numbers are so where each token has a scale, and none a zero."""
-    if stated.get("num_bits") != 8 or stated.get("dynamic") is not True:
-        return None
-    match stated.get("type"):
-        case "float":
-            return Number.E4M3
-        case "int" if stated.get("strategy", "token") == "token" and stated.get("symmetric", True):
-            return Number.INT8
-    return None
+def _rounds_inputs(stated: Mapping[str, Any]) -> tuple[Number | None, bool]:
+    """What inputs are rounded to, and whether by a scale that is stored. Whole numbers are so where each token has a
+    scale, or all have one, and none a zero."""
+    if stated.get("num_bits") == 8:
+        match stated.get("type"), stated.get("dynamic", False):
+            case "float", True:
+                return Number.E4M3, False
+            case "int", bool(dynamic) if stated.get("symmetric", True):
+                strategy = "token" if dynamic else "tensor"
+                if (stated.get("strategy") or strategy) == strategy:
+                    return Number.INT8, not dynamic
+    return None, False
 
 
 def quantization_of(config: Mapping[str, Any]) -> str:

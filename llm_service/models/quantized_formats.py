@@ -67,8 +67,16 @@ def _eight_bits(tensors: Mapping[str, Stored], scheme: Scheme, kind: str) -> Eig
         raise ValueError(f"its weight is {kind}")
     name = "weight_scale_inv" if scheme.method == "fp8" and "weight_scale_inv" in tensors else "weight_scale"
     zero = tensors.get("weight_zero_point")
-    rounds = scheme.rounds_inputs
-    return EightBits(number, tensors["weight"], tensors[name], zero, block=scheme.block, rounds_inputs=rounds)
+    step, rounds, block = 0.0, scheme.rounds_inputs, scheme.block
+    if scheme.stored and "input_scale" in tensors:
+        step = only_number(tensors["input_scale"])
+        if not 0 < step < float("inf"):
+            raise ValueError(f"its input_scale is {step}")
+    elif scheme.stored:
+        rounds = None
+    return EightBits(
+        number, tensors["weight"], tensors[name], zero, block=block, rounds_inputs=rounds, input_scale=step
+    )
 
 
 def _nvfp4(tensors: Mapping[str, Stored]) -> PairsOfFloats:

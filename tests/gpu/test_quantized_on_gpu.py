@@ -124,9 +124,9 @@ def in_whole_numbers(outputs: int, inputs: int) -> QuantizedWeight:
     return replace(weight, rounds_inputs=True)
 
 
-def rounded_product(x: Tensor, wide: Tensor) -> Tensor:
+def rounded_product(x: Tensor, wide: Tensor, scale: float = 0.0) -> Tensor:
     """float64 [rows, outputs]: of what a row is rounded to on CPUs."""
-    numbers, scales = rounded_rows(x.float().cpu())
+    numbers, scales = rounded_rows(x.float().cpu(), scale)
     return (numbers.double() * scales.double().unsqueeze(1)).to(CUDA) @ wide.to(CUDA).double().T
 
 
@@ -160,9 +160,20 @@ def test_rows_are_rounded_as_on_cpus() -> None:
         assert given[1].isnan().tolist() == scales.isnan().tolist()
 
 
+def test_rows_are_rounded_by_the_scales_that_are_stored() -> None:
+    x, ends = torch.randn(300, 5001) * 10, torch.tensor([100, 100, 300], dtype=torch.int32, device=CUDA)
+    x[0, 0], x[299, 1] = 1e30, -1e30
+    numbers = [rounded_rows(rows, scale)[0] for rows, scale in ((x[:100], 0.25), (x[100:], 0.0625))]
+    given, scales = int8_weight._rounded(x.to(CUDA), torch.tensor([0.25, 0.5, 0.0625], device=CUDA), ends)
+    assert torch.equal(given.cpu(), torch.cat(numbers))
+    assert scales.tolist() == [0.25] * 100 + [0.0625] * 200
+
+
+@pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("counts", [(3, 0, 40, 1, 0), (0, 0, 0, 0, 2), (500, 0, 1, 2000, 30)], ids=str)
-def test_rounded_rows_of_experts_captured(counts: tuple[int, ...]) -> None:
-    every = [in_whole_numbers(768, 1024) for _ in counts]
+def test_rounded_rows_of_experts_captured(counts: tuple[int, ...], stored: bool) -> None:
+    scales = [0.03 + 0.01 * number if stored else 0.0 for number in range(len(counts))]
+    every = [replace(in_whole_numbers(768, 1024), input_scale=scale) for scale in scales]
     weight = Int8Weight.of_experts([[each.to(CUDA)] for each in every])
     assert weight is not None, "our kernels do not compile here"
     x = torch.randn(sum(counts), 1024, device=CUDA).bfloat16()
@@ -171,7 +182,7 @@ def test_rounded_rows_of_experts_captured(counts: tuple[int, ...]) -> None:
             alone = Int8Weight.of([each.to(CUDA)])
             assert alone is not None
             assert torch.equal(given, alone.product(rows)), "company changes a bit"
-            expected = rounded_product(rows, each.wide())
+            expected = rounded_product(rows, each.wide(), each.input_scale)
             assert (given.double() - expected).norm() / expected.norm() < 6e-3
 
 

@@ -4,6 +4,7 @@ compressed-tensors, which rounds inputs as such checkpoints say."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from common.checkpoint import Checkpoint, CheckpointError
 from llm_service.layers.cpu import selection
@@ -46,6 +48,63 @@ def folders(
     path = quantized / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": W8A8}))
     return quantized, wide
+
+
+@pytest.fixture(scope="module")
+def stored(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint with a scale for the inputs of each matrix, and one of the weights that it is."""
+    root = tmp_path_factory.mktemp("stored")
+    quantized, wide = quantize_checkpoint(checkpoints("qwen3_vl"), FORMATS["int-quantized"], root)
+    for file in quantized.glob("*.safetensors"):
+        tensors = load_file(file)
+        scaled = [name for name in tensors if name.endswith(".weight_scale")]
+        tensors |= {name.replace("weight_scale", "input_scale"): torch.tensor([0.02]) for name in scaled}
+        save_file(tensors, file, {"format": "pt"})
+    (group,) = W8A8["config_groups"].values()
+    inputs = group["input_activations"] | {"dynamic": False, "strategy": "tensor"}
+    path = quantized / "config.json"
+    stated = W8A8 | {"config_groups": {"group_0": group | {"input_activations": inputs}}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": stated}))
+    return quantized, wide
+
+
+def test_inputs_are_rounded_by_stored_scales_as_the_library_rounds_them(stored: tuple[Path, Path]) -> None:
+    quantized, wide = stored
+    prompt = prompts_of(quantized)[0]
+    unrounded, expected = (reference.reference_logits(folder, prompt.inputs) for folder in (wide, quantized))
+    decoder = load_decoder(Checkpoint(quantized), torch.float32, CPU)
+    forms = [module.laid_out for module in decoder.layers.modules() if isinstance(module, PackedLinear)]
+    assert all(isinstance(form, QuadPanels) and form.step for form in forms)
+    assert describe(decoder, "compressed-tensors").inputs == "int8"
+    apart = (logits(decoder, prompt) - expected).norm(dim=1) / (unrounded - expected).norm(dim=1)
+    assert apart[:2].max() < 1e-3
+    assert apart.median() < 0.5
+
+
+def with_input_scales(folder: Path, source: Path, scale: float | None) -> Checkpoint:
+    """The same checkpoint with other ones, or none."""
+    shutil.copytree(source, folder)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in [name for name in tensors if name.endswith("input_scale")]:
+            tensors[name] = torch.tensor([scale or 0.0])
+            if scale is None:
+                del tensors[name]
+        save_file(tensors, file, {"format": "pt"})
+    return Checkpoint(folder)
+
+
+def test_weights_without_the_scale_that_is_stated_are_multiplied_with_inputs_as_they_are(
+    stored: tuple[Path, Path], tmp_path: Path
+) -> None:
+    decoder = load_decoder(with_input_scales(tmp_path / "made", stored[0], None), torch.float32, CPU)
+    assert describe(decoder, "compressed-tensors").inputs == ""
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, float("inf"), float("nan")])
+def test_a_stored_scale_that_is_none_is_refused(scale: float, stored: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"its input_scale is {scale}"):
+        load_decoder(with_input_scales(tmp_path / "made", stored[0], scale), torch.float32, CPU)
 
 
 def prompts_of(folder: Path) -> list[Prompt]:

@@ -62,10 +62,11 @@ def _round_to_bytes(_: Any, _out: Any, _x: Any, _scale: Any, _vectors: Any) -> A
         near = declared(builder, "llvm.nearbyint.v16f32", VECTOR, [VECTOR])
         with cgutils.for_range(builder, vectors) as loop:
             numbers = load_vector(builder, at(builder, x, loop.index, WORD(LINE)))
-            rounded = builder.call(near, [builder.fdiv(numbers, divisor)])
-            whole = builder.fptosi(rounded, WHOLE)
-            for bound, beyond in ((HIGHEST, ">"), (LOWEST, "<")):
-                whole = builder.select(builder.icmp_signed(beyond, whole, flags(bound)), flags(bound), whole)
+            steps = builder.fdiv(numbers, divisor)
+            for bound, beyond in ((HIGHEST, ">"), (LOWEST, "<")):  # before they are whole: 32 bits may not hold them
+                least = spread(builder, SINGLE(bound))
+                steps = builder.select(builder.fcmp_ordered(beyond, steps, least), least, steps)
+            whole = builder.fptosi(builder.call(near, [steps]), WHOLE)
             builder.store(builder.add(whole, builder.load(total)), total)
             place = pointer(builder, at(builder, out, loop.index, WORD(LANES)), BYTES)
             builder.store(builder.trunc(whole, BYTES), place).align = 1

@@ -187,7 +187,8 @@ def _form_of(laid_out: LaidOut | None) -> tuple[str, str]:
     if isinstance(laid_out, PairPanels):
         return "tiles" if laid_out.tiles else "pairs", str(laid_out.panels.dtype)
     if isinstance(laid_out, QuadPanels):
-        return ("", "") if laid_out.tiles else ("quads", str(laid_out.panels.dtype))
+        fused = not laid_out.tiles and not laid_out.step
+        return ("quads", str(laid_out.panels.dtype)) if fused else ("", "")
     return ("numbers", str(laid_out.panels.dtype)) if isinstance(laid_out, PanelWeight) else ("", "")
 
 

@@ -170,7 +170,7 @@ def _pack_pairs(packed: Any, row: Any, bits: Any, source: Any) -> None:
 
 
 def _pack_quads(packed: Any, row: Any, bits: Any, source: Any) -> None:
-    quad_kernel.pack_quads(packed[0], packed[1], packed[2], row, bits.view(np.float32), source)
+    quad_kernel.pack_quads(packed[0], packed[1], packed[2], row, bits.view(np.float32), source, np.float32(0.0))
 
 
 def _opened_quads(like: Any, rows: Any, panels: Any) -> Any:  # noqa: ARG001
@@ -179,7 +179,7 @@ def _opened_quads(like: Any, rows: Any, panels: Any) -> Any:  # noqa: ARG001
 
 
 def _pack_opened_quads(opened: Any, row: Any) -> None:
-    quad_kernel.pack_quads(opened[0], opened[1], opened[2], row, opened[3], row)
+    quad_kernel.pack_quads(opened[0], opened[1], opened[2], row, opened[3], row, np.float32(0.0))
 
 
 def _pack_numbers(packed: Any, row: Any, bits: Any, source: Any) -> None:

@@ -43,10 +43,12 @@ def packed_rows(rows: Any, quads: Any) -> Any:
 
 
 @exact
-def pack_row(place: Any, apart: Any, width: Any, scales: Any, sums: Any, row: Any, x: Any, source: Any) -> None:
+def pack_row(
+    place: Any, apart: Any, width: Any, scales: Any, sums: Any, row: Any, x: Any, source: Any, step: Any
+) -> None:
     """Writes a row `source` of x [n, k], float32, as whole numbers of 8 bits: so many of them, a multiple of 16, side
-    by side at an address, the next so many bytes further on; and the scale and the sum of `row`. Of a row with what is
-    not a finite number the scale is none, and nothing is written."""
+    by side at an address, the next so many bytes further on; and the scale and the sum of `row`. The scale is `step`,
+    or the row's own where that is 0; of a row with what is not a finite number it is none, and nothing is written."""
     inputs = x.shape[1]
     whole, left, every = inputs // LANES, inputs % LANES, width // LANES
     begin, rest = x.ctypes.data + source * inputs * FLOAT, np.zeros(LANES, np.float32)
@@ -58,7 +60,9 @@ def pack_row(place: Any, apart: Any, width: Any, scales: Any, sums: Any, row: An
         sums[row] = 0
         return
     largest = max(of_whole, of_rest)
-    scale = largest / STEPS if largest > np.float32(0.0) else np.float32(1.0)
+    scale = step
+    if scale == np.float32(0.0):
+        scale = largest / STEPS if largest > np.float32(0.0) else np.float32(1.0)
     total = first = 0
     while first < whole:
         count = min(every, whole - first)
@@ -71,9 +75,10 @@ def pack_row(place: Any, apart: Any, width: Any, scales: Any, sums: Any, row: An
 
 
 @inner
-def pack_quads(numbers: Any, scales: Any, sums: Any, row: Any, x: Any, source: Any) -> None:
-    """Fills a row of what `packed_rows` gives with one of x [n, k], float32."""
-    pack_row(numbers.ctypes.data + row * _INPUTS, numbers.shape[1] * _INPUTS, _INPUTS, scales, sums, row, x, source)
+def pack_quads(numbers: Any, scales: Any, sums: Any, row: Any, x: Any, source: Any, step: Any) -> None:
+    """Fills a row of what `packed_rows` gives with one of x [n, k], float32; `step` as in `pack_row`."""
+    place, apart = numbers.ctypes.data + row * _INPUTS, numbers.shape[1] * _INPUTS
+    pack_row(place, apart, _INPUTS, scales, sums, row, x, source, step)
 
 
 def _sum_panel(sums: Any, numbers: Any, apart: Any, weights: Any, quads: Any, rows: Any) -> None:
@@ -167,13 +172,14 @@ def _work(
     panels: Any,
     weight: Any,
     bias: Any,
+    step: Any,
     most: Any,
 ) -> None:
     """What a thread does of `_product`."""
     rows = x.shape[0]
     row = take(counts, 0, thread, rows)
     while row >= 0:
-        pack_quads(packed, scales, sums, row, x, row)
+        pack_quads(packed, scales, sums, row, x, row, step)
         done(counts, 0)
         row = take(counts, 0, thread, rows)
     wait(counts, 0, rows)
@@ -185,25 +191,27 @@ def _work(
         task = take(counts, 1, thread, panels.shape[0] * parts)
 
 
-def _product(out: Any, x: Any, panels: Any, weight: Any, bias: Any, most: Any, threads: Any) -> None:
-    """float32 out [m, outputs], x [m, k], panels and weight, its scale, as in `QuadPanels`, which bias is as long as. A
-    task has `most` rows of a panel's outputs."""
+def _product(out: Any, x: Any, panels: Any, weight: Any, bias: Any, step: Any, most: Any, threads: Any) -> None:
+    """float32 out [m, outputs], x [m, k], panels and weight, its scale, as in `QuadPanels`, which bias is as long as;
+    `step` as there. A task has `most` rows of a panel's outputs."""
     rows = x.shape[0]
     counts = counts_of(2, threads)
     packed, scales, sums = packed_rows(rows, panels.shape[1])
-    parallel_for(_work, (counts, out, packed, scales, sums, x, panels, weight, bias, most), threads)
+    parallel_for(_work, (counts, out, packed, scales, sums, x, panels, weight, bias, step, most), threads)
 
 
 _kernel = threaded(_product, [phases, vectors, weight_panels, panel_kernel], [SUM])
 _matrix, _vector = numba.float32[:, ::1], numba.float32[::1]
 TYPED = {
     "sum": Typed(SUM, ()),
-    "product": Typed(_kernel, (_matrix, _matrix, numba.uint32[:, :, ::1], _vector, _vector, numba.intp, numba.intp)),
+    "product": Typed(
+        _kernel, (_matrix, _matrix, numba.uint32[:, :, ::1], _vector, _vector, numba.float32, numba.intp, numba.intp)
+    ),
 }
 
 
-def product(x: Array, panels: Array, scale: Array, bias: Array, inputs: int, outputs: int) -> Array:
-    """x float32 [m, inputs] → x · panels · scale + bias, float32 [m, outputs]; scale and bias as there.
+def product(x: Array, panels: Array, scale: Array, bias: Array, step: float, inputs: int, outputs: int) -> Array:
+    """x float32 [m, inputs] → x · panels · scale + bias, float32 [m, outputs]; scale, bias and step as there.
 
     Raises ValueError where x has another shape or type.
     """
@@ -214,5 +222,5 @@ def product(x: Array, panels: Array, scale: Array, bias: Array, inputs: int, out
         part = x[begin : begin + AT_ONCE]
         threads = threads_used()
         tasks = task_rows(len(part), len(panels), threads), threads
-        _kernel(out[begin : begin + AT_ONCE], part, panels, scale, bias, *tasks)
+        _kernel(out[begin : begin + AT_ONCE], part, panels, scale, bias, np.float32(step), *tasks)
     return out

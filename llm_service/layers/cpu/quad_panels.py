@@ -29,7 +29,7 @@ _MOST_INPUTS = 1 << 16
 @dataclass(frozen=True, slots=True)
 class QuadPanels:
     """w[o, i] = number[o, i] · scale[o], multiplied with rows of x[i] ≈ rounded[i] · s, where s is a row's largest
-    number, whatever its sign, divided by 127.5.
+    number, whatever its sign, divided by 127.5, or `step` where that is not 0.
 
     `panels` uint32 [⌈outputs / 64⌉, ⌈inputs / 4⌉, 64] has four inputs' numbers in a word, the first in its lowest byte,
     each more by 128; `scale` float32 is [64 ⌈outputs / 64⌉]. Both are padded, with zeros that are 128 more as well.
@@ -40,12 +40,15 @@ class QuadPanels:
     inputs: int
     panels: Array
     scale: Array
+    step: float
     tiles: bool
 
     @classmethod
     def of(cls, parts: Sequence[QuantizedWeight], order: Tensor | None = None) -> QuadPanels | None:
         """Lays out weights over the same inputs, one below the other; `order` int64 [outputs] says where each of their
         outputs goes. None where they are not made for it, or the kernel does not compute here."""
+        if len({each.input_scale for each in parts}) > 1:
+            return None
         if not all(_fits(each) for each in parts) or (whole := GroupedWeight.of(parts, order)) is None:
             return None
         if len(whole.ends) > 1 or len(whole.zero):
@@ -55,7 +58,7 @@ class QuadPanels:
         scale[:outputs] = (whole.scale[0].float() * whole.unit).numpy()
         tiles = selection.computes_byte_tiles()
         panels = _panels(whole.codes.view(torch.int8), BLOCK if tiles else 1)
-        return cls(outputs, inputs, panels, scale, tiles)
+        return cls(outputs, inputs, panels, scale, parts[0].input_scale, tiles)
 
     @property
     def number(self) -> Number:
@@ -93,7 +96,7 @@ class QuadPanels:
 
     def array_product(self, bias: Tensor | None = None) -> Callable[[Array], Array]:
         """The product of arrays, float32 [m, inputs] → [m, outputs]; ValueError for rows that do not fit."""
-        given = {"panels": self.panels, "scale": self.scale, "bias": self.padded(bias)}
+        given = {"panels": self.panels, "scale": self.scale, "bias": self.padded(bias), "step": self.step}
         return partial(self._kernel.product, **given, inputs=self.inputs, outputs=self.outputs)
 
     def padded(self, bias: Tensor | None) -> Array:
@@ -105,7 +108,7 @@ class QuadPanels:
 
     def _by_torch(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         """The same sums while our kernel is not there."""
-        numbers, scales = rounded_rows(rows)
+        numbers, scales = rounded_rows(rows, self.step)
         every = []
         for first in range(0, len(self.panels), _AT_ONCE):
             words = self.panels[first : first + _AT_ONCE].view(np.uint8)

@@ -52,6 +52,7 @@ def _work(
     panels: Any,
     weight: Any,
     bias: Any,
+    step: Any,
     size: Any,
 ) -> None:
     """What a thread does of `_product`."""
@@ -60,7 +61,7 @@ def _work(
     row = take(counts, 0, thread, rows)
     while row >= 0:
         packed[row, x.shape[1] // QUAD :] = np.uint32(0)
-        pack_row(packed.ctypes.data + row * width, 0, width, scales, sums, row, x, row)
+        pack_row(packed.ctypes.data + row * width, 0, width, scales, sums, row, x, row, step)
         done(counts, 0)
         row = take(counts, 0, thread, rows)
     wait(counts, 0, rows)
@@ -71,21 +72,24 @@ def _work(
         task = take(counts, 1, thread, tasks)
 
 
-def _product(out: Any, x: Any, panels: Any, weight: Any, bias: Any, most: Any, together: Any, threads: Any) -> None:
+def _product(
+    out: Any, x: Any, panels: Any, weight: Any, bias: Any, step: Any, most: Any, together: Any, threads: Any
+) -> None:
     """As that of `quad_kernel`; quads are a multiple of 16. A task has `most` rows of the outputs of so many panels
     `together`."""
     rows = x.shape[0]
     counts, packed = counts_of(2, threads), tile_kernel.packed_rows(rows, panels.shape[1] // BLOCK)
     scales, sums = np.empty(rows, np.float32), np.empty(rows, np.int32)
-    parallel_for(_work, (counts, out, packed, scales, sums, x, panels, weight, bias, (most, together)), threads)
+    parallel_for(_work, (counts, out, packed, scales, sums, x, panels, weight, bias, step, (most, together)), threads)
 
 
 _kernel = threaded(_product, [phases, vectors, weight_panels, tile_kernel, panel_kernel, quad_kernel])
 _matrix, _vector = numba.float32[:, ::1], numba.float32[::1]
-TYPED = {"product": Typed(_kernel, (_matrix, _matrix, numba.uint32[:, :, ::1], _vector, _vector, *[numba.intp] * 3))}
+_quads = numba.uint32[:, :, ::1]
+TYPED = {"product": Typed(_kernel, (_matrix, _matrix, _quads, _vector, _vector, numba.float32, *[numba.intp] * 3))}
 
 
-def product(x: Array, panels: Array, scale: Array, bias: Array, inputs: int, outputs: int) -> Array:
+def product(x: Array, panels: Array, scale: Array, bias: Array, step: float, inputs: int, outputs: int) -> Array:
     """As that of `quad_kernel`.
 
     Raises ValueError where x has another shape or type.
@@ -99,5 +103,5 @@ def product(x: Array, panels: Array, scale: Array, bias: Array, inputs: int, out
         together = 1 if len(part) * inputs <= KEPT else TOGETHER
         threads = threads_used()
         tasks = *task_size(len(part), MOST, len(panels), together, threads), threads
-        _kernel(out[begin : begin + AT_ONCE], part, panels, scale, bias, *tasks)
+        _kernel(out[begin : begin + AT_ONCE], part, panels, scale, bias, np.float32(step), *tasks)
     return out

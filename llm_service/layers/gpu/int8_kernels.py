@@ -15,9 +15,21 @@ _NO_FRACTIONS = tl.constexpr(12582912.0)
 
 
 @triton.jit
-def round_rows_kernel(numbers, scales, x, k, BLOCK: tl.constexpr):
+def round_rows_kernel(
+    numbers,
+    scales,
+    x,
+    steps,
+    ends,
+    k,
+    STEPS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    POWER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Grid [rows]. Rounds x [m, k] to int8 numbers [m, k], with scales float32 [m], none where one of a row is not a
-    finite number. All are contiguous."""
+    finite number. All are contiguous. With STEPS a row's scale is its expert's of `steps` float32 [EXPERTS], of which
+    the rows end as in `int8_product_kernel`; else its own."""
     row = tl.program_id(0).to(tl.int64)
     each = tl.arange(0, BLOCK)
     largest = tl.zeros([BLOCK], tl.float32)
@@ -25,15 +37,23 @@ def round_rows_kernel(numbers, scales, x, k, BLOCK: tl.constexpr):
         size = tl.abs(tl.load(x + row * k + start + each, start + each < k, 0.0).to(tl.float32))
         largest = tl.maximum(largest, tl.where(size < float("inf"), size, float("inf")))
     most = tl.max(largest, 0)
-    scale = tl.where(most > 0, tl.math.div_rn(most, _STEPS), 1.0)
+    if STEPS:
+        expert = 0
+        if EXPERTS > 1:
+            each_end = tl.arange(0, POWER)
+            end = tl.load(ends + each_end, each_end < EXPERTS, 0)
+            expert = tl.sum(((end <= row) & (each_end < EXPERTS)).to(tl.int32), 0)
+        scale = tl.load(steps + expert)
+    else:
+        scale = tl.where(most > 0, tl.math.div_rn(most, _STEPS), 1.0)
     tl.store(scales + row, tl.where(most < float("inf"), scale, float("nan")))
     divisor = tl.where((scale > 0) & (most < float("inf")), scale, 1.0)  # with others all is 0, or no number, anyway
     for start in range(0, k, BLOCK):
         there = start + each < k
         given = tl.load(x + row * k + start + each, there, 0.0).to(tl.float32)
-        steps = tl.math.div_rn(tl.where(given == given, given, 0.0), divisor)
-        steps = tl.minimum(tl.maximum(steps, -128.0), 127.0)
-        tl.store(numbers + row * k + start + each, (steps + _NO_FRACTIONS - _NO_FRACTIONS).to(tl.int8), there)
+        found = tl.math.div_rn(tl.where(given == given, given, 0.0), divisor)
+        found = tl.minimum(tl.maximum(found, -128.0), 127.0)
+        tl.store(numbers + row * k + start + each, (found + _NO_FRACTIONS - _NO_FRACTIONS).to(tl.int8), there)
 
 
 @triton.jit

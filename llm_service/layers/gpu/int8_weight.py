@@ -59,32 +59,36 @@ class Int8Launch:
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
     """Of experts, or one, w[o, i] = number[o, i] · scale[o], multiplied with rows of x[i] ≈ rounded[i] · s, where s is
-    a row's largest number, whatever its sign, divided by 127.5.
+    a row's largest number, whatever its sign, divided by 127.5, or its expert's of `steps`, float32 [experts], if there
+    are any.
 
     `codes` int8 [experts, outputs, inputs] are the numbers, `scale` is float32 [experts, outputs].
     """
 
     codes: Tensor
     scale: Tensor
+    steps: Tensor | None = None
 
     @classmethod
     def of(cls, parts: Sequence[QuantizedWeight], order: Tensor | None = None) -> Int8Weight | None:
         """Weights over the same inputs, one below the other; `order` int64 [outputs] says where each of their outputs
         goes. None where they are not made for it, or the kernels do not compute here."""
         whole = _plain(parts, order)
-        return None if whole is None else cls._of([whole])
+        return None if whole is None else cls._of([whole], [parts[0].input_scale])
 
     @classmethod
     def of_experts(cls, experts: Sequence[Sequence[QuantizedWeight]]) -> Int8Weight | None:
         """The same of each expert's."""
         found = [whole for parts in experts if (whole := _plain(parts)) is not None]
-        alike = len(found) == len(experts) and len({each.codes.shape for each in found}) == 1
-        return cls._of(found) if alike else None
+        steps = [parts[0].input_scale for parts in experts]
+        alike = len({each.codes.shape for each in found}) == 1 and all(steps) == any(steps)
+        return cls._of(found, steps) if alike and len(found) == len(experts) else None
 
     @classmethod
-    def _of(cls, experts: Sequence[GroupedWeight]) -> Int8Weight:
+    def _of(cls, experts: Sequence[GroupedWeight], steps: Sequence[float]) -> Int8Weight:
         codes = torch.stack([each.codes for each in experts]).view(torch.int8)
-        return cls(codes, torch.stack([each.scale[0].float() * each.unit for each in experts]))
+        scale = torch.stack([each.scale[0].float() * each.unit for each in experts])
+        return cls(codes, scale, scale.new_tensor(steps) if any(steps) else None)
 
     @property
     def number(self) -> Number:
@@ -99,7 +103,7 @@ class Int8Weight:
     @property
     def nbytes(self) -> int:
         """Bytes of all that it holds."""
-        return self.codes.nbytes + self.scale.nbytes
+        return self.codes.nbytes + self.scale.nbytes + (0 if self.steps is None else self.steps.nbytes)
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x […, inputs] → x Wᵀ + b, […, outputs], in the type of x, by the first expert's weight."""
@@ -115,7 +119,7 @@ class Int8Weight:
         out = x.new_empty(m, n)
         if not m:
             return out
-        numbers, scales = _rounded(x.contiguous())
+        numbers, scales = _rounded(x.contiguous(), self.steps, ends)
         launch = Int8Launch.of(m if ends is None else -(-m // experts), n, k)
         splits = launch.splits if ends is None else 1
         tiles = triton.cdiv(m, launch.rows) if ends is None else m // launch.rows + min(m, experts)
@@ -155,12 +159,26 @@ def computes(device: torch.device) -> bool:
     return _is_right(device)
 
 
-def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As `rounded_rows`, of x [m, k] that lies together, in any type of floats."""
+def _rounded(x: Tensor, steps: Tensor | None = None, ends: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As `rounded_rows`, of x [m, k] that lies together, in any type of floats; `steps` are as in `Int8Weight`, and the
+    rows of each expert end before row `ends`."""
     m, k = x.shape
     numbers, scales = x.new_empty(m, k, dtype=torch.int8), x.new_empty(m, dtype=torch.float32)
     block = min(_BLOCK, triton.next_power_of_2(k))
-    kernels.round_rows_kernel[(m,)](numbers, scales, x, k, BLOCK=block, num_warps=4 if block <= 1024 else 8)
+    experts = 1 if steps is None or ends is None else len(steps)
+    kernels.round_rows_kernel[(m,)](
+        numbers,
+        scales,
+        x,
+        scales if steps is None else steps,
+        scales if ends is None else ends,
+        k,
+        STEPS=steps is not None,
+        EXPERTS=experts,
+        POWER=triton.next_power_of_2(experts),
+        BLOCK=block,
+        num_warps=4 if block <= 1024 else 8,
+    )
     return numbers, scales
 
 
@@ -169,6 +187,8 @@ def _plain(parts: Sequence[QuantizedWeight], order: Tensor | None = None) -> Gro
     if not all(
         each.rounds_inputs and each.number is Number.INT8 and 0 < each.inputs <= _MOST_INPUTS for each in parts
     ) or not _is_right(parts[0].codes.device):
+        return None
+    if len({each.input_scale for each in parts}) > 1:
         return None
     whole = GroupedWeight.of(parts, order)
     return whole if whole is not None and len(whole.ends) == 1 and not len(whole.zero) else None

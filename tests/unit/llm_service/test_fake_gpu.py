@@ -306,8 +306,9 @@ def test_products_of_many_rows_ask_the_host_for_nothing(form: str) -> None:
         assert {"product_kernel", "scaled_product_kernel" if form == "fp8" else "widen_kernel"} <= set(launched)
 
 
-def test_products_of_rounded_rows_ask_the_host_for_nothing() -> None:
-    weight = QuantizedWeight.rounded(torch.randn(256, 4096), inputs=True)
+@pytest.mark.parametrize("scale", [0.0, 0.25], ids=["own scales", "a stored scale"])
+def test_products_of_rounded_rows_ask_the_host_for_nothing(scale: float) -> None:
+    weight = replace(QuantizedWeight.rounded(torch.randn(256, 4096), inputs=True), input_scale=scale)
     with fake_gpu() as launched:
         with torch.inference_mode(mode=False):
             one, several = Int8Weight.of([weight.to(GPU)]), Int8Weight.of_experts([[weight.to(GPU)]] * 3)

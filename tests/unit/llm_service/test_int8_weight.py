@@ -78,6 +78,37 @@ def test_rows_are_rounded_to_the_same_numbers_as_on_cpus() -> None:
         assert torch.equal(given[1].cpu(), scales)
 
 
+def test_inputs_are_rounded_by_the_scale_that_is_stored() -> None:
+    """What is beyond it as far as 8 bits go, however far it is; other rows are as ever."""
+    weight, x = replace(made_for_it(70, 101), input_scale=0.25), torch.randn(20, 101) * 10
+    x[0, :4], x[1, 5] = torch.tensor([1e30, -1e30, 4e8, -4e8]), torch.nan
+    numbers, scales = rounded_rows(x, 0.25)
+    expected = (numbers.double() * scales.double().unsqueeze(1)) @ weight.wide().double().T
+    given, rest = on_gpu(weight).product(x.to(DEVICE)).cpu(), [0, *range(2, 20)]
+    assert given[1].isnan().all()
+    torch.testing.assert_close(given.double()[rest], expected[rest], rtol=1e-6, atol=0.01)  # of sums up to 10⁵
+    given = module._rounded(x.to(DEVICE), torch.tensor([0.25], device=DEVICE))[0].cpu()
+    assert torch.equal(given[rest], numbers[rest])
+
+
+def test_each_expert_may_have_an_input_scale_of_its_own() -> None:
+    every = [[replace(made_for_it(30, 96), input_scale=scale) for _ in range(2)] for scale in (0.25, 0.5, 0.125)]
+    weight = Int8Weight.of_experts([[part.to(DEVICE) for part in parts] for parts in every])
+    assert weight is not None
+    counts = 70, 0, 9
+    x, ends = torch.randn(79, 96, device=DEVICE), torch.tensor(counts).cumsum(0).int().to(DEVICE)
+    for parts, given, rows in zip(every, weight.grouped_product(x, ends).split(counts), x.split(counts), strict=True):
+        assert torch.equal(given, on_gpu(*parts).product(rows))
+
+
+def test_weights_whose_inputs_have_other_scales_are_apart() -> None:
+    one, other = (replace(made_for_it(30, 96), input_scale=scale).to(DEVICE) for scale in (0.25, 0.5))
+    own = made_for_it(30, 96).to(DEVICE)
+    assert Int8Weight.of([one, other]) is None
+    assert Int8Weight.of_experts([[one, other], [one, one]]) is None
+    assert Int8Weight.of_experts([[one], [own]]) is None
+
+
 def test_sums_are_exact() -> None:
     inputs = 65536
     numbers = torch.randint(-128, 128, (70, inputs), dtype=torch.int8)

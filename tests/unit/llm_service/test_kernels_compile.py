@@ -48,7 +48,13 @@ REGISTERS |= {"token scores bf16": 80, "pool scores bf16": 80}
 REGISTERS |= {f"one row, {number}": 168 for number in ("int8", "e4m3", "uint4", "e2m1")}
 REGISTERS |= {f"experts, {number}": 168 for number in ("int8", "e4m3", "uint4", "e2m1")}
 REGISTERS |= {f"many rows, {number}": 248 for number in ("int8", "e4m3", "uint4", "e2m1")}
-REGISTERS |= {"round rows": 64, "join sums": 64, "one row, int8 by int8": 64, "some rows, int8 by int8": 96}
+REGISTERS |= {
+    "round rows": 64,
+    "round rows of experts": 64,
+    "join sums": 64,
+    "one row, int8 by int8": 64,
+    "some rows, int8 by int8": 96,
+}
 REGISTERS |= {"many rows, int8 by int8": 128, "experts, int8 by int8": 208}
 """On Hopper, of a thread: more would have fewer programs run side by side."""
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from common.cpu.jit import threads_used, use_threads
 from llm_service.layers.cpu import quad_panels, selection
-from llm_service.layers.cpu.quad_panels import QuadPanels, rounded_rows
-from llm_service.layers.quantized_weight import Number, QuantizedWeight
+from llm_service.layers.cpu.quad_panels import QuadPanels
+from llm_service.layers.linear import quantized
+from llm_service.layers.quantized_weight import Number, QuantizedWeight, StackedWeight, rounded_rows
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
 from tests.random_weights import random_weight
 from tests.tiles import WAYS, multiply_by
@@ -74,6 +75,32 @@ def test_a_product_is_that_of_what_the_library_rounds_inputs_to(outputs: int, in
         expected = rounded @ weight.wide().double().T + (0 if added is None else added)
         most = rounded.abs() @ weight.wide().double().abs().T + (0 if added is None else added.abs())
         assert ((given - expected).abs() <= 1e-6 * most).all()
+
+
+@pytest.mark.usefixtures("_by")
+@pytest.mark.parametrize("rows", [1, 7, 25])
+@pytest.mark.parametrize(("outputs", "inputs"), [(192, 256), (70, 101)])
+def test_inputs_are_rounded_by_the_scale_that_is_stored(outputs: int, inputs: int, rows: int) -> None:
+    """What is beyond it as far as 8 bits go, however far it is; halves to even."""
+    weight, scale = replace(made_for_it(outputs, inputs), input_scale=0.25), torch.tensor([0.25])
+    x = torch.cat([torch.randn(rows, inputs) * 10, torch.randint(-300, 300, (rows, inputs)) / 8])
+    x[0, :4] = torch.tensor([1e30, -1e30, 4e8, -4e8])
+    given = QuantizationArgs(num_bits=8, type="int", strategy="tensor", symmetric=True, dynamic=False)
+    rounded = fake_quantize(x, scale, torch.zeros(1, dtype=torch.int8), given)
+    expected = rounded.double() @ weight.wide().double().T
+    most = rounded.abs().double() @ weight.wide().double().abs().T
+    laid_out = panels(weight)
+    assert ((laid_out.product(x) - expected).abs() <= 1e-6 * most).all()
+    assert torch.equal(laid_out.product(x[1:]), laid_out.product(x)[1:])
+
+
+def test_parts_whose_inputs_have_other_scales_are_apart() -> None:
+    parts = [replace(made_for_it(40, 96), input_scale=scale) for scale in (0.25, 0.5)]
+    assert QuadPanels.of(parts) is None
+    together, x, order = quantized(parts, torch.arange(80).flip(0)), torch.randn(7, 96), torch.arange(80).flip(0)
+    assert isinstance(together, StackedWeight)
+    apart = torch.cat([panels(part).product(x) for part in parts], dim=1)
+    assert torch.equal(together.product(x)[:, order], apart)
 
 
 def test_sums_are_exact() -> None:

@@ -220,13 +220,18 @@ def test_experts_with_many_rows_in_bfloat16_go_through_it(monkeypatch: pytest.Mo
         (("int", 8, True, "token", True), Number.INT8),
         (("int", 8, True, "token", False), None),
         (("int", 8, True, "tensor", True), None),
-        (("int", 8, False), None),
+        (("int", 8, False), "stored"),
+        (("int", 8, False, "tensor", True), "stored"),
+        (("int", 8, False, "tensor", False), None),
+        (("int", 8, False, "channel", True), None),
+        (("int", 8, "local"), None),
         (("int", 4, True), None),
         (None, None),
     ],
     ids=str,
 )
-def test_checkpoints_say_whether_inputs_are_rounded(stated: Any, rounds: Number | None) -> None:
+def test_checkpoints_say_whether_inputs_are_rounded(stated: Any, rounds: Number | str | None) -> None:
+    """And whether by a scale that is stored."""
     if not isinstance(stated, dict):
         names = "type", "num_bits", "dynamic", "strategy", "symmetric"
         activations = None if stated is None else dict(zip(names, stated, strict=False))
@@ -234,4 +239,4 @@ def test_checkpoints_say_whether_inputs_are_rounded(stated: Any, rounds: Number 
         stated = {"quant_method": "compressed-tensors", "config_groups": {"a": group}}
     scheme = Scheme.of({"quantization_config": stated})
     assert scheme is not None
-    assert scheme.rounds_inputs is rounds
+    assert (scheme.rounds_inputs, scheme.stored) == (Number.INT8 if rounds == "stored" else rounds, rounds == "stored")
