@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 from common.devices import cuda_device_count
 from common.library import is_too_old
 from common.processes import ChildProcess
-from tests import kernels_in_turn, quick_library, triton_interpreter
+from tests import kernels_in_turn, quick_collection, quick_library, triton_interpreter
 from tests.clock import Forward
 from tests.forkserver import forkserver
 
@@ -95,6 +95,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
         if triton_interpreter.is_too_old():
             triton_interpreter.mend()
+    config.pluginmanager.register(quick_collection.Examples())
+    if not config.option.file_or_dir:
+        quick_collection.rewrite_a_share(config)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

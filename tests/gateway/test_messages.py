@@ -7,12 +7,10 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import grpc
 import pytest
-from anthropic.types import message_count_tokens_params, message_create_params
 from pydantic import BaseModel
 
 from gateway.api.messages_request import CountRequest, MessagesRequest
@@ -25,6 +23,9 @@ from tests.unit.llm_service.test_tools_in_prompts import TEMPLATE
 from tests.waiting import until
 from twinlens import image as picture
 from twinlens import user, v1
+
+if TYPE_CHECKING:  # it takes a second of those who only collect tests
+    import anthropic
 
 PATH = "/v1/messages"
 COUNT = f"{PATH}/count_tokens"
@@ -45,6 +46,8 @@ def script() -> Iterator[Scripted]:
 
 
 def connected(door: Door, **options: Any) -> anthropic.Anthropic:
+    import anthropic
+
     options = {"api_key": "none", "max_retries": 0, **options}
     return anthropic.Anthropic(base_url=f"http://{door.gateway.address}", **options)
 
@@ -400,6 +403,8 @@ def test_a_field_that_is_refused_is_refused_by_name(script: Scripted, field: str
 
 
 def test_every_field_of_anthropics_is_served_accepted_or_refused() -> None:
+    from anthropic.types import message_count_tokens_params, message_create_params
+
     theirs = {*message_create_params.MessageCreateParamsBase.__annotations__, "stream"}
     tried = {*SERVED, *ACCEPTED, *REFUSED, *TRIED_ELSEWHERE}
     assert tried >= theirs | set(MessagesRequest.model_fields)
@@ -467,6 +472,8 @@ def test_what_cannot_be_served_is_refused_where_it_stands(script: Scripted, name
 
 
 def test_what_the_services_refuse_is_named_as_the_caller_knows_it(door: Trio) -> None:
+    from anthropic import NotFoundError
+
     bad = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
     turns = [said("a"), said("b"), said("c", role="assistant"), said(text("d"), bad)]
     for path in (PATH, COUNT):
@@ -477,7 +484,7 @@ def test_what_the_services_refuse_is_named_as_the_caller_knows_it(door: Trio) ->
     for field, value in (("max_tokens", 0), ("top_p", 0), ("stop_sequences", ["x"] * 9)):
         _, _, message = refused(door.post(PATH, {"max_tokens": 4, "messages": turns[:1], field: value}))
         assert message.partition(":")[0] == field
-    with connected(door) as client, pytest.raises(anthropic.NotFoundError) as caught:
+    with connected(door) as client, pytest.raises(NotFoundError) as caught:
         client.messages.create(**{**ASK, "model": "claude"})
     assert (caught.value.type, caught.value.error_code) == ("not_found_error", "UNKNOWN_MODEL")
     assert caught.value.request_id
@@ -498,6 +505,8 @@ def test_a_version_of_the_api_that_is_not_served_is_refused(script: Scripted) ->
 
 
 def test_a_stream_that_fails_ends_with_an_error(script: Scripted, client: anthropic.Anthropic) -> None:
+    from anthropic import APIStatusError
+
     status = v1.Status(code=14, message="gone", reason="ENGINE_UNAVAILABLE", retry_after_ms=1000)
     script.llm.refusal = (grpc.StatusCode.UNAVAILABLE, status)
 
@@ -506,7 +515,7 @@ def test_a_stream_that_fails_ends_with_an_error(script: Scripted, client: anthro
 
     script.llm.play = play
     try:
-        with pytest.raises(anthropic.APIStatusError) as caught:
+        with pytest.raises(APIStatusError) as caught:
             list(client.messages.create(**ASK, stream=True, extra_body={"max_handovers": 0}))
     finally:
         script.llm.refusal = None
@@ -527,6 +536,8 @@ def test_a_client_that_closes_its_stream_ends_the_generation(door: Trio) -> None
 
 
 def test_an_api_key_counts_as_a_token_does(tmp_path: Path) -> None:
+    from anthropic import AuthenticationError
+
     tokens = tmp_path / "tokens"
     tokens.write_text("first\nsecond\n")
     with scripted(auth_token_file=tokens) as door:
@@ -534,7 +545,7 @@ def test_an_api_key_counts_as_a_token_does(tmp_path: Path) -> None:
             with connected(door, **options) as client:
                 assert client.messages.create(**ASK).stop_reason == "end_turn"
                 assert client.messages.count_tokens(model="demo", messages=ASK["messages"]).input_tokens == 1
-        with connected(door, api_key="third") as client, pytest.raises(anthropic.AuthenticationError) as caught:
+        with connected(door, api_key="third") as client, pytest.raises(AuthenticationError) as caught:
             client.messages.create(**ASK)
         assert caught.value.type == "authentication_error"
         body = {"max_tokens": 9, "messages": ASK["messages"]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -295,30 +296,36 @@ def filmed(**source: Any) -> v1.GenerateRequest:
 
 
 MANY = 300_000
-FLOODS = {
-    "messages": (v1.GenerateRequest(chat=v1.ChatInput(messages=[v1.ChatMessage()] * MANY)), "TOO_MANY_PARTS"),
-    "empty parts": (chat(*[v1.ChatPart()] * MANY), "TOO_MANY_PARTS"),
-    "pictures in a text": (v1.GenerateRequest(text=v1.TextInput(prompt="x", media=[IMAGE] * MANY)), "TOO_MANY_ITEMS"),
-    "pictures of no kind": (
-        v1.GenerateRequest(tokens=v1.TokensInput(ids=[1], media=[v1.Media()] * MANY)),
+FLOODS: dict[str, tuple[Callable[[], v1.GenerateRequest], str]] = {
+    "messages": (lambda: v1.GenerateRequest(chat=v1.ChatInput(messages=[v1.ChatMessage()] * MANY)), "TOO_MANY_PARTS"),
+    "empty parts": (lambda: chat(*[v1.ChatPart()] * MANY), "TOO_MANY_PARTS"),
+    "pictures in a text": (
+        lambda: v1.GenerateRequest(text=v1.TextInput(prompt="x", media=[IMAGE] * MANY)),
         "TOO_MANY_ITEMS",
     ),
-    "token ids": (v1.GenerateRequest(tokens=v1.TokensInput(ids=[VOCABULARY] * MANY)), "PROMPT_TOO_LONG"),
-    "times of frames": (filmed(pixels=v1.PixelBlock(timestamps=[0.5] * MANY)), "TOO_MANY_TIMES"),
-    "times of rows": (filmed(embedding=v1.EmbeddingBlock(timestamps=[0.5] * MANY)), "TOO_MANY_TIMES"),
-    "stop texts": (message(stop=[""] * MANY), "TOO_MANY_STOPS"),
-    "bad words": (message(bad_words=[""] * MANY), "TOO_MANY_BAD_WORDS"),
-    "stop tokens": (message(stop_token_ids=[VOCABULARY] * MANY), "TOO_MANY_TOKEN_IDS"),
-    "biases": (message(logit_bias=dict.fromkeys(range(VOCABULARY, VOCABULARY + MANY), 1.0)), "TOO_MANY_TOKEN_IDS"),
-    "choices": (message(choice=v1.Choice(options=[""] * MANY)), "STRUCTURE_TOO_LARGE"),
+    "pictures of no kind": (
+        lambda: v1.GenerateRequest(tokens=v1.TokensInput(ids=[1], media=[v1.Media()] * MANY)),
+        "TOO_MANY_ITEMS",
+    ),
+    "token ids": (lambda: v1.GenerateRequest(tokens=v1.TokensInput(ids=[VOCABULARY] * MANY)), "PROMPT_TOO_LONG"),
+    "times of frames": (lambda: filmed(pixels=v1.PixelBlock(timestamps=[0.5] * MANY)), "TOO_MANY_TIMES"),
+    "times of rows": (lambda: filmed(embedding=v1.EmbeddingBlock(timestamps=[0.5] * MANY)), "TOO_MANY_TIMES"),
+    "stop texts": (lambda: message(stop=[""] * MANY), "TOO_MANY_STOPS"),
+    "bad words": (lambda: message(bad_words=[""] * MANY), "TOO_MANY_BAD_WORDS"),
+    "stop tokens": (lambda: message(stop_token_ids=[VOCABULARY] * MANY), "TOO_MANY_TOKEN_IDS"),
+    "biases": (
+        lambda: message(logit_bias=dict.fromkeys(range(VOCABULARY, VOCABULARY + MANY), 1.0)),
+        "TOO_MANY_TOKEN_IDS",
+    ),
+    "choices": (lambda: message(choice=v1.Choice(options=[""] * MANY)), "STRUCTURE_TOO_LARGE"),
 }
 
 
 @pytest.mark.parametrize("name", FLOODS)
 def test_a_flood_is_counted_and_not_read(name: str) -> None:
     """Each of its members is bad in itself, which is not what is said; and the answer comes in few steps."""
-    request, reason = FLOODS[name]
-    steps = 0
+    made, reason = FLOODS[name]
+    request, steps = made(), 0
 
     def trace(*_: object) -> None:
         nonlocal steps
