@@ -19,6 +19,8 @@ import numba
 import numpy as np
 from numba.core import event
 from numba.core.caching import FunctionCache
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
 
 from common import log
 
@@ -28,8 +30,6 @@ FREEDOMS = {"reassoc", "contract", "arcp", "afn", "nsz"}
 """What the compiler may do with sums and products; what is not a number stays so."""
 ROUTINE = "twinlens_routine."
 """What the linker's name of each routine begins with."""
-_BARE = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-"""Nobody calls parts but kernels."""
 PATIENCE_SECONDS = 600.0
 """For whoever compiles the same kernel."""
 _LOOK_SECONDS = 0.05
@@ -128,10 +128,42 @@ def _sources(module: ModuleType) -> list[Path]:
     return [Path(str(module.__file__))]
 
 
+class _PartLibrary(JITCodeLibrary):
+    """A part's code, for kernels to take in. numba makes machine code of every function, which nobody would call."""
+
+    @property
+    def codegen(self) -> _PartLibrary:
+        """Who is told of the function's environment, of which no code here knows."""
+        return self
+
+    def set_env(self, name: str, env: Any) -> None:
+        """Nothing has to be told, as where a kernel is read from disk."""
+
+    def get_pointer_to_function(self, _: str) -> int:
+        """There is none."""
+        self._ensure_finalized()
+        return 0
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()
+        self._verify_declare_only_symbols()
+        self._finalized = True
+
+
+class _PartCompiler(Compiler):
+    def compile_extra(self, func: FunctionType) -> Any:
+        self.state.library = _PartLibrary(self.state.targetctx.codegen(), func.__qualname__)
+        return super().compile_extra(func)
+
+
+BARE: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "pipeline_class": _PartCompiler}
+"""Nobody calls parts but kernels."""
+
+
 def inner(function: Callable[..., Any]) -> Any:
     """A part of a kernel of the same file, which nobody else calls: what Python would call it by is not compiled. What
     a parallel loop does is better such a part: numba looks through the loop's own body many times."""
-    options: dict[str, Any] = {"fastmath": FREEDOMS, "nogil": True, "error_model": "numpy", **_BARE}
+    options: dict[str, Any] = {"fastmath": FREEDOMS, "nogil": True, "error_model": "numpy", **BARE}
     return numba.njit(**options)(function)
 
 
@@ -139,7 +171,7 @@ def exact(function: Callable[..., Any]) -> Any:
     """A part of kernels whose sums and products are taken as they are written, in every one of them. The freedoms that
     other parts have are used otherwise in each kernel, and even by whether it was just compiled or read from disk.
     numba gives a part that says nothing the freedoms of whoever calls it first."""
-    options: dict[str, Any] = {"fastmath": False, "nogil": True, "error_model": "numpy", **_BARE}
+    options: dict[str, Any] = {"fastmath": False, "nogil": True, "error_model": "numpy", **BARE}
     return numba.njit(**options)(function)
 
 

@@ -14,7 +14,7 @@ from numba.core import types
 from numba.extending import overload
 
 from common.cpu import tile_kernel
-from common.cpu.jit import Array, inner
+from common.cpu.jit import BARE, Array, inner
 from common.cpu.tile_kernel import KEPT, MOST, TOGETHER, padded, room_for, sum_few, sum_many, task_size
 from common.cpu.vectors.llvm import FLOAT, LANES
 from common.cpu.vectors.powers import gate, gelu_gate
@@ -104,7 +104,7 @@ def multiply_gates(opened: Any, packed: Any, weight: Any, chosen: Any, silu: Any
     raise NotImplementedError
 
 
-@overload(packed_like, strict=False)
+@overload(packed_like, strict=False, jit_options=BARE)
 def _packed_like(like: Any, rows: Any, panels: Any) -> Any:  # noqa: ARG001 - numba asks by names
     if _is_tiles(like):
         return lambda like, rows, panels: tile_kernel.packed_rows(rows, panels.shape[1] // BLOCK)  # noqa: ARG005
@@ -115,26 +115,26 @@ def _packed_like(like: Any, rows: Any, panels: Any) -> Any:  # noqa: ARG001 - nu
     return lambda like, rows, panels: panel_kernel.packed_rows(rows, panels.shape[1])  # noqa: ARG005
 
 
-@overload(opened_like, strict=False)
+@overload(opened_like, strict=False, jit_options=BARE)
 def _opened_like(like: Any, rows: Any, panels: Any) -> Any:  # noqa: ARG001
     if _is_quads(like):
         return _opened_quads
     return lambda like, rows, panels: packed_like(like, rows, panels)  # noqa: PLW0108 - numba wants its own names
 
 
-@overload(packs_opened, strict=False)
+@overload(packs_opened, strict=False, jit_options=BARE)
 def _packs_opened(opened: Any) -> Any:
     if _is_quads(opened):
         return lambda opened: True  # noqa: ARG005
     return lambda opened: False  # noqa: ARG005
 
 
-@overload(pack_opened, strict=False)
+@overload(pack_opened, strict=False, jit_options=BARE)
 def _pack_opened(opened: Any, row: Any) -> Any:  # noqa: ARG001
     return _pack_opened_quads if _is_quads(opened) else lambda opened, row: None  # noqa: ARG005
 
 
-@overload(pack, strict=False)
+@overload(pack, strict=False, jit_options=BARE)
 def _pack(packed: Any, row: Any, bits: Any, source: Any) -> Any:  # noqa: ARG001
     if _is_quads(packed):
         return _pack_quads
@@ -143,7 +143,7 @@ def _pack(packed: Any, row: Any, bits: Any, source: Any) -> Any:  # noqa: ARG001
     return _pack_pairs if _is_pairs(packed) else _pack_numbers
 
 
-@overload(multiply, strict=False)
+@overload(multiply, strict=False, jit_options=BARE)
 def _multiply(out: Any, packed: Any, weight: Any, chosen: Any) -> Any:  # noqa: ARG001
     if _is_quads(packed):
         return _multiply_quads
@@ -152,7 +152,7 @@ def _multiply(out: Any, packed: Any, weight: Any, chosen: Any) -> Any:  # noqa: 
     return _multiply_pairs if _is_pairs(packed) else _multiply_numbers
 
 
-@overload(multiply_gates, strict=False)
+@overload(multiply_gates, strict=False, jit_options=BARE)
 def _multiply_gates(opened: Any, packed: Any, weight: Any, chosen: Any, silu: Any) -> Any:  # noqa: ARG001
     if _is_quads(packed):
         return _gates_of_quads
@@ -310,7 +310,7 @@ def words_of(packed: Any, row: Any, panel: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(words_of, strict=False)
+@overload(words_of, strict=False, jit_options=BARE)
 def _words_of(packed: Any, row: Any, panel: Any) -> Any:  # noqa: ARG001
     if _is_tiles(packed):
         return lambda packed, row, panel: packed[row, panel * _WORDS :].ctypes.data

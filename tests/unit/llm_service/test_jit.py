@@ -16,9 +16,10 @@ from typing import Any
 import numba
 import numpy as np
 import pytest
+from numba.core.codegen import JITCodeLibrary
 
 from common.cpu import jit
-from common.cpu.jit import Typed, as_compiled, compiled
+from common.cpu.jit import Typed, as_compiled, compiled, inner
 from tests.full_disk import no_room_for_files
 from tests.waiting import until
 
@@ -82,6 +83,16 @@ def _halve(out: Any) -> None:
         out[place] /= 2
 
 
+@inner
+def _thrice(out: Any, place: Any) -> None:
+    out[place] *= 3
+
+
+def _by_a_part(out: Any) -> None:
+    for place in range(out.shape[0]):
+        _thrice(out, place)
+
+
 def typed() -> Typed:
     """As a process that has just begun has it."""
     return Typed(compiled(_double, parallel=False), (numba.float32[::1],))
@@ -104,6 +115,24 @@ def test_loading_compiles_nothing() -> None:
     again.kernel(numbers)
     assert numbers.tolist() == [2, 2, 2]
     assert not again.kernel.stats.cache_misses
+
+
+@pytest.mark.usefixtures("folder")
+def test_machine_code_is_made_of_a_kernel_and_not_of_its_parts_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    write = JITCodeLibrary._finalize_specific
+
+    def watched(library: JITCodeLibrary) -> None:
+        written.append(library.name)
+        write(library)
+
+    monkeypatch.setattr(JITCodeLibrary, "_finalize_specific", watched)
+    kernel = compiled(_by_a_part, parallel=False)
+    for numbers in (np.ones(3, np.float32), np.ones(2, np.float32)):
+        kernel(numbers)
+        assert set(numbers) == {3}
+    assert written[-1] == kernel.py_func.__qualname__
+    assert _thrice.py_func.__qualname__ not in written
 
 
 def test_what_is_damaged_on_disk_is_compiled_anew(folder: Path) -> None:
