@@ -4,12 +4,15 @@ any of them, and who calls sends the first: so one token follows another with no
 from __future__ import annotations
 
 import hmac
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from common import log
 from common.tls_files import Seen, look_at
 
 _log = log.get("tokens")
+Line = TypeVar("Line")
 
 
 def read_tokens(token: str, file: str) -> tuple[str, ...]:
@@ -20,50 +23,74 @@ def read_tokens(token: str, file: str) -> tuple[str, ...]:
     """
     if not (token or file):
         return ()
-    try:
-        lines = Path(file).read_text("utf-8").splitlines() if file else [token]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} cannot be read as tokens") from error
-    tokens = tuple(stripped for line in lines if (stripped := line.strip()))
-    if file and not tokens:
-        raise ValueError(f"{file} holds no token")
-    if not tokens or not all(each.isascii() and each.isprintable() for each in tokens):
-        raise ValueError("a token is one line of ASCII characters")
+    tokens = tuple(stripped for line in (read_lines(file) if file else [token]) if (stripped := line.strip()))
+    check_tokens(tokens)
     return tokens
 
 
-class TokenFile:
-    """A file that holds bearer tokens."""
+def read_lines(file: str) -> list[str]:
+    """The lines of a file of tokens, at least one of which is not empty. Raises ValueError."""
+    try:
+        lines = Path(file).read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read as tokens") from error
+    if not any(line.strip() for line in lines):
+        raise ValueError(f"{file} holds no token")
+    return lines
 
-    def __init__(self, path: str) -> None:
-        """Reads the file. Raises as `read_tokens`."""
+
+def check_tokens(tokens: Collection[str]) -> None:
+    """Raises ValueError for none, and for what no header could carry."""
+    if not tokens or not all(each.isascii() and each.isprintable() for each in tokens):
+        raise ValueError("a token is one line of ASCII characters")
+
+
+class ReadAgain(Generic[Line]):
+    """A file of tokens, of which `read` makes lines: again when it is replaced."""
+
+    def __init__(self, path: str, read: Callable[[str], tuple[Line, ...]]) -> None:
+        """Reads the file. Raises as `read`, ValueError where it cannot be used."""
         self._path = path
+        self._read = read
         self._looked_at = self._look()
-        self._tokens = read_tokens("", path)
+        self._lines = read(path)
 
     @property
-    def tokens(self) -> tuple[str, ...]:
-        """The tokens that are there now; while there are none that can be used, the last ones."""
+    def lines(self) -> tuple[Line, ...]:
+        """Those that are there now; while there are none that can be used, the last ones."""
         looked = self._look()
         if looked != self._looked_at:
             self._looked_at = looked
             try:
-                self._tokens = read_tokens("", self._path)
-                _log.info("tokens were replaced", file=self._path, tokens=len(self._tokens))
+                self._lines = self._read(self._path)
+                _log.info("tokens were replaced", file=self._path, tokens=len(self._lines))
             except ValueError as error:
                 _log.warning("tokens were replaced by what cannot be used; the old ones stay", cause=str(error))
-        return self._tokens
-
-    @property
-    def token(self) -> str:
-        """The one to send."""
-        return self.tokens[0]
+        return self._lines
 
     def _look(self) -> Seen:
         try:
             return look_at(self._path)
         except OSError:
             return ()
+
+
+class TokenFile(ReadAgain[str]):
+    """A file that holds bearer tokens."""
+
+    def __init__(self, path: str) -> None:
+        """Reads the file. Raises as `read_tokens`."""
+        super().__init__(path, lambda file: read_tokens("", file))
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The tokens that are there now."""
+        return self.lines
+
+    @property
+    def token(self) -> str:
+        """The one to send."""
+        return self.tokens[0]
 
 
 class AcceptedTokens:

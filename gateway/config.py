@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from common.config import is_port, option, size, words
 from common.grpc_channel import ChannelSecurity
-from common.tokens import AcceptedTokens, TokenFile
+from common.tokens import TokenFile
+from gateway.callers import Callers
 from twinlens import credentials
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
@@ -26,7 +27,9 @@ class GatewayConfig:
     allow_lora_updates: bool = option(False, "callers may load and unload LoRA adapters, at every LLM service")
     tls_cert: str = option("", "PEM certificate chain; with --tls-key, the port speaks TLS alone")
     tls_key: str = option("", "PEM private key of --tls-cert")
-    auth_token_file: str = option("", "file of bearer tokens, one a line; callers must send one of them")
+    auth_token_file: str = option(
+        "", "file of bearer tokens, one a line, or of callers' names, a tab and their tokens; callers must send one"
+    )
     allow_origins: tuple[str, ...] = option(
         (), "origins whose pages may ask from a browser: https://host[:port], comma-separated, or *", parse=words
     )
@@ -95,12 +98,12 @@ class GatewayConfig:
         credentials.check_files(
             ca=("--llm-ca", self.llm_ca), cert=("--llm-cert", self.llm_cert), key=("--llm-key", self.llm_key)
         )
-        self.accepted()
+        self.callers()
         self.link()
 
-    def accepted(self) -> AcceptedTokens:
-        """The tokens of which callers must send one. Raises as `read_tokens`."""
-        return AcceptedTokens(file=self.auth_token_file)
+    def callers(self) -> Callers:
+        """Who is let in. Raises ValueError where the file of tokens cannot be used."""
+        return Callers(self.auth_token_file)
 
     def link(self) -> ChannelSecurity:
         """How LLM services are spoken to. Raises ValueError where the token's file holds none."""

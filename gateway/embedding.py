@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -12,6 +12,7 @@ import grpc
 from common import log
 from common.errors import DeadlineExceeded, TwinlensError
 from common.request_budget import STATED
+from gateway.request_context import RequestContext
 from gateway.routing_key import key_of
 from gateway.services import LlmService, LlmServices, Metadata, error_of
 from twinlens.v1 import llm_pb2
@@ -21,24 +22,30 @@ Answer = TypeVar("Answer")
 
 class EmbeddingCalls:
     """Asks LLM services for embeddings, each in `seconds` at most. Nothing is told before all of one is there, so that
-    a service that goes away takes nothing with it: another one is asked."""
+    a service that goes away takes nothing with it: another one is asked. `on_usage` is told what each has cost, and
+    whom."""
 
-    def __init__(self, services: LlmServices, seconds: float) -> None:
+    def __init__(self, services: LlmServices, seconds: float, on_usage: Callable[[str, llm_pb2.Usage], None]) -> None:
         self._services = services
         self._seconds = seconds
+        self._on_usage = on_usage
 
-    async def embed(self, request: llm_pb2.EmbedRequest, metadata: Metadata) -> llm_pb2.EmbedResponse:
+    async def embed(self, request: llm_pb2.EmbedRequest, context: RequestContext) -> llm_pb2.EmbedResponse:
         """A prompt's embedding, by the service that has met its beginning; where that is down, or ends, by another.
         Raises TwinlensError."""
+        request.cache_salt = context.caller.salt(request.cache_salt)
         key, until = await key_of(request), time.perf_counter() + self._seconds
         service = self._services.pick(request.model, key)
         offered: list[LlmService] = []
         while True:
             offered.append(service)
             try:
-                return await self._ask(service, request, metadata, until - time.perf_counter())
+                answer = await self._ask(service, request, context.metadata, until - time.perf_counter())
             except TwinlensError as failure:
                 service = self._services.elsewhere(failure, request.model, key, offered)
+            else:
+                self._on_usage(context.caller.name, answer.usage)
+                return answer
 
     async def _ask(
         self, service: LlmService, request: llm_pb2.EmbedRequest, metadata: Metadata, seconds: float

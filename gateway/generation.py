@@ -15,8 +15,9 @@ import grpc
 from common import log, tracing
 from common.errors import Cancelled, DeadlineExceeded, Exhausted, TwinlensError, Unavailable
 from common.request_budget import STATED
+from gateway.request_context import RequestContext
 from gateway.routing_key import key_of
-from gateway.services import LlmService, LlmServices, Metadata, Outgoing, error_of, may_fare_better
+from gateway.services import LlmService, LlmServices, Outgoing, error_of, may_fare_better
 from twinlens.v1 import llm_pb2
 
 _log = log.get("generation")
@@ -42,28 +43,32 @@ class HandoverLimits:
 
 
 class Generations:
-    """Asks LLM services. `on_handover` is told what came of an answer that was broken off, and how long after."""
+    """Asks LLM services. `on_handover` is told what came of an answer that was broken off, and how long after;
+    `on_usage` what each has cost, and whom."""
 
     def __init__(
         self,
         services: LlmServices,
         limits: HandoverLimits,
         on_handover: Callable[[Outcome, float], None],
+        on_usage: Callable[[str, llm_pb2.Usage], None],
     ) -> None:
         self.services: Final = services
         self.limits: Final = limits
         self.on_handover: Final = on_handover
+        self.on_usage: Final = on_usage
         self.kept_bytes = 0
         """Bytes of requests whose answers another service could go on with."""
 
     async def events(
-        self, request: llm_pb2.GenerateRequest, metadata: Metadata, on_start: Callable[[], None] = lambda: None
+        self, request: llm_pb2.GenerateRequest, context: RequestContext, on_start: Callable[[], None] = lambda: None
     ) -> AsyncGenerator[Event]:
         """The events of a generation, as if one service had sent them. One that cannot be reached, or is down, before
         the first event is passed over for another; one that ends later is followed by another, which goes on with the
         answer. `on_start` is called with the first event, when the request is no longer held on its caller's account.
         Closing the iterator ends the call, and the service then stops its work. Raises TwinlensError."""
-        one = _Generation(self, request, await key_of(request), metadata, on_start)
+        request.cache_salt = context.caller.salt(request.cache_salt)
+        one = _Generation(self, request, await key_of(request), context, on_start)
         del request
         service = one.first_service()
         try:
@@ -104,11 +109,24 @@ class _Answer:
     started: llm_pb2.GenerateStarted = field(default_factory=llm_pb2.GenerateStarted)
     tokens: dict[int, array[int]] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
+    completed_tokens: int = 0
+    computed: bool = False
 
     @property
     def complete(self) -> bool:
         """Whether nothing is missing but the end of the call."""
         return len(self.finished) == self.n
+
+    @property
+    def usage(self) -> llm_pb2.Usage | None:
+        """What it has cost so far; None while nothing of it is known to be computed."""
+        if not self.computed:
+            return None
+        return llm_pb2.Usage(
+            prompt_tokens=self.started.prompt_tokens,
+            cached_tokens=self.started.cached_tokens,
+            completion_tokens=self.completed_tokens + sum(map(len, self.tokens.values())),
+        )
 
     def add(self, event: Event) -> None:
         """Takes in what a service has said."""
@@ -116,8 +134,11 @@ class _Answer:
             case "started":
                 self.started = event.started
             case "delta":
+                self.computed = True
                 self.tokens.setdefault(event.delta.index, array("I")).extend(event.delta.token_ids)
             case "finished":
+                self.computed = True
+                self.completed_tokens += event.finished.usage.completion_tokens
                 self.finished.add(event.finished.index)
                 self.tokens.pop(event.finished.index, None)
                 if self.handed_over:  # what the prompt cost is what the first service said
@@ -159,14 +180,15 @@ class _Generation:
         owner: Generations,
         request: llm_pb2.GenerateRequest,
         key: bytes,
-        metadata: Metadata,
+        context: RequestContext,
         on_start: Callable[[], None],
     ) -> None:
         self._owner = owner
         self._services = owner.services
         self._request: llm_pb2.GenerateRequest | None = request
         self._key = key
-        self._metadata = metadata
+        self._metadata = context.metadata
+        self._caller = context.caller.name
         self._on_start = on_start
         self._deadline = time.perf_counter() + owner.limits.request_seconds
         self._most = owner.limits.most
@@ -183,9 +205,11 @@ class _Generation:
         self.answer = _Answer(max(1, request.sampling.n), model=request.model)
 
     def close(self) -> None:
-        """Nothing is kept any more."""
+        """Nothing is kept any more, and it costs nothing more."""
         self._owner.kept_bytes -= self._kept
         self._kept = 0
+        if (usage := self.answer.usage) is not None:
+            self._owner.on_usage(self._caller, usage)
 
     def first_service(self) -> LlmService:
         """Where it is offered first. Raises TwinlensError where nobody can take it."""

@@ -14,6 +14,7 @@ from gateway import kept_adapters
 from gateway.generation import Outcome
 from gateway.kept_adapters import KeptAdapters
 from gateway.services import LlmServices
+from twinlens.v1 import llm_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,14 @@ class Meters:
     def __init__(self) -> None:
         self.metrics = Metrics("twinlens_gateway")
         self._requests = self.metrics.counter("requests", "requests, by surface and HTTP status", ("surface", "status"))
+        self._callers_requests = self.metrics.counter(
+            "caller_requests",
+            "requests of callers with names, by surface and HTTP status",
+            ("caller", "surface", "status"),
+        )
+        self._callers_tokens = self.metrics.counter(
+            "caller_tokens", "tokens that callers with names have used, by kind", ("caller", "kind")
+        )
         self._seconds = self.metrics.histogram("request_seconds", "time of a whole request", ("surface",))
         self._handovers = self.metrics.counter(
             "handovers", "answers whose LLM service ended under them, by what came of it", ("outcome",)
@@ -84,9 +93,21 @@ class Meters:
         """A LoRA adapter was loaded or unloaded at a service that came later, or was not."""
         self._adapter_changes.labels(change, outcome).inc()
 
-    def ended(self, surface: str, status: int, seconds: float) -> None:
-        """A request is over; 499: its caller has left."""
+    def used(self, caller: str, usage: llm_pb2.Usage) -> None:
+        """A prompt has cost this, and what was answered to it."""
+        if caller:
+            for kind, tokens in (
+                ("prompt", usage.prompt_tokens),
+                ("cached", usage.cached_tokens),
+                ("completion", usage.completion_tokens),
+            ):
+                self._callers_tokens.labels(caller, kind).inc(tokens)
+
+    def ended(self, surface: str, status: int, seconds: float, caller: str) -> None:
+        """A request is over; 499: its caller has left. `caller` is its name, where it has one."""
         self._requests.labels(surface, str(status)).inc()
+        if caller:
+            self._callers_requests.labels(caller, surface, str(status)).inc()
         self._seconds.labels(surface).observe(seconds)
 
 

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from http import HTTPStatus
-from typing import Final
+from typing import Any, Final
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -51,7 +51,7 @@ class RequestMiddleware:
     def __init__(self, app: ASGIApp, config: GatewayConfig, meters: Meters) -> None:
         self._app = app
         self._config = config
-        self._accepted = config.accepted()
+        self._callers = config.callers()
         self._meters = meters
         self._requests: set[RequestContext] = set()
         self.body_budget = BodyBudget(config.max_inflight_bytes)
@@ -99,11 +99,11 @@ class RequestMiddleware:
         finally:
             self._requests.discard(context)
             seconds = time.perf_counter() - begun
-            first_byte = {}
+            more: dict[str, Any] = {"caller": context.caller.name} if context.caller.name else {}
             if context.first_byte:
                 self._meters.first_byte(context.surface, context.first_byte - begun)
-                first_byte = {"first_byte_seconds": round(context.first_byte - begun, 4)}
-            self._meters.ended(context.surface, context.status, seconds)
+                more["first_byte_seconds"] = round(context.first_byte - begun, 4)
+            self._meters.ended(context.surface, context.status, seconds, context.caller.name)
             outcome = context.cause.reason if context.cause else "OK"
             stranger = context.status == HTTPStatus.UNAUTHORIZED  # counted, but no way to fill the log
             (_log.debug if stranger or context.surface == "load" else _log.info)(  # that is asked for each second
@@ -113,7 +113,7 @@ class RequestMiddleware:
                 status=context.status,
                 outcome=outcome,
                 seconds=round(seconds, 4),
-                **first_byte,
+                **more,
             )
 
     async def _serve(
@@ -140,8 +140,12 @@ class RequestMiddleware:
 
     def _check(self, context: RequestContext, headers: dict[bytes, str]) -> None:
         """Raises what a request is refused with before any of its body is taken."""
-        if not any(self._accepted.admit(token) for token in context.dialect.tokens(headers)):
+        caller = self._callers.known(context.dialect.tokens(headers))
+        if caller is None:
             raise Unauthenticated("a bearer token is needed")
+        context.caller = caller
+        if caller.name:
+            log.bind(caller=caller.name)
         if self._closed:
             raise Unavailable("the gateway stops", reason="STOPPING")
         if self.open_requests > self._config.max_requests:

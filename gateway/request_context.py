@@ -13,6 +13,7 @@ from starlette.requests import Request
 from common import tasks
 from common.allocator import give_back
 from common.errors import Exhausted, TwinlensError
+from gateway.callers import Caller
 from gateway.dialect import OpenAI
 from gateway.errors import TooLarge, from_validation
 
@@ -74,12 +75,13 @@ class BodyLease:
 
 @dataclass(eq=False, slots=True)
 class RequestContext:
-    """One request under way. `metadata` is what goes along to the LLM service with it."""
+    """One request under way. `metadata` is what goes along to the LLM service with it, `caller` who is let in."""
 
     id: str
     metadata: Sequence[tuple[str, str]]
     body_lease: BodyLease
     dialect: OpenAI
+    caller: Caller = field(default_factory=Caller)
     body: bytes = b""
     is_large: bool = False
     surface: str = "other"

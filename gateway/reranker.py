@@ -95,9 +95,9 @@ async def judged(
     likeliest, and asked for by itself where it is not. Raises TwinlensError, by the names of the caller's body."""
     yes, no = reranker.true_token_id, reranker.false_token_id
     try:
-        known, usage = await _told(generations, asked.request, context.metadata)
+        known, usage = await _told(generations, asked.request, context)
         if no not in known:
-            others, _ = await _told(generations, await context.made(asked.again, no), context.metadata)
+            others, _ = await _told(generations, await context.made(asked.again, no), context)
             known = others | known
     except TwinlensError as error:
         raise error.at(_param(error.field, asked.places, asked.at)) from None
@@ -107,12 +107,12 @@ async def judged(
 
 
 async def _told(
-    generations: Generations, request: llm_pb2.GenerateRequest, metadata: Sequence[tuple[str, str]]
+    generations: Generations, request: llm_pb2.GenerateRequest, context: RequestContext
 ) -> tuple[dict[int, float], llm_pb2.Usage]:
     """How likely the token was that is the answer, and the likeliest; and what that cost."""
     known: dict[int, float] = {}
     usage = llm_pb2.Usage()
-    async with aclosing(generations.events(request, metadata)) as events:
+    async with aclosing(generations.events(request, context)) as events:
         async for said in events:
             for chosen, scored in zip(said.delta.token_ids, said.delta.logprobs, strict=False):
                 known |= {top.token_id: top.logprob for top in scored.top} | {chosen: scored.logprob}

@@ -67,11 +67,11 @@ async def serve(config: GatewayConfig) -> None:
     limits = HandoverLimits(
         config.max_handovers, config.handover_seconds, config.max_kept_bytes, config.request_seconds
     )
-    generations = Generations(services, limits, meters.handover)
+    generations = Generations(services, limits, meters.handover, meters.used)
     chat = Chat(services, generations)
     each = (config.max_prompts, config.max_body_bytes)
     completions = Completions(services, generations, *each)
-    embedding_calls = EmbeddingCalls(services, config.request_seconds)
+    embedding_calls = EmbeddingCalls(services, config.request_seconds, meters.used)
     embeddings = Embeddings(services, embedding_calls, *each)
     scores = Scores(services, generations, embedding_calls, *each)
     responses = Responses(services, generations)

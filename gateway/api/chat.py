@@ -161,7 +161,7 @@ class Chat:
             body.parallel_tool_calls is False,
             convert.is_constrained(message),
         )
-        generation = self._generations.events(message, context.metadata, context.body_lease.release)
+        generation = self._generations.events(message, context, context.body_lease.release)
         events = convert.named_by(convert.names_of(body), generation)
         if asked.prompt_scores is not None:
             events = collected(events, asked.prompt_scores)

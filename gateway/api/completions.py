@@ -200,7 +200,7 @@ class Completions:
         )
         on_start = context.body_lease.release if len(prompts) == 1 else lambda: None
         sources = [
-            convert.named_by(convert.names_of(asked), self._generations.events(message, context.metadata, on_start))
+            convert.named_by(convert.names_of(asked), self._generations.events(message, context, on_start))
             for message in convert.within(self._max_bytes, messages)
         ]
         model = self._services.name(asked.model)

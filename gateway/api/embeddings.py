@@ -19,7 +19,7 @@ from gateway import convert
 from gateway.api.chat_request import Message, TemplateSettings
 from gateway.api.fields import Count, Int, MediaSettings, Model, Prompt
 from gateway.embedding import EmbeddingCalls, all_of
-from gateway.request_context import context_of
+from gateway.request_context import RequestContext, context_of
 from gateway.services import LlmServices
 from gateway.stream import list_answer
 from twinlens.v1 import llm_pb2
@@ -101,7 +101,7 @@ class Embeddings:
         )
         going = dict(zip(prompts, convert.within(self._max_bytes, messages), strict=True))
         found = await all_of(
-            [self._embed(message, at, asked.encoding_format, context.metadata) for at, message in going.items()]
+            [self._embed(message, at, asked.encoding_format, context) for at, message in going.items()]
         )
         prompt_tokens, cached = (
             sum(getattr(each.usage, name) for each in found) for name in ("prompt_tokens", "cached_tokens")
@@ -137,11 +137,11 @@ class Embeddings:
         return found
 
     async def _embed(
-        self, message: llm_pb2.EmbedRequest, at: str, encoding_format: str, metadata: Sequence[tuple[str, str]]
+        self, message: llm_pb2.EmbedRequest, at: str, encoding_format: str, context: RequestContext
     ) -> _Embedded:
         """What is there is written at once: all vectors together would hold up everybody else."""
         try:
-            found = await self._embeddings.embed(message, metadata)
+            found = await self._embeddings.embed(message, context)
         except TwinlensError as error:
             raise error.at(_param(error.field, at)) from None
         return _Embedded(_written(found.values, encoding_format), found.usage)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -16,7 +16,7 @@ from gateway.api.messages_output import Answer
 from gateway.api.messages_request import CountRequest, MessagesRequest
 from gateway.generation import Generations
 from gateway.output_parser import OutputParser
-from gateway.request_context import context_of
+from gateway.request_context import RequestContext, context_of
 from gateway.services import LlmServices
 from gateway.stream import EventStream, Last, event, json_answer
 from gateway.tools import functions_of, tool_format
@@ -55,7 +55,7 @@ class Messages:
             constrained=convert.is_constrained(message),
         )
         answer = Answer(context.id, name, asked.max_tokens, parser)
-        generation = self._generations.events(message, context.metadata, context.body_lease.release)
+        generation = self._generations.events(message, context, context.body_lease.release)
         stream = asked.stream
         del message, body, asked
         told = _told(generation, answer, places)
@@ -75,7 +75,7 @@ class Messages:
         try:
             whole = await context.made(convert.chat_request, body, context.id)
             if any(part.HasField("media") for each in whole.chat.messages for part in each.parts):
-                count = await self._laid_out(whole, context.metadata)
+                count = await self._laid_out(whole, context)
             else:
                 told = llm_pb2.TokenizeRequest(chat=whole.chat)
                 reply, _ = await self._services.tokenize(asked.model or "", told, context.metadata)
@@ -84,12 +84,12 @@ class Messages:
             raise places.named(error) from None
         return json_answer({"input_tokens": count})
 
-    async def _laid_out(self, request: llm_pb2.GenerateRequest, metadata: Sequence[tuple[str, str]]) -> int:
+    async def _laid_out(self, request: llm_pb2.GenerateRequest, context: RequestContext) -> int:
         """Tokens of a prompt with media, which encoders have to look at: it is laid out as for an answer, which is
         given up before it begins."""
         request.sampling.CopyFrom(llm_pb2.SamplingParams(max_tokens=1))
         request.max_handovers = 0
-        async with aclosing(self._generations.events(request, metadata)) as events:
+        async with aclosing(self._generations.events(request, context)) as events:
             async for said in events:
                 if said.HasField("started"):
                     return said.started.prompt_tokens

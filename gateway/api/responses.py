@@ -52,7 +52,7 @@ class Responses:
             constrained=convert.is_constrained(message),
         )
         output = Output(asked, context.id, name, parser)
-        answer = self._generations.events(message, context.metadata, context.body_lease.release)
+        answer = self._generations.events(message, context, context.body_lease.release)
         generation = convert.named_by(convert.names_of(body), answer)
         stream = asked.stream
         del message, body, asked

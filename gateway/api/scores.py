@@ -133,7 +133,7 @@ class Scores:
 
     async def _embed(self, message: llm_pb2.EmbedRequest, at: str, context: RequestContext) -> llm_pb2.EmbedResponse:
         try:
-            return await self._embeddings.embed(message, context.metadata)
+            return await self._embeddings.embed(message, context)
         except TwinlensError as error:
             raise error.at(_param(error.field, at)) from None
 

@@ -131,7 +131,7 @@ class Transcriptions:
         asked, sound = await read_form(context, request.headers, TranscriptionRequest, "file")
         message = _message(asked, sound, context.id)
         del sound
-        events = self._generations.events(message, context.metadata, context.body_lease.release)
+        events = self._generations.events(message, context, context.body_lease.release)
         del message
         if asked.stream:
             return EventStream(_chunks(events, asked))

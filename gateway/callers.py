@@ -1,0 +1,78 @@
+"""Who calls: the tokens of which callers must send one, the names that some of them have, and what keeps callers of
+different names apart at the LLM services."""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from common.tokens import ReadAgain, check_tokens, read_lines
+
+_NAME: Final = re.compile(r"[A-Za-z0-9._@+-]{1,64}")
+_BETWEEN: Final = "\t"
+"""What stands between a name and its token: no token has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whoever has sent a token. `name` is empty where the token has none, or none is needed."""
+
+    name: str = ""
+    key: bytes = field(default=b"", repr=False)
+
+    def salt(self, own: str) -> str:
+        """The salt that LLM services are told of a request that states its `own`. Of a caller with a name it is a
+        digest that nobody makes up who has none of that name's tokens."""
+        if not self.name:
+            return own
+        return hmac.digest(self.key, f"salt\0{self.name}\0{own}".encode(), "sha256").hex()
+
+
+class Callers:
+    """Those who are let in: whoever sends a token of the file; where there is no file, everybody."""
+
+    def __init__(self, file: str = "") -> None:
+        """Raises ValueError where the file cannot be used."""
+        self._file = ReadAgain(file, _read) if file else None
+
+    def known(self, tokens: Sequence[bytes]) -> Caller | None:
+        """Who sends these tokens, the first that is known; None: nobody who is let in. How long the answer takes says
+        nothing of any token."""
+        if self._file is None:
+            return Caller()
+        lines = self._file.lines
+        found = [caller for each in tokens for token, caller in lines if hmac.compare_digest(each, token)]
+        return found[0] if found else None
+
+
+def _read(file: str) -> tuple[tuple[bytes, Caller], ...]:
+    """Tokens and whose they are; the first token of a name is the key of all of its salts, so that gateways with one
+    file agree. Raises ValueError."""
+    names: dict[str, str] = {}
+    keys: dict[str, bytes] = {}
+    for line in read_lines(file):
+        name, token = _parts(line)
+        if not (name or token):
+            continue
+        if name and not _NAME.fullmatch(name):
+            raise ValueError(f"{file}: a caller's name has 1 to 64 letters, digits and signs of ._@+-")
+        if not token:
+            raise ValueError(f"{file}: a caller's name stands there without a token")
+        check_tokens([token])
+        if names.setdefault(token, name) != name:
+            raise ValueError(f"{file}: one token is of two callers")
+        keys.setdefault(name, token.encode() if name else b"")
+    return tuple((token.encode(), Caller(name, keys[name])) for token, name in names.items())
+
+
+def _parts(line: str) -> tuple[str, str]:
+    """The name, which may be empty, and the token of a line.
+
+    >>> _parts("alice\\tsecret "), _parts(" a secret\\n"), _parts("\\tsecret"), _parts("alice\\t")
+    (('alice', 'secret'), ('', 'a secret'), ('', 'secret'), ('alice', ''))
+    """
+    name, between, token = line.partition(_BETWEEN)
+    return (name.strip(), token.strip()) if between else ("", name.strip())
