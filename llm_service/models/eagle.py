@@ -89,8 +89,8 @@ class EagleDecoder(DraftHead):
             if own_embeddings:
                 self.embed_tokens = VocabularyEmbedding(self.config.vocab_size, size, self.group, self.dtype)
             if own_head:
-                head = {"lm_head": slice(0, words)}
-                self.lm_head = PackedLinear(slice(0, size), head, bias=False, dtype=self.dtype)
+                own = slice(0, size), {"lm_head": slice(0, words)}
+                self.lm_head = PackedLinear(*own, bias=False, dtype=self.dtype, rounds_inputs=False)
             self._meanings = torch.arange(words)
             self.take_ends(target, embeddings=not own_embeddings, head=not own_head)
         self.rotary, local = rotary_of(self.config.rotary, target.device), self.config.window_rotary

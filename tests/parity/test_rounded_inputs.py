@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from common.checkpoint import Checkpoint, CheckpointError
 from llm_service.layers.cpu import selection
+from llm_service.layers.cpu.panels import PanelWeight
 from llm_service.layers.cpu.quad_panels import QuadPanels
 from llm_service.layers.experts import Experts
 from llm_service.layers.linear import PackedLinear
@@ -23,9 +24,11 @@ from llm_service.models.loader import load_decoder
 from llm_service.models.quantization_config import Scheme
 from llm_service.models.quantized import check_weight_dtype
 from llm_service.request import SamplingParams
+from llm_service.worker.draft_loader import load_eagle_head
 from llm_service.worker.weights import describe
 from tests import reference
 from tests.checkpoints import Family
+from tests.eagle_checkpoint import eagle_head
 from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
 from tests.parity.test_bfloat16 import logits
 from tests.quantized import FORMATS, quantize_checkpoint
@@ -164,6 +167,16 @@ def test_any_checkpoint_is_rounded_so_where_that_is_asked_for(
     monkeypatch.setattr(selection, "multiplies_bytes", lambda: False)
     with pytest.raises(CheckpointError, match="w8a8 is for our kernels on CPUs with AVX512-VNNI"):
         load_decoder(Checkpoint(checkpoint), dtype, CPU, weight_dtype="w8a8")
+
+
+def test_logits_of_a_draft_head_are_of_inputs_as_they_are_too(checkpoint: Path, tmp_path: Path) -> None:
+    target, of = load_decoder(Checkpoint(checkpoint), torch.float32, CPU, weight_dtype="w8a8"), Checkpoint(checkpoint)
+    own = Checkpoint(eagle_head(checkpoint, tmp_path / "head"))
+    head = load_eagle_head(own, target, of, torch.float32, weight_dtype="w8a8").decoder
+    forms = {name: part.laid_out for name, part in head.named_modules() if isinstance(part, PackedLinear)}
+    assert isinstance(forms.pop("lm_head"), PanelWeight)
+    assert forms
+    assert all(isinstance(form, QuadPanels) for form in forms.values())
 
 
 def test_experts_are_rounded_as_well(checkpoints: Callable[..., Path]) -> None:
