@@ -499,6 +499,14 @@ class TestSpecial:
         for probe in ("readinessProbe", "livenessProbe"):
             assert container(found["twinlens-gateway"])[probe]["httpGet"]["scheme"] == "HTTPS"
 
+    @pytest.mark.parametrize("values", ["multihost", "prefill", "gpu"])
+    def test_services_say_that_they_speak_without_tls_where_they_do(self, values: str) -> None:
+        """A mesh or a load balancer would speak so to a port that wants TLS."""
+        plain = values == "gpu"
+        for service in of_kind(manifests(values), "Service").values():
+            for each in service["spec"]["ports"]:
+                assert each.get("appProtocol") == ("kubernetes.io/h2c" if plain and each["name"] == "grpc" else None)
+
     def test_large_numbers_are_written_out(self) -> None:
         text = template(
             "--set", "encoder.options.max-queued-bytes=1073741824", "--set", "encoder.options.shared-memory=false"
