@@ -81,6 +81,7 @@ def _work(dispatcher: Dispatcher, restarts: int) -> Iterator[Metric]:
         ("eager",): totals.vit_calls - totals.graph_calls,
     }
     yield gauge("workers_alive", "device workers that can compute", dispatcher.alive)
+    yield total("worker_busy_seconds", "seconds in which workers had a batch, of all together", dispatcher.busy_seconds)
     yield total("worker_deaths", "device workers that died, were killed or hung", totals.worker_deaths)
     yield total("decode_process_restarts", "decode processes that were replaced", restarts)
     yield total("vit_calls", "passes of the vision tower", calls, ["mode"])

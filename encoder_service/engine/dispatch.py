@@ -104,6 +104,11 @@ class Dispatcher:
         return self._workers.alive
 
     @property
+    def busy_seconds(self) -> float:
+        """Seconds in which workers had a batch to compute, all together; those of a batch under way so far included."""
+        return self._workers.busy_seconds
+
+    @property
     def devices(self) -> list[str]:
         """Where each worker computes."""
         return [each.device for each in self._workers.settings]

@@ -29,7 +29,8 @@ class WorkerError(Exception):
 class WorkerSlot:
     """The place of one worker: the process that is in it now, its device pool, and the batch that it computes.
 
-    `began` is when it began on the batch (`loop.time`), `timer` ends a worker that takes too long over it. One that
+    `began` is when it began on the batch (`loop.time`), `timer` ends a worker that takes too long over it, `worked` is
+    how many seconds the batches before it took. One that
     `looks_ahead` gets the next batch early, to have it ready when its turn comes: `ahead`. A timer that is `stall`
     seconds late says nothing of the worker.
     """
@@ -43,12 +44,18 @@ class WorkerSlot:
     timer: asyncio.TimerHandle | None = None
     looks_ahead: bool = False
     ahead: list[Unit] = field(default_factory=list)
+    worked: float = 0.0
     ending: asyncio.Task[None] | None = None
 
     @property
     def units(self) -> list[Unit]:
         """All that the worker has."""
         return [*self.batch, *self.ahead]
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds in which it had a batch to compute, up to now; one that is got ready meanwhile counts in its turn."""
+        return self.worked if self.timer is None else self.worked + asyncio.get_running_loop().time() - self.began
 
     @property
     def may_have_next(self) -> bool:
@@ -85,6 +92,7 @@ class WorkerSlot:
 
     def take(self) -> list[Unit]:
         """The batch, which is no longer the worker's; the next one takes its place."""
+        self.worked = self.busy_seconds
         batch, self.batch, self.ahead = self.batch, self.ahead, []
         if self.timer is not None:
             self.timer.cancel()
@@ -159,6 +167,11 @@ class Workers:
     def alive(self) -> int:
         """Workers that can compute."""
         return sum(slot.child is not None for slot in self.slots)
+
+    @property
+    def busy_seconds(self) -> float:
+        """For how long workers had a batch to compute, all together."""
+        return sum(slot.busy_seconds for slot in self.slots)
 
     @property
     def idle(self) -> list[WorkerSlot]:

@@ -77,7 +77,12 @@ class Device:
         self._busy = False
         self._waiting: deque[Callable[[], float | None]] = deque()
         self._then: deque[Callable[[], None]] = deque()
-        self.busy_seconds = 0.0
+        self._began = self._worked = 0.0
+
+    @property
+    def busy_seconds(self) -> float:
+        """For how long it has computed, up to now."""
+        return self._worked + (self._clock.now - self._began if self._busy else 0.0)
 
     def ask(self, begin: Callable[[], float | None], then: Callable[[], None]) -> None:
         """`begin()` says, when the device is free, how many seconds it takes; None: nothing is left to do."""
@@ -92,10 +97,10 @@ class Device:
                 then()
                 continue
             self._busy = True
-            self.busy_seconds += seconds
+            self._began = self._clock.now
 
             def freed(then: Callable[[], None] = then) -> None:
-                self._busy = False
+                self._worked, self._busy = self.busy_seconds, False
                 then()
                 self._next()
 

@@ -249,6 +249,33 @@ async def test_each_batch_is_reported_with_its_fill(start):
     assert reports == [BatchStats(units=3, patches=30, fill=0.3, preprocess_seconds=0.5, vit_seconds=2.0)]
 
 
+async def test_workers_are_busy_while_they_have_a_batch_whether_another_is_got_ready_or_not(start, monkeypatch):
+    """The device does nothing more while what follows is got ready beside it."""
+    dispatcher, workers, _ = await start(workers=2, device="cuda:0")
+    now = asyncio.get_running_loop().time()
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
+    for at in range(3):
+        submit(dispatcher, bytes([at]), patches=100, at=at)
+    await turns()
+    assert [marks(worker) for worker in workers] == [[[0], [2]], [[1]]]
+    now += 8.0
+    assert dispatcher.busy_seconds == 16.0, "batches under way count as far as they are"
+    workers[1].say(DONE)
+    await turns()
+    now += 4.0
+    assert dispatcher.busy_seconds == 20.0, "one has nothing to do"
+    workers[0].say(BatchDone(not_finite=[], preprocess_seconds=11.0, vit_seconds=12.0))
+    await turns()
+    now += 2.0
+    assert dispatcher.busy_seconds == 22.0, "the batch that was ready has begun"
+    workers[0].kill()
+    await turns()
+    workers[1].say(DONE)
+    await turns()
+    now += 32.0
+    assert dispatcher.busy_seconds == 22.0, "who died has nothing, and who took over did it in no time"
+
+
 async def test_a_worker_is_not_hung_where_its_service_stood_still(start):
     """What it has answered meanwhile is read after the time is up."""
     dispatcher, (worker,), _ = await start(seconds=0.1, stall=0.0)

@@ -16,7 +16,7 @@ from tests.rpc.pairs import pair
 from tools.plan.__main__ import compared
 from tools.plan.autoscaler import STABLE, Autoscaler, Targets
 from tools.plan.costs import Costs
-from tools.plan.simulation import Clock, Cluster, percentile
+from tools.plan.simulation import Clock, Cluster, Device, percentile
 from tools.plan.workload import Request, Workload, arrivals
 
 COSTS = Costs(
@@ -50,6 +50,18 @@ def test_pictures_that_wait_go_together_and_those_that_are_known_are_not_compute
     assert third[0] == pytest.approx(second[0] + 0.02 + 0.001 * 50 + 0.004), "the first of them had begun a step"
     assert again[0] == pytest.approx(0.05 + 0.1 / 2 + 0.02 + 0.001 * 50)
     assert cluster.encoders[0].device.busy_seconds == pytest.approx(1.5 + batch)
+
+
+def test_devices_that_share_a_core_are_busy_for_as_long_as_that_takes_them() -> None:
+    clock = Clock(cores=1)
+    devices = [Device(clock), Device(clock)]
+    seen: list[float] = []
+    for device in devices:
+        device.ask(lambda: 4.0, lambda: None)
+    clock.at(2.0, lambda: seen.extend(device.busy_seconds for device in devices))
+    clock.run(lambda: False)
+    assert seen == [2.0, 2.0]
+    assert [device.busy_seconds for device in devices] == [8.0, 8.0]
 
 
 def test_requests_that_come_together_go_through_the_front_one_after_the_other() -> None:
