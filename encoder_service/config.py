@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.config import option, size, words
-from common.devices import check_device
+from common.devices import check_device, usable_cores
 from common.grpc_server import LISTEN, ServerConfig
 from common.nixl.agent import BACKENDS
 from encoder_service.media.fetch import FetchConfig
 from encoder_service.media.limits import MediaLimits
 
 PREFIX = "TWINLENS_ENCODER"
+_FEWEST_DECODERS, _MOST_DECODERS = 2, 8
+"""Of two, one is kept for pictures. So many keep up with a GPU, and each has memory of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,9 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
     core_share: bool = option(
         True, "on a CPU, divide the cores with other services that would compute on all of the same ones meanwhile"
     )
-    decode_processes: int = option(2, "processes that decode media", minimum=1, maximum=64)
+    decode_processes: int = option(
+        0, "processes that decode media; 0: one for each core beside those of --workers, 2 to 8", minimum=0, maximum=64
+    )
     decode_seconds: float = option(
         60.0,
         "longest that one media file may keep decode processes at work, to look at it and to decode it",
@@ -148,6 +152,10 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
             check_url(self.shared_store)
         except ValueError as error:
             raise ValueError(f"--shared-store: {error}") from None
+
+    def decoders(self) -> int:
+        """How many decode processes there are."""
+        return self.decode_processes or min(max(_FEWEST_DECODERS, usable_cores() - self.workers), _MOST_DECODERS)
 
     def graph_budgets(self) -> list[int] | None:
         """The patch budgets of `graphs`: none where they are off, None for auto. Raises ValueError."""

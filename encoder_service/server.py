@@ -138,10 +138,11 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
 
 
 def _decoders(config: EncoderConfig, model: _Model, staging: SharedBuffer, report: Callable[[], None]) -> DecoderPool:
+    processes = config.decoders()
     return DecoderPool(
         staging,
-        processes=config.decode_processes,
-        threads=max(1, min(_MAX_DECODE_THREADS, usable_cores() // config.decode_processes)),
+        processes=processes,
+        threads=max(1, min(_MAX_DECODE_THREADS, usable_cores() // processes)),
         seconds=config.decode_seconds,
         start_seconds=config.start_seconds,
         memory_bytes=config.decode_memory_bytes,

@@ -5,6 +5,7 @@ A file is `TOY!` and samples of 8 bits, four in a second. Four samples are a pat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -94,7 +95,7 @@ SPEC = ModalitySpec(
     formats={"TOY": Format(lambda head: head.startswith(_HEAD), frozenset({"audio/x-toy"}))},
     options=frozenset(),
     has_pixels=False,
-    is_slow=False,
+    slow_bytes=math.inf,
     max_items=lambda _: 1,
     max_bytes=lambda _: 1 << 20,
     max_area=lambda _: 1 << 20,

@@ -5,6 +5,7 @@ job's ranges in the staging arena go back to its caller only when no process can
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
 
@@ -83,14 +84,15 @@ class DecoderPool:
             staging.fd, settings, processes, start_seconds=start_seconds, on_change=on_change
         )
 
-    async def turn(self, modality: Modality) -> ExitStack:
-        """Waits until an item's job may be done; its turn ends where the result is closed, once.
+    async def turn(self, modality: Modality, size: int) -> ExitStack:
+        """Waits until the job of an item of so many bytes may be done; its turn ends where the result is closed, once.
 
-        Videos, say, take long, to look into as well: where there are several processes, one is kept for everything
-        else. A turn is taken before memory for the job is, so that videos that wait do not hold what others need.
+        Videos and long sounds take long, to look into as well: where there are several processes, one is kept for
+        everything else. A turn is taken before memory for the job is, so that videos that wait do not hold what others
+        need.
         """
         turn = ExitStack()
-        if SPECS[modality].is_slow:
+        if size >= SPECS[modality].slow_bytes:
             await self._slow.acquire()
             turn.callback(self._slow.release)
         return turn
@@ -225,7 +227,7 @@ class DecoderPool:
 
 def _kept(key: bytes, modality: Modality) -> bytes:
     """What a file is kept open under; empty for one that is opened again as fast."""
-    return key if SPECS[modality].is_slow else b""
+    return key if SPECS[modality].slow_bytes < math.inf else b""
 
 
 def _decoder(modality: Modality, *, with_sound: bool) -> str:

@@ -3,6 +3,7 @@ items, and whether it takes them, its family says (`families.family.Processor`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -11,14 +12,17 @@ from encoder_service.item import Inspection
 from encoder_service.media import sniff
 from encoder_service.media.limits import MediaLimits, check_picture, check_sound, check_video
 
+_LONG_SOUND = 1 << 20
+"""Bytes of a minute of MP3, which is decoded in 0.2 s; ten minutes of sound take up to 3 s."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModalitySpec:
     """How items of one modality are told, bounded and decoded; `common.media.item.HEADER_SHAPES` has the rest of it.
 
     `formats` are those that are taken. `options` are those that it knows. `has_pixels` says that a caller may have
-    decoded it. `is_slow` says that it takes long, to look into as well, so that not all decode processes are given to
-    it at once, and what was opened to look at it is kept open to be decoded.
+    decoded it. Files of `slow_bytes` or more take long, to look into as well, so that not all decode processes are
+    given to them at once. Where there are such files, what was opened to look at any is kept open to be decoded.
 
     `max_items`, `max_bytes`, `max_area` (pixels of all frames) and `max_frames` pick its limits; `too_large` is the
     reason where they are passed. `check` sees what a file's header says, before anything else is done with it.
@@ -30,7 +34,7 @@ class ModalitySpec:
     formats: Mapping[str, sniff.Format]
     options: frozenset[str]
     has_pixels: bool
-    is_slow: bool
+    slow_bytes: float
     max_items: Callable[[MediaLimits], int]
     max_bytes: Callable[[MediaLimits], int]
     max_area: Callable[[MediaLimits], int]
@@ -51,7 +55,7 @@ SPECS: dict[Modality, ModalitySpec] = {
         formats=sniff.IMAGES,
         options=frozenset(("min_pixels", "max_pixels")),
         has_pixels=True,
-        is_slow=False,
+        slow_bytes=math.inf,
         max_items=lambda limits: limits.max_images,
         max_bytes=lambda limits: limits.max_image_bytes,
         max_area=lambda limits: limits.max_image_area,
@@ -64,7 +68,7 @@ SPECS: dict[Modality, ModalitySpec] = {
         formats=sniff.VIDEOS,
         options=frozenset(Options.__dataclass_fields__),
         has_pixels=True,
-        is_slow=True,
+        slow_bytes=0,
         max_items=lambda limits: limits.max_videos,
         max_bytes=lambda limits: limits.max_video_bytes,
         max_area=lambda limits: limits.max_video_area,
@@ -78,7 +82,7 @@ SPECS: dict[Modality, ModalitySpec] = {
         formats=sniff.AUDIOS,
         options=frozenset(),
         has_pixels=False,
-        is_slow=True,
+        slow_bytes=_LONG_SOUND,
         max_items=lambda limits: limits.max_audios,
         max_bytes=lambda limits: limits.max_audio_bytes,
         max_area=lambda _: 0,

@@ -48,6 +48,24 @@ def test_options_that_cannot_be_are_named(capsys, words, says):
     assert "s3cret" not in told
 
 
+@pytest.mark.parametrize(
+    ("words", "cores", "expected"),
+    [
+        ([], 1, 2),
+        ([], 2, 2),
+        ([], 6, 5),
+        ([], 64, 8),
+        (["--workers=4"], 6, 2),
+        (["--workers=4"], 10, 6),
+        (["--decode-processes=1"], 64, 1),
+        (["--decode-processes=12"], 2, 12),
+    ],
+)
+def test_there_is_a_decode_process_for_each_core_that_no_worker_needs(monkeypatch, words, cores, expected):
+    monkeypatch.setattr("encoder_service.config.usable_cores", lambda: cores)
+    assert options("--model=m", *words).decoders() == expected
+
+
 def checkpoint(folder, vision=None, **files) -> Checkpoint:
     about = {"architectures": ["A"], "model_type": "qwen2_vl", "vision_config": vision or VISION}
     for name, content in {"config": about, **files}.items():

@@ -288,18 +288,34 @@ async def test_videos_leave_a_process_for_everything_else_where_there_are_severa
     made = DecoderPool(
         staging, processes=count, threads=1, seconds=1.0, start_seconds=1.0, memory_bytes=1, bounds=MediaLimits().bounds
     )
-    held = [await made.turn(VIDEO) for _ in range(at_once)]
-    late = asyncio.create_task(made.turn(VIDEO))
+    held = [await made.turn(VIDEO, 1 << 20) for _ in range(at_once)]
+    late = asyncio.create_task(made.turn(VIDEO, 1 << 20))
     await turns()
     assert not late.done()
     for _ in range(count):
-        await made.turn(IMAGE)
+        await made.turn(IMAGE, 1 << 20)
     with held[0]:
         held[0].close()  # which is all that the end of the block would do
-    later = asyncio.create_task(made.turn(VIDEO))
+    later = asyncio.create_task(made.turn(VIDEO, 1 << 20))
     await turns()
     assert (late.done(), later.done()) == (True, False)
     later.cancel()
+    staging.close()
+
+
+async def test_sounds_are_decoded_beside_each_other_and_beside_videos_but_for_long_ones():
+    """Else models that hear would decode one at a time; ten minutes of sound take seconds."""
+    staging = SharedBuffer.create("test", 4096)
+    made = DecoderPool(
+        staging, processes=2, threads=1, seconds=1.0, start_seconds=1.0, memory_bytes=1, bounds=MediaLimits().bounds
+    )
+    with await made.turn(VIDEO, 1000):
+        for size in (1, 1000, (1 << 20) - 1):
+            await made.turn(Modality.AUDIO, size)
+        late = asyncio.create_task(made.turn(Modality.AUDIO, 1 << 20))
+        await turns()
+        assert not late.done()
+    await late
     staging.close()
 
 
