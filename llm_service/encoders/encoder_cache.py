@@ -16,6 +16,9 @@ from common.wire import RowLayout
 
 Watcher = Callable[["CacheEntry"], None]
 
+_OVERTAKINGS = 64
+"""Requests whose items are all here that go before one that waits for room."""
+
 
 @dataclass(slots=True, eq=False)
 class CacheEntry:
@@ -72,7 +75,7 @@ class CacheCounters:
 class EncoderCache:
     """Owns the arena. Entries are taken with `acquire`, which the taker must answer with `release`, once for each.
 
-    An entry holds all rows of one item, under its `Header.rows_key`, as long as a request refers to it, and after that
+    An entry holds all rows of one item, under its `Header.rows_key`, as long as a request is to read it, and after that
     until the space is needed: whole entries, by `common/eviction`, those that `retained` names last. `on_place` is
     told of each place that is given to new rows, before anybody else is.
     """
@@ -97,6 +100,7 @@ class EncoderCache:
         self._on_place = on_place
         self._leaving: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
+        self._overtakings = 0
         self._freed = asyncio.Event()
 
     @property
@@ -125,6 +129,7 @@ class EncoderCache:
         """
         self.check_size(headers)
         async with self._turn:  # first come, first served: a large request is not overtaken for ever
+            self._overtakings = 0
             while (entries := self._try_acquire(headers)) is None:
                 if not any(entry.refs for entry in self._entries.values()) and self.flush():
                     continue  # nobody is in the way but cache that cuts the arena in pieces
@@ -133,9 +138,14 @@ class EncoderCache:
         return entries
 
     def acquire_now(self, headers: Sequence[Header]) -> list[CacheEntry] | None:
-        """As `acquire`, but None where that would have to wait. Who wants nothing waits for nobody."""
+        """As `acquire`, but None where that would have to wait. Who wants nothing waits for nobody, and who wants only
+        what is here goes before those that wait for room, so many times."""
         self.check_size(headers)
-        return None if headers and self._turn.locked() else self._try_acquire(headers)
+        if headers and self._turn.locked():
+            if self._overtakings == _OVERTAKINGS or not all(self.knows(header.rows_key) for header in headers):
+                return None
+            self._overtakings += 1
+        return self._try_acquire(headers)
 
     def check_size(self, headers: Sequence[Header]) -> None:
         """Raises InvalidInput where these could never be here together: no waiting can help."""

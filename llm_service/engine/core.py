@@ -38,6 +38,7 @@ from llm_service.engine.messages import (
     Prefilled,
     Prefills,
     Released,
+    RowsRead,
     RowsPlaced,
     ScoresTaken,
     ToEngine,
@@ -159,6 +160,8 @@ class EngineCore:
 
     def _report_ends(self) -> None:
         """A failure is told before its request is released: nothing is heard of a released one."""
+        if read := self._scheduler.take_rows_read():
+            self._link.send(RowsRead(read))
         for news in (
             *self._scheduler.take_complete(),
             *self._scheduler.take_failures(),

@@ -20,7 +20,8 @@ Event = Started | Prefilled | Scored | Token | Complete | Pooled
 @dataclass(eq=False)
 class EngineRequest:
     """`next` gives a request's events; `on_released` is called once, when no engine reads its rows any more,
-    `on_rows_needed` when an engine needs places for its items after all, `on_scores_taken` when its caller comes back
+    `on_rows_read` when it has read them, `on_rows_needed` when one needs places for its items after all, or again,
+    `on_scores_taken` when its caller comes back
     for more: he has the scores of the prompt's tokens before that one.
 
     It may be handed to another engine after up to `max_handovers` engines that have ended under it: `deaths` counts
@@ -30,6 +31,7 @@ class EngineRequest:
     add: Add
     on_released: Callable[[], None]
     max_handovers: int = 0
+    on_rows_read: Callable[[], None] | None = None
     on_rows_needed: Callable[[], None] | None = None
     on_scores_taken: Callable[[int], None] | None = None
     deaths: int = 0
@@ -123,6 +125,12 @@ class EngineRequest:
         offset, landed = self._places[item]
         if offset != NOWHERE:
             self._places[item] = offset, max(landed, rows)
+
+    def rows_read(self) -> None:
+        """The engine has read the rows of all items, which need no places; another engine may ask for some."""
+        self._places = [(NOWHERE, 0)] * len(self._places)
+        if self.on_rows_read is not None:
+            self.on_rows_read()
 
     def displace(self) -> None:
         """No item has a place any more. Until they have, no other engine gets the request: it would ask for places as

@@ -44,6 +44,7 @@ from llm_service.engine.messages import (
     Ready,
     Released,
     RowsNeeded,
+    RowsRead,
     RowsPlaced,
     Scored,
     ScoresTaken,
@@ -341,6 +342,9 @@ class EngineFront:
             case Failed(id, code, reason, text, field):
                 if request := self._handover.get(id):
                     request.fail(from_code(code, text, reason=reason, field=field))
+            case RowsRead(ids):
+                for request in filter(None, map(self._handover.get, ids)):
+                    request.rows_read()
             case RowsNeeded(id):
                 if (request := self._handover.get(id)) and request.on_rows_needed is not None:
                     request.displace()

@@ -216,6 +216,13 @@ class RowsNeeded(msgspec.Struct, frozen=True, tag=True):
     id: int
 
 
+class RowsRead(msgspec.Struct, frozen=True, tag=True):
+    """All choices of these requests have computed the places of their media: no step reads their rows any more, unless
+    `RowsNeeded` asks for places anew."""
+
+    ids: list[int]
+
+
 class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A token of one choice; `ended` is empty, stop, length or structure. `drafts` were verified by the step that chose
     it, and it is the first that the step chose; `accepted`: it was one of them."""
@@ -412,6 +419,7 @@ FromEngine = (
     Ready
     | Unable
     | Started
+    | RowsRead
     | RowsNeeded
     | Prefills
     | Scored

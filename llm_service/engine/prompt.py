@@ -102,6 +102,11 @@ class Prompt:
         )
 
     @property
+    def is_placed(self) -> bool:
+        """Whether an item has a place in the arena."""
+        return any(item.offset != NOWHERE for item in self.items)
+
+    @property
     def longest_run(self) -> int:
         """Rows of its longest run."""
         return max((end - begin for begin, end, _, _ in self.runs), default=0)

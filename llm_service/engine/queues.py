@@ -61,6 +61,16 @@ class Queues:
             del self.requests[sequence.id]
         return not siblings
 
+    def forget_places(self, sequence: Sequence) -> bool:
+        """Where all choices of a request have computed the places of its media, its items are nowhere from now on;
+        whether they are."""
+        prompt = sequence.prompt
+        if any(choice.num_computed_tokens < prompt.media_end for choice in self.requests[sequence.id]):
+            return False
+        for item in prompt.items:
+            item.displace()
+        return True
+
     def displace(self, sequence: Sequence) -> bool:
         """Has all choices of a request wait for places for its items, which are nowhere until then. False, and nothing
         is done, while one of them is still to read rows where they are."""

@@ -81,6 +81,7 @@ class Scheduler:
         self._pooled: list[Pooled] = []
         self._complete: list[Complete] = []
         self._failures: list[Failed] = []
+        self._rows_read: deque[tuple[int, int]] = deque()
         self._rows_needed: deque[tuple[int, int]] = deque()
         self._ended: deque[tuple[int, int]] = deque()
         self._arrivals = 0
@@ -190,6 +191,8 @@ class Scheduler:
             sequence.advance(count)
             if count > 1:  # a single token's block is named when the token after it is known
                 self._name_blocks(sequence)
+            if sequence.prompt.is_placed and self._queues.forget_places(sequence):
+                self._rows_read.append((self._planned_steps, sequence.id))
         if self._held:
             self._fail_dead_ends(step)
         return step, started
@@ -345,19 +348,24 @@ class Scheduler:
         failures, self._failures = self._failures, []
         return failures
 
+    def take_rows_read(self) -> list[int]:
+        """The requests whose rows have been read, told before they ask for any again: the steps that do so are over."""
+        return self._due(self._rows_read)
+
     def take_rows_needed(self) -> list[RowsNeeded]:
         """The requests that ask for their items, each told once: no step, not even one under way, reads their rows."""
-        needed: list[RowsNeeded] = []
-        while self._rows_needed and self._rows_needed[0][0] <= self.counters.steps:
-            needed.append(RowsNeeded(self._rows_needed.popleft()[1]))
-        return needed
+        return [RowsNeeded(id) for id in self._due(self._rows_needed)]
 
     def take_ended(self) -> list[int]:
         """The requests that are gone, each told once: no step, not even one under way, reads their rows any more."""
-        ended: list[int] = []
-        while self._ended and self._ended[0][0] <= self.counters.steps:
-            ended.append(self._ended.popleft()[1])
-        return ended
+        return self._due(self._ended)
+
+    def _due(self, news: deque[tuple[int, int]]) -> list[int]:
+        """Takes the requests of news whose steps are over: (steps that had been planned, request)."""
+        found: list[int] = []
+        while news and news[0][0] <= self.counters.steps:
+            found.append(news.popleft()[1])
+        return found
 
     def _fail(self, id: int, error: TwinlensError) -> None:
         if id in self._queues.requests:

@@ -1,4 +1,4 @@
-"""The rows of one request's media, from their headers to the moment in which the engine no longer reads them."""
+"""The rows of one request's media, from their headers to the moment in which the engine has read them."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ class MediaRows:
         self._layout = PromptLayout([], [])
         self._request: EngineRequest | None = None
         self._taken = self._released = self._left = False
+        self._covered = 0
         self._watched: list[tuple[CacheEntry, Watcher]] = []
         self._placing: asyncio.Task[None] | None = None
 
@@ -75,7 +76,8 @@ class MediaRows:
         self._cache.check_size(headers)
         covered = {item for item in covered if not self._cache.knows(headers[item].rows_key)}
         self._receiver.close([self._fetches[item] for item in covered])
-        self._receiver.counters.covered += len(covered)
+        self._covered = len(covered)
+        self._receiver.counters.covered += self._covered
         self._taken = True
         await self._acquire([item for item in range(len(self._fetches)) if item not in covered])
         return rows_of(layout, self._places())
@@ -83,9 +85,9 @@ class MediaRows:
     def submit(
         self, engine: EngineFront, add: Add, on_complete: Callable[[], None], max_handovers: int = 0
     ) -> EngineRequest:
-        """Hands the request to the engine, which from then on says when rows may be released. Every row that lands is
-        passed on to it, what it asks for, or has lost, is placed, and the request fails with its item; `on_complete` is
-        called when all rows are here."""
+        """Hands the request to the engine, which from then on says when rows may be released: once it has computed the
+        prompt's, as long as it does not ask for them again. Every row that lands is passed on to it, what it asks for,
+        or has lost, is placed, and the request fails with its item; `on_complete` is called when all rows are here."""
         request = self._request = engine.submit(add, self._release, max_handovers)
 
         async def place() -> None:
@@ -106,7 +108,11 @@ class MediaRows:
                 return
             self._placing = tasks.start(place(), "rows that the engine asked for")
 
-        request.on_rows_needed = rows_needed
+        def rows_read() -> None:
+            self._unwatch()
+            self._give_back()
+
+        request.on_rows_needed, request.on_rows_read = rows_needed, rows_read
         self._watch(engine, request, on_complete)
         return request
 
@@ -142,7 +148,8 @@ class MediaRows:
         """Takes places for all items together; the engine has forgotten those that it knew. What this request has is
         given back before anything is waited for, so no two can hold each other up."""
         self._unwatch()
-        self._receiver.counters.covered -= len(self._fetches) - len(self._entries)
+        self._receiver.counters.covered -= self._covered
+        self._covered = 0
         self._fetches = [fetch.renewed() for fetch in self._fetches]
         self._used.extend(self._fetches)
         await self._acquire(list(range(len(self._fetches))))

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests import pictures
-from tests.rpc.pairs import LLM_FLAGS, Pair, about, answer, asked, pair, tokens
+from tests.rpc.pairs import LLM_FLAGS, Pair, about, answer, asked, greedy, pair, tokens
+from tests.waiting import until
 from twinlens import TwinlensError, image, user, v1
 
 FILES = [pictures.encoded(pictures.noise(256, 256, 9_700 + n)) for n in range(12)]  # 64 rows each
@@ -51,6 +52,15 @@ def test_a_data_address_or_a_stated_type_asks_no_encoder_again_unless_it_is_anot
         with pytest.raises(TwinlensError) as error:
             answer(qwen3.text, asked(user(item, "One?")))
         assert error.value.reason == "MIME_MISMATCH"
+
+
+def test_rows_make_room_for_others_once_they_have_been_read_and_not_at_the_end_of_the_answer(forgetful: Pair) -> None:
+    long, short = asked(about(FILES[10], QUESTION), greedy(3900)), asked(about(FILES[11], QUESTION))
+    with forgetful.text.generate(long, timeout=180) as events:
+        next(event for event in events if event.HasField("delta"))
+        assert len(tokens(forgetful.text, short)) == 8
+        assert forgetful.text.get_load().running, "the long answer goes on"
+    until(forgetful.idle, "nothing is held any more")
 
 
 def given_as_rows(both: Pair, item: v1.Media) -> v1.Media:

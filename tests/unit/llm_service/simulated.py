@@ -163,6 +163,7 @@ class Simulation:
         self.computed = 0
         self._depth = 2 if overlap else 1
         self.rows_needed: list[int] = []
+        self.rows_read: list[int] = []
         self.slow: set[int] = set()
         self._held_back: set[int] = set()
         self._under_way: deque[Step] = deque()
@@ -271,7 +272,6 @@ class Simulation:
 
     def _give_back(self, id: int) -> None:
         """The request has none of its places any more: what no other one has may be overwritten."""
-        self.rows_needed.append(id)
         self.outcomes[id].nowhere = len(self.outcomes[id].order.pictures)
         others = [o for other, o in self.outcomes.items() if other != id and not (o.over and o.released)]
         kept = {picture.name for outcome in others for picture in outcome.order.pictures}
@@ -346,7 +346,12 @@ class Simulation:
             self.outcomes[complete.id].ended[complete.choice] = complete.ended
         for event in self.scheduler.take_failures():
             self._fail(event)
+        for id in self.scheduler.take_rows_read():
+            assert id not in self.rows_needed, "rows are read that have no place"
+            self.rows_read.append(id)
+            self._give_back(id)
         for wanted in self.scheduler.take_rows_needed():
+            self.rows_needed.append(wanted.id)
             self._give_back(wanted.id)
         for id in self.scheduler.take_ended():
             self.outcomes[id].released += 1

@@ -183,6 +183,25 @@ async def test_who_wants_no_place_waits_for_nobody(cache: EncoderCache) -> None:
     cache.release((await large)[0])
 
 
+async def test_who_wants_what_is_here_goes_before_one_that_waits_for_room_but_not_for_ever(cache: EncoderCache) -> None:
+    (held,) = await cache.acquire([header("a", 10)])
+    large = waiting(cache, header("large", 16))
+    await run_ready_tasks()
+    for _ in range(64):
+        again = cache.acquire_now([header("a", 10)])
+        assert again == [held]
+        cache.release(held)
+    assert cache.acquire_now([header("a", 10)]) is None
+    cache.release(held)
+    (entry,) = await large
+    another = waiting(cache, header("b", 4))
+    await run_ready_tasks()
+    assert cache.acquire_now([header("large", 16)]) == [entry]
+    cache.release(entry)
+    cache.release(entry)
+    cache.release((await another)[0])
+
+
 async def test_one_who_leaves_while_waiting_blocks_nobody(cache: EncoderCache) -> None:
     (held,) = await cache.acquire([header("a", 10)])
     leaver = waiting(cache, header("b", 10))

@@ -1,4 +1,5 @@
-"""Items without a place in the row arena: the cache covers them, or the engine asks for them and waits."""
+"""Items without a place in the row arena: the cache covers them, they have been read, or the engine asks for them and
+waits."""
 
 from __future__ import annotations
 
@@ -119,3 +120,68 @@ def test_nobody_asks_while_another_choice_is_to_read_rows_where_they_are() -> No
     engine.step()
     assert queues.displace(second)
     assert {item.offset for item in second.prompt.items} == {NOWHERE}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_rows_that_have_been_read_are_given_back_while_the_answer_goes_on(overlap: bool) -> None:
+    engine = simulation(overlap=overlap)
+    id = engine.submit(order(text(30), PICTURES, max_tokens=20))
+    engine.land(id, 0, 6)
+    engine.step()
+    engine.step()
+    assert engine.rows_read == [], "the second picture is to come"
+    engine.land(id, 1, 5)
+    for _ in range(3):
+        engine.step()
+    assert engine.rows_read == [id]
+    assert not engine.outcomes[id].over
+    assert engine.executor.landed == {1: 0, 2: 0}
+    run_until_over(engine, id)
+    assert engine.rows_read == [id]
+    check(engine, id)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_rows_are_kept_until_the_last_choice_has_read_them(overlap: bool) -> None:
+    """The pictures end with the prompt, so each choice computes some of their places."""
+    pictures = (Picture(name=1, start=3, rows=6), Picture(name=2, start=12, rows=5))
+    engine = simulation(overlap=overlap, max_running=2)
+    id = engine.submit(order(text(17), pictures, n=3, max_tokens=6))
+    engine.land_all(id)
+    engine.step()
+    while engine.scheduler.state().waiting and not engine.outcomes[id].over:
+        assert engine.rows_read == []
+        engine.step()
+    run_until_over(engine, id)
+    assert engine.rows_needed == []
+    check(engine, id)
+
+
+def test_one_that_makes_way_behind_its_media_asks_for_their_places_again() -> None:
+    engine = simulation(blocks=16, prefix_cache=False)
+    first = engine.submit(order(text(22, seed=1), max_tokens=30))
+    id = engine.submit(order(text(30), PICTURES, max_tokens=20))
+    engine.land_all(id)
+    for _ in range(60):
+        engine.step()
+    assert engine.outcomes[first].over
+    assert engine.rows_read == engine.rows_needed == [id]
+    engine.place(id)
+    run_until_over(engine, id)
+    assert engine.rows_read == [id, id]
+    check(engine, id)
+
+
+def test_another_engine_asks_for_places_that_the_one_before_gave_back() -> None:
+    engine = simulation()
+    id = engine.submit(order(text(30), PICTURES, max_tokens=20))
+    engine.land_all(id)
+    for _ in range(4):
+        engine.step()
+    assert engine.rows_read == [id]
+    engine.die()
+    assert engine.step() is None
+    assert engine.rows_needed == [id]
+    engine.place(id)
+    run_until_over(engine, id)
+    check(engine, id)
