@@ -44,8 +44,8 @@ from llm_service.engine.messages import (
     Ready,
     Released,
     RowsNeeded,
-    RowsRead,
     RowsPlaced,
+    RowsRead,
     Scored,
     ScoresTaken,
     Started,
@@ -342,13 +342,8 @@ class EngineFront:
             case Failed(id, code, reason, text, field):
                 if request := self._handover.get(id):
                     request.fail(from_code(code, text, reason=reason, field=field))
-            case RowsRead(ids):
-                for request in filter(None, map(self._handover.get, ids)):
-                    request.rows_read()
-            case RowsNeeded(id):
-                if (request := self._handover.get(id)) and request.on_rows_needed is not None:
-                    request.displace()
-                    request.on_rows_needed()
+            case RowsRead() | RowsNeeded():
+                self._take_rows(message)
             case Released(ids):
                 for id in ids:
                     self._let_go(id)
@@ -365,6 +360,14 @@ class EngineFront:
     def _tell(self, id: int, event: Event) -> None:
         if (request := self._handover.get(id)) and self._handover.heard(request, event):
             self._send_waiting()
+
+    def _take_rows(self, message: RowsRead | RowsNeeded) -> None:
+        if isinstance(message, RowsRead):
+            for request in filter(None, map(self._handover.get, message.ids)):
+                request.rows_read()
+        elif (needs := self._handover.get(message.id)) and needs.on_rows_needed is not None:
+            needs.displace()
+            needs.on_rows_needed()
 
     def _take_blocks(self, message: BlocksChanged | BlocksAnswer) -> None:
         if isinstance(message, BlocksChanged):

@@ -29,20 +29,34 @@ def draw(logits: Tensor, draws: Sequence[Draw], chosen: Tensor) -> Drawn:
 
     How many operators that takes does not depend on how many rows there are.
     """
+    vocabulary = logits.shape[1]
     altered = [index for index, draw in enumerate(draws) if draw.alters]
     drawn = [index for index, draw in enumerate(draws) if draw.temperature > 0.0]
-    adjustments, choices = _adjustments(draws, altered, logits.shape[1]), _choices(draws, drawn, logits.shape[1])
+    cut = [index for index in drawn if _is_cut(draws[index], vocabulary)]
+    uncut = [index for index in drawn if not _is_cut(draws[index], vocabulary)]
+    adjustments, choices = _adjustments(draws, altered, vocabulary), _choices(draws, [*uncut, *cut], vocabulary)
     there = to_device([*adjustments, *choices], logits.device) if altered or drawn else []
     scores = logits
     if altered:
         scores = logits.clone()
         _adjust(scores, chosen, *there[: len(adjustments)])
-    whole = len(drawn) == len(draws)
+    whole = len(cut) == len(draws)
     tokens = logits.new_empty(len(draws), dtype=torch.int64) if whole else scores.argmax(-1)
     if drawn:
         at, table = there[len(adjustments) :]
-        _choose(tokens, scores if whole else scores[at], table)
+        if uncut:
+            here = at[: len(uncut)]
+            places = tokens[here, None]
+            _choose(tokens, scores, (scores[here[:, None], places], places), table[: len(uncut)])
+        if cut:
+            rows = scores if whole else scores[at[len(uncut) :]]
+            _choose(tokens, scores, rows.topk(min(HEAD, vocabulary)), table[len(uncut) :])
     return Drawn(tokens, logits, draws)
+
+
+def _is_cut(draw: Draw, vocabulary: int) -> bool:
+    """Whether a row's highest values may hold all that may be drawn; else only its highest is looked for."""
+    return vocabulary <= HEAD or bool(draw.top_k) or draw.top_p < 1.0 or draw.min_p > 0.0
 
 
 def _adjustments(draws: Sequence[Draw], altered: Sequence[int], vocabulary: int) -> tuple[np.ndarray, ...]:
@@ -134,11 +148,10 @@ def _choices(draws: Sequence[Draw], drawn: Sequence[int], vocabulary: int) -> tu
     return np.array(drawn, np.int64), table
 
 
-def _choose(tokens: Tensor, scores: Tensor, table: Tensor) -> None:
-    """Draws a token for each row of scores float32 [k, vocabulary], and puts it where the table says."""
-    vocabulary = scores.shape[1]
-    head = min(HEAD, vocabulary)
-    values, places = scores.topk(head)
+def _choose(tokens: Tensor, scores: Tensor, head: tuple[Tensor, Tensor], table: Tensor) -> None:
+    """Draws a token for each row of scores float32 [m, vocabulary] that the table names, and puts it at that place.
+    `head` are the highest values of these rows, in descending order, and their tokens int64, [k, highest]."""
+    vocabulary, (values, places) = scores.shape[1], head
     draw_kernel[(len(table),)](
         tokens,
         scores,
@@ -147,7 +160,7 @@ def _choose(tokens: Tensor, scores: Tensor, table: Tensor) -> None:
         table,
         scores.stride(0),
         vocabulary,
-        head,
+        values.shape[1],
         COUNT=HEAD,
         BITS=vocabulary.bit_length(),
         BLOCK=_BLOCK,

@@ -219,7 +219,7 @@ def _run_largest_step(share: _Share, adapters: RankAdapters | LibraryAdapters | 
     settings, device = share.settings, share.device
     # A CPU needs no measuring where the size of the cache is given: whoever waits for a restart need not either.
     given = settings.kv_cache_bytes and device.type == "cpu"
-    plan, blocks = _more_than_few(settings) if given else largest_step(settings)
+    plan, blocks = _more_than_few(settings) if given else largest_step(settings, share.arena.row_bytes)
     first, changeover = share.runner(_Room(blocks, len(plan.chunks))), None
     if _uses_our_kernels(settings, device):
         names = sorted({*first.kernels(), *(adapters.kernels() if adapters is not None else ())})

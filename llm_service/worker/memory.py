@@ -15,7 +15,7 @@ import torch
 
 from common.checkpoint import CheckpointError
 from llm_service.layers.group import TensorGroup
-from llm_service.plan import Appended, Chunk, Draw, StepPlan
+from llm_service.plan import Appended, Chunk, Draw, RowSlice, StepPlan
 from llm_service.settings import EngineSettings
 
 _GPU_SHARE, _CPU_SHARE = 0.9, 0.4
@@ -25,9 +25,10 @@ _SNAPSHOTS = 16
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def largest_step(settings: EngineSettings) -> tuple[StepPlan, int]:
+def largest_step(settings: EngineSettings, row_bytes: int) -> tuple[StepPlan, int]:
     """A plan as large as any, and the number of blocks that it uses: one token of as many sequences as may run, and a
-    prefill that fills the step up; each draws a token by sorting the vocabulary."""
+    prefill that fills the step up, with media rows as far as the arena has any; each draws a token by sorting the
+    vocabulary, with penalties, and tells how likely it was."""
     decodes = settings.max_running - 1
     rest = settings.max_step_tokens - decodes
     width = -(-rest // settings.block_size)
@@ -37,9 +38,13 @@ def largest_step(settings: EngineSettings) -> tuple[StepPlan, int]:
     tables.append(appended(decodes, range(decodes, decodes + width)))
     ids = array("i", [0] * settings.max_step_tokens)
     places = [*range(decodes), settings.max_step_tokens - 1]
-    draws = [Draw(at=place, temperature=1.0, top_p=0.9) for place in places]
+    draws = [
+        Draw(at=place, temperature=1.0, top_p=0.9, repetition_penalty=1.1, prompt=bytes(4), logprobs=0)
+        for place in places
+    ]
+    rows = [RowSlice(decodes, 0, count)] if (count := min(rest, settings.row_bytes // row_bytes)) else []
     slots = list(range(len(chunks)))
-    made = StepPlan(ids.tobytes(), (ids * 3).tobytes(), chunks, [], draws, slots=slots, appended=tables)
+    made = StepPlan(ids.tobytes(), (ids * 3).tobytes(), chunks, rows, draws, slots=slots, appended=tables)
     return made, decodes + width
 
 

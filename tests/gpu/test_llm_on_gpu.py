@@ -233,7 +233,7 @@ def test_the_cache_is_what_the_largest_step_leaves_free(checkpoints: Callable[..
     assert runner.caches.blocks == 64 * 4096 // 16, "a tiny model's contexts fit"
     assert runner.graphs is not None
     assert runner.graphs.sizes == sizes(decode_sizes(64), prefill_sizes(2048))
-    plan: StepPlan = largest_step(settings)[0]
+    plan: StepPlan = largest_step(settings, runner.arena.row_bytes)[0]
     assert len(runner.run(plan).tokens) == 64
     left, _ = torch.cuda.mem_get_info()
     assert left > free // 3

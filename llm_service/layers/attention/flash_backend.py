@@ -4,6 +4,7 @@ multiple of 256 tokens. Half-precision types alone. It knows no spans: torch com
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ _PAGE_OF_VERSION_2 = 256
 
 Compute = Callable[[Tensor, Tensor, Tensor, AttentionMetadata, CacheShape], Tensor]
 """(query, keys, values, metadata, shape) → [n, heads, head_dim]."""
+Store = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""(key, value, cache, slots), as `triton_backend.store`."""
 
 
 class FlashBackend:
@@ -32,6 +35,7 @@ class FlashBackend:
         self._shape = shape
         self._device = device
         self._compute = compute
+        self._store = _store_on(device)
 
     def batch(self, chunks: Sequence[PagedChunk], spans: Sequence[Span] = ()) -> AttentionBatch:
         """The batch of a plan."""
@@ -41,7 +45,7 @@ class FlashBackend:
 
     def over(self, metadata: AttentionMetadata) -> FlashBatch:
         """A batch over metadata that may be filled anew between uses."""
-        return FlashBatch(metadata, self._shape, self._compute)
+        return FlashBatch(metadata, self._shape, self._compute, self._store)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +55,27 @@ class FlashBatch:
     metadata: AttentionMetadata
     shape: CacheShape
     compute: Compute
+    store: Store
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         """See `AttentionBatch`."""
-        slots = self.metadata.slot_mapping.long()
-        cache[0].flatten(0, 1).index_copy_(0, slots, key)
-        cache[1].flatten(0, 1).index_copy_(0, slots, value)
+        self.store(key, value, cache, self.metadata.slot_mapping)
         return self.compute(query, cache[0], cache[1], self.metadata, self.shape).flatten(1)
+
+
+def _store_on(device: torch.device) -> Store:
+    """One kernel of ours on a GPU, where there is a Triton: torch takes three, in each layer."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from llm_service.layers.attention.triton_backend import store
+
+        return store
+    return _store_by_torch
+
+
+def _store_by_torch(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+    where = slots.long()
+    cache[0].flatten(0, 1).index_copy_(0, where, key)
+    cache[1].flatten(0, 1).index_copy_(0, where, value)
 
 
 def find(block_size: int, *, softcap: bool = False) -> Compute | None:

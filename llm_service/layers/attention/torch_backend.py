@@ -22,6 +22,9 @@ from llm_service.layers.attention.scored import attend_by_scores
 from llm_service.layers.chosen_chunks import slots_of
 from llm_service.layers.transfer import to_device
 
+_ROOM = 256 << 20
+"""Bytes that scores of all heads may take at once on a GPU."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
@@ -145,6 +148,9 @@ class TorchBatch:
                 mask = segment.mask_of(key)
                 out[here] = attend_by_scores(query[here], key, value, mask, scale=scale, softcap=softcap)
                 continue
+            if segment.mask is not None and query.device.type == "cuda":
+                attend_by_mask(out[here], query[here], key, value, segment.mask, scale)
+                continue
             attended = functional.scaled_dot_product_attention(
                 query[here].transpose(0, 1).unsqueeze(0),
                 key.transpose(0, 1).unsqueeze(0),
@@ -181,3 +187,20 @@ class TorchBatch:
             mask, kind = segment.mask_of(seen), self.shape.kind
             attend_to_one(out[here], query[here], seen, mask, self.shape.softmax_scale, kind.softcap)
         return out.flatten(1)
+
+
+def attend_by_mask(out: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> None:
+    """Fills out [n, heads, depth] as `functional.scaled_dot_product_attention` computes it of query [n, heads, width]
+    and key [m, kv_heads, width], value [m, kv_heads, depth], of which mask bool [n, m] says what is seen. Of groups of
+    heads with a mask torch keeps all scores on GPUs, so keys stand here once for each head, as its other kernel takes
+    them, and so many queries are computed at a time that their scores would have room as well."""
+    heads, total = query.shape[1], len(key)
+    keys, values = (
+        each.repeat_interleave(heads // each.shape[1], dim=1).transpose(0, 1).unsqueeze(0) for each in (key, value)
+    )
+    rows = max(1, _ROOM // (4 * heads * total))
+    for begin in range(0, len(query), rows):
+        here = slice(begin, begin + rows)
+        queries = query[here].transpose(0, 1).unsqueeze(0)
+        attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask[here], scale=scale)
+        out[here] = attended.squeeze(0).transpose(0, 1)

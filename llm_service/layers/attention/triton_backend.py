@@ -109,6 +109,17 @@ class TritonBackend(KernelBackend):
         return TritonBatch(metadata, self.compiled)
 
 
+def store(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Writes key and value [n, kv_heads, head_dim], whose heads of a token lie one after the other, into one layer's
+    cache [2, blocks, block_size, kv_heads, head_dim], each to its place of `slots`."""
+    width = key.shape[1] * key.shape[2]
+    key_stride, value_stride = key.stride(0), value.stride(0)
+    store_kernel[(len(key),)](
+        *(key, value, cache[0], cache[1], slots, key_stride, value_stride, width),
+        WIDTH=triton.next_power_of_2(width),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class TritonBatch:
     """A batch of the kernels in `triton_kernels`."""
@@ -150,18 +161,7 @@ class TritonBatch:
                 DIMS=self.shape.dims,
             )
             return
-        width = kv_heads * head_dim
-        store_kernel[(n,)](
-            key,
-            value,
-            cache[0],
-            cache[1],
-            slots,
-            key.stride(0),
-            value.stride(0),
-            width,
-            WIDTH=triton.next_power_of_2(width),
-        )
+        store(key, value, cache, slots)
 
     def _launch(self, out: Tensor, query: Tensor, cache: Tensor, scale: float, work: WorkList, tokens: int) -> None:
         """Attention of items of up to so many `tokens` each."""

@@ -147,7 +147,7 @@ def _whole(row, chance, top_k, top_p, least, highest, scale, vocabulary, BLOCK: 
     return tl.where(chosen < 0, last, chosen)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads"])  # 1 where nothing is cut off
 def draw_kernel(
     tokens,
     logits,
@@ -161,12 +161,13 @@ def draw_kernel(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One token for each row, by inverse CDF over its vocabulary in order. Grid [rows].
+    """One token for each row of the table, by inverse CDF over its vocabulary in order. Grid [rows].
 
     `values` float32 and `places` int64 [rows, heads] are the highest of each row, in descending order; logits are
-    `stride` apart. `table` float64 [rows, 6]: where in `tokens` int64 the token goes, one over the temperature, the
-    place in [0, 1), top-k (the vocabulary's size for none), top-p, the logarithm of min-p. As in transformers, each of
-    these counts what the one before left, and tokens that are as likely as the last one kept stay.
+    `stride` apart. `table` float64 [rows, 6]: which of logits and of `tokens` int64 the row and its token are, one over
+    the temperature, the place in [0, 1), top-k (the vocabulary's size for none), top-p, the logarithm of min-p. As in
+    transformers, each of these counts what the one before left, and tokens that are as likely as the last one kept
+    stay.
     """
     program = tl.program_id(0).to(tl.int64)
     own = table + program * 6
@@ -175,12 +176,13 @@ def draw_kernel(
     top_k = tl.load(own + 3).to(tl.int64)
     top_p = tl.load(own + 4)
     least = tl.load(own + 5).to(tl.float32)
-    row = logits + program * stride
+    row = logits + tl.load(own).to(tl.int64) * stride
 
     place = tl.arange(0, COUNT)
     inside = place < heads
-    head = tl.load(values + program * heads + place, inside, float("-inf"))
-    token = tl.load(places + program * heads + place, inside, 0).to(tl.int32)
+    there = program * heads + tl.minimum(place, heads - 1)
+    head = tl.load(values + there)
+    token = tl.load(places + there).to(tl.int32)
     highest = tl.max(head, 0)
     value, weight = _terms(head, highest, scale)
     weight = tl.where(inside, weight, 0.0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common.checkpoint import CheckpointError
-from llm_service.layers.attention import flash_backend
+from llm_service.layers.attention import flash_backend, triton_backend
 from llm_service.layers.attention.backend import AttentionKind, CacheShape
 from llm_service.layers.attention.choose import choose, runs
 from llm_service.layers.attention.metadata import AttentionMetadata, WorkList
@@ -85,6 +85,17 @@ def test_both_versions_of_flash_attn_are_called_as_they_document(monkeypatch: py
         case = Case.random(spanned, (1, 40), torch.float32, 2)
         case.check(flash_backend.FlashBackend(spanned, CPU, compute), [(3, 30)])
     assert flash_backend.find(16) is None, "version 2 reads pages of 256 alone"
+
+
+def test_keys_and_values_are_written_for_flash_attn_as_torch_writes_them() -> None:
+    shape = shape_of()
+    key, value = (torch.randn(3, 3 * shape.kv_heads, shape.head_dim)[:, : shape.kv_heads] for _ in range(2))
+    slots, caches = torch.tensor([5, 0, 33], dtype=torch.int32), []
+    for device, store in (("cpu", flash_backend._store_by_torch), ("cuda", triton_backend.store)):
+        assert flash_backend._store_on(torch.device(device)) is store
+        caches.append(shape.new_cache(torch.float32, CPU)[0].zero_())
+        store(key, value, caches[-1], slots)
+    assert torch.equal(*caches)
 
 
 def test_a_flash_attn_without_soft_caps_is_refused_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,3 +196,12 @@ def test_a_step_takes_one_copy_and_as_few_operators_for_many_rows_as_for_one(
         gpu_sampler.draw(rows, [Draw(at=n, **settings) for n in range(many)], NONE)
     assert counted.seen == Counter(f"aten.{name}" for name in operators)
     assert launched.count == launches
+
+
+def test_nothing_is_sorted_for_rows_of_which_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_sampler, "draw_kernel", launched := Launches())
+    for kinds, sorts in (([{}, {}], 0), ([{}, {"top_k": 5}], 1)):
+        launched.count = 0
+        with Operators() as counted:
+            gpu_sampler.draw(torch.zeros(2, LARGE), [Draw(at=0, temperature=1.0, **kind) for kind in kinds], NONE)
+        assert (counted.seen["aten.topk"], launched.count) == (sorts, 1 + sorts)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llm_service.layers.attention import scored
+from llm_service.layers.attention import scored, torch_backend
 from llm_service.layers.attention.general_backend import attend_to_chosen, gathers
 from llm_service.layers.attention.scored import attend_by_scores
 from llm_service.layers.index_keys import mask_of
@@ -46,6 +46,16 @@ def test_scores_are_weighed_as_the_library_does(
     torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-6)
     without = attend_by_scores(query, key, value, mask, scale=SCALE)
     assert (without - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("room", [1, 4 * HEADS * SEEN * 3, 1 << 20])
+def test_queries_with_a_mask_are_attended_some_at_a_time_on_gpus(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_backend, "_ROOM", room)
+    query, key, value = noise(TOKENS, HEADS, WIDTH), noise(SEEN, KV_HEADS, WIDTH), noise(SEEN, KV_HEADS, 5)
+    mask = torch.ones(TOKENS, SEEN, dtype=torch.bool).tril(SEEN - TOKENS).triu(-4)
+    out = torch.empty(TOKENS, HEADS, 5)
+    torch_backend.attend_by_mask(out, query, key, value, mask, SCALE)
+    torch.testing.assert_close(out, attend_by_scores(query, key, value, mask, scale=SCALE), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("many", [1, 9], ids=["gathered", "masked"])
