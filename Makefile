@@ -132,6 +132,7 @@ models: $(STAMP)  ## docs/MODELS.md: how each of the installed library's models 
 
 bench-gpu: $(STAMP)  ## on a GPU: the tower and the decoder of Qwen3-VL-8B, random weights; rows by each transport
 	$(BIN)/python -m benchmarks.vit
+	$(BIN)/python -m benchmarks.pixels_device
 	$(BIN)/python -m benchmarks.llm_device $(ARGS)
 	$(BIN)/python -m benchmarks.transports
 

@@ -44,6 +44,7 @@ _NATIVE_TESTS = (
     "test_rows_on_gpu",
     "test_graphs_on_gpu",
     "test_encoder_on_gpu",
+    "test_pixels_on_gpu",
     "test_shapes_on_gpu",
 )
 """Of what Qwen3-VL goes through."""
@@ -62,6 +63,7 @@ _TESTS = (
 _SANITIZED = (
     "test_rows_on_gpu::test_a_gate_is_torch_s",
     "test_vision_attention_on_gpu::test_what_is_not_finite_stays_in_its_segment",
+    "test_pixels_on_gpu::test_tiles_have_the_same_bits",
     "test_llm_on_gpu::test_long_contexts_are_split_and_put_together",
 )
 
@@ -96,6 +98,7 @@ def parts(folder: Path, *, tiny: bool) -> dict[int, list[Table]]:
         3: [
             bench("attention", "attention_device", 90),
             bench("tower", "vit", 80),
+            bench("pixels", "pixels_device", 40),
             bench("decoder_long", "llm_device", 80, "--layers", "12", "--context", "8192", "32768", "--tokens", "8192"),
             bench("profile", "profile_device", 60),
             *(bench(f"decoder_{form}", "llm_device", 45, "--weights", form, "--tokens", "512") for form in FORMS),

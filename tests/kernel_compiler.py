@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from encoder_service.models import rotary_kernel, varlen_attention
+from encoder_service.worker import pixel_kernels
 from llm_service.layers.attention import triton_kernels
 from llm_service.layers.attention.backend import CAUSAL, AttentionKind, CacheShape
 from llm_service.layers.attention.kernel_backend import COMBINED
@@ -279,6 +280,18 @@ def vision(capability: int, dtype: torch.dtype, head: int) -> dict[str, Form]:
     return made
 
 
+def pixels(capability: int, dtype: torch.dtype) -> dict[str, Form]:
+    """As `PatchWriter` launches them, of patches of Qwen3-VL."""
+    resized = dict.fromkeys(("x", "out"), "*u8") | dict.fromkeys(("first", "weight"), "*i32")
+    cut = {"x": "*u8", "table": f"*{_NAMES[dtype]}"}
+    line, column, patch = pixel_kernels.line_kernel, pixel_kernels.column_kernel, pixel_kernels.patch_kernel
+    return {
+        "resize along lines": form(capability, line, dtype, types=resized, **pixel_kernels.LINE),
+        "resize along columns": form(capability, column, dtype, types=resized, **pixel_kernels.COLUMN),
+        "patches": form(capability, patch, dtype, types=cut, **pixel_kernels.constants(16, 2, 2)),
+    }
+
+
 def rows(capability: int, dtype: torch.dtype, head: int) -> dict[str, Form]:
     """As the decoder launches them, 4096 wide."""
     heads = {"NORM": True, "HEAD": head, "ROTARY": head, "DIMS": triton.next_power_of_2(head), "PART": rows_gpu._HEADS}
@@ -412,7 +425,7 @@ def all_forms(capability: int, types: list[torch.dtype], states: list[torch.dtyp
     for head_dim, group in ((256, 2), (512, 8)):
         made = wide_heads(capability, head_dim, group)
         found |= {f"{kernel} bf16 {head_dim}": taken for kernel, taken in made.items()}
-    found |= int8_blocks(capability)
+    found |= int8_blocks(capability) | pixels(capability, torch.bfloat16)
     for dtype in types:
         if dtype != torch.float16:
             found |= {f"{kernel} {_NAMES[dtype]}": taken for kernel, taken in latents(capability, dtype).items()}

@@ -25,7 +25,7 @@ from encoder_service.item import SAMPLE_RATE, Inspection
 from encoder_service.models.tower import AttendingTower, PackedTower, Tower, load_tower
 from encoder_service.worker.graphs import Choice, GraphedTower, budgets_for
 from encoder_service.worker.messages import Batch, BatchDone, Piece, PoolMade, WorkerReady, WorkerSettings
-from encoder_service.worker.patches import Preprocess
+from encoder_service.worker.patches import PatchWriter, PicturePatches, Preprocess
 from encoder_service.worker.pixel_ring import WayIn, way_into
 from encoder_service.worker.row_ring import Event, Exit, exit_of
 
@@ -136,7 +136,18 @@ class Runner:
         """Reads what there is to know of the checkpoint; how many numbers one of its rows has."""
         self._config = config.read(Checkpoint(Path(settings.folder)))
         self._preprocess = {each: _function(by.preprocess) for each, by in self._config.processors.items()}
+        self._writers = self._found_writers()
         return self._config.levels * self._config.width
+
+    @torch.inference_mode()
+    def _found_writers(self) -> dict[Modality, PatchWriter]:
+        """By modality what makes patches by kernels, where there is anything."""
+        return {
+            modality: writer
+            for modality, made in self._preprocess.items()
+            if isinstance(made, PicturePatches)
+            and (writer := made.writer(self._config.processors[modality], self.dtype, self.device)) is not None
+        }
 
     def load(self, settings: WorkerSettings) -> StagedTower:
         """The tower, in graphs where there are any."""
@@ -206,7 +217,7 @@ class Runner:
         waited for here, so that whoever computes with them need not know of it."""
         started = time.perf_counter()
         with self._beside():
-            patches = torch.cat([self._patches(piece) for piece in batch.pieces])
+            patches = self._batch_patches(batch.pieces)
             ready = self._staged.prepare([Grid(*piece.grid) for piece in batch.pieces], self.device)
             if self._side is not None:
                 self._side.synchronize()
@@ -292,6 +303,17 @@ class Runner:
     def sound_of(self, piece: Piece) -> Tensor:
         """The samples of a video's sound, float32 as bytes [4 · n], on the host."""
         return self._staging[piece.sound : piece.sound + 4 * piece.samples]
+
+    def _batch_patches(self, pieces: Sequence[Piece]) -> Tensor:
+        """The patches [N, dim] of all, each by kernels into its place where all have such."""
+        writers = [writer for piece in pieces if (writer := self._writers.get(Modality(piece.modality))) is not None]
+        if len(writers) < len(pieces):
+            return torch.cat([self._patches(piece) for piece in pieces])
+        counts = [Grid(*piece.grid).patches for piece in pieces]
+        made = torch.empty(sum(counts), writers[0].numbers, dtype=self.dtype, device=self.device)
+        for writer, piece, part in zip(writers, pieces, made.split(counts), strict=True):
+            writer.write(self._way_in.bring(self.pixels_of(piece)), piece.resized, part)
+        return made
 
     def _patches(self, piece: Piece) -> Tensor:
         """A piece's patches [t·h·w, dim] in the tower's dtype, on its device."""

@@ -9,6 +9,7 @@ import pytest
 
 from tests.unit.llm_service.test_kernels_compile import (
     COPYING,
+    PIXELS,
     REGISTERS,
     Taken,
     compile_kernels,
@@ -36,7 +37,7 @@ _FP8 = ("experts, e4m3 by e4m3, blocks", "experts, e4m3 by e4m3, one scale")
 def test_every_kernel_compiles_and_fits_a_multiprocessor() -> None:
     """On Hopper, in all types."""
     taken = compile_kernels("90", "bfloat16,float16,float32", "bfloat16,float32")
-    assert len(taken) == 173
+    assert len(taken) == 176
     look_at_memory(taken)
     for each in COPYING:
         assert taken[each][2], f"{each} reads element by element"
@@ -47,10 +48,10 @@ def test_every_kernel_compiles_and_fits_a_multiprocessor() -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize(("capability", "names"), [(80, _DECIDED), (100, _DECIDED + _FP8)])
 def test_kernels_fit_multiprocessors_before_and_after_hopper(capability: int, names: tuple[str, ...]) -> None:
-    """In bfloat16, in which models are published."""
-    taken = compile_kernels(str(capability), "bfloat16", "bfloat16", "--only", *names, *_WHOLE)
+    """In bfloat16, in which models are published; with what makes patches, which each picture goes through."""
+    taken = compile_kernels(str(capability), "bfloat16", "bfloat16", "--only", *names, *_WHOLE, *PIXELS)
     look_at_memory(taken)
-    look_at_registers(dict.fromkeys(_WHOLE, 208), taken)
+    look_at_registers(dict.fromkeys(_WHOLE, 208) | PIXELS, taken)
     for each in set(COPYING).intersection(taken):
         assert taken[each][2], f"{each} reads element by element"
     look_at_products(capability, taken, names)

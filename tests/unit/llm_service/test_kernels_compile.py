@@ -28,6 +28,8 @@ _VERIFY = 192 if triton_interpreter.is_too_old() else 168
 COPYING = ("prefill bf16 128", "vision 64 bf16 72", "vision 128 bf16 72", "vision 128 fp16 64")
 COPYING += ("one row, int8", "one row, uint4", "experts, e4m3")
 COPYING += tuple(f"{rows}, int8 by int8" for rows in ("one row", "some rows", "many rows", "experts"))
+PIXELS = {"resize along lines": 64, "resize along columns": 64, "patches": 64}
+"""On each GPU, of a thread."""
 REGISTERS = {
     "vision 64 bf16 72": 208,
     "vision 128 bf16 72": 208,
@@ -40,6 +42,7 @@ REGISTERS |= {
     "prefill bf16 128": 208,
 }  # 5, 3 and 2 programs at once
 REGISTERS |= {"prefill bf16 256": 208, "windows bf16 256": 224, "decode bf16 512": 224, "prefill bf16 512": 224}
+REGISTERS |= PIXELS
 REGISTERS |= {"int8 decode": 168, "int8 verify": 248, "int8 prefill": 208}
 REGISTERS |= {"latent decode bf16": 128, "latent verify bf16": 208, "latent prefill bf16": 208}
 REGISTERS |= {"plain latent decode bf16": 128}
@@ -64,7 +67,7 @@ def test_the_first_form_of_each_kernel_compiles_and_fits_a_multiprocessor() -> N
     first, without those of layers with states."""
     taken = compile_kernels("--first", "90", "bfloat16")
     assert set(taken) >= {"decode bf16 128", "vision 64 bf16 128", "latent decode bf16", "one row, int8", "draw"}
-    assert len(taken) == 26
+    assert len(taken) == 29
     look_at_memory(taken)
     assert taken["one row, int8"][2], "weights are read element by element"
     assert taken["one row, int8 by int8"][2], "weights are read element by element"
