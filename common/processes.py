@@ -24,7 +24,7 @@ from common import stderr_capture, tasks
 from common.stacks import Stacks
 
 _LENGTH = struct.Struct("<I")
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 MAX_MESSAGE = 256 << 20
 """Bytes of the largest message that either side accepts."""
 
@@ -67,6 +67,12 @@ def die_with_parent(parent: int = 0) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if str(os.getppid()) != (str(parent) if parent else os.environ.get("TWINLENS_PARENT", str(os.getppid()))):
         raise SystemExit("the parent process has ended")
+
+
+def hide_memory() -> None:
+    """From now on other processes of the same user can neither read this one's memory and environment nor trace it, and
+    it leaves no core dump. A program that it starts can be seen as any other."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0)
 
 
 def leave_signals_to_parent() -> None:

@@ -20,13 +20,14 @@ def main(*, worker: str = "encoder_service.worker") -> None:
     from common.allocator import keep_large_blocks
     from common.checkpoint import CheckpointError
     from common.config import load
-    from common.processes import ChildDied
+    from common.processes import ChildDied, hide_memory
     from encoder_service.config import PREFIX, EncoderConfig
     from encoder_service.engine.workers import WorkerError
     from encoder_service.server import serve
 
     config = load(EncoderConfig, PREFIX, "Twinlens encoder service: pictures, videos and sounds in, rows out.")
     keep_large_blocks()
+    hide_memory()
     try:
         asyncio.run(serve(config, worker=worker))
     except (CheckpointError, WorkerError, ChildDied, OSError) as error:

@@ -18,6 +18,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
+from common import seccomp
 from common.arena import Range, SharedBuffer
 from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
 from encoder_service.item import Inspection
@@ -69,7 +70,7 @@ def main(link_fd: int, staging_fd: int) -> None:
     _hush()
     desk = Desk(staging, settings)
     _restrict(settings.staging_bytes + settings.memory_bytes)  # from here on, no module can be imported
-    link.send(Ready())
+    link.send(Ready(unconfined=seccomp.confine()))
     while True:
         try:
             job = link.receive()
@@ -170,7 +171,8 @@ def _hush() -> None:
 
 def _restrict(memory_bytes: int) -> None:
     """No core dumps, no file or socket opened, no file written, and a ceiling on memory, past which decoders raise
-    MemoryError or die. The decoders' libraries know formats that name files and addresses, and would open them."""
+    MemoryError or die. The decoders' libraries know formats that name files and addresses, and would open them. What
+    code that has taken the process over could undo, by closing a stream, `seccomp` refuses."""
     for kind, limit in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, 0),

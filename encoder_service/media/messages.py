@@ -72,7 +72,9 @@ class Decode(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
-    """The decode process can work."""
+    """The decode process can work. `unconfined` says why the kernel does not refuse it what it has no use for."""
+
+    unconfined: str = ""
 
 
 class Inspected(msgspec.Struct, tag=True):

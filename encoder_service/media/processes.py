@@ -48,6 +48,7 @@ class DecodeProcesses:
         self._tasks: set[asyncio.Task[None]] = set()
         self.children: set[Child[FromDecoder]] = set()
         self.restarts = 0
+        self._unconfined = ""
 
     async def start(self) -> None:
         """Starts every process; raises ChildDied where one cannot start."""
@@ -147,10 +148,14 @@ class DecodeProcesses:
         """Returns when a process can work; raises ChildDied where it cannot, or says nothing."""
         try:
             async with asyncio.timeout(self._start_seconds):
-                if not isinstance(await child.receive(), Ready):
-                    raise ChildDied("a decode process did not start")
+                answer = await child.receive()
         except TimeoutError:
             raise ChildDied(f"a decode process has not started within {self._start_seconds:g} seconds") from None
+        if not isinstance(answer, Ready):
+            raise ChildDied("a decode process did not start")
+        if answer.unconfined and not self._unconfined:
+            self._unconfined = answer.unconfined
+            _log.warning("decode processes are limited, but not confined by seccomp", why=answer.unconfined)
 
 
 class _Idle:
