@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
-from PIL import Image
+from PIL import AvifImagePlugin, Image
 from PIL.ImageFile import ImageFile as PillowFile
 
 from encoder_service.item import Inspection
@@ -50,8 +50,9 @@ class ImageFile:
 
     @staticmethod
     def prepare() -> None:
-        """Loads all that Pillow would otherwise load when it first meets a format."""
+        """Loads all that Pillow would otherwise load when it first meets a format. An AVIF is decoded by one thread."""
         Image.init()
+        AvifImagePlugin.DEFAULT_MAX_THREADS = 1
 
     def inspect(self) -> Inspection:
         return inspect(self._data, self._bounds)
@@ -112,13 +113,17 @@ def _has_late_words(data: bytes) -> bool:
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    """An image as RGB; transparency is dropped, as the reference does.
+    """An image as RGB; what is transparent shows white behind it, as browsers have it, and those who serve such models.
 
     Of 16-bit grey the upper byte is kept: Pillow alone would show all but the darkest 256 values as white.
     """
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    return image.convert("RGB")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    shown, whole = image.convert("RGBA"), Image.new("RGB", image.size, "white")
+    whole.paste(shown, mask=shown.getchannel("A"))
+    return whole
 
 
 def _open(data: bytes, bounds: Bounds) -> PillowFile:

@@ -26,6 +26,12 @@ class Format:
     mime_types: frozenset[str]
 
 
+def _brands(head: bytes) -> list[bytes]:
+    """What a file of boxes says that it is, first and besides."""
+    box = head[8 : int.from_bytes(head[:4], "big")]
+    return [box[at : at + 4] for at in (0, *range(8, len(box), 4))]
+
+
 def _format(fits: Callable[[bytes], bool], *mime_types: str) -> Format:
     return Format(fits, frozenset(mime_types))
 
@@ -40,6 +46,9 @@ IMAGES: Final[dict[str, Format]] = {
     "WEBP": _format(lambda head: head.startswith(b"RIFF") and head[8:12] == b"WEBP", "image/webp"),
     "GIF": _format(lambda head: head.startswith((b"GIF87a", b"GIF89a")), "image/gif"),
     "BMP": _format(lambda head: head.startswith(b"BM"), "image/bmp", "image/x-bmp", "image/x-ms-bmp"),
+    "AVIF": _format(
+        lambda head: head[4:8] == b"ftyp" and any(kind in _brands(head) for kind in (b"avif", b"avis")), "image/avif"
+    ),
 }
 VIDEOS: Final[dict[str, Format]] = {
     "MP4": _format(
@@ -103,7 +112,7 @@ _REFUSED: Final = tuple(
         ("XML", rb"(\xef\xbb\xbf)?\s*<\?xml\b"),
         ("PDF", rb"%PDF-"),
         ("TIFF", rb"II\*\x00|MM\x00\*"),
-        ("HEIF or AVIF", rb".{4}ftyp(hei|hev|mif1|msf1|avi[fs])"),
+        ("HEIF", rb".{4}ftyp(hei|hev|mif1|msf1)"),
         ("JPEG XL", rb"\xff\x0a|\x00\x00\x00\x0cJXL "),
         ("JPEG 2000", rb"\x00\x00\x00\x0cjP  |\xff\x4f\xff\x51"),
         ("ICO", rb"\x00\x00[\x01\x02]\x00"),

@@ -49,6 +49,7 @@ FILES = {
     "half a JPEG with an end mark": bad(lambda: cut("JPEG")() + b"\xff\xd9", "MEDIA_UNREADABLE"),
     "half a progressive JPEG": bad(cut("JPEG", progressive=True), "MEDIA_UNREADABLE"),
     "half a PNG": bad(cut("PNG"), "MEDIA_UNREADABLE"),
+    "half an AVIF": bad(cut("AVIF"), "MEDIA_UNREADABLE"),
     "half a WebP": bad(cut("WEBP"), "MEDIA_UNREADABLE"),
     "half a WebP without loss": bad(cut("WEBP", lossless=True), "MEDIA_UNREADABLE"),
     "half a GIF": bad(cut("GIF"), "MEDIA_UNREADABLE"),

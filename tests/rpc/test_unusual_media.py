@@ -20,9 +20,12 @@ def small(name: str = "coffee", mode: str = "RGB") -> Image.Image:
 
 
 def deep(channels: int, kind: int) -> bytes:
-    """A PNG of 16 bits a channel, whose lower bytes say something else than the upper ones."""
+    """A PNG of 16 bits a channel, whose lower bytes say something else than the upper ones; nothing is transparent."""
     upper = np.asarray(small()).astype(np.uint16)[..., [0, 1, 2, 0][:channels]]
-    return bad_files.deep_png(upper * 256 + upper[::-1], kind)
+    values = upper * 256 + upper[::-1]
+    if kind in (bad_files.GREY_ALPHA, bad_files.COLOUR_ALPHA):
+        values[..., -1] = 0xFFFF
+    return bad_files.deep_png(values, kind)
 
 
 def upright(orientation: int, kind: str = "PNG") -> bytes:
@@ -54,6 +57,10 @@ PICTURES: dict[str, Callable[[], bytes]] = {
     "an animated WebP": lambda: animated("WEBP", lossless=True),
     "a WebP": lambda: pictures.encoded(small(), "WEBP"),
     "a WebP with alpha": lambda: pictures.encoded(small(mode="RGBA"), "WEBP", lossless=True),
+    "an AVIF": lambda: pictures.encoded(small(), "AVIF"),
+    "an AVIF with alpha": lambda: pictures.encoded(small(mode="RGBA"), "AVIF"),
+    "an animated AVIF": lambda: animated("AVIF"),
+    "an AVIF on its side": lambda: upright(6, "AVIF"),
     "a BMP": lambda: pictures.encoded(small(), "BMP"),
     "a BMP with a palette": lambda: pictures.encoded(small().quantize(16), "BMP"),
     **{f"orientation {number}": (lambda number=number: upright(number)) for number in range(1, 9)},
@@ -72,11 +79,14 @@ def test_unusual_pictures_give_the_rows_of_what_they_show(strict, name):
 
 
 def shown(data: bytes, name: str) -> Image.Image:
-    """The picture as the library loads it: upright, RGB; of 16-bit values, the upper byte."""
+    """The picture as the library loads it: upright, RGB, on white; of 16-bit values, the upper byte."""
     if name.startswith("16-bit"):
         picture = np.asarray(small())
         return Image.fromarray(np.repeat(picture[..., :1], 3, 2) if "grey" in name else picture)
-    return ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    if not upright.has_transparency_data:
+        return upright.convert("RGB")
+    return Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright.convert("RGBA")).convert("RGB")
 
 
 @pytest.mark.parametrize("container", ["mp4", "mov", "matroska", "avi", "mpegts", "flv"])

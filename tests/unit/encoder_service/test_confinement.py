@@ -56,7 +56,7 @@ def sound(kind: str) -> tuple[str, Callable[[], bytes]]:
 
 
 FILES = {
-    **{kind: picture(kind) for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP")},
+    **{kind: picture(kind) for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "AVIF")},
     "progressive JPEG": picture("JPEG", progressive=True),
     "lossless WEBP": picture("WEBP", lossless=True),
     "h264": film("mp4", "h264"),

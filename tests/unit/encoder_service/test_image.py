@@ -90,3 +90,20 @@ def test_the_upper_byte_of_16_bit_grey_is_shown():
     out = np.empty((1, 20, 30, 3), np.uint8)
     image.decode(pictures.encoded(Image.fromarray(grey)), out, BOUNDS)
     assert np.array_equal(out[0], np.repeat((grey >> 8).astype(np.uint8)[..., None], 3, axis=2))
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_what_is_transparent_shows_white_behind_it(mode):
+    """As black words on nothing do, whose hidden colour is black as well."""
+    alpha = np.zeros((20, 30), np.uint8)
+    alpha[5:15, 10:20] = 255
+    black = Image.fromarray(np.dstack([np.zeros((20, 30, 3), np.uint8), alpha]))
+    settings = {}
+    if mode == "P":
+        black, settings = Image.fromarray(np.where(alpha, 1, 0).astype(np.uint8), "P"), {"transparency": 0}
+        black.putpalette([0, 0, 0] * 2)
+    elif mode == "LA":
+        black = black.convert("LA")
+    out = np.empty((1, 20, 30, 3), np.uint8)
+    image.decode(pictures.encoded(black, "PNG", **settings), out, BOUNDS)
+    assert np.array_equal(out[0], np.repeat(255 - alpha[..., None], 3, axis=2))
