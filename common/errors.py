@@ -22,9 +22,11 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Final, Self
+from typing import Final, Self, TypeVar
 
 import grpc
+
+Caught = TypeVar("Caught", bound=BaseException)
 
 
 class TwinlensError(Exception):
@@ -53,6 +55,18 @@ class TwinlensError(Exception):
         elif instead_of and self.field.startswith(instead_of):
             own.field = field + self.field.removeprefix(instead_of)
         return own
+
+
+def without_traces(error: Caught) -> Caught:
+    """The error alone, for who keeps it: without the errors before it, and the frames that all of them came through, in
+    which there may be megabytes, and whoever keeps the error."""
+    found: list[BaseException | None] = [error]
+    while found:
+        one = found.pop()
+        if one is not None:
+            found += (one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ()))
+            one.__traceback__ = one.__cause__ = one.__context__ = None
+    return error
 
 
 class InvalidInput(TwinlensError):

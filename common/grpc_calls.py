@@ -43,14 +43,14 @@ class Call:
     def __init__(self) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._task = task
+        self._task: asyncio.Task[Any] | None = task
         self.ending: errors.TwinlensError | None = None
         self.answered = False
         self._stall_limit: StallLimit | None = None
 
     def end(self, error: errors.TwinlensError) -> None:
         """Has the handler stop where it stands, and its caller told `error`; harmless once the call has its status."""
-        if self.ending is None and not self.answered:
+        if self._task is not None and self.ending is None and not self.answered:
             self.ending = error
             self._task.cancel()
 
@@ -67,10 +67,12 @@ class Call:
                 await context.write(message)
 
     def close(self) -> None:
-        """Nothing is written any more."""
+        """It is over. It lets go of what leads back to it, its task included, in whose context it is: in a circle, it
+        would stay with all that it has held until garbage is looked for."""
+        self._task = None
         if self._stall_limit is not None:
             self._stall_limit.close()
-            self._stall_limit = None  # the two hold each other
+            self._stall_limit = None
 
 
 class StallLimit:
@@ -180,15 +182,19 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             requests = CallReader(call, context, handler.request_deserializer, self._budget)
             self._foreign_calls.add(call)
             try:
-                await _answer_foreign(handler, requests, context)
-            except errors.TwinlensError as error:
-                call.answered = True
-                await fail(context, error)
-            except asyncio.CancelledError:
-                if call.ending is not None:
-                    await fail(context, call.ending)
-                raise
+                ending = None
+                try:
+                    await _answer_foreign(handler, requests, context)
+                except errors.TwinlensError as error:
+                    call.answered, ending = True, error
+                except asyncio.CancelledError:
+                    if call.ending is None:
+                        raise
+                    ending = call.ending
+                if ending is not None:
+                    await fail(context, errors.without_traces(ending))
             finally:
+                call.close()
                 requests.release()
                 self._foreign_calls.discard(call)
 
@@ -203,26 +209,28 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             self._empty.clear()
             with log.bound(method=method):
                 try:
-                    self._check_open(context)
-                    return await _answer(method, requests, context, run)
-                except errors.TwinlensError as error:
-                    outcome, call.answered = error.reason, True
-                    self.on_error(outcome)
-                    await fail(context, error)
-                except _CallerLeft:
-                    outcome = "CANCELLED"
-                    raise asyncio.CancelledError from None
-                except asyncio.CancelledError:
-                    call.answered = True
-                    outcome = call.ending.reason if call.ending else "CANCELLED"
-                    await self._fail_cancelled(call, context)
-                except Exception as error:
-                    if isinstance(error, grpc.aio.AbortError):
-                        raise
-                    outcome, call.answered = "INTERNAL", True
-                    self.on_error(outcome)
-                    _log.exception("a handler failed")
-                    await fail(context, errors.Internal("the service failed to handle this call"))
+                    answer, ending = None, None
+                    try:
+                        self._check_open(context)
+                        answer = await _answer(method, requests, context, run)
+                    except _CallerLeft:
+                        outcome = "CANCELLED"
+                    except Exception as error:
+                        if isinstance(error, grpc.aio.AbortError):
+                            raise
+                        ending = self._failed(error)
+                        outcome = ending.reason
+                    except asyncio.CancelledError:
+                        outcome = call.ending.reason if call.ending else "CANCELLED"
+                        ending = self._cancelled(call)
+                    # Not while an error is handled: gRPC keeps that with which a call ends in a circle, and behind it
+                    # what was handled, with every frame that it came through and all that these hold.
+                    if ending is not None:
+                        call.answered = True
+                        await fail(context, errors.without_traces(ending))
+                    if outcome == "CANCELLED":
+                        raise asyncio.CancelledError
+                    return answer
                 finally:
                     call.close()
                     requests.release()
@@ -236,17 +244,26 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         return serve
 
-    async def _fail_cancelled(self, call: Call, context: Context) -> NoReturn:
-        """Ends a call whose task was cancelled: by us, from inside its handler, or by gRPC, whose caller has left."""
+    def _failed(self, error: Exception) -> errors.TwinlensError:
+        """What a caller is told of an error in the handling of his call."""
+        if not isinstance(error, errors.TwinlensError):
+            _log.exception("a handler failed")
+            error = errors.Internal("the service failed to handle this call")
+        self.on_error(error.reason)
+        return error
+
+    def _cancelled(self, call: Call) -> errors.TwinlensError:
+        """The same of a call whose task was cancelled: by us, from inside its handler, or by gRPC, whose caller has
+        left."""
         if call.ending is not None:
             self.on_error(call.ending.reason)
-            await fail(context, call.ending)
+            return call.ending
         task = asyncio.current_task()
         if task is not None and not task.cancelling():
             _log.exception("a handler was cancelled from inside")
-            await fail(context, errors.Internal("the service failed to handle this call"))
+            return errors.Internal("the service failed to handle this call")
         # gRPC sends no status for a handler that was cancelled: a caller who is still there would wait on.
-        await fail(context, errors.Unavailable("the service ended this call", reason="CALL_ENDED"))
+        return errors.Unavailable("the service ended this call", reason="CALL_ENDED")
 
     def _check_open(self, context: Context) -> None:
         """Raises what a call is refused with before any of its request is taken."""

@@ -7,7 +7,6 @@ it over as a copy. Callers behind one connection, such as a proxy's, are one cal
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
@@ -36,8 +35,7 @@ _COPIES = 2
 """Of a message that is just being handed over."""
 
 _LARGE = 8 << 20
-"""Bytes of a message after which garbage is looked for; what was loaded before the service began is left out of that
-(`allocator.freeze_objects`)."""
+"""Bytes of a message after which what is free goes back to the system."""
 
 _LOOK_SECONDS, _PACE_SECONDS = 0.02, 0.25
 """How often is looked at what has come, and over what time a pace is taken."""
@@ -220,18 +218,7 @@ class RequestBudget:
             self._churn(size)
 
     def release(self, size: int) -> None:
-        """A call that has held so much is over. Where that is much, it counts until it is gone for certain: an error
-        that ended the call may be part of a circle, with all that its traceback leads to."""
-        if size >= _LARGE:
-            asyncio.get_running_loop().call_soon(self._collected, size)
-        else:
-            self._released(size)
-
-    def _collected(self, size: int) -> None:
-        gc.collect()
-        self._released(size)
-
-    def _released(self, size: int) -> None:
+        """A call that has held so much is over."""
         self.held -= size
         self._serve()
         self._churn(size)
@@ -364,8 +351,6 @@ class RequestBudget:
         if self._trimming is not None and not self._trimming.done():
             self._tidy_in(seconds)
             return
-        if seconds != _SOON_SECONDS:
-            gc.collect()
         self._trimming = tasks.in_daemon_thread(give_back)
 
 

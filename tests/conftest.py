@@ -7,7 +7,7 @@ import gc
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -157,6 +157,15 @@ async def forward(monkeypatch: pytest.MonkeyPatch) -> Forward:
         now += seconds
 
     return put_forward
+
+
+@pytest.fixture
+def no_garbage_collection() -> Iterator[None]:
+    """What is freed is freed by counts of references alone."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture

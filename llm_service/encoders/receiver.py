@@ -12,7 +12,16 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from common import tracing
-from common.errors import MEDIA_CHANGED, MEDIA_HOST, Forbidden, Internal, NotFound, Precondition, TwinlensError
+from common.errors import (
+    MEDIA_CHANGED,
+    MEDIA_HOST,
+    Forbidden,
+    Internal,
+    NotFound,
+    Precondition,
+    TwinlensError,
+    without_traces,
+)
 from common.media.item import Header
 from common.stages import Stage
 from llm_service.encoders.breaker import RetryBudget
@@ -130,7 +139,7 @@ class RowReceiver:
             await self._fetch_rows(entry, fetch)
         except TwinlensError as error:
             self.cache.forget(entry)
-            entry.fail(error)
+            entry.fail(without_traces(error))  # frames of this lead to the item's content, and back to the entry
         finally:
             if not entry.complete and entry.error is None:  # nobody may wait for rows that no task brings
                 self.cache.forget(entry)

@@ -33,7 +33,7 @@ class EngineRequest:
     max_handovers: int = 0
     on_rows_read: Callable[[], None] | None = None
     on_rows_needed: Callable[[], None] | None = None
-    on_scores_taken: Callable[[int], None] | None = None
+    on_scores_taken: Callable[[EngineRequest, int], None] | None = None
     deaths: int = 0
     held: bool = False
     begun: bool = False
@@ -73,7 +73,7 @@ class EngineRequest:
         """The events since the last call, at least one; raises the error that ended the request."""
         given, self._given = self._given, 0
         if given and self.on_scores_taken is not None:
-            self.on_scores_taken(given)
+            self.on_scores_taken(self, given)
         while not self._events:
             if self._error is not None:
                 raise self._error

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 
 from common import log, tasks
 from common.arena import SharedBuffer
@@ -178,7 +177,7 @@ class EngineFront:
         if add.adapter and not self._adapters.keeps(add.adapter):
             raise _adapter_lost()
         request = EngineRequest(add, on_released, max_handovers)
-        request.on_scores_taken = partial(self._scores_taken, request)
+        request.on_scores_taken = self._scores_taken
         self._handover.enter(request, serves=self.ready is not None)
         self._send_waiting()
         return request

@@ -58,6 +58,8 @@ class MediaRows:
             return
         self._left = True
         self._unwatch()
+        self._request.on_rows_needed = None  # else each held the other, and this one the items' content
+        self._request = None
         if self._placing is not None:
             self._placing.cancel()
             await asyncio.gather(self._placing, return_exceptions=True)

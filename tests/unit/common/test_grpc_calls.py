@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any, Self
@@ -201,6 +202,35 @@ async def test_a_caller_who_does_not_read_is_given_up() -> None:
         await asyncio.wait_for(serving.interceptor.empty(), 180)
         error = await failure(call)
         assert (error.code(), details(error)["ErrorInfo"].reason) == (grpc.StatusCode.UNAVAILABLE, "CALLER_STALLED")
+
+
+class Held:
+    """What a handler holds."""
+
+
+@pytest.mark.parametrize("way", ["finished", "failed", "bug", "cancelled"])
+@pytest.mark.usefixtures("no_garbage_collection")
+async def test_what_a_handler_held_is_freed_without_a_look_for_garbage(way: str) -> None:
+    held: list[weakref.ref[Any]] = []
+
+    def act() -> None:
+        frame, call = Held(), current()
+        held.extend((weakref.ref(frame), weakref.ref(call)))
+        if way in ("failed", "bug"):
+            raise errors.InvalidInput("no") if way == "failed" else RuntimeError("no")
+
+    async with Serving() as serving:
+        serving.servicer.act = act
+        call = serving.stub.Generate(v1.GenerateRequest(model="silent" if way == "cancelled" else ""))
+        await call.read()
+        await eventually(lambda: held, "it is under way")
+        if way == "cancelled":
+            call.cancel()
+        await asyncio.wait({asyncio.ensure_future(call.code())})
+        await eventually(lambda: serving.interceptor.open_calls == 0, "the call has ended")
+        await eventually(lambda: held[0]() is None, "nobody holds what the handler held")
+        if way == "finished":  # gRPC keeps the frames of its own, and ours of the call, where it sends an error
+            await eventually(lambda: held[1]() is None, "nor the call")
 
 
 async def seconds_pass(count: int, forward: Forward) -> None:

@@ -70,6 +70,7 @@ class Lasting(v1.LlmServiceServicer):
     """Calls that end when they are ended: one in the middle of its stream, one before its answer."""
 
     def __init__(self) -> None:
+        self.begun = 0
         self.given_back: list[str] = []
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[v1.GenerateResponse]:
@@ -81,6 +82,7 @@ class Lasting(v1.LlmServiceServicer):
         return v1.TokenizeResponse()
 
     async def _last(self, name: str) -> None:
+        self.begun += 1
         try:
             await asyncio.Event().wait()
         finally:
@@ -95,7 +97,7 @@ async def test_a_call_that_outlives_the_grace_time_is_told_why_it_ends(capsys: p
         stub = v1.LlmServiceStub(channel)
         stream, answer = stub.Generate(v1.GenerateRequest()), stub.Tokenize(v1.TokenizeRequest(text="x"))
         await stream.read()
-        await eventually(lambda: server.open_calls == 2, "both are under way")
+        await eventually(lambda: lasting.begun == 2, "both are under way")
         await server.drain()
         for call in (stream.read(), answer):
             with pytest.raises(grpc.aio.AioRpcError) as raised:

@@ -5,19 +5,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from array import array
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
+import grpc
 import pytest
 from tokenizers import Tokenizer, models
 
 from common.errors import Cancelled, Exhausted, InvalidInput, Unavailable
+from common.grpc_calls import CallInterceptor
 from common.media.item import Header, Modality
 from common.metrics import Metrics
+from common.tokens import AcceptedTokens
 from llm_service.engine.front import EngineFront
 from llm_service.engine.messages import (
     Abort,
@@ -68,6 +72,7 @@ from tests.unit.llm_service.scripted import (
     bench,
     eventually,
     hangs_after_the_header,
+    well,
 )
 from tests.unit.llm_service.scripted import request as asked
 from tests.unit.llm_service.scripted_engine import ScriptedEngine, front_of
@@ -424,3 +429,71 @@ async def test_a_request_that_is_refused_has_failed_once_wherever_it_was_refused
         assert (made.outcomes["failed"], made.admission.refused) == (2, 2)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
+
+
+EndOfCall = type(grpc.aio.EOF) | BaseException
+"""What reading the messages of a call ends with."""
+
+
+class Content(bytearray):
+    """A file of which can be told whether it is still held: of bytes that cannot."""
+
+
+class Asked(v1.LlmServiceServicer):
+    """Generates about a picture that nobody else has."""
+
+    def __init__(self, made: Generator) -> None:
+        self._made = made
+        self.content: weakref.ref[Content] | None = None
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[v1.GenerateResponse]:
+        content = Content(b"picture")
+        self.content = weakref.ref(content)
+        given = asked(content)
+        del content
+        async with aclosing(self._made.generate(given)) as events:
+            del given
+            async for _ in events:
+                yield v1.GenerateResponse()
+
+
+async def _refuses(call: Call) -> None:
+    status = v1.Status(code=3, message="the picture is broken", reason="MEDIA_UNREADABLE")
+    await call.context.write(v1.EncodeResponse(error=v1.EncodeError(status=status)))
+
+
+async def _breaks_late(call: Call) -> None:
+    await call.header()
+    await _refuses(call)
+
+
+@pytest.mark.parametrize("way", ["finished", "refused", "failed", "aborted", "cancelled"])
+@pytest.mark.usefixtures("no_garbage_collection")
+async def test_content_is_freed_without_a_look_for_garbage(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    say = {"refused": _refuses, "failed": _breaks_late}.get(way, well)
+    async with served(monkeypatch, ScriptedEncoder([say])) as (b, (child, front)), AsyncExitStack() as stack:
+        await b.usable(1)
+        server = grpc.aio.server(interceptors=[interceptor := CallInterceptor(AcceptedTokens())])
+        v1.add_LlmServiceServicer_to_server(service := Asked(made := generator(b, front)), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        stack.push_async_callback(server.stop, None)
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
+        call = v1.LlmServiceStub(channel).Generate(v1.GenerateRequest())
+        if way != "refused":
+            await eventually(lambda: child.told(Add))
+            (add,) = child.told(Add)
+            child.says(Started(add.id, 0))
+            if way != "failed":
+                await call.read()
+            if way == "finished":
+                child.says(Complete(add.id, 0, "length"))
+            elif way == "aborted":
+                made.abort("name", "salt")
+            elif way == "cancelled":
+                call.cancel()
+            child.says(Released([add.id]))
+        while not isinstance((await asyncio.gather(call.read(), return_exceptions=True))[0], EndOfCall):
+            pass
+        await eventually(lambda: not (interceptor.open_calls or front.requests))
+        await eventually(lambda: service.content is not None and service.content() is None)
