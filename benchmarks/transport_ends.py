@@ -184,7 +184,7 @@ async def read(way: encoder_pb2.Transport, given: argparse.Namespace, *, pull_al
         item = MediaItem(Modality.IMAGE, Key(bytes([number]) * 32))
         asking = Asking(request_id="", salt="", priority=0)
         with ExitStack() as first, ExitStack() as others:
-            stream = first.enter_context(replica.encode(item, asking))
+            stream = first.enter_context(replica.encode(await replica.prepare(item, asking)))
             header = await stream.header()
             parts = await open_parallel(replica, item, asking, header, LAYOUT.row_bytes, others)
             if parts is not None:

@@ -33,10 +33,10 @@ def pack(item: int, first: int, count: int, data: memoryview) -> bytes:
     300
     """
     fields = b"".join(
-        bytes((tag,)) + _varint(value) for tag, value in ((_ITEM, item), (_FIRST, first), (_COUNT, count)) if value
+        bytes((tag,)) + varint(value) for tag, value in ((_ITEM, item), (_FIRST, first), (_COUNT, count)) if value
     )
-    fields += bytes((_CRC,)) + crc32c(data).to_bytes(4, "little") + bytes((_DATA,)) + _varint(len(data))
-    return b"".join((bytes((_ROWS,)), _varint(len(fields) + len(data)), fields, data))
+    fields += bytes((_CRC,)) + crc32c(data).to_bytes(4, "little") + bytes((_DATA,)) + varint(len(data))
+    return b"".join((bytes((_ROWS,)), varint(len(fields) + len(data)), fields, data))
 
 
 def unpack(message: bytes) -> RowsFrame | None:
@@ -71,7 +71,7 @@ def _unpack(message: bytes) -> RowsFrame | None:
     return RowsFrame(found[_ITEM], found[_FIRST], found[_COUNT], data, found[_CRC])
 
 
-def _varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
     """A non-negative number, seven bits a byte, the lowest first."""
     out = bytearray()
     while value > 0x7F:

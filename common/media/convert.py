@@ -26,6 +26,7 @@ from common.media.item import (
     Source,
     Url,
 )
+from common.row_frames import varint
 from common.stages import Stage
 from common.wire import DType, RowLayout, crc32c
 from twinlens.v1 import encoder_pb2, media_pb2
@@ -120,29 +121,39 @@ def _read_times(given: Sequence[float], field: str) -> tuple[float, ...]:
     return tuple(given)
 
 
-def write_media(item: Media) -> media_pb2.Media:
-    """An item as the encoder takes it."""
+def write_media(item: Media) -> list[bytes]:
+    """An item as the encoder takes it: an `items` field of an EncodeRequest, in pieces to be joined. Content is one of
+    them, and no copy: protobuf makes four, and lets no other thread run meanwhile; joining makes one, and does."""
     media = media_pb2.Media(modality=MODALITIES[item.modality], mime_type=item.mime_type)
+    for name, value in item.options.stated().items():
+        setattr(media.options, name, value)
+    content: list[bytes] = []
     match item.source:
         case Url(address, known_key):
             media.url, media.known_key = address, known_key
         case Key(key):
             media.key = key
         case Pixels(data, frames, height, width, times):
-            block = media_pb2.PixelBlock(data=data, frames=frames, height=height, width=width, timestamps=times)
-            media.pixels.CopyFrom(block)
+            block = media_pb2.PixelBlock(frames=frames, height=height, width=width, timestamps=times)
+            data_field = _framed(media_pb2.PixelBlock.DATA_FIELD_NUMBER, data)
+            content = _framed(media_pb2.Media.PIXELS_FIELD_NUMBER, block.SerializeToString(), *data_field)
         case Embedding() as rows:
-            media.embedding.CopyFrom(_write_embedding(rows))
+            block_bytes = _write_embedding(rows).SerializeToString()
+            data_field = _framed(media_pb2.EmbeddingBlock.DATA_FIELD_NUMBER, rows.data)
+            content = _framed(media_pb2.Media.EMBEDDING_FIELD_NUMBER, block_bytes, *data_field)
         case encoded:
-            media.data = bytes(encoded)
-    for name, value in item.options.stated().items():
-        setattr(media.options, name, value)
-    return media
+            content = _framed(media_pb2.Media.DATA_FIELD_NUMBER, bytes(encoded))
+    return _framed(encoder_pb2.EncodeRequest.ITEMS_FIELD_NUMBER, media.SerializeToString(), *content)
+
+
+def _framed(field: int, *pieces: bytes) -> list[bytes]:
+    """A field of these bytes, of a number below 16."""
+    return [bytes((field << 3 | 2,)), varint(sum(map(len, pieces))), *pieces]
 
 
 def _write_embedding(rows: Embedding) -> media_pb2.EmbeddingBlock:
+    """But for its data."""
     return media_pb2.EmbeddingBlock(
-        data=rows.data,
         dtype=media_pb2.DATA_TYPE_UNSPECIFIED if rows.dtype is None else DTYPES[rows.dtype],
         count=rows.count,
         levels=rows.levels,

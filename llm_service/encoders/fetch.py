@@ -166,7 +166,7 @@ class Fetch:
         self._opened = replica.breaker.now()
         choice.asks()
         with tracing.span("header", encoder=replica.address, attempt=asking.attempt):
-            self._stream = self._holds.enter_context(replica.encode(self._item(), asking))
+            self._stream = self._holds.enter_context(replica.encode(await replica.prepare(self._item(), asking)))
             header = await self._stream.header()
         choice.let_in()
         self._key_there = header.key

@@ -100,10 +100,10 @@ async def open_parallel(
     # The key stands for options and type as well.
     by_key = dataclasses.replace(item, source=Key(header.key), options=Options(), mime_type="")
     try:
-        streams = [
-            holds.enter_context(replica.encode(by_key, dataclasses.replace(asking, first=first, end=end)))
-            for first, end in stretches
+        prepared = [
+            await replica.prepare(by_key, dataclasses.replace(asking, first=first, end=end)) for first, end in stretches
         ]
+        streams = [holds.enter_context(replica.encode(each)) for each in prepared]
         async with asyncio.TaskGroup() as group:
             found = [group.create_task(stream.header()) for stream in streams]
     except Unavailable:

@@ -29,6 +29,8 @@ from twinlens.v1 import encoder_pb2
 
 _log = log.get("encoders")
 _CHECK_TIMEOUT = 2.0
+_LARGE = 256 << 10
+"""Bytes of content whose copy would hold up the event loop for longer than to have a thread make it."""
 _EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
@@ -77,6 +79,17 @@ class Asking:
     end: int = 0
     attempt: int = 0
     broke: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """An EncodeRequest as it is sent, and what its stream must know of it: by which transports rows may come, and where
+    the item stands in its request."""
+
+    body: bytes
+    transports: list[Transport]
+    field: str
+    asking: Asking
 
 
 class Replica:
@@ -248,14 +261,12 @@ class Replica:
         shortest = next(each for each in self._transports if each.usable)
         return max(1, min(size // self._settings.part_bytes, len(self._connections))) if shortest.splits else 1
 
-    @contextmanager
-    def encode(self, item: MediaItem, asking: Asking) -> Iterator[EncodeStream]:
-        """Opens an Encode stream for one item; it is cancelled when the block is left early."""
+    async def prepare(self, item: MediaItem, asking: Asking) -> PreparedRequest:
+        """What `encode` sends for one item; much content is copied in a thread, while others are answered."""
         settings = self._settings
         transports = self.ways(asking)
         request = encoder_pb2.EncodeRequest(
             request_id=asking.request_id,
-            items=[write_media(item)],
             cache_salt=asking.salt,
             priority=asking.priority,
             accepts=[transport.number for transport in transports],
@@ -266,22 +277,28 @@ class Replica:
         )
         for transport in transports:
             transport.prove(request.host)
-        body = request.SerializeToString()
-        del request  # its item may be large, and the stream long
-        with self._connections.encode(body, settings.timeout) as call:
-            del body
+        pieces = [request.SerializeToString(), *write_media(item)]
+        body = await tasks.to_thread(b"".join, pieces) if item.size > _LARGE else b"".join(pieces)
+        return PreparedRequest(body, transports, item.field, asking)
+
+    @contextmanager
+    def encode(self, prepared: PreparedRequest) -> Iterator[EncodeStream]:
+        """Opens an Encode stream for one item; it is cancelled when the block is left early."""
+        settings, asking = self._settings, prepared.asking
+        with self._connections.encode(prepared.body, settings.timeout) as call:
             stream = EncodeStream(
                 call,
-                transports,
+                prepared.transports,
                 settings.layout,
                 settings.merge,
                 replaced=settings.replaced,
-                field=item.field,
+                field=prepared.field,
                 first=asking.first,
                 end=asking.end,
                 silence=settings.silence,
                 on_event=self.health.hear,
             )
+            del prepared  # its item may be large, and the stream long
             self._streams.add(stream)
             self._openings -= 1
             try:

@@ -23,6 +23,7 @@ from llm_service.convert import RequestReader
 from llm_service.encoders.identity import Identity, identify
 from llm_service.request import MediaItem
 from twinlens import v1
+from twinlens.v1 import encoder_pb2
 
 DIGEST = "the digest"
 PIXELS = v1.PixelBlock(data=bytes(48), frames=1, height=4, width=4)
@@ -63,6 +64,11 @@ def read(message: v1.Media) -> MediaItem:
     return requests.read(request, None, 1000).media[0]
 
 
+def sent(item: MediaItem) -> v1.Media:
+    """The item as an encoder reads it."""
+    return encoder_pb2.EncodeRequest.FromString(b"".join(write_media(item))).items[0]
+
+
 def identity(salt: str = "", **fields: Any) -> Identity:
     return asyncio.run(identify(read(v1.Media(**{"modality": v1.MODALITY_IMAGE, **fields})), DIGEST, salt))
 
@@ -70,17 +76,25 @@ def identity(salt: str = "", **fields: Any) -> Identity:
 @given(media, st.text(max_size=4))
 def test_a_key_is_the_one_that_the_encoder_computes(message: v1.Media, salt: str) -> None:
     ours = asyncio.run(identify(read(message), DIGEST, salt))
-    theirs = encoders.item(write_media(read(message)), 0, salt, 0, tuple(Modality))
+    theirs = encoders.item(sent(read(message)), 0, salt, 0, tuple(Modality))
     known = asyncio.run(Contents(Fetcher(FetchConfig()), MediaLimits(), DIGEST).key(theirs))
     assert ours.key == ours.affinity == ours.recalled == known
 
 
 @given(media)
 def test_an_item_reaches_the_encoder_as_it_was_given(message: v1.Media) -> None:
-    sent = write_media(read(message))
+    item = sent(read(message))
     message.options.SetInParent()  # options that state nothing are none
-    sent.options.SetInParent()
-    assert sent == message
+    item.options.SetInParent()
+    assert item == message
+
+
+def test_content_is_a_piece_as_it_is_and_not_a_copy() -> None:
+    for message in (v1.Media(data=bytes(9)), v1.Media(pixels=PIXELS), v1.Media(embedding=ROWS)):
+        message.modality = v1.MODALITY_IMAGE
+        item = read(message)
+        content = item.source if isinstance(item.source, bytes) else item.source.data
+        assert any(piece is content for piece in write_media(item))
 
 
 def test_everything_that_is_stated_of_rows_and_pixels_is_part_of_the_key() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -39,6 +40,23 @@ async def test_rows_land_as_they_were_sent() -> None:
         assert (sent.request_id, sent.cache_salt, sent.priority) == ("name", "salt", 3)
         assert list(sent.accepts) == [v1.TRANSPORT_INLINE]
         assert b.cache.counters.received == ROWS
+
+
+@pytest.mark.parametrize("size", [256 << 10, (256 << 10) + 1])
+async def test_much_content_is_copied_into_its_request_in_a_thread(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+
+    async def to_thread(work: Any, *given: Any) -> Any:
+        made = await asyncio.to_thread(work, *given)
+        copied.append(len(made) if isinstance(made, bytes) else 0)
+        return made
+
+    monkeypatch.setattr("llm_service.encoders.replica.tasks.to_thread", to_thread)
+    async with bench(ScriptedEncoder()) as b:
+        await b.usable(1)
+        assert await b.whole(bytes(size)) == content(bytes(size))
+        assert b.encoders[0].calls[0].request.items[0].data == bytes(size)
+        assert sum(made >= size for made in copied) == (size > 256 << 10)
 
 
 async def test_items_of_a_request_are_opened_at_once_and_keep_their_order() -> None:
