@@ -147,6 +147,10 @@ class Internal(TwinlensError):
     default_reason = "INTERNAL"
 
 
+ENCODER_SLOW: Final = "ENCODER_SLOW"
+"""The reason of an Unavailable that is of an LLM service's own patience: an item has had all the time that one may
+take."""
+
 MEDIA_HOST: Final = "MEDIA_HOST_UNAVAILABLE"
 """The reason of an Unavailable that is a foreign media host's: no encoder is to blame, and no other can do better."""
 

@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 
 from common import log, tasks
 from common.errors import (
+    ENCODER_SLOW,
     MEDIA_CHANGED,
     MEDIA_HOST,
     DeadlineExceeded,
@@ -60,8 +61,8 @@ _MOST_ABOVE_MEAN = 1.25
 """What a service may have under way, as a share of the mean of all, before requests go to the next one."""
 _OFFERS = 3
 """Services that a request is offered to before its answer has begun."""
-_OF_THE_MEDIA = MEDIA_HOST, MEDIA_CHANGED
-"""Reasons of what an address gives, which no service is to blame for: each would only fetch it once more."""
+_OF_THE_MEDIA = MEDIA_HOST, MEDIA_CHANGED, ENCODER_SLOW
+"""Reasons of what an address gives, or an item takes: no service is to blame, and each would only try once more."""
 _SLOW = "REQUEST_TOO_SLOW"
 """The reason of a request that did not come, whoever it was sent to."""
 

@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from common import log, tracing
-from common.errors import MEDIA_CHANGED, MEDIA_HOST, DataLoss, Exhausted, NotFound, TwinlensError, Unavailable
+from common.errors import (
+    ENCODER_SLOW,
+    MEDIA_CHANGED,
+    MEDIA_HOST,
+    DataLoss,
+    Exhausted,
+    NotFound,
+    TwinlensError,
+    Unavailable,
+)
 from common.media.item import Header, Key, Url
 from common.stages import Stage, add
 from llm_service.encoders.breaker import RetryBudget
@@ -21,7 +30,7 @@ from llm_service.encoders.identity import Identity, given_by
 from llm_service.encoders.parallel_streams import ParallelStreams, open_parallel
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.replica import Asking, Replica
-from llm_service.encoders.stream import SLOW, UNREACHABLE, EncodeStream
+from llm_service.encoders.stream import UNREACHABLE, EncodeStream
 from llm_service.encoders.transports.base import MirrorPlace
 from llm_service.request import MediaItem, Request
 
@@ -250,7 +259,11 @@ class Fetch:
         self._hang_up()
         if replica is None:  # none could be picked, and that was waited for
             raise self._missing if self._missing is not None and isinstance(error, Unavailable) else error
-        if error.reason in (MEDIA_HOST, MEDIA_CHANGED, SLOW):  # no encoder is to blame, and no other can do better
+        if error.reason in (
+            MEDIA_HOST,
+            MEDIA_CHANGED,
+            ENCODER_SLOW,
+        ):  # no encoder is to blame, and no other can do better
             raise error
         if isinstance(error, NotFound):
             self._choice.lacks(replica)

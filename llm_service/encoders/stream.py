@@ -12,7 +12,15 @@ from typing import Any
 import grpc
 
 from common import tasks
-from common.errors import Cancelled, DataLoss, InvalidInput, TwinlensError, Unauthenticated, Unavailable
+from common.errors import (
+    ENCODER_SLOW,
+    Cancelled,
+    DataLoss,
+    InvalidInput,
+    TwinlensError,
+    Unauthenticated,
+    Unavailable,
+)
 from common.grpc_channel import from_rpc_error, is_of_the_link, is_too_large
 from common.grpc_status import from_plain_status
 from common.media.convert import read_header, read_stages, verify_checksum
@@ -28,9 +36,6 @@ Call = grpc.aio.UnaryStreamCall[Any, Event]
 
 UNREACHABLE = "ENCODER_UNAVAILABLE"
 """The reason of an error that is the link's: the encoder may have died."""
-
-SLOW = "ENCODER_SLOW"
-"""The reason of an error that is of our own patience: the item has had all the time that one may take."""
 
 _ITEM = "items[0]"
 
@@ -200,7 +205,7 @@ def _ours(error: grpc.aio.AioRpcError, field: str) -> TwinlensError:
     if is_too_large(error):
         return InvalidInput("the item is larger than an encoder takes", reason="MEDIA_TOO_LARGE", field=field)
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:  # that of the stream; no caller's deadline goes to encoders
-        return Unavailable("an encoder took too long over an item", reason=SLOW, field=field)
+        return Unavailable("an encoder took too long over an item", reason=ENCODER_SLOW, field=field)
     stated = from_rpc_error(error)
     if is_of_the_link(error) or isinstance(stated, Unavailable | Cancelled | Unauthenticated):
         return Unavailable("the encoder could not be reached", reason=UNREACHABLE)

@@ -164,8 +164,8 @@ def test_what_is_wrong_with_a_request_is_not_asked_elsewhere() -> None:
         assert sum(asked(services)) == 1
 
 
-@pytest.mark.parametrize("reason", ["MEDIA_HOST_UNAVAILABLE", "MEDIA_CHANGED"])
-def test_an_address_that_gives_nothing_is_fetched_by_one_service(reason: str) -> None:
+@pytest.mark.parametrize("reason", ["MEDIA_HOST_UNAVAILABLE", "MEDIA_CHANGED", "ENCODER_SLOW"])
+def test_an_address_that_gives_nothing_or_takes_too_long_is_tried_by_one_service(reason: str) -> None:
     parts = [{"type": "image_url", "image_url": {"url": "https://example.org/gone.png"}}]
     messages = [{"role": "user", "content": parts}]
     with fakes(2) as (door, services):
