@@ -287,7 +287,8 @@ def _allowed(sequence: Sequence, ahead: int) -> bytes:
 
 def _said(sequence: Sequence, ahead: int) -> bytes:
     """int32: the output and the first `ahead` drafts."""
-    return (sequence.tokens[sequence.prompt_tokens :] + sequence.drafts[:ahead]).tobytes()
+    said = memoryview(sequence.tokens)[sequence.prompt_tokens :].tobytes()
+    return said + sequence.drafts[:ahead].tobytes() if ahead else said
 
 
 def uniform(seed: int, choice: int, index: int) -> float:

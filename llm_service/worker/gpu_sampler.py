@@ -21,6 +21,8 @@ _SEEN = 1 << 30
 _SHARPEST = 1e30
 """One over the least temperature: all but the likeliest vanish, and nothing overflows."""
 _BLOCK = 4096
+_TOKEN = 4
+"""Bytes of a token's number."""
 _NUMBER = torch.finfo(torch.float32)
 
 
@@ -39,7 +41,8 @@ def draw(logits: Tensor, draws: Sequence[Draw], chosen: Tensor) -> Drawn:
     scores = logits
     if altered:
         scores = logits.clone()
-        _adjust(scores, chosen, *there[: len(adjustments)])
+        asked = sum(len(draws[index].prompt) for index in altered) // _TOKEN
+        _adjust(scores, chosen, asked, *there[: len(adjustments)])
     whole = len(cut) == len(draws)
     tokens = logits.new_empty(len(draws), dtype=torch.int64) if whole else scores.argmax(-1)
     if drawn:
@@ -62,8 +65,8 @@ def _is_cut(draw: Draw, vocabulary: int) -> bool:
 def _adjustments(draws: Sequence[Draw], altered: Sequence[int], vocabulary: int) -> tuple[np.ndarray, ...]:
     """What `_adjust` takes."""
     table = np.full((len(altered), ADJUST), -1.0)
-    asked, said, masks = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
-    carried, length = list[tuple[int, int, int]](), 0
+    asked, said, masks = list[bytes](), list[bytes](), list[np.ndarray]()
+    carried, length = list[tuple[int, int]](), 0
     cells, values, pairs = list[int](), list[float](), list[tuple[int, int, int]]()
     for own, index in zip(table, altered, strict=True):
         draw = draws[index]
@@ -71,50 +74,54 @@ def _adjustments(draws: Sequence[Draw], altered: Sequence[int], vocabulary: int)
         own[[0, 3, 4, 5]] = index, repetition, draw.presence_penalty, draw.frequency_penalty
         if draw.prompt or draw.output:
             own[1] = len(asked)
-            base = len(asked) * vocabulary
-            asked.append(np.frombuffer(draw.prompt, np.int32).astype(np.int64) + base)
-            said.append(np.frombuffer(draw.output, np.int32).astype(np.int64) + base)
-            length += len(said[-1])
+            asked.append(draw.prompt)
+            said.append(draw.output)
+            length += len(draw.output) // _TOKEN
             if draw.carried >= 0:
-                carried.append((length - 1, draw.carried, base))
+                carried.append((length - 1, draw.carried))
         if draw.allowed:
             own[2] = len(masks)
             masks.append(np.frombuffer(draw.allowed, np.uint8))
         cells += [index * vocabulary + token for token in (*draw.logit_bias, *draw.banned)]
         values += [*draw.logit_bias.values(), *([-math.inf] * len(draw.banned))]
         pairs += [(draw.carried, first, index * vocabulary + second) for first, second in draw.banned_behind]
-    seen = (np.concatenate(each or [np.empty(0, np.int64)]) for each in (asked, said))
+    seen = np.frombuffer(b"".join([*asked, *said]), np.int32)
+    bases = np.tile(np.arange(len(asked), dtype=np.int64) * vocabulary, 2)
+    runs = np.stack([np.array([len(each) // _TOKEN for each in (*asked, *said)], np.int64), bases])
     packed = np.stack(masks) if masks else np.empty((0, 0), np.uint8)
-    unknown, behind = (np.array(each, np.int64).reshape(-1, 3).T for each in (carried, pairs))
-    return (table, *seen, unknown, packed, np.array(cells, np.int64), np.array(values, np.float32), behind)
+    unknown, behind = np.array(carried, np.int64).reshape(-1, 2).T, np.array(pairs, np.int64).reshape(-1, 3).T
+    return (table, seen, runs, unknown, packed, np.array(cells, np.int64), np.array(values, np.float32), behind)
 
 
 def _adjust(
     scores: Tensor,
     chosen: Tensor,
+    asked: int,
     table: Tensor,
-    asked: Tensor,
-    said: Tensor,
+    seen: Tensor,
+    runs: Tensor,
     unknown: Tensor,
     masks: Tensor,
     cells: Tensor,
     values: Tensor,
     behind: Tensor,
 ) -> None:
-    """Changes scores float32 [m, vocabulary] in place. `table` is that of `adjust_kernel`; `asked` and `said` int64 are
-    the places of the prompts' tokens and of the outputs' in the counts; `values` are added at the places `cells` of
-    scores. `unknown` int64 [3, u]: which of `said` are not known, which token of `chosen` each is, and its row's first
-    place. `behind` int64 [3, b]: where this token of `chosen` is that one, what stands at this place cannot be chosen.
-    """
+    """Changes scores float32 [m, vocabulary] in place. `table` is that of `adjust_kernel`; `seen` int32 are the tokens
+    that are counted, of all prompts, `asked` of them, and then of all outputs; `runs` int64 [2, 2 · rows]: how many of
+    each row, and where its counts begin. `values` are added at the places `cells` of scores. `unknown` int64 [2, u]:
+    which tokens of outputs are not known, and which of `chosen` each is. `behind` int64 [3, b]: where this token of
+    `chosen` is that one, what stands at this place cannot be chosen."""
     vocabulary = scores.shape[1]
     counts = table.new_empty(0, dtype=torch.int32)
-    if len(asked) or len(said):
+    if len(seen):
         counts = counts.new_zeros(len(table) * vocabulary)
-        counts.index_fill_(0, asked, _SEEN)
         if unknown.shape[1]:
-            places, draws, bases = unknown
-            said.index_copy_(0, places, chosen[draws] + bases)
-        counts.scatter_add_(0, said, counts.new_ones(1).expand(len(said)))
+            places, draws = unknown
+            seen[asked:].index_copy_(0, places, chosen[draws].to(seen.dtype))
+        many, bases = runs
+        cells_seen = seen + bases.repeat_interleave(many, output_size=len(seen))
+        counts.index_fill_(0, cells_seen[:asked], _SEEN)
+        counts.scatter_add_(0, cells_seen[asked:], counts.new_ones(1).expand(len(seen) - asked))
     if len(counts) or len(masks):
         adjust_kernel[(len(table), triton.cdiv(vocabulary, _BLOCK))](
             scores,

@@ -143,7 +143,16 @@ def test_a_row_that_is_not_a_number_still_names_a_token_of_the_vocabulary() -> N
 class Operators(TorchDispatchMode):
     """Counts what is not a view or an empty tensor, and what would wait for the device, or copy to it."""
 
-    FREE = ("aten.view", "aten.slice", "aten.empty", "aten.new_empty", "aten.expand", "aten.detach", "aten.unsqueeze")
+    FREE = (
+        "aten.view",
+        "aten.slice",
+        "aten.empty",
+        "aten.new_empty",
+        "aten.expand",
+        "aten.detach",
+        "aten.unsqueeze",
+        "aten.unbind",
+    )
     WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.item", "aten._unique2")
 
     def __init__(self) -> None:
@@ -179,7 +188,10 @@ class Launches:
         ({}, ["argmax"], 0),
         (
             {"temperature": 0.7, "repetition_penalty": 1.1, "logit_bias": {3: 1.0}, "banned": (2,), **SEEN},
-            ["copy_", "clone", "new_zeros", "index_fill_", "new_ones", "scatter_add_", "scatter_add_", "topk"],
+            [
+                *("copy_", "clone", "new_zeros", "repeat_interleave", "index_select", "add", "index_fill_", "new_ones"),
+                *("scatter_add_", "scatter_add_", "topk"),
+            ],
             2,
         ),
     ],
