@@ -354,6 +354,17 @@ class TestSpecial:
         assert "--nixl=UCX" not in container["args"]
         assert "4000" not in str(of_kind(text, "NetworkPolicy")["twinlens-gateway"])
 
+    def test_containers_may_be_allowed_to_pin_memory_for_nixl(self) -> None:
+        """Kubernetes gives no capability to whoever is not root."""
+        own = {"capabilities": {"add": ["IPC_LOCK"]}, "runAsUser": 0, "runAsNonRoot": False}
+        given = [f"{part}.securityContext={json.dumps(own)}" for part in ("encoder", "llm")]
+        found = pods(template(*VALUES["prefill"], "--set-json", given[0], "--set-json", given[1]))
+        default = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "runAsNonRoot": True}
+        for name, pod in found.items():
+            changed = own if name != "twinlens-gateway" else {}
+            capabilities = {"drop": ["ALL"], **changed.get("capabilities", {})}
+            assert container(pod)["securityContext"] == {**default, **changed, "capabilities": capabilities}
+
     def test_a_pool_has_the_pods_that_answer_http_and_a_picker_knows_whose_metrics_they_have(self) -> None:
         text = manifests("inference")
         (pool,) = of_kind(text, "InferencePool").values()

@@ -261,10 +261,8 @@ volumes:
 {{- end }}
 
 {{- define "twinlens.security" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-runAsNonRoot: true
-capabilities: {drop: [ALL]}
+{{- $default := dict "allowPrivilegeEscalation" false "readOnlyRootFilesystem" true "runAsNonRoot" true "capabilities" (dict "drop" (list "ALL")) }}
+{{- mergeOverwrite $default (include "twinlens.own" . | fromJson).securityContext | toYaml }}
 {{- end }}
 
 {{- /* How health is asked for: by the kubelet, which knows neither TLS nor tokens, or by a command. */}}
@@ -392,7 +390,7 @@ ports:
 {{ include "twinlens.service-probes" . }}
 {{- end }}
 securityContext:
-  {{- include "twinlens.security" .root | trim | nindent 2 }}
+  {{- include "twinlens.security" . | trim | nindent 2 }}
 resources:
   {{- toYaml $own.resources | nindent 2 }}
 env:
@@ -449,7 +447,7 @@ livenessProbe:  # whether the process answers
   failureThreshold: 4
 lifecycle: {preStop: {exec: {command: [sleep, "5"]}}}  # until its address is given to nobody new
 securityContext:
-  {{- include "twinlens.security" .root | trim | nindent 2 }}
+  {{- include "twinlens.security" . | trim | nindent 2 }}
 resources:
   {{- toYaml $values.gateway.resources | nindent 2 }}
 {{- with include "twinlens.environment" . | trim }}
