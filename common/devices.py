@@ -54,6 +54,14 @@ def usable_cores(cgroup: Path = _CGROUP) -> int:
         return cores
 
 
+def memory_limit(cgroup: Path = _CGROUP) -> int | None:
+    """Bytes that this process's control group, such as a container's, may take; None where that is not bounded."""
+    try:
+        return int((cgroup / "memory.max").read_text("ascii"))
+    except (OSError, ValueError):  # no such file, or "max"
+        return None
+
+
 @functools.cache
 def multiplies_bfloat16() -> bool:
     """Whether this CPU has AVX512-BF16, as Linux says; False where it does not."""

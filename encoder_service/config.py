@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.config import option, size, words
-from common.devices import check_device, usable_cores
+from common.devices import check_device, memory_limit, usable_cores
 from common.grpc_server import LISTEN, ServerConfig
 from common.nixl.agent import BACKENDS
 from encoder_service.media.fetch import FetchConfig
@@ -14,6 +14,8 @@ from encoder_service.media.limits import MediaLimits
 PREFIX = "TWINLENS_ENCODER"
 _FEWEST_DECODERS, _MOST_DECODERS = 2, 8
 """Of two, one is kept for pictures. So many keep up with a GPU, and each has memory of its own."""
+_LEAST_DECODER_BYTES, _MOST_DECODER_BYTES = 1 << 30, 4 << 30
+"""A third of a GiB is mapped before any file is there; a video in 4K takes 1.6 GiB, with eight threads 2."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,11 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
         minimum=0.1,
     )
     decode_memory_bytes: int = option(
-        4 << 30, "memory that one decode process may map beside the staging memory", parse=size, minimum=1 << 30
+        0,
+        "memory that one decode process may map beside the staging memory; 0: half of what the container may take, 1 to"
+        " 4 GiB",
+        parse=size,
+        minimum=0,
     )
     start_seconds: float = option(
         600.0,
@@ -139,6 +145,8 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
             raise ValueError("--attention numba is one of the kernels that --kernels torch does without")
         if self.batch_patches > self.max_patches_per_call:
             raise ValueError("--batch-patches must not be above --max-patches-per-call")
+        if 0 < self.decode_memory_bytes < _LEAST_DECODER_BYTES:
+            raise ValueError("--decode-memory-bytes must be 1 GiB at least, or 0")
         if self.device_pool_bytes and not self.shared_memory:
             raise ValueError("--device-pool-bytes needs --shared-memory: that is how a shared host is proved")
         self.graph_budgets()
@@ -156,6 +164,12 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
     def decoders(self) -> int:
         """How many decode processes there are."""
         return self.decode_processes or min(max(_FEWEST_DECODERS, usable_cores() - self.workers), _MOST_DECODERS)
+
+    def decoder_bytes(self) -> int:
+        """Memory that a decode process may map: a file that takes too much should end it, and not the container."""
+        limit = memory_limit()
+        share = _MOST_DECODER_BYTES if limit is None else max(_LEAST_DECODER_BYTES, limit // 2)
+        return self.decode_memory_bytes or min(share, _MOST_DECODER_BYTES)
 
     def graph_budgets(self) -> list[int] | None:
         """The patch budgets of `graphs`: none where they are off, None for auto. Raises ValueError."""

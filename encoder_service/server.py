@@ -145,7 +145,7 @@ def _decoders(config: EncoderConfig, model: _Model, staging: SharedBuffer, repor
         threads=max(1, min(_MAX_DECODE_THREADS, usable_cores() // processes)),
         seconds=config.decode_seconds,
         start_seconds=config.start_seconds,
-        memory_bytes=config.decode_memory_bytes,
+        memory_bytes=config.decoder_bytes(),
         bounds=_bounds(config, model.library),
         on_change=report,
     )

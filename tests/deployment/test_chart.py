@@ -208,6 +208,17 @@ class TestPods:
             _, pause = container(pod)["lifecycle"]["preStop"]["exec"]["command"]
             assert pod["spec"]["terminationGracePeriodSeconds"] >= int(pause) + config.grace_seconds + MARGIN
 
+    def test_an_encoder_s_memory_holds_what_its_options_let_it_take(
+        self, values: str, certificates: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pod = pods(manifests(values))["twinlens-encoder"]
+        limits = container(pod)["resources"]["limits"]
+        monkeypatch.setattr("encoder_service.config.usable_cores", lambda: int(limits["cpu"]))
+        config, _ = configured(pod, certificates, monkeypatch)
+        given = config.store_bytes + config.staging_bytes + config.max_queued_bytes + config.max_inflight_bytes
+        needed = given / (1 << 30) + 0.75 * config.decoders() + config.workers
+        assert int(limits["memory"].removesuffix("Gi")) >= needed + 0.2, "and the weights"
+
     def test_they_run_as_the_images_user_and_write_to_volumes_alone(self, values: str) -> None:
         for pod in pods(manifests(values)).values():
             boxes = pod["spec"]["containers"]

@@ -17,6 +17,7 @@ from common.devices import (
     cuda_memory,
     default_device,
     default_dtype,
+    memory_limit,
     usable_cores,
 )
 
@@ -132,3 +133,10 @@ def test_tiles_are_used_where_the_processor_has_them_and_linux_permits_it(
     monkeypatch.setattr(devices, "_PROCESSORS", tmp_path / "cpuinfo")
     monkeypatch.setattr(devices.ctypes, "CDLL", lambda _: SimpleNamespace(syscall=lambda *_: answer))
     assert devices.multiplies_tiles.__wrapped__() is expected
+
+
+def test_a_container_s_memory_is_bounded_where_its_group_says_so(tmp_path: Path) -> None:
+    assert memory_limit(tmp_path) is None, "no control group"
+    for said, expected in (("max\n", None), ("4294967296\n", 4 << 30)):
+        (tmp_path / "memory.max").write_text(said)
+        assert memory_limit(tmp_path) == expected

@@ -30,6 +30,7 @@ def test_a_flag_wins_over_a_variable_and_a_variable_over_the_default():
         (["--model=m", "--kernels=torch", "--attention=numba"], "--kernels torch does without"),
         (["--model=m", "--batch-patches=9", "--max-patches-per-call=8"], "--batch-patches"),
         (["--model=m", "--workers=0"], "not within"),
+        (["--model=m", "--decode-memory-bytes=1MiB"], "--decode-memory-bytes must be 1 GiB at least"),
         (["--model=m", "--device=cuda:0"], "--device cuda:0: no GPU"),
         (["--model=m", "--max-image-bytes=lots"], "expected a size"),
         (["--model=m", "--tls-cert=x"], "--tls-key"),
@@ -64,6 +65,22 @@ def test_options_that_cannot_be_are_named(capsys, words, says):
 def test_there_is_a_decode_process_for_each_core_that_no_worker_needs(monkeypatch, words, cores, expected):
     monkeypatch.setattr("encoder_service.config.usable_cores", lambda: cores)
     assert options("--model=m", *words).decoders() == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "limit", "expected"),
+    [
+        ([], None, 4 << 30),
+        ([], 1 << 40, 4 << 30),
+        ([], 4 << 30, 2 << 30),
+        ([], 3 << 30, 3 << 29),
+        ([], 1 << 30, 1 << 30),
+        (["--decode-memory-bytes=3GiB"], 4 << 30, 3 << 30),
+    ],
+)
+def test_a_decode_process_may_take_half_of_its_container(monkeypatch, words, limit, expected):
+    monkeypatch.setattr("encoder_service.config.memory_limit", lambda: limit)
+    assert options("--model=m", *words).decoder_bytes() == expected
 
 
 def checkpoint(folder, vision=None, **files) -> Checkpoint:
