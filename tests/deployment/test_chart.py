@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import itertools
 import json
 import subprocess
@@ -156,6 +157,8 @@ class TestSchemas:
             ("image.digest=latest", "/image/digest"),
             ("encoder.strategy.maxSurge=0", "/encoder/strategy"),
             ("prefill.strategy.maxSurge=1", "/prefill/strategy"),
+            ("networkPolicy.dns.peers=null", "/networkPolicy/dns"),
+            ("networkPolicy.dns.ports={0}", "/networkPolicy/dns/ports"),
         ],
     )
     def test_values_that_nothing_reads_are_refused(self, wrong: str, where: str) -> None:
@@ -375,6 +378,37 @@ class TestSpecial:
             changed = own if name != "twinlens-gateway" else {}
             capabilities = {"drop": ["ALL"], **changed.get("capabilities", {})}
             assert container(pod)["securityContext"] == {**default, **changed, "capabilities": capabilities}
+
+    def test_names_are_asked_for_where_the_cluster_answers_for_them(self) -> None:
+        peers = [
+            {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "openshift-dns"}}},
+            {"ipBlock": {"cidr": "169.254.20.10/32"}},
+        ]
+        given = json.dumps({"peers": peers, "ports": [5353]})
+        usual = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}}]
+        for more, who, port in (((), usual, 53), (("--set-json", f"networkPolicy.dns={given}"), peers, 5353)):
+            for policy in of_kind(template(*more), "NetworkPolicy").values():
+                rule = policy["spec"]["egress"][0]
+                assert rule["to"] == who
+                assert rule["ports"] == [{"port": port, "protocol": protocol} for protocol in ("UDP", "TCP")]
+
+    def test_the_hub_is_reached_by_either_protocol_and_a_metadata_service_by_none(self) -> None:
+        metadata = [ipaddress.ip_address(each) for each in ("169.254.169.254", "fd00:ec2::254", "fe80::a9fe:a9fe")]
+        hub = [ipaddress.ip_address(each) for each in ("18.164.174.1", "2600:9000:2490::1")]
+        for part in ("encoder", "llm"):
+            policy = of_kind(manifests("gpu"), "NetworkPolicy")[f"twinlens-{part}"]["spec"]
+            (rule,) = [each for each in policy["egress"] if {"port": 443, "protocol": "TCP"} in each["ports"]]
+            blocks = [each["ipBlock"] for each in rule["to"]]
+
+            def let(address: Any, blocks: list[Object] = blocks) -> bool:
+                return any(
+                    address in ipaddress.ip_network(block["cidr"])
+                    and not any(address in ipaddress.ip_network(each) for each in block["except"])
+                    for block in blocks
+                )
+
+            assert all(map(let, hub))
+            assert not any(map(let, metadata))
 
     def test_a_pool_has_the_pods_that_answer_http_and_a_picker_knows_whose_metrics_they_have(self) -> None:
         text = manifests("inference")
