@@ -368,6 +368,53 @@ class TestSpecial:
         assert "--nixl=UCX" not in container["args"]
         assert "4000" not in str(of_kind(text, "NetworkPolicy")["twinlens-gateway"])
 
+    def test_pods_may_be_of_a_user_whom_the_cluster_chooses(self) -> None:
+        """As in OpenShift: what is written has a volume that is not in a home that is another user's."""
+        no_numbers = ",".join(f"podSecurityContext.{each}=null" for each in ("runAsUser", "runAsGroup", "fsGroup"))
+        text = template(*VALUES["prefill"], "--set", no_numbers)
+        assert "10001" not in text
+        for name, pod in pods(text).items():
+            assert pod["spec"]["securityContext"]["runAsNonRoot"]
+            box = container(pod)
+            assert not [each for each in box["volumeMounts"] if each["mountPath"].startswith("/home")]
+            if name != "twinlens-gateway":
+                told = {each["name"]: each.get("value", "") for each in box["env"]}
+                for variable in ("HF_HOME", "NUMBA_CACHE_DIR", "TRITON_CACHE_DIR"):
+                    (mount,) = [m for m in box["volumeMounts"] if told[variable].startswith(m["mountPath"])]
+                    assert not mount.get("readOnly")
+
+    @pytest.mark.parametrize("part", ["encoder", "llm", "prefill", "gateway"])
+    @pytest.mark.parametrize("inside", [False, True])
+    def test_each_part_takes_what_pods_have_in_kubernetes(self, part: str, inside: bool) -> None:
+        affinity = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
+        own = {
+            "affinity": affinity,
+            "topologySpreadConstraints": [{"maxSkew": 2, "topologyKey": "rack", "whenUnsatisfiable": "DoNotSchedule"}],
+            "podSecurityContext": {"runAsUser": 4321, "supplementalGroups": [7]},
+            "extraEnv": [{"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "keys", "key": "one"}}}],
+            "extraVolumes": [{"name": "more", "emptyDir": {}}],
+            "extraVolumeMounts": [{"name": "more", "mountPath": "/more"}],
+        }
+        given = [word for name, value in own.items() for word in ("--set-json", f"{part}.{name}={json.dumps(value)}")]
+        text = template(*VALUES["prefill"], "--set", f"gateway.inPod={json.dumps(inside)}", *given)
+        changed = {f"twinlens-{part}", *(["twinlens-prefill"] if part == "llm" else [])}
+        for name, pod in pods(text).items():
+            spec = pod["spec"]
+            for box in spec["containers"]:
+                mine = f"twinlens-{box['name']}" in changed
+                assert (own["extraEnv"][0] in box.get("env", [])) == mine
+                assert (own["extraVolumeMounts"][0] in box["volumeMounts"]) == mine
+            mounted = {mount["name"] for box in spec["containers"] for mount in box["volumeMounts"]}
+            assert mounted == {each["name"] for each in spec["volumes"]}
+            mine = name in changed
+            assert (spec.get("affinity") == affinity) == mine
+            assert (spec["securityContext"]["runAsUser"] == 4321) == mine
+            assert spec["securityContext"]["fsGroup"] == 10001
+            spread = spec["topologySpreadConstraints"]
+            assert ([each["topologyKey"] for each in spread] == ["rack"]) == mine
+            for each in spread:
+                assert each["labelSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+
     def test_containers_may_be_allowed_to_pin_memory_for_nixl(self) -> None:
         """Kubernetes gives no capability to whoever is not root."""
         own = {"capabilities": {"add": ["IPC_LOCK"]}, "runAsUser": 0, "runAsNonRoot": False}

@@ -96,6 +96,7 @@ labels:
 {{- define "twinlens.environment" -}}
 {{- $values := .root.Values }}
 {{- if ne .part "gateway" }}
+- {name: HF_HOME, value: /srv/hub}  # a user whom the image does not know has no other home
 - {name: NUMBA_CACHE_DIR, value: /srv/kernels/numba}
 - {name: TRITON_CACHE_DIR, value: /srv/kernels/triton}
 {{- with $values.model.hubTokenSecret }}
@@ -114,6 +115,9 @@ labels:
 {{- range $name, $value := (include "twinlens.own" . | fromJson).environment }}
 - {name: {{ $name | quote }}, value: {{ include "twinlens.word" $value | quote }}}
 {{- end }}
+{{- with (include "twinlens.own" . | fromJson).extraEnv }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{- define "twinlens.mounts" -}}
@@ -121,7 +125,7 @@ labels:
 - {name: tmp, mountPath: /tmp}
 {{- if ne .part "gateway" }}
 - {name: kernels, mountPath: /srv/kernels}
-- {name: hub, mountPath: /home/twinlens/.cache/huggingface}
+- {name: hub, mountPath: /srv/hub}
 {{- if $values.model.volume }}
 - {name: models, mountPath: /srv/models, readOnly: true}
 {{- end }}
@@ -142,6 +146,9 @@ labels:
 {{- end }}
 {{- if (include "twinlens.own" . | fromJson).sharedMemorySize }}
 - {name: shm, mountPath: /dev/shm}
+{{- end }}
+{{- with (include "twinlens.own" . | fromJson).extraVolumeMounts }}
+{{ toYaml . }}
 {{- end }}
 {{- end }}
 
@@ -207,12 +214,7 @@ automountServiceAccountToken: false
 enableServiceLinks: false
 terminationGracePeriodSeconds: {{ add 5 (ternary (max $own.graceSeconds $values.gateway.graceSeconds) $own.graceSeconds (not (empty $inside))) 15 }}  # preStop's pause, --grace-seconds, and time to take all apart
 securityContext:
-  runAsNonRoot: true
-  runAsUser: 10001
-  runAsGroup: 10001
-  fsGroup: 10001
-  fsGroupChangePolicy: OnRootMismatch
-  seccompProfile: {type: RuntimeDefault}
+  {{- mergeOverwrite (deepCopy $values.podSecurityContext) $own.podSecurityContext | toYaml | nindent 2 }}
 {{- with $values.image.pullSecrets }}
 imagePullSecrets:
 {{- range . }}
@@ -234,6 +236,11 @@ tolerations:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 topologySpreadConstraints:
+{{- if $own.topologySpreadConstraints }}
+{{- range $own.topologySpreadConstraints }}
+  - {{- mergeOverwrite (dict "labelSelector" (dict "matchLabels" (include "twinlens.selector" $ | fromYaml))) . | toYaml | nindent 4 }}
+{{- end }}
+{{- else }}
 {{- range $key, $skew := dict "kubernetes.io/hostname" 1 "topology.kubernetes.io/zone" 1 }}
   - maxSkew: {{ $skew }}
     topologyKey: {{ $key }}
@@ -242,7 +249,11 @@ topologySpreadConstraints:
       matchLabels:
         {{- include "twinlens.selector" $ | trim | nindent 8 }}
 {{- end }}
-{{- if and (has .part (list "llm" "prefill")) $values.sharedMemory.hostPath }}
+{{- end }}
+{{- if $own.affinity }}
+affinity:
+  {{- toYaml $own.affinity | nindent 2 }}
+{{- else if and (has .part (list "llm" "prefill")) $values.sharedMemory.hostPath }}
 affinity:  # rows cross by shared memory from an encoder of the same node
   podAffinity:
     preferredDuringSchedulingIgnoredDuringExecution:
@@ -258,6 +269,9 @@ hostAliases: [{ip: 127.0.0.1, hostnames: [{{ include "twinlens.name" .root }}-ll
 {{- end }}
 volumes:
   {{- include "twinlens.volumes" (ternary (merge (dict "tokens" (append .tokens "gateway")) .) . (not (empty $inside))) | trim | nindent 2 }}
+  {{- with concat $own.extraVolumes (ternary $values.gateway.extraVolumes list (not (empty $inside))) | uniq }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
 {{- end }}
 
 {{- define "twinlens.security" -}}
