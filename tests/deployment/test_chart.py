@@ -242,7 +242,9 @@ class TestPods:
         gateway, _ = configured(gateway_of(found), certificates, monkeypatch)
         number = llm["ports"][0]["port"]
         assert gateway.llm == (f"127.0.0.1:{number}" if values == "inference" else f"dns:///twinlens-llm:{number}",)
-        assert gateway.accepted().tokens == ("one", "two")
+        door = gateway.callers()
+        assert all(door.known([token]) for token in (b"one", b"two"))
+        assert door.known([b"three"]) is None
         for service in services.values():
             wanted = service["spec"]["selector"].items()
             if "worker-index" in str(wanted):  # the label is the LeaderWorkerSet's own
