@@ -22,11 +22,16 @@ from tests.attention_cases import CAPPED, CPU, WAYS, Case, shape_of
 from tests.plain_attention import paged_attention
 
 
+def seeds(name: str) -> range:
+    """Of which batches are drawn: of one alone where each program of a kernel is interpreted."""
+    return range(1 if name == "triton" else 3)
+
+
 @pytest.mark.parametrize("counts", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("name", ["torch", "numba", "triton"])
 def test_every_back_end_computes_the_same(name: str, counts: tuple[int, ...]) -> None:
     shape = shape_of()
-    for seed in range(3):
+    for seed in seeds(name):
         Case.random(shape, counts, torch.float32, seed).check(choose(name, shape, torch.float32, CPU))
 
 
@@ -61,8 +66,8 @@ def test_a_token_sees_no_more_than_its_window(name: str, counts: tuple[int, ...]
 def test_a_token_of_an_answer_sees_the_prompt_and_a_window(name: str, counts: tuple[int, ...], window: int) -> None:
     """Chunks are of prompts, of answers, or of both."""
     shape = replace(shape_of(), kind=AttentionKind(window=window, sees_prompt=True))
-    for seed in range(3):
-        case = Case.random(shape, counts, torch.float32, window + seed).with_answers(seed)
+    for seed in seeds(name):
+        case = Case.random(shape, counts, torch.float32, window + seed).with_answers(window + seed)
         case.check(choose(name, shape, torch.float32, CPU))
 
 
@@ -211,10 +216,18 @@ def test_a_token_and_its_drafts_beside_a_prompt_have_the_bits_that_each_has_alon
     assert torch.equal(together, alone)
 
 
+_READ = {"plain": AttentionKind(), "window": AttentionKind(24), "capped": AttentionKind(softcap=1.5)}
+
+
 @pytest.mark.parametrize(
-    "kind", [AttentionKind(), AttentionKind(24), AttentionKind(softcap=1.5)], ids=["plain", "window", "capped"]
+    ("counts", "kind"),
+    [
+        pytest.param(WAYS[way], kind, id=f"{way}, {of}")
+        for way, kinds in {"decodes": _READ, "prefills": ["plain"], "mixed": ["window", "capped"]}.items()
+        for of, kind in _READ.items()
+        if of in kinds
+    ],
 )
-@pytest.mark.parametrize("counts", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_keys_and_values_in_8_bits_are_attended_to_as_what_they_stand_for(
     name: str, counts: tuple[int, ...], kind: AttentionKind
