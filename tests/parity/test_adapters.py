@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from tests.unit.llm_service.test_name_patterns import NAMES, WRITTEN
 TOKENS = 12
 GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.0)
 NUMBERS = [2, 0, 1, 4, 3, 0, 1]
+
+Peft = Callable[[str], PeftReference]
 
 
 def configs(family: str) -> list[dict[str, Any]]:
@@ -56,6 +59,17 @@ def configs(family: str) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.fixture(scope="module")
+def by_peft(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Peft:
+    """A family's model with the four adapters, made once."""
+
+    @cache
+    def make(family: str) -> PeftReference:
+        return PeftReference(checkpoints(family), tmp_path_factory.mktemp("adapters"), configs(family))
+
+    return make
+
+
 @pytest.mark.parametrize(
     "family",
     [
@@ -64,9 +78,9 @@ def configs(family: str) -> list[dict[str, Any]]:
         "qwen3_5_moe",
     ],
 )
-def test_a_mixed_batch_of_four_adapters_and_none(checkpoints: Callable[..., Path], tmp_path: Path, family: str) -> None:
+def test_a_mixed_batch_of_four_adapters_and_none(checkpoints: Callable[..., Path], by_peft: Peft, family: str) -> None:
     directory = checkpoints(family)
-    peft = PeftReference(directory, tmp_path, configs(family))
+    peft = by_peft(family)
     prompt = make_prompt(directory, [noise(60, 90), "What is in the picture?"])
     said = [peft.generate(number, prompt.inputs, TOKENS) for number in range(5)]
     assert len({tuple(each) for each in said}) == len(said), "the adapters prove nothing"
@@ -79,10 +93,10 @@ def test_a_mixed_batch_of_four_adapters_and_none(checkpoints: Callable[..., Path
 
 @pytest.mark.parametrize("kernel", [AdapterKernel.CPU, AdapterKernel.NONE])
 def test_embeddings_of_a_mixed_batch_are_those_of_each_adapter_alone(
-    checkpoints: Callable[..., Path], tmp_path: Path, kernel: AdapterKernel
+    checkpoints: Callable[..., Path], by_peft: Peft, kernel: AdapterKernel
 ) -> None:
     directory = checkpoints("qwen3_vl")
-    peft = PeftReference(directory, tmp_path, configs("qwen3_vl"))
+    peft = by_peft("qwen3_vl")
     engine = LocalEngine(directory, adapters=peft.folders, adapter_kernel=kernel)
     long, short = make_prompt(directory, [noise(60, 90), "What is in the picture?"]), make_prompt(directory, ["a"])
     for pooling in Pooling:
@@ -94,11 +108,11 @@ def test_embeddings_of_a_mixed_batch_are_those_of_each_adapter_alone(
 
 @pytest.mark.parametrize("kernel", [AdapterKernel.CPU, AdapterKernel.NONE])
 def test_an_adapter_embeds_its_own_prompt_where_an_answer_is_drawn_behind_it(
-    checkpoints: Callable[..., Path], tmp_path: Path, kernel: AdapterKernel
+    checkpoints: Callable[..., Path], by_peft: Peft, kernel: AdapterKernel
 ) -> None:
     """Of a token each: what is wanted of the step's last layer is all of its rows, in another order."""
     directory = checkpoints("qwen3_vl")
-    peft = PeftReference(directory, tmp_path, configs("qwen3_vl"))
+    peft = by_peft("qwen3_vl")
     engine = LocalEngine(directory, adapters=peft.folders, adapter_kernel=kernel)
     token = Prompt(PromptLayout([65], [], bytes(12)), [], {})
     base, own = (engine.embed([token], adapters=[number])[0] for number in (0, 1))
@@ -107,9 +121,8 @@ def test_an_adapter_embeds_its_own_prompt_where_an_answer_is_drawn_behind_it(
         assert np.abs(engine.embed([token], beside=[token], adapters=[number])[0] - alone).max() < 1e-5
 
 
-def test_the_files_are_those_that_peft_writes(checkpoints: Callable[..., Path], tmp_path: Path) -> None:
-    given = configs("qwen3_vl")[0]
-    folder = PeftReference(checkpoints("qwen3_vl"), tmp_path, [given]).folders[0]
+def test_the_files_are_those_that_peft_writes(by_peft: Peft) -> None:
+    given, folder = configs("qwen3_vl")[0], by_peft("qwen3_vl").folders[0]
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["peft_version"]
     assert all(config[field] == value for field, value in given.items())
@@ -122,9 +135,9 @@ def test_a_pattern_of_names_fits_what_it_fits_for_peft(pattern: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.soak)])
-def test_kernels_for_gpus_give_the_same_tokens(checkpoints: Callable[..., Path], tmp_path: Path, family: str) -> None:
+def test_kernels_for_gpus_give_the_same_tokens(checkpoints: Callable[..., Path], by_peft: Peft, family: str) -> None:
     directory = checkpoints(family)
-    peft, numbers, few = PeftReference(directory, tmp_path, configs(family)), NUMBERS[:5], 4
+    peft, numbers, few = by_peft(family), NUMBERS[:5], 4
     prompt = make_prompt(directory, [noise(60, 90), "What is in the picture?"])
     engine = LocalEngine(directory, adapters=peft.folders, adapter_kernel=AdapterKernel.GPU)
     outcomes = engine.run([prompt] * len(numbers), msgspec.structs.replace(GREEDY, max_tokens=few), numbers)
