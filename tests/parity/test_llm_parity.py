@@ -24,6 +24,8 @@ from tests.checkpoints import FAMILIES, Family, make_checkpoint
 from tests.parity.local_engine import LocalEngine, Part, Prompt, make_prompt
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+BRIEF = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+"""Of what depends on how a prompt is computed: more than a block holds."""
 
 
 def _picture(seed: int, width: int, height: int) -> Image.Image:
@@ -46,10 +48,10 @@ PROMPTS: dict[str, list[Part]] = {
 
 
 KINDS = [
-    *((family, torch.float32) for family in ("qwen2_5_vl", "qwen3_vl", "qwen3_5_moe")),
+    *((family, torch.float32) for family in ("qwen3_vl", "qwen3_5")),
     *(
         pytest.param((family, torch.float32), marks=pytest.mark.soak)
-        for family in ("qwen2_vl", "qwen3_vl_moe", "qwen3_5", "qwen4_exp")
+        for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5_moe", "qwen4_exp")
     ),
 ]
 STORED = [
@@ -79,6 +81,11 @@ def expected(directory: Path, prompts: dict[str, Prompt]) -> dict[str, list[int]
     return tokens
 
 
+def begun(tokens: list[int]) -> list[int]:
+    """What a brief answer has of a whole one."""
+    return tokens[: BRIEF.max_tokens]
+
+
 @pytest.mark.parametrize("name", PROMPTS)
 def test_prompts_have_the_references_ids_and_positions(prompts: dict[str, Prompt], name: str) -> None:
     prompt = prompts[name]
@@ -94,7 +101,7 @@ def test_greedy_tokens_equal_the_references_whatever_the_chunks_and_the_company(
     whole, chunked = LocalEngine(directory), LocalEngine(directory, step_tokens=16)
     for name, prompt in prompts.items():
         assert whole.run([prompt], GREEDY)[0].tokens == expected[name], name
-        assert chunked.run([prompt], GREEDY)[0].tokens == expected[name], f"{name}, in chunks of 16"
+        assert chunked.run([prompt], BRIEF)[0].tokens == begun(expected[name]), f"{name}, in chunks of 16"
 
     company = LocalEngine(directory, step_tokens=48, max_running=8)
     together = [*prompts, "one image", "text", "video"]
@@ -106,7 +113,7 @@ def test_greedy_tokens_equal_the_references_whatever_the_chunks_and_the_company(
 def test_two_pictures_give_different_answers(directory: Path) -> None:
     engine = LocalEngine(directory)
     prompts = [make_prompt(directory, [_picture(seed, 120, 90), "What is it?"]) for seed in (11, 12)]
-    first, second = engine.run(prompts, GREEDY)
+    first, second = engine.run(prompts, BRIEF)
     assert first.tokens != second.tokens
 
 
@@ -134,13 +141,13 @@ def test_blocks_that_come_back_from_the_host_change_no_token(
     directory: Path, prompts: dict[str, Prompt], expected: dict[str, list[int]]
 ) -> None:
     """One prompt after the other, each of which takes the blocks of those before it."""
-    asked, right = list(prompts.values()), list(expected.values())
+    asked, right = list(prompts.values()), list(map(begun, expected.values()))
     if LocalEngine(directory).runner.caches.state_slots:
         pytest.skip("its layers keep states")
     longest = max(len(prompt.layout.ids) for prompt in asked)
-    engine = LocalEngine(directory, blocks=(longest + 64) // 16 + 1, prefix_cache=True, host_blocks=200)
+    engine = LocalEngine(directory, blocks=(longest + BRIEF.max_tokens) // 16 + 1, prefix_cache=True, host_blocks=200)
     for again in range(2):
-        outcomes = [engine.run([prompt], GREEDY)[0] for prompt in asked]
+        outcomes = [engine.run([prompt], BRIEF)[0] for prompt in asked]
         assert [outcome.tokens for outcome in outcomes] == right
         if again:
             assert all(outcome.cached >= len(p.layout.ids) - 17 for outcome, p in zip(outcomes, asked, strict=True))
@@ -165,18 +172,18 @@ def test_a_hit_at_each_possible_place_changes_no_token(
     count, span = len(prompt.layout.ids), prompt.layout.spans[0]
     places = [*range(64, count, 64)]
     assert any(span.start < place < span.end for place in places), "one of them is within the picture"
-    undisturbed = LocalEngine(folder).run([prompt], GREEDY)[0].tokens
+    undisturbed = LocalEngine(folder).run([prompt], BRIEF)[0].tokens
     engine = LocalEngine(folder, prefix_cache=True, overlap=overlap)
     with monkeypatch.context() as everywhere:
         of = dict.fromkeys(places, Place.OPENING)
         everywhere.setattr(Sequence, "branches", lambda _, begin, end: {p: of[p] for p in places if begin < p <= end})
-        assert engine.run([prompt], GREEDY)[0].tokens == undisturbed
+        assert engine.run([prompt], BRIEF)[0].tokens == undisturbed
     states = engine.scheduler.blocks._states
     for place in reversed(places):
         for identity, snapshot in [*states._snapshots.items()]:
             if snapshot.tokens > place:
                 states.forget(identity)
-        hit = engine.run([prompt], GREEDY)[0]
+        hit = engine.run([prompt], BRIEF)[0]
         assert (hit.cached, hit.tokens) == (place, undisturbed)
 
 
@@ -188,13 +195,13 @@ def test_sharing_follows_text_picture_and_tenant(directory: Path) -> None:
     question = "What is in the picture, and where?"
     base = make_prompt(directory, [image, question])
     swapped = make_prompt(directory, [other, question])
-    engine.run([base], GREEDY)
-    assert engine.run([base], GREEDY)[0].cached > base.layout.spans[0].end
-    assert engine.run([swapped], GREEDY)[0].cached <= base.layout.spans[0].start
-    assert engine.run([make_prompt(directory, ["Well?", image])], GREEDY)[0].cached < base.layout.spans[0].end
+    engine.run([base], BRIEF)
+    assert engine.run([base], BRIEF)[0].cached > base.layout.spans[0].end
+    assert engine.run([swapped], BRIEF)[0].cached <= base.layout.spans[0].start
+    assert engine.run([make_prompt(directory, ["Well?", image])], BRIEF)[0].cached < base.layout.spans[0].end
     tenant = make_prompt(directory, [image, question])
     tenant.salt = "another tenant"
-    assert engine.run([tenant], GREEDY)[0].cached == 0
+    assert engine.run([tenant], BRIEF)[0].cached == 0
 
 
 def test_logits_are_the_references(directory: Path, prompts: dict[str, Prompt]) -> None:
@@ -218,7 +225,7 @@ def test_both_layouts_and_shards_hold_the_same_model(family: Family, checkpoints
     answers = []
     for settings in ({"layout": "hub"}, {"layout": "saved", "sharded": True}):
         folder = checkpoints(family, **settings)
-        answers.append(LocalEngine(folder).run([make_prompt(folder, PROMPTS["one image"])], GREEDY)[0].tokens)
+        answers.append(LocalEngine(folder).run([make_prompt(folder, PROMPTS["one image"])], BRIEF)[0].tokens)
     assert answers[0] == answers[1]
 
 
@@ -255,7 +262,7 @@ def test_positions_that_reach_further_by_yarn_are_the_reference_s(
     text["rope_scaling"].pop("type", None)
     (folder / "config.json").write_text(json.dumps(config))
     prompts = [make_prompt(folder, PROMPTS[name]) for name in ("one image", "video")]
-    plain = LocalEngine(checkpoints(family)).run(prompts, GREEDY)
-    found = [outcome.tokens for outcome in LocalEngine(folder, step_tokens=48).run(prompts, GREEDY)]
-    assert found == [reference.reference_generate(folder, prompt.inputs) for prompt in prompts]
+    plain = LocalEngine(checkpoints(family)).run(prompts, BRIEF)
+    found = [outcome.tokens for outcome in LocalEngine(folder, step_tokens=48).run(prompts, BRIEF)]
+    assert found == [reference.reference_generate(folder, prompt.inputs, BRIEF.max_tokens) for prompt in prompts]
     assert found != [outcome.tokens for outcome in plain], "the scaling proves nothing"
