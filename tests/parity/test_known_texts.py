@@ -145,7 +145,14 @@ def test_weights_are_found_by_their_names_in_every_layout(
     assert engine.run([prompt], GREEDY)[0].tokens == served.engine().run([prompt], GREEDY)[0].tokens
 
 
-@pytest.mark.parametrize("stored", ["both alike", "both, and they differ", "the head alone", "the table alone"])
+@pytest.mark.parametrize(
+    "stored",
+    [
+        *(pytest.param(each, marks=pytest.mark.soak) for each in ("both alike", "the table alone")),
+        "both, and they differ",
+        "the head alone",
+    ],
+)
 def test_a_head_that_should_be_the_table_is_what_the_checkpoint_has(stored: str, tmp_path: Path) -> None:
     """InternVL's configuration says that they are one, and its larger checkpoints have both."""
     folder = make("internvl", tmp_path)
