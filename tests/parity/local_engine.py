@@ -269,6 +269,7 @@ class LocalEngine:
         self._arena = arena
         self._free = 0
         self._places: dict[bytes, int] = {}
+        self._rows: dict[int, list[tuple[int, int]]] = {}
         self._ids = 0
 
     def submit(self, prompt: Prompt, sampling: SamplingParams, adapter: int = 0, pooling: Pooling | None = None) -> int:
@@ -280,6 +281,7 @@ class LocalEngine:
             runs = [(run.start, run.first_row, run.count) for run in span.runs]
             items.append(ItemRows(span.header.key, offset, runs, span.header.tokens))
         self._ids += 1
+        self._rows[self._ids] = [(item.offset, item.landed) for item in items]
         self.scheduler.add(
             Add(
                 id=self._ids,
@@ -339,12 +341,22 @@ class LocalEngine:
                 if len(under_way) < self._depth:
                     continue
             if not under_way:
+                if self._place_rows():
+                    continue
                 break
             step, launched = under_way.popleft()
             self._tell(outcomes, self.scheduler.finish(step, launched.result()))
         assert all(outcome.ended for outcome in outcomes.values()), "the engine has work but plans nothing"
         self.scheduler.check_integrity()
         return list(outcomes.values())
+
+    def _place_rows(self) -> bool:
+        """Says where rows are of requests that ask for them again; whether there are any."""
+        self.scheduler.take_rows_read()
+        needed = self.scheduler.take_rows_needed()
+        for each in needed:
+            self.scheduler.placed(each.id, self._rows[each.id])
+        return bool(needed)
 
     def _tell(self, outcomes: dict[int, Outcome], tokens: Sequence[Token]) -> None:
         for scored in self.scheduler.take_scored():
