@@ -103,6 +103,9 @@ def test_however_often_engines_die_every_answer_is_the_one_that_it_would_have_be
         for id in engine.outcomes:
             if chance.random() < 0.2 and not engine.outcomes[id].over:
                 engine.land_all(id)
+        for id in list(engine.rows_needed):
+            if chance.random() < 0.5:
+                engine.place(id)
         for _ in range(chance.randrange(6)):
             engine.step()
         if deaths < 20:
