@@ -56,7 +56,8 @@ def test_a_new_picture_and_a_repeat_are_counted_where_they_were_served(service, 
     assert grown['vit_calls_total{mode="graph"}'] == 0
     assert grown["vit_patches_total"] == first.header.grid.h * first.header.grid.w
     assert grown["vit_seconds_count"] == grown["batch_fill_count"] == 1
-    assert 0 < grown["vit_seconds_sum"] < grown["worker_busy_seconds_total"] < 60
+    for seconds in ("vit_seconds_sum", "worker_busy_seconds_total"):  # each by a clock of its own process
+        assert 0 < grown[seconds] < 60
     assert grown["store_entries"] == 1
     assert grown["store_bytes"] >= size
     assert grown['bytes_out_total{transport="inline"}'] == 2 * size
