@@ -456,7 +456,7 @@ def quantized(capability: int, dtype: torch.dtype, wide: bool) -> dict[str, Form
         same = {"FORM": weights_gpu._FORMS[number], "E4M3_SCALES": scales == "*u8", "ZEROS": zeros}
         name = number.value
         for what, rows, experts in (("one row", 1, 1), ("many rows", 256, 1), ("experts", 16, 128)):
-            launch = asdict(weights_gpu.Launch.of(rows, 4096, 4096, 128 if columns else 64))
+            launch = asdict(weights_gpu.launch_for(rows, 4096, 4096, 128 if columns else 64))
             constants = {key.upper(): launch.pop(key) for key in ("rows", "outputs", "inputs", "splits")}
             constants |= {"ONE": one, "COLUMNS": columns, "EXPERTS": experts, "POWER": experts, "PRECISION": "tf32"}
             kernel = quantized_kernel.product_kernel
@@ -464,7 +464,7 @@ def quantized(capability: int, dtype: torch.dtype, wide: bool) -> dict[str, Form
             types = {"scales": scales}
             found[f"{what}, {name}"] = form(capability, kernel, dtype, sums, types, **same, **constants, **launch)
         if number is Number.INT8 and wide:  # in float32 tiles are the largest
-            launch = asdict(weights_gpu.Launch.of(40, 4096, 4096, weights_gpu.tile_for(torch.float32, 128)))
+            launch = asdict(weights_gpu.launch_for(40, 4096, 4096, weights_gpu.tile_for(torch.float32, 128)))
             constants = {key.upper(): launch.pop(key) for key in ("rows", "outputs", "inputs", "splits")}
             constants |= {"ONE": one, "COLUMNS": columns, "EXPERTS": 1, "POWER": 1, "PRECISION": "ieee"}
             given, types = {**same, **constants, **launch}, {"scales": scales}
@@ -499,7 +499,7 @@ def rounded_rows(capability: int, dtype: torch.dtype) -> dict[str, Form]:
     }
     whole = types | {"x": "*i8", "codes": "*i8"}
     for what, rows, experts in (("one row", 1, 1), ("some rows", 40, 1), ("many rows", 256, 1), ("experts", 100, 128)):
-        launch = asdict(int8_weight.Int8Launch.of(rows, 4096, 4096))
+        launch = asdict(int8_weight.launch_for(rows, 4096, 4096))
         constants = {key.upper(): launch.pop(key) for key in ("rows", "outputs", "inputs", "splits")}
         constants |= {"EXPERTS": experts, "POWER": experts, "BIAS": experts == 1, "BESIDE": int8_weight._BESIDE}
         given = whole | ({"out": "*i32"} if constants["SPLITS"] > 1 else {})

@@ -223,6 +223,17 @@ class GroupedWeight:
             all(each.rounds_inputs for each in parts),
         )
 
+    @classmethod
+    def of_bytes(cls, parts: Sequence[QuantizedWeight], order: Tensor | None, most_inputs: int) -> GroupedWeight | None:
+        """The same of weights that are multiplied as whole numbers of 8 bits: with inputs of as many, no more than
+        that, a scale for each output and no zeros. None for any others."""
+        if not all(each.rounds_inputs and each.number is Number.INT8 for each in parts):
+            return None
+        if not 0 < parts[0].inputs <= most_inputs or len({each.input_scale for each in parts}) > 1:
+            return None
+        whole = cls.of(parts, order)
+        return whole if whole is not None and len(whole.ends) == 1 and not len(whole.zero) else None
+
 
 def _alike(one: QuantizedWeight, other: QuantizedWeight) -> bool:
     """Whether two weights are in numbers of one type, and of groups of the same inputs."""

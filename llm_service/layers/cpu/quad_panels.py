@@ -47,11 +47,9 @@ class QuadPanels:
     def of(cls, parts: Sequence[QuantizedWeight], order: Tensor | None = None) -> QuadPanels | None:
         """Lays out weights over the same inputs, one below the other; `order` int64 [outputs] says where each of their
         outputs goes. None where they are not made for it, or the kernel does not compute here."""
-        if len({each.input_scale for each in parts}) > 1:
+        if parts[0].codes.device.type != "cpu" or not selection.computes_bytes():
             return None
-        if not all(_fits(each) for each in parts) or (whole := GroupedWeight.of(parts, order)) is None:
-            return None
-        if len(whole.ends) > 1 or len(whole.zero):
+        if (whole := GroupedWeight.of_bytes(parts, order, _MOST_INPUTS)) is None:
             return None
         outputs, inputs = len(whole.codes), whole.inputs
         scale = np.zeros(-(-outputs // WIDTH) * WIDTH, np.float32)
@@ -118,17 +116,6 @@ class QuadPanels:
         sums = torch.cat(every, dim=1)[:, : self.outputs].float()
         out = sums * (torch.from_numpy(self.scale)[: self.outputs] * scales.unsqueeze(1))
         return out if bias is None else out + bias
-
-
-def _fits(weight: QuantizedWeight) -> bool:
-    """Whether it is made to be multiplied so, and there is a kernel for it, here."""
-    return (
-        weight.rounds_inputs
-        and weight.number is Number.INT8
-        and weight.codes.device.type == "cpu"
-        and 0 < weight.inputs <= _MOST_INPUTS
-        and selection.computes_bytes()
-    )
 
 
 def _panels(codes: Tensor, multiple: int) -> Array:

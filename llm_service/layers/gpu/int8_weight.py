@@ -14,14 +14,11 @@ from torch import Tensor
 
 from llm_service.layers.gpu import int8_kernels as kernels
 from llm_service.layers.gpu.kernel_trial import gives
+from llm_service.layers.gpu.launch import LEAST, Launch, splits_of
 from llm_service.layers.quantized_weight import GroupedWeight, Number, QuantizedWeight, rounded_rows
 
 _MOST_INPUTS = (1 << 17) - 1
 """Products of two numbers from −128 to 127, of which 32 bits hold the sum."""
-_PROGRAMS = 256
-"""As many as keep a large GPU's memory busy: a product of few rows and outputs is split by inputs into so many."""
-_LEAST = 1024
-"""Inputs of a split."""
 _BESIDE = 16
 """Tiles of rows that share a tile of weights while a cache holds it."""
 _BLOCK = 4096
@@ -32,28 +29,14 @@ _APART = 0.005
 """Of a product, by how much bfloat16 may change it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Int8Launch:
-    """What one program computes, and with how many warps; `splits` share the inputs."""
-
-    rows: int
-    outputs: int
-    inputs: int
-    splits: int
-    num_warps: int
-    num_stages: int
-
-    @classmethod
-    def of(cls, rows: int, outputs: int, inputs: int) -> Int8Launch:
-        """For so many rows of a weight."""
-        if rows > 64:
-            return cls(128, 128, 128, 1, 8, 3)
-        programs, splits = -(-outputs // 64), 1
-        while programs * splits * 2 <= _PROGRAMS and inputs // (2 * splits) >= _LEAST:
-            splits *= 2
-        if rows <= 16:
-            return cls(16, 64, 256, splits, 4, 4)
-        return cls(32 if rows <= 32 else 64, 64, 128, splits, 4, 4)
+def launch_for(rows: int, outputs: int, inputs: int) -> Launch:
+    """For so many rows of a weight."""
+    if rows > 64:
+        return Launch(128, 128, 128, 1, 8, 3)
+    splits = splits_of(outputs, inputs)
+    if rows <= 16:
+        return Launch(16, 64, 256, splits, 4, 4)
+    return Launch(32 if rows <= 32 else 64, 64, 128, splits, 4, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +103,7 @@ class Int8Weight:
         if not m:
             return out
         numbers, scales = _rounded(x.contiguous(), self.steps, ends)
-        launch = Int8Launch.of(m if ends is None else -(-m // experts), n, k)
+        launch = launch_for(m if ends is None else -(-m // experts), n, k)
         splits = launch.splits if ends is None else 1
         tiles = triton.cdiv(m, launch.rows) if ends is None else m // launch.rows + min(m, experts)
         sums = out if splits == 1 else torch.empty(splits, m, n, dtype=torch.int32, device=x.device)
@@ -184,21 +167,15 @@ def _rounded(x: Tensor, steps: Tensor | None = None, ends: Tensor | None = None)
 
 def _plain(parts: Sequence[QuantizedWeight], order: Tensor | None = None) -> GroupedWeight | None:
     """Weights that are made to be multiplied so, one below the other, where there is a kernel for them; else None."""
-    if not all(
-        each.rounds_inputs and each.number is Number.INT8 and 0 < each.inputs <= _MOST_INPUTS for each in parts
-    ) or not _is_right(parts[0].codes.device):
-        return None
-    if len({each.input_scale for each in parts}) > 1:
-        return None
-    whole = GroupedWeight.of(parts, order)
-    return whole if whole is not None and len(whole.ends) == 1 and not len(whole.zero) else None
+    whole = GroupedWeight.of_bytes(parts, order, _MOST_INPUTS)
+    return whole if whole is not None and _is_right(whole.codes.device) else None
 
 
 @cache
 def _is_right(device: torch.device) -> bool:
     """Whether our kernels are there, and give what plain torch does: of few rows, whose inputs are split, of many, and
     of experts."""
-    inputs = 2 * _LEAST
+    inputs = 2 * LEAST
     codes = torch.randint(-128, 128, (2, 96, inputs), dtype=torch.int8, device=device)
     scale, x = torch.rand(2, 96, device=device) + 0.5, torch.randn(80, inputs, device=device).bfloat16()
     numbers, scales = rounded_rows(x.float())

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llm_service.layers.gpu import quantized_kernel as kernels
+from llm_service.layers.gpu.launch import Launch, splits_of
 from llm_service.layers.gpu.scaled_weight import ScaledExperts, ScaledWeight
 from llm_service.layers.quantized_weight import GroupedWeight, Number, QuantizedWeight
 
@@ -20,10 +21,6 @@ _MANY_EACH = 64
 """Rows of an expert, on the average, from which on its product is bound by arithmetic."""
 _AT_ONCE = 1 << 25
 """Numbers that are widened at a time for them."""
-_PROGRAMS = 256
-"""As many as keep a large GPU's memory busy: a product of few rows and outputs is split by inputs into so many."""
-_LEAST = 1024
-"""Inputs of a split."""
 _WIDEN = 32, 128
 """Outputs and inputs that one program widens."""
 _PACKED = Number.UINT4, Number.E2M1
@@ -38,27 +35,12 @@ _SHARE = {Number.E4M3: 2.0**-8, Number.E2M1: 2.0**-14}
 """What the kernel takes a number for, as a part of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """What one program computes, and with how many warps; `splits` share the inputs."""
-
-    rows: int
-    outputs: int
-    inputs: int
-    splits: int
-    num_warps: int
-    num_stages: int
-
-    @classmethod
-    def of(cls, rows: int, outputs: int, inputs: int, tile: int) -> Launch:
-        """For so many rows of a weight whose groups are cut at multiples of `tile` inputs. It does not depend on how
-        many of sixteen rows there are."""
-        if rows > 64:
-            return cls(128, 64, min(64, tile), 1, 4, 3)
-        programs, splits = -(-outputs // 64), 1
-        while programs * splits * 2 <= _PROGRAMS and inputs // (2 * splits) >= _LEAST:
-            splits *= 2
-        return cls(16 if rows <= 16 else 32 if rows <= 32 else 64, 64, tile, splits, 4, 3)
+def launch_for(rows: int, outputs: int, inputs: int, tile: int) -> Launch:
+    """For so many rows of a weight whose groups are cut at multiples of `tile` inputs. It does not depend on how many
+    of sixteen rows there are."""
+    if rows > 64:
+        return Launch(128, 64, min(64, tile), 1, 4, 3)
+    return Launch(16 if rows <= 16 else 32 if rows <= 32 else 64, 64, tile, splits_of(outputs, inputs), 4, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +176,7 @@ class GpuWeight:
         experts, m, n = len(self.codes), len(x), self.outputs
         if not m:
             return x.new_empty(0, n)
-        launch = Launch.of(m if ends is None else -(-m // experts), n, self.inputs, tile_for(x.dtype, self.tile))
+        launch = launch_for(m if ends is None else -(-m // experts), n, self.inputs, tile_for(x.dtype, self.tile))
         splits = launch.splits if ends is None else 1
         tiles = triton.cdiv(m, launch.rows) if ends is None else m // launch.rows + min(m, experts)
         dtype = x.dtype if splits == 1 else torch.float32

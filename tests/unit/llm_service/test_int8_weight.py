@@ -15,7 +15,8 @@ from common.checkpoint import CheckpointError
 from llm_service.layers.cpu.quad_panels import QuadPanels
 from llm_service.layers.experts import SparseMLP
 from llm_service.layers.gpu import int8_weight as module
-from llm_service.layers.gpu.int8_weight import Int8Launch, Int8Weight
+from llm_service.layers.gpu import launch
+from llm_service.layers.gpu.int8_weight import Int8Weight, launch_for
 from llm_service.layers.group import ALONE
 from llm_service.layers.quantized_weight import Number, QuantizedWeight, rounded_rows
 from llm_service.models.float_formats import EightBits
@@ -122,9 +123,9 @@ def test_sums_are_exact() -> None:
 
 def test_a_row_s_product_is_the_same_whatever_is_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """By tiles of every size, with inputs that are split among several and such that are not."""
-    monkeypatch.setattr(module, "_LEAST", 128)
+    monkeypatch.setattr(launch, "LEAST", 128)
     weight, bias = on_gpu(made_for_it(72, 600)), torch.randn(72).bfloat16().to(DEVICE)
-    assert {Int8Launch.of(rows, 72, 600).splits for rows in (1, 17, 33, 65)} == {4, 1}
+    assert {launch_for(rows, 72, 600).splits for rows in (1, 17, 33, 65)} == {4, 1}
     x = rows_of(200, 600).bfloat16().to(DEVICE)
     alone = weight.product(x[7:8], bias)
     for together in (8, 16, 20, 33, 70, 200):

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from llm_service.layers.experts import Experts, SparseMLP
+from llm_service.layers.gpu import launch
 from llm_service.layers.gpu import quantized_weight as module
-from llm_service.layers.gpu.quantized_weight import GpuWeight, Launch
+from llm_service.layers.gpu.quantized_weight import GpuWeight, launch_for
 from llm_service.layers.group import ALONE
 from llm_service.layers.linear import PackedLinear
 from llm_service.layers.quantized_weight import Number, QuantizedWeight
@@ -90,12 +91,12 @@ def test_groups_of_the_sizes_that_checkpoints_have(weight: QuantizedWeight, tile
 
 
 def test_a_long_sum_of_few_rows_is_split_alike_for_any_number_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Launch.of(1, 4096, 4096, 128) == Launch.of(16, 4096, 4096, 128)
-    assert [Launch.of(1, *sides, 128).splits for sides in ((4096, 4096), (1024, 4096), (64, 8192))] == [4, 4, 8]
-    assert Launch.of(70, 4096, 4096, 128).splits == 1
-    monkeypatch.setattr(module, "_LEAST", 128)
+    assert launch_for(1, 4096, 4096, 128) == launch_for(16, 4096, 4096, 128)
+    assert [launch_for(1, *sides, 128).splits for sides in ((4096, 4096), (1024, 4096), (64, 8192))] == [4, 4, 8]
+    assert launch_for(70, 4096, 4096, 128).splits == 1
+    monkeypatch.setattr(launch, "LEAST", 128)
     weight = random_weight(Number.UINT4, 40, 600, columns=128, zeros=True)
-    assert Launch.of(1, 40, 600, 128).splits == 4
+    assert launch_for(1, 40, 600, 128).splits == 4
     laid_out = on_gpu(weight)
     check(laid_out, weight.wide(), 2)
     x = torch.randn(16, 600, device=DEVICE)

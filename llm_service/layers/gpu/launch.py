@@ -1,0 +1,30 @@
+"""How a product with a weight of few bits is divided among programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_PROGRAMS = 256
+"""As many as keep a large GPU's memory busy: a product of few rows and outputs is split by inputs into so many."""
+LEAST = 1024
+"""Inputs of a split."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What one program computes, and with how many warps; `splits` share the inputs."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+def splits_of(outputs: int, inputs: int) -> int:
+    """Programs that share the inputs of a product of few rows, each of which has 64 outputs."""
+    programs, splits = -(-outputs // 64), 1
+    while programs * splits * 2 <= _PROGRAMS and inputs // (2 * splits) >= LEAST:
+        splits *= 2
+    return splits
