@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from common import log
 from common.checkpoint import CheckpointError
 from llm_service.layers.quantized_weight import Number
+
+_log = log.get("quantized")
 
 _MODELOPT = frozenset(
     {"FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_PB_REAL", "FP8_BLOCK_SCALES", "MXFP8", "W8A16"}
@@ -20,7 +23,8 @@ _OTHER_PRODUCTS = {
     "NVFP4_SVD": "its layers have a matrix of low rank besides",
 }
 _MIXED = "MIXED_PRECISION"
-_COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized")
+_PACKED = ("pack-quantized", "nvfp4-pack-quantized")
+_COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", *_PACKED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +96,23 @@ class Scheme:
         if len(blocks) > 1:
             raise CheckpointError("compressed-tensors with blocks of several sizes are not served")
         block = next(iter(blocks), None)
-        rounds = {_rounds_inputs(group.get("input_activations") or {}) for group in groups}
-        number, stored = rounds.pop() if len(rounds) == 1 else (None, False)
+        bytewise = [group for group in groups if str(group.get("format") or stated.get("format")) not in _PACKED]
+        number, stored = _rounds_of(bytewise)
         return cls(
             "compressed-tensors",
             block=(int(block[0]), int(block[1])) if block else None,
             rounds_inputs=number,
             stored=stored,
         )
+
+
+def _rounds_of(groups: Sequence[Mapping[str, Any]]) -> tuple[Number | None, bool]:
+    """What all groups with a number a byte say of their inputs. Which group a weight is of is not told by its tensors:
+    where groups differ nothing is rounded, and the log says so."""
+    rounds = {_rounds_inputs(group.get("input_activations") or {}) for group in groups}
+    if len(rounds) > 1:
+        _log.warning("groups of 8-bit weights say different things of their inputs: none are rounded")
+    return rounds.pop() if len(rounds) == 1 else (None, False)
 
 
 def _rounds_inputs(stated: Mapping[str, Any]) -> tuple[Number | None, bool]:

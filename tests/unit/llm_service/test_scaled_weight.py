@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import ScalingType
@@ -240,3 +241,21 @@ def test_checkpoints_say_whether_inputs_are_rounded(stated: Any, rounds: Number 
     scheme = Scheme.of({"quantization_config": stated})
     assert scheme is not None
     assert (scheme.rounds_inputs, scheme.stored) == (Number.INT8 if rounds == "stored" else rounds, rounds == "stored")
+
+
+@pytest.mark.parametrize(
+    ("other", "rounds"),
+    [({"format": "pack-quantized"}, Number.INT8), ({"format": "nvfp4-pack-quantized"}, Number.INT8), ({}, None)],
+    ids=["words", "pairs", "bytes"],
+)
+def test_a_group_of_fewer_bits_does_not_keep_the_inputs_of_another_wide(
+    other: dict[str, Any], rounds: Number | None
+) -> None:
+    """One whose weights look the same does, and the log says so."""
+    inputs = {"type": "int", "num_bits": 8, "dynamic": True}
+    groups = {"a": {"format": "int-quantized", "input_activations": inputs}, "b": {"format": "int-quantized"} | other}
+    with capture_logs() as lines:
+        scheme = Scheme.of({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}})
+    assert scheme is not None
+    assert scheme.rounds_inputs is rounds
+    assert ["different things of their inputs" in line["event"] for line in lines] == ([] if rounds else [True])
