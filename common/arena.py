@@ -138,6 +138,15 @@ class ReaderView:
             self._map.close()
 
 
+def aligned(size: int) -> int:
+    """Bytes that a range of this size takes.
+
+    >>> aligned(0), aligned(1), aligned(64)
+    (0, 64, 64)
+    """
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 class RangeAllocator:
     """First-fit ranges in [0, capacity), kept aligned; neighbours merge when they are freed.
 
@@ -177,7 +186,7 @@ class RangeAllocator:
         """A range of at least `size` bytes, or None where no gap is large enough. `size` must be above 0."""
         if size <= 0:
             raise ValueError("a range needs a size above 0")
-        need = -(-size // ALIGNMENT) * ALIGNMENT
+        need = aligned(size)
         for index, start in enumerate(self._starts):
             gap = self._sizes[start]
             if gap < need:
@@ -216,7 +225,7 @@ class RangeAllocator:
         >>> (span, ranges.used, ranges.gaps)
         (Range(offset=0, size=60), 64, [Range(offset=64, size=192)])
         """
-        need = -(-size // ALIGNMENT) * ALIGNMENT
+        need = aligned(size)
         rest = self._owned[span.offset] - need
         if rest:
             self._owned[span.offset] = need

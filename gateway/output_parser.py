@@ -10,10 +10,10 @@ import json
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gateway.calls.arguments import parsed
-from gateway.calls.form import Call, Functions, Reader
-from gateway.calls.forms import FORMS
-from gateway.calls.tool_format import ToolFormat
+from gateway.tool_parsers.arguments import parsed
+from gateway.tool_parsers.registry import TOOL_PARSERS
+from gateway.tool_parsers.tool_format import ToolFormat
+from gateway.tool_parsers.tool_parser import Call, Functions, Reader
 from twinlens.v1 import llm_pb2
 
 THINK: Final = ("<think>", "</think>")
@@ -64,11 +64,11 @@ class OutputParser:
         single: bool = False,
         constrained: bool = False,
     ) -> None:
-        self._form = FORMS.get(tools)
+        self._parser = TOOL_PARSERS.get(tools)
         self._functions = functions
         self._single = single
-        self._mark = "" if self._form is None else (self._form.section or (self._form.begin,))[0]
-        words = self._call if self._form and not self._mark else self._words
+        self._mark = "" if self._parser is None else (self._parser.section or (self._parser.begin,))[0]
+        words = self._call if self._parser and not self._mark else self._words
         self._answer = {ToolFormat.LIST: self._list, ToolFormat.ARGUMENTS: self._arguments}.get(tools, words)
         self._step = self._answer if constrained else self._beginning
         self._marks = THINK
@@ -136,7 +136,7 @@ class OutputParser:
     @property
     def _ends(self) -> tuple[str, ...]:
         """What ends reasoning."""
-        calls = self._form is not None and self._form.ends_reasoning
+        calls = self._parser is not None and self._parser.ends_reasoning
         return (self._marks[1], self._mark) if calls else (self._marks[1],)
 
     def _after_reasoning(self, out: list[Piece], *, last: bool) -> bool:  # noqa: ARG002
@@ -148,7 +148,7 @@ class OutputParser:
 
     def _words(self, out: list[Piece], *, last: bool) -> bool:
         """Up to a call; white space before calls and between them belongs to them."""
-        if self._form is None or not self._mark:
+        if self._parser is None or not self._mark:
             _add(out, TextDelta(self._held))
             self._held = ""
             return False
@@ -159,7 +159,7 @@ class OutputParser:
             _add(out, TextDelta(said))
             self._held = rest
             self._sectioned = self.calls
-            self._step = self._section if self._form.section else self._call
+            self._step = self._section if self._parser.section else self._call
             return True
         keep = len(words) if last else _certain(words, self._mark)
         if not (last and self.calls and not words.strip()):
@@ -169,9 +169,9 @@ class OutputParser:
 
     def _section(self, out: list[Piece], *, last: bool) -> bool:
         """Before a call, or the end, of a section; what is neither is words."""
-        assert self._form is not None
-        assert self._form.section is not None
-        said, begin, end = self._held.lstrip(), self._form.begin, self._form.section[1]
+        assert self._parser is not None
+        assert self._parser.section is not None
+        said, begin, end = self._held.lstrip(), self._parser.begin, self._parser.section[1]
         if not last and (begin.startswith(said) or end.startswith(said)) and said not in (begin, end):
             return False
         gap = self._held[: len(self._held) - len(said)]
@@ -188,8 +188,8 @@ class OutputParser:
 
     def _call(self, out: list[Piece], *, last: bool) -> bool:
         """What stands behind the mark of a call, or is the whole answer."""
-        assert self._form is not None
-        self._reader = self._reader or self._form.reader(self._functions)
+        assert self._parser is not None
+        self._reader = self._reader or self._parser.reader(self._functions)
         read = self._reader.read(self._held, last=last)
         if read is None:
             return False
@@ -199,7 +199,7 @@ class OutputParser:
             self._made(out, call)
         self._held = self._held[read.size :]
         self._reader, self._before = None, ""
-        self._step = self._section if self._form.section and self.calls > self._sectioned else self._words
+        self._step = self._section if self._parser.section and self.calls > self._sectioned else self._words
         return True
 
     def _made(self, out: list[Piece], call: Call) -> None:

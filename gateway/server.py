@@ -34,7 +34,7 @@ from gateway.api.tokenize import Tokenizer
 from gateway.api.transcriptions import Transcriptions
 from gateway.config import GatewayConfig
 from gateway.connection import Connection
-from gateway.embedding import EmbeddingCalls
+from gateway.embedding_calls import EmbeddingCalls
 from gateway.generation import Generations, HandoverLimits
 from gateway.kept_adapters import KeptAdapters
 from gateway.meters import Meters, State

@@ -10,7 +10,7 @@ from pydantic_core import to_json
 from common.call_schema import one_call
 from common.errors import InvalidInput
 from gateway.api.chat_request import AllowedTools, ChatRequest, Function, NamedTool, Tool
-from gateway.calls.tool_format import ToolFormat
+from gateway.tool_parsers.tool_format import ToolFormat
 from twinlens.v1 import llm_pb2
 
 _FORMATS: dict[int, ToolFormat] = {

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common import eviction
-from common.arena import ALIGNMENT, Range, RangeAllocator
+from common.arena import Range, RangeAllocator, aligned
 from encoder_service.worker.messages import PoolMade
 
 
@@ -115,7 +115,7 @@ class DevicePool:
         """Raises AssertionError where ranges and slices disagree or, at idle, where something is still held."""
         self._ranges.check_integrity()
         assert self._at == {piece.span.offset: piece for piece in self._slices}, "a slice is elsewhere"
-        assert sum(map(_taken, self._slices)) == self.used, "a range has no owner"
+        assert sum(aligned(piece.span.size) for piece in self._slices) == self.used, "a range has no owner"
         if idle:
             assert not any(piece.pins for piece in self._slices), "a slice is still pinned"
 
@@ -125,11 +125,6 @@ class DevicePool:
         if piece in self._slices:
             del self._slices[piece], self._at[piece.span.offset]
             self._ranges.free(piece.span)
-
-
-def _taken(piece: Slice) -> int:
-    """Bytes of a slice's range, as they are rounded up."""
-    return -(-piece.span.size // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(slots=True)

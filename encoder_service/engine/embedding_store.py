@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from common import eviction
-from common.arena import Range, RangeAllocator, SharedBuffer
+from common.arena import Range, RangeAllocator, SharedBuffer, aligned
 from common.errors import InvalidInput
 from common.media.item import Header
 from common.tasks import in_thread
@@ -213,7 +213,7 @@ class EmbeddingStore:
         held = [*(entry.allocation for entry in self._entries.values()), *self._uncommitted]
         spans = [allocation.span for allocation in held]
         assert self._at == {entry.span.offset: entry for entry in self._entries.values()}, "an entry is elsewhere"
-        assert sum(-(-span.size // 64) * 64 for span in spans) == self._ranges.used, "a range has no owner"
+        assert sum(aligned(span.size) for span in spans) == self._ranges.used, "a range has no owner"
         if idle:
             assert not self._uncommitted, "an allocation was neither committed nor abandoned"
             assert not self._waiters, "someone waits for an idle store"

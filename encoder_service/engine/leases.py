@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from common.arena import Range
+from common.errors import Unavailable
 from common.lease_board import LeaseBoard
 from encoder_service.engine.device_pool import DevicePool, Slice
 from encoder_service.engine.embedding_store import Allocation, EmbeddingStore
@@ -31,6 +32,15 @@ class Lease:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     expired: bool = False
     lost: bool = False
+
+    async def returned(self) -> None:
+        """Waits until the reader has released it, or is gone. Raises Unavailable where its time ended it, or the memory
+        is lost."""
+        await self.ended.wait()
+        if self.lost:
+            raise Unavailable("the worker whose memory held the rows has ended", reason="POOL_LOST")
+        if self.expired:
+            raise Unavailable("the rows were not read in time", reason="LEASE_EXPIRED")
 
     @property
     def span(self) -> Range:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from common import tasks
-from common.arena import Range, RangeAllocator, SharedBuffer
+from common.arena import Range, RangeAllocator, SharedBuffer, aligned
 from common.errors import InvalidInput
 
 _LARGE = 4 << 20
@@ -57,7 +57,7 @@ class Staging:
 
     def check_size(self, *sizes: int) -> None:
         """Raises InvalidInput where ranges of these sizes are never free together."""
-        if sum(sizes) + 64 * len(sizes) > self._ranges.capacity:
+        if sum(map(aligned, sizes)) > self._ranges.capacity:
             raise InvalidInput("the media does not fit the staging memory", reason="STAGING_TOO_SMALL")
 
     @asynccontextmanager

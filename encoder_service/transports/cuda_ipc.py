@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from common.errors import Unavailable
 from common.wire import RowLayout
 from encoder_service.engine.device_pool import DevicePools, Slice
 from encoder_service.engine.leases import Lease, Leases
@@ -54,11 +53,7 @@ class CudaIpc:
                 yield encoder_pb2.EncodeRows(item=run.item, first_row=first, count=each.rows, handle=handle)
                 first += each.rows
             for each, lease in leases:
-                await lease.ended.wait()
-                if lease.lost:
-                    raise Unavailable("the worker whose memory held the rows has ended", reason="POOL_LOST")
-                if lease.expired:
-                    raise Unavailable("the rows were not read in time", reason="LEASE_EXPIRED")
+                await lease.returned()
                 self._sent.add(self.number, each.rows, each.rows * self._layout.row_bytes)
 
     def _handle(self, piece: Slice, lease: Lease) -> encoder_pb2.RowsHandle:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from common.errors import Unavailable
 from common.nixl.agent import NixlAgent
 from common.tasks import in_thread
 from common.wire import RowLayout, crc32c
@@ -63,9 +62,7 @@ class Nixl:
                 part_crc32c=sums,
             )
             yield encoder_pb2.EncodeRows(item=run.item, first_row=run.first, count=count, handle=handle)
-            await lease.ended.wait()
-            if lease.expired:
-                raise Unavailable("the rows were not read in time", reason="LEASE_EXPIRED")
+            await lease.returned()
         self._sent.add(self.number, count, count * size)
 
 

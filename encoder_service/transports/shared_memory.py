@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from common.errors import Unavailable
 from common.wire import RowLayout
 from encoder_service.engine.leases import Leases
 from encoder_service.transports.base import Chunks, RowRun, Sent
@@ -52,7 +51,5 @@ class SharedMemory:
                 number=lease.number,
             )
             yield encoder_pb2.EncodeRows(item=run.item, first_row=run.first, count=count, handle=handle)
-            await lease.ended.wait()
-            if lease.expired:
-                raise Unavailable("the rows were not read in time", reason="LEASE_EXPIRED")
+            await lease.returned()
         self._sent.add(self.number, count, count * size)

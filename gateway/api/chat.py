@@ -15,13 +15,13 @@ from starlette.responses import Response
 from common import tasks
 from gateway import convert, measured
 from gateway.api.chat_request import ChatRequest, ChatStreamOptions
-from gateway.calls.tool_format import ToolFormat
 from gateway.generation import Generations
 from gateway.output_parser import ArgumentsDelta, CallStart, OutputParser, Piece, ReasoningDelta, TextDelta
 from gateway.prompt_scores import PromptScores, collected
 from gateway.request_context import context_of
 from gateway.services import LlmServices
 from gateway.stream import DONE, Chunks, EventStream, Last, json_answer
+from gateway.tool_parsers.tool_format import ToolFormat
 from gateway.tools import functions_of, tool_format
 from twinlens.v1 import llm_pb2
 

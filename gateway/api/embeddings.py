@@ -18,7 +18,7 @@ from common.errors import InvalidInput, TwinlensError
 from gateway import convert
 from gateway.api.chat_request import Message, TemplateSettings
 from gateway.api.fields import Count, Int, MediaSettings, Model, Prompt
-from gateway.embedding import EmbeddingCalls, all_of
+from gateway.embedding_calls import EmbeddingCalls, all_of
 from gateway.request_context import RequestContext, context_of
 from gateway.services import LlmServices
 from gateway.stream import list_answer

@@ -23,7 +23,7 @@ from gateway.api.score_request import (
     ScoringFields,
     TextDocument,
 )
-from gateway.embedding import EmbeddingCalls, all_of
+from gateway.embedding_calls import EmbeddingCalls, all_of
 from gateway.generation import Generations
 from gateway.request_context import RequestContext, context_of
 from gateway.reranker import Question, judged, question

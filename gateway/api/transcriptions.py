@@ -13,8 +13,8 @@ from starlette.responses import PlainTextResponse, Response
 
 from gateway import convert
 from gateway.api.fields import Int, RequestFields
-from gateway.form import read_form
 from gateway.generation import Generations
+from gateway.multipart import read_form
 from gateway.request_context import context_of
 from gateway.stream import DONE, EventStream, Last, event, json_answer
 from twinlens.v1 import llm_pb2, media_pb2

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from common import eviction
-from common.arena import ALIGNMENT, Range, RangeAllocator, SharedBuffer
+from common.arena import Range, RangeAllocator, SharedBuffer, aligned
 from common.errors import InvalidInput, TwinlensError, Unavailable
 from common.media.item import Header
 from common.wire import RowLayout
@@ -201,7 +201,7 @@ class EncoderCache:
 
     def _size(self, header: Header) -> int:
         """Bytes that an entry takes, as the arena rounds them up."""
-        return max(1, -(-self.row_bytes(header) // ALIGNMENT)) * ALIGNMENT
+        return aligned(max(1, self.row_bytes(header)))
 
     def release(self, entry: CacheEntry) -> None:
         """Gives an entry back. A whole one stays as cache; one that no one waits for any more is dropped."""

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from gateway.api import chat
-from gateway.calls.tool_format import ToolFormat
-from tests.unit.gateway.test_call_forms import FAMILIES, FUNCTIONS
+from gateway.tool_parsers.tool_format import ToolFormat
 from tests.unit.gateway.test_output_parser import CASES
+from tests.unit.gateway.test_tool_parsers import FAMILIES, FUNCTIONS
 from twinlens import v1
 
 TEXTS = {form: [text for text, _ in cases.values()] for form, cases in FAMILIES.items()}

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.calls.tool_format import ToolFormat
 from gateway.output_parser import ArgumentsDelta, CallStart, OutputParser, Piece, ReasoningDelta, TextDelta
+from gateway.tool_parsers.tool_format import ToolFormat
 from twinlens import v1
 
 FUNCTIONS: dict[str, dict[str, Any]] = {

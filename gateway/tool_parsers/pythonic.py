@@ -6,10 +6,10 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-from gateway.calls.arguments import parsed
-from gateway.calls.form import Call, Functions, Marked, OrJson, Reader, Stretch, all_named, as_said
-from gateway.calls.literals import NoLiteral, python_calls
-from gateway.calls.mark_search import JSON_TEXTS, Quotes, ValueEnd
+from gateway.tool_parsers.arguments import parsed
+from gateway.tool_parsers.literals import NoLiteral, python_calls
+from gateway.tool_parsers.mark_search import JSON_TEXTS, Quotes, ValueEnd
+from gateway.tool_parsers.tool_parser import Call, Functions, Marked, OrJson, Reader, Stretch, all_named, as_said
 
 LFM_MARKS: Final = ("<|tool_call_start|>", "<|tool_call_end|>")
 _BEGINNING = re.compile(r"\s{0,64}(?:\[\s{0,64}(?P<name>[\w.-]{0,128})(?P<call>\()?|\{\s{0,64}(?P<key>\"\w{0,8}\"?)?)?")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.calls.tool_format import ToolFormat
 from gateway.output_parser import ArgumentsDelta, CallStart, OutputParser, TextDelta
+from gateway.tool_parsers.tool_format import ToolFormat
 from tests.unit.gateway.test_output_parser import heard, whole
 from twinlens import v1
 

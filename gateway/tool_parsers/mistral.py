@@ -6,9 +6,9 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from gateway.calls.arguments import parsed
-from gateway.calls.form import Stretch, all_named
-from gateway.calls.mark_search import JSON_TEXTS, ValueEnd
+from gateway.tool_parsers.arguments import parsed
+from gateway.tool_parsers.mark_search import JSON_TEXTS, ValueEnd
+from gateway.tool_parsers.tool_parser import Stretch, all_named
 
 BEGIN: Final = "[TOOL_CALLS]"
 _HEAD = re.compile(r"\s{0,64}(?P<name>[\w.-]{0,128})(?:\[CALL_ID\]\w{0,128})?(?P<args>\[ARGS\]\s{0,64})?", re.ASCII)

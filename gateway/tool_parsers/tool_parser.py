@@ -1,4 +1,4 @@
-"""What a form of calls is, and what many of them share."""
+"""What reads the calls of one form that models are taught, and what many of them share."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from gateway.calls.arguments import Schema, parsed, written
-from gateway.calls.mark_search import JSON_TEXTS, MarkSearch, Quotes
+from gateway.tool_parsers.arguments import Schema, parsed, written
+from gateway.tool_parsers.mark_search import JSON_TEXTS, MarkSearch, Quotes
 
 Functions: TypeAlias = Mapping[str, dict[str, Any]]
 """The schemas of functions' parameters, by name."""
@@ -32,7 +32,7 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class CallForm:
+class ToolParser:
     """The mark before a call, and who reads on from there; without a mark, the whole answer is calls. In some forms
     calls stand in a section, between two marks of its own. Where models call while they think, and do not end that
     before, the mark ends it."""

@@ -6,9 +6,9 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from gateway.calls.arguments import arguments_of, written
-from gateway.calls.form import Call, Functions, Marked, OrJson, Reader, json_until
-from gateway.calls.mark_search import Quotes
+from gateway.tool_parsers.arguments import arguments_of, written
+from gateway.tool_parsers.mark_search import Quotes
+from gateway.tool_parsers.tool_parser import Call, Functions, Marked, OrJson, Reader, json_until
 
 MARKS: Final = ("<tool_call>", "</tool_call>")
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any, Final, TypeAlias
 
-from gateway.calls.arguments import Schema, written
-from gateway.calls.form import Call, Functions, Marked, Reader
-from gateway.calls.mark_search import Quotes
+from gateway.tool_parsers.arguments import Schema, written
+from gateway.tool_parsers.mark_search import Quotes
+from gateway.tool_parsers.tool_parser import Call, Functions, Marked, Reader
 
 _MARK: Final = "]<]minimax[>["
 BEGIN: Final = f'{_MARK}<invoke name="'
