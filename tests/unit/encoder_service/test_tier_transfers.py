@@ -34,10 +34,11 @@ def clock(forward: Forward) -> Forward:
 
 class Link:
     """Passes bytes between replicas and the server, of which each takes its time by the test's clock. `held_up` is
-    asked about all that comes back before it is passed on."""
+    asked about all that comes back before it is passed on; `stalled` counts what it held up."""
 
     def __init__(self, path: str, forward: Forward) -> None:
         self.held_up: Callable[[bytes], bool] = lambda _: False
+        self.stalled = 0
         self.pace = PACE
         self._path = path
         self._forward = forward
@@ -64,6 +65,7 @@ class Link:
         with contextlib.closing(target), contextlib.suppress(OSError):
             while data := await source.read(1 << 16):
                 if comes_back and self.held_up(data):
+                    self.stalled += 1
                     await asyncio.Event().wait()
                 target.write(data)
                 await target.drain()
@@ -111,6 +113,8 @@ async def test_rows_that_stop_in_the_midst_are_a_miss_and_the_server_goes_on_bei
         link.held_up = lambda data: len(data) > 1000
         for number in range(1, 6):
             loading = asyncio.create_task(loaded(made, HEADER))
+            while link.stalled < number:
+                await turns(1)
             await passing(clock, loading)
             with pytest.raises(TierMiss):
                 await loading
@@ -124,7 +128,8 @@ async def test_while_many_rows_stand_still_headers_are_told(server, clock):
     async with over_a_link(server, clock) as (link, made, _):
         link.held_up = lambda data: len(data) > 1000
         loading = [asyncio.create_task(loaded(made, HEADER)) for _ in range(20)]
-        await turns(200)
+        while link.stalled < 16:  # so many are on their way at once
+            await turns(1)
         assert await made.find(HEADER.key, "") == HEADER
         assert await made.find(STALLED.key, "") is None
         assert made.counts["errors"] == 0
