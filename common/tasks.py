@@ -111,6 +111,20 @@ def in_daemon_thread(work: Callable[..., T], *args: Any) -> Future[T]:
     return future
 
 
+class Backoff:
+    """What is tried again waits: not at first, then a second, and twice as long each time, `longest` at most."""
+
+    def __init__(self, longest: float) -> None:
+        self.seconds = 0.0
+        """How long the next `wait` is."""
+        self._longest = longest
+
+    async def wait(self) -> None:
+        """Returns when it is time for the next trial."""
+        await asyncio.sleep(self.seconds)
+        self.seconds = min(max(1.0, 2 * self.seconds), self._longest)
+
+
 async def wait_until_done(work: asyncio.Future[Any]) -> None:
     """Returns when `work` has ended, however it did; a caller that is cancelled meanwhile leaves no sooner."""
     left: asyncio.CancelledError | None = None

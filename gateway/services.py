@@ -34,6 +34,7 @@ from common.grpc_channel import (
     open_channel,
 )
 from common.rendezvous import ranked
+from common.replica_set import ReplicaSet, Upkeep
 from common.resolver import Resolver
 from gateway.errors import TooLarge, param_of
 from twinlens.obstacles import obstacle_in
@@ -187,15 +188,26 @@ def _cause(error: grpc.aio.AioRpcError) -> str:
     return obstacle.value if obstacle else error.code().name
 
 
+async def _close(service: LlmService, grace: float | None) -> None:
+    """Forgets a service; what is under way there has `grace` seconds to end."""
+    if service.watcher is not None:
+        service.watcher.cancel()
+        await asyncio.gather(service.watcher, return_exceptions=True)
+    await service.channel.close(grace)
+
+
 class LlmServices:
     """All LLM services of one gateway."""
 
     def __init__(self, addresses: Sequence[str], security: ChannelSecurity) -> None:
         self._security = security
-        self._files = security.files()
-        self._leaving: set[asyncio.Task[None]] = set()
-        self._resolver = Resolver(addresses)
-        self._known: dict[str, LlmService] = {}
+        self._set = ReplicaSet(
+            "LLM service",
+            Resolver(addresses),
+            security.files(),
+            Upkeep(self._open, self._renew, _close),
+            grace=_LAST_SECONDS,
+        )
         self._listed = asyncio.Event()
         self._since: dict[str, int] = {}
         self.is_coming: Callable[[str], bool] = lambda _: False
@@ -215,7 +227,7 @@ class LlmServices:
     @property
     def services(self) -> list[LlmService]:
         """Those that are known now."""
-        return list(self._known.values())
+        return list(self._set.known.values())
 
     @property
     def usable(self) -> list[LlmService]:
@@ -252,14 +264,13 @@ class LlmServices:
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
         """Looks at all of them, again and again, for the length of the block; the channels are closed at its end."""
-        resolving = tasks.start(self._keep_resolving(), "resolve LLM services")
+        resolving = tasks.start(self._keep_looking(), "resolve LLM services")
         try:
             yield
         finally:
             resolving.cancel()
             await asyncio.gather(resolving, return_exceptions=True)
-            for address in list(self._known):
-                await self._close(self._known.pop(address), None)
+            await self._set.close()
 
     async def first_look(self) -> None:
         """Returns when a service can be used, or all that are on the lists now were asked, or did not answer in time.
@@ -279,43 +290,17 @@ class LlmServices:
                     for each in asked:
                         each.cancel()
 
-    async def _keep_resolving(self) -> None:
+    async def _keep_looking(self) -> None:
         """Looks names and lists up again and again. A service that is on none of them any more gets no new request."""
         while True:
-            if self._files is not None and self._files.changed():
-                self._reconnect()
-            wanted = await self._resolver.resolve()
-            for address in wanted.keys() - self._known.keys():
-                try:
-                    self._known[address] = self._open(address, wanted[address])
-                except OSError as error:  # certificates cannot be read just now
-                    _log.error("an LLM service cannot be spoken to", address=address, cause=str(error))
+            await self._set.look()
             self._listed.set()
-            for address in self._known.keys() - wanted.keys():
-                self._leave(self._close(self._known.pop(address), _LAST_SECONDS), address)
             await asyncio.sleep(_WATCH_SECONDS)
 
-    def _reconnect(self) -> None:
-        """Calls from now on show, and trust, the certificates that are in the files now; others go on to their end."""
-        for service in self.services:
-            try:
-                channel = open_channel(service.address, self._security, name=service.name)
-            except OSError as error:  # replaced once more, and not whole yet
-                _log.error("an LLM service is spoken to as before", address=service.address, cause=str(error))
-                continue
-            self._leave(service.reconnect(channel).close(_LAST_SECONDS), service.address)
-
-    def _leave(self, closing: Coroutine[Any, Any, None], address: str) -> None:
-        task = tasks.start(closing, f"close {address}")
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
-
-    async def _close(self, service: LlmService, grace: float | None) -> None:
-        """Forgets a service; what is under way there has `grace` seconds to end."""
-        if service.watcher is not None:
-            service.watcher.cancel()
-            await asyncio.gather(service.watcher, return_exceptions=True)
-        await service.channel.close(grace)
+    def _renew(self, service: LlmService, grace: float) -> Coroutine[Any, Any, None]:
+        """Calls from now on show, and trust, the certificates that are in the files now."""
+        channel = open_channel(service.address, self._security, name=service.name)
+        return service.reconnect(channel).close(grace)
 
     async def _watch(self, service: LlmService) -> None:
         while True:

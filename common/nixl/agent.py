@@ -221,11 +221,10 @@ class NixlAgent:
                 answer.exception()
 
     async def _revive(self) -> None:
-        pause = 0.0
+        backoff = tasks.Backoff(self._longest_pause)
         while self._child is None:
-            await asyncio.sleep(pause)
-            pause = min(max(1.0, 2 * pause), self._longest_pause)
+            await backoff.wait()
             try:
                 await self._begin()
             except NixlError as error:
-                _log.error("no NIXL agent", why=str(error), retry_seconds=pause)
+                _log.error("no NIXL agent", why=str(error), retry_seconds=backoff.seconds)

@@ -224,13 +224,12 @@ class Workers:
             await self._revive(slot)
 
     async def _revive(self, slot: WorkerSlot) -> None:
-        pause = 0.0
+        backoff = tasks.Backoff(self._longest_pause)
         while slot.child is None:
-            await asyncio.sleep(pause)
-            pause = min(max(1.0, 2 * pause), self._longest_pause)
+            await backoff.wait()
             try:
                 await self._start(slot)
             except (ChildDied, WorkerError, OSError) as error:
-                _log.error("a worker does not start", worker=slot.index, why=str(error), retry_seconds=pause)
+                _log.error("a worker does not start", worker=slot.index, why=str(error), retry_seconds=backoff.seconds)
         _log.info("a worker is back", worker=slot.index)
         self._on_ready(slot)

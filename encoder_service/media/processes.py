@@ -123,14 +123,13 @@ class DecodeProcesses:
 
     async def _revive(self, gone: Child[FromDecoder]) -> None:
         """Has another process take the place of one that is gone, as soon as one can be started."""
-        pause = 0.0
+        backoff = tasks.Backoff(self._longest_pause)
         while True:
-            await asyncio.sleep(pause)
-            pause = min(max(1.0, 2 * pause), self._longest_pause)
+            await backoff.wait()
             try:
                 await self.add()
             except (ChildDied, OSError) as error:
-                _log.error("a decode process does not start", why=str(error), retry_seconds=pause)
+                _log.error("a decode process does not start", why=str(error), retry_seconds=backoff.seconds)
                 self._note(self._missing | {gone})
             else:
                 self._note(self._missing - {gone})

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from common import log, tasks
 from common.errors import Unavailable
 from common.rendezvous import ranked
+from common.replica_set import ReplicaSet, Upkeep
 from common.resolver import Resolver
 from llm_service.encoders.absence import Absence
 from llm_service.encoders.breaker import DEATHS, Quarantine
@@ -28,6 +30,24 @@ _CROWDED_PATCHES = 65_536
 """Patches that wait or are computed at an encoder, for anyone, at which the next choice is taken, likewise."""
 
 
+@dataclass(frozen=True, slots=True)
+class WatchedReplica:
+    """An encoder, and the task that asks it what it is."""
+
+    replica: Replica
+    watcher: asyncio.Task[None]
+
+
+async def _close(watched: WatchedReplica, grace: float | None) -> None:
+    watched.watcher.cancel()
+    await asyncio.gather(watched.watcher, return_exceptions=True)
+    await watched.replica.close(grace)
+
+
+def _renew(watched: WatchedReplica, grace: float) -> Coroutine[Any, Any, None]:
+    return watched.replica.reconnect().close(grace)
+
+
 class EncoderPool:
     """All encoders of one service, at `addresses` as `Resolver` takes them; streams at an encoder whose address has
     gone may go on to their end."""
@@ -37,19 +57,22 @@ class EncoderPool:
         self.quarantine = Quarantine()
         self.isolation = Isolation()
         self.wait_queue = WaitQueue()
-        self._retiring: set[asyncio.Task[None]] = set()
-        self._sources = Resolver(addresses)
         self._configured = bool(addresses)
         self._absence = Absence()
-        self._files = settings.security.files()
-        self._replicas: dict[str, tuple[Replica, asyncio.Task[None]]] = {}
+        self.replica_set = ReplicaSet(
+            "encoder",
+            Resolver(addresses),
+            settings.security.files(),
+            Upkeep(self._open, _renew, _close),
+            grace=settings.timeout,
+        )
         self._changed = asyncio.Event()
-        self._resolver: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[None] | None = None
 
     @property
     def replicas(self) -> list[Replica]:
         """The encoders known now."""
-        return [replica for replica, _ in self._replicas.values()]
+        return [watched.replica for watched in self.replica_set.known.values()]
 
     async def start(self) -> None:
         """Begins to look encoders up and to watch them; does not wait for any."""
@@ -58,55 +81,24 @@ class EncoderPool:
                 "no encoder is configured: requests with pictures or videos fail", hint="--encoders names them"
             )
             return
-        self._resolver = tasks.start(self._keep_resolving(), "encoder resolver")
+        self._looking = tasks.start(self._keep_looking(), "encoder resolver")
 
     async def stop(self) -> None:
         """Ends all watching and closes all channels."""
-        if self._resolver is not None:
-            self._resolver.cancel()
-            await asyncio.gather(self._resolver, return_exceptions=True)
-        for address in list(self._replicas):
-            await self._remove(address, grace=None)
-        for task in self._retiring:
-            task.cancel()
-        await asyncio.gather(*self._retiring, return_exceptions=True)
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+        await self.replica_set.close()
 
-    async def _keep_resolving(self) -> None:
+    async def _keep_looking(self) -> None:
         while True:
-            if self._files is not None and self._files.changed():
-                for each in self.replicas:
-                    self._retire(each.reconnect(self.settings.timeout), f"reconnect {each.address}")
-            wanted = await self._sources.resolve()
-            for address in wanted.keys() - self._replicas.keys():
-                self._add(address, wanted[address])
-            for address in self._replicas.keys() - wanted.keys():
-                await self._remove(address, grace=self.settings.timeout)
+            await self.replica_set.look()
             self._absence.look(self.replicas)
             await asyncio.sleep(self.settings.resolve_seconds)
 
-    def _add(self, address: str, name: str) -> None:
-        """Begins to watch an encoder; where certificates cannot be read just now, the next time of looking up does."""
-        try:
-            replica = Replica(address, name, self.settings, self.quarantine, self.wait_queue.opened)
-        except OSError as error:
-            _log.error("an encoder cannot be spoken to", address=address, cause=str(error))
-            return
-        self._replicas[address] = (replica, tasks.start(replica.watch(self._changed), f"watch {address}"))
-
-    async def _remove(self, address: str, *, grace: float | None) -> None:
-        """Forgets an encoder; what is under way there has `grace` seconds to end, behind the caller's back."""
-        replica, watcher = self._replicas.pop(address)
-        watcher.cancel()
-        await asyncio.gather(watcher, return_exceptions=True)
-        task = self._retire(replica.close(grace), f"close {address}")
-        if grace is None:
-            await task
-
-    def _retire(self, closing: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = tasks.start(closing, name)
-        self._retiring.add(task)
-        task.add_done_callback(self._retiring.discard)
-        return task
+    def _open(self, address: str, name: str) -> WatchedReplica:
+        replica = Replica(address, name, self.settings, self.quarantine, self.wait_queue.opened)
+        return WatchedReplica(replica, tasks.start(replica.watch(self._changed), f"watch {address}"))
 
     async def refuses(self, identity: bytes) -> bool:
         """Whether two encoders have died over this item; where that is still in question it is waited for, so that no

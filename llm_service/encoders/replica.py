@@ -134,11 +134,11 @@ class Replica:
     def _connect(self) -> Connections:
         return Connections(self.address, self.name, self._settings.security, self._settings.connections)
 
-    async def reconnect(self, grace: float) -> None:
-        """Has further calls take new connections, by the files that there are now; those under way have `grace` seconds
-        to end. Raises OSError where the files cannot be read just now: all stays as it is then."""
+    def reconnect(self) -> Connections:
+        """Has further calls take new connections, by the files that there are now. Returns those before, on which
+        others may be under way. Raises OSError where the files cannot be read just now: all stays as it is then."""
         before, self._connections = self._connections, self._connect()
-        await before.close(grace)
+        return before
 
     @property
     def usable(self) -> bool:

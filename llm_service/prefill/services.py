@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ from common.errors import DataLoss, DeadlineExceeded, Exhausted, NotFound, Preco
 from common.grpc_channel import ChannelSecurity, from_rpc_error, open_channel
 from common.media.convert import MODALITIES
 from common.rendezvous import ranked
+from common.replica_set import ReplicaSet, Upkeep
 from common.resolver import Resolver
 from common.wire import crc32c
 from llm_service.encoders.breaker import Breaker
@@ -48,6 +49,7 @@ class _Service:
     """A service that computes prompts, and how many of ours it has."""
 
     address: str
+    name: str
     channel: grpc.aio.Channel
     breaker: Breaker = field(default_factory=Breaker)
     in_flight: int = 0
@@ -74,31 +76,31 @@ class PrefillServices:
         seconds: float,
     ) -> None:
         self.counters = PrefillCounters()
-        self._sources = Resolver(addresses)
         self._security = security
         self._blocks = blocks
         self._layout = layout
         self._block_size = block_size
         self._tokens = tokens
         self._seconds = seconds
-        self._files = security.files()
-        self._services: dict[str, _Service] = {}
-        self._resolver: asyncio.Task[None] | None = None
-        self._retiring: set[asyncio.Task[None]] = set()
+        self._services = ReplicaSet(
+            "prefill service",
+            Resolver(addresses),
+            security.files(),
+            Upkeep(self._open, self._renew, _close),
+            grace=seconds,
+        )
+        self._looking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Begins to look them up."""
-        self._resolver = tasks.start(self._keep_resolving(), "prefill resolver")
+        self._looking = tasks.start(self._keep_looking(), "prefill resolver")
 
     async def stop(self) -> None:
         """Closes all channels."""
-        if self._resolver is not None:
-            self._resolver.cancel()
-            await asyncio.gather(self._resolver, return_exceptions=True)
-        for task in self._retiring:
-            task.cancel()
-        await asyncio.gather(*self._retiring, return_exceptions=True)
-        await asyncio.gather(*(each.channel.close() for each in self._services.values()))
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+        await self._services.close()
 
     async def bring(self, request: Request, pieces: Sequence[Piece], keys: Sequence[bytes], add: Add) -> int:
         """Has a prompt computed elsewhere, where that is worth it; how many of its first tokens are cached here then,
@@ -124,7 +126,8 @@ class PrefillServices:
 
     def _choose(self, prefix: bytes) -> _Service | None:
         """The one that prompts that begin alike go to, unless it is crowded, or failed lately."""
-        usable = ranked(prefix, [each for each in self._services.values() if each.usable], lambda each: each.address)
+        services = [each for each in self._services.known.values() if each.usable]
+        usable = ranked(prefix, services, lambda each: each.address)
         least = min((each.in_flight for each in usable), default=0)
         return next((each for each in usable if each.in_flight < _CROWDED or each.in_flight == least), None)
 
@@ -201,23 +204,21 @@ class PrefillServices:
             first_block=first,
         )
 
-    async def _keep_resolving(self) -> None:
+    async def _keep_looking(self) -> None:
         while True:
-            wanted = await self._sources.resolve()
-            renewed = self._files is not None and self._files.changed()
-            for address in [address for address in self._services if renewed or address not in wanted]:
-                closing = self._services.pop(address).channel.close(self._seconds)  # what is under way may end
-                task = tasks.start(closing, f"close {address}")
-                self._retiring.add(task)
-                task.add_done_callback(self._retiring.discard)
-            for address in wanted.keys() - self._services.keys():
-                try:
-                    channel = open_channel(address, self._security, name=wanted[address])
-                except OSError as error:  # the next time of looking up tries again
-                    _log.error("a service cannot be spoken to", address=address, cause=str(error))
-                else:
-                    self._services[address] = _Service(address, channel)
+            await self._services.look()
             await asyncio.sleep(_RESOLVE_SECONDS)
+
+    def _open(self, address: str, name: str) -> _Service:
+        return _Service(address, name, open_channel(address, self._security, name=name))
+
+    def _renew(self, service: _Service, grace: float) -> Coroutine[Any, Any, None]:
+        before, service.channel = service.channel, open_channel(service.address, self._security, name=service.name)
+        return before.close(grace)
+
+
+async def _close(service: _Service, grace: float | None) -> None:
+    await service.channel.close(grace)
 
 
 def _other_blocks(request: Request) -> TwinlensError:

@@ -15,7 +15,7 @@ from common.errors import Unavailable
 from common.wire import DType
 from llm_service.encoders.breaker import Quarantine
 from llm_service.encoders.health import EncoderHealth, Verdict
-from llm_service.encoders.pool import EncoderPool
+from llm_service.encoders.pool import EncoderPool, WatchedReplica
 from llm_service.encoders.replica import LinkSettings, Replica
 from llm_service.encoders.transports import shared_memory
 from tests.unit.llm_service.scripted import DIGEST, LAYOUT, ScriptedEncoder, bench, hangs_after_the_header
@@ -124,7 +124,7 @@ async def replica_of_a_pool(quarantine: Quarantine) -> AsyncIterator[tuple[Encod
     """A pool that knows one encoder, which nobody watches."""
     pool = EncoderPool([], LinkSettings(digest=DIGEST, layout=LAYOUT, merge=2))
     replica = Replica("127.0.0.1:1", "", pool.settings, quarantine)
-    pool._replicas[replica.address] = (replica, asyncio.create_task(asyncio.Event().wait()))  # type: ignore[arg-type]
+    pool.replica_set.known[replica.address] = WatchedReplica(replica, asyncio.create_task(asyncio.Event().wait()))  # type: ignore[arg-type]
     replica.health.judge(ANSWERS)
     try:
         yield pool, replica
@@ -236,7 +236,7 @@ async def test_memory_of_an_encoder_that_has_left_is_let_go_though_the_service_s
         (entry,) = await b.land(b"picture")
         (replica,) = b.pool.replicas
         replica._transports = [*replica._transports, SimpleNamespace(close=lambda: closed.append(True))]  # type: ignore[list-item]
-        await b.pool._remove(replica.address, grace=600)  # which its stream may take
+        b.pool.replica_set.forget(replica.address)  # which its stream may take
         await asyncio.sleep(0)
         assert not closed
         await b.pool.stop()

@@ -140,7 +140,7 @@ async def test_a_stream_goes_on_at_an_encoder_that_has_left_the_list_though_no_p
     async with bench(ScriptedEncoder([late]), **BY_PARTS) as b:
         await b.usable(1)
         fetches = await b.receiver.fetch_headers(request(DATA))
-        await b.pool._remove(b.pool.replicas[0].address, grace=60.0)
+        b.pool.replica_set.forget(b.pool.replicas[0].address)
         await eventually(lambda: not b.pool.replicas)
         (entry,) = await b.receiver.acquire(fetches)
         told.set()
