@@ -32,8 +32,8 @@ from common.cpu.jit import use_threads
 from common.devices import default_dtype
 from llm_service.layers.cpu import selection
 from llm_service.layers.weight_dtype import W8A8
-from llm_service.models.adapter_folder import Adaptable, read
-from llm_service.models.config import TextConfig
+from llm_service.model_config.adapter_folder import Adaptable, read
+from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
 from llm_service.plan import Adapter, Chunk, Draw, StepPlan

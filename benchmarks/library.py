@@ -44,8 +44,8 @@ from encoder_service.models.library_tower import LibraryTower
 from encoder_service.models.processor import ItemProcessor
 from encoder_service.models.tower import load_tower, multiplies_as_stored
 from llm_service.families.registry import find_family
+from llm_service.model_config.served import ServedModel
 from llm_service.models.known_text import known_text
-from llm_service.models.served import ServedModel
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, SamplingParams
 from tests.parity.local_engine import LocalEngine, Prompt

@@ -31,7 +31,7 @@ from llm_service.layers.experts import Experts
 from llm_service.layers.group import ALONE
 from llm_service.layers.linear import PackedLinear, quantized
 from llm_service.layers.quantized_weight import QuantizedWeight
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.plan import Chunk, Draw, StepPlan
 from llm_service.worker.caches import Caches

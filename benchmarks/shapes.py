@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.media.item import Grid
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 
 TOWER: dict[str, Any] = {
     "depth": 27,

@@ -23,7 +23,7 @@ from llm_service.engine.front import EngineFront
 from llm_service.generation.adapters import Adapters
 from llm_service.generation.events import Begun, Delta, Embedded, Ended, PromptScores
 from llm_service.generation.generator import Generator
-from llm_service.models.served import Weights
+from llm_service.model_config.served import Weights
 from llm_service.plan import TokenLogprobs
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.chat_template import ChatTemplate

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from llm_service.families.family import Family, Mixer
 from llm_service.layers.linear import Stored
-from llm_service.models.config import TextConfig
+from llm_service.model_config.rotary import RotaryConfig
+from llm_service.model_config.text import TextConfig
 from llm_service.models.filling import InMemory, targets
-from llm_service.models.rotary_config import RotaryConfig
 
 CPU = torch.device("cpu")
 HIDDEN, HEADS, KV_HEADS, HEAD, TOKENS = 64, 4, 2, 32, 40

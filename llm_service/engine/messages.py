@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
-from llm_service.models.served import Weights
+from llm_service.model_config.served import Weights
 from llm_service.plan import Invalidate, Pull, TokenLogprobs, Unmap
 from llm_service.request import Pooling, SamplingParams
 from llm_service.settings import EngineSettings

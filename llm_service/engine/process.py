@@ -25,7 +25,7 @@ from llm_service.engine.planner import Limits
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.step_queue import Executor, StepQueue
 from llm_service.engine.structure import Matchers, Structures
-from llm_service.models.served import ServedModel, Weights
+from llm_service.model_config.served import ServedModel, Weights
 from llm_service.prompt.tokens import end_tokens
 from llm_service.settings import DRAFT_HEADS, EngineSettings
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from llm_service.layers.linear import PackedLinear
 from llm_service.layers.ops import Pair, RMSNorm
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 
 _LEAST = 1e-5
 """Of what the mean square of a stream is."""

@@ -12,7 +12,7 @@ from llm_service.layers.alternating import AltUp, Laurel
 from llm_service.layers.decoder_layer import DecoderLayer
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.mixer import HandedOn, Rotary
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 
 _HALF = 2**-0.5
 """What the sum of two residuals is multiplied by."""

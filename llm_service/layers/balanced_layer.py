@@ -10,7 +10,7 @@ from llm_service.layers.balanced_streams import StreamBalance, rebalanced
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.layer_of_streams import LayerOfStreams
 from llm_service.layers.mixer import Rotary
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 
 
 class BalancedLayer(LayerOfStreams):

@@ -21,7 +21,7 @@ from llm_service.layers.linear import PackedLinear, length
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.ops import TORCH, RMSNorm, RowOps
 from llm_service.layers.self_attention import SelfAttention
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 
 
 class BlockIndexer(nn.Module):

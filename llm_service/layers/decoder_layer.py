@@ -36,8 +36,8 @@ from llm_service.layers.self_attention import SelfAttention
 from llm_service.layers.short_convolution import ShortConvolution
 from llm_service.layers.tempered_attention import TemperedAttention
 from llm_service.layers.xielu import XieluMLP
-from llm_service.models.config import TextConfig
-from llm_service.models.feed_forward_config import Activation
+from llm_service.model_config.feed_forward import Activation
+from llm_service.model_config.text import TextConfig
 
 _UNGATED: dict[Activation, type[SquaredMLP]] = {Activation.RELU: PlainReluMLP, Activation.XIELU: XieluMLP}
 

@@ -18,8 +18,8 @@ from llm_service.layers.mlp import MLP, SquaredMLP, act_and_mul, squared_relu
 from llm_service.layers.ops import TORCH, Pair, RowOps
 from llm_service.layers.quantized_weight import QuantizedWeight
 from llm_service.layers.weight_dtype import EXACT, Rounded
-from llm_service.models.experts_config import GroupedExperts
-from llm_service.models.feed_forward_config import Activation
+from llm_service.model_config.experts import GroupedExperts
+from llm_service.model_config.feed_forward import Activation
 
 _WITH_GATES, _WITHOUT_GATES = ("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj")
 """An expert's matrices, where each has a tensor of its own."""

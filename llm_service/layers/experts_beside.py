@@ -13,7 +13,7 @@ from llm_service.layers.experts import Experts, Routed
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import Place, Stored, fill
 from llm_service.layers.ops import TORCH, Pair, RMSNorm, RowOps
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 
 
 class NormedRouter(nn.Module):

@@ -15,8 +15,8 @@ from llm_service.layers.gdn.choose import choose
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear, Place, Stored, fill
 from llm_service.layers.mixer import Rotary
-from llm_service.models.config import TextConfig
-from llm_service.models.state_config import GateActivation
+from llm_service.model_config.state import GateActivation
+from llm_service.model_config.text import TextConfig
 
 _OPEN = 64.0
 """What SiLU gives as it is, in every type: with all gates at this, what is read comes out times a power of two."""

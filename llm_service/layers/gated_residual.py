@@ -13,7 +13,7 @@ from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import Place, Stored, fill
 from llm_service.layers.ops import PlainNorm
 from llm_service.layers.pooled_experts import ScaledInputNorm
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 
 _LEAST = 1e-3
 """Of what the square of a factor is."""

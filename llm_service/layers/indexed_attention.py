@@ -19,7 +19,7 @@ from llm_service.layers.ops import RMSNorm, apply_rotary
 from llm_service.layers.self_attention import SelfAttention
 from llm_service.layers.stretch_decode import IndexDecodes
 from llm_service.layers.stretch_index import IndexBatch, PagedIndex
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 
 
 class Indexer(nn.Module):

@@ -23,8 +23,8 @@ from llm_service.layers.latent_products import LatentProducts
 from llm_service.layers.mixer import HandedOn, Rotary
 from llm_service.layers.token_decode import PagedTokenIndex, TokenIndexDecodes, attend_to_listed
 from llm_service.layers.token_index import TokenIndexer
-from llm_service.models.config import TextConfig
-from llm_service.models.latent_config import LatentHeads
+from llm_service.model_config.latent import LatentHeads
+from llm_service.model_config.text import TextConfig
 
 
 class IndexedLatentAttention(LatentAttention):

@@ -14,7 +14,7 @@ from llm_service.layers.kda.backend import KdaBackend, KdaBatch, KdaInput, KdaSh
 from llm_service.layers.kda.choose import choose
 from llm_service.layers.linear import PackedLinear, Place, Stored, fill, length
 from llm_service.layers.mixer import Rotary
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 
 
 class KimiDeltaWeights(nn.Module):

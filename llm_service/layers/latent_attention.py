@@ -22,7 +22,7 @@ from llm_service.layers.learned_positions import LearnedGrowth
 from llm_service.layers.linear import PackedLinear, Place, Stored, fill, length
 from llm_service.layers.mixer import Rotary, StateBackend
 from llm_service.layers.ops import TORCH, RMSNorm, RowOps
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 
 
 class SinksLatents(Protocol):

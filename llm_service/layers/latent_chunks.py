@@ -12,7 +12,7 @@ from llm_service.layers.attention.one_head import attend_to_one
 from llm_service.layers.attention.scored import shares_of
 from llm_service.layers.attention.torch_backend import TorchBatch
 from llm_service.layers.latent_products import LatentProducts
-from llm_service.models.latent_config import LatentHeads
+from llm_service.model_config.latent import LatentHeads
 
 _ROOM = 32 << 20
 """Bytes of one head's scores at once."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import Place, Stored, fill
-from llm_service.models.latent_config import LatentHeads
+from llm_service.model_config.latent import LatentHeads
 
 
 class LatentProducts(nn.Module):

@@ -12,8 +12,8 @@ from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear, VocabularyEmbedding
 from llm_service.layers.mlp import act_and_mul
 from llm_service.layers.ops import TORCH, RMSNorm, RowOps
-from llm_service.models.config import TextConfig
-from llm_service.models.layer_shapes import LayerInputs
+from llm_service.model_config.layer_shapes import LayerInputs
+from llm_service.model_config.text import TextConfig
 
 _HALF = 2**-0.5
 """What the sum of two numbers with a variance of 1 is multiplied by, to have that as well."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from llm_service.layers.linear import Place, Stored, fill
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.ops import MultimodalRotary
-from llm_service.models.rotary_config import RotaryConfig
+from llm_service.model_config.rotary import RotaryConfig
 
 
 class LearnedRotary(MultimodalRotary):

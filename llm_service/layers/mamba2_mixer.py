@@ -14,8 +14,8 @@ from llm_service.layers.linear import PackedLinear, Place, Stored, fill, length
 from llm_service.layers.mamba2.backend import Mamba2Backend, Mamba2Batch, Mamba2Input, Mamba2Shape, Mamba2Weights
 from llm_service.layers.mamba2.choose import choose
 from llm_service.layers.mixer import Rotary
-from llm_service.models.config import TextConfig
-from llm_service.models.state_config import Mamba2Config
+from llm_service.model_config.state import Mamba2Config
+from llm_service.model_config.text import TextConfig
 
 
 class Mamba2Heads(nn.Module):

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import Place, Stored, VocabularyEmbedding, fill
-from llm_service.models.layer_shapes import MarkTable
+from llm_service.model_config.layer_shapes import MarkTable
 
 PARTS = "embedding", "hard_embedding_norm", "embedding_projection"
 """Of such a table, as the library calls them."""

@@ -13,7 +13,7 @@ from llm_service.layers.elementwise import sigmoid
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear, SummedLinear
 from llm_service.layers.ops import TORCH, RowOps
-from llm_service.models.feed_forward_config import Activation
+from llm_service.model_config.feed_forward import Activation
 
 
 def act_and_mul(ops: RowOps, activation: Activation | Gates, x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from llm_service.layers.linear import Place, Stored, fill
 from llm_service.layers.mlp import MLP
 from llm_service.layers.ops import Pair
 from llm_service.layers.weight_dtype import EXACT, Rounded
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 
 _OF = "text_moe", "vision_moe"
 """What the library calls those of text and of media; published checkpoints number all experts, and have a router's

@@ -21,8 +21,8 @@ from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear, Place, Stored, VocabularyEmbedding, fill
 from llm_service.layers.streams import StreamNorm
 from llm_service.layers.weight_dtype import EXACT, Rounded
-from llm_service.models.config import TextConfig
-from llm_service.models.layer_shapes import NgramShape
+from llm_service.model_config.layer_shapes import NgramShape
+from llm_service.model_config.text import TextConfig
 
 _64 = (1 << 64) - 1
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from llm_service.layers.elementwise import sigmoid
 from llm_service.layers.linear import Place, Stored, fill
 from llm_service.layers.ops import Pair, RMSNorm
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 
 
 class StreamGates(nn.Module):

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from llm_service.layers.elementwise import gelu, silu
 from llm_service.layers.linear import Place, Stored, fill
-from llm_service.models.config import TextConfig
-from llm_service.models.rotary_config import RotaryConfig, RotaryScaling
+from llm_service.model_config.rotary import RotaryConfig, RotaryScaling
+from llm_service.model_config.text import TextConfig
 
 Pair = tuple[Tensor, Tensor]
 

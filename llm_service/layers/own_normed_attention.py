@@ -11,7 +11,7 @@ from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import Place, Stored, fill, length
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.self_attention import SelfAttention
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 
 _EPS = 1e-5
 

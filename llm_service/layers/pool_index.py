@@ -22,7 +22,7 @@ from llm_service.layers.mixer import Rotary
 from llm_service.layers.pool_decode import PoolDecodes
 from llm_service.layers.token_decode import TokenIndexDecodes
 from llm_service.layers.token_index import TokenIndexer
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 
 
 class PoolIndexer(TokenIndexer):

@@ -9,7 +9,7 @@ from llm_service.layers.experts import Experts, GroupedRouter, Routed
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear, Place, Stored, fill
 from llm_service.layers.ops import TORCH, RMSNorm, RowOps
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 
 
 class ScaledInputNorm(nn.Module):

@@ -13,7 +13,7 @@ from llm_service.layers.learned_positions import LearnedRotary
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.ops import MultimodalRotary
 from llm_service.layers.tempered_attention import TemperedRotary
-from llm_service.models.rotary_config import LONG, RotaryConfig
+from llm_service.model_config.rotary import LONG, RotaryConfig
 
 
 class FourAxisRotary(MultimodalRotary):

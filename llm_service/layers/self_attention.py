@@ -16,7 +16,7 @@ from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear, SummedLinear, length
 from llm_service.layers.mixer import Rotary, StateBackend
 from llm_service.layers.ops import TORCH, PlainNorm, RMSNorm, RowOps
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 
 
 class SelfAttention(nn.Module):

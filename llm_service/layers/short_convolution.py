@@ -15,7 +15,7 @@ from llm_service.layers.gdn.backend import CHUNK
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear, Place, Stored, fill, length
 from llm_service.layers.mixer import Rotary, StateBackend
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 
 
 class Convolves(Protocol):

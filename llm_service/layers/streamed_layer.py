@@ -13,7 +13,7 @@ from llm_service.layers.layer_of_streams import LayerOfStreams
 from llm_service.layers.mixer import HandedOn, Rotary
 from llm_service.layers.ngrams import Ngrams
 from llm_service.layers.streams import StreamMix, added
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 
 
 class StreamedLayer(LayerOfStreams):

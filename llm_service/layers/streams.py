@@ -10,7 +10,7 @@ from torch.nn import functional
 from llm_service.layers.elementwise import sigmoid, silu
 from llm_service.layers.linear import PackedLinear
 from llm_service.layers.ops import Pair, RMSNorm
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 
 
 class StreamNorm(RMSNorm):

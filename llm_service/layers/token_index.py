@@ -16,7 +16,7 @@ from llm_service.layers.linear import PackedLinear, Place, Stored, fill
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.ops import TORCH, RowOps
 from llm_service.layers.token_decode import TokenIndexDecodes
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 
 
 class TokenIndexer(nn.Module):

@@ -39,7 +39,7 @@ from llm_service.layers.place_table import PlaceTable
 from llm_service.layers.rotaries import rotary_of
 from llm_service.layers.streamed_layer import StreamedLayer
 from llm_service.layers.streams import StreamMix
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 
 _GROUPED = (9, 10)
 """Compute capabilities (their first part) for which torch's grouped product has a kernel of its own."""

@@ -23,10 +23,10 @@ from llm_service.layers.mixer import Rotary
 from llm_service.layers.ops import RMSNorm, norm_of
 from llm_service.layers.rotaries import rotary_of
 from llm_service.layers.self_attention import SelfAttention
-from llm_service.models.config import TextConfig
+from llm_service.model_config.eagle import EagleConfig
+from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder, Deepstack
 from llm_service.models.draft_head import DraftHead, check_target, ends_of, fill_head
-from llm_service.models.eagle_config import EagleConfig
 from llm_service.models.loader import HEAD, TABLE, TextSide
 from llm_service.models.quantized import load_weights
 

@@ -12,7 +12,7 @@ from common.library import LibraryModel
 from common.library_classes import blank_of, config_of, layers_of_levels
 from llm_service.families.registry import check_text
 from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 from llm_service.models.library_names import own_names
 from llm_service.models.loader import HEAD, TABLE, TextSide, equal_tensors
 from llm_service.models.trial import try_ours, with_media

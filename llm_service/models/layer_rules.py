@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from llm_service.families.family import CHUNKED, OF_ANSWERS
-from llm_service.models.rotary_config import Tempering
+from llm_service.model_config.rotary import Tempering
 
 
 def chunk_of(module: Any) -> int | None:

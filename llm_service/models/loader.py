@@ -15,7 +15,7 @@ from common.weights import SliceReader
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.weight_dtype import Rounded
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.filling import fill_decoder
 from llm_service.models.parted_tensors import PartedTensors

@@ -25,10 +25,10 @@ from llm_service.families.family import OF_PROMPTS, FeedForwardKind, SpanRule
 from llm_service.families.registry import TEXT_FAMILIES, check_text
 from llm_service.layers.attention.backend import runs_of
 from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.models.config import TextConfig
+from llm_service.model_config.layer_shapes import MarkTable
+from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.filling import fill_plain
-from llm_service.models.layer_shapes import MarkTable
 from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.library_inputs import media_tokens
 from llm_service.models.library_names import named_tensors

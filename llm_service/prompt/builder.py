@@ -17,7 +17,7 @@ from common.media import kept_rows
 from common.media.item import Header, Modality
 from llm_service.families.family import FAR, Rows, SpecialToken
 from llm_service.families.transcription import ASR_TEXT
-from llm_service.models.served import ServedModel
+from llm_service.model_config.served import ServedModel
 from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.prompt.detokenizer import TokenTexts
 from llm_service.prompt.mrope import MediaLayout, positions

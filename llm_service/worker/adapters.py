@@ -19,8 +19,8 @@ from llm_service.layers.group import ALONE
 from llm_service.layers.linear import PackedLinear, path_within
 from llm_service.layers.low_rank import LowRank
 from llm_service.layers.weight_dtype import narrowed
-from llm_service.models.adapter_folder import Adaptable
-from llm_service.models.config import TextConfig
+from llm_service.model_config.adapter_folder import Adaptable
+from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.plan import Adapter, StepPlan
 

@@ -12,14 +12,14 @@ from common.checkpoint import Checkpoint, CheckpointError
 from llm_service.families.registry import FAMILIES
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape
 from llm_service.layers.cache_spec import block_bytes, slot_bytes
+from llm_service.model_config.eagle import is_eagle3
+from llm_service.model_config.served import ServedModel
 from llm_service.models.decoder import Decoder
 from llm_service.models.draft_head import DraftHead
 from llm_service.models.eagle import load_eagle
-from llm_service.models.eagle_config import is_eagle3
 from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.loader import TextSide, load_decoder
 from llm_service.models.mtp import load_mtp
-from llm_service.models.served import ServedModel
 from llm_service.worker.caches import Caches
 from llm_service.worker.draft_model import DraftModel, HeadProposer
 from llm_service.worker.model_runner import ModelRunner

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from common.library_classes import blank_of, decoder_of
 from llm_service.layers.low_rank import LowRank
-from llm_service.models.adapter_folder import Adaptable
+from llm_service.model_config.adapter_folder import Adaptable
 from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.library_linear import TextLinear
 from llm_service.plan import Adapter, StepPlan

@@ -28,14 +28,14 @@ from llm_service.layers.attention.int8_blocks import SCALE_BYTES
 from llm_service.layers.cache_spec import IndexedKV, PagedKV, block_bytes, slot_bytes
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import TensorGroup
-from llm_service.models.adapter_folder import Adaptable, read
+from llm_service.model_config.adapter_folder import Adaptable, read
+from llm_service.model_config.served import ServedModel
 from llm_service.models.decoder import Decoder
 from llm_service.models.known_text import known_text
 from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.library_loader import load_library_decoder
 from llm_service.models.loader import TextSide, load_decoder
 from llm_service.models.quantization_config import quantization_of
-from llm_service.models.served import ServedModel
 from llm_service.plan import Adapter, StepPlan
 from llm_service.settings import DRAFT_HEADS, EngineSettings
 from llm_service.worker.adapters import RankAdapters, adaptable_of

@@ -18,10 +18,10 @@ from llm_service.families.family import OF_PROMPTS, SpanRule
 from llm_service.layers.attention.backend import Span, parts_at, runs_of
 from llm_service.layers.attention.metadata import AttentionMetadata, BatchNumbers
 from llm_service.layers.transfer import ToHost, to_device
+from llm_service.model_config.served import Weights
 from llm_service.models.decoder import Decoder
 from llm_service.models.draft_head import DraftHead
 from llm_service.models.library_decoder import LibraryDecoder
-from llm_service.models.served import Weights
 from llm_service.plan import AdapterOrder, Draw, Install, StepPlan, StepResult, TokenLogprobs
 from llm_service.worker import sampler
 from llm_service.worker.adapters import RankAdapters

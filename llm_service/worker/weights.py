@@ -10,7 +10,7 @@ from torch import nn
 from common.linear import LaidOut, Linear
 from llm_service.layers.experts import Experts, GroupedProduct
 from llm_service.layers.quantized_weight import Number, QuantizedWeight, StackedWeight
-from llm_service.models.served import Weights
+from llm_service.model_config.served import Weights
 
 Weighty = LaidOut | GroupedProduct
 

@@ -16,8 +16,8 @@ from common.checkpoint import Checkpoint, CheckpointError
 from common.wire import DType
 from llm_service.engine.core import ReadAdapter
 from llm_service.engine.process import Loaded, serve
-from llm_service.models.adapter_folder import Adaptable, read, stem_of
-from llm_service.models.config import TextConfig
+from llm_service.model_config.adapter_folder import Adaptable, read, stem_of
+from llm_service.model_config.text import TextConfig
 from llm_service.plan import Draw, StepPlan, StepResult, TokenLogprobs
 from llm_service.settings import EngineSettings
 from llm_service.worker.block_tables import BlockTables

@@ -24,10 +24,10 @@ from encoder_service.models.library_tower import LibraryTower
 from encoder_service.models.processor import ItemProcessor, Shown
 from encoder_service.worker.library_batches import ByShape, Made
 from llm_service.engine import sequence as running
+from llm_service.model_config.served import ServedModel
 from llm_service.models.decoder import Decoder
 from llm_service.models.known_text import known_text
 from llm_service.models.loader import TextSide
-from llm_service.models.served import ServedModel
 from llm_service.models.trial import Finding, try_out
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, SamplingParams

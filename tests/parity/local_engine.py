@@ -31,12 +31,12 @@ from llm_service.engine.sequence import Sequence as Sequenced
 from llm_service.layers.adapters import AdapterKernel
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape
 from llm_service.layers.mixer import CachedPart, StateBackend
-from llm_service.models.adapter_folder import read
+from llm_service.model_config.adapter_folder import read
+from llm_service.model_config.served import ServedModel
 from llm_service.models.decoder import Decoder
 from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.library_loader import load_library_decoder
 from llm_service.models.loader import TextSide, load_decoder
-from llm_service.models.served import ServedModel
 from llm_service.models.trial import Finding
 from llm_service.plan import Adapter, Install, TokenLogprobs
 from llm_service.prompt.builder import PromptBuilder

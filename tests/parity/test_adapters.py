@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from llm_service.layers.adapters import AdapterKernel
-from llm_service.models.name_patterns import Budget, NamePattern
+from llm_service.model_config.name_patterns import Budget, NamePattern
 from llm_service.request import Pooling, PromptLayout, SamplingParams
 from tests.adapters import ALL, ATTENTION
 from tests.parity.local_engine import LocalEngine, Prompt, make_prompt

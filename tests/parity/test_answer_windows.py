@@ -18,7 +18,7 @@ from llm_service.engine.block_identity import BlockIdentities
 from llm_service.families.family import FULL, SpanRule
 from llm_service.layers.attention.backend import AttentionKind, CacheShape
 from llm_service.layers.attention.choose import choose
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.loader import HEAD
 from llm_service.models.trial import try_ours_of

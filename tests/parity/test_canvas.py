@@ -14,7 +14,7 @@ from common.library_positions import rope_positions
 from common.library_processors import processor_of
 from common.media.item import Grid, Header, Modality
 from encoder_service.models.processor import ItemProcessor
-from llm_service.models.served import ServedModel
+from llm_service.model_config.served import ServedModel
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import TextPrompt
 from tools.models.prompts import picture

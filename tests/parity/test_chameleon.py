@@ -19,7 +19,7 @@ from common.small_models import made_up
 from llm_service.families.family import LayerNorms, SpanRule
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.own_normed_attention import HeadNorms
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.library_text import text_alone
 from llm_service.models.loader import load_decoder

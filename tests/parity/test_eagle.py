@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint, CheckpointError
+from llm_service.model_config.served import ServedModel
 from llm_service.models.loader import load_decoder
-from llm_service.models.served import ServedModel
 from llm_service.plan import Chunk, Draw, StepPlan
 from llm_service.request import SamplingParams
 from llm_service.worker.caches import Caches

@@ -27,7 +27,7 @@ from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.layer_inputs import LayerEnd
 from llm_service.layers.mixer import HandedOn
 from llm_service.layers.self_attention import SelfAttention
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.known_text import known_text
 from llm_service.models.loader import load_decoder

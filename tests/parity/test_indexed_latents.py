@@ -13,7 +13,7 @@ from common.checkpoint import Checkpoint, CheckpointError
 from llm_service.families.family import SpanRule
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
 from llm_service.models.trial import try_ours_of

@@ -15,7 +15,7 @@ from common.checkpoint import Checkpoint
 from common.errors import InvalidInput
 from common.media.item import Grid, Header, Key, Modality, PromptPart
 from encoder_service.models.processor import ItemProcessor
-from llm_service.models.served import ServedModel
+from llm_service.model_config.served import ServedModel
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.detokenizer import TokenTexts
 from llm_service.request import ChatPrompt, MediaItem, Message, TextPrompt, TokenPrompt

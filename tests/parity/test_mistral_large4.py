@@ -25,7 +25,7 @@ from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.indexed_latents import IndexedLatentAttention
 from llm_service.layers.learned_positions import LearnedGrowth, LearnedRotary
 from llm_service.layers.token_index import TokenIndexer
-from llm_service.models import config as text_config
+from llm_service.model_config import text as text_config
 from llm_service.models.decoder import Decoder
 from llm_service.models.filling import fill_plain
 from llm_service.models.library_names import named_tensors

@@ -13,7 +13,7 @@ import pytest
 from common import library_classes
 from common.checkpoint import CheckpointError
 from llm_service.families.registry import TEXT_FAMILIES
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 from tools.models.__main__ import Row, kinds, text_by
 from tools.models.__main__ import main as tools_models
 from tools.models.compare import OURS

@@ -18,7 +18,7 @@ from llm_service.layers.linear import SummedLinear
 from llm_service.layers.mlp import PlainReluMLP, squared_relu
 from llm_service.layers.ops import BiasedLayerNorm, LayerNorm
 from llm_service.layers.place_table import PlaceTable
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.library_text import text_alone
 from llm_service.models.loader import load_decoder

@@ -13,8 +13,8 @@ from common import library_models
 from common.checkpoint import Checkpoint, CheckpointError
 from common.library_processors import are_filled_up
 from llm_service.config import LlmConfig
+from llm_service.model_config.served import ServedModel
 from llm_service.models.decoder import Decoder
-from llm_service.models.served import ServedModel
 from llm_service.server import _adapter_settings
 from llm_service.settings import EngineSettings
 from llm_service.worker.load import adapter_reader

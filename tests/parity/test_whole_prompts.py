@@ -22,9 +22,9 @@ from common.media.item import Key, Modality
 from llm_service.families.family import SpanRule
 from llm_service.layers.attention import general_backend
 from llm_service.layers.self_attention import SelfAttention
+from llm_service.model_config.served import ServedModel
 from llm_service.models import library_attention
 from llm_service.models.library_decoder import LibraryDecoder
-from llm_service.models.served import ServedModel
 from llm_service.models.trial import try_config, try_ours, try_ours_of, try_out
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, TextPrompt, TokenPrompt
@@ -241,7 +241,7 @@ def test_a_trial_tells_scores_without_their_cap(monkeypatch: pytest.MonkeyPatch)
     config = config_of(PALIGEMMA_2)
     assert try_config(copy.deepcopy(config), drawn_prompt).spans is SpanRule.WHOLE_PROMPTS
     assert try_ours_of(copy.deepcopy(config), drawn_prompt).spans is SpanRule.WHOLE_PROMPTS
-    monkeypatch.setattr("llm_service.models.config.attention_cap", lambda *_: None)
+    monkeypatch.setattr("llm_service.model_config.text.attention_cap", lambda *_: None)
     with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
         try_ours_of(copy.deepcopy(config), drawn_prompt)
     whole = library_attention.AttentionRule

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from common import tekken
 from common.library_classes import class_of, head_of, library
 from common.small_models import redraw_corrections
-from llm_service.models.adapter_folder import CONFIG, WEIGHTS
+from llm_service.model_config.adapter_folder import CONFIG, WEIGHTS
 from tools.models.recipes import RECIPES
 from tools.models.recipes.recipe import Recipe
 

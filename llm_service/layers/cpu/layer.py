@@ -26,7 +26,7 @@ from llm_service.layers.mixer import Rotary
 from llm_service.layers.mlp import MLP
 from llm_service.layers.ops import LayerNorm, RMSNorm, Unnormed, use_ops
 from llm_service.layers.self_attention import SelfAttention
-from llm_service.models.feed_forward_config import Activation
+from llm_service.model_config.feed_forward import Activation
 
 
 def finalize(decoder: nn.Module, activation: Activation) -> None:

@@ -22,7 +22,7 @@ from common.cpu.vectors.powers import GELU_BEND, GELU_SLOPE, gate, gelu_gate
 from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.selection import fused_vectors
 from llm_service.layers.ops import Pair, TorchOps
-from llm_service.models.feed_forward_config import Activation
+from llm_service.model_config.feed_forward import Activation
 
 FEW = 32
 """Rows up to which one thread is faster."""

@@ -17,7 +17,7 @@ from common.checkpoint import Checkpoint
 from common.media.item import Grid
 from encoder_service.families import config
 from encoder_service.models.tower import load_tower
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 from llm_service.models.loader import load_decoder
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from llm_service.models.adapter_folder import Adaptable, read
+from llm_service.model_config.adapter_folder import Adaptable, read
 from llm_service.plan import AdapterError
 from tests.adapters import write
 

@@ -19,8 +19,8 @@ from llm_service.layers.mixer import Rotary
 from llm_service.layers.ops import MultimodalRotary
 from llm_service.layers.rotaries import rotary_of
 from llm_service.layers.self_attention import SelfAttention, gates_last
+from llm_service.model_config.rotary import RotaryConfig, Tempering
 from llm_service.models.filling import InMemory, targets
-from llm_service.models.rotary_config import RotaryConfig, Tempering
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
 from tests.layer_cases import CPU, HEAD, HIDDEN, SIZES, TOKENS, config, drawn, noise, read
 

@@ -22,7 +22,7 @@ from llm_service.layers.gpu.index_kernels import score_blocks
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.index_keys import BlockIndex, IndexQuery
 from llm_service.layers.rotaries import rotary_of
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 from llm_service.worker.adapters import shapes_of
 from llm_service.worker.caches import Caches
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch

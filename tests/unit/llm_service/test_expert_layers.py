@@ -14,8 +14,8 @@ from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.modality_experts import ModalityExperts
 from llm_service.layers.pooled_experts import PooledExperts
 from llm_service.layers.scaled_experts import InputScaledMLP
-from llm_service.models.config import TextConfig
-from llm_service.models.experts_config import GroupedExperts
+from llm_service.model_config.experts import GroupedExperts
+from llm_service.model_config.text import TextConfig
 from llm_service.models.filling import InMemory, targets
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
 from tests.layer_cases import HIDDEN, SIZES, config, drawn, noise, read

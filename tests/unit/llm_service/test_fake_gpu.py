@@ -26,13 +26,13 @@ from llm_service.layers.gpu.int8_weight import Int8Weight
 from llm_service.layers.gpu.quantized_weight import GpuWeight
 from llm_service.layers.group import ALONE
 from llm_service.layers.quantized_weight import QuantizedWeight
+from llm_service.model_config.served import ServedModel
 from llm_service.models.decoder import Decoder
 from llm_service.models.draft_head import DraftHead
 from llm_service.models.known_text import known_text
 from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.library_text import text_alone
 from llm_service.models.loader import load_decoder
-from llm_service.models.served import ServedModel
 from llm_service.plan import Draw, HiddenSum, Proposal, RowSlice
 from llm_service.worker import gpu_sampler, model_runner, sampler
 from llm_service.worker import host_cache as host_caches

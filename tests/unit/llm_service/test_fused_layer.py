@@ -20,9 +20,9 @@ from llm_service.layers.decoder_layer import DecoderLayer, make_layer
 from llm_service.layers.group import ALONE
 from llm_service.layers.linear import PackedLinear
 from llm_service.layers.weight_dtype import W8A8, Rounded
-from llm_service.models.config import TextConfig
+from llm_service.model_config.feed_forward import Activation
+from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import kernels_of
-from llm_service.models.feed_forward_config import Activation
 from tests.layer_cases import FAMILY, HEAD, HEADS, config, drawn, noise
 from tests.tiles import TILES, VECTORS, multiply_by
 

@@ -16,10 +16,10 @@ from llm_service.layers.alternating import AltUp, Laurel, StreamsIn, StreamsOut
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.mark_tables import MarkedEmbedding
 from llm_service.layers.mlp import CutMLP
-from llm_service.models.config import TextConfig
-from llm_service.models.feed_forward_config import Activation
+from llm_service.model_config.feed_forward import Activation
+from llm_service.model_config.layer_shapes import LayerInputs
+from llm_service.model_config.text import TextConfig
 from llm_service.models.filling import InMemory, targets
-from llm_service.models.layer_shapes import LayerInputs
 from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.library_names import named_tensors
 from llm_service.models.library_text import text_alone

@@ -19,9 +19,9 @@ from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.layer_inputs import InputsOfLayers
 from llm_service.layers.mixer import HandedOn
 from llm_service.layers.ops import MultimodalRotary, RMSNorm
-from llm_service.models.attention_config import HeadShape
-from llm_service.models.config import TextConfig
-from llm_service.models.layer_shapes import LayerInputs
+from llm_service.model_config.attention import HeadShape
+from llm_service.model_config.layer_shapes import LayerInputs
+from llm_service.model_config.text import TextConfig
 from llm_service.worker.adapters import shapes_of
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
 from tests.layer_cases import drawn, noise, read

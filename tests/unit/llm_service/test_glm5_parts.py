@@ -18,7 +18,7 @@ from llm_service.layers.cache_spec import Segment
 from llm_service.layers.elementwise import sigmoid
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.kimi_delta_attention import KimiDeltaAttention
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.mtp import load_mtp
 from llm_service.worker.adapters import shapes_of

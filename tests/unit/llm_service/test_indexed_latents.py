@@ -24,8 +24,8 @@ from llm_service.layers.indexed_latents import IndexedLatentAttention
 from llm_service.layers.latent_attention import LatentAttention
 from llm_service.layers.rotaries import rotary_of
 from llm_service.layers.token_decode import ScoreTokens, score_by_torch
-from llm_service.models.config import TextConfig
-from llm_service.models.latent_config import LatentHeads
+from llm_service.model_config.latent import LatentHeads
+from llm_service.model_config.text import TextConfig
 from llm_service.worker.adapters import shapes_of
 from llm_service.worker.caches import Caches
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch

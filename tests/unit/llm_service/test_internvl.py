@@ -15,7 +15,7 @@ from encoder_service.families import registry as encoder_registry
 from llm_service.families import registry
 from llm_service.families.family import Rows, SpecialToken
 from llm_service.families.internvl import INTERNVL
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 from llm_service.prompt.mrope import MediaLayout, positions
 from llm_service.prompt.tokens import MediaTokens, named_tokens
 from llm_service.request import Run, Span

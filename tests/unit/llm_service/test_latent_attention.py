@@ -18,8 +18,8 @@ from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.latent_attention import LatentAttention
 from llm_service.layers.ops import MultimodalRotary
 from llm_service.layers.rotaries import rotary_of
-from llm_service.models.config import TextConfig
-from llm_service.models.latent_config import LatentHeads
+from llm_service.model_config.latent import LatentHeads
+from llm_service.model_config.text import TextConfig
 from llm_service.worker.adapters import shapes_of
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
 from tests.layer_cases import drawn, noise, read

@@ -17,9 +17,9 @@ from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.linear import VocabularyEmbedding
 from llm_service.layers.mlp import MLP
 from llm_service.layers.ops import RMSNorm
-from llm_service.models.feed_forward_config import gates_of
+from llm_service.model_config.feed_forward import gates_of
+from llm_service.model_config.state import DeltaNetConfig
 from llm_service.models.filling import InMemory
-from llm_service.models.state_config import DeltaNetConfig
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
 from tests.layer_cases import CPU, HIDDEN, SIZES, TOKENS, config, drawn, noise, read
 

@@ -17,7 +17,7 @@ from llm_service.layers.adapters import AdaptedRows, AdapterKernel, AdapterRows,
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.linear import PackedLinear
 from llm_service.layers.low_rank import LowRank
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.plan import Adapter
 from llm_service.worker.adapters import RankAdapters, adapted_linears, shapes_of

@@ -22,7 +22,7 @@ from common.library_models import describe
 from llm_service.layers.attention import flash_backend
 from llm_service.layers.cache_spec import CacheSpec, IndexedKV, PagedKV
 from llm_service.layers.group import ALONE
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.plan import Install, StepPlan, StepResult
 from llm_service.settings import EngineSettings

@@ -17,8 +17,8 @@ from common.linear import Linear
 from llm_service.layers.experts import Experts
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear
+from llm_service.model_config.text import TextConfig
 from llm_service.models import filling, loader
-from llm_service.models.config import TextConfig
 from llm_service.models.loader import load_decoder
 from llm_service.models.quantized import load_weights
 from tests.checkpoints import FAMILIES, Family

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm_service.models.name_patterns import Budget, NamePattern, PatternError
+from llm_service.model_config.name_patterns import Budget, NamePattern, PatternError
 
 NAMES = [
     f"model.language_model.layers.{layer}.{part}"

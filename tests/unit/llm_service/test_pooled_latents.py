@@ -21,7 +21,7 @@ from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.mixer import HandedOn, Rotary
 from llm_service.layers.pooled_latents import PooledLatentAttention
 from llm_service.layers.token_decode import ScoreTokens, score_by_torch
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 from llm_service.worker.adapters import shapes_of
 from llm_service.worker.caches import Caches
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch

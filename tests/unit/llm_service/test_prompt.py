@@ -25,7 +25,7 @@ from common.errors import DataLoss, InvalidInput
 from common.library import LibraryModel
 from common.media.item import Grid, Header, Modality, PromptPart
 from llm_service.families.library import library_family
-from llm_service.models.served import ServedModel
+from llm_service.model_config.served import ServedModel
 from llm_service.prompt.builder import PlainTokenizer, PromptBuilder
 from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.request import ChatPrompt, MediaItem, Message, PiecesPrompt, PromptLayout, TextPrompt, TokenPrompt

@@ -25,7 +25,7 @@ from llm_service.layers.ngrams import Ngrams
 from llm_service.layers.ops import MultimodalRotary
 from llm_service.layers.streams import StreamMix
 from llm_service.layers.stretch_index import IndexBatch
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 from llm_service.models.filling import InMemory, targets
 from llm_service.models.mtp import load_mtp
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch

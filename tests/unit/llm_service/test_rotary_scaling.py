@@ -12,8 +12,8 @@ from common.library_classes import library
 from llm_service.families.family import FAR
 from llm_service.layers.ops import MultimodalRotary
 from llm_service.layers.rotaries import rotary_of
-from llm_service.models.config import TextConfig
-from llm_service.models.rotary_config import RotaryScaling
+from llm_service.model_config.rotary import RotaryScaling
+from llm_service.model_config.text import TextConfig
 
 CPU = torch.device("cpu")
 THETA, DIM, LONGEST = 500_000.0, 128, 131_072

@@ -23,8 +23,8 @@ from llm_service.layers.indexed_latents import IndexedLatentAttention
 from llm_service.layers.mixer import HandedOn
 from llm_service.layers.rotaries import rotary_of
 from llm_service.layers.token_decode import ScoreTokens, score_by_torch
-from llm_service.models.config import TextConfig
-from llm_service.models.experts_config import GroupedExperts
+from llm_service.model_config.experts import GroupedExperts
+from llm_service.model_config.text import TextConfig
 from llm_service.models.filling import InMemory
 from llm_service.worker.adapters import shapes_of
 from llm_service.worker.caches import Caches

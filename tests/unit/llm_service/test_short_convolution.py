@@ -12,7 +12,7 @@ from common.checkpoint import CheckpointError
 from llm_service.layers.cache_spec import Segment, StateCache
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.short_convolution import ShortConvolution
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 from llm_service.models.filling import InMemory, targets
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
 

@@ -13,7 +13,7 @@ from common.checkpoint import CheckpointError
 from llm_service.layers.decoder_layer import DecoderLayer
 from llm_service.layers.group import ALONE
 from llm_service.layers.ops import LayerNorm, MultimodalRotary, Unnormed
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ from typing import Any
 
 from common.checkpoint import CheckpointError
 from llm_service.families.family import FULL, SLIDING, Mixer
-from llm_service.models.own_settings import KEY_HEADS, QUERY_HEADS, own_settings
-from llm_service.models.rotary_config import RotaryConfig
+from llm_service.model_config.own_settings import KEY_HEADS, QUERY_HEADS, own_settings
+from llm_service.model_config.rotary import RotaryConfig
 
 
 @dataclass(frozen=True, slots=True)

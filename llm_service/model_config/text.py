@@ -21,8 +21,8 @@ from llm_service.families.family import (
 )
 from llm_service.families.gates import Gates
 from llm_service.families.registry import family_of
-from llm_service.models.attention_config import HeadShape, attention_cap, attention_scale, local_heads, mixer_with
-from llm_service.models.experts_config import (
+from llm_service.model_config.attention import HeadShape, attention_cap, attention_scale, local_heads, mixer_with
+from llm_service.model_config.experts import (
     GroupedExperts,
     dense_layers,
     dense_size,
@@ -34,7 +34,7 @@ from llm_service.models.experts_config import (
     grouped_experts,
     shared_size,
 )
-from llm_service.models.feed_forward_config import (
+from llm_service.model_config.feed_forward import (
     Activation,
     activation_of,
     cut_shares,
@@ -42,9 +42,9 @@ from llm_service.models.feed_forward_config import (
     inner_size,
     inner_sizes,
 )
-from llm_service.models.index_config import BlockIndexShape, IndexShape, TokenIndexShape, shared_choices, token_index_of
-from llm_service.models.latent_config import LatentHeads, latent_heads, latent_sources, unrotated_layers
-from llm_service.models.layer_shapes import (
+from llm_service.model_config.index import BlockIndexShape, IndexShape, TokenIndexShape, shared_choices, token_index_of
+from llm_service.model_config.latent import LatentHeads, latent_heads, latent_sources, unrotated_layers
+from llm_service.model_config.layer_shapes import (
     AlternatingShape,
     BalancedShape,
     LayerInputs,
@@ -53,7 +53,7 @@ from llm_service.models.layer_shapes import (
     OpenedShape,
     StreamShape,
 )
-from llm_service.models.layer_types import (
+from llm_service.model_config.layer_types import (
     check_reach,
     check_rotated,
     chunk_length,
@@ -62,8 +62,8 @@ from llm_service.models.layer_types import (
     window_length,
     window_lengths,
 )
-from llm_service.models.rotary_config import RotaryConfig, rotary_settings
-from llm_service.models.state_config import (
+from llm_service.model_config.rotary import RotaryConfig, rotary_settings
+from llm_service.model_config.state import (
     DeltaNetConfig,
     GateActivation,
     KimiDeltaConfig,
@@ -74,8 +74,8 @@ from llm_service.models.state_config import (
     kimi_delta_of,
     mamba2_of,
 )
-from llm_service.models.unknown_settings import check_settings
-from llm_service.models.vocabulary_config import logit_scale, multiplier, table_rows, tied_of, unsaid_tokens
+from llm_service.model_config.unknown_settings import check_settings
+from llm_service.model_config.vocabulary import logit_scale, multiplier, table_rows, tied_of, unsaid_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 from common.checkpoint import CheckpointError
 from llm_service.families.family import Family
 from llm_service.families.gates import BoundedGates, CutGates, Gates, RaisedGates
-from llm_service.models.experts_config import first_of
+from llm_service.model_config.experts import first_of
 
 
 class Activation(Enum):

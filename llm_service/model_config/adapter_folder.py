@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llm_service.models.name_patterns import Budget, NamePattern, PatternError
+from llm_service.model_config.name_patterns import Budget, NamePattern, PatternError
 from llm_service.plan import Adapter, AdapterError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

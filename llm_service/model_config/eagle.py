@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from common.checkpoint import CheckpointError
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 
 _ARCHITECTURE = "Eagle3"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from common.checkpoint import CheckpointError
 from llm_service.families.family import SLIDING, Family, Mixer
-from llm_service.models.own_settings import KEY_HEADS, LATENT_SIZES, QUERY_HEADS, own_settings
-from llm_service.models.rotary_config import yarn_growth
+from llm_service.model_config.own_settings import KEY_HEADS, LATENT_SIZES, QUERY_HEADS, own_settings
+from llm_service.model_config.rotary import yarn_growth
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from common.library import LibraryModel, describe
 from llm_service.families.family import Family
 from llm_service.families.library import library_family
 from llm_service.families.registry import find_family
-from llm_service.models.config import TextConfig
+from llm_service.model_config.text import TextConfig
 
 
 class Weights(msgspec.Struct, frozen=True):
