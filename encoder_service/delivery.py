@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from common import log, tracing
 from common.errors import TwinlensError
@@ -25,8 +25,10 @@ from twinlens.v1 import encoder_pb2
 
 T = TypeVar("T")
 
-Events = AsyncGenerator[encoder_pb2.EncodeResponse | bytes, None]
-"""Messages; bytes are ones that are serialized already."""
+Event: TypeAlias = encoder_pb2.EncodeResponse | bytes
+"""A message; bytes are one that is serialized already."""
+Send: TypeAlias = Callable[[T], Awaitable[None]]
+"""Returns once there is room for the next."""
 
 _AHEAD = 4
 """Events of all items together that may wait for the reader."""
@@ -57,58 +59,46 @@ class Delivery:
     seconds: dict[str, float] = field(default_factory=dict)
     """Of each stage, once all is sent."""
 
-    async def events(self) -> Events:
-        """The item's events; its failure is one of them."""
+    async def run(self, send: Send[Event]) -> None:
+        """Sends the item's events, of which its failure is one."""
         try:
             if isinstance(self.item, TwinlensError):
                 raise self.item
-            async with (
-                self.encoder.ticket(self.item, rows=not self.request.header_only) as ticket,
-                aclosing(self._item_events(ticket)) as events,
-            ):
-                async for event in events:
-                    yield event
+            async with self.encoder.ticket(self.item, rows=not self.request.header_only) as ticket:
+                await self._deliver(ticket, send)
         except TwinlensError as failure:
             self.failure = failure.reason
             self.meters.failed(failure.reason)
             tracing.failed(failure.reason)
-            yield encoder_pb2.EncodeResponse(error=convert.error(self.index, failure))
+            await send(encoder_pb2.EncodeResponse(error=convert.error(self.index, failure)))
 
-    async def _item_events(self, ticket: Ticket) -> Events:
-        async with aclosing(self._progress_until(self.encoder.resolve(ticket), ticket)) as events:
-            async for event in events:
-                yield event
+    async def _deliver(self, ticket: Ticket, send: Send[Event]) -> None:
+        await self._until(self.encoder.resolve(ticket), ticket, send)
         header = await ticket.header()
-        yield self._header(header, ticket)
+        await send(self._header(header, ticket))
         stages = ticket.stages
         if not self.request.header_only:
             if header.awaits_kept_rows:
-                async with aclosing(self._progress_until(ticket.ready(), ticket)) as events:
-                    async for event in events:
-                        yield event
-                yield self._header(ticket.entry.header, ticket)
-            async with aclosing(self._rows(ticket, header.tokens)) as events:
-                async for event in events:
-                    yield event
+                await self._until(ticket.ready(), ticket, send)
+                await send(self._header(ticket.entry.header, ticket))
+            await self._send_rows(ticket, header.tokens, send)
             stages = {**ticket.stages, "transfer": self.transfer}
             self.seconds = seconds_of(stages)
             self.meters.served(self.seconds)
         told = {name: stage.since(self.began) for name, stage in stages.items()}
         done = encoder_pb2.EncodeDone(item=self.index, timings=write_stages(told))
-        yield encoder_pb2.EncodeResponse(done=done)
+        await send(encoder_pb2.EncodeResponse(done=done))
 
     def _header(self, header: Header, ticket: Ticket) -> encoder_pb2.EncodeResponse:
         layout = self.encoder.pipeline.layout
         return encoder_pb2.EncodeResponse(header=write_header(self.index, header, layout, cached=ticket.cached))
 
-    async def _rows(self, ticket: Ticket, tokens: int) -> Events:
+    async def _send_rows(self, ticket: Ticket, tokens: int, send: Send[Event]) -> None:
         """Every row that the caller wants; the first ones while a worker may still be computing the last."""
         at, end = convert.stretch(self.request, self.index, tokens)
         spans: list[tuple[str, float, float]] = []
         while at < end:
-            async with aclosing(self._progress_until(ticket.more(at), ticket)) as events:
-                async for event in events:
-                    yield event
+            await self._until(ticket.more(at), ticket, send)
             if (allocation := ticket.allocation) is None:  # the rest has failed since
                 continue
             run, started = RowRun(self.index, allocation, at, min(end, ticket.landed)), time.perf_counter()
@@ -116,29 +106,27 @@ class Delivery:
             async with aclosing(transport.send(run, self.request.host)) as chunks:
                 async for chunk in chunks:
                     if isinstance(chunk, bytes):
-                        yield chunk
+                        await send(chunk)
                     else:  # rows that are handed over, with what tells whether the message was damaged on the way
                         add_checksum(chunk)
-                        yield encoder_pb2.EncodeResponse(rows=chunk)
+                        await send(encoder_pb2.EncodeResponse(rows=chunk))
             spans.append(("transfer", started, time.perf_counter()))
             self.rows += run.end - at
             at = run.end
-        async with aclosing(self._progress_until(ticket.ready(), ticket)) as events:
-            async for event in events:
-                yield event
+        await self._until(ticket.ready(), ticket, send)
         for _, started, ended in spans:
             self.transfer = self.transfer.with_more(Stage.between(started, ended))
         computed, seconds = spans[-1][1] if spans else time.perf_counter(), seconds_of(ticket.stages)
         tracing.in_turn(seconds, computed - sum(seconds.values()))
         tracing.record(spans)
 
-    async def _progress_until(self, what: Awaitable[object], ticket: Ticket) -> Events:
+    async def _until(self, what: Awaitable[object], ticket: Ticket, send: Send[Event]) -> None:
         """Says that the item is alive, every now and then, until `what` has come; raises what it raises."""
         task = asyncio.ensure_future(what)
         try:
             while not (await asyncio.wait({task}, timeout=PROGRESS_SECONDS))[0]:
                 progress = encoder_pb2.EncodeProgress(item=self.index, stage=ticket.stage)
-                yield encoder_pb2.EncodeResponse(progress=progress)
+                await send(encoder_pb2.EncodeResponse(progress=progress))
             task.result()
         finally:
             task.cancel()
@@ -156,7 +144,7 @@ def log_deliveries(deliveries: Sequence[Delivery]) -> None:
 
 
 class _Outbox(Generic[T]):
-    """Events of running streams, and the ends of those that have run out."""
+    """Events of those who send, and the ends of those who are done."""
 
     def __init__(self) -> None:
         self.events: asyncio.Queue[T | asyncio.Task[None]] = asyncio.Queue()
@@ -173,14 +161,14 @@ class _Outbox(Generic[T]):
         return event
 
 
-async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Every event of every stream: what is ready goes first, and no stream runs far ahead of the reader. Closing it
-    closes all of them.
+async def merged(senders: Sequence[Callable[[Send[T]], Coroutine[Any, Any, None]]]) -> AsyncGenerator[T, None]:
+    """Every event that the senders send: what is ready goes first, and none runs far ahead of the reader. Closing it
+    ends all of them.
 
-    Raises what a stream raises.
+    Raises what a sender raises.
     """
     outbox: _Outbox[T] = _Outbox()
-    tasks = [asyncio.create_task(_pump(stream, outbox)) for stream in streams]
+    tasks = [asyncio.create_task(sender(outbox.put)) for sender in senders]
     for task in tasks:
         task.add_done_callback(outbox.events.put_nowait)
     try:
@@ -196,9 +184,3 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _pump(stream: AsyncGenerator[T, None], outbox: _Outbox[T]) -> None:
-    async with aclosing(stream):
-        async for event in stream:
-            await outbox.put(event)

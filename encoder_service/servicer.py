@@ -76,7 +76,7 @@ class EncoderServicer(EncoderServiceServicer):
         ]
         del items
         try:
-            async with aclosing(merged([each.events() for each in deliveries])) as events:
+            async with aclosing(merged([each.run for each in deliveries])) as events:
                 async for event in events:
                     yield event
         finally:

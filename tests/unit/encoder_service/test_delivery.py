@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from common.arena import Range
 from common.media.item import Modality
 from common.row_frames import RowsFrame, unpack
 from encoder_service import convert
-from encoder_service.delivery import Delivery, Events
+from encoder_service.delivery import Delivery, Event
 from encoder_service.engine import pipeline
 from encoder_service.engine.encode import EncoderEngine
 from encoder_service.transports.link import Link
@@ -51,15 +51,15 @@ class Bench:
     host: encoder_pb2.HostProof
     computed: int = 0
 
-    def events(self) -> Events:
+    def events(self) -> AsyncGenerator[Event, None]:
         """The stream of the clip, by the way that is tested alone."""
         return self.asked(CLIP)
 
-    def asked(self, media: media_pb2.Media) -> Events:
+    def asked(self, media: media_pb2.Media) -> AsyncGenerator[Event, None]:
         """The stream of any item."""
         request = encoder_pb2.EncodeRequest(accepts=[self.reader.number], host=self.host)
         (item,) = convert.items([media], "", 0, tuple(Modality))
-        return Delivery(self.made, self.link, NoMeters(), request, 0, item).events()  # type: ignore[arg-type]
+        return one_by_one(Delivery(self.made, self.link, NoMeters(), request, 0, item))  # type: ignore[arg-type]
 
     async def compute(self) -> None:
         """The worker computes the next frame group: rows that hold its number."""
@@ -76,7 +76,7 @@ class Bench:
             await self.compute()
             await turns(20)
 
-    async def computed_run(self, events: Events) -> ArrivedRows:
+    async def computed_run(self, events: AsyncGenerator[Event, None]) -> ArrivedRows:
         """The next run of rows of a stream, for which the worker computes the next frame group."""
         coming = asyncio.create_task(self.run(events))
         await turns(10)
@@ -84,7 +84,7 @@ class Bench:
         await self.compute()
         return await coming
 
-    async def run(self, events: Events) -> ArrivedRows:
+    async def run(self, events: AsyncGenerator[Event, None]) -> ArrivedRows:
         """The next run of rows of a stream."""
         async for event in events:
             if isinstance(event, bytes):
@@ -99,6 +99,26 @@ class Bench:
         target = bytearray(run.count * LAYOUT.row_bytes)
         assert sum([piece async for piece in self.reader.receive(run, memoryview(target))]) == len(target)
         return bytes(target)
+
+
+async def one_by_one(delivery: Delivery) -> AsyncGenerator[Event, None]:
+    """The events of an item, which goes on once its reader wants the next."""
+    sent, wanted = asyncio.Queue[Event | None](), asyncio.Semaphore(0)
+
+    async def send(event: Event) -> None:
+        sent.put_nowait(event)
+        await wanted.acquire()
+
+    running = asyncio.create_task(delivery.run(send))
+    running.add_done_callback(lambda _: sent.put_nowait(None))
+    try:
+        while (event := await sent.get()) is not None:
+            yield event
+            wanted.release()
+        running.result()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def until(holds) -> None:

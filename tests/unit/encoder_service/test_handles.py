@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import pytest
@@ -11,7 +12,7 @@ from google.protobuf.message import DecodeError
 from common.errors import DataLoss
 from common.row_frames import RowsFrame
 from common.wire import crc32c
-from encoder_service.delivery import Events
+from encoder_service.delivery import Event
 from llm_service.encoders.stream import _run, read_event
 from llm_service.encoders.transports.base import ArrivedRows
 from tests.unit.encoder_service.fakes import turns
@@ -19,7 +20,7 @@ from tests.unit.encoder_service.test_delivery import opened
 from twinlens.v1 import encoder_pb2
 
 
-async def handed_over(events: Events) -> bytes:
+async def handed_over(events: AsyncGenerator[Event, None]) -> bytes:
     """The first event of a stream that says where rows are."""
     async for event in events:
         if isinstance(event, encoder_pb2.EncodeResponse) and event.HasField("rows"):
