@@ -46,7 +46,7 @@ class Meters:
         self._metrics.read(lambda: _rows(encoder, link))
 
     def computed(self, batch: BatchStats) -> None:
-        """A worker has computed a batch."""
+        """A worker has computed a batch, or a part of one."""
         self._fill.observe(batch.fill)
         self._units.observe(batch.units)
         self._preprocess.observe(batch.preprocess_seconds)

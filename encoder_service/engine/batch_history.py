@@ -31,7 +31,8 @@ class BatchTotals:
 
 @dataclass(frozen=True, slots=True)
 class BatchStats:
-    """One batch that a worker has computed. `fill` is its share of the patches that one may have."""
+    """What a worker has computed in a pass, a batch or a part of one. `fill` is its share of the patches that one may
+    have."""
 
     units: int
     patches: int

@@ -35,7 +35,7 @@ class Dispatcher:
     refused for good when it happens again, which a slow machine must not bring about. A worker runs `module` and is
     ready within `start_seconds`, or is taken not to start. `stall` and `longest_pause` are as in `Workers`.
 
-    `on_change` is called whenever the number of live workers changes, `on_batch` for each batch that was computed.
+    `on_change` is called whenever the number of live workers changes, `on_batch` for each pass that was computed.
     `die` ends this process, where the dispatcher has a defect: units would wait for it in vain.
     """
 
@@ -198,7 +198,8 @@ class Dispatcher:
         batches = assemble(self._waiting, len(idle), budget, max_units)
         for slot, batch in zip(idle, batches, strict=False):
             self._send(slot, batch)
-            slot.begin(batch, self._limit(batch))
+            slot.give(batch)
+            slot.begin(self._limit(batch))
         for slot in self._workers.looking_ahead:
             if batch := assemble_full(self._waiting, budget, max_units):
                 self._send(slot, batch)
@@ -246,11 +247,14 @@ class Dispatcher:
         self._pump_soon()
 
     def _on_reply(self, slot: WorkerSlot, answer: FromWorker) -> None:
-        """A worker has answered; it gets its next batch in the same turn of the loop."""
+        """A worker has answered for a batch, or for a part of one. With the last part it gets its next batch in the
+        same turn of the loop."""
+        began, alone = slot.began, len(slot.sent) == 1
         match answer:
             case BatchDone():
-                self._count(slot, answer)
-                for index, unit in enumerate(slot.take()):
+                units = slot.take(answer.pieces)
+                self._count(units, answer, asyncio.get_running_loop().time() - began)
+                for index, unit in enumerate(units):
                     self._suspects.clear(unit.key, unit.groups)
                     unit.preprocess = answer.preprocess_seconds
                     if index in answer.not_finite:
@@ -262,30 +266,31 @@ class Dispatcher:
                     if not unit.done.done():
                         unit.done.set_result(None)
             case BatchFailed():
-                _log.error("a batch failed", worker=slot.index, why=answer.why, units=len(slot.batch))
-                for unit in slot.batch:
+                units = slot.take(answer.pieces)
+                _log.error("a batch failed", worker=slot.index, why=answer.why, units=len(units))
+                for unit in units:
                     unit.give_up_copy()
-                self._split(slot.take())
+                self._split(units, alone=alone)
             case _:
                 raise ChildDied("an answer to another question")
         if slot.batch:
-            slot.begin(slot.batch, self._limit(slot.batch))
+            slot.begin(self._limit(slot.batch))
         self._pump()
 
-    def _count(self, slot: WorkerSlot, answer: BatchDone) -> None:
-        patches = sum(unit.patches for unit in slot.batch)
-        self._pace.learn(patches, asyncio.get_running_loop().time() - slot.began)
+    def _count(self, units: Sequence[Unit], answer: BatchDone, seconds: float) -> None:
+        patches = sum(unit.patches for unit in units)
+        self._pace.learn(patches, seconds)
         self.totals.vit_calls += 1
         self.totals.vit_patches += patches
         self.totals.graph_calls += answer.replayed
         self.totals.preprocess_seconds += answer.preprocess_seconds
         self.totals.vit_seconds += answer.vit_seconds
         fill = patches / max(patches, self._budget)
-        self._on_batch(BatchStats(len(slot.batch), patches, fill, answer.preprocess_seconds, answer.vit_seconds))
+        self._on_batch(BatchStats(len(units), patches, fill, answer.preprocess_seconds, answer.vit_seconds))
 
-    def _split(self, batch: list[Unit]) -> None:
-        """Units of a failed batch run once more, each alone; one that was alone has failed for good."""
-        if len(batch) == 1:
+    def _split(self, batch: list[Unit], *, alone: bool) -> None:
+        """Units that failed run once more, each alone; one that was `alone` has failed for good."""
+        if alone:
             self._fail(batch, Internal("the media could not be computed", reason="ENCODE_FAILED"))
             return
         for unit in batch:

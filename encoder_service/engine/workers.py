@@ -27,18 +27,19 @@ class WorkerError(Exception):
 
 @dataclass(slots=True, eq=False)
 class WorkerSlot:
-    """The place of one worker: the process that is in it now, its device pool, and the batch that it computes.
+    """The place of one worker: the process that is in it now, its device pool, and the batch that it computes: `sent`,
+    of which `batch` is not answered yet.
 
-    `began` is when it began on the batch (`loop.time`), `timer` ends a worker that takes too long over it, `worked` is
-    how many seconds the batches before it took. One that
-    `looks_ahead` gets the next batch early, to have it ready when its turn comes: `ahead`. A timer that is `stall`
-    seconds late says nothing of the worker.
+    `began` is when it began on these (`loop.time`), `timer` ends a worker that takes too long over them, `worked` is
+    how many seconds those before took. One that `looks_ahead` gets the next batch early, to have it ready when its turn
+    comes: `ahead`. A timer that is `stall` seconds late says nothing of the worker.
     """
 
     index: int
     stall: float
     child: Child[FromWorker] | None = None
     pool: DevicePool | None = None
+    sent: list[Unit] = field(default_factory=list)
     batch: list[Unit] = field(default_factory=list)
     began: float = 0.0
     timer: asyncio.TimerHandle | None = None
@@ -63,11 +64,15 @@ class WorkerSlot:
         busy = self.child is not None and bool(self.batch) and not self.batch[0].alone
         return busy and self.looks_ahead and not self.ahead
 
-    def begin(self, batch: list[Unit], seconds: float) -> None:
-        """From now on the worker owes an answer to this batch; where that takes longer, it is ended."""
+    def give(self, batch: list[Unit]) -> None:
+        """The batch is the worker's."""
+        self.sent = self.batch = batch
+
+    def begin(self, seconds: float) -> None:
+        """From now on the worker owes an answer to its batch, or to what is left of it; where that takes longer, it is
+        ended."""
         assert self.child is not None
-        loop = asyncio.get_running_loop()
-        self.batch, self.began = batch, loop.time()
+        self.began = asyncio.get_running_loop().time()
         self._watch(self.child, seconds)
 
     def _watch(self, child: Child[FromWorker], seconds: float) -> None:
@@ -90,14 +95,19 @@ class WorkerSlot:
         if self.batch is batch:
             child.kill()
 
-    def take(self) -> list[Unit]:
-        """The batch, which is no longer the worker's; the next one takes its place."""
+    def take(self, pieces: Sequence[int] = ()) -> list[Unit]:
+        """The units at these places of the batch, or all that are left, which are no longer the worker's. Once none is
+        left, the next batch takes its place."""
         self.worked = self.busy_seconds
-        batch, self.batch, self.ahead = self.batch, self.ahead, []
+        taken = [self.sent[piece] for piece in pieces] or self.batch
+        self.batch = [unit for unit in self.batch if unit not in taken]
+        if not self.batch:
+            self.give(self.ahead)
+            self.ahead = []
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
-        return batch
+        return taken
 
     def take_all(self) -> list[Unit]:
         """All that the worker had."""

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,10 +18,13 @@ from common.processes import ParentLink, die_with_parent, leave_signals_to_paren
 from encoder_service.worker.messages import Batch, BatchDone, BatchFailed, StartFailed, ToWorker, WorkerSettings
 
 if TYPE_CHECKING:
-    from encoder_service.worker.runner import BegunBatch, Runner
+    from encoder_service.worker.runner import BegunBatch, PreparedBatch, Runner
 
 JobT = TypeVar("JobT")
 ReadyT = TypeVar("ReadyT")
+Hungry = Callable[[], bool]
+Prepare = Callable[[JobT, Hungry], Iterator[ReadyT]]
+"""Makes parts of a job ready, one after the other; it is told whether somebody waits for the next one."""
 
 
 def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
@@ -51,10 +55,10 @@ def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
     gc.freeze()
     gc.enable()
     # The service sends a GPU's worker the batch after the one that it computes, as soon as that is full: a thread makes
-    # its patches on a stream of its own, and starts its tower behind the one before, whose rows leave meanwhile. On a
-    # CPU all of that would want the same cores.
+    # its patches on a stream of its own, and another one starts its tower behind the one before, whose rows leave
+    # meanwhile. On a CPU all of that would want the same cores.
     take = ahead if runner.device.type == "cuda" else one_by_one
-    for begun in take(_batches(link), runner.start):
+    for begun in take(take(_batches(link), runner.parts), partial(_begun, runner)):
         link.send(_answer(runner, begun))
 
 
@@ -69,13 +73,22 @@ def _runner(settings: WorkerSettings, staging: SharedBuffer, store: SharedBuffer
     return LibraryRunner(settings, staging, store)
 
 
+def _begun(runner: Runner, part: Future[PreparedBatch], _: Hungry) -> Iterator[BegunBatch]:
+    """What was prepared, or failed so, once the device computes it."""
+    yield runner.compute(part.result())
+
+
 def _answer(runner: Runner, begun: Future[BegunBatch]) -> BatchDone | BatchFailed:
-    """What came of a batch. Raises RuntimeError where the device computes nothing more in this process."""
+    """What came of a part of a batch. Raises RuntimeError where the device computes nothing more in this process."""
     try:
         return runner.finish(begun.result())
     except RuntimeError as error:  # out of memory, or a kernel that failed
+        from encoder_service.worker.runner import PassFailed
+
         if not runner.is_usable():
             raise
+        if isinstance(error, PassFailed):
+            return BatchFailed(why=str(error), pieces=list(error.places))
         return BatchFailed(why=f"{type(error).__name__}: {error}")
 
 
@@ -90,19 +103,28 @@ def _batches(link: ParentLink[Any]) -> Iterator[Batch]:
         yield batch
 
 
-def one_by_one(jobs: Iterable[JobT], prepare: Callable[[JobT], ReadyT]) -> Iterator[Future[ReadyT]]:
-    """Each job when it is asked for: prepared, or failed with a RuntimeError."""
+def one_by_one(
+    jobs: Iterable[JobT], prepare: Prepare[JobT, ReadyT], hungry: Hungry = lambda: False
+) -> Iterator[Future[ReadyT]]:
+    """Each part of each job when it is asked for: prepared, or failed with a RuntimeError, the last of its job then."""
     for job in jobs:
-        future: Future[ReadyT] = Future()
-        try:
-            future.set_result(prepare(job))
-        except RuntimeError as error:  # out of memory, or a kernel that failed
-            future.set_exception(error)
-        yield future
+        parts = prepare(job, hungry)
+        while True:
+            future: Future[ReadyT] = Future()
+            try:
+                future.set_result(next(parts))
+            except StopIteration:
+                break
+            except RuntimeError as error:  # out of memory, or a kernel that failed
+                future.set_exception(error)
+                yield future
+                break
+            yield future
 
 
-def ahead(jobs: Iterable[JobT], prepare: Callable[[JobT], ReadyT]) -> Iterator[Future[ReadyT]]:
-    """As `one_by_one`, in the same order, but the next jobs are prepared in a thread before they are asked for.
+def ahead(jobs: Iterable[JobT], prepare: Prepare[JobT, ReadyT]) -> Iterator[Future[ReadyT]]:
+    """As `one_by_one`, in the same order, but the next parts are prepared in a thread before they are asked for; while
+    none is ready, whoever takes them is hungry.
 
     How far ahead is up to who gives the jobs. Any other error of theirs, or of `prepare`, is raised here as well.
     """
@@ -110,7 +132,7 @@ def ahead(jobs: Iterable[JobT], prepare: Callable[[JobT], ReadyT]) -> Iterator[F
 
     def work() -> None:
         try:
-            for future in one_by_one(jobs, prepare):
+            for future in one_by_one(jobs, prepare, ready.empty):
                 ready.put(future)
         except BaseException as error:  # noqa: BLE001 - it is raised where jobs are waited for
             ready.put(error)

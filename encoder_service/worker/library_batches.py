@@ -4,7 +4,7 @@ rows that it gets alone."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -73,29 +73,33 @@ class ByShape:
     def run(self, patches: Sequence[Made], ready: Sequence[int]) -> Tensor:
         """What the processor has made of each item → [tokens, levels, width]."""
         rows: dict[int, Tensor] = {}
-        for places in self._groups(patches, ready):
+        for places in self.groups(zip(patches, ready, strict=True)):
             items, tokens = [patches[place] for place in places], ready[places[0]]
             rows |= zip(places, self._rows(items, tokens).split(tokens), strict=True)
         return torch.cat([rows[place] for place in range(len(patches))])
 
-    def _groups(self, items: Sequence[Made], tokens: Sequence[int]) -> list[list[int]]:
-        """The places of the items of each pass."""
-        groups, open_ = list[list[int]](), dict[Hashable, list[int]]()
-        for place, made in enumerate(items):
-            key = (made.shape, tokens[place])
-            if made.shape is None or made.kind not in self._together:
-                groups.append([place])
-            elif key in open_ and len(open_[key]) < self._fitting(made):
-                open_[key].append(place)
-            else:
-                open_[key] = [place]
-                groups.append(open_[key])
-        return groups
+    def groups(
+        self, items: Iterable[tuple[Made, int]], hungry: Callable[[], bool] = lambda: False
+    ) -> Iterator[list[int]]:
+        """The places of the items of each pass, by what was made of each and its rows; as soon as no other fits into
+        the pass, and the longest open one when somebody is hungry, who waits for any."""
+        waiting: dict[Hashable, list[int]] = {}
+        for place, (made, tokens) in enumerate(items):
+            room = self._room(made)
+            key = (made.shape, tokens) if room > 1 else place
+            waiting.setdefault(key, []).append(place)
+            if len(waiting[key]) == room:
+                yield waiting.pop(key)
+            elif hungry():
+                yield waiting.pop(next(iter(waiting)))
+        yield from waiting.values()
 
-    def _fitting(self, made: Made) -> int:
-        """How many items of a shape go into one pass."""
+    def _room(self, made: Made) -> int:
+        """How many items of its shape go into one pass."""
+        if made.shape is None or made.kind not in self._together:
+            return 1
         held = self._graphs.most(made.shape) if self._graphs is not None else 0
-        return held or self._most // patches_of(made.inputs)
+        return max(1, held or self._most // patches_of(made.inputs))
 
     def _rows(self, items: Sequence[Made], tokens: int) -> Tensor:
         first = items[0]

@@ -4,7 +4,7 @@ ours."""
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -71,7 +71,8 @@ class LibraryRunner(Runner):
         modalities = list(found.placeholders)
         graphs = self._captured(modalities, settings.graph_bytes, together) if self.has_graphs(settings) else None
         self._graphed, self._tells_shapes = graphs, bool(together or graphs)
-        return ByShape(tower, together, most, graphs)
+        self._by_shape = ByShape(tower, together, most, graphs)
+        return self._by_shape
 
     def has_graphs(self, settings: WorkerSettings) -> bool:
         """Whether graphs are captured, where they can be."""
@@ -171,20 +172,34 @@ class LibraryRunner(Runner):
         self._staged.run([made], [tokens])
         return WorkerReady(self.attention, self._graphed.budgets if self._graphed else [], self.pool_made())
 
+    def parts(self, batch: Batch, hungry: Callable[[], bool]) -> Iterator[PreparedBatch]:
+        """As `Runner.parts`: an item as soon as the processor has made its tensors, or several of one shape."""
+        made: dict[int, tuple[Made, float]] = {}
+
+        def items() -> Iterator[tuple[Made, int]]:
+            for place, piece in enumerate(batch.pieces):
+                made[place] = self._item(piece)
+                yield made[place][0], piece.tokens
+
+        for places in self._by_shape.groups(items(), hungry):
+            inputs, seconds = zip(*map(made.pop, places), strict=True)
+            pieces = [batch.pieces[place] for place in places]
+            ready = self._staged.prepare([Grid(*piece.grid) for piece in pieces], self.device)
+            yield PreparedBatch(pieces, inputs, ready, sum(seconds), places)
+
     @torch.inference_mode()
-    def prepare(self, batch: Batch) -> PreparedBatch:
-        """Has the processor make each item's tensors. Raises RuntimeError where it cannot."""
+    def _item(self, piece: Piece) -> tuple[Made, float]:
+        """Has the processor make an item's tensors; in how many seconds. Raises RuntimeError where it cannot."""
         started = time.perf_counter()
         try:
-            made = [self._made(piece) for piece in batch.pieces]
+            made = self._made(piece)
         except ValueError as error:
             raise RuntimeError(str(error)) from error
         with self._beside():
-            inputs = [self._placed(each, shape=self._tells_shapes) for each in made]
-            ready = self._staged.prepare([Grid(*piece.grid) for piece in batch.pieces], self.device)
+            placed = self._placed(made, shape=self._tells_shapes)
             if self._side is not None:
                 self._side.synchronize()
-        return PreparedBatch(batch, inputs, ready, time.perf_counter() - started)
+        return placed, time.perf_counter() - started
 
     def _made(self, piece: Piece) -> Made:
         made = self._processor.inputs(self._shown(piece))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from encoder_service.families.qwen2_audio import ClipProcessor
 from encoder_service.item import SAMPLE_RATE
+from encoder_service.worker.pixel_ring import kept_there
 
 _TOP = SAMPLE_RATE / 2
 _LINEAR, _LINEAR_TOP = 200 / 3, 1000.0
@@ -41,17 +42,21 @@ def log_mel(samples: Tensor, wanted: int, processor: ClipProcessor) -> Tensor:
     window, hop = processor.window, processor.hop
     length = min(hop * wanted + 2 * window, processor.samples)
     padded = F.pad(samples, (0, length - len(samples)))
-    spectrum = torch.stft(
-        padded, window, hop, window=torch.hann_window(window, device=samples.device), return_complex=True
-    )
+    hann, bands = _tables(processor.bands, window, samples.device)
+    spectrum = torch.stft(padded, window, hop, window=hann, return_complex=True)
     power = (spectrum[:, : processor.samples // hop].abs() ** 2).contiguous()
-    bands = torch.from_numpy(mel_bands(processor.bands, window)).to(samples.device)
     found = (bands.T @ power).clamp(min=1e-10).log10()
     found = torch.maximum(found, found.max() - 8.0)
     return ((found + 4.0) / 4.0)[:, :wanted].T.contiguous()
 
 
 @lru_cache(maxsize=4)
+def _tables(bands: int, window: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Hann's window [window], and the mel bands, kept on the device."""
+    made = torch.hann_window(window), torch.from_numpy(mel_bands(bands, window))
+    return kept_there(made[0], device), kept_there(made[1], device)
+
+
 def mel_bands(bands: int, window: int) -> np.ndarray:
     """How much each frequency of a spectrum counts in each band, [1 + window / 2, bands] float32: triangles between
     places that are equally far apart in mels, each of the same area (M. Slaney, Auditory Toolbox, 1998)."""

@@ -90,10 +90,12 @@ class StartFailed(msgspec.Struct, tag=True):
 
 
 class BatchDone(msgspec.Struct, tag=True):
-    """The rows are written, but for the pieces (by index) whose rows are not finite. Times are in seconds.
+    """The rows of some `pieces` (by index) of a batch are written, of all if none are named: a batch has ended with its
+    last piece. Times are in seconds.
 
-    `replayed` says that the tower ran as a graph. `row_sums` has one for each piece: of its rows in the pool, 0 where
-    they are not there.
+    Which of these pieces have rows that are `not_finite`, which are not written, goes by their order here. `replayed`
+    says that the tower ran as a graph. `row_sums` has one for each of them: of its rows in the pool, 0 where they are
+    not there.
     """
 
     not_finite: list[int]
@@ -101,12 +103,15 @@ class BatchDone(msgspec.Struct, tag=True):
     vit_seconds: float
     replayed: bool = False
     row_sums: list[int] = []
+    pieces: list[int] = []
 
 
 class BatchFailed(msgspec.Struct, tag=True):
-    """Nothing of the batch is usable; the worker goes on. `why` is for the log."""
+    """Nothing of some `pieces` of a batch is usable, or, if none are named, of all that were not answered; the worker
+    goes on. `why` is for the log."""
 
     why: str
+    pieces: list[int] = []
 
 
 ToWorker = WorkerSettings | Batch

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -36,18 +36,27 @@ _log = log.get("runner")
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
-    """A batch whose patches [N, dim], or whatever a tower takes, are on the device, with what else its pass needs, and
-    how long that took."""
+    """Pieces whose patches [N, dim], or whatever a tower takes, are on the device, with what else their pass needs, and
+    how long that took. `places` as in `BatchDone.pieces`."""
 
-    batch: Batch
+    pieces: Sequence[Piece]
     patches: Any
     ready: Any
     seconds: float
+    places: Sequence[int] = ()
+
+
+class PassFailed(RuntimeError):
+    """A pass failed of the pieces at these `places` of a batch, as in `BatchDone.pieces`."""
+
+    def __init__(self, places: Sequence[int], cause: RuntimeError) -> None:
+        super().__init__(f"{type(cause).__name__}: {cause}")
+        self.places = places
 
 
 @dataclass(frozen=True, slots=True)
 class BegunBatch:
-    """A batch that the device computes, with what it reads and writes meanwhile.
+    """Pieces that the device computes, with what it reads and writes meanwhile.
 
     `rows` [tokens, levels, width]; `finite` [tokens] bool; `sums` [pieces] int64, of rows in the pool, else 0. They are
     there once `computed` has happened.
@@ -98,8 +107,8 @@ class _InOnePiece:
 
 
 class Runner:
-    """One tower on one device, which computes in `dtype`. One thread may `start` batches while another is in `finish`,
-    in the same order.
+    """One tower on one device, which computes in `dtype`. One thread may prepare `parts` of batches while another is in
+    `compute`, and a third in `finish`, in the same order.
 
     `way_in`, `way_out` None: the device's own. Raises CheckpointError where the checkpoint cannot be served,
     AttentionUnavailable, GraphsUnavailable and DeviceMemoryError where the device cannot do what was asked for.
@@ -203,13 +212,14 @@ class Runner:
         """The pool, for those who may read there."""
         return PoolMade(self._pool.device, self._pool.handle, self._pool.size) if self._pool else None
 
-    def run(self, batch: Batch) -> BatchDone:
-        """Computes a batch and writes its rows, row-major, one piece after the other."""
-        return self.finish(self.start(batch))
+    def run(self, batch: Batch) -> list[BatchDone]:
+        """Computes a batch and writes its rows, row-major, one piece after the other; what became of each part."""
+        return [self.finish(self.compute(part)) for part in self.parts(batch, lambda: False)]
 
-    def start(self, batch: Batch) -> BegunBatch:
-        """Has the device compute a batch, behind those that were started before."""
-        return self.compute(self.prepare(batch))
+    def parts(self, batch: Batch, hungry: Callable[[], bool]) -> Iterator[PreparedBatch]:  # noqa: ARG002
+        """What is computed in one pass each, as soon as it is prepared. While somebody is `hungry`, who waits for such,
+        a part may be smaller. Raises RuntimeError where what is left of the batch cannot be prepared."""
+        yield self.prepare(batch)
 
     @torch.inference_mode()
     def prepare(self, batch: Batch) -> PreparedBatch:
@@ -221,29 +231,32 @@ class Runner:
             ready = self._staged.prepare([Grid(*piece.grid) for piece in batch.pieces], self.device)
             if self._side is not None:
                 self._side.synchronize()
-        return PreparedBatch(batch, patches, ready, time.perf_counter() - started)
+        return PreparedBatch(batch.pieces, patches, ready, time.perf_counter() - started)
 
     @torch.inference_mode()
     def compute(self, prepared: PreparedBatch) -> BegunBatch:
-        """Begins the tower's pass, and what is to be known of its rows; waits for neither."""
+        """Begins the tower's pass, and what is to be known of its rows; waits for neither. Raises PassFailed."""
         began, replays = time.perf_counter(), self._graphed.replays if self._graphed else 0
-        with self._share_of_cores.computing() if self._share_of_cores is not None else nullcontext():
-            rows = self._staged.run(prepared.patches, prepared.ready).to(self._row_dtype).contiguous()
-        finite = rows.isfinite().flatten(1).all(dim=1)
-        sums = self._share(rows, prepared.batch.pieces)
-        replayed = self._graphed is not None and self._graphed.replays > replays
-        return BegunBatch(prepared, rows, finite, sums, self._way_out.mark(), replayed, began)
+        self._use_device()
+        with _failing(prepared):
+            with self._share_of_cores.computing() if self._share_of_cores is not None else nullcontext():
+                rows = self._staged.run(prepared.patches, prepared.ready).to(self._row_dtype).contiguous()
+            finite = rows.isfinite().flatten(1).all(dim=1)
+            sums = self._share(rows, prepared.pieces)
+            replayed = self._graphed is not None and self._graphed.replays > replays
+            return BegunBatch(prepared, rows, finite, sums, self._way_out.mark(), replayed, began)
 
     @torch.inference_mode()
     def finish(self, begun: BegunBatch) -> BatchDone:
-        """Writes a batch's rows into the store, but for the pieces whose rows are not finite. All is there on return,
-        in the pool as well, and the device needs nothing of the batch any more."""
-        pieces = begun.prepared.batch.pieces
+        """Writes a pass's rows into the store, but for the pieces whose rows are not finite. All is there on return,
+        in the pool as well, and the device needs nothing of the pass any more. Raises PassFailed."""
+        pieces = begun.prepared.pieces
         finite, sums = (torch.empty_like(each, device="cpu") for each in (begun.finite, begun.sums))
         verdict = [(begun.finite, finite), (begun.sums, sums)]
-        self._way_out.fetch([(_bytes(source), _bytes(target)) for source, target in verdict], begun.computed)
-        good = [bool(part.all()) for part in finite.split([piece.tokens for piece in pieces])]
-        self._way_out.fetch(self._places(begun.rows, pieces, good), begun.computed)
+        with _failing(begun.prepared):
+            self._way_out.fetch([(_bytes(source), _bytes(target)) for source, target in verdict], begun.computed)
+            good = [bool(part.all()) for part in finite.split([piece.tokens for piece in pieces])]
+            self._way_out.fetch(self._places(begun.rows, pieces, good), begun.computed)
         began, self._last_end = max(begun.began, self._last_end), time.perf_counter()
         return BatchDone(
             not_finite=[index for index, fine in enumerate(good) if not fine],
@@ -251,6 +264,7 @@ class Runner:
             vit_seconds=self._last_end - began,
             replayed=begun.replayed,
             row_sums=[as_unsigned(each) for each in sums.tolist()] if self._pool is not None else [],
+            pieces=list(begun.prepared.places),
         )
 
     def is_usable(self) -> bool:
@@ -268,11 +282,14 @@ class Runner:
         return driver(self.device).create(self.device, size)
 
     def _beside(self) -> AbstractContextManager[object]:
-        """What is started inside does not wait for the tower. A thread has a current device of its own."""
-        if self._side is None:
-            return nullcontext()
-        torch.cuda.set_device(self.device)
-        return torch.cuda.stream(self._side)
+        """What is started inside does not wait for the tower."""
+        self._use_device()
+        return nullcontext() if self._side is None else torch.cuda.stream(self._side)
+
+    def _use_device(self) -> None:
+        """A thread has a current device of its own."""
+        if self._side is not None:
+            torch.cuda.set_device(self.device)
 
     @torch.inference_mode()
     def _graphs(self, settings: WorkerSettings) -> GraphedTower | None:
@@ -338,6 +355,15 @@ class Runner:
         for (piece, part), fine in zip(_each(pieces, rows), good, strict=True):
             if fine:
                 yield _bytes(part), self._store[piece.rows : piece.rows + part.nbytes]
+
+
+@contextmanager
+def _failing(prepared: PreparedBatch) -> Iterator[None]:
+    """What fails inside is a failure of these pieces."""
+    try:
+        yield
+    except RuntimeError as error:  # out of memory, or a kernel that failed
+        raise PassFailed(prepared.places, error) from error
 
 
 def _each(pieces: Sequence[Piece], rows: Tensor) -> Iterator[tuple[Piece, Tensor]]:

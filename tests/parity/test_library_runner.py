@@ -3,9 +3,12 @@ where there are graphs, with the rows that each gets alone."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +21,9 @@ from common.devices import usable_cores
 from common.gpu import Capture
 from encoder_service.models.library_products import lay_out
 from encoder_service.models.library_tower import LibraryTower
+from encoder_service.models.processor import Shown
 from encoder_service.worker import library_runner
-from encoder_service.worker.__main__ import _answer, one_by_one
+from encoder_service.worker.__main__ import _answer, _begun, ahead, one_by_one
 from encoder_service.worker.graphs import Choice
 from encoder_service.worker.library_batches import Made
 from encoder_service.worker.library_runner import LibraryRunner, noisy_sound, picture
@@ -109,11 +113,61 @@ def test_items_of_one_shape_share_a_pass_and_get_the_rows_that_they_get_alone(
     assert runner.warm_up().graphs == ([] if kind is LibraryRunner else [16, 32, 64, 128, 256])
     monkeypatch.setattr(LibraryTower, "rows", rows)
     done = runner.run(Batch(pieces))
-    assert (done.not_finite, done.replayed) == ([], kind is Graphed)
+    assert [(each.not_finite, each.replayed) for each in done] == [([], kind is Graphed)] * len(done)
+    assert [each.pieces for each in done] == ([[0], [1], [2], [3]] if not most else [[0, 1, 2, 3]])
     assert calls == passes, "a replay does operators alone"
     for piece, each in zip(pieces, expected, strict=True):
         written = bytearray(store.view[piece.rows : piece.rows + 4 * each.numel()])
         assert torch.equal(torch.frombuffer(written, dtype=torch.float32).view_as(each), each)
+
+
+@pytest.mark.parametrize("take", [one_by_one, ahead])
+def test_an_item_is_answered_before_the_processor_is_done_with_all(
+    folder: Path,
+    arenas: tuple[SharedBuffer, SharedBuffer],
+    monkeypatch: pytest.MonkeyPatch,
+    take: Callable[..., Iterator[Any]],
+) -> None:
+    """On a CPU in turn. Elsewhere the processor makes the next item while the tower computes, which here waits for
+    that: were it not so, for ever."""
+    found = library_models.describe(folder)
+    settings = WorkerSettings(str(folder), "cpu", "float32", 0, ROOM, ROOM, library=found)
+    runner, seen, made = LibraryRunner(settings, *arenas), list[str](), threading.Semaphore(0)
+    inputs, rows = runner._processor.inputs, runner._tower_of_items.rows
+
+    def noted(shown: Shown) -> dict[str, Any]:
+        if seen.count("made") == 2 and take is ahead:
+            assert answered.wait(180)
+        seen.append("made")
+        made.release()
+        return inputs(shown)
+
+    def computed(*given: Any) -> Tensor:
+        if "computed" not in seen and take is ahead:
+            assert made.acquire(timeout=180)
+            assert made.acquire(timeout=180)
+        seen.append("computed")
+        return rows(*given)
+
+    pixels, answered = picture((64, 48), 0), threading.Event()
+    arenas[0].view[: pixels.size] = pixels.tobytes()
+    tokens = sum(part.rows for part in runner._processor.replacement(pixels))
+    monkeypatch.setattr(runner._processor, "inputs", noted)
+    monkeypatch.setattr(runner._tower_of_items, "rows", computed)
+    batch = Batch([Piece("image", 0, 1, 64, 48, (64, 48), (1, 1, tokens), tokens, 0)] * 3)
+    places = list[int]()
+    for begun in take(take([batch], runner.parts), partial(_begun, runner)):
+        answer = _answer(runner, begun)
+        assert isinstance(answer, BatchDone)
+        places += answer.pieces
+        answered.set()
+        seen.append("answered")
+    assert places == [0, 1, 2]
+    if take is one_by_one:
+        assert seen == ["made", "computed", "answered"] * 3
+    else:
+        assert seen[:3] == ["made", "made", "computed"]
+        assert seen.index("answered") < len(seen) - 1 - seen[::-1].index("made")
 
 
 def test_a_picture_that_the_tower_has_no_positions_for_fails_alone(
@@ -129,7 +183,8 @@ def test_a_picture_that_the_tower_has_no_positions_for_fails_alone(
         tokens = sum(part.rows for part in runner._processor.replacement(pixels))
         return Batch([Piece("image", 0, 1, height, width, (height, width), (1, 1, tokens), tokens, 0)])
 
-    answers = [_answer(runner, begun) for begun in one_by_one([batch(4, 800), batch(48, 64)], runner.start)]
+    parts = one_by_one([batch(4, 800), batch(48, 64)], runner.parts)
+    answers = [_answer(runner, begun) for begun in one_by_one(parts, partial(_begun, runner))]
     assert [type(answer) for answer in answers] == [BatchFailed, BatchDone]
 
 
@@ -170,7 +225,7 @@ def test_sounds_that_are_filled_up_to_one_length_have_graphs(
         pieces.append(Piece("audio", place, 1, 1, size, (1, size), (1, 1, tokens), tokens, place, depth=1))
     assert runner.warm_up().graphs == [tokens, 2 * tokens]
     done = runner.run(Batch(pieces))
-    assert (done.not_finite, done.replayed) == ([], True)
+    assert [(each.pieces, each.not_finite, each.replayed) for each in done] == [([0], [], True), ([1], [], True)]
     for piece, each in zip(pieces, expected, strict=True):
         written = bytearray(store.view[piece.rows : piece.rows + 4 * each.numel()])
         assert torch.equal(torch.frombuffer(written, dtype=torch.float32).view_as(each), each)
@@ -186,7 +241,7 @@ def test_cores_are_divided_with_others_who_compute(folder: Path, arenas: tuple[S
         assert other is not None
         with other.computing():
             tokens = sum(part.rows for part in runner._processor.replacement(picture((64, 48), 0)))
-            done = runner.run(Batch([Piece("image", 0, 1, 64, 48, (64, 48), (1, 1, tokens), tokens, 0)]))
+            (done,) = runner.run(Batch([Piece("image", 0, 1, 64, 48, (64, 48), (1, 1, tokens), tokens, 0)]))
             assert done.not_finite == []
             assert torch.get_num_threads() == cores // 2
         assert runner._share_of_cores is not None

@@ -7,13 +7,13 @@ import time
 
 import pytest
 
-from common.errors import Unavailable
+from common.errors import Internal, Unavailable
 from common.processes import Child
 from encoder_service.engine import dispatch
 from encoder_service.engine.batch_history import BatchStats
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.workers import WorkerError
-from encoder_service.worker.messages import BatchDone, StartFailed
+from encoder_service.worker.messages import BatchDone, BatchFailed, StartFailed
 from tests.unit.encoder_service.fakes import DONE, SETTINGS, FakeChild, marks, submit, turns
 
 
@@ -30,6 +30,45 @@ async def test_what_comes_together_goes_together_and_what_comes_later_waits(star
     assert all(unit.done.done() for unit in units)
     assert marks(worker) == [[0, 1, 2], [9]]
     assert (dispatcher.totals.vit_calls, dispatcher.totals.vit_patches) == (1, 30)
+
+
+async def test_a_part_of_a_batch_that_is_answered_is_done_before_the_rest(start):
+    dispatcher, (worker,), _ = await start()
+    units = [submit(dispatcher, bytes([at]), at=at) for at in range(4)]
+    await turns()
+    worker.say(BatchDone([], 0.0, 0.0, pieces=[2]))
+    await turns()
+    assert [unit.done.done() for unit in units] == [False, False, True, False]
+    late = submit(dispatcher, b"late", at=9)
+    await turns()
+    assert (marks(worker), dispatcher.running) == ([[0, 1, 2, 3]], [units[0], units[1], units[3]])
+    worker.say(BatchDone([1], 0.0, 0.0, pieces=[0, 3]))
+    await turns()
+    assert units[0].done.result() is None
+    assert isinstance(units[3].done.exception(), Internal), "the second of those that the answer names"
+    worker.say(BatchDone([], 0.0, 0.0, pieces=[1]))
+    await turns()
+    assert (marks(worker)[1:], units[1].done.done()) == ([[9]], True)
+    assert (dispatcher.totals.vit_calls, dispatcher.totals.vit_patches) == (3, 40)
+    assert not late.done.done()
+
+
+async def test_only_what_was_not_answered_of_a_batch_runs_again(start):
+    """Whether a part fails or the worker dies."""
+    dispatcher, children, _ = await start(device="cuda:0")
+    units = [submit(dispatcher, bytes([at]), patches=20, at=at) for at in range(4)]
+    await turns()
+    children[0].say(BatchFailed(why="no memory", pieces=[1]))
+    children[0].say(BatchDone([], 0.0, 0.0, pieces=[0]))
+    await turns()
+    assert [unit.done.done() for unit in units] == [True, False, False, False]
+    assert marks(children[0]) == [[0, 1, 2, 3]]
+    children[0].say(BatchDone([], 0.0, 0.0, pieces=[2, 3]))
+    await turns()
+    assert marks(children[0])[1:] == [[1]], "alone"
+    children[0].say(BatchFailed(why="no memory"))
+    await turns()
+    assert isinstance(units[1].done.exception(), Internal)
 
 
 async def test_who_waits_while_others_go_is_counted_and_goes_before_any_priority_in_the_end(start):

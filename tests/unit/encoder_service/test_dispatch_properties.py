@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -22,7 +23,7 @@ SETTINGS = WorkerSettings(folder="", device="cpu", dtype="float32", threads=1, s
 EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("submit"), st.lists(st.integers(1, 60) | st.just(150), min_size=1, max_size=8)),
-        st.tuples(st.sampled_from(["done", "fail", "spoil", "kill"]), st.integers(0, 2)),
+        st.tuples(st.sampled_from(["done", "fail", "spoil", "kill", "part", "fail_part"]), st.integers(0, 2)),
         st.tuples(st.just("withdraw"), st.integers(0, 40)),
     ),
     max_size=25,
@@ -32,13 +33,15 @@ EVENTS = st.lists(
 class Worker(FakeChild):
     """A fake that knows whether it owes an answer."""
 
-    answered = 0
+    answered, parts = 0, 0
 
     @property
     def has(self) -> list[list[int]]:
-        """The units (by their place in memory) of each batch that it has not answered: it computes the first."""
+        """The units (by their place in memory) of each batch that it has not answered: it computes the first, of which
+        it may have answered `parts`, from the end on."""
         unanswered = self.batches[self.answered :] if self.alive else []
-        return [[piece.pixels for piece in batch.pieces] for batch in unanswered]
+        found = [[piece.pixels for piece in batch.pieces] for batch in unanswered]
+        return [found[0][: len(found[0]) - self.parts], *found[1:]] if found else []
 
     @property
     def owes(self) -> list[int]:
@@ -47,7 +50,17 @@ class Worker(FakeChild):
 
     def answer(self, message: object) -> None:
         self.answered += 1
+        self.parts = 0
         self.say(message)
+
+    def answer_part(self, make: Callable[[list[int]], object]) -> None:
+        """Answers for the last that it owes, by what `make` says of its place in the batch."""
+        last = len(self.owes) - 1
+        if last:
+            self.parts += 1
+            self.say(make([last]))
+        else:
+            self.answer(make([last]))
 
 
 class World:
@@ -106,6 +119,16 @@ class World:
     def spoil(self, index: int) -> None:
         spoilt = BatchDone(not_finite=[0], preprocess_seconds=0, vit_seconds=0)
         self._blame(self._answer(index, spoilt)[:1])
+
+    def part(self, index: int) -> None:
+        if busy := self._busy():
+            busy[index % len(busy)].answer_part(lambda pieces: msgspec.structs.replace(DONE, pieces=pieces))
+
+    def fail_part(self, index: int) -> None:
+        if busy := self._busy():
+            worker = busy[index % len(busy)]
+            self._blame(worker.owes[-1:])
+            worker.answer_part(lambda pieces: BatchFailed(why="no memory", pieces=pieces))
 
     def kill(self, index: int) -> None:
         if busy := self._busy():

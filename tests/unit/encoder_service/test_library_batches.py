@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -47,7 +47,7 @@ def test_items_of_one_shape_share_a_pass_and_rows_come_in_their_order() -> None:
     toy = Toy()
     expected = torch.cat([computed(ByShape(Toy()), [each]) for each in items])
     assert torch.equal(computed(ByShape(toy, ["image"], 100 * PATCHES), items), expected)
-    assert toy.passes == [3, 2, 1, 1]
+    assert toy.passes == [1, 3, 2, 1], "what goes with nothing goes first"
 
 
 @pytest.mark.parametrize(("most", "passes"), [(3 * PATCHES, [3, 2]), (2 * PATCHES, [2, 2, 1]), (PATCHES - 1, [1] * 5)])
@@ -57,6 +57,18 @@ def test_a_pass_has_no_more_patches_than_it_may(most: int, passes: list[int]) ->
     rows = computed(ByShape(toy, ["image"], most), items)
     assert toy.passes == passes
     assert torch.equal(rows, torch.cat([computed(ByShape(Toy()), [each]) for each in items]))
+
+
+def test_what_is_there_goes_at_once_while_somebody_waits_for_it() -> None:
+    tower, read = ByShape(Toy(), ["image"], 3 * PATCHES), []
+
+    def items() -> Iterator[tuple[Made, int]]:
+        for seed in range(6):
+            read.append(seed)
+            yield item(seed), 2
+
+    found = [(places, len(read)) for places in tower.groups(items(), lambda: len(read) in (1, 3))]
+    assert found == [([0], 1), ([1, 2], 3), ([3, 4, 5], 6)]
 
 
 def test_items_whose_shape_is_not_known_are_computed_alone() -> None:

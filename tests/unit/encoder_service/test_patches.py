@@ -8,7 +8,9 @@ import torch
 pytest.importorskip("triton")
 
 from encoder_service.families.pixel_settings import PixelSettings
+from encoder_service.families.qwen2_audio import ClipProcessor
 from encoder_service.worker import fixed_point
+from encoder_service.worker.log_mel import log_mel
 from encoder_service.worker.patches import pixels_to_patches
 from tests.fake_gpu import OnHost
 
@@ -23,6 +25,16 @@ def test_of_a_picture_s_size_the_device_is_told_once() -> None:
     for _ in range(2):
         with OnHost() as watch:
             assert pixels_to_patches(pixels, (56, 84), SETTINGS).shape == (24, 1176)
+        asked.append(len(watch.seen))
+    assert asked[0] > 0 == asked[1]
+
+
+def test_mel_bands_are_sent_to_a_device_once() -> None:
+    clips = ClipProcessor(bands=16, window=400, hop=160, seconds=2)
+    asked = []
+    for _ in range(2):
+        with OnHost() as watch:
+            log_mel(torch.empty(3200, device=THERE), 21, clips)
         asked.append(len(watch.seen))
     assert asked[0] > 0 == asked[1]
 

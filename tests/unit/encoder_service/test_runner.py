@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -25,7 +26,7 @@ from encoder_service.families.family import Processor
 from encoder_service.item import Inspection, Plan
 from encoder_service.models.attention import AttentionUnavailable
 from encoder_service.models.tower import Pass, load_tower
-from encoder_service.worker.__main__ import ahead
+from encoder_service.worker.__main__ import _begun, ahead
 from encoder_service.worker.graphs import GraphsUnavailable
 from encoder_service.worker.messages import Batch, Piece, WorkerSettings
 from encoder_service.worker.patches import preprocess
@@ -120,7 +121,7 @@ def test_rows_are_written_where_each_piece_s_belong(checkpoints, buffers):
     settings = config.read(Checkpoint(folder))
     tower = load_tower(Checkpoint(folder), settings, torch.device("cpu"), torch.float32)
     pixels = [put(buffers[0], at, seed=at) for at in (0, 65536)]
-    done = runner.run(Batch([piece(0, 4096), piece(65536, 512_000)]))
+    (done,) = runner.run(Batch([piece(0, 4096), piece(65536, 512_000)]))
     assert (done.not_finite, done.replayed) == ([], False)
     for picture, at in zip(pixels, (4096, 512_000), strict=True):
         patches = preprocess(picture, (SIDE, SIDE), settings.processors[Modality.IMAGE])
@@ -179,11 +180,11 @@ def test_a_batch_may_be_prepared_while_another_is_computed(checkpoints, buffers)
     batches = [Batch([piece(at, at + 32768)]) for at in places]
     alone = []
     for batch in batches:
-        assert runner.run(batch).not_finite == []
+        assert [each.not_finite for each in runner.run(batch)] == [[]]
         first = batch.pieces[0].rows
         alone.append(bytes(buffers[1].view[first : first + rows]))
         buffers[1].view[first : first + rows] = bytes(rows)
-    done = [runner.finish(begun.result()) for begun in ahead(batches, runner.start)]
+    done = [runner.finish(begun.result()) for begun in ahead(ahead(batches, runner.parts), partial(_begun, runner))]
     assert [each.not_finite for each in done] == [[]] * 8
     assert all(each.preprocess_seconds > 0 < each.vit_seconds for each in done)
     assert [bytes(buffers[1].view[at + 32768 : at + 32768 + rows]) for at in places] == alone
@@ -202,13 +203,13 @@ def test_batches_are_started_before_the_rows_of_others_have_left_a_device(checkp
     plain = Runner(worker_settings(checkpoints("qwen3_vl")), *buffers)
     expected = []
     for batch in batches:
-        assert plain.run(batch).not_finite == []
+        assert [each.not_finite for each in plain.run(batch)] == [[]]
         expected.append([bytes(buffers[1].view[each.rows : each.rows + size]) for each in batch.pieces])
     buffers[1].view[:] = bytes(ROOM)
-    begun = [runner.start(batches[0]), runner.start(batches[1])]
+    begun = [runner.compute(runner.prepare(batch)) for batch in batches[:2]]
     assert not any(buffers[1].view), "nothing has left yet"
     done = [runner.finish(begun[0])]
-    begun.append(runner.start(batches[2]))
+    begun.append(runner.compute(runner.prepare(batches[2])))
     done += [runner.finish(each) for each in begun[1:]]
     assert [each.not_finite for each in done] == [[]] * 3
     found = [[bytes(buffers[1].view[each.rows : each.rows + size]) for each in batch.pieces] for batch in batches]
@@ -245,7 +246,7 @@ def test_rows_that_are_not_finite_are_reported_and_not_written(checkpoints, buff
     monkeypatch.setattr(runner._tower, "run", spoilt)
     for at in (0, 65536):
         put(buffers[0], at, seed=at)
-    done = runner.run(Batch([piece(0, 0), piece(65536, 512_000)]))
+    (done,) = runner.run(Batch([piece(0, 0), piece(65536, 512_000)]))
     assert done.not_finite == [1]
     assert not any(buffers[1].view[512_000:520_000])
 
@@ -269,11 +270,11 @@ def test_clips_of_one_length_and_of_another_in_one_batch_have_the_rows_that_each
     given = [heard(buffers[0], n << 17, count, n, n << 16, clips) for n, count in enumerate(lengths)]
     alone = []
     for each in given:
-        assert runner.run(Batch([each])).not_finite == []
+        assert [each.not_finite for each in runner.run(Batch([each]))] == [[]]
         alone.append(rows_at(buffers[1], each.rows, each.tokens, settings))
     assert not torch.allclose(alone[0], alone[1], atol=0.01), "any rows would do"
     buffers[1].view[:] = bytes(ROOM)
-    assert runner.run(Batch(given)).not_finite == []
+    assert [each.not_finite for each in runner.run(Batch(given))] == [[]]
     for each, expected in zip(given, alone, strict=True):
         found = rows_at(buffers[1], each.rows, each.tokens, settings)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -311,7 +312,7 @@ def test_a_tower_that_is_not_built_from_our_blocks_is_served_with_its_own_proces
     settings = config.read(Checkpoint(folder))
     plan = settings.processors[Modality.IMAGE].plan(Inspection(SIDE, SIDE), Options())
     given = structs.replace(piece(0, 0), resized=plan.resized, grid=(1, 2, 2), tokens=plan.tokens)
-    assert runner.run(Batch([given])).not_finite == []
+    assert [each.not_finite for each in runner.run(Batch([given]))] == [[]]
     with torch.inference_mode():
         expected = tower(foreign_patches(pixels, plan.resized, ForeignProcessor()), [plan.grid]).flatten(1)
     torch.testing.assert_close(rows_at(buffers[1], 0, 1, settings), expected, rtol=1e-4, atol=1e-3)

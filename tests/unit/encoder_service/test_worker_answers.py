@@ -9,7 +9,7 @@ import torch
 
 from encoder_service.worker.__main__ import _answer
 from encoder_service.worker.messages import BatchFailed
-from encoder_service.worker.runner import Runner
+from encoder_service.worker.runner import PassFailed, Runner
 
 
 class Broken:
@@ -31,6 +31,12 @@ def failed() -> Future[object]:
     return future
 
 
+def failed_pass() -> Future[object]:
+    future: Future[object] = Future()
+    future.set_exception(PassFailed([2, 3], RuntimeError("no memory for scores")))
+    return future
+
+
 def begun() -> Future[object]:
     future: Future[object] = Future()
     future.set_result(None)
@@ -42,7 +48,12 @@ def test_a_batch_that_failed_is_told_and_the_worker_goes_on() -> None:
     assert _answer(Broken(usable=True), failed()) == BatchFailed(why="RuntimeError: no memory for patches")
 
 
-@pytest.mark.parametrize("make", [begun, failed])
+def test_of_a_batch_in_parts_those_fail_whose_pass_failed() -> None:
+    told = BatchFailed(why="RuntimeError: no memory for scores", pieces=[2, 3])
+    assert _answer(Broken(usable=True), failed_pass()) == told
+
+
+@pytest.mark.parametrize("make", [begun, failed, failed_pass])
 def test_a_worker_whose_gpu_computes_nothing_more_ends_so_that_another_takes_its_place(make) -> None:
     with pytest.raises(RuntimeError):
         _answer(Broken(usable=False), make())
