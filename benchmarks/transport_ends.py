@@ -31,7 +31,7 @@ from common.media.item import Grid, Header, Key, Modality
 from common.nixl.agent import NixlAgent
 from common.tokens import AcceptedTokens
 from common.wire import CHUNK_BYTES, DType, RowLayout
-from encoder_service.convert import nixl_agent, stretch
+from encoder_service.convert import read_stretch, write_nixl_agent
 from encoder_service.engine.device_pool import DevicePools
 from encoder_service.engine.embedding_store import EmbeddingStore, Entry
 from encoder_service.transports.base import RowRun
@@ -68,7 +68,7 @@ class Sender(encoder_pb2_grpc.EncoderServiceServicer):
             digest=_DIGEST,
             local_socket=self._link.local_socket,
             device_pools=pools,
-            nixl_agent=nixl_agent(self._link.nixl_memory),
+            nixl_agent=write_nixl_agent(self._link.nixl_memory),
         )
 
     async def Release(self, request: encoder_pb2.ReleaseRequest, context: Any) -> encoder_pb2.ReleaseResponse:
@@ -80,7 +80,7 @@ class Sender(encoder_pb2_grpc.EncoderServiceServicer):
     async def Encode(self, request: encoder_pb2.EncodeRequest, context: Any) -> AsyncIterator[Any]:
         entry = self._entries[request.items[0].key[0]]
         yield encoder_pb2.EncodeResponse(header=_header(entry))
-        run = RowRun(0, entry.allocation, *stretch(request, 0, entry.header.tokens))
+        run = RowRun(0, entry.allocation, *read_stretch(request, 0, entry.header.tokens))
         transport = self._link.choose(request.accepts, request.host, run)
         async for chunk in transport.send(run, request.host):
             yield chunk if isinstance(chunk, bytes) else encoder_pb2.EncodeResponse(rows=chunk)

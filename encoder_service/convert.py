@@ -55,7 +55,7 @@ def without_items(request: encoder_pb2.EncodeRequest) -> encoder_pb2.EncodeReque
     )
 
 
-def stretch(request: encoder_pb2.EncodeRequest, index: int, tokens: int) -> tuple[int, int]:
+def read_stretch(request: encoder_pb2.EncodeRequest, index: int, tokens: int) -> tuple[int, int]:
     """The first row of an item that the caller wants, and the one before which to stop; raises InvalidInput where the
     item has no such stretch."""
     first = request.first_rows[index] if request.first_rows else 0
@@ -67,7 +67,7 @@ def stretch(request: encoder_pb2.EncodeRequest, index: int, tokens: int) -> tupl
     return first, end
 
 
-def item(message: media_pb2.Media, index: int, salt: str, priority: int, served: Collection[Modality]) -> Item:
+def read_item(message: media_pb2.Media, index: int, salt: str, priority: int, served: Collection[Modality]) -> Item:
     """One item of a request, of a modality that is `served`; raises InvalidInput, Forbidden or Unsupported, naming the
     field."""
     field = f"items[{index}]"
@@ -84,7 +84,7 @@ def item(message: media_pb2.Media, index: int, salt: str, priority: int, served:
     )
 
 
-def items(
+def read_items(
     given: Sequence[media_pb2.Media], salt: str, priority: int, served: Collection[Modality], connection: str = ""
 ) -> list[ItemOrError]:
     """Every item of a request that came over a connection, or what is wrong with it."""
@@ -92,34 +92,34 @@ def items(
     found: list[ItemOrError] = []
     for index, media in enumerate(given):
         try:
-            found.append(replace(item(media, index, salt, priority, served), host=host))
+            found.append(replace(read_item(media, index, salt, priority, served), host=host))
         except TwinlensError as error:
             found.append(error)
     return found
 
 
-def key(value: bytes, field: str) -> bytes:
+def read_key(value: bytes, field: str) -> bytes:
     """A content key; raises InvalidInput for one of another length."""
     if len(value) != KEY_BYTES:
         raise InvalidInput(f"a content key has {KEY_BYTES} bytes", reason="BAD_KEY", field=field)
     return value
 
 
-def keys(request: encoder_pb2.ProbeRequest) -> list[bytes]:
+def read_keys(request: encoder_pb2.ProbeRequest) -> list[bytes]:
     """The keys that are asked about; raises InvalidInput for too many, or one of another length."""
     if len(request.keys) > _MAX_KEYS:
         raise InvalidInput(f"more than {_MAX_KEYS} keys", reason="TOO_MANY_KEYS", field="keys")
-    return [key(value, f"keys[{index}]") for index, value in enumerate(request.keys)]
+    return [read_key(value, f"keys[{index}]") for index, value in enumerate(request.keys)]
 
 
-def leases(request: encoder_pb2.ReleaseRequest) -> Sequence[str]:
+def read_leases(request: encoder_pb2.ReleaseRequest) -> Sequence[str]:
     """The leases that are given back; raises InvalidInput for too many."""
     if len(request.leases) > _MAX_LEASES:
         raise InvalidInput(f"more than {_MAX_LEASES} leases", reason="TOO_MANY_LEASES", field="leases")
     return request.leases
 
 
-def shared_load(counts: Mapping[str, int] | None) -> encoder_pb2.SharedStoreLoad | None:
+def write_shared_load(counts: Mapping[str, int] | None) -> encoder_pb2.SharedStoreLoad | None:
     """What the shared store did, as it travels; None where there is none."""
     if counts is None:
         return None
@@ -127,20 +127,12 @@ def shared_load(counts: Mapping[str, int] | None) -> encoder_pb2.SharedStoreLoad
     return encoder_pb2.SharedStoreLoad(**{name: counts[name] for name in names})
 
 
-def timings(seconds: Mapping[str, float]) -> list[media_pb2.StageTiming]:
+def write_timings(seconds: Mapping[str, float]) -> list[media_pb2.StageTiming]:
     """Seconds by stage as they travel."""
     return [media_pb2.StageTiming(stage=stage, seconds=value) for stage, value in seconds.items()]
 
 
-def by_transport(counts: Mapping[encoder_pb2.Transport, int]) -> dict[tuple[str, ...], float]:
-    """Counts by the transport's name, such as `shared_memory`."""
-    return {
-        (encoder_pb2.Transport.Name(number).removeprefix("TRANSPORT_").lower(),): count
-        for number, count in counts.items()
-    }
-
-
-def nixl_agent(memory: AgentMemory | None) -> encoder_pb2.NixlAgent | None:
+def write_nixl_agent(memory: AgentMemory | None) -> encoder_pb2.NixlAgent | None:
     """The store's memory as callers' agents find it; None stays unset."""
     if memory is None:
         return None
@@ -154,7 +146,7 @@ def milliseconds(seconds: float | None) -> int | None:
     return None if seconds is None else math.ceil(seconds * 1e3)
 
 
-def error(index: int, failure: TwinlensError) -> encoder_pb2.EncodeError:
+def write_error(index: int, failure: TwinlensError) -> encoder_pb2.EncodeError:
     """One item's failure as it travels."""
     return encoder_pb2.EncodeError(item=index, status=plain_status(failure))
 
@@ -172,9 +164,9 @@ def _check(media: Media, field: str) -> None:
                 raise InvalidInput(
                     "a key already stands for its options", reason="BAD_OPTION", field=f"{field}.options"
                 )
-            key(value, f"{field}.key")
+            read_key(value, f"{field}.key")
         case Url(_, known_key) if known_key:
-            key(known_key, f"{field}.known_key")
+            read_key(known_key, f"{field}.known_key")
         case Embedding(_, dtype):
             if options.stated():
                 raise InvalidInput("rows have no options", reason="BAD_OPTION", field=f"{field}.options")

@@ -70,7 +70,7 @@ class Delivery:
             self.failure = failure.reason
             self.meters.failed(failure.reason)
             tracing.failed(failure.reason)
-            await send(encoder_pb2.EncodeResponse(error=convert.error(self.index, failure)))
+            await send(encoder_pb2.EncodeResponse(error=convert.write_error(self.index, failure)))
 
     async def _deliver(self, ticket: Ticket, send: Send[Event]) -> None:
         await self._until(self.encoder.resolve(ticket), ticket, send)
@@ -95,7 +95,7 @@ class Delivery:
 
     async def _send_rows(self, ticket: Ticket, tokens: int, send: Send[Event]) -> None:
         """Every row that the caller wants; the first ones while a worker may still be computing the last."""
-        at, end = convert.stretch(self.request, self.index, tokens)
+        at, end = convert.read_stretch(self.request, self.index, tokens)
         spans: list[tuple[str, float, float]] = []
         while at < end:
             await self._until(ticket.more(at), ticket, send)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client.core import Metric
 
+from common.media.convert import by_transport
 from common.metrics import SHARES, Metrics, gauge, total
-from encoder_service import convert
 from encoder_service.engine.batch_history import BatchStats
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.encode import EncoderEngine
@@ -103,8 +103,8 @@ def _rows(encoder: EncoderEngine, link: Link) -> Iterable[Metric]:
     if link.pools:
         yield gauge("device_pool_bytes", "bytes of rows in workers' device pools", sum(p.used for p in link.pools))
         yield gauge("device_pool_capacity_bytes", "bytes of these pools", sum(pool.capacity for pool in link.pools))
-    yield total("rows_out", "rows that were sent", convert.by_transport(link.sent.rows), ["transport"])
-    yield total("bytes_out", "bytes of rows that were sent", convert.by_transport(link.sent.bytes), ["transport"])
+    yield total("rows_out", "rows that were sent", by_transport(link.sent.rows), ["transport"])
+    yield total("bytes_out", "bytes of rows that were sent", by_transport(link.sent.bytes), ["transport"])
 
 
 def _by(counts: Mapping[str, int], *names: str) -> dict[tuple[str, ...], float]:

@@ -65,7 +65,7 @@ class EncoderServicer(EncoderServiceServicer):
         if request.attempt:
             _log.info("asked again", attempt=request.attempt, namespace=request.host.namespace)
         items, rest = (
-            convert.items(request.items, request.cache_salt, request.priority, served.modalities, context.peer()),
+            convert.read_items(request.items, request.cache_salt, request.priority, served.modalities, context.peer()),
             convert.without_items(request),
         )
         del request
@@ -88,7 +88,9 @@ class EncoderServicer(EncoderServiceServicer):
         served = self._ready()
         convert.check_items(request.items, served.config)
         answer = encoder_pb2.PrefetchResponse()
-        items = convert.items(request.items, request.cache_salt, request.priority, served.modalities, context.peer())
+        items = convert.read_items(
+            request.items, request.cache_salt, request.priority, served.modalities, context.peer()
+        )
         del request
         found = await asyncio.gather(*(self._prefetch(served, index, item) for index, item in enumerate(items)))
         for each in found:
@@ -101,11 +103,11 @@ class EncoderServicer(EncoderServiceServicer):
     async def Probe(self, request: encoder_pb2.ProbeRequest, context: Context) -> encoder_pb2.ProbeResponse:
         """Says which keys are here."""
         encoder = self._ready().encoder
-        return encoder_pb2.ProbeResponse(present=await encoder.has(convert.keys(request), request.cache_salt))
+        return encoder_pb2.ProbeResponse(present=await encoder.has(convert.read_keys(request), request.cache_salt))
 
     async def Release(self, request: encoder_pb2.ReleaseRequest, context: Context) -> encoder_pb2.ReleaseResponse:
         """Gives leases back."""
-        return encoder_pb2.ReleaseResponse(released=self._ready().link.release(convert.leases(request)))
+        return encoder_pb2.ReleaseResponse(released=self._ready().link.release(convert.read_leases(request)))
 
     async def GetInfo(
         self, request: encoder_pb2.EncoderServiceGetInfoRequest, context: Context
@@ -128,7 +130,7 @@ class EncoderServicer(EncoderServiceServicer):
                 encoder_pb2.DevicePool(region=pool.name, gpu_uuid=pool.device, bytes=pool.capacity)
                 for pool in served.link.pools
             ],
-            nixl_agent=convert.nixl_agent(served.link.nixl_memory),
+            nixl_agent=convert.write_nixl_agent(served.link.nixl_memory),
             devices=pipeline.dispatcher.devices,
             max_image_bytes=served.config.max_image_bytes,
             max_video_bytes=served.config.max_video_bytes,
@@ -164,8 +166,8 @@ class EncoderServicer(EncoderServiceServicer):
                 encoder_pb2.RowsSent(transport=number, rows=rows, bytes=link.sent.bytes[number])
                 for number, rows in link.sent.rows.items()
             ],
-            shared=convert.shared_load(encoder.tier_counts),
-            stage_totals=convert.timings(
+            shared=convert.write_shared_load(encoder.tier_counts),
+            stage_totals=convert.write_timings(
                 {
                     **encoder.pipeline.seconds,
                     "worker_preprocess": totals.preprocess_seconds,
@@ -198,5 +200,5 @@ class EncoderServicer(EncoderServiceServicer):
             header, cached = await served.encoder.prefetch(item)
         except TwinlensError as failure:
             served.meters.failed(failure.reason)
-            return convert.error(index, failure)
+            return convert.write_error(index, failure)
         return media_convert.write_header(index, header, served.encoder.pipeline.layout, cached=cached)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +37,7 @@ from llm_service.request import (
     ToolDefinition,
 )
 from llm_service.transcriber import Transcriber
-from twinlens.v1 import encoder_pb2, llm_pb2, media_pb2
+from twinlens.v1 import llm_pb2, media_pb2
 
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
@@ -492,12 +492,6 @@ def _is_flat(value: Any, depth: int) -> bool:
         inner = value.values() if isinstance(value, dict) else value
         return depth > 0 and all(_is_flat(each, depth - 1) for each in inner)
     return True
-
-
-def by_transport(counts: Mapping[int, int]) -> dict[tuple[str, ...], float]:
-    """Counts by the transport's name, such as `shared_memory`, those that count nothing among them."""
-    names = {number: name.removeprefix("TRANSPORT_").lower() for name, number in encoder_pb2.Transport.items()}
-    return {(name,): counts.get(number, 0) for number, name in names.items() if number}
 
 
 def _too_many_items(limit: int, kind: str, count: int) -> InvalidInput:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client.core import Metric
 
+from common.media.convert import by_transport
 from common.metrics import Metrics, gauge, total
-from llm_service import convert
 from llm_service.encoders.encoder_cache import EncoderCache
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.receiver import RowReceiver
@@ -220,7 +220,7 @@ def _media(encoder_cache: EncoderCache, receiver: RowReceiver, pool: EncoderPool
     yield gauge("row_cache_bytes", "bytes of embedding rows held", encoder_cache.used_bytes)
     yield gauge("row_cache_capacity_bytes", "the budget for them", encoder_cache.capacity_bytes)
     yield total("row_cache_hits", "items whose rows were here already", encoder_cache.counters.hits)
-    received = convert.by_transport(encoder_cache.counters.by_transport)
+    received = by_transport(encoder_cache.counters.by_transport)
     yield total("rows_received", "embedding rows received", received, ["transport"])
     yield total("encode_attempts", "streams opened at encoders", receiver.counters.attempts)
     yield total("encode_retries", "streams that took the place of one that broke", receiver.counters.retries)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -293,3 +293,12 @@ def verify_checksum(message: Checked) -> None:
     plain.ClearField("crc32c")
     if crc32c(plain.SerializeToString(deterministic=True)) != message.crc32c:
         raise DataLoss("a message was damaged on the way")
+
+
+def by_transport(counts: Mapping[Any, int]) -> dict[tuple[str, ...], float]:
+    """Counts by transport number under their names, such as `shared_memory`; 0 for those that have none."""
+    return {
+        (name.removeprefix("TRANSPORT_").lower(),): counts.get(number, 0)
+        for name, number in encoder_pb2.Transport.items()
+        if number
+    }

@@ -87,7 +87,7 @@ def test_the_encoder_reads_or_refuses_it(data: bytes) -> None:
             convert.check_lists(request)
         for index, media in enumerate(request.items):
             with contextlib.suppress(TwinlensError):
-                checks.check_item(convert.item(media, index, "", 0, tuple(Modality)), BOUNDS)
+                checks.check_item(convert.read_item(media, index, "", 0, tuple(Modality)), BOUNDS)
 
 
 def test_what_is_not_spoilt_is_read() -> None:
@@ -96,4 +96,4 @@ def test_what_is_not_spoilt_is_read() -> None:
     convert.check_items(ENCODE.items, BOUNDS)
     convert.check_lists(ENCODE)
     for index, media in enumerate(MEDIA):
-        checks.check_item(convert.item(media, index, "", 0, tuple(Modality)), BOUNDS)
+        checks.check_item(convert.read_item(media, index, "", 0, tuple(Modality)), BOUNDS)

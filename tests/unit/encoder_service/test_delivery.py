@@ -58,7 +58,7 @@ class Bench:
     def asked(self, media: media_pb2.Media) -> AsyncGenerator[Event, None]:
         """The stream of any item."""
         request = encoder_pb2.EncodeRequest(accepts=[self.reader.number], host=self.host)
-        (item,) = convert.items([media], "", 0, tuple(Modality))
+        (item,) = convert.read_items([media], "", 0, tuple(Modality))
         return one_by_one(Delivery(self.made, self.link, NoMeters(), request, 0, item))  # type: ignore[arg-type]
 
     async def compute(self) -> None:

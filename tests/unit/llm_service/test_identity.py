@@ -76,7 +76,7 @@ def identity(salt: str = "", **fields: Any) -> Identity:
 @given(media, st.text(max_size=4))
 def test_a_key_is_the_one_that_the_encoder_computes(message: v1.Media, salt: str) -> None:
     ours = asyncio.run(identify(read(message), DIGEST, salt))
-    theirs = encoders.item(sent(read(message)), 0, salt, 0, tuple(Modality))
+    theirs = encoders.read_item(sent(read(message)), 0, salt, 0, tuple(Modality))
     known = asyncio.run(Contents(Fetcher(FetchConfig()), MediaLimits(), DIGEST).key(theirs))
     assert ours.key == ours.affinity == ours.recalled == known
 

@@ -64,7 +64,7 @@ class Bench:
 
     async def heard(self, backend: str = "", *, waits: bool = True) -> None:
         """It `waits` until the agents are connected, be it longer than the moment that a question to an encoder has."""
-        told = convert.nixl_agent(self.link.nixl_memory)
+        told = convert.write_nixl_agent(self.link.nixl_memory)
         if told is not None and backend:
             told.backend = backend
         await self.nixl.heard(encoder_pb2.EncoderServiceGetInfoResponse(nixl_agent=told))
