@@ -7,7 +7,7 @@ import io
 import struct
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,34 @@ def bmp(width: int, height: int) -> bytes:
     return b"BM" + struct.pack("<IHHI", 54, 0, 0, 54) + about
 
 
-BOMBS: dict[str, Callable[[int, int], bytes]] = {"PNG": png, "JPEG": jpeg, "GIF": gif, "WebP": webp, "BMP": bmp}
+def tiff(tags: Mapping[int, tuple[int, Sequence[int]]], body: bytes = b"\0\0", *, order: str = "<") -> bytes:
+    """A TIFF file of one page: the type of each tag, 1, 3 or 4, and its values. Its body begins at byte 8."""
+    at, entries, behind = 8 + len(body), b"", b""
+    for tag, (kind, values) in sorted(tags.items()):
+        packed = struct.pack(f"{order}{len(values)}{ {1: 'B', 3: 'H', 4: 'I'}[kind] }", *values)
+        if len(packed) > 4:
+            place = at + 2 + 12 * len(tags) + 4 + len(behind)
+            behind += packed
+            packed = struct.pack(order + "I", place)
+        entries += struct.pack(order + "HHI", tag, kind, len(values)) + packed.ljust(4, b"\0")
+    head = (b"II" if order == "<" else b"MM") + struct.pack(order + "HI", 42, at)
+    return head + body + struct.pack(order + "H", len(tags)) + entries + bytes(4) + behind
+
+
+def packed_tiff(width: int, height: int) -> bytes:
+    """A TIFF file that says to be of this size, in one strip of two bytes."""
+    one = {256: width, 257: height, 258: 8, 259: 5, 262: 1, 273: 8, 277: 1, 278: height, 279: 2}
+    return tiff({tag: (4, [value]) for tag, value in one.items()})
+
+
+BOMBS: dict[str, Callable[[int, int], bytes]] = {
+    "PNG": png,
+    "JPEG": jpeg,
+    "GIF": gif,
+    "WebP": webp,
+    "BMP": bmp,
+    "TIFF": packed_tiff,
+}
 """By format: a file of some hundred bytes that says to be of any size."""
 
 

@@ -22,7 +22,7 @@ from common import seccomp
 from common.arena import Range, SharedBuffer
 from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
 from encoder_service.item import Inspection
-from encoder_service.media.complexity import TooComplex
+from encoder_service.media.complexity import TooComplex, UnusualKind
 from encoder_service.media.frame_resizing import decode_resized
 from encoder_service.media.messages import (
     Decode,
@@ -81,7 +81,8 @@ def main(link_fd: int, staging_fd: int) -> None:
 
 
 class OpenFile(Protocol):
-    """A file of some modality. Its methods raise one of `_UNREADABLE` where it cannot be read, or TooComplex."""
+    """A file of some modality. Its methods raise one of `_UNREADABLE` where it cannot be read, or TooComplex, or
+    UnusualKind."""
 
     def __init__(self, data: bytes, settings: DecoderSettings) -> None: ...
 
@@ -123,7 +124,9 @@ class Desk:
                 yield from self._decode(job)
         except _UNREADABLE as error:
             self._open = None
-            yield Refused(f"{type(error).__name__}: {error}", too_complex=isinstance(error, TooComplex))
+            why, kinds = f"{type(error).__name__}: {error}", (TooComplex, UnusualKind)
+            too_complex, unsupported = (isinstance(error, kind) for kind in kinds)
+            yield Refused(why, too_complex=too_complex, unsupported=unsupported)
 
     def _inspect(self, job: Inspect) -> Inspected:
         file = self._file(job)

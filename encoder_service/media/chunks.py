@@ -1,4 +1,5 @@
-"""What pictures are made of: chunks of a PNG, segments and scans of a JPEG, blocks of a GIF. Only heads are read."""
+"""What pictures are made of: chunks of a PNG, segments and scans of a JPEG, blocks of a GIF. Only heads are read. Those
+of a TIFF are in `tiff`."""
 
 from __future__ import annotations
 

@@ -11,6 +11,10 @@ class TooComplex(ValueError):
     """A file is made of more parts than are taken."""
 
 
+class UnusualKind(ValueError):
+    """A file is whole, and of a kind that nothing here shows."""
+
+
 class PartCount:
     """Parts of one file, of which there may be `max_parts`."""
 

@@ -182,7 +182,7 @@ class DecoderPool:
                 continue
             if isinstance(answer, Refused):
                 _log.info("media refused", why=answer.why)
-                raise _too_complex(field) if answer.too_complex else _unreadable(field)
+                raise _refusal(answer, field)
             return answer
         if struck:
             raise Unavailable("decode processes were ended or stopped; others are being started", reason="NO_DECODER")
@@ -245,14 +245,23 @@ def _ended(asked: asyncio.Future[FromDecoder]) -> bool:
     return not isinstance(asked.result(), Decoding)
 
 
+_UNSUPPORTED = (
+    "a TIFF is taken with whole numbers of up to 16 bits, in grey, RGB, CMYK, YCbCr or a palette, plain or packed by"
+    " LZW, Deflate, PackBits, JPEG or as a fax; this is another one"
+)
+
+
 def _too_slow(field: str) -> TwinlensError:
     return InvalidInput("the media takes too long to decode", reason="MEDIA_TOO_SLOW", field=field)
 
 
-def _too_complex(field: str) -> TwinlensError:
-    return InvalidInput(
-        "the media's file is made of more parts than are taken", reason="MEDIA_TOO_COMPLEX", field=field
-    )
+def _refusal(answer: Refused, field: str) -> TwinlensError:
+    if answer.too_complex:
+        why = "the media's file is made of more parts than are taken"
+        return InvalidInput(why, reason="MEDIA_TOO_COMPLEX", field=field)
+    if answer.unsupported:
+        return InvalidInput(_UNSUPPORTED, reason="MEDIA_FORMAT", field=field)
+    return _unreadable(field)
 
 
 def _unreadable(field: str) -> TwinlensError:

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
-from PIL import AvifImagePlugin, Image
+from PIL import AvifImagePlugin, Image, UnidentifiedImageError
 from PIL.ImageFile import ImageFile as PillowFile
 
 from encoder_service.item import Inspection
-from encoder_service.media import chunks
+from encoder_service.media import chunks, tiff
 from encoder_service.media.chunks import JpegLayout
+from encoder_service.media.complexity import UnusualKind
 from encoder_service.media.messages import Bounds, DecoderSettings
 from encoder_service.media.sniff import IMAGES, format_of
 
@@ -65,11 +66,12 @@ class ImageFile:
 def inspect(data: bytes, bounds: Bounds) -> Inspection:
     """A picture's dimensions once its EXIF orientation is applied; pixels are decoded only where it stands behind them.
 
-    Of a picture of more pixels than are taken, the dimensions come back as they stand in the file. Raises TooComplex.
+    Of a picture of more pixels than are taken, the dimensions come back as they stand in the file. Raises TooComplex
+    and UnusualKind.
     """
     with _open(data, bounds) as image:
         width, height = image.size
-        if width * height <= bounds.image_area and _orientation(image, data) in _SIDEWAYS:
+        if width * height <= bounds.image_area and _orientation(image, data, bounds) in _SIDEWAYS:
             width, height = height, width
     return Inspection(width=width, height=height)
 
@@ -77,30 +79,36 @@ def inspect(data: bytes, bounds: Bounds) -> Inspection:
 def decode(data: bytes, out: np.ndarray, bounds: Bounds) -> None:
     """Writes the picture, upright and as RGB, into `out`, [1, height, width, 3] uint8.
 
-    Of an animation the first frame is taken. Raises ValueError where the size is not the one that was announced, or
-    pixels are missing, and TooComplex.
+    Of an animation the first frame is taken, and of a TIFF the first page. Raises ValueError where the size is not the
+    one that was announced, or pixels are missing, and TooComplex and UnusualKind.
     """
     name = format_of(data[:512], IMAGES)
     if name == "PNG":
         with _open(data, bounds) as image:
             image.verify()  # reading its pixels would not look at every checksum
+    page = tiff.first_page(data, bounds) if name == "TIFF" else None
+    if page is not None:
+        page.check_whole()
     with _open(data, bounds) as image:
         if name == "JPEG":
             _load_jpeg(image, data, chunks.read_jpeg(data, bounds))
-        upright = _rgb(_upright(image))
+        orientation = image.getexif().get(_ORIENTATION) if page is None else page.orientation
+        upright = _rgb(_upright(image, orientation), inverted=page is not None and page.is_inverted)
     if (upright.height, upright.width) != out.shape[1:3]:
         raise ValueError("the picture's size changed while it was decoded")
     out[0] = np.asarray(upright)
 
 
-def _upright(image: PillowFile) -> Image.Image:
+def _upright(image: PillowFile, orientation: object) -> Image.Image:
     """A picture with its orientation applied. The library's own way writes the rest of the EXIF anew, and fails at a
     tag that it can read and cannot write."""
-    method = _TO_UPRIGHT.get(image.getexif().get(_ORIENTATION))
+    method = _TO_UPRIGHT.get(orientation)
     return image if method is None else image.transpose(method)
 
 
-def _orientation(image: Image.Image, data: bytes) -> Any:
+def _orientation(image: Image.Image, data: bytes, bounds: Bounds) -> Any:
+    if image.format == "TIFF":
+        return tiff.first_page(data, bounds).orientation
     if image.format == "PNG" and not _has_late_words(data):
         return Image.Image.getexif(image).get(_ORIENTATION)  # the PNG class would decode all pixels first
     return image.getexif().get(_ORIENTATION)
@@ -112,13 +120,15 @@ def _has_late_words(data: bytes) -> bool:
     return b"IDAT" in kinds and any(kind in _WORDS for kind in kinds)
 
 
-def _rgb(image: Image.Image) -> Image.Image:
+def _rgb(image: Image.Image, *, inverted: bool) -> Image.Image:
     """An image as RGB; what is transparent shows white behind it, as browsers have it, and those who serve such models.
 
-    Of 16-bit grey the upper byte is kept: Pillow alone would show all but the darkest 256 values as white.
+    Of 16-bit grey, which may be `inverted`, the upper byte is kept: Pillow alone would show all but the darkest 256
+    values as white.
     """
     if image.mode.startswith("I;16"):
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        upper = (np.asarray(image) >> 8).astype(np.uint8)
+        image = Image.fromarray(~upper if inverted else upper)
     if not image.has_transparency_data:
         return image.convert("RGB")
     shown, whole = image.convert("RGBA"), Image.new("RGB", image.size, "white")
@@ -131,7 +141,12 @@ def _open(data: bytes, bounds: Bounds) -> PillowFile:
     if name is None:
         raise ValueError("not a picture of a supported format")
     chunks.check(data, name, bounds)
-    return Image.open(io.BytesIO(data), formats=[name])
+    if name != "TIFF":
+        return Image.open(io.BytesIO(data), formats=[name])
+    try:
+        return Image.open(io.BytesIO(tiff.first_page(data, bounds).alone()), formats=[name])
+    except UnidentifiedImageError as error:
+        raise UnusualKind("a TIFF whose numbers the library does not know") from error
 
 
 def _load_jpeg(image: PillowFile, data: bytes, layout: JpegLayout) -> None:

@@ -33,7 +33,7 @@ class MediaLimits:
     max_frames: int = option(768, "most frames kept of a video; sampled at more, it is refused", minimum=1)
     max_scanned_frames: int = option(100_000, "most frames that a video may have", minimum=1)
     max_image_chunks: int = option(
-        32_768, "most chunks, segments or blocks that a picture's file may be made of", minimum=64
+        32_768, "most chunks, segments, blocks or tags that a picture's file may be made of", minimum=64
     )
     max_image_scans: int = option(100, "most scans of a JPEG", minimum=1)
     max_packed_bmp_bytes: int = option(

@@ -94,10 +94,12 @@ class Decoded(msgspec.Struct, tag=True):
 
 
 class Refused(msgspec.Struct, tag=True):
-    """The bytes cannot be read, or, if `too_complex`, are made of too many parts. `why` is for the log alone."""
+    """The bytes cannot be read, or, if `too_complex`, are made of too many parts, or, if `unsupported`, are of a kind
+    that nothing here shows. `why` is for the log alone."""
 
     why: str
     too_complex: bool = False
+    unsupported: bool = False
 
 
 class PlannerSettings(msgspec.Struct, tag=True):

@@ -49,6 +49,7 @@ IMAGES: Final[dict[str, Format]] = {
     "AVIF": _format(
         lambda head: head[4:8] == b"ftyp" and any(kind in _brands(head) for kind in (b"avif", b"avis")), "image/avif"
     ),
+    "TIFF": _format(lambda head: head.startswith((b"II*\x00", b"MM\x00*")), "image/tiff", "image/tif", "image/x-tiff"),
 }
 VIDEOS: Final[dict[str, Format]] = {
     "MP4": _format(
@@ -111,7 +112,7 @@ _REFUSED: Final = tuple(
         ("SVG", rb"(\xef\xbb\xbf)?\s*<(\?xml\b.*<)?svg\b"),
         ("XML", rb"(\xef\xbb\xbf)?\s*<\?xml\b"),
         ("PDF", rb"%PDF-"),
-        ("TIFF", rb"II\*\x00|MM\x00\*"),
+        ("BigTIFF", rb"II\+\x00|MM\x00\+"),
         ("HEIF", rb".{4}ftyp(hei|hev|mif1|msf1)"),
         ("JPEG XL", rb"\xff\x0a|\x00\x00\x00\x0cJXL "),
         ("JPEG 2000", rb"\x00\x00\x00\x0cjP  |\xff\x4f\xff\x51"),

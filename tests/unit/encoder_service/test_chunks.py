@@ -73,6 +73,8 @@ CROWDED: dict[str, Callable[[], bytes]] = {
     "extensions": lambda: gif(b"\x21\xf9\4\0\0\0\0\0" * 1_000_000),
     "nothing at all": lambda: gif(bytes(1_000_000)),
     "runs": lambda: packed_bmp(3 << 20),
+    "tags": lambda: bad_files.tiff({tag: (3, [1]) for tag in range(256, 60_000)}),
+    "strips": lambda: bad_files.tiff({256: (3, [9]), 257: (3, [9]), 262: (3, [1]), 273: (4, [8] * 1_000_000)}),
 }
 
 
@@ -91,6 +93,7 @@ ORDINARY: dict[str, Callable[[], bytes]] = {
     "a GIF": lambda: gif(b"\x21\xfe\5hello\5world\0"),
     "a WebP": lambda: pictures.encoded(pictures.noise(20, 10), "WEBP", lossless=True),
     "a BMP": lambda: pictures.encoded(pictures.noise(20, 10), "BMP"),
+    "a TIFF": lambda: pictures.encoded(pictures.noise(20, 10), "TIFF", compression="tiff_lzw"),
 }
 
 

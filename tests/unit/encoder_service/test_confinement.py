@@ -57,6 +57,12 @@ def sound(kind: str) -> tuple[str, Callable[[], bytes]]:
 
 FILES = {
     **{kind: picture(kind) for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "AVIF")},
+    "TIFF": picture("TIFF"),
+    **{
+        f"TIFF by {packing}": picture("TIFF", compression=packing)
+        for packing in ("tiff_lzw", "tiff_adobe_deflate", "jpeg")
+    },
+    "a fax": (IMAGE, lambda: pictures.encoded(pictures.noise(60, 40).convert("1"), "TIFF", compression="group4")),
     "progressive JPEG": picture("JPEG", progressive=True),
     "lossless WEBP": picture("WEBP", lossless=True),
     "h264": film("mp4", "h264"),

@@ -12,7 +12,7 @@ from encoder_service.media.sniff import AUDIOS, IMAGES, VIDEOS, Format, check
 from tests import pictures
 
 TAKEN = {
-    "image": "an image is taken as JPEG, PNG, WebP, GIF, BMP or AVIF",
+    "image": "an image is taken as JPEG, PNG, WebP, GIF, BMP, AVIF or TIFF",
     "video": "a video is taken as MP4, Matroska/WebM, AVI, FLV or MPEG-TS",
     "audio": "audio is taken as WAV, MP3, FLAC, Ogg, MP4 or Matroska/WebM",
 }
@@ -34,8 +34,8 @@ def refusal(data: bytes, formats: Mapping[str, Format], modality: str, mime_type
         (b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "XML"),
         (b'{"error": "not found"}', "text"),
         (b"%PDF-1.7\n%\xe2\xe3", "PDF"),
-        (b"II*\0\x08\0\0\0", "TIFF"),
-        (b"MM\0*\0\0\0\x08", "TIFF"),
+        (b"II+\0\x08\0\0\0", "BigTIFF"),
+        (b"MM\0+\0\x08\0\0", "BigTIFF"),
         (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "HEIF"),
         (b"\0\0\0\x0cJXL \r\n\x87\n", "JPEG XL"),
         (b"\xff\x0a\x00\x01", "JPEG XL"),
