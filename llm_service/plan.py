@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -51,9 +52,9 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False)
     seed, choose alike. Tokens in `banned` cannot be chosen. `prompt` are the distinct tokens of the prompt and `output`
     all that were chosen so far, int32 as bytes, each given only where a penalty needs it. `logprobs`: how many of the
     likeliest to report, -1 for none at all. `allowed`: where it is given, a token whose bit (little-endian) is not set
-    cannot be chosen. `carried`: the token before is not known yet, but the one that this draw of the plan before chose,
-    and so is the last one of `output`; -1 where all are known. `banned_behind`: where it is the first token of such a
-    pair, the second cannot be chosen.
+    cannot be chosen; where `mask_follows`, it is handed over while the step is computed. `carried`: the token before is
+    not known yet, but the one that this draw of the plan before chose, and so is the last one of `output`; -1 where all
+    are known. `banned_behind`: where it is the first token of such a pair, the second cannot be chosen.
     """
 
     at: int
@@ -73,6 +74,7 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False)
     allowed: bytes = b""
     carried: int = -1
     banned_behind: tuple[tuple[int, int], ...] = ()
+    mask_follows: bool = False
 
     def with_last(self, token: int) -> Draw:
         """The draw with the token before it put in."""
@@ -86,12 +88,35 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False)
     def alters(self) -> bool:
         """Logits are changed before anything is chosen."""
         bans = self.banned or self.banned_behind
-        return bool(bans or self.logit_bias or self.prompt or self.output or self.allowed)
+        masked = self.allowed or self.mask_follows
+        return bool(bans or masked or self.logit_bias or self.prompt or self.output)
 
     @property
     def plain(self) -> bool:
         """The highest logit wins, untouched."""
         return self.temperature == 0.0 and not self.alters
+
+
+Masks = Callable[[], Sequence[bytes]]
+"""Waits for the masks of a step that were not known when it was planned: one for each draw whose mask follows."""
+
+
+def no_masks() -> Sequence[bytes]:
+    """Of a step that was planned when all its tokens were known."""
+    return ()
+
+
+def with_masks(draws: list[Draw], masks: Masks) -> list[Draw]:
+    """The draws of a plan with the masks that follow; waits for them where any draw has one."""
+    if not any(draw.mask_follows for draw in draws):
+        return draws
+    following = iter(masks())
+    filled = [
+        msgspec.structs.replace(draw, allowed=next(following), mask_follows=False) if draw.mask_follows else draw
+        for draw in draws
+    ]
+    assert next(following, None) is None, "one mask for each draw that waits for one"
+    return filled
 
 
 class Score(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -9,18 +9,30 @@ from dataclasses import dataclass
 
 import msgspec
 
-from llm_service.plan import AdapterOrder, CopyOut, Drop, MirrorOrder, Pulled, StepPlan, StepResult
+from llm_service.plan import (
+    AdapterOrder,
+    CopyOut,
+    Drop,
+    Masks,
+    MirrorOrder,
+    Pulled,
+    StepPlan,
+    StepResult,
+    no_masks,
+    with_masks,
+)
 
 
-def filled(plan: StepPlan, chosen: Sequence[int]) -> StepPlan:
-    """The plan with nothing left to carry over, when the plan before it chose these tokens, one for each draw."""
+def filled(plan: StepPlan, chosen: Sequence[int], masks: Masks = no_masks) -> StepPlan:
+    """The plan with nothing left to carry over, when the plan before it chose these tokens, one for each draw, and with
+    the masks that follow it."""
     if not plan.carried:
         return plan
     ids = array("i", plan.token_ids)
     for place, draw in plan.carried:
         ids[place] = chosen[draw]
     draws = [draw if draw.carried < 0 else draw.with_last(chosen[draw.carried]) for draw in plan.draws]
-    return msgspec.structs.replace(plan, token_ids=ids.tobytes(), draws=draws, carried=[])
+    return msgspec.structs.replace(plan, token_ids=ids.tobytes(), draws=with_masks(draws, masks), carried=[])
 
 
 @dataclass(frozen=True)
@@ -59,9 +71,9 @@ class InTurn:
         assert self._copy_out is not None, order
         self._copy_out(order.pairs)
 
-    def launch(self, plan: StepPlan) -> Known:
+    def launch(self, plan: StepPlan, masks: Masks = no_masks) -> Known:
         began = time.perf_counter()
-        result = self._run(filled(plan, self._chosen))
+        result = self._run(filled(plan, self._chosen, masks))
         self._chosen = result.tokens
         return Known(msgspec.structs.replace(result, began=began, ended=time.perf_counter()))
 

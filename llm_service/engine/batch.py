@@ -21,7 +21,8 @@ class Step:
     drafts several times; those
     whose prompt is scored, in the order of the scores, with the place of the first token scored; what it computes
     of prompts: (sequence, place of the first token, tokens); those whose hidden states are pooled, in the order of the
-    pools, with how often they had been started; and those that are embedded with it, since their prompts end."""
+    pools, with how often they had been started; those that are embedded with it, since their prompts end; and whose
+    draws have masks that follow, or may leave no token, which depends on a token of the step before."""
 
     plan: StepPlan
     work: list[tuple[Sequence, int]]
@@ -30,6 +31,7 @@ class Step:
     prefill: list[tuple[Sequence, int, int]]
     pooling: list[tuple[Sequence, int]]
     embedded: list[Sequence]
+    unsettled: list[tuple[Sequence, Draw]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ def build(
         plan = structs.replace(plan, filled=adapters.filled, adapters=adapters.each)
     if proposals is not None:
         plan = structs.replace(plan, proposals=[_proposal(*each, proposals) for each in work.items()])
-    for_whom = batch.drawing, batch.scoring, batch.prefill, batch.pooling, batch.embedded
+    for_whom = batch.drawing, batch.scoring, batch.prefill, batch.pooling, batch.embedded, batch.unsettled
     return Step(plan, list(work.items()), *for_whom)
 
 
@@ -96,6 +98,7 @@ class _Batch:
         self.prefill: list[tuple[Sequence, int, int]] = []
         self.pooling: list[tuple[Sequence, int]] = []
         self.embedded: list[Sequence] = []
+        self.unsettled: list[tuple[Sequence, Draw]] = []
 
     def add(self, sequence: Sequence, count: int) -> None:
         """The next `count` tokens of a sequence, drafts included, and what is asked for behind them."""
@@ -140,8 +143,11 @@ class _Batch:
         if sequence.num_placeholders:
             self._carried.append((last, sequence.placeholder_draw))
         for ahead in range(len(sequence.drafts) + 1):
-            self._draws.append(_draw(sequence, last - len(sequence.drafts) + ahead, ahead))
+            draw = _draw(sequence, last - len(sequence.drafts) + ahead, ahead)
+            self._draws.append(draw)
             self.drawing.append(sequence)
+            if draw.mask_follows or (draw.banned_behind and sequence.sampling.allowed):
+                self.unsettled.append((sequence, draw))
 
     def plan(self, appended: list[Appended]) -> StepPlan:
         """All that was added, and what tables became longer by."""
@@ -257,6 +263,7 @@ def _draw(sequence: Sequence, at: int, ahead: int) -> Draw:
         return Draw(at=at)
     ends = sequence.stop_ids if generated < sampling.min_tokens else ()
     pairs = sequence.bad_pairs()
+    follows = sequence.matcher is not None and sequence.num_placeholders > 0
     return Draw(
         at=at,
         temperature=sampling.temperature,
@@ -273,7 +280,8 @@ def _draw(sequence: Sequence, at: int, ahead: int) -> Draw:
         prompt=sequence.prompt.distinct,
         output=_said(sequence, ahead) if sampling.penalises else b"",
         logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
-        allowed=_allowed(sequence, ahead),
+        allowed=b"" if follows else _allowed(sequence, ahead),
+        mask_follows=follows,
         carried=sequence.placeholder_draw if sequence.num_placeholders and (pairs or sampling.penalises) else -1,
     )
 

@@ -145,6 +145,8 @@ class EngineCore:
             return False
         result, step = self._steps.collect(), self._under_way.popleft()
         tokens = self._scheduler.finish(step, result)
+        if self._under_way and (masks := self._scheduler.masks(self._under_way[0])):
+            self._steps.mask(masks)  # before anything else: the next step is computed meanwhile, and waits for them
         if step.prefill:
             self._link.send(Prefills([_prefilled(*part, result) for part in step.prefill]))
         for news in (*self._scheduler.take_scored(), *self._scheduler.take_pooled()):

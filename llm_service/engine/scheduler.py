@@ -20,7 +20,7 @@ from llm_service.engine.finish import dead_end, finish_reason, never_at_once, ne
 from llm_service.engine.messages import Add, Complete, Failed, Pooled, RowsNeeded, Scored, Started, State, Token
 from llm_service.engine.planner import Drafter, Limits, Planner, Schedule, by_look_up, by_proposal
 from llm_service.engine.queues import Queues
-from llm_service.engine.sequence import Sequence, SequenceRules, WaitReason
+from llm_service.engine.sequence import Sequence, SequenceRules
 from llm_service.engine.state_slots import Place
 from llm_service.engine.step_pace import StepPace
 from llm_service.engine.structure import Form, Matcher
@@ -165,10 +165,6 @@ class Scheduler:
         """
         if self._unchecked:
             self._check()
-        # What a grammar allows next is worked out here, so a batch with one in it has no overlap. Penalties need the
-        # token as well, but the worker puts it into the history.
-        if self._held and any(self._waits_for_token(sequence) for sequence in self._queues.running):
-            return None, []
         schedule = self._planner.choose()
         self.counters.preemptions += len(schedule.preempted)
         self._rows_needed.extend((self._planned_steps, sequence.id) for sequence in schedule.displaced)
@@ -250,14 +246,12 @@ class Scheduler:
         copies.before.extend((each.table.spare, each.table.slot) for each in work if each.table.spare >= 0)
         return copies
 
-    @staticmethod
-    def _waits_for_token(sequence: Sequence) -> bool:
-        return sequence.wait_reason is WaitReason.TOKEN and not sequence.at_max_length
-
     def _fail_dead_ends(self, step: Step) -> None:
         """They are in the step, whose tokens for them are dropped."""
         for sequence, draw in zip(step.drawing, step.plan.draws, strict=True):
-            if not sequence.finished and not sequence.drafts and (error := dead_end(sequence, draw)):
+            if draw.mask_follows or sequence.finished or sequence.drafts:
+                continue
+            if error := dead_end(sequence, draw):
                 self._fail(sequence.id, error)
 
     def _announce(self, sequence: Sequence) -> Started | None:
@@ -308,6 +302,22 @@ class Scheduler:
             if ended:
                 self._end(sequence)
         return tokens
+
+    def masks(self, step: Step) -> list[bytes]:
+        """The masks that follow the plan of a step under way: one for each draw that waits for one. Once the step in
+        front of it is finished, so that all tokens before its own are known; those that have none to go on with fail
+        now."""
+        masks: list[bytes] = []
+        for sequence, draw in step.unsettled:
+            mask = b"" if sequence.finished else sequence.allowed_by(sequence.matcher)
+            if draw.mask_follows:
+                masks.append(mask)
+            if sequence.finished:
+                continue  # whatever is drawn for it is dropped
+            known = draw.with_last(sequence.tokens[sequence.num_known_tokens - 1])
+            if error := dead_end(sequence, structs.replace(known, allowed=mask)):
+                self._fail(sequence.id, error)
+        return masks
 
     def _take_pooled(self, step: Step, result: StepResult) -> None:
         """Adds hidden states to what is there of each prompt's; those that have all of them end."""

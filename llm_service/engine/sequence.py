@@ -39,7 +39,7 @@ class WaitReason(enum.Enum):
     SIBLING = enum.auto()
     """The first choice of its request is still computing the prompt that they share."""
     TOKEN = enum.auto()
-    """What may come next depends on a token that a step under way chooses, or on how many of its drafts are right."""
+    """How far it has come depends on how many of its drafts are right, which a step under way finds out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ class Sequence:
         """Why nothing can be computed now, as far as that is known without looking at blocks; None: it may go on."""
         if self.matcher_future is not None:
             return WaitReason.GRAMMAR
-        if self.num_placeholders and (self.matcher is not None or self.drafts or self._may_run_dry):
+        if self.num_placeholders and self.drafts:
             return WaitReason.TOKEN
         if self._waits_for is None and self.first_choice is not None and not self.first_choice.has_begun:
             return WaitReason.SIBLING
@@ -223,11 +223,6 @@ class Sequence:
         nothing to be drawn, which is looked for behind what is known alone."""
         computed = self.pending == 1 and self.num_computed_tokens >= self.prompt_tokens and not self.num_placeholders
         return computed and (not self.sampling.is_held or self.generated >= self.sampling.min_tokens)
-
-    @property
-    def _may_run_dry(self) -> bool:
-        """A token may leave none to follow it of those that its caller allows."""
-        return bool(self.sampling.allowed) and self.bad_words is not None
 
     @property
     def grammar_ready(self) -> bool:

@@ -13,7 +13,19 @@ from typing import Protocol
 
 import msgspec
 
-from llm_service.plan import AdapterOrder, CopyOut, Drop, Install, MirrorOrder, Pull, Pulled, StepPlan, StepResult
+from llm_service.plan import (
+    AdapterOrder,
+    CopyOut,
+    Drop,
+    Install,
+    Masks,
+    MirrorOrder,
+    Pull,
+    Pulled,
+    StepPlan,
+    StepResult,
+    no_masks,
+)
 
 
 class StepUnderWay(Protocol):
@@ -36,8 +48,9 @@ class Executor(Protocol):
         """Keeps in touch with the ranks; raises where one is gone."""
         ...
 
-    def launch(self, plan: StepPlan) -> StepUnderWay:
-        """Begins a step, whose carried tokens are those of the step launched before it. On a CPU it is over then."""
+    def launch(self, plan: StepPlan, masks: Masks = no_masks) -> StepUnderWay:
+        """Begins a step, whose carried tokens are those of the step launched before it, and asks for the masks that
+        follow its plan when it is to draw. On a CPU it is over then."""
         ...
 
     def obey(self, order: MirrorOrder) -> Pulled:
@@ -53,6 +66,10 @@ class Executor(Protocol):
         ...
 
 
+class _ClosedError(Exception):
+    """Nobody decides any more."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Copying:
     """Copies to the host, and who waits for them."""
@@ -65,10 +82,10 @@ class StepQueue:
     """Launches plans one after the other, in the order in which they were handed over, and orders for the ranks'
     mirrors between them.
 
-    `submit`, `order`, `copy_out`, `collect`, `beat` and `close` belong to the thread that decides, `work` to the one
-    that computes, which calls `on_pulled` for each `Pull`, with its id and what came of it, and `on_installed` when all
-    ranks have an adapter. The one that decides waits for a step's tokens; so on a GPU the other one launches the next
-    step meanwhile, and the GPU never waits for either.
+    `submit`, `mask`, `order`, `copy_out`, `collect`, `beat` and `close` belong to the thread that decides, `work` to
+    the one that computes, which calls `on_pulled` for each `Pull`, with its id and what came of it, and `on_installed`
+    when all ranks have an adapter. The one that decides waits for a step's tokens; so on a GPU the other one launches
+    the next step meanwhile, and the GPU never waits for either.
 
     Two threads, not two processes: a plan names thousands of block numbers, which a process would have to copy and
     parse for each step; and the work in between is either outside the interpreter's lock or far smaller than a step.
@@ -85,6 +102,7 @@ class StepQueue:
         self._on_pulled = on_pulled
         self._on_installed = on_installed
         self._plans: SimpleQueue[StepPlan | MirrorOrder | AdapterOrder | _Copying | str] = SimpleQueue()
+        self._masks: SimpleQueue[list[bytes] | None] = SimpleQueue()
         self._launched: SimpleQueue[StepUnderWay] = SimpleQueue()
         self._ended = 0.0
         self._launching_since: float | None = None
@@ -100,6 +118,16 @@ class StepQueue:
     def submit(self, plan: StepPlan) -> None:
         """Hands over a plan; what it carries over comes from the plan handed over before it."""
         self._plans.put(plan)
+
+    def mask(self, masks: list[bytes]) -> None:
+        """Hands over the masks of the plan handed over last, one for each draw that waits for one. It comes after the
+        result of the plan before that has been collected, and before any further plan."""
+        self._masks.put(masks)
+
+    def _next_masks(self) -> list[bytes]:
+        if (masks := self._masks.get()) is None:
+            raise _ClosedError
+        return masks
 
     def order(self, order: MirrorOrder | AdapterOrder) -> None:
         """Hands over an order, which is obeyed before every plan that is handed over later. An `Install` may come from
@@ -124,15 +152,19 @@ class StepQueue:
         self._plans.put("beat")
 
     def close(self) -> None:
-        """Lets `work` return when it is through with what it has."""
+        """Lets `work` return when it is through with what it has, or waits for masks, which will never come."""
         self._plans.put("close")
+        self._masks.put(None)
 
     def work(self) -> None:
         """Computes until `close`. An error of the executor ends it, and with it the process."""
         while (order := self._plans.get()) != "close":
             self._launching_since = time.monotonic()
             if isinstance(order, StepPlan):
-                self._launched.put(self._executor.launch(order))
+                try:
+                    self._launched.put(self._executor.launch(order, self._next_masks))
+                except _ClosedError:
+                    return
             elif isinstance(order, str):
                 self._executor.beat()
             elif isinstance(order, Install | Drop):

@@ -100,7 +100,7 @@ class DraftModel:
         each sequence; each further pass gives the next ones."""
         asked = [proposal.count for proposal in plan.proposals] or [0] * len(plan.chunks)
         first, places, own = self._first(plan, chosen)
-        launched = [self._runner.launch(first, self._entered(hidden, own))]
+        launched = [self._runner.launch(first, previous=self._entered(hidden, own))]
         followed: list[list[int]] = [[n for n, count in enumerate(asked) if count]]
         draws = {number: draw for draw, number in enumerate(followed[0])}
         for ahead in range(1, max(asked, default=0)):
@@ -117,7 +117,7 @@ class DraftModel:
                         [Draw(at=place) for place in range(len(numbers))],
                         carried=[(place, draws[number]) for place, number in enumerate(numbers)],
                     ),
-                    behind,
+                    previous=behind,
                 )
             )
             draws = {number: draw for draw, number in enumerate(numbers)}

@@ -5,7 +5,18 @@ from __future__ import annotations
 import msgspec
 
 from llm_service.layers.group import ALONE
-from llm_service.plan import AdapterOrder, CopyOut, Draw, Install, MirrorOrder, Pulled, StepPlan, ToRank
+from llm_service.plan import (
+    AdapterOrder,
+    CopyOut,
+    Draw,
+    Install,
+    Masks,
+    MirrorOrder,
+    Pulled,
+    StepPlan,
+    ToRank,
+    no_masks,
+)
 from llm_service.worker.model_runner import Launched, ModelRunner
 from llm_service.worker.ranks import Ranks
 
@@ -30,11 +41,11 @@ class LoneExecutor:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan, masks: Masks = no_masks) -> Launched:
         """Begins a step."""
         if (changeover := self._runner.changeover) is not None and changeover.due:
             changeover.ask(ALONE.all_reduce_min)
-        return self._runner.launch(plan)
+        return self._runner.launch(plan, masks)
 
     def obey(self, order: MirrorOrder) -> Pulled:
         """Does something to the mirror."""
@@ -61,14 +72,14 @@ class GroupExecutor:
         self._runner = runner
         self._ranks = ranks
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan, masks: Masks = no_masks) -> Launched:
         """Begins a step on all ranks; raises RuntimeError where one is gone."""
         self._change_over()
         greedy = all(draw.plain and draw.logprobs < 0 for draw in plan.draws)
         plan = msgspec.structs.replace(plan, greedy=greedy)
         self._ranks.tell(message_of(plan))
         self._ranks.share_rows(plan.rows, self._runner.arena)
-        return self._runner.launch(plan)
+        return self._runner.launch(plan, masks)
 
     def obey(self, order: MirrorOrder) -> Pulled:
         """Has all ranks do something to their mirrors; raises RuntimeError where one is gone."""

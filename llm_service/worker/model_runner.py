@@ -22,7 +22,17 @@ from llm_service.model_config.served import Weights
 from llm_service.models.decoder import Decoder
 from llm_service.models.draft_head import DraftHead
 from llm_service.models.library_decoder import LibraryDecoder
-from llm_service.plan import AdapterOrder, Draw, Install, StepPlan, StepResult, TokenLogprobs
+from llm_service.plan import (
+    AdapterOrder,
+    Draw,
+    Install,
+    Masks,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    no_masks,
+    with_masks,
+)
 from llm_service.worker import sampler
 from llm_service.worker.adapters import RankAdapters
 from llm_service.worker.caches import Caches
@@ -194,17 +204,17 @@ class ModelRunner:
         return self.launch(plan).result()
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, previous: Tensor | None = None) -> Launched:
+    def launch(self, plan: StepPlan, masks: Masks = no_masks, *, previous: Tensor | None = None) -> Launched:
         """Begins to compute the KV of every token of the plan, one new token for each draw, and the scores. What the
-        plan carries over are tokens of the step launched before it, which need not be over. Nothing waits for the
-        device, but for scores, for drafts of a model, and where torch computes attention or draws. `previous`,
-        [n, hidden], are the hidden states that a draft head goes on from; what it makes of them
-        is in `last_hidden`, for each draw, until the next step."""
+        plan carries over are tokens of the step launched before it, which need not be over. `masks` that follow the
+        plan are waited for when the model's part is launched. Nothing waits for the device, but for scores, for drafts
+        of a model, and where torch computes attention or draws. `previous`, [n, hidden], are the hidden states that a
+        draft head goes on from; what it makes of them is in `last_hidden`, for each draw, until the next step."""
         began = time.perf_counter()
         proposed: Callable[[], list[list[int]]] = list
         with self.share.computing() if self.share is not None else nullcontext():
             hidden, wanted, scores, extracted = self._forward(plan, previous)
-            drawn = self._drawn(plan, wanted[: len(plan.draws)]) if plan.draws else None
+            drawn = self._drawn(plan, wanted[: len(plan.draws)], masks) if plan.draws else None
             pooled = self._pool(plan, hidden, wanted) if plan.pools else None
             if self.proposer is not None:
                 chosen: list[int] = [] if drawn is None else drawn.tokens.tolist()
@@ -227,11 +237,12 @@ class ModelRunner:
             self._decoder.logits(wanted)  # this rank's share, which rank 0 draws from
             self._choose(self._chosen.new_empty(len(plan.draws)), known=False)
 
-    def _drawn(self, plan: StepPlan, hidden: Tensor) -> Drawn:
+    def _drawn(self, plan: StepPlan, hidden: Tensor, masks: Masks) -> Drawn:
         """From hidden states [draws, hidden]."""
         if plan.greedy:
             return Drawn(self._decoder.likeliest(hidden))
-        return self._draw(self._decoder.logits(hidden), plan.draws, self._chosen)
+        logits = self._decoder.logits(hidden)  # first: other ranks compute their part without masks
+        return self._draw(logits, with_masks(plan.draws, masks), self._chosen)
 
     def _pool(self, plan: StepPlan, hidden: Tensor, wanted: Tensor) -> Tensor:
         """What the plan's pools ask for, float32 [pools, hidden], of what `_forward` gives."""

@@ -9,7 +9,7 @@ import sys
 from llm_service.__main__ import main
 from llm_service.engine.process import Loaded, serve
 from llm_service.engine.step_queue import StepUnderWay
-from llm_service.plan import StepPlan
+from llm_service.plan import Masks, StepPlan
 from llm_service.settings import EngineSettings
 from tests.light import engine
 
@@ -24,12 +24,12 @@ def _load(settings: EngineSettings, arena_fd: int) -> Loaded:
     loaded = engine.load(settings, arena_fd)
     launch = loaded.executor.launch
 
-    def launch_or_die(plan: StepPlan) -> StepUnderWay:
+    def launch_or_die(plan: StepPlan, masks: Masks) -> StepUnderWay:
         if any(DEADLY in draw.logit_bias and len(draw.output) == 5 * 4 for draw in plan.draws):
             os.kill(os.getpid(), signal.SIGKILL)
         if any(HANGING in draw.logit_bias for draw in plan.draws):
             signal.pause()
-        return launch(plan)
+        return launch(plan, masks)
 
     loaded.executor.launch = launch_or_die
     return loaded

@@ -24,6 +24,7 @@ WAYS = [
     greedy(48),
     greedy(24, bad_words=[*"abcdefghijklmnopqrstuvwxyz", "th", "in the"]),
     v1.SamplingParams(seed=5, temperature=1.1, top_p=0.9, repetition_penalty=1.2, max_tokens=24, ignore_eos=True),
+    v1.SamplingParams(seed=6, temperature=1.5, max_tokens=24, regex="[a-c]{5}-[0-9]{3}"),
 ]
 
 

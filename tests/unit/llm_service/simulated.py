@@ -168,6 +168,7 @@ class Simulation:
         self._held_back: set[int] = set()
         self._under_way: deque[Step] = deque()
         self._chosen: list[int] = []
+        self._masks: list[bytes] = []
         self._foreseen: dict[tuple[int, int], list[int]] = {}
 
     def submit(self, order: Order, nowhere: int = 0, said: Seq[Seq[int]] = ()) -> int:
@@ -365,7 +366,7 @@ class Simulation:
         assert not any(self.outcomes[sequence.id].released for sequence, _ in step.work), (
             "a step for a released request"
         )
-        result = self.executor.run(filled(step.plan, self._chosen))
+        result = self.executor.run(filled(step.plan, self._chosen, lambda: self._masks))
         began, prompts = self.now, sum(count for _, _, count in step.prefill)
         self.now += self._takes(len(step.work) - len(step.prefill), prompts)
         result = msgspec.structs.replace(result, began=began, ended=self.now, proposed=self._propose(step, result))
@@ -373,6 +374,7 @@ class Simulation:
         counters = self.scheduler.counters
         drafted, accepted = counters.draft_tokens, counters.accepted_draft_tokens
         tokens = self.scheduler.finish(step, result)
+        self._masks = self.scheduler.masks(self._under_way[0]) if self._under_way else []
         assert counters.draft_tokens - drafted == sum(token.drafts for token in tokens), "the totals are what was told"
         assert counters.accepted_draft_tokens - accepted == sum(token.accepted for token in tokens)
         for scored in self.scheduler.take_scored():

@@ -20,7 +20,7 @@ from llm_service.layers.cpu import panels, selection
 from llm_service.layers.cpu.numba_backend import NumbaBackend
 from llm_service.layers.cpu.panels import PanelWeight
 from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.plan import StepPlan, ToRank
+from llm_service.plan import Masks, StepPlan, ToRank, no_masks
 from llm_service.request import SamplingParams
 from llm_service.worker import changeover, load
 from llm_service.worker.changeover import Changeover, There
@@ -54,7 +54,7 @@ class Rank:
         self.changeover = Changeover(self.compiling, now)
         self.steps: list[bool] = []
 
-    def launch(self, _: StepPlan) -> str:
+    def launch(self, _: StepPlan, masks: Masks = no_masks) -> str:
         self.steps.append(selection.is_numba())
         return "done"
 

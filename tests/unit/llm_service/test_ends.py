@@ -231,3 +231,29 @@ def test_a_structure_that_bad_words_leave_nothing_of_fails_its_answer_and_no_oth
     assert [len(tokens) for tokens in engine.outcomes[held].tokens] == [said]
     assert not engine.outcomes[other].failed
     engine.check_over()
+
+
+@pytest.mark.parametrize(
+    ("seed", "bound"),
+    [
+        pytest.param(14, {"grammar": "alternating"}, id="a grammar"),
+        pytest.param(26, {"grammar": "alternating"}, id="a grammar that becomes too complex"),
+        pytest.param(1, {"allowed": b"\x81\x42\x24\x18", "bad_words": ((3, 4), (4, 5))}, id="allowed tokens"),
+    ],
+)
+def test_steps_overlap_beside_an_answer_that_is_held_to_something(seed: int, bound: dict[str, Any]) -> None:
+    """Its company is planned ahead as if it were not there; it says what it would say alone."""
+    engine = simulation(overlap=True)
+    asked = [order(text(9), max_tokens=24), order(text(7, 3), max_tokens=24, temperature=1.0, seed=seed, **bound)]
+    ids = [engine.submit(each) for each in asked]
+    engine.step()
+    while not any(engine.outcomes[id].over for id in ids):
+        engine.step()
+        assert any(engine.outcomes[id].over for id in ids) or len(engine._under_way) == 1, "one is planned ahead"
+    engine.drain()
+    for id, each in zip(ids, asked, strict=True):
+        tokens, ended = expected(each, 0, engine.limits)
+        outcome = engine.outcomes[id]
+        assert (outcome.tokens[0], outcome.ended[0] or "failed") == (tokens, ended)
+        assert len(tokens) > 6
+    engine.check_over()

@@ -213,6 +213,32 @@ def test_adapters_are_followed_in_graphs(checkpoints: Callable[..., Path], rows_
         assert {"shrink_kernel", "expand_kernel"} <= set(launched)
 
 
+@pytest.mark.parametrize("name", ["decode", "eager"])
+def test_masks_are_waited_for_when_the_model_has_been_launched(name: str, rows_memory: SharedBuffer) -> None:
+    seen: list[set[str]] = []
+    with fake_gpu() as launched:
+        with torch.inference_mode(mode=False):
+            decoder = Decoder(config_of(2, experts=False, tiny=True), ALONE, torch.bfloat16, GPU)
+        decoder.finalize()
+        runner = made_runner(decoder, rows_memory, 1)
+        check_capture(runner, BOUNDS)
+        draws = [Draw(at=0), Draw(at=1, mask_follows=True)]
+        launched.clear()
+
+        def masks() -> list[bytes]:
+            seen.append(set(launched))
+            return [b"\xff" * (4 * -(-decoder.config.vocab_size // 32))]
+
+        plan = msgspec.structs.replace(step(STEPS[name]), draws=draws, slots=[0, 1])
+        with OnHost() as watch:
+            runner.launch(plan, masks)
+        assert set(watch.seen) <= {"empty", "copy_"}
+    assert len(seen) == 1
+    assert "attention_kernel" in seen[0]
+    assert "adjust_kernel" not in seen[0]
+    assert "adjust_kernel" in launched
+
+
 def test_what_asks_the_device_for_a_number_is_told() -> None:
     with fake_gpu(), OnHost() as watch:
         number = torch.empty(3, device=GPU)

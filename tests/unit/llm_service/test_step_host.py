@@ -99,6 +99,30 @@ def test_a_step_of_decodes_is_few_operators_and_one_copy_however_long_the_contex
     assert len(found[0]) <= len(before) + 4, "the words' product, and the likeliest"
 
 
+def test_masks_are_waited_for_when_all_but_the_draws_has_been_launched(sizes: list[int]) -> None:
+    """As they are made of tokens of the step before, which is computed meanwhile."""
+    runner = runner_of(RUNNING, 4000, NoGraph())
+    first, following = decodes(runner, 40)
+    following = msgspec.structs.replace(following, draws=[Draw(at=0, mask_follows=True), *following.draws[1:]])
+    plain = launched(runner, first)
+    replays, seen = runner.graphs.replays if runner.graphs is not None else 0, list[str]()
+
+    def masks() -> list[bytes]:
+        assert runner.graphs is not None
+        assert runner.graphs.replays == replays + 1, "the model's part is launched"
+        seen.extend(watch.seen)
+        sizes.clear()
+        return [array("I", [1 << 5] + [0] * 4747).tobytes()]
+
+    with Watch() as watch:
+        drawn = runner.launch(following, masks)
+    assert seen == plain[: len(seen)]
+    assert len(seen) >= len(plain) - 2, "all but the likeliest, and its copy"
+    assert len(sizes) == 1, "the masks, with all else that draws say"
+    assert drawn.result().tokens[0] == 5
+    assert len(message_of(following)) == len(message_of(msgspec.structs.replace(following, draws=first.draws)))
+
+
 def test_blocks_that_are_appended_are_all_that_is_told_of_tables(sizes: list[int]) -> None:
     runner = runner_of(RUNNING, 4000, NoGraph())
     first, following = decodes(runner, 3600)

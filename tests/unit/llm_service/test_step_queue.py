@@ -37,10 +37,22 @@ from llm_service.engine.messages import (
 from llm_service.engine.planner import Limits
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.step_queue import StepQueue
-from llm_service.plan import Adapter, Draw, Invalidate, MirrorOrder, Pull, Pulled, StepPlan, StepResult, Unmap
+from llm_service.plan import (
+    Adapter,
+    Draw,
+    Invalidate,
+    Masks,
+    MirrorOrder,
+    Pull,
+    Pulled,
+    StepPlan,
+    StepResult,
+    Unmap,
+    no_masks,
+)
 from llm_service.request import SamplingParams
 from tests.in_turn import InTurn
-from tests.unit.llm_service.hashed import EOS, ROW_BYTES, HashExecutor, Order, expected
+from tests.unit.llm_service.hashed import EOS, ROW_BYTES, HashExecutor, Order, alternating, expected
 from tests.waiting import until
 
 WAIT = 180.0
@@ -134,7 +146,7 @@ class Device(InTurn):
         self.over, self.both = threading.Semaphore(0), threading.Barrier(2)
         self._launches = 0
 
-    def launch(self, plan: StepPlan) -> Any:
+    def launch(self, plan: StepPlan, masks: Masks = no_masks) -> Any:
         self._launches += 1
         if self._launches == 2:
             self.both.wait(WAIT)
@@ -154,6 +166,42 @@ def test_the_next_step_is_launched_before_the_one_in_front_of_it_is_over() -> No
     assert [first.tokens, second.tokens] == [[1], [2]]
     assert (first.began, first.ended) == (1.0, 11.0)
     assert (second.began, second.ended) == (11.0, 12.0), "a step begins when the one before it has ended"
+
+
+class Masked(InTurn):
+    """Notes which masks a step gets, when it has begun."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: StepResult([], []))
+        self.begun, self.masks = threading.Event(), list[bytes]()
+
+    def launch(self, plan: StepPlan, masks: Masks = no_masks) -> Any:
+        if plan.carried:
+            self.begun.set()
+            self.masks.extend(masks())
+        return super().launch(msgspec.structs.replace(plan, carried=[]))
+
+
+def test_a_step_is_begun_before_its_masks_are_known() -> None:
+    executor = Masked()
+    steps = StepQueue(executor)
+    with deciding(steps):
+        steps.submit(plan(7, []))
+        steps.submit(plan(0, [(0, 0)]))
+        steps.collect()
+        assert executor.begun.wait(WAIT)
+        assert executor.masks == []
+        steps.mask([b"one", b"other"])
+        steps.collect()
+    assert executor.masks == [b"one", b"other"]
+
+
+def test_whoever_waits_for_masks_ends_with_the_one_who_decides() -> None:
+    executor = Masked()
+    steps = StepQueue(executor)
+    with deciding(steps):
+        steps.submit(plan(0, [(0, 0)]))
+        assert executor.begun.wait(WAIT)
 
 
 def test_a_device_that_is_silent_is_noticed_by_whoever_waits_for_it() -> None:
@@ -237,7 +285,7 @@ def served(
 ) -> list[Any]:
     """What the engine says when the front says this, turn by turn."""
     steps = StepQueue(executor or InTurn(HashExecutor(4).run))
-    scheduler = Scheduler(BlockManager(64, 4), Limits(8, 16, 256), frozenset({EOS}), ROW_BYTES)
+    scheduler = Scheduler(BlockManager(64, 4), Limits(8, 16, 256), frozenset({EOS}), ROW_BYTES, alternating)
     link, wake = Link(turns), Wake()
     core = EngineCore(link, scheduler, steps, wake, overlap=overlap, read_adapter=read_adapter)  # type: ignore[arg-type]
     try:
@@ -249,6 +297,10 @@ def served(
     return link.sent
 
 
+HELD = [
+    Order(tuple(range(2, 9)), SamplingParams(max_tokens=12, temperature=1.0, seed=seed, grammar="alternating"))
+    for seed in (1, 2)
+]
 ORDERS = [
     Order(tuple(range(1, 12)), SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)),
     Order(tuple(range(3, 25)), SamplingParams(max_tokens=9, temperature=1.0, seed=4, repetition_penalty=1.5)),
@@ -258,17 +310,18 @@ ORDERS = [
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_is_said_does_not_depend_on_the_overlap(overlap: bool) -> None:
-    adds: list[list[Any]] = [[add(n, order)] for n, order in enumerate(ORDERS, 1)]
+    orders = [*ORDERS, *HELD]
+    adds: list[list[Any]] = [[add(n, order)] for n, order in enumerate(orders, 1)]
     sent = served([*adds, *[[]] * 40], overlap=overlap)
-    said: dict[int, list[int]] = {1: [], 2: [], 3: []}
+    said: dict[int, list[int]] = {n: [] for n in range(1, len(orders) + 1)}
     for message in sent:
         if isinstance(message, Tokens):
             for token in message.tokens:
                 said[token.id].append(token.token)
     limits = Limits(8, 16, 256)
-    assert said == {n: expected(order, 0, limits)[0] for n, order in enumerate(ORDERS, 1)}
-    assert sorted(id for message in sent if isinstance(message, Released) for id in message.ids) == [1, 2, 3]
-    assert [message.id for message in sent if isinstance(message, Started)] == [1, 2, 3]
+    assert said == {n: expected(order, 0, limits)[0] for n, order in enumerate(orders, 1)}
+    assert sorted(id for message in sent if isinstance(message, Released) for id in message.ids) == [*said]
+    assert [message.id for message in sent if isinstance(message, Started)] == [*said]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
