@@ -1,29 +1,21 @@
-"""The checkpoint's chat template, kept apart from what users write.
-
-A template sees a marker in place of each text; the texts come in only after it has run. So nothing that a user writes
-can look like a part of the template, and a template that inspects its input cannot be steered by it.
-"""
+"""The checkpoint's chat template, kept apart from what users write: a template may look at a text and cut it, but what
+comes of it is the user's still. So nothing that a user writes can be taken for a part of the template."""
 
 from __future__ import annotations
 
-import json
 import re
-import secrets
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common import tekken
 from common.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
+from llm_service.prompt.caller_text import CallerTexts, Part, sources
 from llm_service.prompt.output_marks import THINK, ToolFormat, reasoning_marks, tool_format
+from llm_service.prompt.template_environment import TemplateEnvironment, with_texts
 from llm_service.request import ChatPrompt, MediaItem, Message, ToolDefinition
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -35,50 +27,19 @@ _TEMPLATE_FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, 
 # A word of a tool's definition, such as a type or a name, which a template may look at: no sign that any template or
 # special token is made with.
 _WORD = re.compile(r"[A-Za-z_$][\w$.-]{0,127}", re.ASCII)
-_MARK = re.compile(r"(\ue000[0-9a-f]{16}:\d+)\ue001")
-# The same where it is to be found again: escaped, where a template prints a list.
-_PLACE = re.compile(r"(?:\ue000|\\ue000)([0-9a-f]{16}):(\d+)(j?)(?:\ue001|\\ue001)")
 
 
-class _Marks:
-    """Stands for the caller's texts while a template runs."""
-
-    def __init__(self) -> None:
-        self._name = secrets.token_hex(8)
-        self._texts: list[str] = []
-
-    def put(self, text: str) -> str:
-        """What stands for a text."""
-        self._texts.append(text)
-        return f"\ue000{self._name}:{len(self._texts) - 1}\ue001"
-
-    def put_all(self, value: Any) -> Any:
-        """A JSON value in which something stands for every text and key, but for plain words."""
-        match value:
-            case str():
-                return value if _WORD.fullmatch(value) else self.put(value)
-            case dict():
-                return {self.put_all(name): self.put_all(each) for name, each in value.items()}
-            case list():
-                return [self.put_all(each) for each in value]
-            case _:
-                return value
-
-    def take(self, rendered: str) -> list[tuple[str, bool]]:
-        """The pieces of what a template has made, each with whether the caller wrote it. A text that stands inside of
-        JSON is written as JSON has it."""
-        out: list[tuple[str, bool]] = []
-        told = 0
-        for found in _PLACE.finditer(rendered):
-            name, number, within_json = found.groups()
-            if name != self._name:
-                continue
-            if text := rendered[told : found.start()]:
-                out.append((text, False))
-            if own := self._texts[int(number)]:
-                out.append((json.dumps(own, ensure_ascii=False)[1:-1] if within_json else own, True))
-            told = found.end()
-        return [*out, (rendered[told:], False)] if told < len(rendered) else out
+def _put_all(texts: CallerTexts, value: Any) -> Any:
+    """A JSON value in which something stands for every text and key, but for plain words."""
+    match value:
+        case str():
+            return value if _WORD.fullmatch(value) else texts.put(value)
+        case dict():
+            return {_put_all(texts, name): _put_all(texts, each) for name, each in value.items()}
+        case list():
+            return [_put_all(texts, each) for each in value]
+        case _:
+            return value
 
 
 _REASONING = {
@@ -105,13 +66,7 @@ class ChatTemplate:
     much of it, where it names their variables. A conversation that it refuses is `refused` so."""
 
     def __init__(self, source: str, variables: dict[str, Any], refused: str = _REFUSED) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-        )
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = _now
-        environment.filters["tojson"] = _to_json
-        self._template = environment.from_string(source)
+        self._template, self._names = TemplateEnvironment().template_and_names(source)
         self._variables, self._refused = variables, refused
         self.knows_tools = bool(re.search(r"\btools\b", source))
         choices = {"enable_thinking": r"enable_thinking", "thinking": r"(?<![.\w])thinking is (?:not )?defined"}
@@ -158,13 +113,17 @@ class ChatTemplate:
         Raises InvalidInput for a role that is not known, for what the template has no place for, or a conversation that
         it refuses.
         """
-        marks = _Marks()
         self._check(prompt)
+        with with_texts() as texts:
+            return [(part.text, bool(part.source)) for part in self._laid_out(prompt, texts) if part.text]
+
+    def _laid_out(self, prompt: ChatPrompt, texts: CallerTexts) -> list[Part]:
         said = _numbered(prompt.messages) if self.tool_format is ToolFormat.KIMI else prompt.messages
-        messages = [self._message(message, marks) for message in said]
+        messages = [self._message(message, texts) for message in said]
+        ending = _last_text(messages[-1]) if prompt.continues else None
         variables: dict[str, Any] = dict(self._variables)
         if prompt.tools:
-            variables["tools"] = [{"type": "function", "function": _function(tool, marks)} for tool in prompt.tools]
+            variables["tools"] = [{"type": "function", "function": _function(tool, texts)} for tool in prompt.tools]
         thinking = False if prompt.reasoning_effort == "none" else prompt.thinking
         if thinking is not None:
             variables.update(dict.fromkeys(self._thinking, thinking))
@@ -173,15 +132,15 @@ class ChatTemplate:
             rendered = self._with_effort(prompt.reasoning_effort, messages, variables)
         else:
             rendered = self._rendered(messages, variables)
-        return marks.take(self._unended(messages[-1], rendered) if prompt.continues else rendered)
+        parts = texts.parts(rendered)
+        return parts if ending is None else self._unended(ending, parts)
 
-    def _unended(self, message: dict[str, Any], rendered: str) -> str:
+    def _unended(self, ending: set[int], parts: list[Part]) -> list[Part]:
         """Up to the end of what the last message says."""
-        content = message["content"]
-        mark = _MARK.findall(content if isinstance(content, str) else content[-1]["text"])[-1] + "\ue001"
-        if mark not in rendered:
+        ends = [at for at, part in enumerate(parts) if part.source in ending]
+        if not ends:
             raise InvalidInput(self._refused, reason="CHAT_REFUSED", field="chat.messages")
-        return rendered[: rendered.rindex(mark) + len(mark)]
+        return parts[: ends[-1] + 1]
 
     def _rendered(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
         try:
@@ -232,32 +191,42 @@ class ChatTemplate:
             why = "the model's chat template leaves no choice of how much it thinks"
             raise InvalidInput(why, reason="NO_THINKING", field="chat.reasoning_effort")
 
-    def _message(self, message: Message, marks: _Marks) -> dict[str, Any]:
+    def _message(self, message: Message, texts: CallerTexts) -> dict[str, Any]:
         content: list[dict[str, str]] = []
         for part in message.parts:
             if isinstance(part, MediaItem):
                 content.append({"type": part.modality, part.modality: "here"})
             else:
-                content.append({"type": "text", "text": marks.put(part)})
+                content.append({"type": "text", "text": texts.put(part)})
         more: dict[str, Any] = {}
         if message.tool_calls:
             more["tool_calls"] = [
                 {
-                    "id": marks.put_all(call.id),
+                    "id": _put_all(texts, call.id),
                     "type": "function",
-                    "function": {"name": marks.put_all(call.name), "arguments": marks.put_all(call.arguments)},
+                    "function": {"name": _put_all(texts, call.name), "arguments": _put_all(texts, call.arguments)},
                 }
                 for call in message.tool_calls
             ]
         if message.tool_call_id:
-            more["tool_call_id"] = marks.put_all(message.tool_call_id)
+            more["tool_call_id"] = _put_all(texts, message.tool_call_id)
         if message.reasoning and self._reasoning == "block":
-            content.insert(0, {"type": "thinking", "thinking": marks.put(message.reasoning)})
+            content.insert(0, {"type": "thinking", "thinking": texts.put(message.reasoning)})
         elif message.reasoning:
-            more[str(self._reasoning)] = marks.put(message.reasoning)
+            more[str(self._reasoning)] = texts.put(message.reasoning)
         if all(part["type"] == "text" for part in content):
-            return {"role": message.role, "content": "".join(part["text"] for part in content), **more}
+            said = texts.read("".join(part["text"] for part in content))
+            return {"role": message.role, "content": said, **more}
         return {"role": message.role, "content": content, **more}
+
+
+def _last_text(message: dict[str, Any]) -> set[int]:
+    """The texts that an answer goes on behind. A template is to see that there is one, though it be empty."""
+    content = message["content"]
+    found = sources(content if isinstance(content, str) else content[-1]["text"])
+    if not content:
+        message["content"] = str.__str__(content)
+    return found
 
 
 def _check_final(message: Message, field: str) -> None:
@@ -283,34 +252,10 @@ def _numbered(messages: Sequence[Message]) -> list[Message]:
     return out
 
 
-class _Generation(Extension):
-    """What stands between `generation` and `endgeneration` is marked for those who train; it is text like any other."""
-
-    tags = {"generation"}  # noqa: RUF012 # as its base has it
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The nodes between the tags."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _now(form: str) -> str:
-    return datetime.now().astimezone().strftime(form)
-
-
-def _function(tool: ToolDefinition, marks: _Marks) -> dict[str, Any]:
-    out: dict[str, Any] = {"name": marks.put_all(tool.name)}
+def _function(tool: ToolDefinition, texts: CallerTexts) -> dict[str, Any]:
+    out: dict[str, Any] = {"name": _put_all(texts, tool.name)}
     if tool.description:
-        out["description"] = marks.put_all(tool.description)
+        out["description"] = _put_all(texts, tool.description)
     if tool.parameters is not None:
-        out["parameters"] = marks.put_all(tool.parameters)
+        out["parameters"] = _put_all(texts, tool.parameters)
     return out
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(value: Any, **options: Any) -> str:
-    """As Hugging Face's templates expect it; what stands for texts is told that it stands inside of JSON."""
-    return _MARK.sub("\\1j\ue001", json.dumps(value, ensure_ascii=options.pop("ensure_ascii", False), **options))
