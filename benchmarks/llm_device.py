@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -45,6 +45,7 @@ _GRAPH_BYTES = 8 << 30
 _REST_BYTES = 6 << 30
 """Of a GPU's memory, for graphs and for what a step computes with."""
 _NEXT_TURN = 20
+_FEW = 5
 
 Times = dict[str, float]
 """Seconds of a step, by the way."""
@@ -159,8 +160,8 @@ def make_runner(config: TextConfig, blocks: int, here: Machine, settings: Settin
 def measure(
     config: TextConfig, here: Machine, wanted: Sequence[Case], settings: Settings, *, compiled: bool = False
 ) -> Iterator[tuple[Case, Times]]:
-    """Times every step in every way; where layers are `compiled`, all of them once more so. Cases whose keys and
-    values do not fit the device are left out, by name."""
+    """Times every step a few times eagerly, before anything is captured, and then in every way; where layers are
+    `compiled`, all of them once more so. Cases whose keys and values do not fit the device are left out, by name."""
     room = _room(config, here, settings)
     fitting = [case for case in wanted if cache_bytes(config, here.dtype.itemsize, case.chunks) <= room]
     for case in wanted:
@@ -179,14 +180,24 @@ def measure(
         if name:
             assert isinstance(runner._decoder, Decoder)
             runner._decoder.compile_layers()
+        else:
+            for case in fitting:
+                yield case, _times(runner, {"eager": runner.run}, case, settings, min(_FEW, here.runs), here)
         ways = _ways(runner, here, bounds)
         for case in fitting:
-            plan = step(case.chunks, settings.block_size)
-            runner.run(plan)
-            plan = msgspec.structs.replace(plan, appended=[])  # what runs on has its tables
-            passes: dict[str, Callable[[], object]] = {way: partial(run, plan) for way, run in ways.items()}
-            found = timed(passes, here.runs, here.device)
-            yield case, {f"{way}{name}": whole for way, (whole, _) in found.items()}
+            found = _times(runner, ways, case, settings, here.runs, here)
+            yield case, {f"{way}{name}": whole for way, whole in found.items()}
+
+
+def _times(
+    runner: ModelRunner, ways: Mapping[str, Step], case: Case, settings: Settings, runs: int, here: Machine
+) -> Times:
+    """Of one case, in every way."""
+    plan = step(case.chunks, settings.block_size)
+    runner.run(plan)
+    plan = msgspec.structs.replace(plan, appended=[])  # what runs on has its tables
+    passes: dict[str, Callable[[], object]] = {way: partial(run, plan) for way, run in ways.items()}
+    return {way: whole for way, (whole, _) in timed(passes, runs, here.device).items()}
 
 
 def _room(config: TextConfig, here: Machine, settings: Settings) -> float:

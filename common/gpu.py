@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -40,9 +41,13 @@ def gpu_seconds(run: Callable[[], object]) -> float:
     return min(times)
 
 
+class CaptureFailed(RuntimeError):
+    """A pass cannot be captured, and the device goes on; the message says what went wrong first."""
+
+
 class Capture(Protocol):
     """Makes a callable into one that does the same again over the same memory, whatever that holds by then. Without a
-    GPU, what is captured can be tried by running it again."""
+    GPU, what is captured can be tried by running it again. Raises CaptureFailed where it cannot."""
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]: ...
 
@@ -69,27 +74,52 @@ class CudaCapture:
         self._before = torch.cuda.memory_reserved(device)
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        # Libraries set themselves up, and Triton compiles, at the first call: not while a graph is captured.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            run()
-            run()
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        before = torch.cuda.current_stream(self._device)
         if not self._alive:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may touch the device meanwhile: NCCL's watchdog asks for the state of its events.
-        before = torch.cuda.current_stream(self._device)
         try:
+            # Libraries set themselves up, and Triton compiles, at the first call: not while a graph is captured.
+            self._stream.wait_stream(before)
+            with torch.cuda.stream(self._stream):
+                run()
+                run()
+            before.wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may touch the device meanwhile: NCCL's watchdog asks for the state of its events.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 run()
-        except RuntimeError:  # which leaves its stream the current one
-            torch.cuda.set_stream(before)
-            raise
+        except Exception as error:
+            torch.cuda.set_stream(before)  # a capture that fails leaves its stream the current one
+            first = _first(error)
+            if isinstance(first, torch.OutOfMemoryError):
+                raise first from None
+            self._abandon()
+            said = str(first).strip().partition("\n")[0]
+            raise CaptureFailed(f"{type(first).__name__}: {said}") from error
         self._alive.add(graph)
         return graph.replay
+
+    def _abandon(self) -> None:
+        """Raises RuntimeError where the device is of no use any more. The end of a capture that has become invalid
+        raises before allocator and generator know of it: the one would keep blocks that other streams had, the other
+        refuse to draw."""
+        torch.cuda.synchronize(self._device)
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        with suppress(RuntimeError):  # that end was none of a capture, or went well
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+            torch._C._cuda_releasePool(index, self._pool)
+        generator = torch.cuda.default_generators[index]
+        with suppress(RuntimeError):
+            generator.graphsafe_set_state(generator.clone_state())
 
     @property
     def held(self) -> int:
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self._device) - self._before
+
+
+def _first(error: BaseException) -> BaseException:
+    """What was raised before all others: a capture's end hides what has made it invalid."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error

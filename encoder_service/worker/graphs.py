@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from common import log
-from common.gpu import Capture, Clock
+from common.gpu import Capture, CaptureFailed, Clock
 from common.media.item import Grid
 from encoder_service.models.attention import Segments, StableSegments
 from encoder_service.models.tower import PackedTower, Packing, Pass, Rotary
@@ -107,11 +107,19 @@ class Choice:
 
     def attention(self, patches: int, able: Mapping[str, StableSegments], heads: Tensor, capture: Capture) -> str:
         """Of back ends over the same segments, the fastest, or the first. Queries, keys and values are `heads`,
-        [3, places, heads, head_dim]."""
+        [3, places, heads, head_dim]. One that cannot be captured is none; raises CaptureFailed where none is left."""
         clock, first = self._measures, next(iter(able))
         if clock is None or len(able) == 1:
             return first
-        times = {name: clock(capture(partial(_repeat, segments, *heads))) / _LAYERS for name, segments in able.items()}
+        times, failed = dict[str, float](), CaptureFailed("there is no attention")
+        for name, segments in able.items():
+            try:
+                times[name] = clock(capture(partial(_repeat, segments, *heads))) / _LAYERS
+            except CaptureFailed as error:
+                _log.warning("an attention back end cannot be captured", attention=name, cause=str(error))
+                failed = error
+        if not times:
+            raise failed
         chosen = min(times, key=lambda name: times[name])
         taken = {name: round(seconds * 1e6) for name, seconds in times.items()}
         _log.info("attention of a graph is chosen", patches=patches, attention=chosen, microseconds=taken)
@@ -151,8 +159,9 @@ class GraphedTower:
         dtype: torch.dtype,
         choice: Choice | None = None,
     ) -> None:
-        """Captures a graph for each budget, the largest first, except for those that need more than `max_bytes`. Of
-        several back ends of attention each gets the one of `choice`, or (None) the first.
+        """Captures a graph for each budget, the largest first, except for those that need more than `max_bytes`, and up
+        to the first that cannot be captured. Of several back ends of attention each gets the one of `choice`, or (None)
+        the first.
 
         Raises GraphsUnavailable where the tower's attention cannot be captured, or a budget is no number of squares,
         or of tiles.
@@ -164,7 +173,11 @@ class GraphedTower:
         self._buffers = Buffers.of(tower, max(budgets) // tower.granularity.patches, device, dtype)
         self._graphs: list[Graph] = []
         for patches in sorted(set(budgets), reverse=True):
-            graph = self._capture(patches, capture, device)
+            try:
+                graph = self._capture(patches, capture, device)
+            except CaptureFailed as error:
+                _log.warning("passes run eagerly: they cannot be captured", patches=patches, cause=str(error))
+                break
             if capture.held > max_bytes:
                 _log.warning("a graph is left out: it needs too much memory", patches=patches, max_bytes=max_bytes)
                 del graph

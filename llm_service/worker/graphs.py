@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from common import log
-from common.gpu import Capture
+from common.gpu import Capture, CaptureFailed
 from llm_service.layers.adapter_tiles import RowTiles
 from llm_service.layers.attention.metadata import AttentionMetadata, BatchNumbers, Tiling, WorkList, WorkNumbers
 from llm_service.layers.cache_spec import Segment
@@ -33,6 +33,8 @@ from llm_service.worker.caches import Caches
 from llm_service.worker.device_tables import DeviceTables
 
 _log = log.get("graphs")
+_FAILS = -1
+"""What a rank that cannot capture a graph says of it; others 1, or 0 where it needs too much memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,9 +277,9 @@ class GraphRunner:
         agree: Callable[[int], int] = lambda number: number,
         adapters: RankAdapters | None = None,
     ) -> None:
-        """Captures graphs, except for those with which all would hold more than `max_bytes`; `agree` is given 1 or 0
+        """Captures graphs, except for those with which all would hold more than `max_bytes`; `agree` is given a number
         and answers with the least of all ranks. With `adapters` there is a second one of each size, for steps with some
-        of them.
+        of them. Of a kind that cannot be captured, on any rank, none is tried again.
 
         The largest comes first: graphs share memory, as much as the largest needs, and none of it is given back as long
         as one of them is left. So one that needs too much has to be tried while there is no other.
@@ -301,10 +303,18 @@ class GraphRunner:
         }
         ways = [False] if self._adapters is None else [False, True]
         wanted = [(size, kind, adapted) for kind in GraphKind for size in sizes[kind] for adapted in ways]
+        failed = set[tuple[GraphKind, bool]]()
         for size, kind, adapted in sorted(wanted, reverse=True):
-            graph = self._capture(size, capture, kind, adapted=adapted)
-            if agree(int(capture.held <= max_bytes)):
+            if (kind, adapted) in failed:
+                continue
+            graph, cause = self._tried(size, capture, kind, adapted=adapted)
+            verdict = agree(_FAILS if graph is None else int(capture.held <= max_bytes))
+            if graph is not None and verdict > 0:
                 self._graphs[kind].insert(0, graph)
+            elif verdict == _FAILS:
+                failed.add((kind, adapted))
+                given = {"kind": kind.name.lower(), "adapters": adapted, "tokens": size}
+                _log.warning("steps of a kind run eagerly: they cannot be captured", **given, cause=cause)
             else:
                 _log.warning("a graph is left out: it needs too much memory", tokens=size, max_bytes=max_bytes)
             del graph  # the memory of one that is left out is free before the next is captured
@@ -364,6 +374,13 @@ class GraphRunner:
         if deepstack is not None:
             self._buffers.deep[:, deepstack.index] = deepstack.values
             self._filled = tokens
+
+    def _tried(self, tokens: int, capture: Capture, kind: GraphKind, *, adapted: bool) -> tuple[Graph | None, str]:
+        """A graph, or why there is none."""
+        try:
+            return self._capture(tokens, capture, kind, adapted=adapted), ""
+        except CaptureFailed as error:
+            return None, str(error)
 
     def _capture(self, tokens: int, capture: Capture, kind: GraphKind, *, adapted: bool) -> Graph:
         """A graph of so many tokens. It is captured over a batch of padding, which a replay fills in."""

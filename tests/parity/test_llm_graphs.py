@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from common.gpu import CaptureFailed
 from llm_service.engine.sequence import Sequence
 from llm_service.layers.adapters import AdapterKernel
 from llm_service.plan import Chunk
@@ -315,6 +316,42 @@ def test_graphs_are_left_out_where_memory_is_used_up_on_some_rank(checkpoints: C
         CaptureBounds(PEOPLE, 64, 4096, 3), Again(), max_bytes=0, agree=lambda mine: mine * next(answers)
     )
     assert engine.runner.graphs.sizes == sizes(decode_sizes(PEOPLE), [16, 64])
+
+
+class Refusing(Again):
+    """Captures a number of graphs, and then no more."""
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        if self.captured == 2:
+            raise CaptureFailed("operation not permitted when stream is capturing")
+        return super().__call__(run)
+
+
+def test_steps_that_cannot_be_captured_run_eagerly(checkpoints: Callable[..., Path]) -> None:
+    folder = checkpoints("qwen3_vl")
+    prompts = [make_prompt(folder, [said]) for said in ("Tell me about two red circles.", "Hello")]
+    expected = [outcome.tokens for outcome in LocalEngine(folder).run(prompts, GREEDY)]
+    engine = LocalEngine(folder, max_running=PEOPLE, blocks=256, attention=PlainTables)
+    bounds, said = CaptureBounds(PEOPLE, 64, 4096, 3), list[int]()
+
+    def agree(mine: int) -> int:
+        said.append(mine)
+        return mine
+
+    engine.runner.capture(bounds, Refusing(), max_bytes=0, agree=agree)
+    assert engine.runner.graphs is not None
+    assert engine.runner.graphs.sizes == sizes([], [32, 64])
+    assert said == [1, 1, -1, -1], "all ranks are told, and of a kind that fails no second one is tried"
+    assert [outcome.tokens for outcome in engine.run(prompts, GREEDY)] == expected
+
+
+def test_what_another_rank_cannot_capture_is_left_out_here(checkpoints: Callable[..., Path]) -> None:
+    engine = LocalEngine(checkpoints("qwen3_vl"), max_running=PEOPLE, blocks=256, attention=PlainTables)
+    answers = iter([1, -1, 1, 1, 1, 1])
+    bounds = CaptureBounds(PEOPLE, 64, 4096, 3)
+    engine.runner.capture(bounds, Again(), max_bytes=0, agree=lambda mine: min(mine, next(answers)))
+    assert engine.runner.graphs is not None
+    assert engine.runner.graphs.sizes == sizes(decode_sizes(PEOPLE), [64])
 
 
 class Pool(Again):

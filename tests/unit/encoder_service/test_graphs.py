@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from common.checkpoint import Checkpoint
+from common.gpu import CaptureFailed
 from common.media.item import Grid
 from encoder_service.families import config
 from encoder_service.models.attention import Triton, max_segments
@@ -207,6 +208,47 @@ def test_graphs_that_need_too_much_memory_are_left_out(checkpoints):
     tower = load(checkpoints("qwen3_vl"))
     graphs = graphed(tower, 16, 64, 256, capture=Again(900, 300, 100), max_bytes=300)
     assert graphs.budgets == [16, 64]
+
+
+class Refusing(Again):
+    """Captures a number of times, and then no more."""
+
+    def __init__(self, captures: int) -> None:
+        super().__init__()
+        self._captures = captures
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        self._captures -= 1
+        if self._captures < 0:
+            raise CaptureFailed("operation not permitted when stream is capturing")
+        return super().__call__(run)
+
+
+@torch.inference_mode()
+def test_passes_that_cannot_be_captured_run_eagerly(tower):
+    graphs = graphed(tower, 16, 64, 256, capture=Refusing(1))
+    assert graphs.budgets == [256]
+    graphs, grids = graphed(tower, 64, capture=Refusing(0)), [Grid(1, 4, 8)]
+    patches = patches_of(tower, grids)
+    torch.testing.assert_close(graphs(patches, grids), tower(patches, grids), **NEAR)
+    assert (graphs.replays, graphs.eager) == (0, 1)
+
+
+@torch.inference_mode()
+def test_a_back_end_that_cannot_be_captured_is_not_chosen(checkpoints):
+    tower = load(checkpoints("qwen3_vl"))
+    tower.capturable = [Bounds(), Bounds("other")]
+
+    class Picky(Again):
+        def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+            StableBounds.calls.clear()
+            made = super().__call__(run)
+            if StableBounds.calls[-1][0] == "bounds":
+                raise CaptureFailed("operation not permitted when stream is capturing")
+            return made
+
+    graphs = graphed(tower, 64, capture=Picky(), choice=Choice(lambda run: 1.0 if run() is None else 2.0))
+    assert [segments.backend for graph in graphs._graphs for segments in graph.segments] == ["other"]
 
 
 @torch.inference_mode()
