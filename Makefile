@@ -136,12 +136,15 @@ bench-gpu: $(STAMP)  ## on a GPU: the tower and the decoder of Qwen3-VL-8B, rand
 	$(BIN)/python -m benchmarks.llm_device $(ARGS)
 	$(BIN)/python -m benchmarks.transports
 
-gpu-check: $(STAMP)  ## everything that needs a GPU; fails where there is none
+# A context of its own for each process; one kernel's tests stay in one, and what hangs is ended.
+GPU_PARALLEL ?= -n 8 --dist loadfile --timeout 120 --timeout-method thread
+
+gpu-check: $(STAMP)  ## all tests that need a GPU; fails where there is none. ENVIRONMENT=… without internet
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "gpu-check: torch sees no GPU here, so nothing was checked")'
-	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
+	$(BIN)/python -m pytest -m gpu -W default $(GPU_PARALLEL) tests/gpu $(ARGS)
 
 gpu-rehearsal: $(STAMP)  ## each part of the first day on a GPU, on a CPU: small shapes, figures that mean nothing
-	for part in 1 2 3; do $(BIN)/python -m benchmarks.gpu_day $$part build/gpu_day --tiny || exit 1; done
+	for part in 1 2 3 4; do $(BIN)/python -m benchmarks.gpu_day $$part --folder build/gpu_day --tiny || exit 1; done
 
 rolling-trial: $(STAMP)  ## compose.yaml scaled and upgraded under load, no request may fail; wants the image, docker or podman
 	$(BIN)/python -m tools.rolling_trial $(ARGS)

@@ -1,20 +1,22 @@
-"""`python -m benchmarks.gpu_day PART FOLDER`: a part of what is to be found out when a GPU is there for half an hour.
+"""`python -m benchmarks.gpu_day PARTS --folder FOLDER`: what is to be found out when a GPU is there for half an hour.
 
-1: versions, imports and ceilings, then all tests for GPUs, in several processes, those of what Qwen3-VL goes through
-first: what is wrong counts before what is slow. 2: both services with the shape of Qwen3-VL-8B and random weights,
-against transformers in the same run; decoder and engine. 3: attention, tower, long contexts, where time goes, short
-weights, and kernels under compute-sanitizer.
-Each part takes less than nine minutes, each section of it has a limit of its own, and begins whatever became of those
-before it. A section's output goes to a file in the folder, rows of benchmarks go to
-rows.jsonl as well, one by one, so that what was reached is kept; a section whose file is there is not run again, and
-one that failed leaves its words in a file that ends in `.failed`, the last of which are shown. What is new and what is
-*repeated*, and what caches gave, each benchmark says. `tools/gpu_day.sh` sets up the environment for this.
+1: whether each kernel is right and can be captured, ceilings, then decoder, engine, and where time goes. 2: both
+services with the shape of Qwen3-VL-8B and random weights, against transformers in the same run; attention and tower.
+3: kernels under compute-sanitizer, then all tests for GPUs, in several processes. 4, with what time is left: long
+contexts, short weights, experts, pixels.
+The sections of a part take less than nine minutes together, each has a limit of its own, and begins whatever became of
+those before it; of several parts those are begun for which there is time, so that called again and again nothing is
+waited for. A section's output goes to a file in the folder, rows of benchmarks go to rows.jsonl as well, one by one, so
+that what was reached is kept; a section whose file is there is not run again, and one that failed leaves its words in a
+file that ends in `.failed`, the last of which are shown. What is new and what is *repeated*, and what caches gave, each
+benchmark says. `tools/gpu_day.sh` sets up the environment for this.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import platform
 import shutil
 import sys
 import tarfile
@@ -26,7 +28,6 @@ from pathlib import Path
 from benchmarks import machine
 from benchmarks.quantized import FORMS
 from benchmarks.tables import Table, take
-from common.devices import usable_cores
 
 _PART_SECONDS = 500.0
 """A section that is ended has a minute to unwind, and a part ten minutes with all that it takes to begin."""
@@ -37,77 +38,78 @@ _LEAST_SECONDS = 10.0
 """With less left, a section is not begun."""
 _SHOWN = 25
 """Lines of what failed."""
+_PROCESSES = 8
+"""That share tests: each has a context of its own on the GPU, and compiles what no other one does."""
+TEST_OPTIONS = ("-n", str(_PROCESSES), "--dist", "loadfile", "--timeout", "120", "--timeout-method", "thread")
+"""Of pytest. A file's tests stay in one process, since Triton's cache has no lock: one kernel would be compiled many
+times at once. A signal does not end the wait for a kernel that hangs, a thread does."""
 _NATIVE_TESTS = (
     "test_parity_on_gpu",
     "test_llm_on_gpu",
     "test_vision_attention_on_gpu",
     "test_rows_on_gpu",
-    "test_graphs_on_gpu",
-    "test_encoder_on_gpu",
     "test_pixels_on_gpu",
     "test_shapes_on_gpu",
 )
 """Of what Qwen3-VL goes through."""
+_SERVICE_TESTS = (
+    "test_graphs_on_gpu",
+    "test_encoder_on_gpu",
+    "test_cuda_ipc_on_gpu",
+    "test_library_graphs_on_gpu",
+    "test_ranks_on_gpus",
+)
+"""Those that start services, each of which has to load torch."""
 _TESTS = (
     "test_adapters_on_gpu",
     "test_quantized_on_gpu",
     "test_gdn_on_gpu",
-    "test_library_graphs_on_gpu",
-    "test_cuda_ipc_on_gpu",
-    "test_ranks_on_gpus",
     "test_kda_on_gpu",
     "test_mamba2_on_gpu",
     "test_short_convolution_on_gpu",
     "test_host_blocks_on_gpu",
 )
-_SANITIZED = (
-    "test_rows_on_gpu::test_a_gate_is_torch_s",
-    "test_vision_attention_on_gpu::test_what_is_not_finite_stays_in_its_segment",
-    "test_pixels_on_gpu::test_tiles_have_the_same_bits",
-    "test_llm_on_gpu::test_long_contexts_are_split_and_put_together",
-)
+_SHORT = ("w8a8", "fp8")
+"""Forms of weights that are timed; the others are tried with the kernels."""
+assert set(_SHORT) <= FORMS.keys()
 
 
 def parts(folder: Path, *, tiny: bool) -> dict[int, list[Table]]:
     """The sections of each part, in order."""
-    sanitizer = shutil.which("compute-sanitizer")
     model, experts = folder / "model", ("--experts", "--layers", "24")
     little = ("--runs", "1", "--tokens", "4") if tiny else ("--runs", "3", "--tokens", "64")
-    sanitized = _tests("sanitizer", 120, *_SANITIZED, tiny=tiny, alone=True)
-    if sanitizer:
-        program = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
-        watched = (sanitizer, "--error-exitcode", "9", sys.executable, *sanitized.command)
-        sanitized = replace(sanitized, command=("-c", program, *watched))
+    small = ("--tiny",) if tiny else ()
 
     def bench(name: str, module: str, seconds: float, *arguments: str) -> Table:
-        settings = ("--json", str(folder / "rows.jsonl"), *(("--tiny",) if tiny else ()))
+        settings = ("--json", str(folder / "rows.jsonl"), *small)
         return Table(name, ("-m", f"benchmarks.{module}", *arguments, *settings), seconds, _environ(tiny=tiny))
 
     made = {
         1: [
-            bench("ceilings", "device", 60),
-            _tests("test_native", 230, *_NATIVE_TESTS, tiny=tiny),
-            _tests("test_others", 210, *_TESTS, tiny=tiny),
+            Table("kernels", ("-m", "benchmarks.kernels_device", *small), 180, _environ(tiny=tiny)),
+            bench("ceilings", "device", 40),
+            bench("decoder", "llm_device", 110),
+            bench("engine", "engine_device", 80),
+            bench("profile", "profile_device", 70),
         ],
         2: [
-            Table("checkpoint", ("-m", "benchmarks.real_shape", str(model), *(("--tiny",) if tiny else ())), 150),
-            Table("services", ("-m", "benchmarks", "--model", str(model), *little), 330),
-            bench("decoder", "llm_device", 100),
-            bench("engine", "engine_device", 80),
+            Table("checkpoint", ("-m", "benchmarks.real_shape", str(model), *small), 120),
+            Table("services", ("-m", "benchmarks", "--model", str(model), *little), 270),
+            bench("attention", "attention_device", 50),
+            bench("tower", "vit", 60),
         ],
         3: [
-            bench("attention", "attention_device", 90),
-            bench("tower", "vit", 80),
-            bench("pixels", "pixels_device", 40),
+            _sanitized(tiny=tiny),
+            _tests("test_native", 110, *_NATIVE_TESTS, tiny=tiny),
+            _tests("test_services", 240, *_SERVICE_TESTS, tiny=tiny),
+            _tests("test_others", 80, *_TESTS, tiny=tiny),
+        ],
+        4: [
             bench("decoder_long", "llm_device", 80, "--layers", "12", "--context", "8192", "32768", "--tokens", "8192"),
-            bench("profile", "profile_device", 60),
-            *(bench(f"decoder_{form}", "llm_device", 45, "--weights", form, "--tokens", "512") for form in FORMS),
-            bench("decoder_experts", "llm_device", 60, *experts, "--tokens", "512", "2048"),
-            *(
-                bench(f"experts_{form}", "llm_device", 45, *experts, "--tokens", "512", "--weights", form)
-                for form in ("fp8", "w8a8")
-            ),
-            sanitized if sanitizer or tiny else replace(sanitized, hindrance="there is no compute-sanitizer"),
+            *(bench(f"decoder_{form}", "llm_device", 60, "--weights", form, "--tokens", "512") for form in _SHORT),
+            bench("decoder_experts", "llm_device", 70, *experts, "--tokens", "512", "2048"),
+            bench("experts_fp8", "llm_device", 60, *experts, "--tokens", "512", "--weights", "fp8"),
+            bench("pixels", "pixels_device", 40),
         ],
     }
     patience = _PATIENCE if tiny else 1
@@ -116,15 +118,25 @@ def parts(folder: Path, *, tiny: bool) -> dict[int, list[Table]]:
     }
 
 
-def _tests(name: str, seconds: float, *files: str, tiny: bool, alone: bool = False) -> Table:
-    """Tests of GPUs by name of file, or of a test in one, which several processes share unless they run `alone`; where
-    all is tiny they are collected, and no more. Warnings are errors with the pinned versions alone. A kernel that
-    breaks a process's context, or hangs, takes that process along, and no other test (`tests/gpu/conftest.py`)."""
-    paths = [f"tests/gpu/{file}.py{colons}{test}" for file, colons, test in (each.partition("::") for each in files)]
-    limit = ("--timeout", "120", "--timeout-method", "thread")  # a signal does not end the wait for a kernel that hangs
-    command = ("-m", "pytest", "-q", "--tb", "short", "-m", "gpu", "-W", "default", *limit, *paths)
-    shared = () if alone else ("-n", str(max(1, usable_cores() - 4)))
-    return Table(name, (*command, *(("--collect-only",) if tiny else shared)), seconds)
+def _sanitized(*, tiny: bool) -> Table:
+    """A launch of each kernel over few numbers, with memory that torch keeps no pool of: within a pool nothing is out
+    of bounds."""
+    sanitizer = shutil.which("compute-sanitizer")
+    program = (sys.executable, "-m", "benchmarks.kernels_device", "--once", "--tiny")
+    whole = (sanitizer, "--error-exitcode", "9", *program) if sanitizer else program
+    command = ("-c", "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))", *whole)
+    environ = {**_environ(tiny=tiny), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    hindrance = "" if sanitizer or tiny else "there is no compute-sanitizer"
+    return Table("sanitizer", command, 70, environ, hindrance)
+
+
+def _tests(name: str, seconds: float, *files: str, tiny: bool) -> Table:
+    """Tests of GPUs by name of file; where all is tiny they are collected, and no more. Warnings are errors with the
+    pinned versions alone. A kernel that breaks a process's context, or hangs, takes that process along, and no other
+    test (`tests/gpu/conftest.py`)."""
+    paths = [f"tests/gpu/{file}.py" for file in files]
+    command = ("-m", "pytest", "-q", "--tb", "short", "-m", "gpu", "-W", "default", *paths)
+    return Table(name, (*command, *(("--collect-only",) if tiny else TEST_OPTIONS)), seconds)
 
 
 def _environ(*, tiny: bool) -> dict[str, str]:
@@ -144,15 +156,18 @@ def pack(folder: Path, archive: Path) -> None:
 def run(
     sections: Sequence[Table], folder: Path, head: Sequence[str], seconds: float, archive: Path | None = None
 ) -> list[str]:
-    """Runs all that are missing, each within its own limit and what is left of `seconds`; names of those that failed,
-    or for which no time was left. After each one the `archive` has what was said."""
-    end, failed = time.monotonic() + seconds, []
+    """Runs all that are missing, each within its own limit, as long as that is left of `seconds`, or for the first one
+    as long as anything is; names of those that failed, or for which no time was left. After each one the `archive` has
+    what was said."""
+    end, failed, begun = time.monotonic() + seconds, [], False
     for section in sections:
         left = end - time.monotonic()
         print(f"{section.name}: ", end="", flush=True)
-        if left < _LEAST_SECONDS and not (folder / f"{section.name}.md").exists():
+        there = (folder / f"{section.name}.md").exists() or bool(section.hindrance)
+        if not there and (left < _LEAST_SECONDS or (begun and left < section.seconds)):
             said = "no time is left"
         else:
+            begun |= not there
             said = take(replace(section, seconds=min(section.seconds, left)), folder, head)
         print(said, flush=True)
         if archive is not None:
@@ -166,11 +181,11 @@ def run(
 
 
 def main() -> None:
-    """Runs a part; the exit code is 1 where anything of it failed, or is still to be run."""
+    """Runs parts; the exit code is 1 where anything of them failed, or is still to be run."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_day", description=__doc__)
-    parser.add_argument("part", type=int, choices=(1, 2, 3))
-    parser.add_argument("folder", type=Path, help="where results go; made if it is not there")
-    parser.add_argument("--seconds", type=float, help="for the part")
+    parser.add_argument("parts", type=int, nargs="+", choices=(1, 2, 3, 4))
+    parser.add_argument("--folder", type=Path, required=True, help="where results go; made if it is not there")
+    parser.add_argument("--seconds", type=float, help="for all parts together")
     parser.add_argument(
         "--tiny", action="store_true", help="whether all runs: small shapes, no figures; on CPUs as well"
     )
@@ -178,11 +193,14 @@ def main() -> None:
     folder: Path = given.folder / "tiny" if given.tiny else given.folder
     folder.mkdir(parents=True, exist_ok=True)
     head = [f"processor: {machine.processor()}", f"software: {machine.software()}", f"commit: {machine.source()}"]
+    head.append(f"system: {platform.system()} {platform.release()}")
     head += ["TINY SETTINGS: these figures mean nothing"] if given.tiny else []
     print("\n".join(head), flush=True)
-    archive = Path(out) / f"gpu_day_{given.part}.tar.gz" if (out := os.environ.get("OUT")) else None
+    archive = Path(out) / "gpu_day.tar.gz" if (out := os.environ.get("OUT")) else None
     seconds = given.seconds or _PART_SECONDS * (_PATIENCE if given.tiny else 1)
-    failed = run(parts(folder, tiny=given.tiny)[given.part], folder, head, seconds, archive)
+    every = parts(folder, tiny=given.tiny)
+    sections = [section for part in given.parts for section in every[part]]
+    failed = run(sections, folder, head, seconds, archive)
     sys.exit(f"failed: {', '.join(failed)}" if failed else None)
 
 

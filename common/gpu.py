@@ -90,7 +90,7 @@ class CudaCapture:
                 run()
         except Exception as error:
             torch.cuda.set_stream(before)  # a capture that fails leaves its stream the current one
-            first = _first(error)
+            first = first_of(error)
             if isinstance(first, torch.OutOfMemoryError):
                 raise first from None
             self._abandon()
@@ -104,7 +104,8 @@ class CudaCapture:
         raises before allocator and generator know of it: the one would keep blocks that other streams had, the other
         refuse to draw."""
         torch.cuda.synchronize(self._device)
-        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        here = self._device
+        index = torch.cuda.current_device() if here == torch.device("cuda") else here.index
         with suppress(RuntimeError):  # that end was none of a capture, or went well
             torch._C._cuda_endAllocateToPool(index, self._pool)
             torch._C._cuda_releasePool(index, self._pool)
@@ -118,7 +119,7 @@ class CudaCapture:
         return torch.cuda.memory_reserved(self._device) - self._before
 
 
-def _first(error: BaseException) -> BaseException:
+def first_of(error: BaseException) -> BaseException:
     """What was raised before all others: a capture's end hides what has made it invalid."""
     while error.__context__ is not None:
         error = error.__context__

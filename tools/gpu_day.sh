@@ -1,13 +1,11 @@
 #!/bin/sh
-# tools/gpu_day.sh PART [options of benchmarks.gpu_day]: one part, 1 to 3, of the first day on a GPU.
+# tools/gpu_day.sh PARTS… [options of benchmarks.gpu_day]: parts, 1 to 4, of the first day on a GPU, as far as nine minutes go.
 # PYTHON is that machine's own, with torch; wheels of what it lacks lie in build/gpu_day/wheels (tools/gpu_wheels.sh).
 # Results stay in build/gpu_day; where OUT names a folder, they are put there in one archive, after each section and once
 # more at the end, so that a part that is killed has lost no more than the section that it was in.
 set -eu
 cd "$(dirname "$0")/.."
 PYTHON="${PYTHON:-python3}"
-part="$1"
-shift
 results=build/gpu_day
 mkdir -p "$results/extra"
 if [ ! -e "$results/extra/.installed" ] && ls "$results"/wheels/*.whl >/dev/null 2>&1; then
@@ -23,8 +21,8 @@ export PYTHONPATH="$PWD/$results/extra${PYTHONPATH:+:$PYTHONPATH}"
 pack() {
     [ -n "${OUT:-}" ] || return 0
     find "$results" \( -name '*.md' -o -name '*.failed' -o -name '*.part' -o -name '*.jsonl' \) ! -path '*/extra/*' |
-        tar -czf "$OUT/gpu_day_$part.tar.gz" -T - || true  # with what a section that was ended has said
+        tar -czf "$OUT/gpu_day.tar.gz" -T - || true  # with what a section that was ended has said
 }
 trap pack EXIT
 trap 'exit 130' INT TERM
-"$PYTHON" -m benchmarks.gpu_day "$part" "$results" "$@"
+"$PYTHON" -m benchmarks.gpu_day --folder "$results" "$@"

@@ -54,9 +54,37 @@ def test_each_section_s_words_are_packed_at_once(tmp_path: Path) -> None:
         assert packed.getnames() == ["first.md", "second.md"]
 
 
-def test_what_qwen3_vl_goes_through_is_tried_first(tmp_path: Path) -> None:
-    first = [section.name for section in gpu_day.parts(tmp_path, tiny=False)[1]]
-    assert first == ["ceilings", "test_native", "test_others"]
+def test_a_section_that_does_not_fit_is_left_to_the_next_call(tmp_path: Path) -> None:
+    first, long = Table("first", ("-c", ""), 400.0), Table("long", ("-c", ""), 501.0)
+    short = Table("short", ("-c", ""), 60.0)
+    assert gpu_day.run([first, long, short], tmp_path, [], 500.0) == ["long"]
+    assert gpu_day.run([first, long, short], tmp_path, [], 500.0) == [], "alone it has what time there is"
+
+
+def test_kernels_are_tried_first_and_services_before_tests(tmp_path: Path) -> None:
+    names = [section.name for part in gpu_day.parts(tmp_path, tiny=False).values() for section in part]
+    assert names[0] == "kernels"
+    assert names.index("services") < names.index("sanitizer") < names.index("test_native")
+
+
+def test_each_part_fits_into_its_time(tmp_path: Path) -> None:
+    made = gpu_day.parts(tmp_path, tiny=False)
+    assert {part: sum(each.seconds for each in sections) for part, sections in made.items()} == {
+        1: 480.0,
+        2: 500.0,
+        3: 500.0,
+        4: 370.0,
+    }
+
+
+def test_what_is_sanitized_has_no_pool_of_memory(tmp_path: Path) -> None:
+    found = {each.name: each for part in gpu_day.parts(tmp_path, tiny=False).values() for each in part}["sanitizer"]
+    assert found.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
+    assert "--once" in found.command, "nothing can be captured without one"
+
+
+def test_make_runs_the_tests_as_a_part_does() -> None:
+    assert f"GPU_PARALLEL ?= {' '.join(gpu_day.TEST_OPTIONS)}\n" in (ROOT / "Makefile").read_text()
 
 
 @pytest.mark.parametrize("tiny", [False, True])
@@ -107,14 +135,14 @@ def popen(command: Sequence[str], *, env: dict[str, str], **given: Any) -> Any:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("part", [2, 3])
+@pytest.mark.parametrize("part", [1, 2, 4])
 def test_a_part_runs_from_end_to_end(part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`make gpu-rehearsal` runs the first one as well, of which tests are collected, and no more, as by every run of
+    """`make gpu-rehearsal` runs the third one as well, of which tests are collected, and no more, as by every run of
     this suite."""
     for kernel in (*panel_kernel.TYPED.values(), *quantized_kernel.TYPED.values()):
         kernel.compile()  # the limits of sections are not for that
     monkeypatch.setattr(tables, "popen", popen)
-    monkeypatch.setattr("sys.argv", ["", str(part), str(tmp_path), "--tiny"])
+    monkeypatch.setattr("sys.argv", ["", str(part), "--folder", str(tmp_path), "--tiny"])
     with pytest.raises(SystemExit) as ended:
         gpu_day.main()
     assert ended.value.code is None, left(tmp_path)
