@@ -11,7 +11,7 @@ from PIL import AvifImagePlugin, Image, UnidentifiedImageError
 from PIL.ImageFile import ImageFile as PillowFile
 
 from encoder_service.item import Inspection
-from encoder_service.media import chunks, tiff
+from encoder_service.media import chunks, heif, tiff
 from encoder_service.media.chunks import JpegLayout
 from encoder_service.media.complexity import UnusualKind
 from encoder_service.media.messages import Bounds, DecoderSettings
@@ -54,6 +54,8 @@ class ImageFile:
         """Loads all that Pillow would otherwise load when it first meets a format. An AVIF is decoded by one thread."""
         Image.init()
         AvifImagePlugin.DEFAULT_MAX_THREADS = 1
+        if "HEIF" in IMAGES:
+            heif.register()
 
     def inspect(self) -> Inspection:
         return inspect(self._data, self._bounds)

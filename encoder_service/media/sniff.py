@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Final
 
 from common.errors import InvalidInput
@@ -51,6 +52,12 @@ IMAGES: Final[dict[str, Format]] = {
     ),
     "TIFF": _format(lambda head: head.startswith((b"II*\x00", b"MM\x00*")), "image/tiff", "image/tif", "image/x-tiff"),
 }
+if find_spec("pillow_heif") is not None:
+    IMAGES["HEIF"] = _format(
+        lambda head: head[4:8] == b"ftyp" and any(kind in _brands(head) for kind in (b"heic", b"heix")),
+        "image/heic",
+        "image/heif",
+    )
 VIDEOS: Final[dict[str, Format]] = {
     "MP4": _format(
         lambda head: head[4:8] in _BOXES,

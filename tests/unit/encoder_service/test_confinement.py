@@ -29,6 +29,7 @@ from encoder_service.media.messages import (
 )
 from encoder_service.media.modalities import SPECS
 from encoder_service.media.processes import DecodeProcesses
+from encoder_service.media.sniff import IMAGES
 from tests import pictures, sounds
 from tests.unit.encoder_service import escapes
 
@@ -62,6 +63,7 @@ FILES = {
         f"TIFF by {packing}": picture("TIFF", compression=packing)
         for packing in ("tiff_lzw", "tiff_adobe_deflate", "jpeg")
     },
+    **({"HEIF": picture("HEIF")} if "HEIF" in IMAGES else {}),
     "a fax": (IMAGE, lambda: pictures.encoded(pictures.noise(60, 40).convert("1"), "TIFF", compression="group4")),
     "progressive JPEG": picture("JPEG", progressive=True),
     "lossless WEBP": picture("WEBP", lossless=True),

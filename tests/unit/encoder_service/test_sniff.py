@@ -11,8 +11,9 @@ from common.errors import InvalidInput
 from encoder_service.media.sniff import AUDIOS, IMAGES, VIDEOS, Format, check
 from tests import pictures
 
+LAST = ", TIFF or HEIF" if "HEIF" in IMAGES else " or TIFF"
 TAKEN = {
-    "image": "an image is taken as JPEG, PNG, WebP, GIF, BMP, AVIF or TIFF",
+    "image": f"an image is taken as JPEG, PNG, WebP, GIF, BMP, AVIF{LAST}",
     "video": "a video is taken as MP4, Matroska/WebM, AVI, FLV or MPEG-TS",
     "audio": "audio is taken as WAV, MP3, FLAC, Ogg, MP4 or Matroska/WebM",
 }
@@ -36,7 +37,7 @@ def refusal(data: bytes, formats: Mapping[str, Format], modality: str, mime_type
         (b"%PDF-1.7\n%\xe2\xe3", "PDF"),
         (b"II+\0\x08\0\0\0", "BigTIFF"),
         (b"MM\0+\0\x08\0\0", "BigTIFF"),
-        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "HEIF"),
+        (b"\0\0\0\x18ftyphevc\0\0\0\0msf1hevc", "HEIF"),
         (b"\0\0\0\x0cJXL \r\n\x87\n", "JPEG XL"),
         (b"\xff\x0a\x00\x01", "JPEG XL"),
         (b"\0\0\0\x0cjP  \r\n\x87\n", "JPEG 2000"),
