@@ -6,10 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from llm_service.engine.block_identity import BlockIdentities
 from llm_service.engine.block_manager import BlockManager
-from llm_service.engine.messages import AwaitBlocks, BlocksAnswer, BlocksArrived, BlocksRead, LendBlocks, NameBlocks
-from llm_service.engine.prompt import Prompt
+from llm_service.engine.messages import AwaitBlocks, BlocksAnswer, BlocksArrived, BlocksRead, FindBlocks, LendBlocks
 from llm_service.plan import CopyOut
 
 
@@ -29,14 +27,9 @@ class BlockExchange:
         self._lent: dict[int, list[bytes]] = {}
         self._awaited: dict[int, tuple[list[bytes], list[int]]] = {}
 
-    def name(self, message: NameBlocks) -> None:
-        """Says what a prompt's full blocks are called, but for a last one with which nothing would be left to be
-        computed, and how many of them are cached."""
-        prompt, size = Prompt.of(message.add), self._blocks.block_size
-        names = BlockIdentities(prompt.root, prompt.named_runs)
-        identities = names.first((len(prompt.tokens) - 1) // size, prompt.tokens, size)
-        found = self._blocks.match_blocks(identities)
-        self._send(BlocksAnswer(id=message.id, identities=identities, found=found))
+    def find(self, message: FindBlocks) -> None:
+        """Says how many of a prompt's blocks are cached."""
+        self._send(BlocksAnswer(id=message.id, found=self._blocks.match_blocks(message.identities)))
 
     def lend(self, message: LendBlocks) -> None:
         """Has the host hold blocks to be read."""

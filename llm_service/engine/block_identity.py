@@ -16,6 +16,7 @@ from itertools import islice, takewhile
 
 from common.identity import framed
 
+_SIZE = hashlib.sha256().digest_size
 NEVER = 1 << 62
 """A place that no sequence has."""
 Run = tuple[int, int, int, bytes]
@@ -52,12 +53,13 @@ def root_identity(salt: str, adapter: bytes = b"") -> bytes:
 class BlockIdentities:
     """The identities of a sequence's full blocks, each worked out when it is first asked for. `root` is the parent of
     the first block, `runs` are the sequence's media, in order. From place `other_from` on what blocks hold depends on
-    that place: nobody else has the same there."""
+    that place: nobody else has the same there. `known` are those of the first blocks, one behind the other, as far as
+    they have been worked out before."""
 
-    def __init__(self, root: bytes, runs: Seq[Run], other_from: int = NEVER) -> None:
+    def __init__(self, root: bytes, runs: Seq[Run], other_from: int = NEVER, known: bytes = b"") -> None:
         self._root, self._other_from = root, other_from
         self._runs = runs
-        self._known: list[bytes] = []
+        self._known = [known[at : at + _SIZE] for at in range(0, len(known), _SIZE)]
         self._passed_runs = 0
 
     def __len__(self) -> int:
@@ -94,7 +96,7 @@ class BlockIdentities:
             keys.append(hashlib.sha256(framed(b"answer", self._other_from.to_bytes(8, "little"))).hexdigest())
         first = bisect_right(self._runs, begin, key=lambda run: run[1])
         for run in takewhile(lambda run: run[0] < end, islice(self._runs, first, None)):
-            named = run[3].hex() if len(run[3]) == hashlib.sha256().digest_size else hashlib.sha256(run[3]).hexdigest()
+            named = run[3].hex() if len(run[3]) == _SIZE else hashlib.sha256(run[3]).hexdigest()
             if named not in keys:
                 keys.append(named)
         parent = self._known[index - 1] if index else None

@@ -12,16 +12,15 @@ from common.arena import SharedBuffer
 from common.errors import Unavailable
 from llm_service.engine.handover import engine_lost
 from llm_service.engine.messages import (
-    Add,
     AwaitBlocks,
     BlocksAnswer,
     BlocksArrived,
     BlocksRead,
+    FindBlocks,
     LendBlocks,
-    NameBlocks,
 )
 
-BlocksMessage = NameBlocks | LendBlocks | BlocksRead | AwaitBlocks | BlocksArrived
+BlocksMessage = FindBlocks | LendBlocks | BlocksRead | AwaitBlocks | BlocksArrived
 
 
 @dataclass(slots=True)
@@ -110,10 +109,9 @@ class BlockPlaces:
         if life != self._life:
             raise engine_lost()
 
-    async def names(self, add: Add) -> tuple[list[bytes], int]:
-        """The identities of a prompt's full blocks, and how many of them are cached from the first one on."""
-        answer = await self._ask(NameBlocks(self._next(), add))
-        return answer.identities, answer.found
+    async def found(self, identities: Sequence[bytes]) -> int:
+        """How many of a prompt's blocks are cached, from the first one on."""
+        return (await self._ask(FindBlocks(self._next(), list(identities)))).found
 
     @asynccontextmanager
     async def lent(self, identities: Sequence[bytes]) -> AsyncGenerator[LentBlocks]:
@@ -160,7 +158,7 @@ class BlockPlaces:
         self._ids += 1
         return self._ids
 
-    async def _ask(self, message: NameBlocks | LendBlocks | AwaitBlocks) -> BlocksAnswer:
+    async def _ask(self, message: FindBlocks | LendBlocks | AwaitBlocks) -> BlocksAnswer:
         answer: asyncio.Future[BlocksAnswer] = asyncio.get_running_loop().create_future()
         self._send(message)
         self._waiting[message.id] = answer

@@ -27,6 +27,7 @@ from llm_service.engine.messages import (
     BlocksRead,
     DropAdapter,
     EndSessions,
+    FindBlocks,
     Flush,
     Flushed,
     FromEngine,
@@ -34,7 +35,6 @@ from llm_service.engine.messages import (
     Landed,
     LendBlocks,
     LoadAdapter,
-    NameBlocks,
     Prefilled,
     Prefills,
     Released,
@@ -213,7 +213,7 @@ class EngineCore:
                 self._steps.order(Drop(id))
             case Pull() | Invalidate() | Unmap():
                 self._steps.order(message)
-            case NameBlocks() | LendBlocks() | BlocksRead() | AwaitBlocks() | BlocksArrived():
+            case FindBlocks() | LendBlocks() | BlocksRead() | AwaitBlocks() | BlocksArrived():
                 self._take_exchange(message)
             case Flush():
                 answer = Flushed(self._scheduler.blocks.flush())
@@ -223,11 +223,11 @@ class EngineCore:
             self._report_blocks()
             self._link.send(answer)
 
-    def _take_exchange(self, message: NameBlocks | LendBlocks | BlocksRead | AwaitBlocks | BlocksArrived) -> None:
+    def _take_exchange(self, message: FindBlocks | LendBlocks | BlocksRead | AwaitBlocks | BlocksArrived) -> None:
         assert self._exchange is not None, "blocks are exchanged"
         match message:
-            case NameBlocks():
-                self._exchange.name(message)
+            case FindBlocks():
+                self._exchange.find(message)
             case LendBlocks():
                 self._exchange.lend(message)
             case BlocksRead():

@@ -42,7 +42,8 @@ class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     is not finished. The prompt's first `scored` tokens have been scored already. `adapter` is the number of one that is
     loaded, 0 for none, and `adapter_digest` its digest. Each sequence may have `longest` tokens, 0: as many as the
     context. With a `pooling` the request ends when its prompt is computed, and is told that `Pooled` in place of
-    tokens."""
+    tokens. `identities` are those of the prompt's first full blocks, one behind the other, as far as they have been
+    worked out already."""
 
     id: int
     token_ids: bytes
@@ -60,6 +61,7 @@ class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     adapter_digest: bytes = b""
     longest: int = 0
     pooling: Pooling | None = None
+    identities: bytes = b""
 
 
 class Landed(msgspec.Struct, frozen=True, tag=True):
@@ -101,12 +103,12 @@ class Flush(msgspec.Struct, frozen=True, tag=True):
     """Forget cached blocks that no request uses."""
 
 
-class NameBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Say what the full blocks of a request's prompt are called. To this and what follows `BlocksAnswer` answers, by
-    the `id` of the exchange."""
+class FindBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Say how many of these are cached, from the first one on. To this and what follows `BlocksAnswer` answers, by the
+    `id` of the exchange."""
 
     id: int
-    add: Add
+    identities: list[bytes]
 
 
 class LendBlocks(msgspec.Struct, frozen=True, tag=True):
@@ -167,7 +169,7 @@ ToEngine = (
     | EndSessions
     | LoadAdapter
     | DropAdapter
-    | NameBlocks
+    | FindBlocks
     | LendBlocks
     | BlocksRead
     | AwaitBlocks
@@ -400,11 +402,9 @@ class BlocksChanged(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlocksAnswer(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """What the front has asked about blocks: the `identities` of a prompt, of which the first `found` are cached; or
-    the host's `places` of blocks."""
+    """What the front has asked about blocks: how many are cached (`found`), or the host's `places` of them."""
 
     id: int
-    identities: list[bytes] = []
     found: int = 0
     places: list[int] = []
 

@@ -7,12 +7,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llm_service.engine.block_identity import Run, block_identity, root_identity
+from llm_service.engine.block_identity import BlockIdentities, Run, block_identity, root_identity
 from llm_service.engine.messages import NOWHERE, Add, ItemRows
 from llm_service.engine.state_slots import Place
 
 _FIRST_BRANCHES, _LAST_BRANCHES = 2, 4
 """Of a prompt with many turns and media: the system prompt and what follows it, and what a caller may ask anew."""
+
+
+def block_identities(add: Add, block_size: int) -> list[bytes]:
+    """The identities of a prompt's full blocks, where none of its tokens depends on what is behind it. For the front:
+    a long prompt has thousands, and the thread that decides has better to do."""
+    prompt = Prompt.of(add)
+    names = BlockIdentities(prompt.root, prompt.named_runs)
+    return names.first(len(prompt.tokens) // block_size, prompt.tokens, block_size)
 
 
 @dataclass(slots=True)

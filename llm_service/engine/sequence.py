@@ -152,7 +152,9 @@ class Sequence:
             choice=choice,
             prompt=prompt,
             tokens=prompt.tokens + output,
-            identities=BlockIdentities(prompt.root, prompt.named_runs, length if rules.forgets_answers else NEVER),
+            identities=BlockIdentities(
+                prompt.root, prompt.named_runs, length if rules.forgets_answers else NEVER, add.identities
+            ),
             sampling=sampling,
             adapter=add.adapter,
             session=add.session,

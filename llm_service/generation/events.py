@@ -3,6 +3,7 @@ Begun and Embedded."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.stages import Stage
@@ -14,11 +15,13 @@ from llm_service.request import PromptLayout
 @dataclass(frozen=True, slots=True)
 class Begun:
     """The prompt is laid out and computing has begun; `cached` of its tokens came from the prefix cache. The answer
-    begins inside of the model's reasoning where that is so (`thinking`)."""
+    begins inside of the model's reasoning where that is so (`thinking`). `identities` are those of the prompt's full
+    blocks, where prompts that begin alike are expected to find them."""
 
     layout: PromptLayout
     cached: int
     thinking: bool = False
+    identities: Sequence[bytes] = ()
 
 
 @dataclass(frozen=True, slots=True)

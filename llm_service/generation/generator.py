@@ -34,6 +34,7 @@ from llm_service.engine.messages import (
     Started,
     State,
 )
+from llm_service.engine.prompt import block_identities
 from llm_service.generation.adapters import Adapters
 from llm_service.generation.admission import Admission, AdmissionTicket
 from llm_service.generation.choices import Choice, open_choices, resumed_for_engine, together
@@ -274,19 +275,23 @@ class Generator:
                     yield _ended(choice, "stop", stages, media)
                 return
             job.admission.measure(len(layout.ids))
-            covered = await self._covered(request, pieces, fetches, layout)
+            identities = await self._identities(request, layout)
+            covered = await self._covered(request, pieces, fetches, layout, identities)
             if self.prefills is not None:
                 stages.mark("prefill_elsewhere")
             items = await media.take(layout, covered)
             self._check_length(request, layout)  # once more: the engine may be another one by now, with less room
             resume = resumed_for_engine(request, choices)
             request = self._behind_reasoning(request, layout, thinking=thinking)
-            add = self._add(request, layout, items, resume, self._retain_for_session(request, layout))
+            session = self._retain_for_session(request, layout)
+            id, known = self._engine.next_id(), b"".join(identities)
+            add = self._add(id, request, layout, items, resume, session, known)
             engine_request = job.engine_request = media.submit(
                 self._engine, add, lambda: stages.mark("rows"), request.max_handovers
             )
             try:
-                following = self._follow(request, Begun(layout, 0, thinking), choices, media, engine_request, stages)
+                begin = Begun(layout, 0, thinking, identities)
+                following = self._follow(request, begin, choices, media, engine_request, stages)
                 async with aclosing(following) as events:
                     async for event in events:
                         yield event
@@ -305,7 +310,7 @@ class Generator:
                 computed = 0
                 match event:
                     case Begun():
-                        lending.identities, _ = await blocks.names(self._names(request, event.layout))
+                        lending.identities = _with_more_behind(event.identities, event.layout, size)
                         computed = event.cached
                     case Computed():
                         computed = event.tokens
@@ -317,7 +322,12 @@ class Generator:
                 yield part
 
     async def _covered(
-        self, request: Request, pieces: Sequence[Piece], fetches: Sequence[Fetch], layout: PromptLayout
+        self,
+        request: Request,
+        pieces: Sequence[Piece],
+        fetches: Sequence[Fetch],
+        layout: PromptLayout,
+        identities: Sequence[bytes],
     ) -> set[int]:
         """The items whose spans are probably in the prefix cache: of a prompt that is computed elsewhere, once its
         blocks are here."""
@@ -326,15 +336,21 @@ class Generator:
         covered = self._prefixes.covered(layout, request.prefix_space)
         asked_to = isinstance(request.prompt, PiecesPrompt)  # by another service: it may be one of those
         answers = request.pooling is None and not asked_to
-        if self.prefills is not None and self._engine.prefix_block and answers:
+        if self.prefills is not None and (size := self._engine.prefix_block) and answers:
             keys = [header.key for header in headers_of(fetches)]
-            here = await self.prefills.bring(request, pieces, keys, self._names(request, layout))
+            here = await self.prefills.bring(request, pieces, keys, _with_more_behind(identities, layout, size))
             covered |= {span.item for span in layout.spans if span.end <= here}
         return covered
 
-    def _names(self, request: Request, layout: PromptLayout) -> Add:
-        """What tells the engine how a prompt's blocks are called."""
-        return self._add(request, layout, rows_of(layout, [(NOWHERE, 0)] * len(layout.spans)), [], 0)
+    async def _identities(self, request: Request, layout: PromptLayout) -> Sequence[bytes]:
+        """Those of a prompt's full blocks, where an engine may find some of them."""
+        if not (size := self._engine.prefix_block):
+            return ()
+        return await _computed(self._work_out, request, layout, size, at_once=len(layout.ids) <= _SHORT)
+
+    def _work_out(self, request: Request, layout: PromptLayout, size: int) -> list[bytes]:
+        items = rows_of(layout, [(NOWHERE, 0)] * len(layout.spans))
+        return block_identities(self._add(0, request, layout, items, [], 0), size)
 
     async def _layout(self, pieces: Sequence[Piece], headers: Sequence[Header], *, short: bool) -> PromptLayout:
         few = sum(header.tokens for header in headers) <= _FEW_ROWS
@@ -413,10 +429,17 @@ class Generator:
         return session.number if session else 0
 
     def _add(
-        self, request: Request, layout: PromptLayout, items: list[ItemRows], resume: list[Resumed], session: int
+        self,
+        id: int,
+        request: Request,
+        layout: PromptLayout,
+        items: list[ItemRows],
+        resume: list[Resumed],
+        session: int,
+        identities: bytes = b"",
     ) -> Add:
         return Add(
-            id=self._engine.next_id(),
+            id=id,
             token_ids=array("i", layout.ids).tobytes(),
             positions=layout.positions,
             mrope_delta=layout.mrope_delta,
@@ -431,6 +454,7 @@ class Generator:
             adapter_digest=request.adapter.digest if request.adapter else b"",
             longest=layout.longest,
             pooling=request.pooling,
+            identities=identities,
         )
 
     async def _follow(
@@ -488,6 +512,11 @@ class Generator:
 def _is_computed_whole(request: Request) -> bool:
     """Whether something is made of every token of its prompt, those included that the prefix cache has."""
     return request.sampling.prompt_logprobs is not None or (request.pooling is not None and request.pooling.of_all)
+
+
+def _with_more_behind(identities: Sequence[bytes], layout: PromptLayout, size: int) -> Sequence[bytes]:
+    """Without a last one with which nothing would be left to be computed."""
+    return identities[: (len(layout.ids) - 1) // size]
 
 
 def _is_short(prompt: Prompt) -> bool:

@@ -23,7 +23,6 @@ from common.resolver import Resolver
 from common.wire import crc32c
 from llm_service.encoders.breaker import Breaker
 from llm_service.engine.block_places import AwaitedBlocks, BlockPlaces
-from llm_service.engine.messages import Add
 from llm_service.request import Length, Piece, Request, Slot
 from twinlens.v1 import llm_pb2, media_pb2
 from twinlens.v1.llm_pb2_grpc import LlmServiceStub
@@ -102,19 +101,24 @@ class PrefillServices:
             await asyncio.gather(self._looking, return_exceptions=True)
         await self._services.close()
 
-    async def bring(self, request: Request, pieces: Sequence[Piece], keys: Sequence[bytes], add: Add) -> int:
+    async def bring(
+        self, request: Request, pieces: Sequence[Piece], keys: Sequence[bytes], identities: Sequence[bytes]
+    ) -> int:
         """Has a prompt computed elsewhere, where that is worth it; how many of its first tokens are cached here then,
-        as far as is known. `keys` are its items', `add` names its blocks."""
+        as far as is known. `keys` are its items', `identities` those of its full blocks, but for a last one with
+        which nothing would be left to be computed."""
         try:
-            return await self._bring(request, pieces, keys, add)
+            return await self._bring(request, pieces, keys, identities)
         except Unavailable:  # our own engine has ended: the next one has none of them
             return 0
 
-    async def _bring(self, request: Request, pieces: Sequence[Piece], keys: Sequence[bytes], add: Add) -> int:
+    async def _bring(
+        self, request: Request, pieces: Sequence[Piece], keys: Sequence[bytes], identities: Sequence[bytes]
+    ) -> int:
         size = self._block_size
-        if not self._blocks.block_bytes or len(add.token_ids) // 4 < self._tokens:
+        if not self._blocks.block_bytes or len(identities) * size < self._tokens:
             return 0
-        identities, found = await self._blocks.names(add)
+        found = await self._blocks.found(identities)
         missing = identities[found:]
         if len(missing) * size < self._tokens or self._choose(identities[0]) is None:
             return found * size

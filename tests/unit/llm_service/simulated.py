@@ -18,6 +18,7 @@ from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.drafts import look_up
 from llm_service.engine.messages import NOWHERE, Add, Failed, ItemRows, Resumed, Token
 from llm_service.engine.planner import Limits
+from llm_service.engine.prompt import block_identities
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.sequence import Sequence
 from llm_service.plan import StepResult, TokenLogprobs
@@ -226,34 +227,36 @@ class Simulation:
         """To the engine; `landed`: with the rows that are in the arena by now, as far as it has places."""
         outcome = self.outcomes[id]
         order, nowhere = outcome.order, outcome.nowhere
-        self.scheduler.add(
-            Add(
-                id=id,
-                token_ids=array("i", order.prompt).tobytes(),
-                positions=np.tile(np.arange(len(order.prompt), dtype=np.int32), (3, 1)).tobytes(),
-                mrope_delta=0,
-                items=[
-                    ItemRows(p.key, NOWHERE, p.placed(), 0)
-                    if number < nowhere
-                    else ItemRows(p.key, p.offset, p.placed(), self.executor.landed.get(p.name, 0) if landed else 0)
-                    for number, p in enumerate(order.pictures)
-                ],
-                sampling=order.sampling,
-                salt=order.salt,
-                priority=order.priority,
-                deadline=order.deadline,
-                session=order.session,
-                adapter=order.adapter,
-                adapter_digest=b"adapter %d" % order.adapter if order.adapter else b"",
-                resume=[
-                    Resumed(choice, array("i", tokens).tobytes(), bool(outcome.ended[choice]))
-                    for choice, tokens in enumerate(outcome.tokens)
-                    if tokens or outcome.ended[choice]
-                ],
-                scored=len(outcome.scored) + 1 if outcome.scored else 0,
-                pooling=order.pooling,
-            )
+        add = Add(
+            id=id,
+            token_ids=array("i", order.prompt).tobytes(),
+            positions=np.tile(np.arange(len(order.prompt), dtype=np.int32), (3, 1)).tobytes(),
+            mrope_delta=0,
+            items=[
+                ItemRows(p.key, NOWHERE, p.placed(), 0)
+                if number < nowhere
+                else ItemRows(p.key, p.offset, p.placed(), self.executor.landed.get(p.name, 0) if landed else 0)
+                for number, p in enumerate(order.pictures)
+            ],
+            sampling=order.sampling,
+            salt=order.salt,
+            priority=order.priority,
+            deadline=order.deadline,
+            session=order.session,
+            adapter=order.adapter,
+            adapter_digest=b"adapter %d" % order.adapter if order.adapter else b"",
+            resume=[
+                Resumed(choice, array("i", tokens).tobytes(), bool(outcome.ended[choice]))
+                for choice, tokens in enumerate(outcome.tokens)
+                if tokens or outcome.ended[choice]
+            ],
+            scored=len(outcome.scored) + 1 if outcome.scored else 0,
+            pooling=order.pooling,
         )
+        if id % 2 and not self.limits.whole_prompts:  # as a front does
+            names = block_identities(add, self.scheduler.blocks.block_size)
+            add = msgspec.structs.replace(add, identities=b"".join(names))
+        self.scheduler.add(add)
 
     def place(self, id: int, *landed: int) -> None:
         """Gives a request that wants them places for all its pictures, with so many rows of each there, or all."""

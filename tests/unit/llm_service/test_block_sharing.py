@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llm_service.engine import block_identity
 from llm_service.engine.block_identity import BlockIdentities
 from llm_service.engine.messages import Add, ItemRows
 from llm_service.engine.prompt import Prompt
@@ -102,6 +103,20 @@ def test_rows_cut_at_another_place_are_not_shared() -> None:
         run_until_over(engine, id)
     assert engine.outcomes[2].cached <= 8
     engine.check_over()
+
+
+def test_identities_that_come_with_a_prompt_are_not_worked_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, asked = simulation(), order(text(25), [Picture(1, 4, 12)], n=2, max_tokens=2)
+    first = engine.submit(asked)
+    assert first % 2, "its identities come with it"
+    monkeypatch.setattr(block_identity, "block_identity", None)
+    engine.land_all(first)
+    run_until_over(engine, first)
+    monkeypatch.undo()
+    again = engine.submit(asked)
+    engine.land_all(again)
+    run_until_over(engine, again)
+    assert engine.outcomes[again].cached == 24, "an engine names them alike"
 
 
 def test_blocks_of_a_mark_that_is_elsewhere_than_in_a_text_are_others() -> None:

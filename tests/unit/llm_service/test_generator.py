@@ -38,6 +38,8 @@ from llm_service.engine.messages import (
     Token,
     Tokens,
 )
+from llm_service.engine.prompt import block_identities
+from llm_service.generation import generator as generator_module
 from llm_service.generation.adapters import Adapters
 from llm_service.generation.admission import Admission
 from llm_service.generation.choices import together
@@ -240,6 +242,32 @@ async def test_what_may_take_long_to_lay_out_holds_up_no_other_request(
         await eventually(lambda: child.told(Add))
         ends.cancel()
         assert cast(Prompts, made._prompts).at_once == [at_once, at_once]
+
+
+@pytest.mark.parametrize(("tokens", "at_once"), [(90, True), (5000, False)])
+async def test_identities_of_a_prompts_blocks_come_with_it(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, at_once: bool
+) -> None:
+    """A long prompt's hold up no other request."""
+    computed: list[bool] = []
+
+    def watched(add: Add, size: int) -> list[bytes]:
+        computed.append(threading.current_thread() is threading.main_thread())
+        return block_identities(add, size)
+
+    monkeypatch.setattr(generator_module, "block_identities", watched)
+    child = ScriptedEngine()
+    front = front_of(monkeypatch, child)
+    async with bench(ScriptedEncoder()) as b, serving(front) as starting:
+        child.serves(context=10_000, prefix_block=16)
+        await starting
+        ends = asyncio.create_task(everything(generator(b, front, tokens=tokens), asked()))
+        await eventually(lambda: child.told(Add))
+        ends.cancel()
+        (add,) = child.told(Add)
+        assert add.identities == b"".join(block_identities(add, 16))
+        assert len(add.identities) == tokens // 16 * 32
+        assert computed == [at_once]
 
 
 async def test_what_an_answer_goes_on_behind_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import pytest
 from common.arena import SharedBuffer
 from common.grpc_channel import ChannelSecurity
 from llm_service.engine.block_places import BlockPlaces
-from llm_service.engine.messages import Add, AwaitBlocks, BlocksAnswer, NameBlocks
+from llm_service.engine.messages import AwaitBlocks, BlocksAnswer
 from llm_service.prefill.services import PrefillServices
 from llm_service.request import Request, SamplingParams, TokenPrompt
 from twinlens.v1 import llm_pb2
@@ -44,9 +44,7 @@ def places() -> Iterator[BlockPlaces]:
 
     def send(message: Any) -> None:
         answer = BlocksAnswer(id=getattr(message, "id", 0))
-        if isinstance(message, NameBlocks):
-            answer = BlocksAnswer(id=message.id, identities=[bytes([n]) * 32 for n in range(BLOCKS)])
-        elif isinstance(message, AwaitBlocks):
+        if isinstance(message, AwaitBlocks):
             answer = BlocksAnswer(id=message.id, places=list(range(len(message.identities))))
         asyncio.get_running_loop().call_soon(found.take, answer)
 
@@ -56,24 +54,11 @@ def places() -> Iterator[BlockPlaces]:
     memory.close()
 
 
-def asked(seconds: float | None = None) -> tuple[Request, Add]:
+def asked(seconds: float | None = None) -> Request:
     """A prompt of five blocks, and how long its caller waits."""
     deadline = None if seconds is None else time.monotonic() + seconds
     tokens, sampling = array("i", range(16 * BLOCKS + 1)), SamplingParams(max_tokens=1, temperature=0.0)
-    request = Request("", TokenPrompt(tuple(tokens)), (), sampling, deadline=deadline)
-    where = array("i", [*range(len(tokens))] * 3).tobytes()
-    add = Add(
-        id=0,
-        token_ids=tokens.tobytes(),
-        positions=where,
-        mrope_delta=0,
-        items=[],
-        sampling=sampling,
-        salt="",
-        priority=0,
-        deadline=deadline,
-    )
-    return request, add
+    return Request("", TokenPrompt(tuple(tokens)), (), sampling, deadline=deadline)
 
 
 @asynccontextmanager
@@ -105,8 +90,8 @@ async def silent(
 
 
 async def bring(prefills: PrefillServices, seconds: float | None = None) -> int:
-    request, add = asked(seconds)
-    return await prefills.bring(request, [[1]], [], add)
+    identities = [bytes([n]) * 32 for n in range(BLOCKS)]
+    return await prefills.bring(asked(seconds), [[1]], [], identities)
 
 
 def test_one_that_was_given_too_little_time_by_callers_is_asked_again(places: BlockPlaces) -> None:
