@@ -111,6 +111,8 @@ class MediaRows:
             self._placing = tasks.start(place(), "rows that the engine asked for")
 
         def rows_read() -> None:
+            # The items' content stays, and counts in the request budget, until the request ends: if it is preempted, or
+            # its engine ends, it asks for its rows again, and an encoder that has evicted them makes them of that.
             self._unwatch()
             self._give_back()
 
