@@ -123,8 +123,14 @@ class OutputParser:
         places = [(place, mark) for mark in self._ends if (place := self._held.find(mark)) >= 0]
         if places:
             place, mark = min(places)
-            _add(out, ReasoningDelta(self._held[:place].rstrip()))
-            self._held = self._held[place + (len(mark) if mark == self._marks[1] else 0) :]
+            thought = self._held[:place].rstrip()
+            _add(out, ReasoningDelta(thought))
+            is_end = mark == self._marks[1]
+            if not is_end and self._parser and self._parser.ends_reasoning == "call":
+                self._before, self._held = self._held[len(thought) : place + len(mark)], self._held[place + len(mark) :]
+                self._step = self._call_while_thinking
+                return True
+            self._held = self._held[place + (len(mark) if is_end else 0) :]
             self._step = self._after_reasoning
             return True
         thought = self._held
@@ -136,8 +142,28 @@ class OutputParser:
     @property
     def _ends(self) -> tuple[str, ...]:
         """What ends reasoning."""
-        calls = self._parser is not None and self._parser.ends_reasoning
+        calls = self._parser is not None and self._parser.ends_reasoning is not None
         return (self._marks[1], self._mark) if calls else (self._marks[1],)
+
+    def _call_while_thinking(self, out: list[Piece], *, last: bool) -> bool:
+        """What stands behind the mark of a call in reasoning: a call, which ends it, or more of it, maybe to its end
+        mark."""
+        assert self._parser is not None
+        self._reader = self._reader or self._parser.reader(self._functions)
+        read = self._reader.read(self._held, last=last)
+        if read is None:
+            return False
+        rest = self._held[read.size :]
+        if read.calls and all(name in self._functions for name, _ in read.calls):
+            for call in read.calls:
+                self._made(out, call)
+            self._held, self._step = rest, self._words
+        else:
+            thought, mark, behind = (self._before + self._held[: read.size]).partition(self._marks[1])
+            _add(out, ReasoningDelta(thought.rstrip()))
+            self._held, self._step = mark + behind + rest, self._reasoning
+        self._reader, self._before = None, ""
+        return True
 
     def _after_reasoning(self, out: list[Piece], *, last: bool) -> bool:  # noqa: ARG002
         self._held = self._held.lstrip()
@@ -152,16 +178,20 @@ class OutputParser:
             _add(out, TextDelta(self._held))
             self._held = ""
             return False
-        words, mark, rest = self._held.partition(self._mark)
-        if mark:
-            said = words.rstrip()
-            self._before = words[len(said) :] + mark
+        bare = self._parser.bare
+        marks = (self._mark, bare[0]) if bare else (self._mark,)
+        words = self._held
+        if places := [(place, mark) for mark in marks if (place := words.find(mark)) >= 0]:
+            place, mark = min(places)
+            said = words[:place].rstrip()
+            self._before = words[len(said) : place + len(mark)]
             _add(out, TextDelta(said))
-            self._held = rest
+            self._held = words[place + len(mark) :]
             self._sectioned = self.calls
+            self._reader = bare[1](self._functions) if bare and mark == bare[0] else None
             self._step = self._section if self._parser.section else self._call
             return True
-        keep = len(words) if last else _certain(words, self._mark)
+        keep = len(words) if last else min(_certain(words, mark) for mark in marks)
         if not (last and self.calls and not words.strip()):
             _add(out, TextDelta(words[:keep]))
         self._held = words[keep:]

@@ -20,7 +20,8 @@ _NEXT_OBJECT = re.compile(r"[\s;]*(?=\{)")
 def lfm_reader(functions: Functions) -> Reader:
     """Reads what stands between LFM's marks, which texts do not hold."""
     end = LFM_MARKS[1]
-    return OrJson(end, Marked(end, Quotes(), lambda body: _calls(body.strip(), functions) or all_named(parsed(body))))
+    taught = Marked(end, Quotes(), lambda body: _calls(body.strip(), functions) or all_named(parsed(body)))
+    return OrJson(end, functions, taught)
 
 
 class LlamaReader:

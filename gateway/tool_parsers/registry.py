@@ -15,9 +15,10 @@ from gateway.tool_parsers.minimax import minimax_reader
 from gateway.tool_parsers.mistral import BEGIN as MISTRAL_BEGIN
 from gateway.tool_parsers.mistral import MistralReader
 from gateway.tool_parsers.pythonic import LFM_MARKS, LlamaReader, lfm_reader
-from gateway.tool_parsers.tagged import MARKS, glm_reader, json_reader, xml_reader
+from gateway.tool_parsers.tagged import MARKS, glm_reader, json_reader
 from gateway.tool_parsers.tool_format import ToolFormat
 from gateway.tool_parsers.tool_parser import Call, Functions, Marked, OrJson, Reader, ToolParser, all_named, as_said
+from gateway.tool_parsers.xml import FUNCTION, bare_xml_reader, xml_reader
 
 _KIMI: Final = ("<|tool_call_begin|>", "<|tool_call_end|>")
 _KIMI_SECTION: Final = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
@@ -31,7 +32,8 @@ def _kimi_reader(_: Functions) -> Reader:
 
 
 def _gemma_reader(functions: Functions) -> Reader:
-    return OrJson(_GEMMA[1], Marked(_GEMMA[1], _GEMMA_TEXTS, lambda body: _gemma_call(body, functions)))
+    taught = Marked(_GEMMA[1], _GEMMA_TEXTS, lambda body: _gemma_call(body, functions))
+    return OrJson(_GEMMA[1], functions, taught)
 
 
 def _kimi_call(body: str) -> list[Call] | None:
@@ -50,12 +52,12 @@ def _gemma_call(body: str, functions: Functions) -> list[Call] | None:
 
 
 TOOL_PARSERS: Final[Mapping[ToolFormat, ToolParser]] = {
-    ToolFormat.JSON: ToolParser(MARKS[0], json_reader),
-    ToolFormat.XML: ToolParser(MARKS[0], xml_reader),
-    ToolFormat.GLM: ToolParser(MARKS[0], glm_reader),
+    ToolFormat.JSON: ToolParser(MARKS[0], json_reader, ends_reasoning="call"),
+    ToolFormat.XML: ToolParser(MARKS[0], xml_reader, ends_reasoning="call", bare=(FUNCTION, bare_xml_reader)),
+    ToolFormat.GLM: ToolParser(MARKS[0], glm_reader, ends_reasoning="call"),
     ToolFormat.MISTRAL: ToolParser(MISTRAL_BEGIN, lambda _: MistralReader()),
-    ToolFormat.KIMI: ToolParser(_KIMI[0], _kimi_reader, _KIMI_SECTION, ends_reasoning=True),
-    ToolFormat.GEMMA: ToolParser(_GEMMA[0], _gemma_reader, ends_reasoning=True),
+    ToolFormat.KIMI: ToolParser(_KIMI[0], _kimi_reader, _KIMI_SECTION, ends_reasoning="mark"),
+    ToolFormat.GEMMA: ToolParser(_GEMMA[0], _gemma_reader, ends_reasoning="mark"),
     ToolFormat.LLAMA: ToolParser("", LlamaReader),
     ToolFormat.LFM: ToolParser(LFM_MARKS[0], lfm_reader),
     ToolFormat.MINIMAX: ToolParser(MINIMAX_BEGIN, minimax_reader, MINIMAX_SECTION),

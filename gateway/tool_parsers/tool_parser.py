@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from gateway.tool_parsers.arguments import Schema, parsed, written
 from gateway.tool_parsers.mark_search import JSON_TEXTS, MarkSearch, Quotes
@@ -35,12 +35,14 @@ class Reader(Protocol):
 class ToolParser:
     """The mark before a call, and who reads on from there; without a mark, the whole answer is calls. In some forms
     calls stand in a section, between two marks of its own. Where models call while they think, and do not end that
-    before, the mark ends it."""
+    before, the mark ends it, or a whole call of a function that is offered. `bare` is what a call begins with whose
+    mark the model has left out."""
 
     begin: str
     reader: Callable[[Functions], Reader]
     section: tuple[str, str] | None = None
-    ends_reasoning: bool = False
+    ends_reasoning: Literal["mark", "call"] | None = None
+    bare: tuple[str, Callable[[Functions], Reader]] | None = None
 
 
 class Marked:
@@ -63,17 +65,21 @@ class Marked:
         return Stretch(end + len(self._end), self._calls(text[:end]) or [])
 
 
-def json_until(end: str) -> Reader:
-    """Reads `{"name": …, "arguments": …}` up to the end mark."""
-    return Marked(end, JSON_TEXTS, lambda body: all_named([parsed(body)]))
+class NoCalls:
+    """Reads nothing: what stands here is words."""
+
+    def read(self, text: str, *, last: bool) -> Stretch | None:  # noqa: ARG002
+        """See `Reader`."""
+        return Stretch(0, [])
 
 
 class OrJson:
-    """Reads what stands before an end mark: JSON, by which strict functions are called whatever the model was taught,
-    or what it was taught."""
+    """Reads what stands before an end mark: JSON, `{"name": …, "arguments": …}`, by which strict functions are called
+    whatever the model was taught, or what it was taught."""
 
-    def __init__(self, end: str, taught: Reader) -> None:
-        self._end, self._taught = end, taught
+    def __init__(self, end: str, functions: Functions, taught: Reader) -> None:
+        self._json = Marked(end, JSON_TEXTS, lambda body: _one(parsed(body), functions))
+        self._taught = taught
         self._chosen: Reader | None = None
 
     def read(self, text: str, *, last: bool) -> Stretch | None:
@@ -82,8 +88,15 @@ class OrJson:
             said = text.lstrip()
             if not said and not last:
                 return None
-            self._chosen = json_until(self._end) if said.startswith("{") else self._taught
+            self._chosen = self._json if said.startswith("{") else self._taught
         return self._chosen.read(text, last=last)
+
+
+def _one(call: Any, functions: Functions) -> list[Call] | None:
+    """A call of a function, which says nothing of arguments where there are none."""
+    if isinstance(call, dict) and call.keys() == {"name"} and call["name"] in functions:
+        call = {**call, "arguments": {}}
+    return all_named([call])
 
 
 def all_named(calls: Any) -> list[Call] | None:

@@ -47,7 +47,7 @@ from llm_service.meters import Meters, RequestMeter
 from llm_service.prefill.lend import BlockPart, Lending
 from llm_service.prefill.services import PrefillServices
 from llm_service.prompt.builder import PromptBuilder
-from llm_service.prompt.reasoning import ReasoningCounter
+from llm_service.prompt.reasoning import CallSign, ReasoningCounter
 from llm_service.request import (
     ChatPrompt,
     Piece,
@@ -375,9 +375,12 @@ class Generator:
         thinking = self._prompts.ends_in_thinking(layout.ids)
         if request.structure is not None and (not thinking or self._prompts.reasoning_end(layout.ids) is None):
             return False
+        template = self._prompts.template
+        tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else ()
+        call = CallSign.of(template.tool_format, [tool.name for tool in tools])
         for choice in choices.values():
             choice.count_reasoning(
-                ReasoningCounter(self._prompts.texts, self._prompts.template.reasoning_marks, thinking=thinking)
+                ReasoningCounter(self._prompts.texts, template.reasoning_marks, thinking=thinking, call=call)
             )
         return thinking
 

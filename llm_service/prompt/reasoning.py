@@ -2,19 +2,59 @@
 
 from __future__ import annotations
 
+import re
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate, takewhile
+from typing import Final
+
 from llm_service.prompt.detokenizer import TokenTexts
+from llm_service.prompt.output_marks import CALL, ToolFormat
+
+_LONGEST_SIGN: Final = 512
+"""Bytes of the sign of a call, at most: its mark, white space, and a function's name."""
+_MARKS: Final = {ToolFormat.KIMI: "<|tool_calls_section_begin|>", ToolFormat.GEMMA: "<|tool_call>"}
+"""Marks of calls that end reasoning whatever follows."""
+
+
+class CallSign:
+    """How a call begins with which reasoning ends that the model does not end before: by its `mark`, or as one of a
+    function that is offered."""
+
+    def __init__(self, mark: str, behind: str = "") -> None:
+        self.mark = mark.encode()
+        self.pattern = re.compile(re.escape(self.mark) + behind.encode())
+
+    @classmethod
+    def of(cls, form: ToolFormat | None, names: Sequence[str]) -> CallSign | None:
+        """That of models with this form, which are offered these functions; None where no call ends reasoning."""
+        if not names or form is None:
+            return None
+        if form in _MARKS:
+            return cls(_MARKS[form])
+        own = {ToolFormat.JSON: "", ToolFormat.XML: "<function={}>", ToolFormat.GLM: r"{}\s*<"}.get(form)
+        if own is None:
+            return None
+        name = f"(?:{'|'.join(map(re.escape, names))})"
+        ways = [rf'\{{\s*"name"\s*:\s*"{name}"', *([own.format(name)] if own else [])]
+        return cls(CALL[0], rf"\s*(?:{'|'.join(ways)})")
 
 
 class ReasoningCounter:
     """Counts for one choice: `tokens` are those of its reasoning, marks and the token that ends it included. Its answer
     begins inside of its reasoning where its prompt ends there (`thinking`); otherwise there is some where the model
-    opens it before anything else.
+    opens it before anything else. A `call` ends it as well, and is not counted.
 
     The `marks` around it may each be one token or several; what counts is the text.
     """
 
-    def __init__(self, texts: TokenTexts, marks: tuple[str, str], *, thinking: bool) -> None:
+    def __init__(
+        self, texts: TokenTexts, marks: tuple[str, str], *, thinking: bool, call: CallSign | None = None
+    ) -> None:
         self._texts = texts
+        self._call = call
+        self._recent: deque[int] = deque()  # bytes of the last tokens
+        self._tail = b""  # what these tokens say
         self._said = b""
         self._begin, self._end = marks
         self._opened = thinking
@@ -34,6 +74,18 @@ class ReasoningCounter:
             self.tokens = self._pushed
             self._over = self._end.encode() in self._said
             self._said = self._said[-len(self._end) :]
+            if self._call and not self._over:
+                self._look_for_call(self._call, self._texts.bytes_of(token))
+
+    def _look_for_call(self, call: CallSign, text: bytes) -> None:
+        self._recent.append(len(text))
+        self._tail += text
+        while len(self._tail) - self._recent[0] > _LONGEST_SIGN:
+            self._tail = self._tail[self._recent.popleft() :]
+        if call.mark in self._tail and (begun := call.pattern.search(self._tail)):
+            self._over = True
+            before = sum(1 for _ in takewhile(lambda end: end <= begun.start(), accumulate(self._recent)))
+            self.tokens -= len(self._recent) - before
 
     def _look_for_beginning(self) -> None:
         said = self._said.decode(errors="replace").lstrip()

@@ -177,6 +177,104 @@ CASES: dict[str, tuple[str, ToolFormat, dict[str, Any], list[tuple[Any, ...]]]] 
         {},
         [("text", "<tool_call><function=now>hm</function></tool_call>")],
     ),
+    "a call in reasoning that has no end": (
+        f"I should call it.\n{CALL_X}\nDone.",
+        X,
+        {"thinking": True},
+        [("reasoning", "I should call it."), MADE, ("text", "\nDone.")],
+    ),
+    "a JSON call in reasoning": (f"<think>Hm.\n\n{CALL_J}", J, {}, [("reasoning", "Hm."), MADE]),
+    "two calls in reasoning": (f"Hm.\n{CALL_J}\n{CALL_J}", J, {"thinking": True}, [("reasoning", "Hm."), MADE, MADE]),
+    "a mention in reasoning": (
+        f"I write <tool_call> and {{.\n</think>\n{CALL_X}",
+        X,
+        {"thinking": True},
+        [("reasoning", "I write <tool_call> and {."), MADE],
+    ),
+    "a call in reasoning of what is not offered": (
+        '<tool_call>{"name": "f", "arguments": {}}</tool_call> Hm.</think>So.',
+        J,
+        {"thinking": True},
+        [("reasoning", '<tool_call>{"name": "f", "arguments": {}}</tool_call> Hm.'), ("text", "So.")],
+    ),
+    "half a call in reasoning, and a whole one behind it": (
+        f'Hm. <tool_call> {{"name": \n</think>\n\nYes. {CALL_J}',
+        J,
+        {"thinking": True},
+        [("reasoning", 'Hm. <tool_call> {"name":'), ("text", "Yes."), MADE],
+    ),
+    "half a call in reasoning": (
+        "Hm.\n<tool_call>\n<function=weather>\n ",
+        X,
+        {"thinking": True},
+        [("reasoning", "Hm.\n<tool_call>\n<function=weather>")],
+    ),
+    "a mention and a call": (
+        f"Between <tool_call> tags:\n{CALL_J}",
+        J,
+        {},
+        [("text", "Between <tool_call> tags:"), MADE],
+    ),
+    "no arguments in JSON": ('<tool_call>{"name": "now"}</tool_call>', J, {}, [("call", "now", {})]),
+    "no arguments in JSON, of what is not offered": (
+        '<tool_call>{"name": "Ann"}</tool_call>',
+        J,
+        {},
+        [("text", '<tool_call>{"name": "Ann"}</tool_call>')],
+    ),
+    "XML without its mark": (
+        f"So.\n{CALL_X.removeprefix('<tool_call>')}\n",
+        X,
+        {},
+        [("text", "So."), MADE],
+    ),
+    "XML without its mark, twice": (CALL_X.removeprefix("<tool_call>\n") * 2, X, {}, [MADE, MADE]),
+    "XML without any mark": (CALL_X[12:-13], X, {}, [MADE]),
+    "a mention of a function": (
+        f"Say <function=nothing> or <function=wea\n{CALL_X}",
+        X,
+        {},
+        [("text", "Say <function=nothing> or <function=wea"), MADE],
+    ),
+    "two functions within one mark": (
+        (
+            "<tool_call>\n<function=now>\n</function>\n<function=weather>\n<parameter=days>\n2\n</parameter>\n"
+            "</function>\n</tool_call>"
+        ),
+        X,
+        {},
+        [("call", "now", {}), ("call", "weather", {"days": 2})],
+    ),
+    "functions without an end": (
+        "<tool_call><function=now><function=weather><parameter=days>2</parameter>\n</tool_call>!",
+        X,
+        {},
+        [("call", "now", {}), ("call", "weather", {"days": 2}), ("text", "!")],
+    ),
+    "an end mark in a value": (
+        "<tool_call><function=weather>\n<parameter=code>\na </tool_call> b\n</parameter>\n</function></tool_call>",
+        X,
+        {},
+        [("call", "weather", {"code": "a </tool_call> b"})],
+    ),
+    "the end of a parameter in a value": (
+        "<tool_call><function=weather>\n<parameter=code>\n<a></parameter></a>\n</parameter>\n</function></tool_call>",
+        X,
+        {},
+        [("call", "weather", {"code": "<a></parameter></a>"})],
+    ),
+    "a whole call in a value": (
+        f"<tool_call><function=weather>\n<parameter=code>\n{CALL_X}\n</parameter>\n</function></tool_call>",
+        X,
+        {},
+        [("call", "weather", {"code": CALL_X})],
+    ),
+    "a value without an end": (
+        f"<tool_call><function=weather><parameter=code>x</function></tool_call> So {CALL_J}",
+        X,
+        {},
+        [("text", "<tool_call><function=weather><parameter=code>x</function></tool_call> So"), MADE],
+    ),
     "a list that had to be": (
         '[{"name": "weather", "parameters": {"city": "Rome", "days": 2}}, {"name": "now", "parameters": {}}]',
         ToolFormat.LIST,
@@ -202,10 +300,9 @@ def test_it_does_not_matter_where_a_text_is_cut(name: str) -> None:
     assert heard(text, form, list(range(len(text))), **settings) == expected
 
 
-MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=a>"]
-BITS = st.sampled_from(
-    [*MARKS, "</parameter>", '{"name": "f", "arguments": {}}', '"', "\\", "{", "}", "\n", " ", "x", "<"]
-)
+MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<function=f>", "<function=now>", "</function>"]
+MARKS += ["<parameter=a>", "</parameter>"]
+BITS = st.sampled_from([*MARKS, '{"name": "f", "arguments": {}}', *('"', "\\", "{", "}", "\n", " ", "x", "<")])
 
 
 @given(st.lists(BITS, max_size=12), st.lists(st.integers(0, 200), max_size=6), st.sampled_from([J, X]), st.booleans())

@@ -86,6 +86,7 @@ GLM: dict[str, tuple[str, Heard]] = {
         "<tool_call>now<arg_key>a</arg_key><arg_value>b</tool_call> Hm.",
         [("text", "<tool_call>now<arg_key>a</arg_key><arg_value>b</tool_call> Hm.")],
     ),
+    "a mention and a call": (f"I write <tool_call> first. {GLM_CALL}", [("text", "I write <tool_call> first."), MADE]),
     "a mention": (
         "One writes <tool_call> and </tool_call>, as in <tool_call>.",
         [("text", "One writes <tool_call> and </tool_call>, as in <tool_call>.")],
@@ -494,7 +495,7 @@ def test_reasoning_stands_between_the_marks_that_the_service_tells(begin: str, e
     ],
     ids=["KIMI", "GEMMA"],
 )
-def test_a_call_ends_reasoning_that_the_model_has_not_ended(
+def test_the_mark_of_a_call_ends_reasoning_that_the_model_has_not_ended(
     form: ToolFormat, marks: tuple[str, str], call: str, rest: Heard
 ) -> None:
     text = f"Hm. <|tool\n {call}"
@@ -503,3 +504,10 @@ def test_a_call_ends_reasoning_that_the_model_has_not_ended(
         parser.begin(v1.GenerateStarted(thinking=True, reasoning_begin=marks[0], reasoning_end=marks[1]))
         pieces = [*parser.feed(text[:cut]), *parser.feed(text[cut:]), *parser.end()]
         assert whole(pieces) == [("reasoning", "Hm. <|tool"), *rest], cut
+
+
+def test_a_whole_call_of_glms_ends_reasoning_and_a_mention_does_not() -> None:
+    said = f"I write <tool_call> now. {GLM_CALL.replace('weather', 'other')} {GLM_CALL}"
+    thought = said.removesuffix(f" {GLM_CALL}")
+    for cut in range(len(said)):
+        assert heard(said, ToolFormat.GLM, [cut], thinking=True, functions=FUNCTIONS) == [("reasoning", thought), MADE]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from common.checkpoint import Checkpoint
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.detokenizer import Detokenizer
-from llm_service.prompt.output_marks import THINK
-from llm_service.prompt.reasoning import ReasoningCounter
+from llm_service.prompt.output_marks import THINK, ToolFormat
+from llm_service.prompt.reasoning import CallSign, ReasoningCounter
 from tests.checkpoints import VOCABULARY
 
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -103,3 +103,27 @@ def test_white_space_before_reasoning_is_not_read_again_with_each_token(builder:
     for token in ids:
         counter.push(token)
     assert (counter.tokens - before, counter._over) == (len(builder.encode("<think>c</think>")), True)
+
+
+@pytest.mark.parametrize(
+    ("form", "call"),
+    [
+        (ToolFormat.JSON, '<tool_call>\n{"name": "now"'),
+        (ToolFormat.XML, "<tool_call>\n<function=now>"),
+        (ToolFormat.XML, '<tool_call>{"name": "now"'),
+        (ToolFormat.GLM, "<tool_call>now\n</tool_call>"),
+        (ToolFormat.KIMI, "<|tool_calls_section_begin|>"),
+        (ToolFormat.GEMMA, "<|tool_call>"),
+    ],
+)
+def test_a_call_ends_reasoning_and_is_none_of_it(builder: PromptBuilder, form: ToolFormat, call: str) -> None:
+    thought = "I write <tool_call> {" * 100 + '<tool_call>{"name": "other"} Hm.'
+    counter = ReasoningCounter(builder.texts, THINK, thinking=True, call=CallSign.of(form, ["now"]))
+    for text in (thought, call, "</think>"):
+        for token in builder.encode(text):
+            counter.push(token)
+    assert counter.tokens == len(builder.encode(thought))
+
+
+def test_nothing_but_its_end_ends_reasoning_where_nothing_may_be_called(builder: PromptBuilder) -> None:
+    assert CallSign.of(ToolFormat.XML, []) is CallSign.of(None, ["now"]) is CallSign.of(ToolFormat.LLAMA, ["a"]) is None
