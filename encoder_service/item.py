@@ -86,9 +86,10 @@ class Plan:
 
     `tokens` are the rows that the tower makes of it. `frames` are the frame numbers to decode, padded to whole frame
     groups (one for a picture); `height` and `width` are what a decode process gives; `resized` is the (height, width)
-    that patches are cut from. `whole` is the (height, width) of a video's frames where that process resizes them, one
-    by one; None: it does not. `pruning` says which rows stay; None: all. `replacement` is as in `Header`. A pixel has
-    `depth` bytes: 3 colours, or one sample of sound as float32, of which all are one line of one frame.
+    that patches are cut from. `whole` is the (height, width) of a picture, or a video's frames, where that process
+    resizes them, one by one; None: it does not. `pruning` says which rows stay; None: all. `replacement` is as in
+    `Header`. A pixel has `depth` bytes: 3 colours, or one sample of sound as float32, of which all are one line of one
+    frame.
 
     Of a video with its sound, `samples` of that are decoded as well, and rows are, in `turns`, of frames and of sound:
     so many of one and of the other, frames first.

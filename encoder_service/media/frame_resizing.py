@@ -1,4 +1,5 @@
-"""Frames of a video that are resized in the decode process, so that no more than a few are there as they come."""
+"""Frames of a video that are resized in the decode process, so that no more than a few are there as they come; and
+pictures that are, since their model's processor knows no bounds."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from common.errors import InvalidInput, Unavailable
 from common.media.convert import MAX_PARTS, MAX_REPLACEMENT
 from common.media.item import Grid, Modality, Pixels
 from common.processes import Child, ChildDied
+from encoder_service.families.resizing import resize_picture
 from encoder_service.item import Footage, Inspection, Item, Plan
 from encoder_service.media.checks import no_video_sound
 from encoder_service.media.messages import (
@@ -108,13 +109,15 @@ class LibraryPlanner:
         """The plan of a picture of that size, of these frames, or of a sound of that length. Raises InvalidInput where
         the library does not take it, or it has options, and Unavailable where the process does not answer."""
         self._check_options(item)
-        whole = (seen.height, seen.width)
-        about = PlanItem(*whole)
+        whole = size = (seen.height, seen.width)
+        if item.options.max_pixels:
+            size = resize_picture(*whole, 1, 0, item.options.max_pixels)
+        about = PlanItem(*size)
         if item.modality is Modality.AUDIO:
             about = PlanItem(samples=seen.frames)
         elif footage is not None:
             samples = seen.track.frames if seen.track is not None else 0
-            about = PlanItem(*whole, footage.numbers, footage.total, footage.fps, samples, item.options.fps or 0.0)
+            about = PlanItem(*size, footage.numbers, footage.total, footage.fps, samples, item.options.fps or 0.0)
         planned = await self._planned(about, item.field)
         if len(planned.parts) > MAX_PARTS or sum(len(part.text) for part in planned.parts) > MAX_REPLACEMENT:
             why = "more stands for an item of this size or length in a prompt than is served"
@@ -130,11 +133,12 @@ class LibraryPlanner:
             Grid(1, 1, tokens),
             tokens,
             frames,
-            *whole,
-            whole,
+            *size,
+            size,
             replacement=planned.parts,
             samples=about.samples,
             turns=planned.turns,
+            whole=None if size == whole else whole,
         )
 
     async def _planned(self, about: PlanItem, field: str) -> Planned:
@@ -187,6 +191,8 @@ class LibraryPlanner:
             raise no_video_sound(item.field)
         if not isinstance(item.source, Pixels):
             stated.pop("fps", None)
+            if item.modality is Modality.IMAGE:  # which is made smaller before the processor sees it
+                stated.pop("max_pixels", None)
         if stated:
             raise _no_option(item, next(iter(stated)))
 

@@ -3,6 +3,7 @@ comes of it is the user's still. So nothing that a user writes can be taken for 
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -79,6 +80,7 @@ class ChatTemplate:
         self.knows_reasoning = self._reasoning is not None
         self.reasoning_marks = marks or THINK
         self.tool_format = tool_format(source)
+        self._with_tools: ChatTemplate | None = None
         self.names_calls = "[ARGS]" in source
         """Of Mistral's: a call is a name and its arguments, not an element of a list."""
 
@@ -90,22 +92,32 @@ class ChatTemplate:
         message with these placeholders in it, by modality, of a model that was taught no other; without them, raises
         CheckpointError, as for a template that is none."""
         settings = checkpoint.json("tokenizer_config.json")
-        source = (
+        named = _by_name(
             source
             or checkpoint.text("chat_template.jinja")
             or checkpoint.json("chat_template.json").get("chat_template")
             or settings.get("chat_template")
             or tekken.chat_template(checkpoint.json(tekken.FILE))
         )
+        source = named.get("default")
         if not isinstance(source, str) and placeholders is not None:
             return cls(_PLAIN, {"placeholders": placeholders}, _PLAIN_REFUSED)
         if not isinstance(source, str):
             raise CheckpointError("the checkpoint has no chat template")
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        variables = {name: settings[name] for name in names if isinstance(settings.get(name), str)}
         try:
-            return cls(source, {name: settings[name] for name in names if isinstance(settings.get(name), str)})
+            template = cls(source, variables)
+            if isinstance(with_tools := named.get("tool_use"), str):
+                template._take_tools(cls(with_tools, variables))
+            return template
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(f"the chat template is no Jinja: line {error.lineno}: {error.message}") from error
+
+    def _take_tools(self, other: ChatTemplate) -> None:
+        """Conversations with tools are laid out by another template."""
+        self._with_tools = other
+        self.knows_tools, self.tool_format, self.names_calls = True, other.tool_format, other.names_calls
 
     def render(self, prompt: ChatPrompt) -> list[tuple[str, bool]]:
         """The laid-out conversation as (text, whether the caller wrote it); media stand as the template has them.
@@ -113,12 +125,14 @@ class ChatTemplate:
         Raises InvalidInput for a role that is not known, for what the template has no place for, or a conversation that
         it refuses.
         """
+        if self._with_tools is not None and prompt.tools:
+            return self._with_tools.render(prompt)
         self._check(prompt)
         with with_texts() as texts:
             return [(part.text, bool(part.source)) for part in self._laid_out(prompt, texts) if part.text]
 
     def _laid_out(self, prompt: ChatPrompt, texts: CallerTexts) -> list[Part]:
-        said = _numbered(prompt.messages) if self.tool_format is ToolFormat.KIMI else prompt.messages
+        said = _RENAMED[self.tool_format](prompt.messages) if self.tool_format in _RENAMED else prompt.messages
         messages = [self._message(message, texts) for message in said]
         ending = _last_text(messages[-1]) if prompt.continues else None
         variables: dict[str, Any] = dict(self._variables)
@@ -171,10 +185,6 @@ class ChatTemplate:
                 )
             if (message.role == "tool" or message.tool_calls) and not self.knows_tools:
                 raise InvalidInput("the model's chat template knows no tools", reason="NO_TOOLS", field=field)
-            if message.reasoning and not self.knows_reasoning:
-                raise InvalidInput(
-                    "the model's chat template has no place for reasoning", reason="NO_THINKING", field=field
-                )
             if (message.tool_calls or message.reasoning) and message.role != "assistant":
                 raise InvalidInput("calls and reasoning are an assistant's", reason="BAD_TOOL", field=field)
             if message.tool_call_id and message.role != "tool":
@@ -210,7 +220,9 @@ class ChatTemplate:
             ]
         if message.tool_call_id:
             more["tool_call_id"] = _put_all(texts, message.tool_call_id)
-        if message.reasoning and self._reasoning == "block":
+        if message.reasoning and self._reasoning is None:
+            pass  # callers send back what the model thought, and the template lays none out
+        elif message.reasoning and self._reasoning == "block":
             content.insert(0, {"type": "thinking", "thinking": texts.put(message.reasoning)})
         elif message.reasoning:
             more[str(self._reasoning)] = texts.put(message.reasoning)
@@ -227,6 +239,14 @@ def _last_text(message: dict[str, Any]) -> set[int]:
     if not content:
         message["content"] = str.__str__(content)
     return found
+
+
+def _by_name(template: Any) -> dict[str, Any]:
+    """A checkpoint's templates: one, or a list of several with names, of which `tool_use` is for conversations with
+    tools."""
+    if not isinstance(template, list):
+        return {"default": template}
+    return {each["name"]: each.get("template") for each in template if isinstance(each, dict) and "name" in each}
 
 
 def _check_final(message: Message, field: str) -> None:
@@ -250,6 +270,28 @@ def _numbered(messages: Sequence[Message]) -> list[Message]:
         result_of = names.get(message.tool_call_id, message.tool_call_id)
         out.append(replace(message, tool_calls=tuple(calls), tool_call_id=result_of))
     return out
+
+
+def _with_short_ids(messages: Sequence[Message]) -> list[Message]:
+    """With ids of calls as Mistral's are, nine letters and digits, which its templates insist on: a call and its result
+    have the same one, whatever a caller has called them."""
+    return [
+        replace(
+            message,
+            tool_calls=tuple(replace(call, id=_short_id(call.id)) for call in message.tool_calls),
+            tool_call_id=_short_id(message.tool_call_id) if message.tool_call_id else "",
+        )
+        for message in messages
+    ]
+
+
+def _short_id(own: str) -> str:
+    if len(own) == 9 and own.isascii() and own.isalnum():
+        return own
+    return hashlib.sha256(own.encode()).hexdigest()[:9]
+
+
+_RENAMED = {ToolFormat.KIMI: _numbered, ToolFormat.MISTRAL: _with_short_ids}
 
 
 def _function(tool: ToolDefinition, texts: CallerTexts) -> dict[str, Any]:

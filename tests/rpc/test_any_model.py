@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests import forkserver, pictures
 from tests.launch import llm_server, send
@@ -124,10 +125,19 @@ def test_a_video_is_refused_by_name_where_the_model_takes_none(both: Pair) -> No
     assert (error.reason, error.message) == ("NO_VISION", "video is not served by this model")
 
 
-def test_a_picture_s_bounds_are_refused_by_name(both: Pair) -> None:
-    still = image(pictures.encoded(picture(9, 64, 64)), max_pixels=1000)
+def test_the_least_that_a_picture_is_to_have_is_refused_by_name(both: Pair) -> None:
+    still = image(pictures.encoded(picture(9, 64, 64)), min_pixels=1000)
     error = refusal(both.text, asked(user(still, "What is it?")))
-    assert (error.reason, "max_pixels" in error.message) == ("BAD_OPTION", True)
+    assert (error.reason, "min_pixels" in error.message) == ("BAD_OPTION", True)
+
+
+def test_a_picture_is_bounded_as_one_that_comes_as_small(both: Pair) -> None:
+    large = picture(9, 128, 128)
+    small = large.resize((64, 64), Image.Resampling.BICUBIC)
+    stills = image(pictures.encoded(large), max_pixels=64 * 64), image(pictures.encoded(small))
+    given, alike = (answer(both.text, asked(user(still, "What is it?"), greedy(4))) for still in stills)
+    assert given.choices[0].token_ids == alike.choices[0].token_ids
+    assert given.usage.prompt_tokens == alike.usage.prompt_tokens
 
 
 def test_a_planner_that_is_killed_is_started_anew(both: Pair) -> None:

@@ -130,8 +130,22 @@ async def test_options_are_refused_by_name() -> None:
     given = replace(item(Modality.VIDEO, Options(fps=1.0)), source=Pixels(b"", 3, 4, 4))
     with pytest.raises(InvalidInput, match="has no fps"):
         await planner.plan(given, SEEN, Footage.of(Pixels(b"", 3, 4, 4)))
+    with pytest.raises(InvalidInput, match="has no min_pixels"):
+        await planner.plan(item(Modality.IMAGE, Options(min_pixels=10)), SEEN, None)
+    given = replace(item(Modality.IMAGE, Options(max_pixels=10)), source=Pixels(b"", 1, 4, 4))
     with pytest.raises(InvalidInput, match="has no max_pixels"):
-        await planner.plan(item(Modality.IMAGE, Options(max_pixels=10)), SEEN, None)
+        await planner.plan(given, SEEN, None)
+
+
+@pytest.mark.parametrize(("most", "size"), [(64 * 48, (48, 64)), (768, (24, 32)), (1, (1, 1))])
+async def test_a_picture_is_made_as_small_as_asked_before_the_processor_sees_it(
+    most: int, size: tuple[int, int]
+) -> None:
+    planner = Asked()
+    plan = await planner.plan(item(Modality.IMAGE, Options(max_pixels=most)), SEEN, None)
+    assert planner.questions == [PlanItem(*size)]
+    assert (plan.height, plan.width, plan.resized) == (*size, size)
+    assert plan.whole == (None if size == (48, 64) else (48, 64))
 
 
 async def test_so_many_frames_a_second_are_a_question_of_their_own() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from common.checkpoint import Checkpoint
 from common.errors import InvalidInput
 from llm_service.convert import read_tool, read_tool_call
 from llm_service.prompt.chat_template import ChatTemplate
+from llm_service.prompt.output_marks import ToolFormat
 from llm_service.request import ChatPrompt, Message, ToolCall, ToolDefinition
 from twinlens import v1
 
@@ -119,11 +123,52 @@ def test_a_template_without_a_place_for_something_refuses_it_by_name() -> None:
         (ChatPrompt((user, Message("tool", ("x",)))), "NO_TOOLS", "chat.messages[1]"),
         (ChatPrompt((user, Message("assistant", (), (ToolCall("", "f", {}),)))), "NO_TOOLS", "chat.messages[1]"),
         (ChatPrompt((user,), thinking=True), "NO_THINKING", "chat.thinking"),
-        (ChatPrompt((user, Message("assistant", ("x",), reasoning="y"))), "NO_THINKING", "chat.messages[1]"),
     ):
         with pytest.raises(InvalidInput) as error:
             template.render(prompt)
         assert (error.value.reason, error.value.field) == (reason, field)
+
+
+def test_reasoning_that_is_sent_back_is_left_out_where_the_template_has_no_place_for_it() -> None:
+    source = "{{ messages[0].content }}{% for name in messages[0] %} {{ name }}{% endfor %}"
+    prompt = ChatPrompt((Message("assistant", ("x",), reasoning="y"),))
+    assert ChatTemplate(source, {}).render(prompt) == [("x", True), (" role content", False)]
+
+
+MISTRAL = """\
+{{- tools }}{# [TOOL_CALLS] #}{% for message in messages %}
+{%- for call in message.tool_calls or [] %}
+{%- if call.id is not defined or call.id|length != 9 %}{{ raise_exception('ids are nine signs') }}{% endif %}
+{{- '[' + call.id + ']' }}{% endfor %}
+{%- if message.role == 'tool' %}
+{%- if message.tool_call_id|length != 9 %}{{ raise_exception('nine') }}{% endif %}
+{{- '(' + message.tool_call_id + ')' }}{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("own", ["call_0123456789abcdef01234567", "bbc5b7ede", "0bc5b7ede", "", "ü" * 9])
+def test_calls_have_ids_that_mistrals_templates_take_and_results_the_same(own: str) -> None:
+    said = (
+        Message("assistant", (), (ToolCall(own, "f", {}), ToolCall("other", "f", {}))),
+        Message("tool", ("x",), tool_call_id=own or "missing"),
+    )
+    text = "".join(text for text, _ in ChatTemplate(MISTRAL, {}).render(ChatPrompt(said)))
+    first, second, result = re.findall(r"[a-zA-Z0-9]{9}", text)
+    assert first != second
+    assert own == "" or result == first
+    assert "5b7ede" not in own or first == own
+
+
+@pytest.mark.parametrize("names", [["default", "tool_use"], ["tool_use", "rag", "default"]])
+def test_of_several_templates_that_for_tools_is_taken_where_there_are_some(tmp_path: Path, names: list[str]) -> None:
+    sources = {"default": "plain", "tool_use": "{{ tools | length }} <tool_call>", "rag": "{{ documents }}"}
+    settings = {"chat_template": [{"name": name, "template": sources[name]} for name in names]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text("{}")
+    template = ChatTemplate.of(Checkpoint(tmp_path))
+    said = (Message("user", ("hi",)),)
+    assert template.render(ChatPrompt(said)) == [("plain", False)]
+    assert template.render(ChatPrompt(said, (ToolDefinition("f", "", None),))) == [("1 <tool_call>", False)]
+    assert (template.knows_tools, template.tool_format) == (True, ToolFormat.JSON)
 
 
 def test_not_to_think_may_be_asked_of_a_template_that_never_does() -> None:
