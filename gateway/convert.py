@@ -113,9 +113,10 @@ def _set_form(params: llm_pb2.SamplingParams, kind: str, form: str | Sequence[st
         setattr(params, kind, form)
 
 
-def is_constrained(request: llm_pb2.GenerateRequest) -> bool:
-    """The answer must have a form."""
-    return request.sampling.WhichOneof("structured") is not None
+def form_of_answer(request: llm_pb2.GenerateRequest) -> dict[str, bool]:
+    """Whether the answer must have a form, and whether it may be calls in its place, as `OutputParser` is told."""
+    constrained = request.sampling.WhichOneof("structured") is not None
+    return {"constrained": constrained, "calls_or_form": request.chat.calls_or_form}
 
 
 def names_of(asked: SamplingFields) -> dict[str, str]:
@@ -278,9 +279,10 @@ def chat_request(asked: ChatRequest, request_id: str) -> llm_pb2.GenerateRequest
     params = sampling(asked, asked.max_completion_tokens)
     if asked.logprobs:
         params.logprobs = asked.top_logprobs or 0
-    if asked.response_format is not None:
-        _set_response_format(params, asked.response_format)
     tools = offered(asked)
+    must_call = isinstance(asked.tool_choice, NamedTool) or asked.must_call
+    if asked.response_format is not None and not must_call:  # in such a turn calls are the answer
+        _set_response_format(params, asked.response_format)
     if isinstance(asked.tool_choice, NamedTool):
         _set_form(params, "json_schema", _json(tools[0].function.parameters or {"type": "object"}))
     elif asked.must_call:
@@ -290,6 +292,7 @@ def chat_request(asked: ChatRequest, request_id: str) -> llm_pb2.GenerateRequest
     chat.reasoning_effort = asked.reasoning_effort or chat.reasoning_effort
     chat.continue_final_message = continues(asked.continue_final_message, asked.add_generation_prompt)
     chat.tools.extend(definition(tool.function) for tool in tools)
+    chat.calls_or_form = bool(tools) and not must_call and params.WhichOneof("structured") == "json_schema"
     given = {"session_id": asked.prompt_cache_key or "", "return_prompt_token_ids": bool(asked.return_token_ids)}
     return generate_request(asked, params, request_id, chat=chat, **given)
 

@@ -54,7 +54,7 @@ Piece = TextDelta | ReasoningDelta | CallStart | ArgumentsDelta
 class OutputParser:
     """Takes one choice's text apart. `functions` are the schemas of what may be called, by name; `single` lets the
     first call stand alone; `constrained`: the answer must have a form, which leaves no room for reasoning but for that
-    which the prompt has begun."""
+    which the prompt has begun; `calls_or_form`: it has that form, or is calls."""
 
     def __init__(
         self,
@@ -63,12 +63,15 @@ class OutputParser:
         *,
         single: bool = False,
         constrained: bool = False,
+        calls_or_form: bool = False,
     ) -> None:
         self._parser = TOOL_PARSERS.get(tools)
         self._functions = functions
         self._single = single
         self._mark = "" if self._parser is None else (self._parser.section or (self._parser.begin,))[0]
         words = self._call if self._parser and not self._mark else self._words
+        if calls_or_form and self._mark:
+            words = self._calls_or_form
         self._answer = {ToolFormat.LIST: self._list, ToolFormat.ARGUMENTS: self._arguments}.get(tools, words)
         self._step = self._answer if constrained else self._beginning
         self._marks = THINK
@@ -171,6 +174,20 @@ class OutputParser:
             return False
         self._step = self._answer
         return True
+
+    def _calls_or_form(self, out: list[Piece], *, last: bool) -> bool:  # noqa: ARG002
+        """An answer that must have a form, which may have marks of calls in its texts, or is calls from its first sign
+        on."""
+        said = self._held.lstrip()
+        if self._mark.startswith(said) and said != self._mark and not last:
+            return False
+        self._step = self._words if said.startswith(self._mark) else self._form
+        return True
+
+    def _form(self, out: list[Piece], *, last: bool) -> bool:  # noqa: ARG002
+        _add(out, TextDelta(self._held))
+        self._held = ""
+        return False
 
     def _words(self, out: list[Piece], *, last: bool) -> bool:
         """Up to a call; white space before calls and between them belongs to them."""

@@ -265,7 +265,14 @@ class RequestReader:
             messages.append(Message(message.role, tuple(parts), tuple(calls), message.tool_call_id, message.reasoning))
         thinking = chat.thinking if chat.HasField("thinking") else None
         effort = _effort(chat.reasoning_effort, thinking=thinking)
-        return ChatPrompt(tuple(messages), tuple(tools), thinking, effort, chat.continue_final_message)
+        return ChatPrompt(
+            tuple(messages),
+            tuple(tools),
+            thinking,
+            effort,
+            continues=chat.continue_final_message,
+            calls_or_form=chat.calls_or_form,
+        )
 
     def _media_list(self, given: Sequence[media_pb2.Media], field: str) -> list[MediaItem]:
         if len(given) > (limit := sum(self.max_items.values())):

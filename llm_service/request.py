@@ -55,7 +55,8 @@ class Message:
 class ChatPrompt:
     """Messages, to be laid out by the chat template, and the functions that the model may call; `thinking` None, and no
     `reasoning_effort`: as the template has it. `continues`: the answer goes on behind the last message's text.
-    `opening` is what the answer is begun with, special tokens in it by name."""
+    `opening` is what the answer is begun with, special tokens in it by name. `calls_or_form`: an answer that must have
+    a form may be calls in its place."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolDefinition, ...] = ()
@@ -63,6 +64,7 @@ class ChatPrompt:
     reasoning_effort: str = ""
     continues: bool = False
     opening: str = ""
+    calls_or_form: bool = False
 
 
 @dataclass(frozen=True, slots=True)

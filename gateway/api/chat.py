@@ -96,11 +96,11 @@ class _Asked:
     tools: ToolFormat
     functions: dict[str, dict[str, Any]]
     single: bool
-    constrained: bool
+    form: dict[str, bool]
 
     def choice(self, started: llm_pb2.GenerateStarted) -> _Choice:
         """One that has said nothing yet."""
-        parser = OutputParser(self.tools, self.functions, single=self.single, constrained=self.constrained)
+        parser = OutputParser(self.tools, self.functions, single=self.single, **self.form)
         parser.begin(started)
         return _Choice(parser, self.shows_reasoning)
 
@@ -159,7 +159,7 @@ class Chat:
             tool_format(body, self._services.about(name)),
             functions_of(body),
             body.parallel_tool_calls is False,
-            convert.is_constrained(message),
+            convert.form_of_answer(message),
         )
         generation = self._generations.events(message, context, context.body_lease.release)
         events = convert.named_by(convert.names_of(body), generation)

@@ -52,7 +52,7 @@ class Messages:
             calls,
             functions_of(body),
             single=body.parallel_tool_calls is False,
-            constrained=convert.is_constrained(message),
+            **convert.form_of_answer(message),
         )
         answer = Answer(context.id, name, asked.max_tokens, parser)
         generation = self._generations.events(message, context, context.body_lease.release)

@@ -49,7 +49,7 @@ class Responses:
             calls,
             functions_of(body),
             single=asked.parallel_tool_calls is False,
-            constrained=convert.is_constrained(message),
+            **convert.form_of_answer(message),
         )
         output = Output(asked, context.id, name, parser)
         answer = self._generations.events(message, context, context.body_lease.release)

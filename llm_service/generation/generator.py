@@ -363,6 +363,8 @@ class Generator:
         structure, trigger = calls or (request.structure, None)
         if structure is None:
             return request
+        if not calls:
+            structure = self._prompts.form(structure, request.prompt)
         try:
             made = await self._compiler.grammar(structure, request.salt, request.salt or request.peer)
         except InvalidInput as error:

@@ -23,7 +23,7 @@ from llm_service.prompt.detokenizer import TokenTexts
 from llm_service.prompt.mrope import MediaLayout, positions
 from llm_service.prompt.output_marks import SHOWN
 from llm_service.prompt.special_tokens import SpecialTokens
-from llm_service.prompt.strict_calls import strict_calls
+from llm_service.prompt.strict_calls import calls_or_form, strict_calls
 from llm_service.prompt.tokens import MediaTokens, named_tokens
 from llm_service.request import (
     ChatPrompt,
@@ -140,6 +140,12 @@ class PromptBuilder:
     def strict_calls(self, prompt: Prompt) -> tuple[Structure, Trigger] | None:
         """What calls that the model makes by itself are held to, and behind which token. Raises InvalidInput."""
         return strict_calls(prompt.tools, self.template, self._added) if isinstance(prompt, ChatPrompt) else None
+
+    def form(self, structure: Structure, prompt: Prompt) -> Structure:
+        """The form that an answer must have, in whose place it may be calls. Raises InvalidInput."""
+        if not isinstance(prompt, ChatPrompt) or not (prompt.calls_or_form and prompt.tools):
+            return structure
+        return calls_or_form(structure, prompt.tools, self.template, self._added)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens by their names."""

@@ -1,6 +1,6 @@
 """What holds a call that the model makes by itself to its function's parameters: the grammar of what stands behind the
-mark of a call. It is JSON, also where the model was taught to write another form there: in XML texts have no quotes
-that would tell them from numbers, and a schema no place."""
+mark of a call, or of a whole answer. It is JSON, also where the model was taught to write another form there: in XML
+texts have no quotes that would tell them from numbers, and a schema no place."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from llm_service.request import Structure, ToolDefinition, Trigger
 
 _SPACE = "SPACE: /[ \\n]{0,4}/"
 _KIMI = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
+_KIMI_SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 _MISTRAL, _ARGUMENTS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
@@ -37,6 +38,37 @@ def strict_calls(
             field=f"chat.tools[{place}].strict",
         ) from None
     return Structure("grammar", grammar), Trigger(tokens[begin], recurs=True)
+
+
+def calls_or_form(
+    form: Structure, tools: Sequence[ToolDefinition], template: ChatTemplate, tokens: Mapping[str, int]
+) -> Structure:
+    """The grammar of an answer that has a form, or is calls. Raises InvalidInput where calls have a form that no
+    grammar here describes, or the answer's form is no JSON Schema."""
+    if form.kind != "json_schema":
+        why = "calls may stand in the place of an answer with a JSON Schema alone"
+        raise InvalidInput(why, reason="BAD_STRUCTURE", field=f"sampling.{form.kind}")
+    try:
+        schema = json.loads(form.text)
+    except (ValueError, RecursionError):
+        why = "the json_schema cannot be read"
+        raise InvalidInput(why, reason="BAD_STRUCTURE", field="sampling.json_schema") from None
+    try:
+        begin, grammar = _grammar(tools, template, tokens)
+        marks = [f"<[{tokens[mark]}]>" for mark in (begin, *(_KIMI_SECTION if begin == _KIMI[0] else ()))]
+    except KeyError:
+        why = "calls as this model writes them cannot stand in the place of an answer with a form"
+        raise InvalidInput(why, reason="NO_STRICT_TOOLS", field="chat.tools") from None
+    mark, *section = marks
+    calls = f"({mark} one_call GAP)+"
+    if section:
+        calls = f"{section[0]} GAP {calls} {section[1]}"
+    answer = json.dumps(with_short_gaps(schema) if isinstance(schema, dict) else schema)
+    return Structure(
+        "grammar",
+        f"start: answer | GAP all_calls\nGAP: /[ \\n]{{0,4}}/\nanswer: %json {answer}\nall_calls: {calls}\n"
+        f"one_call: {grammar.removeprefix('start: ')}",
+    )
 
 
 def _grammar(tools: Sequence[ToolDefinition], template: ChatTemplate, tokens: Mapping[str, int]) -> tuple[str, str]:

@@ -122,6 +122,18 @@ def check_strict(client: LlmClient, calls: str, begin: int) -> None:
         assert len(arguments) == 2
 
 
+def check_calls_or_form(client: LlmClient, calls: str, begin: int) -> None:
+    """An answer that may be calls in the place of a form is what the model begins with."""
+    for bias, pattern in ((100, calls), (-100, r'\s*\{\s*"a"\s*:\s*"(x|y)"\s*\}')):
+        sampling = v1.SamplingParams(max_tokens=400, temperature=1.5, seed=11, logit_bias={begin: bias})
+        sampling.json_schema = json.dumps({**SHAPE, "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]})
+        request = asked(user("Count."), sampling)
+        request.chat.tools.append(STRICT)
+        request.chat.calls_or_form = True
+        (choice,) = answer(client, request).choices
+        assert re.search(pattern, choice.text, re.DOTALL), choice.text
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_calls_come_through_all_services(checkpoint: Path, tmp_path: Path, name: str) -> None:
     form, template, marks, text = FORMS[name]
@@ -154,6 +166,8 @@ def test_calls_come_through_all_services(checkpoint: Path, tmp_path: Path, name:
         assert again == (message["content"] or "", thought, call["function"]["arguments"])
         if name in STRICT_CALLS:
             check_strict(door.services.text, STRICT_CALLS[name], ids[BEGINS[name]])
+            if name != "a section":
+                check_calls_or_form(door.services.text, STRICT_CALLS[name], ids[BEGINS[name]])
         else:
             strict = {**TOOL, "function": {**TOOL["function"], "strict": True}}
             assert door.chat(tools=[strict]).error["code"] == "NO_STRICT_TOOLS"

@@ -219,6 +219,33 @@ def test_an_answer_that_must_have_a_form_has_no_reasoning(door: Scripted, client
     assert [call.function.name for call in calls or []] == ["weather"]
 
 
+def test_an_answer_has_its_form_or_is_calls_where_it_may_be_both(door: Scripted, client: openai.OpenAI) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    says(door, f"\n{CALL}", v1.FINISH_REASON_STRUCTURE)
+    answer = client.chat.completions.create(**ASK, response_format=form).choices[0]
+    assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
+    assert [call.function.name for call in answer.message.tool_calls or []] == ["weather"]
+    says(door, json.dumps({"a": CALL}), v1.FINISH_REASON_STRUCTURE)
+    answer = client.chat.completions.create(**ASK, response_format=form).choices[0]
+    assert (answer.finish_reason, answer.message.content) == ("stop", json.dumps({"a": CALL}))
+    assert door.llm.requests[-1].chat.calls_or_form
+    client.chat.completions.create(**ASK, response_format=form, tool_choice="none")
+    assert not door.llm.requests[-1].chat.calls_or_form
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_where_a_call_must_be_made_the_form_waits_for_another_turn(
+    door: Scripted, client: openai.OpenAI, choice: Any
+) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 5}}}
+    says(door, '{"city": "Rome"}', v1.FINISH_REASON_STRUCTURE)
+    client.chat.completions.create(**ASK, response_format=form, tool_choice=choice)
+    asked = door.llm.requests[-1]
+    assert "city" in asked.sampling.json_schema
+    assert "const" not in asked.sampling.json_schema
+    assert not asked.chat.calls_or_form
+
+
 def test_an_answer_has_its_form_behind_the_reasoning_that_its_prompt_begins(
     door: Scripted, client: openai.OpenAI
 ) -> None:

@@ -105,7 +105,7 @@ def test_a_stream_says_what_the_whole_answer_says(form: ToolFormat, size: int) -
         tools=form,
         functions=FUNCTIONS,
         single=False,
-        constrained=False,
+        form={},
     )
     stream, whole = asyncio.run(both())
     assert put_together(stream, len(texts)) == as_put_together(whole)

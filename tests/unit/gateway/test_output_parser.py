@@ -275,6 +275,14 @@ CASES: dict[str, tuple[str, ToolFormat, dict[str, Any], list[tuple[Any, ...]]]] 
         {},
         [("text", "<tool_call><function=weather><parameter=code>x</function></tool_call> So"), MADE],
     ),
+    "a form with a call in a text": (
+        f' {{"a": "{CALL_X}"}}',
+        X,
+        {"constrained": True, "calls_or_form": True},
+        [("text", f' {{"a": "{CALL_X}"}}')],
+    ),
+    "calls in the place of a form": (f"\n{CALL_J}\n{CALL_J}", J, {"calls_or_form": True}, [MADE, MADE]),
+    "half a mark in the place of a form": ("<tool", J, {"calls_or_form": True}, [("text", "<tool")]),
     "a list that had to be": (
         '[{"name": "weather", "parameters": {"city": "Rome", "days": 2}}, {"name": "now", "parameters": {}}]',
         ToolFormat.LIST,

@@ -7,8 +7,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from common.errors import InvalidInput
 from llm_service.prompt.chat_template import ChatTemplate
-from llm_service.prompt.strict_calls import strict_calls
-from llm_service.request import ToolDefinition
+from llm_service.prompt.strict_calls import calls_or_form, strict_calls
+from llm_service.request import Structure, ToolDefinition
 
 SHAPE = {
     "type": "object",
@@ -85,3 +85,53 @@ def test_what_no_grammar_holds_is_refused(template: str, marks: str) -> None:
     with pytest.raises(InvalidInput) as error:
         takes(template, marks, "")
     assert (error.value.reason, error.value.field) == ("NO_STRICT_TOOLS", "chat.tools[1].strict")
+
+
+ANSWER = Structure("json_schema", '{"properties": {"a": {"type": "integer"}}, "required": ["a"]}')
+
+
+@pytest.mark.parametrize(
+    ("template", "marks", "call"),
+    [
+        (MISTRAL, "[TOOL_CALLS] [ARGS]", "\1note\2{}"),
+        ("[TOOL_CALLS]", "[TOOL_CALLS]", '\1[{"name": "note", "arguments": {}}]'),
+        (
+            KIMI,
+            f"{KIMI_MARKS} <|tool_calls_section_begin|> <|tool_calls_section_end|>",
+            "\4\1functions.note:0\2{}\3\5",
+        ),
+        ("<function=><tool_call>", "<tool_call> </tool_call>", '\n\1\n{"name": "note", "arguments": {}}\n\2'),
+    ],
+    ids=["Mistral", "a list", "Kimi", "XML"],
+)
+def test_an_answer_has_its_form_or_is_calls(template: str, marks: str, call: str) -> None:
+    tokens = {mark: number for number, mark in enumerate(marks.split(), 1)}
+    structure = calls_or_form(ANSWER, TOOLS, ChatTemplate(template, {}), tokens)
+
+    def answers(text: str) -> bool:
+        matcher = LLMatcher(BYTES, LLMatcher.grammar_from_lark(structure.text))
+        assert not matcher.is_error(), matcher.get_error()
+        return all(matcher.consume_token(byte) for byte in text.encode()) and matcher.is_accepting()
+
+    assert answers('{"a": 5}')
+    assert answers(call)
+    assert not answers('{"a": "5"}')
+    assert not answers("Hm. " + call)
+    assert not answers(call.replace("note", "other"))
+
+
+@pytest.mark.parametrize(
+    ("form", "template", "reason", "field"),
+    [
+        (ANSWER, "<|header_start|>", "NO_STRICT_TOOLS", "chat.tools"),
+        (ANSWER, "<tool_call>", "NO_STRICT_TOOLS", "chat.tools"),
+        (Structure("regex", "a"), "<tool_call>", "BAD_STRUCTURE", "sampling.regex"),
+        (Structure("json_schema", "{"), "<tool_call>", "BAD_STRUCTURE", "sampling.json_schema"),
+    ],
+)
+def test_calls_that_have_no_grammar_do_not_stand_in_an_answer_s_place(
+    form: Structure, template: str, reason: str, field: str
+) -> None:
+    with pytest.raises(InvalidInput) as error:
+        calls_or_form(form, TOOLS, ChatTemplate(template, {}), {})
+    assert (error.value.reason, error.value.field) == (reason, field)
