@@ -66,7 +66,7 @@ def calls_or_form(
     answer = json.dumps(with_short_gaps(schema) if isinstance(schema, dict) else schema)
     return Structure(
         "grammar",
-        f"start: answer | GAP all_calls\nGAP: /[ \\n]{{0,4}}/\nanswer: %json {answer}\nall_calls: {calls}\n"
+        f"start: GAP (answer | all_calls)\nGAP: /[ \\n]{{0,4}}/\nanswer: %json {answer}\nall_calls: {calls}\n"
         f"one_call: {grammar.removeprefix('start: ')}",
     )
 

@@ -125,7 +125,7 @@ def check_strict(client: LlmClient, calls: str, begin: int) -> None:
 def check_calls_or_form(client: LlmClient, calls: str, begin: int) -> None:
     """An answer that may be calls in the place of a form is what the model begins with."""
     for bias, pattern in ((100, calls), (-100, r'\s*\{\s*"a"\s*:\s*"(x|y)"\s*\}')):
-        sampling = v1.SamplingParams(max_tokens=400, temperature=1.5, seed=11, logit_bias={begin: bias})
+        sampling = v1.SamplingParams(max_tokens=900, temperature=1.0, seed=11, logit_bias={begin: bias})
         sampling.json_schema = json.dumps({**SHAPE, "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]})
         request = asked(user("Count."), sampling)
         request.chat.tools.append(STRICT)
