@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Any, Final
@@ -10,8 +11,15 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from common import tasks
+
 DONE: Final = b"data: [DONE]\n\n"
 """How a stream of OpenAI's ends that has come to its end."""
+
+SILENCE: Final = 15.0
+"""Seconds without an event after which a stream says that it is still there: much of an answer may be a call, or
+reasoning that is not shown, and what stands in between takes a connection that is silent for one that is dead."""
+_COMMENT: Final = b": still here\n\n"
 
 EVENTS: Final = "text/event-stream"
 
@@ -61,15 +69,32 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         """Sends them; the source is closed on every way out."""
-        begun = False
-        async with aclosing(self._events) as events:
-            async for each in events:
-                if not begun:
-                    begun = True
-                    headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
-                    await send({"type": "http.response.start", "status": 200, "headers": headers})
-                if isinstance(each, Last):
-                    await send({"type": "http.response.body", "body": each})
-                    return
-                await send({"type": "http.response.body", "body": each, "more_body": True})
+        loop = asyncio.get_running_loop()
+        sent = loop.time()
+
+        async def break_silence() -> None:
+            nonlocal sent
+            while True:
+                await asyncio.sleep(max(0.0, sent + SILENCE - loop.time()))
+                if loop.time() - sent >= SILENCE:
+                    sent = loop.time()
+                    await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+
+        speaking: asyncio.Task[None] | None = None
+        try:
+            async with aclosing(self._events) as events:
+                async for each in events:
+                    sent = loop.time()
+                    if speaking is None:
+                        headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
+                        await send({"type": "http.response.start", "status": 200, "headers": headers})
+                        speaking = tasks.start(break_silence(), "break a stream's silence")
+                    if isinstance(each, Last):
+                        speaking.cancel()
+                        await send({"type": "http.response.body", "body": each})
+                        return
+                    await send({"type": "http.response.body", "body": each, "more_body": True})
+        finally:
+            if speaking is not None:
+                speaking.cancel()
         await send({"type": "http.response.body", "body": b""})
