@@ -51,9 +51,11 @@ class Checkpoint:
 
     @classmethod
     def resolve(cls, model: str) -> Checkpoint:
-        """Opens a folder, or downloads a hub name such as `Qwen/Qwen3-VL-4B-Instruct` first."""
-        folder = Path(model)
+        """Opens a folder, or downloads a hub name such as `Qwen/Qwen3-VL-4B-Instruct` first, which is the model's name
+        as it is."""
+        folder, name = Path(model), Path(model).name.strip(".")
         if not folder.is_dir():
+            name = model
             if model.count("/") != 1 or model.startswith((".", "/", "~")):
                 raise CheckpointError(f"{model} is neither a folder nor a hub name")
             from huggingface_hub import snapshot_download
@@ -66,7 +68,7 @@ class Checkpoint:
             except OSError as error:  # the hub's own errors are some, and have several lines
                 why = str(error).partition("\n")[0].strip()
                 raise CheckpointError(f"{model} is no folder here, and cannot be fetched: {why}") from error
-        return cls(folder, Path(model).name.strip("."))
+        return cls(folder, name)
 
     @cached_property
     def config(self) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class LlmConfig(ServerConfig):
 
     listen: str = option("127.0.0.1:7002", LISTEN)
     model: str = option("", "checkpoint folder, or a name on the Hugging Face hub", required=True)
-    served_model_name: str = option("", "name that requests may ask for; by default the folder's")
+    served_model_name: str = option("", "name that requests may ask for; by default the folder's, or that on the hub")
     chat_template: str = option("", "file with a chat template (Jinja), in place of the checkpoint's own")
     encoders: tuple[str, ...] = option(
         (), "encoders: host:port, dns:///name:port or file:///path, comma-separated", parse=words

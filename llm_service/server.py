@@ -455,7 +455,7 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedMo
         row_mirror=config.row_mirror,
         log_level=config.log_level,
         **_adapter_settings(config, checkpoint, served),
-        base_names=tuple({checkpoint.name, config.served_model_name} - {""}),
+        base_names=tuple({Path(name).name for name in (checkpoint.name, config.served_model_name) if name}),
         library=served.library,
         grows_steps=not config.max_step_tokens,
     )

@@ -62,7 +62,7 @@ def test_a_model_is_called_what_the_command_line_calls_it(folder: Path, monkeypa
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     (link := folder.parent / "current-model").symlink_to(folder)
     monkeypatch.chdir(folder)
-    named = {"Qwen/Qwen3-VL-2B": "Qwen3-VL-2B", str(link): link.name, f"{folder}/": folder.name, ".": folder.name}
+    named = {"Qwen/Qwen3-VL-2B": "Qwen/Qwen3-VL-2B", str(link): link.name, f"{folder}/": folder.name, ".": folder.name}
     assert {model: Checkpoint.resolve(model).name for model in named} == named
     with pytest.raises(CheckpointError, match="neither a folder nor a hub name"):
         Checkpoint.resolve("Qwen/Qwen3 VL")

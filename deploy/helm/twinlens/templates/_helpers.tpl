@@ -386,7 +386,7 @@ args:
   {{- end }}
   {{- end }}
   {{- if $publishes }}
-  {{- $model := get $own.options "served-model-name" | default (base $values.model.name) }}
+  {{- $model := get $own.options "served-model-name" | default (ternary $values.model.name (base $values.model.name) $values.model.hub) }}
   - --kv-events=tcp://*:{{ $values.kvEvents.port }}
   - --kv-events-replay=tcp://*:{{ $values.kvEvents.replayPort }}
   - --kv-events-topic={{ $values.kvEvents.topic | default (printf "kv@$(POD_IP):8000@%s" $model) }}
