@@ -10,7 +10,16 @@ from pydantic_core import to_json
 
 from common.errors import InvalidInput
 from common.media import data_url
-from gateway.api.chat_request import ChatRequest, Message, NamedTool, Part, ResponseFormat, TemplateSettings
+from gateway.api.chat_request import (
+    ChatRequest,
+    Message,
+    NamedTool,
+    Part,
+    RefusalPart,
+    ResponseFormat,
+    TemplateSettings,
+    TextPart,
+)
 from gateway.api.fields import MediaSettings, Prompt, RequestFields, SamplingFields, shape_of
 from gateway.errors import TooLarge, called
 from gateway.tools import calls_schema, definition, offered
@@ -186,13 +195,13 @@ def generate_request(
     )
 
 
-def prompts(given: Prompt, most: int, field: str) -> list[dict[str, Any]]:
-    """Each prompt of a field that has one or several, as an input by its name. Raises InvalidInput for more than there
-    may be at `most`, or none."""
+def prompts(given: Prompt, most: int, field: str, *, bare: bool) -> list[dict[str, Any]]:
+    """Each prompt of a field that has one or several, as an input by its name; `bare` texts get no special tokens from
+    the tokenizer. Raises InvalidInput for more than there may be at `most`, or none."""
     each: Any = [given] if shape_of(given) in ("$text", "$tokens") else given
     check_prompts(len(each), most, field)
     return [
-        {"text": llm_pb2.TextInput(prompt=prompt)}
+        {"text": llm_pb2.TextInput(prompt=prompt, bare=bare)}
         if isinstance(prompt, str)
         else {"tokens": llm_pb2.TokensInput(ids=prompt)}
         for prompt in each
@@ -250,16 +259,17 @@ def continues(final: bool | None, new: bool | None) -> bool:
 
 
 def message(given: Message, settings: MediaSettings, field: str) -> llm_pb2.ChatMessage:
-    """One message: its parts in order. An assistant's that calls may have none. Takes milliseconds for megabytes of
-    base64. Raises InvalidInput."""
-    if given.content is None and not given.tool_calls:
+    """One message: its parts in order. An assistant's that calls, or thought alone, may have none. Takes milliseconds
+    for megabytes of base64. Raises InvalidInput."""
+    content = given.refusal if given.content is None else given.content
+    if content is None and not given.tool_calls and not (given.role == "assistant" and given.thought):
         raise InvalidInput("a message needs content", reason="BAD_FIELD", field=f"{field}.content")
     if given.role == "tool" and given.tool_call_id is None:
         raise InvalidInput("the call is not named", reason="BAD_FIELD", field=f"{field}.tool_call_id")
     parts = (
-        [llm_pb2.ChatPart(text=given.content)]
-        if isinstance(given.content, str)
-        else [_part(part, settings, f"{field}.content[{number}]") for number, part in enumerate(given.content or ())]
+        [llm_pb2.ChatPart(text=content)]
+        if isinstance(content, str)
+        else [_part(part, settings, f"{field}.content[{number}]") for number, part in enumerate(content or ())]
     )
     calls = [
         llm_pb2.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
@@ -298,7 +308,7 @@ def chat_request(asked: ChatRequest, request_id: str) -> llm_pb2.GenerateRequest
 
 
 def _part(part: Part, settings: MediaSettings, field: str) -> llm_pb2.ChatPart:
-    if part.type == "text":
+    if isinstance(part, TextPart | RefusalPart):
         return llm_pb2.ChatPart(text=part.text)
     if getattr(part, part.type) is None:  # its options are a part of what it is known by
         key = bytes.fromhex(part.uuid or "")

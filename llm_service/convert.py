@@ -209,7 +209,7 @@ class RequestReader:
                 prompt = self.chat(message.chat, media)
             case "text":
                 self._check_text([message.text.prompt], "text.prompt")
-                prompt = TextPrompt(message.text.prompt)
+                prompt = TextPrompt(message.text.prompt, message.text.bare)
                 media = self._media_list(message.text.media, "text.media")
             case "tokens":
                 self._check_ids(len(message.tokens.ids), context)

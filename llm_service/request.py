@@ -69,9 +69,11 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """A text that is laid out already, with one placeholder for each item."""
+    """A text that is laid out already, with one placeholder for each item; `bare`: the tokenizer puts nothing around
+    it."""
 
     text: str
+    bare: bool = False
 
 
 @dataclass(frozen=True, slots=True)

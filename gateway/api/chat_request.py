@@ -33,10 +33,24 @@ class Cached(Model):
 
 
 class TextPart(Cached):
-    """A text."""
+    """A text, also as the Responses API calls one."""
 
-    type: Literal["text"]
+    without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"annotations": ([],), "logprobs": ([],)}
+
+    type: Literal["text", "input_text", "output_text"]
     text: str
+
+
+class RefusalPart(Cached):
+    """What a model has said in the place of an answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """It, as a text like any other."""
+        return self.refusal
 
 
 class MediaPart(Cached):
@@ -45,6 +59,15 @@ class MediaPart(Cached):
 
     type: str
     uuid: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _address_alone(cls, data: Any) -> Any:
+        """Some clients write an address as it is."""
+        kind = data.get("type") if isinstance(data, dict) else None
+        if kind in ("image_url", "video_url", "audio_url") and isinstance(address := data.get(kind), str):
+            return {**data, kind: {"url": address}}
+        return data
 
     @model_validator(mode="after")
     def _is_there_or_known(self) -> MediaPart:
@@ -112,6 +135,9 @@ class AudioUrlPart(MediaPart):
 
 Part = Annotated[
     Annotated[TextPart, Tag("$text")]
+    | Annotated[TextPart, Tag("$input_text")]
+    | Annotated[TextPart, Tag("$output_text")]
+    | Annotated[RefusalPart, Tag("$refusal")]
     | Annotated[ImagePart, Tag("$image_url")]
     | Annotated[VideoPart, Tag("$video_url")]
     | Annotated[AudioPart, Tag("$input_audio")]
@@ -136,12 +162,15 @@ class ToolCall(Model):
     type: Literal["function"] = "function"
     function: CalledFunction
     index: Int | None = None
+    extra_content: Any = None
+    provider_specific_fields: dict[str, Any] | None = None
 
 
 class Message(Cached):
-    """One message of a conversation."""
+    """One message of a conversation. What other servers give out beside an answer, and clients send back, is taken, and
+    lays nothing out."""
 
-    without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"tool_calls": ([],), "annotations": ([],)}
+    without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"tool_calls": ([],)}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -150,6 +179,11 @@ class Message(Cached):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    reasoning_details: Any = None
+    thinking_blocks: Any = None
+    extra_content: Any = None
     provider_specific_fields: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -322,8 +356,8 @@ class ChatRequest(SamplingFields):
             raise ValueError("logprobs and return_token_ids would tell the reasoning that include_reasoning leaves out")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs need logprobs: true")
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("give max_completion_tokens or max_tokens, not both")
+        if None not in (most := {self.max_tokens, self.max_completion_tokens}) and len(most) > 1:
+            raise ValueError("max_completion_tokens and max_tokens are one thing, and say two")
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
             raise ValueError("tool_choice names tools, and there are none")
         if self.media_settings is None:

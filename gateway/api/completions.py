@@ -38,6 +38,7 @@ class CompletionRequest(SamplingFields):
 
     without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
         **VLLM_DEFAULTS,
+        "add_special_tokens": (True,),
         "suffix": ("",),
         "best_of": (1,),
     }
@@ -45,6 +46,7 @@ class CompletionRequest(SamplingFields):
     prompt: Prompt
     logprobs: Int | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
     def _one_number_for_the_scores_of_a_prompt(self) -> CompletionRequest:
@@ -178,7 +180,8 @@ class Completions:
         """One request, streamed or whole. The choices of the second prompt are numbered from `n` on, and so forth."""
         context = context_of(request, "completions")
         asked = await context.read(CompletionRequest)
-        prompts = await context.made(convert.prompts, asked.prompt, self._max_prompts, "prompt")
+        bare = asked.add_special_tokens is False
+        prompts = await context.made(partial(convert.prompts, bare=bare), asked.prompt, self._max_prompts, "prompt")
         params = await context.made(convert.sampling, asked)
         if asked.logprobs is not None:
             params.logprobs = asked.logprobs

@@ -59,6 +59,7 @@ class EmbeddingRequest(Model):
     cache_salt: str | None = None
     priority: Int | None = None
     max_handovers: Count | None = None
+    add_special_tokens: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: TemplateSettings | None = None
     mm_processor_kwargs: MediaSettings | None = None
@@ -70,6 +71,8 @@ class EmbeddingRequest(Model):
         of_chats = self.continue_final_message or self.chat_template_kwargs or self.mm_processor_kwargs
         if self.messages is None and of_chats:
             raise ValueError("continue_final_message and settings of templates and media go with messages")
+        if self.messages is not None and self.add_special_tokens is False:
+            raise ValueError("the chat template says what stands before messages: add_special_tokens go with input")
         return self
 
 
@@ -122,7 +125,8 @@ class Embeddings:
     def _prompts(self, asked: EmbeddingRequest) -> dict[str, dict[str, Any]]:
         """Each prompt as an input by its name, by where it stands in the body."""
         if asked.input is not None:
-            inputs = convert.prompts(asked.input, self._max_prompts, "input")
+            bare = asked.add_special_tokens is False
+            inputs = convert.prompts(asked.input, self._max_prompts, "input", bare=bare)
             return {_at("input", number, len(inputs)): each for number, each in enumerate(inputs)}
         given: Any = asked.messages
         chats: list[list[Message]] = [given] if isinstance(given[0], Message) else given

@@ -123,7 +123,6 @@ VLLM_DEFAULTS: Final[dict[str, tuple[Any, ...]]] = {
     "spaces_between_special_tokens": (True,),
     "length_penalty": (1.0,),
     "use_beam_search": (False,),
-    "truncate_prompt_tokens": (-1,),
 }
 """Fields of vLLM's that are not served, with the values that some clients send along and that change nothing."""
 

@@ -70,10 +70,11 @@ def _messages(asked: ResponsesRequest, places: list[int]) -> Iterator[dict[str, 
     own: dict[str, Any] = {}
     for place, item in enumerate(asked.input):
         match item:
-            case ReasoningItem(content=parts):
+            case ReasoningItem(content=parts, summary=summary):
                 if own:
                     yield _whole(own)
-                own = {"role": "assistant", "reasoning_content": "".join(part.text for part in parts or ())}
+                thought = "".join(part.text for part in parts or summary or ())
+                own = {"role": "assistant", "reasoning_content": thought}
                 places.append(place)
                 continue
             case CallItem():

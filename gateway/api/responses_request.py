@@ -75,12 +75,18 @@ class ReasoningText(Model):
     text: str
 
 
-class ReasoningItem(Item):
-    """What the model thought."""
+class SummaryText(Model):
+    """A part of a summary of that."""
 
-    without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"summary": ([],)}
+    type: Literal["summary_text"]
+    text: str
+
+
+class ReasoningItem(Item):
+    """What the model thought, or, from elsewhere, a summary alone."""
 
     type: Literal["reasoning"]
+    summary: Annotated[list[SummaryText], Field(max_length=4096, fail_fast=True)] | None = None
     content: Annotated[list[ReasoningText], Field(max_length=4096, fail_fast=True)] | None = None
 
 
@@ -172,7 +178,7 @@ class ResponsesRequest(Model):
         "truncation": ("disabled",),
         "service_tier": ("auto", "default"),
         "prompt_cache_retention": ("in_memory", "in-memory"),
-        "include": ([],),
+        "include": ([], ["reasoning.encrypted_content"]),  # reasoning is told as it is, and can be sent back so
     }
 
     model: str | None = None

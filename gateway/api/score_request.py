@@ -52,10 +52,7 @@ OneOrMore = Annotated[
 class ScoringFields(Model):
     """What both may say."""
 
-    without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "truncate_prompt_tokens": (-1,),
-        "max_tokens_per_doc": (0,),
-    }
+    without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"max_tokens_per_doc": (0,)}
 
     model: str | None = None
     user: str | None = None

@@ -173,13 +173,14 @@ class PromptBuilder:
             pieces, field = self._split_ids(prompt.ids), "tokens.ids"
         if not pieces:
             raise InvalidInput("the prompt is empty", reason="EMPTY_PROMPT", field=field)
-        if not isinstance(prompt, TokenPrompt):
+        bare = isinstance(prompt, TextPrompt) and prompt.bare
+        if not (bare or isinstance(prompt, TokenPrompt)):
             pieces = self._begun(pieces, with_media=bool(modalities))
         pieces = self._with_lengths(self._with_slots(pieces, modalities, field), field)
         if isinstance(prompt, TokenPrompt):
             return pieces
         pieces = self._framed(pieces)
-        return [*pieces, self._last] if closed and self._last else pieces
+        return [*pieces, self._last] if closed and self._last and not bare else pieces
 
     def _begun(self, pieces: list[Piece], *, with_media: bool) -> list[Piece]:
         """With what the tokenizer puts before a text, where it has none, and no frame says what it begins with."""

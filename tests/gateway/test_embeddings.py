@@ -137,7 +137,7 @@ def test_settings_of_media_and_templates_go_with_messages(script: Scripted) -> N
         ({"input": [[5], "x"]}, "BAD_FIELD", "input[1]"),
         ({"input": "x", "encoding_format": "hex"}, "BAD_FIELD", "encoding_format"),
         ({"input": "x", "truncate_prompt_tokens": 5}, "FIELD_NOT_SERVED", "truncate_prompt_tokens"),
-        ({"input": "x", "add_special_tokens": False}, "FIELD_NOT_SERVED", "add_special_tokens"),
+        ({"input": "x", "truncate_prompt_tokens": -1}, "FIELD_NOT_SERVED", "truncate_prompt_tokens"),
         ({"input": "x", "normalize": True}, "FIELD_NOT_SERVED", "normalize"),
         ({"input": "x", "stream": True}, "FIELD_NOT_SERVED", "stream"),
         ({"messages": [said("x")], "continue_final_message": True}, "BAD_FIELD", "continue_final_message"),

@@ -186,7 +186,7 @@ def test_fields_that_go_together(door: Scripted) -> None:
     assert '"maxItems":1}' in post(door, **TOGETHER["parallel_tool_calls"]).asked.sampling.json_schema
     for pair in (
         {"top_logprobs": 3},
-        {"max_tokens": 1, "max_completion_tokens": 1},
+        {"max_tokens": 1, "max_completion_tokens": 2},
         {"stream_options": {"include_usage": True}},
         {"guided_regex": "a", "guided_choice": ["a"]},
         {"guided_regex": "a", "regex": "b"},

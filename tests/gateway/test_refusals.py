@@ -91,7 +91,7 @@ def test_a_value_out_of_range_is_refused_by_name(door: Trio, field: str, value: 
         ([{"role": "user", "content": [{"type": "file", "file": {}}]}], "messages[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "text", "text": 1}]}], "messages[0].content[0].text"),
         (
-            [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+            [{"role": "user", "content": [{"type": "image_url", "image_url": 5}]}],
             "messages[0].content[0].image_url",
         ),
         ([said("x"), {"role": "user", "content": "x", "more": 1}], "messages[1].more"),

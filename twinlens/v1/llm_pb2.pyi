@@ -212,12 +212,14 @@ class ChatPart(_message.Message):
     def __init__(self, text: _Optional[str] = ..., media: _Optional[_Union[_media_pb2.Media, _Mapping]] = ...) -> None: ...
 
 class TextInput(_message.Message):
-    __slots__ = ("prompt", "media")
+    __slots__ = ("prompt", "media", "bare")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     MEDIA_FIELD_NUMBER: _ClassVar[int]
+    BARE_FIELD_NUMBER: _ClassVar[int]
     prompt: str
     media: _containers.RepeatedCompositeFieldContainer[_media_pb2.Media]
-    def __init__(self, prompt: _Optional[str] = ..., media: _Optional[_Iterable[_Union[_media_pb2.Media, _Mapping]]] = ...) -> None: ...
+    bare: bool
+    def __init__(self, prompt: _Optional[str] = ..., media: _Optional[_Iterable[_Union[_media_pb2.Media, _Mapping]]] = ..., bare: bool = ...) -> None: ...
 
 class TokensInput(_message.Message):
     __slots__ = ("ids", "media")

@@ -370,4 +370,6 @@ def test_a_prompt_that_another_service_has_cut_is_laid_out_as_there(checkpoint: 
     here = builder.pieces(TextPrompt("hello there"), [])
     there = builder.pieces(PiecesPrompt(tuple(copy.deepcopy(here))), [])
     assert builder.layout(here, []).ids[0] == START
+    bare = builder.layout(builder.pieces(TextPrompt("hello there", bare=True), [], closed=True), []).ids
+    assert bare == builder.layout(here, []).ids[1:]
     assert builder.layout(there, []).ids == builder.layout(here, []).ids
