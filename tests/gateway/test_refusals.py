@@ -184,7 +184,7 @@ def schema(**given: Any) -> dict[str, Any]:
             CHAT,
             {"messages": [said({"type": "file", "file": {}})]},
             "messages[0].content[0].type",
-            "this kind is not served, only text, image_url, video_url, input_audio and audio_url",
+            "only text, input_text, output_text, refusal, image_url, video_url, input_audio and audio_url",
         ),
         (CHAT, {**HI, **schema(type="colour")}, "response_format", "cannot be compiled: Invalid type: colour"),
         (CHAT, {**HI, **schema(enum=[])}, "response_format", "cannot be compiled: Unsatisfiable schema"),

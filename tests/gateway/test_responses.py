@@ -152,7 +152,7 @@ REFUSED: dict[str, Any] = {
     "background": True,
     "previous_response_id": "resp_1",
     "conversation": "c",
-    "include": ["reasoning.encrypted_content"],
+    "include": ["message.output_text.logprobs"],
     "truncation": "auto",
     "service_tier": "flex",
     "top_logprobs": 3,

@@ -77,7 +77,12 @@ async def test_a_large_body_is_made_a_request_of_in_a_thread(
     makers = set[threading.Thread]()
     maker = "prompts" if name == "completions" else "message"
     make = getattr(convert, maker)
-    monkeypatch.setattr(convert, maker, lambda *given: makers.add(threading.current_thread()) or make(*given))
+
+    def watched(*given: Any, **more: Any) -> Any:
+        makers.add(threading.current_thread())
+        return make(*given, **more)
+
+    monkeypatch.setattr(convert, maker, watched)
     answer, body = SURFACES[name]
     context = RequestContext("a", (), BodyLease(BodyBudget(1 << 30)), dialect_of("/v1/x"))
     context.body = json.dumps(body).encode() + b" " * (large * (256 << 10))
