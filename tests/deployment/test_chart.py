@@ -508,6 +508,7 @@ class TestSpecial:
     ) -> None:
         for more, topic in (
             ((), "kv@$(POD_IP):8000@demo"),
+            (("--set", "model.name=Qwen/Small,model.hub=true"), "kv@$(POD_IP):8000@Qwen/Small"),
             (("--set", "llm.options.served-model-name=mine"), "kv@$(POD_IP):8000@mine"),
             (("--set", "kvEvents.topic=kv@here@there"), "kv@here@there"),
         ):
