@@ -105,9 +105,11 @@ class Buffers:
     token_ids: Tensor
 
     @classmethod
-    def of(cls, bounds: CaptureBounds, block_size: int, like: Tensor, entry_size: int, exit_size: int) -> Self:
-        """Zeros for the largest batch, of the type and on the device of a tensor [hidden]."""
-        tokens, width = max(bounds.tokens, bounds.sequences, bounds.draft_rows), len(like)
+    def of(
+        cls, tokens: int, bounds: CaptureBounds, block_size: int, like: Tensor, entry_size: int, exit_size: int
+    ) -> Self:
+        """Zeros for a graph of so many tokens, of the type and on the device of a tensor [hidden]."""
+        width = len(like)
         table = bounds.sequences, -(-bounds.context // block_size)
         return cls(
             like.new_zeros(tokens, entry_size),
@@ -291,7 +293,6 @@ class GraphRunner:
         self._adapters = adapters if adapters is not None and adapters.capturable else None
         self._null_slot = caches.null_block * caches.block_size
         like = torch.empty(decoder.hidden_size, dtype=decoder.dtype, device=decoder.device)
-        self._buffers = Buffers.of(bounds, caches.block_size, like, decoder.entry_size, decoder.exit_size)
         self._filled = 0  # leading places of `deep` that hold rows of the replay before
         self._graphs: dict[GraphKind, list[Graph]] = {kind: [] for kind in GraphKind}
         # The library's has the host look at prompts, and so has what layers choose by an index.
@@ -301,6 +302,8 @@ class GraphRunner:
             GraphKind.VERIFY: verify_sizes(bounds.draft_rows) if bounds.drafts and ours else [],
             GraphKind.PREFILL: prefill_sizes(bounds.tokens) if ours else [],
         }
+        largest = max(size for each in sizes.values() for size in each)
+        self._buffers = Buffers.of(largest, bounds, caches.block_size, like, decoder.entry_size, decoder.exit_size)
         ways = [False] if self._adapters is None else [False, True]
         wanted = [(size, kind, adapted) for kind in GraphKind for size in sizes[kind] for adapted in ways]
         failed = set[tuple[GraphKind, bool]]()

@@ -345,6 +345,17 @@ def test_steps_that_cannot_be_captured_run_eagerly(checkpoints: Callable[..., Pa
     assert [outcome.tokens for outcome in engine.run(prompts, GREEDY)] == expected
 
 
+def test_replays_have_room_for_the_largest_graph_and_no_more(checkpoints: Callable[..., Path]) -> None:
+    engine, capture = LocalEngine(checkpoints("qwen3_vl"), max_running=PEOPLE, attention=PlainTables), Refusing()
+    capture.captured = 2
+    for tokens, rows in ((8192, 1024), (20, 16), (4, PEOPLE)):
+        bounds = CaptureBounds(PEOPLE, tokens, 4096, 3)
+        engine.runner.capture(bounds, capture, max_bytes=0, agree=lambda number: number)
+        assert engine.runner.graphs is not None
+        buffers = engine.runner.graphs._buffers
+        assert [len(each) for each in (buffers.hidden, buffers.out, buffers.deep[0], buffers.token_ids)] == [rows] * 4
+
+
 def test_what_another_rank_cannot_capture_is_left_out_here(checkpoints: Callable[..., Path]) -> None:
     engine = LocalEngine(checkpoints("qwen3_vl"), max_running=PEOPLE, blocks=256, attention=PlainTables)
     answers = iter([1, -1, 1, 1, 1, 1])

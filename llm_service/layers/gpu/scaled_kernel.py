@@ -47,8 +47,8 @@ def scaled_product_kernel(
         a = tl.load(x + rows[None, :] * k + place[:, None], there[None, :] & (place < k)[:, None], 0.0)
         w = tl.load(weights + place[None, :], real[:, None] & (place < k)[None, :], 0)
         w = w.to(tl.float8e4nv, bitcast=True)
-        if ONE:
-            total = tl.dot(w, a, total)
+        if ONE:  # Hopper's tensor cores add in fewer bits than float32 has: after each group, their sum leaves them
+            total = tl.dot(w, a, total, max_num_imprecise_acc=INPUTS)
         else:
             own = tl.load(weight_scales + group * n, real, 0.0)
             given = tl.load(x_scales + rows * groups + group, there, 0.0)
