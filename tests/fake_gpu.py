@@ -191,6 +191,7 @@ def fake_gpu() -> Iterator[list[str]]:
         enter(mock.patch("torch.cuda.get_device_properties", return_value=_HOPPER))
         enter(mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)))
         enter(mock.patch("torch.cuda.Event", mock.MagicMock))
+        enter(mock.patch("torch.cuda.set_device"))
         enter(mock.patch("torch.cuda.synchronize", waits))
         enter(FakeTensorMode(allow_non_fake_inputs=True))
         enter(torch.inference_mode())

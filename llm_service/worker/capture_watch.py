@@ -23,6 +23,7 @@ _WAITING = frozenset(
         "aten::repeat_interleave.Tensor",
         "aten::unique_consecutive",
         "aten::unique_dim",
+        "transformers::grouped_mm_fallback",
     }
 )
 """Operators whose result, or its shape, the host waits for."""
@@ -31,6 +32,18 @@ _INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "at
 _FROM_HOST = frozenset({"aten::_to_copy", "aten::copy_", "aten::lift_fresh"})
 """Those that take even a single number of the host's to a device by a copy; others have it as an argument. The last is
 what is seen of `torch.tensor`, whose result it is given."""
+
+
+_GROUPED = "aten::_grouped_mm"
+_BY_ITSELF = (9, 10)
+"""Compute capabilities on which it takes the sizes of groups from the device, in bfloat16."""
+
+
+def _asks_for_sizes(x: Tensor) -> bool:
+    """Whether a product of groups has the host wait for their sizes, which no operator shows."""
+    if x.device.type != "cuda":
+        return False
+    return x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device)[0] not in _BY_ITSELF
 
 
 def _moves(name: str, given: Sequence[Tensor], out: Tensor) -> bool:
@@ -62,6 +75,7 @@ class WaitWatch(TorchDispatchMode):
         )
         tensors = [each for each in tree_leaves((args, given)) if isinstance(each, Tensor)]
         moves = isinstance(out, Tensor) and _moves(name, tensors, out)
-        if not self.waits and (by_mask or moves or not _WAITING.isdisjoint({name, full})):
+        asks = name == _GROUPED and _asks_for_sizes(tensors[0])
+        if not self.waits and (by_mask or moves or asks or not _WAITING.isdisjoint({name, full})):
             self.waits = full
         return out

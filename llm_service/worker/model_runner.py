@@ -90,6 +90,7 @@ class Launched:
         self._drawn, self._scores, self._replayed, self._proposed = drawn, scores, replayed, proposed
         self._pooled = None if pooled is None else ToHost(pooled)
         self._began, self._ended = began, time.perf_counter()
+        self._device = device
         self._over: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._over = torch.cuda.Event()
@@ -98,6 +99,7 @@ class Launched:
     def result(self) -> StepResult:
         """What came of it; waits until it is over, and its rows may be overwritten. For any thread."""
         if self._over is not None:
+            torch.cuda.set_device(self._device)  # another thread's is the first GPU, which this process may not use
             self._over.synchronize()
             self._ended = time.perf_counter()
         drawn = StepResult([], []) if self._drawn is None else self._drawn.result()

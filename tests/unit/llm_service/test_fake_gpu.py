@@ -34,10 +34,11 @@ from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.library_text import text_alone
 from llm_service.models.loader import load_decoder
 from llm_service.plan import Draw, HiddenSum, Proposal, RowSlice
-from llm_service.worker import gpu_sampler, model_runner, sampler
+from llm_service.worker import capture_watch, gpu_sampler, model_runner, sampler
 from llm_service.worker import host_cache as host_caches
 from llm_service.worker.adapters import RankAdapters
 from llm_service.worker.caches import Caches
+from llm_service.worker.capture_watch import WaitWatch
 from llm_service.worker.draft_loader import load_draft_model, load_eagle_head, load_mtp_layer
 from llm_service.worker.draft_model import DraftModel
 from llm_service.worker.graphs import CaptureBounds, GraphKind, GraphRunner
@@ -449,3 +450,24 @@ def test_blocks_go_to_the_host_and_back_in_copies_that_nobody_waits_for(int8: bo
         cache.load([(0, 7), (2, 8)])
         assert on_host.seen.count("copy_") == 2 + 1
         assert set(on_host.seen) <= {"copy_", "device", "empty", "select"}
+
+
+@pytest.mark.parametrize(("capability", "waits"), [((9, 0), ""), ((10, 0), ""), ((8, 0), "aten::_grouped_mm")], ids=str)
+def test_a_product_of_groups_waits_for_their_sizes_unless_the_device_reads_them(
+    capability: tuple[int, int], waits: str
+) -> None:
+    with fake_gpu(), mock.patch("torch.cuda.get_device_capability", return_value=capability):
+        x, weight = (torch.zeros(*size, dtype=torch.bfloat16, device=GPU) for size in ((8, 64), (2, 64, 32)))
+        ends = torch.zeros(2, dtype=torch.int32, device=GPU)
+        with WaitWatch() as watch:
+            torch.nn.functional.grouped_mm(x, weight, offs=ends)
+        assert capture_watch._asks_for_sizes(x.half()), "in bfloat16 alone"
+    assert watch.waits == waits
+
+
+def test_a_step_is_waited_for_on_its_own_gpu() -> None:
+    """By a thread whose current one is another."""
+    second = torch.device("cuda:1")
+    with mock.patch("torch.cuda.Event", mock.MagicMock), mock.patch("torch.cuda.set_device") as chosen:
+        model_runner.Launched(None, [], second, began=0.0, replayed=False).result()
+    chosen.assert_called_once_with(second)
