@@ -23,10 +23,10 @@ from llm_service.models.decoder import Decoder
 from llm_service.models.loader import HEAD
 from llm_service.models.trial import try_ours_of
 from llm_service.request import PromptLayout, TokenPrompt
+from tests.parity.cases import RoundingCache
+from tests.parity.graphed import graphed
 from tests.parity.library_side import GREEDY, Served
 from tests.parity.local_engine import LocalEngine, Prompt, misled_drafts
-from tests.parity.test_int8_cache import RoundingCache
-from tests.parity.test_llm_graphs import graphed
 from tests.reference import CACHE
 from tools.models.drawn_prompts import drawn_prompt
 from tools.models.prompts import PROMPTS

@@ -12,18 +12,16 @@ from msgspec import structs
 from PIL import Image
 
 from common.checkpoint import Checkpoint
-from llm_service.layers.attention.backend import PagedChunk
 from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.pair_panels import PairPanels
 from llm_service.layers.cpu.quantized_panels import QuantizedPanels
 from llm_service.layers.linear import PackedLinear
-from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
 from llm_service.request import SamplingParams
-from llm_service.worker.caches import Caches
 from tests import reference
 from tests.adapters import make_adapter
 from tests.checkpoints import make_checkpoint
+from tests.parity.cases import prompt_logits
 from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
 from tests.quantized import FORMATS, quantize_checkpoint
 from tests.tiles import WAYS, multiply_by
@@ -51,22 +49,12 @@ def prompts(directory: Path) -> list[Prompt]:
     return [make_prompt(directory, list(each)) for each in parts]
 
 
-def logits(decoder: Decoder, prompt: Prompt, attention: str = "auto") -> torch.Tensor:
-    count = len(prompt.layout.ids)
-    caches = Caches(decoder.mixers(), 8, 16, decoder.kv_dtype, _CPU, state_slots=1, attention=attention)
-    batches = caches.batches([PagedChunk(0, count, list(range(-(-count // 16))))], [0])
-    positions = torch.from_numpy(np.frombuffer(prompt.layout.positions, np.int32).reshape(3, -1).copy())
-    with torch.inference_mode():
-        hidden = decoder.embed_tokens(torch.tensor(prompt.layout.ids))
-        return decoder.logits(decoder(hidden, positions, caches.layers, batches, None))
-
-
 def test_logits_are_nearer_to_float32_s_than_the_library_s(directory: Path, prompts: list[Prompt]) -> None:
     prompt = prompts[0]
     exact, theirs = (
         reference.reference_logits(directory, prompt.inputs, kind).float() for kind in (torch.float32, torch.bfloat16)
     )
-    ours = logits(load_decoder(Checkpoint(directory), torch.bfloat16, _CPU), prompt)
+    ours = prompt_logits(load_decoder(Checkpoint(directory), torch.bfloat16, _CPU), prompt)
     # By place, and of these the middle one: where two experts are nearly alike, rounding takes a token to the other.
     mine, other = ((each - exact).norm(dim=1).median() for each in (ours, theirs))
     assert 0 < mine <= other
@@ -96,7 +84,7 @@ def test_what_is_kept_of_tokens_is_bfloat16_and_torch_computes_the_same_over_it(
     decoder = load_decoder(Checkpoint(directory), torch.bfloat16, _CPU)
     assert decoder.kv_dtype == torch.bfloat16
     assert load_decoder(Checkpoint(directory), torch.float32, _CPU).kv_dtype == torch.float32
-    ours, theirs = (logits(decoder, prompts[0], attention) for attention in ("numba", "torch"))
+    ours, theirs = (prompt_logits(decoder, prompts[0], attention) for attention in ("numba", "torch"))
     # By place, and of these the middle one, as above. Our kernel rounds queries and weights, torch's operators do not.
     apart = ((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).median()
     assert 0 < apart < 0.01
@@ -123,7 +111,7 @@ def test_weights_of_8_bits_are_multiplied_in_pairs_and_company_changes_no_token(
     exact = load_decoder(Checkpoint(folder), torch.float32, _CPU, weight_dtype=weight_dtype)
     forms = [part.laid_out for part in decoder.layers.modules() if isinstance(part, PackedLinear)]
     assert sum(isinstance(each, QuantizedPanels) and each.pairs for each in forms) >= 2 * len(decoder.layers)
-    ours, longer = logits(decoder, prompts[0]), logits(exact, prompts[0])
+    ours, longer = prompt_logits(decoder, prompts[0]), prompt_logits(exact, prompts[0])
     apart = ((ours - longer).norm(dim=1) / longer.norm(dim=1)).median()
     experts = "moe" in Checkpoint(directory).config["model_type"]  # two may be nearly alike
     assert 0 < apart < (0.06 if experts else 0.02)

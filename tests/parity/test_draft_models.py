@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from llm_service.engine.scheduler import Counters
 from llm_service.request import SamplingParams
+from tests.parity.cases import PARTS, SAMPLINGS
 from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
-from tests.parity.test_engine_parity import KINDS, PARTS
 
 TIGHT: dict[str, Any] = {"step_tokens": 24, "blocks": 9, "prefix_cache": True}
 
@@ -51,7 +51,7 @@ def text_model(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def test_the_same_checkpoint_proposes_what_greedy_answers_say(
     directory: Path, prompts: list[Prompt], kind: str
 ) -> None:
-    sampling = SamplingParams(max_tokens=40, ignore_eos=True, **KINDS[kind])
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True, **SAMPLINGS[kind])
     said = [outcome.tokens for outcome in LocalEngine(directory).run(prompts, sampling)]
     for given in ({}, {"max_running": 1}, TIGHT):
         engine = LocalEngine(directory, speculative_tokens=4, draft_model=directory, **given)

@@ -29,8 +29,8 @@ from llm_service.worker.row_arena import RowArena
 from tests import reference
 from tests.checkpoints import Family
 from tests.eagle_checkpoint import HEAD_DIM, HEADS, KV_HEADS, eagle_head
+from tests.parity.cases import PARTS
 from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
-from tests.parity.test_engine_parity import PARTS
 
 from transformers import GraniteConfig, GraniteForCausalLM  # isort: skip
 

@@ -17,9 +17,9 @@ from llm_service.request import Pooling
 from tests import reference
 from tests.checkpoints import Family
 from tests.mtp_checkpoint import with_mtp_layer
+from tests.parity.graphed import graphed
 from tests.parity.library_side import Served
 from tests.parity.local_engine import LocalEngine, Part, Prompt, make_prompt
-from tests.parity.test_llm_graphs import graphed
 from tools.models.prompts import PROMPTS as PROMPTS_OF_ANY
 from tools.models.reference import Reference
 from tools.models.tiny import make

@@ -7,34 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from llm_service.engine.block_manager import BlockTable
 from llm_service.engine.sequence import Sequence
 from llm_service.request import SamplingParams
 from tests import reference
 from tests.checkpoints import Family
-from tests.parity.local_engine import LocalEngine, Part, Prompt, make_prompt
-
-
-def _picture(seed: int, width: int, height: int) -> Image.Image:
-    coarse = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
-    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
-
-
-PARTS: list[list[Part]] = [
-    ["Tell me about two red circles."],
-    [_picture(1, 120, 90), "What is in the picture?"],
-    [_picture(5, 100, 100), "is left of", _picture(6, 70, 140), "and why?"],
-]
-KINDS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "seeded": {"seed": 17, "temperature": 1.2, "top_p": 0.9},
-    "penalised": {"seed": 3, "temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
-}
+from tests.parity.cases import PARTS, SAMPLINGS
+from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +33,7 @@ def prompts(directory: Path) -> list[Prompt]:
 def test_overlap_company_chunks_and_preemption_change_no_token(
     directory: Path, prompts: list[Prompt], kind: str
 ) -> None:
-    sampling = SamplingParams(max_tokens=40, ignore_eos=True, **KINDS[kind])
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True, **SAMPLINGS[kind])
     alone = [LocalEngine(directory).run([prompt], sampling)[0].tokens for prompt in prompts]
     assert len({tuple(said) for said in alone}) == len(alone), "the prompts prove nothing"
     longest = max(len(prompt.layout.ids) for prompt in prompts)
@@ -76,7 +58,7 @@ def test_overlap_company_chunks_and_preemption_change_no_token(
 def test_drafts_change_no_token_and_take_fewer_steps_where_an_answer_repeats_itself(
     directory: Path, prompts: list[Prompt], kind: str
 ) -> None:
-    sampling = SamplingParams(max_tokens=64, ignore_eos=True, logprobs=2, **KINDS[kind])
+    sampling = SamplingParams(max_tokens=64, ignore_eos=True, logprobs=2, **SAMPLINGS[kind])
     without = LocalEngine(directory)
     said = without.run(prompts, sampling)
     for given in ({"max_running": 1}, {}, {"step_tokens": 16, "blocks": 12, "prefix_cache": True}):

@@ -1,137 +1,27 @@
 """Hunyuan V4's text by our decoder: latent attention to the tokens that an index chooses, with sinks and gates, over
-several streams, with all that is for models of ours."""
+several streams. All that is for models of ours is in test_indexed_texts."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoint import CheckpointError
 from llm_service.families.family import SpanRule
 from llm_service.families.gates import CutGates
 from llm_service.layers import latent_chunks
-from llm_service.layers.cpu import selection
-from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.indexed_latents import IndexedLatentAttention
 from llm_service.layers.latent_attention import HeadSinks, LatentAttention
 from llm_service.layers.opened_streams import StreamGates
 from llm_service.layers.token_index import OrderedLayerNorm
-from llm_service.models.decoder import Decoder
-from llm_service.models.library_decoder import LibraryDecoder
-from llm_service.models.loader import load_decoder
 from llm_service.models.trial import try_ours_of
-from llm_service.worker.load import check_int8_cache
-from llm_service.worker.weights import describe as weights_of
-from tests.parity.library_side import GREEDY, Served
-from tests.parity.test_known_text_options import _logits
-from tests.parity.test_library_ranks import on_ranks
-from tests.parity.test_llm_graphs import graphed
-from tests.quantized import FORMATS, quantize_checkpoint
 from tools.models.drawn_prompts import drawn_prompt
-from tools.models.prompts import PROMPTS
-from tools.models.reference import TOKENS, Reference
-from tools.models.tiny import config_of_recipe, make
+from tools.models.tiny import config_of_recipe
 
-KIND, TEXT = "hy_v4_vl", "model.layers."
-ASKED = [PROMPTS["text"], PROMPTS["one picture"]]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(KIND, tmp_path_factory.mktemp("hunyuan"))
-
-
-@pytest.fixture(scope="module")
-def served(folder: Path) -> Served:
-    return Served.of(folder)
-
-
-@pytest.fixture(scope="module")
-def said(folder: Path) -> list[list[int]]:
-    """What the library says."""
-    library = Reference(folder)
-    return [library.tokens(library.inputs(parts)) for parts in ASKED]
-
-
-def test_tokens_are_the_library_s_in_short_steps_beside_others_and_behind_cached_blocks(
-    served: Served, said: list[list[int]]
-) -> None:
-    engine = served.engine(step_tokens=16, prefix_cache=True)
-    assert isinstance(engine.decoder, Decoder)
-    for _ in range(2):
-        assert [outcome.tokens for outcome in engine.run(list(map(served.prompt, ASKED)), GREEDY)] == said
-    assert engine.scheduler.counters.prefix_hit_tokens > 0
-
-
-@pytest.mark.soak
-def test_the_library_s_layers_say_the_same_over_our_cache(served: Served, said: list[list[int]]) -> None:
-    engine = served.engine(by_library=True, step_tokens=16)
-    assert isinstance(engine.decoder, LibraryDecoder)
-    assert [outcome.tokens for outcome in engine.run(list(map(served.prompt, ASKED)), GREEDY)] == said
-
-
-@pytest.mark.parametrize("attention", ["", pytest.param("triton", marks=pytest.mark.soak)])
-def test_steps_with_a_token_of_each_sequence_have_graphs(
-    folder: Path, served: Served, said: list[list[int]], attention: str
-) -> None:
-    engine, _ = graphed(folder, attention, library=served.found, text=served.text())
-    assert [outcome.tokens for outcome in engine.run(list(map(served.prompt, ASKED)), GREEDY)] == said
-    assert engine.runner.graphs is not None
-    assert engine.runner.graphs.replays >= TOKENS - 1
-
-
-def test_drafts_change_no_token(folder: Path, served: Served) -> None:
-    """Of what a prompt has said before; an answer of drawn weights seldom repeats anything."""
-    parts, library = ["assistant: yes. assistant: yes. assistant: yes."], Reference(folder)
-    engine = served.engine(speculative_tokens=4)
-    outcome = engine.run([served.prompt(parts)], GREEDY)[0]
-    assert outcome.tokens == library.tokens(library.inputs(parts))
-    assert engine.scheduler.counters.draft_tokens > 0
-
-
-@pytest.mark.soak
-def test_weights_in_int8_are_rounded_and_say_nearly_the_same(served: Served) -> None:
-    plain, engine = served.engine(), served.engine(weight_dtype="int8")
-    assert weights_of(engine.decoder, "int8").bits == 8
-    whole, rounded = _logits(plain.decoder, KIND), _logits(engine.decoder, KIND)
-    assert 0 < (whole - rounded).norm() / whole.norm() < 0.25
-
-
-@pytest.mark.soak
-def test_tokens_of_quantised_weights_are_the_library_s_on_the_weights_that_they_are(
-    folder: Path, tmp_path: Path
-) -> None:
-    """But for those of experts, which checkpoints of this kind have in one tensor."""
-    quantized, wide = quantize_checkpoint(folder, FORMATS["int-quantized"], tmp_path, TEXT, experts_too=False)
-    served, library = Served.of(quantized), Reference(wide)
-    engine = served.engine(step_tokens=80)
-    assert isinstance(engine.decoder, Decoder)
-    assert weights_of(engine.decoder, "compressed-tensors").bits == 8
-    outcome = engine.run([served.prompt(PROMPTS["one picture"])], GREEDY)[0]
-    assert outcome.tokens == library.tokens(library.inputs(PROMPTS["one picture"]))
-
-
-def test_logits_of_two_ranks_are_those_of_one(folder: Path, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has its heads' gates and sinks."""
-    monkeypatch.setattr(selection, "allows_panels", lambda: False)  # whose kernels take one thread's calls at a time
-    checkpoint, text = Checkpoint(folder), served.text()
-    assert text is not None
-
-    def logits(group: TensorGroup) -> Tensor:
-        return _logits(load_decoder(checkpoint, torch.float32, torch.device("cpu"), group, text=text), KIND)
-
-    expected = logits(ALONE)
-    for found in on_ranks(2, logits):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_latents_in_8_bits_are_refused(served: Served) -> None:
-    with pytest.raises(CheckpointError, match="not for layers that choose by an index what they see"):
-        check_int8_cache(served.engine().decoder)
+KIND = "hy_v4_vl"
 
 
 YARN = {
@@ -199,8 +89,8 @@ WRONG: dict[str, tuple[Any, str, Any]] = {
     "keys of an index that are not normed": (OrderedLayerNorm, "forward", lambda _, x: x),
 }
 ALIKE = (
-    *("no sinks where keys are made anew", "another layer's choice", "experts whose gates are not cut"),
-    "keys of an index that are not normed",
+    *("no sinks where keys are made anew", "no gates", "another layer's choice", "streams that are not normed"),
+    *("experts whose gates are not cut", "keys of an index that are not normed"),
 )
 """The trial tells these as it does the others."""
 

@@ -13,28 +13,27 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.checkpoint import Checkpoint, CheckpointError
-from common.library_classes import blank_of, config_of, layers_of_levels, state_tokens
+from common.library_classes import config_of, layers_of_levels
 from common.library_models import describe
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.models.decoder import Decoder
 from llm_service.models.known_text import known_text
 from llm_service.models.loader import load_decoder
-from llm_service.models.trial_chunks import logits_in_chunks
 from llm_service.worker.draft_loader import load_eagle_head
 from llm_service.worker.weights import describe as weights_of
 from tests.adapters import ATTENTION
 from tests.eagle_checkpoint import eagle_head
+from tests.parity.cases import drawn_logits
+from tests.parity.graphed import PEOPLE, graphed
 from tests.parity.library_side import GREEDY, Served, foreseen
 from tests.parity.local_engine import Prompt
-from tests.parity.test_library_ranks import on_ranks
-from tests.parity.test_llm_graphs import PEOPLE, graphed
+from tests.parity.thread_ranks import on_ranks
 from tests.peft_reference import PeftReference
 from tests.quantized import FORMATS, quantize_checkpoint
-from tools.models.drawn_prompts import drawn_prompt
 from tools.models.prompts import PROMPTS
 from tools.models.reference import TOKENS, Reference
-from tools.models.tiny import config_of_recipe, make
+from tools.models.tiny import make
 
 CPU = torch.device("cpu")
 FEED_FORWARD = ("gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3", "fc1", "fc2")
@@ -157,19 +156,9 @@ def test_quantised_weights_of_texts_that_stack_otherwise_are_as_well(kind: str, 
 def test_weights_in_int8_are_rounded_and_say_nearly_the_same(served: Served, prompts: list[Prompt]) -> None:
     plain, engine = served.engine(), served.engine(weight_dtype="int8")
     assert weights_of(engine.decoder, "int8").bits == 8
-    whole, rounded = _logits(plain.decoder), _logits(engine.decoder)
+    whole, rounded = drawn_logits(plain.decoder), drawn_logits(engine.decoder)
     assert 0 < (whole - rounded).norm() / whole.norm() < 0.06
     assert all(outcome.ended for outcome in engine.run(prompts, GREEDY))
-
-
-def _logits(decoder: Decoder, kind: str = "internvl") -> Tensor:
-    """Of a prompt with rows in it, in two chunks."""
-    config = config_of_recipe(kind)
-    state_tokens(config)
-    prompt = drawn_prompt(blank_of(config))
-    positions, end = torch.arange(len(prompt.ids)).expand(3, -1), len(prompt.ids)
-    with torch.inference_mode():
-        return logits_in_chunks(decoder, prompt, positions, [(0, 20), (20, end)], prompt.runs)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +174,7 @@ def test_logits_of_two_ranks_are_those_of_one(kind: str, tmp_path: Path, monkeyp
 
     def logits(group: TensorGroup) -> tuple[Tensor, int]:
         decoder = load_decoder(checkpoint, torch.float32, CPU, group, text=text)
-        return _logits(decoder, kind), weights_of(decoder, "").bytes
+        return drawn_logits(decoder, kind), weights_of(decoder, "").bytes
 
     expected, all_weights = logits(ALONE)
     for found, weights in on_ranks(2, logits):
@@ -237,11 +226,9 @@ def test_drafts_change_no_token(served: Served, prompts: list[Prompt], said: lis
     assert engine.scheduler.counters.draft_tokens > 0
 
 
-@pytest.mark.parametrize("kind", ["lfm2_vl", pytest.param("glm5_next", marks=pytest.mark.soak)])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
-def test_drafts_change_no_token_where_layers_keep_states(kind: str, tmp_path: Path) -> None:
-    """Of each three drafts the last is wrong, and what layers kept of it is not gone on from, nor is its pool seen."""
-    served, library = Served.of(make(kind, tmp_path)), Reference(tmp_path)
+def test_drafts_change_no_token_where_layers_keep_states(tmp_path: Path) -> None:
+    """Of each three drafts the last is wrong, and what layers kept of it is not gone on from."""
+    served, library = Served.of(make("lfm2_vl", tmp_path)), Reference(tmp_path)
     parts = PROMPTS["one picture"]
     prompt, expected = served.prompt(parts), library.tokens(library.inputs(parts))
     engine = served.engine(speculative_tokens=3, draft=foreseen(prompt, expected))

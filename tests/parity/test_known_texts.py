@@ -76,6 +76,7 @@ KINDS = (
     pytest.param("mistral_large4", marks=pytest.mark.soak),  # latents, and what an index chose, of an earlier layer
     pytest.param("minimax_m3_vl", marks=pytest.mark.soak),  # an index that chooses blocks, heads for themselves
     pytest.param("glm5_next", marks=pytest.mark.soak),  # Kimi Delta Attention, pools that layers choose together
+    pytest.param("hy_v4_vl", marks=pytest.mark.soak),  # sinks and gates of latent attention, several streams
     pytest.param("exaone4_5", marks=pytest.mark.soak),  # norms behind parts alone
     pytest.param("deepseek_ocr2", marks=pytest.mark.soak),  # experts that count by their probabilities
     pytest.param("aria", marks=pytest.mark.soak),  # matrices of experts the other way round, none apart

@@ -23,8 +23,8 @@ from llm_service.worker.caches import Caches
 from llm_service.worker.capture_trial import what_waits
 from llm_service.worker.capture_watch import WaitWatch
 from llm_service.worker.graphs import GraphKind, decode_sizes
+from tests.parity.graphed import PEOPLE, graphed
 from tests.parity.library_side import GREEDY, Served
-from tests.parity.test_llm_graphs import PEOPLE, graphed
 from tests.plain_attention import PlainTables
 from tests.quantized import FORMATS, quantize_checkpoint
 from tools.models.prompts import PROMPTS

@@ -1,5 +1,5 @@
-"""Mistral Large 4's text by our decoder: latents and choices that layers share, and learned positions, with all that is
-for models of ours."""
+"""Mistral Large 4's text by our decoder: latents and choices that layers share, and learned positions. All that is
+for models of ours is in test_indexed_texts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from common.library_classes import class_of, config_of, speaking
 from common.library_models import text_of
 from common.small_models import made_up
 from llm_service.families.family import SpanRule
-from llm_service.layers.cpu import selection
 from llm_service.layers.experts import GroupedRouter
-from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.layers.group import ALONE
 from llm_service.layers.indexed_latents import IndexedLatentAttention
 from llm_service.layers.learned_positions import LearnedGrowth, LearnedRotary
 from llm_service.layers.token_index import TokenIndexer
@@ -30,126 +29,33 @@ from llm_service.models.decoder import Decoder
 from llm_service.models.filling import fill_plain
 from llm_service.models.library_names import named_tensors
 from llm_service.models.library_text import text_alone
-from llm_service.models.loader import load_decoder
 from llm_service.models.trial import try_ours_of
 from llm_service.models.trial_chunks import logits_in_chunks
 from llm_service.models.trial_prompts import TrialPrompt
-from llm_service.worker.load import check_int8_cache
-from llm_service.worker.weights import describe as weights_of
-from tests.parity.library_side import GREEDY, Served, foreseen
-from tests.parity.test_known_text_options import _logits
-from tests.parity.test_library_ranks import on_ranks
-from tests.parity.test_llm_graphs import graphed
-from tests.quantized import FORMATS, quantize_checkpoint
+from tests.parity.library_side import GREEDY, Served
 from tools.models.drawn_prompts import drawn_prompt
 from tools.models.prompts import PROMPTS
-from tools.models.reference import TOKENS, Reference
+from tools.models.reference import Reference
 from tools.models.tiny import config_of_recipe, make
 
-KIND, TEXT = "mistral_large4", "layers."
-ASKED = [PROMPTS["text"], PROMPTS["one picture"]]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(KIND, tmp_path_factory.mktemp("mistral"))
-
-
-@pytest.fixture(scope="module")
-def served(folder: Path) -> Served:
-    return Served.of(folder)
-
-
-@pytest.fixture(scope="module")
-def said(folder: Path) -> list[list[int]]:
-    """What the library says."""
-    library = Reference(folder)
-    return [library.tokens(library.inputs(parts)) for parts in ASKED]
-
-
-def test_tokens_are_the_library_s_in_short_steps_and_beside_others(served: Served, said: list[list[int]]) -> None:
-    engine = served.engine(step_tokens=16, prefix_cache=True)
-    assert isinstance(engine.decoder, Decoder)
-    for _ in range(2):
-        assert [outcome.tokens for outcome in engine.run(list(map(served.prompt, ASKED)), GREEDY)] == said
-
-
-@pytest.mark.parametrize("attention", ["", pytest.param("triton", marks=pytest.mark.soak)])
-def test_steps_with_a_token_of_each_sequence_have_graphs(
-    folder: Path, served: Served, said: list[list[int]], attention: str
-) -> None:
-    engine, _ = graphed(folder, attention, library=served.found, text=served.text())
-    assert [outcome.tokens for outcome in engine.run(list(map(served.prompt, ASKED)), GREEDY)] == said
-    assert engine.runner.graphs is not None
-    assert engine.runner.graphs.replays >= TOKENS - 1
-
-
-def test_drafts_change_no_token(served: Served, said: list[list[int]]) -> None:
-    """Of each three drafts the last is wrong."""
-    for parts, expected in zip(ASKED, said, strict=True):
-        prompt = served.prompt(parts)
-        engine = served.engine(speculative_tokens=3, draft=foreseen(prompt, expected))
-        assert engine.run([prompt], GREEDY)[0].tokens == expected
-        assert 0 < engine.scheduler.counters.accepted_draft_tokens < engine.scheduler.counters.draft_tokens
+KIND = "mistral_large4"
 
 
 @pytest.mark.soak
-def test_weights_in_int8_are_rounded_and_say_nearly_the_same(served: Served) -> None:
-    """What the index multiplies with is not; what it chooses, for several layers, changes with its inputs all the
-    same."""
-    plain, engine = served.engine(), served.engine(weight_dtype="int8")
-    assert weights_of(engine.decoder, "int8").bits == 8
-    whole, rounded = _logits(plain.decoder, KIND), _logits(engine.decoder, KIND)
-    assert 0 < (whole - rounded).norm() / whole.norm() < 0.25
-
-
-@pytest.mark.parametrize(
-    "form", [pytest.param(form, marks=pytest.mark.soak) for form in ("int-quantized", "fp8 in ragged blocks")]
-)
-def test_tokens_of_quantised_weights_are_the_library_s_on_the_weights_that_they_are(
-    folder: Path, form: str, tmp_path: Path
-) -> None:
-    """Experts, and what is made of latents, among them."""
-    quantized, wide = quantize_checkpoint(folder, FORMATS[form], tmp_path, TEXT)
-    served, library = Served.of(quantized), Reference(wide)
-    engine = served.engine(step_tokens=80)
-    assert isinstance(engine.decoder, Decoder)
-    assert weights_of(engine.decoder, "compressed-tensors").bits == 8
-    outcome = engine.run([served.prompt(PROMPTS["one picture"])], GREEDY)[0]
-    assert outcome.tokens == library.tokens(library.inputs(PROMPTS["one picture"]))
-
-
-def test_logits_of_two_ranks_are_those_of_one(folder: Path, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "allows_panels", lambda: False)  # whose kernels take one thread's calls at a time
-    checkpoint, text = Checkpoint(folder), served.text()
-    assert text is not None
-
-    def logits(group: TensorGroup) -> Tensor:
-        return _logits(load_decoder(checkpoint, torch.float32, torch.device("cpu"), group, text=text), KIND)
-
-    expected = logits(ALONE)
-    for found in on_ranks(2, logits):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_weights_are_found_by_the_library_s_own_names_and_where_experts_are_stacked(
-    folder: Path, served: Served, said: list[list[int]], tmp_path: Path
-) -> None:
+def test_weights_are_found_by_the_library_s_own_names_and_where_experts_are_stacked(tmp_path: Path) -> None:
     """Checkpoints are published, and saved, with other names, and each expert's matrices apart."""
+    folder = make(KIND, tmp_path / "published")
     assert any(".experts.0.w1." in name for name in Checkpoint(folder).tensors)
     model = class_of(config_of(folder)).from_pretrained(folder, dtype=torch.float32)
     shutil.copytree(folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     tensors = {name: each.clone() for name, each in model.state_dict().items()}
     assert any(name.endswith(".mlp.experts.gate_up_proj") for name in tensors)
     save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
-    engine = Served.of(tmp_path / "model").engine()
+    served, library = Served.of(tmp_path / "model"), Reference(folder)
+    engine = served.engine()
     assert isinstance(engine.decoder, Decoder)
-    assert [outcome.tokens for outcome in engine.run(list(map(served.prompt, ASKED)), GREEDY)] == said
-
-
-def test_latents_in_8_bits_are_refused(served: Served) -> None:
-    with pytest.raises(CheckpointError, match="not for layers that choose by an index what they see"):
-        check_int8_cache(served.engine().decoder)
+    outcome = engine.run([served.prompt(PROMPTS["one picture"])], GREEDY)[0]
+    assert outcome.tokens == library.tokens(library.inputs(PROMPTS["one picture"]))
 
 
 ALL_OWN: Mapping[str, Any] = {"kv_source_layers": [*range(6)], "indexer_types": ["full"] * 6}
@@ -267,7 +173,8 @@ WRONG: dict[str, tuple[Any, str, Any]] = {
     "the index is rotated everywhere": (TokenIndexer, "ask", _all_rotated),
 }
 ALIKE = (
-    *("those of the index do not", "pairs turn as stated", "experts scored by sigmoids"),
+    *("queries do not grow", "those of the index do not", "pairs turn as stated"),
+    *("another layer's choice", "experts scored by sigmoids"),
     *("the input of the index is not normed", "the index is rotated everywhere"),
 )
 """The trial tells these as it does the others."""

@@ -18,8 +18,8 @@ from llm_service.request import SamplingParams
 from llm_service.worker.draft_loader import load_mtp_layer
 from tests import reference
 from tests.mtp_checkpoint import with_mtp_layer
+from tests.parity.cases import PARTS
 from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
-from tests.parity.test_engine_parity import PARTS
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0)
 

@@ -24,11 +24,11 @@ from llm_service.models.library_text import text_alone
 from llm_service.models.loader import load_decoder
 from llm_service.models.trial import try_ours_of
 from llm_service.models.trial_chunks import logits_in_chunks
+from tests.parity.cases import RoundingCache
+from tests.parity.graphed import graphed
 from tests.parity.library_side import GREEDY, Served
 from tests.parity.local_engine import misled_drafts
-from tests.parity.test_int8_cache import RoundingCache
-from tests.parity.test_library_ranks import on_ranks
-from tests.parity.test_llm_graphs import graphed
+from tests.parity.thread_ranks import on_ranks
 from tests.reference import CACHE
 from tools.models.drawn_prompts import drawn_prompt
 from tools.models.prompts import PROMPTS

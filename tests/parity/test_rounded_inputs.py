@@ -29,8 +29,8 @@ from llm_service.worker.weights import describe
 from tests import reference
 from tests.checkpoints import Family
 from tests.eagle_checkpoint import eagle_head
+from tests.parity.cases import prompt_logits
 from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
-from tests.parity.test_bfloat16 import logits
 from tests.quantized import FORMATS, quantize_checkpoint
 from tools.models.w8a8 import W8A8, to_w8a8
 
@@ -79,7 +79,7 @@ def test_inputs_are_rounded_by_stored_scales_as_the_library_rounds_them(stored: 
     forms = [module.laid_out for module in decoder.layers.modules() if isinstance(module, PackedLinear)]
     assert all(isinstance(form, QuadPanels) and form.step for form in forms)
     assert describe(decoder, "compressed-tensors").inputs == "int8"
-    apart = (logits(decoder, prompt) - expected).norm(dim=1) / (unrounded - expected).norm(dim=1)
+    apart = (prompt_logits(decoder, prompt) - expected).norm(dim=1) / (unrounded - expected).norm(dim=1)
     assert apart[:2].max() < 1e-3
     assert apart.median() < 0.5
 
@@ -121,7 +121,7 @@ def test_inputs_are_rounded_as_the_library_rounds_them(folders: tuple[Path, Path
     quantized, wide = folders
     prompt = prompts_of(quantized)[0]
     unrounded, expected = (reference.reference_logits(folder, prompt.inputs) for folder in (wide, quantized))
-    ours = logits(load_decoder(Checkpoint(quantized), torch.float32, CPU), prompt)
+    ours = prompt_logits(load_decoder(Checkpoint(quantized), torch.float32, CPU), prompt)
     apart = (ours - expected).norm(dim=1) / (unrounded - expected).norm(dim=1)
     assert apart[:2].max() < 1e-3
     assert apart.median() < 0.5
@@ -199,5 +199,5 @@ def test_a_checkpoint_that_benchmarks_round_is_such_a_one(checkpoint: Path, tmp_
     assert all(isinstance(form, QuadPanels) for form in forms)
     prompt = prompts_of(folder)[0]
     wide, expected = (reference.reference_logits(each, prompt.inputs) for each in (checkpoint, folder))
-    ours = logits(decoder, prompt)
+    ours = prompt_logits(decoder, prompt)
     assert (ours - expected)[0].norm() < 1e-3 * (wide - expected)[0].norm()

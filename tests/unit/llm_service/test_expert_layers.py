@@ -19,7 +19,7 @@ from llm_service.model_config.text import TextConfig
 from llm_service.models.filling import InMemory, targets
 from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
 from tests.layer_cases import HIDDEN, SIZES, config, drawn, noise, read
-from tests.parity.test_library_ranks import on_ranks
+from tests.parity.thread_ranks import on_ranks
 
 from transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe import (  # isort: skip
     Ernie4_5_VLMoeMoeBlock,

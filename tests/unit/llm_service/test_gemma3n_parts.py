@@ -24,7 +24,7 @@ from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.library_names import named_tensors
 from llm_service.models.library_text import text_alone
 from llm_service.models.trial import try_ours_of, with_media
-from tests.parity.test_library_ranks import on_ranks
+from tests.parity.thread_ranks import on_ranks
 from tools.models.drawn_prompts import drawn_prompt
 from tools.models.tiny import config_of_recipe
 
