@@ -37,7 +37,16 @@ def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     multiply_by(request.param, monkeypatch)
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe"])
+FAMILIES = (
+    "qwen3_vl",
+    "qwen3_5",
+    pytest.param("qwen2_vl", marks=pytest.mark.soak),
+    pytest.param("qwen3_vl_moe", marks=pytest.mark.soak),
+)
+EIGHT_BITS = "int8", "float-quantized, a scale an output"
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param), dtype=torch.bfloat16)
 
@@ -99,7 +108,21 @@ def test_adapters_in_float32_are_rounded_as_the_base_is(directory: Path, prompts
     assert long.tokens != none.tokens
 
 
-@pytest.mark.parametrize("form", ["int8", "float-quantized, a scale an output"])
+@pytest.mark.parametrize(
+    ("directory", "form"),
+    [
+        ("qwen3_vl", EIGHT_BITS[0]),
+        ("qwen3_5", EIGHT_BITS[1]),
+        pytest.param("qwen3_vl", EIGHT_BITS[1], marks=pytest.mark.soak),
+        pytest.param("qwen3_5", EIGHT_BITS[0], marks=pytest.mark.soak),
+        *(
+            pytest.param(family, form, marks=pytest.mark.soak)
+            for family in ("qwen2_vl", "qwen3_vl_moe")
+            for form in EIGHT_BITS
+        ),
+    ],
+    indirect=["directory"],
+)
 def test_weights_of_8_bits_are_multiplied_in_pairs_and_company_changes_no_token(
     directory: Path, prompts: list[Prompt], tmp_path: Path, form: str
 ) -> None:

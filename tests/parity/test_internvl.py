@@ -90,7 +90,9 @@ class Ours:
         return Prompt(self.builder.layout(pieces, headers), rows, {})
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module", params=[each if each != "llama" else pytest.param(each, marks=pytest.mark.soak) for each in KINDS]
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     layout = "hub" if request.param == "qwen3" else "saved"
     return make_internvl(tmp_path_factory.mktemp(request.param), request.param, layout=layout)

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from common.checkpoint import Checkpoint
 from llm_service.engine.sequence import Sequence
@@ -20,31 +19,13 @@ from llm_service.models.loader import load_decoder
 from llm_service.request import SamplingParams
 from llm_service.worker.caches import Caches
 from tests import reference
-from tests.checkpoints import FAMILIES, Family, make_checkpoint
-from tests.parity.local_engine import LocalEngine, Part, Prompt, make_prompt
+from tests.checkpoints import Family, make_checkpoint
+from tests.parity.cases import PROMPTS, coarse_picture
+from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
 BRIEF = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 """Of what depends on how a prompt is computed: more than a block holds."""
-
-
-def _picture(seed: int, width: int, height: int) -> Image.Image:
-    rng = np.random.default_rng(seed)
-    coarse = rng.integers(0, 256, (6, 8, 3), dtype=np.uint8)
-    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
-
-
-def _video(seed: int, frames: int) -> reference.Video:
-    return reference.Video(np.stack([np.asarray(_picture(seed + n, 96, 64)) for n in range(frames)]), fps=4.0)
-
-
-PROMPTS: dict[str, list[Part]] = {
-    "text": ["Tell me about two red circles."],
-    "one image": [_picture(1, 120, 90), "What is in the picture?"],
-    "three images": [_picture(2, 64, 64), _picture(3, 200, 100), _picture(4, 90, 150), "Which one is red?"],
-    "image, text, image": [_picture(5, 100, 100), "is left of", _picture(6, 70, 140), "and why?"],
-    "video": ["Look: ", _video(7, 12), "What happens?"],
-}
 
 
 KINDS = [
@@ -112,7 +93,7 @@ def test_greedy_tokens_equal_the_references_whatever_the_chunks_and_the_company(
 
 def test_two_pictures_give_different_answers(directory: Path) -> None:
     engine = LocalEngine(directory)
-    prompts = [make_prompt(directory, [_picture(seed, 120, 90), "What is it?"]) for seed in (11, 12)]
+    prompts = [make_prompt(directory, [coarse_picture(seed, 120, 90), "What is it?"]) for seed in (11, 12)]
     first, second = engine.run(prompts, BRIEF)
     assert first.tokens != second.tokens
 
@@ -168,7 +149,7 @@ def test_a_hit_at_each_possible_place_changes_no_token(
     family: Family, overlap: bool, checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = checkpoints(family)
-    prompt = make_prompt(folder, ["Look at this. " * 12, _picture(31, 520, 420), "What is it? " * 12])
+    prompt = make_prompt(folder, ["Look at this. " * 12, coarse_picture(31, 520, 420), "What is it? " * 12])
     count, span = len(prompt.layout.ids), prompt.layout.spans[0]
     places = [*range(64, count, 64)]
     assert any(span.start < place < span.end for place in places), "one of them is within the picture"
@@ -191,7 +172,7 @@ def test_sharing_follows_text_picture_and_tenant(directory: Path) -> None:
     engine = LocalEngine(directory, prefix_cache=True, block_size=4)
     if engine.runner.caches.state_slots:
         pytest.skip("the prompts are shorter than what lies between two snapshots")
-    image, other = _picture(21, 120, 90), _picture(22, 120, 90)
+    image, other = coarse_picture(21, 120, 90), coarse_picture(22, 120, 90)
     question = "What is in the picture, and where?"
     base = make_prompt(directory, [image, question])
     swapped = make_prompt(directory, [other, question])
@@ -219,7 +200,13 @@ def test_logits_are_the_references(directory: Path, prompts: dict[str, Prompt]) 
 
 @pytest.mark.parametrize(
     "family",
-    [*FAMILIES, "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", pytest.param("qwen4_exp", marks=pytest.mark.soak)],
+    [
+        *("qwen2_vl", "qwen3_vl", "qwen3_5_moe"),
+        *(
+            pytest.param(each, marks=pytest.mark.soak)
+            for each in ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen4_exp")
+        ),
+    ],
 )
 def test_both_layouts_and_shards_hold_the_same_model(family: Family, checkpoints: Callable[..., Path]) -> None:
     answers = []

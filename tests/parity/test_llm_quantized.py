@@ -50,6 +50,15 @@ REST: list[tuple[Family, str]] = [
     *(("qwen3_vl", form) for form in ALIKE),
 ]
 """Of formats and families that are crossed above, these pairs as well."""
+ANSWERED: list[tuple[Family, str]] = [
+    ("qwen3_vl", "int-quantized, with zeros"),
+    ("qwen3_vl", "pack-quantized, a scale an output"),
+    ("qwen3_vl", "modelopt mixed"),
+    ("qwen2_5_vl", "gptq in order of importance"),
+    ("qwen3_vl_moe", "fp8 in blocks"),
+    ("qwen3_5", "awq"),
+]
+"""A pair of each family, and of each number that kernels widen: that weights are the right ones is tested of all."""
 
 
 @pytest.fixture(
@@ -65,6 +74,14 @@ def folders(
     return quantize_checkpoint(checkpoints(family), FORMATS[form], tmp_path_factory.mktemp("quantised"))
 
 
+@pytest.mark.parametrize(
+    "folders",
+    [
+        pytest.param(kind, id=" ".join(kind), marks=() if kind in ANSWERED else pytest.mark.soak)
+        for kind in (*KINDS, *REST)
+    ],
+    indirect=True,
+)
 def test_greedy_tokens_are_the_references(folders: tuple[Path, Path]) -> None:
     quantized, wide = folders
     picture = Image.fromarray(np.random.default_rng(1).integers(0, 256, (90, 120, 3), dtype=np.uint8))

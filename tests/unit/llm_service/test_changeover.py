@@ -148,6 +148,7 @@ def test_what_cannot_be_compiled_is_told_with_its_cause(monkeypatch: pytest.Monk
     assert said == ["ModuleNotFoundError: No module named 'llm_service.layers.cpu.nowhere'"]
 
 
+@pytest.mark.soak  # three processes import all
 def test_several_processes_compile_each_kernel_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     names = [f"llm_service.layers.cpu.row_kernels:{each}" for each in ("rms_norm_few", "silu_and_mul_few")]
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))

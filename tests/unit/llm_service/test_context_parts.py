@@ -20,9 +20,15 @@ from tests.attention_cases import CPU, Case, shape_of
 from tests.plain_attention import paged_attention
 
 
-@pytest.mark.parametrize("answered", [0, 12, 150, 290])
-@pytest.mark.parametrize("parts", [2, 5])
-@pytest.mark.parametrize("counts", [(1, 1, 1), (20, 1, 30)])
+@pytest.mark.parametrize(
+    ("answered", "parts", "counts"),
+    [
+        pytest.param(answered, parts, counts, marks=() if (first + second + third) % 2 == 0 else pytest.mark.soak)
+        for first, answered in enumerate((0, 12, 150, 290))
+        for second, parts in enumerate((2, 5))
+        for third, counts in enumerate(((1, 1, 1), (20, 1, 30)))
+    ],
+)
 def test_parts_of_a_context_before_a_window_count_for_nothing(
     counts: tuple[int, ...], parts: int, answered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

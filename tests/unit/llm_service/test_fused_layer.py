@@ -54,10 +54,11 @@ each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 
 FORMS = ("tiles", "pairs", "quads", "float32", "bfloat16", "float16", "int8")
 """By tiles and by vectors; float32 as numbers are stored."""
-ALIKE = "bfloat16"
-"""Kernels for it are compiled from what those for float16 are, but for how a number is widened (`test_panels`)."""
+ALIKE = "quads", "bfloat16", "float16", "int8"
+"""Kernels for these, which take seconds to compile, are what those for the others are, but for a panel's products
+(`test_panels`, `test_quad_panels`)."""
 each_form = pytest.mark.parametrize(
-    "form", [pytest.param(each, marks=pytest.mark.soak if each == ALIKE else ()) for each in FORMS]
+    "form", [pytest.param(each, marks=pytest.mark.soak if each in ALIKE else ()) for each in FORMS]
 )
 
 
