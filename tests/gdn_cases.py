@@ -107,7 +107,7 @@ def check(backend: StateBackend, case: StateCase, counts: Sequence[int]) -> None
     cache = case.states(slots)
     begins = [sum(counts[:index]) for index in range(len(counts))]
     places = [(5 * index + 2) % slots for index in range(len(counts))] if slots % 5 else list(range(1, slots - 1))
-    states = {}
+    states: dict[int, Any] = {}
     for fresh in (True, False):
         segments = [
             Segment(begin, begin + count, slot, fresh)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,7 +116,8 @@ class Case:
         gate = object.__new__(theirs.Glm5NextTextForgetGate)
         torch.nn.Module.__init__(gate)
         gate.head_dim, gate.num_heads = self.shape.head_dim, self.shape.heads
-        gate.f_a_proj = gate.f_b_proj = torch.nn.Identity()
+        passed: Any = torch.nn.Identity()
+        gate.f_a_proj = gate.f_b_proj = passed
         gate.dt_bias = torch.nn.Parameter(self.weights.dt_bias)
         gate.A_log = torch.nn.Parameter(self.weights.a_log)
         gate.safe_gate_lower_bound = self.weights.least

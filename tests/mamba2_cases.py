@@ -77,11 +77,10 @@ def check(backend: Mamba2Backend, case: Case, counts: Sequence[int]) -> None:
         ]
         out = backend.batch(segments).run(case.given, case.weights, cache)
         for segment in segments:
-            expected, before[segment.slot] = of_a_prompt(
-                case, case.part(segment.begin, segment.end), before[segment.slot]
-            )
+            expected, after = of_a_prompt(case, case.part(segment.begin, segment.end), before[segment.slot])
+            before[segment.slot] = after
             _compare(out[segment.begin : segment.end], expected, near)
-            _compare(cache.tensors[1][segment.slot], before[segment.slot][1].transpose(1, 2), near)
+            _compare(cache.tensors[1][segment.slot], after[1].transpose(1, 2), near)
     steps = [Segment(at, at + 1, slot, fresh=False, answers=1) for at, slot in enumerate(places)]
     tokens = case.part(0, len(steps))
     out = backend.batch(steps).run(tokens, case.weights, cache)
