@@ -455,6 +455,7 @@ def test_nothing_breaks_and_no_cut_matters(bits: list[str], cuts: list[int], for
 LONG = 'print("</tool_call> it\'s }")\n' * 2000
 AT_LENGTH = {
     ToolFormat.GLM: f"<tool_call>write<arg_key>text</arg_key><arg_value>{LONG}</arg_value></tool_call>",
+    ToolFormat.XML: f"<tool_call><function=write><parameter=text>{LONG}\n</parameter></function></tool_call>",
     ToolFormat.MISTRAL: f"[TOOL_CALLS]write[ARGS]{json.dumps({'text': LONG})}",
     ToolFormat.KIMI: f"{SECTION[0]}{kimi('functions.write:0', json.dumps({'text': LONG}))}{SECTION[1]}",
     ToolFormat.GEMMA: f'<|tool_call>call:write{{text:<|"|>{LONG}<|"|>}}<tool_call|>',
