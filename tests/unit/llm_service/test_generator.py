@@ -91,7 +91,7 @@ class Prompts:
         self.tokenizer = tokenizer
         self.at_once: list[bool] = []
         self.texts = SimpleNamespace(bytes_of=lambda _: b"x")
-        self.template = SimpleNamespace(reasoning_marks=THINK)
+        self.template = SimpleNamespace(reasoning_marks=THINK, tool_format=None)
 
     def ends_in_thinking(self, _: Sequence[int]) -> bool:
         return False
