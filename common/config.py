@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import json
 import os
 import re
 import sys
@@ -60,6 +61,14 @@ def boolean(text: str) -> bool:
 def words(text: str) -> tuple[str, ...]:
     """Reads a comma-separated list; empty items are dropped."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Reads a JSON object."""
+    try:
+        return dict(json.loads(text).items())
+    except (ValueError, RecursionError, AttributeError):
+        raise ValueError("expected a JSON object") from None
 
 
 def is_port(text: str) -> bool:

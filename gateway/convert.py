@@ -243,6 +243,8 @@ def chat_input(
         chat.reasoning_effort = template.reasoning_effort or ""
         if template.thinks is not None:
             chat.thinking = template.thinks
+        if template.model_extra:
+            chat.template_variables = _json(template.model_extra)
     return chat
 
 

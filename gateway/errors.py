@@ -160,6 +160,7 @@ _OURS = {
     "tokens.ids": "prompt",
     "ids": "tokens",
     "chat.thinking": "chat_template_kwargs.enable_thinking",
+    "chat.template_variables": "chat_template_kwargs",
 }
 _TOOL = re.compile(r"chat\.(tools\[\d+\])\.(\w+)")
 _CHAT = re.compile(r"chat\.messages\[(\d+)\](?:\.parts\[(\d+)\])?(?:\.(role)\b)?.*")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from common.config import is_port, option, size, words
+from common.config import is_port, json_object, option, size, words
 from common.devices import check_device, cuda_memory, default_device
 from common.grpc_channel import ChannelSecurity
 from common.grpc_server import LISTEN, ServerConfig
@@ -43,6 +44,11 @@ class LlmConfig(ServerConfig):
     model: str = option("", "checkpoint folder, or a name on the Hugging Face hub", required=True)
     served_model_name: str = option("", "name that requests may ask for; by default the folder's, or that on the hub")
     chat_template: str = option("", "file with a chat template (Jinja), in place of the checkpoint's own")
+    default_chat_template_kwargs: Mapping[str, Any] | None = option(
+        None,
+        "variables of the chat template where requests do not say, as a JSON object",
+        parse=json_object,
+    )
     encoders: tuple[str, ...] = option(
         (), "encoders: host:port, dns:///name:port or file:///path, comma-separated", parse=words
     )

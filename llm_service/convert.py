@@ -242,7 +242,7 @@ class RequestReader:
         )
         said = (text for m in chat.messages for call in m.tool_calls for text in (call.id, call.name, call.arguments))
         known = (text for tool in chat.tools for text in (tool.name, tool.description, tool.parameters))
-        self._check_text((*texts, *said, *known), "chat.messages")
+        self._check_text((*texts, *said, *known, chat.template_variables), "chat.messages")
         depth = self._config.max_schema_depth
         tools = [read_tool(tool, depth, f"chat.tools[{number}]") for number, tool in enumerate(chat.tools)]
         messages = []
@@ -272,6 +272,7 @@ class RequestReader:
             effort,
             continues=chat.continue_final_message,
             calls_or_form=chat.calls_or_form,
+            variables=_variables(chat.template_variables, depth),
         )
 
     def _media_list(self, given: Sequence[media_pb2.Media], field: str) -> list[MediaItem]:
@@ -466,6 +467,14 @@ def _effort(given: str, *, thinking: bool | None) -> str:
     return given
 
 
+def _variables(text: str, max_depth: int) -> dict[str, Any]:
+    value = _read_json(text, max_depth) if text else {}
+    if value is None:
+        why = "this is no JSON object, or nested too deeply"
+        raise InvalidInput(why, reason="BAD_VARIABLE", field="chat.template_variables")
+    return value
+
+
 def read_tool(message: llm_pb2.ToolDefinition, max_depth: int, field: str) -> ToolDefinition:
     """A function; what it says nests no deeper than `max_depth`. Raises InvalidInput."""
     _check_name(message.name, field)
@@ -485,13 +494,18 @@ def _check_name(name: str, field: str) -> None:
 
 
 def _parsed(text: str, max_depth: int, field: str) -> dict[str, Any]:
+    value = _read_json(text, max_depth)
+    if value is None:
+        raise InvalidInput("this is no JSON object, or nested too deeply", reason="BAD_TOOL", field=field)
+    return value
+
+
+def _read_json(text: str, max_depth: int) -> dict[str, Any] | None:
     try:
         value = msgspec.json.decode(text)  # unlike the library's, it takes no NaN and no half of a pair of surrogates
     except (msgspec.DecodeError, RecursionError):
-        value = None
-    if not isinstance(value, dict) or not _is_flat(value, max_depth):
-        raise InvalidInput("this is no JSON object, or nested too deeply", reason="BAD_TOOL", field=field)
-    return value
+        return None
+    return value if isinstance(value, dict) and _is_flat(value, max_depth) else None
 
 
 def _is_flat(value: Any, depth: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -56,7 +57,7 @@ class ChatPrompt:
     """Messages, to be laid out by the chat template, and the functions that the model may call; `thinking` None, and no
     `reasoning_effort`: as the template has it. `continues`: the answer goes on behind the last message's text.
     `opening` is what the answer is begun with, special tokens in it by name. `calls_or_form`: an answer that must have
-    a form may be calls in its place."""
+    a form may be calls in its place. `variables` are more that the template asks for, by name."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolDefinition, ...] = ()
@@ -65,6 +66,7 @@ class ChatPrompt:
     continues: bool = False
     opening: str = ""
     calls_or_form: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,13 +101,14 @@ class _Model:
 
 def _prompts(config: LlmConfig, checkpoint: Checkpoint, served: ServedModel) -> PromptBuilder:
     """Raises CheckpointError where there is no template, or not the one that was named."""
+    variables = config.default_chat_template_kwargs
     if not config.chat_template:
-        return PromptBuilder(checkpoint, served)
+        return PromptBuilder(checkpoint, served, template_variables=variables)
     try:
         template = Path(config.chat_template).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"--chat-template cannot be read: {error}") from error
-    return PromptBuilder(checkpoint, served, chat_template=template)
+    return PromptBuilder(checkpoint, served, chat_template=template, template_variables=variables)
 
 
 async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:

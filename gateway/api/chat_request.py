@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from gateway.api.fields import (
     VLLM_DEFAULTS,
@@ -250,7 +250,10 @@ ToolChoice = Annotated[
 
 
 class TemplateSettings(Model):
-    """vLLM's `chat_template_kwargs`. Templates call one thing `enable_thinking` or `thinking`."""
+    """vLLM's `chat_template_kwargs`. Templates call one thing `enable_thinking` or `thinking`; what else there is, a
+    template says."""
+
+    model_config = ConfigDict(extra="allow")
 
     enable_thinking: bool | None = None
     thinking: bool | None = None

@@ -534,7 +534,8 @@ def _is_short(prompt: Prompt) -> bool:
         case PiecesPrompt():
             return False
         case ChatPrompt(messages, tools):
-            if tools or len(messages) > _FEW_MESSAGES or any(message.tool_calls for message in messages):
+            few = len(messages) <= _FEW_MESSAGES and not any(message.tool_calls for message in messages)
+            if tools or prompt.variables or not few:
                 return False
             parts = [part for message in messages for part in (*message.parts, message.reasoning)]
             return sum(len(part) for part in parts if isinstance(part, str)) <= _SHORT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,15 +49,21 @@ _WORDS = {Modality.IMAGE: "a picture", Modality.VIDEO: "a video", Modality.AUDIO
 
 
 class PromptBuilder:
-    """Knows one checkpoint's tokenizer, template (or the `chat_template` in its place) and media layout. Its methods
-    compute: not for the event loop.
+    """Knows one checkpoint's tokenizer, template (or the `chat_template` in its place, and `template_variables` where
+    requests do not say) and media layout. Its methods compute: not for the event
+    loop.
 
     A span's length is known only when its header has come, so there are two steps: `pieces`, then `layout`. Special
     tokens come from the template or from a caller who lays the prompt out himself, never from a chat message's text.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, model: ServedModel | None = None, *, chat_template: str | None = None
+        self,
+        checkpoint: Checkpoint,
+        model: ServedModel | None = None,
+        *,
+        chat_template: str | None = None,
+        template_variables: Mapping[str, Any] | None = None,
     ) -> None:
         settings = checkpoint.tokenizer_settings()
         model = model or ServedModel.of(checkpoint)
@@ -78,7 +84,9 @@ class PromptBuilder:
         self._number_mark, self._run = model.family.number_mark, model.family.run
         self._seam = self._added.get(model.family.seam, -1)
         self._media = MediaTokens.of(checkpoint.config, model.family, named_tokens(checkpoint, self._added))
-        self.template = ChatTemplate.of(checkpoint, self._plain_template(), source=chat_template)
+        self.template = ChatTemplate.of(
+            checkpoint, self._plain_template(), source=chat_template, defaults=template_variables
+        )
         self._media_layout = MediaLayout.of(checkpoint.config, model.family)
 
         begin, self._reasoning_end = self.template.reasoning_marks

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +50,11 @@ _REASONING = {
 }
 """Where a message has what the model thought, by a sign of a template that looks there."""
 
+_THINKING = ("enable_thinking", "thinking")
+_OWN = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
+_OWN |= {*_THINKING, "reasoning_effort"}
+"""Variables that a conversation, another field of a request or the checkpoint gives."""
+
 _REFUSED = "the model's chat template refuses this conversation"
 _PLAIN_REFUSED = "the model has no chat template: a conversation is one message of a user"
 _PLAIN = """\
@@ -64,16 +69,26 @@ _PLAIN = """\
 
 class ChatTemplate:
     """A compiled template; `render` gives (piece, is the caller's) pairs. It knows tools, a choice of thinking, and how
-    much of it, where it names their variables. A conversation that it refuses is `refused` so."""
+    much of it, where it names their variables. A conversation that it refuses is `refused` so. `defaults` are variables
+    where a prompt does not say; raises CheckpointError for one that the template does not ask for."""
 
-    def __init__(self, source: str, variables: dict[str, Any], refused: str = _REFUSED) -> None:
-        self._template, self._names = TemplateEnvironment().template_and_names(source)
+    def __init__(
+        self,
+        source: str,
+        variables: dict[str, Any],
+        refused: str = _REFUSED,
+        *,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._template, names = TemplateEnvironment().template_and_names(source)
         self._variables, self._refused = variables, refused
         self.knows_tools = bool(re.search(r"\btools\b", source))
         choices = {"enable_thinking": r"enable_thinking", "thinking": r"(?<![.\w])thinking is (?:not )?defined"}
         self._thinking = [name for name, sign in choices.items() if re.search(sign, source)]
         self.knows_thinking = bool(self._thinking)
         self.knows_effort = bool(re.search(r"\breasoning_effort\b", source))
+        self._names = names - _OWN - variables.keys()
+        self._defaults = self._known(defaults or {})
         marks = reasoning_marks(source)
         self.never_thinks = marks is None and not self.knows_thinking
         self._reasoning = next((place for place, sign in _REASONING.items() if re.search(sign, source)), None)
@@ -84,9 +99,25 @@ class ChatTemplate:
         self.names_calls = "[ARGS]" in source
         """Of Mistral's: a call is a name and its arguments, not an element of a list."""
 
+    def _known(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Variables by the template's own names for them."""
+        found: dict[str, Any] = {}
+        for name, value in defaults.items():
+            is_known = name in self._names or (name == "reasoning_effort" and self.knows_effort)
+            own = self._thinking if name in _THINKING else [name] if is_known else []
+            if not own:
+                raise CheckpointError(f"--default-chat-template-kwargs: the chat template has no variable {name}")
+            found.update(dict.fromkeys(own, value))
+        return found
+
     @classmethod
     def of(
-        cls, checkpoint: Checkpoint, placeholders: dict[str, str] | None = None, *, source: str | None = None
+        cls,
+        checkpoint: Checkpoint,
+        placeholders: dict[str, str] | None = None,
+        *,
+        source: str | None = None,
+        defaults: Mapping[str, Any] | None = None,
     ) -> ChatTemplate:
         """The `source`, or else the template where checkpoints keep it. Where there is none, a conversation is one
         message with these placeholders in it, by modality, of a model that was taught no other; without them, raises
@@ -101,13 +132,13 @@ class ChatTemplate:
         )
         source = named.get("default")
         if not isinstance(source, str) and placeholders is not None:
-            return cls(_PLAIN, {"placeholders": placeholders}, _PLAIN_REFUSED)
+            return cls(_PLAIN, {"placeholders": placeholders}, _PLAIN_REFUSED, defaults=defaults)
         if not isinstance(source, str):
             raise CheckpointError("the checkpoint has no chat template")
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         variables = {name: settings[name] for name in names if isinstance(settings.get(name), str)}
         try:
-            template = cls(source, variables)
+            template = cls(source, variables, defaults=defaults)
             if isinstance(with_tools := named.get("tool_use"), str):
                 template._take_tools(cls(with_tools, variables))
             return template
@@ -117,6 +148,7 @@ class ChatTemplate:
     def _take_tools(self, other: ChatTemplate) -> None:
         """Conversations with tools are laid out by another template."""
         self._with_tools = other
+        other._defaults = self._defaults
         self.knows_tools, self.tool_format, self.names_calls = True, other.tool_format, other.names_calls
 
     def render(self, prompt: ChatPrompt) -> list[tuple[str, bool]]:
@@ -135,7 +167,7 @@ class ChatTemplate:
         said = _RENAMED[self.tool_format](prompt.messages) if self.tool_format in _RENAMED else prompt.messages
         messages = [self._message(message, texts) for message in said]
         ending = _last_text(messages[-1]) if prompt.continues else None
-        variables: dict[str, Any] = dict(self._variables)
+        variables: dict[str, Any] = {**self._variables, **self._defaults, **_put_all(texts, dict(prompt.variables))}
         if prompt.tools:
             variables["tools"] = [{"type": "function", "function": _function(tool, texts)} for tool in prompt.tools]
         thinking = False if prompt.reasoning_effort == "none" else prompt.thinking
@@ -175,6 +207,9 @@ class ChatTemplate:
         if prompt.tools and not self.knows_tools:
             raise InvalidInput("the model's chat template knows no tools", reason="NO_TOOLS", field="chat.tools")
         self._check_thinking(prompt)
+        if unknown := next((name for name in prompt.variables if name not in self._names), None):
+            why = f"the model's chat template has no such variable: {unknown}"
+            raise InvalidInput(why, reason="BAD_VARIABLE", field="chat.template_variables")
         if prompt.continues:
             _check_final(prompt.messages[-1], f"chat.messages[{len(prompt.messages) - 1}]")
         for index, message in enumerate(prompt.messages):

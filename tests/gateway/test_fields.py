@@ -230,6 +230,12 @@ def test_thinking_is_asked_for_by_either_name_of_it(door: Scripted, settings: di
     assert post(door, chat_template_kwargs=settings).asked.chat.thinking is True
 
 
+def test_other_variables_of_a_template_are_told_as_they_are(door: Scripted) -> None:
+    told = post(door, chat_template_kwargs={"thinking": False, "add_vision_id": True, "documents": [{"a": "ü"}]}).asked
+    assert told.chat.thinking is False
+    assert json.loads(told.chat.template_variables) == {"add_vision_id": True, "documents": [{"a": "ü"}]}
+
+
 def test_effort_is_asked_for_in_either_place(door: Scripted) -> None:
     told = post(door, chat_template_kwargs={"reasoning_effort": "low"}, reasoning_effort="low").asked
     assert told.chat.reasoning_effort == "low"

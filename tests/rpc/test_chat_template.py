@@ -9,21 +9,33 @@ from pathlib import Path
 import pytest
 
 from tests.launch import llm_server
-from tests.rpc.pairs import LLM_FLAGS, Pair, answer, asked
+from tests.rpc.pairs import LLM_FLAGS, Pair, answer, asked, refusal
 from twinlens import LlmClient, user, v1
 
 TEMPLATE = """\
 {%- for m in messages -%}<|im_start|>{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}
 {%- for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor -%}
-{% if tools %}<tool_call>{"name": "{% endif %}"""
+{% if tools %}<tool_call>{"name": "{% endif %}{{ mood }}"""
 
 
 def test_conversations_are_laid_out_as_it_says(qwen3: Pair, tmp_path: Path) -> None:
     own = tmp_path / "own.jinja"
     own.write_text(TEMPLATE)
-    with llm_server(qwen3.checkpoint, **LLM_FLAGS, chat_template=own) as llm, LlmClient(llm.address) as text:
+    own_flags = {**LLM_FLAGS, "chat_template": own, "default_chat_template_kwargs": '{"mood": " calm"}'}
+    with llm_server(qwen3.checkpoint, **own_flags) as llm, LlmClient(llm.address) as text:
         laid_out = text.tokenize(user("hello"))
-        assert laid_out == text.tokenize("<|im_start|>user: hello", allow_special=True)
+        assert laid_out == text.tokenize("<|im_start|>user: hello calm", allow_special=True)
+        for variables, wanted in (
+            ('{"mood": " gay"}', "<|im_start|>user: hello gay"),
+            ('{"other": 1}', "BAD_VARIABLE"),
+        ):
+            request = asked(user("hello"), v1.SamplingParams(max_tokens=1))
+            request.return_prompt_token_ids, request.chat.template_variables = True, variables
+            if wanted == "BAD_VARIABLE":
+                assert refusal(text, request).reason == wanted
+            else:
+                ids = answer(text, request).started.prompt_token_ids
+                assert ids == text.tokenize(wanted, allow_special=True)
         assert laid_out != qwen3.text.tokenize(user("hello"))
         assert text.get_info().tool_format == v1.TOOL_FORMAT_JSON
 

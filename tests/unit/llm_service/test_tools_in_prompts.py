@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from common.checkpoint import Checkpoint
+from common.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
 from llm_service.convert import read_tool, read_tool_call
 from llm_service.prompt.chat_template import ChatTemplate
@@ -292,3 +292,35 @@ def test_nothing_goes_on_behind_a_message_that_the_template_leaves_out() -> None
     with pytest.raises(InvalidInput) as refused:
         template.render(ChatPrompt((Message("user", ("a",)), Message("assistant", ("b",))), continues=True))
     assert refused.value.reason == "CHAT_REFUSED"
+
+
+VARIABLES = """\
+{{- messages[0].content }}|{{ kept | default('none') }}|{% for d in documents or [] %}{{ d.title | trim }}{% endfor %}
+{{- '|' ~ (thinking is defined) }}"""
+
+
+def test_a_template_is_told_what_it_asks_for_and_texts_stay_the_callers() -> None:
+    documents = [{"title": f" {ENDS} "}, {"title": "word"}]
+    prompt = ChatPrompt((Message("user", ("hi",)),), variables={"kept": 3, "documents": documents})
+    pieces = ChatTemplate(VARIABLES, {}).render(prompt)
+    assert "".join(text for text, _ in pieces) == f"hi|3|{ENDS}word|False"
+    assert (ENDS, True) in pieces
+
+
+def test_what_a_request_does_not_say_is_as_the_service_was_started() -> None:
+    template = ChatTemplate("{{ kept }}{{ enable_thinking }}", {}, defaults={"kept": "<a>", "enable_thinking": False})
+    user = (Message("user", ("hi",)),)
+    assert template.render(ChatPrompt(user)) == [("<a>False", False)]
+    assert template.render(ChatPrompt(user, variables={"kept": "<b>"}, thinking=True)) == [
+        ("<b>", True),
+        ("True", False),
+    ]
+
+
+@pytest.mark.parametrize("name", ["other", "messages", "enable_thinking", "reasoning_effort", "namespace", "d", "loop"])
+def test_a_variable_that_the_template_does_not_ask_for_is_refused_by_name(name: str) -> None:
+    with pytest.raises(InvalidInput, match=name) as refused:
+        ChatTemplate(VARIABLES, {}).render(ChatPrompt((Message("user", ("hi",)),), variables={name: 1}))
+    assert (refused.value.reason, refused.value.field) == ("BAD_VARIABLE", "chat.template_variables")
+    with pytest.raises(CheckpointError, match=name):
+        ChatTemplate(VARIABLES.replace("thinking", "thought"), {}, defaults={name: 1})
