@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from llm_service.families.sight import Sight
 from llm_service.layers.attention.backend import AttentionBackend, AttentionKind, CacheShape, PagedChunk, Span
 from llm_service.layers.attention.metadata import AttentionMetadata
 from tests.plain_attention import paged_attention
@@ -18,6 +20,13 @@ CAPPED = AttentionKind(scale=0.4, softcap=1.5)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 WAYS = {"decodes": (1, 1, 1, 1), "prefills": (70, 33, 16, 64), "mixed": (1, 1, 65, 1, 20)}
 """How many tokens each chunk of a batch has."""
+
+
+def otherwise(kind: AttentionKind, **changed: Any) -> AttentionKind:
+    """A kind, some of whose fields, or of those of its sight, have other values."""
+    seen = {name: value for name, value in changed.items() if name in Sight.__slots__}
+    others = {name: value for name, value in changed.items() if name not in seen}
+    return replace(kind, sight=replace(kind.sight, **seen), **others)
 
 
 @dataclass

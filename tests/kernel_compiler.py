@@ -25,6 +25,7 @@ from triton.compiler import ASTSource
 
 from encoder_service.models import rotary_kernel, varlen_attention
 from encoder_service.worker import pixel_kernels
+from llm_service.families.sight import Sight
 from llm_service.layers.attention import triton_kernels
 from llm_service.layers.attention.backend import CAUSAL, AttentionKind, CacheShape
 from llm_service.layers.attention.kernel_backend import COMBINED
@@ -257,7 +258,7 @@ def latents(capability: int, dtype: torch.dtype) -> dict[str, Form]:
 
 def wide_latents(capability: int) -> dict[str, Form]:
     """The same over latents of 1024 numbers within windows, in bfloat16, as dots3-note has them."""
-    seen = AttentionKind(window=512)
+    seen = AttentionKind(Sight(window=512))
     shape = LatentKernelShape.of(CacheShape(1, 1, 16, 64, 1, 1088, seen, 1024), torch.bfloat16)
     kernel, sums = latent_kernels.latent_kernel, ("mixtures", "maxima", "sums", "sinks")
     return {

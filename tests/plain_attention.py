@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llm_service.families.sight import SpanRule
 from llm_service.layers.attention.backend import CAUSAL, AttentionBatch, AttentionKind, CacheShape, PagedChunk, Span
 from llm_service.layers.attention.metadata import AttentionMetadata, Tiling
 from llm_service.layers.attention.torch_backend import TorchBackend
@@ -28,7 +29,7 @@ def paged_attention(
     keys, values = cache[0].flatten(0, 1), cache[-1].flatten(0, 1)[..., : value.shape[-1]]
     keys[metadata.slot_mapping.long()], values[metadata.slot_mapping.long()] = key, value
     out = query.new_full((*query.shape[:2], value.shape[-1]), torch.nan)
-    size = cache.shape[2]
+    size, sight = cache.shape[2], kind.sight
     for n, length in enumerate(metadata.seq_lens.tolist()):
         if not length:
             continue
@@ -45,20 +46,20 @@ def paged_attention(
         ]
         for run in runs:
             mask[run] = True
-        if kind.window:
-            near = torch.ones_like(mask).triu(length - (end - begin) + 1 - kind.window)
-            mask &= near | (position < int(metadata.prompts[n])) if kind.sees_prompt else near
-        for run in runs if kind.whole_spans else ():
+        if sight.reach:
+            near = torch.ones_like(mask).triu(length - (end - begin) + 1 - sight.reach)
+            mask &= near | (position < int(metadata.prompts[n])) if sight.answer_window else near
+        for run in runs if sight.spans is SpanRule.BEYOND_WINDOWS else ():
             mask[run] = True
-        for here, there in runs if kind.prompt_spans else ():
+        for here, there in runs if sight.spans is SpanRule.WHOLE_PROMPTS else ():
             mask[here, : there.stop] = True
-        if kind.joined_spans:
+        if sight.spans is SpanRule.ALL_MEDIA:
             own = torch.zeros(end - begin, dtype=torch.bool, device=query.device)
             for here, _ in runs:
                 own[here] = True
             mask[:, length - (end - begin) :] |= own.unsqueeze(1) & own
-        if kind.chunk:
-            part = position // kind.chunk
+        if sight.chunk:
+            part = position // sight.chunk
             mask &= part == part[length - (end - begin) :].unsqueeze(1)
         scores = q @ k.transpose(1, 2) * kind.softmax_scale(query.shape[-1])
         if kind.softcap is not None:

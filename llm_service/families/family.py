@@ -11,6 +11,7 @@ from common.identity import VISION, EncoderParts
 from common.library import PromptFrame
 from common.media.item import Header, Modality
 from llm_service.families.gates import Gates
+from llm_service.families.sight import ALL_BEFORE, Sight
 
 
 class Mixer(Enum):
@@ -45,58 +46,26 @@ class FeedForwardKind(Enum):
     NONE = "none: the layer is a mixer alone"
 
 
-class SpanRule(Enum):
-    """In which layers the tokens of a run of media rows see each other, as far as a window reaches, or beyond; or that
-    those of a whole prompt do, in all layers and whatever the window, or of these all rows and the marks around
-    them."""
-
-    NOWHERE = "nowhere"
-    EVERYWHERE = "everywhere"
-    IN_WINDOWS = "in layers with a window"
-    BEYOND_WINDOWS = "everywhere, and beyond windows"
-    WHOLE_PROMPTS = "whole prompts"
-    ALL_MEDIA = "all media of a prompt"
-
-
-OF_PROMPTS = (SpanRule.WHOLE_PROMPTS, SpanRule.ALL_MEDIA)
-"""Rules by which what is computed of a prompt's tokens depends on what stands further behind than their run."""
-
-
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What one decoder layer is made of. Where its mixer is attention a token sees `window` tokens, 0: all before it,
-    and with `spans` those of its own run of media rows, with `whole_spans` all of these, and with `joined_spans` those
-    of all such runs, with `prompt_spans` all that is before these; with a `chunk`, none before the chunk of so many
-    tokens that it is in. `keys_of` is the layer, counted from 0, whose keys and values it attends
-    to, None: its own. `wide`: its dense feed-forward part is twice as wide as others. `gates` are those of a dense part
-    and of what all tokens go through beside experts, `expert_gates` those of experts, None: the activation that the
-    configuration names. A dense part has `inner` numbers between its products, 0: as many as others. Latent attention
-    may have no `rotated` numbers where that of other layers has; one to what an index chooses either `chooses`, or sees
-    what the last layer before it chose. With `sees_prompt` the window is for tokens of answers alone, which see all of
-    a prompt besides."""
+    """What one decoder layer is made of. `sight` is what a token sees where its mixer is attention, and `keys_of` the
+    layer, counted from 0, whose keys and values it attends to, None: its own. `wide`: its dense feed-forward part is
+    twice as wide as others. `gates` are those of a dense part and of what all tokens go through beside experts,
+    `expert_gates` those of experts, None: the activation that the configuration names. A dense part has `inner` numbers
+    between its products, 0: as many as others. Latent attention may have no `rotated` numbers where that of other
+    layers has; one to what an index chooses either `chooses`, or sees what the last layer before it chose."""
 
     mixer: Mixer
     feed_forward: FeedForwardKind
-    window: int = 0
-    spans: bool = False
-    whole_spans: bool = False
+    sight: Sight = ALL_BEFORE
     keys_of: int | None = None
     wide: bool = False
-    chunk: int = 0
     gates: Gates | None = None
     expert_gates: Gates | None = None
-    joined_spans: bool = False
     cut_share: float = 0.0
     inner: int = 0
-    prompt_spans: bool = False
     rotated: bool = True
     chooses: bool = True
-    sees_prompt: bool = False
-
-    @property
-    def is_local(self) -> bool:
-        """Whether a token may see less than all that is before it."""
-        return self.window + self.chunk > 0
 
 
 @dataclass(frozen=True, slots=True)

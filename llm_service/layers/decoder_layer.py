@@ -125,7 +125,7 @@ class DecoderLayer(nn.Module):
         self.mlp_out_norm = norm_out(names.feed_forward_out) if names.feed_forward_out else None
         ends = config.family.layer_scalars or config.layer_inputs is not None
         self.end = LayerEnd(config, dtype) if ends else None
-        self.is_local, self._window, self._shares = kind.is_local, kind.window, kind.keys_of is not None
+        self.is_local, self._window, self._shares = kind.sight.is_local, kind.sight.reach, kind.keys_of is not None
         self.ranks, self.hidden_size = group.size, config.hidden_size
         self.arrays: Any = None
 

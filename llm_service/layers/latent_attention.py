@@ -65,7 +65,7 @@ class LatentAttention(nn.Module):
         self._group, self.shape, self._grows = group, config.latent_heads(kind), config.rotary.tempering is not None
         heads, whole = config.heads_of(kind), slice(0, config.hidden_size)
         shape, own = self.shape, group.share(heads)
-        self._kind = AttentionKind(kind.window, kind.spans, shape.scale, kind.whole_spans)
+        self._kind = AttentionKind(kind.sight, shape.scale)
         self.heads = length(own)
         self.growth = LearnedGrowth(own) if config.rotary.learned else None
         self._keys_of, self._made = kind.keys_of, shape.width if kind.keys_of is None else 0

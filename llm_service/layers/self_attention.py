@@ -31,17 +31,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self._group = group
         family = config.family
-        self._kind = AttentionKind(
-            kind.window,
-            kind.spans,
-            config.attention_scale,
-            kind.whole_spans,
-            kind.chunk,
-            kind.joined_spans,
-            kind.prompt_spans,
-            config.attention_cap,
-            kind.sees_prompt,
-        )
+        self._kind = AttentionKind(kind.sight, config.attention_scale, config.attention_cap)
         self._keys_of = kind.keys_of
         shape = config.head_shape(kind)
         self.head_dim, self.eps, self._keys_as_values = shape.head_dim, config.norm_eps, shape.keys_as_values

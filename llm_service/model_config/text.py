@@ -11,16 +11,15 @@ from llm_service.families.family import (
     CHUNKED,
     EXPERTS_ALONE,
     OF_ANSWERS,
-    OF_PROMPTS,
     SLIDING,
     Family,
     FeedForwardKind,
     LayerKind,
     Mixer,
-    SpanRule,
 )
 from llm_service.families.gates import Gates
 from llm_service.families.registry import family_of
+from llm_service.families.sight import Sight, SpanRule
 from llm_service.model_config.attention import HeadShape, attention_cap, attention_scale, local_heads, mixer_with
 from llm_service.model_config.experts import (
     GroupedExperts,
@@ -214,28 +213,22 @@ class TextConfig:
     def layer_kind(self, layer: int) -> LayerKind:
         """What a layer, counted from 0, is made of."""
         sparse = self.experts > 0 and layer not in self.dense_layers and (layer + 1) % self.sparse_step == 0
-        window, keys_of = self._window_of(layer), self._keys_of(layer)
+        keys_of = self._keys_of(layer)
         feed_forward = self.family.sparse if sparse else FeedForwardKind.DENSE
         if self.family.single_parts and self.mixers[layer] is not Mixer.NONE:
             feed_forward = FeedForwardKind.NONE
         return LayerKind(
             self.mixers[layer],
             feed_forward,
-            window,
-            spans=self.spans in _EVERYWHERE or (self.spans is SpanRule.IN_WINDOWS and window > 0),
-            whole_spans=self.spans is SpanRule.BEYOND_WINDOWS,
+            self._sight_of(layer),
             keys_of=keys_of,
             wide=self.wide_shared and keys_of is not None,
-            chunk=self.chunks[layer] if self.chunks else 0,
             gates=self.gates[layer] if self.gates else None,
             expert_gates=self.expert_gates[layer] if self.expert_gates else None,
-            joined_spans=self.spans is SpanRule.ALL_MEDIA,
-            prompt_spans=self.spans is SpanRule.WHOLE_PROMPTS,
             cut_share=self.cut_shares[layer] if self.cut_shares else 0.0,
             inner=self.inner_sizes[layer] if self.inner_sizes else 0,
             rotated=layer not in self.unrotated_layers,
             chooses=layer not in self.shared_choices,
-            sees_prompt=window > 0 and self.family.windowed == OF_ANSWERS,
         )
 
     @property
@@ -246,7 +239,13 @@ class TextConfig:
 
     def norms_heads(self, kind: LayerKind) -> bool:
         """Whether a layer's heads of queries and keys are normed."""
-        return self.qk_norm and (kind.is_local or not self.family.local_head_norms)
+        return self.qk_norm and (kind.sight.is_local or not self.family.local_head_norms)
+
+    def _sight_of(self, layer: int) -> Sight:
+        window, chunk = self._window_of(layer), self.chunks[layer] if self.chunks else 0
+        of_answers = self.family.windowed == OF_ANSWERS
+        sight = Sight(answer_window=window, chunk=chunk) if of_answers else Sight(window, chunk=chunk)
+        return sight.with_spans(self.spans)
 
     def _window_of(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
@@ -267,7 +266,7 @@ class TextConfig:
 
     def heads_of(self, kind: LayerKind) -> int:
         """Heads of a layer's queries."""
-        return self.local_heads if kind.window and self.local_heads is not None else self.heads
+        return self.local_heads if kind.sight.reach and self.local_heads is not None else self.heads
 
     @property
     def embedding_eps(self) -> float | None:
@@ -276,12 +275,12 @@ class TextConfig:
 
     def head_shape(self, kind: LayerKind) -> HeadShape:
         """Of a layer's keys and values."""
-        own = None if kind.window else self.full_heads
+        own = None if kind.sight.reach else self.full_heads
         return HeadShape(self.kv_heads, self.head_dim) if own is None else own
 
     def latent_heads(self, kind: LayerKind) -> LatentHeads:
         """Of a layer with latent attention."""
-        found = self.latent if self.local_latent is None or not kind.window else self.local_latent
+        found = self.latent if self.local_latent is None or not kind.sight.reach else self.local_latent
         assert found is not None, "the configuration has the heads' shape"
         return found if kind.rotated else found.unrotated
 
@@ -422,8 +421,6 @@ class TextConfig:
 
 _WHOLLY_ROTATED = {"partial_rotary_factor": 1.0}
 """Settings of the numbers that are rotated of a latent and of its queries, which are counted apart from others."""
-
-_EVERYWHERE = SpanRule.EVERYWHERE, SpanRule.BEYOND_WINDOWS, *OF_PROMPTS
 
 
 def _norm_eps(text: Mapping[str, Any]) -> float:

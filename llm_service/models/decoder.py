@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from common.linear import Linear
-from llm_service.families.family import FeedForwardKind, Mixer, SpanRule
+from llm_service.families.family import FeedForwardKind, Mixer
+from llm_service.families.sight import SpanRule
 from llm_service.layers.alternating import StreamsIn, StreamsOut
 from llm_service.layers.alternating_layer import AlternatingLayer
 from llm_service.layers.attention.backend import NumbaCompiled
@@ -145,7 +146,7 @@ class Decoder(nn.Module):
     @property
     def forgets_answers(self) -> bool:
         """A token of an answer sees other tokens than it would in a prompt."""
-        return any(self.config.layer_kind(layer).sees_prompt for layer in range(self.config.layers))
+        return any(self.config.layer_kind(layer).sight.answer_window > 0 for layer in range(self.config.layers))
 
     @property
     def together(self) -> tuple[int, ...]:

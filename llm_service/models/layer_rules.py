@@ -11,18 +11,18 @@ from llm_service.families.family import CHUNKED, OF_ANSWERS
 from llm_service.model_config.rotary import Tempering
 
 
-def chunk_of(module: Any) -> int | None:
-    """Tokens of the chunks of a sequence within which a layer attends; None: it attends across all."""
+def chunk_of(module: Any) -> int:
+    """Tokens of the chunks of a sequence within which a layer attends; 0: it attends across all."""
     kinds = getattr(module.config, "layer_types", None) or ()
     chunked = module.layer_idx < len(kinds) and kinds[module.layer_idx] == CHUNKED
-    return int(module.config.attention_chunk_size) if chunked else None
+    return int(module.config.attention_chunk_size) if chunked else 0
 
 
-def answer_window_of(module: Any) -> int | None:
-    """Tokens of an answer that a token of it sees beside all of the prompt; None: it sees all."""
+def answer_window_of(module: Any) -> int:
+    """Tokens of an answer that a token of it sees beside all of the prompt; 0: it sees all."""
     kinds = getattr(module.config, "layer_types", None) or ()
     forgets = module.layer_idx < len(kinds) and kinds[module.layer_idx] == OF_ANSWERS
-    return int(module.config.sliding_window) if forgets else None
+    return int(module.config.sliding_window) if forgets else 0
 
 
 def take_tempering(text: nn.Module) -> Iterator[tuple[int, Tempering]]:

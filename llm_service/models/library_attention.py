@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from common.checkpoint import CheckpointError
-from llm_service.families.family import SpanRule
-from llm_service.layers.attention.backend import AttentionKind
-from llm_service.layers.attention.general_backend import PLAIN, AttentionRule
+from llm_service.families.sight import Sight
+from llm_service.layers.attention.backend import CAUSAL, AttentionKind
+from llm_service.layers.attention.general_backend import AttentionRule
 from llm_service.layers.cache_spec import CacheSpec
 from llm_service.layers.index_keys import Chosen
 from llm_service.layers.mixer import StateBackend
@@ -50,8 +50,9 @@ def attend_as_ours(
         raise CheckpointError(f"{type(module).__name__} has a mask of its own")
     if unknown := [name for name, value in more.items() if value is not None and name not in _WITHOUT_MEANING]:
         raise CheckpointError(f"{type(module).__name__} hands on a {unknown[0]}, which our attention does not know")
-    rule = AttentionRule(scaling, sliding_window, softcap, s_aux, chunk_of(module), answer_window_of(module), indices)
-    if indices is not None and replace(rule, scale=None, chosen=None, sinks=None) != PLAIN:
+    sight = Sight(sliding_window or 0, answer_window_of(module), chunk_of(module))
+    rule = AttentionRule(AttentionKind(sight, scaling, softcap), s_aux, indices)
+    if indices is not None and replace(rule.kind, scale=None) != CAUSAL:
         raise CheckpointError(
             f"{type(module).__name__} chooses tokens by an index, and attends by another rule besides"
         )
@@ -88,19 +89,11 @@ def layer_of(module: nn.Module) -> int:
 
 def beyond_kernels(rule: AttentionRule) -> str:
     """What our decoder's back ends do not know of a rule, if there is anything."""
+    sight = rule.kind.sight
     asked = {
-        "heads have sinks": rule.sinks,
-        "layers attend within chunks": rule.chunk,
-        "a window for answers is beside one for all": rule.window and rule.answer_window,
-        "layers choose by an index what they see": rule.chosen,
+        "heads have sinks": rule.sinks is not None,
+        "layers attend within chunks": sight.chunk > 0,
+        "a window for answers is beside one for all": sight.window > 0 and sight.answer_window > 0,
+        "layers choose by an index what they see": rule.chosen is not None,
     }
-    return next((what for what, given in asked.items() if given is not None), "")
-
-
-def kind_of(rule: AttentionRule, spans: SpanRule) -> AttentionKind:
-    """The same for back ends of our decoder, where tokens see those behind them by `spans`."""
-    in_windows = spans is SpanRule.IN_WINDOWS and rule.window is not None
-    whole = spans is SpanRule.BEYOND_WINDOWS
-    seeing = in_windows or whole or spans is SpanRule.EVERYWHERE
-    window, of_answers = rule.window or rule.answer_window or 0, rule.answer_window is not None
-    return AttentionKind(window, seeing, rule.scale, whole, softcap=rule.softcap, sees_prompt=of_answers)
+    return next((what for what, given in asked.items() if given), "")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from common import log
 from common.checkpoint import CheckpointError
 from common.library_classes import decoder_of, layers_of_levels, library, mark_tables_of
-from llm_service.families.family import OF_PROMPTS, SpanRule
+from llm_service.families.sight import OF_PROMPTS, Sight, SpanRule
 from llm_service.layers.attention.backend import AttentionBackend, AttentionKind, CacheShape
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.general_backend import AttentionRule, GeneralBackend, GeneralBatch
@@ -83,7 +83,7 @@ class LibraryDecoder:
         for part in self._text.modules():
             if isinstance(part, library().PreTrainedModel):
                 part.config._attn_implementation_internal = NAME
-        seeing = AttentionKind(spans=spans is not SpanRule.NOWHERE)
+        seeing = AttentionKind(Sight(spans=spans))
         self._kept = find_kept(self._text, seeing, chunks, group.size, self._compute_one)
         self._attention = attention
         self._why_general = self._find_why_general()
@@ -98,7 +98,7 @@ class LibraryDecoder:
     @property
     def forgets_answers(self) -> bool:
         """A token of an answer sees other tokens than it would in a prompt."""
-        return any(rule.answer_window is not None for rule in self._kept.rules.values())
+        return any(rule.kind.sight.answer_window > 0 for rule in self._kept.rules.values())
 
     @property
     def text(self) -> nn.Module:

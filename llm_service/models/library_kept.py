@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint import CheckpointError
-from llm_service.families.family import SpanRule
+from llm_service.families.sight import SpanRule
 from llm_service.layers.attention.backend import AttentionKind
 from llm_service.layers.attention.general_backend import AttentionRule
 from llm_service.layers.cache_spec import CacheSpec, IndexedKV, PagedKV, SequenceState, SharedKV
 from llm_service.layers.index_keys import Chosen, IndexQuery
-from llm_service.models.library_attention import kind_of, layer_of
+from llm_service.models.library_attention import layer_of
 from llm_service.models.library_latents import rank_of
 from llm_service.models.library_linear import TextLinear
 from llm_service.models.library_states import Held
@@ -37,7 +37,8 @@ class Kept:
         """Has back ends of our decoder attend, which know rules as kinds, where tokens see those behind them by
         `spans`."""
         for layer, spec in self.keys.items():
-            self.keys[layer] = replace(spec, kind=kind_of(self.rules[layer], spans))
+            kind = self.rules[layer].kind
+            self.keys[layer] = replace(spec, kind=replace(kind, sight=kind.sight.with_spans(spans)))
 
     @property
     def places(self) -> dict[int, int]:

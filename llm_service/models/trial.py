@@ -21,8 +21,9 @@ from common import log
 from common.checkpoint import CheckpointError
 from common.library_classes import config_of, layers_of_levels, mark_tables_of, speaking
 from common.library_models import text_of
-from llm_service.families.family import OF_PROMPTS, FeedForwardKind, SpanRule
+from llm_service.families.family import FeedForwardKind
 from llm_service.families.registry import TEXT_FAMILIES, check_text
+from llm_service.families.sight import OF_PROMPTS, SpanRule
 from llm_service.layers.attention.backend import runs_of
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.model_config.layer_shapes import MarkTable

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llm_service.families.sight import SpanRule
 from llm_service.layers.attention.backend import CacheShape, PagedChunk, Span
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cache_spec import PagedKV, Segment, cache_shapes, layer_caches, read_by
@@ -85,7 +86,7 @@ def _paged_batch(
     if isinstance(decoder, LibraryDecoder):
         batch: Any = decoder.backend(shape).batch(chunks, spans)
     else:
-        batch = TorchBackend(shape, _CPU).batch(chunks, spans if shape.kind.spans else ())
+        batch = TorchBackend(shape, _CPU).batch(chunks, () if shape.kind.sight.spans is SpanRule.NOWHERE else spans)
     if not isinstance(mixer, IndexPart):
         return batch
     return batch, mixer.index_backend(TorchBackend(shape, _CPU), shape.blocks, _BLOCK).batch(chunks)

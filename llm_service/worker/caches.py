@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from llm_service.families.sight import SpanRule
 from llm_service.layers.attention.backend import (
     AttentionBackend,
     AttentionBatch,
@@ -136,7 +137,7 @@ class Caches:
         follow metadata (`follows_metadata`) take those of these chunks, where they are given."""
         made: dict[CacheSpec, Any] = {}
         for spec, kind in self.paged.items():
-            if spans and spec.kind.spans:
+            if spans and spec.kind.sight.spans is not SpanRule.NOWHERE:
                 made[spec] = kind.backend.batch(chunks, spans)
             elif metadata is not None and kind.stable is not None:
                 made[spec] = kind.stable.over(metadata)

@@ -22,8 +22,8 @@ from common.gpu import CudaCapture, use_gpu
 from common.library import LibraryModel
 from common.library_classes import config_of
 from common.library_rows import longest_run
-from llm_service.families.family import OF_PROMPTS, SpanRule
 from llm_service.families.registry import check_text
+from llm_service.families.sight import OF_PROMPTS, SpanRule
 from llm_service.layers.attention.int8_blocks import SCALE_BYTES
 from llm_service.layers.cache_spec import IndexedKV, PagedKV, block_bytes, slot_bytes
 from llm_service.layers.cpu import selection

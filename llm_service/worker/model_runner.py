@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.core_share import CoreShare
 from common.gpu import Capture
-from llm_service.families.family import OF_PROMPTS, SpanRule
+from llm_service.families.sight import OF_PROMPTS, SpanRule
 from llm_service.layers.attention.backend import Span, parts_at, runs_of
 from llm_service.layers.attention.metadata import AttentionMetadata, BatchNumbers
 from llm_service.layers.transfer import ToHost, to_device

@@ -16,7 +16,7 @@ from common.library_models import describe
 from common.library_rows import longest_run
 from llm_service.engine.messages import Add
 from llm_service.engine.prompt import Prompt
-from llm_service.families.family import SpanRule
+from llm_service.families.sight import SpanRule
 from llm_service.model_config.text import TextConfig
 from llm_service.models import trial, trial_prompts
 from llm_service.models.decoder import Decoder

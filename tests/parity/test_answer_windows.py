@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from common.checkpoint import CheckpointError
 from llm_service.engine.block_identity import BlockIdentities
-from llm_service.families.family import FULL, SpanRule
+from llm_service.families.family import FULL
+from llm_service.families.sight import Sight, SpanRule
 from llm_service.layers.attention.backend import AttentionKind, CacheShape
 from llm_service.layers.attention.choose import choose
 from llm_service.model_config.text import TextConfig
@@ -159,7 +160,7 @@ def test_layers_may_see_all_of_an_answer_as_well() -> None:
     config = config_of_recipe("unlimited_ocr")
     config.text_config.layer_types[0] = FULL
     kinds = [TextConfig.of(config.text_config.to_dict()).layer_kind(layer) for layer in range(2)]
-    assert [(kind.window, kind.sees_prompt) for kind in kinds] == [(0, False), (WINDOW, True)]
+    assert [kind.sight for kind in kinds] == [Sight(), Sight(answer_window=WINDOW)]
     assert try_ours_of(config, drawn_prompt).spans is SpanRule.NOWHERE
 
 
@@ -167,8 +168,8 @@ def test_layers_may_see_all_of_an_answer_as_well() -> None:
 def test_an_answer_that_sees_something_else_is_told(seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the trial, in which an answer is longer than a window."""
     right = TextConfig.layer_kind
-    less = {"window": 0} if seen == "all of an answer" else {"sees_prompt": False}
-    monkeypatch.setattr(TextConfig, "layer_kind", lambda config, layer: replace(right(config, layer), **less))
+    less = Sight() if seen == "all of an answer" else Sight(window=WINDOW)
+    monkeypatch.setattr(TextConfig, "layer_kind", lambda config, layer: replace(right(config, layer), sight=less))
     with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's: they differ by"):
         try_ours_of(config_of_recipe("unlimited_ocr"), drawn_prompt)
 
@@ -191,7 +192,7 @@ def test_what_its_text_may_ask_for_and_ours_lacks_is_refused(asked: dict[str, An
 
 
 def test_back_ends_that_do_not_know_such_a_window_say_so() -> None:
-    kind, gpu = AttentionKind(window=8, sees_prompt=True), torch.device("cuda")
+    kind, gpu = AttentionKind(Sight(answer_window=8)), torch.device("cuda")
     shape = CacheShape(1, 1, 16, 4, 2, 64, kind)
     with pytest.raises(CheckpointError, match="flash cannot be used: it knows no windows that are for answers alone"):
         choose("flash", shape, torch.bfloat16, gpu)

@@ -14,7 +14,7 @@ from transformers.activations import XIELUActivation
 
 from common.checkpoint import Checkpoint, CheckpointError
 from common.library_classes import state_tokens
-from llm_service.families.family import SpanRule
+from llm_service.families.sight import SpanRule
 from llm_service.layers.group import ALONE
 from llm_service.layers.mlp import squared_relu
 from llm_service.layers.xielu import Xielu

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from common.checkpoint import Checkpoint, CheckpointError
 from common.small_models import made_up
-from llm_service.families.family import LayerNorms, SpanRule
+from llm_service.families.family import LayerNorms
+from llm_service.families.sight import SpanRule
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.own_normed_attention import HeadNorms
 from llm_service.model_config.text import TextConfig

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.checkpoint import CheckpointError
-from llm_service.families.family import SpanRule
+from llm_service.families.sight import SpanRule
 from llm_service.model_config.text import TextConfig
 from llm_service.models.trial import try_ours_of
 from tools.models.drawn_prompts import drawn_prompt

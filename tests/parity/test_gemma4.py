@@ -18,7 +18,7 @@ from torch import Tensor
 from common.checkpoint import Checkpoint, CheckpointError
 from common.library_classes import blank_of
 from common.library_models import describe
-from llm_service.families.family import SpanRule
+from llm_service.families.sight import SpanRule
 from llm_service.layers.cache_spec import PagedKV, SharedKV
 from llm_service.layers.cpu import selection
 from llm_service.layers.decoder_layer import DecoderLayer
@@ -116,7 +116,9 @@ def test_the_size_without_towers_lets_rows_see_each_other_beyond_windows(monkeyp
 
     def within(part: SelfAttention) -> PagedKV | SharedKV:
         spec = right(part)
-        return spec if isinstance(spec, SharedKV) else replace(spec, kind=replace(spec.kind, whole_spans=False))
+        if isinstance(spec, SharedKV):
+            return spec
+        return replace(spec, kind=replace(spec.kind, sight=spec.kind.sight.with_spans(SpanRule.EVERYWHERE)))
 
     monkeypatch.setattr(SelfAttention, "cache_spec", within)
     with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint import CheckpointError
-from llm_service.families.family import SpanRule
 from llm_service.families.gates import CutGates
+from llm_service.families.sight import SpanRule
 from llm_service.layers import latent_chunks
 from llm_service.layers.indexed_latents import IndexedLatentAttention
 from llm_service.layers.latent_attention import HeadSinks, LatentAttention

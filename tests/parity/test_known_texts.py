@@ -18,7 +18,8 @@ from common import small_models
 from common.checkpoint import Checkpoint, CheckpointError
 from common.library_classes import blank_of, class_of, state_tokens
 from llm_service.families import registry
-from llm_service.families.family import Family, SpanRule
+from llm_service.families.family import Family
+from llm_service.families.sight import SpanRule
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.self_attention import SelfAttention
 from llm_service.layers.tempered_attention import TemperedAttention
@@ -29,6 +30,7 @@ from llm_service.models.known_text import known_text
 from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.library_names import names_within, own_names
 from llm_service.models.trial import try_ours_of
+from tests.attention_cases import otherwise
 from tests.parity.library_side import GREEDY, Served, compare, with_text
 from tools.models.compare import OURS
 from tools.models.drawn_prompts import drawn_prompt
@@ -246,14 +248,14 @@ def test_no_chunk_ends_within_rows_that_see_each_other(gemma3: Path) -> None:
     assert served.engine(by_library=True).runner.whole_media
 
 
-@pytest.mark.parametrize("wrong", [{"window": 0}, {"spans": False}, {"scale": 0.3}])
+@pytest.mark.parametrize("wrong", [{"window": 0}, {"spans": SpanRule.NOWHERE}, {"scale": 0.3}])
 def test_layers_that_attend_otherwise_are_told(
     wrong: dict[str, Any], gemma3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert trial.try_ours(gemma3).spans is SpanRule.EVERYWHERE
     right = SelfAttention.cache_spec
     monkeypatch.setattr(
-        SelfAttention, "cache_spec", lambda part: replace(spec := right(part), kind=replace(spec.kind, **wrong))
+        SelfAttention, "cache_spec", lambda part: replace(spec := right(part), kind=otherwise(spec.kind, **wrong))
     )
     with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
         trial.try_ours(gemma3)

@@ -12,11 +12,11 @@ import torch
 
 from common.checkpoint import CheckpointError
 from common.small_models import made_up
-from llm_service.families.family import SpanRule
+from llm_service.families.sight import Sight, SpanRule
 from llm_service.layers.attention.backend import AttentionKind
 from llm_service.layers.attention.general_backend import AttentionRule
 from llm_service.models import library_decoder
-from llm_service.models.library_attention import beyond_kernels, kind_of
+from llm_service.models.library_attention import beyond_kernels
 from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.library_text import text_alone
 from llm_service.worker.caches import Caches
@@ -104,7 +104,7 @@ def test_kernels_of_our_decoder_attend(attention: str, cohere2: Path, said: list
     served = Served.of(cohere2)
     engine = served.engine(by_library=True, attention=attention, step_tokens=40)
     assert {kind.backend.name for kind in engine.runner.caches.paged.values()} == {attention}
-    assert {spec.kind.window for spec in engine.runner.caches.paged} == {0, 24}
+    assert {spec.kind.sight.window for spec in engine.runner.caches.paged} == {0, 24}
     few = [1, 0] if attention == "triton" else range(len(ASKED))
     outcomes = engine.run([served.prompt(ASKED[each]) for each in few], GREEDY)
     assert [outcome.tokens for outcome in outcomes] == [said[each] for each in few]
@@ -113,7 +113,7 @@ def test_kernels_of_our_decoder_attend(attention: str, cohere2: Path, said: list
 def test_they_know_rows_that_see_each_other(tmp_path: Path) -> None:
     served, library = Served.of(make("gemma3", tmp_path)), Reference(tmp_path)
     engine = served.engine(by_library=True, attention="numba")
-    assert all(spec.kind.spans for spec in engine.runner.caches.paged)
+    assert all(spec.kind.sight.spans is SpanRule.EVERYWHERE for spec in engine.runner.caches.paged)
     expected = [library.tokens(library.inputs(parts)) for parts in ASKED]
     assert [each.tokens for each in engine.run([served.prompt(parts) for parts in ASKED], GREEDY)] == expected
 
@@ -170,24 +170,12 @@ def test_what_a_graph_cannot_hold_is_seen(compute: Callable[[torch.Tensor], Any]
 
 def test_what_kernels_do_not_know_is_left_to_torch_or_refused() -> None:
     sinks = torch.zeros(2)
-    assert beyond_kernels(AttentionRule(0.5, window=4, softcap=30.0)) == ""
-    assert kind_of(AttentionRule(0.5, softcap=30.0), SpanRule.NOWHERE) == AttentionKind(scale=0.5, softcap=30.0)
-    of_answers = AttentionRule(answer_window=9)
-    assert beyond_kernels(of_answers) == ""
-    assert kind_of(of_answers, SpanRule.NOWHERE) == AttentionKind(9, sees_prompt=True)
-    beyond = AttentionRule(sinks=sinks), AttentionRule(chunk=8), AttentionRule(window=4, answer_window=9)
-    assert [bool(beyond_kernels(rule)) for rule in beyond] == [True] * 3
-    kinds = [kind_of(AttentionRule(0.5, window), rule) for rule in SpanRule for window in (None, 4)][:8]
-    assert kinds == [
-        AttentionKind(0, False, 0.5),
-        AttentionKind(4, False, 0.5),
-        AttentionKind(0, True, 0.5),
-        AttentionKind(4, True, 0.5),
-        AttentionKind(0, False, 0.5),
-        AttentionKind(4, True, 0.5),
-        AttentionKind(0, True, 0.5, True),
-        AttentionKind(4, True, 0.5, True),
-    ]
+    assert beyond_kernels(AttentionRule(AttentionKind(Sight(window=4), 0.5, softcap=30.0))) == ""
+    assert beyond_kernels(AttentionRule(AttentionKind(Sight(answer_window=9)))) == ""
+    beyond = Sight(chunk=8), Sight(window=4, answer_window=9)
+    assert beyond_kernels(AttentionRule(sinks=sinks)) == "heads have sinks"
+    assert beyond_kernels(AttentionRule(chosen=(sinks,))) == "layers choose by an index what they see"
+    assert all(beyond_kernels(AttentionRule(AttentionKind(sight))) for sight in beyond)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 
 from common import library_models
 from common.checkpoint import Checkpoint, CheckpointError
-from llm_service.families.family import SpanRule
+from llm_service.families.sight import ALL_BEFORE, SpanRule
 from llm_service.layers import index_keys
 from llm_service.layers.attention import general_backend
 from llm_service.models import library_attention, library_decoder, trial, trial_chunks, trial_reference
@@ -27,7 +27,7 @@ def test_a_trial_finds_spans_and_tells_other_masks(tmp_path: Path, monkeypatch: 
     folder = make("gemma3", tmp_path)
     assert try_out(folder).spans is SpanRule.EVERYWHERE
     right = general_backend._Segment.mask
-    monkeypatch.setattr(general_backend._Segment, "mask", lambda segment, *_: right(segment, None))
+    monkeypatch.setattr(general_backend._Segment, "mask", lambda segment, _: right(segment, ALL_BEFORE))
     with pytest.raises(CheckpointError, match="gemma3 gives other logits in chunks"):
         try_out(folder)
 

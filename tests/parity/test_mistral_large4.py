@@ -18,7 +18,7 @@ from common.checkpoint import Checkpoint, CheckpointError
 from common.library_classes import class_of, config_of, speaking
 from common.library_models import text_of
 from common.small_models import made_up
-from llm_service.families.family import SpanRule
+from llm_service.families.sight import SpanRule
 from llm_service.layers.experts import GroupedRouter
 from llm_service.layers.group import ALONE
 from llm_service.layers.indexed_latents import IndexedLatentAttention

@@ -12,7 +12,7 @@ from torch import Tensor
 from common.checkpoint import Checkpoint, CheckpointError
 from common.library_classes import speaking, state_tokens
 from common.small_models import made_up
-from llm_service.families.family import SpanRule
+from llm_service.families.sight import SpanRule
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.linear import SummedLinear
 from llm_service.layers.mlp import PlainReluMLP, squared_relu

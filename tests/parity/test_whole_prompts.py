@@ -19,8 +19,9 @@ from common.library_classes import library
 from common.library_models import describe
 from common.library_processors import frame_of, processor_of
 from common.media.item import Key, Modality
-from llm_service.families.family import SpanRule
+from llm_service.families.sight import Sight, SpanRule
 from llm_service.layers.attention import general_backend
+from llm_service.layers.attention.backend import AttentionKind
 from llm_service.layers.self_attention import SelfAttention
 from llm_service.model_config.served import ServedModel
 from llm_service.models import library_attention
@@ -28,6 +29,7 @@ from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.trial import try_config, try_ours, try_ours_of, try_out
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, TextPrompt, TokenPrompt
+from tests.attention_cases import otherwise
 from tests.parity.library_side import GREEDY, Served, compare
 from tests.parity.local_engine import LocalEngine, Prompt, misled_drafts
 from tools.models.compare import OURS
@@ -129,14 +131,14 @@ def test_a_trial_tells_other_masks(case: Case, wrong: SpanRule | None, monkeypat
     assert try_out(case.served.folder).spans is SpanRule.WHOLE_PROMPTS
     right = general_backend._Segment.mask
 
-    def mask(segment: general_backend._Segment, window: int | None, *_: object) -> torch.Tensor:
+    def mask(segment: general_backend._Segment, sight: Sight) -> torch.Tensor:
         if segment.rule is not SpanRule.WHOLE_PROMPTS or not segment.spans:
-            return right(segment, window)
+            return right(segment, sight)
         if wrong is None:
-            seen = right(segment, window)
+            seen = right(segment, sight)
             seen[:, : len(segment.slots) - (segment.end - segment.begin)] = False
             return seen
-        return right(general_backend._Segment(segment.begin, segment.end, segment.slots, segment.spans, wrong), window)
+        return right(replace(segment, rule=wrong), sight)
 
     monkeypatch.setattr(general_backend._Segment, "mask", mask)
     with pytest.raises(CheckpointError, match="paligemma gives other logits in chunks than of a whole prompt"):
@@ -146,9 +148,9 @@ def test_a_trial_tells_other_masks(case: Case, wrong: SpanRule | None, monkeypat
 @pytest.mark.parametrize(
     ("of", "wrong"),
     [
-        ("ours", {"spans": False}),
+        ("ours", {"spans": SpanRule.NOWHERE}),
         ("ours", {"window": 8}),
-        ("case", {"prompt_spans": False}),
+        ("case", {"spans": SpanRule.EVERYWHERE}),
         ("case", {"softcap": None}),
         ("case", {"softcap": 25.0}),
     ],
@@ -160,7 +162,7 @@ def test_a_trial_of_our_decoder_tells_other_masks_and_caps(
     assert try_ours(ours.served.folder).spans is SpanRule.WHOLE_PROMPTS
     right = SelfAttention.cache_spec
     monkeypatch.setattr(
-        SelfAttention, "cache_spec", lambda part: replace(spec := right(part), kind=replace(spec.kind, **wrong))
+        SelfAttention, "cache_spec", lambda part: replace(spec := right(part), kind=otherwise(spec.kind, **wrong))
     )
     with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
         try_ours(ours.served.folder)
@@ -244,11 +246,6 @@ def test_a_trial_tells_scores_without_their_cap(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("llm_service.model_config.text.attention_cap", lambda *_: None)
     with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
         try_ours_of(copy.deepcopy(config), drawn_prompt)
-    whole = library_attention.AttentionRule
-    monkeypatch.setattr(
-        library_attention,
-        "AttentionRule",
-        lambda scale, window, _, *more, **named: whole(scale, window, None, *more, **named),
-    )
+    monkeypatch.setattr(library_attention, "AttentionKind", lambda sight, scale, _: AttentionKind(sight, scale))
     with pytest.raises(CheckpointError, match="gives other logits in chunks than of a whole prompt"):
         try_config(copy.deepcopy(config), drawn_prompt)

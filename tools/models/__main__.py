@@ -27,8 +27,8 @@ from common.checkpoint import CheckpointError
 from common.library_classes import class_of, library, missing, state_tokens
 from common.library_models import checked
 from common.library_rows import row_token
-from llm_service.families.family import SpanRule
 from llm_service.families.registry import FAMILIES
+from llm_service.families.sight import SpanRule
 from llm_service.models.trial import try_config, try_ours_of
 from tools.launcher import NotStartedError, Service
 from tools.models.compare import OURS, RANKS, Differs, through_services

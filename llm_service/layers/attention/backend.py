@@ -10,33 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llm_service.families.sight import ALL_BEFORE, Sight, SpanRule
 from llm_service.layers.attention.int8_blocks import SCALE_BYTES, Int8Tokens
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
-    """How layers attend. A token sees `window` tokens, itself among them, 0: all before it; with `spans` those of a
-    span see each other as well, with `whole_spans` all of these, whatever the window. Products of queries and keys are
-    multiplied by `scale`, None: by head_dim^-0.5. With a `chunk` sequences are cut into chunks of so many tokens, and a
-    token sees none before its own. With `joined_spans` those of all spans of a chunk see each other, whatever the
-    window; with `prompt_spans` those of a span see all that is before them as well, whatever the window. Scores are
-    drawn below `softcap` by its hyperbolic tangent before anything is hidden, None: they are as they are. With
-    `sees_prompt` the window is for answers alone: a token sees what is before it of the prompt as well."""
+    """How layers attend. Products of queries and keys are multiplied by `scale`, None: by head_dim^-0.5. Scores are
+    drawn below `softcap` by its hyperbolic tangent before anything is hidden, None: they are as they are. Kernels know
+    one window of a `sight`, for answers alone or for all."""
 
-    window: int = 0
-    spans: bool = False
+    sight: Sight = ALL_BEFORE
     scale: float | None = None
-    whole_spans: bool = False
-    chunk: int = 0
-    joined_spans: bool = False
-    prompt_spans: bool = False
     softcap: float | None = None
-    sees_prompt: bool = False
-
-    @property
-    def is_local(self) -> bool:
-        """Whether a token may see less than all that is before it."""
-        return self.window + self.chunk > 0
 
     def softmax_scale(self, head_dim: int) -> float:
         """What products are multiplied by."""
@@ -45,53 +31,60 @@ class AttentionKind:
     def first_seen(self, position: int) -> int:
         """The first position that a token sees.
 
-        >>> AttentionKind().first_seen(9), AttentionKind(window=4).first_seen(9), AttentionKind(window=4).first_seen(2)
+        >>> near, cut = AttentionKind(Sight(window=4)), AttentionKind(Sight(chunk=4))
+        >>> AttentionKind().first_seen(9), near.first_seen(9), near.first_seen(2)
         (0, 6, 0)
-        >>> AttentionKind(chunk=4).first_seen(7), AttentionKind(chunk=4).first_seen(8)
+        >>> cut.first_seen(7), cut.first_seen(8)
         (4, 8)
         """
-        first = max(0, position + 1 - self.window) if self.window else 0
-        return max(first, position // self.chunk * self.chunk) if self.chunk else first
+        reach, chunk = self.sight.reach, self.sight.chunk
+        first = max(0, position + 1 - reach) if reach else 0
+        return max(first, position // chunk * chunk) if chunk else first
 
     def first_of(self, chunk: PagedChunk, spans: Sequence[Span]) -> int:
         """The first position that any token of a chunk sees, whose spans these are.
 
-        >>> whole = AttentionKind(window=4, spans=True, prompt_spans=True)
+        >>> whole = AttentionKind(Sight(window=4, spans=SpanRule.WHOLE_PROMPTS))
         >>> whole.first_of(PagedChunk(9, 5, []), []), whole.first_of(PagedChunk(9, 5, []), [(0, 4)])
         (6, 0)
         """
-        return 0 if self.sees_prompt or (self.prompt_spans and spans) else self.first_seen(chunk.context)
+        whole = self.sight.spans is SpanRule.WHOLE_PROMPTS and spans
+        return 0 if whole or self.sight.answer_window else self.first_seen(chunk.context)
 
     def prompt_of(self, chunk: PagedChunk) -> int:
         """How many of the first tokens of a chunk's sequence all those behind them see, whatever the window."""
-        return chunk.prompt if self.sees_prompt else 0
+        return chunk.prompt if self.sight.answer_window else 0
 
     def seen(self, chunk: PagedChunk, spans: Sequence[Span] = ()) -> np.ndarray:
         """The positions [begin, end) that each token of a chunk sees, int64 [count, 2], of an answer beside those of
         the prompt, if these are seen; spans are those of the chunk, each by itself.
 
-        >>> AttentionKind(window=4).seen(PagedChunk(2, 5, []), [(1, 4)]).T.tolist()
+        >>> near = AttentionKind(Sight(window=4, spans=SpanRule.EVERYWHERE))
+        >>> near.seen(PagedChunk(2, 5, []), [(1, 4)]).T.tolist()
         [[0, 0, 1, 2, 3], [3, 6, 6, 6, 7]]
-        >>> AttentionKind(window=2, whole_spans=True).seen(PagedChunk(2, 5, []), [(1, 4)]).T.tolist()
+        >>> beyond = AttentionKind(Sight(window=2, spans=SpanRule.BEYOND_WINDOWS))
+        >>> beyond.seen(PagedChunk(2, 5, []), [(1, 4)]).T.tolist()
         [[1, 2, 3, 3, 5], [3, 6, 6, 6, 7]]
-        >>> AttentionKind(chunk=4).seen(PagedChunk(2, 5, []), [(1, 4)]).T.tolist()
+        >>> cut = AttentionKind(Sight(chunk=4, spans=SpanRule.EVERYWHERE))
+        >>> cut.seen(PagedChunk(2, 5, []), [(1, 4)]).T.tolist()
         [[0, 0, 4, 4, 4], [3, 4, 6, 6, 7]]
-        >>> AttentionKind(window=2, sees_prompt=True).seen(PagedChunk(2, 5, [], answered=3)).T.tolist()
+        >>> AttentionKind(Sight(answer_window=2)).seen(PagedChunk(2, 5, [], answered=3)).T.tolist()
         [[0, 0, 3, 4, 5], [3, 4, 5, 6, 7]]
         """
         places = np.arange(chunk.context, chunk.context + chunk.count, dtype=np.int64)
-        begins = np.maximum(places + 1 - self.window, 0) if self.window else np.zeros_like(places)
+        sight, reach = self.sight, self.sight.reach
+        begins = np.maximum(places + 1 - reach, 0) if reach else np.zeros_like(places)
         begins[places < self.prompt_of(chunk)] = 0
         seen = np.stack([begins, places + 1], axis=1)
         for begin, end in spans:
             seen[begin:end, 1] = chunk.context + end
-            if self.whole_spans:
+            if sight.spans is SpanRule.BEYOND_WINDOWS:
                 seen[begin:end, 0] = np.minimum(seen[begin:end, 0], chunk.context + begin)
-            if self.prompt_spans:
+            if sight.spans is SpanRule.WHOLE_PROMPTS:
                 seen[begin:end, 0] = 0
-        if self.chunk:
-            firsts = places // self.chunk * self.chunk
-            seen = np.stack([np.maximum(seen[:, 0], firsts), np.minimum(seen[:, 1], firsts + self.chunk)], axis=1)
+        if sight.chunk:
+            firsts = places // sight.chunk * sight.chunk
+            seen = np.stack([np.maximum(seen[:, 0], firsts), np.minimum(seen[:, 1], firsts + sight.chunk)], axis=1)
         return seen
 
 

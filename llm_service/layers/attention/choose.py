@@ -89,7 +89,7 @@ def _triton(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Atte
 
         if shape.kind.softcap is not None:
             return "it knows no soft caps of scores over latents"
-        if shape.kind.sees_prompt:
+        if shape.kind.sight.answer_window:
             return f"{_ANSWERS} over latents"
         return LatentTritonBackend(shape, dtype, device)
     from llm_service.layers.attention.triton_backend import TritonBackend
@@ -106,9 +106,9 @@ def _flash(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Atten
         return _LATENT
     if shape.int8:
         return _INT8
-    if shape.kind.chunk:
+    if shape.kind.sight.chunk:
         return "it knows no chunks of a sequence within which layers attend"
-    if shape.kind.sees_prompt:
+    if shape.kind.sight.answer_window:
         return _ANSWERS
     if shape.head_dim > _WIDEST_OF_FLASH:
         return f"it knows heads of {_WIDEST_OF_FLASH} numbers at most, and some have {shape.head_dim}"

@@ -102,7 +102,7 @@ def _imported(module: str, name: str) -> Any:
 
 def _rule(shape: CacheShape) -> dict[str, Any]:
     """How layers attend, as both versions are told: of what is before a token all, or so much."""
-    before = shape.kind.window - 1 if shape.kind.window else -1
+    before = shape.kind.sight.window - 1 if shape.kind.sight.window else -1
     rule = {"softmax_scale": shape.softmax_scale, "causal": True, "window_size": (before, 0 if before >= 0 else -1)}
     return rule if shape.kind.softcap is None else {**rule, "softcap": shape.kind.softcap}
 

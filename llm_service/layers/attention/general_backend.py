@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llm_service.families.family import SpanRule
-from llm_service.layers.attention.backend import CacheShape, PagedChunk, Span
+from llm_service.families.sight import Sight, SpanRule
+from llm_service.layers.attention.backend import CAUSAL, AttentionKind, CacheShape, PagedChunk, Span
 from llm_service.layers.attention.one_head import attend_to_one
 from llm_service.layers.attention.scored import attend_by_scores, shares_of
 from llm_service.layers.chosen_chunks import slots_of
@@ -21,29 +21,16 @@ from llm_service.layers.transfer import to_device
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """How a layer attends. Products of queries and keys are multiplied by `scale`, None: by head_dim^-0.5. A token sees
-    `window` tokens, itself among them, None: all before it. Scores are drawn below `softcap` by its hyperbolic tangent.
-    `sinks` [heads] are scores of something that nobody attends to, whose share is lost. With `chunk` a sequence is cut
-    into chunks of so many tokens, and a token sees those of its own. With an
-    `answer_window` a token of an answer sees all of the prompt, and so many tokens of the answer, itself among them.
-    `chosen`: of each chunk of a batch what its tokens see, where an index has chosen that; spans do not count there."""
+    """How a layer attends: its kind, whose sight may have windows of both sorts, and knows no spans. `sinks` [heads]
+    are scores of something that nobody attends to, whose share is lost. `chosen`: of each chunk of a batch what its
+    tokens see, where an index has chosen that; spans do not count there."""
 
-    scale: float | None = None
-    window: int | None = None
-    softcap: float | None = None
+    kind: AttentionKind = CAUSAL
     sinks: Tensor | None = None
-    chunk: int | None = None
-    answer_window: int | None = None
     chosen: tuple[Chosen, ...] | None = None
-
-    @property
-    def sight(self) -> tuple[int | None, int | None, int | None]:
-        """Its `window`, `chunk` and `answer_window`: what a segment's mask follows from."""
-        return self.window, self.chunk, self.answer_window
 
 
 PLAIN = AttentionRule()
-_EVERYWHERE = SpanRule.EVERYWHERE, SpanRule.BEYOND_WINDOWS, SpanRule.ALL_MEDIA
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,27 +46,28 @@ class _Segment:
     rule: SpanRule = SpanRule.EVERYWHERE
     prompt: int = 0
 
-    def mask(self, window: int | None, chunk: int | None = None, answer_window: int | None = None) -> Tensor:
-        """bool [count, context + count]: which tokens see which."""
+    def mask(self, sight: Sight) -> Tensor:
+        """bool [count, context + count]: which tokens see which in a layer of that sight."""
+        sight = sight.with_spans(self.rule)
         total, count = len(self.slots), self.end - self.begin
         keys = torch.arange(total, device=self.slots.device)
         queries = keys[total - count :].unsqueeze(1)
         seen = keys <= queries
-        spans = self.spans if window is not None or self.rule in _EVERYWHERE else ()
+        spans = () if sight.spans is SpanRule.NOWHERE else self.spans
         runs = [slice(first - self.begin, last - self.begin) for first, last in spans]
         for here in runs:
             seen[here, total - count + here.start : total - count + here.stop] = True
-        if window is not None:
-            seen &= keys > queries - window
-        for here in runs if self.rule is SpanRule.BEYOND_WINDOWS else ():
+        if sight.window:
+            seen &= keys > queries - sight.window
+        for here in runs if sight.spans is SpanRule.BEYOND_WINDOWS else ():
             seen[here, total - count + here.start : total - count + here.stop] = True
-        if chunk is not None:
-            seen &= keys // chunk == queries // chunk
-        if answer_window is not None:
-            seen &= (keys < self.prompt) | (queries < self.prompt) | (keys > queries - answer_window)
-        for first, last in self.spans if self.rule is SpanRule.WHOLE_PROMPTS else ():
-            seen[first - self.begin : last - self.begin, : total - count + last - self.begin] = True
-        if self.rule is SpanRule.ALL_MEDIA:
+        if sight.chunk:
+            seen &= keys // sight.chunk == queries // sight.chunk
+        if sight.answer_window:
+            seen &= (keys < self.prompt) | (queries < self.prompt) | (keys > queries - sight.answer_window)
+        for here in runs if sight.spans is SpanRule.WHOLE_PROMPTS else ():
+            seen[here, : total - count + here.stop] = True
+        if sight.spans is SpanRule.ALL_MEDIA:
             media = torch.zeros(count, dtype=torch.bool, device=seen.device)
             for here in runs:
                 media[here] = True
@@ -121,19 +109,19 @@ class GeneralBatch:
         keys, values = cache[0].flatten(0, 1), cache[-1].flatten(0, 1)  # each [slots, kv_heads, head_dim]
         width, depth = key.shape[-1], value.shape[-1]
         out = query.new_empty(*query.shape[:2], depth)
-        every = rule.chosen or [None] * len(self.segments)
+        kind, every = rule.kind, rule.chosen or [None] * len(self.segments)
         for part, chosen in zip(self.segments, every, strict=True):
             here, new = slice(part.begin, part.end), part.slots[len(part.slots) - (part.end - part.begin) :]
             keys[new, :, :width], values[new, :, :depth] = key[here], value[here]
             if chosen is not None:
-                attend_to_chosen(out[here], query[here], keys, values, part.slots, chosen, rule.scale, rule.sinks)
+                attend_to_chosen(out[here], query[here], keys, values, part.slots, chosen, kind.scale, rule.sinks)
                 continue
-            if len(cache) == 1 and rule.softcap is None and rule.sinks is None:
-                mask, scale = part.mask(*rule.sight), softmax_scale(rule.scale, width)
-                attend_to_one(out[here], query[here], keys[part.slots, 0, :width], mask, scale)
+            mask = part.mask(kind.sight)
+            if len(cache) == 1 and kind.softcap is None and rule.sinks is None:
+                attend_to_one(out[here], query[here], keys[part.slots, 0, :width], mask, kind.softmax_scale(width))
                 continue
             seen = keys[part.slots, :, :width], values[part.slots, :, :depth]
-            out[here] = _attend(query[here], *seen, part.mask(*rule.sight), rule)
+            out[here] = _attend(query[here], *seen, mask, rule)
         return out.flatten(1)
 
     def choose(self, asked: IndexQuery, index: Tensor) -> tuple[Chosen, ...]:
@@ -222,9 +210,10 @@ def softmax_scale(scale: float | None, width: int) -> float:
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rule: AttentionRule) -> Tensor:
     """query [count, heads, width]; key [total, kv_heads, width], value [total, kv_heads, depth] → [count, heads,
     depth]."""
-    if rule.softcap is not None or rule.sinks is not None:
-        scale = softmax_scale(rule.scale, query.shape[-1])
-        return attend_by_scores(query, key, value, mask, scale=scale, softcap=rule.softcap, sinks=rule.sinks)
+    kind = rule.kind
+    if kind.softcap is not None or rule.sinks is not None:
+        scale = kind.softmax_scale(query.shape[-1])
+        return attend_by_scores(query, key, value, mask, scale=scale, softcap=kind.softcap, sinks=rule.sinks)
     q, k, v = (each.transpose(0, 1) for each in (query, key, value))
-    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rule.scale, enable_gqa=True)
+    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=kind.scale, enable_gqa=True)
     return out.transpose(0, 1)

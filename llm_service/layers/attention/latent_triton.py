@@ -58,8 +58,8 @@ class LatentKernelShape:
             warps=16 if exact else 8,
             precision="ieee" if exact else "tf32",
             softmax_scale=shape.softmax_scale,
-            window=shape.kind.window,
-            chunk=shape.kind.chunk,
+            window=shape.kind.sight.window,
+            chunk=shape.kind.sight.chunk,
         )
 
     @property

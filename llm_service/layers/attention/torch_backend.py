@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llm_service.families.sight import SpanRule
 from llm_service.layers.attention.backend import CacheShape, PagedChunk, Span, spans_of, within
 from llm_service.layers.attention.int8_blocks import Int8Tokens
 from llm_service.layers.attention.one_head import attend_to_one
@@ -78,7 +79,7 @@ class TorchBackend:
     def _part(self, chunk: PagedChunk, spans: Sequence[Span], begin: int) -> _Part:
         kind, last = self._shape.kind, chunk.context + chunk.count - 1
         positions = np.arange(kind.first_of(chunk, spans), last + 1)
-        if kind.sees_prompt and (behind := kind.first_seen(chunk.context)) > (prompt := chunk.prompt):
+        if kind.sight.answer_window and (behind := kind.first_seen(chunk.context)) > (prompt := chunk.prompt):
             positions = np.concatenate([positions[:prompt], positions[behind:]])
         slots = slots_of(chunk, self._shape.block_size)
         seen = slots[positions]
@@ -87,7 +88,7 @@ class TorchBackend:
         mask = []
         if cut := several and (chunk.context > 0 or kind.first_seen(last) > 0 or bool(spans)):
             mask = [*kind.seen(chunk, spans).T, positions]
-            mask += [within(spans, chunk.count).astype(np.uint8)] if kind.joined_spans else []
+            mask += [within(spans, chunk.count).astype(np.uint8)] if kind.sight.spans is SpanRule.ALL_MEDIA else []
         prompt = kind.prompt_of(chunk)
         return _Part(begin, chunk.count, slots[chunk.context :], seen, row, tuple(mask), prompt, several and not cut)
 

@@ -233,7 +233,7 @@ def decode(
     dim], float32, or bfloat16, to which those of a token are rounded then.
     """
     out, scale, softcap = torch.empty(query.shape), kind.softmax_scale(query.shape[-1]), kind.softcap or 0.0
-    reach = kind.window or EVERY, kind.chunk or EVERY
+    reach = kind.sight.reach or EVERY, kind.sight.chunk or EVERY
     where = decodes.table, decodes.lengths, decodes.ends, decodes.prompts, *reach
     divided = parts(len(decodes.lengths), key.shape[1], threads_used())
     tensors = out, query.contiguous(), key.contiguous(), value.contiguous(), keys, values

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from common.cpu.jit import Array
 from common.devices import multiplies_tiles
+from llm_service.families.sight import SpanRule
 from llm_service.layers.attention.backend import (
     CAUSAL,
     AttentionBatch,
@@ -85,7 +86,7 @@ class NumbaBackend:
         """How many chunks come before the first that is not computed as one token is."""
         ends = list(itertools.accumulate(chunk.count for chunk in chunks))
         first = min((begin for begin, _ in spans), default=ends[-1])  # tokens of a span see what others do not
-        beyond = self._shape.kind.prompt_spans
+        beyond = self._shape.kind.sight.spans is SpanRule.WHOLE_PROMPTS
         for index, (chunk, end) in enumerate(zip(chunks, ends, strict=True)):
             few = chunk.decodes or (not self._packs and chunk.count <= _FEW)
             alone = chunk.count == 1 and not (beyond and end > first)
@@ -95,14 +96,15 @@ class NumbaBackend:
 
     def _later(self, chunks: Sequence[PagedChunk], spans: Sequence[Span]) -> AttentionBatch:
         shape, kind = self._shape, self._shape.kind
-        apart = kind.sees_prompt and any(chunk.answered for chunk in chunks)  # an answer that is computed anew
-        if not self._packs or apart or (spans and kind.joined_spans and kind.is_local):
+        sight, joined = kind.sight, kind.sight.spans is SpanRule.ALL_MEDIA
+        apart = sight.answer_window > 0 and any(chunk.answered for chunk in chunks)  # an answer that is computed anew
+        if not self._packs or apart or (spans and joined and sight.is_local):
             return self._plain.batch(chunks, spans)
         places = [_places(chunk, shape.block_size) for chunk in chunks]
         written = [all_[chunk.context :] for all_, chunk in zip(places, chunks, strict=True)]
         parts, count = list[_Part](), 0
         for chunk, own, all_ in zip(chunks, spans_of(chunks, spans), places, strict=True):
-            joins = bool(own) and kind.joined_spans
+            joins = bool(own) and joined
             made = _joined(chunk, within(own, chunk.count), all_) if joins else [_alone(kind, chunk, own, all_)]
             parts += [_Part(part.queries + count, part.keys, part.seen) for part in made]
             count += chunk.count

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from common.checkpoint import CheckpointError
+from llm_service.families.sight import Sight, SpanRule
 from llm_service.layers.attention import flash_backend, triton_backend
 from llm_service.layers.attention.backend import AttentionKind, CacheShape
 from llm_service.layers.attention.choose import choose, runs
@@ -78,10 +79,10 @@ def test_both_versions_of_flash_attn_are_called_as_they_document(monkeypatch: py
             monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
         compute = flash_backend.find(block_size)
         assert compute is not None
-        for kind in (AttentionKind(), AttentionKind(window=9, scale=0.2), CAPPED):
+        for kind in (AttentionKind(), AttentionKind(Sight(window=9), scale=0.2), CAPPED):
             shape = replace(shape_of(), block_size=block_size, kind=kind)
             Case.random(shape, WAYS["mixed"], torch.float32, 2).check(flash_backend.FlashBackend(shape, CPU, compute))
-        spanned = replace(shape, kind=AttentionKind(spans=True))
+        spanned = replace(shape, kind=AttentionKind(Sight(spans=SpanRule.EVERYWHERE)))
         case = Case.random(spanned, (1, 40), torch.float32, 2)
         case.check(flash_backend.FlashBackend(spanned, CPU, compute), [(3, 30)])
     assert flash_backend.find(16) is None, "version 2 reads pages of 256 alone"
@@ -123,7 +124,7 @@ def _stand_in(q, keys, values, lengths, table, starts, longest, *, softmax_scale
     work = WorkList(none, none, none, 0, 0)
     metadata = AttentionMetadata(none, table, starts, lengths, lengths, torch.empty(0, 2), work, work, 64, longest, 0)
     nothing = q.new_empty(0, keys.shape[2], keys.shape[3])
-    kind = AttentionKind(before + 1, scale=softmax_scale, softcap=softcap)
+    kind = AttentionKind(Sight(before + 1), scale=softmax_scale, softcap=softcap)
     return paged_attention(q, nothing, nothing, torch.stack([keys, values]), metadata, kind).view_as(q)
 
 

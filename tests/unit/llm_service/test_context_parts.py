@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llm_service.families.sight import Sight
 from llm_service.layers.attention import kernel_backend
 from llm_service.layers.attention import metadata as attention_metadata
 from llm_service.layers.attention.backend import AttentionKind, PagedChunk
@@ -36,7 +37,7 @@ def test_parts_of_a_context_before_a_window_count_for_nothing(
     monkeypatch.setattr(attention_metadata, "_LEAST", 16)
     monkeypatch.setattr(attention_metadata, "_MULTIPLE", 16)
     monkeypatch.setattr(kernel_backend, "COMBINED", 2)
-    shape = replace(shape_of(), kind=AttentionKind(window=21, sees_prompt=answered > 0))
+    shape = replace(shape_of(), kind=AttentionKind(Sight(answer_window=21) if answered else Sight(window=21)))
     backend: Any = choose("triton", shape, torch.float32, CPU)
     backend.tiling = replace(backend.tiling, parts=parts)
     case = Case.random(shape, counts, torch.float32, 5)

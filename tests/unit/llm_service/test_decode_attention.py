@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from llm_service.families.sight import Sight
 from llm_service.layers.attention.backend import CAUSAL, AttentionKind
 from llm_service.layers.cpu import decode_attention
 from llm_service.layers.cpu.decode_attention import Decodes
@@ -44,7 +45,7 @@ def test_tokens_are_written_and_attended_to(
 
 @pytest.mark.parametrize(
     "kind",
-    [CAUSAL, AttentionKind(window=7), AttentionKind(chunk=6), AttentionKind(window=50, softcap=1.5)],
+    [CAUSAL, *map(AttentionKind, (Sight(window=7), Sight(chunk=6))), AttentionKind(Sight(window=50), softcap=1.5)],
     ids=["all", "window", "chunk", "cap"],
 )
 @pytest.mark.parametrize(("dtype", "size", "group"), [("float32", 4, 2), ("bfloat16", 4, 2), ("bfloat16", 16, 3)])
@@ -104,12 +105,12 @@ def test_scores_are_drawn_below_a_cap(dtype: torch.dtype) -> None:
 
 
 WINDOWS = [
-    *(AttentionKind(window=window, scale=0.3) for window in (1, 5, 8, 13, 40)),
-    *(AttentionKind(chunk=chunk, scale=0.3) for chunk in (1, 5, 8, 40)),
+    *(AttentionKind(Sight(window=window), scale=0.3) for window in (1, 5, 8, 13, 40)),
+    *(AttentionKind(Sight(chunk=chunk), scale=0.3) for chunk in (1, 5, 8, 40)),
 ]
 
 
-@pytest.mark.parametrize("kind", WINDOWS, ids=lambda kind: f"{kind.window} {kind.chunk}")
+@pytest.mark.parametrize("kind", WINDOWS, ids=lambda kind: f"{kind.sight.window} {kind.sight.chunk}")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_window_hides_what_is_before_it(dtype: torch.dtype, kind: AttentionKind) -> None:
     """What is hidden may be any number."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llm_service.families.sight import Sight
 from llm_service.layers import index_keys
 from llm_service.layers.attention import general_backend
 from llm_service.layers.attention.backend import AttentionKind, CacheShape, PagedChunk
@@ -189,7 +190,7 @@ def attended(
 
     def attend(begin: int, end: int, given: Chosen) -> Tensor:
         batch = GeneralBackend(SHAPE, CPU).batch([PagedChunk(begin, end - begin, TABLES[0])])
-        rule = AttentionRule(scale, chosen=(given,))
+        rule = AttentionRule(AttentionKind(scale=scale), chosen=(given,))
         return batch.attend(query[begin:end], key[begin:end], value[begin:end], cache, rule)
 
     attend(0, total - count, None)
@@ -199,7 +200,7 @@ def attended(
 
 def test_index_keys_lie_in_the_blocks_of_keys_and_values() -> None:
     """Layers with an index and without have one back end, and so one batch."""
-    plain = PagedKV(4, 2, 16, AttentionKind(window=9))
+    plain = PagedKV(4, 2, 16, AttentionKind(Sight(window=9)))
     specs = [IndexedKV(plain, WIDTH), plain, IndexedKV(plain, 12), SharedKV(0), IndexedKV(SharedKV(2), 10)]
     assert block_bytes(specs, BLOCK, torch.float32) == 4 * BLOCK * (3 * 2 * 2 * 16 + WIDTH + 12 + 10)
     mixers: Any = [SimpleNamespace(cache_spec=lambda spec=spec: spec) for spec in specs]

@@ -100,7 +100,7 @@ def joined(ours: LatentAttention, shape: TextConfig, each: list[Tensor], cuts: l
     for kept in caches.layers:
         for part in (kept.kv, kept.index) if isinstance(kept, IndexedCache) else (kept,):
             part.fill_(torch.nan)
-    local = shape.window_rotary if ours.kept.kind.is_local else None
+    local = shape.window_rotary if ours.kept.kind.sight.is_local else None
     rotary = rotary_of(local or shape.rotary, CPU)
     tables = [[2, 0, 1, 9, 5, 7], [11, 3, 23, 4, 13, 8]]
     for begin, end in cuts:

@@ -10,6 +10,7 @@ import torch
 from structlog.testing import capture_logs
 
 from common.checkpoint import CheckpointError
+from llm_service.families.sight import Sight, SpanRule
 from llm_service.layers.attention import metadata as attention_metadata
 from llm_service.layers.attention.backend import AttentionKind, CacheShape, PagedChunk
 from llm_service.layers.attention.choose import choose
@@ -57,7 +58,7 @@ def test_parts_of_contexts_and_tokens_with_their_drafts(
 ) -> None:
     monkeypatch.setattr(attention_metadata, "_LEAST", 16)
     monkeypatch.setattr(attention_metadata, "_MULTIPLE", 16)
-    shape = replace(latents_of(heads=8), kind=AttentionKind(window=window))
+    shape = replace(latents_of(heads=8), kind=AttentionKind(Sight(window=window)))
     backend: Any = choose("triton", shape, torch.float32, CPU)
     backend.tiling = Tiling(6, tile, singles=tile == 2)
     case = Case.random(shape, (1, 1, 5), torch.float32, tile)
@@ -68,16 +69,16 @@ def test_parts_of_contexts_and_tokens_with_their_drafts(
     case.check(backend)
 
 
-@pytest.mark.parametrize("kind", [AttentionKind(window=5), AttentionKind(window=24), AttentionKind(chunk=16)], ids=str)
+@pytest.mark.parametrize("sight", [Sight(window=5), Sight(window=24), Sight(chunk=16)], ids=str)
 @pytest.mark.parametrize("counts", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_windows_and_chunks_of_sequences(name: str, counts: tuple[int, ...], kind: AttentionKind) -> None:
-    shape = replace(latents_of(), kind=kind)
+def test_windows_and_chunks_of_sequences(name: str, counts: tuple[int, ...], sight: Sight) -> None:
+    shape = replace(latents_of(), kind=AttentionKind(sight))
     Case.random(shape, counts, torch.float32, 4).check(choose(name, shape, torch.float32, CPU))
 
 
 def test_spans_are_torch_s() -> None:
-    shape = replace(latents_of(), kind=AttentionKind(window=24, spans=True))
+    shape = replace(latents_of(), kind=AttentionKind(Sight(window=24, spans=SpanRule.EVERYWHERE)))
     case = Case.random(shape, WAYS["mixed"], torch.float32, 2)
     for name in ("torch", "triton"):
         case.check(choose(name, shape, torch.float32, CPU), [(2, 30), (34, 67)])

@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.checkpoint import CheckpointError
+from llm_service.families.sight import Sight, SpanRule
 from llm_service.layers.attention.backend import AttentionBatch, AttentionKind, CacheShape, PagedChunk, Span
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.int8_blocks import quantize
@@ -56,7 +57,7 @@ def test_heads_and_blocks_of_any_size(name: str, shape: CacheShape) -> None:
 @pytest.mark.parametrize("counts", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("name", ["torch", "numba", "triton"])
 def test_a_token_sees_no_more_than_its_window(name: str, counts: tuple[int, ...], window: int) -> None:
-    shape = replace(shape_of(), kind=AttentionKind(window=window))
+    shape = replace(shape_of(), kind=AttentionKind(Sight(window=window)))
     Case.random(shape, counts, torch.float32, window).check(choose(name, shape, torch.float32, CPU))
 
 
@@ -65,28 +66,28 @@ def test_a_token_sees_no_more_than_its_window(name: str, counts: tuple[int, ...]
 @pytest.mark.parametrize("name", ["torch", "numba", "triton"])
 def test_a_token_of_an_answer_sees_the_prompt_and_a_window(name: str, counts: tuple[int, ...], window: int) -> None:
     """Chunks are of prompts, of answers, or of both."""
-    shape = replace(shape_of(), kind=AttentionKind(window=window, sees_prompt=True))
+    shape = replace(shape_of(), kind=AttentionKind(Sight(answer_window=window)))
     for seed in seeds(name):
         case = Case.random(shape, counts, torch.float32, window + seed).with_answers(window + seed)
         case.check(choose(name, shape, torch.float32, CPU))
 
 
-@pytest.mark.parametrize("kind", [AttentionKind(chunk=24), AttentionKind(21, chunk=64)])
+@pytest.mark.parametrize("kind", [AttentionKind(Sight(chunk=24)), AttentionKind(Sight(21, chunk=64))])
 @pytest.mark.parametrize("counts", [(1, 1, 1), (1, 65, 20)], ids=["decodes", "mixed"])
 @pytest.mark.parametrize("name", ["torch", "numba", "triton"])
 def test_a_token_sees_none_before_its_chunk(name: str, counts: tuple[int, ...], kind: AttentionKind) -> None:
     shape = replace(shape_of(), kind=kind)
-    Case.random(shape, counts, torch.float32, kind.chunk).check(choose(name, shape, torch.float32, CPU))
+    Case.random(shape, counts, torch.float32, kind.sight.chunk).check(choose(name, shape, torch.float32, CPU))
 
 
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("name", ["torch", "numba", "triton"])
 def test_products_are_multiplied_by_the_scale_of_the_layers(name: str, window: int) -> None:
-    shape = replace(shape_of(), kind=AttentionKind(window, scale=0.4))
+    shape = replace(shape_of(), kind=AttentionKind(Sight(window), scale=0.4))
     Case.random(shape, WAYS["mixed"], torch.float32, 1).check(choose(name, shape, torch.float32, CPU))
 
 
-@pytest.mark.parametrize("kind", [CAPPED, replace(CAPPED, window=40), replace(CAPPED, softcap=0.02)])
+@pytest.mark.parametrize("kind", [CAPPED, replace(CAPPED, sight=Sight(window=40)), replace(CAPPED, softcap=0.02)])
 @pytest.mark.parametrize("counts", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("name", ["torch", "numba", "triton"])
 def test_scores_are_drawn_below_a_cap(name: str, counts: tuple[int, ...], kind: AttentionKind) -> None:
@@ -96,7 +97,7 @@ def test_scores_are_drawn_below_a_cap(name: str, counts: tuple[int, ...], kind: 
 
 @pytest.mark.parametrize("name", ["torch", "numba", "triton"])
 def test_tokens_of_a_capped_prompt_see_all_that_is_before_them_beyond_a_window(name: str) -> None:
-    shape = replace(shape_of(), kind=replace(CAPPED, window=9, spans=True, prompt_spans=True))
+    shape = replace(shape_of(), kind=replace(CAPPED, sight=Sight(window=9, spans=SpanRule.WHOLE_PROMPTS)))
     case = Case.random(shape, WAYS["mixed"], torch.float32, 5)
     case.chunks[2] = replace(case.chunks[2], context=17, blocks=list(range(6)))
     case.chunks[4] = replace(case.chunks[4], context=0, blocks=[6, 7])
@@ -106,17 +107,17 @@ def test_tokens_of_a_capped_prompt_see_all_that_is_before_them_beyond_a_window(n
     case.check(choose(name, shape, torch.float32, CPU), [(0, 1), (2, 60), (68, 88)])
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["as far as a window reaches", "beyond a window"])
+@pytest.mark.parametrize("rule", [SpanRule.EVERYWHERE, SpanRule.BEYOND_WINDOWS])
 @pytest.mark.parametrize("window", [0, 7, 40])
 @pytest.mark.parametrize("name", ["torch", "numba", "triton"])
-def test_tokens_of_a_span_see_each_other(name: str, window: int, *, whole: bool) -> None:
-    shape = replace(shape_of(), kind=AttentionKind(window, spans=True, whole_spans=whole))
+def test_tokens_of_a_span_see_each_other(name: str, window: int, rule: SpanRule) -> None:
+    shape = replace(shape_of(), kind=AttentionKind(Sight(window, spans=rule)))
     case = Case.random(shape, WAYS["mixed"], torch.float32, window)
     case.check(choose(name, shape, torch.float32, CPU), [(2, 30), (34, 67), (70, 72), (72, 80)])
 
 
 def test_kernels_that_know_no_spans_compute_what_is_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = replace(shape_of(), kind=AttentionKind(20, spans=True))
+    shape = replace(shape_of(), kind=AttentionKind(Sight(20, spans=SpanRule.EVERYWHERE)))
     case, backend = Case.random(shape, (1, 40, 1, 30), torch.float32, 3), choose("triton", shape, torch.float32, CPU)
     batch, by_torch = TorchBackend.batch, list[Sequence[PagedChunk]]()
 
@@ -134,7 +135,7 @@ def test_kernels_that_know_no_spans_compute_what_is_beside_them(monkeypatch: pyt
 def test_tokens_of_all_spans_of_a_chunk_see_each_other_and_those_between_see_none_behind_them(
     name: str, window: int
 ) -> None:
-    shape = replace(shape_of(), kind=AttentionKind(window, spans=True, joined_spans=True))
+    shape = replace(shape_of(), kind=AttentionKind(Sight(window, spans=SpanRule.ALL_MEDIA)))
     case = Case.random(shape, WAYS["mixed"], torch.float32, window)
     case.check(choose(name, shape, torch.float32, CPU), [(2, 30), (34, 60), (66, 67), (68, 72), (74, 80)])
     case.check(choose(name, shape, torch.float32, CPU), [(2, 67)])
@@ -197,7 +198,8 @@ def test_a_token_and_its_drafts_beside_a_prompt_have_the_bits_that_each_has_alon
     these alone."""
     if (packs and not selection.wide_vectors()) or (dtype == torch.bfloat16 and not selection.computes_bfloat16()):
         pytest.skip("the processor lacks AVX-512, or AVX512-BF16")
-    shape = replace(shape_of(), kind=AttentionKind(window=40, spans=True, sees_prompt=answered > 0))
+    sight = Sight(answer_window=40) if answered else Sight(window=40, spans=SpanRule.EVERYWHERE)
+    shape = replace(shape_of(), kind=AttentionKind(sight))
     case, backend = Case.random(shape, (5, 1, 20, 30, 7), torch.float32, 2), NumbaBackend(shape, dtype, packs=packs)
     case.chunks[:3] = [replace(chunk, decodes=True, answered=min(answered, chunk.context)) for chunk in case.chunks[:3]]
     parts = case.qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
@@ -216,7 +218,7 @@ def test_a_token_and_its_drafts_beside_a_prompt_have_the_bits_that_each_has_alon
     assert torch.equal(together, alone)
 
 
-_READ = {"plain": AttentionKind(), "window": AttentionKind(24), "capped": AttentionKind(softcap=1.5)}
+_READ = {"plain": AttentionKind(), "window": AttentionKind(Sight(24)), "capped": AttentionKind(softcap=1.5)}
 
 
 @pytest.mark.parametrize(

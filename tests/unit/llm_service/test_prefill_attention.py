@@ -12,6 +12,7 @@ from torch import Tensor
 
 from common.cpu.jit import find
 from common.devices import multiplies_tiles
+from llm_service.families.sight import Sight, SpanRule
 from llm_service.layers.attention.backend import AttentionKind, CacheShape, PagedChunk
 from llm_service.layers.cpu import numba_backend
 from llm_service.layers.cpu.numba_backend import NumbaBackend
@@ -77,11 +78,11 @@ def plain(
 @pytest.mark.parametrize(
     "kind",
     [
-        AttentionKind(window=100),
-        AttentionKind(window=3),
+        AttentionKind(Sight(window=100)),
+        AttentionKind(Sight(window=3)),
         AttentionKind(scale=0.3),
-        AttentionKind(chunk=96),
-        AttentionKind(window=100, scale=0.3, softcap=2.0),
+        AttentionKind(Sight(chunk=96)),
+        AttentionKind(Sight(window=100), scale=0.3, softcap=2.0),
     ],
 )
 def test_chunks_of_layers_of_any_kind_give_the_same_bits_as_the_whole(kind: AttentionKind, dtype: torch.dtype) -> None:
@@ -103,10 +104,10 @@ def test_chunks_of_layers_of_any_kind_give_the_same_bits_as_the_whole(kind: Atte
                 assert torch.equal(out, whole[part])
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["in a window", "all of it"])
+@pytest.mark.parametrize("rule", [SpanRule.EVERYWHERE, SpanRule.BEYOND_WINDOWS])
 @pytest.mark.parametrize("window", [0, 5, 300])
-def test_queries_of_a_span_see_its_end(window: int, dtype: torch.dtype, *, whole: bool) -> None:
-    shape = CacheShape(1, 50, 16, 4, 2, 64, AttentionKind(window, spans=True, whole_spans=whole))
+def test_queries_of_a_span_see_its_end(window: int, dtype: torch.dtype, rule: SpanRule) -> None:
+    shape = CacheShape(1, 50, 16, 4, 2, 64, AttentionKind(Sight(window, spans=rule)))
     case = Case.random(shape, (1, 1, 300, 20), torch.float32, 1)
     case.chunks[2] = PagedChunk(270, 300, list(range(36)))
     case.chunks[3] = PagedChunk(16, 20, list(range(36, 39)))
@@ -117,7 +118,7 @@ def test_queries_of_a_span_see_its_end(window: int, dtype: torch.dtype, *, whole
 
 @pytest.mark.parametrize("context", [0, 270])
 def test_queries_of_joined_spans_see_all_of_these(context: int, dtype: torch.dtype) -> None:
-    shape = CacheShape(1, 50, 16, 4, 2, 64, AttentionKind(spans=True, joined_spans=True))
+    shape = CacheShape(1, 50, 16, 4, 2, 64, AttentionKind(Sight(spans=SpanRule.ALL_MEDIA)))
     case = Case.random(shape, (1, 300, 20), torch.float32, 1)
     case.chunks = [
         PagedChunk(17, 1, [40, 41]),

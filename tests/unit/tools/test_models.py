@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from llm_service.families.family import SpanRule
+from llm_service.families.sight import SpanRule
 from tools.models import __main__ as models
 from tools.models.__main__ import Row
 
