@@ -15,6 +15,7 @@ from llm_service.engine.drafts import look_up
 from llm_service.engine.queues import Queues, order_of
 from llm_service.engine.sequence import Sequence
 from llm_service.engine.step_pace import StepPace
+from llm_service.families.chunk_rule import ANYWHERE, ChunkRule
 
 Drafter = Callable[[Sequence, int], "array[int]"]
 """Up to so many tokens that a sequence may go on with, all of whose tokens are known."""
@@ -49,12 +50,10 @@ def _forced(sequence: Sequence) -> array[int]:
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Bounds of one engine: sequences at once, tokens a step, tokens a sequence. With `keep_media_whole` a chunk does
-    not end inside a run of media rows that fits into a step beside all the decodes that there may be; with
-    `whole_media` none does, and a prompt with a longer one is refused; with `whole_prompts` none ends inside a prompt,
-    or, with `whole_until`, before the last of these tokens in it. With `whole_runs` none begins inside a run either.
-    With `forgets_answers` blocks of an answer are found by nothing but this answer.
-    A prompt whose rows are not all here goes on
-    where at least `early_tokens` can be computed; 0: not before they are. A step verifies up to `speculative_tokens`
+    not end inside a run of media rows that fits into a step beside all the decodes that there may be. By `chunk_rule`
+    none may, nor inside a prompt: one that does not fit is refused. With `forgets_answers` blocks of an answer are
+    found by nothing but this answer. A prompt whose rows are not all here goes on where at least `early_tokens` can be
+    computed; 0: not before they are. A step verifies up to `speculative_tokens`
     drafts of a sequence, as long as it decodes no more than `draft_rows` tokens in all. A running answer's tokens come
     at most `decode_slowdown` times as far apart as alone, while prompts are computed; 0: as far as that makes them.
     Sequences of `max_loras` adapters run at once. `proposes`: a model proposes drafts for the step after each one."""
@@ -64,10 +63,7 @@ class Limits:
     max_context: int
     keep_media_whole: bool = False
     early_tokens: int = 1
-    whole_media: bool = False
-    whole_prompts: bool = False
-    whole_until: tuple[int, ...] = ()
-    whole_runs: bool = False
+    chunk_rule: ChunkRule = ANYWHERE
     forgets_answers: bool = False
     speculative_tokens: int = 0
     draft_rows: int = 16
@@ -124,7 +120,7 @@ class Planner:
         self._limits = limits
         self._draft = draft
         self._max_media_tokens = limits.max_media_tokens
-        self._keep_media_whole = limits.keep_media_whole or limits.whole_media or limits.whole_prompts
+        self._keep_media_whole = limits.keep_media_whole or not limits.chunk_rule.may_end_in_run
         self._most_spares = blocks.state_slots - limits.max_running  # whoever may run finds a slot
 
     def choose(self) -> Schedule:
@@ -292,7 +288,8 @@ class Planner:
     def _hits(self, sequence: Sequence, identities: list[bytes]) -> int:
         """How many of its leading blocks need not be computed: those that are cached, up to where it may begin."""
         size, hits = self._blocks.block_size, self._blocks.match(identities)
-        if self._limits.whole_runs:  # in front of one run may be the middle of another, or a place without a snapshot
+        if not self._limits.chunk_rule.may_begin_in_run:
+            # In front of one run may be the middle of another, or a place without a snapshot.
             while (before := sequence.prompt.before_run(hits * size) // size) < hits:
                 hits = self._blocks.match(identities[:before])
         return hits

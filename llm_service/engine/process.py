@@ -25,6 +25,7 @@ from llm_service.engine.planner import Limits
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.step_queue import Executor, StepQueue
 from llm_service.engine.structure import Matchers, Structures
+from llm_service.families.chunk_rule import ANYWHERE, ChunkRule
 from llm_service.model_config.served import ServedModel, Weights
 from llm_service.prompt.tokens import end_tokens
 from llm_service.settings import DRAFT_HEADS, EngineSettings
@@ -40,11 +41,9 @@ class Loaded:
     devices, and the UUIDs of those whose memory every rank reads. `compiling` tells whether kernels are still being
     compiled. `state_slots`: how many sequences may have a state at once; 0 where no layer keeps any, with
     `snapshot_slots` beside them, and `state_chunk`: at multiples of how many tokens a sequence may be cut so that the
-    same bits come out. `whole_media`: no chunk may end within a run of media rows; `whole_prompts`: nor within a
-    prompt, up to the last of `whole_until` if any are given; `whole_runs`: none may begin within a run of media rows.
-    `forgets_answers`: what is computed of an answer is nothing for a prompt that goes on behind it. `read_adapter` is
-    for any thread. `weights` are those of rank 0. `max_step_tokens`: of one step, where they are not as the settings
-    say."""
+    same bits come out. `forgets_answers`: what is computed of an answer is nothing for a prompt that goes on behind it.
+    `read_adapter` is for any thread. `weights` are those of rank 0. `max_step_tokens`: of one step, where they are not
+    as the settings say."""
 
     executor: Executor
     blocks: int
@@ -55,10 +54,7 @@ class Loaded:
     state_slots: int = 0
     snapshot_slots: int = 0
     state_chunk: int = 1
-    whole_media: bool = False
-    whole_prompts: bool = False
-    whole_until: tuple[int, ...] = ()
-    whole_runs: bool = False
+    chunk_rule: ChunkRule = ANYWHERE
     forgets_answers: bool = False
     read_adapter: ReadAdapter | None = None
     weights: Weights = field(default_factory=Weights)
@@ -164,10 +160,7 @@ def _limits(settings: EngineSettings, loaded: Loaded, longest: int) -> Limits:
         min(longest, loaded.blocks * settings.block_size),
         settings.keep_media_whole,
         settings.early_prefill_tokens,
-        whole_media=loaded.whole_media,
-        whole_prompts=loaded.whole_prompts,
-        whole_until=loaded.whole_until,
-        whole_runs=loaded.whole_runs,
+        chunk_rule=loaded.chunk_rule,
         forgets_answers=loaded.forgets_answers,
         speculative_tokens=settings.speculative_tokens,
         draft_rows=settings.draft_rows,
@@ -180,7 +173,7 @@ def _limits(settings: EngineSettings, loaded: Loaded, longest: int) -> Limits:
 def _goes_by_blocks(blocks: BlockManager, loaded: Loaded) -> bool:
     """Whether a prompt that begins like an earlier one can be expected to begin behind its blocks: not where layers
     have states, or what is computed of a prompt's beginning depends on its end."""
-    return blocks.prefix_cache and not blocks.state_slots and not loaded.whole_prompts
+    return blocks.prefix_cache and not blocks.state_slots and not loaded.chunk_rule.of_prompts
 
 
 def _decide(core: EngineCore, steps: StepQueue) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from llm_service.engine.block_identity import BlockIdentities, Run, block_identity, root_identity
 from llm_service.engine.messages import NOWHERE, Add, ItemRows
 from llm_service.engine.state_slots import Place
+from llm_service.families.chunk_rule import ANYWHERE, ChunkRule
 
 _FIRST_BRANCHES, _LAST_BRANCHES = 2, 4
 """Of a prompt with many turns and media: the system prompt and what follows it, and what a caller may ask anew."""
@@ -76,16 +77,12 @@ class Prompt:
     _ends: list[int] | None = None
 
     @classmethod
-    def of(cls, add: Add, *, whole: bool = False, whole_until: tuple[int, ...] = ()) -> Prompt:
-        """The prompt of a request. `whole`: all of its tokens see each other, or, with `whole_until`, what is computed
-        of any up to the last of these depends on all there."""
+    def of(cls, add: Add, rule: ChunkRule = ANYWHERE) -> Prompt:
+        """The prompt of a request, which may be cut by that rule."""
         tokens = array("i", add.token_ids)
         items = [PromptItem.of(item) for item in add.items]
         runs = sorted((at, at + count, row, item.key) for item in items for at, row, count in item.runs)
-        whole_end = len(tokens) if whole else 0
-        if whole_until:
-            found = np.flatnonzero(np.isin(tokens, whole_until))
-            whole_end = int(found[-1]) + 1 if len(found) else 0
+        whole_end = rule.whole_end(tokens)
         root = root_identity(add.salt, add.adapter_digest)
         positions = np.frombuffer(add.positions, np.int32).reshape(3, len(tokens))
         if begins := int(positions[0, 0]):  # one that begins elsewhere turns otherwise

@@ -64,8 +64,7 @@ class Scheduler:
             limits.max_context,
             tuple(sorted(eos)),
             limits.speculative_tokens,
-            limits.whole_prompts,
-            limits.whole_until,
+            limits.chunk_rule,
             limits.forgets_answers,
         )
         self._row_bytes = row_bytes
@@ -104,11 +103,11 @@ class Scheduler:
         self._queues.add(add.id, sequences, add.deadline)
         self._unstarted.add(add.id)
         prompt, most = sequences[0].prompt, self.limits.max_media_tokens
-        if self.limits.whole_media and prompt.longest_run > most:
-            self._fail(add.id, never_whole(prompt.longest_run))
-            return
-        if self.limits.whole_prompts and prompt.whole_end > most:
+        if prompt.whole_end > most:
             self._fail(add.id, never_at_once(prompt.whole_end, most))
+            return
+        if not self.limits.chunk_rule.may_end_in_run and prompt.longest_run > most:
+            self._fail(add.id, never_whole(prompt.longest_run))
             return
         self._unchecked.extend(each for each in sequences if each.matcher_future is not None or _may_be_complete(each))
         self.counters.prompt_tokens += len(prompt.tokens)

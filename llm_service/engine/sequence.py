@@ -19,6 +19,7 @@ from llm_service.engine.prompt import Prompt
 from llm_service.engine.state_slots import Place
 from llm_service.engine.structure import Matcher
 from llm_service.engine.token_masks import both, leaves_any
+from llm_service.families.chunk_rule import ANYWHERE, ChunkRule
 from llm_service.request import Pooling, SamplingParams
 
 Order = tuple[int, int, int]
@@ -45,15 +46,13 @@ class WaitReason(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class SequenceRules:
     """What an engine has for all sequences: `eos` end an answer, and a step verifies `max_drafts` drafts of each at
-    most. `whole_prompts`: all tokens of a prompt see each other, or, with `whole_until`, what is computed of any up to
-    the last of these depends on all there. `forgets_answers`: blocks with tokens of an answer hold something else than
-    they would in a prompt."""
+    most. `chunk_rule`: where prompts may be cut. `forgets_answers`: blocks with tokens of an answer hold something else
+    than they would in a prompt."""
 
     max_length: int
     eos: tuple[int, ...]
     max_drafts: int = 0
-    whole_prompts: bool = False
-    whole_until: tuple[int, ...] = ()
+    chunk_rule: ChunkRule = ANYWHERE
     forgets_answers: bool = False
 
 
@@ -120,7 +119,7 @@ class Sequence:
     def of(cls, add: Add, rules: SequenceRules, *, arrival: int, seed: int) -> list[Sequence]:
         """One sequence for each choice of a request that is not finished; all but the first of them wait until that one
         has its prompt computed. Without a seed of its own the request has this one."""
-        prompt = Prompt.of(add, whole=rules.whole_prompts, whole_until=rules.whole_until)
+        prompt = Prompt.of(add, rules.chunk_rule)
         resumed = {each.choice: each for each in add.resume}
         sequences: list[Sequence] = []
         for choice in range(add.sampling.n):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from common.linear import Linear
+from llm_service.families.chunk_rule import ChunkRule
 from llm_service.families.family import FeedForwardKind, Mixer
 from llm_service.families.sight import SpanRule
 from llm_service.layers.alternating import StreamsIn, StreamsOut
@@ -142,6 +143,11 @@ class Decoder(nn.Module):
     def spans(self) -> SpanRule:
         """In which layers rows of one run see each other."""
         return self.config.spans
+
+    @property
+    def chunk_rule(self) -> ChunkRule:
+        """Where a prompt may be cut, as its tokens see each other."""
+        return ChunkRule.of(self.spans, self.together)
 
     @property
     def forgets_answers(self) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from common import log
 from common.checkpoint import CheckpointError
 from common.library_classes import decoder_of, layers_of_levels, library, mark_tables_of
+from llm_service.families.chunk_rule import ChunkRule
 from llm_service.families.sight import OF_PROMPTS, Sight, SpanRule
 from llm_service.layers.attention.backend import AttentionBackend, AttentionKind, CacheShape
 from llm_service.layers.attention.choose import choose
@@ -94,6 +95,11 @@ class LibraryDecoder:
     def position_rows(self) -> int:
         """See `Decoder.position_rows`; it counts a token's own number by itself."""
         return 3
+
+    @property
+    def chunk_rule(self) -> ChunkRule:
+        """Where a prompt may be cut, as its tokens see each other."""
+        return ChunkRule.of(self.spans, self.together)
 
     @property
     def forgets_answers(self) -> bool:

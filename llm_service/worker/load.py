@@ -23,7 +23,6 @@ from common.library import LibraryModel
 from common.library_classes import config_of
 from common.library_rows import longest_run
 from llm_service.families.registry import check_text
-from llm_service.families.sight import OF_PROMPTS, SpanRule
 from llm_service.layers.attention.int8_blocks import SCALE_BYTES
 from llm_service.layers.cache_spec import IndexedKV, PagedKV, block_bytes, slot_bytes
 from llm_service.layers.cpu import selection
@@ -332,9 +331,9 @@ def _with_room(settings: EngineSettings, checkpoint: Checkpoint, decoder: Decode
     """With steps that have room for the rows of any one picture, where these are computed at once, and for a usual
     prompt with it, where that is; beside a token of everybody else who may run. As they are where they were asked
     for."""
-    if not settings.grows_steps or settings.library is None or decoder.spans is SpanRule.NOWHERE:
+    if not settings.grows_steps or settings.library is None or decoder.chunk_rule.may_end_in_run:
         return settings
-    of_prompts = decoder.spans in OF_PROMPTS
+    of_prompts = decoder.chunk_rule.of_prompts
     most = longest_run(checkpoint.folder, with_marks=of_prompts) + of_prompts * _USUAL_PROMPT
     wanted = most + settings.max_running - 1
     if wanted > settings.max_step_tokens:

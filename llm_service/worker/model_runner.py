@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.core_share import CoreShare
 from common.gpu import Capture
-from llm_service.families.sight import OF_PROMPTS, SpanRule
+from llm_service.families.chunk_rule import ChunkRule
 from llm_service.layers.attention.backend import Span, parts_at, runs_of
 from llm_service.layers.attention.metadata import AttentionMetadata, BatchNumbers
 from llm_service.layers.transfer import ToHost, to_device
@@ -141,24 +141,9 @@ class ModelRunner:
         return self.arena.row_bytes
 
     @property
-    def whole_media(self) -> bool:
-        """Rows of one run see each other, so that no chunk may end within one."""
-        return self._decoder.spans not in (SpanRule.NOWHERE, *OF_PROMPTS)
-
-    @property
-    def whole_runs(self) -> bool:
-        """They do beyond a window too, so that no chunk may begin within one either."""
-        return self._decoder.spans is SpanRule.BEYOND_WINDOWS
-
-    @property
-    def whole_prompts(self) -> bool:
-        """All tokens of a prompt see each other, so that no chunk may end within it, or all of its media do."""
-        return self._decoder.spans in OF_PROMPTS
-
-    @property
-    def whole_until(self) -> tuple[int, ...]:
-        """Tokens of media, where these alone see each other: behind the last of them a chunk may end."""
-        return self._decoder.together if self._decoder.spans is SpanRule.ALL_MEDIA else ()
+    def chunk_rule(self) -> ChunkRule:
+        """Where a prompt may be cut."""
+        return self._decoder.chunk_rule
 
     @property
     def forgets_answers(self) -> bool:
@@ -388,12 +373,13 @@ class ModelRunner:
     def _spans(self, plan: StepPlan) -> list[Span]:
         """Runs of rows, or what is left of prompts, or of media in these, whose places see each other, which no graph
         computes."""
-        if self.whole_media:
-            return [(part.at, part.at + part.count) for part in plan.rows]
-        if not (media := self.whole_until):
+        rule = self.chunk_rule
+        if rule.of_prompts and not rule.media_tokens:
             return plan.whole
-        ids = np.frombuffer(plan.token_ids, np.int32)
-        return [run for begin, end in plan.whole for run in runs_of(np.isin(ids[begin:end], media), begin)]
+        if rule.of_prompts:
+            ids, media = np.frombuffer(plan.token_ids, np.int32), rule.media_tokens
+            return [run for begin, end in plan.whole for run in runs_of(np.isin(ids[begin:end], media), begin)]
+        return [] if rule.may_end_in_run else [(part.at, part.at + part.count) for part in plan.rows]
 
 
 @dataclass(frozen=True, slots=True)

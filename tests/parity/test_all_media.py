@@ -16,6 +16,7 @@ from common.library_models import describe
 from common.library_rows import longest_run
 from llm_service.engine.messages import Add
 from llm_service.engine.prompt import Prompt
+from llm_service.families.chunk_rule import ChunkRule
 from llm_service.families.sight import SpanRule
 from llm_service.model_config.text import TextConfig
 from llm_service.models import trial, trial_prompts
@@ -110,7 +111,7 @@ def test_a_prompt_is_whole_up_to_its_last_mark() -> None:
         places = np.tile(np.arange(len(ids), dtype=np.int32), (3, 1)).tobytes()
         fields = {"mrope_delta": 0, "items": [], "salt": "", "priority": 0, "deadline": None}
         add = Add(id=1, token_ids=tokens.tobytes(), positions=places, sampling=SamplingParams(max_tokens=4), **fields)  # type: ignore[arg-type]
-        return Prompt.of(add, whole=True, whole_until=(7, 8))
+        return Prompt.of(add, ChunkRule(SpanRule.ALL_MEDIA, (7, 8)))
 
     one, longer, other, text = (prompt(ids) for ids in ([1, 7, 8, 2], [1, 7, 8, 3, 4], [1, 7, 8, 2, 8], [1, 2, 3]))
     assert [each.whole_end for each in (one, longer, other, text)] == [3, 3, 5, 0]

@@ -243,9 +243,9 @@ def test_layers_with_a_window_have_a_rotary_base_of_their_own(rope: dict[str, An
 def test_no_chunk_ends_within_rows_that_see_each_other(gemma3: Path) -> None:
     served = Served.of(gemma3)
     engine = served.engine(step_tokens=20)
-    assert engine.runner.whole_media
+    assert not engine.runner.chunk_rule.may_end_in_run
     assert engine.decoder.spans is SpanRule.EVERYWHERE
-    assert served.engine(by_library=True).runner.whole_media
+    assert served.engine(by_library=True).runner.chunk_rule == engine.runner.chunk_rule
 
 
 @pytest.mark.parametrize("wrong", [{"window": 0}, {"spans": SpanRule.NOWHERE}, {"scale": 0.3}])

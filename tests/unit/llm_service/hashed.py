@@ -186,7 +186,7 @@ def _all_of(prompt: Sequence[tuple[int, int]]) -> int:
 def _beginning(order: Order, limits: Limits) -> int:
     rows = order.rows_at()
     prompt = [(token, rows.get(index, -1)) for index, token in enumerate(order.prompt)]
-    return _all_of(prompt) if limits.whole_prompts else 0
+    return _all_of(prompt) if limits.chunk_rule.of_prompts else 0
 
 
 def _likely(value: int, token: int) -> TokenLogprobs:

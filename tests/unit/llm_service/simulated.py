@@ -21,6 +21,7 @@ from llm_service.engine.planner import Limits
 from llm_service.engine.prompt import block_identities
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.sequence import Sequence
+from llm_service.families.chunk_rule import ANYWHERE, ChunkRule
 from llm_service.plan import StepResult, TokenLogprobs
 from llm_service.request import Pooling, SamplingParams
 from llm_service.worker.draft_model import verified
@@ -116,9 +117,7 @@ class Simulation:
         step_tokens: int,
         prefix_cache: bool = True,
         keep_media_whole: bool = False,
-        whole_media: bool = False,
-        whole_runs: bool = False,
-        whole_prompts: bool = False,
+        chunk_rule: ChunkRule = ANYWHERE,
         forgets_answers: bool = False,
         overlap: bool = False,
         early_tokens: int = 1,
@@ -138,9 +137,7 @@ class Simulation:
             blocks * block_size,
             keep_media_whole,
             early_tokens,
-            whole_media=whole_media,
-            whole_runs=whole_runs,
-            whole_prompts=whole_prompts,
+            chunk_rule=chunk_rule,
             forgets_answers=forgets_answers,
             speculative_tokens=speculative_tokens,
             draft_rows=draft_rows,
@@ -253,7 +250,7 @@ class Simulation:
             scored=len(outcome.scored) + 1 if outcome.scored else 0,
             pooling=order.pooling,
         )
-        if id % 2 and not self.limits.whole_prompts:  # as a front does
+        if id % 2 and not self.limits.chunk_rule.of_prompts:  # as a front does
             names = block_identities(add, self.scheduler.blocks.block_size)
             add = msgspec.structs.replace(add, identities=b"".join(names))
         self.scheduler.add(add)
@@ -419,12 +416,13 @@ class Simulation:
         assert len(step.work) <= self.limits.max_running
         assert len({(s.id, s.choice) for s, _ in step.work}) == len(step.work), "a sequence stands twice in a step"
         assert self.scheduler.state().running <= self.limits.max_running
-        if self.limits.whole_media:
+        rule = self.limits.chunk_rule
+        if not rule.may_end_in_run:
             for sequence, begin, count in step.prefill:
                 runs = [(first, last) for first, last, _, _ in sequence.prompt.runs]
                 assert not any(first < begin + count < last for first, last in runs), "a chunk ends within a run"
                 within = any(first < begin < last for first, last in runs)
-                assert not (within and self.limits.whole_runs), "a chunk begins within a run"
+                assert rule.may_begin_in_run or not within, "a chunk begins within a run"
         adapters = [sequence.adapter for sequence, _ in step.work]
         assert len({*adapters} - {0}) <= self.limits.max_loras
         assert bool(step.plan.adapters) == any(adapters), "who has no adapter hears of none"

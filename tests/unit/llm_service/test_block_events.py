@@ -17,6 +17,8 @@ from llm_service.engine.block_identity import BlockContent, BlockIdentities
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.messages import Add, BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored, ItemRows
 from llm_service.engine.prompt import Prompt
+from llm_service.families.chunk_rule import ANYWHERE, ChunkRule
+from llm_service.families.sight import SpanRule
 from llm_service.kv_events import Batch, encode
 from llm_service.request import SamplingParams
 from tests.kv_index import Index
@@ -167,7 +169,7 @@ TOKENS = array("i", [1, 2, 3, 4, 9, 9, 9, 9, 9, 9, 5, 6, 7, 8, 1, 1])
 
 
 def contents(
-    *shown: bytes, salt: str = "", adapter: bytes = b"", whole: bool = False, positions: Any = None
+    *shown: bytes, salt: str = "", adapter: bytes = b"", rule: ChunkRule = ANYWHERE, positions: Any = None
 ) -> list[BlockContent]:
     """Of a prompt of four blocks, the middle two of which are a picture's, or two pictures'."""
     count = 6 // max(1, len(shown))
@@ -186,7 +188,7 @@ def contents(
         adapter=3 if adapter else 0,
         adapter_digest=adapter,
     )
-    prompt = Prompt.of(add, whole=whole)
+    prompt = Prompt.of(add, rule)
     identities = BlockIdentities(prompt.root, prompt.named_runs)
     identities.first(4, prompt.tokens, 4)
     return [identities.content(n, prompt.tokens, 4, add.adapter, prompt.plain_root) for n in range(4)]
@@ -206,7 +208,7 @@ def test_of_other_tenants_and_of_prompts_that_are_computed_at_once_the_first_blo
     salted, other = contents(salt="one"), contents(salt="two")
     assert salted[0].keys != other[0].keys
     assert all(len(each[0].keys) == 1 and not each[1].keys for each in (salted, other))
-    assert len(contents(CAT, whole=True)[0].keys) == 1
+    assert len(contents(CAT, rule=ChunkRule(SpanRule.WHOLE_PROMPTS))[0].keys) == 1
     assert not contents(adapter=b"a" * 32)[0].keys, "that is said by its name"
     assert contents(adapter=b"a" * 32)[0].adapter == 3
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from llm_service.families.chunk_rule import ChunkRule
+from llm_service.families.sight import SpanRule
 from tests.unit.llm_service.hashed import Picture
 from tests.unit.llm_service.simulated import order, run_until_over, simulation, text
+
+_WHOLE = ChunkRule(SpanRule.WHOLE_PROMPTS)
 
 
 def test_media_kept_whole_are_computed_in_one_step_or_left_for_the_next() -> None:
@@ -25,7 +29,7 @@ def test_media_kept_whole_are_computed_in_one_step_or_left_for_the_next() -> Non
 
 
 def test_an_item_that_must_be_whole_is_never_cut_and_refused_where_no_step_holds_it() -> None:
-    engine = simulation(max_running=2, step_tokens=10, whole_media=True)
+    engine = simulation(max_running=2, step_tokens=10, chunk_rule=ChunkRule(SpanRule.EVERYWHERE))
     fits = engine.submit(order(text(30), [Picture(1, 4, 9)]))
     engine.land_all(fits)
     counts = []
@@ -40,11 +44,11 @@ def test_an_item_that_must_be_whole_is_never_cut_and_refused_where_no_step_holds
     assert engine.step() is None
 
 
-@pytest.mark.parametrize(("whole_runs", "computed"), [(False, 2), (True, 10)])
+@pytest.mark.parametrize(("spans", "computed"), [(SpanRule.EVERYWHERE, 2), (SpanRule.BEYOND_WINDOWS, 10)])
 def test_what_the_cache_has_of_a_run_is_computed_again_where_its_rows_see_its_first(
-    whole_runs: bool, computed: int
+    spans: SpanRule, computed: int
 ) -> None:
-    engine = simulation(max_running=2, step_tokens=16, whole_media=True, whole_runs=whole_runs)
+    engine = simulation(max_running=2, step_tokens=16, chunk_rule=ChunkRule(spans))
     counts = []
     for _ in range(2):
         id = engine.submit(order(text(14), [Picture(1, 4, 9)]))
@@ -63,7 +67,8 @@ def test_what_the_cache_has_of_a_run_is_computed_again_where_its_rows_see_its_fi
     ids=["blocks end in the run before", "no state is kept in front of the run"],
 )
 def test_in_front_of_a_run_a_prompt_begins_where_it_may(more: dict[str, int], computed: int) -> None:
-    engine = simulation(max_running=2, step_tokens=32, whole_media=True, whole_runs=True, **more)
+    rule = ChunkRule(SpanRule.BEYOND_WINDOWS)
+    engine = simulation(max_running=2, step_tokens=32, chunk_rule=rule, **more)
     for tokens in (18, computed):
         id = engine.submit(order(text(18), [Picture(1, 4, 5), Picture(2, 9, 8)]))
         engine.land_all(id)
@@ -75,7 +80,7 @@ def test_in_front_of_a_run_a_prompt_begins_where_it_may(more: dict[str, int], co
 
 
 def test_a_prompt_that_is_seen_whole_waits_for_its_last_row_and_is_computed_at_once() -> None:
-    engine = simulation(max_running=2, step_tokens=31, whole_prompts=True)
+    engine = simulation(max_running=2, step_tokens=31, chunk_rule=_WHOLE)
     running = engine.submit(order(text(5, 1), max_tokens=12))
     id = engine.submit(order(text(30), [Picture(1, 4, 6)]))
     counts = []
@@ -89,7 +94,7 @@ def test_a_prompt_that_is_seen_whole_waits_for_its_last_row_and_is_computed_at_o
 
 
 def test_a_prompt_that_is_seen_whole_is_refused_where_no_step_holds_it() -> None:
-    engine = simulation(max_running=2, step_tokens=31, whole_prompts=True)
+    engine = simulation(max_running=2, step_tokens=31, chunk_rule=_WHOLE)
     engine.submit(order(text(31)))
     (failure,) = engine.scheduler.take_failures()
     assert (failure.reason, failure.field) == ("PROMPT_TOO_LONG", "input")
@@ -99,7 +104,7 @@ def test_a_prompt_that_is_seen_whole_is_refused_where_no_step_holds_it() -> None
 
 def test_only_those_with_the_whole_prompt_in_common_share_what_was_computed_of_it() -> None:
     """A question about the same picture is another prompt; three choices have one."""
-    engine = simulation(step_tokens=64, whole_prompts=True)
+    engine = simulation(step_tokens=64, chunk_rule=_WHOLE)
     asked = order(text(18), [Picture(1, 0, 8)], n=3, max_tokens=6, temperature=1.0, seed=3)
     other = order((*asked.prompt[:-1], asked.prompt[-1] % 20 + 1), asked.pictures)
     cached = []

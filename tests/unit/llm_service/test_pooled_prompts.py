@@ -11,6 +11,8 @@ import pytest
 
 from llm_service.engine.messages import Add
 from llm_service.engine.sequence import Sequence, SequenceRules
+from llm_service.families.chunk_rule import ChunkRule
+from llm_service.families.sight import SpanRule
 from llm_service.request import Pooling, SamplingParams
 from tests.unit.llm_service.hashed import Picture, expected_vector
 from tests.unit.llm_service.simulated import Simulation, order, simulation, text
@@ -21,7 +23,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"overlap": True},
     {"step_tokens": 9, "overlap": True},
     {"step_tokens": 9, "state_slots": 12, "state_chunk": 4},
-    {"step_tokens": 200, "whole_prompts": True},
+    {"step_tokens": 200, "chunk_rule": ChunkRule(SpanRule.WHOLE_PROMPTS)},
     {"speculative_tokens": 2, "proposes": True},
 ]
 

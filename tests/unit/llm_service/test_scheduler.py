@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from llm_service.families.chunk_rule import ChunkRule
+from llm_service.families.sight import SpanRule
 from llm_service.request import Pooling, SamplingParams
 from tests.unit.llm_service.hashed import EOS, Order, Picture
 from tests.unit.llm_service.simulated import order, simulation, text
@@ -75,7 +77,9 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         extra=st.integers(0, 12),
         prefix_cache=st.booleans(),
         keep_media_whole=st.booleans(),
-        whole=st.sampled_from(["", "", "", "media", "runs", "prompts"]),
+        spans=st.sampled_from(
+            [*3 * [SpanRule.NOWHERE], SpanRule.EVERYWHERE, SpanRule.BEYOND_WINDOWS, SpanRule.WHOLE_PROMPTS]
+        ),
         forgets_answers=st.booleans(),
         host_blocks=st.sampled_from([0, 0, 2, 8]),
         overlap=st.booleans(),
@@ -98,22 +102,19 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         speculative_tokens: int,
         draft_rows: int,
         proposes: bool,
-        whole: str,
+        spans: SpanRule,
         host_blocks: int,
         **more: int,
     ) -> None:
         """Sequences have states where there is a number of slots for snapshots, and for states before drafts. Where
         prompts are computed whole there are none, and a step holds any prompt, as where media are."""
-        whole_prompts = whole == "prompts" and spare_slots is None
-        whole_media = whole in ("media", "runs")
+        rule = ChunkRule(SpanRule.NOWHERE if spans is SpanRule.WHOLE_PROMPTS and spare_slots is not None else spans)
         self.engine = simulation(
             blocks=blocks,
             block_size=block_size,
             max_running=max_running,
-            step_tokens=max_running + extra + (whole_prompts or whole_media) * blocks * block_size,
-            whole_prompts=whole_prompts,
-            whole_media=whole_media,
-            whole_runs=whole == "runs",
+            step_tokens=max_running + extra + (not rule.may_end_in_run) * blocks * block_size,
+            chunk_rule=rule,
             host_blocks=host_blocks if spare_slots is None else 0,
             state_slots=0 if spare_slots is None else max_running + spare_slots,
             speculative_tokens=speculative_tokens,
@@ -236,7 +237,7 @@ _STATES = {"state_slots": 14, "state_chunk": 8}
         {"max_loras": 3},
         {"speculative_tokens": 4, "proposes": True},
         {"host_blocks": 30},
-        {"whole_prompts": True, "blocks": 20, "max_running": 4, "speculative_tokens": 4},
+        {"chunk_rule": ChunkRule(SpanRule.WHOLE_PROMPTS), "blocks": 20, "max_running": 4, "speculative_tokens": 4},
     ],
     ids=[
         "",
