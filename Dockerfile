@@ -67,7 +67,7 @@ COPY --from=dependencies /opt/twinlens /opt/twinlens
 COPY models /srv/models
 COPY --from=build /opt/own /opt/twinlens
 ENV PATH=/opt/twinlens/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 NUMBA_CACHE_DIR=/tmp/numba
-USER twinlens
+USER 10001
 WORKDIR /srv
 EXPOSE 7001 7002 8000
 CMD ["twinlens", "--help"]

@@ -56,6 +56,12 @@ def test_what_the_image_is_made_of_is_let_into_the_build() -> None:
         assert source in names or any(name.startswith(f"{source}/") for name in names), source
 
 
+def test_the_images_user_is_a_number() -> None:
+    """Kubernetes starts no pod with `runAsNonRoot` of an image whose user has only a name, which could be root's."""
+    (made,) = re.findall(r"useradd .*--uid (\d+)", DOCKERFILE)
+    assert re.findall(r"^USER (.+)$", DOCKERFILE, re.MULTILINE) == [made]
+
+
 each_composed = pytest.mark.parametrize("name", ["encoder", "llm"])
 
 
