@@ -354,6 +354,20 @@ class TestSpecial:
         ):
             assert deployments[f"twinlens-{part}"]["spec"]["strategy"]["rollingUpdate"] == expected
 
+    @pytest.mark.parametrize("values", ["cpu", "gpu"])
+    def test_pods_are_spread_over_nodes_that_are_in_no_zone(self, values: str) -> None:
+        """The scheduler passes over nodes that lack a key of any constraint; of preferences it passes over the term."""
+        for pod in pods(manifests(values)).values():
+            labels = pod["metadata"]["labels"]
+            (spread,) = pod["spec"]["topologySpreadConstraints"]
+            assert spread["topologyKey"] == "kubernetes.io/hostname"
+            assert spread["labelSelector"]["matchLabels"].items() <= labels.items()
+            apart = pod["spec"]["affinity"]["podAntiAffinity"]
+            ((_, (preferred,)),) = apart.items()
+            term = preferred["podAffinityTerm"]
+            assert term["topologyKey"] == "topology.kubernetes.io/zone"
+            assert term["labelSelector"]["matchLabels"].items() <= labels.items()
+
     def test_with_nixl_both_services_have_it_and_its_ports_are_theirs_alone(self) -> None:
         text = template("--set", "nixl.backend=UCX", "--set", "nixl.ports=4000-4099")
         ports = [{"protocol": "TCP", "port": 4000, "endPort": 4099}]
@@ -409,7 +423,7 @@ class TestSpecial:
             mounted = {mount["name"] for box in spec["containers"] for mount in box["volumeMounts"]}
             assert mounted == {each["name"] for each in spec["volumes"]}
             mine = name in changed
-            assert (spec.get("affinity") == affinity) == mine
+            assert (spec["affinity"] == affinity) == mine
             assert (spec["securityContext"]["runAsUser"] == 4321) == mine
             assert spec["securityContext"]["fsGroup"] == 10001
             spread = spec["topologySpreadConstraints"]

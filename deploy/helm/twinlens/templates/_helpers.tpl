@@ -241,21 +241,31 @@ topologySpreadConstraints:
   - {{- mergeOverwrite (dict "labelSelector" (dict "matchLabels" (include "twinlens.selector" $ | fromYaml))) . | toYaml | nindent 4 }}
 {{- end }}
 {{- else }}
-{{- range $key, $skew := dict "kubernetes.io/hostname" 1 "topology.kubernetes.io/zone" 1 }}
-  - maxSkew: {{ $skew }}
-    topologyKey: {{ $key }}
+  - maxSkew: 1
+    topologyKey: kubernetes.io/hostname
     whenUnsatisfiable: ScheduleAnyway
     labelSelector:
       matchLabels:
         {{- include "twinlens.selector" $ | trim | nindent 8 }}
 {{- end }}
-{{- end }}
+{{- $near := and (has .part (list "llm" "prefill")) $values.sharedMemory.hostPath }}
 {{- if $own.affinity }}
 affinity:
   {{- toYaml $own.affinity | nindent 2 }}
-{{- else if and (has .part (list "llm" "prefill")) $values.sharedMemory.hostPath }}
-affinity:  # rows cross by shared memory from an encoder of the same node
-  podAffinity:
+{{- else if or $near (not $own.topologySpreadConstraints) }}
+affinity:
+  {{- if not $own.topologySpreadConstraints }}
+  podAntiAffinity:  # over zones; as a second constraint it would undo the first wherever nodes are in no zone
+    preferredDuringSchedulingIgnoredDuringExecution:
+      - weight: 100
+        podAffinityTerm:
+          topologyKey: topology.kubernetes.io/zone
+          labelSelector:
+            matchLabels:
+              {{- include "twinlens.selector" . | trim | nindent 14 }}
+  {{- end }}
+  {{- if $near }}
+  podAffinity:  # rows cross by shared memory from an encoder of the same node
     preferredDuringSchedulingIgnoredDuringExecution:
       - weight: 100
         podAffinityTerm:
@@ -263,6 +273,7 @@ affinity:  # rows cross by shared memory from an encoder of the same node
           labelSelector:
             matchLabels:
               {{- include "twinlens.selector" (dict "root" .root "part" "encoder") | trim | nindent 14 }}
+  {{- end }}
 {{- end }}
 {{- if and $inside $values.tls.enabled }}
 hostAliases: [{ip: 127.0.0.1, hostnames: [{{ include "twinlens.name" .root }}-llm]}]  # as its certificate names the service
