@@ -361,6 +361,7 @@ class TestSpecial:
             labels = pod["metadata"]["labels"]
             (spread,) = pod["spec"]["topologySpreadConstraints"]
             assert spread["topologyKey"] == "kubernetes.io/hostname"
+            assert spread["matchLabelKeys"] == ["pod-template-hash"], "old pods of an upgrade would count as well"
             assert spread["labelSelector"]["matchLabels"].items() <= labels.items()
             apart = pod["spec"]["affinity"]["podAntiAffinity"]
             ((_, (preferred,)),) = apart.items()

@@ -244,6 +244,7 @@ topologySpreadConstraints:
   - maxSkew: 1
     topologyKey: kubernetes.io/hostname
     whenUnsatisfiable: ScheduleAnyway
+    matchLabelKeys: [pod-template-hash]  # pods that an upgrade is about to end do not count
     labelSelector:
       matchLabels:
         {{- include "twinlens.selector" $ | trim | nindent 8 }}
