@@ -27,7 +27,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE  # every process of the suites imports all tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-soak test-all test-load test-tiles lint fmt type proto proto-check proto-lint clients examples deploy-tools bench bench-gpu tables models gpu-check gpu-rehearsal rolling-trial demo-model dist clean
+.PHONY: help setup demo up test test-soak test-all test-load test-tiles lint fmt type proto proto-check proto-lint clients examples deploy-tools bench bench-gpu tables models gpu-check gpu-rehearsal rolling-trial cluster-check demo-model dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -148,6 +148,9 @@ gpu-rehearsal: $(STAMP)  ## each part of the first day on a GPU, on a CPU: small
 
 rolling-trial: $(STAMP)  ## compose.yaml scaled and upgraded under load, no request may fail; wants the image, docker or podman
 	$(BIN)/python -m tools.rolling_trial $(ARGS)
+
+cluster-check: $(STAMP)  ## the chart in the cluster that KUBECONFIG names: installed, scaled, upgraded, killed under load, removed; ARGS are helm's
+	$(BIN)/python -m tools.cluster_check $(ARGS)
 
 demo-model: $(STAMP)  ## train models/demo again
 	$(BIN)/python -m tools.demo_model $(ARGS)

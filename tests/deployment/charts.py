@@ -23,6 +23,7 @@ VALUES: dict[str, tuple[str, ...]] = {
         *("--values", f"{CHART}/values-gpu.yaml", "--values", f"{CHART}/values-prefill.yaml"),
         *("--set", "tls.enabled=true,tokens.llm=twinlens-llm-token,tokens.encoder=twinlens-encoder-token"),
     ),
+    "check": ("--values", f"{ROOT}/tools/cluster_check/values.yaml", "--set", "autoscaling.kind=hpa"),
     "inference": ("--values", f"{CHART}/values-inference.yaml", "--set", "autoscaling.kind=hpa"),
 }
 Object = dict[str, Any]

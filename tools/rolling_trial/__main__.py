@@ -16,29 +16,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from tools.rolling_trial.answers import METRICS, SCRAPE, Answers, TrialError, sees, until
+
 ROOT = Path(__file__).parents[2]
 PROJECT = "twinlens-trial"
 SCALES = {"encoder": "ENCODERS", "llm": "LLM_SERVICES", "gateway": "GATEWAYS"}
 STOP_SECONDS = 40
-READY_SECONDS = 300.0
-"""For a replica to serve, and for the others to know it."""
-_SCRAPE = (
-    "import urllib.request; print(urllib.request.urlopen('http://127.0.0.1:{}/metrics', timeout=10).read().decode())"
-)
-METRICS = {
-    "llm": (9400, "twinlens_llm_encoders_usable"),
-    "gateway": (8000, "twinlens_gateway_llm_services_usable"),
-}
-
-
-class TrialError(Exception):
-    """Something other than a request went wrong."""
 
 
 @dataclass
@@ -88,10 +77,10 @@ class Deployment:
     def settled(self) -> None:
         """Waits until every replica is healthy and sees as many others as there are."""
         for name in (name for service in SCALES for name in self.replicas(service)):
-            _until(partial(self._healthy, name), f"{name} serves")
+            until(partial(self._healthy, name), f"{name} serves")
         for service, behind in (("llm", "encoder"), ("gateway", "llm")):
             for name in self.replicas(service):
-                _until(
+                until(
                     partial(self._sees, name, service, self.scale[behind]),
                     f"{name} sees {self.scale[behind]} of {behind}",
                 )
@@ -136,56 +125,7 @@ class Deployment:
         return asked.returncode == 0
 
     def _sees(self, name: str, service: str, others: int) -> bool:
-        port, metric = METRICS[service]
-        page = self.run("exec", name, "python", "-c", _SCRAPE.format(port))
-        values = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
-        if float(values.get("twinlens_llm_kernels_compiling", 0)):
-            return False  # answers are compared: ours and torch's kernels differ in the last digits
-        return float(values[metric]) == others
-
-
-def _until(holds: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + READY_SECONDS
-    while not holds():
-        if time.monotonic() > end:
-            raise TrialError(f"never: {what}")
-        time.sleep(0.5)
-
-
-@dataclass
-class Answers:
-    """What became of requests, since it was last asked."""
-
-    lines: list[dict[str, object]] = field(default_factory=list)
-    failures: int = 0
-
-    def read(self, load: subprocess.Popen[str]) -> None:
-        """Takes the load's lines until it ends."""
-        assert load.stdout
-        for line in load.stdout:
-            self.lines.append(json.loads(line))
-
-    def go_on(self) -> None:
-        """Waits until 20 more are answered."""
-        enough = len(self.lines) + 20
-        _until(lambda: len(self.lines) >= enough, "requests are answered")
-
-    def tell(self, phase: str, began: float) -> None:
-        """A line about a phase, and one for each failure in it."""
-        lines, self.lines = self.lines, []
-        for way in ("http", "grpc"):
-            of = [line for line in lines if line["way"] == way]
-            failed = [line for line in of if line["failure"]]
-            self.failures += len(failed)
-            slowest = max((float(str(line["seconds"])) for line in of), default=0.0)
-            again = sum(int(str(line["again"])) for line in of)
-            print(
-                f"{phase:28} {time.monotonic() - began:5.0f} s  {way}: {len(of):4} answered, {len(failed)} failed,"
-                f" {again} sent again, slowest {slowest:.1f} s",
-                flush=True,
-            )
-            for line in failed[:5]:
-                print(f"    {line['failure']}", flush=True)
+        return sees(service, self.run("exec", name, "python", "-c", SCRAPE.format(METRICS[service][0])), others)
 
 
 @contextmanager

@@ -1,12 +1,14 @@
 """What callers do meanwhile: they ask about pictures, through gateways by HTTP and at LLM services by gRPC.
 
-It runs in a container of the image, in the network of the deployment, and imports nothing that the image has not. A
-request in two is about a new picture; the others are about a few whose answers were noted at the start, which must
-stay the same. Standard output has a JSON object for each request; the end of standard input ends the load.
+It runs in a container of the image, in the network of the deployment, and imports nothing that the image has not. First
+a drawing must be named rightly. Then a request in two is about a new picture; the others are about a few whose answers
+were noted at the start, which must stay the same. Standard output has a JSON object for each request; the end of
+standard input ends the load.
 """
 
 from __future__ import annotations
 
+import argparse
 import base64
 import http.client
 import io
@@ -18,15 +20,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
-import grpc
 from PIL import Image, ImageDraw
 
 from twinlens import LlmClient, SamplingParams, TwinlensError, image
 
-GATEWAY, LLM = ("gateway", 8000), "dns:///llm:7002"
 QUESTION = "What is in the picture?"
 TOKENS = 24
+DRAWN = ("red circle", "blue square")
 KNOWN = 4
 """Pictures whose answers are noted at the start."""
 PAUSE = 0.3
@@ -35,6 +37,17 @@ CONNECT_SECONDS, ANSWER_SECONDS, RETRY_SECONDS = 2.0, 120.0, 60.0
 
 Asker = Callable[[bytes], tuple[str, int]]
 """Asks about a picture; returns the answer, and how often it was sent again. Raises OSError where there was none."""
+
+
+def drawing() -> bytes:
+    """A red circle left of a blue square, as a PNG."""
+    canvas = Image.new("RGB", (320, 224), (250, 250, 250))
+    pen = ImageDraw.Draw(canvas)
+    pen.ellipse((40, 62, 140, 162), fill=(220, 50, 47))
+    pen.rectangle((190, 67, 280, 157), fill=(40, 90, 210))
+    out = io.BytesIO()
+    canvas.save(out, "PNG")
+    return out.getvalue()
 
 
 def picture(draw: random.Random) -> bytes:
@@ -50,58 +63,56 @@ def picture(draw: random.Random) -> bytes:
     return out.getvalue()
 
 
-@contextmanager
-def _connected() -> Iterator[tuple[http.client.HTTPConnection, int]]:
-    """A connection to one of the gateways, as a proxy makes it: to the next where one cannot be connected to. With it,
-    how many could not."""
-    end, failed = time.monotonic() + RETRY_SECONDS, 0
-    while True:
-        known = _gateways.known
-        for address in random.sample(known, len(known)):
-            connection = http.client.HTTPConnection(address, GATEWAY[1], timeout=CONNECT_SECONDS)
-            try:
-                connection.connect()
-            except OSError:
-                failed += 1
-                continue
-            connection.sock.settimeout(ANSWER_SECONDS)
-            try:
-                yield connection, failed
-            finally:
-                connection.close()
-            return
-        if time.monotonic() > end:
-            raise OSError("no gateway can be connected to")
-        time.sleep(0.2)
-
-
-class _Gateways:
+class Gateways:
     """Their addresses, looked up again and again beside the requests: a compose network's name server may take half a
     minute to answer while containers come and go."""
 
-    def __init__(self) -> None:
-        self.known: list[str] = []
+    def __init__(self, target: str) -> None:
+        self._host, _, self._port = target.rpartition(":")
+        self._known: list[str] = []
 
     def keep(self) -> None:
         """Looks the name up for ever; the last addresses stay where it is not known."""
         while True:
             with suppress(OSError):
-                self.known = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(*GATEWAY)})
+                self._known = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(self._host, self._port)})
             time.sleep(0.5)
 
+    @contextmanager
+    def connected(self) -> Iterator[tuple[http.client.HTTPConnection, int]]:
+        """A connection to one of them, as a proxy makes it: to the next where one cannot be connected to. With it, how
+        many could not."""
+        end, failed = time.monotonic() + RETRY_SECONDS, 0
+        while True:
+            known = self._known
+            for address in random.sample(known, len(known)):
+                connection = http.client.HTTPConnection(address, int(self._port), timeout=CONNECT_SECONDS)
+                try:
+                    connection.connect()
+                except OSError:
+                    failed += 1
+                    continue
+                connection.sock.settimeout(ANSWER_SECONDS)
+                try:
+                    yield connection, failed
+                finally:
+                    connection.close()
+                return
+            if time.monotonic() > end:
+                raise OSError("no gateway can be connected to")
+            time.sleep(0.2)
 
-_gateways = _Gateways()
 
-
-def by_http(data: bytes) -> tuple[str, int]:
+def by_http(gateways: Gateways, token: str, data: bytes) -> tuple[str, int]:
     """Asks a gateway for a stream, once, and reads it to its end."""
+    headers = {"content-type": "application/json", **({"authorization": f"Bearer {token}"} if token else {})}
     url = "data:image/jpeg;base64," + base64.b64encode(data).decode()
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": QUESTION}]
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": TOKENS, "temperature": 0, "stream": True}
     said, ended = "", False
-    with _connected() as (connection, failed):
+    with gateways.connected() as (connection, failed):
         try:
-            connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
             answer = connection.getresponse()
             if answer.status != 200:
                 raise OSError(f"{answer.status} {answer.read()[:300]!r}")
@@ -131,7 +142,7 @@ def by_grpc(client: LlmClient) -> Asker:
             try:
                 return client.ask(QUESTION, image(data), sampling=sampling, timeout=ANSWER_SECONDS).text, again
             except TwinlensError as error:
-                if error.code != grpc.StatusCode.UNAVAILABLE or time.monotonic() > end:
+                if not error.retryable or time.monotonic() > end:
                     raise OSError(f"{error.code} {error.reason} {error}") from error
                 again += 1
                 time.sleep(error.retry_after or 0.2)
@@ -150,7 +161,11 @@ class Callers:
         self._answers: list[str] = []
 
     def note(self, *askers: Asker) -> None:
-        """Asks all about the known pictures; SystemExit where they do not say the same."""
+        """Asks all about the drawing and the known pictures; SystemExit where one is wrong, or they do not agree."""
+        for ask in askers:
+            text, _ = ask(drawing())
+            if not all(word in text for word in DRAWN):
+                sys.exit(f"the drawing is not a {' and a '.join(DRAWN)} but {text!r}")
         for data in self._known:
             said = {ask(data)[0] for ask in askers}
             if len(said) != 1:
@@ -182,10 +197,15 @@ class Callers:
 
 def main() -> None:
     """Asks until standard input ends."""
-    callers = Callers()
-    threading.Thread(target=_gateways.keep, daemon=True).start()
-    with LlmClient(LLM) as client:
-        askers = [("http", by_http), ("grpc", by_grpc(client))]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gateway", default="gateway:8000", help="HOST:PORT; each address of the name is a gateway")
+    parser.add_argument("--llm", default="dns:///llm:7002")
+    parser.add_argument("--token", default="", help="what gateways ask for")
+    given = parser.parse_args()
+    callers, gateways = Callers(), Gateways(given.gateway)
+    threading.Thread(target=gateways.keep, daemon=True).start()
+    with LlmClient(given.llm) as client:
+        askers: list[tuple[str, Asker]] = [("http", partial(by_http, gateways, given.token)), ("grpc", by_grpc(client))]
         callers.note(*(ask for _, ask in askers))
         threads = [
             threading.Thread(target=callers.run, args=(name, ask, seed))
