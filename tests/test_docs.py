@@ -34,7 +34,7 @@ OF_OTHERS = {
     *(f"--{name}" for name in ("build", "build-arg", "network", "no-recreate", "remove-orphans", "scale")),
 }
 OF_OTHERS |= {"--from-file", "--labels", "--restart", "--rm"}  # of kubectl; the ones before are those of containers
-OF_OTHERS |= {"--wait"}  # of helm
+OF_OTHERS |= {"--dry-run", "--force-conflicts", "--set", "--wait"}  # of helm
 OF_OTHERS |= {f"--{name}" for name in ("dest", "implementation", "no-deps", "no-index", "only-binary", "platform")}
 OF_OTHERS |= {"--no-build-isolation"}
 OF_OTHERS |= {"--python-version", "--target", "--timeout"}  # of pytest; the others since kubectl's are pip's

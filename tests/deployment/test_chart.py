@@ -600,7 +600,7 @@ class TestSpecial:
         ]
         wanted = term["podAffinityTerm"]["labelSelector"]["matchLabels"]
         assert wanted.items() <= found["twinlens-encoder"]["metadata"]["labels"].items()
-        assert "affinity" not in pods(manifests("cpu"))["twinlens-llm"]["spec"]
+        assert "podAffinity" not in pods(manifests("cpu"))["twinlens-llm"]["spec"]["affinity"]
 
     def test_tls_and_tokens_are_both_ends(self, certificates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         found = pods(manifests("multihost"))

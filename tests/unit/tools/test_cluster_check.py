@@ -14,7 +14,7 @@ import yaml
 from tools.cluster_check import __main__ as cluster_check
 from tools.cluster_check.cluster import Cluster
 
-PROGRAM = """#!{python}
+PROGRAM = """#!{python} -SE
 import json, sys
 from pathlib import Path
 
