@@ -103,7 +103,7 @@ class Scheduler:
         self._queues.add(add.id, sequences, add.deadline)
         self._unstarted.add(add.id)
         prompt, most = sequences[0].prompt, self.limits.max_media_tokens
-        if prompt.whole_end > most:
+        if self.limits.chunk_rule.of_prompts and prompt.whole_end > most:
             self._fail(add.id, never_at_once(prompt.whole_end, most))
             return
         if not self.limits.chunk_rule.may_end_in_run and prompt.longest_run > most:

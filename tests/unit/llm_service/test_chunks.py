@@ -216,3 +216,11 @@ def test_a_video_whose_runs_stand_apart_lands_run_by_run() -> None:
         step = engine.step()
         counts.append(step.plan.tokens if step else 0)
     assert counts == [6, 0, 8]
+
+
+def test_a_step_with_fewer_tokens_than_sequences_that_may_run_has_room_for_any_prompt_that_may_be_cut() -> None:
+    engine = simulation(max_running=8, step_tokens=3)
+    id = engine.submit(order(text(30), [Picture(1, 4, 9)]))
+    engine.land_all(id)
+    run_until_over(engine, id)
+    engine.check_over()
