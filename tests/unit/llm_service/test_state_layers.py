@@ -148,8 +148,8 @@ class Engine:
         said: list[list[list[int]]] = [[[] for _ in range(sampling.n)] for _ in prompts]
         for id, prompt in enumerate(prompts):
             positions = array("i", [*range(len(prompt))] * 3).tobytes()
-            fields = dict.fromkeys(Add.__struct_fields__, 0) | {"items": [], "salt": "", "deadline": None, "resume": []}
-            fields["pooling"] = None
+            fields: dict[str, Any] = dict.fromkeys(Add.__struct_fields__, 0)
+            fields |= {"items": [], "salt": "", "deadline": None, "resume": [], "pooling": None, "identities": b""}
             fields |= {"id": id, "token_ids": prompt.tobytes(), "positions": positions, "sampling": sampling}
             self.scheduler.add(Add(**fields))
         under_way: deque[tuple[Step, Launched]] = deque()
