@@ -78,9 +78,12 @@ class RowReceiver:
         if not fetch.has_content:
             self._others[entry] = None
 
-        def ended(_: asyncio.Task[None]) -> None:
+        def ended(task: asyncio.Task[None]) -> None:
             fetch.close()
             self._others.pop(entry, None)
+            if task.cancelled():  # which it keeps: frames of it lead to the item's content, and back to the entry
+                with contextlib.suppress(asyncio.CancelledError):
+                    task.result()
 
         filler.add_done_callback(ended)
         return filler

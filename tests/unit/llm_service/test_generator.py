@@ -495,10 +495,15 @@ async def _breaks_late(call: Call) -> None:
     await _refuses(call)
 
 
-@pytest.mark.parametrize("way", ["finished", "refused", "failed", "aborted", "cancelled"])
+async def _hangs(call: Call) -> None:
+    await call.header()
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("way", ["finished", "refused", "failed", "aborted", "cancelled", "cancelled before its rows"])
 @pytest.mark.usefixtures("no_garbage_collection")
 async def test_content_is_freed_without_a_look_for_garbage(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    say = {"refused": _refuses, "failed": _breaks_late}.get(way, well)
+    say = {"refused": _refuses, "failed": _breaks_late, "cancelled before its rows": _hangs}.get(way, well)
     async with served(monkeypatch, ScriptedEncoder([say])) as (b, (child, front)), AsyncExitStack() as stack:
         await b.usable(1)
         server = grpc.aio.server(interceptors=[interceptor := CallInterceptor(AcceptedTokens())])
