@@ -67,15 +67,17 @@ def test_who_reads_nothing_meanwhile_holds_up_nobody_and_misses_nothing(pair: Fl
 @pytest.mark.soak
 def test_two_hundred_streams_through_two_gateways_outlive_services_killed_again_and_again(checkpoint: Path) -> None:
     with fleet(checkpoint, gateways=2, services=2, max_handovers=100, handover_seconds=300) as running:
-        bodies = [question(number, 250) for number in range(200)]
+        bodies = [question(number, 250) for number in range(180)]
+        longer = [question(number, 2000) for number in range(20)]  # which none of 200 can begin too late to meet
         with streaming(running.gateways, bodies) as undisturbed:
             pass
         assert {stream.failure for stream in undisturbed} == {""}
-        with streaming(running.gateways, bodies) as streams:
+        with streaming(running.gateways, [*bodies, *longer]) as streams:
             for _ in range(2):
                 for victim in running.services:
                     running.restart(victim, LlmReplica.kill)
-        assert [stream.told for stream in streams] == [stream.told for stream in undisturbed]
+        assert [stream.told for stream in streams[: len(bodies)]] == [stream.told for stream in undisturbed]
+        assert {stream.failure for stream in streams} == {""}
         handed_over = sum(door.metric('handovers_total{outcome="taken_over"}') for door in running.gateways)
-        assert handed_over > len(bodies) / 4  # the first service that is killed has half of them, where none has ended
-        print(f"\n{len(bodies)} streams, {handed_over:.0f} handovers")
+        assert handed_over >= len(longer) / 4  # the first service that is killed has half of those that have not ended
+        print(f"\n{len(streams)} streams, {handed_over:.0f} handovers")
