@@ -25,7 +25,7 @@ async def test_both_clients_ask_the_same(llm: FakeLlm, llm_address: str) -> None
     prompt = [system("Represent it."), user(image(b"png"), "A cat.")]
     with LlmClient(llm_address) as client:
         found = client.embed(prompt, dimensions=1, cache_salt="mine", timeout=50)
-    assert 40 < llm.remaining < 50
+    assert 40 < llm.remaining < 51  # gRPC rounds a time up
     async with AsyncLlmClient(llm_address) as client:
         assert await client.embed(prompt, dimensions=1, cache_salt="mine") == found
     assert list(found.values) == pytest.approx([0.6])
