@@ -56,7 +56,7 @@ _SERVICE_TESTS = (
     "test_graphs_on_gpu",
     "test_encoder_on_gpu",
     "test_cuda_ipc_on_gpu",
-    "test_library_graphs_on_gpu",
+    "test_hf_graphs_on_gpu",
     "test_ranks_on_gpus",
 )
 """Those that start services, each of which has to load torch."""

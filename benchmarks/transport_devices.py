@@ -14,7 +14,7 @@ from encoder_service.engine.device_pool import DevicePools
 from encoder_service.engine.embedding_store import EmbeddingStore, Entry
 from encoder_service.worker.messages import PoolMade
 from llm_service.engine.messages import PullEnded
-from llm_service.engine.mirrors import Mirrors
+from llm_service.engine_client.mirrors import Mirrors
 from llm_service.plan import MirrorOrder, Pull
 from llm_service.worker.mirror import Mirror
 

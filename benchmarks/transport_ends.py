@@ -26,9 +26,9 @@ import numpy as np
 from common import log
 from common.allocator import keep_large_blocks
 from common.arena import SharedBuffer
-from common.grpc_calls import CallInterceptor
 from common.media.item import Grid, Header, Key, Modality
 from common.nixl.agent import NixlAgent
+from common.rpc.calls import CallInterceptor
 from common.tokens import AcceptedTokens
 from common.wire import CHUNK_BYTES, DType, RowLayout
 from encoder_service.convert import read_stretch, write_nixl_agent

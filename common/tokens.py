@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from common import log
-from common.tls_files import Seen, look_at
+from common.rpc.tls_files import Seen, look_at
 
 _log = log.get("tokens")
 Line = TypeVar("Line")

@@ -7,8 +7,8 @@ import signal
 import sys
 
 from common.descriptors import prepare
-from common.forks import keep_grpc_out
 from common.requirements import require
+from common.rpc.forks import keep_grpc_out
 
 
 def main(*, worker: str = "encoder_service.worker") -> None:

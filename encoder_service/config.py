@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from common.config import option, size, words
 from common.devices import check_device, memory_limit, usable_cores
-from common.grpc_server import LISTEN, ServerConfig
 from common.nixl.agent import BACKENDS
+from common.rpc.server import LISTEN, ServerConfig
 from encoder_service.media.fetch import FetchConfig
 from encoder_service.media.limits import MediaLimits
 

@@ -8,10 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from common.errors import InvalidInput, TwinlensError
-from common.grpc_status import plain_status
 from common.media.convert import KEY_BYTES, MODALITIES, read_media
 from common.media.item import Embedding, Encoded, Key, Media, Modality, Url
 from common.nixl.messages import AgentMemory
+from common.rpc.status import plain_status
 from encoder_service.item import Item
 from encoder_service.media.limits import MediaLimits
 from encoder_service.media.modalities import SPECS

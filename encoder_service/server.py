@@ -14,12 +14,12 @@ from common.allocator import freeze_objects
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
 from common.devices import computed_in, cuda_device_count, default_device, default_dtype, usable_cores
-from common.grpc_server import GrpcServer
+from common.hf.description import HfModel
 from common.identity import encoder_digest
-from common.library import LibraryModel
 from common.metrics import Metrics
 from common.nixl.agent import NixlAgent
 from common.processes import ChildDied
+from common.rpc.server import GrpcServer
 from common.wire import DType, RowLayout
 from encoder_service.config import EncoderConfig
 from encoder_service.engine.content import Contents
@@ -37,7 +37,7 @@ from encoder_service.families.family import ModelConfig, ServedConfig
 from encoder_service.media.decoder import DecoderPool
 from encoder_service.media.fetch import Fetcher
 from encoder_service.media.messages import Bounds
-from encoder_service.media.planner import LibraryPlanner, PlannerTimes
+from encoder_service.media.planner import HfPlanner, PlannerTimes
 from encoder_service.meters import Meters
 from encoder_service.servicer import Components, EncoderServicer
 from encoder_service.transports.link import Link
@@ -60,7 +60,7 @@ class _Model:
 
     checkpoint: Checkpoint
     config: ServedConfig
-    library: LibraryModel | None
+    library: HfModel | None
     device: str
     layout: RowLayout
     tower_dtype: str
@@ -176,18 +176,18 @@ def _dispatcher(
     )
 
 
-def _planner(config: EncoderConfig, model: _Model) -> LibraryPlanner | None:
+def _planner(config: EncoderConfig, model: _Model) -> HfPlanner | None:
     """What plans items where the library computes."""
     if model.library is None:
         return None
     times = PlannerTimes(start=config.start_seconds, answer=config.decode_seconds)
-    return LibraryPlanner(str(model.checkpoint.folder), times, video_sound=model.library.video_sound)
+    return HfPlanner(str(model.checkpoint.folder), times, video_sound=model.library.video_sound)
 
 
 def _media_loader(
     config: EncoderConfig,
     model: _Model,
-    planner: LibraryPlanner | None,
+    planner: HfPlanner | None,
     staging: Staging,
     rows: EmbeddingStore,
     decoders: DecoderPool,
@@ -259,7 +259,7 @@ def _tier(config: EncoderConfig, store: EmbeddingStore, layout: RowLayout) -> Sh
     return tier
 
 
-async def _start(decoders: DecoderPool, dispatcher: Dispatcher, planner: LibraryPlanner | None) -> None:
+async def _start(decoders: DecoderPool, dispatcher: Dispatcher, planner: HfPlanner | None) -> None:
     async with asyncio.TaskGroup() as group:
         if planner is not None:
             group.create_task(planner.start())
@@ -285,7 +285,7 @@ async def _started(frame: GrpcServer, starting: asyncio.Task[None]) -> bool:
     return True
 
 
-def _bounds(config: EncoderConfig, library: LibraryModel | None) -> Bounds:
+def _bounds(config: EncoderConfig, library: HfModel | None) -> Bounds:
     """What files are held to, and at how many samples a second the model takes sounds."""
     return config.bounds if library is None else msgspec.structs.replace(config.bounds, sample_rate=library.sound_rate)
 

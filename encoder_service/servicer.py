@@ -10,10 +10,11 @@ from typing import Any
 
 import grpc
 
-from common import grpc_calls, log
+from common import log
 from common.errors import TwinlensError, Unavailable
 from common.media import convert as media_convert
 from common.media.item import Modality
+from common.rpc import calls
 from encoder_service import convert
 from encoder_service.config import EncoderConfig
 from encoder_service.delivery import Delivery, log_deliveries, merged
@@ -69,7 +70,7 @@ class EncoderServicer(EncoderServiceServicer):
             convert.without_items(request),
         )
         del request
-        grpc_calls.current().limit_stalls(served.config.stall_seconds)
+        calls.current().limit_stalls(served.config.stall_seconds)
         self._open_streams += 1
         deliveries = [
             Delivery(served.encoder, served.link, served.meters, rest, index, item) for index, item in enumerate(items)

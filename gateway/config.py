@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from common.config import is_port, option, size, words
-from common.grpc_channel import ChannelSecurity
+from common.rpc.channel import ChannelSecurity
 from common.tokens import TokenFile
 from gateway.callers import Callers
 from twinlens import credentials

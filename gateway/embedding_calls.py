@@ -11,7 +11,7 @@ import grpc
 
 from common import log
 from common.errors import DeadlineExceeded, TwinlensError
-from common.request_budget import STATED
+from common.rpc.request_budget import STATED
 from gateway.request_context import RequestContext
 from gateway.routing_key import key_of
 from gateway.services import LlmService, LlmServices, Metadata, error_of

@@ -14,7 +14,7 @@ import grpc
 
 from common import log, tracing
 from common.errors import Cancelled, DeadlineExceeded, Exhausted, TwinlensError, Unavailable
-from common.request_budget import STATED
+from common.rpc.request_budget import STATED
 from gateway.request_context import RequestContext
 from gateway.routing_key import key_of
 from gateway.services import LlmService, LlmServices, Outgoing, error_of, may_fare_better

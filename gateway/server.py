@@ -18,7 +18,7 @@ from common import log, stderr_capture, tasks, tracing
 from common.allocator import freeze_objects
 from common.descriptors import say
 from common.errors import Unavailable
-from common.tls_files import TlsFiles
+from common.rpc.tls_files import TlsFiles
 from gateway.api.adapters import Adapters
 from gateway.api.chat import Chat
 from gateway.api.completions import Completions

@@ -25,7 +25,8 @@ from common.errors import (
     Unauthenticated,
     Unavailable,
 )
-from common.grpc_channel import (
+from common.rendezvous import ranked
+from common.rpc.channel import (
     ChannelSecurity,
     from_rpc_error,
     is_not_taken,
@@ -33,9 +34,8 @@ from common.grpc_channel import (
     is_too_large,
     open_channel,
 )
-from common.rendezvous import ranked
-from common.replica_set import ReplicaSet, Upkeep
-from common.resolver import Resolver
+from common.rpc.replica_set import ReplicaSet, Upkeep
+from common.rpc.resolver import Resolver
 from gateway.errors import TooLarge, param_of
 from twinlens.obstacles import obstacle_in
 from twinlens.v1 import llm_pb2

@@ -9,10 +9,10 @@ from typing import Any
 
 from common.config import is_port, json_object, option, size, words
 from common.devices import check_device, cuda_memory, default_device
-from common.grpc_channel import ChannelSecurity
-from common.grpc_server import LISTEN, ServerConfig
 from common.media.item import Modality
 from common.nixl.agent import BACKENDS
+from common.rpc.channel import ChannelSecurity
+from common.rpc.server import LISTEN, ServerConfig
 from common.tokens import TokenFile, read_tokens
 from twinlens import credentials
 

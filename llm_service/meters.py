@@ -15,7 +15,7 @@ from common.metrics import Metrics, gauge, total
 from llm_service.encoders.encoder_cache import EncoderCache
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.receiver import RowReceiver
-from llm_service.engine.front import EngineFront
+from llm_service.engine_client.client import EngineClient
 from llm_service.generation.adapters import Adapters
 from llm_service.generation.admission import Admission
 from llm_service.prefill.services import PrefillCounters, PrefillServices
@@ -67,7 +67,7 @@ class Meters:
     def watch(
         self,
         admission: Admission,
-        engine: EngineFront,
+        engine: EngineClient,
         encoder_cache: EncoderCache,
         receiver: RowReceiver,
         pool: EncoderPool,
@@ -77,7 +77,7 @@ class Meters:
         self._metrics.read(lambda: _requests(admission))
         self._metrics.read(lambda: _media(encoder_cache, receiver, pool))
 
-    def watch_adapters(self, adapters: Adapters, engine: EngineFront) -> None:
+    def watch_adapters(self, adapters: Adapters, engine: EngineClient) -> None:
         """Has every scrape read what is under way with each adapter."""
 
         def read() -> Iterator[Metric]:
@@ -147,7 +147,7 @@ class RequestMeter:
             self._meters.queue.observe(stages["queue"])
 
 
-def _adapter_lists(adapters: Adapters, engine: EngineFront) -> Metric:
+def _adapter_lists(adapters: Adapters, engine: EngineClient) -> Metric:
     """Names by what the engine does with them, as an endpoint picker reads them: in labels, with commas between."""
     state, named = engine.latest, {adapter.number: adapter.name for adapter in adapters.all if "," not in adapter.name}
     running, waiting = (
@@ -159,7 +159,7 @@ def _adapter_lists(adapters: Adapters, engine: EngineFront) -> Metric:
     return gauge("lora_requests_info", about, {(str(engine.max_loras), running, waiting): time.time()}, labels)
 
 
-def _engine(engine: EngineFront) -> Iterator[Metric]:
+def _engine(engine: EngineClient) -> Iterator[Metric]:
     """As of the engine's last beat, a second ago at most; its totals begin anew when it is restarted."""
     state = engine.latest
     share = state.kv_blocks_used / state.kv_blocks_total if state.kv_blocks_total else 0.0

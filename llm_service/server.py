@@ -16,9 +16,9 @@ from common.allocator import freeze_objects
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint, CheckpointError
 from common.devices import default_dtype
-from common.grpc_server import GrpcServer
 from common.identity import encoder_digest
 from common.metrics import Metrics
+from common.rpc.server import GrpcServer
 from common.wire import DType, RowLayout
 from llm_service.config import LlmConfig, Meeting
 from llm_service.convert import RequestReader
@@ -28,9 +28,9 @@ from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.receiver import RowReceiver
 from llm_service.encoders.replica import LinkSettings
 from llm_service.encoders.transports.nixl_reader import NixlReader
-from llm_service.engine.front import EngineFront
-from llm_service.engine.keeper import MODULE
-from llm_service.engine.mirrors import Mirrors
+from llm_service.engine_client.client import EngineClient
+from llm_service.engine_client.mirrors import Mirrors
+from llm_service.engine_client.processes import MODULE
 from llm_service.generation.adapters import Adapters
 from llm_service.generation.admission import Admission
 from llm_service.generation.generator import Generator
@@ -168,7 +168,7 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
 
 def _cache_and_engine(
     config: LlmConfig, model: _Model, sessions: Sessions, module: str, on_ready: Callable[[bool], None]
-) -> tuple[EncoderCache, EngineFront]:
+) -> tuple[EncoderCache, EngineClient]:
     """The rows, and the engine that reads them where they are."""
     encoder_cache = EncoderCache(
         config.row_cache_bytes,
@@ -177,7 +177,7 @@ def _cache_and_engine(
         on_place=lambda place: engine.mirrors.invalidate(place.offset, place.size),
     )
     kv_host = _kv_host(config) if config.exchanges_blocks else None
-    engine = EngineFront(
+    engine = EngineClient(
         model.settings if kv_host is None else msgspec.structs.replace(model.settings, kv_host_fd=kv_host.fd),
         encoder_cache.buffer.fd,
         on_ready,
@@ -200,7 +200,7 @@ def _kv_host(config: LlmConfig) -> SharedBuffer:
     return memory
 
 
-def _prefill_services(config: LlmConfig, model: _Model, engine: EngineFront) -> PrefillServices | None:
+def _prefill_services(config: LlmConfig, model: _Model, engine: EngineClient) -> PrefillServices | None:
     """What has prompts computed elsewhere, where that is wanted; nothing of it is started."""
     if not config.prefill_services:
         return None
@@ -235,7 +235,7 @@ def _components(
     config: LlmConfig,
     model: _Model,
     encoder_cache: EncoderCache,
-    engine: EngineFront,
+    engine: EngineClient,
     sessions: Sessions,
     compiler: Compiler,
     meters: Meters,

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import grpc
 
-from common import grpc_calls, tasks
+from common import tasks
 from common.errors import InvalidInput, Precondition
 from common.media.convert import MODALITIES, write_stages
+from common.rpc import calls
 from common.wire import crc32c
 from llm_service.config import LlmConfig
 from llm_service.convert import RequestReader
@@ -19,7 +20,7 @@ from llm_service.embedder import Embedder
 from llm_service.encoders.encoder_cache import EncoderCache
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.receiver import RowReceiver
-from llm_service.engine.front import EngineFront
+from llm_service.engine_client.client import EngineClient
 from llm_service.generation.adapters import Adapters
 from llm_service.generation.events import Begun, Delta, Embedded, Ended, PromptScores
 from llm_service.generation.generator import Generator
@@ -91,7 +92,7 @@ class Components:
     reranker: Reranker | None
     generator: Generator
     adapters: Adapters
-    engine: EngineFront
+    engine: EngineClient
     encoder_cache: EncoderCache
     receiver: RowReceiver
     pool: EncoderPool
@@ -111,7 +112,7 @@ class LlmServicer(LlmServiceServicer):
         components = self._components
         read = components.requests.read(request, context.time_remaining(), self._limit, context.peer())
         del request  # the bytes of its media are in the nouns
-        grpc_calls.current().limit_stalls(components.config.stall_seconds)
+        calls.current().limit_stalls(components.config.stall_seconds)
         begun: Begun | None = None
         async with aclosing(components.generator.generate(read)) as events:
             async for event in events:
@@ -137,7 +138,7 @@ class LlmServicer(LlmServiceServicer):
         if request.kv_layout != components.kv_layout:
             raise Precondition("its KV blocks are not like the caller's", reason="OTHER_KV_LAYOUT", field="kv_layout")
         read = components.requests.read_prefill(request, context.time_remaining(), self._limit, context.peer())
-        grpc_calls.current().limit_stalls(_STALL_SECONDS)  # blocks are kept for it
+        calls.current().limit_stalls(_STALL_SECONDS)  # blocks are kept for it
         async with aclosing(components.generator.prefill(read, request.first_block)) as parts:
             async for part in parts:
                 yield llm_pb2.PrefillResponse(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from common.library import LibraryModel
+from common.hf.description import HfModel
 
 DRAFT_HEADS = "mtp", "eagle3"
 """Methods of speculation that go on from hidden states of the model that verifies."""
@@ -64,7 +64,7 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     max_loras: int = 0
     max_lora_rank: int = 0
     base_names: tuple[str, ...] = ()
-    library: LibraryModel | None = None
+    library: HfModel | None = None
     grows_steps: bool = False
     kv_host_bytes: int = 0
     kv_events: bool = False

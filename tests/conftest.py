@@ -18,9 +18,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from common.devices import cuda_device_count
-from common.library import is_too_old
+from common.hf.description import is_too_old
 from common.processes import ChildProcess
-from tests import kernels_in_turn, quick_collection, quick_library, triton_interpreter
+from tests import kernels_in_turn, quick_collection, quick_hf, triton_interpreter
 from tests.clock import Forward
 from tests.forkserver import forkserver
 
@@ -76,7 +76,7 @@ def pytest_collection_finish() -> None:
     if "torch" in sys.modules:
         sys.modules["torch"].cuda.manual_seed_all(0)  # once a GPU is used
     if "transformers" in sys.modules:
-        quick_library.quicken()
+        quick_hf.quicken()
     gc.freeze()
     gc.enable()
 

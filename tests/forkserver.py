@@ -36,8 +36,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import IO, Any
 
-from common import library
 from common.devices import cuda_device_count
+from common.hf import description as hf_description
 from common.processes import DEFAULTS, ChildProcess, die_with_parent
 from tests import triton_interpreter
 
@@ -53,7 +53,7 @@ _CHILDREN = (
     *("encoder_service.media", "llm_service.grammar", "tests.light.engine", "tests.light.worker"),
     *("benchmarks.paced_engine", *_DEADLY),
 )
-_DESCRIBING = "common.library_models"
+_DESCRIBING = "common.hf.models"
 _SERVICES = "benchmarks.services"
 _COMPUTING = ("encoder_service.worker", "encoder_service.worker.planner", "llm_service.engine", "llm_service.worker")
 _IMPORTS = (
@@ -61,14 +61,14 @@ _IMPORTS = (
     *("encoder_service.media.audio", "encoder_service.media.video", "encoder_service.families.registry"),
     *("llm_service.server", "llm_service.worker.node", "llm_service.families.registry"),
     *("llm_service.engine.process", "llm_service.worker.block_tables", "llm_service.grammar.compiler", "llguidance"),
-    *("gateway.server", "common.tracing", "tests.in_turn", "common.request_budget", "uvloop"),
+    *("gateway.server", "common.tracing", "tests.in_turn", "common.rpc.request_budget", "uvloop"),
 )
 _TO_COMPUTE = (
-    *("encoder_service.worker.runner", "encoder_service.worker.library_runner", "encoder_service.worker.graphs"),
+    *("encoder_service.worker.runner", "encoder_service.worker.hf.runner", "encoder_service.worker.graphs"),
     *("llm_service.worker.executor", "llm_service.worker.load", "llm_service.worker.ranks"),
 )
 _WITH_LIBRARY = (
-    *("common.library_models", "encoder_service.models.processor", "llm_service.models.trial"),
+    *("common.hf.models", "encoder_service.models.processor", "llm_service.models.trial"),
     *("transformers.generation", "transformers.modeling_utils", "transformers.processing_utils"),
     *("transformers.models.auto.modeling_auto", "transformers.models.auto.processing_auto"),
 )
@@ -210,7 +210,7 @@ def _is_by_library(flags: Sequence[str]) -> bool:
     file = Path(parser.parse_known_args(flags)[0].model) / "config.json"
     if not file.is_file():
         return False
-    from common.library_classes import library as loaded
+    from common.hf.classes import library as loaded
     from llm_service.families.registry import find_family
 
     try:
@@ -382,7 +382,7 @@ def _fork_for_children(own: list[int]) -> list[int] | None:
     if os.fork():
         theirs.close()
         ChildProcess.popen = functools.partial(_popen, ours)  # type: ignore[assignment]
-        library.run = functools.partial(_run_forked, ours)
+        hf_description.run = functools.partial(_run_forked, ours)
         if _is_benchmark(sys.argv[0]):
             importlib.import_module(_SERVICES).popen = functools.partial(_popen_service, ours)
         return None
@@ -415,7 +415,7 @@ def _load_kernels() -> None:
 
 def _load_library() -> None:
     """As much of it as every model needs."""
-    from common.library_classes import library as loaded
+    from common.hf.classes import library as loaded
 
     loaded()
     for module in _WITH_LIBRARY:

@@ -24,7 +24,7 @@ TORCH_FREE_EVEN_THERE = ("*.worker.messages",)
 
 # Where message classes may be seen.
 WIRE = (
-    "common.grpc_*",
+    "common.rpc.*",
     "common.media.convert",
     *(f"{service}.{module}" for service in SERVICES for module in ("server", "servicer", "convert")),
     "encoder_service.delivery",
@@ -473,6 +473,7 @@ def test_what_the_control_plane_is_named_after_exists() -> None:
             f"llm_service.{name}"
             for name in ("request", "plan", "prompt.builder", "prompt.detokenizer", "encoders.pool")
         ),
-        *(f"llm_service.engine.{name}" for name in ("scheduler", "block_manager", "core", "front")),
+        *(f"llm_service.engine.{name}" for name in ("scheduler", "block_manager", "core")),
+        "llm_service.engine_client.client",
     }
     assert expected <= set(whole_tree().modules)

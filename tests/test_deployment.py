@@ -11,7 +11,7 @@ import yaml
 
 from common import tracing
 from common.config import load
-from common.grpc_server import ServerConfig
+from common.rpc.server import ServerConfig
 from encoder_service import server as encoder_server
 from encoder_service.config import EncoderConfig
 from gateway.config import GatewayConfig

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.checkpoint import Checkpoint, CheckpointError
-from common.library import describe
-from encoder_service.families.family import LibraryConfig, ModelConfig, ServedConfig
+from common.hf.description import describe
+from encoder_service.families.family import HfConfig, ModelConfig, ServedConfig
 from encoder_service.families.registry import family_of, find_family
 
 
@@ -16,7 +16,7 @@ def served(checkpoint: Checkpoint) -> ServedConfig:
     CheckpointError where neither does."""
     if find_family(checkpoint.config) is not None:
         return read(checkpoint)
-    return LibraryConfig(describe(checkpoint))
+    return HfConfig(describe(checkpoint))
 
 
 def read(checkpoint: Checkpoint) -> ModelConfig:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from common.checkpoint import Checkpoint
+from common.hf.description import LIBRARY, HfModel
 from common.identity import VISION, EncoderParts
-from common.library import LIBRARY, LibraryModel
 from common.media.item import Grid, Modality, Options, Pixels
 from encoder_service.item import Inspection, Plan
 
@@ -83,10 +83,10 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class LibraryConfig:
+class HfConfig:
     """A checkpoint that no family is for: the library has its processor and its tower."""
 
-    library: LibraryModel
+    library: HfModel
 
     @property
     def architecture(self) -> str:
@@ -114,4 +114,4 @@ class LibraryConfig:
         return LIBRARY
 
 
-ServedConfig = ModelConfig | LibraryConfig
+ServedConfig = ModelConfig | HfConfig

@@ -45,7 +45,7 @@ class PlannerTimes:
     answer: float
 
 
-class LibraryPlanner:
+class HfPlanner:
     """One process, asked one thing at a time, and started anew where it has ended. `start` and `stop` are the owner's.
     What it has been asked it answers before it is asked more, though its caller has left: a new one takes seconds to
     start, which all others would wait.

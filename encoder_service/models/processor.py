@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from common.library_classes import config_of
-from common.library_models import checked
-from common.library_positions import rope_positions
-from common.library_processors import (
+from common.hf.classes import config_of
+from common.hf.models import checked
+from common.hf.positions import rope_positions
+from common.hf.processors import (
     Clip,
     Sound,
     frames_of,
@@ -30,7 +30,7 @@ from common.library_processors import (
     replaced,
     wrapped,
 )
-from common.library_rows import row_tokens
+from common.hf.rows import row_tokens
 from common.media.item import PromptPart
 
 _OF_THE_TEXT = frozenset({"attention_mask", "token_type_ids", "mm_token_type_ids"})
@@ -75,7 +75,7 @@ class ItemProcessor:
             if isinstance(shown, Clip) and samples is not None:
                 self.replacement(Sound(samples))  # which raises the other where the sound is what is too short
             elif samples is not None and len(samples) < rate_of(self._processor):
-                # A second was taken when the model was looked at (`library_rows.takes_sounds`).
+                # A second was taken when the model was looked at (`common.hf.rows.takes_sounds`).
                 raise SoundLengthError("the processor has no row for so short a sound", too_long=False) from error
             raise
 

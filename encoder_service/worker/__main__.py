@@ -68,9 +68,9 @@ def _runner(settings: WorkerSettings, staging: SharedBuffer, store: SharedBuffer
         from encoder_service.worker.runner import Runner
 
         return Runner(settings, staging, store)
-    from encoder_service.worker.library_runner import LibraryRunner
+    from encoder_service.worker.hf.runner import HfRunner
 
-    return LibraryRunner(settings, staging, store)
+    return HfRunner(settings, staging, store)
 
 
 def _begun(runner: Runner, part: Future[PreparedBatch], _: Hungry) -> Iterator[BegunBatch]:

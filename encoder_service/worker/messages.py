@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from common.library import LibraryModel
+from common.hf.description import HfModel
 
 
 class WorkerSettings(msgspec.Struct, tag=True):
@@ -31,7 +31,7 @@ class WorkerSettings(msgspec.Struct, tag=True):
     batch_patches: int = 0
     pool_bytes: int = 0
     log_level: str = "info"
-    library: LibraryModel | None = None
+    library: HfModel | None = None
     core_share: bool = False
     tower_dtype: str = ""
 

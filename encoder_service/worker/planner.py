@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from common.checkpoint import CheckpointError
-from common.library_processors import Clip, Sound
+from common.hf.processors import Clip, Sound
 from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
 from encoder_service.media.messages import (
     ChooseFrames,

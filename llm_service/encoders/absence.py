@@ -11,7 +11,7 @@ from typing import Protocol
 import grpc
 
 from common import log
-from common.grpc_channel import ChannelSecurity
+from common.rpc.channel import ChannelSecurity
 from twinlens.obstacles import Obstacle, obstacle_in
 
 PATIENCE_SECONDS = 15.0

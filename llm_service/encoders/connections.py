@@ -12,8 +12,8 @@ import grpc
 
 from common import tracing
 from common.errors import Unavailable
-from common.grpc_channel import ChannelSecurity, open_channel
-from common.request_budget import STATED
+from common.rpc.channel import ChannelSecurity, open_channel
+from common.rpc.request_budget import STATED
 from llm_service.encoders.stream import UNREACHABLE, Call, Event, read_event
 from twinlens.v1.encoder_pb2_grpc import EncoderServiceStub
 

@@ -14,8 +14,8 @@ from typing import Any
 from common import log, tasks
 from common.errors import Unavailable
 from common.rendezvous import ranked
-from common.replica_set import ReplicaSet, Upkeep
-from common.resolver import Resolver
+from common.rpc.replica_set import ReplicaSet, Upkeep
+from common.rpc.resolver import Resolver
 from llm_service.encoders.absence import Absence
 from llm_service.encoders.breaker import DEATHS, Quarantine
 from llm_service.encoders.health import EncoderHealth

@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 
 from common import log, tasks
-from common.grpc_channel import ChannelSecurity, from_rpc_error, is_not_taken
 from common.media.convert import write_media
+from common.rpc.channel import ChannelSecurity, from_rpc_error, is_not_taken
 from common.wire import RowLayout
 from llm_service.encoders.absence import trouble
 from llm_service.encoders.breaker import Breaker, Quarantine
@@ -23,7 +23,7 @@ from llm_service.encoders.stream import EncodeStream
 from llm_service.encoders.transports.base import Transport
 from llm_service.encoders.transports.link import transports_from
 from llm_service.encoders.transports.nixl_reader import NixlReader
-from llm_service.engine.mirrors import Mirrors
+from llm_service.engine_client.mirrors import Mirrors
 from llm_service.request import MediaItem
 from twinlens.v1 import encoder_pb2
 

@@ -21,11 +21,11 @@ from common.errors import (
     Unauthenticated,
     Unavailable,
 )
-from common.grpc_channel import from_rpc_error, is_of_the_link, is_too_large
-from common.grpc_status import from_plain_status
 from common.media.convert import read_header, read_stages, verify_checksum
 from common.media.item import HEADER_SHAPES, Header
 from common.row_frames import RowsFrame, unpack
+from common.rpc.channel import from_rpc_error, is_of_the_link, is_too_large
+from common.rpc.status import from_plain_status
 from common.stages import Stage
 from common.wire import RowLayout
 from llm_service.encoders.transports.base import ArrivedRows, MirrorPlace, Transport

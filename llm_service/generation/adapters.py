@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from common import log
 from common.errors import Exhausted, InvalidInput, NotFound, Precondition, Unavailable
 from common.media.item import Modality
-from llm_service.engine.front import EngineFront
+from llm_service.engine_client.client import EngineClient
 from llm_service.request import LoadedAdapter
 
 _log = log.get("adapters")
@@ -26,7 +26,7 @@ class Adapters:
 
     def __init__(
         self,
-        engine: EngineFront,
+        engine: EngineClient,
         model: str,
         most: int,
         *,

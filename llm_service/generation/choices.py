@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from tokenizers import Tokenizer
 
 from common.errors import InvalidInput
-from llm_service.engine.engine_request import Event
 from llm_service.engine.messages import Complete, Pooled, Prefilled, Resumed, Scored, Started, Token
+from llm_service.engine_client.engine_request import Event
 from llm_service.generation.events import Delta
 from llm_service.prompt.detokenizer import Detokenizer
 from llm_service.prompt.reasoning import ReasoningCounter

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from array import array
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
-from common import log, tasks, tracing
+from common import tasks, tracing
 from common.errors import Cancelled, Exhausted, InvalidInput, Precondition
 from common.media.item import Header
-from common.stages import Stage, add, seconds_of
+from common.stages import Stage, seconds_of
 from llm_service.encoders.fetch import Fetch
 from llm_service.encoders.receiver import RowReceiver, headers_of
-from llm_service.engine.engine_request import EngineRequest
-from llm_service.engine.front import EngineFront
 from llm_service.engine.messages import (
     NOWHERE,
     Add,
@@ -35,19 +32,23 @@ from llm_service.engine.messages import (
     State,
 )
 from llm_service.engine.prompt import block_identities
+from llm_service.engine_client.client import EngineClient
+from llm_service.engine_client.engine_request import EngineRequest
 from llm_service.generation.adapters import Adapters
 from llm_service.generation.admission import Admission, AdmissionTicket
 from llm_service.generation.choices import Choice, open_choices, resumed_for_engine, together
-from llm_service.generation.events import Begun, Computed, Delta, Embedded, Ended, Event, PromptScores
+from llm_service.generation.constraints import Constraints
+from llm_service.generation.events import Begun, Computed, Embedded, Ended, Event, PromptScores
+from llm_service.generation.job import Job, aborted
 from llm_service.generation.media_rows import MediaRows, rows_of
 from llm_service.generation.prefixes import Prefixes
+from llm_service.generation.request_stages import Stages
 from llm_service.generation.sessions import Sessions
 from llm_service.grammar.compiler import Compiler
-from llm_service.meters import Meters, RequestMeter
+from llm_service.meters import Meters
 from llm_service.prefill.lend import BlockPart, Lending
 from llm_service.prefill.services import PrefillServices
 from llm_service.prompt.builder import PromptBuilder
-from llm_service.prompt.reasoning import CallSign, ReasoningCounter
 from llm_service.request import (
     ChatPrompt,
     Piece,
@@ -57,7 +58,6 @@ from llm_service.request import (
     Request,
     TextPrompt,
     TokenPrompt,
-    Trigger,
 )
 
 _SHORT, _FEW_MESSAGES, _FEW_ROWS = 2048, 16, 4096
@@ -65,93 +65,6 @@ _SHORT, _FEW_MESSAGES, _FEW_ROWS = 2048, 16, 4096
 millisecond."""
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class Stages:
-    """Stages of a request, each from the end of the one before; `beside` are those that go on meanwhile."""
-
-    in_turn: dict[str, Stage] = field(default_factory=dict)
-    beside: dict[str, Stage] = field(default_factory=dict)
-    begun: float = field(default_factory=time.perf_counter)
-    _last: float = 0.0
-    _prefilled: float = 0.0
-
-    @property
-    def all(self) -> dict[str, Stage]:
-        """Every stage there is."""
-        return self.in_turn | self.beside
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Seconds of every stage there is."""
-        return seconds_of(self.all)
-
-    def prefilled(self, chunk: Prefilled) -> None:
-        """A step has computed something of the prompt; its time counts once, however many choices it was for."""
-        about = {"choice": chunk.choice, "first_token": chunk.first, "tokens": chunk.count}
-        tracing.record([("prefill", chunk.began, chunk.ended)], **about)
-        if chunk.began >= self._prefilled:
-            add(self.beside, "prefill", Stage.between(chunk.began, chunk.ended))
-            self._prefilled = chunk.ended
-
-    def mark(self, stage: str) -> None:
-        """Ends a stage now; only the first time counts."""
-        if stage not in self.in_turn:
-            self.extend(stage)
-
-    def extend(self, stage: str) -> None:
-        """Ends a stage now; where it is the last one that was ended, it has gone on until now."""
-        now = time.perf_counter()
-        add(self.in_turn, stage, Stage.between(self._last or self.begun, now))
-        self._last = now
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """A request under way: the task that serves it, its tenant's salt and, once it is there, its part in the engine;
-    and how many tokens of each kind its caller has been told of."""
-
-    task: asyncio.Task[object] | None
-    admission: AdmissionTicket
-    salt: str = ""
-    engine_request: EngineRequest | None = None
-    aborted: bool = False
-    stages: Stages = field(default_factory=Stages)
-    tokens: Counter[str] = field(default_factory=Counter)
-
-    def see(self, event: Event, meter: RequestMeter) -> None:
-        """Takes note of what is told to the caller."""
-        match event:
-            case Begun():
-                self.admission.start()
-                meter.prompt(len(event.layout.ids))
-                self.tokens.update(prompt_tokens=len(event.layout.ids), cached_tokens=event.cached)
-            case Delta():
-                meter.tokens(event.choice, len(event.tokens))
-                self.tokens["completion_tokens"] += len(event.tokens)
-            case Ended():
-                meter.choice(event.reason, event.completion_tokens)
-
-    def log(self) -> None:
-        """Has the line about its call say how many tokens it had, and how long each stage took that followed on the one
-        before it."""
-        seconds = {name: round(each, 4) for name, each in seconds_of(self.stages.in_turn).items()}
-        log.bind(**self.tokens, stages=seconds)
-
-    def abort(self) -> None:
-        """Ends the request inside the generator, which then says why; cancelled in the middle of a message to its
-        caller, it could not. Before the engine has the request nothing is written, and the task is cancelled."""
-        if self.engine_request is not None:
-            self.engine_request.fail(aborted())
-        elif self.task is not None and not self.aborted:
-            self.task.cancel()
-        self.aborted = True
-
-
-def aborted() -> Cancelled:
-    """What its caller gets."""
-    return Cancelled("the request was aborted", reason="ABORTED")
 
 
 class Generator:
@@ -162,7 +75,7 @@ class Generator:
         prompts: PromptBuilder,
         compiler: Compiler,
         receiver: RowReceiver,
-        engine: EngineFront,
+        engine: EngineClient,
         prefixes: Prefixes,
         admission: Admission,
         sessions: Sessions,
@@ -174,7 +87,7 @@ class Generator:
         self._receiver = receiver
         self._engine = engine
         self._prefixes = prefixes
-        self._compiler = compiler
+        self._constraints = Constraints(prompts, compiler)
         self._meters = meters
         self._adapters = adapters
         self.prefills = prefills
@@ -257,7 +170,7 @@ class Generator:
         short = _is_short(request.prompt)
         lay_out = partial(self._prompts.pieces, closed=request.pooling is not None)
         pieces = await _computed(lay_out, request.prompt, modalities, at_once=short)
-        request = await self._with_bad_words(self._bounded(await self._with_grammar(request)))
+        request = await self._constraints.apply(request)
         choices = await self._choices(request)
         stages.mark("prompt")
         if any(choice.text.stopped is None for choice in choices.values()):
@@ -268,7 +181,7 @@ class Generator:
             layout = await self._layout(pieces, headers_of(fetches), short=short)
             self._check_length(request, layout)
             counting = request, layout, choices
-            thinking = await _computed(self._count_reasoning, *counting, at_once=not request.resume)
+            thinking = await _computed(self._constraints.count_reasoning, *counting, at_once=not request.resume)
             if all(choice.text.stopped is not None for choice in choices.values()):
                 yield Begun(layout, 0, thinking)
                 for choice in choices.values():  # there is nothing to compute
@@ -282,7 +195,7 @@ class Generator:
             items = await media.take(layout, covered)
             self._check_length(request, layout)  # once more: the engine may be another one by now, with less room
             resume = resumed_for_engine(request, choices)
-            request = self._behind_reasoning(request, layout, thinking=thinking)
+            request = self._constraints.behind_reasoning(request, layout, thinking=thinking)
             session = self._retain_for_session(request, layout)
             id, known = self._engine.next_id(), b"".join(identities)
             add = self._add(id, request, layout, items, resume, session, known)
@@ -355,58 +268,6 @@ class Generator:
     async def _layout(self, pieces: Sequence[Piece], headers: Sequence[Header], *, short: bool) -> PromptLayout:
         few = sum(header.tokens for header in headers) <= _FEW_ROWS
         return await _computed(self._prompts.layout, pieces, headers, at_once=short and few)
-
-    async def _with_grammar(self, request: Request) -> Request:
-        """The request with its structure compiled, in bounded time and off the event loop: the form of its answer, or
-        else of the calls in it."""
-        calls = None if request.structure or request.pooling else self._prompts.strict_calls(request.prompt)
-        structure, trigger = calls or (request.structure, None)
-        if structure is None:
-            return request
-        if not calls:
-            structure = self._prompts.form(structure, request.prompt)
-        try:
-            made = await self._compiler.grammar(structure, request.salt, request.salt or request.peer)
-        except InvalidInput as error:
-            raise error.at("chat.tools") if calls else error from None
-        return _sampled(request, grammar=made.grammar, grammar_bytes=made.bytes, grammar_trigger=trigger)
-
-    def _count_reasoning(self, request: Request, layout: PromptLayout, choices: dict[int, Choice]) -> bool:
-        """Has each choice's reasoning counted, where there may be some: not in an answer that has its form from its
-        first token on. Whether answers begin with it."""
-        thinking = self._prompts.ends_in_thinking(layout.ids)
-        if request.structure is not None and (not thinking or self._prompts.reasoning_end(layout.ids) is None):
-            return False
-        template = self._prompts.template
-        tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else ()
-        call = CallSign.of(template.tool_format, [tool.name for tool in tools])
-        for choice in choices.values():
-            choice.count_reasoning(
-                ReasoningCounter(self._prompts.texts, template.reasoning_marks, thinking=thinking, call=call)
-            )
-        return thinking
-
-    def _bounded(self, request: Request) -> Request:
-        """The request, whose reasoning ends in time."""
-        if (budget := request.thinking_token_budget) is None:
-            return request
-        return _sampled(request, thinking_bound=self._prompts.thinking_bound(budget))
-
-    async def _with_bad_words(self, request: Request) -> Request:
-        """The request, with the tokens that are made of its bad words."""
-        if not request.bad_words:
-            return request
-        few = sum(map(len, request.bad_words)) <= _SHORT
-        runs = await _computed(self._prompts.bad_words, request.bad_words, at_once=few)
-        return _sampled(request, bad_words=runs)
-
-    def _behind_reasoning(self, request: Request, layout: PromptLayout, *, thinking: bool) -> Request:
-        """The request, whose answer has its form behind what the model thinks where its prompt begins with that."""
-        if (bound := request.sampling.thinking_bound) is not None and thinking:
-            request = _sampled(request, thinking_bound=msgspec.structs.replace(bound, opened=True))
-        if request.structure is None or (end := self._prompts.reasoning_end(layout.ids)) is None:
-            return request
-        return _sampled(request, grammar_trigger=Trigger(end))
 
     async def _choices(self, request: Request) -> dict[int, Choice]:
         """The choices that are not finished, behind what they come with."""
@@ -544,11 +405,6 @@ def _is_short(prompt: Prompt) -> bool:
 async def _computed(work: Callable[..., T], *given: Any, at_once: bool) -> T:
     """What this work gives; beside the event loop where it may take long."""
     return work(*given) if at_once else await tasks.to_thread(work, *given)
-
-
-def _sampled(request: Request, **values: Any) -> Request:
-    """The request with some of its sampling parameters as given."""
-    return replace(request, sampling=msgspec.structs.replace(request.sampling, **values))
 
 
 def _since_arrival(stages: Stages, media: MediaRows) -> dict[str, Stage]:

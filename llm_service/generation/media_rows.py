@@ -12,9 +12,9 @@ from common.stages import Stage, add
 from llm_service.encoders.encoder_cache import CacheEntry, Watcher
 from llm_service.encoders.fetch import Fetch
 from llm_service.encoders.receiver import RowReceiver, headers_of
-from llm_service.engine.engine_request import EngineRequest
-from llm_service.engine.front import EngineFront
 from llm_service.engine.messages import NOWHERE, Add, ItemRows
+from llm_service.engine_client.client import EngineClient
+from llm_service.engine_client.engine_request import EngineRequest
 from llm_service.request import PromptLayout
 
 
@@ -85,7 +85,7 @@ class MediaRows:
         return rows_of(layout, self._places())
 
     def submit(
-        self, engine: EngineFront, add: Add, on_complete: Callable[[], None], max_handovers: int = 0
+        self, engine: EngineClient, add: Add, on_complete: Callable[[], None], max_handovers: int = 0
     ) -> EngineRequest:
         """Hands the request to the engine, which from then on says when rows may be released: once it has computed the
         prompt's, as long as it does not ask for them again. Every row that lands is passed on to it, what it asks for,
@@ -120,7 +120,7 @@ class MediaRows:
         self._watch(engine, request, on_complete)
         return request
 
-    def _watch(self, engine: EngineFront, request: EngineRequest, on_complete: Callable[[], None]) -> None:
+    def _watch(self, engine: EngineClient, request: EngineRequest, on_complete: Callable[[], None]) -> None:
         def watcher(number: int, field: str) -> Watcher:
             def tell(entry: CacheEntry) -> None:
                 if entry.lost and not request.held and request.on_rows_needed is not None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import msgspec
 
 from common.checkpoint import Checkpoint
-from common.library import LibraryModel, describe
+from common.hf.description import HfModel, describe
 from llm_service.families.family import Family
-from llm_service.families.library import library_family
+from llm_service.families.hf import hf_family
 from llm_service.families.registry import find_family
 from llm_service.model_config.text import TextConfig
 
@@ -36,14 +36,14 @@ class ServedModel:
     vocab_size: int
     max_position: int
     levels: int
-    library: LibraryModel | None = None
+    library: HfModel | None = None
 
     def longest(self, max_context: int) -> int:
         """Tokens of the longest context where the operator allows `max_context`; 0: as many as the model does."""
         return min(max_context or self.max_position, self.max_position)
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, library: LibraryModel | None = None) -> ServedModel:
+    def of(cls, checkpoint: Checkpoint, library: HfModel | None = None) -> ServedModel:
         """How a checkpoint is served: by a family of ours, else by the library, which takes seconds to ask; `library`
         is what it has said. Raises CheckpointError where neither serves it."""
         if find_family(checkpoint.config) is not None:
@@ -54,6 +54,6 @@ class ServedModel:
         return cls.by_library(library or describe(checkpoint))
 
     @classmethod
-    def by_library(cls, found: LibraryModel) -> ServedModel:
+    def by_library(cls, found: HfModel) -> ServedModel:
         """A model that the library computes."""
-        return cls(library_family(found), found.hidden_size, found.vocab_size, found.max_position, found.levels, found)
+        return cls(hf_family(found), found.hidden_size, found.vocab_size, found.max_position, found.levels, found)

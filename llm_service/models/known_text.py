@@ -8,12 +8,12 @@ from typing import Any
 
 from common import log
 from common.checkpoint import Checkpoint, CheckpointError
-from common.library import LibraryModel
-from common.library_classes import blank_of, config_of, layers_of_levels
+from common.hf.classes import blank_of, config_of, layers_of_levels
+from common.hf.description import HfModel
 from llm_service.families.registry import check_text
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.model_config.text import TextConfig
-from llm_service.models.library_names import own_names
+from llm_service.models.hf.names import own_names
 from llm_service.models.loader import HEAD, TABLE, TextSide, equal_tensors
 from llm_service.models.trial import try_ours, with_media
 
@@ -21,7 +21,7 @@ _log = log.get("known_text")
 
 
 def known_text(
-    checkpoint: Checkpoint, library: LibraryModel, group: TensorGroup = ALONE, max_context: int = 0
+    checkpoint: Checkpoint, library: HfModel, group: TensorGroup = ALONE, max_context: int = 0
 ) -> TextSide | None:
     """What `load_decoder` takes of a checkpoint; None where the library has to compute its text on any rank of a group,
     and a line of the log says why. Contexts are as long as `TextConfig.of` is told. Takes seconds, as a small model is
@@ -42,7 +42,7 @@ def known_text(
     return found
 
 
-def _found(checkpoint: Checkpoint, library: LibraryModel, max_context: int) -> TextSide:
+def _found(checkpoint: Checkpoint, library: HfModel, max_context: int) -> TextSide:
     check_text(str(library.text.get("model_type")))
     config, whole = TextConfig.of(library.text, max_context), config_of(checkpoint.folder)
     model = blank_of(whole)

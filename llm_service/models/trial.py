@@ -19,8 +19,8 @@ from torch import Tensor
 
 from common import log
 from common.checkpoint import CheckpointError
-from common.library_classes import config_of, layers_of_levels, mark_tables_of, speaking
-from common.library_models import text_of
+from common.hf.classes import config_of, layers_of_levels, mark_tables_of, speaking
+from common.hf.models import text_of
 from llm_service.families.family import FeedForwardKind
 from llm_service.families.registry import TEXT_FAMILIES, check_text
 from llm_service.families.sight import OF_PROMPTS, SpanRule
@@ -30,9 +30,9 @@ from llm_service.model_config.layer_shapes import MarkTable
 from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.filling import fill_plain
-from llm_service.models.library_decoder import LibraryDecoder
-from llm_service.models.library_inputs import media_tokens
-from llm_service.models.library_names import named_tensors
+from llm_service.models.hf.decoder import HfDecoder
+from llm_service.models.hf.inputs import media_tokens
+from llm_service.models.hf.names import named_tensors
 from llm_service.models.trial_chunks import logits_in_chunks
 from llm_service.models.trial_prompts import Prompted, processed_prompt
 from llm_service.models.trial_reference import ANSWER, Reference, Said
@@ -74,7 +74,7 @@ def try_config(config: Any, prompted: Prompted, group: TensorGroup = ALONE) -> F
         # Before the model becomes a decoder of ours.
         of_sounds = reference.of_sounds() if reference.prompt.sounds else None
         given: dict[str, Any] = {"axes": reference.axes, "together": reference.prompt.together, "group": group}
-        decoder = LibraryDecoder(speaking(reference.model), torch.float32, _CPU, **given)
+        decoder = HfDecoder(speaking(reference.model), torch.float32, _CPU, **given)
         differences, found = list[float](), None
         for rule, decoder.adds_rows in _RULES:
             differences.append(_difference(decoder, reference, rule))
@@ -171,10 +171,10 @@ def _tried(name: str) -> Iterator[None]:
         raise CheckpointError(f"{name} cannot be tried: a small model of its configuration does not run") from error
 
 
-def _difference_of_answer(decoder: Decoder | LibraryDecoder, said: Said, rule: SpanRule = SpanRule.NOWHERE) -> float:
+def _difference_of_answer(decoder: Decoder | HfDecoder, said: Said, rule: SpanRule = SpanRule.NOWHERE) -> float:
     """As `_difference`, of what was said, computed at once behind the text before it."""
     count = len(said.prompt.ids)
-    if isinstance(decoder, LibraryDecoder):
+    if isinstance(decoder, HfDecoder):
         decoder.spans = rule
     spans = [(0, said.begin)] if rule is SpanRule.WHOLE_PROMPTS else []
     cuts = [(0, said.begin), (said.begin, count)]
@@ -182,12 +182,12 @@ def _difference_of_answer(decoder: Decoder | LibraryDecoder, said: Said, rule: S
     return _relative(ours[said.begin - 1 : -1], said.logits)
 
 
-def _difference(decoder: Decoder | LibraryDecoder, reference: Reference, rule: SpanRule = SpanRule.NOWHERE) -> float:
+def _difference(decoder: Decoder | HfDecoder, reference: Reference, rule: SpanRule = SpanRule.NOWHERE) -> float:
     """The largest difference of logits, as a part of the largest logit: of the prompt at once, or, where that is close,
     in three chunks, each beside a chunk of another one that begins with other words. Of one that is computed whole: at
     once, and again what stands behind its first words, over what was computed of these."""
     prompt, positions = reference.prompt, reference.positions
-    if isinstance(decoder, LibraryDecoder):
+    if isinstance(decoder, HfDecoder):
         decoder.spans = rule
     length, first = len(prompt.ids), prompt.runs[0][0] if prompt.runs else 4
     last = prompt.runs[-1][1] if prompt.runs else 8

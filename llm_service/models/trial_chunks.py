@@ -14,7 +14,7 @@ from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cache_spec import PagedKV, Segment, cache_shapes, layer_caches, read_by
 from llm_service.layers.mixer import CachedPart, IndexPart
 from llm_service.models.decoder import Decoder, Deepstack
-from llm_service.models.library_decoder import LibraryDecoder
+from llm_service.models.hf.decoder import HfDecoder
 from llm_service.models.trial_prompts import TrialPrompt
 
 _CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ _BLOCK = 16
 
 
 def logits_in_chunks(
-    decoder: Decoder | LibraryDecoder,
+    decoder: Decoder | HfDecoder,
     prompt: TrialPrompt,
     positions: Tensor,
     cuts: list[tuple[int, int]],
@@ -66,7 +66,7 @@ def logits_in_chunks(
             deepstack = deepstack.taking_first(packed)
         given = packed, placed, layers, batches, deepstack
         ids = torch.cat([prompt.ids.flip(0)[begin:end], prompt.ids[begin:end]])
-        if isinstance(decoder, LibraryDecoder):
+        if isinstance(decoder, HfDecoder):
             out = decoder(*given, token_ids=ids)
         else:
             there = [count + place - begin for place in prompt.places.tolist() if begin <= place < end]
@@ -76,14 +76,14 @@ def logits_in_chunks(
 
 
 def _paged_batch(
-    decoder: Decoder | LibraryDecoder,
+    decoder: Decoder | HfDecoder,
     mixer: CachedPart,
     shape: CacheShape,
     chunks: list[PagedChunk],
     spans: list[Span],
 ) -> Any:
     """A mixer's batch of attention, and of its index, if it has one."""
-    if isinstance(decoder, LibraryDecoder):
+    if isinstance(decoder, HfDecoder):
         batch: Any = decoder.backend(shape).batch(chunks, spans)
     else:
         batch = TorchBackend(shape, _CPU).batch(chunks, () if shape.kind.sight.spans is SpanRule.NOWHERE else spans)

@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from common.library_positions import CANVAS
-from common.library_processors import Sound, item_of, marks_around, placeholder_of, processor_of, rate_of
-from common.library_rows import level_count, marks_of, row_token, takes_sounds, tells_apart, together_of
+from common.hf.positions import CANVAS
+from common.hf.processors import Sound, item_of, marks_around, placeholder_of, processor_of, rate_of
+from common.hf.rows import level_count, marks_of, row_token, takes_sounds, tells_apart, together_of
 
 TOKEN_TYPES = "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"
 """What models call the argument by which they are told of which medium a token is."""

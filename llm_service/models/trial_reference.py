@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.library_classes import layers_of_levels, speaking
-from common.library_positions import axes_of, rope_positions
-from common.small_models import made_up, shrink_whole
-from llm_service.models.library_inputs import media_tokens
-from llm_service.models.library_text import text_alone
+from common.hf.classes import layers_of_levels, speaking
+from common.hf.positions import axes_of, rope_positions
+from common.hf.small_models import made_up, shrink_whole
+from llm_service.models.hf.inputs import media_tokens
+from llm_service.models.hf.text import text_alone
 from llm_service.models.trial_prompts import TOKEN_TYPES, Prompted, TrialPrompt
 
 ANSWER = 24

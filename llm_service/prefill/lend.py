@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
-from llm_service.engine.block_places import BlockPlaces
+from llm_service.engine_client.block_places import BlockPlaces
 
 PART_BYTES = 1 << 20
 """Of a block, what one message holds: less than gRPC's window, so that the next part is read while one is sent."""

@@ -15,14 +15,14 @@ import grpc
 
 from common import log, tasks, tracing
 from common.errors import DataLoss, DeadlineExceeded, Exhausted, NotFound, Precondition, TwinlensError, Unavailable
-from common.grpc_channel import ChannelSecurity, from_rpc_error, open_channel
 from common.media.convert import MODALITIES
 from common.rendezvous import ranked
-from common.replica_set import ReplicaSet, Upkeep
-from common.resolver import Resolver
+from common.rpc.channel import ChannelSecurity, from_rpc_error, open_channel
+from common.rpc.replica_set import ReplicaSet, Upkeep
+from common.rpc.resolver import Resolver
 from common.wire import crc32c
 from llm_service.encoders.breaker import Breaker
-from llm_service.engine.block_places import AwaitedBlocks, BlockPlaces
+from llm_service.engine_client.block_places import AwaitedBlocks, BlockPlaces
 from llm_service.request import Length, Piece, Request, Slot
 from twinlens.v1 import llm_pb2, media_pb2
 from twinlens.v1.llm_pb2_grpc import LlmServiceStub

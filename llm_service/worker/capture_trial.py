@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from llm_service.models.library_decoder import LibraryDecoder
+from llm_service.models.hf.decoder import HfDecoder
 from llm_service.worker.caches import Caches
 from llm_service.worker.capture_watch import WaitWatch
 from llm_service.worker.graphs import GraphNumbers
@@ -15,7 +15,7 @@ _TOKENS = 2
 
 @torch.inference_mode(mode=False)  # where the host's look at a number is hidden from a mode
 @torch.no_grad()
-def what_waits(decoder: LibraryDecoder, caches: Caches) -> str:
+def what_waits(decoder: HfDecoder, caches: Caches) -> str:
     """Why there are no graphs of a decoder whose caches follow metadata; empty where nothing is in the way. A step of
     padding is computed, as it is when a graph is captured."""
     null_slot = caches.null_block * caches.block_size

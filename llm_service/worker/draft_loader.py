@@ -17,7 +17,7 @@ from llm_service.model_config.served import ServedModel
 from llm_service.models.decoder import Decoder
 from llm_service.models.draft_head import DraftHead
 from llm_service.models.eagle import load_eagle
-from llm_service.models.library_decoder import LibraryDecoder
+from llm_service.models.hf.decoder import HfDecoder
 from llm_service.models.loader import TextSide, load_decoder
 from llm_service.models.mtp import load_mtp
 from llm_service.worker.caches import Caches
@@ -74,7 +74,7 @@ def load_draft_model(
 
 def load_mtp_layer(
     checkpoint: Checkpoint,
-    target: Decoder | LibraryDecoder,
+    target: Decoder | HfDecoder,
     dtype: torch.dtype,
     *,
     weight_dtype: str = "",
@@ -87,7 +87,7 @@ def load_mtp_layer(
 
 def load_eagle_head(
     checkpoint: Checkpoint,
-    target: Decoder | LibraryDecoder,
+    target: Decoder | HfDecoder,
     of: Checkpoint,
     dtype: torch.dtype,
     *,
@@ -106,7 +106,7 @@ def load_eagle_head(
 def _with_head(
     method: str,
     load: Callable[..., DraftHead],
-    target: Decoder | LibraryDecoder,
+    target: Decoder | HfDecoder,
     dtype: torch.dtype,
     weight_dtype: str,
 ) -> Drafting:

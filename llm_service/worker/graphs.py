@@ -26,7 +26,7 @@ from llm_service.layers.cache_spec import Segment
 from llm_service.layers.mixer import StateMetadata
 from llm_service.layers.transfer import ALIGNMENT, aligned
 from llm_service.models.decoder import Decoder, Deepstack
-from llm_service.models.library_decoder import LibraryDecoder
+from llm_service.models.hf.decoder import HfDecoder
 from llm_service.plan import Chunk, StepPlan
 from llm_service.worker.adapters import RankAdapters
 from llm_service.worker.caches import Caches
@@ -270,7 +270,7 @@ class GraphRunner:
 
     def __init__(
         self,
-        decoder: Decoder | LibraryDecoder,
+        decoder: Decoder | HfDecoder,
         caches: Caches,
         bounds: CaptureBounds,
         capture: Capture,

@@ -19,9 +19,9 @@ from common.cpu.compiling import Compilation, not_kept
 from common.device_memory import DeviceMemory, DeviceMemoryError, driver
 from common.devices import usable_cores
 from common.gpu import CudaCapture, use_gpu
-from common.library import LibraryModel
-from common.library_classes import config_of
-from common.library_rows import longest_run
+from common.hf.classes import config_of
+from common.hf.description import HfModel
+from common.hf.rows import longest_run
 from llm_service.families.registry import check_text
 from llm_service.layers.attention.int8_blocks import SCALE_BYTES
 from llm_service.layers.cache_spec import IndexedKV, PagedKV, block_bytes, slot_bytes
@@ -30,9 +30,9 @@ from llm_service.layers.group import TensorGroup
 from llm_service.model_config.adapter_folder import Adaptable, read
 from llm_service.model_config.served import ServedModel
 from llm_service.models.decoder import Decoder
+from llm_service.models.hf.decoder import HfDecoder
+from llm_service.models.hf.loader import load_hf_decoder
 from llm_service.models.known_text import known_text
-from llm_service.models.library_decoder import LibraryDecoder
-from llm_service.models.library_loader import load_library_decoder
 from llm_service.models.loader import TextSide, load_decoder
 from llm_service.models.quantization_config import quantization_of
 from llm_service.plan import Adapter, StepPlan
@@ -42,8 +42,8 @@ from llm_service.worker.caches import Caches
 from llm_service.worker.changeover import Changeover, There
 from llm_service.worker.draft_loader import Drafting, load_draft_model, load_eagle_head, load_mtp_layer
 from llm_service.worker.graphs import CaptureBounds
+from llm_service.worker.hf_adapters import HfAdapters, hf_adaptable
 from llm_service.worker.host_cache import HostCache
-from llm_service.worker.library_adapters import LibraryAdapters, library_adaptable
 from llm_service.worker.memory import (
     Gauge,
     block_count,
@@ -165,7 +165,7 @@ class _Share:
     """What a rank computes with, once its share of the weights is there."""
 
     settings: EngineSettings
-    decoder: Decoder | LibraryDecoder
+    decoder: Decoder | HfDecoder
     drafting: Drafting | None
     arena: RowArena
     group: TensorGroup
@@ -185,7 +185,7 @@ class _Share:
             decoder.kv_dtype,
             decoder.device,
             int8=settings.int8_cache,
-            attention=decoder.backend if isinstance(decoder, LibraryDecoder) else settings.attention,
+            attention=decoder.backend if isinstance(decoder, HfDecoder) else settings.attention,
             state_slots=room.slots,
             snapshot_slots=room.snapshots,
         )
@@ -212,7 +212,7 @@ def _host_memory(settings: EngineSettings, rank: int) -> memoryview:
     return whole.view[rank * size : (rank + 1) * size]
 
 
-def _run_largest_step(share: _Share, adapters: RankAdapters | LibraryAdapters | None) -> tuple[Changeover | None, bool]:
+def _run_largest_step(share: _Share, adapters: RankAdapters | HfAdapters | None) -> tuple[Changeover | None, bool]:
     """Runs the largest step, so that its memory is known; who computes it until our kernels are there, and whether
     there can be graphs."""
     settings, device = share.settings, share.device
@@ -284,17 +284,17 @@ def adapter_reader(settings: EngineSettings) -> Callable[[str], Adapter] | None:
     return read_own
 
 
-def _own_adaptable(settings: EngineSettings, library: LibraryModel, checkpoint: Checkpoint) -> Adaptable:
+def _own_adaptable(settings: EngineSettings, library: HfModel, checkpoint: Checkpoint) -> Adaptable:
     """What a checkpoint's own adapters may change: by our names where our decoder knows its text, else by the
     library's."""
     try:
         check_text(str(library.text.get("model_type")))
         return adaptable_of(library.text, settings.max_lora_rank, max_context=settings.max_context)
     except CheckpointError:
-        return library_adaptable(config_of(checkpoint.folder), settings.max_lora_rank)
+        return hf_adaptable(config_of(checkpoint.folder), settings.max_lora_rank)
 
 
-def _adapters(settings: EngineSettings, decoder: Decoder | LibraryDecoder) -> RankAdapters | LibraryAdapters | None:
+def _adapters(settings: EngineSettings, decoder: Decoder | HfDecoder) -> RankAdapters | HfAdapters | None:
     """Slots for adapters, where some are served. Raises CheckpointError where the library computes the text, but for
     the checkpoint's own."""
     if not settings.max_loras:
@@ -307,7 +307,7 @@ def _adapters(settings: EngineSettings, decoder: Decoder | LibraryDecoder) -> Ra
         raise CheckpointError("--lora-dir is not for a model that the library computes")
     if decoder.group.size > 1:
         raise CheckpointError(f"the checkpoint's own adapter cannot be split over {decoder.group.size} ranks")
-    return LibraryAdapters(decoder, settings.max_loras)
+    return HfAdapters(decoder, settings.max_loras)
 
 
 def _decoder(
@@ -317,17 +317,17 @@ def _decoder(
     device: torch.device,
     group: TensorGroup,
     text: TextSide | None = None,
-) -> Decoder | LibraryDecoder:
+) -> Decoder | HfDecoder:
     """Ours, of a `text` that is known, or of a family; or the library's, for which not everything is there."""
     if settings.library is None or text is not None:
         return load_decoder(checkpoint, dtype, device, group, weight_dtype=settings.weight_dtype, text=text)
     if settings.compile:
         raise CheckpointError("--compile is not for a model that the library computes")
     own: dict[str, Any] = {"weight_dtype": settings.weight_dtype, "attention": settings.attention}
-    return load_library_decoder(checkpoint, settings.library, dtype, device, group, **own)
+    return load_hf_decoder(checkpoint, settings.library, dtype, device, group, **own)
 
 
-def _with_room(settings: EngineSettings, checkpoint: Checkpoint, decoder: Decoder | LibraryDecoder) -> EngineSettings:
+def _with_room(settings: EngineSettings, checkpoint: Checkpoint, decoder: Decoder | HfDecoder) -> EngineSettings:
     """With steps that have room for the rows of any one picture, where these are computed at once, and for a usual
     prompt with it, where that is; beside a token of everybody else who may run. As they are where they were asked
     for."""
@@ -342,9 +342,9 @@ def _with_room(settings: EngineSettings, checkpoint: Checkpoint, decoder: Decode
     return settings
 
 
-def check_int8_cache(decoder: Decoder | LibraryDecoder) -> None:
+def check_int8_cache(decoder: Decoder | HfDecoder) -> None:
     """Raises CheckpointError where keys and values of this model cannot be kept in 8 bits."""
-    if isinstance(decoder, LibraryDecoder):
+    if isinstance(decoder, HfDecoder):
         raise CheckpointError("--kv-cache-dtype int8 is not for a text that the library computes")
     for spec in (mixer.cache_spec() for mixer in decoder.mixers()):
         if isinstance(spec, IndexedKV):
@@ -358,7 +358,7 @@ def check_int8_cache(decoder: Decoder | LibraryDecoder) -> None:
 def _drafting(
     settings: EngineSettings,
     served: ServedModel,
-    target: Decoder | LibraryDecoder,
+    target: Decoder | HfDecoder,
     text: TextSide | None,
     dtype: torch.dtype,
 ) -> Drafting | None:

@@ -21,7 +21,7 @@ from llm_service.layers.transfer import ToHost, to_device
 from llm_service.model_config.served import Weights
 from llm_service.models.decoder import Decoder
 from llm_service.models.draft_head import DraftHead
-from llm_service.models.library_decoder import LibraryDecoder
+from llm_service.models.hf.decoder import HfDecoder
 from llm_service.plan import (
     AdapterOrder,
     Draw,
@@ -41,8 +41,8 @@ from llm_service.worker.changeover import Changeover
 from llm_service.worker.device_tables import DeviceTables
 from llm_service.worker.fusion import fuse
 from llm_service.worker.graphs import CaptureBounds, Graph, GraphRunner
+from llm_service.worker.hf_adapters import HfAdapters
 from llm_service.worker.host_cache import HostCache
-from llm_service.worker.library_adapters import LibraryAdapters
 from llm_service.worker.row_arena import RowArena
 from llm_service.worker.sampler import Drawn, score
 
@@ -115,7 +115,7 @@ class ModelRunner:
     rank, is a draft head, each rank `keeps_hidden` states of all places. It was loaded for steps of
     up to `max_step_tokens`."""
 
-    def __init__(self, decoder: Decoder | LibraryDecoder, arena: RowArena, caches: Caches) -> None:
+    def __init__(self, decoder: Decoder | HfDecoder, arena: RowArena, caches: Caches) -> None:
         self._decoder = decoder
         self.arena = arena
         self.caches = caches
@@ -124,7 +124,7 @@ class ModelRunner:
         self._tables = DeviceTables(caches.block_size, decoder.device)
         self.changeover: Changeover | None = None
         self.weights = Weights()
-        self.adapters: RankAdapters | LibraryAdapters | None = None
+        self.adapters: RankAdapters | HfAdapters | None = None
         self.share: CoreShare | None = None
         self.proposer: Proposer | None = None
         self.keeps_hidden = False
@@ -169,7 +169,7 @@ class ModelRunner:
     def not_capturable(self) -> str:
         """Why there can be no graphs; empty where there can."""
         why = self.caches.not_capturable() or self._decoder.not_capturable()
-        return why or (what_waits(self._decoder, self.caches) if isinstance(self._decoder, LibraryDecoder) else "")
+        return why or (what_waits(self._decoder, self.caches) if isinstance(self._decoder, HfDecoder) else "")
 
     @torch.inference_mode()
     def capture(self, bounds: CaptureBounds, capture: Capture, *, max_bytes: int, agree: Callable[[int], int]) -> None:
@@ -280,7 +280,7 @@ class ModelRunner:
             out = out if moved.places is None else out[moved.places]
         else:
             given = hidden, moved.positions, self.caches.layers, self._batches(plan, moved), deepstack, moved.places
-            if isinstance(self._decoder, LibraryDecoder):
+            if isinstance(self._decoder, HfDecoder):
                 out = self._decoder(*given, token_ids=token_ids)
             else:
                 fewer = moved.places is not None and deepstack is None and self._decoder.config.shared_layers > 0
@@ -296,7 +296,7 @@ class ModelRunner:
 
     def _ids_of_layers(self, plan: StepPlan, token_ids: Tensor) -> Tensor | None:
         """See `Decoder.ids_of_layers`; the library's tells rows by their tokens."""
-        if isinstance(self._decoder, LibraryDecoder):
+        if isinstance(self._decoder, HfDecoder):
             return token_ids
         return self._decoder.ids_of_layers(token_ids, [(row.at, row.at + row.count) for row in plan.rows])
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from common.config import load
-from common.grpc_server import ServerConfig
+from common.rpc.server import ServerConfig
 from encoder_service import server as encoder_server
 from encoder_service.config import EncoderConfig
 from gateway.config import GatewayConfig

@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from common.grpc_server import PINGS
+from common.rpc.server import PINGS
 
 _SERVICE = "/twinlens.v1.EncoderService/"
 _LARGE = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]

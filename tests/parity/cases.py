@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from common.library_classes import blank_of, state_tokens
+from common.hf.classes import blank_of, state_tokens
 from llm_service.layers.attention.backend import PagedChunk
 from llm_service.models.decoder import Decoder
 from llm_service.models.trial_chunks import logits_in_chunks

@@ -18,8 +18,8 @@ from PIL import Image
 
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
-from common.library import LibraryModel
-from common.library_classes import config_of
+from common.hf.classes import config_of
+from common.hf.description import HfModel
 from common.media import kept_rows
 from common.media.item import Grid, Header, Key, Modality
 from llm_service.engine.batch import Step
@@ -34,8 +34,8 @@ from llm_service.layers.mixer import CachedPart, StateBackend
 from llm_service.model_config.adapter_folder import read
 from llm_service.model_config.served import ServedModel
 from llm_service.models.decoder import Decoder
-from llm_service.models.library_decoder import LibraryDecoder
-from llm_service.models.library_loader import load_library_decoder
+from llm_service.models.hf.decoder import HfDecoder
+from llm_service.models.hf.loader import load_hf_decoder
 from llm_service.models.loader import TextSide, load_decoder
 from llm_service.models.trial import Finding
 from llm_service.plan import Adapter, Install, TokenLogprobs
@@ -44,8 +44,8 @@ from llm_service.request import ChatPrompt, MediaItem, Message, Pooling, PromptL
 from llm_service.worker.adapters import RankAdapters, adaptable_of
 from llm_service.worker.caches import Caches
 from llm_service.worker.draft_loader import load_draft_model, load_eagle_head, load_mtp_layer
+from llm_service.worker.hf_adapters import HfAdapters, hf_adaptable
 from llm_service.worker.host_cache import HostCache
-from llm_service.worker.library_adapters import LibraryAdapters, library_adaptable
 from llm_service.worker.model_runner import Launched, ModelRunner
 from llm_service.worker.row_arena import RowArena
 from tests import reference
@@ -167,7 +167,7 @@ class LocalEngine:
         keep_media_whole: bool = False,
         weight_dtype: str = "",
         dtype: torch.dtype = torch.float32,
-        library: LibraryModel | None = None,
+        library: HfModel | None = None,
         text: TextSide | None = None,
         finding: Finding | None = None,
         speculative_tokens: int = 0,
@@ -183,12 +183,12 @@ class LocalEngine:
     ) -> None:
         checkpoint = Checkpoint(directory)
         served = ServedModel.of(checkpoint) if library is None else ServedModel.by_library(library)
-        decoder: Decoder | LibraryDecoder
+        decoder: Decoder | HfDecoder
         if library is None or text is not None:
             decoder = load_decoder(checkpoint, dtype, torch.device(device), weight_dtype=weight_dtype, text=text)
         else:
             own: dict[str, Any] = {"finding": finding, "weight_dtype": weight_dtype, "attention": attention}
-            decoder = load_library_decoder(checkpoint, library, dtype, torch.device(device), **own)
+            decoder = load_hf_decoder(checkpoint, library, dtype, torch.device(device), **own)
             attention = decoder.backend
         self.decoder = decoder
         self._buffer = SharedBuffer.create("test-rows", 64 << 20)
@@ -229,9 +229,9 @@ class LocalEngine:
                 self.adapters[number] = adapter
         if library is not None and library.adapters:
             paths = list(dict.fromkeys(library.adapters.values()))
-            if isinstance(decoder, LibraryDecoder):
-                self.runner.adapters = LibraryAdapters(decoder, len(paths))
-                adaptable = library_adaptable(config_of(directory), max_rank=8)
+            if isinstance(decoder, HfDecoder):
+                self.runner.adapters = HfAdapters(decoder, len(paths))
+                adaptable = hf_adaptable(config_of(directory), max_rank=8)
             else:
                 self.runner.adapters = RankAdapters(decoder, len(paths), 8, adapter_kernel)
                 adaptable = adaptable_of(library.text, max_rank=8)

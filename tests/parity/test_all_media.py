@@ -11,9 +11,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from common.checkpoint import Checkpoint, CheckpointError
-from common.library import PromptFrame
-from common.library_models import describe
-from common.library_rows import longest_run
+from common.hf.description import PromptFrame
+from common.hf.models import describe
+from common.hf.rows import longest_run
 from llm_service.engine.messages import Add
 from llm_service.engine.prompt import Prompt
 from llm_service.families.chunk_rule import ChunkRule
@@ -21,11 +21,11 @@ from llm_service.families.sight import SpanRule
 from llm_service.model_config.text import TextConfig
 from llm_service.models import trial, trial_prompts
 from llm_service.models.decoder import Decoder
+from llm_service.models.hf.decoder import HfDecoder
 from llm_service.models.known_text import known_text
-from llm_service.models.library_decoder import LibraryDecoder
 from llm_service.models.trial import Finding, try_config, try_ours, try_out
 from llm_service.request import SamplingParams
-from tests.parity.library_side import GREEDY, Served, compare
+from tests.parity.hf_side import GREEDY, Served, compare
 from tools.models.compare import OURS
 from tools.models.drawn_prompts import drawn_prompt
 from tools.models.prompts import PROMPTS, TWO, VIDEO, Part, picture
@@ -50,7 +50,7 @@ def test_pictures_beside_others_give_the_library_s_tokens(served: Served, *, by_
     library = Reference(served.folder)
     expected = [library.tokens(library.inputs(parts)) for parts in asked]
     engine = served.engine(by_library=by_library)
-    assert isinstance(engine.decoder, LibraryDecoder if by_library else Decoder)
+    assert isinstance(engine.decoder, HfDecoder if by_library else Decoder)
     assert [outcome.tokens for outcome in engine.run(list(map(served.prompt, asked)), GREEDY)] == expected
 
 

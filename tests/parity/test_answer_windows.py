@@ -26,7 +26,7 @@ from llm_service.models.trial import try_ours_of
 from llm_service.request import PromptLayout, TokenPrompt
 from tests.parity.cases import RoundingCache
 from tests.parity.graphed import graphed
-from tests.parity.library_side import GREEDY, Served
+from tests.parity.hf_side import GREEDY, Served
 from tests.parity.local_engine import LocalEngine, Prompt, misled_drafts
 from tests.reference import CACHE
 from tools.models.drawn_prompts import drawn_prompt

@@ -13,14 +13,14 @@ from torch.nn import functional
 from transformers.activations import XIELUActivation
 
 from common.checkpoint import Checkpoint, CheckpointError
-from common.library_classes import state_tokens
+from common.hf.classes import state_tokens
 from llm_service.families.sight import SpanRule
 from llm_service.layers.group import ALONE
 from llm_service.layers.mlp import squared_relu
 from llm_service.layers.xielu import Xielu
 from llm_service.models.loader import load_decoder
 from llm_service.models.trial import try_ours_of
-from tests.parity.library_side import Served
+from tests.parity.hf_side import Served
 from tools.models.drawn_prompts import drawn_prompt
 from tools.models.tiny import config_of_recipe, make
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from common.checkpoint import Checkpoint
-from common.library_classes import config_of
-from common.library_models import checked, describe
-from common.library_positions import rope_positions
-from common.library_processors import processor_of
+from common.hf.classes import config_of
+from common.hf.models import checked, describe
+from common.hf.positions import rope_positions
+from common.hf.processors import processor_of
 from common.media.item import Grid, Header, Modality
 from encoder_service.models.processor import ItemProcessor
 from llm_service.model_config.served import ServedModel

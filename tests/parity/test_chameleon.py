@@ -15,20 +15,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.checkpoint import Checkpoint, CheckpointError
-from common.small_models import made_up
+from common.hf.small_models import made_up
 from llm_service.families.family import LayerNorms
 from llm_service.families.sight import SpanRule
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.own_normed_attention import HeadNorms
 from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
-from llm_service.models.library_text import text_alone
+from llm_service.models.hf.text import text_alone
 from llm_service.models.loader import load_decoder
 from llm_service.models.trial import try_ours_of
 from llm_service.models.trial_chunks import logits_in_chunks
 from tests.parity.cases import RoundingCache
 from tests.parity.graphed import graphed
-from tests.parity.library_side import GREEDY, Served, compare
+from tests.parity.hf_side import GREEDY, Served, compare
 from tests.parity.thread_ranks import on_ranks
 from tests.reference import CACHE
 from tools.models.drawn_prompts import drawn_prompt

@@ -12,13 +12,13 @@ import torch
 from PIL import Image
 
 from llm_service.models.decoder import Decoder
-from llm_service.models.library_decoder import LibraryDecoder
+from llm_service.models.hf.decoder import HfDecoder
 from llm_service.request import Pooling
 from tests import reference
 from tests.checkpoints import Family
 from tests.mtp_checkpoint import with_mtp_layer
 from tests.parity.graphed import graphed
-from tests.parity.library_side import Served
+from tests.parity.hf_side import Served
 from tests.parity.local_engine import LocalEngine, Part, Prompt, make_prompt
 from tools.models.prompts import PROMPTS as PROMPTS_OF_ANY
 from tools.models.reference import Reference
@@ -103,7 +103,7 @@ def test_so_are_those_of_a_model_without_a_family(by_library: bool, tmp_path: Pa
     given = [library.inputs(parts) for parts in PROMPTS_OF_ANY.values()]
     prompts = [served.prompt(parts) for parts in PROMPTS_OF_ANY.values()]
     engine = served.engine(by_library=by_library, step_tokens=16)
-    assert isinstance(engine.decoder, LibraryDecoder if by_library else Decoder)
+    assert isinstance(engine.decoder, HfDecoder if by_library else Decoder)
     with torch.no_grad():
         states = [library.model.model(**inputs).last_hidden_state[0] for inputs in given]
     for pooling, made in EACH.items():

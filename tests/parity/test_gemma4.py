@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.checkpoint import Checkpoint, CheckpointError
-from common.library_classes import blank_of
-from common.library_models import describe
+from common.hf.classes import blank_of
+from common.hf.models import describe
 from llm_service.families.sight import SpanRule
 from llm_service.layers.cache_spec import PagedKV, SharedKV
 from llm_service.layers.cpu import selection
@@ -36,7 +36,7 @@ from llm_service.models.trial_chunks import logits_in_chunks
 from llm_service.request import Pooling
 from llm_service.worker.model_runner import ModelRunner
 from tests.parity.graphed import graphed
-from tests.parity.library_side import GREEDY, Served, compare
+from tests.parity.hf_side import GREEDY, Served, compare
 from tests.parity.local_engine import Prompt
 from tests.parity.thread_ranks import on_ranks
 from tools.models.compare import OURS

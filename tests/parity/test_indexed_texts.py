@@ -19,7 +19,7 @@ from llm_service.worker.load import check_int8_cache
 from llm_service.worker.weights import describe as weights_of
 from tests.parity.cases import drawn_logits
 from tests.parity.graphed import graphed
-from tests.parity.library_side import GREEDY, Served, foreseen
+from tests.parity.hf_side import GREEDY, Served, foreseen
 from tests.parity.thread_ranks import on_ranks
 from tests.quantized import FORMATS, quantize_checkpoint
 from tools.models.prompts import PROMPTS

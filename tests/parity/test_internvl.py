@@ -16,8 +16,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from common import library_classes, library_processors
 from common.checkpoint import Checkpoint
+from common.hf import classes as hf_classes
+from common.hf import processors as hf_processors
 from common.linear import Linear
 from common.media.item import Grid, Header, Key, Modality, Options
 from encoder_service.families import config
@@ -227,7 +228,7 @@ def test_bounds_that_a_caller_gives_hold_as_the_reference_s_own(
 )
 def test_frames_are_the_video_processor_s_own_choice(plain: Ours, settings: dict[str, Any], tmp_path: Path) -> None:
     folder = with_videos(plain.folder, tmp_path, do_sample_frames=True, **settings)
-    ours, theirs = config.read(Checkpoint(folder)).processors[Modality.VIDEO], library_processors.processor_of(folder)
+    ours, theirs = config.read(Checkpoint(folder)).processors[Modality.VIDEO], hf_processors.processor_of(folder)
     compared = 0
     for total in (5, 12, 31, 90, 1001):
         for rate in (7.5, 25.0, 29.97):
@@ -235,7 +236,7 @@ def test_frames_are_the_video_processor_s_own_choice(plain: Ours, settings: dict
             assert plan.timestamps == tuple(frame / rate for frame in plan.frames)
             count = settings.get("num_frames") or int(total / rate * settings["fps"])
             if 1 <= count <= total:  # else the reference fails
-                assert list(plan.frames) == library_processors.frames_of(theirs, total, rate)
+                assert list(plan.frames) == hf_processors.frames_of(theirs, total, rate)
                 compared += 1
     assert compared >= 10
 
@@ -245,9 +246,9 @@ def test_frames_that_a_caller_asks_for_are_the_reference_s(
     plain: Ours, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     folder = with_videos(plain.folder, tmp_path, **settings)
-    ours, theirs = config.read(Checkpoint(folder)).processors[Modality.VIDEO], library_processors.processor_of(folder)
+    ours, theirs = config.read(Checkpoint(folder)).processors[Modality.VIDEO], hf_processors.processor_of(folder)
     for total, rate, fps in ((90, 7.5, 0.7), (90, 29.97, 2.0), (31, 29.97, 3.7), (1001, 60.0, 24.0)):
-        about = library_classes.library().video_utils.VideoMetadata(total_num_frames=total, fps=rate)
+        about = hf_classes.library().video_utils.VideoMetadata(total_num_frames=total, fps=rate)
         expected = theirs.video_processor.sample_frames(about, fps=fps).tolist()
         assert list(ours.plan(Inspection(40, 32, total, rate), Options(fps=fps)).frames) == expected
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.checkpoint import Checkpoint, CheckpointError
-from common.library_classes import config_of, layers_of_levels
-from common.library_models import describe
+from common.hf.classes import config_of, layers_of_levels
+from common.hf.models import describe
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.models.decoder import Decoder
@@ -26,7 +26,7 @@ from tests.adapters import ATTENTION
 from tests.eagle_checkpoint import eagle_head
 from tests.parity.cases import drawn_logits
 from tests.parity.graphed import PEOPLE, graphed
-from tests.parity.library_side import GREEDY, Served, foreseen
+from tests.parity.hf_side import GREEDY, Served, foreseen
 from tests.parity.local_engine import Prompt
 from tests.parity.thread_ranks import on_ranks
 from tests.peft_reference import PeftReference

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
-from common import small_models
 from common.checkpoint import Checkpoint, CheckpointError
-from common.library_classes import blank_of, class_of, state_tokens
+from common.hf import small_models
+from common.hf.classes import blank_of, class_of, state_tokens
 from llm_service.families import registry
 from llm_service.families.family import Family
 from llm_service.families.sight import SpanRule
@@ -26,12 +26,12 @@ from llm_service.layers.tempered_attention import TemperedAttention
 from llm_service.model_config.text import TextConfig
 from llm_service.models import trial, trial_chunks
 from llm_service.models.decoder import Decoder
+from llm_service.models.hf.decoder import HfDecoder
+from llm_service.models.hf.names import names_within, own_names
 from llm_service.models.known_text import known_text
-from llm_service.models.library_decoder import LibraryDecoder
-from llm_service.models.library_names import names_within, own_names
 from llm_service.models.trial import try_ours_of
 from tests.attention_cases import otherwise
-from tests.parity.library_side import GREEDY, Served, compare, with_text
+from tests.parity.hf_side import GREEDY, Served, compare, with_text
 from tools.models.compare import OURS
 from tools.models.drawn_prompts import drawn_prompt
 from tools.models.prompts import PROMPTS
@@ -126,7 +126,7 @@ def test_experts_each_with_tensors_of_its_own_give_the_library_s_tokens(tmp_path
 def test_either_decoder_gives_the_same_tokens(served: Served) -> None:
     prompts = [served.prompt(parts) for parts in PROMPTS.values()]
     engines = served.engine(), served.engine(by_library=True)
-    assert [type(engine.decoder) for engine in engines] == [Decoder, LibraryDecoder]
+    assert [type(engine.decoder) for engine in engines] == [Decoder, HfDecoder]
     ours, theirs = ([outcome.tokens for outcome in engine.run(prompts, GREEDY)] for engine in engines)
     assert ours == theirs
 
@@ -341,7 +341,7 @@ def test_a_text_of_which_our_decoder_gives_other_logits_is_the_library_s(
     with capture_logs() as told:
         assert known_text(Checkpoint(llava), served.found) is None
         decoder = Served.of(llava).engine().decoder
-    assert isinstance(decoder, LibraryDecoder)
+    assert isinstance(decoder, HfDecoder)
     said = [line["why"] for line in told if line["event"] == "the library computes the text"]
     assert len(said) == 2
     assert all(why.startswith("the logits of our decoder are not the library's: they differ by ") for why in said)

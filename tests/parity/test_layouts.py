@@ -1,4 +1,4 @@
-"""Layouts of ours in the place of processors that do not say what stands for an item (`common/library_layouts`)."""
+"""Layouts of ours in the place of processors that do not say what stands for an item (`common/hf/layouts`)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from common.checkpoint import Checkpoint, CheckpointError
-from common.library_classes import library
-from common.library_models import checked, describe
-from common.library_processors import processor_of
+from common.hf.classes import library
+from common.hf.models import checked, describe
+from common.hf.processors import processor_of
 from common.media.item import Grid, Header, Modality
 from encoder_service.models.processor import ItemProcessor
 from llm_service.model_config.served import ServedModel

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from common import library_classes, library_models
 from common.checkpoint import CheckpointError
+from common.hf import classes as hf_classes
+from common.hf import models as hf_models
 from llm_service.families.family import FAR
 from llm_service.models.decoder import Decoder
-from llm_service.models.library_rotary import LongRotary
-from tests.parity.library_side import GREEDY, Served
+from llm_service.models.hf.rotary import LongRotary
+from tests.parity.hf_side import GREEDY, Served
 from tools.models.prompts import Part, picture
 from tools.models.recipes import RECIPES
 from tools.models.reference import TOKENS, Reference
@@ -30,14 +31,14 @@ def phi3(**rope: Any) -> Any:
     factors = {"short_factor": [1.0, 1.2, 1.5, 2.0] * 2, "long_factor": [2.0, 3.0, 5.0, 9.0] * 2}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors, **rope}
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 4096}
-    made = library_classes.library().CONFIG_MAPPING["phi3"]
+    made = hf_classes.library().CONFIG_MAPPING["phi3"]
     return made(rope_parameters=rope, original_max_position_embeddings=64, **sizes)
 
 
 def test_it_turns_each_sequence_as_the_library_turns_it_alone() -> None:
     config = phi3()
-    assert (library_models.longest_context(config), library_models.turns_at(config)) == (4096, 64)
-    rotary = library_classes.library().models.phi3.modeling_phi3.Phi3RotaryEmbedding(config)
+    assert (hf_models.longest_context(config), hf_models.turns_at(config)) == (4096, 64)
+    rotary = hf_classes.library().models.phi3.modeling_phi3.Phi3RotaryEmbedding(config)
     like, short, long = torch.zeros(1), torch.arange(64)[None], torch.arange(100)[None]
     expected = [rotary(like, places) for places in (short, long)]
     found = LongRotary(rotary)(like, torch.cat([short, long + FAR], dim=1))
@@ -47,7 +48,7 @@ def test_it_turns_each_sequence_as_the_library_turns_it_alone() -> None:
 
 
 def test_a_module_that_turns_otherwise_is_refused() -> None:
-    class Doubled(library_classes.library().models.phi3.modeling_phi3.Phi3RotaryEmbedding):  # type: ignore[misc]
+    class Doubled(hf_classes.library().models.phi3.modeling_phi3.Phi3RotaryEmbedding):  # type: ignore[misc]
         def forward(self, like: torch.Tensor, places: torch.Tensor) -> Any:
             return super().forward(like, 2 * places)
 

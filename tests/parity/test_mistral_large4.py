@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from common.checkpoint import Checkpoint, CheckpointError
-from common.library_classes import class_of, config_of, speaking
-from common.library_models import text_of
-from common.small_models import made_up
+from common.hf.classes import class_of, config_of, speaking
+from common.hf.models import text_of
+from common.hf.small_models import made_up
 from llm_service.families.sight import SpanRule
 from llm_service.layers.experts import GroupedRouter
 from llm_service.layers.group import ALONE
@@ -27,12 +27,12 @@ from llm_service.layers.token_index import TokenIndexer
 from llm_service.model_config import text as text_config
 from llm_service.models.decoder import Decoder
 from llm_service.models.filling import fill_plain
-from llm_service.models.library_names import named_tensors
-from llm_service.models.library_text import text_alone
+from llm_service.models.hf.names import named_tensors
+from llm_service.models.hf.text import text_alone
 from llm_service.models.trial import try_ours_of
 from llm_service.models.trial_chunks import logits_in_chunks
 from llm_service.models.trial_prompts import TrialPrompt
-from tests.parity.library_side import GREEDY, Served
+from tests.parity.hf_side import GREEDY, Served
 from tools.models.drawn_prompts import drawn_prompt
 from tools.models.prompts import PROMPTS
 from tools.models.reference import Reference

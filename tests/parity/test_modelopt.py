@@ -24,7 +24,7 @@ from llm_service.request import SamplingParams
 from llm_service.worker.weights import describe
 from tests import reference
 from tests.modelopt_checkpoints import Experts, modelopt_config, publish, state
-from tests.parity.library_side import GREEDY, Served
+from tests.parity.hf_side import GREEDY, Served
 from tests.parity.local_engine import LocalEngine, make_prompt
 from tools.models.prompts import PROMPTS
 from tools.models.reference import Reference

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from common import library_classes
 from common.checkpoint import CheckpointError
+from common.hf import classes as hf_classes
 from llm_service.families.registry import TEXT_FAMILIES
 from llm_service.model_config.text import TextConfig
 from tools.models.__main__ import Row, kinds, text_by
@@ -25,7 +25,7 @@ ROWS = [row for row in map(Row.read, PAGE.read_text().splitlines()) if row is no
 
 def test_the_page_of_models_has_each_that_the_library_has() -> None:
     listed = re.findall(r"^\| ([\w.-]+) \| (?:native|library|refused|unknown) \|", PAGE.read_text(), re.MULTILINE)
-    known = [made.model_type for made in library_classes.library().AutoModelForImageTextToText._model_mapping]
+    known = [made.model_type for made in hf_classes.library().AutoModelForImageTextToText._model_mapping]
     assert listed[: len(known)] == known
     alone = listed[len(known) :]
     assert alone == sorted(alone)
@@ -46,7 +46,7 @@ def test_the_page_of_models_says_whose_decoder_computes_each_text() -> None:
 @pytest.mark.parametrize("kind", [row.kind for row in ROWS if row.how == "library"])
 def test_what_the_page_calls_served_passes_its_trial(kind: str) -> None:
     """With the library that is installed, which may be another than that of the row."""
-    assert text_by(kind, library_classes.library().CONFIG_MAPPING[kind])[0] == OURS
+    assert text_by(kind, hf_classes.library().CONFIG_MAPPING[kind])[0] == OURS
 
 
 def _is_known(text: dict[str, Any]) -> bool:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from common.checkpoint import Checkpoint, CheckpointError
-from common.library_classes import speaking, state_tokens
-from common.small_models import made_up
+from common.hf.classes import speaking, state_tokens
+from common.hf.small_models import made_up
 from llm_service.families.sight import SpanRule
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.linear import SummedLinear
@@ -20,13 +20,13 @@ from llm_service.layers.ops import BiasedLayerNorm, LayerNorm
 from llm_service.layers.place_table import PlaceTable
 from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
-from llm_service.models.library_text import text_alone
+from llm_service.models.hf.text import text_alone
 from llm_service.models.loader import load_decoder
 from llm_service.models.trial import try_ours_of
 from llm_service.models.trial_chunks import logits_in_chunks
 from tests.parity.cases import RoundingCache
 from tests.parity.graphed import graphed
-from tests.parity.library_side import GREEDY, Served
+from tests.parity.hf_side import GREEDY, Served
 from tests.parity.local_engine import misled_drafts
 from tests.parity.thread_ranks import on_ranks
 from tests.reference import CACHE

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from common import library_models
 from common.checkpoint import Checkpoint, CheckpointError
-from common.library_processors import are_filled_up
+from common.hf import models as hf_models
+from common.hf.processors import are_filled_up
 from llm_service.config import LlmConfig
 from llm_service.model_config.served import ServedModel
 from llm_service.models.decoder import Decoder
 from llm_service.server import _adapter_settings
 from llm_service.settings import EngineSettings
 from llm_service.worker.load import adapter_reader
-from tests.parity.library_side import GREEDY, Served, compare
+from tests.parity.hf_side import GREEDY, Served, compare
 from tools.models.compare import OURS
 from tools.models.prompts import SOUND, Part, tones
 from tools.models.recipes.sounds import HEARING_BY_ADAPTER
@@ -81,7 +81,7 @@ def test_an_adapter_that_is_not_there_is_missed(folder: Path, tmp_path: Path) ->
     ):
         (tmp_path / name).symlink_to(folder / name)
     with pytest.raises(CheckpointError, match="computes prompts with sounds by an adapter, and there is no"):
-        library_models.describe(tmp_path)
+        hf_models.describe(tmp_path)
 
 
 def test_a_kind_has_adapters_in_folders_of_their_own_by_the_modality(tmp_path: Path) -> None:
@@ -89,10 +89,10 @@ def test_a_kind_has_adapters_in_folders_of_their_own_by_the_modality(tmp_path: P
     for path in ("vision-lora", "speech-lora"):
         kind = "pictures" if path == "vision-lora" else "sounds"
         with pytest.raises(CheckpointError, match=f"prompts with {kind} by an adapter, and there is no .* in {path}"):
-            library_models.own_adapters(config, tmp_path)
+            hf_models.own_adapters(config, tmp_path)
         (tmp_path / path).mkdir()
-        (tmp_path / path / library_models.ADAPTER_CONFIG).touch()
-    assert list(library_models.own_adapters(config, tmp_path)) == ["image", "audio"], "a picture's is the first"
+        (tmp_path / path / hf_models.ADAPTER_CONFIG).touch()
+    assert list(hf_models.own_adapters(config, tmp_path)) == ["image", "audio"], "a picture's is the first"
 
 
 def test_slots_are_as_wide_as_the_checkpoint_s_own_adapter(served: Served, tmp_path: Path) -> None:

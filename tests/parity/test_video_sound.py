@@ -12,18 +12,20 @@ import numpy as np
 import pytest
 import torch
 
-from common import library_models, library_positions, library_processors
 from common.arena import SharedBuffer
-from common.library_processors import Clip
+from common.hf import models as hf_models
+from common.hf import positions as hf_positions
+from common.hf import processors as hf_processors
+from common.hf.processors import Clip
 from common.media.item import Modality
 from encoder_service.media.__main__ import Desk
 from encoder_service.media.limits import MediaLimits
 from encoder_service.media.messages import Decode, Decoded, DecoderSettings
 from encoder_service.media.modalities import SPECS
 from encoder_service.models.processor import SoundLengthError
-from encoder_service.worker.library_runner import LibraryRunner
+from encoder_service.worker.hf.runner import HfRunner
 from encoder_service.worker.messages import Batch, Piece, WorkerSettings
-from tests.parity.library_side import Served, compare
+from tests.parity.hf_side import Served, compare
 from tools.models.prompts import Film, Part, picture, sounding_film, sounding_prompts, tones
 from tools.models.reference import Reference
 from tools.models.tiny import make
@@ -89,7 +91,7 @@ def test_a_worker_computes_both_of_what_the_decode_process_has_written(served: S
     ]
     pieces[0] = msgspec.structs.replace(pieces[0], sound=at, samples=samples, turns=list(turns))
     settings = WorkerSettings(str(served.folder), "cpu", "float32", 0, room, room, library=served.found)
-    done = LibraryRunner(settings, staging, store).run(Batch(pieces))
+    done = HfRunner(settings, staging, store).run(Batch(pieces))
     assert [each.not_finite for each in done] == [[], []]
     for piece, rows in zip(pieces, expected, strict=True):
         found = torch.frombuffer(bytearray(store.view[piece.rows : piece.rows + 4 * rows.numel()]), dtype=torch.float32)
@@ -108,7 +110,7 @@ def test_positions_are_the_library_s_whatever_is_longer(
 ) -> None:
     parts: list[Part] = ["See ", sounding_film(2, *lengths, rate=4), " and ", picture(3, 56, 56), "!"]
     given = library.inputs(parts)
-    where = library_positions.rope_positions(library.model.base_model, given, sound_in_video=True).numpy()
+    where = hf_positions.rope_positions(library.model.base_model, given, sound_in_video=True).numpy()
     layout = served.prompt(parts).layout
     assert layout.ids == given["input_ids"][0].tolist()
     assert np.array_equal(np.frombuffer(layout.positions, np.int32).reshape(3, -1), where)
@@ -121,7 +123,7 @@ def test_frames_of_a_second_are_as_many_as_are_asked_for(served: Served, library
     parts: list[Part] = ["See ", sounding_film(4, 3.0, 2.6, fps=rate), "!"]
     given = library.inputs(parts)
     prompt = served.prompt(parts)
-    where = library_positions.rope_positions(library.model.base_model, given, sound_in_video=True).numpy()
+    where = hf_positions.rope_positions(library.model.base_model, given, sound_in_video=True).numpy()
     assert prompt.layout.ids == given["input_ids"][0].tolist()
     assert np.array_equal(np.frombuffer(prompt.layout.positions, np.int32).reshape(3, -1), where)
     frames = features(library, "video", given)
@@ -146,7 +148,7 @@ def test_a_video_without_sound_is_as_any_other(served: Served) -> None:
     assert len(without.layout.ids) < len(with_sound.layout.ids)
     about = {"total_num_frames": 4, "fps": 8.0, "duration": 0.5, "frames_indices": [0, 1, 2, 3]}
     frames = np.zeros((4, 56, 84, 3), np.uint8)
-    processor = library_processors.processor_of(served.folder)
+    processor = hf_processors.processor_of(served.folder)
     asked: dict[str, Any] = {"videos": [frames], "video_metadata": [about], "do_sample_frames": False}
     silent = {**asked, "audio": [tones(1, 0.5).heard()], "audio_from_video_indices": [None]}
     silent["text"] = ["<start><video><end><listen><audio><heard>"]
@@ -159,7 +161,7 @@ def test_a_video_without_sound_is_as_any_other(served: Served) -> None:
 def test_a_track_that_the_processor_cuts_off_is_refused(served: Served) -> None:
     frames = np.zeros((2, 56, 56, 3), np.uint8)
     clip = Clip(frames, (0, 1), 2, 8.0, np.zeros(30 * 16_000, np.float32))
-    longest = library_processors.longest_sound(library_processors.processor_of(served.folder))
+    longest = hf_processors.longest_sound(hf_processors.processor_of(served.folder))
     if not longest:
         assert sum(served.processor.turns(served.processor.replacement(clip))[1::2]) > 300
         return
@@ -176,12 +178,12 @@ def test_a_track_that_has_no_row_is_too_short(served: Served) -> None:
 
 @pytest.mark.soak
 def test_tokens_are_the_library_s(tmp_path: Path) -> None:
-    """Of Qwen3-Omni; `test_library_models` has the other."""
+    """Of Qwen3-Omni; `test_hf_models` has the other."""
     assert set(sounding_prompts()) <= compare(Served.of(make("qwen3_omni_moe_thinker", tmp_path)))
 
 
 def test_models_that_cannot_have_both_say_so(tmp_path: Path) -> None:
-    assert not library_models.describe(make("llava_onevision", tmp_path)).video_sound
+    assert not hf_models.describe(make("llava_onevision", tmp_path)).video_sound
 
 
 def test_no_film_is_heard_twice() -> None:

@@ -14,23 +14,23 @@ from PIL import Image
 
 from common.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
-from common.library import PromptFrame
-from common.library_classes import library
-from common.library_models import describe
-from common.library_processors import frame_of, processor_of
+from common.hf.classes import library
+from common.hf.description import PromptFrame
+from common.hf.models import describe
+from common.hf.processors import frame_of, processor_of
 from common.media.item import Key, Modality
 from llm_service.families.sight import Sight, SpanRule
 from llm_service.layers.attention import general_backend
 from llm_service.layers.attention.backend import AttentionKind
 from llm_service.layers.self_attention import SelfAttention
 from llm_service.model_config.served import ServedModel
-from llm_service.models import library_attention
-from llm_service.models.library_decoder import LibraryDecoder
+from llm_service.models.hf import attention as hf_attention
+from llm_service.models.hf.decoder import HfDecoder
 from llm_service.models.trial import try_config, try_ours, try_ours_of, try_out
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, TextPrompt, TokenPrompt
 from tests.attention_cases import otherwise
-from tests.parity.library_side import GREEDY, Served, compare
+from tests.parity.hf_side import GREEDY, Served, compare
 from tests.parity.local_engine import LocalEngine, Prompt, misled_drafts
 from tools.models.compare import OURS
 from tools.models.drawn_prompts import drawn_prompt
@@ -89,7 +89,7 @@ def test_ids_and_tokens_are_the_library_s(either: Case) -> None:
 
 def test_they_are_those_of_either_decoder(case: Case) -> None:
     engine = case.served.engine(step_tokens=STEP, by_library=True)
-    assert isinstance(engine.decoder, LibraryDecoder)
+    assert isinstance(engine.decoder, HfDecoder)
     assert case.said_by(engine) == case.expected
 
 
@@ -246,6 +246,6 @@ def test_a_trial_tells_scores_without_their_cap(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("llm_service.model_config.text.attention_cap", lambda *_: None)
     with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
         try_ours_of(copy.deepcopy(config), drawn_prompt)
-    monkeypatch.setattr(library_attention, "AttentionKind", lambda sight, scale, _: AttentionKind(sight, scale))
+    monkeypatch.setattr(hf_attention, "AttentionKind", lambda sight, scale, _: AttentionKind(sight, scale))
     with pytest.raises(CheckpointError, match="gives other logits in chunks than of a whole prompt"):
         try_config(copy.deepcopy(config), drawn_prompt)

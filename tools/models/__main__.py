@@ -24,9 +24,9 @@ import msgspec
 import torch
 
 from common.checkpoint import CheckpointError
-from common.library_classes import class_of, library, missing, state_tokens
-from common.library_models import checked
-from common.library_rows import row_token
+from common.hf.classes import class_of, library, missing, state_tokens
+from common.hf.models import checked
+from common.hf.rows import row_token
 from llm_service.families.registry import FAMILIES
 from llm_service.families.sight import SpanRule
 from llm_service.models.trial import try_config, try_ours_of
@@ -57,8 +57,8 @@ its {hearing} for sounds and text, as `python -m tools.models docs/MODELS.md` fo
     - *tp 2*: on two ranks as well. Without it ranks are refused: the library, which computes the text, has no plan for
       them, or one that gives other logits.
     - A row is of one size of its kind. Gemma 4's smaller sizes hear, and let no rows see each other; a test of their
-      own compares them (`tests/parity/test_library_hearing.py`).
-- **compared in one process**: the same on one rank, without the wires between (`tests/parity/library_side.py`).
+      own compares them (`tests/parity/test_hf_hearing.py`).
+- **compared in one process**: the same on one rank, without the wires between (`tests/parity/hf_side.py`).
 - Rows that say neither: a small model's logits were the library's own, in chunks, packed with another prompt. A
   checkpoint shows the rest at start.
 - **refused**: the services say why, and do not start.
@@ -211,7 +211,7 @@ def by_services(kind: str, checkpoint: Path) -> set[str]:
 
 def in_process(kind: str, checkpoint: Path) -> set[str]:
     """The same without the services."""
-    side: Any = resolve_name("tests.parity.library_side")
+    side: Any = resolve_name("tests.parity.hf_side")
     names: set[str] = side.compare(side.Served.of(checkpoint), RECIPES[kind].step_tokens)
     return names
 

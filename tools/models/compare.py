@@ -10,8 +10,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
-from common.library import LibraryModel
-from common.library_models import describe
+from common.hf.description import HfModel
+from common.hf.models import describe
 from llm_service.layers.gdn.backend import CHUNK
 from tools.launcher import NotStartedError, Service
 from tools.models.families import taken_by_family
@@ -72,7 +72,7 @@ class Answered:
         return int(self.inputs["input_ids"].shape[1])
 
 
-def answered_by(reference: Reference, found: LibraryModel) -> dict[str, Answered]:
+def answered_by(reference: Reference, found: HfModel) -> dict[str, Answered]:
     """The prompts that a model is compared by: with a video where it takes one, and the library itself gets through it.
     Raises Differs where two answers are alike."""
     asked = {name: parts for name, parts in PROMPTS.items() if all(_known(part, found) for part in parts)}
@@ -102,12 +102,12 @@ def _at_rate(parts: Prompt, rate: int) -> Prompt:
     return [replace(part, rate=rate) if isinstance(part, Tones) else part for part in parts]
 
 
-def _depends_on_others(parts: Prompt, found: LibraryModel) -> bool:
+def _depends_on_others(parts: Prompt, found: HfModel) -> bool:
     kinds = [kind_of(part) for part in parts if not isinstance(part, str)]
     return len(kinds) > 1 and not {*found.alone}.isdisjoint(kinds)
 
 
-def _known(part: Part, found: LibraryModel) -> bool:
+def _known(part: Part, found: HfModel) -> bool:
     return isinstance(part, str) or kind_of(part) in found.placeholders
 
 
@@ -136,7 +136,7 @@ def through_services(folder: Path, step_tokens: int = 16) -> set[str]:
     return {*answered, *([RANKS] if ranks > 1 else []), *([OURS] if _OURS in logs[0] else [])}
 
 
-def kept_of(found: LibraryModel, count: int) -> int:
+def kept_of(found: HfModel, count: int) -> int:
     """How much of a prompt of so many tokens the prefix cache has of it, where it has all that it may."""
     types = found.text.get("layer_types") or found.text.get("layers_block_type") or ()
     each = CHUNK if _STATES in types else _BLOCK

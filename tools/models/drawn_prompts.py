@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.library_positions import CANVAS, axes_of
-from common.library_rows import row_token
+from common.hf.positions import CANVAS, axes_of
+from common.hf.rows import row_token
 from llm_service.models.trial_prompts import GRIDS, MASK, TOKEN_TYPES, TrialPrompt, prompt_of
 
 

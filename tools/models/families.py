@@ -6,8 +6,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from common.checkpoint import Checkpoint
-from common.library import LibraryModel
-from common.library_classes import class_of, config_of
+from common.hf.classes import class_of, config_of
+from common.hf.description import HfModel
 from encoder_service.families import config as families
 from encoder_service.families.registry import find_family
 
@@ -27,7 +27,7 @@ def make_native(kind: str, folder: Path) -> Path:
     return folder
 
 
-def taken_by_family(folder: Path) -> LibraryModel | None:
+def taken_by_family(folder: Path) -> HfModel | None:
     """What a family of ours takes, and its text's configuration, as one would know it of a model of the library; None
     where none is for a checkpoint."""
     checkpoint = Checkpoint(folder)
@@ -35,7 +35,7 @@ def taken_by_family(folder: Path) -> LibraryModel | None:
         return None
     config = config_of(folder)
     text = config.get_text_config()
-    return LibraryModel(
+    return HfModel(
         architecture=class_of(config).__name__,
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import torch
 
-from common import library_models
 from common.checkpoint import CheckpointError
 from common.gpu import Capture
-from common.library_classes import first_line
-from encoder_service.models.library_tower import LibraryTower
+from common.hf import models as hf_models
+from common.hf.classes import first_line
+from encoder_service.models.hf.tower import HfTower
 from encoder_service.models.processor import ItemProcessor
-from encoder_service.worker.library_batches import Made, shape_of
-from encoder_service.worker.library_graphs import ShapeGraphs
-from encoder_service.worker.library_runner import noisy_sound, picture
+from encoder_service.worker.hf.batches import Made, shape_of
+from encoder_service.worker.hf.graphs import ShapeGraphs
+from encoder_service.worker.hf.runner import noisy_sound, picture
 from tools.models.recipes import RECIPES
 from tools.models.tiny import make
 
@@ -45,10 +45,10 @@ def graphs_of(
     """Why items of a modality, or `several` in a pass, have no graphs, empty where they have, and by what the host
     looks at their content; None where a checkpoint takes none. Raises CheckpointError, RuntimeError and ValueError
     where no rows are computed at all."""
-    found = library_models.describe(folder)
+    found = hf_models.describe(folder)
     if modality not in found.placeholders:
         return None
-    tower, processor = LibraryTower(folder, found, torch.float32, device), ItemProcessor(folder)
+    tower, processor = HfTower(folder, found, torch.float32, device), ItemProcessor(folder)
     items: list[Made] = []
     tokens = 0
     for seed in range(2):

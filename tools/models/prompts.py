@@ -9,7 +9,7 @@ from io import BytesIO
 import numpy as np
 from PIL import Image
 
-from common.library_processors import SOUND_RATE
+from common.hf.processors import SOUND_RATE
 from encoder_service.media.audio import read_track
 from encoder_service.media.limits import MediaLimits
 from tools.demo_media import film

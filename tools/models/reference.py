@@ -15,10 +15,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from common.library_classes import class_of, complete, config_of, library, speaking
-from common.library_layouts import LAYOUTS, VoxtralLayout
-from common.library_models import own_adapters
-from common.library_processors import frame_of, processor_of
+from common.hf.classes import class_of, complete, config_of, library, speaking
+from common.hf.layouts import LAYOUTS, VoxtralLayout
+from common.hf.models import own_adapters
+from common.hf.processors import frame_of, processor_of
 from encoder_service.media.video import open_reader
 from tools.models.prompts import Film, Part, Tones, kind_of
 

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from common import tekken
-from common.library_classes import class_of, head_of, library
-from common.small_models import redraw_corrections
+from common.hf.classes import class_of, head_of, library
+from common.hf.small_models import redraw_corrections
 from llm_service.model_config.adapter_folder import CONFIG, WEIGHTS
 from tools.models.recipes import RECIPES
 from tools.models.recipes.recipe import Recipe

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Iterable
 from common.errors import DataLoss
 from llm_service.encoders.transports.base import ArrivedRows, MirrorPlace
 from llm_service.encoders.transports.shared_memory import SharedMemory
-from llm_service.engine.mirrors import Mirrors
+from llm_service.engine_client.mirrors import Mirrors
 from llm_service.plan import Pulled
 from twinlens.v1 import encoder_pb2
 

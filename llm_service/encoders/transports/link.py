@@ -11,7 +11,7 @@ from llm_service.encoders.transports.inline import Inline
 from llm_service.encoders.transports.nixl import Nixl
 from llm_service.encoders.transports.nixl_reader import NixlReader
 from llm_service.encoders.transports.shared_memory import SharedMemory
-from llm_service.engine.mirrors import Mirrors
+from llm_service.engine_client.mirrors import Mirrors
 
 
 def transports_from(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu_day, library_towers, plain_checkpoint, vllm_environment
+from benchmarks import gpu_day, hf_towers, plain_checkpoint, vllm_environment
 from benchmarks.tables import Table, tiny_tables
 from benchmarks.tower_recipes import TOWERS
 from tests import forkserver
@@ -42,7 +42,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
 """What is in no table of a CPU: a module, and options for it."""
 QUICK = {"scheduler", "state_hits"}
 """Take less than a second of a core, or little more: they import no torch."""
-OF_THEIR_OWN = {"gpu_day", "library_towers", "tables", "vllm_environment"}
+OF_THEIR_OWN = {"gpu_day", "hf_towers", "tables", "vllm_environment"}
 """Run by tests of their own, here or in a file of their name."""
 
 
@@ -115,10 +115,10 @@ def test_towers_of_the_library_are_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A tiny one: those of the benchmark take a minute."""
-    monkeypatch.setattr(library_towers, "TOWERS", {"internvl": RECIPES["internvl"]})
-    monkeypatch.setattr(library_towers, "CACHE", tmp_path / "made")
+    monkeypatch.setattr(hf_towers, "TOWERS", {"internvl": RECIPES["internvl"]})
+    monkeypatch.setattr(hf_towers, "CACHE", tmp_path / "made")
     monkeypatch.setattr("sys.argv", ["", "--rounds", "1"])
-    library_towers.main()
+    hf_towers.main()
     assert re.fullmatch(r"\| internvl( \| [\d.]+( ms)?){6} \|", capsys.readouterr().out.splitlines()[-1])
 
 

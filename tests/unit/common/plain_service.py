@@ -15,7 +15,7 @@ from typing import Any
 from common import log
 from common.allocator import keep_large_blocks
 from common.config import load
-from common.grpc_server import GrpcServer, ServerConfig
+from common.rpc.server import GrpcServer, ServerConfig
 from twinlens import v1
 
 STANDS_STILL = "stand still"

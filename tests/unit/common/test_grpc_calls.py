@@ -16,11 +16,11 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from common import errors, tracing
 from common.errors import OUTCOMES, TwinlensError
-from common.grpc_calls import Call, CallInterceptor, StallLimit, current
-from common.grpc_channel import from_rpc_error
-from common.grpc_server import GrpcServer, ServerConfig
-from common.grpc_status import fail, from_plain_status
-from common.request_budget import RequestBudget
+from common.rpc.calls import Call, CallInterceptor, StallLimit, current
+from common.rpc.channel import from_rpc_error
+from common.rpc.request_budget import RequestBudget
+from common.rpc.server import GrpcServer, ServerConfig
+from common.rpc.status import fail, from_plain_status
 from common.tokens import AcceptedTokens
 from tests.clock import Forward, turns
 from tests.waiting import eventually

@@ -8,8 +8,8 @@ from contextlib import contextmanager, suppress
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.grpc_channel import ChannelSecurity, open_channel
-from common.grpc_server import GrpcServer, ServerConfig
+from common.rpc.channel import ChannelSecurity, open_channel
+from common.rpc.server import GrpcServer, ServerConfig
 
 
 async def test_the_link_goes_through_no_proxy_whatever_the_environment_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ import pytest
 import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.grpc_channel import from_rpc_error
-from common.grpc_server import GrpcServer, ServerConfig
+from common.rpc.channel import from_rpc_error
+from common.rpc.server import GrpcServer, ServerConfig
 from tests.launch import launch
 from tests.unit.common.plain_service import STANDS_STILL
 from tests.waiting import eventually, until

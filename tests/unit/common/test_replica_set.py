@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from common.replica_set import ReplicaSet, Upkeep
-from common.resolver import Resolver
+from common.rpc.replica_set import ReplicaSet, Upkeep
+from common.rpc.resolver import Resolver
 from tests.clock import turns
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from common import request_budget
 from common.errors import Exhausted, TwinlensError
-from common.grpc_server import ServerConfig
-from common.request_budget import SMALL, UNREAD, RequestBudget, max_large_bytes
-from common.tcp_connections import Address
+from common.rpc import request_budget
+from common.rpc.request_budget import SMALL, UNREAD, RequestBudget, max_large_bytes
+from common.rpc.server import ServerConfig
+from common.rpc.tcp_connections import Address
 from tests.clock import turns
 from tests.launch import Service, launch
 from tests.raw_http2 import RawConnection, message

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from common.resolver import Resolver
+from common.rpc.resolver import Resolver
 
 
 async def test_a_list_is_read_again_and_comments_are_skipped(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from common.tcp_connections import Address, TcpConnections, remote_address
+from common.rpc.tcp_connections import Address, TcpConnections, remote_address
 from tests.waiting import until
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-from common.tls_files import TlsFiles
+from common.rpc.tls_files import TlsFiles
 
 
 class Files:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.grpc_channel import ChannelSecurity
+from common.rpc.channel import ChannelSecurity
 from common.tokens import AcceptedTokens, TokenFile, read_tokens
 
 

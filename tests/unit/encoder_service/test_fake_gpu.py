@@ -11,21 +11,21 @@ import torch
 
 pytest.importorskip("triton")
 
-from common import library_models
 from common.checkpoint import Checkpoint
+from common.hf import models as hf_models
 from common.linear import Linear
 from common.media.item import Grid
 from encoder_service.families import config
 from encoder_service.models import blocks, rotary_kernel
+from encoder_service.models.hf.tower import HfTower
 from encoder_service.models.internvl import InternVLTower
-from encoder_service.models.library_tower import LibraryTower
 from encoder_service.models.processor import ItemProcessor
 from encoder_service.models.qwen2_audio import Qwen2AudioTower
 from encoder_service.models.tower import load_tower
 from encoder_service.worker.graphs import GraphedTower, Replay
-from encoder_service.worker.library_batches import Made
-from encoder_service.worker.library_graphs import ShapeGraphs
-from encoder_service.worker.library_runner import picture
+from encoder_service.worker.hf.batches import Made
+from encoder_service.worker.hf.graphs import ShapeGraphs
+from encoder_service.worker.hf.runner import picture
 from encoder_service.worker.runner import StagedTower
 from tests.audio_checkpoint import make_audio_checkpoint
 from tests.checkpoints import TOWERS, Family
@@ -113,10 +113,10 @@ def test_sounds_are_computed_without_a_question_to_the_host(tmp_path: Path) -> N
 def test_towers_of_the_library_are_captured_without_a_question_to_the_host(kind: str, tmp_path: Path) -> None:
     """Such as look at no grid: fake tensors have no numbers."""
     folder = make(kind, tmp_path)
-    found, processor = library_models.describe(folder), ItemProcessor(folder)
+    found, processor = hf_models.describe(folder), ItemProcessor(folder)
     shown = picture((64, 48), 0)
     inputs, tokens = processor.inputs(shown), sum(part.rows for part in processor.replacement(shown))
-    tower = LibraryTower(folder, found, torch.bfloat16, torch.device("cpu"))
+    tower = HfTower(folder, found, torch.bfloat16, torch.device("cpu"))
     with fake_gpu(), torch.inference_mode(mode=False), torch.no_grad():
         tower._model.to(GPU)
         tower._device = GPU

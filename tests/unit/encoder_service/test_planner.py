@@ -15,13 +15,13 @@ from common.media.item import Modality, Options, Pixels, PromptPart
 from common.processes import Child
 from encoder_service.item import Footage, Inspection, Item
 from encoder_service.media.messages import ChooseFrames, Chosen, FromPlanner, PlanItem, Planned, Refused, WrongLength
-from encoder_service.media.planner import LibraryPlanner, PlannerTimes
+from encoder_service.media.planner import HfPlanner, PlannerTimes
 from tests.waiting import eventually
 
 SEEN = Inspection(64, 48, frames=90, fps=30.0)
 
 
-class Asked(LibraryPlanner):
+class Asked(HfPlanner):
     """One whose process is not there: it says so many rows as there are frames."""
 
     def __init__(self, *, video_sound: bool = True, **more: int) -> None:
@@ -60,7 +60,7 @@ class Process:
         pass
 
 
-class Waiting(LibraryPlanner):
+class Waiting(HfPlanner):
     """One whose processes are stand-ins."""
 
     def __init__(self) -> None:
@@ -233,7 +233,7 @@ class Says:
     ],
 )
 async def test_a_sound_that_cannot_be_planned_is_refused_by_what_it_lacks(answer: object, reason: str) -> None:
-    planner = LibraryPlanner("", PlannerTimes(1.0, 10.0))
+    planner = HfPlanner("", PlannerTimes(1.0, 10.0))
     planner._child = Says(answer)  # type: ignore[assignment]
     with pytest.raises(InvalidInput) as error:
         await planner.plan(item(Modality.AUDIO), Inspection(1, 1, 48_000), None)

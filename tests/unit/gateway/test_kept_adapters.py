@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from common.errors import TwinlensError, Unavailable
-from common.grpc_channel import ChannelSecurity
+from common.rpc.channel import ChannelSecurity
 from gateway.kept_adapters import Kept, KeptAdapters, load, unload
 from gateway.services import LlmService, LlmServices
 from tests.unit.twinlens.conftest import serving

@@ -13,10 +13,10 @@ import grpc
 import numpy as np
 
 from common.errors import Unavailable
-from common.grpc_calls import CallInterceptor
-from common.grpc_server import PINGS
 from common.media.identity import content_key
 from common.media.item import Modality, Options
+from common.rpc.calls import CallInterceptor
+from common.rpc.server import PINGS
 from common.tokens import AcceptedTokens
 from common.wire import DType, RowLayout, crc32c
 from llm_service.encoders.breaker import RetryBudget

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from common.processes import ChildDied
-from llm_service.engine import front as front_module
-from llm_service.engine.front import EngineFront
 from llm_service.engine.messages import Ready
+from llm_service.engine_client import client as client_module
+from llm_service.engine_client.client import EngineClient
 
 START_SECONDS = 100.0
 STEP_SECONDS = 50.0
@@ -86,11 +86,11 @@ def front_of(
     on_ready: Callable[[bool], None] = lambda _: None,
     handover_seconds: float = 0.0,
     drafts: int = 0,
-) -> EngineFront:
+) -> EngineClient:
     """A front over these engines, not yet started."""
-    monkeypatch.setattr(front_module, "Reserve", lambda *_, **__: ScriptedReserve(list(script)))
+    monkeypatch.setattr(client_module, "Reserve", lambda *_, **__: ScriptedReserve(list(script)))
     settings: Any = SimpleNamespace(speculative_tokens=drafts)  # the rest is passed on unread
-    return EngineFront(
+    return EngineClient(
         settings,
         -1,
         on_ready,

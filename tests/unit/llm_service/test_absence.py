@@ -11,8 +11,8 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from common import grpc_channel
-from common.grpc_channel import ChannelSecurity, open_channel
+from common.rpc import channel as grpc_channel
+from common.rpc.channel import ChannelSecurity, open_channel
 from common.wire import DType, RowLayout
 from llm_service.encoders.absence import Absence, trouble
 from llm_service.encoders.pool import EncoderPool

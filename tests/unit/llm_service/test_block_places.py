@@ -10,8 +10,8 @@ import pytest
 
 from common.arena import SharedBuffer
 from common.errors import Unavailable
-from llm_service.engine.block_places import BlockPlaces
 from llm_service.engine.messages import AwaitBlocks, BlocksAnswer, BlocksArrived, BlocksRead, LendBlocks
+from llm_service.engine_client.block_places import BlockPlaces
 
 RANKS, RANK_BYTES, PLACE_BYTES = 2, 40, 8
 

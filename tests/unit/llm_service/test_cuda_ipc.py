@@ -17,7 +17,7 @@ from llm_service.encoders.transports.base import ArrivedRows, MirrorPlace
 from llm_service.encoders.transports.cuda_ipc import CudaIpc
 from llm_service.encoders.transports.shared_memory import SharedMemory
 from llm_service.engine.messages import PullEnded
-from llm_service.engine.mirrors import Mirrors
+from llm_service.engine_client.mirrors import Mirrors
 from llm_service.plan import Invalidate, MirrorOrder, Pull, Pulled, Unmap
 from twinlens.v1 import encoder_pb2
 

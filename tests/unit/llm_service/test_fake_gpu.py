@@ -17,10 +17,10 @@ pytest.importorskip("triton")
 
 from benchmarks import quantized
 from benchmarks.llm_device import config_of, step
-from common import library_models
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
-from common.small_models import made_up
+from common.hf import models as hf_models
+from common.hf.small_models import made_up
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.gpu.int8_weight import Int8Weight
 from llm_service.layers.gpu.quantized_weight import GpuWeight
@@ -29,9 +29,9 @@ from llm_service.layers.quantized_weight import QuantizedWeight
 from llm_service.model_config.served import ServedModel
 from llm_service.models.decoder import Decoder
 from llm_service.models.draft_head import DraftHead
+from llm_service.models.hf.decoder import HfDecoder
+from llm_service.models.hf.text import text_alone
 from llm_service.models.known_text import known_text
-from llm_service.models.library_decoder import LibraryDecoder
-from llm_service.models.library_text import text_alone
 from llm_service.models.loader import load_decoder
 from llm_service.plan import Draw, HiddenSum, Proposal, RowSlice
 from llm_service.worker import capture_watch, gpu_sampler, model_runner, sampler
@@ -97,10 +97,8 @@ KINDS = {
 BOUNDS = CaptureBounds(6, 64, 512, 1, drafts=3, draft_rows=16)
 
 
-def made_runner(
-    decoder: Decoder | LibraryDecoder, memory: SharedBuffer, levels: int, *, int8: bool = False
-) -> ModelRunner:
-    attention: Any = decoder.backend if isinstance(decoder, LibraryDecoder) else "triton"
+def made_runner(decoder: Decoder | HfDecoder, memory: SharedBuffer, levels: int, *, int8: bool = False) -> ModelRunner:
+    attention: Any = decoder.backend if isinstance(decoder, HfDecoder) else "triton"
     caches = Caches(decoder.mixers(), 64, 16, torch.bfloat16, GPU, attention=attention, state_slots=6, int8=int8)
     arena = RowArena(memory.view, levels, decoder.hidden_size, torch.bfloat16)
     runner = ModelRunner(decoder, arena, caches)
@@ -171,7 +169,7 @@ def test_texts_of_all_kinds_are_captured_without_a_question_to_the_host(
         checkpoint, text = Checkpoint(checkpoints(kind)), None
     else:
         checkpoint = Checkpoint(make(kind, tmp_path))
-        text = known_text(checkpoint, library_models.describe(tmp_path), ALONE, 4096)
+        text = known_text(checkpoint, hf_models.describe(tmp_path), ALONE, 4096)
         assert text is not None
     with fake_gpu() as launched:
         with torch.inference_mode(mode=False):
@@ -416,7 +414,7 @@ def test_texts_that_the_library_computes_are_captured_without_a_question_to_the_
     model = made_up(config_of_recipe(kind), text_alone)
     with fake_gpu() as launched:
         with torch.inference_mode(mode=False):
-            decoder = LibraryDecoder(model, torch.bfloat16, GPU, attention="triton")
+            decoder = HfDecoder(model, torch.bfloat16, GPU, attention="triton")
         runner = made_runner(decoder, rows_memory, 1)
         check_capture(runner, BOUNDS)
         check_steps(runner, [Draw(at=0), Draw(at=1)])

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common import small_models
 from common.checkpoint import CheckpointError
-from common.library_classes import mark_tables_of
+from common.hf import small_models
+from common.hf.classes import mark_tables_of
 from llm_service.layers.alternating import AltUp, Laurel, StreamsIn, StreamsOut
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.mark_tables import MarkedEmbedding
@@ -20,9 +20,9 @@ from llm_service.model_config.feed_forward import Activation
 from llm_service.model_config.layer_shapes import LayerInputs
 from llm_service.model_config.text import TextConfig
 from llm_service.models.filling import InMemory, targets
-from llm_service.models.library_decoder import LibraryDecoder
-from llm_service.models.library_names import named_tensors
-from llm_service.models.library_text import text_alone
+from llm_service.models.hf.decoder import HfDecoder
+from llm_service.models.hf.names import named_tensors
+from llm_service.models.hf.text import text_alone
 from llm_service.models.trial import try_ours_of, with_media
 from tests.parity.thread_ranks import on_ranks
 from tools.models.drawn_prompts import drawn_prompt
@@ -106,7 +106,7 @@ def test_marks_are_looked_up_in_tables_of_their_own(model: Any, shape: TextConfi
     for name, place in made.targets("embed_tokens").items():
         place(InMemory(dict(named_tensors(model))[name]))
     ids = torch.arange(first[0] - 2, shape.vocab_size)
-    expected = LibraryDecoder(copy.deepcopy(model), torch.float32, torch.device("cpu")).embed_tokens(ids)
+    expected = HfDecoder(copy.deepcopy(model), torch.float32, torch.device("cpu")).embed_tokens(ids)
     torch.testing.assert_close(made(ids), expected, rtol=1e-4, atol=1e-5)
 
 

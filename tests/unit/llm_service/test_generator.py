@@ -18,11 +18,10 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from common.errors import Cancelled, Exhausted, InvalidInput, Unavailable
-from common.grpc_calls import CallInterceptor
 from common.media.item import Header, Modality
 from common.metrics import Metrics
+from common.rpc.calls import CallInterceptor
 from common.tokens import AcceptedTokens
-from llm_service.engine.front import EngineFront
 from llm_service.engine.messages import (
     Abort,
     Add,
@@ -39,6 +38,7 @@ from llm_service.engine.messages import (
     Tokens,
 )
 from llm_service.engine.prompt import block_identities
+from llm_service.engine_client.client import EngineClient
 from llm_service.generation import generator as generator_module
 from llm_service.generation.adapters import Adapters
 from llm_service.generation.admission import Admission
@@ -110,7 +110,7 @@ class Prompts:
 
 
 def generator(
-    b: Bench, engine: EngineFront, tokenizer: Tokenizer = WORDLESS, *, tokens: int = 10, meters: Meters | None = None
+    b: Bench, engine: EngineClient, tokenizer: Tokenizer = WORDLESS, *, tokens: int = 10, meters: Meters | None = None
 ) -> Generator:
     return Generator(
         cast(PromptBuilder, Prompts(tokens, tokenizer)),
@@ -126,7 +126,7 @@ def generator(
 
 
 @asynccontextmanager
-async def serving(front: EngineFront) -> AsyncIterator[asyncio.Task[Any]]:
+async def serving(front: EngineClient) -> AsyncIterator[asyncio.Task[Any]]:
     """The front, started in the background, and stopped at the end."""
     starting = asyncio.create_task(front.start())
     await asyncio.sleep(0)
@@ -142,7 +142,7 @@ class Served(NamedTuple):
     """An engine, and its front."""
 
     child: ScriptedEngine
-    front: EngineFront
+    front: EngineClient
 
 
 @asynccontextmanager

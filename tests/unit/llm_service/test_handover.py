@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 
 from common.errors import DeadlineExceeded, TwinlensError, Unavailable
-from llm_service.engine.engine_request import EngineRequest
-from llm_service.engine.front import EngineFront
 from llm_service.engine.messages import (
     NOWHERE,
     Abort,
@@ -35,6 +33,8 @@ from llm_service.engine.messages import (
     Token,
     Tokens,
 )
+from llm_service.engine_client.client import EngineClient
+from llm_service.engine_client.engine_request import EngineRequest
 from llm_service.plan import TokenLogprobs
 from llm_service.request import SamplingParams
 from tests.unit.llm_service.scripted import eventually
@@ -47,7 +47,7 @@ FOREVER = 1e6
 class Line:
     """A front over engines that live one after the other; `now` is the one that serves."""
 
-    front: EngineFront
+    front: EngineClient
     engines: list[ScriptedEngine]
     released: list[int] = field(default_factory=list)
 
@@ -418,7 +418,7 @@ async def test_the_next_engine_hears_of_no_session_that_is_over(monkeypatch: pyt
 
 @pytest.mark.parametrize("leave", [lambda front, id: front.abort(id), lambda front, id: front.abort(id, 0)])
 async def test_who_leaves_while_no_engine_serves_is_let_go_at_once(
-    monkeypatch: pytest.MonkeyPatch, leave: Callable[[EngineFront, int], None]
+    monkeypatch: pytest.MonkeyPatch, leave: Callable[[EngineClient, int], None]
 ) -> None:
     async with line(monkeypatch) as made:
         request = made.submit()

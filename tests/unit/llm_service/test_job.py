@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from common import tracing
 from common.stages import Stage
 from llm_service.engine.messages import Prefilled
-from llm_service.generation.generator import Stages
+from llm_service.generation.request_stages import Stages
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from common.errors import InvalidInput
-from common.grpc_channel import ChannelSecurity, open_channel
+from common.rpc.channel import ChannelSecurity, open_channel
 from tests.unit.llm_service.scripted import ScriptedEncoder, bench
 from twinlens import v1
 

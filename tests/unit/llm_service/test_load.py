@@ -17,8 +17,8 @@ from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint, CheckpointError
 from common.core_share import CoreShare
 from common.cpu import jit
-from common.library import LibraryModel
-from common.library_models import describe
+from common.hf.description import HfModel
+from common.hf.models import describe
 from llm_service.layers.attention import flash_backend
 from llm_service.layers.cache_spec import CacheSpec, IndexedKV, PagedKV
 from llm_service.layers.group import ALONE
@@ -69,7 +69,7 @@ def test_a_gpu_that_is_too_small_is_told_in_one_line(monkeypatch: pytest.MonkeyP
 def test_what_a_model_that_the_library_computes_does_not_have_is_refused_by_name(
     checkpoints: Callable[..., Path], given: dict[str, Any], named: str
 ) -> None:
-    found = LibraryModel(architecture="", hidden_size=8, vocab_size=8, max_position=8, placeholders={})
+    found = HfModel(architecture="", hidden_size=8, vocab_size=8, max_position=8, placeholders={})
     settings = msgspec.structs.replace(SETTINGS, **{"attention": "auto", "library": found, **given})
     with pytest.raises(CheckpointError, match=f"{named} is not for a model that the library computes"):
         load._decoder(settings, Checkpoint(checkpoints("qwen3_vl")), torch.float32, torch.device("cpu"), ALONE)

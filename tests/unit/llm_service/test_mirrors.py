@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import DataLoss
 from llm_service.engine.messages import PullEnded
-from llm_service.engine.mirrors import Mirrors
+from llm_service.engine_client.mirrors import Mirrors
 from llm_service.plan import Invalidate, MirrorOrder, Pull, Pulled, Unmap
 
 

@@ -12,7 +12,7 @@ from tests import reference as _reference  # isort: skip  # noqa: F401 - before 
 from transformers import NemotronHConfig, NemotronHForCausalLM
 
 from common.checkpoint import CheckpointError
-from common.small_models import redraw_corrections
+from common.hf.small_models import redraw_corrections
 from llm_service.families.family import FeedForwardKind, Mixer
 from llm_service.families.nemotron_h import NEMOTRON_H
 from llm_service.layers.attention.backend import PagedChunk

@@ -14,9 +14,9 @@ import grpc
 import pytest
 
 from common.arena import SharedBuffer
-from common.grpc_channel import ChannelSecurity
-from llm_service.engine.block_places import BlockPlaces
+from common.rpc.channel import ChannelSecurity
 from llm_service.engine.messages import AwaitBlocks, BlocksAnswer
+from llm_service.engine_client.block_places import BlockPlaces
 from llm_service.prefill.services import PrefillServices
 from llm_service.request import Request, SamplingParams, TokenPrompt
 from twinlens.v1 import llm_pb2

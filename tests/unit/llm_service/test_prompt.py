@@ -22,9 +22,9 @@ from tokenizers import Tokenizer, models, normalizers
 
 from common.checkpoint import Checkpoint, CheckpointError
 from common.errors import DataLoss, InvalidInput
-from common.library import LibraryModel
+from common.hf.description import HfModel
 from common.media.item import Grid, Header, Modality, PromptPart
-from llm_service.families.library import library_family
+from llm_service.families.hf import hf_family
 from llm_service.model_config.served import ServedModel
 from llm_service.prompt.builder import PlainTokenizer, PromptBuilder
 from llm_service.prompt.chat_template import ChatTemplate
@@ -338,7 +338,7 @@ def test_rows_that_an_encoder_has_stand_for_a_token_that_is_none_are_not_laid_ou
     checkpoint = Checkpoint(checkpoints("qwen3_vl"))
     model = ServedModel.of(checkpoint)
     sizes = {"hidden_size": 1, "vocab_size": VOCABULARY, "max_position": 1}
-    told = library_family(LibraryModel(architecture="", placeholders={"image": IMAGE}, **sizes))
+    told = hf_family(HfModel(architecture="", placeholders={"image": IMAGE}, **sizes))
     builder = PromptBuilder(checkpoint, replace(model, family=told))
     for named, fits in ((IMAGE, True), (token, False)):
         parts = (PromptPart("(", 6, named), PromptPart(")"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.checkpoint import CheckpointError
-from common.library_classes import library
+from common.hf.classes import library
 from llm_service.families.family import FAR
 from llm_service.layers.ops import MultimodalRotary
 from llm_service.layers.rotaries import rotary_of

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import trustme
 
-from common.grpc_channel import ChannelSecurity
+from common.rpc.channel import ChannelSecurity
 from common.tokens import TokenFile
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.replica import LinkSettings

@@ -10,7 +10,7 @@ import grpc
 import pytest
 import trustme
 
-from common.grpc_server import PINGS
+from common.rpc.server import PINGS
 from tests.unit.twinlens.fakes import FakeEncoder, FakeLlm
 from twinlens import v1
 

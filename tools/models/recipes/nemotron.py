@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.library_classes import library
+from common.hf.classes import library
 from tools.models.recipes.recipe import Recipe, Words, part, whole
 
 _BANDS = 16

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.library_classes import library
+from common.hf.classes import library
 
 SIDE = 56
 TEXT: dict[str, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from common.library_classes import library
+from common.hf.classes import library
 from tools.models.recipes.recipe import (
     GRANITE,
     IDS,

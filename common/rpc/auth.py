@@ -1,0 +1,61 @@
+"""The token that callers must send, and what becomes of strangers: those without it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import grpc
+
+from common import log
+from common.errors import Unauthenticated
+from common.rpc.status import Context, fail
+from common.tokens import AcceptedTokens
+
+_STRANGERS_SECONDS = 1.0
+"""From one line about callers without the token to the next."""
+
+_log = log.get("rpc")
+
+
+class RateLimit:
+    """Lets one line through in so many seconds, and counts the others: what strangers cause must not fill a disk."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._next = 0.0
+        self._suppressed = 0
+
+    def take(self) -> int | None:
+        """How many were not let through since the last one; None for one that is not."""
+        now = time.monotonic()
+        if now < self._next:
+            self._suppressed += 1
+            return None
+        suppressed, self._suppressed, self._next = self._suppressed, 0, now + self._seconds
+        return suppressed
+
+
+class BearerToken:
+    """What `authorization` must hold."""
+
+    def __init__(self, accepted: AcceptedTokens) -> None:
+        self._accepted = accepted
+        self._lines = RateLimit(_STRANGERS_SECONDS)
+
+    def admits(self, details: grpc.HandlerCallDetails) -> bool:
+        """Whether a call carries a token, where one is asked for."""
+        given = next((value for key, value in details.invocation_metadata or () if key == "authorization"), "")
+        if isinstance(given, str):
+            given = given.encode()
+        kind, _, token = given.partition(b" ")
+        return self._accepted.admit(token if kind == b"Bearer" else b"")
+
+    async def refuse(self, context: Context, on_error: Callable[[str], Any]) -> NoReturn:
+        """Ends a stranger's call."""
+        error = Unauthenticated("a valid bearer token is needed")
+        on_error(error.reason)
+        if (before := self._lines.take()) is not None:
+            _log.warning("refused", reason=error.reason, peer=context.peer(), others=before)
+        await fail(context, error)

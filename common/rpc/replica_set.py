@@ -1,0 +1,85 @@
+"""The replicas of a service: looked up again and again, opened, renewed, and closed behind their last call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from common import log, tasks
+from common.rpc.resolver import Resolver
+from common.rpc.tls_files import TlsFiles
+
+_log = log.get("replicas")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Upkeep(Generic[T]):
+    """What is done with one replica.
+
+    `open` makes it, of an address and the host name that this was found for. `renew` has its next calls take the
+    certificates that are in the files now; `close` forgets it. The two give what is still to be done, for as many
+    seconds as `grace` allows what is under way; None: for none. `open` and `renew` raise OSError where the files cannot
+    be read just now.
+    """
+
+    open: Callable[[str, str], T]
+    renew: Callable[[T, float], Coroutine[Any, Any, None]]
+    close: Callable[[T, float | None], Coroutine[Any, Any, None]]
+
+
+class ReplicaSet(Generic[T]):
+    """Replicas of a `kind`, by address, as `sources` name them at the last `look`. What is under way at one that has
+    left, or by certificates that were replaced, has `grace` seconds to end."""
+
+    def __init__(
+        self, kind: str, sources: Resolver, files: TlsFiles | None, upkeep: Upkeep[T], *, grace: float
+    ) -> None:
+        self.known: dict[str, T] = {}
+        self._kind = kind
+        self._sources = sources
+        self._files = files
+        self._upkeep = upkeep
+        self._grace = grace
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    async def look(self) -> None:
+        """Looks all sources up, takes in who is new, and lets go of who is on none of them."""
+        if self._files is not None and self._files.changed():
+            for address, replica in self.known.items():
+                self._renew(address, replica)
+        wanted = await self._sources.resolve()
+        for address in wanted.keys() - self.known.keys():
+            try:
+                self.known[address] = self._upkeep.open(address, wanted[address])
+            except OSError as error:  # the next look tries again
+                _log.error("a replica cannot be spoken to", kind=self._kind, address=address, cause=str(error))
+        for address in self.known.keys() - wanted.keys():
+            self.forget(address)
+
+    def forget(self, address: str) -> None:
+        """Lets go of one that is known."""
+        self._leave(self._upkeep.close(self.known.pop(address), self._grace), f"close {address}")
+
+    async def close(self) -> None:
+        """Closes all of them at once, whatever is under way."""
+        for task in self._leaving:
+            task.cancel()
+        await asyncio.gather(*self._leaving, return_exceptions=True)
+        while self.known:
+            _, replica = self.known.popitem()
+            await self._upkeep.close(replica, None)
+
+    def _renew(self, address: str, replica: T) -> None:
+        try:
+            self._leave(self._upkeep.renew(replica, self._grace), f"renew {address}")
+        except OSError as error:  # replaced once more, and not whole yet
+            _log.error("a replica is spoken to as before", kind=self._kind, address=address, cause=str(error))
+
+    def _leave(self, closing: Coroutine[Any, Any, None], name: str) -> None:
+        task = tasks.start(closing, name)
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)

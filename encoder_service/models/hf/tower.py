@@ -1,0 +1,201 @@
+"""A tower that is the library's own model without its text layers. What several items give together has a form of its
+own in every model: whether they can be computed so a trial has to show (`worker.hf.batches`)."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.checkpoint import CheckpointError
+from common.hf.classes import decoder_of, head_of, keep_only, load, towers_within
+from common.hf.description import HfModel
+from common.hf.features import features_of
+from common.hf.rows import makes_tokens, marks_of
+from encoder_service.models.attention import Backend
+from encoder_service.models.hf.attention import AttendingBy
+from encoder_service.models.hf.patches import multiply_patches
+from encoder_service.models.hf.products import lay_out
+from encoder_service.models.hf.rotary import TurningBy
+
+_OF_NO_PROMPT = re.compile(
+    r"pooler_output|attentions|(?:image|audio)_tokens|embedding_loss|speaker_logits|(vision|qformer)_outputs|\w*hidden_states?"
+)
+"""What the library's outputs have of which a prompt gets the rows alone."""
+_UNPOOLED = "audio"
+"""The modality whose rows some towers give as their last hidden states."""
+_HEARD = "attention_mask"
+"""Which of a sound's rows are of it, and not of what its features were filled up with."""
+_FILLS_UP = "embed_audio"
+"""What a model calls its tables of sounds' rows, those of tokens among them."""
+_NOISE = "sample"
+"""Names an argument: whether noise is drawn for a sound. Then rows would be others each time."""
+_MARKS = "visual_indicator_features"
+"""Rows of marks around a picture, which are tokens of their own."""
+
+
+class HfTower:
+    """A `backend` attends in torch's place, if there is one. Raises CheckpointError where the library cannot load the
+    model."""
+
+    def __init__(
+        self,
+        folder: Path,
+        found: HfModel,
+        dtype: torch.dtype,
+        device: torch.device,
+        backend: Backend | None = None,
+    ) -> None:
+        self._found, self._dtype, self._device, self._backend = found, dtype, device, backend
+        self._model = load(folder, without_text, dtype, device)
+        multiply_patches(self._model)
+        self._turning = TurningBy(self._model)
+
+    def lay_out(self, passes: Callable[[], object]) -> int:
+        """Lays out linear layers for oneDNN, as far as `passes` of it show that it can be done; how many (see
+        `products`). For CPUs where that is faster."""
+        return lay_out(self._model, passes)
+
+    def known(self, inputs: Mapping[str, Any], modality: str) -> dict[str, Any]:
+        """Those of an item's inputs that its rows follow from."""
+        taken = {*self._taken(modality), *(("input_ids",) if marks_of(self._model.config) else ())}
+        return {name: value for name, value in inputs.items() if name in taken}
+
+    def placed(self, inputs: Mapping[str, Any], modality: str) -> dict[str, Any]:
+        """Inputs with what its model is given on the device."""
+        taken = self._taken(modality)
+        return {name: self._placed(value) if name in taken else value for name, value in inputs.items()}
+
+    def _taken(self, modality: str) -> Collection[str]:
+        """The names of the inputs that its model is given."""
+        compute = features_of(self._model.base_model, modality)
+        return () if compute is None else inspect.signature(compute).parameters
+
+    def rows(self, inputs: Mapping[str, Any], tokens: int, modality: str = "image") -> Tensor:
+        """What the processor has made of one item, or of several at once → [tokens, levels, width], one item's behind
+        the other's. Raises RuntimeError where there are more or fewer, or the library computes none: some models have
+        no positions for pictures that their processors take, such as very long ones."""
+        attending = contextlib.nullcontext() if self._backend is None else AttendingBy(self._backend)
+        try:
+            with attending, self._turning:
+                return self._rows(inputs, tokens, modality)
+        except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise RuntimeError(f"the library does not compute it: {type(error).__name__}: {error}") from error
+
+    def _rows(self, inputs: Mapping[str, Any], tokens: int, modality: str) -> Tensor:
+        if modality == _UNPOOLED and hasattr(getattr(self._model.base_model, _FILLS_UP, None), "vocab_offset"):
+            return self._filled_up(inputs, tokens)
+        compute = features_of(self._model.base_model, modality)
+        assert compute is not None, "the model takes items of this modality"
+        taken = self._taken(modality)
+        given = {name: self._placed(value) for name, value in inputs.items() if name in taken}
+        if _NOISE in taken:
+            given[_NOISE] = False
+        features = compute(**given, return_dict=True)
+        deep = features.get("deepstack_features") or [] if self._found.levels > 1 else []
+        marks = features.get(_MARKS)
+        known = _OF_NO_PROMPT.pattern + f"|{_HEARD}" * (modality == _UNPOOLED)
+        beside = [name for name, value in features.items() if value is not None and not re.fullmatch(known, name)]
+        if beside := [name for name in beside if name != _MARKS and (name != "deepstack_features" or not deep)]:
+            raise RuntimeError(f"the tower gives {beside[0]} beside its rows, which nobody would add to the prompt")
+        first = features.last_hidden_state if modality == _UNPOOLED and features.pooler_output is None else None
+        first = features.pooler_output if first is None else first
+        if (heard := features.get(_HEARD)) is not None and first.dim() > heard.dim():  # else it has left them out
+            first = first[heard.bool()]
+        if first is None and deep:  # each with the layer that it is for
+            every = [level for _, level in deep]
+        elif first is None:  # what puts rows into the text's width comes behind its tower, as in Llama 4
+            every = [self._model.multi_modal_projector(features.last_hidden_state)]
+        else:
+            every = [first, *deep]
+        levels = [flat_rows(level, self._found.hidden_size) for level in every]
+        if modality == _UNPOOLED:  # nothing of a sound goes to deeper layers
+            levels += [torch.zeros_like(levels[0])] * (self._found.levels - len(levels))
+        if marks is not None:
+            levels = [self._with_marks(level, marks, inputs["input_ids"][0]) for level in levels]
+        if {len(level) for level in levels} != {tokens}:
+            raise RuntimeError(f"the tower gives {len(levels[0])} rows, and its processor has places for {tokens}")
+        if len(levels) != self._found.levels:
+            raise RuntimeError(f"the tower gives {len(levels)} levels of rows in place of {self._found.levels}")
+        return torch.stack(levels, dim=1)
+
+    def _filled_up(self, inputs: Mapping[str, Any], tokens: int) -> Tensor:
+        """Of a model that has as many places for any sound, and a row of a table of its own in those behind the sound,
+        as Gemma 3n: its tower is told which features are beyond the sound, and not which are of it."""
+        base = self._model.base_model
+        features, heard = (self._placed(inputs[name]) for name in ("input_features", "input_features_mask"))
+        made = base.get_audio_features(features, ~heard, return_dict=True)
+        last = torch.tensor([[base.vocab_size - 1]], device=self._device)
+        behind = getattr(base, _FILLS_UP)(input_ids=last)[0]
+        rows = torch.where(made.audio_mel_mask[0].unsqueeze(-1), behind, made.pooler_output[0])
+        if len(rows) > tokens:
+            raise RuntimeError(f"the tower gives {len(rows)} rows, and its processor has places for {tokens}")
+        return torch.cat([rows, behind.expand(tokens - len(rows), -1)]).unsqueeze(1)
+
+    def _with_marks(self, rows: Tensor, marks: Tensor, ids: Tensor) -> Tensor:
+        """Rows and those of the marks between them, in the order in which `ids` int [n] have their tokens."""
+        config = self._model.config
+        places = torch.isin(ids, torch.tensor([config.image_token_id, *marks_of(config)]))
+        wanted = ids[places]
+        if int((wanted == config.image_token_id).sum()) != len(rows):
+            return rows  # too many or too few
+        out = rows.new_empty(len(wanted), rows.shape[1])
+        out[wanted == config.image_token_id] = rows
+        for token, row in zip(marks_of(config), marks, strict=True):
+            out[wanted == token] = row.to(out)
+        return out
+
+    def _placed(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(self._device, self._dtype if value.is_floating_point() else None)
+
+
+def in_turns(frames: Tensor, sound: Tensor, runs: Sequence[int]) -> Tensor:
+    """Rows of frames and of sound, [n, …] each, as a prompt has them: so many of one and of the other in turns, frames
+    first.
+
+    >>> in_turns(torch.tensor([1, 2, 3]), torch.tensor([8, 9]), [2, 1, 1, 1]).tolist()
+    [1, 2, 8, 3, 9]
+    """
+    is_sound = torch.arange(len(runs)).remainder(2).bool().repeat_interleave(torch.tensor(runs)).to(frames.device)
+    rows = frames.new_empty(len(is_sound), *frames.shape[1:])
+    rows[~is_sound], rows[is_sound] = frames, sound
+    return rows
+
+
+def flat_rows(features: Any, width: int) -> Tensor:
+    """A tensor […, width], or several of them one after the other, as [n, width]. Raises RuntimeError for anything
+    else: rows that are taken for others would be believed."""
+    parts = [features] if isinstance(features, Tensor) else list(features)
+    if not parts or not all(isinstance(part, Tensor) and part.shape[-1] == width for part in parts):
+        raise RuntimeError(f"the tower gives something else than rows of {width} numbers")
+    return torch.cat([part.reshape(-1, width) for part in parts])
+
+
+def without_text(model: Any) -> None:
+    """Takes the decoder and the head of logits away. The table of tokens stays where rows are of that, and its norm, if
+    it has one, which rows of sounds go through in Muse Spark."""
+    decoder, table, text = decoder_of(model), model.get_input_embeddings(), {id(head_of(model))}
+    if decoder is model:
+        raise CheckpointError(f"{type(model).__name__} does not keep its text layers apart")
+    if makes_tokens(model.base_model):
+        keep_only(decoder, [table, *towers_within(decoder)])
+    elif norms := dict(table.named_children()):
+        keep_only(decoder, [*norms.values(), *towers_within(decoder)])
+        model.set_input_embeddings(nn.ModuleDict(norms))
+    elif decoder is model.base_model:
+        keep_only(decoder, towers_within(decoder))
+    else:
+        text.add(id(decoder))
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if id(child) in text:
+                setattr(module, name, None)
+    model._tied_weights_keys, model.all_tied_weights_keys = None, {}

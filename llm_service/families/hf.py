@@ -1,0 +1,35 @@
+"""Models that no family of ours is for: the library computes, and encoders say what stands for an item in a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from common.hf.description import LIBRARY, HfModel
+from common.media.item import Header, Modality
+from llm_service.families.family import Family, InPrompt, Rows, SpecialToken
+
+
+def _as_told(header: Header) -> Iterator[str | SpecialToken | Rows]:
+    for part in header.replacement:
+        if part.text:
+            yield part.text
+        if part.has_run:
+            yield Rows(part.rows, part.token)
+
+
+def hf_family(found: HfModel) -> Family:
+    """The family of a model that the library computes."""
+    tokens = {Modality(name): token for name, token in found.placeholders.items()}
+    return Family(
+        {modality: InPrompt(token, _as_told) for modality, token in tokens.items()},
+        encoder=LIBRARY,
+        replaced=True,
+        alone=frozenset(map(Modality, found.alone)),
+        length_mark=found.length_mark,
+        seam=found.seam,
+        number_mark=found.number_mark,
+        run=found.run,
+        turns_at=found.turns_at,
+        pinned=frozenset(found.pinned),
+        frame=found.frame,
+    )

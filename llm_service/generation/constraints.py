@@ -1,0 +1,91 @@
+"""What answers are held to: a form of their own or of the calls in them, words they must not have, the length of their
+reasoning."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from common import tasks
+from common.errors import InvalidInput
+from llm_service.generation.choices import Choice
+from llm_service.grammar.compiler import Compiler
+from llm_service.prompt.builder import PromptBuilder
+from llm_service.prompt.reasoning import CallSign, ReasoningCounter
+from llm_service.request import ChatPrompt, PromptLayout, Request, Trigger
+
+_FEW_LETTERS = 2048
+"""Bad words of so many letters are looked up on the event loop: in less than a millisecond."""
+
+
+class Constraints:
+    """Makes what a request asks of its answers into parameters of sampling; `compiler` compiles grammars."""
+
+    def __init__(self, prompts: PromptBuilder, compiler: Compiler) -> None:
+        self._prompts = prompts
+        self._compiler = compiler
+
+    async def apply(self, request: Request) -> Request:
+        """The request with its grammar compiled, its bad words as tokens, and a bound of its reasoning. Raises
+        InvalidInput where the form it asks for is none."""
+        return await self._with_bad_words(self._bounded(await self._with_grammar(request)))
+
+    def behind_reasoning(self, request: Request, layout: PromptLayout, *, thinking: bool) -> Request:
+        """The request, whose answer has its form behind what the model thinks where its prompt begins with that."""
+        if (bound := request.sampling.thinking_bound) is not None and thinking:
+            request = _sampled(request, thinking_bound=msgspec.structs.replace(bound, opened=True))
+        if request.structure is None or (end := self._prompts.reasoning_end(layout.ids)) is None:
+            return request
+        return _sampled(request, grammar_trigger=Trigger(end))
+
+    def count_reasoning(self, request: Request, layout: PromptLayout, choices: dict[int, Choice]) -> bool:
+        """Has each choice's reasoning counted, where there may be some: not in an answer that has its form from its
+        first token on. Whether answers begin with it."""
+        thinking = self._prompts.ends_in_thinking(layout.ids)
+        if request.structure is not None and (not thinking or self._prompts.reasoning_end(layout.ids) is None):
+            return False
+        template = self._prompts.template
+        tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else ()
+        call = CallSign.of(template.tool_format, [tool.name for tool in tools])
+        for choice in choices.values():
+            choice.count_reasoning(
+                ReasoningCounter(self._prompts.texts, template.reasoning_marks, thinking=thinking, call=call)
+            )
+        return thinking
+
+    async def _with_grammar(self, request: Request) -> Request:
+        """The request with its structure compiled, in bounded time and off the event loop: the form of its answer, or
+        else of the calls in it."""
+        calls = None if request.structure or request.pooling else self._prompts.strict_calls(request.prompt)
+        structure, trigger = calls or (request.structure, None)
+        if structure is None:
+            return request
+        if not calls:
+            structure = self._prompts.form(structure, request.prompt)
+        try:
+            made = await self._compiler.grammar(structure, request.salt, request.salt or request.peer)
+        except InvalidInput as error:
+            raise error.at("chat.tools") if calls else error from None
+        return _sampled(request, grammar=made.grammar, grammar_bytes=made.bytes, grammar_trigger=trigger)
+
+    def _bounded(self, request: Request) -> Request:
+        """The request, whose reasoning ends in time."""
+        if (budget := request.thinking_token_budget) is None:
+            return request
+        return _sampled(request, thinking_bound=self._prompts.thinking_bound(budget))
+
+    async def _with_bad_words(self, request: Request) -> Request:
+        """The request, with the tokens that are made of its bad words."""
+        if not request.bad_words:
+            return request
+        few = sum(map(len, request.bad_words)) <= _FEW_LETTERS
+        find, words = self._prompts.bad_words, request.bad_words
+        runs = find(words) if few else await tasks.to_thread(find, words)
+        return _sampled(request, bad_words=runs)
+
+
+def _sampled(request: Request, **values: Any) -> Request:
+    """The request with some of its sampling parameters as given."""
+    return replace(request, sampling=msgspec.structs.replace(request.sampling, **values))

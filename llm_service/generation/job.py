@@ -1,0 +1,63 @@
+"""A request under way, as the generator keeps account of it, and how it is aborted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+
+from common import log
+from common.errors import Cancelled
+from common.stages import seconds_of
+from llm_service.engine_client.engine_request import EngineRequest
+from llm_service.generation.admission import AdmissionTicket
+from llm_service.generation.events import Begun, Delta, Ended, Event
+from llm_service.generation.request_stages import Stages
+from llm_service.meters import RequestMeter
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request under way: the task that serves it, its tenant's salt and, once it is there, its part in the engine;
+    and how many tokens of each kind its caller has been told of."""
+
+    task: asyncio.Task[object] | None
+    admission: AdmissionTicket
+    salt: str = ""
+    engine_request: EngineRequest | None = None
+    aborted: bool = False
+    stages: Stages = field(default_factory=Stages)
+    tokens: Counter[str] = field(default_factory=Counter)
+
+    def see(self, event: Event, meter: RequestMeter) -> None:
+        """Takes note of what is told to the caller."""
+        match event:
+            case Begun():
+                self.admission.start()
+                meter.prompt(len(event.layout.ids))
+                self.tokens.update(prompt_tokens=len(event.layout.ids), cached_tokens=event.cached)
+            case Delta():
+                meter.tokens(event.choice, len(event.tokens))
+                self.tokens["completion_tokens"] += len(event.tokens)
+            case Ended():
+                meter.choice(event.reason, event.completion_tokens)
+
+    def log(self) -> None:
+        """Has the line about its call say how many tokens it had, and how long each stage took that followed on the one
+        before it."""
+        seconds = {name: round(each, 4) for name, each in seconds_of(self.stages.in_turn).items()}
+        log.bind(**self.tokens, stages=seconds)
+
+    def abort(self) -> None:
+        """Ends the request inside the generator, which then says why; cancelled in the middle of a message to its
+        caller, it could not. Before the engine has the request nothing is written, and the task is cancelled."""
+        if self.engine_request is not None:
+            self.engine_request.fail(aborted())
+        elif self.task is not None and not self.aborted:
+            self.task.cancel()
+        self.aborted = True
+
+
+def aborted() -> Cancelled:
+    """What its caller gets."""
+    return Cancelled("the request was aborted", reason="ABORTED")

@@ -1,0 +1,50 @@
+"""The stages of a request: how long each took, in turn and beside the others."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from common import tracing
+from common.stages import Stage, add, seconds_of
+from llm_service.engine.messages import Prefilled
+
+
+@dataclass(slots=True)
+class Stages:
+    """Stages of a request, each from the end of the one before; `beside` are those that go on meanwhile."""
+
+    in_turn: dict[str, Stage] = field(default_factory=dict)
+    beside: dict[str, Stage] = field(default_factory=dict)
+    begun: float = field(default_factory=time.perf_counter)
+    _last: float = 0.0
+    _prefilled: float = 0.0
+
+    @property
+    def all(self) -> dict[str, Stage]:
+        """Every stage there is."""
+        return self.in_turn | self.beside
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of every stage there is."""
+        return seconds_of(self.all)
+
+    def prefilled(self, chunk: Prefilled) -> None:
+        """A step has computed something of the prompt; its time counts once, however many choices it was for."""
+        about = {"choice": chunk.choice, "first_token": chunk.first, "tokens": chunk.count}
+        tracing.record([("prefill", chunk.began, chunk.ended)], **about)
+        if chunk.began >= self._prefilled:
+            add(self.beside, "prefill", Stage.between(chunk.began, chunk.ended))
+            self._prefilled = chunk.ended
+
+    def mark(self, stage: str) -> None:
+        """Ends a stage now; only the first time counts."""
+        if stage not in self.in_turn:
+            self.extend(stage)
+
+    def extend(self, stage: str) -> None:
+        """Ends a stage now; where it is the last one that was ended, it has gone on until now."""
+        now = time.perf_counter()
+        add(self.in_turn, stage, Stage.between(self._last or self.begun, now))
+        self._last = now

@@ -1,0 +1,1 @@
+"""Texts that the library computes, over our KV blocks."""

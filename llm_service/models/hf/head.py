@@ -1,0 +1,60 @@
+"""A head of the library, which may do more than multiply: it is given hidden states as if its model had made them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from common.checkpoint import CheckpointError
+from common.hf.classes import decoder_of
+
+
+def take_layers(model: Any, text: nn.Module) -> None:
+    """Takes a model's text layers from its head: from now on it makes logits of hidden states that it is given in place
+    of embeddings. Raises CheckpointError where it does not keep them apart."""
+    below = _below_head(model)
+    setattr(*below, _Given(getattr(*below), text))
+
+
+def _below_head(model: Any) -> tuple[nn.Module, str]:
+    """Where a model keeps what it makes hidden states with, and what it calls that: all below its head of logits, or,
+    where that is not one module, its text layers. Raises CheckpointError where it keeps neither apart."""
+    if model.base_model is not model:
+        return model, model.base_model_prefix
+    text = decoder_of(model)
+    for part in model.modules():
+        for name, child in part.named_children():
+            if child is text:
+                return part, name
+    raise CheckpointError(f"{type(model).__name__} does not keep its text layers apart")
+
+
+class _Given(nn.Module):
+    """Stands for a model that has made these hidden states, and for its text layers, where a head asks these; it has
+    what else the head looks at."""
+
+    def __init__(self, model: nn.Module, text: nn.Module) -> None:
+        super().__init__()
+        self._of = model, text  # none of its parts
+
+    def __getattr__(self, name: str) -> Any:
+        model, text = self.__dict__["_of"]
+        found = getattr(model, name)
+        return self if found is text else found
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Output:
+        return _Output(inputs_embeds)
+
+
+class _Output:
+    """As much of the library's outputs as its heads look at."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, _: str) -> None:
+        return None

@@ -1,0 +1,102 @@
+"""What layers of the library keep of a sequence, and by which rules they attend, as one token finds out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.checkpoint import CheckpointError
+from llm_service.families.sight import SpanRule
+from llm_service.layers.attention.backend import AttentionKind
+from llm_service.layers.attention.general_backend import AttentionRule
+from llm_service.layers.cache_spec import CacheSpec, IndexedKV, PagedKV, SequenceState, SharedKV
+from llm_service.layers.index_keys import Chosen, IndexQuery
+from llm_service.models.hf.attention import layer_of
+from llm_service.models.hf.latents import rank_of
+from llm_service.models.hf.linear import TextLinear
+from llm_service.models.hf.states import Held
+from llm_service.models.hf.step import HfStep
+
+
+class Kept:
+    """By the numbers of layers: `rules` by which they attend, the `keys` and values that they keep, numbers of an index
+    key (`index_dims`), and `states`. `narrower`: values have fewer numbers than keys, and are none of theirs."""
+
+    def __init__(self) -> None:
+        self.rules = dict[int, AttentionRule]()
+        self.keys = dict[int, PagedKV]()
+        self.index_dims = dict[int, int]()
+        self.states = dict[int, SequenceState]()
+        self.narrower = False
+
+    def attend_by_kinds(self, spans: SpanRule) -> None:
+        """Has back ends of our decoder attend, which know rules as kinds, where tokens see those behind them by
+        `spans`."""
+        for layer, spec in self.keys.items():
+            kind = self.rules[layer].kind
+            self.keys[layer] = replace(spec, kind=replace(kind, sight=kind.sight.with_spans(spans)))
+
+    @property
+    def places(self) -> dict[int, int]:
+        """Where a layer is among those that keep something, by its number."""
+        return {layer: at for at, layer in enumerate(sorted((*self.keys, *self.states)))}
+
+    def specs(self, sources: Mapping[int, int]) -> list[CacheSpec]:
+        """What each of these keeps, in order; layers that are named here have the keys and values of another one."""
+        places, made = self.places, list[CacheSpec]()
+        for layer in places:
+            if (state := self.states.get(layer)) is not None:
+                made.append(state)
+                continue
+            kv = SharedKV(places[sources[layer]]) if layer in sources else self.keys[layer]
+            made.append(IndexedKV(kv, self.index_dims[layer]) if layer in self.index_dims else kv)
+        return made
+
+
+def find_kept(
+    text: Any, kind: AttentionKind, chunks: Mapping[int, int], ranks: int, compute: Callable[[HfStep], object]
+) -> Kept:
+    """What the layers of a text keep, whose back end is of that kind; `compute` has it compute one token in a step.
+    Those in `chunks` keep states, and compute so many tokens at once. Raises CheckpointError where the text does not
+    run so, over so many ranks, or a layer keeps something else."""
+    kept, name = Kept(), type(text).__name__
+
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+        layer, width, rank = layer_of(module), max(key.shape[-1], value.shape[-1]), rank_of(module)
+        kept.rules[layer] = rule
+        kept.narrower |= key.shape[-1] != value.shape[-1] and not rank
+        spec = PagedKV(query.shape[1], key.shape[1], width, kind, rank)
+        if kept.keys.setdefault(layer, spec) != spec:
+            raise CheckpointError(f"{type(module).__name__} attends twice in one layer")
+        return query.new_zeros(*query.shape[:2], value.shape[-1])
+
+    def choose(layer: int, asked: IndexQuery) -> tuple[Chosen, ...]:
+        kept.index_dims[layer] = asked.key.shape[-1]
+        return ()
+
+    def carry(layer: int, compute_layer: Callable[[Tensor, Any], Tensor], tokens: Tensor) -> Tensor:
+        made = compute_layer(tokens, held := Held())
+        kept.states[layer] = held.spec(chunks[layer])
+        return made
+
+    try:
+        with torch.inference_mode():
+            compute(HfStep(attend, choose, carry))
+    except AttributeError as error:
+        of_ours = f"'{TextLinear.__name__}' object" in str(error)
+        what = "asks a linear layer in 8 or 4 bits" if of_ours else "cannot compute a token"
+        raise CheckpointError(f"{name} {what}: {error}") from error
+    except RuntimeError as error:
+        if ranks == 1:
+            raise
+        raise CheckpointError(f"{name}'s heads cannot be split over {ranks} ranks") from error
+    if not kept.keys:
+        raise CheckpointError(f"{name} does not let others compute its attention")
+    layers = text.config.num_hidden_layers
+    if (count := len(kept.keys) + len(kept.states)) < layers:  # another sequence's, or none, would be read there
+        raise CheckpointError(f"{layers - count} of {name}'s {layers} layers keep states, and no keys and values")
+    return kept

@@ -1,0 +1,137 @@
+"""Linear layers of the library's text model whose weights stay in 8 or 4 bits: our own, with our kernels, in their
+places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.checkpoint import Checkpoint, CheckpointError
+from common.hf.classes import decoder_of, head_of
+from llm_service.layers.linear import PackedLinear, Place, Stored, fill
+from llm_service.layers.weight_dtype import Rounded
+from llm_service.models.filling import InMemory
+from llm_service.models.hf.names import names_within
+from llm_service.models.quantized import load_weights, quantized_modules
+
+
+class TextLinear(nn.Module):
+    """Stands for a linear layer of the library, [..., in_features] → [..., out_features], until `targets` have been
+    read without a weight. Ranks keep the `inputs` and `outputs` that they say before; one that `sums` what all ranks
+    have of its outputs adds its bias, `summed_bias`, behind that. `rounds_inputs` as `PackedLinear` has it."""
+
+    def __init__(self, of: nn.Linear, *, rounds_inputs: bool = True) -> None:
+        super().__init__()
+        self.in_features, self.out_features = of.in_features, of.out_features
+        self.inputs, self.outputs = slice(0, of.in_features), slice(0, of.out_features)
+        self.sums = False
+        self._rounds_inputs = rounds_inputs
+        self._has_bias, self._dtype = of.bias is not None, of.weight.dtype
+        self._product: PackedLinear | None = None
+
+    def targets(self, own: str) -> dict[str, Place]:
+        """See `Placed`."""
+        bias = self._has_bias and not self.sums
+        parts, rounds = {own: self.outputs}, self._rounds_inputs
+        made = PackedLinear(self.inputs, parts, bias=bias, dtype=self._dtype, rounds_inputs=rounds)
+        self._product = made
+        found = made.targets("")
+        if self._has_bias and self.sums:
+            added = nn.Parameter(torch.empty(self.out_features, dtype=self._dtype), requires_grad=False)
+            self.register_parameter("summed_bias", added)
+            found[f"{own}.bias"] = lambda stored: fill(added, stored[:])
+        return found
+
+    def finalize(self, device: torch.device, rounded: Rounded) -> None:
+        """Lays the weight out on a device, once it is there; before, nothing."""
+        if self._product is not None and self._product.whole():
+            self._product.to(device)
+            self._product.finalize(rounded=rounded)
+            self.to(device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See the class."""
+        assert self._product is not None, "it has been read"
+        out: Tensor = self._product(x.reshape(-1, x.shape[-1]))
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+
+Fill = Callable[[Any], None]
+"""Reads what a model's linear layers of ours need, of which ranks have said by then what they keep."""
+
+
+def leave_quantised(checkpoint: Checkpoint, model: Any) -> dict[str, str]:
+    """Puts ours in the places of those of a model's linear layers whose weights a checkpoint has quantised; the names
+    of their tensors there, by those in the checkpoint. Raises CheckpointError where another part of the model is
+    quantised, or the library makes other tensors of the weights when it loads them."""
+    quantised = {f"{module}.weight": module for module in quantized_modules(checkpoint)}
+    names: dict[str, str] = {}
+    for name, (there, changed) in names_within(model, quantised).items():
+        path = there.removesuffix(".weight")
+        if changed:
+            raise CheckpointError(f"{quantised[name]} is quantised, and the library puts it together with others")
+        part = model.get_submodule(path)
+        if type(part) is not nn.Linear or (part is head_of(model) and _is_tied(model)):
+            raise CheckpointError(f"{quantised[name]} is quantised, which is for linear layers of their own alone")
+        _replace(model, path)
+        names |= {name: there, f"{quantised[name]}.bias": f"{path}.bias"}
+    return names
+
+
+def fill_quantised(checkpoint: Checkpoint, names: dict[str, str], device: torch.device) -> Fill:
+    """By the names that `leave_quantised` gives."""
+    return lambda model: _fill(model, load_weights(checkpoint, names.get), device, _rounded(model))
+
+
+def round_linears(model: Any, device: torch.device, weight_dtype: str) -> Fill:
+    """Puts ours in the places of all linear layers of a text, and of its head, whose weights are to be rounded, as
+    `load_decoder` has it. What chooses experts is no such layer: the library has classes of its own for that."""
+    text, head = decoder_of(model), head_of(model)
+    wanted = {id(part) for part in [*text.modules(), head] if type(part) is nn.Linear}
+    taken: dict[str, Tensor] = {}
+    for name, part in list(model.named_modules()):
+        if id(part) in wanted:
+            taken |= {f"{name}.{kind}": tensor.detach() for kind, tensor in part.named_parameters(recurse=False)}
+            _replace(model, name)
+    return lambda whole: _fill(whole, _given_up(taken), device, _rounded(whole, weight_dtype))
+
+
+def _rounded(model: Any, weight_dtype: str = "") -> Rounded:
+    """Rows of a model in bfloat16 are that anyway."""
+    return Rounded.of(weight_dtype, bfloat16=model.dtype == torch.bfloat16)
+
+
+def _given_up(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Stored]]:
+    """Each, which nobody else has then."""
+    for name in list(tensors):
+        yield name, InMemory(tensors.pop(name))
+
+
+def _is_tied(model: Any) -> bool:
+    return bool(model.config.get_text_config(decoder=True).tie_word_embeddings or model.config.tie_word_embeddings)
+
+
+def _replace(model: nn.Module, path: str) -> None:
+    of = model.get_submodule(path)
+    assert isinstance(of, nn.Linear), "what is replaced multiplies"
+    parent, _, own = path.rpartition(".")
+    setattr(model.get_submodule(parent), own, TextLinear(of, rounds_inputs=of is not head_of(model)))
+
+
+def _fill(model: nn.Module, weights: Iterable[tuple[str, Stored]], device: torch.device, rounded: Rounded) -> None:
+    """Raises CheckpointError where a tensor is missing or does not fit."""
+    linears = {name: part for name, part in model.named_modules() if isinstance(part, TextLinear)}
+    places = {target: place for name, part in linears.items() for target, place in part.targets(name).items()}
+    for name, stored in weights:
+        if (place := places.pop(name, None)) is None:
+            raise CheckpointError(f"{name} does not fit the model: there is no place for it")
+        try:
+            place(stored)
+            linears[name.rpartition(".")[0]].finalize(device, rounded)
+        except ValueError as error:
+            raise CheckpointError(f"{name} does not fit the model: {error}") from error
+    if places:
+        raise CheckpointError(f"the checkpoint lacks {', '.join(sorted(places)[:3])}")

@@ -1,0 +1,70 @@
+"""The library's text model out of a checkpoint, once it has been tried in small."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from common import log
+from common.checkpoint import Checkpoint
+from common.hf.classes import complete, load, speaking
+from common.hf.description import HfModel
+from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.models.hf.decoder import HfDecoder, MakesBackend
+from llm_service.models.hf.linear import Fill, fill_quantised, leave_quantised, round_linears
+from llm_service.models.hf.text import text_alone
+from llm_service.models.quantization_config import Scheme
+from llm_service.models.quantized import check_weight_dtype, tell_of_cache
+from llm_service.models.trial import Finding, try_out
+
+_log = log.get("hf_loader")
+
+
+def load_hf_decoder(
+    checkpoint: Checkpoint,
+    library: HfModel,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: TensorGroup = ALONE,
+    finding: Finding | None = None,
+    *,
+    weight_dtype: str = "",
+    attention: str | MakesBackend = "auto",
+) -> HfDecoder:
+    """Reads the text's weights alone, and keeps this rank's share of them; None: its trial has yet to be made.
+    `weight_dtype` int8 rounds the matrices of its linear layers, and of the head, and w8a8 what those of the layers are
+    multiplied with as well; `attention` as `HfDecoder` has it. Raises CheckpointError where the library cannot, or
+    we cannot serve it so."""
+    scheme = Scheme.of(checkpoint.config)
+    check_weight_dtype(weight_dtype, scheme, device)
+    found = finding or try_out(checkpoint.folder, group.on_hosts())
+    names: dict[str, str] = {}
+
+    def strip(model: Any) -> None:
+        text_alone(model)
+        if scheme is not None:
+            names.update(leave_quantised(checkpoint, model))
+
+    # What is to be cut, or rounded, may be more than a device holds.
+    at_once = group.size == 1 and not weight_dtype
+    model = load(checkpoint.folder, strip, dtype, device if at_once else torch.device("cpu"))
+    fill: Fill | None = None
+    if weight_dtype:
+        fill = round_linears(model, device, weight_dtype)
+    elif names:
+        _log.info("weights stay as they are quantised", method="" if scheme is None else scheme.method)
+        fill = fill_quantised(checkpoint, names, device)
+    tell_of_cache(checkpoint)
+    return HfDecoder(
+        speaking(complete(model)),
+        dtype,
+        device,
+        axes=library.axes,
+        spans=found.spans,
+        together=library.together,
+        adds_rows=found.adds_rows,
+        group=group,
+        fill=fill,
+        attention=attention,
+    )

@@ -1,0 +1,141 @@
+"""Which tensors are the text's, and what our decoder calls them: of the library's models in memory, and of checkpoints
+in every layout that the library reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import accumulate, pairwise
+from typing import Any
+
+from torch import Tensor
+
+from common.checkpoint import CheckpointError
+from common.hf.classes import decoder_of, head_of, mark_tables_of, towers_within
+from llm_service.families.registry import TEXT_FAMILIES
+from llm_service.layers.mark_tables import PARTS
+from llm_service.models.loader import HEAD
+from llm_service.models.parted_tensors import PartedTensors
+
+_TOGETHER = ".experts.", ".gate_up_proj."
+"""Of a tensor's name: the library stacks experts when it loads them, and gates with what they open; ours takes them as
+they are."""
+
+
+def named_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The text's tensors of a model of the library, by the decoder's names; a head that is tied is left out."""
+    names, tied = _Names(model), head_of(model).weight is model.get_input_embeddings().weight
+    for name, tensor in model.state_dict().items():
+        own = names.own(name)
+        if own is not None and not (tied and own == HEAD):
+            yield own, tensor
+
+
+def own_names(model: Any, stored: Iterable[str]) -> tuple[dict[str, str], PartedTensors]:
+    """The decoder's names of those of a checkpoint's tensors, and of the weights that several make together, which are
+    the text's of a model of the library; and which of these names are of several tensors there, or of parts of one.
+    Raises CheckpointError where the library does something else to one of them."""
+    names, renamed, parted = _Names(model), dict[str, str](), PartedTensors()
+    weights = {f"{name.rpartition('.')[0]}.weight" for name in stored}
+    for name, (there, whole) in names_within(model, {*stored, *weights}).items():
+        if (own := names.own(there)) is None:
+            continue
+        together = any(part in whole for part in _TOGETHER) and not _transposed(model, name)
+        as_it_is = not whole or together or names.takes_changed(there)
+        if not as_it_is and not _part(model, names, there, whole, parted):
+            raise CheckpointError(f"the library makes another tensor of {name} when it loads it")
+        renamed[name] = own
+    return renamed, parted
+
+
+def _transposed(model: Any, stored: str) -> bool:
+    """Whether the library transposes a tensor whatever its shape."""
+    from transformers.core_model_loading import Transpose, WeightConverter
+
+    steps = [step for step in _steps(model) if isinstance(step, WeightConverter)]
+    does = [each for step in steps if step.rename_source_key(stored)[1] is not None for each in step.operations]
+    return any(isinstance(each, Transpose) and not each.check_dims for each in does)
+
+
+def _part(model: Any, names: _Names, stored: str, first: str, parted: PartedTensors) -> bool:
+    """Notes into what the library cuts a tensor by its rows, or with what it joins it, by its own names of the tensor
+    and of the first that it makes of that. False where it does something else."""
+    from transformers.core_model_loading import Chunk, Concatenate, Split, WeightConverter
+
+    steps = [step for step in _steps(model) if isinstance(step, WeightConverter)]
+    step = next(step for step in steps if step.rename_source_key(stored)[1] is not None)
+    (does, *more), (target, *_) = step.operations, step.target_patterns
+    if more or not isinstance(does, Chunk | Concatenate | Split) or does.dim != 0:
+        return False
+    if isinstance(does, Concatenate):
+        pattern = step.rename_source_key(stored)[1]
+        each = [names.own(stored.replace(str(pattern), piece)) for piece in step.source_patterns]
+        whole = names.own(first)
+        if whole is None or None in each:
+            return False
+        parted.joined[whole] = [piece for piece in each if piece is not None]
+        return True
+    made = [first.replace(target, each) for each in step.target_patterns]
+    ends = list(accumulate(model.get_parameter(each).shape[0] for each in made))
+    rows = [slice(begin, end) for begin, end in pairwise([0, *ends])]
+    own = names.own(stored)
+    parted.cut[str(own)] = [(str(names.own(each)), part) for each, part in zip(made, rows, strict=True)]
+    return True
+
+
+def _steps(model: Any) -> list[Any]:
+    """What the library does to a checkpoint's tensors when it loads a model."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    found: list[Any] = get_model_conversion_mapping(model)
+    return found
+
+
+class _Names:
+    """What a model of the library calls the parts that our decoder has."""
+
+    def __init__(self, model: Any) -> None:
+        names = {id(part): name for name, part in model.named_modules()}
+        parts = decoder_of(model), model.get_input_embeddings(), head_of(model)
+        inner, table, head = (names.get(id(part), "") for part in parts)
+        if not (inner and table and head):
+            raise CheckpointError(f"{type(model).__name__} does not keep its text layers apart")
+        self._inner, self._outer = f"{inner}.", {table: "embed_tokens", head: "lm_head"}
+        for name in mark_tables_of(model):
+            self._outer |= {f"{name}.{part}": f"{name.rpartition('.')[2]}.{part}" for part in PARTS}
+        towers = () if parts[0] is not model.base_model else towers_within(parts[0])
+        self._towers = tuple(f"{names[id(part)]}." for part in towers)
+        family = TEXT_FAMILIES.get(model.config.get_text_config(decoder=True).model_type)
+        self._own = str if family is None else family.own_name
+        self._changed = () if family is None else tuple(family.changed_parts)
+
+    def takes_changed(self, name: str) -> bool:
+        """Whether the decoder takes a tensor as a checkpoint has it that the library changes."""
+        return any(part in name for part in self._changed)
+
+    def own(self, name: str) -> str | None:
+        """The decoder's name of a tensor; None where it has none."""
+        module, _, kind = name.rpartition(".")
+        if (own := self._outer.get(module)) is not None:
+            return f"{own}.{kind}"
+        if not name.startswith(self._inner) or name.startswith(self._towers):
+            return None
+        return self._own(name.removeprefix(self._inner))
+
+
+def names_within(model: Any, stored: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """The name in a model of each tensor of a checkpoint that the library reads, without what it does to it besides,
+    and of one that it changes, or puts together with others, what that becomes."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    steps, known = _steps(model), model.state_dict()
+    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
+    converters = [step for step in steps if isinstance(step, WeightConverter)]
+    found: dict[str, tuple[str, str]] = {}
+    for name in sorted(stored):
+        there, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        if there not in known and name in known:  # it has the library's own name, and keeps it
+            there, pattern = name, None
+        if there in known:
+            plain = rename_source_key(name, renamings, [])[0]
+            found[name] = (there, "") if pattern is None else (plain, there)
+    return found

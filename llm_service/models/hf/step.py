@@ -1,0 +1,54 @@
+"""What layers of the library are computed with in a step: attention, choices and states of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from llm_service.layers.attention.general_backend import AttentionRule
+from llm_service.layers.index_keys import Chosen, IndexQuery
+
+Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, AttentionRule], Tensor]
+"""From a layer's attention, queries [n, heads, width], keys and values [n, kv_heads, …] → [n, heads, depth]."""
+
+Choose = Callable[[int, IndexQuery], tuple[Chosen, ...]]
+"""From a layer's number and what its tokens are scored with: what those of each chunk see."""
+
+Carry = Callable[[int, Callable[[Tensor, Any], Tensor], Tensor], Tensor]
+"""From a layer's number, what computes it of [b, n, hidden] and of the states of b sequences
+(`states.Held`), and a batch of tokens [1, n, hidden] → [1, n, hidden]."""
+
+
+@dataclass(frozen=True, slots=True)
+class HfStep:
+    """See each."""
+
+    attend: Attend
+    choose: Choose
+    carry: Carry
+
+
+_step: ContextVar[HfStep | None] = ContextVar("step", default=None)
+
+
+@contextmanager
+def computing(step: HfStep) -> Iterator[None]:
+    """In the block, the library's layers compute so. There is one step at a time."""
+    assert _step.get() is None, "a step within a step"
+    token = _step.set(step)
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
+def this_step() -> HfStep:
+    """That of the block around."""
+    step = _step.get()
+    assert step is not None, "it is called in a step alone"
+    return step

@@ -1,0 +1,97 @@
+"""LoRA adapters on a text model that the library computes: what they add to its linear layers' outputs, for the rows of
+those sequences that have one (Hu et al. 2021)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load
+from torch import Tensor, nn
+
+from common.hf.classes import blank_of, decoder_of
+from llm_service.layers.low_rank import LowRank
+from llm_service.model_config.adapter_folder import Adaptable
+from llm_service.models.hf.decoder import HfDecoder
+from llm_service.models.hf.linear import TextLinear
+from llm_service.plan import Adapter, StepPlan
+
+
+def hf_linears(text: nn.Module) -> dict[str, nn.Linear | TextLinear]:
+    """What adapters may change of a text model: its linear layers, by the names that it has for them."""
+    return {name: part for name, part in text.named_modules() if isinstance(part, nn.Linear | TextLinear)}
+
+
+def hf_adaptable(config: Any, max_rank: int) -> Adaptable:
+    """The same of a configuration of the library's, as `adapter_folder.read` takes it."""
+    linears = hf_linears(decoder_of(blank_of(config)))
+    return Adaptable({name: (each.out_features, each.in_features) for name, each in linears.items()}, max_rank)
+
+
+class HfAdapters:
+    """See `RankAdapters`, whose place it takes. Products are torch's, a slot's rows after the other's, and no graph
+    holds them."""
+
+    def __init__(self, decoder: HfDecoder, slots: int) -> None:
+        self._linears = hf_linears(decoder.text)
+        self._dtype, self._device = decoder.dtype, decoder.device
+        self._loaded: dict[int, dict[str, LowRank]] = {}
+        self._slots: list[dict[str, LowRank]] = [{} for _ in range(slots)]
+        self._rows: list[tuple[int, Tensor]] = []
+        self._count = 0
+        """Rows of the step that is computed."""
+        for name, linear in self._linears.items():
+            linear.register_forward_hook(self._adding_to(name))
+
+    def kernels(self) -> set[str]:
+        """None of ours."""
+        return set()
+
+    def warm_up(self) -> None:
+        """There is nothing to compile."""
+
+    def load(self, number: int, adapter: Adapter) -> None:
+        """See `RankAdapters`. Raises RuntimeError where it adapts what is not there."""
+        if unknown := sorted(adapter.scales.keys() - self._linears.keys()):
+            raise RuntimeError(f"the library's text has no {unknown[0]}, which an adapter is for")
+        tensors = load(adapter.weights)
+        pairs: dict[str, LowRank] = {}
+        for target, scale in adapter.scales.items():
+            halves = (tensors[f"{adapter.names[target]}.lora_{half}.weight"] for half in "AB")
+            a, b = (half.to(self._device, self._dtype) for half in halves)
+            pairs[target] = LowRank(a, b, scale)
+        self._loaded[number] = pairs
+
+    def drop(self, number: int) -> None:
+        """See `RankAdapters`."""
+        self._loaded.pop(number, None)
+
+    def begin(self, plan: StepPlan) -> None:
+        """See `RankAdapters`."""
+        for slot, number in plan.filled:
+            self._slots[slot] = self._loaded[number]
+        self._rows, self._count = [], plan.tokens
+        if plan.adapters:
+            of_row = np.repeat(plan.adapters, [chunk.count for chunk in plan.chunks])
+            found = [(int(slot), np.flatnonzero(of_row == slot)) for slot in np.unique(of_row) if slot >= 0]
+            self._rows = [(slot, torch.from_numpy(rows).to(self._device)) for slot, rows in found]
+
+    def numbers(self) -> list[np.ndarray]:
+        """Nothing that would have to be moved with a step."""
+        return []
+
+    def put(self, numbers: Sequence[Tensor]) -> None:
+        """There is nothing."""
+
+    def _adding_to(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def add(_: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
+            """To out [1, n, outputs], of x [1, n, inputs], in place."""
+            for slot, rows in self._rows:
+                if (pair := self._slots[slot].get(name)) is not None:
+                    assert out.shape[:-1] == (1, self._count), "it computes a step's rows, all of them"
+                    inner = given[0][0, rows] @ pair.a.T
+                    out[0, rows] += (inner @ pair.b.T).mul_(pair.scale)
+
+        return add
