@@ -32,7 +32,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "device": ("--tiny",),
     "prefill_elsewhere": (*DEMO, "--words", "100", "--rounds", "1"),
     "host_blocks": (*DEMO, "--words", "50", "--blocks", "40"),
-    "library": (*DEMO, "--rounds", "1", "--side", "64", "--tokens", "3"),
+    "hf": (*DEMO, "--rounds", "1", "--side", "64", "--tokens", "3"),
     "plan": (*DEMO, "--seconds", "0.1", "--runs", "1", "--answer", "4"),
     "speculation": (*DEMO, "--tokens", "12", "--runs", "1"),
     "state_hits": ("--conversations", "4", "--turns", "2", "--states", "8"),
