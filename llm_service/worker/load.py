@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -432,9 +433,15 @@ def _with_symmetric_memory(group: TensorGroup, dtype: torch.dtype, device: torch
 def _mirror(settings: EngineSettings, device: torch.device, width: int, dtype: torch.dtype) -> Mirror:
     row_bytes = settings.row_levels * width * dtype.itemsize
     try:
-        return Mirror(_memory(device), device, settings.row_bytes, row_bytes, dtype)
+        return Mirror(_memory(device), device, settings.row_bytes, row_bytes, dtype, _beside_steps(device))
     except DeviceMemoryError as error:
         raise CheckpointError(f"--row-mirror: {error}") from error
+
+
+def _beside_steps(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+    """A block whose work runs on a stream of its own: its end can be waited for while steps are in flight. That is
+    waited for by the thread that launches steps, so it goes first where both are ready."""
+    return partial(torch.cuda.stream, torch.cuda.Stream(device, priority=-1)) if device.type == "cuda" else nullcontext
 
 
 def _memory(device: torch.device) -> DeviceMemory:

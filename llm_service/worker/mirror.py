@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -65,13 +66,20 @@ class ByteRanges:
 
 
 class Mirror:
-    """`size` bytes on `device`, for rows of `row_bytes` bytes in `dtype`. Pools are opened once and kept open.
+    """`size` bytes on `device`, for rows of `row_bytes` bytes in `dtype`. Pools are opened once and kept open. What is
+    begun within `beside` waits for no step, and no step in flight reads where rows are pulled to.
 
     Raises DeviceMemoryError for rows that cannot be checked.
     """
 
     def __init__(
-        self, memory: DeviceMemory, device: torch.device, size: int, row_bytes: int, dtype: torch.dtype
+        self,
+        memory: DeviceMemory,
+        device: torch.device,
+        size: int,
+        row_bytes: int,
+        dtype: torch.dtype,
+        beside: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         check_row_bytes(row_bytes)
         self._memory = memory
@@ -79,6 +87,7 @@ class Mirror:
         self._bytes = torch.empty(size, dtype=torch.uint8, device=device)
         self._row_bytes = row_bytes
         self._dtype = dtype
+        self._beside = beside
         self._here = ByteRanges()
         self._open: dict[str, Mapping] = {}
 
@@ -95,7 +104,9 @@ class Mirror:
         """Does what it is told; `agree` gives the least of what all ranks say. LANDED for what is no pull."""
         match order:
             case Pull():
-                end = Pulled(agree(self._pull(order)))
+                with self._beside():
+                    here = self._pull(order)
+                end = Pulled(agree(here))
                 if end is Pulled.LANDED:
                     self._here.add(order.target, order.target + order.size)
                 return end

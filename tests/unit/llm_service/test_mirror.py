@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -70,6 +71,32 @@ def test_pulled_rows_are_read_from_the_mirror_and_the_others_from_the_arena(benc
     assert torch.equal(found[2:6], bench.rows[2:6])
     assert not found[:2].any()
     assert not found[6:].any()
+
+
+def test_a_pull_is_copied_and_checked_beside_steps(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the stream of steps, to wait for it would be to wait for those in flight."""
+    happened: list[str] = []
+
+    @contextmanager
+    def beside() -> Iterator[None]:
+        happened.append("begin")
+        yield
+        happened.append("end")
+
+    def summed(rows: torch.Tensor, row_bytes: int) -> torch.Tensor:
+        happened.append("check")
+        return row_sum(rows, row_bytes)
+
+    def agree(number: int) -> int:
+        happened.append("agree")
+        return number
+
+    monkeypatch.setattr("llm_service.worker.mirror.row_sum", summed)
+    monkeypatch.setattr(TwinMapping, "read", lambda *_: happened.append("copy"))
+    mirror = Mirror(TwinMemory(), CPU, SIZE, ROW, torch.float32, beside)
+    mirror.obey(bench.pull(), agree)
+    assert happened == ["begin", "copy", "check", "end", "agree"]
+    mirror.obey(Unmap("pool"), lambda number: number)
 
 
 def test_a_place_that_is_given_to_other_rows_is_read_from_the_arena_again(bench: Bench) -> None:
