@@ -85,6 +85,7 @@ def _work(dispatcher: Dispatcher, restarts: int) -> Iterator[Metric]:
     yield total("worker_deaths", "device workers that died, were killed or hung", totals.worker_deaths)
     yield total("decode_process_restarts", "decode processes that were replaced", restarts)
     yield total("vit_calls", "passes of the vision tower", calls, ["mode"])
+    yield total("kernels_compiled_late", "kernels that passes have waited for on a GPU", totals.late_compiles)
     yield total("vit_patches", "patches that went through it", totals.vit_patches)
 
 

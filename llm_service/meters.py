@@ -175,6 +175,7 @@ def _engine(engine: EngineClient) -> Iterator[Metric]:
         yield gauge("weight_bytes", "bytes of the decoder's weights on the first rank", held, ["quantization"])
     compiling = float(engine.compiling)
     yield gauge("kernels_compiling", "1 while kernels are compiled and torch computes in their place", compiling)
+    yield total("kernels_compiled_late", "kernels that steps have waited for on a GPU", engine.late_compiles)
     yield gauge("num_sequences_running", "choices in prefill or decode", state.running)
     yield gauge("num_sequences_waiting", "choices that the engine has not begun on, or has put back", state.waiting)
     yield gauge("kv_cache_usage_ratio", "KV blocks that requests hold, of all", share)

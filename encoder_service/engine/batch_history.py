@@ -24,6 +24,7 @@ class BatchTotals:
     vit_calls: int = 0
     vit_patches: int = 0
     graph_calls: int = 0
+    late_compiles: int = 0
     preprocess_seconds: float = 0.0
     vit_seconds: float = 0.0
     worker_deaths: int = 0

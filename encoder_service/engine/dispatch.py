@@ -283,6 +283,7 @@ class Dispatcher:
         self.totals.vit_calls += 1
         self.totals.vit_patches += patches
         self.totals.graph_calls += answer.replayed
+        self.totals.late_compiles += answer.late_compiles
         self.totals.preprocess_seconds += answer.preprocess_seconds
         self.totals.vit_seconds += answer.vit_seconds
         fill = patches / max(patches, self._budget)

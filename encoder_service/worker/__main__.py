@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from common import log, stacks
 from common.arena import SharedBuffer
 from common.checkpoint import CheckpointError
+from common.late_compiles import LateCompiles
 from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
 from encoder_service.worker.messages import Batch, BatchDone, BatchFailed, StartFailed, ToWorker, WorkerSettings
 
@@ -52,6 +53,9 @@ def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
     except (OSError, KeyError, RuntimeError) as error:
         link.send(StartFailed(why=f"{type(error).__name__}: {error}"))
         return
+    late_compiles = LateCompiles()
+    if runner.device.type == "cuda":
+        late_compiles.watch()
     gc.freeze()
     gc.enable()
     # The service sends a GPU's worker the batch after the one that it computes, as soon as that is full: a thread makes
@@ -59,7 +63,10 @@ def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
     # meanwhile. On a CPU all of that would want the same cores.
     take = ahead if runner.device.type == "cuda" else one_by_one
     for begun in take(take(_batches(link), runner.parts), partial(_begun, runner)):
-        link.send(_answer(runner, begun))
+        answer = _answer(runner, begun)
+        if isinstance(answer, BatchDone):
+            answer.late_compiles = late_compiles.take()
+        link.send(answer)
 
 
 def _runner(settings: WorkerSettings, staging: SharedBuffer, store: SharedBuffer) -> Runner:

@@ -95,7 +95,7 @@ class BatchDone(msgspec.Struct, tag=True):
 
     Which of these pieces have rows that are `not_finite`, which are not written, goes by their order here. `replayed`
     says that the tower ran as a graph. `row_sums` has one for each of them: of its rows in the pool, 0 where they are
-    not there.
+    not there. `late_compiles` are kernels that passes have waited for since the last answer.
     """
 
     not_finite: list[int]
@@ -104,6 +104,7 @@ class BatchDone(msgspec.Struct, tag=True):
     replayed: bool = False
     row_sums: list[int] = []
     pieces: list[int] = []
+    late_compiles: int = 0
 
 
 class BatchFailed(msgspec.Struct, tag=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
+from common.late_compiles import LateCompiles
 from llm_service.engine.process import Loaded, serve
 from llm_service.settings import EngineSettings
 
@@ -23,6 +24,9 @@ def load(settings: EngineSettings, arena_fd: int) -> Loaded:
     group = ranks.group if ranks is not None else ALONE
     places = [rank_place(rank, settings, "", 0) for rank in range(size)]
     runner = load_runner(settings, device_of(places[0]), group, arena_fd)
+    late_compiles = LateCompiles()
+    if settings.device != "cpu":
+        late_compiles.watch()  # other ranks compile what this one does
     if ranks is not None:
         ranks.wait_for_all()
     return Loaded(
@@ -42,6 +46,7 @@ def load(settings: EngineSettings, arena_fd: int) -> Loaded:
         devices=[place.device_name for place in places],
         reachable=reachable(settings, [device_of(place) for place in places]),
         compiling=lambda: runner.changeover is not None and runner.changeover.waits,
+        late_compiles=lambda: late_compiles.count,
     )
 
 

@@ -336,11 +336,13 @@ class State(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class Beat(msgspec.Struct, frozen=True, tag=True):
     """The engine process runs: sent every second, whatever it computes, so that a frozen one is noticed. `state` is
     read while it computes, each number at its own moment; `busy_seconds` is how long the step under way has taken.
-    `compiling`: kernels are being compiled, and torch computes meanwhile."""
+    `compiling`: kernels are being compiled, and torch computes meanwhile. `late_compiles`: kernels that steps have had
+    to wait for."""
 
     state: State
     busy_seconds: float = 0.0
     compiling: bool = False
+    late_compiles: int = 0
 
 
 class PullEnded(msgspec.Struct, frozen=True, tag=True):

@@ -39,11 +39,11 @@ class Loaded:
     """What computes, and what it found out while it loaded: KV `blocks`, and `host_blocks` that the host's memory has
     room for beside them, each `place_bytes` of a rank's where the front reads it as well, bytes of a row, the ranks'
     devices, and the UUIDs of those whose memory every rank reads. `compiling` tells whether kernels are still being
-    compiled. `state_slots`: how many sequences may have a state at once; 0 where no layer keeps any, with
-    `snapshot_slots` beside them, and `state_chunk`: at multiples of how many tokens a sequence may be cut so that the
-    same bits come out. `forgets_answers`: what is computed of an answer is nothing for a prompt that goes on behind it.
-    `read_adapter` is for any thread. `weights` are those of rank 0. `max_step_tokens`: of one step, where they are not
-    as the settings say."""
+    compiled, `late_compiles` how many steps have had to wait for. `state_slots`: how many sequences may have a state
+    at once; 0 where no layer keeps any, with `snapshot_slots` beside them, and `state_chunk`: at multiples of how
+    many tokens a sequence may be cut so that the same bits come out. `forgets_answers`: what is computed of an answer
+    is nothing for a prompt that goes on behind it. `read_adapter` is for any thread. `weights` are those of rank 0.
+    `max_step_tokens`: of one step, where they are not as the settings say."""
 
     executor: Executor
     blocks: int
@@ -51,6 +51,7 @@ class Loaded:
     devices: list[str]
     reachable: list[str]
     compiling: Callable[[], bool] = lambda: False
+    late_compiles: Callable[[], int] = lambda: 0
     state_slots: int = 0
     snapshot_slots: int = 0
     state_chunk: int = 1
@@ -125,7 +126,7 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
         lambda id, end: link.send(PullEnded(id, end)),
         lambda done: link.send(AdapterRead(done.number, done.adapter.digest, done.adapter.rank)),
     )
-    threading.Thread(target=_beat, args=(link, scheduler, steps, loaded.compiling), daemon=True).start()
+    threading.Thread(target=_beat, args=(link, scheduler, steps, loaded), daemon=True).start()
     core = EngineCore(
         link,
         scheduler,
@@ -190,9 +191,9 @@ def _log_end() -> None:
     log.get("engine").info("the front has ended")
 
 
-def _beat(link: ParentLink[ToEngine], scheduler: Scheduler, steps: StepQueue, compiling: Callable[[], bool]) -> None:
+def _beat(link: ParentLink[ToEngine], scheduler: Scheduler, steps: StepQueue, loaded: Loaded) -> None:
     """Says every second that this process runs, from a thread of its own, since a step may take longer."""
     with contextlib.suppress(EOFError):
         while True:
-            link.send(Beat(scheduler.state(), steps.busy_seconds, compiling()))
+            link.send(Beat(scheduler.state(), steps.busy_seconds, loaded.compiling(), loaded.late_compiles()))
             time.sleep(_BEAT_SECONDS)

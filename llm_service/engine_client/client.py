@@ -104,7 +104,7 @@ class EngineClient:
         self._first: asyncio.Future[Ready] | None = None
         self.ready: Ready | None = None
         self.latest = State()
-        self.compiling = False
+        self.compiling, self.late_compiles = False, 0
         self.mirrors = Mirrors(self._order)
         self._adapters = AdapterOrders()
         self._loaded: Ready | None = None
@@ -314,7 +314,7 @@ class EngineClient:
             self.on_blocks([BlocksCleared()])
         self._loaded = None
         self._adapters.engine_ended(engine_lost())
-        self.latest, self.compiling = State(), False
+        self.latest, self.compiling, self.late_compiles = State(), False, 0
         if was_ready:
             self._on_ready(False)
             if requests := self._handover.engine_ended():
@@ -352,7 +352,7 @@ class EngineClient:
             case BlocksChanged() | BlocksAnswer():
                 self._take_blocks(message)
             case Beat(state):
-                self.latest, self.compiling = state, message.compiling
+                self.latest, self.compiling, self.late_compiles = state, message.compiling, message.late_compiles
             case Ready() | Unable() | PullEnded() | AdapterRead():
                 self._take_news(message)
 
