@@ -1,4 +1,5 @@
-"""Products of experts in 8 bits on both sides, in Triton: the library has none whose scales are for blocks."""
+"""Rows that are rounded to e4m3, in Triton, and products of experts in 8 bits on both sides: the library has none whose
+scales are for blocks."""
 
 from __future__ import annotations
 
@@ -6,6 +7,72 @@ import triton
 import triton.language as tl
 
 from llm_service.layers.gpu.quantized_kernel import rows_of
+
+_HIGHEST = tl.constexpr(448.0)
+"""Of e4m3."""
+_LEAST_NORMAL = tl.constexpr(2.0**-6)
+"""Of e4m3; smaller ones are as far apart as these."""
+_NO_FOURTH = tl.constexpr(1.5 * 2.0**20)
+"""So many times its power of two, near which a float32 has no digits behind a number's third."""
+_SMALLEST = tl.constexpr(2.0**-126 * 448.0)
+"""What is smaller is rounded as if it were this: its scale would not be a normal number."""
+
+
+@triton.jit
+def _three_bits(x):
+    """float32 with as many digits behind the first as e4m3 has, halves to even: so the conversion changes nothing,
+    which Triton's interpreter does otherwise than a GPU."""
+    power = (x.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    near = tl.maximum(power, _LEAST_NORMAL) * _NO_FOURTH
+    return x + near - near
+
+
+@triton.jit
+def _divided(x, largest):
+    """x float32 in steps of which _HIGHEST reach to `largest`, e4m3, and the step. There is none where one is not a
+    finite number."""
+    finite = largest < float("inf")
+    scale = tl.math.div_rn(tl.maximum(tl.where(finite, largest, 0.0), _SMALLEST), _HIGHEST)
+    numbers = tl.math.div_rn(tl.where(finite, x, 0.0), scale)
+    numbers = _three_bits(tl.minimum(tl.maximum(numbers, -_HIGHEST), _HIGHEST)).to(tl.float8e4nv)
+    return numbers, tl.where(finite, scale, float("nan"))
+
+
+@triton.jit
+def _size(x):
+    """float32: its absolute value; what is no number is as large as can be."""
+    size = tl.abs(x)
+    return tl.where(size < float("inf"), size, float("inf"))
+
+
+@triton.jit(do_not_specialize=["m", "row_stride", "group_stride"])
+def round_to_e4m3_kernel(numbers, scales, x, m, k, row_stride, group_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid [rows]. Rounds x [m, k] to e4m3 numbers [rows, k], of which those behind m are zeros; both are contiguous.
+    With a WIDTH, which divides k and BLOCK, each so many numbers have a scale, else all of a row: float32, in `scales`,
+    `row_stride` from that of the row before and `group_stride` from that of the group before."""
+    row = tl.program_id(0).to(tl.int64)
+    each = tl.arange(0, BLOCK)
+    if WIDTH:
+        for start in range(0, k, BLOCK):
+            there = (row < m) & (start + each < k)
+            given = tl.load(x + row * k + start + each, there, 0.0).to(tl.float32)
+            parts = tl.reshape(given, (BLOCK // WIDTH, WIDTH))
+            found, scale = _divided(parts, tl.max(_size(parts), 1)[:, None])
+            tl.store(numbers + row * k + start + each, tl.reshape(found, (BLOCK,)), start + each < k)
+            group = start // WIDTH + tl.arange(0, BLOCK // WIDTH)
+            at = row * row_stride + group.to(tl.int64) * group_stride
+            tl.store(scales + at, tl.reshape(scale, (BLOCK // WIDTH,)), group < k // WIDTH)
+    else:
+        largest = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, k, BLOCK):
+            there = (row < m) & (start + each < k)
+            largest = tl.maximum(largest, _size(tl.load(x + row * k + start + each, there, 0.0).to(tl.float32)))
+        most = tl.max(largest, 0)
+        for start in range(0, k, BLOCK):
+            there = (row < m) & (start + each < k)
+            found, scale = _divided(tl.load(x + row * k + start + each, there, 0.0).to(tl.float32), most)
+            tl.store(numbers + row * k + start + each, found, start + each < k)
+            tl.store(scales + row * row_stride, scale)
 
 
 @triton.jit

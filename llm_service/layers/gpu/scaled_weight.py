@@ -15,11 +15,13 @@ from torch.nn import functional
 from torch.nn.functional import ScalingType
 
 from llm_service.layers.gpu.kernel_trial import gives
-from llm_service.layers.gpu.scaled_kernel import scaled_product_kernel
+from llm_service.layers.gpu.scaled_kernel import round_to_e4m3_kernel, scaled_product_kernel
 from llm_service.layers.quantized_weight import GroupedWeight, Number
 
 _HIGHEST = torch.finfo(torch.float8_e4m3fn).max
 _BLOCK = 128
+_ROUNDED = 4096
+"""Numbers of a row that are rounded at a time, at most."""
 _ALIGNED = 16
 """Sides of a product are multiples of it."""
 _HOPPER = (9, 0)
@@ -66,13 +68,13 @@ class ScaledWeight:
 
     def product(self, x: Tensor) -> Tensor:
         """x bfloat16 [m, inputs] → x Wᵀ [m, outputs], in the same type."""
-        rows = functional.pad(x, (0, 0, 0, -len(x) % _ALIGNED))
-        numbers, scale = _rounded(rows, _BLOCK if self.blocks else rows.shape[1])
+        rows = triton.cdiv(len(x), _ALIGNED) * _ALIGNED
+        numbers, scale = _rounded(x, blocks=self.blocks, rows=rows, by_group=self.blocks)
         how = ScalingType.BlockWise1x128 if self.blocks else ScalingType.RowWise
         return functional.scaled_mm(
             numbers,
             self.codes.t(),
-            scale.t().contiguous().t() if self.blocks else scale,
+            scale,
             how,
             self.scale,
             ScalingType.BlockWise128x128 if self.blocks else how,
@@ -122,7 +124,7 @@ class ScaledExperts:
         out = x.new_empty(m, n)
         if not m:
             return out
-        numbers, scale = _rounded(x, _BLOCK if self.blocks else k)
+        numbers, scale = _rounded(x, blocks=self.blocks, rows=m)
         tiles = m // launch.rows + min(m, experts)
         scaled_product_kernel[(triton.cdiv(n, launch.outputs), tiles)](
             out,
@@ -142,9 +144,28 @@ class ScaledExperts:
         return out
 
 
-def _rounded(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def _rounded(x: Tensor, *, blocks: bool, rows: int, by_group: bool = False) -> tuple[Tensor, Tensor]:
+    """As `rounded_plainly`, by a kernel: each 128 numbers, with `blocks`, or all of a row, and zeros up to `rows` rows.
+    Scales lie together by row, or `by_group`."""
+    m, k = x.shape
+    groups = k // _BLOCK if blocks else 1
+    numbers = x.new_empty(rows, k, dtype=torch.float8_e4m3fn)
+    kept = x.new_empty(*((groups, rows) if by_group else (rows, groups)), dtype=torch.float32)
+    scales = kept.t() if by_group else kept
+    block = min(_ROUNDED, triton.next_power_of_2(k))
+    round_to_e4m3_kernel[(rows,)](
+        *(numbers, kept, x.contiguous()),
+        *(m, k, *scales.stride()),
+        WIDTH=_BLOCK if blocks else 0,
+        BLOCK=block,
+        num_warps=4 if block <= 1024 else 8,
+    )
+    return numbers, scales
+
+
+def rounded_plainly(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """x [m, k] as e4m3, and the scale of each `width` numbers, float32 [m, k / width]: the largest of them is the
-    largest that there is."""
+    largest that there is. By torch's operators."""
     parts = x.contiguous().view(len(x), -1, width)
     scale = parts.abs().amax(2, keepdim=True).float().clamp_(min=torch.finfo(torch.float32).tiny * _HIGHEST)
     scale /= _HIGHEST
@@ -189,7 +210,7 @@ def _are_right(blocks: bool, device: torch.device) -> bool:
 def _rows_of(wide: Tensor, blocks: bool) -> tuple[Tensor, Tensor]:
     """Rows bfloat16, and the product of what they are rounded to."""
     x = torch.randn(40, _TRIED, device=wide.device).bfloat16()
-    numbers, scale = _rounded(x, _BLOCK if blocks else _TRIED)
+    numbers, scale = rounded_plainly(x, _BLOCK if blocks else _TRIED)
     return x, (numbers.float() * scale.repeat_interleave(_TRIED // scale.shape[1], 1)) @ wide.T
 
 

@@ -76,6 +76,34 @@ def growing_rows(rows: int, inputs: int) -> Tensor:
     return (torch.randn(rows, inputs) * torch.logspace(-4, 4, max(1, rows))[:rows].unsqueeze(1)).bfloat16()
 
 
+@pytest.mark.parametrize("by_group", [False, True])
+@pytest.mark.parametrize(("blocks", "inputs"), [(True, 128), (True, 640), (True, 4992), (False, 176), (False, 5000)])
+def test_rows_are_rounded_as_by_plain_operators(blocks: bool, inputs: int, by_group: bool) -> None:
+    """Tiny and huge ones as well, with zeros behind them. (Triton's interpreter reads subnormal numbers wrongly.)"""
+    if by_group and not blocks:
+        pytest.skip("a row has one scale")
+    x = growing_rows(7, inputs)
+    x[0], x[1, : inputs // 2], x[2, 3], x[3] = 0, 0, 3e38, (0.1 + torch.rand(inputs)) * 1e-36
+    numbers, scales = scaled_weight._rounded(x, blocks=blocks, rows=16, by_group=by_group)
+    expected, steps = scaled_weight.rounded_plainly(x, 128 if blocks else inputs)
+    assert torch.equal(numbers[:7].float(), expected.float())
+    assert torch.equal(scales[:7], steps)
+    assert scales.t().is_contiguous() == by_group or scales.shape[1] == 1
+    assert not numbers[7:].float().any()
+
+
+def test_a_row_with_what_is_no_number_has_no_scale() -> None:
+    x = growing_rows(3, 256)
+    x[0, 5], x[1, 200] = float("nan"), float("-inf")
+    for blocks in (True, False):
+        numbers, scales = scaled_weight._rounded(x, blocks=blocks, rows=3)
+        found = (numbers.float().view(3, scales.shape[1], -1) * scales[:, :, None]).view(3, -1)
+        lost = slice(0, 128) if blocks else slice(None)
+        assert found[0, lost].isnan().all()
+        assert found[1, 128:].isnan().all()
+        assert found[2].isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("weight", "blocks"),
     [
