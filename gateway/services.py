@@ -110,6 +110,7 @@ class LlmService:
     info: llm_pb2.LlmServiceGetInfoResponse | None = None
     between: llm_pb2.LlmServiceGetInfoResponse | None = None
     model: str = ""
+    aliases: frozenset[str] = frozenset()
     adapters: frozenset[str] = frozenset()
     in_flight: int = 0
     told: llm_pb2.LlmServiceGetLoadResponse = field(default_factory=llm_pb2.LlmServiceGetLoadResponse)
@@ -123,7 +124,11 @@ class LlmService:
 
     def serves(self, model: str) -> bool:
         """Whether it has a model or an adapter of this name, or had when it could last serve."""
-        return model == self.model or model in self.adapters
+        return self.is_of(model) or model in self.adapters
+
+    def is_of(self, model: str) -> bool:
+        """The same of a model alone."""
+        return model == self.model or model in self.aliases
 
     def reconnect(self, channel: grpc.aio.Channel) -> grpc.aio.Channel:
         """Has further calls take another channel. Returns the one before, on which others may be under way."""
@@ -175,6 +180,7 @@ class LlmService:
         self.came += now is not None and (self.info is None or now.instance != self.info.instance)
         self.looked_at, self.info, self._cause = True, now, cause
         self.model, self._instance = (now.model, now.instance) if now else (self.model, self._instance)
+        self.aliases = frozenset(now.aliases) if now else self.aliases
         self.adapters = frozenset(adapter.name for adapter in now.adapters) if now else self.adapters
 
 
@@ -236,8 +242,9 @@ class LlmServices:
 
     @property
     def models(self) -> dict[str, llm_pb2.LlmServiceGetInfoResponse]:
-        """The models that are served, by name."""
-        return {service.info.model: service.info for service in self.services if service.info is not None}
+        """The models that are served, by each of their names."""
+        infos = [service.info for service in self.services if service.info is not None]
+        return {name: info for info in infos for name in (info.model, *info.aliases)}
 
     @property
     def adapters(self) -> dict[str, llm_pb2.LlmServiceGetInfoResponse]:
@@ -253,13 +260,18 @@ class LlmServices:
         """What an answer calls the model: as it was asked for, or whichever is served, or will be again."""
         return model or next(iter(self.models), "") or next(iter(self._between), "")
 
+    def own_name(self, model: str) -> str:
+        """What a model calls itself, by any of its names; as it was given where nobody has it."""
+        return next((service.model for service in self.services if service.is_of(model)), model)
+
     def about(self, model: str) -> llm_pb2.LlmServiceGetInfoResponse | None:
         """What a service of this model says of itself; None where there is none that a request may go to."""
         return self.models.get(model) or self._between.get(model)
 
     @property
     def _between(self) -> dict[str, llm_pb2.LlmServiceGetInfoResponse]:
-        return {service.model: service.between for service in self.services if service.between is not None}
+        waiting = [service for service in self.services if service.between is not None]
+        return {name: each.between for each in waiting for name in (each.model, *each.aliases) if each.between}
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:

@@ -14,6 +14,7 @@ from common.nixl.agent import BACKENDS
 from common.rpc.channel import ChannelSecurity
 from common.rpc.server import LISTEN, ServerConfig
 from common.tokens import TokenFile, read_tokens
+from llm_service.generation_config import check_override
 from twinlens import credentials
 
 _CPU_LIMITS, _GPU_LIMITS, _LARGE_GPU_LIMITS = (64, 512), (256, 4096), (256, 8192)
@@ -42,7 +43,20 @@ class LlmConfig(ServerConfig):
 
     listen: str = option("127.0.0.1:7002", LISTEN)
     model: str = option("", "checkpoint folder, or a name on the Hugging Face hub", required=True)
-    served_model_name: str = option("", "name that requests may ask for; by default the folder's, or that on the hub")
+    served_model_name: tuple[str, ...] = option(
+        (),
+        "names that requests may ask for, comma-separated, of which the first is the model's; by default the folder's,"
+        " or that on the hub",
+        parse=words,
+    )
+    generation_config: str = option(
+        "auto",
+        "what sampling is like where requests do not say: auto is by the checkpoint's generation_config.json, none by"
+        " no file, else by that of this folder",
+    )
+    override_generation_config: Mapping[str, Any] | None = option(
+        None, "parameters that go before those of that file, as a JSON object", parse=json_object
+    )
     chat_template: str = option("", "file with a chat template (Jinja), in place of the checkpoint's own")
     default_chat_template_kwargs: Mapping[str, Any] | None = option(
         None,
@@ -344,6 +358,7 @@ class LlmConfig(ServerConfig):
     def validate(self) -> None:
         """Raises ValueError where options are missing or contradict each other."""
         self.check_server()
+        check_override(self.override_generation_config or {})
         if not self.video_pruning_rate < 1:
             raise ValueError("--video-pruning-rate must be below 1")
         self._check_adapters()

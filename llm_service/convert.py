@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from common.media.item import Embedding, Key, Media, Modality, Options
 from llm_service.config import LlmConfig
 from llm_service.embedder import Embedder
 from llm_service.engine.token_masks import mask_of
+from llm_service.generation_config import RANGES, is_within, wanted_range
 from llm_service.request import (
     ChatPrompt,
     Length,
@@ -39,35 +39,24 @@ from llm_service.request import (
 from llm_service.transcriber import Transcriber
 from twinlens.v1 import llm_pb2, media_pb2
 
-_RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0.0, 100.0),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.0, 100.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "top_k": (0, 1 << 31),
-    "max_tokens": (1, 1 << 31),
-    "min_tokens": (0, 1 << 31),
-}
 VISION = frozenset((Modality.IMAGE, Modality.VIDEO))
 """What most models take."""
-_ABOVE_ZERO = ("top_p", "repetition_penalty")
 _EFFORTS = ("", "none", "minimal", "low", "medium", "high", "xhigh", "max")
 _NOTHING_SAID = SamplingParams(max_tokens=1, temperature=0.0)
 """Of an embedding, which stands in the place of one token, and of a prompt for another service."""
 
 
 class RequestReader:
-    """Reads GenerateRequest and EmbedRequest messages under one service's limits; `defaults` are the checkpoint's own
-    settings, and `modalities` what the model takes; `adapter` gives the one of a name, None for no such, and
-    `own_adapter` the checkpoint's own that prompts with items of these modalities are computed with, if any;
-    `transcriber` asks it for the words of a sound, and `embedder` says what its embeddings are."""
+    """Reads GenerateRequest and EmbedRequest messages under one service's limits, for the model of these `names`;
+    `defaults` are those of `generation_config`, and `modalities` what the model takes; `adapter` gives the one of a
+    name, None for no such, and `own_adapter` the checkpoint's own that prompts with items of these modalities are
+    computed with, if any; `transcriber` asks it for the words of a sound, and `embedder` says what its embeddings
+    are."""
 
     def __init__(
         self,
         config: LlmConfig,
-        model: str,
+        names: tuple[str, ...],
         vocab_size: int,
         defaults: dict[str, Any],
         modalities: Collection[Modality] = VISION,
@@ -79,7 +68,7 @@ class RequestReader:
         self._config = config
         self.max_items = {kind: limit for kind, limit in config.max_items.items() if kind in modalities}
         """How many items of each modality one request may hold."""
-        self._model = model
+        self._names = names
         self._adapter, self._own_adapter = adapter, own_adapter
         self._vocab_size = vocab_size
         self._sampling = SamplingReader(config, vocab_size, defaults)
@@ -194,7 +183,7 @@ class RequestReader:
     def _named(self, model: str) -> LoadedAdapter | None:
         """The adapter of this name, None for the model. Raises NotFound."""
         adapter = self._adapter(model)
-        if model and model != self._model and adapter is None:
+        if model and model not in self._names and adapter is None:
             raise NotFound("this service does not serve that model", reason="UNKNOWN_MODEL", field="model")
         return adapter
 
@@ -331,30 +320,22 @@ class RequestReader:
 
 
 class SamplingReader:
-    """Reads SamplingParams under one service's limits; `defaults` are the checkpoint's own settings, of which those
-    out of range, as a top_k of -1, are nothing."""
+    """Reads SamplingParams under one service's limits; `defaults` are those of `generation_config`."""
 
     def __init__(self, config: LlmConfig, vocab_size: int, defaults: dict[str, Any]) -> None:
         self._config = config
         self._vocab_size = vocab_size
-        stated = {name: defaults[name] for name in _RANGES if type(defaults.get(name)) in (int, float)}
-        self._defaults = {name: value for name, value in stated.items() if _is_within(name, value, *_RANGES[name])}
-        if "top_k" in self._defaults:
-            self._defaults["top_k"] = int(self._defaults["top_k"])  # JSON knows no whole numbers
-        if defaults.get("do_sample") is False:
-            self._defaults["temperature"] = 0.0
-        self._defaults.pop("max_tokens", None)
-        self._defaults.pop("min_tokens", None)
+        self._defaults = defaults
 
     def read(self, message: llm_pb2.SamplingParams, context: int) -> SamplingParams:
         """Every value, the defaults filled in; `context` tokens at most. Raises InvalidInput, which names the value."""
         values: dict[str, Any] = dict(self._defaults)
-        for name in (*_RANGES, "seed", "ignore_eos", "n", "logprobs", "prompt_logprobs"):
+        for name in (*RANGES, "seed", "ignore_eos", "n", "logprobs", "prompt_logprobs"):
             if message.HasField(name):
                 values[name] = getattr(message, name)
-        for name, (low, high) in _RANGES.items():
-            if name in values:
-                self._check_range(name, values[name], low, high)
+        for name in RANGES:
+            if name in values and not is_within(name, values[name]):
+                raise _out_of_range(name, wanted_range(name))
         self._check_range("n", values.get("n", 1), 1, self._config.max_choices)
         for name in ("logprobs", "prompt_logprobs"):
             self._check_range(name, values.get(name, 0), 0, min(self._config.max_logprobs, self._vocab_size))
@@ -418,9 +399,8 @@ class SamplingReader:
         return tuple(message.bad_words)
 
     def _check_range(self, name: str, value: float, low: float, high: float) -> None:
-        if not _is_within(name, value, low, high):
-            wanted = f"above {low}, and at most {high}" if name in _ABOVE_ZERO else f"between {low} and {high}"
-            raise InvalidInput(f"{name} must be {wanted}", reason="OUT_OF_RANGE", field=f"sampling.{name}")
+        if not low <= value <= high:
+            raise _out_of_range(name, f"between {low} and {high}")
 
     def _check_stop(self, message: llm_pb2.SamplingParams) -> None:
         if len(message.stop) > self._config.max_stop_texts:
@@ -433,8 +413,8 @@ class SamplingReader:
             )
 
 
-def _is_within(name: str, value: float, low: float, high: float) -> bool:
-    return math.isfinite(value) and low <= value <= high and not (name in _ABOVE_ZERO and value == 0)
+def _out_of_range(name: str, wanted: str) -> InvalidInput:
+    return InvalidInput(f"{name} must be {wanted}", reason="OUT_OF_RANGE", field=f"sampling.{name}")
 
 
 def _resumed(

@@ -20,6 +20,7 @@ from common.identity import encoder_digest
 from common.metrics import Metrics
 from common.rpc.server import GrpcServer
 from common.wire import DType, RowLayout
+from llm_service import generation_config
 from llm_service.config import LlmConfig, Meeting
 from llm_service.convert import RequestReader
 from llm_service.embedder import Embedder
@@ -62,8 +63,9 @@ _COMPILE_SECONDS = 0.7
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """What is known of a model before anything is opened. `name` is what requests may ask for; `own_adapters` are the
-    checkpoint's own, folders by modality. `kv_layout` is empty where no KV blocks are exchanged."""
+    """What is known of a model before anything is opened. `names` are what requests may ask for, the first is its own;
+    `own_adapters` are the checkpoint's own, folders by modality. `kv_layout` is empty where no KV blocks are
+    exchanged."""
 
     checkpoint: Checkpoint
     served: ServedModel
@@ -72,7 +74,7 @@ class _Model:
     digest: str
     kv_layout: bytes
     prompts: PromptBuilder
-    name: str
+    names: tuple[str, ...]
 
     @classmethod
     async def read(cls, config: LlmConfig) -> _Model:
@@ -86,8 +88,13 @@ class _Model:
         if settings.draft_model and config.method == "draft_model":
             await tasks.to_thread(check_same_tokens, checkpoint, Checkpoint(Path(settings.draft_model)))
         prompts = await tasks.to_thread(_prompts, config, checkpoint, served)
-        name = config.served_model_name or checkpoint.name
-        return cls(checkpoint, served, settings, layout, digest, kv, prompts, name)
+        names = tuple(dict.fromkeys(config.served_model_name)) or (checkpoint.name,)
+        return cls(checkpoint, served, settings, layout, digest, kv, prompts, names)
+
+    @property
+    def name(self) -> str:
+        """What answers and metrics call it."""
+        return self.names[0]
 
     @property
     def own_adapters(self) -> Mapping[str, str]:
@@ -254,24 +261,24 @@ def _components(
         max_waiting_tokens=config.max_waiting_tokens,
     )
     enabled = bool(config.lora_dir)
-    adapters = Adapters(engine, model.name, config.max_loaded_loras, enabled=enabled, of_media=model.own_adapters)
+    adapters = Adapters(engine, model.names, config.max_loaded_loras, enabled=enabled, of_media=model.own_adapters)
     prefixes = Prefixes(lambda: engine.prefix_block)
     parts = prompts, compiler, receiver, engine, prefixes, admission, sessions, meters, adapters, prefills
     generator = Generator(*parts)
     meters.watch(admission, engine, encoder_cache, receiver, pool)
     meters.watch_prefills(prefills)
     meters.watch_adapters(adapters, engine)
-    defaults = checkpoint.json("generation_config.json")
+    defaults = generation_config.read(checkpoint, config.generation_config, config.override_generation_config)
     embedder = Embedder.of(checkpoint, model.served.hidden_size)
     chosen = adapters.find, adapters.of_media, Transcriber.of(checkpoint, prompts), embedder
     return Components(
         config=config,
-        model=model.name,
+        names=model.names,
         architecture=checkpoint.architecture,
         digest=model.digest,
         kv_layout=model.kv_layout,
         longest=model.served.longest(config.max_context),
-        requests=RequestReader(config, model.name, prompts.vocab_size, defaults, prompts.modalities, *chosen),
+        requests=RequestReader(config, model.names, prompts.vocab_size, defaults, prompts.modalities, *chosen),
         prompts=prompts,
         embedder=embedder,
         reranker=Reranker.of(checkpoint, prompts),
@@ -456,7 +463,7 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedMo
         row_mirror=config.row_mirror,
         log_level=config.log_level,
         **_adapter_settings(config, checkpoint, served),
-        base_names=tuple({Path(name).name for name in (checkpoint.name, config.served_model_name) if name}),
+        base_names=tuple({Path(name).name for name in (checkpoint.name, *config.served_model_name)}),
         library=served.library,
         grows_steps=not config.max_step_tokens,
     )

@@ -81,7 +81,7 @@ class Components:
     there is memory for."""
 
     config: LlmConfig
-    model: str
+    names: tuple[str, ...]
     architecture: str
     digest: str
     kv_layout: bytes
@@ -233,7 +233,8 @@ class LlmServicer(LlmServiceServicer):
         components, ready = self._components, self._components.engine.ready
         return llm_pb2.LlmServiceGetInfoResponse(
             version=__version__,
-            model=components.model,
+            model=components.names[0],
+            aliases=components.names[1:],
             architecture=components.architecture,
             encoder_digest=components.digest,
             context_tokens=ready.context if ready else 0,

@@ -89,19 +89,21 @@ class Adapters:
 
     async def _load(self, asked: LoadRequest, metadata: Metadata) -> Outcomes:
         async with self._changing:
-            chosen = self._chosen(asked.base_model_name or "")
+            base = self._services.own_name(asked.base_model_name or "")
+            chosen = self._chosen(base)
             outcomes = await self._at(chosen, load(asked.lora_name, asked.lora_path, metadata), asked.lora_name)
-            base = next((service.model for service, error in outcomes.items() if error is None and service.model), "")
-            if not base and (before := self._kept.find(asked.base_model_name or "", asked.lora_name)) is not None:
-                base = before.base if before.path == asked.lora_path else ""  # where it failed it is tried again
-            if base:
-                self._kept.keep(Kept(base, asked.lora_name, asked.lora_path), outcomes)
+            over = next((service.model for service, error in outcomes.items() if error is None and service.model), "")
+            if not over and (before := self._kept.find(base, asked.lora_name)) is not None:
+                over = before.base if before.path == asked.lora_path else ""  # where it failed it is tried again
+            if over:
+                self._kept.keep(Kept(over, asked.lora_name, asked.lora_path), outcomes)
             return outcomes
 
     async def _unload(self, asked: UnloadRequest, metadata: Metadata) -> Outcomes:
         async with self._changing:
-            chosen = self._chosen(asked.base_model_name or "")
-            known = self._kept.forget(asked.base_model_name or "", asked.lora_name)
+            base = self._services.own_name(asked.base_model_name or "")
+            chosen = self._chosen(base)
+            known = self._kept.forget(base, asked.lora_name)
             outcomes = await self._at(chosen, unload(asked.lora_name, metadata))
             known = known or any(error is None for error in outcomes.values())
             if known:  # those that do not have it are as they should be

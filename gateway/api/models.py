@@ -39,7 +39,7 @@ class Models:
         context_of(request, "models")
         if not self._services.usable:  # an empty list would say that there are none
             raise Unavailable("no LLM service is available", reason="NO_LLM_SERVICE")
-        models = [self._model(info) for info in self._services.models.values()]
+        models = [self._model(name, info) for name, info in self._services.models.items()]
         adapters = [self._adapter(name, info) for name, info in self._services.adapters.items()]
         return json_answer({"object": "list", "data": [*models, *adapters]})
 
@@ -54,11 +54,11 @@ class Models:
         info = self._services.models.get(name)
         if info is None:
             raise self._services.lack(name)
-        return json_answer(self._model(info))
+        return json_answer(self._model(name, info))
 
-    def _model(self, info: llm_pb2.LlmServiceGetInfoResponse) -> dict[str, Any]:
+    def _model(self, name: str, info: llm_pb2.LlmServiceGetInfoResponse) -> dict[str, Any]:
         return {
-            "id": info.model,
+            "id": name,
             "object": "model",
             "created": self._services.since(info.model),
             "owned_by": "twinlens",
@@ -70,7 +70,7 @@ class Models:
 
     def _adapter(self, name: str, info: llm_pb2.LlmServiceGetInfoResponse) -> dict[str, Any]:
         """As vLLM tells of one: a model of its own, with the one that it was trained over as its parent."""
-        return {**self._model(info), "id": name, "parent": info.model}
+        return {**self._model(name, info), "parent": info.model}
 
 
 def _embeddings(told: llm_pb2.Embeddings) -> dict[str, Any]:

@@ -27,14 +27,14 @@ class Adapters:
     def __init__(
         self,
         engine: EngineClient,
-        model: str,
+        models: tuple[str, ...],
         most: int,
         *,
         enabled: bool,
         of_media: Mapping[str, str] | None = None,
     ) -> None:
         self._engine = engine
-        self._model = model
+        self._models = models
         self._most = most
         self._enabled = enabled
         self._named: dict[str, LoadedAdapter] = {}
@@ -96,7 +96,7 @@ class Adapters:
     def _check(self, name: str) -> None:
         if not self._enabled:
             raise Precondition("adapters are not served: there is no --lora-dir", reason="ADAPTERS_OFF")
-        if not name or len(name) > _LONGEST_NAME or not name.isprintable() or name == self._model:
+        if not name or len(name) > _LONGEST_NAME or not name.isprintable() or name in self._models:
             raise InvalidInput("this is no name for an adapter", reason="BAD_NAME", field="name")
         if name in self._named:
             raise Precondition("an adapter of that name is loaded", reason="ADAPTER_EXISTS", field="name")

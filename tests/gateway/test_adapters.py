@@ -134,7 +134,7 @@ def test_over_several_models_the_base_is_named(checkpoints: Callable[..., Path],
     with ExitStack() as stack:
         one, other = (
             stack.enter_context(llm_server(checkpoints("qwen3_vl"), **{**flags, "served_model_name": name}))
-            for name in ("one", "other")
+            for name in ("one", "other,also")
         )
         running = stack.enter_context(gateway(one.address, other.address, allow_lora_updates="on"))
         front = Door(running)
@@ -143,8 +143,10 @@ def test_over_several_models_the_base_is_named(checkpoints: Callable[..., Path],
         assert (unclear.status, unclear.error["code"], unclear.error["param"]) == (400, "BAD_FIELD", "base_model_name")
         assert load(front, "mine", "mine", base_model_name="other").status == 200
         assert (names(one), names(other)) == ([], ["mine"])
-        assert unload(front, "mine", base_model_name="other").status == 200
+        assert unload(front, "mine", base_model_name="also").status == 200
         assert names(other) == []
+        taken = load(front, "also", "mine", base_model_name="other")
+        assert (taken.status, taken.error["param"]) == (400, "lora_name")
 
 
 def test_nobody_changes_anything_unless_that_is_allowed(services: tuple[Service, Service]) -> None:

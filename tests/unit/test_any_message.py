@@ -72,7 +72,7 @@ def spoilt(draw: Any, *messages: Any) -> bytes:
 @example(CHAT.SerializeToString())
 def test_the_llm_service_reads_or_refuses_it(data: bytes) -> None:
     with contextlib.suppress(DecodeError, TwinlensError):
-        request = RequestReader(CONFIG, "m", 600, {}).read(v1.GenerateRequest.FromString(data), None, 512)
+        request = RequestReader(CONFIG, ("m",), 600, {}).read(v1.GenerateRequest.FromString(data), None, 512)
         assert request.sampling.max_tokens <= 512
 
 
@@ -92,7 +92,7 @@ def test_the_encoder_reads_or_refuses_it(data: bytes) -> None:
 
 def test_what_is_not_spoilt_is_read() -> None:
     """So the tests above get past the first check."""
-    assert len(RequestReader(CONFIG, "m", 600, {}).read(CHAT, None, 512).media) == len(MEDIA)
+    assert len(RequestReader(CONFIG, ("m",), 600, {}).read(CHAT, None, 512).media) == len(MEDIA)
     convert.check_items(ENCODE.items, BOUNDS)
     convert.check_lists(ENCODE)
     for index, media in enumerate(MEDIA):

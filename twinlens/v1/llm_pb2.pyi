@@ -547,7 +547,7 @@ class LlmServiceGetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class LlmServiceGetInfoResponse(_message.Message):
-    __slots__ = ("version", "model", "architecture", "encoder_digest", "context_tokens", "vocab_size", "tensor_parallel", "unimplemented", "devices", "unimplemented_sampling", "modalities", "tool_format", "weights", "adapters", "instance", "embeddings", "reranker")
+    __slots__ = ("version", "model", "architecture", "encoder_digest", "context_tokens", "vocab_size", "tensor_parallel", "unimplemented", "devices", "unimplemented_sampling", "modalities", "tool_format", "weights", "adapters", "instance", "embeddings", "reranker", "aliases")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -565,6 +565,7 @@ class LlmServiceGetInfoResponse(_message.Message):
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
     RERANKER_FIELD_NUMBER: _ClassVar[int]
+    ALIASES_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     architecture: str
@@ -582,7 +583,8 @@ class LlmServiceGetInfoResponse(_message.Message):
     instance: int
     embeddings: Embeddings
     reranker: Reranker
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., encoder_digest: _Optional[str] = ..., context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., unimplemented: _Optional[_Iterable[str]] = ..., devices: _Optional[_Iterable[str]] = ..., unimplemented_sampling: _Optional[_Iterable[str]] = ..., modalities: _Optional[_Iterable[_Union[_media_pb2.Modality, str]]] = ..., tool_format: _Optional[_Union[ToolFormat, str]] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., instance: _Optional[int] = ..., embeddings: _Optional[_Union[Embeddings, _Mapping]] = ..., reranker: _Optional[_Union[Reranker, _Mapping]] = ...) -> None: ...
+    aliases: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., encoder_digest: _Optional[str] = ..., context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., unimplemented: _Optional[_Iterable[str]] = ..., devices: _Optional[_Iterable[str]] = ..., unimplemented_sampling: _Optional[_Iterable[str]] = ..., modalities: _Optional[_Iterable[_Union[_media_pb2.Modality, str]]] = ..., tool_format: _Optional[_Union[ToolFormat, str]] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., instance: _Optional[int] = ..., embeddings: _Optional[_Union[Embeddings, _Mapping]] = ..., reranker: _Optional[_Union[Reranker, _Mapping]] = ..., aliases: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Reranker(_message.Message):
     __slots__ = ("true_token_id", "false_token_id")

@@ -14,6 +14,7 @@ from common.errors import InvalidInput, NotFound, TwinlensError, Unsupported
 from common.media.item import Embedding, Key, Modality, Pixels, Url
 from llm_service.config import LlmConfig
 from llm_service.convert import RequestReader
+from llm_service.generation_config import sampling_defaults
 from llm_service.request import ChatPrompt, Length, MediaItem, PiecesPrompt, ResumedChoice, SamplingParams, Slot
 from twinlens import v1
 from twinlens.v1 import llm_pb2
@@ -24,7 +25,7 @@ VIDEO = v1.Media(modality=v1.MODALITY_VIDEO, data=b"file")
 
 
 def requests(defaults: dict[str, Any] | None = None, **options: Any) -> RequestReader:
-    return RequestReader(LlmConfig(model="folder", **options), "tiny", VOCABULARY, defaults or {})
+    return RequestReader(LlmConfig(model="folder", **options), ("tiny",), VOCABULARY, sampling_defaults(defaults or {}))
 
 
 def message(**sampling: Any) -> v1.GenerateRequest:

@@ -121,7 +121,7 @@ def generator(
         Admission(max_requests=8, max_waiting=8, max_waiting_tokens=1000),
         Sessions(SessionLimits(8, 8, 60.0, 1 << 20)),
         meters or Meters(Metrics("test")),
-        Adapters(engine, "", 1, enabled=False),
+        Adapters(engine, (), 1, enabled=False),
     )
 
 

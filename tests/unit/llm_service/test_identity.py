@@ -60,7 +60,7 @@ media = (
 def read(message: v1.Media) -> MediaItem:
     """The item of a request, as the LLM service reads it."""
     request = v1.GenerateRequest(text=v1.TextInput(prompt="x", media=[message]))
-    requests = RequestReader(LlmConfig(model="m"), "m", 1000, {})
+    requests = RequestReader(LlmConfig(model="m"), ("m",), 1000, {})
     return requests.read(request, None, 1000).media[0]
 
 

@@ -31,7 +31,7 @@ OF_MEDIA = {"image": "seen", "video": "seen", "audio": "heard"}
 
 
 def adapters(engine: Engine, of_media: dict[str, str] = OF_MEDIA) -> Adapters:
-    return Adapters(cast(EngineClient, engine), "", 1, enabled=False, of_media=of_media)
+    return Adapters(cast(EngineClient, engine), (), 1, enabled=False, of_media=of_media)
 
 
 async def test_the_first_modality_that_a_prompt_has_says_which() -> None:

@@ -23,7 +23,7 @@ CONTEXT: Any = SimpleNamespace(time_remaining=lambda: None, peer=lambda: "ipv4:1
 @pytest.mark.parametrize("ready", [None, SimpleNamespace(context=32)])
 async def test_a_prompt_is_bounded_whether_the_engine_is_ready_or_not(ready: Any) -> None:
     parts: Any = SimpleNamespace(
-        engine=SimpleNamespace(ready=ready), longest=64, requests=RequestReader(LlmConfig(model="m"), "m", 600, {})
+        engine=SimpleNamespace(ready=ready), longest=64, requests=RequestReader(LlmConfig(model="m"), ("m",), 600, {})
     )
     ids = [1] * (64 if ready is None else 32)
     request = v1.GenerateRequest(tokens=v1.TokensInput(ids=ids), sampling=v1.SamplingParams(max_tokens=1))
