@@ -25,6 +25,7 @@ class GatewayConfig:
     )
     page: bool = option(True, "serve the page to try it on, at /")
     allow_lora_updates: bool = option(False, "callers may load and unload LoRA adapters, at every LLM service")
+    allow_cache_resets: bool = option(False, "callers may empty the caches of every LLM service")
     tls_cert: str = option("", "PEM certificate chain; with --tls-key, the port speaks TLS alone")
     tls_key: str = option("", "PEM private key of --tls-cert")
     auth_token_file: str = option(

@@ -20,6 +20,7 @@ from common.descriptors import say
 from common.errors import Unavailable
 from common.rpc.tls_files import TlsFiles
 from gateway.api.adapters import Adapters
+from gateway.api.caches import Caches
 from gateway.api.chat import Chat
 from gateway.api.completions import Completions
 from gateway.api.embeddings import Embeddings
@@ -105,6 +106,7 @@ async def serve(config: GatewayConfig) -> None:
         Route("/metrics", operations.metrics, methods=["GET"]),
         Route("/version", operations.version, methods=["GET"]),
         *(adapters.routes if config.allow_lora_updates else ()),
+        *(Caches(services).routes if config.allow_cache_resets else ()),
         *(Page().routes if config.page else ()),
     ]
     middleware = RequestMiddleware(Router(routes, redirect_slashes=False), config, meters)
