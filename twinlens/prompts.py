@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -152,13 +152,15 @@ def generate_request(
     thinking: bool | None = None,
     reasoning_effort: str = "",
     continue_final_message: bool = False,
+    calls_or_form: bool = False,
+    template_variables: Mapping[str, Any] | None = None,
     return_prompt_token_ids: bool = False,
     resume: Sequence[ResumedChoice] = (),
     max_handovers: int | None = None,
 ) -> GenerateRequest:
     """The request for a prompt. The names are `GenerateRequest`'s; a default leaves its field unset. `tools`,
-    `thinking`, `reasoning_effort` and `continue_final_message` (see `ChatInput`) go with a conversation alone, else
-    ValueError."""
+    `thinking`, `reasoning_effort`, `continue_final_message`, `calls_or_form` and `template_variables`, which become JSON
+    (see `ChatInput`), go with a conversation alone, else ValueError."""
     request = GenerateRequest(
         request_id=request_id,
         model=model,
@@ -170,7 +172,8 @@ def generate_request(
         max_handovers=max_handovers,
         return_prompt_token_ids=return_prompt_token_ids,
     )
-    of_template = bool(tools or reasoning_effort or continue_final_message) or thinking is not None
+    said = tools, reasoning_effort, continue_final_message, calls_or_form, template_variables, thinking is not None
+    of_template = any(said)
     if of_template and isinstance(prompt, TextInput | TokensInput | TranscriptionInput):
         raise ValueError("tools and thinking are the chat template's: they go with a conversation")
     match prompt:
@@ -181,12 +184,18 @@ def generate_request(
         case TranscriptionInput():
             request.transcription.CopyFrom(prompt)
         case _:
+            variables = json.dumps(template_variables, allow_nan=False) if template_variables else ""
             request.chat.CopyFrom(chat(prompt))
-            request.chat.tools.extend(tools)
-            request.chat.reasoning_effort = reasoning_effort
-            request.chat.continue_final_message = continue_final_message
+            said_of_it = ChatInput(
+                tools=tools,
+                reasoning_effort=reasoning_effort,
+                continue_final_message=continue_final_message,
+                calls_or_form=calls_or_form,
+                template_variables=variables,
+            )
             if thinking is not None:
-                request.chat.thinking = thinking
+                said_of_it.thinking = thinking
+            request.chat.MergeFrom(said_of_it)  # a `ChatInput` that was given keeps what nothing is said of
     return request
 
 

@@ -71,6 +71,9 @@ def add_parser(commands: Any) -> None:
         default="",
         help="how much the model thinks, where its chat template leaves that open: none, minimal, low, medium, high, …",
     )
+    parser.add_argument(
+        "--template-variables", metavar="JSON", type=_object, help="more variables of the chat template, an object"
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json-object", action="store_true", help="the answer is a JSON object, whichever")
     form.add_argument("--json-schema", metavar="FILE", help="the answer is JSON that follows this schema")
@@ -78,6 +81,13 @@ def add_parser(commands: Any) -> None:
     _add_sampling(parser.add_argument_group("sampling", "what is not given is left to the model's own settings"))
     add_preprocessing_flags(parser)
     add_flags(parser)
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(text).items())
+    except (ValueError, RecursionError, AttributeError):
+        raise argparse.ArgumentTypeError("expected a JSON object") from None
 
 
 def _add_sampling(group: argparse._ArgumentGroup) -> None:
@@ -139,6 +149,7 @@ def _request(arguments: argparse.Namespace) -> GenerateRequest:
         session_id=arguments.session,
         thinking=arguments.thinking,
         reasoning_effort=arguments.reasoning_effort,
+        template_variables=arguments.template_variables,
     )
 
 

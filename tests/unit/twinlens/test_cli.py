@@ -155,6 +155,14 @@ class TestAsk:
         assert ask(llm_address, "what?", "--reasoning-effort", "low") == 0
         assert (chat.reasoning_effort, llm.requests[1].chat.reasoning_effort) == ("", "low")
 
+    def test_variables_of_the_template_are_an_object(self, llm: FakeLlm, llm_address: str, capsys) -> None:
+        assert ask(llm_address, "what?", "--template-variables", '{"style": [1]}') == 0
+        assert json.loads(llm.requests[0].chat.template_variables) == {"style": [1]}
+        for text in ("[]", "{"):
+            with pytest.raises(SystemExit):
+                ask(llm_address, "what?", "--template-variables", text)
+            assert "expected a JSON object" in capsys.readouterr().err
+
     def test_the_form_of_the_answer_is_sent(self, llm: FakeLlm, llm_address: str, tmp_path, capsys) -> None:
         schema = tmp_path / "schema.json"
         schema.write_text('{"enum": [1]}', "utf-8")

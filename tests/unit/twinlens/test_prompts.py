@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import inspect
+import json
 from typing import Any
 
 import pytest
 
-from twinlens import SamplingParams, assistant, generate_request, image, system, user, v1, video
+from twinlens import SamplingParams, assistant, embed_request, generate_request, image, system, tool, user, v1, video
 
 
 def test_bytes_become_data() -> None:
@@ -103,14 +105,34 @@ def test_names_and_sampling_are_carried_over() -> None:
     assert (request.session_id, request.model) == ("t", "m")
 
 
-OF_TEMPLATES: dict[str, Any] = {"thinking": False, "reasoning_effort": "low", "continue_final_message": True}
+OF_TEMPLATES: dict[str, Any] = {
+    "tools": [tool("f")],
+    "thinking": False,
+    "reasoning_effort": "low",
+    "continue_final_message": True,
+    "calls_or_form": True,
+    "template_variables": {"style": "é"},
+}
 
 
 @pytest.mark.parametrize("name", OF_TEMPLATES)
 def test_what_a_chat_template_is_told_goes_with_a_conversation_alone(name: str) -> None:
     given = {name: OF_TEMPLATES[name]}
     request = generate_request([user("a"), assistant("b")], **given, return_prompt_token_ids=True)
-    assert {field.name: value for field, value in request.chat.ListFields() if field.name != "messages"} == given
+    said = {field.name: value for field, value in request.chat.ListFields() if field.name != "messages"}
+    assert said.keys() == given.keys()
+    value = said[name]
+    assert (json.loads(value) if name == "template_variables" else value) == OF_TEMPLATES[name]
+    assert generate_request(request.chat).chat == request.chat, "a conversation that says so already keeps it"
     assert request.return_prompt_token_ids
     with pytest.raises(ValueError, match="they go with a conversation"):
         generate_request(v1.TokensInput(ids=[1]), **given)
+
+
+def test_every_field_of_a_request_has_an_argument() -> None:
+    """Of the contract: what it takes, the short form can say."""
+    fields = {field.name for kind in (v1.GenerateRequest, v1.ChatInput) for field in kind.DESCRIPTOR.fields}
+    inputs = {field.name for field in v1.GenerateRequest.DESCRIPTOR.oneofs_by_name["input"].fields}
+    assert fields - inputs - {"messages"} == inspect.signature(generate_request).parameters.keys() - {"prompt"}
+    fields = {field.name for field in v1.EmbedRequest.DESCRIPTOR.fields}
+    assert fields - inputs == inspect.signature(embed_request).parameters.keys() - {"prompt"}
