@@ -159,7 +159,7 @@ def generate_request(
     max_handovers: int | None = None,
 ) -> GenerateRequest:
     """The request for a prompt. The names are `GenerateRequest`'s; a default leaves its field unset. `tools`,
-    `thinking`, `reasoning_effort`, `continue_final_message`, `calls_or_form` and `template_variables`, which become JSON
+    `thinking`, `reasoning_effort`, `continue_final_message`, `calls_or_form` and `template_variables`, made JSON
     (see `ChatInput`), go with a conversation alone, else ValueError."""
     request = GenerateRequest(
         request_id=request_id,
