@@ -23,6 +23,8 @@ _FORMATS: dict[int, ToolFormat] = {
     llm_pb2.TOOL_FORMAT_LLAMA: ToolFormat.LLAMA,
     llm_pb2.TOOL_FORMAT_LFM: ToolFormat.LFM,
     llm_pb2.TOOL_FORMAT_MINIMAX: ToolFormat.MINIMAX,
+    llm_pb2.TOOL_FORMAT_GRANITE: ToolFormat.GRANITE,
+    llm_pb2.TOOL_FORMAT_APERTUS: ToolFormat.APERTUS,
 }
 
 

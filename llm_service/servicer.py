@@ -65,6 +65,8 @@ _TOOL_FORMATS = {
     ToolFormat.LLAMA: llm_pb2.TOOL_FORMAT_LLAMA,
     ToolFormat.LFM: llm_pb2.TOOL_FORMAT_LFM,
     ToolFormat.MINIMAX: llm_pb2.TOOL_FORMAT_MINIMAX,
+    ToolFormat.GRANITE: llm_pb2.TOOL_FORMAT_GRANITE,
+    ToolFormat.APERTUS: llm_pb2.TOOL_FORMAT_APERTUS,
 }
 
 _MAX_NAMES = 1024

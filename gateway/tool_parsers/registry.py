@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from gateway.tool_parsers.arguments import parsed
+from gateway.tool_parsers.listed import APERTUS, GRANITE_BEGIN, apertus_reader, granite_reader, marked_granite_reader
 from gateway.tool_parsers.literals import NoLiteral, gemma_call
 from gateway.tool_parsers.mark_search import JSON_TEXTS, Quotes
 from gateway.tool_parsers.minimax import BEGIN as MINIMAX_BEGIN
@@ -61,4 +62,6 @@ TOOL_PARSERS: Final[Mapping[ToolFormat, ToolParser]] = {
     ToolFormat.LLAMA: ToolParser("", LlamaReader),
     ToolFormat.LFM: ToolParser(LFM_MARKS[0], lfm_reader),
     ToolFormat.MINIMAX: ToolParser(MINIMAX_BEGIN, minimax_reader, MINIMAX_SECTION),
+    ToolFormat.GRANITE: ToolParser(GRANITE_BEGIN, granite_reader, bare=(MARKS[0], marked_granite_reader)),
+    ToolFormat.APERTUS: ToolParser(APERTUS[0], apertus_reader, ends_reasoning="mark"),
 }

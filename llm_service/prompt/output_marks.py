@@ -18,6 +18,8 @@ class ToolFormat(Enum):
     LLAMA = "LLAMA"
     LFM = "LFM"
     MINIMAX = "MINIMAX"
+    GRANITE = "GRANITE"
+    APERTUS = "APERTUS"
 
 
 _CALLS: Final = {
@@ -25,6 +27,8 @@ _CALLS: Final = {
     "<|tool_calls_section_begin|>": ToolFormat.KIMI,
     "]<]minimax[>[": ToolFormat.MINIMAX,
     "[TOOL_CALLS]": ToolFormat.MISTRAL,
+    "<|tool_call|>": ToolFormat.GRANITE,
+    "<|tools_prefix|>": ToolFormat.APERTUS,
     "<|tool_call>": ToolFormat.GEMMA,
     "<|tool_call_start|>": ToolFormat.LFM,
     "<|tool_list_start|>": ToolFormat.LFM,  # those that lay out no calls themselves
@@ -50,6 +54,7 @@ _REASONING: Final = {
     "[THINK]": ("[THINK]", "[/THINK]"),
     "<|channel>": ("<|channel>thought", "<channel|>"),
     "<mm:think>": ("<mm:think>", "</mm:think>"),
+    "<|inner_prefix|>": ("<|inner_prefix|>", "<|inner_suffix|>"),
     THINK[0]: THINK,
 }
 """By a mark that a template has, what is written before reasoning and behind it; the first that it has counts."""
@@ -62,6 +67,7 @@ SHOWN: Final = frozenset(
         *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
         *("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_call_start|>", "<|tool_call_end|>", "]<]minimax[>["),
+        *("<|tool_call|>", "<|tools_prefix|>", "<|tools_suffix|>", "<|inner_prefix|>", "<|inner_suffix|>"),
     )
 )
 """Marks of reasoning and of calls, which are in a text though a tokenizer may have them as special tokens, which texts

@@ -13,7 +13,11 @@ from llm_service.prompt.output_marks import CALL, ToolFormat
 
 _LONGEST_SIGN: Final = 512
 """Bytes of the sign of a call, at most: its mark, white space, and a function's name."""
-_MARKS: Final = {ToolFormat.KIMI: "<|tool_calls_section_begin|>", ToolFormat.GEMMA: "<|tool_call>"}
+_MARKS: Final = {
+    ToolFormat.KIMI: "<|tool_calls_section_begin|>",
+    ToolFormat.GEMMA: "<|tool_call>",
+    ToolFormat.APERTUS: "<|tools_prefix|>",
+}
 """Marks of calls that end reasoning whatever follows."""
 
 

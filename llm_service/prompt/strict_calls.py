@@ -18,6 +18,7 @@ _SPACE = "SPACE: /[ \\n]{0,4}/"
 _KIMI = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
 _KIMI_SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 _MISTRAL, _ARGUMENTS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_GRANITE = "<|tool_call|>"
 
 
 def strict_calls(
@@ -82,11 +83,12 @@ def _grammar(tools: Sequence[ToolDefinition], template: ChatTemplate, tokens: Ma
             id_ = f"(<[{tokens[_ID]}]> ID)? " if _ID in tokens else ""
             head = f"name{{}} {id_}<[{tokens[_ARGUMENTS]}]>"
             return _MISTRAL, _by_name(tools, head, "") + ("\nID: /[a-zA-Z0-9]{9}/" if id_ else "")
-        case ToolFormat.MISTRAL:
+        case ToolFormat.MISTRAL | ToolFormat.GRANITE:
             call, definitions = _one_call(tools)
             several = {"type": "array", "items": call, "minItems": 1, "$defs": definitions}
             calls = json.dumps(with_short_gaps(several))
-            return _MISTRAL, f"start: SPACE calls\n{_SPACE}\ncalls: %json {calls}"
+            begin = _MISTRAL if template.tool_format is ToolFormat.MISTRAL else _GRANITE
+            return begin, f"start: SPACE calls\n{_SPACE}\ncalls: %json {calls}"
     begin, end = AROUND_CALL[template.tool_format]  # type: ignore[index] # KeyError where it is None as well
     call, definitions = _one_call(tools)
     schema = json.dumps(with_short_gaps({**call, "$defs": definitions}))

@@ -50,6 +50,12 @@ FORMS: dict[str, tuple[v1.ToolFormat, str, list[str], str]] = {
             '{"city": "Rome", "days": 2}<|tool_call_end|><|tool_calls_section_end|>'
         ),
     ),
+    "a list": (
+        v1.TOOL_FORMAT_GRANITE,
+        "{{ tools }}{# <|tool_call|> #}",
+        ["<|tool_call|>"],
+        'I look.<|tool_call|>[{"name": "weather", "arguments": {"city": "Rome", "days": 2}}]',
+    ),
     "the whole answer behind reasoning": (
         v1.TOOL_FORMAT_LLAMA,
         "{{ tools }}{# <|header_start|> #}<mm:think>",
@@ -98,9 +104,15 @@ SHAPE = {
     "additionalProperties": False,
     "$defs": {"shape": {"enum": ["circle", "square"]}},
 }
-BEGINS = {"an end mark": "<|tool_call>", "the end of a value": "[TOOL_CALLS]", "a section": "<|tool_call_begin|>"}
+BEGINS = {
+    "an end mark": "<|tool_call>",
+    "the end of a value": "[TOOL_CALLS]",
+    "a section": "<|tool_call_begin|>",
+    "a list": "<|tool_call|>",
+}
 STRICT = v1.ToolDefinition(name="count", parameters=json.dumps(SHAPE), strict=True)
 STRICT_CALLS = {
+    "a list": r'\{\s*"name"\s*:\s*"count"\s*,\s*"arguments"\s*:\s*(\{.*?\})\s*\}',
     "an end mark": r'<\|tool_call>\s*\{\s*"name"\s*:\s*"count"\s*,\s*"arguments"\s*:\s*(\{.*?\})\s*\}\s*<tool_call\|>',
     "the end of a value": r"\[TOOL_CALLS\]count\[ARGS\](\{.*?\})",
     "a section": r"<\|tool_call_begin\|>functions\.count:\d+<\|tool_call_argument_begin\|>(\{.*?\})<\|tool_call_end\|>",

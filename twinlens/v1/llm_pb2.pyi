@@ -27,6 +27,8 @@ class ToolFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TOOL_FORMAT_LLAMA: _ClassVar[ToolFormat]
     TOOL_FORMAT_LFM: _ClassVar[ToolFormat]
     TOOL_FORMAT_MINIMAX: _ClassVar[ToolFormat]
+    TOOL_FORMAT_GRANITE: _ClassVar[ToolFormat]
+    TOOL_FORMAT_APERTUS: _ClassVar[ToolFormat]
 
 class Pooling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -48,6 +50,8 @@ TOOL_FORMAT_GEMMA: ToolFormat
 TOOL_FORMAT_LLAMA: ToolFormat
 TOOL_FORMAT_LFM: ToolFormat
 TOOL_FORMAT_MINIMAX: ToolFormat
+TOOL_FORMAT_GRANITE: ToolFormat
+TOOL_FORMAT_APERTUS: ToolFormat
 POOLING_UNSPECIFIED: Pooling
 POOLING_LAST: Pooling
 POOLING_MEAN: Pooling

@@ -363,7 +363,52 @@ MINIMAX: dict[str, tuple[str, Heard]] = {
     "a mention": (f"Not {NS}<tool_call> but <tool_call>.", [("text", f"Not {NS}<tool_call> but <tool_call>.")]),
 }
 
+TWO = f'{LISTED}, {{"name": "now", "arguments": {{}}}}]'
+GRANITE: dict[str, tuple[str, Heard]] = {
+    "a list": (f"<|tool_call|>{LISTED}]", [MADE]),
+    "a list of two, and words": (
+        f"Let me see.\n<|tool_call|> {TWO}\n",
+        [("text", "Let me see."), MADE, ("call", "now", {})],
+    ),
+    "a call that is in no list": (f"<|tool_call|>{LISTED[1:]}", [MADE]),
+    "another mark": (f"<tool_call>{TWO}", [MADE, ("call", "now", {})]),
+    "that mark, and its end": (f"<tool_call>\n{TWO}\n</tool_call> Hm.", [MADE, ("call", "now", {}), ("text", " Hm.")]),
+    "words behind a list": (f"<tool_call>{LISTED}] Hm.", [MADE, ("text", " Hm.")]),
+    "texts with brackets, quotes and marks": (
+        r"""<|tool_call|>[{"name": "write", "arguments": {"text": "} \" ] <|tool_call|> \\"}}]""",
+        [("call", "write", {"text": '} " ] <|tool_call|> \\'})],
+    ),
+    "a list that is cut off": (f"<|tool_call|>{LISTED}", [("text", f"<|tool_call|>{LISTED}")]),
+    "a list of something else": ("<|tool_call|>[1] Hm.", [("text", "<|tool_call|>[1] Hm.")]),
+    "an empty list": ("<|tool_call|>[]", [("text", "<|tool_call|>[]")]),
+    "a mention": ("One writes <|tool_call|> first.", [("text", "One writes <|tool_call|> first.")]),
+    "a mark at the end": ("So: <|tool_call|>", [("text", "So: <|tool_call|>")]),
+}
+
+APERTUS: dict[str, tuple[str, Heard]] = {
+    "a call": ('<|tools_prefix|>[{"weather": {"city": "Rome", "days": 2}}]<|tools_suffix|>', [MADE]),
+    "words and two calls": (
+        'Let me see.<|tools_prefix|>[{"weather": {"city": "Rome", "days": 2}}, {"now": {}}]<|tools_suffix|>Hm.',
+        [("text", "Let me see."), MADE, ("call", "now", {}), ("text", "Hm.")],
+    ),
+    "no end mark": ('<|tools_prefix|>[{"now": {}}]', [("call", "now", {})]),
+    "an end mark that is cut off": (
+        '<|tools_prefix|>[{"now": {}}]<|tools_',
+        [("call", "now", {}), ("text", "<|tools_")],
+    ),
+    "two names in one": (
+        '<|tools_prefix|>[{"now": {}, "write": {}}]<|tools_suffix|>',
+        [("text", '<|tools_prefix|>[{"now": {}, "write": {}}]<|tools_suffix|>')],
+    ),
+    "arguments that are none": (
+        '<|tools_prefix|>[{"now": 1}]<|tools_suffix|>',
+        [("text", '<|tools_prefix|>[{"now": 1}]<|tools_suffix|>')],
+    ),
+}
+
 FAMILIES = {
+    ToolFormat.GRANITE: GRANITE,
+    ToolFormat.APERTUS: APERTUS,
     ToolFormat.GLM: GLM,
     ToolFormat.MISTRAL: MISTRAL,
     ToolFormat.KIMI: KIMI,
@@ -385,6 +430,11 @@ def test_a_familys_text_is_taken_apart_wherever_it_is_cut(form: ToolFormat, name
 
 
 FIRST_OF_TWO = {
+    ToolFormat.GRANITE: (f"So: <|tool_call|>{LISTED}]", "\n<|tool_call|>["),
+    ToolFormat.APERTUS: (
+        'So: <|tools_prefix|>[{"weather": {"city": "Rome", "days": 2}}]<|tools_suffix|>',
+        "<|tools_prefix|>[{",
+    ),
     ToolFormat.GLM: (f"So: {GLM_CALL}", "\n<tool_call>"),
     ToolFormat.MISTRAL: (f"So: {NAMED}", "[TOOL_CALLS]no"),
     ToolFormat.KIMI: (f"So: {SECTION[0]}{ROME}", "<|tool_call_begin|>f"),
@@ -429,6 +479,7 @@ BITS = st.sampled_from(
         ),
         *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "now"),
         *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", *SECTION, ROME, "<|tool_call_begin|>", "<|tool_call_end|>"),
+        *("<|tool_call|>", "<|tools_prefix|>", "<|tools_suffix|>", '[{"now": {}}]'),
         *("<|tool_call>", "call:now{", '<|"|>', "<tool_call|>", "<|tool_call_start|>", "now(", "text=", "[now()]"),
         *(
             f"{NS}<tool_call>",
@@ -454,6 +505,8 @@ def test_nothing_breaks_and_no_cut_matters(bits: list[str], cuts: list[int], for
 
 LONG = 'print("</tool_call> it\'s }")\n' * 2000
 AT_LENGTH = {
+    ToolFormat.GRANITE: f"<|tool_call|>[{json.dumps({'name': 'write', 'arguments': {'text': LONG}})}]",
+    ToolFormat.APERTUS: f"<|tools_prefix|>[{json.dumps({'write': {'text': LONG}})}]<|tools_suffix|>",
     ToolFormat.GLM: f"<tool_call>write<arg_key>text</arg_key><arg_value>{LONG}</arg_value></tool_call>",
     ToolFormat.XML: f"<tool_call><function=write><parameter=text>{LONG}\n</parameter></function></tool_call>",
     ToolFormat.MISTRAL: f"[TOOL_CALLS]write[ARGS]{json.dumps({'text': LONG})}",

@@ -43,6 +43,12 @@ def test_a_template_shows_how_its_model_writes(
         ("<|header_start|>assistant{{ tools | tojson }}", ToolFormat.LLAMA, None),
         ("List of tools: [{{ tools }}]", ToolFormat.LFM, None),
         ("<|tool_call_start|>{{ tools }}<|tool_call_end|><think>", ToolFormat.LFM, THINK),
+        ("respond with <|tool_call|> followed by a list{{ tools }}<tool_call>", ToolFormat.GRANITE, None),
+        (
+            "<|tools_prefix|>{{ tools }}<|inner_prefix|>",
+            ToolFormat.APERTUS,
+            ("<|inner_prefix|>", "<|inner_suffix|>"),
+        ),
         ("]<]minimax[>[<tool_call>{{ tools }}<mm:think>", ToolFormat.MINIMAX, ("<mm:think>", "</mm:think>")),
     ],
 )

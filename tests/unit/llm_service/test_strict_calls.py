@@ -48,6 +48,7 @@ KIMI_MARKS = "<|tool_call_begin|> <|tool_call_argument_begin|> <|tool_call_end|>
         (MISTRAL, "[TOOL_CALLS] [ARGS] [CALL_ID]", "{name}\3abcdefgh1\2{arguments}"),
         (MISTRAL, "[TOOL_CALLS] [ARGS] [CALL_ID]", "{name}\2{arguments}"),
         ("[TOOL_CALLS]", "[TOOL_CALLS]", ' [{{"name": "{quoted}", "arguments": {arguments}}}]'),
+        ("<|tool_call|>", "<|tool_call|>", '[{{"name": "{quoted}", "arguments": {arguments}}}]'),
         (KIMI, KIMI_MARKS, "functions.{name}:12\2{arguments}\3"),
         ("<|tool_call>", "<|tool_call> <tool_call|>", '{{"name": "{quoted}", "arguments": {arguments}}}\2'),
         (
@@ -76,10 +77,19 @@ def test_a_call_is_held_to_the_schema_of_its_function(template: str, marks: str,
         (KIMI, "<|tool_call_begin|> <|tool_call_end|>"),
         ("<|header_start|>", ""),
         ("]<]minimax[>[<tool_call>", "<tool_call> </tool_call>"),
+        ("<|tools_prefix|>", "<|tools_prefix|> <|tools_suffix|>"),
         ("<tool_call>", "<tool_call>"),
         ("", "<tool_call> </tool_call>"),
     ],
-    ids=["Mistral without [ARGS]", "Kimi without a mark", "Llama", "MiniMax", "JSON without its end", "none"],
+    ids=[
+        "Mistral without [ARGS]",
+        "Kimi without a mark",
+        "Llama",
+        "MiniMax",
+        "Apertus",
+        "JSON without its end",
+        "none",
+    ],
 )
 def test_what_no_grammar_holds_is_refused(template: str, marks: str) -> None:
     with pytest.raises(InvalidInput) as error:

@@ -1,0 +1,75 @@
+"""Calls in a JSON list behind a mark: Granite's `{"name": …, "arguments": {…}}` each, or `{name: {…}}` as Apertus'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from gateway.tool_parsers.arguments import parsed, written
+from gateway.tool_parsers.mark_search import JSON_TEXTS, ValueEnd
+from gateway.tool_parsers.tool_parser import Call, Functions, Reader, Stretch, all_named
+
+GRANITE_BEGIN: Final = "<|tool_call|>"
+APERTUS: Final = ("<|tools_prefix|>", "<|tools_suffix|>")
+_SPACE = 64
+"""White space before the list, and between it and its end mark, at most."""
+
+
+class ListReader:
+    """Reads one list, or what would be alone in it, and the `end` mark behind it, if there is one: JSON ends by
+    itself."""
+
+    def __init__(self, end: str, calls: Callable[[Any], list[Call] | None]) -> None:
+        self._end, self._calls = end, calls
+        self._value, self._size = ValueEnd(JSON_TEXTS), -1
+
+    def read(self, text: str, *, last: bool) -> Stretch | None:
+        """See `Reader`."""
+        said = text.lstrip()
+        before = len(text) - len(said)
+        if before > _SPACE or (said and said[0] not in "[{") or (last and not said):
+            return Stretch(0, [])
+        if self._size < 0 and said:
+            self._size = self._value.find(said)
+        if (size := self._size) < 0:
+            return Stretch(len(text), []) if last else None
+        value = parsed(said[:size])
+        behind = said[size : size + _SPACE + len(self._end)]
+        rest = behind.lstrip()
+        if self._end and not last and len(behind) - len(rest) <= _SPACE and _begins(self._end, rest):
+            return None
+        ended = len(behind) - len(rest) + len(self._end) if self._end and rest.startswith(self._end) else 0
+        return Stretch(before + size + ended, self._calls(value if isinstance(value, list) else [value]) or [])
+
+
+def granite_reader(_: Functions) -> Reader:
+    """Reads what stands behind `<|tool_call|>`, where the answer usually ends."""
+    return ListReader("", all_named)
+
+
+def marked_granite_reader(_: Functions) -> Reader:
+    """The same behind `<tool_call>`, as some of them write in its place."""
+    return ListReader("</tool_call>", all_named)
+
+
+def apertus_reader(_: Functions) -> Reader:
+    """Reads up to `<|tools_suffix|>`."""
+    return ListReader(APERTUS[1], _apertus_calls)
+
+
+def _begins(mark: str, text: str) -> bool:
+    """Whether a text may become the mark, and is not it yet."""
+    return len(text) < len(mark) and mark.startswith(text)
+
+
+def _apertus_calls(value: list[Any]) -> list[Call] | None:
+    found: list[Call] = []
+    for each in value:
+        if not isinstance(each, dict) or len(each) != 1:
+            return None
+        [(name, arguments)] = each.items()
+        text = written(arguments) if isinstance(arguments, dict) else None
+        if text is None:
+            return None
+        found.append((name, text))
+    return found or None
