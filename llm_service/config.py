@@ -15,6 +15,7 @@ from common.rpc.channel import ChannelSecurity
 from common.rpc.server import LISTEN, ServerConfig
 from common.tokens import TokenFile, read_tokens
 from llm_service.generation_config import check_override
+from llm_service.prompt.output_marks import REASONING_PARSERS, TOOL_CALL_PARSERS
 from twinlens import credentials
 
 _CPU_LIMITS, _GPU_LIMITS, _LARGE_GPU_LIMITS = (64, 512), (256, 4096), (256, 8192)
@@ -62,6 +63,16 @@ class LlmConfig(ServerConfig):
         None,
         "variables of the chat template where requests do not say, as a JSON object",
         parse=json_object,
+    )
+    tool_call_parser: str = option(
+        "auto",
+        "how the model writes calls; auto is as its chat template shows",
+        choices=("auto", *TOOL_CALL_PARSERS),
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "what stands around the model's reasoning; auto is as its chat template shows",
+        choices=("auto", *REASONING_PARSERS),
     )
     encoders: tuple[str, ...] = option(
         (), "encoders: host:port, dns:///name:port or file:///path, comma-separated", parse=words

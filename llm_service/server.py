@@ -47,6 +47,7 @@ from llm_service.prefill.layout import kv_layout
 from llm_service.prefill.services import PrefillServices
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.mrope import MediaLayout
+from llm_service.prompt.output_marks import OutputMarks
 from llm_service.prompt.tokens import check_same_tokens, end_tokens
 from llm_service.reranker import Reranker
 from llm_service.servicer import Components, LlmServicer
@@ -108,14 +109,15 @@ class _Model:
 
 def _prompts(config: LlmConfig, checkpoint: Checkpoint, served: ServedModel) -> PromptBuilder:
     """Raises CheckpointError where there is no template, or not the one that was named."""
-    variables = config.default_chat_template_kwargs
+    marks = OutputMarks.named(config.tool_call_parser, config.reasoning_parser)
+    given: dict[str, Any] = {"template_variables": config.default_chat_template_kwargs, "output_marks": marks}
     if not config.chat_template:
-        return PromptBuilder(checkpoint, served, template_variables=variables)
+        return PromptBuilder(checkpoint, served, **given)
     try:
         template = Path(config.chat_template).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"--chat-template cannot be read: {error}") from error
-    return PromptBuilder(checkpoint, served, chat_template=template, template_variables=variables)
+    return PromptBuilder(checkpoint, served, chat_template=template, **given)
 
 
 async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:

@@ -21,7 +21,7 @@ from llm_service.model_config.served import ServedModel
 from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.prompt.detokenizer import TokenTexts
 from llm_service.prompt.mrope import MediaLayout, positions
-from llm_service.prompt.output_marks import SHOWN
+from llm_service.prompt.output_marks import SHOWN, OutputMarks
 from llm_service.prompt.special_tokens import SpecialTokens
 from llm_service.prompt.strict_calls import calls_or_form, strict_calls
 from llm_service.prompt.tokens import MediaTokens, named_tokens
@@ -64,6 +64,7 @@ class PromptBuilder:
         *,
         chat_template: str | None = None,
         template_variables: Mapping[str, Any] | None = None,
+        output_marks: OutputMarks | None = None,
     ) -> None:
         settings = checkpoint.tokenizer_settings()
         model = model or ServedModel.of(checkpoint)
@@ -85,7 +86,7 @@ class PromptBuilder:
         self._seam = self._added.get(model.family.seam, -1)
         self._media = MediaTokens.of(checkpoint.config, model.family, named_tokens(checkpoint, self._added))
         self.template = ChatTemplate.of(
-            checkpoint, self._plain_template(), source=chat_template, defaults=template_variables
+            checkpoint, self._plain_template(), source=chat_template, defaults=template_variables, marks=output_marks
         )
         self._media_layout = MediaLayout.of(checkpoint.config, model.family)
 

@@ -15,7 +15,7 @@ from common import tekken
 from common.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
 from llm_service.prompt.caller_text import CallerTexts, Part, sources
-from llm_service.prompt.output_marks import THINK, ToolFormat, reasoning_marks, tool_format
+from llm_service.prompt.output_marks import THINK, OutputMarks, ToolFormat
 from llm_service.prompt.template_environment import TemplateEnvironment, with_texts
 from llm_service.request import ChatPrompt, MediaItem, Message, ToolDefinition
 
@@ -70,7 +70,8 @@ _PLAIN = """\
 class ChatTemplate:
     """A compiled template; `render` gives (piece, is the caller's) pairs. It knows tools, a choice of thinking, and how
     much of it, where it names their variables. A conversation that it refuses is `refused` so. `defaults` are variables
-    where a prompt does not say; raises CheckpointError for one that the template does not ask for."""
+    where a prompt does not say; raises CheckpointError for one that the template does not ask for. `marks` go before
+    those that it shows."""
 
     def __init__(
         self,
@@ -79,6 +80,7 @@ class ChatTemplate:
         refused: str = _REFUSED,
         *,
         defaults: Mapping[str, Any] | None = None,
+        marks: OutputMarks | None = None,
     ) -> None:
         self._template, names = TemplateEnvironment().template_and_names(source)
         self._variables, self._refused = variables, refused
@@ -89,12 +91,12 @@ class ChatTemplate:
         self.knows_effort = bool(re.search(r"\breasoning_effort\b", source))
         self._names = names - _OWN - variables.keys()
         self._defaults = self._known(defaults or {})
-        marks = reasoning_marks(source)
-        self.never_thinks = marks is None and not self.knows_thinking
+        found = (marks or OutputMarks()).or_else(OutputMarks.of(source))
+        self.never_thinks = found.reasoning is None and not self.knows_thinking
         self._reasoning = next((place for place, sign in _REASONING.items() if re.search(sign, source)), None)
         self.knows_reasoning = self._reasoning is not None
-        self.reasoning_marks = marks or THINK
-        self.tool_format = tool_format(source)
+        self.reasoning_marks = found.reasoning or THINK
+        self.tool_format = found.tools
         self._with_tools: ChatTemplate | None = None
         self.names_calls = "[ARGS]" in source
         """Of Mistral's: a call is a name and its arguments, not an element of a list."""
@@ -118,6 +120,7 @@ class ChatTemplate:
         *,
         source: str | None = None,
         defaults: Mapping[str, Any] | None = None,
+        marks: OutputMarks | None = None,
     ) -> ChatTemplate:
         """The `source`, or else the template where checkpoints keep it. Where there is none, a conversation is one
         message with these placeholders in it, by modality, of a model that was taught no other; without them, raises
@@ -132,15 +135,15 @@ class ChatTemplate:
         )
         source = named.get("default")
         if not isinstance(source, str) and placeholders is not None:
-            return cls(_PLAIN, {"placeholders": placeholders}, _PLAIN_REFUSED, defaults=defaults)
+            return cls(_PLAIN, {"placeholders": placeholders}, _PLAIN_REFUSED, defaults=defaults, marks=marks)
         if not isinstance(source, str):
             raise CheckpointError("the checkpoint has no chat template")
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         variables = {name: settings[name] for name in names if isinstance(settings.get(name), str)}
         try:
-            template = cls(source, variables, defaults=defaults)
+            template = cls(source, variables, defaults=defaults, marks=marks)
             if isinstance(with_tools := named.get("tool_use"), str):
-                template._take_tools(cls(with_tools, variables))
+                template._take_tools(cls(with_tools, variables, marks=marks))
             return template
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(f"the chat template is no Jinja: line {error.lineno}: {error.message}") from error

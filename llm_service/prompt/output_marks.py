@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
@@ -74,11 +76,54 @@ SHOWN: Final = frozenset(
 leave out: callers take texts apart by them."""
 
 
-def tool_format(template: str) -> ToolFormat | None:
-    """How a model with this chat template writes calls; None where it knows none, or another way."""
-    return next((form for mark, form in _CALLS.items() if mark in template), None)
+TOOL_CALL_PARSERS: Final[Mapping[str, ToolFormat]] = {
+    "hermes": ToolFormat.JSON,
+    "qwen3_xml": ToolFormat.XML,
+    "qwen3_coder": ToolFormat.XML,
+    "glm45": ToolFormat.GLM,
+    "mistral": ToolFormat.MISTRAL,
+    "kimi_k2": ToolFormat.KIMI,
+    "gemma4": ToolFormat.GEMMA,
+    "llama3_json": ToolFormat.LLAMA,
+    "llama4_pythonic": ToolFormat.LLAMA,
+    "lfm2": ToolFormat.LFM,
+    "minimax_m3": ToolFormat.MINIMAX,
+    "granite": ToolFormat.GRANITE,
+    "apertus": ToolFormat.APERTUS,
+}
+"""Formats by names that operators say, which are vLLM's where it has them."""
+REASONING_PARSERS: Final[Mapping[str, tuple[str, str]]] = {
+    "qwen3": THINK,
+    "deepseek_r1": THINK,
+    "mistral": _REASONING["[THINK]"],
+    "gemma4": _REASONING["<|channel>"],
+    "minimax_m3": _REASONING["<mm:think>"],
+    "apertus": _REASONING["<|inner_prefix|>"],
+}
+"""Marks of reasoning, likewise."""
 
 
-def reasoning_marks(template: str) -> tuple[str, str] | None:
-    """What such a model writes before its reasoning and behind it; None where the template shows none."""
-    return next((marks for mark, marks in _REASONING.items() if mark in template), None)
+@dataclass(frozen=True, slots=True)
+class OutputMarks:
+    """What a model writes around its calls, None where it knows none, or another way, and around its reasoning, None
+    where its template shows none."""
+
+    tools: ToolFormat | None = None
+    reasoning: tuple[str, str] | None = None
+
+    @classmethod
+    def of(cls, template: str) -> OutputMarks:
+        """Those of a model with this chat template."""
+        return cls(
+            next((form for mark, form in _CALLS.items() if mark in template), None),
+            next((marks for mark, marks in _REASONING.items() if mark in template), None),
+        )
+
+    @classmethod
+    def named(cls, tools: str, reasoning: str) -> OutputMarks:
+        """Those of parsers that an operator has named; nothing of what is not among them, as `auto`."""
+        return cls(TOOL_CALL_PARSERS.get(tools), REASONING_PARSERS.get(reasoning))
+
+    def or_else(self, other: OutputMarks) -> OutputMarks:
+        """These, and the other's where there are none."""
+        return OutputMarks(self.tools or other.tools, self.reasoning or other.reasoning)

@@ -40,6 +40,17 @@ def test_conversations_are_laid_out_as_it_says(qwen3: Pair, tmp_path: Path) -> N
         assert text.get_info().tool_format == v1.TOOL_FORMAT_JSON
 
 
+def test_how_calls_and_reasoning_are_written_is_the_operator_s_to_say(qwen3: Pair) -> None:
+    named = {"tool_call_parser": "granite", "reasoning_parser": "mistral"}
+    with llm_server(qwen3.checkpoint, **LLM_FLAGS, **named) as llm, LlmClient(llm.address) as text:
+        assert text.get_info().tool_format == v1.TOOL_FORMAT_GRANITE
+        started = answer(text, asked(user("hello"), v1.SamplingParams(max_tokens=1))).started
+        assert (started.reasoning_begin, started.reasoning_end) == ("[THINK]", "[/THINK]")
+    with pytest.raises(RuntimeError, match="--tool-call-parser"):  # noqa: SIM117
+        with llm_server(qwen3.checkpoint, **LLM_FLAGS, tool_call_parser="other"):
+            pass
+
+
 @pytest.mark.parametrize(
     ("template", "why"), [("", "--chat-template cannot be read"), ("{% if %}", "the chat template is no Jinja: line 1")]
 )

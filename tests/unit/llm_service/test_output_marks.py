@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llm_service.prompt.chat_template import ChatTemplate
-from llm_service.prompt.output_marks import THINK, ToolFormat
+from llm_service.prompt.output_marks import THINK, OutputMarks, ToolFormat
 from llm_service.request import ChatPrompt, Message, ToolCall
 
 GLM = """\
@@ -54,6 +54,18 @@ def test_a_template_shows_how_its_model_writes(
 )
 def test_other_families_have_marks_of_their_own(template: str, form: ToolFormat, marks: tuple[str, str] | None) -> None:
     test_a_template_shows_how_its_model_writes(template, form, marks)
+
+
+def test_what_the_operator_names_goes_before_what_the_template_shows() -> None:
+    shown = "<tool_call>{{ tools | tojson }}</tool_call>"
+    named = ChatTemplate(shown, {}, marks=OutputMarks.named("granite", "mistral"))
+    assert (named.tool_format, named.reasoning_marks, named.never_thinks) == (
+        ToolFormat.GRANITE,
+        ("[THINK]", "[/THINK]"),
+        False,
+    )
+    left = ChatTemplate(shown, {}, marks=OutputMarks.named("auto", "auto"))
+    assert (left.tool_format, left.reasoning_marks, left.never_thinks) == (ToolFormat.JSON, THINK, True)
 
 
 def rendered(template: str, *messages: Message, thinking: bool | None = None) -> str:
