@@ -16,11 +16,10 @@ from gateway.api.chat_request import (
     NamedTool,
     Part,
     RefusalPart,
-    ResponseFormat,
     TemplateSettings,
     TextPart,
 )
-from gateway.api.fields import MediaSettings, Prompt, RequestFields, SamplingFields, shape_of
+from gateway.api.fields import MediaSettings, Prompt, RequestFields, ResponseFormat, SamplingFields, shape_of
 from gateway.errors import TooLarge, called
 from gateway.tools import calls_schema, definition, offered
 from twinlens.v1 import llm_pb2, media_pb2
@@ -141,10 +140,11 @@ def names_of(asked: SamplingFields) -> dict[str, str]:
 def _form_of(asked: SamplingFields) -> str:
     """The field that says which form the answer must have; empty where none does."""
     given = next((name for name in _FORMS if getattr(asked, name) is not None), "")
-    if given or not isinstance(asked, ChatRequest):
+    if given:
         return given
-    calls = isinstance(asked.tool_choice, NamedTool) or asked.must_call
-    return "tools" if calls else "response_format" if asked.response_format is not None else ""
+    if isinstance(asked, ChatRequest) and (isinstance(asked.tool_choice, NamedTool) or asked.must_call):
+        return "tools"
+    return "response_format" if asked.response_format is not None else ""
 
 
 async def named_by(
@@ -159,7 +159,7 @@ async def named_by(
             raise called(error, names) from None
 
 
-def _set_response_format(params: llm_pb2.SamplingParams, asked: ResponseFormat) -> None:
+def set_response_format(params: llm_pb2.SamplingParams, asked: ResponseFormat) -> None:
     """The form of the answer, OpenAI's way."""
     match asked.type:
         case "json_object":
@@ -294,7 +294,7 @@ def chat_request(asked: ChatRequest, request_id: str) -> llm_pb2.GenerateRequest
     tools = offered(asked)
     must_call = isinstance(asked.tool_choice, NamedTool) or asked.must_call
     if asked.response_format is not None and not must_call:  # in such a turn calls are the answer
-        _set_response_format(params, asked.response_format)
+        set_response_format(params, asked.response_format)
     if isinstance(asked.tool_choice, NamedTool):
         _set_form(params, "json_schema", _json(tools[0].function.parameters or {"type": "object"}))
     elif asked.must_call:

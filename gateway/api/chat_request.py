@@ -271,22 +271,6 @@ class TemplateSettings(Model):
         return self.thinking if self.enable_thinking is None else self.enable_thinking
 
 
-class JsonSchema(Model):
-    """A schema that the answer must follow."""
-
-    name: str
-    schema_: dict[str, Any] = Field(alias="schema")
-    description: str | None = None
-    strict: bool | None = None
-
-
-class ResponseFormat(Model):
-    """The form of the answer."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-
 class ChatStreamOptions(StreamOptions):
     """What a chat's stream has beside its words."""
 
@@ -320,7 +304,6 @@ class ChatRequest(SamplingFields):
     stream_options: ChatStreamOptions | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
-    response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=4096, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None

@@ -183,6 +183,8 @@ class Completions:
         bare = asked.add_special_tokens is False
         prompts = await context.made(partial(convert.prompts, bare=bare), asked.prompt, self._max_prompts, "prompt")
         params = await context.made(convert.sampling, asked)
+        if asked.response_format is not None:
+            convert.set_response_format(params, asked.response_format)
         if asked.logprobs is not None:
             params.logprobs = asked.logprobs
         if asked.echo and asked.logprobs is not None:

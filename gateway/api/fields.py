@@ -154,6 +154,22 @@ class RequestFields(Model):
     max_handovers: Count | None = None
 
 
+class JsonSchema(Model):
+    """A schema that the answer must follow."""
+
+    name: str
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Model):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
 class SamplingFields(RequestFields):
     """When an answer ends besides, and what form it has; and what vLLM's users add to a request."""
 
@@ -183,6 +199,7 @@ class SamplingFields(RequestFields):
     regex: str | None = None
     ebnf: str | None = None
     structured_outputs: StructuredOutputs | None = None
+    response_format: ResponseFormat | None = None
 
     @property
     def shows_stop(self) -> bool | None:

@@ -319,6 +319,16 @@ def test_a_schema_gives_json_that_fits_it(door: Trio, name: str) -> None:
     assert choice.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("form", ["json_schema", "json_object"])
+def test_a_completion_has_the_form_as_well(door: Trio, form: str) -> None:
+    asked = FORMS["json_schema"] if form == "json_schema" else {"response_format": {"type": form}}
+    body = {"prompt": "Hello", "max_tokens": 300, "temperature": 0.4, "seed": 2, **asked}
+    (choice,) = json.loads(door.post("/v1/completions", body).body)["choices"]
+    if form == "json_schema":
+        assert set(json.loads(choice["text"])) == {"colour", "count"}
+    assert choice["text"].lstrip().startswith("{")
+
+
 def test_json_without_a_schema_is_an_object(door: Trio) -> None:
     fields: dict[str, Any] = {"response_format": {"type": "json_object"}, "temperature": 0.4, "seed": 2}
     choice = by_http(door, [said("Hello")], max_tokens=300, **fields).choices[0]
