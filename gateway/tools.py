@@ -25,6 +25,10 @@ _FORMATS: dict[int, ToolFormat] = {
     llm_pb2.TOOL_FORMAT_MINIMAX: ToolFormat.MINIMAX,
     llm_pb2.TOOL_FORMAT_GRANITE: ToolFormat.GRANITE,
     llm_pb2.TOOL_FORMAT_APERTUS: ToolFormat.APERTUS,
+    llm_pb2.TOOL_FORMAT_DEEPSEEK: ToolFormat.DEEPSEEK,
+    llm_pb2.TOOL_FORMAT_HUNYUAN: ToolFormat.HUNYUAN,
+    llm_pb2.TOOL_FORMAT_PHI: ToolFormat.PHI,
+    llm_pb2.TOOL_FORMAT_INTERNLM: ToolFormat.INTERNLM,
 }
 
 

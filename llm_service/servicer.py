@@ -67,6 +67,10 @@ _TOOL_FORMATS = {
     ToolFormat.MINIMAX: llm_pb2.TOOL_FORMAT_MINIMAX,
     ToolFormat.GRANITE: llm_pb2.TOOL_FORMAT_GRANITE,
     ToolFormat.APERTUS: llm_pb2.TOOL_FORMAT_APERTUS,
+    ToolFormat.DEEPSEEK: llm_pb2.TOOL_FORMAT_DEEPSEEK,
+    ToolFormat.HUNYUAN: llm_pb2.TOOL_FORMAT_HUNYUAN,
+    ToolFormat.PHI: llm_pb2.TOOL_FORMAT_PHI,
+    ToolFormat.INTERNLM: llm_pb2.TOOL_FORMAT_INTERNLM,
 }
 
 _MAX_NAMES = 1024

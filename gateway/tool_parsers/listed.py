@@ -1,4 +1,5 @@
-"""Calls in a JSON list behind a mark: Granite's `{"name": …, "arguments": {…}}` each, or `{name: {…}}` as Apertus'."""
+"""Calls in a JSON list behind a mark: Granite's `{"name": …, "arguments": {…}}` each, as Hunyuan's and Phi's,
+or `{name: {…}}` as Apertus'."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from gateway.tool_parsers.mark_search import JSON_TEXTS, ValueEnd
 from gateway.tool_parsers.tool_parser import Call, Functions, Reader, Stretch, all_named
 
 GRANITE_BEGIN: Final = "<|tool_call|>"
+HUNYUAN: Final = ("<tool_calls>", "</tool_calls>")
+PHI_BEGIN: Final = "functools"
 APERTUS: Final = ("<|tools_prefix|>", "<|tools_suffix|>")
 _SPACE = 64
 """White space before the list, and between it and its end mark, at most."""
@@ -42,14 +45,19 @@ class ListReader:
         return Stretch(before + size + ended, self._calls(value if isinstance(value, list) else [value]) or [])
 
 
-def granite_reader(_: Functions) -> Reader:
-    """Reads what stands behind `<|tool_call|>`, where the answer usually ends."""
+def plain_list_reader(_: Functions) -> Reader:
+    """Reads what stands behind `<|tool_call|>`, or `functools`, where the answer usually ends."""
     return ListReader("", all_named)
 
 
 def marked_granite_reader(_: Functions) -> Reader:
     """The same behind `<tool_call>`, as some of them write in its place."""
     return ListReader("</tool_call>", all_named)
+
+
+def hunyuan_reader(_: Functions) -> Reader:
+    """Reads up to `</tool_calls>`."""
+    return ListReader(HUNYUAN[1], all_named)
 
 
 def apertus_reader(_: Functions) -> Reader:

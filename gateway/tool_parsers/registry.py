@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from typing import Final
 
 from gateway.tool_parsers.arguments import parsed
-from gateway.tool_parsers.listed import APERTUS, GRANITE_BEGIN, apertus_reader, granite_reader, marked_granite_reader
+from gateway.tool_parsers.listed import (
+    APERTUS,
+    GRANITE_BEGIN,
+    HUNYUAN,
+    PHI_BEGIN,
+    apertus_reader,
+    hunyuan_reader,
+    marked_granite_reader,
+    plain_list_reader,
+)
 from gateway.tool_parsers.literals import NoLiteral, gemma_call
 from gateway.tool_parsers.mark_search import JSON_TEXTS, Quotes
 from gateway.tool_parsers.minimax import BEGIN as MINIMAX_BEGIN
@@ -18,18 +27,44 @@ from gateway.tool_parsers.mistral import MistralReader
 from gateway.tool_parsers.pythonic import LFM_MARKS, LlamaReader, lfm_reader
 from gateway.tool_parsers.tagged import MARKS, glm_reader, json_reader
 from gateway.tool_parsers.tool_format import ToolFormat
-from gateway.tool_parsers.tool_parser import Call, Functions, Marked, OrJson, Reader, ToolParser, all_named, as_said
+from gateway.tool_parsers.tool_parser import (
+    Call,
+    Functions,
+    Marked,
+    NoCalls,
+    OrJson,
+    Reader,
+    ToolParser,
+    all_named,
+    as_said,
+)
 from gateway.tool_parsers.xml import FUNCTION, bare_xml_reader, xml_reader
 
 _KIMI: Final = ("<|tool_call_begin|>", "<|tool_call_end|>")
 _KIMI_SECTION: Final = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 _KIMI_NAME = re.compile(r"\s*(?:functions\.)?([\w.-]+)(?::\d+)?\s*")
+_DEEPSEEK: Final = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+_DEEPSEEK_SECTION: Final = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_DEEPSEEK_CALL = re.compile(
+    r"\s*(?:\w+<｜tool▁sep｜>(?P<old>[\w.-]+)\s*```json\s*(?P<fenced>.*)```"
+    r"|(?P<name>[\w.-]+)\s*<｜tool▁sep｜>(?P<bare>.*))\s*",
+    re.DOTALL,
+)
+_INTERNLM: Final = ("<|action_start|><|plugin|>", "<|action_end|>")
 _GEMMA: Final = ("<|tool_call>", "<tool_call|>")
 _GEMMA_TEXTS: Final = Quotes({'<|"|>': '<|"|>'})
 
 
 def _kimi_reader(_: Functions) -> Reader:
     return Marked(_KIMI[1], JSON_TEXTS, _kimi_call)
+
+
+def _deepseek_reader(_: Functions) -> Reader:
+    return Marked(_DEEPSEEK[1], JSON_TEXTS, _deepseek_call)
+
+
+def _internlm_reader(functions: Functions) -> Reader:
+    return OrJson(_INTERNLM[1], functions, NoCalls())
 
 
 def _gemma_reader(functions: Functions) -> Reader:
@@ -43,6 +78,13 @@ def _kimi_call(body: str) -> list[Call] | None:
     if name is None or not mark:
         return None
     return all_named([{"name": name[1], "arguments": parsed(arguments) if arguments.strip() else {}}])
+
+
+def _deepseek_call(body: str) -> list[Call] | None:
+    call = _DEEPSEEK_CALL.fullmatch(body)
+    if call is None:
+        return None
+    return all_named([{"name": call["old"] or call["name"], "arguments": parsed(call["fenced"] or call["bare"])}])
 
 
 def _gemma_call(body: str, functions: Functions) -> list[Call] | None:
@@ -62,6 +104,10 @@ TOOL_PARSERS: Final[Mapping[ToolFormat, ToolParser]] = {
     ToolFormat.LLAMA: ToolParser("", LlamaReader),
     ToolFormat.LFM: ToolParser(LFM_MARKS[0], lfm_reader),
     ToolFormat.MINIMAX: ToolParser(MINIMAX_BEGIN, minimax_reader, MINIMAX_SECTION),
-    ToolFormat.GRANITE: ToolParser(GRANITE_BEGIN, granite_reader, bare=(MARKS[0], marked_granite_reader)),
+    ToolFormat.GRANITE: ToolParser(GRANITE_BEGIN, plain_list_reader, bare=(MARKS[0], marked_granite_reader)),
     ToolFormat.APERTUS: ToolParser(APERTUS[0], apertus_reader, ends_reasoning="mark"),
+    ToolFormat.DEEPSEEK: ToolParser(_DEEPSEEK[0], _deepseek_reader, _DEEPSEEK_SECTION),
+    ToolFormat.HUNYUAN: ToolParser(HUNYUAN[0], hunyuan_reader),
+    ToolFormat.PHI: ToolParser(PHI_BEGIN, plain_list_reader),
+    ToolFormat.INTERNLM: ToolParser(_INTERNLM[0], _internlm_reader),
 }

@@ -22,6 +22,10 @@ class ToolFormat(Enum):
     MINIMAX = "MINIMAX"
     GRANITE = "GRANITE"
     APERTUS = "APERTUS"
+    DEEPSEEK = "DEEPSEEK"
+    HUNYUAN = "HUNYUAN"
+    PHI = "PHI"
+    INTERNLM = "INTERNLM"
 
 
 _CALLS: Final = {
@@ -31,6 +35,10 @@ _CALLS: Final = {
     "[TOOL_CALLS]": ToolFormat.MISTRAL,
     "<|tool_call|>": ToolFormat.GRANITE,
     "<|tools_prefix|>": ToolFormat.APERTUS,
+    "<｜tool▁calls▁begin｜>": ToolFormat.DEEPSEEK,
+    "<tool_calls>": ToolFormat.HUNYUAN,
+    "functools[": ToolFormat.PHI,
+    "<|action_start|><|plugin|>": ToolFormat.INTERNLM,
     "<|tool_call>": ToolFormat.GEMMA,
     "<|tool_call_start|>": ToolFormat.LFM,
     "<|tool_list_start|>": ToolFormat.LFM,  # those that lay out no calls themselves
@@ -39,6 +47,7 @@ _CALLS: Final = {
     "<arg_key>": ToolFormat.GLM,
     "<function=": ToolFormat.XML,
     "<tool_call>": ToolFormat.JSON,
+    "<|start_header_id|>": ToolFormat.LLAMA,  # of Llama 3, whose template has no mark of a call
 }
 """By a mark that a template of this format has; the first that it has counts."""
 CALL: Final = ("<tool_call>", "</tool_call>")
@@ -70,6 +79,9 @@ SHOWN: Final = frozenset(
         *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
         *("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_call_start|>", "<|tool_call_end|>", "]<]minimax[>["),
         *("<|tool_call|>", "<|tools_prefix|>", "<|tools_suffix|>", "<|inner_prefix|>", "<|inner_suffix|>"),
+        *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        *("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+        *("<tool_calls>", "</tool_calls>", "<|action_start|>", "<|plugin|>", "<|action_end|>"),
     )
 )
 """Marks of reasoning and of calls, which are in a text though a tokenizer may have them as special tokens, which texts
@@ -81,15 +93,23 @@ TOOL_CALL_PARSERS: Final[Mapping[str, ToolFormat]] = {
     "qwen3_xml": ToolFormat.XML,
     "qwen3_coder": ToolFormat.XML,
     "glm45": ToolFormat.GLM,
+    "glm47": ToolFormat.GLM,
     "mistral": ToolFormat.MISTRAL,
     "kimi_k2": ToolFormat.KIMI,
     "gemma4": ToolFormat.GEMMA,
     "llama3_json": ToolFormat.LLAMA,
     "llama4_pythonic": ToolFormat.LLAMA,
+    "pythonic": ToolFormat.LLAMA,
     "lfm2": ToolFormat.LFM,
     "minimax_m3": ToolFormat.MINIMAX,
     "granite": ToolFormat.GRANITE,
     "apertus": ToolFormat.APERTUS,
+    "deepseek_v3": ToolFormat.DEEPSEEK,
+    "deepseek_v31": ToolFormat.DEEPSEEK,
+    "hunyuan_a13b": ToolFormat.HUNYUAN,
+    "jamba": ToolFormat.HUNYUAN,
+    "phi4_mini_json": ToolFormat.PHI,
+    "internlm": ToolFormat.INTERNLM,
 }
 """Formats by names that operators say, which are vLLM's where it has them."""
 REASONING_PARSERS: Final[Mapping[str, tuple[str, str]]] = {

@@ -29,6 +29,10 @@ class ToolFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TOOL_FORMAT_MINIMAX: _ClassVar[ToolFormat]
     TOOL_FORMAT_GRANITE: _ClassVar[ToolFormat]
     TOOL_FORMAT_APERTUS: _ClassVar[ToolFormat]
+    TOOL_FORMAT_DEEPSEEK: _ClassVar[ToolFormat]
+    TOOL_FORMAT_HUNYUAN: _ClassVar[ToolFormat]
+    TOOL_FORMAT_PHI: _ClassVar[ToolFormat]
+    TOOL_FORMAT_INTERNLM: _ClassVar[ToolFormat]
 
 class Pooling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -52,6 +56,10 @@ TOOL_FORMAT_LFM: ToolFormat
 TOOL_FORMAT_MINIMAX: ToolFormat
 TOOL_FORMAT_GRANITE: ToolFormat
 TOOL_FORMAT_APERTUS: ToolFormat
+TOOL_FORMAT_DEEPSEEK: ToolFormat
+TOOL_FORMAT_HUNYUAN: ToolFormat
+TOOL_FORMAT_PHI: ToolFormat
+TOOL_FORMAT_INTERNLM: ToolFormat
 POOLING_UNSPECIFIED: Pooling
 POOLING_LAST: Pooling
 POOLING_MEAN: Pooling

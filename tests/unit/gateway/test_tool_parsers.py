@@ -406,7 +406,74 @@ APERTUS: dict[str, tuple[str, Heard]] = {
     ),
 }
 
+V3 = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"city": "Rome", "days": 2}\n```<｜tool▁call▁end｜>'
+V31 = '<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Rome", "days": 2}<｜tool▁call▁end｜>'
+CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+TICKS = {"text": "```\n<｜tool▁call▁end｜>```json"}
+DEEPSEEK: dict[str, tuple[str, Heard]] = {
+    "a call": (f"{CALLS[0]}{V31}{CALLS[1]}", [MADE]),
+    "two fenced calls": (f"I look.\n\n{CALLS[0]}{V3}\n{V3}{CALLS[1]}", [("text", "I look."), MADE, MADE]),
+    "two calls, and words": (
+        f"{CALLS[0]}{V31}{V31.replace('weather', 'now')}{CALLS[1]}Hm.",
+        [MADE, ("call", "now", MADE[2]), ("text", "Hm.")],
+    ),
+    "fences and marks in a text": (
+        CALLS[0] + V31.replace("weather", "write").replace('{"city": "Rome", "days": 2}', json.dumps(TICKS)) + CALLS[1],
+        [("call", "write", TICKS)],
+    ),
+    "a fence and fences in a text": (
+        CALLS[0] + V3.replace("weather", "write").replace('{"city": "Rome", "days": 2}', json.dumps(TICKS)) + CALLS[1],
+        [("call", "write", TICKS)],
+    ),
+    "cut off": (f"{CALLS[0]}{V31[:-30]}", [("text", f"{CALLS[0]}{V31[:-30]}")]),
+    "a fence that is cut off": (f"{CALLS[0]}{V3[:-22]}", [("text", f"{CALLS[0]}{V3[:-22]}")]),
+    "no separator": (
+        f"{CALLS[0]}<｜tool▁call▁begin｜>now{{}}<｜tool▁call▁end｜>{CALLS[1]}",
+        [("text", f"{CALLS[0]}<｜tool▁call▁begin｜>now{{}}<｜tool▁call▁end｜>{CALLS[1]}")],
+    ),
+    "a mention": (f"One writes {CALLS[0]} first.", [("text", f"One writes {CALLS[0]} first.")]),
+}
+
+HUNYUAN: dict[str, tuple[str, Heard]] = {
+    "a list": (f"<tool_calls>{TWO}</tool_calls>", [MADE, ("call", "now", {})]),
+    "lines, and words": (
+        f"Let me see.\n<tool_calls>\n{LISTED}\n]\n</tool_calls> Hm.",
+        [("text", "Let me see."), MADE, ("text", " Hm.")],
+    ),
+    "an empty list": ("<tool_calls>[]</tool_calls>", [("text", "<tool_calls>[]</tool_calls>")]),
+    "cut off": (f"<tool_calls>{LISTED}", [("text", f"<tool_calls>{LISTED}")]),
+    "a mention": ("One writes <tool_calls> first.", [("text", "One writes <tool_calls> first.")]),
+}
+
+PHI: dict[str, tuple[str, Heard]] = {
+    "a list": (f"functools{TWO}", [MADE, ("call", "now", {})]),
+    "words around": (f"Let me see. functools {LISTED}] Hm.", [("text", "Let me see."), MADE, ("text", " Hm.")]),
+    "a module of that name": (
+        "from functools import partial, functools[0]",
+        [("text", "from functools import partial, functools[0]")],
+    ),
+    "cut off": (f"functools{LISTED}", [("text", f"functools{LISTED}")]),
+}
+
+ACTION = "<|action_start|><|plugin|>"
+INTERNLM: dict[str, tuple[str, Heard]] = {
+    "a call": (f'{ACTION}{{"name": "weather", "parameters": {{"city": "Rome", "days": 2}}}}<|action_end|>', [MADE]),
+    "words, and a line": (
+        f'Let me see.{ACTION}\n{{"name": "now", "parameters": {{}}}}<|action_end|>\n',
+        [("text", "Let me see."), ("call", "now", {})],
+    ),
+    "code to run": (
+        "<|action_start|><|interpreter|>\n1 + 1<|action_end|>",
+        [("text", "<|action_start|><|interpreter|>\n1 + 1<|action_end|>")],
+    ),
+    "cut off": (f'{ACTION}{{"name": "now"', [("text", f'{ACTION}{{"name": "now"')]),
+}
+
 FAMILIES = {
+    ToolFormat.DEEPSEEK: DEEPSEEK,
+    ToolFormat.HUNYUAN: HUNYUAN,
+    ToolFormat.PHI: PHI,
+    ToolFormat.INTERNLM: INTERNLM,
     ToolFormat.GRANITE: GRANITE,
     ToolFormat.APERTUS: APERTUS,
     ToolFormat.GLM: GLM,
@@ -430,6 +497,10 @@ def test_a_familys_text_is_taken_apart_wherever_it_is_cut(form: ToolFormat, name
 
 
 FIRST_OF_TWO = {
+    ToolFormat.DEEPSEEK: (f"So: {CALLS[0]}{V31}", "<｜tool▁call▁begin｜>f"),
+    ToolFormat.HUNYUAN: (f"So: <tool_calls>{LISTED}]</tool_calls>", "\n<tool_calls>["),
+    ToolFormat.PHI: (f"So: functools{LISTED}]", "\nfunctools["),
+    ToolFormat.INTERNLM: (f"So: {ACTION}{LISTED[1:]}<|action_end|>", f"\n{ACTION}{{"),
     ToolFormat.GRANITE: (f"So: <|tool_call|>{LISTED}]", "\n<|tool_call|>["),
     ToolFormat.APERTUS: (
         'So: <|tools_prefix|>[{"weather": {"city": "Rome", "days": 2}}]<|tools_suffix|>',
@@ -479,6 +550,8 @@ BITS = st.sampled_from(
         ),
         *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "now"),
         *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", *SECTION, ROME, "<|tool_call_begin|>", "<|tool_call_end|>"),
+        *(*CALLS, V3, V31, "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "```json", "```"),
+        *("<tool_calls>", "</tool_calls>", "functools", ACTION, "<|action_end|>"),
         *("<|tool_call|>", "<|tools_prefix|>", "<|tools_suffix|>", '[{"now": {}}]'),
         *("<|tool_call>", "call:now{", '<|"|>', "<tool_call|>", "<|tool_call_start|>", "now(", "text=", "[now()]"),
         *(
@@ -505,6 +578,12 @@ def test_nothing_breaks_and_no_cut_matters(bits: list[str], cuts: list[int], for
 
 LONG = 'print("</tool_call> it\'s }")\n' * 2000
 AT_LENGTH = {
+    ToolFormat.DEEPSEEK: (
+        f"{CALLS[0]}<｜tool▁call▁begin｜>write<｜tool▁sep｜>{json.dumps({'text': LONG})}<｜tool▁call▁end｜>{CALLS[1]}"
+    ),
+    ToolFormat.HUNYUAN: f"<tool_calls>[{json.dumps({'name': 'write', 'arguments': {'text': LONG}})}]</tool_calls>",
+    ToolFormat.PHI: f"functools[{json.dumps({'name': 'write', 'arguments': {'text': LONG}})}]",
+    ToolFormat.INTERNLM: f"{ACTION}{json.dumps({'name': 'write', 'parameters': {'text': LONG}})}<|action_end|>",
     ToolFormat.GRANITE: f"<|tool_call|>[{json.dumps({'name': 'write', 'arguments': {'text': LONG}})}]",
     ToolFormat.APERTUS: f"<|tools_prefix|>[{json.dumps({'write': {'text': LONG}})}]<|tools_suffix|>",
     ToolFormat.GLM: f"<tool_call>write<arg_key>text</arg_key><arg_value>{LONG}</arg_value></tool_call>",

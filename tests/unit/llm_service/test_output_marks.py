@@ -49,6 +49,11 @@ def test_a_template_shows_how_its_model_writes(
             ToolFormat.APERTUS,
             ("<|inner_prefix|>", "<|inner_suffix|>"),
         ),
+        ("<｜tool▁calls▁begin｜>{{ tools }}<think>", ToolFormat.DEEPSEEK, THINK),
+        ("<tool_calls>{{ tools }}</tool_calls><tool_call>", ToolFormat.HUNYUAN, None),
+        ("formatted as functools[{{ tools }}", ToolFormat.PHI, None),
+        ("<|action_start|><|plugin|>{{ tools }}<|action_end|>", ToolFormat.INTERNLM, None),
+        ("<|start_header_id|>{{ tools | tojson }}", ToolFormat.LLAMA, None),
         ("]<]minimax[>[<tool_call>{{ tools }}<mm:think>", ToolFormat.MINIMAX, ("<mm:think>", "</mm:think>")),
     ],
 )
