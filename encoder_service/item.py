@@ -26,13 +26,18 @@ SAMPLE_RATE: Final = 16_000
 """Samples of sound in a second, once it is decoded: what families take, and most models of the library."""
 
 
+LISTED_FPS: Final = 2.0
+"""Frames of a second, where they are listed without their times: as many as models are usually shown."""
+
+
 @dataclass(frozen=True, slots=True)
 class Inspection:
     """What a file's header says: pixels across and down once its orientation is applied, and a video's length.
 
     `frames` is 1 and `fps` 0 for a picture. Of sound, `frames` are its samples, of which a second has `rate`, `fps`
     those that its file has in a second, and `channels` how many of them at a time. `track` is a video's own sound,
-    where that is wanted as well, and it has any.
+    where that is wanted as well, and it has any. A video that is `listed` is a list of frames that somebody has chosen:
+    all of them are kept.
     """
 
     width: int
@@ -42,6 +47,12 @@ class Inspection:
     channels: int = 0
     rate: int = SAMPLE_RATE
     track: Inspection | None = None
+    listed: bool = False
+
+    @property
+    def as_given(self) -> Pixels:
+        """What a caller would say of such frames who had decoded them."""
+        return Pixels(b"", self.frames, self.height, self.width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +68,7 @@ class Footage:
     @classmethod
     def of(cls, pixels: Pixels) -> Footage:
         """All frames of decoded pixels; those without times are half a second apart."""
-        times = pixels.timestamps or tuple(0.5 * frame for frame in range(pixels.frames))
+        times = pixels.timestamps or tuple(frame / LISTED_FPS for frame in range(pixels.frames))
         numbers = tuple(round(_TICKS * time) for time in times)
         return cls(numbers, numbers[-1] + 1, _TICKS, pixels.frames)
 

@@ -101,7 +101,10 @@ class MediaLoader:
             case _:
                 seen = await self._inspect(flight, time_budget)
                 spec.check(seen, item.field, self._limits)
-                planned = partial(processor.plan, seen)
+                checks.check_listed(seen, item)
+                planned = (
+                    partial(processor.plan_pixels, seen.as_given) if seen.listed else partial(processor.plan, seen)
+                )
         try:
             plan = planned(item.options)
         except InvalidInput as error:
@@ -123,7 +126,10 @@ class MediaLoader:
             case _:
                 seen = await self._inspect(flight, time_budget)
                 SPECS[item.modality].check(seen, item.field, self._limits)
-                footage = await planner.footage(item, seen) if item.modality is Modality.VIDEO else None
+                checks.check_listed(seen, item)
+                footage = None
+                if item.modality is Modality.VIDEO:
+                    footage = Footage.of(seen.as_given) if seen.listed else await planner.footage(item, seen)
         if footage is not None:  # before a process computes with so many
             whole = (seen.height, seen.width)
             blank = Plan(Grid(1, 1, 1), 1, footage.decoded, *whole, whole)

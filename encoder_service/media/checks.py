@@ -11,7 +11,7 @@ from common.errors import InvalidInput, TwinlensError, Unsupported
 from common.media import kept_rows
 from common.media.item import HEADER_SHAPES, Embedding, Key, Modality, Options, Pixels, Url
 from common.wire import RowLayout, all_finite
-from encoder_service.item import Item
+from encoder_service.item import Inspection, Item
 from encoder_service.media import sniff
 from encoder_service.media.limits import MAX_SECONDS, MediaLimits, check_length, check_sides
 from encoder_service.media.modalities import SPECS, ModalitySpec
@@ -87,14 +87,20 @@ def _check_options(options: Options, spec: ModalitySpec, field: str, limits: Med
         raise refuse("with_sound", "does not go with rows that are dropped")
 
 
+def check_listed(seen: Inspection, item: Item) -> None:
+    """The same of a video that is a list of frames. Raises InvalidInput."""
+    if seen.listed:
+        _check_pixel_options(seen.as_given, item.options, item.field)
+
+
 def _check_pixel_options(pixels: Pixels, options: Options, field: str) -> None:
-    """All frames that were decoded by the caller are kept, and those that have times are at those times."""
+    """All frames that were decoded, or listed, by the caller are kept, and those that have times are at those times."""
     if options.max_frames is not None:
-        raise _bad_option(field, "max_frames", "does not go with decoded frames, which are all kept")
+        raise _bad_option(field, "max_frames", "does not go with a list of frames, which are all kept")
     if options.fps is not None and pixels.timestamps:
         raise _bad_option(field, "fps", "does not go with timestamps")
     if options.with_sound:
-        raise _bad_option(field, "with_sound", "does not go with decoded frames, which have none")
+        raise _bad_option(field, "with_sound", "does not go with a list of frames, which have none")
 
 
 def no_video_sound(field: str) -> TwinlensError:

@@ -130,13 +130,14 @@ class _Scans:
         return bool(self._rough) or not self._components <= self._seen
 
 
-def read_jpeg(data: bytes, bounds: Bounds) -> JpegLayout:
-    """The layout of a JPEG's first picture. Raises TooComplex for too many segments or scans.
+def read_jpeg(data: bytes, bounds: Bounds, begin: int = 0) -> JpegLayout:
+    """The layout of a JPEG's first picture, or of one that begins elsewhere. Raises TooComplex for too many segments or
+    scans.
 
     Bytes between segments, which a decoder passes over one by one, count as much as segments.
     """
     count, scans = PartCount(bounds.image_chunks), _Scans(bounds.image_scans)
-    at, end = 2, len(data)
+    at, end = begin + 2, len(data)
     while (mark := data.find(b"\xff", at)) >= 0:
         count.add(1 + mark - at)
         number = int.from_bytes(data[mark + 1 : mark + 2], "big")

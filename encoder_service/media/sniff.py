@@ -81,6 +81,7 @@ VIDEOS: Final[dict[str, Format]] = {
         "video/vnd.avi",
     ),
     "FLV": _format(lambda head: head.startswith(b"FLV\x01") and head[5:9] == b"\x00\x00\x00\x09", "video/x-flv"),
+    "MJPEG": _format(lambda head: head.startswith(b"\xff\xd8\xff"), "video/jpeg", "video/x-motion-jpeg", "video/mjpeg"),
     "MPEGTS": _format(lambda head: len(head) > 376 and head[0] == head[188] == head[376] == 0x47, "video/mp2t"),
 }
 
@@ -108,7 +109,13 @@ AUDIOS: Final[dict[str, Format]] = {
 """Files of sound, and videos with a track of their own."""
 
 
-_TITLES = {"WEBP": "WebP", "OGG": "Ogg", "MATROSKA": "Matroska/WebM", "MPEGTS": "MPEG-TS"}
+_TITLES = {
+    "WEBP": "WebP",
+    "OGG": "Ogg",
+    "MATROSKA": "Matroska/WebM",
+    "MPEGTS": "MPEG-TS",
+    "MJPEG": "Motion JPEG",
+}
 """How formats are written, where not by their keys."""
 _NOUNS = {"image": "an image", "video": "a video"}
 """Modalities, with their article if they have one."""

@@ -1,4 +1,4 @@
-"""Videos in the decode process: decord, which decodes only the frames that are wanted."""
+"""Videos in the decode process: decord, which decodes only the frames that are wanted, and lists of pictures."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import numpy as np
 from encoder_service.item import Inspection
 from encoder_service.media import timed_video, transport_stream
 from encoder_service.media.container import check_parts, is_whole
+from encoder_service.media.image import ImageFile
+from encoder_service.media.jpeg_frames import JpegFrames
 from encoder_service.media.messages import DecoderSettings
 from encoder_service.media.pyav import av
 from encoder_service.media.sniff import VIDEOS, format_of
@@ -69,18 +71,21 @@ class VideoFile:
     """A video's file in the decode process (`__main__.OpenFile`)."""
 
     def __init__(self, data: bytes, settings: DecoderSettings) -> None:
-        self._reader = open_reader(data, settings.threads, settings.bounds.video_chunks)
+        self._listed = JpegFrames(data, settings.bounds) if format_of(data[:512], VIDEOS) == "MJPEG" else None
+        if self._listed is None:
+            self._reader = open_reader(data, settings.threads, settings.bounds.video_chunks)
 
     @staticmethod
     def prepare() -> None:
-        """Loads the decoder's library."""
+        """Loads the decoders' libraries."""
         library()
+        ImageFile.prepare()
 
     def inspect(self) -> Inspection:
-        return inspect(self._reader)
+        return inspect(self._reader) if self._listed is None else self._listed.inspect()
 
     def decode(self, frames: Sequence[int], out: np.ndarray) -> Iterator[int]:
-        return decode(self._reader, frames, out)
+        return decode(self._reader, frames, out) if self._listed is None else self._listed.decode(frames, out)
 
 
 def inspect(reader: Any) -> Inspection:

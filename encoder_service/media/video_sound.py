@@ -10,6 +10,7 @@ import numpy as np
 from encoder_service.item import Inspection
 from encoder_service.media.audio import AudioFile, read_track
 from encoder_service.media.messages import DecoderSettings
+from encoder_service.media.sniff import VIDEOS, format_of
 from encoder_service.media.video import VideoFile
 
 
@@ -21,7 +22,7 @@ class SoundingVideoFile:
         self._video = VideoFile(data, settings)
         self._track: Inspection | None = None
         self.samples = np.empty(0, np.float32)
-        if found := read_track(data, settings.bounds):
+        if format_of(data[:512], VIDEOS) != "MJPEG" and (found := read_track(data, settings.bounds)):
             self._track, self.samples = found
 
     @staticmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -11,11 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tests import pictures, sounds
 from tests.bad_sounds import BAD_TRACKS
 from tests.launch import gateway
 from tests.rpc.encoder_client import Client
+from tests.rpc.encoder_client import film as decoded
 from tests.rpc.pairs import Pair, answer, asked, greedy, pair, refusal, tokens
 from tests.rpc.test_sound import asked_over_http
 from tests.waiting import until
@@ -55,6 +58,16 @@ def test_stereo_at_44_100_has_the_library_s_tokens(both: Pair, library: Referenc
     film = Film(sounds.film(tune, kind, 44_100, count=4), with_sound=True)
     parts: list[Part] = [film, QUESTION]
     assert tokens(both.text, asked(about(film), greedy(FEW))) == library.tokens(library.inputs(parts))
+
+
+def test_a_list_of_frames_is_what_they_are_decoded(both: Pair) -> None:
+    listed = [pictures.encoded(Image.fromarray(each), "JPEG") for each in pictures.frames(4)]
+    shown = np.stack([np.asarray(Image.open(io.BytesIO(each)).convert("RGB")) for each in listed])
+    given = video(b"".join(listed)), decoded(shown)
+    one, other = (tokens(both.text, asked(user(each, QUESTION), greedy(FEW))) for each in given)
+    assert one == other
+    refused = refusal(both.text, asked(user(video(b"".join(listed), with_sound=True), QUESTION)))
+    assert (refused.reason, "with_sound" in refused.message) == ("BAD_OPTION", True)
 
 
 def test_two_callers_share_one_encoding_and_the_next_finds_it_cached(both: Pair) -> None:

@@ -14,7 +14,7 @@ from tests import pictures
 LAST = ", TIFF or HEIF" if "HEIF" in IMAGES else " or TIFF"
 TAKEN = {
     "image": f"an image is taken as JPEG, PNG, WebP, GIF, BMP, AVIF{LAST}",
-    "video": "a video is taken as MP4, Matroska/WebM, AVI, FLV or MPEG-TS",
+    "video": "a video is taken as MP4, Matroska/WebM, AVI, FLV, Motion JPEG or MPEG-TS",
     "audio": "audio is taken as WAV, MP3, FLAC, Ogg, MP4 or Matroska/WebM",
 }
 PNG = pictures.encoded(pictures.noise(8, 8))
