@@ -22,7 +22,7 @@ from common.rpc.server import GrpcServer
 from common.wire import DType, RowLayout
 from llm_service import generation_config
 from llm_service.config import LlmConfig, Meeting
-from llm_service.convert import RequestReader
+from llm_service.convert.requests import RequestReader
 from llm_service.embedder import Embedder
 from llm_service.encoders.encoder_cache import EncoderCache
 from llm_service.encoders.pool import EncoderPool

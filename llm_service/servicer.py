@@ -15,7 +15,7 @@ from common.media.convert import MODALITIES, write_stages
 from common.rpc import calls
 from common.wire import crc32c
 from llm_service.config import LlmConfig
-from llm_service.convert import RequestReader
+from llm_service.convert.requests import RequestReader
 from llm_service.embedder import Embedder
 from llm_service.encoders.encoder_cache import EncoderCache
 from llm_service.encoders.pool import EncoderPool

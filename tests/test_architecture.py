@@ -29,6 +29,7 @@ WIRE = (
     *(f"{service}.{module}" for service in SERVICES for module in ("server", "servicer", "convert")),
     "encoder_service.delivery",
     "encoder_service.transports.*",
+    "llm_service.convert.*",
     "llm_service.encoders.*",
     "llm_service.prefill.services",
 )

@@ -14,7 +14,7 @@ from common.media.item import Modality
 from encoder_service import convert
 from encoder_service.media import checks, limits
 from llm_service.config import LlmConfig
-from llm_service.convert import RequestReader
+from llm_service.convert.requests import RequestReader
 from tests import pictures
 from twinlens import v1
 from twinlens.v1 import encoder_pb2

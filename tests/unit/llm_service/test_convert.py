@@ -13,7 +13,7 @@ import pytest
 from common.errors import InvalidInput, NotFound, TwinlensError, Unsupported
 from common.media.item import Embedding, Key, Modality, Pixels, Url
 from llm_service.config import LlmConfig
-from llm_service.convert import RequestReader
+from llm_service.convert.requests import RequestReader
 from llm_service.generation_config import sampling_defaults
 from llm_service.request import ChatPrompt, Length, MediaItem, PiecesPrompt, ResumedChoice, SamplingParams, Slot
 from twinlens import v1

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from common.errors import InvalidInput
 from llm_service.config import LlmConfig
-from llm_service.convert import RequestReader
+from llm_service.convert.requests import RequestReader
 from llm_service.generation.events import PromptScores
 from llm_service.plan import TokenLogprobs
 from llm_service.prompt.detokenizer import TokenTexts

@@ -14,7 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
-from llm_service.convert import read_tool, read_tool_call
+from llm_service.convert.tools import read_tool, read_tool_call
 from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.prompt.output_marks import ToolFormat
 from llm_service.request import ChatPrompt, Message, ToolCall, ToolDefinition

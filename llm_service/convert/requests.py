@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-
 from common.errors import InvalidInput, NotFound
 from common.media.convert import read_media
 from common.media.item import Embedding, Key, Media, Modality, Options
 from llm_service.config import LlmConfig
+from llm_service.convert.sampling import SamplingReader
+from llm_service.convert.tools import parsed_json, read_tool, read_tool_call
 from llm_service.embedder import Embedder
-from llm_service.engine.token_masks import mask_of
-from llm_service.generation_config import RANGES, is_within, wanted_range
 from llm_service.request import (
     ChatPrompt,
     Length,
@@ -30,11 +27,8 @@ from llm_service.request import (
     ResumedChoice,
     SamplingParams,
     Slot,
-    Structure,
     TextPrompt,
     TokenPrompt,
-    ToolCall,
-    ToolDefinition,
 )
 from llm_service.transcriber import Transcriber
 from twinlens.v1 import llm_pb2, media_pb2
@@ -319,104 +313,6 @@ class RequestReader:
             )
 
 
-class SamplingReader:
-    """Reads SamplingParams under one service's limits; `defaults` are those of `generation_config`."""
-
-    def __init__(self, config: LlmConfig, vocab_size: int, defaults: dict[str, Any]) -> None:
-        self._config = config
-        self._vocab_size = vocab_size
-        self._defaults = defaults
-
-    def read(self, message: llm_pb2.SamplingParams, context: int) -> SamplingParams:
-        """Every value, the defaults filled in; `context` tokens at most. Raises InvalidInput, which names the value."""
-        values: dict[str, Any] = dict(self._defaults)
-        for name in (*RANGES, "seed", "ignore_eos", "n", "logprobs", "prompt_logprobs"):
-            if message.HasField(name):
-                values[name] = getattr(message, name)
-        for name in RANGES:
-            if name in values and not is_within(name, values[name]):
-                raise _out_of_range(name, wanted_range(name))
-        self._check_range("n", values.get("n", 1), 1, self._config.max_choices)
-        for name in ("logprobs", "prompt_logprobs"):
-            self._check_range(name, values.get(name, 0), 0, min(self._config.max_logprobs, self._vocab_size))
-        self._check_stop(message)
-        for field in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
-            tokens = getattr(message, field)
-            if len(tokens) > self._config.max_token_ids:
-                raise InvalidInput(
-                    f"{field} may name {self._config.max_token_ids} tokens",
-                    reason="TOO_MANY_TOKEN_IDS",
-                    field=f"sampling.{field}",
-                )
-            if any(token >= self._vocab_size for token in tokens):
-                raise InvalidInput(
-                    "a token id is outside the vocabulary", reason="TOKEN_OUT_OF_RANGE", field=f"sampling.{field}"
-                )
-        for bias in message.logit_bias.values():
-            self._check_range("logit_bias", bias, -100.0, 100.0)
-        values["max_tokens"] = min(int(values.get("max_tokens", context)), context)
-        if values.get("min_tokens", 0) > values["max_tokens"]:
-            raise InvalidInput("min_tokens is above max_tokens", reason="OUT_OF_RANGE", field="sampling.min_tokens")
-        return SamplingParams(
-            stop_token_ids=tuple(message.stop_token_ids),
-            logit_bias=dict(message.logit_bias),
-            allowed=mask_of(message.allowed_token_ids, self._vocab_size) if message.allowed_token_ids else b"",
-            **values,
-        )
-
-    def structure(self, message: llm_pb2.SamplingParams) -> Structure | None:
-        """The form that the answer must have; None for any. It is not compiled here. Raises InvalidInput."""
-        kind = message.WhichOneof("structured")
-        if kind is None:
-            return None
-        field, limit = f"sampling.{kind}", self._config.max_structure_bytes
-        flood = message.choice.ByteSize() > limit  # told before a list of millions is made of them
-        options = [] if flood else list(message.choice.options)
-        text = json.dumps(options) if kind == "choice" else str(getattr(message, kind))
-        if flood or len(text.encode()) > limit:
-            raise InvalidInput(f"the {kind} is too long", reason="STRUCTURE_TOO_LARGE", field=field)
-        if not text or (kind == "choice" and not all(options or [""])):
-            raise InvalidInput(f"the {kind} is empty", reason="BAD_STRUCTURE", field=field)
-        if kind == "json_schema" and _depth(text) > self._config.max_schema_depth:
-            raise InvalidInput("the json_schema is nested too deeply", reason="STRUCTURE_TOO_LARGE", field=field)
-        return Structure(kind, text)
-
-    def thinking_token_budget(self, message: llm_pb2.SamplingParams) -> int | None:
-        """The most tokens of reasoning; None for any number. Raises InvalidInput."""
-        if not message.HasField("thinking_token_budget"):
-            return None
-        self._check_range("thinking_token_budget", message.thinking_token_budget, 0, 1 << 31)
-        return message.thinking_token_budget
-
-    def bad_words(self, message: llm_pb2.SamplingParams) -> tuple[str, ...]:
-        """The texts that an answer cannot have. Raises InvalidInput."""
-        field, most = "sampling.bad_words", self._config.max_bad_words
-        if len(message.bad_words) > most:
-            raise InvalidInput(f"at most {most} bad words", reason="TOO_MANY_BAD_WORDS", field=field)
-        longest = self._config.max_bad_word_bytes
-        if any(not text or len(text.encode()) > longest for text in message.bad_words):
-            raise InvalidInput(f"a bad word has 1 to {longest} bytes", reason="BAD_WORD", field=field)
-        return tuple(message.bad_words)
-
-    def _check_range(self, name: str, value: float, low: float, high: float) -> None:
-        if not low <= value <= high:
-            raise _out_of_range(name, f"between {low} and {high}")
-
-    def _check_stop(self, message: llm_pb2.SamplingParams) -> None:
-        if len(message.stop) > self._config.max_stop_texts:
-            raise InvalidInput(
-                f"at most {self._config.max_stop_texts} stop texts", reason="TOO_MANY_STOPS", field="sampling.stop"
-            )
-        if any(not text or len(text.encode()) > self._config.max_stop_bytes for text in message.stop):
-            raise InvalidInput(
-                f"a stop text has 1 to {self._config.max_stop_bytes} bytes", reason="BAD_STOP", field="sampling.stop"
-            )
-
-
-def _out_of_range(name: str, wanted: str) -> InvalidInput:
-    return InvalidInput(f"{name} must be {wanted}", reason="OUT_OF_RANGE", field=f"sampling.{name}")
-
-
 def _resumed(
     given: Iterable[llm_pb2.ResumedChoice], sampling: SamplingParams, vocab_size: int
 ) -> Iterator[ResumedChoice]:
@@ -448,66 +344,13 @@ def _effort(given: str, *, thinking: bool | None) -> str:
 
 
 def _variables(text: str, max_depth: int) -> dict[str, Any]:
-    value = _read_json(text, max_depth) if text else {}
+    value = parsed_json(text, max_depth) if text else {}
     if value is None:
         why = "this is no JSON object, or nested too deeply"
         raise InvalidInput(why, reason="BAD_VARIABLE", field="chat.template_variables")
     return value
 
 
-def read_tool(message: llm_pb2.ToolDefinition, max_depth: int, field: str) -> ToolDefinition:
-    """A function; what it says nests no deeper than `max_depth`. Raises InvalidInput."""
-    _check_name(message.name, field)
-    parameters = _parsed(message.parameters, max_depth, f"{field}.parameters") if message.parameters else None
-    return ToolDefinition(message.name, message.description, parameters, message.strict)
-
-
-def read_tool_call(message: llm_pb2.ToolCall, max_depth: int, field: str) -> ToolCall:
-    """A call, likewise."""
-    _check_name(message.name, field)
-    return ToolCall(message.id, message.name, _parsed(message.arguments or "{}", max_depth, f"{field}.arguments"))
-
-
-def _check_name(name: str, field: str) -> None:
-    if not name:
-        raise InvalidInput("a function has no name", reason="BAD_TOOL", field=f"{field}.name")
-
-
-def _parsed(text: str, max_depth: int, field: str) -> dict[str, Any]:
-    value = _read_json(text, max_depth)
-    if value is None:
-        raise InvalidInput("this is no JSON object, or nested too deeply", reason="BAD_TOOL", field=field)
-    return value
-
-
-def _read_json(text: str, max_depth: int) -> dict[str, Any] | None:
-    try:
-        value = msgspec.json.decode(text)  # unlike the library's, it takes no NaN and no half of a pair of surrogates
-    except (msgspec.DecodeError, RecursionError):
-        return None
-    return value if isinstance(value, dict) and _is_flat(value, max_depth) else None
-
-
-def _is_flat(value: Any, depth: int) -> bool:
-    if isinstance(value, dict | list):
-        inner = value.values() if isinstance(value, dict) else value
-        return depth > 0 and all(_is_flat(each, depth - 1) for each in inner)
-    return True
-
-
 def _too_many_items(limit: int, kind: str, count: int) -> InvalidInput:
     said = f"a request may hold at most {limit} {kind}{'' if limit == 1 else 's'}, and this one has {count}"
     return InvalidInput(said, reason="TOO_MANY_ITEMS", field="media")
-
-
-def _depth(text: str) -> int:
-    """How deeply brackets nest in a JSON text; those inside strings count as well, which errs on the strict side.
-
-    >>> _depth('{"a": [{}]}')
-    3
-    """
-    deepest = depth = 0
-    for sign in text:
-        depth += (sign in "{[") - (sign in "}]")
-        deepest = max(deepest, depth)
-    return deepest

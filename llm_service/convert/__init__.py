@@ -1,0 +1,1 @@
+"""From the contract's messages to the service's nouns, under its limits."""
