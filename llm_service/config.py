@@ -142,8 +142,8 @@ class LlmConfig(ServerConfig):
     graph_bytes: int = option(1 << 30, "GPU memory that these may hold, on each rank", parse=size, minimum=0)
     kv_cache_dtype: str = option(
         "auto",
-        "what keys and values are kept in: as --dtype, or int8, with a scale for each token and head",
-        choices=("auto", "int8"),
+        "what keys and values are kept in: as --dtype; int8, with a scale for each token and head; or fp8, e4m3",
+        choices=("auto", "int8", "fp8", "fp8_e4m3"),
     )
     kv_cache_bytes: int = option(
         0, "memory for KV blocks, on each rank; 0: --kv-memory-share of what is free", parse=size, minimum=0

@@ -439,6 +439,7 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedMo
         graphs=config.graphs,
         graph_bytes=config.graph_bytes,
         int8_cache=config.kv_cache_dtype == "int8",
+        fp8_cache=config.kv_cache_dtype.startswith("fp8"),
         kv_cache_bytes=config.kv_cache_bytes,
         kv_memory_share=config.kv_memory_share,
         kv_host_bytes=config.kv_host_bytes,

@@ -14,12 +14,13 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """What to load, where, and how much to hold; sizes are in bytes for each rank, `rank_timeout` in seconds.
 
     There are `max_loras` slots for adapters, 0 where there is no `lora_dir`; an adapter may name as its base what is
-    among `base_names`. With `int8_cache` keys and values are in 8 bits. `kv_cache_bytes` 0: `kv_memory_share` of what
-    is free; that 0: the default for the device. `kv_host_bytes` are the host's, for blocks that have to make way; 0:
-    none; `kv_host_fd` is the shared memory that all ranks of the host have them in, one after the other, 0: each has
-    its own. With `kv_events` the front hears which blocks can be found. `library`: what it said of a model that it
-    computes. `grows_steps`: `max_step_tokens` are the device's, and may be more where a model computes an item's rows,
-    or a prompt, at once.
+    among `base_names`. With `int8_cache` keys and values are in 8 bits, with `fp8_cache` e4m3.
+
+    `kv_cache_bytes` 0: `kv_memory_share` of what is free; that 0: the default for the device. `kv_host_bytes` are the
+    host's, for blocks that have to make way; 0: none; `kv_host_fd` is the shared memory that all ranks of the host have
+    them in, one after the other, 0: each has its own. With `kv_events` the front hears which blocks can be found.
+    `library`: what it said of a model that it computes. `grows_steps`: `max_step_tokens` are the device's, and may be
+    more where a model computes an item's rows, or a prompt, at once.
     """
 
     model: str
@@ -38,6 +39,7 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     graphs: str
     graph_bytes: int
     int8_cache: bool
+    fp8_cache: bool
     kv_cache_bytes: int
     kv_memory_share: float
     snapshot_share: float

@@ -180,7 +180,7 @@ def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, F
     sums, kernel = ("mixtures", "maxima", "sums"), triton_kernels.attention_kernel
     joined = {"TOKENS": 1, "GROUP": shape.group, "HEAD_DIM": head_dim, "DIMS": shape.dims, "PARTS": COMBINED}
     made = {
-        "store": form(capability, triton_kernels.store_kernel, dtype, WIDTH=256),
+        "store": form(capability, triton_kernels.store_kernel, dtype, WIDTH=256, FP8=False),
         "decode": form(capability, kernel, dtype, sums, **same, **shape.rows(1)),
         "verify": form(capability, kernel, dtype, sums, **same, **shape.rows(5)),
         "combine": form(capability, part_kernels.combine_kernel, dtype, sums, **joined, num_warps=4),
@@ -193,6 +193,22 @@ def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, F
         made["answers"] = form(capability, kernel, dtype, sums, **same, **answers.rows(1))
         made["prompts"] = form(capability, kernel, dtype, sums, **same, **answers.rows(shape.tile))
     return made
+
+
+def e4m3_blocks(capability: int) -> dict[str, Form]:
+    """Attention over keys and values of e4m3, in bfloat16, as `TritonBatch` launches it."""
+    shape = KernelShape.of(CacheShape(1, 1, 16, 8, 2, 128, fp8=True), torch.bfloat16)
+    same = {"BLOCK_SIZE": 16, "BLOCK_N": shape.keys_at_once, "PRECISION": shape.precision, "INT8": False}
+    kernel, sums, types = triton_kernels.attention_kernel, ("mixtures", "maxima", "sums"), _IN_8_BITS | _OF_E4M3
+    made = {
+        f"e4m3 {name}": form(capability, kernel, torch.bfloat16, sums, types, **same, **shape.rows(tokens))
+        for name, tokens in (("decode", 1), ("verify", 5), ("prefill", shape.tile))
+    }
+    store = form(capability, triton_kernels.store_kernel, torch.bfloat16, types=_OF_E4M3, WIDTH=256, FP8=True)
+    return made | {"e4m3 store": store}
+
+
+_OF_E4M3 = {"keys": "*fp8e4nv", "values": "*fp8e4nv"}
 
 
 def int8_blocks(capability: int) -> dict[str, Form]:
@@ -426,6 +442,8 @@ def all_forms(capability: int, types: list[torch.dtype], states: list[torch.dtyp
     for head_dim, group in ((256, 2), (512, 8)):
         made = wide_heads(capability, head_dim, group)
         found |= {f"{kernel} bf16 {head_dim}": taken for kernel, taken in made.items()}
+    if capability >= 89:  # before, GPUs had no e4m3
+        found |= e4m3_blocks(capability)
     found |= int8_blocks(capability) | pixels(capability, torch.bfloat16)
     for dtype in types:
         if dtype != torch.float16:

@@ -165,7 +165,7 @@ def slot_bytes(specs: Sequence[CacheSpec]) -> int:
 
 
 def cache_shapes(
-    specs: Sequence[CacheSpec], blocks: int, block_size: int, *, int8: bool = False
+    specs: Sequence[CacheSpec], blocks: int, block_size: int, *, int8: bool = False, fp8: bool = False
 ) -> dict[PagedKV, CacheShape]:
     """The paged cache of each kind of keys and values, in 8 bits or not: that of all layers which are alike, and attend
     alike.
@@ -178,7 +178,16 @@ def cache_shapes(
     counts = Counter(spec for spec in own if isinstance(spec, PagedKV))
     return {
         spec: CacheShape(
-            layers, blocks, block_size, spec.heads, spec.kv_heads, spec.head_dim, spec.kind, spec.values_in_keys, int8
+            layers,
+            blocks,
+            block_size,
+            spec.heads,
+            spec.kv_heads,
+            spec.head_dim,
+            spec.kind,
+            spec.values_in_keys,
+            int8,
+            fp8,
         )
         for spec, layers in counts.items()
     }
@@ -213,14 +222,16 @@ def _kv_of(cache: LayerCache) -> Tensor:
     return cache.kv if isinstance(cache, IndexedCache) else cache
 
 
-def block_bytes(specs: Sequence[CacheSpec], block_size: int, dtype: torch.dtype, *, int8: bool = False) -> int:
+def block_bytes(
+    specs: Sequence[CacheSpec], block_size: int, dtype: torch.dtype, *, int8: bool = False, fp8: bool = False
+) -> int:
     """Bytes that one block takes over all layers, of numbers of this type where keys and values are not in 8 bits, as
     index keys never are. Raises ValueError where no layer keeps any.
 
     >>> block_bytes([PagedKV(4, 2, 64), IndexedKV(PagedKV(4, 2, 64), 32)], 16, torch.bfloat16) // 16
     1088
     """
-    total = sum(shape.block_bytes(dtype) for shape in cache_shapes(specs, 1, block_size, int8=int8).values())
+    total = sum(shape.block_bytes(dtype) for shape in cache_shapes(specs, 1, block_size, int8=int8, fp8=fp8).values())
     if not total:
         raise ValueError("no layer has keys and values")
     return total + dtype.itemsize * block_size * sum(spec.index_dim for spec in specs if isinstance(spec, IndexedKV))

@@ -23,6 +23,7 @@ def kv_layout(settings: EngineSettings, checkpoint: Checkpoint) -> bytes:
         settings.weight_dtype,
         settings.attention,
         settings.int8_cache,
+        settings.fp8_cache,
         settings.block_size,
         settings.tensor_parallel,
         settings.speculative_method,

@@ -94,6 +94,7 @@ class Caches:
         state_slots: int = 0,
         snapshot_slots: int = 0,
         int8: bool = False,
+        fp8: bool = False,
     ) -> None:
         """Room for `blocks` blocks, with keys and values in 8 bits or not, and where layers have states for those of
         `state_slots` sequences, and for snapshots. `attention` is a back end's name, or what makes one; `states` makes
@@ -103,7 +104,7 @@ class Caches:
         self._specs = read_by(specs)
         self.state_slots, self.snapshot_slots = (state_slots, snapshot_slots) if slot_bytes(specs) else (0, 0)
         self.paged: dict[PagedKV, PagedLayers] = {}
-        for kind, shape in cache_shapes(specs, blocks, block_size, int8=int8).items():
+        for kind, shape in cache_shapes(specs, blocks, block_size, int8=int8, fp8=fp8).items():
             backend = choose(attention, shape, dtype, device) if isinstance(attention, str) else attention(shape)
             self.paged[kind] = PagedLayers(shape, shape.new_cache(dtype, device), backend)
         self._states: dict[SequenceState, StateBackend] = {}

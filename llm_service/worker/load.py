@@ -98,8 +98,8 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
         text = known_text(checkpoint, library, group, settings.max_context)
     decoder = _decoder(settings, checkpoint, dtype, device, group, text)
     settings = _with_room(settings, checkpoint, decoder)
-    if settings.int8_cache:
-        check_int8_cache(decoder)
+    if settings.int8_cache or settings.fp8_cache:
+        check_small_cache(decoder, "int8" if settings.int8_cache else "fp8")
     give_back()
     adapters = _adapters(settings, decoder)
     all_of_it = decoder if isinstance(decoder, Decoder) else decoder.weights()
@@ -186,6 +186,7 @@ class _Share:
             decoder.kv_dtype,
             decoder.device,
             int8=settings.int8_cache,
+            fp8=settings.fp8_cache,
             attention=decoder.backend if isinstance(decoder, HfDecoder) else settings.attention,
             state_slots=room.slots,
             snapshot_slots=room.snapshots,
@@ -237,7 +238,8 @@ def _room(share: _Share, budget: int, context: int) -> _Room:
     settings, decoder, group = share.settings, share.decoder, share.group
     specs = [mixer.cache_spec() for mixer in decoder.mixers()]
     one_slot = slot_bytes(specs)
-    one_block = block_bytes(specs, settings.block_size, decoder.kv_dtype, int8=settings.int8_cache)
+    kept = {"int8": settings.int8_cache, "fp8": settings.fp8_cache}
+    one_block = block_bytes(specs, settings.block_size, decoder.kv_dtype, **kept)
     one_block += share.drafting.block_bytes(settings.block_size) if share.drafting is not None else 0
     slots = slot_count(settings, one_slot, budget, group)
     budget -= slots * one_slot
@@ -343,16 +345,16 @@ def _with_room(settings: EngineSettings, checkpoint: Checkpoint, decoder: Decode
     return settings
 
 
-def check_int8_cache(decoder: Decoder | HfDecoder) -> None:
+def check_small_cache(decoder: Decoder | HfDecoder, kept: str) -> None:
     """Raises CheckpointError where keys and values of this model cannot be kept in 8 bits."""
     if isinstance(decoder, HfDecoder):
-        raise CheckpointError("--kv-cache-dtype int8 is not for a text that the library computes")
+        raise CheckpointError(f"--kv-cache-dtype {kept} is not for a text that the library computes")
     for spec in (mixer.cache_spec() for mixer in decoder.mixers()):
         if isinstance(spec, IndexedKV):
-            raise CheckpointError("--kv-cache-dtype int8 is not for layers that choose by an index what they see")
+            raise CheckpointError(f"--kv-cache-dtype {kept} is not for layers that choose by an index what they see")
         if isinstance(spec, PagedKV) and spec.values_in_keys:
-            raise CheckpointError("--kv-cache-dtype int8 is not for latent attention, whose cache is small")
-        if isinstance(spec, PagedKV) and spec.head_dim % SCALE_BYTES:
+            raise CheckpointError(f"--kv-cache-dtype {kept} is not for latent attention, whose cache is small")
+        if kept == "int8" and isinstance(spec, PagedKV) and spec.head_dim % SCALE_BYTES:
             raise CheckpointError(f"--kv-cache-dtype int8 is for heads of a multiple of {SCALE_BYTES} numbers")
 
 

@@ -179,6 +179,7 @@ class LocalEngine:
         mtp: bool = False,
         eagle: Path | None = None,
         int8_cache: bool = False,
+        fp8_cache: bool = False,
         host_blocks: int = 0,
     ) -> None:
         checkpoint = Checkpoint(directory)
@@ -202,6 +203,7 @@ class LocalEngine:
             state_slots=max_running,
             snapshot_slots=32,
             int8=int8_cache,
+            fp8=fp8_cache,
         )
         self.runner = ModelRunner(decoder, arena, caches)
         if draft_model is not None:

@@ -15,7 +15,7 @@ from llm_service.layers.cpu import selection
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
-from llm_service.worker.load import check_int8_cache
+from llm_service.worker.load import check_small_cache
 from llm_service.worker.weights import describe as weights_of
 from tests.parity.cases import drawn_logits
 from tests.parity.graphed import graphed
@@ -150,4 +150,4 @@ def test_logits_of_two_ranks_are_those_of_one(
 
 def test_latents_in_8_bits_are_refused(served: Served) -> None:
     with pytest.raises(CheckpointError, match="not for layers that choose by an index what they see"):
-        check_int8_cache(served.engine().decoder)
+        check_small_cache(served.engine().decoder, "int8")

@@ -285,8 +285,8 @@ def leaves(two: Services, request: v1.GenerateRequest) -> None:
 
 @pytest.mark.parametrize(
     "lends",
-    [{"block_size": 32}, {"kv_cache_dtype": "int8"}, {"lend_prefill": "no"}],
-    ids=["blocks", "type", "unwilling"],
+    [{"block_size": 32}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"}, {"lend_prefill": "no"}],
+    ids=["blocks", "type", "e4m3", "unwilling"],
 )
 def test_a_service_that_computes_something_else_is_left_alone(both: Pair, lends: dict[str, object]) -> None:
     with services(both.checkpoint, both.encoder.address, lends=lends) as two:

@@ -67,6 +67,8 @@ def _numba(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Atten
         return _LATENT
     if shape.int8:
         return _INT8
+    if shape.fp8:
+        return _FP8
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed"
     from llm_service.layers.cpu.numba_backend import NumbaBackend
@@ -92,6 +94,8 @@ def _triton(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Atte
         if shape.kind.sight.answer_window:
             return f"{_ANSWERS} over latents"
         return LatentTritonBackend(shape, dtype, device)
+    if shape.fp8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        return "GPUs have had e4m3 since Ada, 8.9"
     from llm_service.layers.attention.triton_backend import TritonBackend
 
     return TritonBackend(shape, dtype, device)
@@ -106,6 +110,8 @@ def _flash(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Atten
         return _LATENT
     if shape.int8:
         return _INT8
+    if shape.fp8:
+        return _FP8
     if shape.kind.sight.chunk:
         return "it knows no chunks of a sequence within which layers attend"
     if shape.kind.sight.answer_window:
@@ -124,6 +130,7 @@ def _flash(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Atten
 _WIDEST_OF_FLASH = 256
 _ANSWERS = "it knows no windows that are for answers alone"
 _LATENT = "it knows no values that lie within keys, as latent attention has them"
+_FP8 = "it reads no keys and values of e4m3"
 _INT8 = "it reads no keys and values in 8 bits"
 _BACKENDS = {"torch": _torch, "numba": _numba, "triton": _triton, "flash": _flash}
 """From a name to what makes the back end; a string in its place says why it cannot be used."""

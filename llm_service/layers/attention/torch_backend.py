@@ -175,6 +175,10 @@ class TorchBatch:
         """Writes the batch's keys and values, as in `attend`, into one layer's cache → all of its keys [slots,
         kv_heads, head_dim], and values [slots, kv_heads, value_dim]."""
         keys, values = (each.flatten(0, 1) for each in self.shape.split(cache))
+        if self.shape.fp8:  # of which torch copies none by index on CPUs
+            for kept, given in ((keys, key), (values, value)):
+                kept.view(torch.uint8).index_copy_(0, self.slots, saturated(given).view(torch.uint8))
+            return keys, values
         keys.index_copy_(0, self.slots, key.to(keys.dtype))
         if not self.shape.values_in_keys:
             values.index_copy_(0, self.slots, value.to(values.dtype))
@@ -188,6 +192,16 @@ class TorchBatch:
             mask, kind = segment.mask_of(seen), self.shape.kind
             attend_to_one(out[here], query[here], seen, mask, self.shape.softmax_scale, kind.softcap)
         return out.flatten(1)
+
+
+def saturated(x: Tensor) -> Tensor:
+    """Numbers as e4m3: those that are too large become its largest.
+
+    >>> saturated(torch.tensor([1.05, -600.0])).tolist()
+    [1.0, -448.0]
+    """
+    most = torch.finfo(torch.float8_e4m3fn).max
+    return x.float().clamp(-most, most).to(torch.float8_e4m3fn)
 
 
 def attend_by_mask(out: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> None:

@@ -46,6 +46,7 @@ class KernelShape:
     softcap: float
     softmax_scale: float
     int8: bool
+    fp8: bool
 
     @classmethod
     def of(cls, shape: CacheShape, dtype: torch.dtype) -> KernelShape:
@@ -70,6 +71,7 @@ class KernelShape:
             softcap=shape.kind.softcap or 0.0,
             softmax_scale=shape.softmax_scale,
             int8=shape.int8,
+            fp8=shape.fp8,
         )
 
     @property
@@ -117,6 +119,7 @@ def store(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
     store_kernel[(len(key),)](
         *(key, value, cache[0], cache[1], slots, key_stride, value_stride, width),
         WIDTH=triton.next_power_of_2(width),
+        FP8=cache.dtype == torch.float8_e4m3fn,
     )
 
 

@@ -8,17 +8,25 @@ import triton
 import triton.language as tl
 
 from llm_service.layers.gpu.part_kernels import first_seen, item_of, leave_sums, sequence_of, softmax_step
+from llm_service.layers.gpu.scaled_kernel import e4m3
 
 
 @triton.jit
-def store_kernel(key, value, keys, values, slots, key_stride, value_stride, width, WIDTH: tl.constexpr):
-    """Puts one token's keys and values, `width` = kv_heads · head_dim numbers each, into its slot. Grid [tokens]."""
+def store_kernel(
+    key, value, keys, values, slots, key_stride, value_stride, width, WIDTH: tl.constexpr, FP8: tl.constexpr
+):
+    """Puts one token's keys and values, `width` = kv_heads · head_dim numbers each, into its slot,
+    with FP8 as e4m3, of which too large ones become the largest. Grid [tokens]."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     place = tl.arange(0, WIDTH)
     inside = place < width
-    tl.store(keys + slot * width + place, tl.load(key + token * key_stride + place, inside), inside)
-    tl.store(values + slot * width + place, tl.load(value + token * value_stride + place, inside), inside)
+    k = tl.load(key + token * key_stride + place, inside)
+    v = tl.load(value + token * value_stride + place, inside)
+    if FP8:
+        k, v = e4m3(k), e4m3(v)
+    tl.store(keys + slot * width + place, k, inside)
+    tl.store(values + slot * width + place, v, inside)
 
 
 @triton.jit

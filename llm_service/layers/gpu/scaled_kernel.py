@@ -28,14 +28,19 @@ def _three_bits(x):
 
 
 @triton.jit
+def e4m3(x):
+    """Finite numbers as e4m3: those that are too large become its largest."""
+    return _three_bits(tl.minimum(tl.maximum(x.to(tl.float32), -_HIGHEST), _HIGHEST)).to(tl.float8e4nv)
+
+
+@triton.jit
 def _divided(x, largest):
     """x float32 in steps of which _HIGHEST reach to `largest`, e4m3, and the step. There is none where one is not a
     finite number."""
     finite = largest < float("inf")
     scale = tl.math.div_rn(tl.maximum(tl.where(finite, largest, 0.0), _SMALLEST), _HIGHEST)
     numbers = tl.math.div_rn(tl.where(finite, x, 0.0), scale)
-    numbers = _three_bits(tl.minimum(tl.maximum(numbers, -_HIGHEST), _HIGHEST)).to(tl.float8e4nv)
-    return numbers, tl.where(finite, scale, float("nan"))
+    return e4m3(numbers), tl.where(finite, scale, float("nan"))
 
 
 @triton.jit

@@ -43,6 +43,7 @@ REGISTERS |= {
 }  # 5, 3 and 2 programs at once
 REGISTERS |= {"prefill bf16 256": 208, "windows bf16 256": 224, "decode bf16 512": 224, "prefill bf16 512": 224}
 REGISTERS |= PIXELS
+REGISTERS |= {"e4m3 decode": 168, "e4m3 verify": 248, "e4m3 prefill": 208}
 REGISTERS |= {"int8 decode": 168, "int8 verify": 248, "int8 prefill": 208}
 REGISTERS |= {"latent decode bf16": 128, "latent verify bf16": 208, "latent prefill bf16": 208}
 REGISTERS |= {"plain latent decode bf16": 128}

@@ -155,15 +155,16 @@ def test_a_cache_in_8_bits_holds_more_blocks(checkpoints: Callable[..., Path]) -
     sizes = {"block_size": 16, "max_running": 2, "max_step_tokens": 64, "row_bytes": 1 << 20, "row_levels": 3}
     given = {"model": str(checkpoints("qwen3_vl")), "device": "cpu", "dtype": "float32", "attention": "auto"}
     found = []
-    for int8 in (False, True):
-        asked = {**given, **sizes, "kv_cache_bytes": 1 << 20, "threads": 1, "int8_cache": int8}
+    for int8, fp8 in ((False, False), (True, False), (False, True)):
+        asked = {**given, **sizes, "kv_cache_bytes": 1 << 20, "threads": 1, "int8_cache": int8, "fp8_cache": fp8}
         memory = SharedBuffer.create("test-rows", 1 << 20)
         runner = load.load_runner(msgspec.structs.replace(SETTINGS, **asked), torch.device("cpu"), ALONE, memory.fd)
         (kind,) = runner.caches.paged.values()
         assert kind.cache.nbytes // (runner.caches.blocks + 1) == kind.shape.block_bytes(torch.float32)
         found.append((runner.caches.blocks, kind.shape.head_dim))
-    (plain, head_dim), (short, _) = found
+    (plain, head_dim), (short, _), (shortest, _) = found
     assert short == (1 << 20) // ((1 << 20) // plain * (head_dim + 4) // (4 * head_dim))
+    assert shortest == 4 * plain
 
 
 def test_the_host_keeps_blocks_where_it_is_told_to(checkpoints: Callable[..., Path]) -> None:
@@ -190,7 +191,13 @@ def test_the_host_keeps_blocks_where_it_is_told_to(checkpoints: Callable[..., Pa
 def test_caches_that_cannot_be_in_8_bits_are_refused(specs: list[CacheSpec], named: str) -> None:
     mixers = [SimpleNamespace(cache_spec=lambda spec=spec: spec) for spec in specs]
     with pytest.raises(CheckpointError, match=named):
-        load.check_int8_cache(SimpleNamespace(mixers=lambda: mixers))  # type: ignore[arg-type]
+        load.check_small_cache(SimpleNamespace(mixers=lambda: mixers), "int8")  # type: ignore[arg-type]
+
+
+def test_latent_attention_keeps_no_e4m3() -> None:
+    mixers = [SimpleNamespace(cache_spec=lambda: PagedKV(4, 1, 40, values_in_keys=32))]
+    with pytest.raises(CheckpointError, match="--kv-cache-dtype fp8 is not for latent attention"):
+        load.check_small_cache(SimpleNamespace(mixers=lambda: mixers), "fp8")  # type: ignore[arg-type]
 
 
 def test_a_rank_divides_the_cores_while_it_computes_and_looks_before_each_layer(

@@ -255,6 +255,24 @@ def test_keys_and_values_in_8_bits_are_attended_to_as_what_they_stand_for(
     torch.testing.assert_close(expected, whole, rtol=0, atol=0.02)
 
 
+@pytest.mark.parametrize("counts", [pytest.param(counts, id=way) for way, counts in WAYS.items()])
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_keys_and_values_of_e4m3_are_attended_to_as_what_they_stand_for(name: str, counts: tuple[int, ...]) -> None:
+    shape = replace(shape_of(64, 6, 2), fp8=True)
+    case = Case.random(replace(shape, fp8=False), counts, torch.float32, 3)
+    query, key, value = case.heads
+    key[0, 0, :2], value[0, 0, :2] = torch.tensor([1e-3, 0.0]), torch.tensor([600.0, -1e9])
+    small, near_key, near_value = (
+        each.clamp(-448, 448).to(torch.float8_e4m3fn) for each in (case.cache[0], key, value)
+    )
+    plain = small.float()
+    metadata = AttentionMetadata.of(case.chunks, shape.block_size, CPU)
+    expected = paged_attention(query, near_key.float(), near_value.float(), plain, metadata, shape.kind, ())
+    given = choose(name, shape, torch.float32, CPU).batch(case.chunks).attend(query, key, value, small)
+    torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(small.float(), plain), "and nothing else was written"
+
+
 def test_a_scale_is_the_largest_number_s() -> None:
     drawn = torch.randn(50, 3, 16, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 4, 50).view(
         -1, 1, 1
@@ -271,6 +289,8 @@ def test_no_back_end_takes_8_bits_that_does_not_read_them() -> None:
     assert choose("auto", shape, torch.float32, CPU).name == "torch"
     with pytest.raises(CheckpointError, match="it reads no keys and values in 8 bits"):
         choose("numba", shape, torch.float32, CPU)
+    with pytest.raises(CheckpointError, match="it reads no keys and values of e4m3"):
+        choose("numba", replace(shape_of(), fp8=True), torch.float32, CPU)
 
 
 def test_small_values_in_8_bits_are_not_lost_in_half_precision() -> None:
