@@ -77,8 +77,8 @@ def trials() -> Trials:
         "attention of tokens": lambda here: _attention(here, (1,) * 8),
         "attention of tokens with drafts": lambda here: _attention(here, (4,) * 4),
         "attention of prompts": lambda here: _attention(here, (1, 200, 1, 65)),
-        "attention over 8 bits": lambda here: _attention(here, (1, 1, 65), int8=True),
-        "attention over e4m3": lambda here: _attention(here, (1, 1, 65), fp8=True),
+        "attention over 8 bits": lambda here: _attention(here, (1, 1, 65), "int8"),
+        "attention over e4m3": lambda here: _attention(here, (1, 1, 65), "fp8"),
         "draws": _draws,
         "tower's attention": lambda here: _tower_attention(here, "triton"),
         "tower's attention by flash": lambda here: _tower_attention(here, "flash"),
@@ -144,32 +144,33 @@ def _row_kernel(here: Place, call: str) -> Trial:
     return Trial(lambda: by(row_ops), by(TORCH))
 
 
-def _attention(here: Place, counts: tuple[int, ...], *, int8: bool = False, fp8: bool = False) -> Trial:
+def _attention(here: Place, counts: tuple[int, ...], kept: str = "auto") -> Trial:
     from dataclasses import replace
 
     from llm_service.layers.attention.backend import CacheShape
     from llm_service.layers.attention.choose import choose
     from llm_service.layers.attention.metadata import AttentionMetadata
+    from llm_service.settings import CacheDtype
     from tests.attention_cases import Case
     from tests.plain_attention import paged_attention
 
     heads = (4, 2, 64) if here.tiny else (32, 8, 128)
     case = Case.random(CacheShape(1, 100, 16, *heads), counts, here.dtype, 1, here.device)
     query, key, value = case.heads
-    shape = replace(case.shape, int8=int8, fp8=fp8)
+    shape = replace(case.shape, kept=CacheDtype(kept))
     batch = choose("triton", shape, here.dtype, here.device).batch(case.chunks)
-    if not int8 and not fp8:
+    if kept == "auto":
         metadata = AttentionMetadata.of(case.chunks, shape.block_size, here.device)
         expected = paged_attention(query, key, value, case.cache.clone()[0], metadata, shape.kind)
         return Trial(lambda: batch.attend(query, key, value, case.cache[0]), expected)
     ours, theirs = (shape.new_cache(here.dtype, here.device)[0] for _ in range(2))
     everywhere = torch.arange((shape.blocks + 1) * shape.block_size, device=here.device)
     for cache in (ours, theirs):
-        if fp8:
+        if shape.fp8:
             cache.copy_(case.cache[0])
             continue
-        for part, kept in zip(cache, case.cache[0], strict=True):
-            shape.int8_tokens(part).write(everywhere, kept.flatten(0, 1))
+        for part, wide in zip(cache, case.cache[0], strict=True):
+            shape.int8_tokens(part).write(everywhere, wide.flatten(0, 1))
     other = choose("torch", shape, here.dtype, here.device).batch(case.chunks)
     return Trial(lambda: batch.attend(query, key, value, ours), other.attend(query, key, value, theirs))
 

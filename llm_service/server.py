@@ -51,7 +51,7 @@ from llm_service.prompt.output_marks import OutputMarks
 from llm_service.prompt.tokens import check_same_tokens, end_tokens
 from llm_service.reranker import Reranker
 from llm_service.servicer import Components, LlmServicer
-from llm_service.settings import EngineSettings, RankPlace
+from llm_service.settings import CacheDtype, EngineSettings, RankPlace
 from llm_service.transcriber import Transcriber
 from twinlens import __version__
 from twinlens.v1.llm_pb2_grpc import add_LlmServiceServicer_to_server
@@ -438,8 +438,7 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedMo
         compile=config.compile,
         graphs=config.graphs,
         graph_bytes=config.graph_bytes,
-        int8_cache=config.kv_cache_dtype == "int8",
-        fp8_cache=config.kv_cache_dtype.startswith("fp8"),
+        kv_cache_dtype=CacheDtype(config.kv_cache_dtype.removesuffix("_e4m3")),
         kv_cache_bytes=config.kv_cache_bytes,
         kv_memory_share=config.kv_memory_share,
         kv_host_bytes=config.kv_host_bytes,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
 from common.hf.description import HfModel
@@ -10,11 +12,22 @@ DRAFT_HEADS = "mtp", "eagle3"
 """Methods of speculation that go on from hidden states of the model that verifies."""
 
 
+class CacheDtype(StrEnum):
+    """What keys and values are kept in."""
+
+    AUTO = "auto"
+    """As they are computed."""
+    INT8 = "int8"
+    """8 bits, with a scale for each token and head."""
+    FP8 = "fp8"
+    """e4m3, of a scale of 1."""
+
+
 class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """What to load, where, and how much to hold; sizes are in bytes for each rank, `rank_timeout` in seconds.
 
     There are `max_loras` slots for adapters, 0 where there is no `lora_dir`; an adapter may name as its base what is
-    among `base_names`. With `int8_cache` keys and values are in 8 bits, with `fp8_cache` e4m3.
+    among `base_names`.
 
     `kv_cache_bytes` 0: `kv_memory_share` of what is free; that 0: the default for the device. `kv_host_bytes` are the
     host's, for blocks that have to make way; 0: none; `kv_host_fd` is the shared memory that all ranks of the host have
@@ -38,8 +51,7 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     compile: bool
     graphs: str
     graph_bytes: int
-    int8_cache: bool
-    fp8_cache: bool
+    kv_cache_dtype: CacheDtype
     kv_cache_bytes: int
     kv_memory_share: float
     snapshot_share: float

@@ -57,6 +57,7 @@ from llm_service.layers.kda.triton_backend import KdaConstants
 from llm_service.layers.mamba2.backend import Mamba2Shape
 from llm_service.layers.mamba2.triton_backend import Mamba2Constants
 from llm_service.layers.quantized_weight import Number
+from llm_service.settings import CacheDtype
 from llm_service.worker import gpu_sampler
 
 _FIXED = {
@@ -197,7 +198,7 @@ def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, F
 
 def e4m3_blocks(capability: int) -> dict[str, Form]:
     """Attention over keys and values of e4m3, in bfloat16, as `TritonBatch` launches it."""
-    shape = KernelShape.of(CacheShape(1, 1, 16, 8, 2, 128, fp8=True), torch.bfloat16)
+    shape = KernelShape.of(CacheShape(1, 1, 16, 8, 2, 128, kept=CacheDtype.FP8), torch.bfloat16)
     same = {"BLOCK_SIZE": 16, "BLOCK_N": shape.keys_at_once, "PRECISION": shape.precision, "INT8": False}
     kernel, sums, types = triton_kernels.attention_kernel, ("mixtures", "maxima", "sums"), _IN_8_BITS | _OF_E4M3
     made = {
@@ -213,7 +214,7 @@ _OF_E4M3 = {"keys": "*fp8e4nv", "values": "*fp8e4nv"}
 
 def int8_blocks(capability: int) -> dict[str, Form]:
     """Attention over keys and values in 8 bits, in bfloat16, as `TritonBatch` launches it."""
-    shape = KernelShape.of(CacheShape(1, 1, 16, 8, 2, 128, int8=True), torch.bfloat16)
+    shape = KernelShape.of(CacheShape(1, 1, 16, 8, 2, 128, kept=CacheDtype.INT8), torch.bfloat16)
     same = {"BLOCK_SIZE": 16, "BLOCK_N": shape.keys_at_once, "PRECISION": shape.precision, "INT8": True}
     kernel, sums = triton_kernels.attention_kernel, ("mixtures", "maxima", "sums")
     made = {

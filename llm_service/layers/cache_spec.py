@@ -12,6 +12,7 @@ from torch import Tensor
 
 from llm_service.layers.attention.backend import CAUSAL, AttentionKind, CacheShape, PagedChunk
 from llm_service.plan import Chunk
+from llm_service.settings import CacheDtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,7 @@ def slot_bytes(specs: Sequence[CacheSpec]) -> int:
 
 
 def cache_shapes(
-    specs: Sequence[CacheSpec], blocks: int, block_size: int, *, int8: bool = False, fp8: bool = False
+    specs: Sequence[CacheSpec], blocks: int, block_size: int, kept: CacheDtype = CacheDtype.AUTO
 ) -> dict[PagedKV, CacheShape]:
     """The paged cache of each kind of keys and values, in 8 bits or not: that of all layers which are alike, and attend
     alike.
@@ -186,8 +187,7 @@ def cache_shapes(
             spec.head_dim,
             spec.kind,
             spec.values_in_keys,
-            int8,
-            fp8,
+            kept,
         )
         for spec, layers in counts.items()
     }
@@ -223,7 +223,7 @@ def _kv_of(cache: LayerCache) -> Tensor:
 
 
 def block_bytes(
-    specs: Sequence[CacheSpec], block_size: int, dtype: torch.dtype, *, int8: bool = False, fp8: bool = False
+    specs: Sequence[CacheSpec], block_size: int, dtype: torch.dtype, kept: CacheDtype = CacheDtype.AUTO
 ) -> int:
     """Bytes that one block takes over all layers, of numbers of this type where keys and values are not in 8 bits, as
     index keys never are. Raises ValueError where no layer keeps any.
@@ -231,7 +231,7 @@ def block_bytes(
     >>> block_bytes([PagedKV(4, 2, 64), IndexedKV(PagedKV(4, 2, 64), 32)], 16, torch.bfloat16) // 16
     1088
     """
-    total = sum(shape.block_bytes(dtype) for shape in cache_shapes(specs, 1, block_size, int8=int8, fp8=fp8).values())
+    total = sum(shape.block_bytes(dtype) for shape in cache_shapes(specs, 1, block_size, kept).values())
     if not total:
         raise ValueError("no layer has keys and values")
     return total + dtype.itemsize * block_size * sum(spec.index_dim for spec in specs if isinstance(spec, IndexedKV))

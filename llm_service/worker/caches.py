@@ -45,6 +45,7 @@ from llm_service.layers.mixer import (
     StateBackend,
     StateMetadata,
 )
+from llm_service.settings import CacheDtype
 
 
 @runtime_checkable
@@ -93,10 +94,9 @@ class Caches:
         states: Callable[[CachedPart], StateBackend] = methodcaller("state_backend"),
         state_slots: int = 0,
         snapshot_slots: int = 0,
-        int8: bool = False,
-        fp8: bool = False,
+        kept: CacheDtype = CacheDtype.AUTO,
     ) -> None:
-        """Room for `blocks` blocks, with keys and values in 8 bits or not, and where layers have states for those of
+        """Room for `blocks` blocks, with keys and values `kept` so, and where layers have states for those of
         `state_slots` sequences, and for snapshots. `attention` is a back end's name, or what makes one; `states` makes
         that of a mixer with states. Raises CheckpointError where one cannot be used."""
         self.blocks, self.block_size, self.null_block = blocks, block_size, blocks
@@ -104,7 +104,7 @@ class Caches:
         self._specs = read_by(specs)
         self.state_slots, self.snapshot_slots = (state_slots, snapshot_slots) if slot_bytes(specs) else (0, 0)
         self.paged: dict[PagedKV, PagedLayers] = {}
-        for kind, shape in cache_shapes(specs, blocks, block_size, int8=int8, fp8=fp8).items():
+        for kind, shape in cache_shapes(specs, blocks, block_size, kept).items():
             backend = choose(attention, shape, dtype, device) if isinstance(attention, str) else attention(shape)
             self.paged[kind] = PagedLayers(shape, shape.new_cache(dtype, device), backend)
         self._states: dict[SequenceState, StateBackend] = {}
@@ -113,12 +113,12 @@ class Caches:
         self.layers = layer_caches(specs, shapes, paged, self.state_slots + self.snapshot_slots, device)
         self._indexes: dict[PagedKV, IndexBackend] = {}
         self._kept = specs
-        for mixer, spec, kept in zip(mixers, specs, self._specs, strict=True):
+        for mixer, spec, read in zip(mixers, specs, self._specs, strict=True):
             if isinstance(spec, SequenceState) and spec not in self._states:
                 self._states[spec] = states(mixer)
-            if isinstance(spec, IndexedKV) and isinstance(mixer, IndexPart) and kept not in self._indexes:
-                assert isinstance(kept, PagedKV), "what an index chooses has keys and values"
-                self._indexes[kept] = mixer.index_backend(self.paged[kept].backend, blocks, block_size)
+            if isinstance(spec, IndexedKV) and isinstance(mixer, IndexPart) and read not in self._indexes:
+                assert isinstance(read, PagedKV), "what an index chooses has keys and values"
+                self._indexes[read] = mixer.index_backend(self.paged[read].backend, blocks, block_size)
 
     @property
     def state_chunk(self) -> int:

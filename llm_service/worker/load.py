@@ -37,7 +37,7 @@ from llm_service.models.known_text import known_text
 from llm_service.models.loader import TextSide, load_decoder
 from llm_service.models.quantization_config import quantization_of
 from llm_service.plan import Adapter, StepPlan
-from llm_service.settings import DRAFT_HEADS, EngineSettings
+from llm_service.settings import DRAFT_HEADS, CacheDtype, EngineSettings
 from llm_service.worker.adapters import RankAdapters, adaptable_of
 from llm_service.worker.caches import Caches
 from llm_service.worker.changeover import Changeover, There
@@ -98,8 +98,8 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
         text = known_text(checkpoint, library, group, settings.max_context)
     decoder = _decoder(settings, checkpoint, dtype, device, group, text)
     settings = _with_room(settings, checkpoint, decoder)
-    if settings.int8_cache or settings.fp8_cache:
-        check_small_cache(decoder, "int8" if settings.int8_cache else "fp8")
+    if settings.kv_cache_dtype is not CacheDtype.AUTO:
+        check_small_cache(decoder, settings.kv_cache_dtype)
     give_back()
     adapters = _adapters(settings, decoder)
     all_of_it = decoder if isinstance(decoder, Decoder) else decoder.weights()
@@ -185,8 +185,7 @@ class _Share:
             settings.block_size,
             decoder.kv_dtype,
             decoder.device,
-            int8=settings.int8_cache,
-            fp8=settings.fp8_cache,
+            kept=settings.kv_cache_dtype,
             attention=decoder.backend if isinstance(decoder, HfDecoder) else settings.attention,
             state_slots=room.slots,
             snapshot_slots=room.snapshots,
@@ -238,8 +237,7 @@ def _room(share: _Share, budget: int, context: int) -> _Room:
     settings, decoder, group = share.settings, share.decoder, share.group
     specs = [mixer.cache_spec() for mixer in decoder.mixers()]
     one_slot = slot_bytes(specs)
-    kept = {"int8": settings.int8_cache, "fp8": settings.fp8_cache}
-    one_block = block_bytes(specs, settings.block_size, decoder.kv_dtype, **kept)
+    one_block = block_bytes(specs, settings.block_size, decoder.kv_dtype, settings.kv_cache_dtype)
     one_block += share.drafting.block_bytes(settings.block_size) if share.drafting is not None else 0
     slots = slot_count(settings, one_slot, budget, group)
     budget -= slots * one_slot
@@ -345,7 +343,7 @@ def _with_room(settings: EngineSettings, checkpoint: Checkpoint, decoder: Decode
     return settings
 
 
-def check_small_cache(decoder: Decoder | HfDecoder, kept: str) -> None:
+def check_small_cache(decoder: Decoder | HfDecoder, kept: CacheDtype) -> None:
     """Raises CheckpointError where keys and values of this model cannot be kept in 8 bits."""
     if isinstance(decoder, HfDecoder):
         raise CheckpointError(f"--kv-cache-dtype {kept} is not for a text that the library computes")
@@ -354,7 +352,7 @@ def check_small_cache(decoder: Decoder | HfDecoder, kept: str) -> None:
             raise CheckpointError(f"--kv-cache-dtype {kept} is not for layers that choose by an index what they see")
         if isinstance(spec, PagedKV) and spec.values_in_keys:
             raise CheckpointError(f"--kv-cache-dtype {kept} is not for latent attention, whose cache is small")
-        if kept == "int8" and isinstance(spec, PagedKV) and spec.head_dim % SCALE_BYTES:
+        if kept is CacheDtype.INT8 and isinstance(spec, PagedKV) and spec.head_dim % SCALE_BYTES:
             raise CheckpointError(f"--kv-cache-dtype int8 is for heads of a multiple of {SCALE_BYTES} numbers")
 
 

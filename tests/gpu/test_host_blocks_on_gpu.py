@@ -7,6 +7,7 @@ import torch
 
 from common.arena import SharedBuffer
 from llm_service.layers.attention.backend import CacheShape
+from llm_service.settings import CacheDtype
 from llm_service.worker.host_cache import HostCache
 
 pytestmark = pytest.mark.gpu
@@ -14,10 +15,10 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda:0")
 
 
-@pytest.mark.parametrize("int8", [False, True])
-def test_blocks_come_back_as_they_were_though_nobody_waits(int8: bool) -> None:
+@pytest.mark.parametrize("kept", CacheDtype)
+def test_blocks_come_back_as_they_were_though_nobody_waits(kept: CacheDtype) -> None:
     """Steps write to the cache before and after, without a look from the host between them."""
-    shape = CacheShape(4, 200, 16, 16, 8, 128, int8=int8)
+    shape = CacheShape(4, 200, 16, 16, 8, 128, kept=kept)
     cache = shape.new_cache(torch.bfloat16, CUDA)
     parts = cache.flatten(0, 1)
     cache.copy_(torch.randint(-100, 100, cache.shape, device=CUDA))

@@ -41,6 +41,7 @@ from llm_service.models.trial import Finding
 from llm_service.plan import Adapter, Install, TokenLogprobs
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, Pooling, PromptLayout, SamplingParams
+from llm_service.settings import CacheDtype
 from llm_service.worker.adapters import RankAdapters, adaptable_of
 from llm_service.worker.caches import Caches
 from llm_service.worker.draft_loader import load_draft_model, load_eagle_head, load_mtp_layer
@@ -178,8 +179,7 @@ class LocalEngine:
         draft_model: Path | None = None,
         mtp: bool = False,
         eagle: Path | None = None,
-        int8_cache: bool = False,
-        fp8_cache: bool = False,
+        kv_cache_dtype: CacheDtype = CacheDtype.AUTO,
         host_blocks: int = 0,
     ) -> None:
         checkpoint = Checkpoint(directory)
@@ -202,8 +202,7 @@ class LocalEngine:
             states=states,
             state_slots=max_running,
             snapshot_slots=32,
-            int8=int8_cache,
-            fp8=fp8_cache,
+            kept=kv_cache_dtype,
         )
         self.runner = ModelRunner(decoder, arena, caches)
         if draft_model is not None:

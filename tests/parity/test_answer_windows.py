@@ -24,6 +24,7 @@ from llm_service.models.decoder import Decoder
 from llm_service.models.loader import HEAD
 from llm_service.models.trial import try_ours_of
 from llm_service.request import PromptLayout, TokenPrompt
+from llm_service.settings import CacheDtype
 from tests.parity.cases import RoundingCache
 from tests.parity.graphed import graphed
 from tests.parity.hf_side import GREEDY, Served
@@ -152,7 +153,7 @@ def test_keys_and_values_in_8_bits_are_those_of_a_cache_that_rounds(case: Case, 
     cache = RoundingCache(config=model.config.get_text_config(decoder=True))
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), CACHE: cache}
     expected = model.generate(**given, max_new_tokens=TOKENS, do_sample=False)[0, ids.shape[1] :].tolist()
-    engine = case.served.engine(attention=attention, int8_cache=True, step_tokens=16)
+    engine = case.served.engine(attention=attention, kv_cache_dtype=CacheDtype.INT8, step_tokens=16)
     assert engine.run([prompt], GREEDY)[0].tokens == expected
 
 

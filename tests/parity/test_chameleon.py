@@ -26,6 +26,7 @@ from llm_service.models.hf.text import text_alone
 from llm_service.models.loader import load_decoder
 from llm_service.models.trial import try_ours_of
 from llm_service.models.trial_chunks import logits_in_chunks
+from llm_service.settings import CacheDtype
 from tests.parity.cases import RoundingCache
 from tests.parity.graphed import graphed
 from tests.parity.hf_side import GREEDY, Served, compare
@@ -102,7 +103,7 @@ def test_keys_and_values_in_8_bits_are_those_of_a_cache_that_rounds(served: Serv
     library, asked = Reference(served.folder), PROMPTS["one picture"]
     given = library.inputs(asked)
     made = library.model.generate(**given, **{CACHE: RoundingCache()}, max_new_tokens=TOKENS, do_sample=False)
-    engine = served.engine(int8_cache=True, step_tokens=48)
+    engine = served.engine(kv_cache_dtype=CacheDtype.INT8, step_tokens=48)
     said = engine.run([served.prompt(asked)], GREEDY)[0].tokens
     assert said == made[0, given["input_ids"].shape[1] :].tolist()
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from llm_service.request import SamplingParams
+from llm_service.settings import CacheDtype
 from tests import reference
 from tests.parity.cases import PROMPTS
 from tests.parity.local_engine import LocalEngine, make_prompt
@@ -27,7 +28,7 @@ def test_tokens_are_the_reference_s_over_a_cache_that_rounds(checkpoints: Callab
         for prompt in prompts
     ]
     for settings in ({}, {"step_tokens": 16}, {"step_tokens": 40, "prefix_cache": True}):
-        engine = LocalEngine(folder, fp8_cache=True, **settings)
+        engine = LocalEngine(folder, kv_cache_dtype=CacheDtype.FP8, **settings)
         assert [outcome.tokens for outcome in engine.run(prompts, GREEDY)] == expected
         (again,) = engine.run(prompts[1:2], GREEDY)
         assert (again.tokens, again.cached > 0) == (expected[1], "prefix_cache" in settings)

@@ -24,6 +24,7 @@ from llm_service.models.hf.text import text_alone
 from llm_service.models.loader import load_decoder
 from llm_service.models.trial import try_ours_of
 from llm_service.models.trial_chunks import logits_in_chunks
+from llm_service.settings import CacheDtype
 from tests.parity.cases import RoundingCache
 from tests.parity.graphed import graphed
 from tests.parity.hf_side import GREEDY, Served
@@ -83,7 +84,7 @@ def test_keys_and_values_in_8_bits_are_those_of_a_cache_that_rounds(served: Serv
     given = library.inputs(asked)
     model = speaking(library.model)
     made = model.generate(**given, **{CACHE: RoundingCache()}, max_new_tokens=TOKENS, do_sample=False)
-    said = served.engine(int8_cache=True, step_tokens=16).run([served.prompt(asked)], GREEDY)[0].tokens
+    said = served.engine(kv_cache_dtype=CacheDtype.INT8, step_tokens=16).run([served.prompt(asked)], GREEDY)[0].tokens
     assert said == made[0, given["input_ids"].shape[1] :].tolist()
 
 

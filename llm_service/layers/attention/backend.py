@@ -12,6 +12,7 @@ from torch import Tensor
 
 from llm_service.families.sight import ALL_BEFORE, Sight, SpanRule
 from llm_service.layers.attention.int8_blocks import SCALE_BYTES, Int8Tokens
+from llm_service.settings import CacheDtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +113,8 @@ def spans_of(chunks: Sequence[PagedChunk], spans: Sequence[Span]) -> list[list[S
 class CacheShape:
     """One rank's KV cache. It has one block more, the `null_block`: padding is written there. `kind` is how its layers
     attend. Where `values_in_keys` is not 0 it has keys alone, of one head, and their first so many numbers are values:
-    latent attention, with projections of queries and of what comes out that the cache knows nothing of. With `int8`
-    keys and values are kept in 8 bits, as `int8_blocks` has them; with `fp8` as e4m3, of a scale of 1."""
+    latent attention, with projections of queries and of what comes out that the cache knows nothing of. Of keys and
+    values that are `kept` in 8 bits, `int8_blocks` says how."""
 
     layers: int
     blocks: int
@@ -123,8 +124,17 @@ class CacheShape:
     head_dim: int
     kind: AttentionKind = CAUSAL
     values_in_keys: int = 0
-    int8: bool = False
-    fp8: bool = False
+    kept: CacheDtype = CacheDtype.AUTO
+
+    @property
+    def int8(self) -> bool:
+        """Keys and values have 8 bits, and scales."""
+        return self.kept is CacheDtype.INT8
+
+    @property
+    def fp8(self) -> bool:
+        """They are e4m3."""
+        return self.kept is CacheDtype.FP8
 
     @property
     def softmax_scale(self) -> float:
@@ -140,13 +150,13 @@ class CacheShape:
         """Bytes that one block takes over all layers, of numbers of this type where they are not in 8 bits.
 
         >>> plain = CacheShape(layers=2, blocks=9, block_size=16, heads=4, kv_heads=2, head_dim=64)
-        >>> [replace(plain, **kept).block_bytes(torch.bfloat16) for kept in ({}, {"int8": True}, {"fp8": True})]
+        >>> [replace(plain, kept=kept).block_bytes(torch.bfloat16) for kept in CacheDtype]
         [16384, 8704, 8192]
         """
-        head_bytes = self.head_dim + SCALE_BYTES if self.int8 else self.head_dim * self.kept(dtype).itemsize
+        head_bytes = self.head_dim + SCALE_BYTES if self.int8 else self.head_dim * self.stored(dtype).itemsize
         return self.tensors * self.layers * self.kv_heads * self.block_size * head_bytes
 
-    def kept(self, dtype: torch.dtype) -> torch.dtype:
+    def stored(self, dtype: torch.dtype) -> torch.dtype:
         """What numbers of this type are kept as, where they have no scales."""
         return torch.float8_e4m3fn if self.fp8 else dtype
 
@@ -181,7 +191,7 @@ class CacheShape:
         if self.int8:
             own = self.block_bytes(dtype) // (self.layers * self.tensors)
             return make((*parts, own), dtype=torch.int8, device=device)
-        return make((*parts, self.block_size, self.kv_heads, self.head_dim), dtype=self.kept(dtype), device=device)
+        return make((*parts, self.block_size, self.kv_heads, self.head_dim), dtype=self.stored(dtype), device=device)
 
     def zeros(self, count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of `count` tokens, laid out as a layer's are."""

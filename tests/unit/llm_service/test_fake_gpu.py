@@ -34,6 +34,7 @@ from llm_service.models.hf.text import text_alone
 from llm_service.models.known_text import known_text
 from llm_service.models.loader import load_decoder
 from llm_service.plan import Draw, HiddenSum, Proposal, RowSlice
+from llm_service.settings import CacheDtype
 from llm_service.worker import capture_watch, gpu_sampler, model_runner, sampler
 from llm_service.worker import host_cache as host_caches
 from llm_service.worker.adapters import RankAdapters
@@ -97,9 +98,11 @@ KINDS = {
 BOUNDS = CaptureBounds(6, 64, 512, 1, drafts=3, draft_rows=16)
 
 
-def made_runner(decoder: Decoder | HfDecoder, memory: SharedBuffer, levels: int, *, int8: bool = False) -> ModelRunner:
+def made_runner(
+    decoder: Decoder | HfDecoder, memory: SharedBuffer, levels: int, *, kept: CacheDtype = CacheDtype.AUTO
+) -> ModelRunner:
     attention: Any = decoder.backend if isinstance(decoder, HfDecoder) else "triton"
-    caches = Caches(decoder.mixers(), 64, 16, torch.bfloat16, GPU, attention=attention, state_slots=6, int8=int8)
+    caches = Caches(decoder.mixers(), 64, 16, torch.bfloat16, GPU, attention=attention, state_slots=6, kept=kept)
     arena = RowArena(memory.view, levels, decoder.hidden_size, torch.bfloat16)
     runner = ModelRunner(decoder, arena, caches)
     runner._draw = gpu_sampler.draw
@@ -422,24 +425,25 @@ def test_texts_that_the_library_computes_are_captured_without_a_question_to_the_
         assert "attention_kernel" in launched
 
 
+@pytest.mark.parametrize("kept", [CacheDtype.INT8, CacheDtype.FP8])
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
 def test_keys_and_values_in_8_bits_are_captured_without_a_question_to_the_host(
-    family: Any, checkpoints: Callable[..., Path], rows_memory: SharedBuffer
+    family: Any, kept: CacheDtype, checkpoints: Callable[..., Path], rows_memory: SharedBuffer
 ) -> None:
     checkpoint = Checkpoint(checkpoints(family))
     with fake_gpu() as launched:
         with torch.inference_mode(mode=False):
             decoder = load_decoder(checkpoint, torch.bfloat16, GPU, ALONE)
-        runner = made_runner(decoder, rows_memory, 1, int8=True)
+        runner = made_runner(decoder, rows_memory, 1, kept=kept)
         check_capture(runner, BOUNDS)
         check_steps(runner, [Draw(at=0), Draw(at=1)])
-        assert "store_int8_kernel" in launched
+        assert ("store_int8_kernel" if kept is CacheDtype.INT8 else "store_kernel") in launched
 
 
-@pytest.mark.parametrize("int8", [False, True])
-def test_blocks_go_to_the_host_and_back_in_copies_that_nobody_waits_for(int8: bool) -> None:
+@pytest.mark.parametrize("kept", CacheDtype)
+def test_blocks_go_to_the_host_and_back_in_copies_that_nobody_waits_for(kept: CacheDtype) -> None:
     """One of each block, and one of all of their numbers."""
-    shape = CacheShape(4, 32, 16, 8, 4, 64, int8=int8)
+    shape = CacheShape(4, 32, 16, 8, 4, 64, kept=kept)
     with fake_gpu(), mock.patch.object(host_caches, "PinnedCopies"), OnHost() as on_host:
         cache = HostCache([shape.new_cache(torch.bfloat16, GPU).flatten(0, 1)], 8)
         on_host.seen.clear()

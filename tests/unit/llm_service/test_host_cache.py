@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from llm_service.layers.cache_spec import CacheSpec, IndexedKV, PagedKV, SharedKV
+from llm_service.settings import CacheDtype
 from llm_service.worker.caches import Caches
 from llm_service.worker.host_cache import HostCache
 
@@ -44,7 +45,7 @@ def test_a_block_comes_back_as_it_was_in_every_layer(name: str, way: dict[str, A
 
 @WAYS
 def test_so_does_one_in_8_bits(way: dict[str, Any]) -> None:
-    check(caches_of(SPECS["one kind"], int8=True), way)
+    check(caches_of(SPECS["one kind"], kept=CacheDtype.INT8), way)
 
 
 def check(caches: Caches, way: dict[str, Any]) -> None:

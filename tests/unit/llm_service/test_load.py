@@ -25,7 +25,7 @@ from llm_service.layers.group import ALONE
 from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.plan import Install, StepPlan, StepResult
-from llm_service.settings import EngineSettings
+from llm_service.settings import CacheDtype, EngineSettings
 from llm_service.worker import load
 from llm_service.worker.memory import Gauge, prompt
 from llm_service.worker.model_runner import ModelRunner
@@ -155,8 +155,8 @@ def test_a_cache_in_8_bits_holds_more_blocks(checkpoints: Callable[..., Path]) -
     sizes = {"block_size": 16, "max_running": 2, "max_step_tokens": 64, "row_bytes": 1 << 20, "row_levels": 3}
     given = {"model": str(checkpoints("qwen3_vl")), "device": "cpu", "dtype": "float32", "attention": "auto"}
     found = []
-    for int8, fp8 in ((False, False), (True, False), (False, True)):
-        asked = {**given, **sizes, "kv_cache_bytes": 1 << 20, "threads": 1, "int8_cache": int8, "fp8_cache": fp8}
+    for kept in CacheDtype:
+        asked = {**given, **sizes, "kv_cache_bytes": 1 << 20, "threads": 1, "kv_cache_dtype": kept}
         memory = SharedBuffer.create("test-rows", 1 << 20)
         runner = load.load_runner(msgspec.structs.replace(SETTINGS, **asked), torch.device("cpu"), ALONE, memory.fd)
         (kind,) = runner.caches.paged.values()
@@ -191,7 +191,7 @@ def test_the_host_keeps_blocks_where_it_is_told_to(checkpoints: Callable[..., Pa
 def test_caches_that_cannot_be_in_8_bits_are_refused(specs: list[CacheSpec], named: str) -> None:
     mixers = [SimpleNamespace(cache_spec=lambda spec=spec: spec) for spec in specs]
     with pytest.raises(CheckpointError, match=named):
-        load.check_small_cache(SimpleNamespace(mixers=lambda: mixers), "int8")  # type: ignore[arg-type]
+        load.check_small_cache(SimpleNamespace(mixers=lambda: mixers), CacheDtype.INT8)  # type: ignore[arg-type]
 
 
 def test_latent_attention_keeps_no_e4m3() -> None:

@@ -19,6 +19,7 @@ from llm_service.layers.attention.metadata import AttentionMetadata
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.numba_backend import NumbaBackend
+from llm_service.settings import CacheDtype
 from tests.attention_cases import CAPPED, CPU, WAYS, Case, shape_of
 from tests.plain_attention import paged_attention
 
@@ -234,8 +235,8 @@ _READ = {"plain": AttentionKind(), "window": AttentionKind(Sight(24)), "capped":
 def test_keys_and_values_in_8_bits_are_attended_to_as_what_they_stand_for(
     name: str, counts: tuple[int, ...], kind: AttentionKind
 ) -> None:
-    shape = replace(shape_of(64, 6, 2), kind=kind, int8=True)
-    case = Case.random(replace(shape, int8=False), counts, torch.float32, 3)
+    shape = replace(shape_of(64, 6, 2), kind=kind, kept=CacheDtype.INT8)
+    case = Case.random(replace(shape, kept=CacheDtype.AUTO), counts, torch.float32, 3)
     query, key, value = case.heads
     stored = shape.new_cache(torch.float32, CPU)
     layer = [shape.int8_tokens(part) for part in stored[0]]
@@ -258,8 +259,8 @@ def test_keys_and_values_in_8_bits_are_attended_to_as_what_they_stand_for(
 @pytest.mark.parametrize("counts", [pytest.param(counts, id=way) for way, counts in WAYS.items()])
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_keys_and_values_of_e4m3_are_attended_to_as_what_they_stand_for(name: str, counts: tuple[int, ...]) -> None:
-    shape = replace(shape_of(64, 6, 2), fp8=True)
-    case = Case.random(replace(shape, fp8=False), counts, torch.float32, 3)
+    shape = replace(shape_of(64, 6, 2), kept=CacheDtype.FP8)
+    case = Case.random(replace(shape, kept=CacheDtype.AUTO), counts, torch.float32, 3)
     query, key, value = case.heads
     key[0, 0, :2], value[0, 0, :2] = torch.tensor([1e-3, 0.0]), torch.tensor([600.0, -1e9])
     small, near_key, near_value = (
@@ -285,18 +286,18 @@ def test_a_scale_is_the_largest_number_s() -> None:
 
 
 def test_no_back_end_takes_8_bits_that_does_not_read_them() -> None:
-    shape = replace(shape_of(), int8=True)
+    shape = replace(shape_of(), kept=CacheDtype.INT8)
     assert choose("auto", shape, torch.float32, CPU).name == "torch"
     with pytest.raises(CheckpointError, match="it reads no keys and values in 8 bits"):
         choose("numba", shape, torch.float32, CPU)
     with pytest.raises(CheckpointError, match="it reads no keys and values of e4m3"):
-        choose("numba", replace(shape_of(), fp8=True), torch.float32, CPU)
+        choose("numba", replace(shape_of(), kept=CacheDtype.FP8), torch.float32, CPU)
 
 
 def test_small_values_in_8_bits_are_not_lost_in_half_precision() -> None:
     """A weight times the step of a value would be less than float16 tells from 0."""
-    shape = replace(shape_of(64, 4, 2), int8=True)
-    case = Case.random(replace(shape, int8=False), (40,), torch.float16, 5)
+    shape = replace(shape_of(64, 4, 2), kept=CacheDtype.INT8)
+    case = Case.random(replace(shape, kept=CacheDtype.AUTO), (40,), torch.float16, 5)
     query, key, value = case.heads
     out = [
         choose(name, shape, torch.float16, CPU)
