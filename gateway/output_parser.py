@@ -1,7 +1,7 @@
 """Takes apart what a model says: its reasoning, its words, and the calls that it makes.
 
 Text comes in pieces of any length, and what is made of it is the same wherever it is cut. A call that is not well
-formed is the model's words, as it wrote them.
+formed is the model's words, as it wrote them; a stream may have told its beginning before.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gateway.tool_parsers.arguments import parsed
+from gateway.tool_parsers.begun import BegunCall
 from gateway.tool_parsers.registry import TOOL_PARSERS
 from gateway.tool_parsers.tool_format import ToolFormat
 from gateway.tool_parsers.tool_parser import Call, Functions, Reader
@@ -54,7 +55,8 @@ Piece = TextDelta | ReasoningDelta | CallStart | ArgumentsDelta
 class OutputParser:
     """Takes one choice's text apart. `functions` are the schemas of what may be called, by name; `single` lets the
     first call stand alone; `constrained`: the answer must have a form, which leaves no room for reasoning but for that
-    which the prompt has begun; `calls_or_form`: it has that form, or is calls."""
+    which the prompt has begun; `calls_or_form`: it has that form, or is calls; `streams`: calls are told before
+    their ends."""
 
     def __init__(
         self,
@@ -64,10 +66,11 @@ class OutputParser:
         single: bool = False,
         constrained: bool = False,
         calls_or_form: bool = False,
+        streams: bool = False,
     ) -> None:
         self._parser = TOOL_PARSERS.get(tools)
         self._functions = functions
-        self._single = single
+        self._single, self._streams = single, streams
         self._mark = "" if self._parser is None else (self._parser.section or (self._parser.begin,))[0]
         words = self._call if self._parser and not self._mark else self._words
         if calls_or_form and self._mark:
@@ -78,6 +81,7 @@ class OutputParser:
         self._held = ""
         self._before = ""  # the mark of a call that is read, and white space before it
         self._reader: Reader | None = None
+        self._begun: BegunCall | None = None  # the same call, where streams tell of it
         self._sectioned = 0  # calls before the section that is read
         self.calls = 0
 
@@ -237,6 +241,9 @@ class OutputParser:
         """What stands behind the mark of a call, or is the whole answer."""
         assert self._parser is not None
         self._reader = self._reader or self._parser.reader(self._functions)
+        if self._streams and not (self._single and self.calls):
+            self._begun = self._begun or BegunCall(self._parser.heads, self._functions)
+            self._tell(out, self._begun)
         read = self._reader.read(self._held, last=last)
         if read is None:
             return False
@@ -245,13 +252,25 @@ class OutputParser:
         for call in read.calls:
             self._made(out, call)
         self._held = self._held[read.size :]
-        self._reader, self._before = None, ""
+        self._reader, self._begun, self._before = None, None, ""
         self._step = self._section if self._parser.section and self.calls > self._sectioned else self._words
         return True
 
+    def _tell(self, out: list[Piece], begun: BegunCall) -> None:
+        """What is certain of a call that may go on."""
+        was_named = bool(begun.name)
+        more = begun.more(self._held)
+        if begun.name and not was_named:
+            out.append(CallStart(begun.name))
+        if more:
+            out.append(ArgumentsDelta(more))
+
     def _made(self, out: list[Piece], call: Call) -> None:
+        begun, self._begun = self._begun, None
         self.calls += 1
-        if not (self._single and self.calls > 1):
+        if begun and begun.name:
+            out.append(ArgumentsDelta(call[1][begun.told :]))
+        elif not (self._single and self.calls > 1):
             out += [CallStart(call[0]), ArgumentsDelta(call[1])]
 
     def _list(self, out: list[Piece], *, last: bool) -> bool:

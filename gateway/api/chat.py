@@ -63,7 +63,7 @@ class _Choice:
     def finish(self) -> dict[str, Any]:
         """Why it ended."""
         ended = convert.finish(self.finished)
-        if self.calls and ended["finish_reason"] == "stop":
+        if self.parser.calls and ended["finish_reason"] == "stop":
             ended["finish_reason"] = "tool_calls"
         return ended
 
@@ -97,10 +97,11 @@ class _Asked:
     functions: dict[str, dict[str, Any]]
     single: bool
     form: dict[str, bool]
+    streams: bool
 
     def choice(self, started: llm_pb2.GenerateStarted) -> _Choice:
         """One that has said nothing yet."""
-        parser = OutputParser(self.tools, self.functions, single=self.single, **self.form)
+        parser = OutputParser(self.tools, self.functions, single=self.single, streams=self.streams, **self.form)
         parser.begin(started)
         return _Choice(parser, self.shows_reasoning)
 
@@ -160,6 +161,7 @@ class Chat:
             functions_of(body),
             body.parallel_tool_calls is False,
             convert.form_of_answer(message),
+            bool(body.stream),
         )
         generation = self._generations.events(message, context, context.body_lease.release)
         events = convert.named_by(convert.names_of(body), generation)

@@ -24,6 +24,22 @@ def parsed(text: str) -> Any:
     return None if written(value) is None else value
 
 
+def parsed_call(text: str) -> Any:
+    """The same of calls; None as well where an object has a name twice: of a call that is streamed both were told."""
+    try:
+        json.loads(text, object_pairs_hook=_with_each_name_once)
+    except (ValueError, RecursionError):
+        return None
+    return parsed(text)
+
+
+def _with_each_name_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError
+    return found
+
+
 def written(value: Any) -> str | None:
     """A value as JSON; None where no answer could hold it."""
     try:

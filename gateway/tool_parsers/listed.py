@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from gateway.tool_parsers.arguments import parsed, written
+from gateway.tool_parsers.arguments import parsed_call, written
 from gateway.tool_parsers.mark_search import JSON_TEXTS, ValueEnd
 from gateway.tool_parsers.tool_parser import Call, Functions, Reader, Stretch, all_named
 
@@ -36,7 +36,7 @@ class ListReader:
             self._size = self._value.find(said)
         if (size := self._size) < 0:
             return Stretch(len(text), []) if last else None
-        value = parsed(said[:size])
+        value = parsed_call(said[:size])
         behind = said[size : size + _SPACE + len(self._end)]
         rest = behind.lstrip()
         if self._end and not last and len(behind) - len(rest) <= _SPACE and _begins(self._end, rest):

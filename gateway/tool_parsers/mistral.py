@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from gateway.tool_parsers.arguments import parsed
+from gateway.tool_parsers.arguments import parsed_call
 from gateway.tool_parsers.mark_search import JSON_TEXTS, ValueEnd
 from gateway.tool_parsers.tool_parser import Stretch, all_named
 
@@ -29,7 +29,7 @@ class MistralReader:
         end = -1 if self._value is None else self._begin + self._value.find(text[self._begin :])
         if end < self._begin:
             return Stretch(len(text), []) if last else None
-        value = parsed(text[self._begin : end])
+        value = parsed_call(text[self._begin : end])
         if self._name is not None:
             value = [{"name": self._name, "arguments": value}]
         return Stretch(end, all_named(value) or [])

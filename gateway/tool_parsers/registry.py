@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from gateway.tool_parsers.arguments import parsed
+from gateway.tool_parsers.arguments import parsed_call
 from gateway.tool_parsers.listed import (
     APERTUS,
     GRANITE_BEGIN,
@@ -42,6 +42,15 @@ from gateway.tool_parsers.xml import FUNCTION, bare_xml_reader, xml_reader
 
 _KIMI: Final = ("<|tool_call_begin|>", "<|tool_call_end|>")
 _KIMI_SECTION: Final = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+_ONE: Final = (
+    r'\{\s{0,64}"name"\s{0,64}:\s{0,64}"(?P<name>[^"\\]{1,128})"\s{0,64},\s{0,64}"arguments"\s{0,64}:\s{0,64}(?=\{)'
+)
+_JSON_HEAD = (re.compile(r"\s{0,64}" + _ONE),)
+_LIST_HEAD = (re.compile(r"\s{0,64}\[?\s{0,64}" + _ONE),)
+_NAMED_HEAD = re.compile(r"\s{0,64}(?P<name>[\w.-]{1,128})(?:\[CALL_ID\]\w{0,128})?\[ARGS\]\s{0,64}(?=\{)", re.ASCII)
+_KIMI_HEAD = re.compile(
+    r"\s{0,64}(?:functions\.)?(?P<name>[\w.-]{1,128})(?::\d+)?\s{0,64}<\|tool_call_argument_begin\|>\s{0,64}(?=\{)"
+)
 _KIMI_NAME = re.compile(r"\s*(?:functions\.)?([\w.-]+)(?::\d+)?\s*")
 _DEEPSEEK: Final = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
 _DEEPSEEK_SECTION: Final = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
@@ -77,14 +86,14 @@ def _kimi_call(body: str) -> list[Call] | None:
     name = _KIMI_NAME.fullmatch(head)
     if name is None or not mark:
         return None
-    return all_named([{"name": name[1], "arguments": parsed(arguments) if arguments.strip() else {}}])
+    return all_named([{"name": name[1], "arguments": parsed_call(arguments) if arguments.strip() else {}}])
 
 
 def _deepseek_call(body: str) -> list[Call] | None:
     call = _DEEPSEEK_CALL.fullmatch(body)
     if call is None:
         return None
-    return all_named([{"name": call["old"] or call["name"], "arguments": parsed(call["fenced"] or call["bare"])}])
+    return all_named([{"name": call["old"] or call["name"], "arguments": parsed_call(call["fenced"] or call["bare"])}])
 
 
 def _gemma_call(body: str, functions: Functions) -> list[Call] | None:
@@ -95,19 +104,23 @@ def _gemma_call(body: str, functions: Functions) -> list[Call] | None:
 
 
 TOOL_PARSERS: Final[Mapping[ToolFormat, ToolParser]] = {
-    ToolFormat.JSON: ToolParser(MARKS[0], json_reader, ends_reasoning="call"),
-    ToolFormat.XML: ToolParser(MARKS[0], xml_reader, ends_reasoning="call", bare=(FUNCTION, bare_xml_reader)),
-    ToolFormat.GLM: ToolParser(MARKS[0], glm_reader, ends_reasoning="call"),
-    ToolFormat.MISTRAL: ToolParser(MISTRAL_BEGIN, lambda _: MistralReader()),
-    ToolFormat.KIMI: ToolParser(_KIMI[0], _kimi_reader, _KIMI_SECTION, ends_reasoning="mark"),
-    ToolFormat.GEMMA: ToolParser(_GEMMA[0], _gemma_reader, ends_reasoning="mark"),
+    ToolFormat.JSON: ToolParser(MARKS[0], json_reader, ends_reasoning="call", heads=_JSON_HEAD),
+    ToolFormat.XML: ToolParser(
+        MARKS[0], xml_reader, ends_reasoning="call", bare=(FUNCTION, bare_xml_reader), heads=_JSON_HEAD
+    ),
+    ToolFormat.GLM: ToolParser(MARKS[0], glm_reader, ends_reasoning="call", heads=_JSON_HEAD),
+    ToolFormat.MISTRAL: ToolParser(MISTRAL_BEGIN, lambda _: MistralReader(), heads=(_NAMED_HEAD, *_LIST_HEAD)),
+    ToolFormat.KIMI: ToolParser(_KIMI[0], _kimi_reader, _KIMI_SECTION, ends_reasoning="mark", heads=(_KIMI_HEAD,)),
+    ToolFormat.GEMMA: ToolParser(_GEMMA[0], _gemma_reader, ends_reasoning="mark", heads=_JSON_HEAD),
     ToolFormat.LLAMA: ToolParser("", LlamaReader),
-    ToolFormat.LFM: ToolParser(LFM_MARKS[0], lfm_reader),
+    ToolFormat.LFM: ToolParser(LFM_MARKS[0], lfm_reader, heads=_JSON_HEAD),
     ToolFormat.MINIMAX: ToolParser(MINIMAX_BEGIN, minimax_reader, MINIMAX_SECTION),
-    ToolFormat.GRANITE: ToolParser(GRANITE_BEGIN, plain_list_reader, bare=(MARKS[0], marked_granite_reader)),
+    ToolFormat.GRANITE: ToolParser(
+        GRANITE_BEGIN, plain_list_reader, bare=(MARKS[0], marked_granite_reader), heads=_LIST_HEAD
+    ),
     ToolFormat.APERTUS: ToolParser(APERTUS[0], apertus_reader, ends_reasoning="mark"),
     ToolFormat.DEEPSEEK: ToolParser(_DEEPSEEK[0], _deepseek_reader, _DEEPSEEK_SECTION),
-    ToolFormat.HUNYUAN: ToolParser(HUNYUAN[0], hunyuan_reader),
-    ToolFormat.PHI: ToolParser(PHI_BEGIN, plain_list_reader),
+    ToolFormat.HUNYUAN: ToolParser(HUNYUAN[0], hunyuan_reader, heads=_LIST_HEAD),
+    ToolFormat.PHI: ToolParser(PHI_BEGIN, plain_list_reader, heads=_LIST_HEAD),
     ToolFormat.INTERNLM: ToolParser(_INTERNLM[0], _internlm_reader),
 }

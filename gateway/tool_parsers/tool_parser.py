@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
-from gateway.tool_parsers.arguments import Schema, parsed, written
+from gateway.tool_parsers.arguments import Schema, parsed_call, written
 from gateway.tool_parsers.mark_search import JSON_TEXTS, MarkSearch, Quotes
 
 Functions: TypeAlias = Mapping[str, dict[str, Any]]
@@ -36,13 +37,15 @@ class ToolParser:
     """The mark before a call, and who reads on from there; without a mark, the whole answer is calls. In some forms
     calls stand in a section, between two marks of its own. Where models call while they think, and do not end that
     before, the mark ends it, or a whole call of a function that is offered. `bare` is what a call begins with whose
-    mark the model has left out."""
+    mark the model has left out. `heads`: what stands between the mark and the arguments, where these are JSON, so that
+    streams tell them as they come."""
 
     begin: str
     reader: Callable[[Functions], Reader]
     section: tuple[str, str] | None = None
     ends_reasoning: Literal["mark", "call"] | None = None
     bare: tuple[str, Callable[[Functions], Reader]] | None = None
+    heads: tuple[re.Pattern[str], ...] = ()
 
 
 class Marked:
@@ -78,7 +81,7 @@ class OrJson:
     whatever the model was taught, or what it was taught."""
 
     def __init__(self, end: str, functions: Functions, taught: Reader) -> None:
-        self._json = Marked(end, JSON_TEXTS, lambda body: _one(parsed(body), functions))
+        self._json = Marked(end, JSON_TEXTS, lambda body: _one(parsed_call(body), functions))
         self._taught = taught
         self._chosen: Reader | None = None
 

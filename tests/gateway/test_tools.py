@@ -145,6 +145,20 @@ def test_what_is_no_call_comes_back_as_it_was_written(door: Scripted, client: op
     assert streamed(client)[1:] == (text, [], "length")
 
 
+@pytest.mark.parametrize(
+    ("reason", "ending"), [(v1.FINISH_REASON_LENGTH, "length"), (v1.FINISH_REASON_STOP, "stop")], ids=["cut", "broken"]
+)
+def test_a_call_that_a_stream_has_begun_and_that_never_ends_is_open(
+    door: Scripted, client: openai.OpenAI, reason: v1.FinishReason, ending: str
+) -> None:
+    text = 'Hm.\n<tool_call>\n{"name": "weather", "arguments": {"city":"Ro'
+    says(door, text, reason)
+    choice = client.chat.completions.create(**ASK).choices[0]
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, ending)
+    _, words, (call,), ended = streamed(client)
+    assert (words, call["name"], call["arguments"], ended) == (text, "weather", '{"city": "Ro', ending)
+
+
 def test_without_tools_nothing_is_a_call(door: Scripted, client: openai.OpenAI) -> None:
     says(door, CALL)
     for fields in ({"tools": []}, {"tool_choice": "none"}):

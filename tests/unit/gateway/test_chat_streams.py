@@ -6,11 +6,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from gateway.api import chat
+from gateway.tool_parsers.arguments import parsed
 from gateway.tool_parsers.tool_format import ToolFormat
 from tests.unit.gateway.test_output_parser import CASES
 from tests.unit.gateway.test_tool_parsers import FAMILIES, FUNCTIONS
@@ -38,7 +40,7 @@ async def events(texts: list[str], size: int) -> AsyncGenerator[v1.GenerateRespo
 
 
 def put_together(stream: bytes, n: int) -> dict[str, Any]:
-    """The choices of a stream, and its usage."""
+    """The choices of a stream, without calls that were begun and never ended, and its usage."""
     *lines, end = stream.decode().removesuffix("\n\n").split("\n\n")
     assert end == "data: [DONE]"
     choices: list[dict[str, Any]] = [{"text": {}, "calls": [], "scores": [], "token_ids": []} for _ in range(n)]
@@ -59,6 +61,8 @@ def put_together(stream: bytes, n: int) -> dict[str, Any]:
             choice["token_ids"] += told.get("token_ids", [])
             if told["finish_reason"]:
                 choice["finish_reason"] = told["finish_reason"]
+    for choice in choices:
+        choice["calls"] = [call for call in choice["calls"] if parsed(call[1]) is not None]
     return {"choices": choices, "usage": usage}
 
 
@@ -87,7 +91,7 @@ def as_put_together(whole: dict[str, Any]) -> dict[str, Any]:
 def test_a_stream_says_what_the_whole_answer_says(form: ToolFormat, size: int) -> None:
     async def both() -> tuple[bytes, dict[str, Any]]:
         stream = b"".join([part async for part in chat._chunks(events(texts, size), asked)])
-        return stream, await chat._whole(events(texts, size), asked)
+        return stream, await chat._whole(events(texts, size), replace(asked, streams=False))
 
     texts = TEXTS[form]
     asked = chat._Asked(
@@ -106,6 +110,7 @@ def test_a_stream_says_what_the_whole_answer_says(form: ToolFormat, size: int) -
         functions=FUNCTIONS,
         single=False,
         form={},
+        streams=True,
     )
     stream, whole = asyncio.run(both())
     assert put_together(stream, len(texts)) == as_put_together(whole)
