@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 import torch
@@ -12,6 +13,8 @@ import torch
 from common.checkpoint import CheckpointError
 
 _TRIES = 3
+_WAITS = "called a synchronizing CUDA operation"
+"""As torch says it."""
 
 
 def use_gpu(device: torch.device) -> None:
@@ -39,6 +42,21 @@ def gpu_seconds(run: Callable[[], object]) -> float:
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3)
     return min(times)
+
+
+@contextmanager
+def told_waits() -> Iterator[list[str]]:
+    """Gets, at the end, the line of code of each operator or copy for which the host has waited for the GPU. Waits for
+    a stream or an event are none: who waits for these says so."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            found += [f"{each.filename}:{each.lineno}" for each in told if _WAITS in str(each.message)]
 
 
 class CaptureFailed(RuntimeError):

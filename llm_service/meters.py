@@ -172,6 +172,8 @@ def _engine(engine: EngineClient) -> Iterator[Metric]:
         sizes = ("block_size", "num_gpu_blocks", "num_cpu_blocks")
         about = "tokens of a KV block, and how many blocks there are on the device and on the host; always 1"
         yield gauge("cache_config_info", about, {cache: 1.0}, sizes)
+        waits = engine.ready.waits
+        yield gauge("step_waits", "waits for the GPU that a decode step should not have, as tried at the start", waits)
         yield gauge("weight_bytes", "bytes of the decoder's weights on the first rank", held, ["quantization"])
     compiling = float(engine.compiling)
     yield gauge("kernels_compiling", "1 while kernels are compiled and torch computes in their place", compiling)

@@ -43,6 +43,7 @@ def load(settings: EngineSettings, arena_fd: int) -> Loaded:
         row_bytes=runner.row_bytes,
         max_step_tokens=runner.max_step_tokens,
         weights=runner.weights,
+        waits=runner.waits,
         devices=[place.device_name for place in places],
         reachable=reachable(settings, [device_of(place) for place in places]),
         compiling=lambda: runner.changeover is not None and runner.changeover.waits,

@@ -185,8 +185,9 @@ ToEngine = (
 class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The model is loaded and warm. `prefix_block`: tokens of a block, where computed ones are used again for prompts
     that begin alike, else 0. `reachable` are UUIDs of the devices whose memory all ranks can read, where they keep
-    mirrors of the row arena. `weights` are those of rank 0. A step has up to `step_tokens` tokens. A block takes
-    `place_bytes` of a rank's host memory; 0 where there is none that the front reads as well."""
+    mirrors of the row arena. `weights` are those of rank 0. A step has up to `step_tokens` tokens; those of one token
+    wait for a GPU `waits` times where they should not. A block takes `place_bytes` of a rank's host memory; 0 where
+    there is none that the front reads as well."""
 
     context: int
     kv_blocks: int
@@ -195,6 +196,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     devices: list[str]
     reachable: list[str] = []
     weights: Weights = Weights()
+    waits: int = 0
     place_bytes: int = 0
 
 

@@ -43,7 +43,8 @@ class Loaded:
     at once; 0 where no layer keeps any, with `snapshot_slots` beside them, and `state_chunk`: at multiples of how
     many tokens a sequence may be cut so that the same bits come out. `forgets_answers`: what is computed of an answer
     is nothing for a prompt that goes on behind it. `read_adapter` is for any thread. `weights` are those of rank 0.
-    `max_step_tokens`: of one step, where they are not as the settings say."""
+    `max_step_tokens`: of one step, where they are not as the settings say. `waits`: how often steps of one token wait
+    for a GPU where they should not."""
 
     executor: Executor
     blocks: int
@@ -60,6 +61,7 @@ class Loaded:
     read_adapter: ReadAdapter | None = None
     weights: Weights = field(default_factory=Weights)
     max_step_tokens: int = 0
+    waits: int = 0
     host_blocks: int = 0
     place_bytes: int = 0
 
@@ -118,6 +120,7 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
             devices=loaded.devices,
             reachable=loaded.reachable,
             weights=loaded.weights,
+            waits=loaded.waits,
             place_bytes=loaded.place_bytes,
         )
     )

@@ -58,6 +58,7 @@ from llm_service.worker.memory import (
 from llm_service.worker.mirror import Mirror
 from llm_service.worker.model_runner import ModelRunner
 from llm_service.worker.row_arena import RowArena
+from llm_service.worker.wait_trial import unmeant_waits
 from llm_service.worker.weights import describe
 
 _log = log.get("load")
@@ -123,6 +124,8 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     runner.max_step_tokens = settings.max_step_tokens
     if graphs:
         _capture(runner, settings, context, share)
+    if device.type == "cuda":
+        runner.waits = len(unmeant_waits(runner))
     if settings.core_share and device.type == "cpu" and group.size == 1:
         runner.share = CoreShare.of_this_host(torch.get_num_threads(), use)
         if runner.share is not None and isinstance(decoder, Decoder):

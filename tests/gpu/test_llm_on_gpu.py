@@ -30,6 +30,7 @@ from llm_service.worker.graphs import CaptureBounds, GraphKind, decode_sizes, pr
 from llm_service.worker.load import load_runner
 from llm_service.worker.memory import largest_step
 from llm_service.worker.row_arena import RowArena
+from llm_service.worker.wait_trial import unmeant_waits
 from tests import pictures
 from tests.attention_cases import WAYS, Case, shape_of
 from tests.checkpoints import Family
@@ -116,6 +117,13 @@ def test_graphs_give_the_tokens_of_eager_steps(
         assert [outcome.tokens for outcome in engine.run(prompts, GREEDY)] == expected
     assert engine.runner.graphs is not None
     assert engine.runner.graphs.replays > 40
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_5"])
+def test_a_token_s_step_waits_for_nothing(family: Family, checkpoints: Callable[..., Path]) -> None:
+    folder = checkpoints(family)
+    for engine in (LocalEngine(folder, device="cuda:0"), graphed(folder, 64)):
+        assert unmeant_waits(engine.runner) == []
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")

@@ -1,0 +1,32 @@
+"""Whether the host waits for the GPU while it launches steps of one token: tried at the start, since each such wait
+leaves the device idle once a token."""
+
+from __future__ import annotations
+
+import msgspec
+
+from common import log
+from common.gpu import told_waits
+from llm_service.plan import Draw
+from llm_service.worker.memory import prompt
+from llm_service.worker.model_runner import ModelRunner
+
+_DRAWS = Draw(at=0), Draw(at=0, temperature=1.0, top_p=0.9, top_k=20, output=bytes(4), presence_penalty=1.0)
+_log = log.get("steps")
+
+
+def unmeant_waits(runner: ModelRunner) -> list[str]:
+    """Lines of code at which it does, but for the wait for tokens that drafts of a model are to follow. What the steps
+    leave in the runner, the first plans of its sequences write anew."""
+    plan, _ = prompt(1, runner.caches.block_size)
+    found: list[str] = []
+    for draw in _DRAWS:
+        step = msgspec.structs.replace(plan, draws=[draw])
+        runner.run(step)  # what is set up at the first call may wait
+        with told_waits() as told:
+            launched = runner.launch(step)
+        launched.result()
+        found += told if runner.proposer is None else told[1:]
+    for line in found:
+        _log.warning("a step waits for the GPU while it is launched", at=line)
+    return found
