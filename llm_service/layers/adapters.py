@@ -150,8 +150,16 @@ class LinearAdapters:
     def put(self, slot: int, pairs: Mapping[str, LowRank]) -> None:
         """Fills a slot with what an adapter has for the parts of this layer; those that are not there stay as the base
         has them."""
+        self._slots.put(slot, self.ordered(pairs))
+
+    def ordered(self, pairs: Mapping[str, LowRank]) -> list[LowRank | None]:
+        """The pair of each part, as `put_ordered` takes it."""
         own = (pairs.get(part) for part in self._linear.parts)
-        self._slots.put(slot, [pair and pair.ordered(order) for pair, order in zip(own, self._orders, strict=True)])
+        return [pair and pair.ordered(order) for pair, order in zip(own, self._orders, strict=True)]
+
+    def put_ordered(self, slot: int, pairs: Sequence[LowRank | None], told: Tensor) -> None:
+        """As `put`, where all of it is on the device: nothing waits. `told` is what `told_of` gives."""
+        self._slots.put(slot, pairs, told)
 
     def add(self, x: Tensor, out: Tensor) -> Tensor:
         """See `AddsToRows`."""

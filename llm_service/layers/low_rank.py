@@ -51,6 +51,13 @@ class SlotRows:
         return cls(places, slots[places])
 
 
+def told_of(pairs: Sequence[LowRank | None]) -> np.ndarray:
+    """What kernels are told of the pairs of a slot, int32 [2, parts]: their ranks, and the bits of their scales."""
+    ranks = np.array([0 if pair is None else len(pair.a) for pair in pairs], np.int32)
+    scales = np.array([0.0 if pair is None else pair.scale for pair in pairs], np.float32)
+    return np.stack([ranks, scales.view(np.int32)])
+
+
 class LowRankSlots(ABC):
     """`ranks` int64 and `scales` float32 [slots, parts] of the pairs that slots hold, 0 where there is none."""
 
@@ -60,8 +67,9 @@ class LowRankSlots(ABC):
         self.scales = np.zeros((slots, len(parts)), np.float32)
         self._parts = parts
 
-    def put(self, slot: int, pairs: Sequence[LowRank | None]) -> None:
-        """Fills a slot with a pair for each part; the rows of B are in the order of the part's outputs."""
+    def put(self, slot: int, pairs: Sequence[LowRank | None], told: Tensor | None = None) -> None:  # noqa: ARG002
+        """Fills a slot with a pair for each part; the rows of B are in the order of the part's outputs. `told` is what
+        `told_of` gives, where that is on the slots' device already."""
         for part, pair in enumerate(pairs):
             self.ranks[slot, part] = 0 if pair is None else len(pair.a)
             self.scales[slot, part] = 0.0 if pair is None else pair.scale

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,12 +17,16 @@ from llm_service.layers.adapters import AdapterKernel, AdapterRows, LinearAdapte
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import ALONE
 from llm_service.layers.linear import PackedLinear, path_within
-from llm_service.layers.low_rank import LowRank
+from llm_service.layers.low_rank import LowRank, told_of
+from llm_service.layers.transfer import to_device
 from llm_service.layers.weight_dtype import narrowed
 from llm_service.model_config.adapter_folder import Adaptable
 from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.plan import Adapter, StepPlan
+
+_PORTION = 16 << 20
+"""Bytes from which on the next layers' matrices go to a GPU by another copy."""
 
 
 def adapted_linears(module: nn.Module, path: str = "") -> Iterator[tuple[str, PackedLinear, str]]:
@@ -115,14 +119,40 @@ class RankAdapters:
     def begin(self, plan: StepPlan) -> None:
         """Fills the slots that a plan fills, and has its rows go through those that it names."""
         for slot, number in plan.filled:
-            shares = self._loaded[number]
-            for linear, its in self._slots.items():
-                its.put(slot, shares.get(linear, {}))
+            self._fill(slot, self._loaded[number])
         if not plan.adapters:
             self._rows.clear()
             return
         rows = np.repeat(plan.adapters, [chunk.count for chunk in plan.chunks])
         self._rows.use(rows, np.arange(len(rows)) if plan.scores else np.array(plan.wanted))
+
+    def _fill(self, slot: int, shares: Mapping[PackedLinear, Mapping[str, LowRank]]) -> None:
+        """Has a slot hold an adapter: on a GPU all of it goes over in portions, and is put in place there."""
+        if self._device.type == "cpu" and self._rows.kernel is not AdapterKernel.GPU:
+            for linear, its in self._slots.items():
+                its.put(slot, shares.get(linear, {}))
+            return
+        portion, size = list[tuple[LinearAdapters, list[LowRank | None]]](), 0
+        for linear, its in self._slots.items():
+            pairs = its.ordered(shares.get(linear, {}))
+            portion.append((its, pairs))
+            size += sum(half.nbytes for pair in pairs if pair is not None for half in (pair.a, pair.b))
+            if size >= _PORTION:
+                self._move(slot, portion)
+                portion, size = [], 0
+        if portion:
+            self._move(slot, portion)
+
+    def _move(self, slot: int, portion: Sequence[tuple[LinearAdapters, Sequence[LowRank | None]]]) -> None:
+        """Fills a slot of some layers, by one copy from locked memory."""
+        given: list[np.ndarray] = []
+        for _, pairs in portion:
+            given.append(told_of(pairs))
+            given += [_bytes_of(half) for pair in pairs if pair is not None for half in (pair.a, pair.b)]
+        there = iter(to_device(given, self._device))
+        for its, pairs in portion:
+            told = next(there)
+            its.put_ordered(slot, [pair and _laid_over(pair, next(there), next(there)) for pair in pairs], told)
 
     def numbers(self) -> list[np.ndarray]:
         """What has to be on the device for the rows of the plan, before they are computed without a graph."""
@@ -144,6 +174,17 @@ class RankAdapters:
     def over(self, tiles: RowTiles | None) -> AbstractContextManager[None]:
         """See `AdapterRows`."""
         return self._rows.over(tiles)
+
+
+def _bytes_of(half: Tensor) -> np.ndarray:
+    """A matrix on the host, uint8, row by row."""
+    return half.contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def _laid_over(pair: LowRank, a: Tensor, b: Tensor) -> LowRank:
+    """The pair, whose matrices are these bytes elsewhere."""
+    first, second = (each.view(half.dtype).view(half.shape) for each, half in ((a, pair.a), (b, pair.b)))
+    return LowRank(first, second, pair.scale)
 
 
 def _kernel_for(decoder: Decoder) -> AdapterKernel:

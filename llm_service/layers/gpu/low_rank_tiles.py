@@ -9,7 +9,7 @@ from torch import Tensor
 
 from llm_service.layers.adapter_tiles import RowTiles
 from llm_service.layers.gpu import adapter_kernels
-from llm_service.layers.low_rank import LowRank, PlainSlots, Runs, SlotRows, pieces_of
+from llm_service.layers.low_rank import LowRank, PlainSlots, Runs, SlotRows, pieces_of, told_of
 
 
 class LowRankTiles(PlainSlots):
@@ -22,11 +22,12 @@ class LowRankTiles(PlainSlots):
         self._scales = torch.zeros(slots, len(parts), device=like.device)
         self._blocks = torch.tensor(pieces, dtype=torch.int32, device=like.device)
 
-    def put(self, slot: int, pairs: Sequence[LowRank | None]) -> None:
+    def put(self, slot: int, pairs: Sequence[LowRank | None], told: Tensor | None = None) -> None:
         """See `LowRankSlots`."""
         super().put(slot, pairs)
-        self._ranks[slot].copy_(torch.from_numpy(self.ranks[slot]))
-        self._scales[slot].copy_(torch.from_numpy(self.scales[slot]))
+        ranks, scales = torch.from_numpy(told_of(pairs)) if told is None else told
+        self._ranks[slot].copy_(ranks)
+        self._scales[slot].copy_(scales.view(torch.float32))
 
     def warm_up(self) -> None:
         """Over a row without an adapter."""

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -25,6 +26,7 @@ from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.gpu.int8_weight import Int8Weight
 from llm_service.layers.gpu.quantized_weight import GpuWeight
 from llm_service.layers.group import ALONE
+from llm_service.layers.low_rank import LowRank
 from llm_service.layers.quantized_weight import QuantizedWeight
 from llm_service.model_config.served import ServedModel
 from llm_service.models.decoder import Decoder
@@ -213,6 +215,22 @@ def test_adapters_are_followed_in_graphs(checkpoints: Callable[..., Path], rows_
         check_capture(runner, BOUNDS, adapters)
         check_steps(runner, [Draw(at=0), Draw(at=1)], [1, -1])
         assert {"shrink_kernel", "expand_kernel"} <= set(launched)
+        check_filling(runner, adapters)
+
+
+def check_filling(runner: ModelRunner, adapters: RankAdapters) -> None:
+    """An adapter of all layers is one copy more, and nothing else goes between host and device."""
+    adapters._loaded[1] = {
+        linear: {part: LowRank(torch.ones(2, linear.inputs), torch.ones(len(linear.places(part)), 2), 1.0)}
+        for linear, part in adapters._linears.values()
+    }
+    plan, seen = msgspec.structs.replace(step(STEPS["decode"]), draws=[Draw(at=0)], slots=[0, 1]), list[list[str]]()
+    for filled in ([], [(0, 1)]):
+        sizes = mock.patch("llm_service.worker.adapters._bytes_of", lambda half: np.empty(half.nbytes, np.uint8))
+        with sizes, mock.patch.object(LowRank, "ordered", lambda pair, _: pair), OnHost() as watch:
+            runner.launch(msgspec.structs.replace(plan, adapters=[0, -1], filled=filled))
+        seen.append(watch.seen)
+    assert seen[1] == ["empty", "copy_", *seen[0]]
 
 
 @pytest.mark.parametrize("name", ["decode", "eager"])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,13 +15,17 @@ from safetensors.torch import save
 
 from common.checkpoint import Checkpoint
 from llm_service.layers.adapters import AdaptedRows, AdapterKernel, AdapterRows, LinearAdapters
+from llm_service.layers.gpu.low_rank_tiles import LowRankTiles
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.linear import PackedLinear
-from llm_service.layers.low_rank import LowRank
+from llm_service.layers.low_rank import LowRank, PlainSlots
+from llm_service.layers.transfer import to_device
 from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
-from llm_service.plan import Adapter
+from llm_service.plan import Adapter, StepPlan
+from llm_service.worker import adapters as rank_adapters
 from llm_service.worker.adapters import RankAdapters, adapted_linears, shapes_of
+from llm_service.worker.memory import prompt
 
 RANK, ROWS = 5, 9
 SLOTS = np.array([0, -1, 1, 1, -1, 0, 0, 0, 0])
@@ -188,6 +193,63 @@ def test_slots_for_16_bits_have_each_matrix_as_it_is_stored(kinds: tuple[torch.d
     for row in (0, 2, 3):
         rows.use(slots[row : row + 1], np.arange(1))
         assert torch.equal(adapters.add(x[row : row + 1], torch.zeros(1, linear.outputs))[0], out[row])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_adapter_goes_to_a_gpu_in_as_few_copies_as_it_has_portions(
+    checkpoint: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of matrices in 16 and 32 bits, with layers that it says nothing of, over slots that held another."""
+    decoder = Decoder(TextConfig.of(Checkpoint(checkpoint).config), ALONE, dtype, torch.device("cpu"))
+    sizes: list[int] = []
+
+    def counted(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+        sizes.append(len(arrays))
+        return to_device(arrays, device)
+
+    monkeypatch.setattr(rank_adapters, "to_device", counted)
+    packed = RankAdapters(decoder, 2, RANK + 3, AdapterKernel.GPU)
+    packed._loaded = {1: shares(decoder, 0, 1), 2: shares(decoder, 1, 3)}
+    whole = len(packed._slots)
+    for number in (1, 2):
+        packed.begin(filling(number))
+    assert len(sizes) == 2, "a copy for all layers"
+    assert sizes[0] > sizes[1] > whole
+    monkeypatch.setattr(rank_adapters, "_PORTION", 1)
+    sizes.clear()
+    packed.begin(filling(2))
+    assert len(sizes) > 2
+    expected = RankAdapters(decoder, 2, RANK + 3, AdapterKernel.NONE)
+    expected._loaded = packed._loaded
+    for number in (1, 2):
+        expected.begin(filling(number))
+    for linear, layer in packed._slots.items():
+        own, other = layer._slots, expected._slots[linear]._slots
+        assert isinstance(own, LowRankTiles)
+        assert isinstance(other, PlainSlots)
+        for part in range(len(linear.parts)):
+            assert torch.equal(own.first(1, part), other.first(1, part))
+            for one, two in zip(own.second(1, part), other.second(1, part), strict=True):
+                assert torch.equal(one[2], two[2])
+        assert np.array_equal(own._ranks.numpy(), other.ranks)
+        assert np.array_equal(own._scales.numpy(), other.scales)
+
+
+def shares(decoder: Decoder, seed: int, every: int) -> dict[PackedLinear, dict[str, LowRank]]:
+    """An adapter of some of the matrices."""
+    random, found = torch.Generator().manual_seed(seed), dict[PackedLinear, dict[str, LowRank]]()
+    for index, (_, linear, part) in enumerate(adapted_linears(decoder.layers, "layers.")):
+        if index % every == 0:
+            kind = torch.bfloat16 if index % 2 else torch.float32
+            a = torch.randn(RANK - seed, linear.inputs, generator=random).to(kind)
+            b = torch.randn(len(linear.places(part)), RANK - seed, generator=random).to(kind)
+            found.setdefault(linear, {})[part] = LowRank(a, b, 0.5 + index)
+    return found
+
+
+def filling(number: int) -> StepPlan:
+    """A step without rows that an adapter would add to."""
+    return msgspec.structs.replace(prompt(1, 16)[0], filled=[(1, number)])
 
 
 def test_what_adapts_gates_and_what_they_open_as_one_goes_to_each_where_a_checkpoint_has_two() -> None:
