@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
 from common.weights import SliceReader
+from encoder_service.models import moving
 from llm_service.layers import transfer
 from llm_service.layers.gdn import choose as gdn
 from llm_service.layers.gpu import int8_weight, scaled_weight
@@ -49,6 +50,21 @@ class OnHost(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         tensors = [each for each in tree_leaves((args, kwargs, made)) if isinstance(each, torch.Tensor)]
         if any(each.device.type == "cpu" for each in tensors):
+            self.seen.append(func.__name__.partition(".")[0])
+        return made
+
+
+class Crossings(TorchDispatchMode):
+    """The operators that bring something from the host to the GPU, or back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        tensors = [each for each in tree_leaves((args, kwargs, made)) if isinstance(each, torch.Tensor)]
+        if len({each.device.type for each in tensors}) > 1:
             self.seen.append(func.__name__.partition(".")[0])
         return made
 
@@ -176,6 +192,7 @@ def fake_gpu() -> Iterator[list[str]]:
         enter = stack.enter_context
         enter(mock.patch.object(InterpretedFunction, "run", launch))
         enter(mock.patch.object(transfer, "_moved", _moved))
+        enter(mock.patch.object(moving, "_locked", lambda size: torch.empty(size, dtype=torch.uint8, device="cpu")))
         enter(mock.patch.object(SliceReader, "__getitem__", lambda reader, name: _Stored(read(reader, name))))
         enter(mock.patch.object(nn.Module, "to", _to))
         for module in (gdn, kda, mamba2):

@@ -22,6 +22,7 @@ from common import log
 from common.cpu.compiling import Compilation, Readiness, not_kept
 from common.devices import multiplies_bfloat16, multiplies_tiles
 from encoder_service.models import row_kernels
+from encoder_service.models.moving import moved
 
 _log = log.get("attention")
 
@@ -44,11 +45,11 @@ class StableSegments(Segments, Protocol):
         ...
 
     def table(self, lengths: Lengths) -> Tensor:
-        """The table of these segments, on the device: a copy that waits for the host."""
+        """The table of these segments, on the host."""
         ...
 
     def fill(self, table: Tensor) -> None:
-        """From now on, and in every replay, these are the segments. It waits for nobody."""
+        """From now on, and in every replay, these are the segments. It waits for nobody where the table is there."""
         ...
 
 
@@ -141,7 +142,7 @@ class Triton:
 
     def over(self, lengths: Lengths, device: torch.device) -> Segments:
         segments = _TritonSegments(sum(lengths), max(lengths), len(lengths), device)
-        segments.fill(segments.table(lengths))
+        segments.fill(*moved([segments.table(lengths)], device))
         return segments
 
     def stable(self, patches: int, longest: int, device: torch.device) -> StableSegments:
@@ -164,7 +165,7 @@ class _TritonSegments:
     def table(self, lengths: Lengths) -> Tensor:
         """The rest is zeros: tiles that are empty."""
         tiles = torch.tensor(self._kernel.tiles(lengths, self._rows), dtype=torch.int32)
-        return F.pad(tiles, (0, 0, 0, len(self._table) - len(tiles))).to(self._table.device)
+        return F.pad(tiles, (0, 0, 0, len(self._table) - len(tiles)))
 
     def fill(self, table: Tensor) -> None:
         self._table.copy_(table)
@@ -190,7 +191,7 @@ class Flash:
 
     def over(self, lengths: Lengths, device: torch.device) -> Segments:
         segments = _FlashSegments(self._run, max(lengths), len(lengths), device)
-        segments.fill(segments.table(lengths))
+        segments.fill(*moved([segments.table(lengths)], device))
         return segments
 
     def stable(self, patches: int, longest: int, device: torch.device) -> StableSegments:
@@ -214,7 +215,7 @@ class _FlashSegments:
         """The rest repeats the end: segments that are empty."""
         bounds = [0, *itertools.accumulate(lengths)]
         bounds += [bounds[-1]] * (len(self._bounds) - len(bounds))
-        return torch.tensor(bounds, dtype=torch.int32, device=self._bounds.device)
+        return torch.tensor(bounds, dtype=torch.int32)
 
     def fill(self, table: Tensor) -> None:
         self._bounds.copy_(table)

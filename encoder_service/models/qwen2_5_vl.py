@@ -89,8 +89,7 @@ class Qwen25VLTower(RotaryTower):
 
     def pack(self, grids: Sequence[Grid], device: torch.device) -> Packing:
         local = windows(grids, self.merge, self.window)
-        order = local.order.to(device)
-        came = super().pack(grids, device)
+        came, (order,) = self.pack_beside(grids, device, [local.order])
         rotary = Rotary(self._reorder(came.rotary.cos, order), self._reorder(came.rotary.sin, order))
         return Packing((*came.lengths, local.lengths), rotary, order)
 

@@ -81,8 +81,8 @@ class Qwen3VLTower(RotaryTower):
         )
 
     def pack(self, grids: Sequence[Grid], device: torch.device) -> Packing:
-        entries, shares = (part.to(device) for part in corners(grids, self.merge, self.side))
-        return replace(super().pack(grids, device), corners=(entries, shares))
+        packing, (entries, shares) = self.pack_beside(grids, device, corners(grids, self.merge, self.side))
+        return replace(packing, corners=(entries, shares))
 
     def embed(self, patches: Tensor, packing: Packing) -> Tensor:
         hidden: Tensor = self.patch_embed(patches)

@@ -26,6 +26,7 @@ from encoder_service.models.attention import (
     capturable,
     choose,
 )
+from encoder_service.models.moving import moved
 
 
 class Tower(Protocol):
@@ -103,10 +104,19 @@ def patch_positions(grid: Grid, merge: int) -> Tensor:
 
 def rotary(grids: Sequence[Grid], merge: int, head_dim: int, theta: float, device: torch.device) -> Rotary:
     """Rotary tables of a packed batch: a head's first quarter turns by the patch's row, its second by the column."""
+    return rotary_by(*moved(rotary_numbers(grids, merge, head_dim, theta), device))
+
+
+def rotary_numbers(grids: Sequence[Grid], merge: int, head_dim: int, theta: float) -> list[Tensor]:
+    """What `rotary_by` makes tables of: the position [N, 2] of each patch, and frequencies."""
     half = head_dim // 2
     frequencies = 1.0 / theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
-    positions = torch.cat([patch_positions(grid, merge).repeat(grid.t, 1) for grid in grids]).to(device)
-    angles = (positions[:, :, None].float() * frequencies.to(device)).flatten(1)[:, None]
+    return [torch.cat([patch_positions(grid, merge).repeat(grid.t, 1) for grid in grids]), frequencies]
+
+
+def rotary_by(positions: Tensor, frequencies: Tensor) -> Rotary:
+    """The tables, where the numbers are."""
+    angles = (positions[:, :, None].float() * frequencies).flatten(1)[:, None]
     return Rotary(angles.cos(), angles.sin())
 
 
@@ -129,7 +139,7 @@ class PackedTower(AttendingTower):
 
     There are four: `pack` works out on the host where things go, `embed` turns patches into hidden states, `encode` is
     everything that is heavy and the same for any mix of items, and `unpack` puts rows back in order. Only `encode` goes
-    into a CUDA graph, and `pack` alone waits for the device. `width` is that of hidden states, `out` that of rows,
+    into a CUDA graph. `width` is that of hidden states, `out` that of rows,
     `longest` the most places that a segment of each kind can have (None: no bound but the batch), `rotary_pairs` the
     pairs of a head that rotary tables turn (0: the tower has none).
     """
@@ -204,7 +214,15 @@ class RotaryTower(PackedTower):
 
     def pack(self, grids: Sequence[Grid], device: torch.device) -> Packing:
         """By default frame groups, each square where it came."""
-        return Packing((frame_groups(grids),), rotary(grids, self.merge, self.head_dim, self.theta, device))
+        return self.pack_beside(grids, device, [])[0]
+
+    def pack_beside(
+        self, grids: Sequence[Grid], device: torch.device, numbers: Sequence[Tensor]
+    ) -> tuple[Packing, list[Tensor]]:
+        """That, and numbers of the host which go to the device by the same copy."""
+        own = rotary_numbers(grids, self.merge, self.head_dim, self.theta)
+        positions, frequencies, *there = moved([*own, *numbers], device)
+        return Packing((frame_groups(grids),), rotary_by(positions, frequencies)), there
 
 
 _SCALES = ("weight_scale", "weight_scale_inv", ".scales")

@@ -19,6 +19,7 @@ from common import log
 from common.gpu import Capture, CaptureFailed, Clock
 from common.media.item import Grid
 from encoder_service.models.attention import Segments, StableSegments
+from encoder_service.models.moving import moved
 from encoder_service.models.tower import PackedTower, Packing, Pass, Rotary
 
 LADDER = (256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
@@ -195,7 +196,8 @@ class GraphedTower:
         for graph in self._graphs:
             if graph.holds(packing):
                 each = zip(graph.segments, packing.lengths, strict=True)
-                return Replay(packing, graph, tuple(segments.table(lengths) for segments, lengths in each))
+                tables = moved([segments.table(lengths) for segments, lengths in each], device)
+                return Replay(packing, graph, tuple(tables))
         return self._tower.eagerly(packing, device)
 
     def run(self, patches: Tensor, ready: Replay | Pass) -> Tensor:

@@ -29,7 +29,7 @@ from encoder_service.worker.hf.runner import picture
 from encoder_service.worker.runner import StagedTower
 from tests.audio_checkpoint import make_audio_checkpoint
 from tests.checkpoints import TOWERS, Family
-from tests.fake_gpu import GPU, OnHost, Recording, fake_gpu
+from tests.fake_gpu import GPU, Crossings, OnHost, Recording, fake_gpu
 from tests.internvl_checkpoint import make_internvl
 from tools.models.tiny import make
 
@@ -57,6 +57,10 @@ def test_a_tower_is_captured_and_replayed_without_a_question_to_the_host(
         assert {"_varlen_attention", "rotary_kernel"} <= set(launched)
         if family not in REPLAYED:
             return
+        for prepare, tables in ((graphs.prepare, 1), (tower.prepare, len(tower.longest))):
+            with Crossings() as crossings:
+                prepare(MIX, GPU)
+            assert crossings.seen == ["copy_"] * (1 + tables), "of all that patches are told, and of segments"
         patches = torch.empty(
             sum(grid.patches for grid in MIX), tower.patch_embed.proj.weight.shape[1], dtype=torch.bfloat16, device=GPU
         )
