@@ -47,7 +47,7 @@ _CALLS: Final = {
     "<arg_key>": ToolFormat.GLM,
     "<function=": ToolFormat.XML,
     "<tool_call>": ToolFormat.JSON,
-    "<|start_header_id|>": ToolFormat.LLAMA,  # of Llama 3, whose template has no mark of a call
+    '"parameters": dictionary of argument name': ToolFormat.LLAMA,  # Llama 3 has no mark of a call
 }
 """By a mark that a template of this format has; the first that it has counts."""
 CALL: Final = ("<tool_call>", "</tool_call>")

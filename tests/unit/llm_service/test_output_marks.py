@@ -21,6 +21,7 @@ GLM = """\
     ("template", "form", "marks"),
     [
         ("{{ messages[0].content }}", None, None),
+        ("<|start_header_id|>user{{ messages[0].content }}", None, None),
         ("<tool_call>{{ tools | tojson }}</tool_call><think>", ToolFormat.JSON, THINK),
         ("<tool_call><function={{ tools }}></function></tool_call>", ToolFormat.XML, None),
         (GLM, ToolFormat.GLM, THINK),
@@ -53,7 +54,11 @@ def test_a_template_shows_how_its_model_writes(
         ("<tool_calls>{{ tools }}</tool_calls><tool_call>", ToolFormat.HUNYUAN, None),
         ("formatted as functools[{{ tools }}", ToolFormat.PHI, None),
         ("<|action_start|><|plugin|>{{ tools }}<|action_end|>", ToolFormat.INTERNLM, None),
-        ("<|start_header_id|>{{ tools | tojson }}", ToolFormat.LLAMA, None),
+        (
+            '{"name": function name, "parameters": dictionary of argument name and its value}{{ tools | tojson }}',
+            ToolFormat.LLAMA,
+            None,
+        ),
         ("]<]minimax[>[<tool_call>{{ tools }}<mm:think>", ToolFormat.MINIMAX, ("<mm:think>", "</mm:think>")),
     ],
 )
