@@ -195,9 +195,7 @@ class Flash:
         return segments
 
     def stable(self, patches: int, longest: int, device: torch.device) -> StableSegments:
-        # A launch has a program for every 128 patches of `longest`, of every segment that there is room for: not much.
-        count = min(max_segments(patches), max(16, 4 * patches // longest))
-        return _FlashSegments(self._run, longest, count, device)
+        return _FlashSegments(self._run, longest, flash_segments(patches, longest), device)
 
 
 class _FlashSegments:
@@ -245,6 +243,16 @@ _MISSING = {
 def max_segments(patches: int) -> int:
     """Segments for which a graph of so many patches has room: as many as windows or thumbnails of 16 patches."""
     return max(1, patches // 16)
+
+
+def flash_segments(patches: int, longest: int) -> int:
+    """The same where a launch has a program for every 128 patches of `longest`, of every segment that there is room
+    for: as many as make 512 of these, the rest of which end at once.
+
+    >>> [flash_segments(patches, patches) for patches in (256, 1024, 2048, 4096, 16384)]
+    [16, 64, 32, 16, 16]
+    """
+    return min(max_segments(patches), max(16, 4 * patches // longest, 512 // -(-longest // 128)))
 
 
 BACKENDS: Final[dict[str, Callable[..., Backend]]] = {

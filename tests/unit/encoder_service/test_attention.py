@@ -27,6 +27,7 @@ from encoder_service.models.attention import (
     candidates,
     capturable,
     choose,
+    flash_segments,
     runs,
 )
 
@@ -339,4 +340,13 @@ def test_the_third_version_is_asked_first_as_it_wants_to_be_called(sums, monkeyp
     stable = backend.stable(64, 64, CPU)
     stable.fill(stable.table(lengths))
     torch.testing.assert_close(stable(*parts), plain(parts, lengths), rtol=1e-5, atol=1e-5)
+    assert backend.stable(2048, 2048, CPU).holds([64] * 32), "a video's frame groups"
     monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
+
+
+@pytest.mark.parametrize("patches", [64, 256, 1024, 2048, 4096, 16384])
+def test_more_segments_of_a_smaller_graph_launch_no_more_programs_than_a_larger_one(patches):
+    tiles = -(-patches // 128)
+    assert flash_segments(patches, patches) >= min(16, patches // 16)
+    assert flash_segments(patches, patches) * tiles <= max(512, 16 * tiles)
+    assert flash_segments(patches, 64) == patches // 16, "windows"
