@@ -134,6 +134,8 @@ def names_of(asked: SamplingFields) -> dict[str, str]:
     if not isinstance(asked, ChatRequest):
         return names | {"input": "prompt"}
     names |= {"input": "messages", "media": "messages", "logprobs": "top_logprobs"}
+    if asked.documents and not asked.chat_template_kwargs:
+        names["chat_template_kwargs"] = "documents"
     return names if asked.max_completion_tokens is None else names | {"max_tokens": "max_completion_tokens"}
 
 
@@ -300,7 +302,7 @@ def chat_request(asked: ChatRequest, request_id: str) -> llm_pb2.GenerateRequest
     elif asked.must_call:
         max_items = 1 if asked.parallel_tool_calls is False else None
         _set_form(params, "json_schema", calls_schema([tool.function for tool in tools], max_items))
-    chat = chat_input(asked.messages, asked.media_settings, asked.chat_template_kwargs, "messages")
+    chat = chat_input(asked.messages, asked.media_settings, asked.template_settings, "messages")
     chat.reasoning_effort = asked.reasoning_effort or chat.reasoning_effort
     chat.continue_final_message = continues(asked.continue_final_message, asked.add_generation_prompt)
     chat.tools.extend(definition(tool.function) for tool in tools)

@@ -287,7 +287,6 @@ class ChatRequest(SamplingFields):
         "separate_reasoning": (True,),
         "stream_reasoning": (True,),
         "return_hidden_states": (False,),
-        "documents": ([],),
         "store": (False,),
         "modalities": (["text"],),
         "service_tier": ("auto", "default"),
@@ -310,6 +309,7 @@ class ChatRequest(SamplingFields):
     reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: TemplateSettings | None = None
+    documents: Annotated[list[dict[str, Any]], Field(max_length=4096, fail_fast=True)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_media_uuids: bool | None = None
@@ -329,6 +329,14 @@ class ChatRequest(SamplingFields):
                 return None
         frames = {"fps": video.fps or settings.fps, "max_frames": video.num_frames or settings.max_frames}
         return settings.model_copy(update=frames)
+
+    @property
+    def template_settings(self) -> TemplateSettings | None:
+        """What the chat template is told, `documents` among it: vLLM's callers send them beside the others."""
+        if not self.documents:
+            return self.chat_template_kwargs
+        settings = self.chat_template_kwargs or TemplateSettings()
+        return settings.model_copy(update={"documents": self.documents})
 
     @property
     def must_call(self) -> bool:
@@ -351,4 +359,7 @@ class ChatRequest(SamplingFields):
         within = self.chat_template_kwargs and self.chat_template_kwargs.reasoning_effort
         if within and self.reasoning_effort not in (None, within):
             raise ValueError("reasoning_effort is there twice, and says two things")
+        variables = (self.chat_template_kwargs and self.chat_template_kwargs.model_extra) or {}
+        if self.documents and variables.get("documents", self.documents) != self.documents:
+            raise ValueError("documents are there twice, and say two things")
         return self

@@ -469,6 +469,11 @@ def test_tools_are_refused_by_name_where_the_template_knows_none(door: Trio) -> 
     assert door.chat(chat_template_kwargs={"enable_thinking": False}).status == 200
 
 
+def test_documents_are_refused_by_name_where_the_template_asks_for_none(door: Trio) -> None:
+    reply = door.chat(documents=[{"text": "The sea is blue."}])
+    assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "BAD_VARIABLE", "documents")
+
+
 def test_effort_is_refused_by_name_where_the_template_leaves_no_choice(door: Trio) -> None:
     with pytest.raises(openai.BadRequestError) as error:
         by_http(door, [said("Hello")], reasoning_effort="high")

@@ -48,6 +48,7 @@ SAMPLES: dict[str, Any] = {
     "verbosity": "low",
     "tools": [{"type": "function", "function": {"name": "f"}}],
     "chat_template_kwargs": {"enable_thinking": False},
+    "documents": [{"text": "Blue."}],
     "continue_final_message": True,
     "reasoning_effort": "high",
     "functions": [{"name": "f"}],
@@ -198,6 +199,8 @@ def test_fields_that_go_together(door: Scripted) -> None:
         {"tool_choice": "required"},
         {"reasoning_effort": "high", "chat_template_kwargs": {"reasoning_effort": "low"}},
         {"reasoning_effort": "much"},
+        {"documents": ["A text."]},
+        {"documents": [{"text": "a"}], "chat_template_kwargs": {"documents": [{"text": "b"}]}},
         {"continue_final_message": True, "add_generation_prompt": True},
         {"chat_template_kwargs": {"enable_thinking": True, "thinking": False}},
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
@@ -234,6 +237,15 @@ def test_other_variables_of_a_template_are_told_as_they_are(door: Scripted) -> N
     told = post(door, chat_template_kwargs={"thinking": False, "add_vision_id": True, "documents": [{"a": "ü"}]}).asked
     assert told.chat.thinking is False
     assert json.loads(told.chat.template_variables) == {"add_vision_id": True, "documents": [{"a": "ü"}]}
+
+
+def test_documents_are_told_to_the_template(door: Scripted) -> None:
+    """As vLLM's callers send them: beside the other variables."""
+    documents = [{"title": "Sea", "text": "ü"}, {"text": "Blue."}]
+    told = post(door, documents=documents, chat_template_kwargs={"add_vision_id": True}).asked
+    assert json.loads(told.chat.template_variables) == {"add_vision_id": True, "documents": documents}
+    assert json.loads(post(door, documents=documents).asked.chat.template_variables) == {"documents": documents}
+    assert post(door, documents=[]).asked.chat.template_variables == ""
 
 
 def test_effort_is_asked_for_in_either_place(door: Scripted) -> None:
