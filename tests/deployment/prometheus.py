@@ -24,6 +24,7 @@ from tests.waiting import until
 from tests.with_parent import with_parent
 
 CONFIG = ROOT / "deploy/observe/prometheus.yml"
+RULE_FILES = [str(ROOT / "deploy/helm/twinlens/files" / name) for name in ("alerts.yaml", "vllm-names.yaml")]
 
 
 def program(name: str) -> str:
@@ -62,7 +63,7 @@ def prometheus(folder: Path, port: int, **targets: str) -> Iterator[Prometheus]:
     config = yaml.safe_load(CONFIG.read_text())
     assert {each["job_name"] for each in config["scrape_configs"]} == set(targets)
     config["global"] = {"scrape_interval": "200ms", "evaluation_interval": "1s"}
-    config["rule_files"] = [str(ROOT / "deploy/helm/twinlens/files/alerts.yaml")]
+    config["rule_files"] = RULE_FILES
     config["scrape_configs"] = [
         {"job_name": job, "static_configs": [{"targets": [address]}]} for job, address in targets.items()
     ]

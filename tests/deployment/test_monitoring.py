@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from tests import pictures
-from tests.deployment.charts import CHART, manifests, of_kind
-from tests.deployment.prometheus import CONFIG, Prometheus, program, prometheus
+from tests.deployment.charts import CHART, VALUES, manifests, of_kind, template
+from tests.deployment.prometheus import CONFIG, RULE_FILES, Prometheus, program, prometheus
 from tests.gateway.trio import Trio, fronted, image, said, text
 from tests.launch import ROOT
 from tests.ports import held_address
@@ -23,6 +23,7 @@ from tests.rpc.pairs import pair
 from tests.waiting import until
 
 ALERTS = yaml.safe_load((CHART / "files/alerts.yaml").read_text())["groups"][0]["rules"]
+VLLM_NAMES = yaml.safe_load((CHART / "files/vllm-names.yaml").read_text())["groups"][0]["rules"]
 BOARD = json.loads((CHART / "files/dashboard.json").read_text())
 RULES = yaml.safe_load((CHART / "files/adapter-rules.yaml").read_text())["rules"]["custom"]
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
@@ -97,6 +98,26 @@ def test_every_query_has_an_answer(observed: tuple[Trio, Prometheus]) -> None:
         assert not left  # says which
 
 
+WITHOUT_DRAFTS = "vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"
+"""There is none of these where nobody drafts."""
+
+
+def test_figures_are_there_by_vllms_names(observed: tuple[Trio, Prometheus]) -> None:
+    """Of each series that the rules read there is one, and theirs grows as it does, with the model's name."""
+    door, running = observed
+    ask(door)
+    names = [rule["record"] for rule in VLLM_NAMES if rule["record"].startswith("vllm:")]
+    assert len(names) == len(VLLM_NAMES) - 1
+    assert {each for rule in VLLM_NAMES for each in re.findall(r"twinlens_llm_\w+", rule["expr"])} <= set(
+        running.get("label/__name__/values")
+    ) | {name.replace("vllm:", "twinlens_llm_") for name in WITHOUT_DRAFTS}
+    until(lambda: all(running.values(name) for name in names if name not in WITHOUT_DRAFTS), "all are recorded")
+    for name in ("prompt_tokens_total", "time_to_first_token_seconds_bucket", "request_success_total"):
+        own, theirs = f"twinlens_llm_{name}", f'vllm:{name}{{model_name="{door.model}"}}'
+        assert len(running.values(own)) == len(running.values(theirs)) > 0
+        until(lambda own=own, theirs=theirs: running.values(own) == running.values(theirs), f"{theirs} has grown")
+
+
 def test_no_alert_fires_while_all_is_well(observed: tuple[Trio, Prometheus]) -> None:
     door, running = observed
     ask(door)
@@ -106,8 +127,8 @@ def test_no_alert_fires_while_all_is_well(observed: tuple[Trio, Prometheus]) -> 
 
 
 def loaded(running: Prometheus) -> list[dict[str, Any]]:
-    (group,) = running.get("rules")["groups"]
-    return list(group["rules"])
+    groups = {group["name"]: group["rules"] for group in running.get("rules")["groups"]}
+    return list(groups["twinlens"])
 
 
 def test_alerts_fire_where_they_should_and_nowhere_else() -> None:
@@ -122,7 +143,8 @@ def test_alerts_fire_where_they_should_and_nowhere_else() -> None:
 
 def test_the_configuration_is_prometheuss(tmp_path: Path) -> None:
     config = yaml.safe_load(CONFIG.read_text())
-    config["rule_files"] = [str(CHART / "files/alerts.yaml")]
+    assert [Path(each).name for each in config["rule_files"]] == [Path(each).name for each in RULE_FILES]
+    config["rule_files"] = RULE_FILES
     (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
     done = subprocess.run(
         [program("promtool"), "check", "config", tmp_path / "prometheus.yml"],
@@ -155,5 +177,8 @@ def test_compose_mounts_what_is_there_and_names_each_image_by_its_release() -> N
 def test_the_chart_has_the_same_rules_and_the_same_board() -> None:
     (rules,) = of_kind(manifests("gpu"), "PrometheusRule").values()
     assert rules["spec"]["groups"][0]["rules"] == ALERTS
+    both = of_kind(template(*VALUES["gpu"], "--set", "monitoring.vllmNames=true"), "PrometheusRule")
+    assert both["twinlens"] == rules
+    assert both["twinlens-vllm-names"]["spec"]["groups"][0]["rules"] == VLLM_NAMES
     board = of_kind(manifests("gpu"), "ConfigMap")["twinlens-dashboard"]
     assert json.loads(board["data"]["twinlens.json"]) == BOARD
