@@ -59,6 +59,10 @@ _DEEPSEEK_CALL = re.compile(
     r"|(?P<name>[\w.-]+)\s*<｜tool▁sep｜>(?P<bare>.*))\s*",
     re.DOTALL,
 )
+_DEEPSEEK_HEADS = (
+    re.compile(r"\s{0,64}(?P<name>[\w.-]{1,128})\s{0,64}<｜tool▁sep｜>\s{0,64}(?=\{)"),
+    re.compile(r"\s{0,64}\w{1,128}<｜tool▁sep｜>(?P<name>[\w.-]{1,128})\s{0,64}```json\s{0,64}(?=\{)"),
+)
 _INTERNLM: Final = ("<|action_start|><|plugin|>", "<|action_end|>")
 _GEMMA: Final = ("<|tool_call>", "<tool_call|>")
 _GEMMA_TEXTS: Final = Quotes({'<|"|>': '<|"|>'})
@@ -119,7 +123,7 @@ TOOL_PARSERS: Final[Mapping[ToolFormat, ToolParser]] = {
         GRANITE_BEGIN, plain_list_reader, bare=(MARKS[0], marked_granite_reader), heads=_LIST_HEAD
     ),
     ToolFormat.APERTUS: ToolParser(APERTUS[0], apertus_reader, ends_reasoning="mark"),
-    ToolFormat.DEEPSEEK: ToolParser(_DEEPSEEK[0], _deepseek_reader, _DEEPSEEK_SECTION),
+    ToolFormat.DEEPSEEK: ToolParser(_DEEPSEEK[0], _deepseek_reader, _DEEPSEEK_SECTION, heads=_DEEPSEEK_HEADS),
     ToolFormat.HUNYUAN: ToolParser(HUNYUAN[0], hunyuan_reader, heads=_LIST_HEAD),
     ToolFormat.PHI: ToolParser(PHI_BEGIN, plain_list_reader, heads=_LIST_HEAD),
     ToolFormat.INTERNLM: ToolParser(_INTERNLM[0], _internlm_reader),

@@ -15,7 +15,7 @@ from gateway.output_parser import ArgumentsDelta, CallStart, OutputParser, Piece
 from gateway.tool_parsers.arguments import parsed
 from gateway.tool_parsers.begun import JsonCopy
 from gateway.tool_parsers.tool_format import ToolFormat
-from tests.unit.gateway.test_tool_parsers import BITS, FAMILIES, FUNCTIONS, LONG, SECTION
+from tests.unit.gateway.test_tool_parsers import BITS, CALLS, FAMILIES, FUNCTIONS, LONG, SECTION
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
 JSON = st.recursive(
@@ -78,6 +78,12 @@ def test_the_name_goes_out_first_and_arguments_as_they_come() -> None:
         (ToolFormat.MISTRAL, "[TOOL_CALLS]write[ARGS]", ""),
         (ToolFormat.MISTRAL, '[TOOL_CALLS][{"name": "write", "arguments": ', "}]"),
         (ToolFormat.KIMI, SECTION[0] + "<|tool_call_begin|>functions.write:0<|tool_call_argument_begin|>", None),
+        (ToolFormat.DEEPSEEK, f"{CALLS[0]}<｜tool▁call▁begin｜>write<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+        (
+            ToolFormat.DEEPSEEK,
+            f"{CALLS[0]}<｜tool▁call▁begin｜>function<｜tool▁sep｜>write\n```json\n",
+            f"\n```<｜tool▁call▁end｜>{CALLS[1]}",
+        ),
         (ToolFormat.GRANITE, '<|tool_call|>[{"name": "write", "arguments": ', "}]"),
         (ToolFormat.HUNYUAN, '<tool_calls>[{"name": "write", "arguments": ', "}]</tool_calls>"),
         (ToolFormat.PHI, 'functools[{"name": "write", "arguments": ', "}]"),
