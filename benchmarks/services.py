@@ -6,11 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from common.devices import NOT_LOCKED, cuda_device_count
 
 popen: Callable[..., Any] = subprocess.Popen
 """What starts a process of ours. Those who take many small measurements in a row have something faster."""
@@ -49,7 +52,10 @@ def running(module: str, *flags: str, checkout: Path | None = None) -> Iterator[
     if checkout is not None:
         environ["PYTHONPATH"] = str(checkout)
     command = [sys.executable, "-m", module, "--listen", "127.0.0.1:0", "--log-level", "warning", *flags]
-    child = popen(command, stdout=subprocess.PIPE, text=True, env=environ, cwd=checkout)
+    heard = {"stderr": subprocess.PIPE} if cuda_device_count() else {}
+    child = popen(command, stdout=subprocess.PIPE, text=True, env=environ, cwd=checkout, **heard)
+    if heard:
+        threading.Thread(target=_pass_on, args=(child.stderr,), daemon=True).start()
     try:
         assert child.stdout is not None
         line = child.stdout.readline()
@@ -60,6 +66,15 @@ def running(module: str, *flags: str, checkout: Path | None = None) -> Iterator[
     finally:
         child.send_signal(signal.SIGTERM)
         child.wait(_STOP_SECONDS)
+
+
+def _pass_on(said: IO[str]) -> None:
+    """What a service says goes on to where ours goes, and stands beside the figures where that is why they are low."""
+    with said:
+        for line in said:
+            print(line, end="", file=sys.stderr, flush=True)
+            if NOT_LOCKED in line:
+                print(f"\nNot as it should be: {NOT_LOCKED}\n", flush=True)
 
 
 def environment(checkout: Path | None = None) -> dict[str, str]:

@@ -19,6 +19,9 @@ _ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA = 158, 0x1023, 18
 MEMORY_DRIVERS = {"cuda": "common.cuda_ipc:CudaMemory"}
 """By the kind of a device: `module:class` of what makes its memory readable for other processes (`device_memory`)."""
 
+NOT_LOCKED = "the GPU copies from ordinary memory, since none can be locked: the host waits for that"
+"""Said in the log, and by benchmarks beside their figures."""
+
 
 def cuda_device_count() -> int:
     """GPUs that the CUDA driver offers to this process (CUDA_VISIBLE_DEVICES counts); 0 without a driver."""

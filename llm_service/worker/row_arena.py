@@ -12,6 +12,7 @@ from torch import Tensor
 from common import log
 from common.cuda_driver import call
 from common.device_memory import DeviceMemoryError
+from common.devices import NOT_LOCKED
 from llm_service.plan import RowSlice
 from llm_service.worker.mirror import Mirror
 
@@ -27,10 +28,7 @@ class PinnedCopies:
         try:
             call("cuMemHostRegister_v2", c_void_p(memory.data_ptr()), c_size_t(memory.nbytes), c_uint(_PORTABLE))
         except DeviceMemoryError as error:
-            _log.warning(
-                "the GPU copies from ordinary memory, since none can be locked: the host waits for that",
-                cause=str(error),
-            )
+            _log.warning(NOT_LOCKED, cause=str(error))
         else:
             weakref.finalize(self, _unlock, memory)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
+import subprocess
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import services
+from common.devices import NOT_LOCKED
 
 
 @pytest.fixture
@@ -53,3 +57,33 @@ def test_an_older_encoder_is_told_nothing_that_it_would_refuse(
     with services.process("encoder_service", checkout=tmp_path):
         pass
     assert ("TWINLENS_ENCODER_KERNELS" in environments[0]) == told
+
+
+@pytest.mark.parametrize("cause", [NOT_LOCKED, "something else"])
+def test_figures_of_rows_that_are_in_ordinary_memory_are_marked(
+    cause: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where there is a GPU: what a service says of it comes from a process of its own."""
+    said = json.dumps({"event": cause, "level": "warning"})
+    code = f"import sys; print({said!r}, file=sys.stderr, flush=True); print('ready grpc=here', flush=True)"
+    started: list[subprocess.Popen[str]] = []
+
+    def start(command: list[str], **given: Any) -> subprocess.Popen[str]:
+        started.append(subprocess.Popen([command[0], "-c", code], **given))
+        return started[-1]
+
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(services, "popen", start)
+    monkeypatch.setattr(services, "cuda_device_count", lambda: 1)
+    monkeypatch.setattr(services.threading, "Thread", lambda **given: threads.append(thread_of(**given)) or threads[0])
+    with services.process("llm_service") as address:
+        assert address == "here"
+        threads[0].join()
+    assert started[0].stdout is not None
+    started[0].stdout.close()
+    told = capsys.readouterr()
+    assert said in told.err
+    assert told.out.count(NOT_LOCKED) == (cause == NOT_LOCKED)
+
+
+thread_of = threading.Thread
