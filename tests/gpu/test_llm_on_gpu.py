@@ -119,7 +119,7 @@ def test_graphs_give_the_tokens_of_eager_steps(
     assert engine.runner.graphs.replays > 40
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
 def test_a_token_s_step_waits_for_nothing(family: Family, checkpoints: Callable[..., Path]) -> None:
     folder = checkpoints(family)
     for engine in (LocalEngine(folder, device="cuda:0"), graphed(folder, 64)):
