@@ -108,14 +108,18 @@ def test_figures_are_there_by_vllms_names(observed: tuple[Trio, Prometheus]) -> 
     ask(door)
     names = [rule["record"] for rule in VLLM_NAMES if rule["record"].startswith("vllm:")]
     assert len(names) == len(VLLM_NAMES) - 1
-    assert {each for rule in VLLM_NAMES for each in re.findall(r"twinlens_llm_\w+", rule["expr"])} <= set(
-        running.get("label/__name__/values")
-    ) | {name.replace("vllm:", "twinlens_llm_") for name in WITHOUT_DRAFTS}
+    undrafted = {name.replace("vllm:", "twinlens_llm_") for name in WITHOUT_DRAFTS}
+    read = {each for rule in VLLM_NAMES for each in re.findall(r"twinlens_llm_\w+", rule["expr"])} - undrafted
+    until(lambda: read <= set(running.get("label/__name__/values")), "all that the rules read is there")
     until(lambda: all(running.values(name) for name in names if name not in WITHOUT_DRAFTS), "all are recorded")
     for name in ("prompt_tokens_total", "time_to_first_token_seconds_bucket", "request_success_total"):
         own, theirs = f"twinlens_llm_{name}", f'vllm:{name}{{model_name="{door.model}"}}'
-        assert len(running.values(own)) == len(running.values(theirs)) > 0
-        until(lambda own=own, theirs=theirs: running.values(own) == running.values(theirs), f"{theirs} has grown")
+        until(lambda own=own, theirs=theirs: recorded(running, own) == recorded(running, theirs), f"{theirs} is {own}")
+        assert recorded(running, theirs)
+
+
+def recorded(running: Prometheus, query: str) -> list[float]:
+    return sorted(running.values(query))
 
 
 def test_no_alert_fires_while_all_is_well(observed: tuple[Trio, Prometheus]) -> None:
