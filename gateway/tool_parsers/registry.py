@@ -46,7 +46,7 @@ _ONE: Final = (
     r'\{\s{0,64}"name"\s{0,64}:\s{0,64}"(?P<name>[^"\\]{1,128})"\s{0,64},\s{0,64}"arguments"\s{0,64}:\s{0,64}(?=\{)'
 )
 _JSON_HEAD = (re.compile(r"\s{0,64}" + _ONE),)
-_LIST_HEAD = (re.compile(r"\s{0,64}\[?\s{0,64}" + _ONE),)
+_LIST_HEAD = (re.compile(r"\s{0,64}(?:\[\s{0,64})?" + _ONE),)
 _NAMED_HEAD = re.compile(r"\s{0,64}(?P<name>[\w.-]{1,128})(?:\[CALL_ID\]\w{0,128})?\[ARGS\]\s{0,64}(?=\{)", re.ASCII)
 _KIMI_HEAD = re.compile(
     r"\s{0,64}(?:functions\.)?(?P<name>[\w.-]{1,128})(?::\d+)?\s{0,64}<\|tool_call_argument_begin\|>\s{0,64}(?=\{)"

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from gateway.output_parser import ArgumentsDelta, CallStart, OutputParser, Piece, ReasoningDelta, TextDelta
 from gateway.tool_parsers.arguments import parsed
 from gateway.tool_parsers.begun import JsonCopy
+from gateway.tool_parsers.registry import TOOL_PARSERS
 from gateway.tool_parsers.tool_format import ToolFormat
 from tests.unit.gateway.test_tool_parsers import BITS, CALLS, FAMILIES, FUNCTIONS, LONG, SECTION
 
@@ -133,6 +134,13 @@ def test_a_call_that_turns_out_malformed_stays_open_and_comes_back_as_words(argu
     parser.feed(text)
     parser.end()
     assert parser.calls == 0
+
+
+@pytest.mark.parametrize("form", [ToolFormat.MISTRAL, ToolFormat.GRANITE, ToolFormat.HUNYUAN, ToolFormat.PHI], ids=str)
+def test_what_stands_too_far_behind_its_mark_begins_no_call(form: ToolFormat) -> None:
+    text = TOOL_PARSERS[form].begin + " " * 65 + '{"name": "weather", "arguments": {"city": "Rome"}}'
+    for cut in range(len(text)):
+        assert told(text, form, [cut]) == [["text", text]], cut
 
 
 def test_one_call_alone_is_told_where_it_is_to_be_so_and_none_of_other_functions() -> None:
