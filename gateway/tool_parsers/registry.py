@@ -47,6 +47,7 @@ _ONE: Final = (
 )
 _JSON_HEAD = (re.compile(r"\s{0,64}" + _ONE),)
 _LIST_HEAD = (re.compile(r"\s{0,64}(?:\[\s{0,64})?" + _ONE),)
+_MISTRAL_HEAD = re.compile(r"\s{0,64}\[\s{0,64}" + _ONE)
 _NAMED_HEAD = re.compile(r"\s{0,64}(?P<name>[\w.-]{1,128})(?:\[CALL_ID\]\w{0,128})?\[ARGS\]\s{0,64}(?=\{)", re.ASCII)
 _KIMI_HEAD = re.compile(
     r"\s{0,64}(?:functions\.)?(?P<name>[\w.-]{1,128})(?::\d+)?\s{0,64}<\|tool_call_argument_begin\|>\s{0,64}(?=\{)"
@@ -113,7 +114,7 @@ TOOL_PARSERS: Final[Mapping[ToolFormat, ToolParser]] = {
         MARKS[0], xml_reader, ends_reasoning="call", bare=(FUNCTION, bare_xml_reader), heads=_JSON_HEAD
     ),
     ToolFormat.GLM: ToolParser(MARKS[0], glm_reader, ends_reasoning="call", heads=_JSON_HEAD),
-    ToolFormat.MISTRAL: ToolParser(MISTRAL_BEGIN, lambda _: MistralReader(), heads=(_NAMED_HEAD, *_LIST_HEAD)),
+    ToolFormat.MISTRAL: ToolParser(MISTRAL_BEGIN, lambda _: MistralReader(), heads=(_NAMED_HEAD, _MISTRAL_HEAD)),
     ToolFormat.KIMI: ToolParser(_KIMI[0], _kimi_reader, _KIMI_SECTION, ends_reasoning="mark", heads=(_KIMI_HEAD,)),
     ToolFormat.GEMMA: ToolParser(_GEMMA[0], _gemma_reader, ends_reasoning="mark", heads=_JSON_HEAD),
     ToolFormat.LLAMA: ToolParser("", LlamaReader),

@@ -143,6 +143,12 @@ def test_what_stands_too_far_behind_its_mark_begins_no_call(form: ToolFormat) ->
         assert told(text, form, [cut]) == [["text", text]], cut
 
 
+def test_a_call_without_mistrals_list_begins_none() -> None:
+    text = '[TOOL_CALLS]{"name": "weather", "arguments": {"city": "Rome"}}'
+    for cut in range(len(text)):
+        assert told(text, ToolFormat.MISTRAL, [cut]) == [["text", text]], cut
+
+
 def test_one_call_alone_is_told_where_it_is_to_be_so_and_none_of_other_functions() -> None:
     other = CALL.replace("weather", "other")
     for cut in range(len(CALL) * 2):
