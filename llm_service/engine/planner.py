@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -213,6 +213,8 @@ class Planner:
         it."""
         schedule.closed = self._is_crowded() and not self._idle(schedule)
         waiting = () if schedule.closed else tuple(self._queues.waiting)
+        if share <= 0:  # nobody is looked at in order
+            schedule.closed |= self._first_lacks_room(waiting)
         for sequence in heapq.merge(prefills, waiting, key=order_of):
             if share <= 0:
                 break
@@ -222,6 +224,17 @@ class Planner:
             share -= count
             budget -= count
         return budget
+
+    def _first_lacks_room(self, waiting: Iterable[Sequence]) -> bool:
+        """Whether the first in order that has all of its rows cannot be held now: it is not to be overtaken."""
+        first = next((each for each in waiting if each.wait_reason is None), None)
+        if first is None:
+            return False
+        identities = first.block_identities(self._blocks.block_size)
+        hits = self._hits(first, identities)
+        begin = hits * self._blocks.block_size
+        complete = begin + first.num_computable(begin) == len(first.tokens)
+        return complete and not self._blocks.can_hold(identities[:hits], len(first.tokens))
 
     def _by_length(self, schedule: Schedule, prefills: list[Sequence], budget: int) -> None:
         """Spends what is left on those with the fewest tokens to go: no short prompt stands behind a long one."""
@@ -243,7 +256,11 @@ class Planner:
             return self._admit(sequence, schedule, max_tokens)
         given = schedule.num_scheduled_tokens.get(sequence, 0)
         count = self._chunk(sequence, sequence.num_computed_tokens, given + max_tokens)
-        if count <= given or not self._make_room(sequence, count, schedule):
+        if count <= given:
+            return 0
+        if not self._make_room(sequence, count, schedule):
+            # What others leave is for this one: whoever started now would take it, step after step.
+            schedule.closed |= self._has_all_rows(sequence)
             return 0
         schedule.num_scheduled_tokens[sequence] = count
         return count - given
@@ -339,8 +356,7 @@ class Planner:
         its rows, else of those behind it that the step spares. No sequence can want more blocks than there are, so the
         first in order always gets on: there is no deadlock."""
         while not self._blocks.grow(sequence.table, sequence.num_computed_tokens + count):
-            complete = sequence.num_computable(sequence.num_computed_tokens) == sequence.pending
-            idle = self._idle(schedule) if complete else []
+            idle = self._idle(schedule) if self._has_all_rows(sequence) else []
             if (last := idle[-1] if idle else self._last_behind(sequence, schedule)) is None:
                 return False
             self._preempt(last)
@@ -348,6 +364,9 @@ class Planner:
                 last.wait_for_rows()
             schedule.preempted.append(last)
         return True
+
+    def _has_all_rows(self, sequence: Sequence) -> bool:
+        return sequence.num_computable(sequence.num_computed_tokens) == sequence.pending
 
     def _last_behind(self, sequence: Sequence, schedule: Schedule) -> Sequence | None:
         for last in reversed(self._queues.running):

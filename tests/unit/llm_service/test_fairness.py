@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from array import array
 
+import numpy as np
 import pytest
 
+from llm_service.engine.block_manager import BlockManager
+from llm_service.engine.messages import Add
+from llm_service.engine.planner import Limits
+from llm_service.engine.scheduler import Scheduler
+from llm_service.plan import StepResult
+from llm_service.request import SamplingParams
 from tests.unit.llm_service.hashed import Picture
 from tests.unit.llm_service.simulated import order, run_until_over, simulation, text
 
@@ -208,3 +217,63 @@ def test_when_blocks_run_out_the_last_in_rank_gives_way_and_says_the_same_later(
             assert not engine.outcomes[ids[0]].over, "the first in rank gave way"
     assert preempted
     engine.check_over()
+
+
+def test_a_prompt_that_is_half_computed_goes_on_though_others_keep_coming() -> None:
+    """What they leave is its own: it was begun, and nobody kept blocks for its rest."""
+    engine = simulation(blocks=64, block_size=16, max_running=16, step_tokens=256, prefix_cache=False)
+    numbers = random.Random(1)
+
+    def submit_short() -> None:
+        engine.submit(order(text(16, numbers.randrange(10_000)), max_tokens=numbers.randrange(30, 60)))
+
+    for _ in range(2):
+        submit_short()
+    for _ in range(3):
+        engine.step(check=False)
+    long = engine.submit(order(text(950, 5), max_tokens=4, priority=5))
+    for _ in range(400):
+        while len(engine.scheduler._queues.waiting) < 4:
+            submit_short()
+        engine.step(check=False)
+        if engine.outcomes[long].over:
+            return
+    pytest.fail("it has not come to its end")
+
+
+def added(id: int, length: int, max_tokens: int, seed: int) -> Add:
+    """A request of text, as the engine gets it."""
+    places = np.tile(np.arange(length, dtype=np.int32), (3, 1))
+    return Add(
+        id=id,
+        token_ids=array("i", text(length, seed)).tobytes(),
+        positions=places.tobytes(),
+        mrope_delta=0,
+        items=[],
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+        salt="",
+        priority=0,
+        deadline=None,
+    )
+
+
+@pytest.mark.parametrize("slowdown", [0.0, 2.5])
+def test_the_first_that_waits_is_not_overtaken_for_ever_where_decodes_keep_their_pace(slowdown: float) -> None:
+    """Every second step goes by length alone then; what has become free is the first one's all the same."""
+    blocks = BlockManager(64, 16, prefix_cache=False)
+    scheduler = Scheduler(blocks, Limits(16, 256, 1024, decode_slowdown=slowdown), frozenset([31]), 64)
+    numbers, ids, long, now = random.Random(3), itertools.count(1), 0, 0.0
+    for step in range(1200):
+        while len(scheduler._queues.waiting) < 3:
+            scheduler.add(added(next(ids), numbers.randrange(8, 60), numbers.randrange(50, 200), step))
+        if step == 300:
+            scheduler.add(added(long := next(ids), 800, 4, 9))
+        made, _ = scheduler.schedule()
+        draws = len(made.plan.draws)
+        ended = now + 0.01 + 0.0001 * sum(count for _, _, count in made.prefill)
+        scheduler.finish(made, StepResult([1] * draws, [None] * draws, began=now, ended=ended))
+        now = ended
+        scheduler.take_ended()
+        if long and long not in scheduler._queues.requests:
+            return
+    pytest.fail("it has not come to its end")

@@ -262,7 +262,7 @@ def test_hundreds_of_requests_through_a_tight_cache_all_say_what_they_must(
             text(rng.randrange(8, 60), rng.randrange(5)),
             pictures,
             priority=rng.randrange(2),
-            max_tokens=rng.randrange(1, 10),
+            max_tokens=rng.randrange(1, 16),
             n=rng.choice([1, 1, 1, 2]),
             adapter=rng.randrange(8) if "max_loras" in more else 0,
         )
