@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -95,7 +96,8 @@ class RequestContext:
         """Ends the request; its caller is told the cause."""
         if self.cause is None:
             self.cause = cause
-            self.limit.reschedule(asyncio.get_running_loop().time())
+            with suppress(RuntimeError):  # its time has just run out, and it ends already
+                self.limit.reschedule(asyncio.get_running_loop().time())
 
     async def read(self, kind: type[Body]) -> Body:
         """The body, as what it should be. Raises InvalidInput, which says what is wrong and where."""
