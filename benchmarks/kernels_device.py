@@ -14,7 +14,6 @@ import faulthandler
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch import Tensor
 from benchmarks.device import Again
 from benchmarks.llm_device import Settings, config_of, make_runner, step
 from benchmarks.quantized import FORMS
-from common.gpu import Capture, CaptureFailed, CudaCapture, first_of
+from common.gpu import Capture, CaptureFailed, CudaCapture, first_of, told_waits
 from tests import triton_interpreter
 
 _SECONDS = 60
@@ -255,12 +254,15 @@ def _grouped(form: str) -> Callable[[Place], Trial]:
 
 def _experts(here: Place) -> Trial:
     from llm_service.layers.experts import SparseMLP
+    from llm_service.layers.gpu import row_ops
     from llm_service.layers.group import ALONE
+    from llm_service.layers.ops import use_ops
 
     shape = (4, 2, 64, 32) if here.tiny else (128, 8, 2048, 768)
     layer = SparseMLP(*shape, ALONE, here.dtype).requires_grad_(requires_grad=False).to(here.device)
     for parameter in layer.parameters():
         parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    use_ops(layer, row_ops)
     x = here.drawn(6 if here.tiny else 64, shape[2])
     weights, chosen = layer.gate(x).float().softmax(-1).topk(shape[1], dim=-1)
     weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
@@ -304,7 +306,7 @@ def _kda(here: Place) -> None:
     from llm_service.layers.kda.triton_backend import TritonBackend
     from tests import gdn_cases, kda_cases
 
-    shape = KdaShape(2, 32, 32) if here.tiny else KdaShape(32, 128, 128)
+    shape = KdaShape(2, 32) if here.tiny else KdaShape(32, 128)
     case = kda_cases.Case.drawn(shape, 71, here.dtype, device=here.device.type)
     gdn_cases.check(TritonBackend(shape, here.dtype, here.device), case, (1, 70))
 
@@ -328,15 +330,10 @@ def _waits(here: Place) -> None:
         plan = msgspec.structs.replace(plan, appended=[])
         if here.device.type != "cuda":
             continue
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                launched = runner.launch(plan)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+        with told_waits() as told:
+            launched = runner.launch(plan)
         launched.result()
-        waited += [f"{Path(each.filename).name}:{each.lineno}" for each in seen if "synchroniz" in str(each.message)]
+        waited += [Path(each).name for each in told]
     assert not waited, f"the host waits in {', '.join(sorted(set(waited)))}"
 
 

@@ -21,6 +21,7 @@ from benchmarks.device import Machine, add_options, head, line, machine, ms
 from benchmarks.llm_device import Settings, config_of, make_runner, step
 from benchmarks.shapes import TINY_TOWER, TOWER, patch_numbers
 from common.media.item import Grid
+from encoder_service.models.attention import BACKENDS
 from encoder_service.worker.graphs import GraphedTower
 from llm_service.worker.graphs import CaptureBounds
 
@@ -34,6 +35,8 @@ def things(here: Machine) -> Iterator[tuple[str, Callable[[], object]]]:
     shape, side, budget = (TINY_TOWER, 4, 64) if here.tiny else (TOWER, 64, 4096)
     tower, grids = vit.tower(shape, here.device, here.dtype), [Grid(1, side, side)]
     patches = torch.randn(side * side, patch_numbers(shape), device=here.device, dtype=here.dtype)
+    tower.backend = BACKENDS["triton"]()
+    tower.capturable = [tower.backend]
     yield "tower, eager", lambda: tower(patches, grids)
     if here.capture is not None and tower.backend.stable(budget, budget, here.device) is not None:
         capture = here.capture()

@@ -216,10 +216,15 @@ def _flags(**values: object) -> list[str]:
     return [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
 
 
+_OF_CUDA = "cuda.shm."
+"""What the driver has for processes that open each other's memory, and leaves there when one is killed."""
+
+
 def _shared_memory(pid: int) -> set[Path]:
     """Files in /dev/shm that a process has mapped."""
     try:
         maps = Path(f"/proc/{pid}/maps").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return set()
-    return {Path(line[line.index("/dev/shm/") :]) for line in maps.splitlines() if "/dev/shm/" in line}
+    found = {Path(line[line.index("/dev/shm/") :]) for line in maps.splitlines() if "/dev/shm/" in line}
+    return {path for path in found if not path.name.startswith(_OF_CUDA)}
