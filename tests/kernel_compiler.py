@@ -503,10 +503,10 @@ def quantized(capability: int, dtype: torch.dtype, wide: bool) -> dict[str, Form
         kernel = scaled_kernel.scaled_product_kernel
         name = f"experts, e4m3 by e4m3, {'one scale' if one else 'blocks'}"
         found[name] = form(capability, kernel, dtype, (), types, ONE=one, **same, **launch)
-        types = {"numbers": "*fp8e4nv", "scales": "*fp32"}
+        written = {"numbers": "*fp8e4nv", "scales": "*fp32"}
         how = {"WIDTH": 0 if one else 128, "BLOCK": scaled_weight._ROUNDED, "num_warps": 8}
         name = f"round to e4m3, {'rows' if one else 'blocks'}"
-        found[name] = form(capability, scaled_kernel.round_to_e4m3_kernel, dtype, (), types, **how)
+        found[name] = form(capability, scaled_kernel.round_to_e4m3_kernel, dtype, (), written, **how)
     return found | rounded_rows(capability, dtype)
 
 
