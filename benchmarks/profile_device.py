@@ -59,6 +59,7 @@ def things(here: Machine) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "decode, sampled", lambda: runner.run(msgspec.structs.replace(plan, draws=drawn))
 
 
+@torch.inference_mode()
 def rows(here: Machine) -> Iterator[str]:
     """The tables, line by line."""
     gpu = here.device.type == "cuda"
