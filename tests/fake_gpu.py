@@ -21,9 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
+from common import transfer
 from common.weights import SliceReader
-from encoder_service.models import moving
-from llm_service.layers import transfer
 from llm_service.layers.gdn import choose as gdn
 from llm_service.layers.gpu import int8_weight, scaled_weight
 from llm_service.layers.gpu.int8_weight import Int8Weight
@@ -192,7 +191,7 @@ def fake_gpu() -> Iterator[list[str]]:
         enter = stack.enter_context
         enter(mock.patch.object(InterpretedFunction, "run", launch))
         enter(mock.patch.object(transfer, "_moved", _moved))
-        enter(mock.patch.object(moving, "_locked", lambda size: torch.empty(size, dtype=torch.uint8, device="cpu")))
+        enter(mock.patch.object(transfer, "_bytes_of", lambda each: np.empty(each.nbytes, np.uint8)))
         enter(mock.patch.object(SliceReader, "__getitem__", lambda reader, name: _Stored(read(reader, name))))
         enter(mock.patch.object(nn.Module, "to", _to))
         for module in (gdn, kda, mamba2):

@@ -21,8 +21,8 @@ from torch import Tensor
 from common import log
 from common.cpu.compiling import Compilation, Readiness, not_kept
 from common.devices import multiplies_bfloat16, multiplies_tiles
+from common.transfer import tensors_to_device
 from encoder_service.models import row_kernels
-from encoder_service.models.moving import moved
 
 _log = log.get("attention")
 
@@ -142,7 +142,7 @@ class Triton:
 
     def over(self, lengths: Lengths, device: torch.device) -> Segments:
         segments = _TritonSegments(sum(lengths), max(lengths), len(lengths), device)
-        segments.fill(*moved([segments.table(lengths)], device))
+        segments.fill(*tensors_to_device([segments.table(lengths)], device))
         return segments
 
     def stable(self, patches: int, longest: int, device: torch.device) -> StableSegments:
@@ -191,7 +191,7 @@ class Flash:
 
     def over(self, lengths: Lengths, device: torch.device) -> Segments:
         segments = _FlashSegments(self._run, max(lengths), len(lengths), device)
-        segments.fill(*moved([segments.table(lengths)], device))
+        segments.fill(*tensors_to_device([segments.table(lengths)], device))
         return segments
 
     def stable(self, patches: int, longest: int, device: torch.device) -> StableSegments:

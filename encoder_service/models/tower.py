@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from common.checkpoint import Checkpoint, CheckpointError
 from common.linear import finalize_linears
 from common.media.item import Grid
+from common.transfer import tensors_to_device
 from common.weights import load_tensors
 from encoder_service.families.family import ModelConfig
 from encoder_service.models.attention import (
@@ -26,7 +27,6 @@ from encoder_service.models.attention import (
     capturable,
     choose,
 )
-from encoder_service.models.moving import moved
 
 
 class Tower(Protocol):
@@ -104,7 +104,7 @@ def patch_positions(grid: Grid, merge: int) -> Tensor:
 
 def rotary(grids: Sequence[Grid], merge: int, head_dim: int, theta: float, device: torch.device) -> Rotary:
     """Rotary tables of a packed batch: a head's first quarter turns by the patch's row, its second by the column."""
-    return rotary_by(*moved(rotary_numbers(grids, merge, head_dim, theta), device))
+    return rotary_by(*tensors_to_device(rotary_numbers(grids, merge, head_dim, theta), device))
 
 
 def rotary_numbers(grids: Sequence[Grid], merge: int, head_dim: int, theta: float) -> list[Tensor]:
@@ -221,7 +221,7 @@ class RotaryTower(PackedTower):
     ) -> tuple[Packing, list[Tensor]]:
         """That, and numbers of the host which go to the device by the same copy."""
         own = rotary_numbers(grids, self.merge, self.head_dim, self.theta)
-        positions, frequencies, *there = moved([*own, *numbers], device)
+        positions, frequencies, *there = tensors_to_device([*own, *numbers], device)
         return Packing((frame_groups(grids),), rotary_by(positions, frequencies)), there
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from common import log
 from common.gpu import Capture, CaptureFailed, Clock
 from common.media.item import Grid
+from common.transfer import tensors_to_device
 from encoder_service.models.attention import Segments, StableSegments
-from encoder_service.models.moving import moved
 from encoder_service.models.tower import PackedTower, Packing, Pass, Rotary
 
 LADDER = (256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
@@ -196,7 +196,7 @@ class GraphedTower:
         for graph in self._graphs:
             if graph.holds(packing):
                 each = zip(graph.segments, packing.lengths, strict=True)
-                tables = moved([segments.table(lengths) for segments, lengths in each], device)
+                tables = tensors_to_device([segments.table(lengths) for segments, lengths in each], device)
                 return Replay(packing, graph, tuple(tables))
         return self._tower.eagerly(packing, device)
 

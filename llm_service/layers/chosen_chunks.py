@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.transfer import to_device
 from llm_service.layers.attention.backend import AttentionBackend, AttentionBatch, PagedChunk
 from llm_service.layers.index_keys import IndexQuery, choose
-from llm_service.layers.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.transfer import to_device
 from llm_service.layers.cache_spec import Segment
-from llm_service.layers.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load
 from torch import Tensor, nn
 
+from common.transfer import to_device
 from llm_service.families.registry import TEXT_FAMILIES
 from llm_service.layers.adapter_tiles import RowTiles
 from llm_service.layers.adapters import AdapterKernel, AdapterRows, LinearAdapters
@@ -18,7 +19,6 @@ from llm_service.layers.cpu import selection
 from llm_service.layers.group import ALONE
 from llm_service.layers.linear import PackedLinear, path_within
 from llm_service.layers.low_rank import LowRank, told_of
-from llm_service.layers.transfer import to_device
 from llm_service.layers.weight_dtype import narrowed
 from llm_service.model_config.adapter_folder import Adaptable
 from llm_service.model_config.text import TextConfig

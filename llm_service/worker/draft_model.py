@@ -14,7 +14,7 @@ from msgspec import structs
 from torch import Tensor
 
 from common.gpu import Capture
-from llm_service.layers.transfer import to_device
+from common.transfer import to_device
 from llm_service.models.draft_head import DraftHead
 from llm_service.plan import Chunk, Draw, Proposal, RowSlice, StepPlan
 from llm_service.worker.graphs import CaptureBounds, GraphRunner

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from common import log
 from common.gpu import Capture, CaptureFailed
+from common.transfer import ALIGNMENT, aligned
 from llm_service.layers.adapter_tiles import RowTiles
 from llm_service.layers.attention.metadata import AttentionMetadata, BatchNumbers, Tiling, WorkList, WorkNumbers
 from llm_service.layers.cache_spec import Segment
 from llm_service.layers.mixer import StateMetadata
-from llm_service.layers.transfer import ALIGNMENT, aligned
 from llm_service.models.decoder import Decoder, Deepstack
 from llm_service.models.hf.decoder import HfDecoder
 from llm_service.plan import Chunk, StepPlan

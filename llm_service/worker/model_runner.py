@@ -14,10 +14,10 @@ from torch import Tensor
 
 from common.core_share import CoreShare
 from common.gpu import Capture
+from common.transfer import ToHost, to_device
 from llm_service.families.chunk_rule import ChunkRule
 from llm_service.layers.attention.backend import Span, parts_at, runs_of
 from llm_service.layers.attention.metadata import AttentionMetadata, BatchNumbers
-from llm_service.layers.transfer import ToHost, to_device
 from llm_service.model_config.served import Weights
 from llm_service.models.decoder import Decoder
 from llm_service.models.draft_head import DraftHead

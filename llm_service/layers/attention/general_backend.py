@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from common.transfer import to_device
 from llm_service.families.sight import Sight, SpanRule
 from llm_service.layers.attention.backend import CAUSAL, AttentionKind, CacheShape, PagedChunk, Span
 from llm_service.layers.attention.one_head import attend_to_one
 from llm_service.layers.attention.scored import attend_by_scores, shares_of
 from llm_service.layers.chosen_chunks import slots_of
 from llm_service.layers.index_keys import ROOM, Chosen, IndexQuery, choose, keep, mask_of
-from llm_service.layers.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)

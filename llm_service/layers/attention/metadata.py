@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.transfer import to_device
 from llm_service.layers.attention.backend import PagedChunk
-from llm_service.layers.transfer import to_device
 
 _LEAST, _MULTIPLE = 128, 64
 """Keys of a part of a context: at the least, and what their number is a multiple of."""

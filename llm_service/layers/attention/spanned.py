@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.transfer import to_device
 from llm_service.layers.attention.backend import (
     AttentionBackend,
     AttentionBatch,
@@ -20,7 +21,6 @@ from llm_service.layers.attention.backend import (
     spans_of,
 )
 from llm_service.layers.attention.torch_backend import TorchBackend
-from llm_service.layers.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from common.transfer import to_device
 from llm_service.families.sight import SpanRule
 from llm_service.layers.attention.backend import CacheShape, PagedChunk, Span, spans_of, within
 from llm_service.layers.attention.int8_blocks import Int8Tokens
 from llm_service.layers.attention.one_head import attend_to_one
 from llm_service.layers.attention.scored import attend_by_scores
 from llm_service.layers.chosen_chunks import slots_of
-from llm_service.layers.transfer import to_device
 
 _ROOM = 256 << 20
 """Bytes that scores of all heads may take at once on a GPU."""

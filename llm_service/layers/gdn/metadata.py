@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.transfer import ALIGNMENT, aligned, to_device
 from llm_service.layers.cache_spec import Segment
 from llm_service.layers.gdn.backend import CHUNK
 from llm_service.layers.gdn.torch_backend import split
-from llm_service.layers.transfer import ALIGNMENT, aligned, to_device
 
 NOBODY = -1
 """Stands for a slot or a run where there is none: nothing is read or written."""

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import save
 
 from common.checkpoint import Checkpoint
+from common.transfer import to_device
 from llm_service.layers.adapters import AdaptedRows, AdapterKernel, AdapterRows, LinearAdapters
 from llm_service.layers.gpu.low_rank_tiles import LowRankTiles
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.linear import PackedLinear
 from llm_service.layers.low_rank import LowRank, PlainSlots
-from llm_service.layers.transfer import to_device
 from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.plan import Adapter, StepPlan

@@ -49,6 +49,18 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
     ]
 
 
+def tensors_to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """The same of the host's tensors, of any type; on a CPU they stay what they are."""
+    if device.type == "cpu":
+        return list(tensors)
+    there = to_device([_bytes_of(each) for each in tensors], device)
+    return [moved.view(each.dtype).view(each.shape) for moved, each in zip(there, tensors, strict=True)]
+
+
+def _bytes_of(tensor: Tensor) -> np.ndarray:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
+
+
 def _moved(arrays: Sequence[np.ndarray], ends: Sequence[int], device: torch.device) -> Tensor:
     """uint8 [the last end] on the device, in which each array ends at its place."""
     host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
