@@ -10,7 +10,7 @@ from common.errors import Exhausted
 
 
 class Reservation:
-    """What one item holds. Valid inside `Admission.reserve`."""
+    """Bytes that a caller's item holds, inside `Admission.reserve`, or that are held for everyone who wants it."""
 
     def __init__(self, admission: Admission, size: int, field: str) -> None:
         self._admission = admission
@@ -23,6 +23,11 @@ class Reservation:
             self._admission.check_bytes(size, self._field, of_which_held=self.size)
         self._admission.bytes += size - self.size
         self.size = size
+
+    def take_over(self, other: Reservation) -> None:
+        """What the other one held is held by this one from now on."""
+        self.size += other.size
+        other.size = 0
 
 
 class Admission:
@@ -53,6 +58,10 @@ class Admission:
             self.bytes -= reservation.size
             if not self.items:
                 self._empty.set()
+
+    def for_all(self, field: str) -> Reservation:
+        """One that holds nothing yet, and no item's place, for content that stays when whoever brought it leaves."""
+        return Reservation(self, 0, field)
 
     def check_bytes(self, size: int, field: str, *, of_which_held: int = 0) -> None:
         """Raises Exhausted where an item of so many bytes is too much beside the others."""

@@ -86,6 +86,7 @@ class EncoderEngine:
         self._look_up(ticket, item, key)
         if ticket.flight is not None and ticket.flight.item is item:
             ticket.reservation.resize(item.size)
+            ticket.flight.content.take_over(ticket.reservation)
         # 4. The header, which the flight learns.
         return await ticket.header()
 
@@ -171,7 +172,8 @@ class EncoderEngine:
         """The flight of a key, which one more caller holds from now on."""
         flight = self._flights.get(_name(key, item))
         if flight is None:
-            flight = Flight(key, item, StageTimes("inspect", self.pipeline.seconds), item.priority)
+            times, content = StageTimes("inspect", self.pipeline.seconds), self._admission.for_all(item.field)
+            flight = Flight(key, item, times, item.priority, content)
             self._flights[_name(key, item)] = flight
             flight.run_by(self._start(self._run(flight), "flight"))
         elif flight.wanted.is_set():

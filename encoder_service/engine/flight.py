@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from common.errors import MEDIA_CHANGED, TwinlensError, Unavailable
@@ -34,6 +34,8 @@ class Flight:
     item: Item
     times: StageTimes
     priority: int
+    content: Reservation
+    """The bytes of its item, whoever brought it: held until its task has ended and its last caller has left."""
     tickets: int = 0
     wanted: asyncio.Event = field(default_factory=asyncio.Event)
     """Somebody wants rows, and not the header alone."""
@@ -87,10 +89,12 @@ class Flight:
     def leave(self) -> None:
         """A caller lets go of it."""
         self.tickets -= 1
+        self._let_content_go()
 
     def run_by(self, task: asyncio.Task[None]) -> None:
         """This task completes it."""
         self.task = task
+        task.add_done_callback(lambda _: self._let_content_go())
 
     def address_known(self, ticket: Ticket) -> None:
         """A caller's address gave this content before."""
@@ -100,6 +104,11 @@ class Flight:
         """Where it was known by its key alone, here is what it is a key of."""
         if isinstance(self.item.source, Key) and not isinstance(item.source, Key):
             self.item = item
+
+    def _let_content_go(self) -> None:
+        if not self.tickets and self.task is not None and self.task.done():
+            self.item = replace(self.item, source=Key(self.key))  # what still refers to it holds no content
+            self.content.resize(0)
 
     def header_known(self, header: Header, *, from_tier: bool = False) -> Header:
         """What it is, is known; returns what callers are told, who may know more from another replica that had it.

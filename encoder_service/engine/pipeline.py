@@ -115,8 +115,11 @@ class Pipeline:
                 item = await self.contents.fetched(dataclasses.replace(ticket.item, field=field))
                 if await self.contents.key(item) != flight.key:
                     raise Unavailable("an address gives other media than before", reason=MEDIA_CHANGED, field=field)
-                if ticket.flight is not None:  # its caller is still there
-                    ticket.reservation.resize(item.size)
+                if isinstance(flight.item.source, Key):
+                    # Its caller, where it is still there, does not hold the address beside the content.
+                    held = flight.content if ticket.flight is None else ticket.reservation
+                    held.resize(item.size)
+                    flight.content.take_over(held)
         except TwinlensError:
             if isinstance(flight.item.source, Key):  # still no one who has the content came
                 raise

@@ -62,6 +62,7 @@ async def encoder(
     fetcher=None,
     shared=None,
     items=64,
+    size=1 << 20,
     store_bytes=8192,
     staging=1 << 16,
     max_units=64,
@@ -89,7 +90,7 @@ async def encoder(
     media = MediaLoader(CONFIG, MediaLimits(), LAYOUT, Staging(arenas[0]), store, decoding, max_patches=4096)
     contents = Contents(fetcher or Fetcher(FetchConfig()), MediaLimits(), "digest")
     pipeline = Pipeline(media, store, dispatcher, contents, tier)
-    made = EncoderEngine(pipeline, "digest", items=items, size=1 << 20, **options)
+    made = EncoderEngine(pipeline, "digest", items=items, size=size, **options)
     try:
         yield made, children[0]
     finally:

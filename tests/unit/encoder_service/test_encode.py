@@ -9,12 +9,12 @@ import random
 import pytest
 
 from common.errors import Exhausted, Internal, InvalidInput, NotFound, TwinlensError, Unavailable
-from common.media.item import Embedding, Grid, Key, Modality, Pixels, Url
+from common.media.item import Embedding, Grid, Header, Key, Modality, Pixels, Url
 from common.wire import DType
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.item import Item
 from encoder_service.worker.messages import BatchFailed
-from tests.unit.encoder_service.engines import LAYOUT, SEEN, encoder, item, rows
+from tests.unit.encoder_service.engines import LAYOUT, PICTURES, SEEN, encoder, item, rows
 from tests.unit.encoder_service.fakes import DONE, FakeDecoders, served, turns
 
 
@@ -150,6 +150,61 @@ async def test_an_item_too_many_is_refused_at_once(monkeypatch):
         assert refused.value.retry_after
         await served(worker, waiting)
         await served(worker, [asyncio.create_task(rows(made, item(2)))])
+
+
+class GatedFetcher:
+    """Every address gives the same picture, once the test lets it."""
+
+    def __init__(self) -> None:
+        self.downloads, self.go_on = 0, asyncio.Event()
+
+    def check(self, *_: object) -> None:
+        pass
+
+    async def fetch(self, *_: object) -> bytearray:
+        self.downloads += 1
+        await self.go_on.wait()
+        return bytearray(PICTURES[0])
+
+
+async def header(made, wanted: Item) -> Header:
+    async with made.ticket(wanted, rows=False) as ticket:
+        return await made.resolve(ticket)
+
+
+@pytest.mark.parametrize("leaves", [0, 1])
+async def test_content_counts_as_held_until_the_last_one_has_left_whoever_brought_it(monkeypatch, leaves):
+    fetcher, size = GatedFetcher(), len(PICTURES[0]) + len(PICTURES[1]) // 2
+    async with encoder(monkeypatch, answers=None, fetcher=fetcher, size=size) as (made, worker):
+        waiting = [asyncio.create_task(rows(made, item(source=Url("http://a.test/")))) for _ in range(2)]
+        await turns(30)
+        fetcher.go_on.set()
+        while not worker.batches:
+            await turns(1)
+        waiting[leaves].cancel()
+        await asyncio.gather(waiting[leaves], return_exceptions=True)
+        assert fetcher.downloads == 1
+        with pytest.raises(Exhausted):
+            await header(made, item(1))
+        worker.say(DONE)
+        assert not await waiting[1 - leaves]
+        await turns()
+        await header(made, item(1))
+
+
+async def test_content_counts_as_held_while_a_worker_computes_what_nobody_waits_for(monkeypatch):
+    size = len(PICTURES[0]) + len(PICTURES[1]) // 2
+    async with encoder(monkeypatch, answers=None, size=size) as (made, worker):
+        waiting = asyncio.create_task(rows(made, item(0)))
+        while not worker.batches:
+            await turns(1)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        with pytest.raises(Exhausted):
+            await header(made, item(1))
+        worker.say(DONE)
+        await turns()
+        await header(made, item(1))
 
 
 async def test_everyone_who_waits_hears_of_a_failure_and_the_next_one_tries_again(monkeypatch):

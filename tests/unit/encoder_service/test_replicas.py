@@ -6,7 +6,7 @@ import asyncio
 import base64
 import dataclasses
 import random
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
@@ -118,6 +118,23 @@ async def test_rows_of_an_address_that_are_lost_after_the_header_are_fetched_and
         assert await lost(made, server, address(3, key), key)
         assert len(worker.batches) == 1
         assert await made.has([key], "") == [True]
+
+
+async def test_content_fetched_for_lost_rows_counts_as_held_once_who_gave_its_address_has_left(monkeypatch, server):
+    async with shared_picture(monkeypatch, server) as (made, worker, key):
+        monkeypatch.setattr(worker, "_answers", None)
+        async with AsyncExitStack() as gave_address, made.ticket(item(source=Key(key)), rows=True) as wanting:
+            told = await gave_address.enter_async_context(made.ticket(item(source=address(3, key)), rows=False))
+            await made.resolve(told)
+            with server.client() as client:
+                client.delete(*client.keys("twinlens:rows:*"))
+            await made.resolve(wanting)
+            while not worker.batches:
+                await turns(1)
+            await gave_address.aclose()
+            assert made._admission.bytes == len(PICTURES[3])
+            worker.say(DONE)
+            await wanting.ready()
 
 
 async def test_a_key_that_is_nowhere_is_no_item_that_failed(monkeypatch, server):
