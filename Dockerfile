@@ -13,7 +13,7 @@ ARG TORCH=torch
 # Requirements of the extra `gpu`, for example "flash-linear-attention" and the address of a wheel of flash-attn.
 ARG GPU_REQUIREMENTS=
 # For models without a family: transformers, and for a few of them timm or torchaudio.
-ARG LIBRARY_REQUIREMENTS=
+ARG TRANSFORMERS_REQUIREMENTS=
 ARG PACKAGES
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python3 -m venv /opt/twinlens
@@ -24,8 +24,8 @@ RUN /opt/twinlens/bin/pip install 'pip>=25.1' \
     --group services --group gateway --group tracing --group kv-events \
  && if [ -n "${GPU_REQUIREMENTS}" ]; then \
       /opt/twinlens/bin/pip install --no-compile --constraint constraints.txt --no-build-isolation ${GPU_REQUIREMENTS}; fi \
- && if [ -n "${LIBRARY_REQUIREMENTS}" ]; then \
-      /opt/twinlens/bin/pip install --no-compile --constraint constraints.txt ${LIBRARY_REQUIREMENTS}; fi
+ && if [ -n "${TRANSFORMERS_REQUIREMENTS}" ]; then \
+      /opt/twinlens/bin/pip install --no-compile --constraint constraints.txt ${TRANSFORMERS_REQUIREMENTS}; fi
 # What the services never open: tests, and headers where there is no compiler that could read them.
 RUN cd /opt/twinlens/lib/python3*/site-packages \
  && rm -rf torch/test torch/bin/protoc* torch/bin/test_* torch/bin/*_test numba/tests networkx/*/tests networkx/*/*/tests \

@@ -127,7 +127,7 @@ bench: $(STAMP)  ## here and on the peers, side by side; rows by each transport;
 tables: $(STAMP)  ## every table that a quiet machine of two cores can give, into OUT; goes on where it stopped
 	$(BIN)/python -m benchmarks.tables '$(OUT)' $(ARGS)
 
-models: $(STAMP)  ## docs/MODELS.md: how each of the installed library's models is served; goes on where it stopped
+models: $(STAMP)  ## docs/MODELS.md: how each of the installed transformers' models is served; goes on where it stopped
 	$(BIN)/python -m tools.models docs/MODELS.md $(ARGS)
 
 bench-gpu: $(STAMP)  ## on a GPU: the tower and the decoder of Qwen3-VL-8B, random weights; rows by each transport

@@ -1,7 +1,7 @@
 """`python -m benchmarks.company`: what requests do to each other on the same cores, beside transformers, in turns.
 
 Three things in each round: a new picture's first token while nothing else is asked; several new pictures asked about at
-once, in transformers as one batch; and an answer that is being written when others come with new pictures. The library
+once, in transformers as one batch; and an answer that is being written when others come with new pictures. transformers
 does one call after the other, so the last has no peer: its peer is the same answer's pace before they came.
 
 Each question and each picture is new, and goes to both as the same file; the run fails where a cache of the services

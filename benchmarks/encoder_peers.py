@@ -4,7 +4,7 @@ Each line on standard input, `PEER SIDE MARK …`, is answered by a JSON object 
 with the service, so that what else the machine does falls on all alike, and make the very same files from the marks.
 They remember nothing.
 
-- `transformers`: a JPEG file through Pillow, the library's image processor and its vision tower;
+- `transformers`: a JPEG file through Pillow, transformers' image processor and its vision tower;
 - `batch`: several files in the same way, as one batch;
 - `bare`: our tower alone, on patches that are there already.
 """

@@ -1,5 +1,5 @@
-"""`python -m benchmarks.hf`: one checkpoint, computed by a family of ours where one is for it, by way of the
-library with our decoder for the text, and by the library alone, in one process and in turns: rows, prefill, decoding.
+"""`python -m benchmarks.hf`: one checkpoint, computed by a family of ours where one is for it, by way of transformers
+with our decoder for the text, and by transformers alone, in one process and in turns: rows, prefill, decoding.
 
 Each round has a new picture and a new question, the same both ways; there is no prefix cache, and nothing remembers
 rows, so there are no hits to count. The run fails where rows differ by more than rounding, or a token differs.
@@ -83,8 +83,8 @@ class Native:
         return Header(pixels.tobytes()[:32], Modality.IMAGE, plan.grid, plan.tokens), self._tower(patches, [plan.grid])
 
 
-class ByLibrary:
-    """By way of the library; with `ours` its text by our decoder."""
+class ByHf:
+    """By way of transformers; with `ours` its text by our decoder."""
 
     def __init__(self, folder: Path, *, ours: bool) -> None:
         found = hf_models.describe(folder)
@@ -94,9 +94,9 @@ class ByLibrary:
         if not multiplies_as_stored(_CPU):  # as in a worker
             with torch.inference_mode():
                 self._tower.lay_out(lambda: self.rows(np.zeros((64, 48, 3), np.uint8)))
-        self.builder = PromptBuilder(Checkpoint(folder), ServedModel.by_library(found))
+        self.builder = PromptBuilder(Checkpoint(folder), ServedModel.by_hf(found))
         text = known_text(Checkpoint(folder), found) if ours else None
-        self.engine = LocalEngine(folder, library=found, text=text)
+        self.engine = LocalEngine(folder, hf=found, text=text)
         if ours and text is None:
             raise SystemExit("our decoder does not compute this text: the log says why")
 
@@ -111,7 +111,7 @@ class ByLibrary:
 
 
 def _ask(
-    way: Native | ByLibrary, pixels: np.ndarray, question: str, tokens: int, clock: Callable[[], float]
+    way: Native | ByHf, pixels: np.ndarray, question: str, tokens: int, clock: Callable[[], float]
 ) -> tuple[Seconds, torch.Tensor, Any]:
     started = clock()
     with torch.inference_mode():
@@ -158,10 +158,10 @@ def main() -> None:
     plain = {name: recipe for name, (wanted, recipe) in asked.items() if wanted}
     folders = [plain_checkpoint(recipe, CACHE.with_name(f"{CACHE.name}-{name}")) for name, recipe in plain.items()]
     folder = folders[0] if folders else chosen_model(given)
-    ways: dict[str, Native | ByLibrary] = (
+    ways: dict[str, Native | ByHf] = (
         {} if find_family(Checkpoint(folder).config) is None else {"native": Native(folder)}
     )
-    ways |= {"our decoder": ByLibrary(folder, ours=True), "library": ByLibrary(folder, ours=False)}
+    ways |= {"our decoder": ByHf(folder, ours=True), "transformers": ByHf(folder, ours=False)}
     clock = time.process_time if given.cpu_time else time.perf_counter
     random = np.random.default_rng()
     found: dict[str, list[Seconds]] = {name: [] for name in ways}
@@ -170,12 +170,12 @@ def main() -> None:
         question = " ".join(random.choice(_WORDS, given.words))
         order = list(ways) if number % 2 else list(ways)[::-1]
         answers = {name: _ask(ways[name], pixels, question, given.tokens, clock) for name in order}
-        _, rows, said = answers["library"]
+        _, rows, said = answers["transformers"]
         for name, (_, own, also) in answers.items():
             apart = float((own - rows).abs().max() / rows.abs().max())
             if not apart < _CLOSE or said != also:
                 equal = "equal" if said == also else "not"
-                raise SystemExit(f"{name} and the library differ: rows by {apart:.1e}, tokens {equal}")
+                raise SystemExit(f"{name} and transformers differ: rows by {apart:.1e}, tokens {equal}")
         if number:  # the first warms up
             for name in ways:
                 found[name].append(answers[name][0])

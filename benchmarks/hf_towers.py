@@ -1,4 +1,4 @@
-"""`python -m benchmarks.hf_towers`: where the time of the library's towers goes, which a family of ours could take
+"""`python -m benchmarks.hf_towers`: where the time of transformers' towers goes, which a family of ours could take
 at most: CPU seconds of one thread for a picture, in products of matrices, in attention, and in the rest.
 
 Towers have 12 layers of 12 heads of 64 numbers. CPU time, not the clock's: the figures hold on a machine that is busy
@@ -92,8 +92,8 @@ class _ClockedBackend:
         return attend
 
 
-class ByLibrary:
-    """A tower of the library, as a worker has it."""
+class ByHf:
+    """A tower of transformers, as a worker has it."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         found = hf_models.describe(folder)
@@ -156,7 +156,7 @@ def main() -> None:
     for kind in given.kinds:
         folder = plain_checkpoint(TOWERS[kind], CACHE.with_name(f"tower-{kind}"))
         ours = Native(folder, dtype) if find_family(Checkpoint(folder).config) is not None else None
-        theirs = ByLibrary(folder, dtype)
+        theirs = ByHf(folder, dtype)
         spent, native = list[Spent](), list[float]()
         for _ in range(given.rounds + 1):
             pixels = random.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
@@ -174,10 +174,10 @@ def main() -> None:
 
 
 def _same(rows: torch.Tensor, others: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raises SystemExit where rows of a family are others than the library's."""
+    """Raises SystemExit where rows of a family are others than transformers'."""
     apart = float((rows.float() - others.float()).abs().max() / rows.float().abs().max())
     if not apart < (1e-3 if dtype == torch.float32 else 0.1):
-        raise SystemExit(f"rows of the family and of the library differ by {apart:.1e}")
+        raise SystemExit(f"rows of the family and of transformers differ by {apart:.1e}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The plan through `transformers` generate(): `python -m benchmarks.transformers_side MODEL`.
 
 It runs in a process of its own. Standard input has the plan and the tokens of a long answer, standard output what was
-measured, both as JSON. A picture comes as a file, as it does everywhere else. The library remembers nothing from one
+measured, both as JSON. A picture comes as a file, as it does everywhere else. transformers remembers nothing from one
 call to the next, so there are no hits to count.
 """
 
@@ -40,7 +40,7 @@ class _Clock:
 
 
 class Peer:
-    """The library's processor and model."""
+    """transformers' processor and model."""
 
     name = "transformers"
 

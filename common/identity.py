@@ -56,8 +56,8 @@ INTERNVL_PARTS: Final = EncoderParts(
 """Of InternVL."""
 
 INTERNVL_TEXTS: Final = frozenset({"llama", "qwen2", "qwen3"})
-"""Texts, by their `model_type`, with which InternVL is of a family of ours, in both services; with another one the
-library computes all of it."""
+"""Texts, by their `model_type`, with which InternVL is of a family of ours, in both services; with another one
+transformers computes all of it."""
 
 
 def framed(*fields: bytes) -> bytes:

@@ -48,7 +48,7 @@ class RowLayout:
 
 def crc32c(data: bytes | memoryview) -> int:
     """CRC-32C (Castagnoli, RFC 3720) of `data`, which is not copied."""
-    # The library refuses a memoryview, and reads an array of numpy's in place.
+    # transformers refuses a memoryview, and reads an array of numpy's in place.
     value: int = google_crc32c.value(np.asarray(data) if isinstance(data, memoryview) else data)
     return value
 

@@ -23,7 +23,7 @@ class Item(Media):
 
 
 SAMPLE_RATE: Final = 16_000
-"""Samples of sound in a second, once it is decoded: what families take, and most models of the library."""
+"""Samples of sound in a second, once it is decoded: what families take, and most models of transformers."""
 
 
 LISTED_FPS: Final = 2.0

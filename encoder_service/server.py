@@ -56,11 +56,12 @@ _log = log.get("server")
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """What is known of a model before anything is opened. The `library` computes it where no family of ours does."""
+    """What is known of a model before anything is opened. Where no family of ours is for it, transformers computes it
+    (`hf`)."""
 
     checkpoint: Checkpoint
     config: ServedConfig
-    library: HfModel | None
+    hf: HfModel | None
     device: str
     layout: RowLayout
     tower_dtype: str
@@ -70,11 +71,11 @@ class _Model:
         """Raises CheckpointError where it cannot be served."""
         checkpoint = Checkpoint.resolve(config.model)
         served = await tasks.to_thread(model_config.served, checkpoint)
-        library = None if isinstance(served, ModelConfig) else served.library
+        hf = None if isinstance(served, ModelConfig) else served.hf
         device = default_device() if config.device == "auto" else config.device
         dtype = DType(default_dtype(device, checkpoint) if config.dtype == "auto" else config.dtype)
         tower = computed_in(dtype.value, device) if config.tower_dtype == "auto" else config.tower_dtype
-        return cls(checkpoint, served, library, device, RowLayout(served.levels, served.width, dtype), tower)
+        return cls(checkpoint, served, hf, device, RowLayout(served.levels, served.width, dtype), tower)
 
 
 async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
@@ -146,7 +147,7 @@ def _decoders(config: EncoderConfig, model: _Model, staging: SharedBuffer, repor
         seconds=config.decode_seconds,
         start_seconds=config.start_seconds,
         memory_bytes=config.decoder_bytes(),
-        bounds=_bounds(config, model.library),
+        bounds=_bounds(config, model.hf),
         on_change=report,
     )
 
@@ -177,11 +178,11 @@ def _dispatcher(
 
 
 def _planner(config: EncoderConfig, model: _Model) -> HfPlanner | None:
-    """What plans items where the library computes."""
-    if model.library is None:
+    """What plans items where transformers computes."""
+    if model.hf is None:
         return None
     times = PlannerTimes(start=config.start_seconds, answer=config.decode_seconds)
-    return HfPlanner(str(model.checkpoint.folder), times, video_sound=model.library.video_sound)
+    return HfPlanner(str(model.checkpoint.folder), times, video_sound=model.hf.video_sound)
 
 
 def _media_loader(
@@ -193,7 +194,7 @@ def _media_loader(
     decoders: DecoderPool,
 ) -> MediaLoader:
     plans = model.config if isinstance(model.config, ModelConfig) else planner
-    assert plans is not None, "it is made where the library computes"
+    assert plans is not None, "it is made where transformers computes"
     most = config.max_patches_per_call
     return MediaLoader(plans, config, model.layout, staging, rows, decoders, max_patches=most)
 
@@ -285,9 +286,9 @@ async def _started(frame: GrpcServer, starting: asyncio.Task[None]) -> bool:
     return True
 
 
-def _bounds(config: EncoderConfig, library: HfModel | None) -> Bounds:
+def _bounds(config: EncoderConfig, hf: HfModel | None) -> Bounds:
     """What files are held to, and at how many samples a second the model takes sounds."""
-    return config.bounds if library is None else msgspec.structs.replace(config.bounds, sample_rate=library.sound_rate)
+    return config.bounds if hf is None else msgspec.structs.replace(config.bounds, sample_rate=hf.sound_rate)
 
 
 def _worker_settings(config: EncoderConfig, model: _Model) -> list[WorkerSettings]:
@@ -309,7 +310,7 @@ def _worker_settings(config: EncoderConfig, model: _Model) -> list[WorkerSetting
             batch_patches=config.batch_patches,
             pool_bytes=config.device_pool_bytes,
             log_level=config.log_level,
-            library=model.library,
+            hf=model.hf,
             core_share=config.core_share,
             tower_dtype=model.tower_dtype,
         )

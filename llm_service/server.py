@@ -99,7 +99,7 @@ class _Model:
 
     @property
     def own_adapters(self) -> Mapping[str, str]:
-        return self.served.library.adapters if self.served.library is not None else {}
+        return self.served.hf.adapters if self.served.hf is not None else {}
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -466,7 +466,7 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedMo
         log_level=config.log_level,
         **_adapter_settings(config, checkpoint, served),
         base_names=tuple({Path(name).name for name in (checkpoint.name, *config.served_model_name)}),
-        library=served.library,
+        hf=served.hf,
         grows_steps=not config.max_step_tokens,
     )
 
@@ -474,7 +474,7 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedMo
 def _adapter_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedModel) -> dict[str, Any]:
     """Slots, and where adapters are read from: the operator's folder, or the checkpoint's own where that has some.
     Raises CheckpointError where both are wanted."""
-    own = set(served.library.adapters.values()) if served.library is not None else set[str]()
+    own = set(served.hf.adapters.values()) if served.hf is not None else set[str]()
     if not own:
         folder = config.lora_dir and str(Path(config.lora_dir).resolve())
         slots = config.max_loras if config.lora_dir else 0

@@ -32,7 +32,7 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     `kv_cache_bytes` 0: `kv_memory_share` of what is free; that 0: the default for the device. `kv_host_bytes` are the
     host's, for blocks that have to make way; 0: none; `kv_host_fd` is the shared memory that all ranks of the host have
     them in, one after the other, 0: each has its own. With `kv_events` the front hears which blocks can be found.
-    `library`: what it said of a model that it computes. `grows_steps`: `max_step_tokens` are the device's, and may be
+    `hf`: what it said of a model that it computes. `grows_steps`: `max_step_tokens` are the device's, and may be
     more where a model computes an item's rows, or a prompt, at once.
     """
 
@@ -78,7 +78,7 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     max_loras: int = 0
     max_lora_rank: int = 0
     base_names: tuple[str, ...] = ()
-    library: HfModel | None = None
+    hf: HfModel | None = None
     grows_steps: bool = False
     kv_host_bytes: int = 0
     kv_events: bool = False

@@ -42,7 +42,7 @@ _TEMPLATE = """\
 
 
 def make_audio_checkpoint(root: Path, *, layout: checkpoints.Layout = "hub", seed: int = 0) -> Path:
-    """Writes the checkpoint, as it is published ("hub") or as the library saves it today ("saved")."""
+    """Writes the checkpoint, as it is published ("hub") or as transformers saves it today ("saved")."""
     root.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["Qwen2AudioForConditionalGeneration"],
@@ -106,13 +106,13 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 @lru_cache(maxsize=4)
 def processor(folder: Path) -> Any:
-    """The library's."""
+    """transformers'."""
     return AutoProcessor.from_pretrained(folder, local_files_only=True)
 
 
 @lru_cache(maxsize=4)
 def model(folder: Path) -> Any:
-    """The library's, in float32."""
+    """transformers', in float32."""
     loaded = Qwen2AudioForConditionalGeneration.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     return loaded.eval()
 
@@ -154,4 +154,4 @@ def tokens_of(folder: Path, inputs: Any, count: int) -> list[int]:
     return [int(token) for token in out[0, inputs["input_ids"].shape[1] :]]
 
 
-assert reference, "which prepares the library's import"
+assert reference, "which prepares transformers' import"

@@ -1,6 +1,6 @@
 """Tiny random checkpoints of every family, in the two layouts that real ones come in.
 
-A model with the library's own initialisation hardly looks at its picture, so a test on it proves nothing: here matrices
+A model with transformers' own initialisation hardly looks at its picture, so a test on it proves nothing: here matrices
 are drawn from N(0, 1.3² / fan-in), embeddings from N(0, 1), norms around 1, biases around 0.
 """
 
@@ -23,7 +23,7 @@ from tokenizers import (
     trainers,
 )
 
-from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
+from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
 
 from transformers import AutoConfig, AutoModelForImageTextToText  # isort: skip
 
@@ -135,7 +135,7 @@ def make_checkpoint(
     """Writes a tiny checkpoint of `family` into `directory` and returns it; `dtype` is what its weights are stored in.
 
     `layout` "hub" has the files and names that the published checkpoints have (flat text fields and `visual.*` weights
-    for Qwen2-VL and Qwen2.5-VL); "saved" has what the library's `save_pretrained` writes today (nested configurations,
+    for Qwen2-VL and Qwen2.5-VL); "saved" has what transformers' `save_pretrained` writes today (nested configurations,
     one `processor_config.json`, `model.visual.*`). `tied` shares input and output embeddings; None is the family's way.
     """
     root = Path(directory)

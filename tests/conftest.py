@@ -101,7 +101,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """An older library, as a machine may have it, is one of families of ours: models that it computes are left out."""
+    """An older transformers, as a machine may have it, is one of families of ours: models that it computes are left
+    out."""
     try:
         found = metadata.version("transformers")
     except metadata.PackageNotFoundError:
@@ -110,11 +111,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     left_out = pytest.mark.skip(reason=f"transformers {found} is too old for models that it computes")
     for item in items:
-        if isinstance(item, pytest.Function) and _makes_models_of_the_library(item.module):
+        if isinstance(item, pytest.Function) and _makes_models_of_transformers(item.module):
             item.add_marker(left_out)
 
 
-def _makes_models_of_the_library(module: ModuleType) -> bool:
+def _makes_models_of_transformers(module: ModuleType) -> bool:
     return any(getattr(each, "__module__", "").startswith("tools.models") for each in vars(module).values())
 
 

@@ -67,7 +67,7 @@ _TO_COMPUTE = (
     *("encoder_service.worker.runner", "encoder_service.worker.hf.runner", "encoder_service.worker.graphs"),
     *("llm_service.worker.executor", "llm_service.worker.load", "llm_service.worker.ranks"),
 )
-_WITH_LIBRARY = (
+_WITH_HF = (
     *("common.hf.models", "encoder_service.models.processor", "llm_service.models.trial"),
     *("transformers.generation", "transformers.modeling_utils", "transformers.processing_utils"),
     *("transformers.models.auto.modeling_auto", "transformers.models.auto.processing_auto"),
@@ -90,7 +90,7 @@ class Imports(IntEnum):
 
     LIGHT = 0
     TORCH = 1
-    LIBRARY = 2
+    HF = 2
 
 
 class Forked:
@@ -181,7 +181,7 @@ def start(module: str, flags: Sequence[str], environ: Mapping[str, str], stderr:
     """Has a service forked; None for what has to be started in another way."""
     if module not in (*_LIGHT, *_REAL):
         return None
-    imports = Imports.LIGHT if module in _LIGHT else Imports.LIBRARY if _is_by_library(flags) else Imports.TORCH
+    imports = Imports.LIGHT if module in _LIGHT else Imports.HF if _is_by_hf(flags) else Imports.TORCH
     server = forkserver(environ, imports)
     return server and server.start(module, flags, environ, stderr)
 
@@ -203,14 +203,14 @@ def popen_benchmark(
     return forked or subprocess.Popen(command, stdout=stdout, env=env, **given)
 
 
-def _is_by_library(flags: Sequence[str]) -> bool:
-    """Whether a service's model is one that the library knows, and no family of ours."""
+def _is_by_hf(flags: Sequence[str]) -> bool:
+    """Whether a service's model is one that transformers knows, and no family of ours."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model", default="")
     file = Path(parser.parse_known_args(flags)[0].model) / "config.json"
     if not file.is_file():
         return False
-    from common.hf.classes import library as loaded
+    from common.hf.classes import transformers as loaded
     from llm_service.families.registry import find_family
 
     try:
@@ -228,7 +228,7 @@ def forkserver(environ: Mapping[str, str] = os.environ, imports: Imports = Impor
         return None
     kind = (environ.get("PYTHONPATH"), imports)
     if kind not in _servers:
-        below = forkserver(environ, Imports.TORCH) if imports is Imports.LIBRARY else None
+        below = forkserver(environ, Imports.TORCH) if imports is Imports.HF else None
         _servers[kind] = Forkserver(environ, imports, below)
     return _servers[kind]
 
@@ -293,7 +293,7 @@ def _popen_service(
 def _run_forked(
     control: socket.socket, command: Sequence[str], *, check: bool, **given: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Has the library describe a model, as `subprocess.run` does with what it says captured as text."""
+    """Has transformers describe a model, as `subprocess.run` does with what it says captured as text."""
     if command[2] != _DESCRIBING or "torch" not in sys.modules:
         return subprocess.run(command, check=check, **given)
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
@@ -415,10 +415,10 @@ def _load_kernels() -> None:
 
 def _load_library() -> None:
     """As much of it as every model needs."""
-    from common.hf.classes import library as loaded
+    from common.hf.classes import transformers as loaded
 
     loaded()
-    for module in _WITH_LIBRARY:
+    for module in _WITH_HF:
         importlib.import_module(module)
 
 
@@ -458,10 +458,10 @@ def main(control: int, imports: Imports) -> None:
         importlib.import_module(module)
     if imports:
         _load_kernels()
-    if imports is Imports.LIBRARY:
+    if imports is Imports.HF:
         _load_library()
         if os.environ.get("TRITON_INTERPRET") == "1":
-            triton_interpreter.quicken()  # which the library has imported
+            triton_interpreter.quicken()  # which transformers has imported
     gc.collect()
     gc.freeze()
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread was started by an import"

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
+from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
 from tools.demo_media import film
 from tools.models.prompts import Film, Part, picture
 from tools.models.recipes import RECIPES
@@ -72,7 +72,7 @@ def make_internvl(
     for part_of in ("image_processor", "video_processor"):
         saved[part_of]["size"] = {"height": side, "width": side}
     pictures = saved["image_processor"]
-    pictures["crop_to_patches"] = False  # as published ones say; the library's processor cuts nevertheless
+    pictures["crop_to_patches"] = False  # as published ones say; transformers' processor cuts nevertheless
     if layout == "hub":
         saved = {"image_seq_length": saved["image_seq_length"], "processor_class": saved["processor_class"]}
         _write(folder / "preprocessor_config.json", {**pictures, **saved})

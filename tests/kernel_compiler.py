@@ -293,7 +293,7 @@ def vision(capability: int, dtype: torch.dtype, head: int) -> dict[str, Form]:
         for rows in (64, 128)
     }
     turn, angles = rotary_kernel.rotary_kernel, ("cosine", "sine")
-    for name, given in (("vision rotary", 0), ("vision rotary of the library", head)):
+    for name, given in (("vision rotary", 0), ("vision rotary of transformers", head)):
         made[name] = form(capability, turn, dtype, angles, **rotary_kernel.constants(32, head, given), num_warps=4)
     return made
 

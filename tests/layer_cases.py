@@ -1,4 +1,4 @@
-"""Small layers with drawn weights, ours and the library's, that are compared."""
+"""Small layers with drawn weights, ours and transformers', that are compared."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.quantized import modelopt
 
 Experts = Literal["apart", "behind", "stacked"]
-"""How experts that the library stacks are stored: `experts.3.up_proj`, `experts.up_proj.3`, or as the library does."""
+"""How experts that transformers stacks are stored: `experts.3.up_proj`, `experts.up_proj.3`, or as it does."""
 
 _STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
@@ -32,7 +32,7 @@ def publish(
     swapped: bool = False,
 ) -> tuple[Path, Path]:
     """Two checkpoints: one whose weights are in the format that `algorithm` says by the tensor's name, None: as they
-    were; one with the weights that they are. The library's stacks are [experts, inputs, outputs] where they are
+    were; one with the weights that they are. transformers' stacks are [experts, inputs, outputs] where they are
     `inputs_first`, the published ones as those, or the other way round, `swapped`."""
     torch.manual_seed(3)
     published, wide = root / "published", root / "wide"

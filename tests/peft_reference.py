@@ -15,7 +15,7 @@ from peft.utils.other import get_pattern_key  # isort: skip
 
 
 class PeftReference:
-    """The library's model of a checkpoint with adapters in it, numbered from 1 on, which lie in `folders` as peft saves
+    """transformers' model of a checkpoint with adapters in it, numbered from 1 on, which lie in `folders` as peft saves
     them; 0 is none. Their numbers are random; those of an adapter with a `dtype` are of that type in its file."""
 
     def __init__(self, directory: Path, folder: Path, adapters: Sequence[Mapping[str, Any]]) -> None:

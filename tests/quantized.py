@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
+from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
 
 from compressed_tensors.compressors.base import BaseCompressor  # isort: skip
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8  # isort: skip
@@ -45,7 +45,7 @@ def fp8(block: int) -> Format:
 
 
 def ragged_fp8(weight: Tensor) -> Made:
-    """Neither side is a multiple of a block, which the library's own dequantisation refuses: here by the formula."""
+    """Neither side is a multiple of a block, which transformers' own dequantisation refuses: here by the formula."""
     values = weight.to(torch.float8_e4m3fn)
     grid = [-(-side // 48) for side in weight.shape]
     scale = torch.rand(*grid) + 0.5

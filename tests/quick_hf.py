@@ -1,4 +1,4 @@
-"""The library, in less time: it writes down each configuration that it reads, though nobody reads what it writes."""
+"""transformers, in less time: it writes down each configuration that it reads, though nobody reads what it writes."""
 
 from __future__ import annotations
 

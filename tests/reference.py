@@ -28,7 +28,7 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 CACHE = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"  # before 5.24
-"""What the library's models call a cache that they are given, or give."""
+"""What transformers' models call a cache that they are given, or give."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,13 @@ class Video:
 
 @lru_cache(maxsize=8)
 def processor(directory: Path) -> Any:
-    """The library's processor of a checkpoint."""
+    """transformers' processor of a checkpoint."""
     return AutoProcessor.from_pretrained(directory, local_files_only=True)
 
 
 @lru_cache(maxsize=8)
 def model(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """The library's model of a checkpoint, on the CPU."""
+    """transformers' model of a checkpoint, on the CPU."""
     return new_model(directory, dtype)
 
 
@@ -100,7 +100,7 @@ def reference_inputs(
     *,
     fps: float = 2.0,
 ) -> dict[str, torch.Tensor]:
-    """Everything that the library's model takes for a chat, plus `position_ids` [3, 1, n] and `rope_deltas` [1, 1].
+    """Everything that transformers' model takes for a chat, plus `position_ids` [3, 1, n] and `rope_deltas` [1, 1].
 
     `messages` hold parts {"type": "image"}, {"type": "video"} and {"type": "text", "text": …}; the media are given
     beside them, in order.
@@ -131,7 +131,7 @@ _ROPE_INPUTS = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_
 def reference_generate(
     directory: Path, inputs: dict[str, torch.Tensor], max_tokens: int = 64, *, by: Any = None, **more: Any
 ) -> list[int]:
-    """Greedy token ids, exactly `max_tokens` of them: stops are ignored. `by` is another model than the library's of
+    """Greedy token ids, exactly `max_tokens` of them: stops are ignored. `by` is another model than transformers' of
     the checkpoint; `more` is what else its `generate` is given."""
     given = {name: value for name, value in inputs.items() if name not in ("position_ids", "rope_deltas")}
     loaded = by or model(directory)

@@ -69,7 +69,7 @@ def test_the_services_wheel_holds_all_of_them_and_asks_for_its_own_release(wheel
         f"twinlens-services=={__version__}",
         f"twinlens-services[gateway]=={__version__}",
         f"twinlens-services[tracing]=={__version__}",
-        f"twinlens-services[library]=={__version__}",
+        f"twinlens-services[transformers]=={__version__}",
         f"twinlens-services[gpu]=={__version__}",
         f"twinlens-services[nixl]=={__version__}",
         f"twinlens-services[kv-events]=={__version__}",

@@ -249,7 +249,7 @@ def test_the_readme_names_the_models_whose_text_transformers_computes() -> None:
     table = (ROOT / "docs/MODELS.md").read_text()
     assert row is not None
     assert sorted(re.findall(r"`(\w+)`", row[0])) == sorted(
-        re.findall(r"^\| (\w+) \| library \| library \|", table, re.MULTILINE)
+        re.findall(r"^\| (\w+) \| transformers \| transformers \|", table, re.MULTILINE)
     )
 
 

@@ -1,4 +1,4 @@
-"""The library itself, the class that a checkpoint is of, and no more of its model than one service needs."""
+"""transformers itself, the class that a checkpoint is of, and no more of its model than one service needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEPT: list[torch.library.Library] = []
 
 
 @cache
-def library() -> Any:
+def transformers() -> Any:
     """transformers, loaded.
 
     Its processors want torchvision, of which there is no CPU build in the ordinary index. Where the ordinary wheel
@@ -42,15 +42,15 @@ def library() -> Any:
 
 def config_of(folder: Path) -> Any:
     """The checkpoint's configuration, every default filled in; of a model that speaks as well, its thinker's. That
-    weights are quantised is left out, since the library reads none that are. Raises CheckpointError where the library
+    weights are quantised is left out, since transformers reads none that are. Raises CheckpointError where transformers
     knows no such model."""
     kind = Checkpoint(folder).config.get("model_type", "?")
-    if kind not in library().CONFIG_MAPPING:
-        raise CheckpointError(f"{kind} is not supported: neither a family of ours nor the library knows it")
+    if kind not in transformers().CONFIG_MAPPING:
+        raise CheckpointError(f"{kind} is not supported: neither a family of ours nor transformers knows it")
     try:
-        found = library().AutoConfig.from_pretrained(folder, local_files_only=True)
+        found = transformers().AutoConfig.from_pretrained(folder, local_files_only=True)
     except (AttributeError, KeyError, OSError, TypeError, ValueError, StrictDataclassError) as error:
-        raise CheckpointError(f"the library cannot read the configuration of {kind}: {first_line(error)}") from error
+        raise CheckpointError(f"transformers cannot read the configuration of {kind}: {first_line(error)}") from error
     found = getattr(found, "thinker_config", found)
     for part in (found, found.get_text_config(decoder=True)):
         vars(part).pop("quantization_config", None)
@@ -70,18 +70,20 @@ def class_of(config: Any) -> Any:
     """The class of models that read pictures, or hear sounds, and write text. Raises CheckpointError where there is
     none."""
     lists = "AutoModelForImageTextToText", "AutoModelForMultimodalLM", "AutoModelForPreTraining"
-    for every in (getattr(library(), name)._model_mapping for name in lists):
+    for every in (getattr(transformers(), name)._model_mapping for name in lists):
         if type(config) in every:
             found = every[type(config)]
             made = found[0] if isinstance(found, tuple) else found
-            if every is not library().AutoModelForPreTraining._model_mapping or hasattr(made, "get_audio_features"):
+            if every is not transformers().AutoModelForPreTraining._model_mapping or hasattr(
+                made, "get_audio_features"
+            ):
                 return made
     raise CheckpointError(f"{config.model_type} is no model that reads pictures and writes text")
 
 
 def load(folder: Path, strip: Callable[[Any], None], dtype: torch.dtype, device: torch.device) -> Any:
     """The checkpoint's model without what `strip` takes away from it, whose weights are not read. Raises
-    CheckpointError where the library cannot read what is left, or it is quantised, or not there where something is
+    CheckpointError where transformers cannot read what is left, or it is quantised, or not there where something is
     quantised."""
     config = config_of(folder)
     more: dict[str, Any] = {"local_files_only": True, "output_loading_info": True, "adapter_kwargs": _NO_ADAPTER}
@@ -90,13 +92,13 @@ def load(folder: Path, strip: Callable[[Any], None], dtype: torch.dtype, device:
     except CheckpointError:  # of `strip`
         raise
     except (ValueError, OSError, RuntimeError, KeyError) as error:
-        raise CheckpointError(f"the library cannot load the model: {first_line(error)}") from error
+        raise CheckpointError(f"transformers cannot load the model: {first_line(error)}") from error
     weights = {name.removesuffix(".weight") for name, _ in model.named_parameters()}
     beside = (_OF_QUANTISED.fullmatch(name) for name in told["unexpected_keys"])
     if quantised := sorted({found[1] for found in beside if found is not None} & weights):
-        raise CheckpointError(f"the library is to compute {quantised[0]}, whose weight is quantised")
+        raise CheckpointError(f"transformers is to compute {quantised[0]}, whose weight is quantised")
     if (lacking := sorted(told["missing_keys"])) and _is_quantised(Checkpoint(folder).config):
-        what = "or has it quantised in parts that the library puts together"
+        what = "or has it quantised in parts that transformers puts together"
         raise CheckpointError(f"the checkpoint lacks {lacking[0]}, {what}")
     model.eval().requires_grad_(requires_grad=False)
     return model.to(device)
@@ -107,7 +109,7 @@ def _is_quantised(config: Mapping[str, Any]) -> bool:
 
 
 _NO_ADAPTER = {"subfolder": "there is none"}
-"""Where the library looks for an adapter, if peft is installed: one beside the weights is ours to apply."""
+"""Where transformers looks for an adapter, if peft is installed: one beside the weights is ours to apply."""
 _OF_QUANTISED = re.compile(r"(.*)(?:\.qweight|[._]weight_(?:packed|scale|scale_inv))")
 """A tensor of a quantised weight, in every form that one has, and what that is of: a module, or a tensor of several
 experts."""
@@ -141,12 +143,12 @@ def keep_only(model: nn.Module, wanted: list[nn.Module]) -> None:
 
 def towers_within(decoder: nn.Module) -> list[nn.Module]:
     """What a decoder that is all of a model below its head has of towers among its parts, or parts that hold some."""
-    whole = library().PreTrainedModel
+    whole = transformers().PreTrainedModel
     return [part for part in decoder.children() if any(isinstance(each, whole) for each in part.modules())]
 
 
 def blank_of(config: Any) -> Any:
-    """The model of a configuration without weights: a deep one takes seconds. Raises CheckpointError where the library
+    """The model of a configuration without weights: a deep one takes seconds. Raises CheckpointError where transformers
     makes none of it."""
     made = class_of(config)
     try:
@@ -155,16 +157,16 @@ def blank_of(config: Any) -> Any:
     except ImportError:  # of a package that is missing
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        what = f"the library makes no model of this configuration of {config.model_type}"
+        what = f"transformers makes no model of this configuration of {config.model_type}"
         raise CheckpointError(f"{what}: {first_line(error)}") from error
 
 
 def decoder_of(model: Any) -> Any:
-    """A model's text layers, without the head of logits that the library takes for one of them in some."""
+    """A model's text layers, without the head of logits that transformers takes for one of them in some."""
     found, head = model.get_decoder(), head_of(model)
     if found is model or head is None or all(part is not head for part in found.modules()):
         return found
-    within = next((part for part in found.children() if isinstance(part, library().PreTrainedModel)), found)
+    within = next((part for part in found.children() if isinstance(part, transformers().PreTrainedModel)), found)
     return within if within is found else within.get_decoder()
 
 
@@ -209,9 +211,9 @@ def layers_of_levels(config: Any) -> list[int]:
 
 
 def missing(error: ImportError) -> str:
-    """What the library lacks, in one sentence."""
+    """What transformers lacks, in one sentence."""
     wanted = re.search(r"requires the (\w+) library", str(error))
-    return f"the library wants a package that is not installed here: {wanted[1] if wanted else error.name}"
+    return f"transformers wants a package that is not installed here: {wanted[1] if wanted else error.name}"
 
 
 def first_line(error: BaseException) -> str:

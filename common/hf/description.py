@@ -1,4 +1,4 @@
-"""Models that no family of ours is for: what the library, transformers, says of a checkpoint. A process of its own asks
+"""Models that no family of ours is for: what transformers says of a checkpoint. A process of its own asks
 it, since it loads torch, which a service's front does without."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from common.checkpoint import Checkpoint, CheckpointError
 from common.identity import EncoderParts
 
-LIBRARY: Final = EncoderParts(
+HF_ENCODER: Final = EncoderParts(
     tensors=("",),
     section="",
     files=(
@@ -28,10 +28,10 @@ LIBRARY: Final = EncoderParts(
     ),
     package="transformers",
 )
-"""Which tensors are the text's alone only the library knows, so all of them count."""
+"""Which tensors are the text's alone only transformers knows, so all of them count."""
 
 run: Callable[..., Any] = subprocess.run
-"""What asks the library. Those who have many models described in a row have something faster."""
+"""What asks transformers. Those who have many models described in a row have something faster."""
 LEAST: Final = (5, 23)
 """The first version that has what is asked of it."""
 _SECONDS = 300.0
@@ -96,14 +96,14 @@ class HfModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 def describe(checkpoint: Checkpoint) -> HfModel:
-    """Asks the library, which takes seconds. Raises CheckpointError, in one sentence, where it is not installed, or too
-    old, or does not know the model, or we cannot serve it."""
-    kind, wanted = checkpoint.config.get("model_type", "?"), "install it with pip install 'twinlens[library]'"
+    """Asks transformers, which takes seconds. Raises CheckpointError, in one sentence, where it is not installed, or
+    too old, or does not know the model, or we cannot serve it."""
+    kind, wanted = checkpoint.config.get("model_type", "?"), "install it with pip install 'twinlens[transformers]'"
     if find_spec("transformers") is None:
-        raise CheckpointError(f"{kind} needs the library: {wanted}")
+        raise CheckpointError(f"{kind} needs transformers: {wanted}")
     if is_too_old(found := metadata.version("transformers")):
         least = ".".join(map(str, LEAST))
-        raise CheckpointError(f"{kind} needs the library, version {least} or later, and this is {found}: {wanted}")
+        raise CheckpointError(f"{kind} needs transformers, version {least} or later, and this is {found}: {wanted}")
     done = run(
         [sys.executable, "-m", _PROCESS, str(checkpoint.folder)],
         capture_output=True,
@@ -113,7 +113,9 @@ def describe(checkpoint: Checkpoint) -> HfModel:
     )
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
-        raise CheckpointError(f"the library cannot describe the model: {(done.stderr.splitlines() or ['it died'])[-1]}")
+        raise CheckpointError(
+            f"transformers cannot describe the model: {(done.stderr.splitlines() or ['it died'])[-1]}"
+        )
     answer = msgspec.json.decode(lines[-1], type=HfModel | Refusal)
     if isinstance(answer, Refusal):
         raise CheckpointError(answer.why)
@@ -121,7 +123,7 @@ def describe(checkpoint: Checkpoint) -> HfModel:
 
 
 def is_too_old(version: str) -> bool:
-    """Whether a version of the library lacks what models need that it computes; families of ours do without.
+    """Whether a version of transformers lacks what models need that it computes; families of ours do without.
 
     >>> is_too_old("5.17.0"), is_too_old("5.23.0"), is_too_old("6.0.dev0")
     (True, False, False)

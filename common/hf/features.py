@@ -1,4 +1,4 @@
-"""How a model of the library is asked for rows of one item: by a method of its own, or by a function of ours where its
+"""How a model of transformers is asked for rows of one item: by a method of its own, or by a function of ours where its
 class has none, since it puts rows among embeddings by itself."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from common.hf.classes import library
+from common.hf.classes import transformers
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ def _phi4_sounds(base: Any, input_ids: Any, audio_input_features: Any, audio_emb
 
 
 def _rows(here: torch.Tensor, embedded: torch.Tensor) -> Any:
-    """As the library's methods return them."""
-    return library().modeling_outputs.BaseModelOutputWithPooling(pooler_output=embedded[here])
+    """As transformers' methods return them."""
+    return transformers().modeling_outputs.BaseModelOutputWithPooling(pooler_output=embedded[here])
 
 
 _NOTHING = Lacking()

@@ -1,4 +1,4 @@
-"""Processors of the library's that do not say what stands for an item in a text, or not as others do: what says it in
+"""Processors of transformers' that do not say what stands for an item in a text, or not as others do: what says it in
 their stead, by the kind of model."""
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from tokenizers import Tokenizer
 
 from common import tekken
 from common.checkpoint import Checkpoint
-from common.hf.classes import library
+from common.hf.classes import transformers
 
 
 class VoxtralLayout:
     """Voxtral's processor lays sounds out in conversations alone, by a package of Mistral's. Here a text has
-    `audio_token` for each sound, as one of the library's other processors takes it, and what stands for that is a mark
+    `audio_token` for each sound, as one of transformers' other processors takes it, and what stands for that is a mark
     and places for rows, by the sound's length.
 
-    What extracts features is the library's. All else that is asked for, the processor has.
+    What extracts features is that of transformers. All else that is asked for, the processor has.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -30,9 +30,9 @@ class VoxtralLayout:
         self._tekken = checkpoint.json(tekken.FILE)
         made = Tokenizer.from_str(checkpoint.tokenizer())
         names = {"bos_token": tekken.BOS, "eos_token": tekken.EOS, "pad_token": "<pad>"}
-        self.tokenizer = library().PreTrainedTokenizerFast(tokenizer_object=made, **names)
-        self.feature_extractor = library().AutoFeatureExtractor.from_pretrained(folder, local_files_only=True)
-        self._of = library().VoxtralProcessor(self.feature_extractor, self.tokenizer)
+        self.tokenizer = transformers().PreTrainedTokenizerFast(tokenizer_object=made, **names)
+        self.feature_extractor = transformers().AutoFeatureExtractor.from_pretrained(folder, local_files_only=True)
+        self._of = transformers().VoxtralProcessor(self.feature_extractor, self.tokenizer)
         self.audio_token = tekken.AUDIO
 
     def __getattr__(self, name: str) -> Any:
@@ -54,7 +54,7 @@ class VoxtralLayout:
             more["input_features"] = self._of._retrieve_input_features(audio, each, **told)
         if options.get("return_text_replacement_offsets"):
             more["text_replacement_offsets"] = [[{"replacement": own} for own in replacements]]
-        return library().BatchFeature({**self.tokenizer([whole], **tensors), **more})
+        return transformers().BatchFeature({**self.tokenizer([whole], **tensors), **more})
 
     def _replacements(self, audio: Sequence[np.ndarray]) -> Iterator[str]:
         for samples in audio:
@@ -66,7 +66,7 @@ class NemotronOmniLayout:
     of the one that there may be, where others take a list. All else that is asked for, the processor has."""
 
     def __init__(self, folder: Path) -> None:
-        self._of = library().AutoProcessor.from_pretrained(folder, local_files_only=True)
+        self._of = transformers().AutoProcessor.from_pretrained(folder, local_files_only=True)
         self._replace = self._of.get_text_with_replacements
         self._of.get_text_with_replacements = self._noted
         self._offsets: list[list[dict[str, Any]]] = []
@@ -81,7 +81,7 @@ class NemotronOmniLayout:
         if about := options.pop("video_metadata", None):
             if len(about) > 1:
                 raise ValueError("it takes one video")
-            options["video_metadata"] = library().video_utils.VideoMetadata(**about[0])
+            options["video_metadata"] = transformers().video_utils.VideoMetadata(**about[0])
         made = self._of(text=list(text), **options)
         if told:
             made["text_replacement_offsets"] = self._offsets
@@ -96,11 +96,11 @@ class Idefics2Layout:
     """Idefics2's processor, which puts marks around pictures, and says nothing of it: of two that touch one stays, and
     a word right behind one gets a space.
 
-    Texts and pictures are the library's. All else that is asked for, the processor has.
+    Texts and pictures are those of transformers. All else that is asked for, the processor has.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._of = library().AutoProcessor.from_pretrained(folder, local_files_only=True)
+        self._of = transformers().AutoProcessor.from_pretrained(folder, local_files_only=True)
         self.seam = str(self._of.fake_image_token)
 
     def __getattr__(self, name: str) -> Any:
@@ -123,8 +123,8 @@ class RunLayout:
     there are rows. All else that is asked for, the processor has."""
 
     def __init__(self, folder: Path) -> None:
-        self._of = library().AutoProcessor.from_pretrained(folder, local_files_only=True)
-        config = library().AutoConfig.from_pretrained(folder, local_files_only=True)
+        self._of = transformers().AutoProcessor.from_pretrained(folder, local_files_only=True)
+        config = transformers().AutoConfig.from_pretrained(folder, local_files_only=True)
         self.image_token = str(self._of.tokenizer.convert_ids_to_tokens(config.image_token_id))
         self.run = int(config.image_seq_length)
 
@@ -150,7 +150,7 @@ class Blip2Layout:
     processor has."""
 
     def __init__(self, folder: Path) -> None:
-        self._of = library().AutoProcessor.from_pretrained(folder, local_files_only=True)
+        self._of = transformers().AutoProcessor.from_pretrained(folder, local_files_only=True)
         self.image_token = str(self._of.image_token)
 
     def __getattr__(self, name: str) -> Any:

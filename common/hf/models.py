@@ -1,4 +1,4 @@
-"""What the library says of a checkpoint, and whether we can serve it.
+"""What transformers says of a checkpoint, and whether we can serve it.
 
 As a process, `python -m common.hf.models FOLDER`, it writes what `common.hf.description.describe` reads.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from common.checkpoint import CheckpointError
-from common.hf.classes import blank_of, config_of, head_of, library, missing
+from common.hf.classes import blank_of, config_of, head_of, missing, transformers
 from common.hf.description import HfModel, Refusal
 from common.hf.features import features_of, lacking
 from common.hf.layouts import RUN, SEAM
@@ -143,7 +143,7 @@ def text_of(model: Any) -> dict[str, Any]:
 
 
 _NOT_OF_THE_HEAD = {kind: {"logits_scaling": 1.0} for kind in ("granite_speech", "granite_speech_plus")}
-"""What a text's configuration states of its head of logits, and the library leaves out of the head of a model around
+"""What a text's configuration states of its head of logits, and transformers leaves out of the head of a model around
 it: as it is computed, by the kind of model."""
 
 
@@ -166,7 +166,7 @@ def checked(config: Any) -> Any:
     found = {modality: features_of(model.base_model, modality) for modality in EXTRACTORS}
     apart = {modality: compute for modality, compute in found.items() if compute is not None}
     if not apart:
-        parts = {name for name, part in vars(config).items() if isinstance(part, library().PreTrainedConfig)}
+        parts = {name for name, part in vars(config).items() if isinstance(part, transformers().PreTrainedConfig)}
         media = "sounds" if parts & {"audio_config", "codec_config"} and "vision_config" not in parts else "pictures"
         why = f"does not keep the rows of {media} apart from the rest" if parts else "is for text alone"
         raise CheckpointError(f"{kind} {why}")

@@ -1,4 +1,4 @@
-"""Where a prompt's tokens are in time, height and width, by the rules of the library's models."""
+"""Where a prompt's tokens are in time, height and width, by the rules of transformers' models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The library's processors: what they make of media, and what stands for these in a prompt."""
+"""transformers' processors: what they make of media, and what stands for these in a prompt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from common.checkpoint import Checkpoint, CheckpointError
-from common.hf.classes import first_line, library, missing
+from common.hf.classes import first_line, missing, transformers
 from common.hf.description import PromptFrame
 from common.hf.layouts import LAYOUTS, SEAM
 
@@ -24,11 +24,13 @@ def processor_of(folder: Path) -> Any:
     a sound where it is for sounds alone."""
     layout = LAYOUTS.get(str(Checkpoint(folder).config.get("model_type")))
     try:
-        found = layout(folder) if layout else library().AutoProcessor.from_pretrained(folder, local_files_only=True)
+        found = (
+            layout(folder) if layout else transformers().AutoProcessor.from_pretrained(folder, local_files_only=True)
+        )
     except ImportError as error:
         raise CheckpointError(missing(error)) from error
     except (ValueError, OSError, KeyError, TypeError) as error:
-        raise CheckpointError(f"the library has no processor for this model: {first_line(error)}") from error
+        raise CheckpointError(f"transformers has no processor for this model: {first_line(error)}") from error
     kind = item_of(found)
     if not isinstance(getattr(found, f"{kind}_token", None), str) or extractor_of(found, kind) is None:
         raise CheckpointError(f"{type(found).__name__} does not say what stands for a {_WORDS[kind]} in a prompt")
@@ -151,7 +153,7 @@ def frames_of(processor: Any, total: int, fps: float, asked: float = 0.0) -> lis
     videos = processor.video_processor
     if not (asked or videos.do_sample_frames):
         return list(range(total))
-    about = library().video_utils.VideoMetadata(total_num_frames=total, fps=fps, duration=total / fps)
+    about = transformers().video_utils.VideoMetadata(total_num_frames=total, fps=fps, duration=total / fps)
     defaults = {name: getattr(videos, name, None) for name in videos.valid_kwargs.__annotations__}
     taken = inspect.signature(videos.sample_frames).parameters
     named = {name: value for name, value in defaults.items() if name in taken and value is not None}

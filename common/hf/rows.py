@@ -1,4 +1,4 @@
-"""Which media a model of the library takes, at the places of which tokens their rows go, and how many they are."""
+"""Which media a model of transformers takes, at the places of which tokens their rows go, and how many they are."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ _LARGEST = 4.0
 
 def made_up(config: Any, strip: Callable[[Any], None], seed: int = 0) -> Any:
     """A model of a configuration without what `strip` takes away from it, with weights that are drawn: matrices from
-    N(0, 1 / fan-in), tables from N(0, 1), and what is of one dimension near where the library has it."""
+    N(0, 1 / fan-in), tables from N(0, 1), and what is of one dimension near where transformers has it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         part = without(class_of(config), strip).from_pretrained(None, config=config, state_dict={}, dtype=torch.float32)
@@ -144,7 +144,7 @@ def made_up(config: Any, strip: Callable[[Any], None], seed: int = 0) -> Any:
     with torch.no_grad():
         for parameter in part.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:  # the library leaves some as memory had them
+            if parameter.dim() == 1:  # transformers leaves some as memory had them
                 parameter.nan_to_num_(0.0, 0.0, 0.0).clamp_(-_LARGEST, _LARGEST).add_(0.1 * noise)
             else:
                 parameter.copy_(noise if id(parameter) in tables else noise / parameter.shape[-1] ** 0.5)
@@ -153,7 +153,7 @@ def made_up(config: Any, strip: Callable[[Any], None], seed: int = 0) -> Any:
 
 
 def redraw_corrections(model: nn.Module, generator: torch.Generator) -> None:
-    """Draws what checkpoints have beside parameters, and the library makes zeros or ones: what routers of experts add
+    """Draws what checkpoints have beside parameters, and transformers makes zeros or ones: what routers of experts add
     to their scores, what whole layers are multiplied by, and what frequencies are; what activations state as numbers
     beside is these."""
     for name, correction in model.named_buffers():
@@ -163,7 +163,7 @@ def redraw_corrections(model: nn.Module, generator: torch.Generator) -> None:
             correction.copy_(0.1 * torch.randn(correction.shape, generator=generator))
         if name.endswith("layer_scalar"):
             correction.copy_(1 + 0.2 * torch.randn(correction.shape, generator=generator))
-    for part in model.modules():  # the library leaves these as memory had them
+    for part in model.modules():  # transformers leaves these as memory had them
         for name, number in part.named_buffers(recurse=False):
             if (stated := getattr(part, f"_{name}_scalar", None)) is not None:
                 number.fill_(stated)

@@ -75,7 +75,7 @@ class MediaLoader:
         if isinstance(self._plans, ModelConfig):
             plan = await self._plan_by_family(flight, self._plans, time_budget)
         else:
-            plan = await self._plan_by_library(flight, self._plans, time_budget)
+            plan = await self._plan_by_hf(flight, self._plans, time_budget)
         self._store.check_size(plan.tokens)
         match flight.item.source:
             case Pixels():
@@ -114,7 +114,7 @@ class MediaLoader:
         limits.check_plan(plan, item.field, self._limits, self._max_patches)
         return pruned(plan, item.options, processor.merge, item.field)
 
-    async def _plan_by_library(self, flight: Flight, planner: Planner, time_budget: TimeBudget) -> Plan:
+    async def _plan_by_hf(self, flight: Flight, planner: Planner, time_budget: TimeBudget) -> Plan:
         item = flight.item
         match item.source:
             case Embedding():

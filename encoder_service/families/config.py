@@ -12,7 +12,7 @@ from encoder_service.families.registry import family_of, find_family
 
 
 def served(checkpoint: Checkpoint) -> ServedConfig:
-    """How a checkpoint is served: by a family of ours, else by the library, which takes seconds to ask. Raises
+    """How a checkpoint is served: by a family of ours, else by transformers, which takes seconds to ask. Raises
     CheckpointError where neither does."""
     if find_family(checkpoint.config) is not None:
         return read(checkpoint)

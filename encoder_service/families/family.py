@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from common.checkpoint import Checkpoint
-from common.hf.description import LIBRARY, HfModel
+from common.hf.description import HF_ENCODER, HfModel
 from common.identity import VISION, EncoderParts
 from common.media.item import Grid, Modality, Options, Pixels
 from encoder_service.item import Inspection, Plan
@@ -84,34 +84,34 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class HfConfig:
-    """A checkpoint that no family is for: the library has its processor and its tower."""
+    """A checkpoint that no family is for: transformers has its processor and its tower."""
 
-    library: HfModel
+    hf: HfModel
 
     @property
     def architecture(self) -> str:
-        """The library's class."""
-        return self.library.architecture
+        """transformers' class."""
+        return self.hf.architecture
 
     @property
     def levels(self) -> int:
         """As `ModelConfig.levels`."""
-        return self.library.levels
+        return self.hf.levels
 
     @property
     def width(self) -> int:
         """As `ModelConfig.width`."""
-        return self.library.hidden_size
+        return self.hf.hidden_size
 
     @property
     def modalities(self) -> Collection[Modality]:
         """What it takes."""
-        return [Modality(name) for name in self.library.placeholders]
+        return [Modality(name) for name in self.hf.placeholders]
 
     @property
     def parts(self) -> EncoderParts:
         """What of the checkpoint computes rows."""
-        return LIBRARY
+        return HF_ENCODER
 
 
 ServedConfig = ModelConfig | HfConfig

@@ -202,7 +202,7 @@ _TOWER: Final[dict[str, Any]] = {
     "use_absolute_position_embeddings": True,
     "use_mean_pooling": True,
 }
-"""What the library takes where config.json leaves it out."""
+"""What transformers takes where config.json leaves it out."""
 
 
 def _complete(config: Mapping[str, Any]) -> Mapping[str, Any]:

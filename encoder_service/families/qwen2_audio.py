@@ -61,7 +61,7 @@ _DEFAULTS: Final = {
     "max_source_positions": 1500,
 }
 _DECODER_WIDTH: Final = 4096
-"""What the library takes where config.json leaves it out, as that of the published checkpoint does."""
+"""What transformers takes where config.json leaves it out, as that of the published checkpoint does."""
 
 
 def _complete(config: Mapping[str, Any]) -> Mapping[str, Any]:

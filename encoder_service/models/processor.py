@@ -1,4 +1,4 @@
-"""The library's processor of a checkpoint, for one item at a time: what stands for it in a prompt, and what its tower
+"""transformers' processor of a checkpoint, for one item at a time: what stands for it in a prompt, and what its tower
 takes."""
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SoundLengthError(ValueError):
 
 
 class ItemProcessor:
-    """What the library raises for an item is a ValueError."""
+    """What transformers raises for an item is a ValueError."""
 
     def __init__(self, folder: Path) -> None:
         self._processor = processor_of(folder)

@@ -44,7 +44,7 @@ class Tower(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Cosines and sines [N, 1, head_dim / 2] float32 of each patch's row and column; of a tower of the library
+    """Cosines and sines [N, 1, head_dim / 2] float32 of each patch's row and column; of a tower of transformers
     [N, 1, head_dim], of the first half of a head and of the second."""
 
     cos: Tensor

@@ -70,8 +70,8 @@ def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
 
 
 def _runner(settings: WorkerSettings, staging: SharedBuffer, store: SharedBuffer) -> Runner:
-    """That of a family of ours, or of a model that the library computes."""
-    if settings.library is None:
+    """That of a family of ours, or of a model that transformers computes."""
+    if settings.hf is None:
         from encoder_service.worker.runner import Runner
 
         return Runner(settings, staging, store)

@@ -14,7 +14,7 @@ class WorkerSettings(msgspec.Struct, tag=True):
     weights, empty: the same; `threads` is how many CPU threads may compute, 0 for torch's own choice. `attention` names
     a back end, or "auto"; `kernels` is "auto", "wait" or "torch". `graphs` are the patch budgets to capture, of at most
     `graph_bytes` together; None leaves them to the worker. A batch has up to `batch_patches`. `pool_bytes` of the
-    device's own memory are set aside for rows that others read there; 0: none. `library`: what it said of a model that
+    device's own memory are set aside for rows that others read there; 0: none. `hf`: what it said of a model that
     it computes. With `core_share` a worker with all cores divides them with other processes.
     """
 
@@ -31,7 +31,7 @@ class WorkerSettings(msgspec.Struct, tag=True):
     batch_patches: int = 0
     pool_bytes: int = 0
     log_level: str = "info"
-    library: HfModel | None = None
+    hf: HfModel | None = None
     core_share: bool = False
     tower_dtype: str = ""
 

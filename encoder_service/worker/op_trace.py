@@ -253,9 +253,9 @@ class _Recorder(TorchDispatchMode):
         """What steps have been given of these, as it was then: they are written to."""
         for each in written:
             if _address(each) not in self._storages:
-                raise UntraceableError("the library writes to what it keeps")
+                raise UntraceableError("transformers writes to what it keeps")
             if self._varies(each):
-                raise UntraceableError("the library overwrites what follows from its item")
+                raise UntraceableError("transformers overwrites what follows from its item")
             self._kept(each)
 
     def _kept(self, tensor: Tensor) -> Tensor:
@@ -268,7 +268,7 @@ class _Recorder(TorchDispatchMode):
     def _begin_to_vary(self, tensor: Tensor) -> None:
         """It is about to be written to for the first time: each run begins with what it has now."""
         if _address(tensor) not in self._storages:
-            raise UntraceableError("the library writes what follows from its item to what it keeps")
+            raise UntraceableError("transformers writes what follows from its item to what it keeps")
         whole = self._kept(tensor)
         number, self._count = self._count, self._count + 1
         self.steps.append(_Step(torch.clone, (_Constant(whole),), {}, (number,)))

@@ -1,4 +1,4 @@
-"""The process that asks the library's processor what stands for an item in a prompt: `python -m
+"""The process that asks transformers' processor what stands for an item in a prompt: `python -m
 encoder_service.worker.planner SOCKET_FD`. It is told sizes, and never sees what somebody has sent."""
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def serve(load: Load) -> None:
 def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine]) -> tuple[EngineCore, StepQueue]:
     """Puts the loop together and tells the front how much there is room for."""
     checkpoint = Checkpoint.resolve(settings.model)
-    model = ServedModel.of(checkpoint, settings.library)
+    model = ServedModel.of(checkpoint, settings.hf)
     if settings.speculative_tokens and loaded.state_slots and not loaded.snapshot_slots:
         raise CheckpointError("--speculative-tokens: there is no memory for states to go back to behind a wrong draft")
     if settings.kv_events and loaded.state_slots:

@@ -1,5 +1,5 @@
 """Cohere 2's text, of Command A Vision and Aya Vision, and Cohere Compass's. The former's `logit_scale` is not read:
-the library's models with media leave its logits as they are."""
+transformers' models with media leave its logits as they are."""
 
 from __future__ import annotations
 

@@ -182,8 +182,8 @@ class Family:
     says otherwise. `mixers`: what config.json's `layer_types` stand for; a family has windows where `SLIDING` or
     `OF_ANSWERS` is among them, and where queries grow in none of its contexts they are left as they are. `unsaid`: what
     names of tokens begin with that are never said. `text_defaults`: what holds of the decoder where config.json leaves
-    it out. `part_names`: what the library calls parts of layers, and the decoder otherwise. `changed_parts`: tensors
-    that the library changes when it loads a checkpoint, and the decoder takes as they are, by parts of their names.
+    it out. `part_names`: what transformers calls parts of layers, and the decoder otherwise. `changed_parts`: tensors
+    that transformers changes when it loads a checkpoint, and the decoder takes as they are, by parts of their names.
     """
 
     modalities: Mapping[Modality, InPrompt]
@@ -258,7 +258,7 @@ class Family:
         return next((each for each in (SLIDING, OF_ANSWERS) if each in self.mixers), "")
 
     def own_name(self, name: str) -> str:
-        """What the decoder calls a tensor, or a module, by the library's name behind that of its text.
+        """What the decoder calls a tensor, or a module, by transformers' name behind that of its text.
 
         >>> Family({}, part_names={"feed_forward.w1": "mlp.gate_proj"}).own_name("layers.0.feed_forward.w1.weight")
         'layers.0.mlp.gate_proj.weight'

@@ -1,10 +1,10 @@
-"""Models that no family of ours is for: the library computes, and encoders say what stands for an item in a prompt."""
+"""Models that no family of ours is for: transformers computes, and encoders say what stands for an item in a prompt."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from common.hf.description import LIBRARY, HfModel
+from common.hf.description import HF_ENCODER, HfModel
 from common.media.item import Header, Modality
 from llm_service.families.family import Family, InPrompt, Rows, SpecialToken
 
@@ -18,11 +18,11 @@ def _as_told(header: Header) -> Iterator[str | SpecialToken | Rows]:
 
 
 def hf_family(found: HfModel) -> Family:
-    """The family of a model that the library computes."""
+    """The family of a model that transformers computes."""
     tokens = {Modality(name): token for name, token in found.placeholders.items()}
     return Family(
         {modality: InPrompt(token, _as_told) for modality, token in tokens.items()},
-        encoder=LIBRARY,
+        encoder=HF_ENCODER,
         replaced=True,
         alone=frozenset(map(Modality, found.alone)),
         length_mark=found.length_mark,

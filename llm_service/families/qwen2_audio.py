@@ -19,7 +19,7 @@ _TEXT: Final[dict[str, Any]] = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10_000.0,
 }
-"""The library's Qwen2, of which the published config.json says only what is otherwise."""
+"""transformers' Qwen2, of which the published config.json says only what is otherwise."""
 
 QWEN2_AUDIO = Family(
     {Modality.AUDIO: InPrompt("audio_token_index", counted=True)},

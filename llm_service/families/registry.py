@@ -117,7 +117,7 @@ TEXT_FAMILIES: Final = {
     "unlimited_ocr_text": UNLIMITED_OCR_TEXT,
 }
 """By the `model_type` of a text: of models without media, which propose drafts for those, of families that
-go with several, and of models that no family is for, where our decoder computes the text and the library the rest."""
+go with several, and of models that no family is for, where our decoder computes the text and transformers the rest."""
 
 
 def check_text(kind: str) -> None:

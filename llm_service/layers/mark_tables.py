@@ -13,7 +13,7 @@ from llm_service.layers.linear import Place, Stored, VocabularyEmbedding, fill
 from llm_service.model_config.layer_shapes import MarkTable
 
 PARTS = "embedding", "hard_embedding_norm", "embedding_projection"
-"""Of such a table, as the library calls them."""
+"""Of such a table, as transformers calls them."""
 
 
 class _Marks(nn.Module):

@@ -19,7 +19,7 @@ from llm_service.layers.weight_dtype import EXACT, Rounded
 from llm_service.model_config.text import TextConfig
 
 _OF = "text_moe", "vision_moe"
-"""What the library calls those of text and of media; published checkpoints number all experts, and have a router's
+"""What transformers calls those of text and of media; published checkpoints number all experts, and have a router's
 matrix the other way round."""
 _BIAS = "moe_statics.e_score_correction_bias"
 
@@ -36,7 +36,7 @@ class ModalityRouters(nn.Module):
         self._missing = {(kind, of) for kind in ("weight", "correction") for of in range(2)}
 
     def targets(self, _: str) -> dict[str, Place]:
-        """See `Placed`: those of the library, or those of a published checkpoint."""
+        """See `Placed`: those of transformers, or those of a published checkpoint."""
         named = {f"{name}.gate.weight": partial(self._place, of) for of, name in enumerate(_OF)}
         named |= {f"{name}.gate.{_BIAS}": partial(self._place_correction, of) for of, name in enumerate(_OF)}
         both = {"gate.weight": partial(self._place_published, 0), "gate.weight_1": partial(self._place_published, 1)}

@@ -46,7 +46,7 @@ _OFF: tuple[object, ...] = (None, False, "", "none", [], {})
 @dataclass(frozen=True, slots=True)
 class Adaptable:
     """What adapters may change: (outputs, inputs) of each matrix, by its name behind the decoder's stem, up to a rank;
-    `bases` are names that the model goes by. `own_name`: the decoder's of what the library calls a matrix there."""
+    `bases` are names that the model goes by. `own_name`: the decoder's of what transformers calls a matrix there."""
 
     shapes: Mapping[str, tuple[int, int]]
     max_rank: int

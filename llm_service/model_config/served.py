@@ -29,31 +29,31 @@ class Weights(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A row has `levels` times `hidden_size` numbers; `library` is what it says of a model that it computes."""
+    """A row has `levels` times `hidden_size` numbers; `hf` is what it says of a model that it computes."""
 
     family: Family
     hidden_size: int
     vocab_size: int
     max_position: int
     levels: int
-    library: HfModel | None = None
+    hf: HfModel | None = None
 
     def longest(self, max_context: int) -> int:
         """Tokens of the longest context where the operator allows `max_context`; 0: as many as the model does."""
         return min(max_context or self.max_position, self.max_position)
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, library: HfModel | None = None) -> ServedModel:
-        """How a checkpoint is served: by a family of ours, else by the library, which takes seconds to ask; `library`
+    def of(cls, checkpoint: Checkpoint, hf: HfModel | None = None) -> ServedModel:
+        """How a checkpoint is served: by a family of ours, else by transformers, which takes seconds to ask; `hf`
         is what it has said. Raises CheckpointError where neither serves it."""
         if find_family(checkpoint.config) is not None:
             text = TextConfig.of(checkpoint.config)
             encoder = checkpoint.config.get(text.family.encoder.section, {})
             levels = 1 + len(encoder.get("deepstack_visual_indexes") or ())
             return cls(text.family, text.hidden_size, text.vocab_size, text.max_position, levels)
-        return cls.by_library(library or describe(checkpoint))
+        return cls.by_hf(hf or describe(checkpoint))
 
     @classmethod
-    def by_library(cls, found: HfModel) -> ServedModel:
-        """A model that the library computes."""
+    def by_hf(cls, found: HfModel) -> ServedModel:
+        """A model that transformers computes."""
         return cls(hf_family(found), found.hidden_size, found.vocab_size, found.max_position, found.levels, found)

@@ -93,13 +93,13 @@ class TextConfig:
     they are others. `layer_inputs`: layers have inputs of their own. All that enters the first layer, rows of media as
     well, is multiplied by `embedding_multiplier`, and what each part of a layer adds by `residual_multiplier`. Logits
     are multiplied by `logit_scale`; `logit_cap` is what none exceeds: cap · tanh(x / cap). Levels of rows, the first as
-    well, are added before the `level_layers`, which are of the library's configurations; where it is empty, the first
+    well, are added before the `level_layers`, which are of transformers' configurations; where it is empty, the first
     is among embeddings, and the others are added behind the first layers. `index`, `token_index`, `block_index`,
     `streams` and `ngrams` are where layers have such. The table of tokens has `table_rows`, 0: as many as the head has.
     Where all media of a prompt see each other these are the tokens `together`; with `adds_rows` rows are added to what
     the table has for their places. `alternating`: there are several streams, of which layers compute one. `cut_shares`
     and `inner_sizes`, where they are not empty, have one of what `LayerKind` calls so for each layer. `mark_tables` are
-    those of marks, of the library's models. `latent_sources` are layers whose latents each has, empty: its own; latents
+    those of marks, of transformers' models. `latent_sources` are layers whose latents each has, empty: its own; latents
     have no rotated numbers in `unrotated_layers`; layers in `shared_choices` see what the last one before them chose by
     its index. `balanced`: there are several streams, which are mixed among each other as well, `opened`: which are
     added to by gates. Tokens that are `unsaid` are in prompts alone.
@@ -109,7 +109,7 @@ class TextConfig:
     get `latent_size` numbers that are made of a token, 0: all that it has. With an `expert_scale` they count by their
     probabilities among all, times that, else by these over their sum, which is taken to be `least_weight` at the least.
     Where they are chosen by modality, those of media, and of the marks around them, are of `media_expert_size`, and
-    their tokens are `media_tokens`, which are of the library's configurations. Experts of
+    their tokens are `media_tokens`, which are of transformers' configurations. Experts of
     narrower rows have `pooled_size` numbers of one, and scores by `router_multiplier` times what a router gives. Gates
     of layers are divided by `gate_temperature`.
     """

@@ -1,4 +1,4 @@
-"""Settings of texts by which the library computes something that our decoder has not."""
+"""Settings of texts by which transformers computes something that our decoder has not."""
 
 from __future__ import annotations
 

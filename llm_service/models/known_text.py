@@ -1,5 +1,5 @@
 """The text of a model that no family is for, where our decoder computes it: its configuration is of a kind that ours
-knows, and what ours makes of it in small is what the library makes."""
+knows, and what ours makes of it in small is what transformers makes."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ _log = log.get("known_text")
 
 
 def known_text(
-    checkpoint: Checkpoint, library: HfModel, group: TensorGroup = ALONE, max_context: int = 0
+    checkpoint: Checkpoint, hf: HfModel, group: TensorGroup = ALONE, max_context: int = 0
 ) -> TextSide | None:
-    """What `load_decoder` takes of a checkpoint; None where the library has to compute its text on any rank of a group,
-    and a line of the log says why. Contexts are as long as `TextConfig.of` is told. Takes seconds, as a small model is
-    tried."""
+    """What `load_decoder` takes of a checkpoint; None where transformers has to compute its text on any rank of a
+    group, and a line of the log says why. Contexts are as long as `TextConfig.of` is told. Takes seconds, as a small
+    model is tried."""
     why, found = "", None
     try:
-        found = _found(checkpoint, library, max_context)
+        found = _found(checkpoint, hf, max_context)
     except CheckpointError as error:
         why = str(error)
     if not group.all_reduce_min(int(found is not None)):
         found, why = None, why or "another rank cannot"
     if group.rank == 0:
-        kind = library.text.get("model_type", "?")
+        kind = hf.text.get("model_type", "?")
         if found is None:
-            _log.info("the library computes the text", kind=kind, why=why)
+            _log.info("transformers computes the text", kind=kind, why=why)
         else:
             _log.info("our decoder computes the text", kind=kind)
     return found
 
 
-def _found(checkpoint: Checkpoint, library: HfModel, max_context: int) -> TextSide:
-    check_text(str(library.text.get("model_type")))
-    config, whole = TextConfig.of(library.text, max_context), config_of(checkpoint.folder)
+def _found(checkpoint: Checkpoint, hf: HfModel, max_context: int) -> TextSide:
+    check_text(str(hf.text.get("model_type")))
+    config, whole = TextConfig.of(hf.text, max_context), config_of(checkpoint.folder)
     model = blank_of(whole)
     names, parted = own_names(model, checkpoint.tensors)
     levels, found = tuple(layers_of_levels(whole)), try_ours(checkpoint.folder)
-    by_trial: dict[str, Any] = {"spans": found.spans, "adds_rows": found.adds_rows, "together": library.together}
+    by_trial: dict[str, Any] = {"spans": found.spans, "adds_rows": found.adds_rows, "together": hf.together}
     config = with_media(replace(config, level_layers=levels, **by_trial), model)
     if config.family.fused_gates and not any(own.endswith(".gate_up_proj.weight") for own in names.values()):
-        config = replace(config, family=replace(config.family, fused_gates=False))  # the library fuses them, ours too
+        config = replace(config, family=replace(config.family, fused_gates=False))  # transformers fuses them, ours too
     if config.tied:
         config, names = _as_stored(checkpoint, config, names)
     return TextSide(config, names.get, parted)
@@ -59,7 +59,7 @@ def _found(checkpoint: Checkpoint, library: HfModel, max_context: int) -> TextSi
 
 def _as_stored(checkpoint: Checkpoint, config: TextConfig, names: dict[str, str]) -> tuple[TextConfig, dict[str, str]]:
     """A configuration that ties the head to the table of tokens, and names, as a checkpoint has both: some have a head
-    nevertheless, which then counts as the library has it, and some have the head alone."""
+    nevertheless, which then counts as transformers has it, and some have the head alone."""
     stored = {own: name for name, own in names.items() if own in (HEAD, TABLE)}
     if HEAD not in stored:
         return config, names

@@ -1,4 +1,4 @@
-"""What layers of the library want of attention and do not hand on to it, as masks and places are theirs elsewhere."""
+"""What layers of transformers want of attention and do not hand on to it, as masks and places are theirs elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the library's text model computes in chunks, and packed with others, what it computes of a whole prompt, and
+"""Whether transformers' text model computes in chunks, and packed with others, what it computes of a whole prompt, and
 whether our decoder does: tried on a model of the checkpoint's own configuration, shrunk, with rows that are drawn. No
 list could say it."""
 
@@ -96,8 +96,8 @@ def try_config(config: Any, prompted: Prompted, group: TensorGroup = ALONE) -> F
 
 @torch.inference_mode()
 def try_ours(folder: Path) -> Finding:
-    """Tries our decoder in the place of the library's text model, on one rank. Raises CheckpointError where it lacks
-    what the text asks for, or its logits are not the library's."""
+    """Tries our decoder in the place of transformers' text model, on one rank. Raises CheckpointError where it lacks
+    what the text asks for, or its logits are not transformers'."""
     config = config_of(folder)
     return try_ours_of(config, partial(processed_prompt, folder))
 
@@ -116,7 +116,7 @@ def try_ours_of(config: Any, prompted: Prompted) -> Finding:
             if finding := _try_draw(deepcopy(whole) if draw else config, prompted, draw, differences):
                 return finding
     least = min(differences)
-    raise CheckpointError(f"the logits of our decoder are not the library's: they differ by {least:.1%}")
+    raise CheckpointError(f"the logits of our decoder are not transformers': they differ by {least:.1%}")
 
 
 def _chooses(text: Any) -> bool:
@@ -148,7 +148,7 @@ def _try_draw(config: Any, prompted: Prompted, seed: int, differences: list[floa
 
 
 def with_media(shape: TextConfig, model: Any) -> TextConfig:
-    """A decoder's shape with what is for media in a whole model of the library: tokens of these and of marks around
+    """A decoder's shape with what is for media in a whole model of transformers: tokens of these and of marks around
     them, where experts are chosen by these, and tables of marks."""
     tables = tuple(
         MarkTable(name.rpartition(".")[2], part.vocab_offset, part.vocab_size, part.multimodal_hidden_size, part.eps)

@@ -1,4 +1,4 @@
-"""What a decoder, ours or the library's text over our cache, computes of a prompt in chunks beside those of another."""
+"""What a decoder, ours or transformers' text over our cache, computes of a prompt in chunks beside those of another."""
 
 from __future__ import annotations
 

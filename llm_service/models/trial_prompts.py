@@ -1,4 +1,4 @@
-"""Prompts that a model of the library is tried with: text, and drawn rows of a picture or a sound among it."""
+"""Prompts that a model of transformers is tried with: text, and drawn rows of a picture or a sound among it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PICTURE = 48, 64
 @dataclass(frozen=True, slots=True)
 class TrialPrompt:
     """ids int64 [n], the places of rows among them, and the rows [levels, m, hidden]; `marks` [k, hidden] are those of
-    marks around pictures, and `pictures` says which rows are not; `more` is what else the library's model takes of a
+    marks around pictures, and `pictures` says which rows are not; `more` is what else transformers' model takes of a
     prompt, and `together` which tokens are a picture's, marks around rows among them. `sounds`: rows may be a sound's
     as well, of which the model is told, and see what is before them alone."""
 
@@ -52,7 +52,7 @@ class TrialPrompt:
 
 
 Prompted = Callable[[Any], TrialPrompt]
-"""Makes a prompt for a model of the library."""
+"""Makes a prompt for a model of transformers."""
 
 
 def processed_prompt(folder: Path, model: Any) -> TrialPrompt:

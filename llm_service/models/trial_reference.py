@@ -1,4 +1,4 @@
-"""What the library itself computes in a trial: the logits of a whole prompt, and an answer over its own cache."""
+"""What transformers itself computes in a trial: the logits of a whole prompt, and an answer over its own cache."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _SOUND = 3
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A small model with drawn weights, a prompt with int64 `positions` [3, n] on so many axes that count, and what the
-    library says: the logits that it `expects` of the whole prompt, [n, vocabulary], and an answer."""
+    """A small model with drawn weights, a prompt with int64 `positions` [3, n] on so many axes that count, and what
+    transformers says: the logits that it `expects` of the whole prompt, [n, vocabulary], and an answer."""
 
     model: Any
     prompt: TrialPrompt
@@ -58,7 +58,7 @@ def _positions(base: Any, prompt: TrialPrompt) -> Tensor:
 
 
 def _whole(model: Any, prompt: TrialPrompt) -> Tensor:
-    """Logits [n, vocabulary] as the library computes them, of all at once."""
+    """Logits [n, vocabulary] as transformers computes them, of all at once."""
     more = _taken(model, prompt)
     # One for sounds alone, or that is its own base, or puts rows in by itself, does no more than this.
     if not hasattr(model.base_model, "get_image_features") or model.base_model is model:
@@ -101,8 +101,9 @@ class Said:
 
 
 def _generated(model: Any, prompt: TrialPrompt) -> Said:
-    """Greedy tokens as the library says them, one by one, over its own cache; of text alone, with the types that it has
-    in a prompt. No token of a medium is among them, as no trained model says one: they are not looked up as text is."""
+    """Greedy tokens as transformers says them, one by one, over its own cache; of text alone, with the types that it
+    has in a prompt. No token of a medium is among them, as no trained model says one: they are not looked up as
+    text is."""
     text = prompt.ids[: prompt.runs[0][0]] if prompt.runs else prompt.ids
     types = {name: each[:, : len(text)] for name, each in _taken(model, prompt).items() if name == TOKEN_TYPES[0]}
     settings: dict[str, Any] = {"max_new_tokens": ANSWER, "min_new_tokens": ANSWER, "do_sample": False}
@@ -119,7 +120,7 @@ def _generated(model: Any, prompt: TrialPrompt) -> Said:
 
 
 class _Features:
-    """As much of an encoder's output as the library's models look at."""
+    """As much of an encoder's output as transformers' models look at."""
 
     def __init__(self, rows: Any, deep: Any, marks: Tensor) -> None:
         self.pooler_output = self.last_hidden_state = rows
@@ -127,7 +128,7 @@ class _Features:
         self.deepstack_features = deep or None
 
     def to_tuple(self) -> tuple[Any, ...]:
-        """What an output of the library is beside its names."""
+        """What an output of transformers is beside its names."""
         return (self.pooler_output,)
 
     def __getattr__(self, _: str) -> None:

@@ -290,13 +290,13 @@ class PromptBuilder:
             yield piece
 
     def _begins_with_word(self, piece: Piece) -> bool:
-        """Whether a text begins with a word, or a special token's name does, as the library's processors tell one."""
+        """Whether a text begins with a word, or a special token's name does, as transformers' processors tell one."""
         if isinstance(piece, int):
             piece = next((name for name, token in self._added.items() if token == piece), "")
         return isinstance(piece, str) and piece[:1] not in ("", "<") and not piece[0].isspace()
 
     def _framed(self, pieces: list[Piece]) -> list[Piece]:
-        """With what the library's processor sets into a prompt."""
+        """With what transformers' processor sets into a prompt."""
         last = max((place for place, piece in enumerate(pieces) if isinstance(piece, Slot)), default=None)
         if self._frame is None or (last is None and not self._frame.always):
             return pieces

@@ -48,7 +48,7 @@ def shapes_of(config: TextConfig) -> dict[str, tuple[int, int]]:
 
 
 def adaptable_of(config: dict[str, Any], max_rank: int, bases: Collection[str] = (), max_context: int = 0) -> Adaptable:
-    """What adapters may change of a model of ours, or of a text of the library's that our decoder computes, by its
+    """What adapters may change of a model of ours, or of a text of transformers' that our decoder computes, by its
     configuration."""
     family = TEXT_FAMILIES.get(str(config.get("model_type")))
     own_name = str if family is None else family.own_name
@@ -100,7 +100,7 @@ class RankAdapters:
         self._loaded[number] = shares
 
     def _places(self, target: str) -> list[tuple[PackedLinear, str]]:
-        """Where a matrix is: gates and what they open are one for the library, and two where a checkpoint has two."""
+        """Where a matrix is: gates and what they open are one for transformers, and two where a checkpoint has two."""
         if target in self._linears:
             return [self._linears[target]]
         stem = target.removesuffix("gate_up_proj")

@@ -1,4 +1,4 @@
-"""Whether a step of the library's text model can be captured in a CUDA graph: tried by one, since its Python may look
+"""Whether a step of transformers' text model can be captured in a CUDA graph: tried by one, since its Python may look
 at what the device has computed."""
 
 from __future__ import annotations
@@ -27,4 +27,4 @@ def what_waits(decoder: HfDecoder, caches: Caches) -> str:
     watch = WaitWatch()
     with watch:
         decoder(hidden, numbers.positions, caches.layers, batches, None, token_ids=ids)
-    return f"the library waits for what the device has computed ({watch.waits})" if watch.waits else ""
+    return f"transformers waits for what the device has computed ({watch.waits})" if watch.waits else ""

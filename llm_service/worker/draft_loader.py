@@ -97,7 +97,7 @@ def load_eagle_head(
     """Loads the head of `--speculative-method eagle3`, and has the model that verifies, `of` its checkpoint, extract
     what that reads; `text` is as `load_decoder` was told. Raises CheckpointError where it cannot be used."""
     drafting = _with_head("eagle3", partial(load_eagle, checkpoint, of=of, text=text), target, dtype, weight_dtype)
-    assert isinstance(target, Decoder), "it is not the library's"
+    assert isinstance(target, Decoder), "it is not transformers'"
     assert isinstance(drafting.decoder, DraftHead)
     target.extracts = drafting.decoder.reads
     return drafting
@@ -112,7 +112,7 @@ def _with_head(
 ) -> Drafting:
     try:
         if not isinstance(target, Decoder):
-            raise CheckpointError("it is not for a model that the library computes")
+            raise CheckpointError("it is not for a model that transformers computes")
         decoder = load(target, dtype=dtype, weight_dtype=weight_dtype)
     except CheckpointError as error:
         raise CheckpointError(f"--speculative-method {method}: {error}") from error

@@ -295,7 +295,7 @@ class GraphRunner:
         like = torch.empty(decoder.hidden_size, dtype=decoder.dtype, device=decoder.device)
         self._filled = 0  # leading places of `deep` that hold rows of the replay before
         self._graphs: dict[GraphKind, list[Graph]] = {kind: [] for kind in GraphKind}
-        # The library's has the host look at prompts, and so has what layers choose by an index.
+        # transformers' has the host look at prompts, and so has what layers choose by an index.
         ours = isinstance(decoder, Decoder) and not caches.decodes_alone
         sizes = {
             GraphKind.DECODE: decode_sizes(bounds.sequences),

@@ -1,5 +1,5 @@
-"""LoRA adapters on a text model that the library computes: what they add to its linear layers' outputs, for the rows of
-those sequences that have one (Hu et al. 2021)."""
+"""LoRA adapters on a text model that transformers computes: what they add to its linear layers' outputs, for the rows
+of those sequences that have one (Hu et al. 2021)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def hf_linears(text: nn.Module) -> dict[str, nn.Linear | TextLinear]:
 
 
 def hf_adaptable(config: Any, max_rank: int) -> Adaptable:
-    """The same of a configuration of the library's, as `adapter_folder.read` takes it."""
+    """The same of a configuration of transformers', as `adapter_folder.read` takes it."""
     linears = hf_linears(decoder_of(blank_of(config)))
     return Adaptable({name: (each.out_features, each.in_features) for name, each in linears.items()}, max_rank)
 
@@ -55,7 +55,7 @@ class HfAdapters:
     def load(self, number: int, adapter: Adapter) -> None:
         """See `RankAdapters`. Raises RuntimeError where it adapts what is not there."""
         if unknown := sorted(adapter.scales.keys() - self._linears.keys()):
-            raise RuntimeError(f"the library's text has no {unknown[0]}, which an adapter is for")
+            raise RuntimeError(f"transformers' text has no {unknown[0]}, which an adapter is for")
         tensors = load(adapter.weights)
         pairs: dict[str, LowRank] = {}
         for target, scale in adapter.scales.items():

@@ -94,9 +94,9 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     memory = SharedBuffer.attach(arena_fd, settings.row_bytes)
     if settings.symmetric_memory:
         group = _with_symmetric_memory(group, dtype, device)
-    library, text = settings.library, None
-    if library is not None:
-        text = known_text(checkpoint, library, group, settings.max_context)
+    hf, text = settings.hf, None
+    if hf is not None:
+        text = known_text(checkpoint, hf, group, settings.max_context)
     decoder = _decoder(settings, checkpoint, dtype, device, group, text)
     settings = _with_room(settings, checkpoint, decoder)
     if settings.kv_cache_dtype is not CacheDtype.AUTO:
@@ -106,7 +106,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     all_of_it = decoder if isinstance(decoder, Decoder) else decoder.weights()
     weights = describe(all_of_it, settings.weight_dtype or quantization_of(checkpoint.config))
     _log.info("weights are in memory", **msgspec.structs.asdict(weights))
-    served = ServedModel.of(checkpoint, settings.library)
+    served = ServedModel.of(checkpoint, settings.hf)
     width = served.hidden_size
     drafting = _drafting(settings, served, decoder, text, dtype) if group.rank == 0 else None
     mirror = _mirror(settings, device, width, dtype) if settings.row_mirror else None
@@ -271,12 +271,12 @@ def adapter_reader(settings: EngineSettings) -> Callable[[str], Adapter] | None:
     """What reads an adapter's folder for this model, from any thread; None where no adapter is served."""
     if not settings.max_loras:
         return None
-    library, checkpoint = settings.library, Checkpoint.resolve(settings.model)
-    own = library is not None and library.adapters
-    if library is not None and own:
-        adaptable = _own_adaptable(settings, library, checkpoint)
+    hf, checkpoint = settings.hf, Checkpoint.resolve(settings.model)
+    own = hf is not None and hf.adapters
+    if hf is not None and own:
+        adaptable = _own_adaptable(settings, hf, checkpoint)
     else:
-        config = checkpoint.config if library is None else library.text
+        config = checkpoint.config if hf is None else hf.text
         adaptable = adaptable_of(config, settings.max_lora_rank, settings.base_names, settings.max_context)
     if not own:
         return partial(read, settings.lora_dir, adaptable=adaptable)
@@ -288,18 +288,18 @@ def adapter_reader(settings: EngineSettings) -> Callable[[str], Adapter] | None:
     return read_own
 
 
-def _own_adaptable(settings: EngineSettings, library: HfModel, checkpoint: Checkpoint) -> Adaptable:
+def _own_adaptable(settings: EngineSettings, hf: HfModel, checkpoint: Checkpoint) -> Adaptable:
     """What a checkpoint's own adapters may change: by our names where our decoder knows its text, else by the
-    library's."""
+    hf's."""
     try:
-        check_text(str(library.text.get("model_type")))
-        return adaptable_of(library.text, settings.max_lora_rank, max_context=settings.max_context)
+        check_text(str(hf.text.get("model_type")))
+        return adaptable_of(hf.text, settings.max_lora_rank, max_context=settings.max_context)
     except CheckpointError:
         return hf_adaptable(config_of(checkpoint.folder), settings.max_lora_rank)
 
 
 def _adapters(settings: EngineSettings, decoder: Decoder | HfDecoder) -> RankAdapters | HfAdapters | None:
-    """Slots for adapters, where some are served. Raises CheckpointError where the library computes the text, but for
+    """Slots for adapters, where some are served. Raises CheckpointError where transformers computes the text, but for
     the checkpoint's own."""
     if not settings.max_loras:
         return None
@@ -307,8 +307,8 @@ def _adapters(settings: EngineSettings, decoder: Decoder | HfDecoder) -> RankAda
         adapters = RankAdapters(decoder, settings.max_loras, settings.max_lora_rank)
         adapters.warm_up()
         return adapters
-    if settings.library is None or not settings.library.adapters:
-        raise CheckpointError("--lora-dir is not for a model that the library computes")
+    if settings.hf is None or not settings.hf.adapters:
+        raise CheckpointError("--lora-dir is not for a model that transformers computes")
     if decoder.group.size > 1:
         raise CheckpointError(f"the checkpoint's own adapter cannot be split over {decoder.group.size} ranks")
     return HfAdapters(decoder, settings.max_loras)
@@ -322,20 +322,20 @@ def _decoder(
     group: TensorGroup,
     text: TextSide | None = None,
 ) -> Decoder | HfDecoder:
-    """Ours, of a `text` that is known, or of a family; or the library's, for which not everything is there."""
-    if settings.library is None or text is not None:
+    """Ours, of a `text` that is known, or of a family; or transformers', for which not everything is there."""
+    if settings.hf is None or text is not None:
         return load_decoder(checkpoint, dtype, device, group, weight_dtype=settings.weight_dtype, text=text)
     if settings.compile:
-        raise CheckpointError("--compile is not for a model that the library computes")
+        raise CheckpointError("--compile is not for a model that transformers computes")
     own: dict[str, Any] = {"weight_dtype": settings.weight_dtype, "attention": settings.attention}
-    return load_hf_decoder(checkpoint, settings.library, dtype, device, group, **own)
+    return load_hf_decoder(checkpoint, settings.hf, dtype, device, group, **own)
 
 
 def _with_room(settings: EngineSettings, checkpoint: Checkpoint, decoder: Decoder | HfDecoder) -> EngineSettings:
     """With steps that have room for the rows of any one picture, where these are computed at once, and for a usual
     prompt with it, where that is; beside a token of everybody else who may run. As they are where they were asked
     for."""
-    if not settings.grows_steps or settings.library is None or decoder.chunk_rule.may_end_in_run:
+    if not settings.grows_steps or settings.hf is None or decoder.chunk_rule.may_end_in_run:
         return settings
     of_prompts = decoder.chunk_rule.of_prompts
     most = longest_run(checkpoint.folder, with_marks=of_prompts) + of_prompts * _USUAL_PROMPT
@@ -349,7 +349,7 @@ def _with_room(settings: EngineSettings, checkpoint: Checkpoint, decoder: Decode
 def check_small_cache(decoder: Decoder | HfDecoder, kept: CacheDtype) -> None:
     """Raises CheckpointError where keys and values of this model cannot be kept in 8 bits."""
     if isinstance(decoder, HfDecoder):
-        raise CheckpointError(f"--kv-cache-dtype {kept} is not for a text that the library computes")
+        raise CheckpointError(f"--kv-cache-dtype {kept} is not for a text that transformers computes")
     for spec in (mixer.cache_spec() for mixer in decoder.mixers()):
         if isinstance(spec, IndexedKV):
             raise CheckpointError(f"--kv-cache-dtype {kept} is not for layers that choose by an index what they see")

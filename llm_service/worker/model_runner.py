@@ -154,7 +154,7 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Has the back ends' and the sampler's kernels compiled, where they compile any, so that no request waits."""
         self.caches.warm_up()
-        if isinstance(self._decoder, Decoder):  # the library's does not say how many words it has
+        if isinstance(self._decoder, Decoder):  # transformers' does not say how many words it has
             logits = torch.zeros(1, self._decoder.config.vocab_size, device=self._decoder.device)
             draw = Draw(at=0, temperature=1.0, output=bytes(4), presence_penalty=1.0)
             self._draw(logits, [draw], self._chosen).result()
@@ -295,7 +295,7 @@ class ModelRunner:
         return out, out[moved.wanted] if self._keeps_all(plan) else out, scores, extracted
 
     def _ids_of_layers(self, plan: StepPlan, token_ids: Tensor) -> Tensor | None:
-        """See `Decoder.ids_of_layers`; the library's tells rows by their tokens."""
+        """See `Decoder.ids_of_layers`; transformers' tells rows by their tokens."""
         if isinstance(self._decoder, HfDecoder):
             return token_ids
         return self._decoder.ids_of_layers(token_ids, [(row.at, row.at + row.count) for row in plan.rows])

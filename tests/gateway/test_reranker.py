@@ -47,7 +47,7 @@ def answered(reply: Reply) -> Any:
 
 
 def expected(folder: Path, query: str, *document: Any, instruction: str = INSTRUCTION) -> tuple[float, int]:
-    """The authors' formula over the library's logits, and the tokens of the prompt."""
+    """The authors' formula over transformers' logits, and the tokens of the prompt."""
     words = [f"<Instruct>: {instruction}", "<Query>:", query, "\n<Document>:"]
     content = [text(each) for each in words] + [text(each) if isinstance(each, str) else each for each in document]
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]
@@ -57,7 +57,7 @@ def expected(folder: Path, query: str, *document: Any, instruction: str = INSTRU
     return float(torch.sigmoid(last[TRUE] - last[FALSE])), inputs["input_ids"].shape[1]
 
 
-def test_scores_are_those_of_the_authors_formula_over_the_librarys_logits(judge: Trio) -> None:
+def test_scores_are_those_of_the_authors_formula_over_transformers_logits(judge: Trio) -> None:
     folder = judge.services.checkpoint
     seen = {"content": [text("The sea."), image(pictures.encoded(SHOWN))]}
     documents: list[Any] = ["A circle.", seen, {"text": "No."}]

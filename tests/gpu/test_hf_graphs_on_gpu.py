@@ -1,4 +1,4 @@
-"""Real CUDA graphs of towers that the library computes, made of the operators of a pass. `make gpu-check`."""
+"""Real CUDA graphs of towers that transformers computes, made of the operators of a pass. `make gpu-check`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.gpu import CudaCapture
-from common.hf.classes import library
+from common.hf.classes import transformers
 from tests import pictures
 from tests.launch import encoder_server
 from tests.rpc.encoder_client import Client, image
@@ -36,8 +36,8 @@ GPU = torch.device("cuda")
 def test_replays_of_other_pictures_are_passes_to_the_bit(
     kind: str, several: bool, looks: list[str], tmp_path: Path
 ) -> None:
-    if kind not in library().CONFIG_MAPPING:
-        pytest.skip("this release of the library does not have it")
+    if kind not in transformers().CONFIG_MAPPING:
+        pytest.skip("this release of transformers does not have it")
     assert graphs_of(make(kind, tmp_path), CudaCapture(GPU), GPU, several=several) == ("", looks)
 
 

@@ -233,7 +233,7 @@ def test_the_cache_is_what_the_largest_step_leaves_free(checkpoints: Callable[..
         "row_levels": 3,
         "threads": 1,
         "nodes": 1,
-        "library": None,
+        "hf": None,
     }
     settings = EngineSettings(**{**dict.fromkeys(EngineSettings.__struct_fields__, 0), **given})
     free, _ = torch.cuda.mem_get_info()

@@ -1,4 +1,4 @@
-"""What several files ask and compare: prompts, ways to sample, logits, and a cache of the library that rounds."""
+"""What several files ask and compare: prompts, ways to sample, logits, and a cache of transformers that rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures of what is compared with the library."""
+"""Fixtures of what is compared with transformers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def _computed() -> dict[Any, Reference]:
 
 @pytest.fixture
 def references_once(_computed: dict[Any, Reference], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the library computes for a trial of a configuration is computed for the first test that wants it, and the
-    same for all others: tests that change our decoder, of which none changes the library."""
+    """What transformers computes for a trial of a configuration is computed for the first test that wants it, and the
+    same for all others: tests that change our decoder, of which none changes transformers."""
     make = Reference.of
 
     def of(config: Any, prompted: Prompted, ranks: int = 1, seed: int = 0) -> Reference:

@@ -1,4 +1,4 @@
-"""Both halves of what serves a model that the library computes, in one process, beside the library itself."""
+"""Both halves of what serves a model that transformers computes, in one process, beside transformers itself."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
 @dataclass(frozen=True, slots=True)
 class Served:
     """A checkpoint, and both halves of what serves it. Whether our decoder computes its text is tried once, and so is
-    how the library does."""
+    how transformers does."""
 
     folder: Path
     found: HfModel
@@ -57,7 +57,7 @@ class Served:
         found = hf_models.describe(folder)
         tower = HfTower(folder, found, torch.float32, torch.device("cpu"))
         checkpoint = Checkpoint(folder)
-        builder = PromptBuilder(checkpoint, ServedModel.by_library(found))
+        builder = PromptBuilder(checkpoint, ServedModel.by_hf(found))
         return cls(folder, found, ItemProcessor(folder), tower, builder)
 
     def prompt(self, parts: Sequence[Part]) -> Prompt:
@@ -120,21 +120,21 @@ class Served:
         return True
 
     def text(self, max_context: int = 0) -> TextSide | None:
-        """What our decoder takes of the checkpoint; None where the library computes."""
+        """What our decoder takes of the checkpoint; None where transformers computes."""
         if max_context not in self._texts:
             self._texts[max_context] = known_text(Checkpoint(self.folder), self.found, max_context=max_context)
         return self._texts[max_context]
 
     def finding(self) -> Finding:
-        """What a trial says of the library's text model."""
+        """What a trial says of transformers' text model."""
         if not self._findings:
             self._findings.append(try_out(self.folder))
         return self._findings[0]
 
-    def engine(self, *, by_library: bool = False, max_context: int = 0, **options: Any) -> LocalEngine:
-        text = None if by_library else self.text(max_context)
+    def engine(self, *, by_hf: bool = False, max_context: int = 0, **options: Any) -> LocalEngine:
+        text = None if by_hf else self.text(max_context)
         finding = self.finding() if text is None else None
-        return LocalEngine(self.folder, library=self.found, text=text, finding=finding, **options)
+        return LocalEngine(self.folder, hf=self.found, text=text, finding=finding, **options)
 
 
 def with_text(folder: Path, **settings: Any) -> Path:
@@ -145,10 +145,10 @@ def with_text(folder: Path, **settings: Any) -> Path:
     return folder
 
 
-def compare(served: Served, step_tokens: int = 16, *, by_library: bool = False) -> set[str]:
-    """Asserts that ids and greedy tokens are the library's: in short steps, at once beside others, and from the prefix
-    cache. The text is computed as it is served, or by the library. Returns the names of the prompts that were compared,
-    and `OURS` where our decoder computed."""
+def compare(served: Served, step_tokens: int = 16, *, by_hf: bool = False) -> set[str]:
+    """Asserts that ids and greedy tokens are those of transformers: in short steps, at once beside others, and from the
+    prefix cache. The text is computed as it is served, or by transformers. Returns the names of the prompts that were
+    compared, and `OURS` where our decoder computed."""
     answered = answered_by(Reference(served.folder), served.found)
     if VIDEO in answered and not served.computes(answered[VIDEO].parts):
         del answered[VIDEO]
@@ -156,11 +156,11 @@ def compare(served: Served, step_tokens: int = 16, *, by_library: bool = False) 
     prompts = {name: served.prompt(each.parts) for name, each in answered.items()}
     for name, prompt in prompts.items():
         assert prompt.layout.ids == answered[name].inputs["input_ids"][0].tolist(), name
-    chunked = served.engine(by_library=by_library, step_tokens=step_tokens, max_running=1)
+    chunked = served.engine(by_hf=by_hf, step_tokens=step_tokens, max_running=1)
     for name, prompt in prompts.items():
         answer = chunked.run([prompt], GREEDY, [served.adapter(prompt)])[0]
         assert answer.tokens == expected[name], f"{name}, in short steps"
-    company = served.engine(by_library=by_library, prefix_cache=True)
+    company = served.engine(by_hf=by_hf, prefix_cache=True)
     names = [*prompts, next(name for name in prompts if name != "text")]
     for cached in (False, True):
         every = [prompts[name] for name in names]

@@ -168,7 +168,7 @@ class LocalEngine:
         keep_media_whole: bool = False,
         weight_dtype: str = "",
         dtype: torch.dtype = torch.float32,
-        library: HfModel | None = None,
+        hf: HfModel | None = None,
         text: TextSide | None = None,
         finding: Finding | None = None,
         speculative_tokens: int = 0,
@@ -183,13 +183,13 @@ class LocalEngine:
         host_blocks: int = 0,
     ) -> None:
         checkpoint = Checkpoint(directory)
-        served = ServedModel.of(checkpoint) if library is None else ServedModel.by_library(library)
+        served = ServedModel.of(checkpoint) if hf is None else ServedModel.by_hf(hf)
         decoder: Decoder | HfDecoder
-        if library is None or text is not None:
+        if hf is None or text is not None:
             decoder = load_decoder(checkpoint, dtype, torch.device(device), weight_dtype=weight_dtype, text=text)
         else:
             own: dict[str, Any] = {"finding": finding, "weight_dtype": weight_dtype, "attention": attention}
-            decoder = load_hf_decoder(checkpoint, library, dtype, torch.device(device), **own)
+            decoder = load_hf_decoder(checkpoint, hf, dtype, torch.device(device), **own)
             attention = decoder.backend
         self.decoder = decoder
         self._buffer = SharedBuffer.create("test-rows", 64 << 20)
@@ -221,21 +221,21 @@ class LocalEngine:
             self.runner.host_cache = HostCache([*caches.block_tensors, *drafting_too], host_blocks)
         self.adapters: dict[int, Adapter] = {}
         if adapters:
-            adaptable = adaptable_of(checkpoint.config if library is None else library.text, max_rank=8)
+            adaptable = adaptable_of(checkpoint.config if hf is None else hf.text, max_rank=8)
             assert isinstance(decoder, Decoder)
             self.runner.adapters = RankAdapters(decoder, max_loras or len(adapters), 8, adapter_kernel)
             for number, folder in enumerate(adapters, 1):
                 adapter = read(str(folder.parent), folder.name, adaptable)
                 self.runner.adapt(Install(number, adapter))
                 self.adapters[number] = adapter
-        if library is not None and library.adapters:
-            paths = list(dict.fromkeys(library.adapters.values()))
+        if hf is not None and hf.adapters:
+            paths = list(dict.fromkeys(hf.adapters.values()))
             if isinstance(decoder, HfDecoder):
                 self.runner.adapters = HfAdapters(decoder, len(paths))
                 adaptable = hf_adaptable(config_of(directory), max_rank=8)
             else:
                 self.runner.adapters = RankAdapters(decoder, len(paths), 8, adapter_kernel)
-                adaptable = adaptable_of(library.text, max_rank=8)
+                adaptable = adaptable_of(hf.text, max_rank=8)
             for number, path in enumerate(paths, 1):
                 self.adapters[number] = read(str(directory), path, adaptable)
                 self.runner.adapt(Install(number, self.adapters[number]))

@@ -40,17 +40,17 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 
 @pytest.mark.soak
-def test_ids_and_tokens_are_the_library_s(served: Served) -> None:
+def test_ids_and_tokens_are_those_of_transformers(served: Served) -> None:
     assert {"text", "one picture", TWO, VIDEO, OURS} <= compare(served, RECIPES["molmo2"].step_tokens)
 
 
-@pytest.mark.parametrize("by_library", [False, True], ids=["by our decoder", "by the library"])
-def test_pictures_beside_others_give_the_library_s_tokens(served: Served, *, by_library: bool) -> None:
+@pytest.mark.parametrize("by_hf", [False, True], ids=["by our decoder", "by transformers"])
+def test_pictures_beside_others_give_transformers_tokens(served: Served, *, by_hf: bool) -> None:
     asked: list[list[Part]] = [PROMPTS["text"], PROMPTS["one picture"], PROMPTS[TWO]]
     library = Reference(served.folder)
     expected = [library.tokens(library.inputs(parts)) for parts in asked]
-    engine = served.engine(by_library=by_library)
-    assert isinstance(engine.decoder, HfDecoder if by_library else Decoder)
+    engine = served.engine(by_hf=by_hf)
+    assert isinstance(engine.decoder, HfDecoder if by_hf else Decoder)
     assert [outcome.tokens for outcome in engine.run(list(map(served.prompt, asked)), GREEDY)] == expected
 
 
@@ -84,7 +84,7 @@ def test_a_trial_tells_other_masks_and_rows(served: Served, monkeypatch: pytest.
     monkeypatch.setattr(trial, "runs_of", lambda _: [(0, 2)])
     with pytest.raises(CheckpointError, match="molmo2 gives other logits in chunks than of a whole prompt"):
         try_out(served.folder)
-    with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
+    with pytest.raises(CheckpointError, match="the logits of our decoder are not transformers'"):
         try_ours(served.folder)
 
 
@@ -120,7 +120,7 @@ def test_a_prompt_is_whole_up_to_its_last_mark() -> None:
     assert one.without_partial_media(0, 3, 99) == 3
 
 
-def test_a_text_with_norms_over_all_heads_is_the_library_s(tmp_path: Path) -> None:
+def test_a_text_with_norms_over_all_heads_is_that_of_transformers(tmp_path: Path) -> None:
     """Molmo 2 over OLMo has them, and other norms of layers."""
     folder = make("molmo2", tmp_path)
     config = json.loads((folder / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Answers whose tokens see all of the prompt and a window of themselves, as Unlimited-OCR's: the library's tokens,
+"""Answers whose tokens see all of the prompt and a window of themselves, as Unlimited-OCR's: transformers' tokens,
 whatever happens to them, and of no use to prompts that go on behind them."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WINDOW = 24
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint, prompts, and the tokens that the library answers with."""
+    """A checkpoint, prompts, and the tokens that transformers answers with."""
 
     served: Served
     library: Reference
@@ -55,8 +55,8 @@ class Case:
 BY = {
     "ours by torch": {"attention": "torch"},
     "ours by numba": {"attention": "numba"},
-    "the library's": {"by_library": True},
-    "the library's by numba": {"by_library": True, "attention": "numba"},
+    "transformers'": {"by_hf": True},
+    "transformers' by numba": {"by_hf": True, "attention": "numba"},
 }
 """Whose decoder computes, with which back end of attention."""
 by_each = pytest.mark.parametrize("by", BY.values(), ids=BY)
@@ -75,7 +75,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 def test_after_a_preemption_what_was_said_is_computed_again_as_an_answer(case: Case, by: dict[str, Any]) -> None:
     blocks = sum(-(-(len(prompt.layout.ids) + TOKENS) // 16) for prompt in case.prompts)
     tight = case.served.engine(blocks=blocks - 2, max_running=3, prefix_cache=True, **by)
-    assert isinstance(tight.decoder, Decoder) != ("by_library" in by)
+    assert isinstance(tight.decoder, Decoder) != ("by_hf" in by)
     assert case.said_by(tight) == case.expected
     assert tight.scheduler.counters.preemptions > 0, "the cache was not tight enough to prove anything"
 
@@ -130,7 +130,7 @@ def test_a_prompt_that_goes_on_behind_an_answer_has_no_blocks_of_it(case: Case) 
 
 @pytest.mark.parametrize("drafts", [0, 4])
 def test_steps_have_graphs(case: Case, drafts: int) -> None:
-    given: dict[str, Any] = {"library": case.served.found, "text": case.served.text(), "drafts": drafts}
+    given: dict[str, Any] = {"hf": case.served.found, "text": case.served.text(), "drafts": drafts}
     engine, _ = graphed(case.served.folder, **given, draft=misled_drafts(case.expected) if drafts else None)
     assert case.said_by(engine) == case.expected
     graphs = engine.runner.graphs
@@ -171,7 +171,7 @@ def test_an_answer_that_sees_something_else_is_told(seen: str, monkeypatch: pyte
     right = TextConfig.layer_kind
     less = Sight() if seen == "all of an answer" else Sight(window=WINDOW)
     monkeypatch.setattr(TextConfig, "layer_kind", lambda config, layer: replace(right(config, layer), sight=less))
-    with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's: they differ by"):
+    with pytest.raises(CheckpointError, match="the logits of our decoder are not transformers': they differ by"):
         try_ours_of(config_of_recipe("unlimited_ocr"), drawn_prompt)
 
 

@@ -35,7 +35,7 @@ def made(*coefficients: float) -> Xielu:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_the_library_s(dtype: torch.dtype) -> None:
+def test_it_is_that_of_transformers(dtype: torch.dtype) -> None:
     theirs = XIELUActivation(dtype=torch.float32)
     torch.nn.init.constant_(theirs.alpha_p, 0.3)
     torch.nn.init.constant_(theirs.alpha_n, -1.2)
@@ -78,5 +78,5 @@ def test_a_text_that_computes_otherwise_is_told(
 
     assert try_ours_of(small(), drawn_prompt).spans is SpanRule.NOWHERE
     monkeypatch.setattr(Xielu, "forward", otherwise)
-    with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's: they differ by"):
+    with pytest.raises(CheckpointError, match="the logits of our decoder are not transformers': they differ by"):
         try_ours_of(small(), drawn_prompt)

@@ -1,4 +1,4 @@
-"""Answers of a CPU that multiplies bfloat16: nearer to float32's than the library's own in bfloat16, and the same
+"""Answers of a CPU that multiplies bfloat16: nearer to float32's than transformers' own in bfloat16, and the same
 whatever the chunks, the company and the caches."""
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def prompts(directory: Path) -> list[Prompt]:
     return [make_prompt(directory, list(each)) for each in parts]
 
 
-def test_logits_are_nearer_to_float32_s_than_the_library_s(directory: Path, prompts: list[Prompt]) -> None:
+def test_logits_are_nearer_to_float32_s_than_those_of_transformers(directory: Path, prompts: list[Prompt]) -> None:
     prompt = prompts[0]
     exact, theirs = (
         reference.reference_logits(directory, prompt.inputs, kind).float() for kind in (torch.float32, torch.bfloat16)

@@ -20,7 +20,7 @@ from llm_service.request import TextPrompt
 from tools.models.prompts import picture
 from tools.models.tiny import make_without_weights
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # the library's processor
+pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # transformers' processor
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +35,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "<image><image><image>",
     ],
 )
-def test_tokens_of_pictures_in_slices_are_where_the_library_has_them(folder: Path, text: str) -> None:
+def test_tokens_of_pictures_in_slices_are_where_transformers_has_them(folder: Path, text: str) -> None:
     shown = [picture(5, 150, 240), picture(6, 230, 40), picture(7, 50, 50)]
     made = processor_of(folder)(text=[text], images=shown, return_tensors="pt")
     found, own = describe(folder), ItemProcessor(folder)
-    builder = PromptBuilder(Checkpoint(folder), ServedModel.by_library(found))
+    builder = PromptBuilder(Checkpoint(folder), ServedModel.by_hf(found))
     headers = []
     for each in shown:
         parts = own.replacement(np.asarray(each))

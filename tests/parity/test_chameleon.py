@@ -111,7 +111,7 @@ def test_keys_and_values_in_8_bits_are_those_of_a_cache_that_rounds(served: Serv
 def test_steps_have_graphs_and_drafts(served: Served) -> None:
     library = Reference(served.folder)
     expected = [library.tokens(library.inputs(parts)) for parts in PROMPTS.values()]
-    engine, _ = graphed(served.folder, drafts=4, library=served.found, text=served.text())
+    engine, _ = graphed(served.folder, drafts=4, hf=served.found, text=served.text())
     outcomes = engine.run([served.prompt(parts) for parts in PROMPTS.values()], GREEDY)
     assert [outcome.tokens for outcome in outcomes] == expected
     graphs = engine.runner.graphs
@@ -143,7 +143,7 @@ def test_a_text_that_computes_otherwise_is_told(what: str, monkeypatch: pytest.M
             return right(norms, heads)
 
         monkeypatch.setattr(HeadNorms, "forward", forward)
-    with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's: they differ by"):
+    with pytest.raises(CheckpointError, match="the logits of our decoder are not transformers': they differ by"):
         try_ours_of(config, drawn_prompt)
 
 

@@ -1,4 +1,4 @@
-"""Conversations are laid out as by the library, whatever a template does to what users write; the templates are like
+"""Conversations are laid out as by transformers, whatever a template does to what users write; the templates are like
 those of known families."""
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ TEXTS = st.lists(
 ).map("".join)
 
 
-def by_library(template: str, said: list[tuple[str, str]], **options: Any) -> str:
+def by_hf(template: str, said: list[tuple[str, str]], **options: Any) -> str:
     messages = [{"role": role, "content": text} for role, text in said]
     rendered, _ = render_jinja_template([messages], chat_template=template, **options, **TOKENS)
     return str(rendered[0])
@@ -120,12 +120,12 @@ def by_library(template: str, said: list[tuple[str, str]], **options: Any) -> st
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(system=st.none() | TEXTS, turns=st.lists(st.tuples(TEXTS, TEXTS), max_size=3), last=TEXTS)
-def test_a_conversation_reads_as_the_library_has_it(
+def test_a_conversation_reads_as_transformers_has_it(
     name: str, system: str | None, turns: list[tuple[str, str]], last: str
 ) -> None:
     said = [] if system is None else [("system", system)]
     said += [each for user, answer in turns for each in (("user", user), ("assistant", answer))] + [("user", last)]
-    wanted = by_library(TEMPLATES[name], said, add_generation_prompt=True)
+    wanted = by_hf(TEMPLATES[name], said, add_generation_prompt=True)
     prompt = ChatPrompt(tuple(Message(role, (text,)) for role, text in said))
     made = ChatTemplate(TEMPLATES[name], TOKENS).render(prompt)
     assert "".join(text for text, _ in made) == wanted
@@ -133,16 +133,16 @@ def test_a_conversation_reads_as_the_library_has_it(
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(before=TEXTS, end=st.sampled_from(["so", "so ", " so\n"]))
-def test_an_answer_that_goes_on_begins_where_the_librarys_does(name: str, before: str, end: str) -> None:
+def test_an_answer_that_goes_on_begins_where_transformers_does(name: str, before: str, end: str) -> None:
     said = [("user", before), ("assistant", end)]
-    wanted = by_library(TEMPLATES[name], said, continue_final_message=True)
+    wanted = by_hf(TEMPLATES[name], said, continue_final_message=True)
     prompt = ChatPrompt(tuple(Message(role, (text,)) for role, text in said), continues=True)
     made = ChatTemplate(TEMPLATES[name], TOKENS).render(prompt)
     assert "".join(text for text, _ in made) == wanted
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_conversation_has_the_librarys_tokens(name: str) -> None:
+def test_a_conversation_has_transformers_tokens(name: str) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(DEMO / "tokenizer.json"))
     template = TEMPLATES[name].replace("bos_token", "''").replace("eos_token", "'<|im_end|>'")
     said = [("user", "\n What is it? \n"), ("assistant", "<think>\nHm.\n</think>\n\n A dog.\n"), ("user", " Why?\n\n")]

@@ -25,7 +25,7 @@ KIND = "dots3_note"
     ],
     ids=["without an index", "layers of all kinds"],
 )
-def test_layers_of_other_kinds_give_the_library_s_logits(kinds: list[str]) -> None:
+def test_layers_of_other_kinds_give_transformers_logits(kinds: list[str]) -> None:
     config: Any = config_of_recipe(KIND)
     stated = config.text_config.to_dict()
     windowed = stated["per_layer_config"]["2"]

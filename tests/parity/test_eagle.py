@@ -1,4 +1,4 @@
-"""EAGLE-3 heads against plain operators over the library's hidden states."""
+"""EAGLE-3 heads against plain operators over transformers' hidden states."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Reference:
         return x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * self.own[f"{name}.weight"]
 
     def states(self, embeddings: torch.Tensor, positions: torch.Tensor, levels: dict[str, Any]) -> torch.Tensor:
-        """What comes before the layers that are read, from the library's layers themselves."""
+        """What comes before the layers that are read, from transformers' layers themselves."""
         found: dict[int, torch.Tensor] = {}
         hooks = [
             layer.register_forward_pre_hook(
@@ -229,7 +229,7 @@ def test_chunks_company_and_preemption_change_no_token(checkpoints: Callable[...
             assert engine.scheduler.counters.draft_tokens > 0
 
 
-def test_hidden_states_are_the_library_s_where_what_layers_add_is_multiplied(tmp_path: Path) -> None:
+def test_hidden_states_are_those_of_transformers_where_what_layers_add_is_multiplied(tmp_path: Path) -> None:
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 64}
     multipliers = {"embedding_multiplier": 6.0, "residual_multiplier": 0.25, "logits_scaling": 4.0}
     config = GraniteConfig(num_attention_heads=2, num_key_value_heads=1, **shape, **multipliers)

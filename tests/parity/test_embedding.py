@@ -57,7 +57,7 @@ FAMILIES: list[Any] = [
 
 @torch.no_grad()
 def hidden_states(directory: Path, prompt: Prompt) -> torch.Tensor:
-    """[n, hidden] of a whole prompt, by the library."""
+    """[n, hidden] of a whole prompt, by transformers."""
     given = {name: value for name, value in prompt.inputs.items() if name not in ("position_ids", "rope_deltas")}
     found: torch.Tensor = reference.model(directory).model(**given).last_hidden_state[0]
     return found
@@ -72,7 +72,7 @@ def check(found: np.ndarray, expected: list[torch.Tensor], pooling: Pooling) -> 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_embeddings_are_the_library_s_hidden_states(family: Family, checkpoints: Callable[..., Path]) -> None:
+def test_embeddings_are_hidden_states_of_transformers(family: Family, checkpoints: Callable[..., Path]) -> None:
     directory = checkpoints(family)
     prompts = [make_prompt(directory, parts) for parts in PARTS]
     states = [hidden_states(directory, prompt) for prompt in prompts]
@@ -94,16 +94,16 @@ def test_embeddings_are_the_library_s_hidden_states(family: Family, checkpoints:
 
 
 @pytest.mark.parametrize(
-    "by_library",
-    [pytest.param(False, id="our decoder", marks=pytest.mark.soak), pytest.param(True, id="the library's text")],
+    "by_hf",
+    [pytest.param(False, id="our decoder", marks=pytest.mark.soak), pytest.param(True, id="transformers' text")],
 )
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
-def test_so_are_those_of_a_model_without_a_family(by_library: bool, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
+def test_so_are_those_of_a_model_without_a_family(by_hf: bool, tmp_path: Path) -> None:
     served, library = Served.of(make("llava", tmp_path)), Reference(tmp_path)
     given = [library.inputs(parts) for parts in PROMPTS_OF_ANY.values()]
     prompts = [served.prompt(parts) for parts in PROMPTS_OF_ANY.values()]
-    engine = served.engine(by_library=by_library, step_tokens=16)
-    assert isinstance(engine.decoder, HfDecoder if by_library else Decoder)
+    engine = served.engine(by_hf=by_hf, step_tokens=16)
+    assert isinstance(engine.decoder, HfDecoder if by_hf else Decoder)
     with torch.no_grad():
         states = [library.model.model(**inputs).last_hidden_state[0] for inputs in given]
     for pooling, made in EACH.items():

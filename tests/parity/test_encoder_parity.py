@@ -1,4 +1,4 @@
-"""The encoder's patches and rows against the library's own processors and towers, on tiny random checkpoints."""
+"""The encoder's patches and rows against transformers' own processors and towers, on tiny random checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gemma 4's text by our decoder, in the forms in which it was published: ids, tokens and logits are the library's."""
+"""Gemma 4's text by our decoder, in the forms that were published: ids, tokens and logits are transformers' own."""
 
 from __future__ import annotations
 
@@ -70,8 +70,10 @@ def served(folder: Path) -> Served:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("form", ["unified", "experts", "dense"])
-def test_ids_and_tokens_are_the_library_s_whatever_the_chunks_and_the_company(form: str, tmp_path: Path) -> None:
-    """The form with inputs of single layers is compared among the library's models."""
+def test_ids_and_tokens_are_those_of_transformers_whatever_the_chunks_and_the_company(
+    form: str, tmp_path: Path
+) -> None:
+    """The form with inputs of single layers is compared among transformers' models."""
     served = Served.of(make_by(FORMS[form], tmp_path))
     assert {"one picture", OURS} <= compare(served, FORMS[form].step_tokens)
 
@@ -109,7 +111,7 @@ def test_no_row_sees_those_behind_it_where_the_configuration_says_nothing_of_tha
 
 
 def test_the_size_without_towers_lets_rows_see_each_other_beyond_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the library computes a prompt over its ordinary cache."""
+    """As transformers computes a prompt over its ordinary cache."""
     assert try_ours_of(config_of(FORMS["unified"]), drawn_prompt).spans is SpanRule.BEYOND_WINDOWS
     assert try_config(config_of(FORMS["unified"]), drawn_prompt).spans is SpanRule.BEYOND_WINDOWS
     right = SelfAttention.cache_spec
@@ -121,7 +123,7 @@ def test_the_size_without_towers_lets_rows_see_each_other_beyond_windows(monkeyp
         return replace(spec, kind=replace(spec.kind, sight=spec.kind.sight.with_spans(SpanRule.EVERYWHERE)))
 
     monkeypatch.setattr(SelfAttention, "cache_spec", within)
-    with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
+    with pytest.raises(CheckpointError, match="the logits of our decoder are not transformers'"):
         try_ours_of(config_of(FORMS["unified"]), drawn_prompt)
 
 
@@ -201,7 +203,7 @@ def test_the_trial_tells_what_would_be_wrong(what: str, monkeypatch: pytest.Monk
     form, owner, name, wrong = WRONG[what]
     monkeypatch.setattr(owner, name, wrong)
     config = config_of(FORMS[form])
-    with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
+    with pytest.raises(CheckpointError, match="the logits of our decoder are not transformers'"):
         try_ours_of(config, drawn_prompt)
 
 
@@ -211,7 +213,7 @@ def test_the_trial_tells_what_is_not_read(changed: dict[str, Any], monkeypatch: 
     right = TextConfig.of
     monkeypatch.setattr(TextConfig, "of", lambda *given: replace(right(*given), **changed))
     config = config_of(FORMS["dense"])
-    with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
+    with pytest.raises(CheckpointError, match="the logits of our decoder are not transformers'"):
         try_ours_of(config, drawn_prompt)
 
 
@@ -243,7 +245,7 @@ def test_logits_of_two_ranks_are_those_of_one(form: str, tmp_path: Path, monkeyp
 def test_replays_look_up_the_inputs_of_layers(folder: Path, served: Served) -> None:
     library = Reference(folder)
     expected = [library.tokens(library.inputs(parts)) for parts in PROMPTS.values()]
-    engine, _ = graphed(folder, step_tokens=80, library=served.found, text=served.text())
+    engine, _ = graphed(folder, step_tokens=80, hf=served.found, text=served.text())
     assert [outcome.tokens for outcome in engine.run(list(map(served.prompt, PROMPTS.values())), GREEDY)] == expected
     graphs = engine.runner.graphs
     assert graphs is not None

@@ -13,7 +13,7 @@ from llm_service.models.trial import try_ours_of
 from tools.models.drawn_prompts import drawn_prompt
 from tools.models.tiny import config_of_recipe
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processor
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processor
 KIND = "glm5_next"
 
 
@@ -29,13 +29,13 @@ KIND = "glm5_next"
     ],
     ids=["each chooses", "no states", "one that chooses", "no bound", "one stream", "no experts"],
 )
-def test_other_settings_give_the_library_s_logits(changed: dict[str, Any]) -> None:
+def test_other_settings_give_transformers_logits(changed: dict[str, Any]) -> None:
     config: Any = config_of_recipe(KIND)
     config.text_config = type(config.text_config)(**config.text_config.to_dict() | changed)
     assert try_ours_of(config, drawn_prompt).spans is SpanRule.NOWHERE
 
 
-def test_biases_of_latents_are_the_library_s() -> None:
+def test_biases_of_latents_are_those_of_transformers() -> None:
     config: Any = config_of_recipe(KIND)
     config.text_config = type(config.text_config)(**config.text_config.to_dict() | {"attention_bias": True})
     with pytest.raises(CheckpointError, match="biases"):

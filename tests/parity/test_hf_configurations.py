@@ -1,4 +1,4 @@
-"""What the library says of a configuration, and which ones are refused, in a sentence."""
+"""What transformers says of a configuration, and which ones are refused, in a sentence."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from common.hf import rows as hf_rows
 from common.hf.description import Refusal
 from common.hf.small_models import redraw_corrections
 from llm_service.models.hf import attention as hf_attention
-from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
+from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
 from tools.models.tiny import config_of_recipe, make
 
 from transformers.activations import ACT2CLS  # isort: skip
 
 
-def test_a_package_that_the_library_wants_is_named(
+def test_a_package_that_transformers_wants_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def describe(_: Path) -> None:
@@ -34,16 +34,16 @@ def test_a_package_that_the_library_wants_is_named(
     monkeypatch.setattr(hf_models, "describe", describe)
     hf_models.main(tmp_path)
     answer = msgspec.json.decode(capsys.readouterr().out, type=Refusal)
-    assert answer.why == "the library wants a package that is not installed here: timm"
+    assert answer.why == "transformers wants a package that is not installed here: timm"
 
 
 def test_a_configuration_that_makes_no_sense_is_refused_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": 5}))
-    with pytest.raises(CheckpointError, match="the library cannot read the configuration of llava: "):
+    with pytest.raises(CheckpointError, match="transformers cannot read the configuration of llava: "):
         hf_classes.config_of(tmp_path)
     config = config_of_recipe("llava")
     config.text_config.num_attention_heads = 0
-    with pytest.raises(CheckpointError, match="the library makes no model of this configuration of llava: "):
+    with pytest.raises(CheckpointError, match="transformers makes no model of this configuration of llava: "):
         hf_models.checked(config)
 
 
@@ -71,7 +71,7 @@ def test_rows_at_places_of_a_token_beyond_the_vocabulary_are_refused(tmp_path: P
 )
 def test_a_configuration_says_what_cannot_be_served(kind: str, why: str) -> None:
     with pytest.raises(CheckpointError, match=why):
-        hf_models.checked(hf_classes.library().CONFIG_MAPPING[kind]())
+        hf_models.checked(hf_classes.transformers().CONFIG_MAPPING[kind]())
 
 
 def test_an_index_that_is_not_known_is_refused() -> None:
@@ -125,7 +125,7 @@ def test_a_processor_that_does_not_say_what_stands_for_a_picture_is_refused(tmp_
 
 
 def test_rows_that_depend_on_the_prompt_s_text_are_refused() -> None:
-    config = hf_classes.library().CONFIG_MAPPING["instructblip"]()
+    config = hf_classes.transformers().CONFIG_MAPPING["instructblip"]()
     with pytest.raises(CheckpointError, match="instructblip makes rows of a picture by what the prompt says of it"):
         hf_models.checked(config)
 
@@ -137,7 +137,7 @@ def test_sounds_are_left_out_where_rows_of_media_see_each_other_or_there_is_no_t
     assert hasattr(model.base_model, "get_audio_features")
     assert config.audio_config is None
     assert config.text_config.use_bidirectional_attention == "vision"
-    tower = hf_classes.library().CONFIG_MAPPING["gemma4_audio"]()
+    tower = hf_classes.transformers().CONFIG_MAPPING["gemma4_audio"]()
     for bidirectional, audio, taken in ((None, tower, True), ("vision", tower, False), (None, None, False)):
         config.text_config.use_bidirectional_attention, config.audio_config = bidirectional, audio
         assert hf_rows.takes_sounds(model, processor) == taken

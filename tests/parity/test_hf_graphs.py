@@ -1,4 +1,4 @@
-"""Texts that the library computes over the paged kernels of our decoder, and in graphs: without a GPU, as
+"""Texts that transformers computes over the paged kernels of our decoder, and in graphs: without a GPU, as
 `test_llm_graphs` has it."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tools.models.tiny import config_of_recipe, make
 
 CPU = torch.device("cpu")
 ASKED = list(PROMPTS.values())
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +44,14 @@ def cohere2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def said(cohere2: Path) -> list[list[int]]:
-    """By the library."""
+    """By transformers."""
     library = Reference(cohere2)
     return [library.tokens(library.inputs(parts)) for parts in ASKED]
 
 
 def captured(served: Served) -> Any:
     """An engine with graphs of decode steps, whose buffers are poisoned after each replay."""
-    engine, _ = graphed(served.folder, library=served.found, finding=served.finding())
+    engine, _ = graphed(served.folder, hf=served.found, finding=served.finding())
     assert isinstance(engine.decoder, HfDecoder)
     assert engine.runner.not_capturable() == ""
     return engine
@@ -102,7 +102,7 @@ def test_quantised_weights_do_as_well(cohere2: Path, tmp_path: Path) -> None:
 def test_kernels_of_our_decoder_attend(attention: str, cohere2: Path, said: list[list[int]]) -> None:
     """Those for GPUs in their interpreter: prompts in chunks, packed, and answers."""
     served = Served.of(cohere2)
-    engine = served.engine(by_library=True, attention=attention, step_tokens=40)
+    engine = served.engine(by_hf=True, attention=attention, step_tokens=40)
     assert {kind.backend.name for kind in engine.runner.caches.paged.values()} == {attention}
     assert {spec.kind.sight.window for spec in engine.runner.caches.paged} == {0, 24}
     few = [1, 0] if attention == "triton" else range(len(ASKED))
@@ -112,7 +112,7 @@ def test_kernels_of_our_decoder_attend(attention: str, cohere2: Path, said: list
 
 def test_they_know_rows_that_see_each_other(tmp_path: Path) -> None:
     served, library = Served.of(make("gemma3", tmp_path)), Reference(tmp_path)
-    engine = served.engine(by_library=True, attention="numba")
+    engine = served.engine(by_hf=True, attention="numba")
     assert all(spec.kind.sight.spans is SpanRule.EVERYWHERE for spec in engine.runner.caches.paged)
     expected = [library.tokens(library.inputs(parts)) for parts in ASKED]
     assert [each.tokens for each in engine.run([served.prompt(parts) for parts in ASKED], GREEDY)] == expected
@@ -120,7 +120,7 @@ def test_they_know_rows_that_see_each_other(tmp_path: Path) -> None:
 
 def test_a_step_that_the_host_waits_for_is_not_captured(cohere2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = Served.of(cohere2)
-    engine = served.engine(by_library=True, attention=PlainTables, max_running=PEOPLE)
+    engine = served.engine(by_hf=True, attention=PlainTables, max_running=PEOPLE)
     assert engine.runner.not_capturable() == ""
     text: Any = type(engine.decoder._text)
     forward: Callable[..., Any] = text.forward
@@ -130,7 +130,7 @@ def test_a_step_that_the_host_waits_for_is_not_captured(cohere2: Path, monkeypat
         return forward(self, *given, **more)
 
     monkeypatch.setattr(text, "forward", looks)
-    why = "the library waits for what the device has computed (aten::_local_scalar_dense)"
+    why = "transformers waits for what the device has computed (aten::_local_scalar_dense)"
     assert engine.runner.not_capturable() == why
 
 

@@ -1,4 +1,4 @@
-"""Models of the library that hear, and see or write as well: places of sounds, their rows and tokens."""
+"""Models of transformers that hear, and see or write as well: places of sounds, their rows and tokens."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_sound_that_the_processor_cuts_off_is_refused(tmp_path: Path) -> None:
     assert planner._answer(processor, PlanItem(samples=320)) == WrongLength(too_long=False)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
 def test_of_a_model_that_speaks_the_thinker_is_served(tmp_path: Path) -> None:
     """As Qwen2.5-Omni is published: one part of its configuration, and of its tensors, writes."""
     thinker, whole = make("qwen2_5_omni_thinker", tmp_path / "thinker"), tmp_path / "whole"
@@ -81,7 +81,7 @@ def filled_up(tmp_path_factory: pytest.TempPathFactory) -> Served:
     return Served.of(make("gemma3n", tmp_path_factory.mktemp("gemma3n")))
 
 
-def test_places_behind_a_sound_have_the_row_that_the_library_fills_them_up_with(filled_up: Served) -> None:
+def test_places_behind_a_sound_have_the_row_that_transformers_fills_them_up_with(filled_up: Served) -> None:
     library, parts = Reference(filled_up.folder), ["Hear ", tones(7, 1.7), "!"]
     ours, given = filled_up.prompt(parts), library.inputs(parts)
     assert ours.layout.ids == given["input_ids"][0].tolist()
@@ -106,12 +106,12 @@ def test_a_sound_that_is_longer_than_its_places_is_refused(filled_up: Served) ->
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["gemma3n", "audioflamingo3", "musicflamingo", "moss_transcribe_diarize"])
-def test_tokens_of_models_that_hear_are_the_library_s(kind: str, tmp_path: Path) -> None:
+def test_tokens_of_models_that_hear_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     assert {SOUND, OURS} <= compare(Served.of(make(kind, tmp_path)))
 
 
 @pytest.mark.soak
-def test_tokens_of_gemma_4_s_smaller_sizes_are_the_library_s_of_sounds_too(tmp_path: Path) -> None:
+def test_tokens_of_gemma_4_s_smaller_sizes_are_those_of_transformers_of_sounds_too(tmp_path: Path) -> None:
     """They let no rows see each other."""
     assert {SOUND, OURS, "one picture"} <= compare(Served.of(make_by(GEMMA4_HEARING, tmp_path)))
 
@@ -119,7 +119,7 @@ def test_tokens_of_gemma_4_s_smaller_sizes_are_the_library_s_of_sounds_too(tmp_p
 def test_voxtral_hears_though_its_processor_lays_sounds_out_in_conversations_alone(tmp_path: Path) -> None:
     """Ids by its tokenizer's marks, and features of whole chunks of 30 seconds."""
     served = Served.of(make("voxtral", tmp_path))
-    library = hf_classes.library()
+    library = hf_classes.transformers()
     extractor = library.WhisperFeatureExtractor.from_pretrained(tmp_path)
     model = library.VoxtralForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float32).eval()
     tokenizer = Tokenizer.from_str(Checkpoint(tmp_path).tokenizer())

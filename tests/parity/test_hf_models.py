@@ -1,4 +1,4 @@
-"""Models that the library computes, through our prompt, scheduler and paged cache: its ids and its tokens."""
+"""Models that transformers computes, through our prompt, scheduler and paged cache: its ids and its tokens."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ FEW = "llava_onevision", "gemma4", "ernie4_5_vl_moe", "minicpmv4_6", "qwen2_5_om
 
 
 def test_videos_whose_frames_are_placed_by_what_is_known_of_them_are_compared(tmp_path: Path) -> None:
-    """The library's processor looks that up, and has it if it is asked to give it back alone."""
+    """transformers' processor looks that up, and has it if it is asked to give it back alone."""
     assert {"one picture", VIDEO, OURS} <= compare(Served.of(make("cosmos3_edge", tmp_path)))
 
 
@@ -71,9 +71,9 @@ def test_marks_around_media_are_looked_up_in_tables_of_their_own() -> None:
 _CUT: dict[str, Any] = {"step_tokens": 16, "max_running": 3}
 
 
-def test_a_family_of_ours_and_the_library_make_the_same_of_one_checkpoint(checkpoints: Callable[..., Path]) -> None:
+def test_a_family_of_ours_and_transformers_make_the_same_of_one_checkpoint(checkpoints: Callable[..., Path]) -> None:
     """Rows with levels of deepstack, and positions in time, height and width; the text by our decoder, as it is served,
-    and by the library. The tower holds nothing of the text."""
+    and by transformers. The tower holds nothing of the text."""
     folder = checkpoints("qwen3_vl")
     theirs = Served.of(folder)
     assert (theirs.found.levels, theirs.found.axes) == (3, 3)
@@ -93,13 +93,13 @@ def test_a_family_of_ours_and_the_library_make_the_same_of_one_checkpoint(checkp
         for one, other in zip(prompt.rows, ours[name].rows, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     native = LocalEngine(folder).run(list(ours.values()), GREEDY)
-    for options in ({}, _CUT, {"by_library": True}, {"by_library": True, **_CUT}):
+    for options in ({}, _CUT, {"by_hf": True}, {"by_hf": True, **_CUT}):
         said = theirs.engine(**options).run(list(prompts.values()), GREEDY)
         assert [outcome.tokens for outcome in said] == [outcome.tokens for outcome in native]
 
 
 @pytest.mark.soak
-def test_tokens_of_mistral_3_with_mistral_4_s_text_are_the_library_s(tmp_path: Path) -> None:
+def test_tokens_of_mistral_3_with_mistral_4_s_text_are_those_of_transformers(tmp_path: Path) -> None:
     """As it is published: latent attention, experts, queries that are scaled by their places."""
     latent = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
     experts = {"n_routed_experts": 4, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}
@@ -124,12 +124,12 @@ def halved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.soak
-def test_weights_in_16_bits_give_the_library_s_tokens_in_float32(halved: Path) -> None:
+def test_weights_in_16_bits_give_transformers_tokens_in_float32(halved: Path) -> None:
     assert {str(each.dtype) for each in load_file(halved / "model.safetensors").values()} == {"torch.bfloat16"}
     assert "one picture" in compare(Served.of(halved))
 
 
-def test_in_16_bits_logits_are_as_near_to_float32_s_as_the_library_s(halved: Path) -> None:
+def test_in_16_bits_logits_are_as_near_to_float32_s_as_those_of_transformers(halved: Path) -> None:
     ids = torch.arange(60) % 50 + 40
     whole = hf_classes.class_of(hf_classes.config_of(halved))
     with torch.inference_mode():
@@ -174,8 +174,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 @pytest.mark.parametrize(
     "kind", [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.soak) for kind in SUITE]
 )
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
-def test_ids_and_tokens_are_the_library_s_whatever_the_chunks_and_the_company(kind: str, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
+def test_ids_and_tokens_are_those_of_transformers_whatever_the_chunks_and_the_company(
+    kind: str, tmp_path: Path
+) -> None:
     more = {SOUND, *sounding_prompts()} if kind == "qwen2_5_omni_thinker" else set()
     assert {"one picture", OURS} | more <= compare(Served.of(make(kind, tmp_path)), RECIPES[kind].step_tokens)
 
@@ -189,9 +191,9 @@ BY_LIBRARY = [
 
 
 @pytest.mark.parametrize("kind", BY_LIBRARY)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
-def test_so_they_are_where_the_library_computes_the_text(kind: str, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
+def test_so_they_are_where_transformers_computes_the_text(kind: str, tmp_path: Path) -> None:
     served = Served.of(make(kind, tmp_path))
-    found = compare(served, RECIPES[kind].step_tokens, by_library=True)
+    found = compare(served, RECIPES[kind].step_tokens, by_hf=True)
     assert "one picture" in found
     assert OURS not in found

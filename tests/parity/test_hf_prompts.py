@@ -1,4 +1,4 @@
-"""What processors of the library make of items, and what stands for these in our prompts."""
+"""What processors of transformers make of items, and what stands for these in our prompts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_marks_that_touch_are_one_and_a_word_behind_one_gets_a_space(tmp_path: P
     folder = make("idefics2", tmp_path)
     found, processor = hf_models.describe(folder), hf_processors.processor_of(folder)
     assert (found.seam, found.frame) == ("<fake_token_around_image>", None)
-    builder = PromptBuilder(Checkpoint(folder), ServedModel.by_library(found))
+    builder = PromptBuilder(Checkpoint(folder), ServedModel.by_hf(found))
     grid, picture_of = Grid(1, 1, 6), ItemProcessor(folder).replacement(np.zeros((48, 64, 3), np.uint8))
     for text in ("<image>a", "<image><image>b", "<image> c<image>\nd<image></s>e", "f <image><g<image>"):
         count = text.count("<image>")
@@ -91,7 +91,7 @@ def test_pictures_that_depend_on_each_other_are_told() -> None:
 
 def test_a_prompt_has_one_picture_where_they_depend_on_each_other(plain: Path) -> None:
     found = msgspec.structs.replace(hf_models.describe(plain), alone=("image",))
-    builder = PromptBuilder(Checkpoint(plain), ServedModel.by_library(found))
+    builder = PromptBuilder(Checkpoint(plain), ServedModel.by_hf(found))
     items = [MediaItem(Modality.IMAGE, Key(b""), index=n) for n in range(2)]
     assert builder.pieces(ChatPrompt((Message("user", (items[0], "?")),)), [Modality.IMAGE])
     with pytest.raises(InvalidInput, match="makes of a picture depends on others: one in a prompt is served"):
@@ -100,7 +100,7 @@ def test_a_prompt_has_one_picture_where_they_depend_on_each_other(plain: Path) -
 
 def test_a_sound_alone_depends_on_others_where_pictures_do_not(plain: Path) -> None:
     found = msgspec.structs.replace(hf_models.describe(plain), alone=("audio",), placeholders={"image": 1, "audio": 2})
-    builder = PromptBuilder(Checkpoint(plain), ServedModel.by_library(found))
+    builder = PromptBuilder(Checkpoint(plain), ServedModel.by_hf(found))
     assert len(builder.pieces(TokenPrompt((1, 1)), [Modality.IMAGE] * 2)) == 2
     with pytest.raises(InvalidInput, match="makes of a sound depends on others: one in a prompt is served"):
         builder.pieces(TokenPrompt((1, 2)), [Modality.IMAGE, Modality.AUDIO])
@@ -112,7 +112,7 @@ def test_a_template_has_the_seconds_of_sounds_in_their_order(plain: Path) -> Non
     found = hf_models.describe(plain)
     token = found.placeholders["image"]
     found = msgspec.structs.replace(found, placeholders={"audio": token}, length_mark="{S}")
-    builder = PromptBuilder(checkpoint, ServedModel.by_library(found))
+    builder = PromptBuilder(checkpoint, ServedModel.by_hf(found))
     part, grid = (PromptPart("", 2, token),), Grid(1, 1, 2)
     headers = [Header(b"", Modality.AUDIO, grid, 2, seconds_per_grid=each, replacement=part) for each in (1.5, 2.25)]
     word = builder.tokenizer.id_to_token(token)

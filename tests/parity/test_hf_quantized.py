@@ -1,4 +1,4 @@
-"""Texts that the library computes, with weights in 8 and 4 bits: the library's tokens on the weights that they are."""
+"""Texts that transformers computes, with weights in 8 and 4 bits: transformers' tokens on the weights that they are."""
 
 from __future__ import annotations
 
@@ -57,13 +57,15 @@ def quantised(kind: str, form: str, root: Path, *, experts_too: bool = False) ->
 
 
 @pytest.mark.parametrize(("kind", "form"), KINDS)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
-def test_greedy_tokens_are_the_library_s_on_the_weights_that_they_are(kind: str, form: str, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
+def test_greedy_tokens_are_those_of_transformers_on_the_weights_that_they_are(
+    kind: str, form: str, tmp_path: Path
+) -> None:
     quantized, wide = quantised(kind, form, tmp_path)
     served, library = Served.of(quantized), Reference(wide)
     asked = [PROMPTS["text"], PROMPTS["one picture"]]
     expected = [library.tokens(library.inputs(parts)) for parts in asked]
-    engine = served.engine(by_library=True, step_tokens=64)
+    engine = served.engine(by_hf=True, step_tokens=64)
     assert isinstance(engine.decoder, HfDecoder)
     method = json.loads((quantized / "config.json").read_text())["quantization_config"]["quant_method"]
     told = weights_of(engine.decoder.weights(), method)
@@ -74,7 +76,7 @@ def test_greedy_tokens_are_the_library_s_on_the_weights_that_they_are(kind: str,
 
 
 def linears(decoder: HfDecoder) -> list[TextLinear]:
-    """Ours in the places of the library's; none of them has a weight in a longer form."""
+    """Ours in the places of transformers'; none of them has a weight in a longer form."""
     found = {id(part): part for part in decoder.weights().modules() if isinstance(part, TextLinear)}
     for part in found.values():
         for inner in part.modules():
@@ -108,7 +110,7 @@ def test_logits_of_two_ranks_are_those_of_one(tmp_path: Path, monkeypatch: pytes
     plain, _ = logits(loaded(wide), ALONE)
     expected, inputs = logits(loaded(quantized), ALONE)
     torch.testing.assert_close(expected, plain, rtol=1e-4, atol=1e-4)
-    models = [loaded(quantized) for _ in range(2)]  # not by threads: the library changes what all of them have
+    models = [loaded(quantized) for _ in range(2)]  # not by threads: transformers changes what all of them have
     for split, fewer in on_ranks(2, lambda group: logits(models[group.rank], group)):
         torch.testing.assert_close(split, expected, rtol=1e-4, atol=1e-4)
         assert fewer < inputs, "rows are shared as well as columns"
@@ -170,18 +172,18 @@ def test_what_chooses_experts_is_not_rounded(
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        ("ernie4_5_vl_moe", r"mlp\.experts\.0\.\w+ is quantised, and the library puts it together with others"),
+        ("ernie4_5_vl_moe", r"mlp\.experts\.0\.\w+ is quantised, and transformers puts it together with others"),
         (
             "llama4",
-            r"the checkpoint lacks .*\.experts\.down_proj, or has it quantised in parts that the",
+            r"the checkpoint lacks .*\.experts\.down_proj, or has it quantised in parts that transformers",
         ),
     ],
 )
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
-def test_quantised_experts_that_the_library_stacks_are_refused_by_name(kind: str, why: str, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
+def test_quantised_experts_that_transformers_stacks_are_refused_by_name(kind: str, why: str, tmp_path: Path) -> None:
     quantized, _ = quantised(kind, "awq", tmp_path, experts_too=True)
     with pytest.raises(CheckpointError, match=why):
-        Served.of(quantized).engine(by_library=True)
+        Served.of(quantized).engine(by_hf=True)
 
 
 def test_what_asks_for_a_weight_that_stays_short_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

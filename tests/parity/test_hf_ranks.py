@@ -1,4 +1,4 @@
-"""The library's text model split over ranks by its own plan: two threads, whose shares together are the whole."""
+"""transformers' text model split over ranks by its own plan: two threads, whose shares together are the whole."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_logits_of_two_ranks_are_those_of_one(kind: str) -> None:
 
 def test_a_model_without_a_plan_is_refused() -> None:
     model = made_up(config_of_recipe("cosmos3_omni"), text_alone)
-    with pytest.raises(CheckpointError, match=r"the library has no plan for \w+ on more than one rank"):
+    with pytest.raises(CheckpointError, match=r"transformers has no plan for \w+ on more than one rank"):
         share_out(model, TensorGroup(0, 2))
 
 

@@ -1,4 +1,4 @@
-"""A worker for a model that the library computes: items of one shape go through its tower together, and as a replay
+"""A worker for a model that transformers computes: items of one shape go through its tower together, and as a replay
 where there are graphs, with the rows that each gets alone."""
 
 from __future__ import annotations
@@ -89,9 +89,7 @@ def test_items_of_one_shape_share_a_pass_and_get_the_rows_that_they_get_alone(
     passes: list[int],
 ) -> None:
     found, (staging, store) = hf_models.describe(folder), arenas
-    runner = kind(
-        WorkerSettings(str(folder), "cpu", "float32", 0, ROOM, ROOM, library=found, batch_patches=most), *arenas
-    )
+    runner = kind(WorkerSettings(str(folder), "cpu", "float32", 0, ROOM, ROOM, hf=found, batch_patches=most), *arenas)
     pictures, pieces, at = [picture(sides, seed) for seed, sides in enumerate(SIDES)], [], 0
     alone = HfTower(folder, found, torch.float32, CPU)
     expected: list[Tensor] = []
@@ -131,7 +129,7 @@ def test_an_item_is_answered_before_the_processor_is_done_with_all(
     """On a CPU in turn. Elsewhere the processor makes the next item while the tower computes, which here waits for
     that: were it not so, for ever."""
     found = hf_models.describe(folder)
-    settings = WorkerSettings(str(folder), "cpu", "float32", 0, ROOM, ROOM, library=found)
+    settings = WorkerSettings(str(folder), "cpu", "float32", 0, ROOM, ROOM, hf=found)
     runner, seen, made = HfRunner(settings, *arenas), list[str](), threading.Semaphore(0)
     inputs, rows = runner._processor.inputs, runner._tower_of_items.rows
 
@@ -175,7 +173,7 @@ def test_a_picture_that_the_tower_has_no_positions_for_fails_alone(
 ) -> None:
     gemma = make("gemma4", tmp_path)
     found = hf_models.describe(gemma)
-    runner = HfRunner(WorkerSettings(str(gemma), "cpu", "float32", 0, ROOM, ROOM, library=found), *arenas)
+    runner = HfRunner(WorkerSettings(str(gemma), "cpu", "float32", 0, ROOM, ROOM, hf=found), *arenas)
 
     def batch(height: int, width: int) -> Batch:
         pixels = picture((height, width), 0)
@@ -202,7 +200,7 @@ def test_a_trial_has_each_shape_once_and_one_of_uneven_patches(
     monkeypatch.setattr(hf_runner, "why_apart", why_apart)
     for each in (folder, make("mistral3", tmp_path)):
         found = hf_models.describe(each)
-        settings = WorkerSettings(str(each), "cpu", "float32", 0, ROOM, ROOM, library=found, batch_patches=256)
+        settings = WorkerSettings(str(each), "cpu", "float32", 0, ROOM, ROOM, hf=found, batch_patches=256)
         HfRunner(settings, *arenas)
     assert tried == [(56, 56), (84, 56), (84, 84), (112, 84)]
 
@@ -213,7 +211,7 @@ def test_sounds_that_are_filled_up_to_one_length_have_graphs(
     monkeypatch.setattr(hf_runner, "_USUAL_SECONDS", ((1, 2), (31, 32)))
     folder, (staging, store) = make("voxtral", tmp_path), arenas
     found, pieces = hf_models.describe(folder), []
-    settings = WorkerSettings(str(folder), "cpu", "float32", 0, ROOM, ROOM, library=found, batch_patches=0)
+    settings = WorkerSettings(str(folder), "cpu", "float32", 0, ROOM, ROOM, hf=found, batch_patches=0)
     runner = Graphed(settings, *arenas)
     sounds, expected = [noisy_sound(seconds, found.sound_rate, seconds) for seconds in (3, 4)], []
     for at, heard in enumerate(sounds):
@@ -235,7 +233,7 @@ def test_cores_are_divided_with_others_who_compute(folder: Path, arenas: tuple[S
     threads, cores = torch.get_num_threads(), max(2, usable_cores())
     found, used = hf_models.describe(folder), list[int]()
     try:
-        settings = WorkerSettings(str(folder), "cpu", "float32", cores, ROOM, ROOM, library=found, core_share=True)
+        settings = WorkerSettings(str(folder), "cpu", "float32", cores, ROOM, ROOM, hf=found, core_share=True)
         runner = HfRunner(settings, *arenas)
         other = CoreShare.of_this_host(cores, used.append)
         assert other is not None
@@ -260,7 +258,7 @@ def test_linear_layers_are_laid_out_by_a_pass_over_an_example(
         "encoder_service.models.hf.tower.lay_out", lambda *given: made.append(lay_out(*given)) or made[-1]
     )
     found = hf_models.describe(folder)
-    runner = HfRunner(WorkerSettings(str(folder), "cpu", "float32", 0, ROOM, ROOM, library=found), *arenas)
+    runner = HfRunner(WorkerSettings(str(folder), "cpu", "float32", 0, ROOM, ROOM, hf=found), *arenas)
     linears = [part for part in runner._tower_of_items._model.modules() if type(part) is torch.nn.Linear]
     assert (made, linears) == ([20], []), "all of this tower"
     pixels = picture((64, 48), 0)

@@ -1,5 +1,5 @@
-"""Models for sounds alone that the library computes: rows and tokens are its own, and bad files are refused as a family
-of ours refuses them."""
+"""Models for sounds alone that transformers computes: rows and tokens are its own, and bad files are refused as a
+family of ours refuses them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def library(hearing: Served) -> Reference:
     return Reference(hearing.folder)
 
 
-def test_rows_are_the_library_s(hearing: Served, library: Reference) -> None:
+def test_rows_are_those_of_transformers(hearing: Served, library: Reference) -> None:
     assert list(hearing.found.placeholders) == ["audio"]
     for seconds in (0.4, 1.7):
         parts = ["Hear ", tones(7, seconds), "!"]

@@ -1,4 +1,4 @@
-"""Towers of the library whose full attention a back end of ours computes."""
+"""Towers of transformers whose full attention a back end of ours computes."""
 
 from __future__ import annotations
 

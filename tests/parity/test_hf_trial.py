@@ -114,7 +114,7 @@ def test_a_trial_tells_a_sound_whose_rows_see_each_other(monkeypatch: pytest.Mon
 
 
 def test_a_token_of_padding_is_seen_where_a_prompt_has_it() -> None:
-    """The library would mask it as it generates, unless it is told."""
+    """transformers would mask it as it generates, unless it is told."""
     config: Any = config_of_recipe("llava")
     config.text_config.pad_token_id = config.pad_token_id = 5
     assert try_config(config, drawn_prompt).spans is SpanRule.NOWHERE

@@ -45,13 +45,13 @@ YARN = {
     ],
     ids=["each chooses, one stream", "no experts", "groups of experts", "scaled places"],
 )
-def test_other_settings_give_the_library_s_logits(changed: dict[str, Any]) -> None:
+def test_other_settings_give_transformers_logits(changed: dict[str, Any]) -> None:
     config: Any = config_of_recipe(KIND)
     config.text_config = type(config.text_config)(**config.text_config.to_dict() | changed)
     assert try_ours_of(config, drawn_prompt).spans is SpanRule.NOWHERE
 
 
-def test_biases_of_latents_are_the_library_s() -> None:
+def test_biases_of_latents_are_those_of_transformers() -> None:
     config: Any = config_of_recipe(KIND)
     config.text_config = type(config.text_config)(**config.text_config.to_dict() | {"attention_bias": True})
     with pytest.raises(CheckpointError, match="biases"):
@@ -101,7 +101,7 @@ ALIKE = (
 )
 def test_layers_that_compute_otherwise_are_told(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*WRONG[wrong])
-    with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
+    with pytest.raises(CheckpointError, match="the logits of our decoder are not transformers'"):
         try_ours_of(config_of_recipe(KIND), drawn_prompt)
 
 

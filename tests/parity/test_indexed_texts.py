@@ -26,7 +26,7 @@ from tools.models.prompts import PROMPTS
 from tools.models.reference import TOKENS, Reference
 from tools.models.tiny import make
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
 ASKED = [PROMPTS["text"], PROMPTS["one picture"]]
 
 
@@ -73,12 +73,12 @@ def served(folder: Path) -> Served:
 
 @pytest.fixture(scope="module")
 def said(folder: Path) -> list[list[int]]:
-    """What the library says."""
+    """What transformers says."""
     library = Reference(folder)
     return [library.tokens(library.inputs(parts)) for parts in ASKED]
 
 
-def test_tokens_are_the_library_s_in_short_steps_beside_others_and_where_some_are_cached(
+def test_tokens_are_those_of_transformers_in_short_steps_beside_others_and_where_some_are_cached(
     served: Served, said: list[list[int]]
 ) -> None:
     prompts = [served.prompt(parts) for parts in ASKED]
@@ -93,7 +93,7 @@ def test_tokens_are_the_library_s_in_short_steps_beside_others_and_where_some_ar
 def test_steps_with_a_token_of_each_sequence_have_graphs(
     folder: Path, served: Served, said: list[list[int]], attention: str
 ) -> None:
-    engine, _ = graphed(folder, attention, library=served.found, text=served.text())
+    engine, _ = graphed(folder, attention, hf=served.found, text=served.text())
     assert [outcome.tokens for outcome in engine.run(list(map(served.prompt, ASKED)), GREEDY)] == said
     assert engine.runner.graphs is not None
     assert engine.runner.graphs.replays >= TOKENS - 1
@@ -119,7 +119,7 @@ def test_weights_in_int8_are_rounded_and_say_nearly_the_same(kind: Kind, served:
 
 
 @pytest.mark.parametrize("form", ["int-quantized", pytest.param("fp8 in ragged blocks", marks=pytest.mark.soak)])
-def test_tokens_of_quantised_weights_are_the_library_s_on_the_weights_that_they_are(
+def test_tokens_of_quantised_weights_are_those_of_transformers_on_the_weights_that_they_are(
     kind: Kind, folder: Path, form: str, tmp_path: Path
 ) -> None:
     """What is made of latents among them, and experts, where a checkpoint has not all in one tensor."""

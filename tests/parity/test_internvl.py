@@ -1,4 +1,4 @@
-"""InternVL's patches, rows, prompts and tokens against the library's own, on tiny random checkpoints."""
+"""InternVL's patches, rows, prompts and tokens against transformers' own, on tiny random checkpoints."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def theirs(folder: Path) -> Reference:
 
 
 def cut(pixels: Tensor) -> Tensor:
-    """The library's tiles [n, 3, side, side] as patches [n · patches, dim], squares together."""
+    """transformers' tiles [n, 3, side, side] as patches [n · patches, dim], squares together."""
     half, patch = PATCHES // 2, SIDE // PATCHES
     parts = pixels.reshape(len(pixels), 3, half, 2, patch, half, 2, patch)
     return parts.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(-1, 3 * patch * patch)
@@ -248,7 +248,7 @@ def test_frames_that_a_caller_asks_for_are_the_reference_s(
     folder = with_videos(plain.folder, tmp_path, **settings)
     ours, theirs = config.read(Checkpoint(folder)).processors[Modality.VIDEO], hf_processors.processor_of(folder)
     for total, rate, fps in ((90, 7.5, 0.7), (90, 29.97, 2.0), (31, 29.97, 3.7), (1001, 60.0, 24.0)):
-        about = hf_classes.library().video_utils.VideoMetadata(total_num_frames=total, fps=rate)
+        about = hf_classes.transformers().video_utils.VideoMetadata(total_num_frames=total, fps=rate)
         expected = theirs.video_processor.sample_frames(about, fps=fps).tolist()
         assert list(ours.plan(Inspection(40, 32, total, rate), Options(fps=fps)).frames) == expected
 

@@ -85,7 +85,7 @@ def prompts(served: Served) -> list[Prompt]:
 
 @pytest.fixture(scope="module")
 def said(internvl: Path) -> list[list[int]]:
-    """By the library."""
+    """By transformers."""
     library = Reference(internvl)
     return [library.tokens(library.inputs(parts)) for parts in PROMPTS.values()]
 
@@ -100,7 +100,7 @@ def said(internvl: Path) -> list[list[int]]:
         ),
     ],
 )
-def test_tokens_of_quantised_weights_are_the_library_s_on_the_weights_that_they_are(
+def test_tokens_of_quantised_weights_are_those_of_transformers_on_the_weights_that_they_are(
     internvl: Path, form: str, tmp_path: Path
 ) -> None:
     """Pictures as well: the tower, which is not quantised, is read from the same checkpoint."""
@@ -125,7 +125,7 @@ def test_a_tower_whose_weights_are_quantised_is_refused(internvl: Path, form: st
     named = {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in made.items()}
     save_file(tensors | named, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(
-        CheckpointError, match=r"the library is to compute model\.vision_tower\..*, whose weight is quan"
+        CheckpointError, match=r"transformers is to compute model\.vision_tower\..*, whose weight is quan"
     ):
         Served.of(folder)
 
@@ -141,7 +141,7 @@ def test_a_tower_whose_weights_are_quantised_is_refused(internvl: Path, form: st
         *_OWN_NAMES,
     ],
 )
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
 def test_quantised_weights_of_texts_that_stack_otherwise_are_as_well(kind: str, form: str, tmp_path: Path) -> None:
     named = TEXTS.get(kind, TEXT)
     quantized, wide = quantize_checkpoint(make(kind, tmp_path / "plain"), FORMATS[form], tmp_path, named)
@@ -165,7 +165,7 @@ def test_weights_in_int8_are_rounded_and_say_nearly_the_same(served: Served, pro
     "kind",
     ["internvl", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("gemma3", "glm4v")), *_SOAKED, *_FEWER],
 )
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
 def test_logits_of_two_ranks_are_those_of_one(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "allows_panels", lambda: False)  # whose kernels take one thread's calls at a time
     checkpoint = Checkpoint(make(kind, tmp_path))
@@ -196,7 +196,7 @@ def test_logits_of_two_ranks_are_those_of_one(kind: str, tmp_path: Path, monkeyp
         *_OWN_NAMES,
     ],
 )
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
 def test_tokens_with_adapters_are_those_of_peft(kind: str, tmp_path: Path) -> None:
     directory = make(kind, tmp_path / "model")
     path = _LAYERS_WITHIN.get(kind, r"model\.language_model")
@@ -267,7 +267,7 @@ def test_a_draft_head_for_several_ranks_has_their_whole_table_of_tokens(
 def test_tokens_are_the_same_with_graphs(
     internvl: Path, served: Served, prompts: list[Prompt], said: list[list[int]]
 ) -> None:
-    engine, _ = graphed(internvl, library=served.found, text=served.text())
+    engine, _ = graphed(internvl, hf=served.found, text=served.text())
     assert [outcome.tokens for outcome in engine.run(prompts, GREEDY)] == said
     graphs = engine.runner.graphs
     assert graphs is not None
@@ -281,7 +281,7 @@ def test_streams_and_tables_of_marks_and_longer_sequences_are_no_bar_to_graphs(k
     served, library = Served.of(make(kind, tmp_path)), Reference(tmp_path)
     expected = [library.tokens(library.inputs(parts)) for parts in PROMPTS.values()]
     prompts = [served.prompt(parts) for parts in PROMPTS.values()]
-    engine, _ = graphed(tmp_path, library=served.found, text=served.text(), step_tokens=1024)
+    engine, _ = graphed(tmp_path, hf=served.found, text=served.text(), step_tokens=1024)
     outcomes = engine.run(prompts, GREEDY, [served.adapter(prompt) for prompt in prompts])
     assert [outcome.tokens for outcome in outcomes] == expected
     assert [outcome.tokens for outcome in engine.run(prompts[:1], GREEDY)] == expected[:1]
@@ -292,11 +292,11 @@ def test_streams_and_tables_of_marks_and_longer_sequences_are_no_bar_to_graphs(k
 
 @pytest.mark.soak
 @pytest.mark.parametrize("attention", ["", "triton"])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
 def test_steps_over_latents_have_graphs_and_drafts_too(attention: str, tmp_path: Path) -> None:
     served, library = Served.of(make("kimi_k25", tmp_path)), Reference(tmp_path)
     expected = [library.tokens(library.inputs(parts)) for parts in PROMPTS.values()]
-    engine, _ = graphed(tmp_path, attention, drafts=4, library=served.found, text=served.text())
+    engine, _ = graphed(tmp_path, attention, drafts=4, hf=served.found, text=served.text())
     outcomes = engine.run(list(map(served.prompt, PROMPTS.values())), GREEDY)
     assert [outcome.tokens for outcome in outcomes] == expected
     graphs = engine.runner.graphs
@@ -309,7 +309,7 @@ def test_levels_of_rows_are_added_before_the_layers_that_are_named_with_graphs_t
     """Granite Vision's: the first is among no embeddings."""
     served, library = Served.of(make("granite4_vision", tmp_path)), Reference(tmp_path)
     expected = [library.tokens(library.inputs(parts)) for parts in PROMPTS.values()]
-    engine, _ = graphed(tmp_path, library=served.found, text=served.text())
+    engine, _ = graphed(tmp_path, hf=served.found, text=served.text())
     assert isinstance(engine.decoder, Decoder)
     assert engine.decoder.config.level_layers == tuple(layers_of_levels(config_of(tmp_path)))
     assert [outcome.tokens for outcome in engine.run(list(map(served.prompt, PROMPTS.values())), GREEDY)] == expected
@@ -321,15 +321,15 @@ def test_levels_of_rows_are_added_before_the_layers_that_are_named_with_graphs_t
 def test_steps_with_rows_that_see_each_other_have_no_graph(tmp_path: Path) -> None:
     served, library = Served.of(make("gemma3", tmp_path)), Reference(tmp_path)
     expected = [library.tokens(library.inputs(parts)) for parts in PROMPTS.values()]
-    engine, _ = graphed(tmp_path, library=served.found, text=served.text())
+    engine, _ = graphed(tmp_path, hf=served.found, text=served.text())
     assert [outcome.tokens for outcome in engine.run(list(map(served.prompt, PROMPTS.values())), GREEDY)] == expected
     graphs = engine.runner.graphs
     assert graphs is not None
     assert 0 < graphs.replays < engine.scheduler.counters.steps
 
 
-def test_the_library_s_decoder_cannot_be_captured(internvl: Path, served: Served) -> None:
-    engine = served.engine(by_library=True, max_running=PEOPLE)
+def test_transformers_decoder_cannot_be_captured(internvl: Path, served: Served) -> None:
+    engine = served.engine(by_hf=True, max_running=PEOPLE)
     assert engine.runner.not_capturable() == "--attention general launches other kernels for other lengths"
 
 

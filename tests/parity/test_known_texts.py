@@ -1,4 +1,4 @@
-"""Models that no family is for, whose text our decoder computes all the same: ids and tokens are the library's."""
+"""Models that no family is for, whose text our decoder computes all the same: ids and tokens are transformers' own."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tools.models.tiny import config_of_recipe, make
 Rename = Callable[[str], str]
 
 LAYOUTS: dict[str, Rename] = {
-    "as the library has them": lambda name: re.sub(r"^language_model\.model", "model.language_model", name),
+    "as transformers has them": lambda name: re.sub(r"^language_model\.model", "model.language_model", name),
     "as they were published first": lambda name: name,
     "as a release between wrote them": lambda name: re.sub(
         r"^language_model\.model", "model.language_model.model", name
@@ -91,14 +91,16 @@ SCALED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
-def test_ids_and_tokens_are_the_library_s_whatever_the_chunks_and_the_company(kind: str, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
+def test_ids_and_tokens_are_those_of_transformers_whatever_the_chunks_and_the_company(
+    kind: str, tmp_path: Path
+) -> None:
     assert {"one picture", "two of different sizes", OURS} <= compare(Served.of(make(kind, tmp_path)))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["molmo2", "gemma3n", "minimax_m3_vl", "mistral_large4", "glm5_next"])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
 def test_sequences_that_were_preempted_go_on_as_they_would_have(kind: str, tmp_path: Path) -> None:
     served, library = Served.of(make(kind, tmp_path)), Reference(tmp_path)
     expected = [library.tokens(library.inputs(parts)) for parts in PROMPTS.values()]
@@ -111,9 +113,9 @@ def test_sequences_that_were_preempted_go_on_as_they_would_have(kind: str, tmp_p
     assert engine.scheduler.counters.preemptions > 0
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
 @pytest.mark.soak
-def test_experts_each_with_tensors_of_its_own_give_the_library_s_tokens(tmp_path: Path) -> None:
+def test_experts_each_with_tensors_of_its_own_give_transformers_tokens(tmp_path: Path) -> None:
     served, library = Served.of(make("qwen3_omni_moe_thinker", tmp_path)), Reference(tmp_path)
     assert any(".experts.1.up_proj." in name for name in Checkpoint(tmp_path).tensors)
     expected = [library.tokens(library.inputs(parts)) for parts in PROMPTS.values()]
@@ -125,7 +127,7 @@ def test_experts_each_with_tensors_of_its_own_give_the_library_s_tokens(tmp_path
 
 def test_either_decoder_gives_the_same_tokens(served: Served) -> None:
     prompts = [served.prompt(parts) for parts in PROMPTS.values()]
-    engines = served.engine(), served.engine(by_library=True)
+    engines = served.engine(), served.engine(by_hf=True)
     assert [type(engine.decoder) for engine in engines] == [Decoder, HfDecoder]
     ours, theirs = ([outcome.tokens for outcome in engine.run(prompts, GREEDY)] for engine in engines)
     assert ours == theirs
@@ -183,7 +185,7 @@ def test_the_log_says_once_whose_decoder_computes(llava: Path, served: Served) -
 @pytest.mark.parametrize(
     "kind", ["yarn", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("linear", "llama3"))]
 )
-def test_rotary_positions_that_reach_further_give_the_library_s_tokens(kind: str, tmp_path: Path) -> None:
+def test_rotary_positions_that_reach_further_give_transformers_tokens(kind: str, tmp_path: Path) -> None:
     rope = {"rope_type": kind, "rope_theta": 10_000.0, **SCALED[kind]}
     folder = with_text(make("llava", tmp_path), rope_parameters=rope)
     assert {"one picture", OURS} <= compare(Served.of(folder))
@@ -206,7 +208,7 @@ def test_queries_grow_with_their_places_where_a_context_is_long_enough_to_show_i
     assert {"one picture", OURS} <= compare(served)
 
 
-def test_a_window_in_all_layers_gives_the_library_s_tokens(tmp_path: Path) -> None:
+def test_a_window_in_all_layers_gives_transformers_tokens(tmp_path: Path) -> None:
     folder = with_text(make("mistral3", tmp_path), sliding_window=24)
     assert {"one picture", OURS} <= compare(Served.of(folder))
 
@@ -245,7 +247,7 @@ def test_no_chunk_ends_within_rows_that_see_each_other(gemma3: Path) -> None:
     engine = served.engine(step_tokens=20)
     assert not engine.runner.chunk_rule.may_end_in_run
     assert engine.decoder.spans is SpanRule.EVERYWHERE
-    assert served.engine(by_library=True).runner.chunk_rule == engine.runner.chunk_rule
+    assert served.engine(by_hf=True).runner.chunk_rule == engine.runner.chunk_rule
 
 
 @pytest.mark.parametrize("wrong", [{"window": 0}, {"spans": SpanRule.NOWHERE}, {"scale": 0.3}])
@@ -257,11 +259,11 @@ def test_layers_that_attend_otherwise_are_told(
     monkeypatch.setattr(
         SelfAttention, "cache_spec", lambda part: replace(spec := right(part), kind=otherwise(spec.kind, **wrong))
     )
-    with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
+    with pytest.raises(CheckpointError, match="the logits of our decoder are not transformers'"):
         trial.try_ours(gemma3)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
 def test_a_part_of_a_head_may_be_rotated_and_biases_be_left_out(tmp_path: Path) -> None:
     folder = make("glm_ocr", tmp_path)
     rope = json.loads((folder / "config.json").read_text())["text_config"]["rope_parameters"]
@@ -289,7 +291,7 @@ def test_queries_keys_and_values_may_be_one_matrix() -> None:
 
 @pytest.mark.parametrize("square", ["down_proj", "gate_up_proj"])
 @pytest.mark.parametrize("kind", ["aria", "deepseek_ocr2", "kimi_k25", "muse_spark", "qwen3_omni_moe_thinker"])
-def test_square_matrices_of_experts_lie_as_the_library_has_them(
+def test_square_matrices_of_experts_lie_as_transformers_has_them(
     kind: str, square: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Mistral Large 4's published ones are: nothing but the family says which way round."""
@@ -306,12 +308,12 @@ def test_square_matrices_of_experts_lie_as_the_library_has_them(
 
 
 @pytest.mark.parametrize("stacked", ["gate_and_up_projs", "down_projs"])
-def test_stacked_experts_that_the_library_transposes_are_the_library_s(stacked: str) -> None:
+def test_stacked_experts_that_transformers_transposes_are_those_of_transformers(stacked: str) -> None:
     """As NeMo keeps those of Nemotron 3.5 Transcribe, under names that our decoder has none for."""
     model = blank_of(config_of_recipe("nemo_speechlm"))
     name = f"llm.model.layers.1.mixer.experts.{stacked}"
     assert name in names_within(model, [name])
-    with pytest.raises(CheckpointError, match=f"the library makes another tensor of {name} when it loads it"):
+    with pytest.raises(CheckpointError, match=f"transformers makes another tensor of {name} when it loads it"):
         own_names(model, [name])
 
 
@@ -321,16 +323,16 @@ def test_lfm_2_has_other_names_and_no_gates() -> None:
     assert try_ours_of(config, drawn_prompt).spans is SpanRule.NOWHERE
 
 
-def test_a_text_that_asks_for_what_our_decoder_lacks_is_the_library_s(tmp_path: Path) -> None:
+def test_a_text_that_asks_for_what_our_decoder_lacks_is_that_of_transformers(tmp_path: Path) -> None:
     folder = with_text(make("llava", tmp_path), hidden_act="gelu")
     served = Served.of(folder)
     with capture_logs() as told:
         assert known_text(Checkpoint(folder), served.found) is None
     why = "activation gelu is not supported"
-    assert [(line["event"], line["why"]) for line in told] == [("the library computes the text", why)]
+    assert [(line["event"], line["why"]) for line in told] == [("transformers computes the text", why)]
 
 
-def test_a_text_of_which_our_decoder_gives_other_logits_is_the_library_s(
+def test_a_text_of_which_our_decoder_gives_other_logits_is_that_of_transformers(
     llava: Path, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that our decoder needs is there, so its trial alone tells."""
@@ -342,12 +344,12 @@ def test_a_text_of_which_our_decoder_gives_other_logits_is_the_library_s(
         assert known_text(Checkpoint(llava), served.found) is None
         decoder = Served.of(llava).engine().decoder
     assert isinstance(decoder, HfDecoder)
-    said = [line["why"] for line in told if line["event"] == "the library computes the text"]
+    said = [line["why"] for line in told if line["event"] == "transformers computes the text"]
     assert len(said) == 2
-    assert all(why.startswith("the logits of our decoder are not the library's: they differ by ") for why in said)
+    assert all(why.startswith("the logits of our decoder are not transformers': they differ by ") for why in said)
 
 
-def test_where_another_rank_cannot_the_library_computes_on_all(
+def test_where_another_rank_cannot_transformers_computes_on_all(
     llava: Path, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TensorGroup, "all_reduce_min", lambda _, number: 0)
@@ -356,12 +358,14 @@ def test_where_another_rank_cannot_the_library_computes_on_all(
     assert [line["why"] for line in told] == ["another rank cannot"]
 
 
-def test_a_text_that_computes_otherwise_is_the_library_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_text_that_computes_otherwise_is_that_of_transformers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """HyperCLOVA X has Llama's tensors by their names, and scales what comes of them."""
     monkeypatch.setitem(registry.TEXT_FAMILIES, "hyperclovax", Family({}))
     config = config_of_recipe("hyperclovax_vision_v2")
     config.text_config.use_post_norm = False
-    with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's: they differ by"):
+    with pytest.raises(CheckpointError, match="the logits of our decoder are not transformers': they differ by"):
         try_ours_of(config, drawn_prompt)
 
 
@@ -369,7 +373,7 @@ def test_a_mask_of_ours_that_were_another_is_told(llava: Path, monkeypatch: pyte
     trial.try_ours(llava)
     right = trial_chunks.PagedChunk
     monkeypatch.setattr(trial_chunks, "PagedChunk", lambda context, *others: right(max(0, context - 1), *others))
-    with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
+    with pytest.raises(CheckpointError, match="the logits of our decoder are not transformers'"):
         trial.try_ours(llava)
 
 
@@ -383,5 +387,5 @@ def test_logits_of_ours_that_are_no_numbers_are_told(what: str, llava: Path, mon
         return found * torch.nan if (what == "answer" if more else what == "chunks" and len(cuts) > 1) else found
 
     monkeypatch.setattr(trial, "logits_in_chunks", given)
-    with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
+    with pytest.raises(CheckpointError, match="the logits of our decoder are not transformers'"):
         trial.try_ours(llava)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from common.checkpoint import Checkpoint, CheckpointError
-from common.hf.classes import library
+from common.hf.classes import transformers
 from common.hf.models import checked, describe
 from common.hf.processors import processor_of
 from common.media.item import Grid, Header, Modality
@@ -22,7 +22,7 @@ from tools.models.tiny import make_without_weights
 
 def laid_out(folder: Path, prompt: TextPrompt | TokenPrompt, count: int) -> tuple[list[int], list[Span]]:
     """Ids and spans by both services, of a prompt with so many pictures."""
-    builder, shown = PromptBuilder(Checkpoint(folder), ServedModel.by_library(describe(folder))), ItemProcessor(folder)
+    builder, shown = PromptBuilder(Checkpoint(folder), ServedModel.by_hf(describe(folder))), ItemProcessor(folder)
     parts = shown.replacement(np.asarray(picture(1, 60, 40)))
     tokens = sum(part.rows for part in parts)
     header = Header(b"", Modality.IMAGE, Grid(1, 1, tokens), tokens, replacement=parts)
@@ -34,7 +34,7 @@ def laid_out(folder: Path, prompt: TextPrompt | TokenPrompt, count: int) -> tupl
 def test_one_token_stands_for_a_picture_as_well_as_a_run_of_as_many_as_it_has_rows(tmp_path: Path, places: str) -> None:
     folder = make_without_weights("pp_chart2table", tmp_path)
     whole = places.replace("<imgpad>" * 256, "<imgpad>").replace("<imgpad>", "<imgpad>" * 256)
-    own = library().AutoProcessor.from_pretrained(folder)
+    own = transformers().AutoProcessor.from_pretrained(folder)
     wanted = own(images=[picture(1, 60, 40)] * 2, text=[whole], return_tensors="pt")["input_ids"][0].tolist()
     ids, spans = laid_out(folder, TextPrompt(places), 2)
     assert ids == wanted
@@ -46,7 +46,7 @@ def test_one_token_stands_for_a_picture_as_well_as_a_run_of_as_many_as_it_has_ro
 def test_a_picture_before_a_question_is_laid_out_as_by_the_processor_that_puts_it_there(tmp_path: Path) -> None:
     folder, shown = make_without_weights("blip-2", tmp_path), [picture(1, 60, 40)]
     asked = "Question: what is it? Answer:"
-    wanted = library().AutoProcessor.from_pretrained(folder)(images=shown, text=[asked], return_tensors="pt")
+    wanted = transformers().AutoProcessor.from_pretrained(folder)(images=shown, text=[asked], return_tensors="pt")
     ids = wanted["input_ids"][0].tolist()
     assert laid_out(folder, TextPrompt(f"<image>{asked}"), 1)[0] == ids
     layout = processor_of(folder)
@@ -57,7 +57,7 @@ def test_a_picture_before_a_question_is_laid_out_as_by_the_processor_that_puts_i
 
 def test_a_model_that_hears_on_while_it_answers_is_refused() -> None:
     with pytest.raises(CheckpointError, match="hears on while it answers"):
-        checked(library().CONFIG_MAPPING["voxtral_realtime"]())
+        checked(transformers().CONFIG_MAPPING["voxtral_realtime"]())
 
 
 def test_a_processor_that_asks_its_own_questions_is_refused(tmp_path: Path) -> None:

@@ -31,14 +31,14 @@ def phi3(**rope: Any) -> Any:
     factors = {"short_factor": [1.0, 1.2, 1.5, 2.0] * 2, "long_factor": [2.0, 3.0, 5.0, 9.0] * 2}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors, **rope}
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 4096}
-    made = hf_classes.library().CONFIG_MAPPING["phi3"]
+    made = hf_classes.transformers().CONFIG_MAPPING["phi3"]
     return made(rope_parameters=rope, original_max_position_embeddings=64, **sizes)
 
 
-def test_it_turns_each_sequence_as_the_library_turns_it_alone() -> None:
+def test_it_turns_each_sequence_as_transformers_turns_it_alone() -> None:
     config = phi3()
     assert (hf_models.longest_context(config), hf_models.turns_at(config)) == (4096, 64)
-    rotary = hf_classes.library().models.phi3.modeling_phi3.Phi3RotaryEmbedding(config)
+    rotary = hf_classes.transformers().models.phi3.modeling_phi3.Phi3RotaryEmbedding(config)
     like, short, long = torch.zeros(1), torch.arange(64)[None], torch.arange(100)[None]
     expected = [rotary(like, places) for places in (short, long)]
     found = LongRotary(rotary)(like, torch.cat([short, long + FAR], dim=1))
@@ -48,7 +48,7 @@ def test_it_turns_each_sequence_as_the_library_turns_it_alone() -> None:
 
 
 def test_a_module_that_turns_otherwise_is_refused() -> None:
-    class Doubled(hf_classes.library().models.phi3.modeling_phi3.Phi3RotaryEmbedding):  # type: ignore[misc]
+    class Doubled(hf_classes.transformers().models.phi3.modeling_phi3.Phi3RotaryEmbedding):  # type: ignore[misc]
         def forward(self, like: torch.Tensor, places: torch.Tensor) -> Any:
             return super().forward(like, 2 * places)
 
@@ -57,8 +57,8 @@ def test_a_module_that_turns_otherwise_is_refused() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("by_library", [False, True], ids=["our decoder", "the library"])
-def test_prompts_of_both_lengths_go_on_as_the_library_s_beside_each_other(tmp_path: Path, *, by_library: bool) -> None:
+@pytest.mark.parametrize("by_hf", [False, True], ids=["our decoder", "transformers"])
+def test_prompts_of_both_lengths_go_on_as_transformers_beside_each_other(tmp_path: Path, *, by_hf: bool) -> None:
     """In short steps, at once, and from the prefix cache, in which they share nothing; one that is short ends where it
     would turn."""
     recipe = RECIPES["phi4_multimodal"]
@@ -80,14 +80,14 @@ def test_prompts_of_both_lengths_go_on_as_the_library_s_beside_each_other(tmp_pa
     expected = [reference.tokens(reference.inputs(parts)) for parts in asked.values()]
     expected[2] = expected[2][:5]
     for options in ({"step_tokens": 40}, {}):
-        engine = served.engine(by_library=by_library, prefix_cache=True, **options)
-        assert isinstance(engine.decoder, Decoder) != by_library
+        engine = served.engine(by_hf=by_hf, prefix_cache=True, **options)
+        assert isinstance(engine.decoder, Decoder) != by_hf
         for cached in (False, True):
             outcomes = engine.run(prompts, GREEDY, [0, 0, 0])
             assert [outcome.tokens for outcome in outcomes] == expected
             assert not cached or all(outcome.cached for outcome in outcomes)
     for first, shared in ((0, True), (1, False)):
-        engine = served.engine(by_library=by_library, prefix_cache=True)
+        engine = served.engine(by_hf=by_hf, prefix_cache=True)
         engine.run([prompts[first]], GREEDY, [0])
         (outcome,) = engine.run([prompts[2]], GREEDY, [0])
         assert (outcome.tokens, bool(outcome.cached)) == (expected[2], shared)
@@ -100,7 +100,7 @@ def served_length(served: Served, parts: list[Part]) -> int:
 
 
 def test_pictures_whose_places_are_fewer_than_their_rows_reach_less_far(tmp_path: Path) -> None:
-    """The library counts places, of which a picture on three axes has as many as its longer side has rows."""
+    """transformers counts places, of which a picture on three axes has as many as its longer side has rows."""
     recipe, turns_at = RECIPES["paddleocr_vl"], 110
 
     def config(*given: Any) -> Any:

@@ -42,7 +42,7 @@ KIND = "mistral_large4"
 
 
 @pytest.mark.soak
-def test_weights_are_found_by_the_library_s_own_names_and_where_experts_are_stacked(tmp_path: Path) -> None:
+def test_weights_are_found_by_transformers_own_names_and_where_experts_are_stacked(tmp_path: Path) -> None:
     """Checkpoints are published, and saved, with other names, and each expert's matrices apart."""
     folder = make(KIND, tmp_path / "published")
     assert any(".experts.0.w1." in name for name in Checkpoint(folder).tensors)
@@ -71,7 +71,7 @@ ALL_OWN: Mapping[str, Any] = {"kv_source_layers": [*range(6)], "indexer_types": 
     ],
     ids=["nothing shared, experts in groups", "nothing rotated", "choices shared", "latents shared"],
 )
-def test_layers_of_other_kinds_give_the_library_s_logits(settings: dict[str, Any]) -> None:
+def test_layers_of_other_kinds_give_transformers_logits(settings: dict[str, Any]) -> None:
     config: Any = config_of_recipe(KIND)
     stated = config.text_config.to_dict() | {"n_routed_experts": 8} | settings
     config.text_config = type(config.text_config)(**stated)
@@ -110,8 +110,8 @@ def in_double() -> Iterator[None]:
 
 @torch.inference_mode()
 @pytest.mark.usefixtures("in_double")
-def test_in_double_precision_a_long_text_has_the_library_s_logits() -> None:
-    """In float32 rounding turns some choices of an index. The library's experts are multiplied one by one, as their
+def test_in_double_precision_a_long_text_has_transformers_logits() -> None:
+    """In float32 rounding turns some choices of an index. transformers' experts are multiplied one by one, as their
     product of all is for shorter numbers alone."""
     count, config = 300, config_of_recipe(KIND)
     config.text_config.index_topk = 32
@@ -190,7 +190,7 @@ def test_layers_that_compute_otherwise_are_told(wrong: str, monkeypatch: pytest.
         right, by = TokenIndexer.ask, made
         made = lambda part, *given: by(right, part, *given)  # noqa: E731
     monkeypatch.setattr(owner, name, made)
-    with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
+    with pytest.raises(CheckpointError, match="the logits of our decoder are not transformers'"):
         try_ours_of(config_of_recipe(KIND), drawn_prompt)
 
 

@@ -133,7 +133,7 @@ KINDS: list[Any] = [
 
 
 @pytest.mark.parametrize(("kind", "rules", "options"), KINDS)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
 def test_texts_of_other_models_are_read_as_they_are_published(
     kind: str, rules: list[tuple[str, str]], options: Any, tmp_path: Path
 ) -> None:
@@ -149,9 +149,9 @@ def test_texts_of_other_models_are_read_as_they_are_published(
     assert [outcome.tokens for outcome in outcomes] == expected
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
-def test_stacked_experts_are_refused_by_name_where_the_library_computes(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
+def test_stacked_experts_are_refused_by_name_where_transformers_computes(tmp_path: Path) -> None:
     rules = by_name((r"language_model\..*\.experts\.", "FP8"))
     published, _ = publish(make("llama4", tmp_path / "plain"), tmp_path, rules, experts="stacked", inputs_first=True)
     with pytest.raises(CheckpointError, match=r"feed_forward\.experts.*, whose weight is quantised"):
-        Served.of(published).engine(by_library=True)
+        Served.of(published).engine(by_hf=True)

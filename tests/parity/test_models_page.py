@@ -1,4 +1,4 @@
-"""The page of models, docs/MODELS.md: its rows are what the library has, and what was compared."""
+"""The page of models, docs/MODELS.md: its rows are what transformers has, and what was compared."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/MODELS.md"
 ROWS = [row for row in map(Row.read, PAGE.read_text().splitlines()) if row is not None]
 
 
-def test_the_page_of_models_has_each_that_the_library_has() -> None:
-    listed = re.findall(r"^\| ([\w.-]+) \| (?:native|library|refused|unknown) \|", PAGE.read_text(), re.MULTILINE)
-    known = [made.model_type for made in hf_classes.library().AutoModelForImageTextToText._model_mapping]
+def test_the_page_of_models_has_each_that_transformers_has() -> None:
+    listed = re.findall(r"^\| ([\w.-]+) \| (?:native|transformers|refused|unknown) \|", PAGE.read_text(), re.MULTILINE)
+    known = [made.model_type for made in hf_classes.transformers().AutoModelForImageTextToText._model_mapping]
     assert listed[: len(known)] == known
     alone = listed[len(known) :]
     assert alone == sorted(alone)
@@ -34,19 +34,19 @@ def test_the_page_of_models_has_each_that_the_library_has() -> None:
 
 def test_the_page_of_models_says_whose_decoder_computes_each_text() -> None:
     assert [row.kind for row in ROWS] == kinds()
-    assert all((row.text in (OURS, "library")) == (row.how in ("native", "library")) for row in ROWS)
+    assert all((row.text in (OURS, "transformers")) == (row.how in ("native", "transformers")) for row in ROWS)
     assert all(row.text == OURS for row in ROWS if row.how == "native")
     for row in ROWS:
-        if row.how == "library":
+        if row.how == "transformers":
             text = json.loads(config_of_recipe(row.kind).get_text_config(decoder=True).to_json_string(use_diff=False))
             assert (row.text == OURS) == _is_known(text), row
 
 
 @pytest.mark.soak  # a second for each kind
-@pytest.mark.parametrize("kind", [row.kind for row in ROWS if row.how == "library"])
+@pytest.mark.parametrize("kind", [row.kind for row in ROWS if row.how == "transformers"])
 def test_what_the_page_calls_served_passes_its_trial(kind: str) -> None:
-    """With the library that is installed, which may be another than that of the row."""
-    assert text_by(kind, hf_classes.library().CONFIG_MAPPING[kind])[0] == OURS
+    """With transformers that is installed, which may be another than that of the row."""
+    assert text_by(kind, hf_classes.transformers().CONFIG_MAPPING[kind])[0] == OURS
 
 
 def _is_known(text: dict[str, Any]) -> bool:

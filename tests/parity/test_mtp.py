@@ -1,4 +1,4 @@
-"""Qwen3.5's layer for multi-token prediction against plain operators around the library's own layer."""
+"""Qwen3.5's layer for multi-token prediction against plain operators around transformers' own layer."""
 
 from __future__ import annotations
 

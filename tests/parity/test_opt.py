@@ -47,7 +47,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 @pytest.fixture(scope="module")
 def said(served: Served) -> list[list[int]]:
-    """By the library."""
+    """By transformers."""
     library = Reference(served.folder)
     return [library.tokens(library.inputs(parts)) for parts in ASKED]
 
@@ -90,7 +90,7 @@ def test_keys_and_values_in_8_bits_are_those_of_a_cache_that_rounds(served: Serv
 
 @pytest.mark.parametrize("drafts", [0, 4])
 def test_steps_have_graphs(served: Served, said: list[list[int]], drafts: int) -> None:
-    given: dict[str, Any] = {"library": served.found, "text": served.text(), "drafts": drafts}
+    given: dict[str, Any] = {"hf": served.found, "text": served.text(), "drafts": drafts}
     engine, _ = graphed(served.folder, **given, draft=misled_drafts(said) if drafts else None)
     assert [outcome.tokens for outcome in engine.run([served.prompt(parts) for parts in ASKED], GREEDY)] == said
     graphs = engine.runner.graphs
@@ -133,7 +133,7 @@ def test_a_text_that_computes_otherwise_is_told(
     """By the trial, whose small models have biases that are drawn."""
     assert try_ours_of(small(), drawn_prompt).spans is SpanRule.NOWHERE
     monkeypatch.setattr(part, name, otherwise)
-    with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's: they differ by"):
+    with pytest.raises(CheckpointError, match="the logits of our decoder are not transformers': they differ by"):
         try_ours_of(small(), drawn_prompt)
 
 

@@ -45,22 +45,22 @@ def served(folder: Path) -> Served:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, list[int]]:
-    """The library's own tokens: it loads the adapter, which is switched off where there is no sound."""
+    """transformers' own tokens: it loads the adapter, which is switched off where there is no sound."""
     reference = Reference(folder)
     return {name: reference.tokens(reference.inputs(parts)) for name, parts in ASKED.items()}
 
 
-@pytest.mark.parametrize("by_library", [False, True], ids=["our decoder", "the library"])
+@pytest.mark.parametrize("by_hf", [False, True], ids=["our decoder", "transformers"])
 def test_prompts_with_sounds_alone_have_the_adapter(
-    served: Served, expected: dict[str, list[int]], *, by_library: bool
+    served: Served, expected: dict[str, list[int]], *, by_hf: bool
 ) -> None:
     """Beside each other, in short steps, and from the prefix cache."""
     assert served.found.adapters == {"audio": "."}
     prompts = [served.prompt(parts) for parts in ASKED.values()]
     numbers = [served.adapter(prompt) for prompt in prompts]
     assert numbers == [0, 1, 0, 1]
-    engine = served.engine(by_library=by_library, step_tokens=40, prefix_cache=True)
-    assert isinstance(engine.decoder, Decoder) != by_library
+    engine = served.engine(by_hf=by_hf, step_tokens=40, prefix_cache=True)
+    assert isinstance(engine.decoder, Decoder) != by_hf
     for cached in (False, True):
         outcomes = engine.run(prompts, GREEDY, numbers)
         assert dict(zip(ASKED, (outcome.tokens for outcome in outcomes), strict=True)) == expected
@@ -96,21 +96,21 @@ def test_a_kind_has_adapters_in_folders_of_their_own_by_the_modality(tmp_path: P
 
 
 def test_slots_are_as_wide_as_the_checkpoint_s_own_adapter(served: Served, tmp_path: Path) -> None:
-    checkpoint, model = Checkpoint(served.folder), ServedModel.by_library(served.found)
+    checkpoint, model = Checkpoint(served.folder), ServedModel.by_hf(served.found)
     made = _adapter_settings(LlmConfig(model=str(served.folder), max_lora_rank=2), checkpoint, model)
     assert made == {"lora_dir": "", "max_loras": 1, "max_lora_rank": 4}
     with pytest.raises(CheckpointError, match="--lora-dir is not for a checkpoint that has adapters of its own"):
         _adapter_settings(LlmConfig(model=str(served.folder), lora_dir=str(tmp_path)), checkpoint, model)
 
 
-def test_it_is_read_by_the_library_s_names_where_our_decoder_does_not_know_the_text(served: Served) -> None:
+def test_it_is_read_by_transformers_names_where_our_decoder_does_not_know_the_text(served: Served) -> None:
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 2048}
     given = {"model": str(served.folder), "max_loras": 1, "max_lora_rank": 8}
     blank = EngineSettings(**{**dict.fromkeys(EngineSettings.__struct_fields__, 0), **given})  # type: ignore[arg-type]
     read = {}
     for name, text in {"known": {}, "unknown": {"rope_parameters": rope}}.items():
         found = msgspec.structs.replace(served.found, text={**served.found.text, **text})
-        reader = adapter_reader(msgspec.structs.replace(blank, library=found))
+        reader = adapter_reader(msgspec.structs.replace(blank, hf=found))
         assert reader is not None
         read[name] = reader(".")
     assert read["known"] == read["unknown"]
@@ -140,6 +140,6 @@ def test_sounds_that_are_filled_up_by_what_a_tower_hears_are_told() -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["granite_speech", "granite_speech_plus", "fun_asr_nano"])
-def test_tokens_of_models_whose_features_torchaudio_makes_are_the_library_s(kind: str, tmp_path: Path) -> None:
+def test_tokens_of_models_whose_features_torchaudio_makes_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("torchaudio")
     assert {SOUND, OURS} <= compare(Served.of(make(kind, tmp_path)))

@@ -71,7 +71,7 @@ def stored(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     return quantized, wide
 
 
-def test_inputs_are_rounded_by_stored_scales_as_the_library_rounds_them(stored: tuple[Path, Path]) -> None:
+def test_inputs_are_rounded_by_stored_scales_as_transformers_rounds_them(stored: tuple[Path, Path]) -> None:
     quantized, wide = stored
     prompt = prompts_of(quantized)[0]
     unrounded, expected = (reference.reference_logits(folder, prompt.inputs) for folder in (wide, quantized))
@@ -115,7 +115,7 @@ def prompts_of(folder: Path) -> list[Prompt]:
     return [make_prompt(folder, parts) for parts in (["Tell me about circles."], [picture, "What is it?"])]
 
 
-def test_inputs_are_rounded_as_the_library_rounds_them(folders: tuple[Path, Path]) -> None:
+def test_inputs_are_rounded_as_transformers_rounds_them(folders: tuple[Path, Path]) -> None:
     """An input that is half-way between two numbers goes to either by the last bit of a sum before, and so do all that
     come of it: rows are nearly the same up to there, and nearer than without rounding from there on."""
     quantized, wide = folders

@@ -1,4 +1,4 @@
-"""Log-mel frames and rows of clips against the library's extractor and tower, on a tiny random checkpoint."""
+"""Log-mel frames and rows of clips against transformers' extractor and tower, on a tiny random checkpoint."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_frames_and_rows_are_the_references_whatever_is_beside_them(folder):
         expected.append(audio_checkpoint.rows_of(folder, wave) if plan.tokens > 1 else None)
     rows = tower(torch.cat(parts), [plan.grid for plan in plans])[:, 0].split([plan.tokens for plan in plans])
     compared = [(ours, theirs) for ours, theirs in zip(rows, expected, strict=True) if theirs is not None]
-    assert len(compared) >= 5, "of one row alone, the library makes something else (its legacy way to merge)"
+    assert len(compared) >= 5, "of one row alone, transformers makes something else (its legacy way to merge)"
     for ours, theirs in compared:
         np.testing.assert_allclose(ours.numpy(), theirs, atol=2e-5)
 

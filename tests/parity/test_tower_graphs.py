@@ -1,4 +1,4 @@
-"""Graphs of the library's towers whose host looks at grids, masks or pictures, replayed on the CPU with others."""
+"""Graphs of transformers' towers whose host looks at grids, masks or pictures, replayed on the CPU with others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tools.models.graphs import Again, graphs_of
 from tools.models.tiny import make
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
 soak = pytest.mark.soak
 
 

@@ -1,4 +1,4 @@
-"""Requests for the words of a sound, beside the library's own: the same prompt, and the same words of an answer."""
+"""Requests for the words of a sound, beside transformers' own: the same prompt, and the same words of an answer."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ _TEMPLATE = (
         ("moss_transcribe_diarize", {"prompt": "Who speaks?"}),
     ],
 )
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
-def test_a_sound_is_asked_about_as_the_library_asks(kind: str, asked: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
+def test_a_sound_is_asked_about_as_transformers_asks(kind: str, asked: dict[str, str], tmp_path: Path) -> None:
     folder = make(kind, tmp_path)
     template = _TEMPLATE.replace("<audio>", RECIPES[kind].audio)
     (folder / "chat_template.jinja").write_text(template)
@@ -98,7 +98,7 @@ def words_of(kind: str, answer: str, cut: int) -> tuple[str, list[Any]]:
 
 @pytest.mark.parametrize(("kind", "answer"), [(kind, each) for kind, answers in ANSWERS.items() for each in answers])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_words_are_those_that_the_library_finds(kind: str, answer: str, tmp_path: Path) -> None:
+def test_words_are_those_that_transformers_finds(kind: str, answer: str, tmp_path: Path) -> None:
     processor = AutoProcessor.from_pretrained(make(kind, tmp_path))
     if kind == "audioflamingo3":
         expected = processor._strip_assistant_prefix_and_quotes(answer)

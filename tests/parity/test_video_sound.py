@@ -1,4 +1,4 @@
-"""A video with its own sound between its frames, as the library has both, on tiny random checkpoints."""
+"""A video with its own sound between its frames, as transformers has both, on tiny random checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tools.models.reference import Reference
 from tools.models.tiny import make
 
 KINDS = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -51,7 +51,7 @@ def features(library: Reference, kind: str, inputs: dict[str, Any]) -> Any:
         return compute(**{name: value for name, value in inputs.items() if name in taken}, return_dict=True)
 
 
-def test_rows_are_the_library_s_and_in_its_order(served: Served, library: Reference) -> None:
+def test_rows_are_those_of_transformers_and_in_its_order(served: Served, library: Reference) -> None:
     parts: list[Part] = ["See ", sounding_film(1, 0.5, 1.1), "!"]
     given = library.inputs(parts)
     ids, config = given["input_ids"][0], library.model.config
@@ -90,7 +90,7 @@ def test_a_worker_computes_both_of_what_the_decode_process_has_written(served: S
         for place, rows in zip((0, 4 << 20), expected, strict=True)
     ]
     pieces[0] = msgspec.structs.replace(pieces[0], sound=at, samples=samples, turns=list(turns))
-    settings = WorkerSettings(str(served.folder), "cpu", "float32", 0, room, room, library=served.found)
+    settings = WorkerSettings(str(served.folder), "cpu", "float32", 0, room, room, hf=served.found)
     done = HfRunner(settings, staging, store).run(Batch(pieces))
     assert [each.not_finite for each in done] == [[], []]
     for piece, rows in zip(pieces, expected, strict=True):
@@ -105,7 +105,7 @@ def test_a_worker_computes_both_of_what_the_decode_process_has_written(served: S
     [(0.5, 0.3), (0.5, 9.9), (0.5, 0.04), (4.0, 0.1), (1.0, 1.0)],
     ids=["alike", "long heard", "hardly heard", "long seen", "as long"],
 )
-def test_positions_are_the_library_s_whatever_is_longer(
+def test_positions_are_those_of_transformers_whatever_is_longer(
     served: Served, library: Reference, lengths: tuple[float, float]
 ) -> None:
     parts: list[Part] = ["See ", sounding_film(2, *lengths, rate=4), " and ", picture(3, 56, 56), "!"]
@@ -119,7 +119,7 @@ def test_positions_are_the_library_s_whatever_is_longer(
 
 @pytest.mark.parametrize("rate", [0.5, 1.0, 2.0])
 def test_frames_of_a_second_are_as_many_as_are_asked_for(served: Served, library: Reference, rate: float) -> None:
-    """The library's processor chooses them of all frames, and places them in time by that rate."""
+    """transformers' processor chooses them of all frames, and places them in time by that rate."""
     parts: list[Part] = ["See ", sounding_film(4, 3.0, 2.6, fps=rate), "!"]
     given = library.inputs(parts)
     prompt = served.prompt(parts)
@@ -142,7 +142,7 @@ def test_places_between_whole_numbers_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_video_without_sound_is_as_any_other(served: Served) -> None:
-    """The library leaves the sound of one that has none out as well."""
+    """transformers leaves the sound of one that has none out as well."""
     film = sounding_film(3, 0.5, 0.5)
     with_sound, without = served.prompt([film, "!"]), served.prompt([replace(film, with_sound=False), "!"])
     assert len(without.layout.ids) < len(with_sound.layout.ids)
@@ -177,7 +177,7 @@ def test_a_track_that_has_no_row_is_too_short(served: Served) -> None:
 
 
 @pytest.mark.soak
-def test_tokens_are_the_library_s(tmp_path: Path) -> None:
+def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     """Of Qwen3-Omni; `test_hf_models` has the other."""
     assert set(sounding_prompts()) <= compare(Served.of(make("qwen3_omni_moe_thinker", tmp_path)))
 

@@ -1,5 +1,5 @@
-"""Prompts all of whose tokens see each other, as PaliGemma's: laid out as the library's processor does it, computed at
-once, and answered with the library's tokens, whatever happens to them."""
+"""Prompts all of whose tokens see each other, as PaliGemma's: laid out as transformers' processor does it, computed at
+once, and answered with transformers' tokens, whatever happens to them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from PIL import Image
 
 from common.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
-from common.hf.classes import library
+from common.hf.classes import transformers
 from common.hf.description import PromptFrame
 from common.hf.models import describe
 from common.hf.processors import frame_of, processor_of
@@ -40,14 +40,14 @@ from tools.models.recipes.spans import PALIGEMMA_2, RECIPES
 from tools.models.reference import Reference
 from tools.models.tiny import config_of, make, make_by
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
 
 STEP = RECIPES["paligemma"].step_tokens
 
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint, prompts, and the tokens that the library answers with."""
+    """A checkpoint, prompts, and the tokens that transformers answers with."""
 
     served: Served
     prompts: list[Prompt]
@@ -83,12 +83,12 @@ def either(request: pytest.FixtureRequest) -> Case:
     return found
 
 
-def test_ids_and_tokens_are_the_library_s(either: Case) -> None:
+def test_ids_and_tokens_are_those_of_transformers(either: Case) -> None:
     assert {"text", "one picture", OURS} <= compare(either.served, STEP)
 
 
 def test_they_are_those_of_either_decoder(case: Case) -> None:
-    engine = case.served.engine(step_tokens=STEP, by_library=True)
+    engine = case.served.engine(step_tokens=STEP, by_hf=True)
     assert isinstance(engine.decoder, HfDecoder)
     assert case.said_by(engine) == case.expected
 
@@ -164,12 +164,12 @@ def test_a_trial_of_our_decoder_tells_other_masks_and_caps(
     monkeypatch.setattr(
         SelfAttention, "cache_spec", lambda part: replace(spec := right(part), kind=otherwise(spec.kind, **wrong))
     )
-    with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
+    with pytest.raises(CheckpointError, match="the logits of our decoder are not transformers'"):
         try_ours(ours.served.folder)
 
 
 def test_a_configuration_without_a_processor_is_tried_too() -> None:
-    config = library().CONFIG_MAPPING["paligemma"]()
+    config = transformers().CONFIG_MAPPING["paligemma"]()
     config.get_text_config().vocab_size, config.image_token_id = 64, 63
     assert try_config(config, drawn_prompt).spans is SpanRule.WHOLE_PROMPTS
 
@@ -205,7 +205,7 @@ def ids_of(served: Served, prompt: ChatPrompt | TextPrompt | TokenPrompt, count:
 
 
 @pytest.mark.parametrize("text", ["<image>caption en", "<image>", "See <image> and<image>: which?", "<image>é\n"])
-def test_a_text_with_pictures_becomes_the_library_s_ids(bare: Served, text: str) -> None:
+def test_a_text_with_pictures_becomes_transformers_ids(bare: Served, text: str) -> None:
     count = text.count("<image>")
     pictures = [Image.new("RGB", (80, 60))] * count
     processor = Reference(bare.folder).processor
@@ -215,7 +215,7 @@ def test_a_text_with_pictures_becomes_the_library_s_ids(bare: Served, text: str)
 
 
 def test_without_a_template_a_conversation_is_one_message_with_its_pictures_first(bare: Served) -> None:
-    """As the library's processor has it of a text that does not say where they are."""
+    """As transformers' processor has it of a text that does not say where they are."""
     item = MediaItem(Modality.IMAGE, Key(b""))
     made = Reference(bare.folder).processor(
         text=["caption  en"], images=[[Image.new("RGB", (80, 60))]], return_tensors="pt"
@@ -236,7 +236,7 @@ def test_a_model_that_was_taught_conversations_needs_its_template(tmp_path: Path
     folder = make("llava", tmp_path)
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(CheckpointError, match="the checkpoint has no chat template"):
-        PromptBuilder(Checkpoint(folder), ServedModel.by_library(describe(folder)))
+        PromptBuilder(Checkpoint(folder), ServedModel.by_hf(describe(folder)))
 
 
 def test_a_trial_tells_scores_without_their_cap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +244,7 @@ def test_a_trial_tells_scores_without_their_cap(monkeypatch: pytest.MonkeyPatch)
     assert try_config(copy.deepcopy(config), drawn_prompt).spans is SpanRule.WHOLE_PROMPTS
     assert try_ours_of(copy.deepcopy(config), drawn_prompt).spans is SpanRule.WHOLE_PROMPTS
     monkeypatch.setattr("llm_service.model_config.text.attention_cap", lambda *_: None)
-    with pytest.raises(CheckpointError, match="the logits of our decoder are not the library's"):
+    with pytest.raises(CheckpointError, match="the logits of our decoder are not transformers'"):
         try_ours_of(copy.deepcopy(config), drawn_prompt)
     monkeypatch.setattr(hf_attention, "AttentionKind", lambda sight, scale, _: AttentionKind(sight, scale))
     with pytest.raises(CheckpointError, match="gives other logits in chunks than of a whole prompt"):

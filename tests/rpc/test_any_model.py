@@ -1,4 +1,4 @@
-"""A model that no family of ours is for, through both services: what the library computes is what a caller gets."""
+"""A model that no family of ours is for, through both services: what transformers computes is what a caller gets."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def both(llava: Path) -> Iterator[Pair]:
         yield running
 
 
-def test_a_picture_is_answered_as_by_the_library(llava: Path, both: Pair) -> None:
+def test_a_picture_is_answered_as_by_transformers(llava: Path, both: Pair) -> None:
     shown, library = picture(9, 64, 64), Reference(llava)
     expected = library.tokens(library.inputs([shown, "What is it?"]))
     said = answer(both.text, asked(about(pictures.encoded(shown)), greedy(len(expected))))
@@ -58,13 +58,13 @@ def test_a_picture_is_answered_as_by_the_library(llava: Path, both: Pair) -> Non
 OMNI = {VIDEO, SOUND, OURS, *sounding_prompts()}
 
 
-@pytest.mark.soak  # six processes load the library
+@pytest.mark.soak  # six processes load transformers
 @pytest.mark.parametrize(
     ("kind", "more"),
     [("qwen2_5_omni_thinker", OMNI), ("qwen3_omni_moe_thinker", OMNI), ("gemma3", {OURS}), ("paligemma", {OURS})],
 )
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
-def test_ids_and_greedy_tokens_are_the_library_s(kind: str, more: set[str], tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
+def test_ids_and_greedy_tokens_are_those_of_transformers(kind: str, more: set[str], tmp_path: Path) -> None:
     """Pictures, videos, sounds, and videos with theirs; rows that see each other, and whole prompts; a text that our
     decoder computes; one rank and two."""
     found = through_services(make(kind, tmp_path), RECIPES[kind].step_tokens)
@@ -73,20 +73,20 @@ def test_ids_and_greedy_tokens_are_the_library_s(kind: str, more: set[str], tmp_
 
 
 @pytest.mark.soak
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
 def test_so_they_are_where_scores_have_a_cap_and_whole_prompts_see_beyond_windows(tmp_path: Path) -> None:
     found = through_services(make_by(PALIGEMMA_2, tmp_path), PALIGEMMA_2.step_tokens)
     assert {"one picture", TWO, RANKS, OURS} < found
 
 
-def of_the_library(folder: Path) -> Path:
-    """A checkpoint whose text the library computes: our decoder has no such activation for it."""
+def of_transformers(folder: Path) -> Path:
+    """A checkpoint whose text transformers computes: our decoder has no such activation for it."""
     return with_text(make("llava", folder), hidden_act="gelu")
 
 
 @pytest.mark.soak
-def test_ids_and_greedy_tokens_are_the_library_s_where_it_computes_the_text(tmp_path: Path) -> None:
-    found = through_services(of_the_library(tmp_path))
+def test_ids_and_greedy_tokens_are_those_of_transformers_where_it_computes_the_text(tmp_path: Path) -> None:
+    found = through_services(of_transformers(tmp_path))
     assert {"one picture", TWO, RANKS} < found
     assert OURS not in found
 
@@ -102,16 +102,16 @@ def test_a_text_whose_trial_fails_ends_the_service_with_one_sentence(tmp_path: P
 
 
 @pytest.mark.soak
-def test_tokens_of_quantised_weights_are_the_library_s_where_it_computes_the_text(tmp_path: Path) -> None:
+def test_tokens_of_quantised_weights_are_those_of_transformers_where_it_computes_the_text(tmp_path: Path) -> None:
     """Pictures and text, on the weights that they are."""
-    plain = of_the_library(tmp_path / "plain")
+    plain = of_transformers(tmp_path / "plain")
     quantized, wide = quantize_checkpoint(plain, FORMATS["fp8 in blocks"], tmp_path, "language_model.")
     shown, library = picture(9, 64, 64), Reference(wide)
     expected = library.tokens(library.inputs([shown, "What is it?"]))
     with pair(quantized, light=False) as running:
         said = answer(running.text, asked(about(pictures.encoded(shown)), greedy(len(expected))))
         assert running.text.get_info().weights.bits == 8
-        assert "the library computes the text" in running.llm.log.read_text("utf-8")
+        assert "transformers computes the text" in running.llm.log.read_text("utf-8")
     assert said.choices[0].token_ids == expected
 
 

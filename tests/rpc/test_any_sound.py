@@ -1,4 +1,4 @@
-"""A clip for an encoder whose model the library computes: one pass for all who ask, and every lease comes back."""
+"""A clip for an encoder whose model transformers computes: one pass for all who ask, and every lease comes back."""
 
 from __future__ import annotations
 

@@ -270,14 +270,14 @@ def test_a_checkpoint_says_how_it_embeds_or_is_refused(checkpoint: Path, tmp_pat
 
 @torch.no_grad()
 def hidden(directory: Path, content: list[dict[str, str]], shown: list[Image.Image]) -> torch.Tensor:
-    """The library's, of the last token, of the length 1."""
+    """transformers', of the last token, of the length 1."""
     inputs = reference.reference_inputs(directory, [{"role": "user", "content": content}], shown)
     given = {name: value for name, value in inputs.items() if name not in ("position_ids", "rope_deltas")}
     last = reference.model(directory).model(**given).last_hidden_state[0, -1]
     return torch.nn.functional.normalize(last, dim=-1)
 
 
-def test_real_services_give_the_library_s_vectors_on_one_rank_and_on_two(qwen3: Pair) -> None:
+def test_real_services_give_transformers_vectors_on_one_rank_and_on_two(qwen3: Pair) -> None:
     text = "What is in the picture?"
     asking = [user(image(pictures.encoded(SHOWN)), text), user(text)]
     contents = [[{"type": "image"}, {"type": "text", "text": text}], [{"type": "text", "text": text}]]

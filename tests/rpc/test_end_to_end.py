@@ -63,7 +63,7 @@ def _sent(part: Part) -> str | v1.Media:
 
 @cache
 def expected(checkpoint: Path, name: str) -> tuple[list[int], list[int]]:
-    """The library's prompt ids and greedy tokens."""
+    """transformers' prompt ids and greedy tokens."""
     parts = PROMPTS[name]
     kinds = {str: "text", bytes: "video"}
     content = [{"type": kinds.get(type(p), "image"), **({"text": p} if isinstance(p, str) else {})} for p in parts]

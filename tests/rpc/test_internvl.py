@@ -1,4 +1,4 @@
-"""InternVL through both services, with the real model: ids and greedy tokens are the library's own."""
+"""InternVL through both services, with the real model: ids and greedy tokens are transformers' own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sent(part: Part) -> Any:
     return image(file.getvalue())
 
 
-def test_ids_and_greedy_tokens_are_the_library_s_alone_beside_others_and_cached(both: Pair) -> None:
+def test_ids_and_greedy_tokens_are_those_of_transformers_alone_beside_others_and_cached(both: Pair) -> None:
     library = Reference(both.checkpoint)
     inputs = {name: library.inputs(parts) for name, parts in PROMPTS.items()}
     expected = {name: library.tokens(given) for name, given in inputs.items()}

@@ -56,7 +56,7 @@ def said(both: Pair, **options: float) -> Answer:
 
 @cache
 def expected(checkpoint: Path, kept: tuple[int, ...]) -> tuple[int, list[int]]:
-    """How long the library's prompt is with these rows alone, and its greedy tokens."""
+    """How long transformers' prompt is with these rows alone, and its greedy tokens."""
     clip = reference.Video.read(FILM)
     content = [{"type": "video"}, {"type": "text", "text": QUESTION}]
     inputs = reference.reference_inputs(checkpoint, [{"role": "user", "content": content}], videos=[clip])
@@ -78,7 +78,7 @@ def to_keep(whole: Encoded, rate: float) -> tuple[int, ...]:
     [({}, USUAL), ({"video_pruning_rate": 0.0}, 0.0), ({"video_pruning_rate": OTHER}, OTHER)],
     ids=["none said", "zero", "another"],
 )
-def test_a_film_has_as_many_rows_as_its_rate_leaves_or_the_service_s_and_the_library_s_tokens(
+def test_a_film_has_as_many_rows_as_its_rate_leaves_or_the_service_s_and_transformers_tokens(
     both: Pair, whole: Encoded, options: dict[str, float], rate: float
 ) -> None:
     kept = to_keep(whole, rate)

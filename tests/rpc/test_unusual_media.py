@@ -86,7 +86,7 @@ def test_unusual_pictures_give_the_rows_of_what_they_show(strict, name):
 
 
 def shown(data: bytes, name: str) -> Image.Image:
-    """The picture as the library loads it: upright, RGB, on white; of 16-bit values, the upper byte."""
+    """The picture as transformers loads it: upright, RGB, on white; of 16-bit values, the upper byte."""
     if name.startswith("16-bit"):
         picture = np.asarray(small())
         return Image.fromarray(np.repeat(picture[..., :1], 3, 2) if "grey" in name else picture)

@@ -29,8 +29,8 @@ from twinlens import user, v1, video
 from twinlens.cli import main
 
 pytestmark = [
-    pytest.mark.soak,  # three processes load the library
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of the library's processors
+    pytest.mark.soak,  # three processes load transformers
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of transformers' processors
 ]
 FEW = 32
 QUESTION = "What is said?"
@@ -53,7 +53,7 @@ def about(film: Film) -> v1.ChatMessage:
 
 
 @pytest.mark.parametrize("kind", ["mp4", "avi"])
-def test_stereo_at_44_100_has_the_library_s_tokens(both: Pair, library: Reference, kind: str) -> None:
+def test_stereo_at_44_100_has_transformers_tokens(both: Pair, library: Reference, kind: str) -> None:
     tune = np.stack([sounds.tune(0.9, seed, 44_100) for seed in (1, 2)])
     film = Film(sounds.film(tune, kind, 44_100, count=4), with_sound=True)
     parts: list[Part] = [film, QUESTION]

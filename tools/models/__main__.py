@@ -1,9 +1,9 @@
-"""The table of all models that the installed library has, and how each is served: `python -m tools.models PAGE`.
+"""The table of all models that the installed transformers has, and how each is served: `python -m tools.models PAGE`.
 
 It is made by a run: what a family serves is known; of everything else a small model is made and tried, and where there
-is a recipe for a checkpoint, both services answer from it as the library does. Rows are kept as they are found, in a
+is a recipe for a checkpoint, both services answer from it as transformers does. Rows are kept as they are found, in a
 file of JSON lines beside the build's other products, and a run goes on where the last one stopped. They go among the
-rows that the page has, of which those of an earlier release of the library say so.
+rows that the page has, of which those of an earlier release of transformers say so.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import msgspec
 import torch
 
 from common.checkpoint import CheckpointError
-from common.hf.classes import class_of, library, missing, state_tokens
+from common.hf.classes import class_of, missing, state_tokens, transformers
 from common.hf.models import checked
 from common.hf.rows import row_token
 from llm_service.families.registry import FAMILIES
@@ -46,23 +46,23 @@ its {hearing} for sounds and text, as `python -m tools.models docs/MODELS.md` fo
 {counts}.
 
 - **native**: a family of ours ([ARCHITECTURE.md](ARCHITECTURE.md)); `tests/parity` compares more of it.
-- **library**: transformers computes rows, and what stands for them in a prompt ([library.md](design/library.md)). The
-  text is computed, over our scheduler and paged cache, by *our decoder*, as that of a family is, or by the *library*.
+- **transformers** computes rows, and what stands for them in a prompt ([transformers.md](design/transformers.md)).
+  The text is computed, over our scheduler and paged cache, by *our decoder*, as that of a family is, or by it.
 - **compared**: both services answered from a tiny checkpoint of the kind, with its own processor and random weights in
-  float32. Token ids and 32 greedy tokens were the library's own.
+  float32. Token ids and 32 greedy tokens were transformers' own.
     - Prompts: text alone, a picture, two pictures of different size between texts; also videos, sounds, and videos with
       theirs (*video sound*), where the row says so. *One picture in a prompt*: two are refused.
     - Each was computed alone, beside three others or more, and from the prefix cache; at once, and in steps of 16
       tokens. A step has more where rows of a picture, or all tokens of a prompt, see each other and are more.
-    - *tp 2*: on two ranks as well. Without it ranks are refused: the library, which computes the text, has no plan for
+    - *tp 2*: on two ranks as well. Without it ranks are refused: transformers, which computes the text, has no plan for
       them, or one that gives other logits.
     - A row is of one size of its kind. Gemma 4's smaller sizes hear, and let no rows see each other; a test of their
       own compares them (`tests/parity/test_hf_hearing.py`).
 - **compared in one process**: the same on one rank, without the wires between (`tests/parity/hf_side.py`).
-- Rows that say neither: a small model's logits were the library's own, in chunks, packed with another prompt. A
+- Rows that say neither: a small model's logits were transformers' own, in chunks, packed with another prompt. A
   checkpoint shows the rest at start.
 - **refused**: the services say why, and do not start.
-- **unknown**: the default configuration alone makes no small model, or the library wants a package for it that was
+- **unknown**: the default configuration alone makes no small model, or transformers wants a package for it that was
   not there; a checkpoint is tried at start.
 
 Nothing here ran on a GPU, and weights were never trained ones.
@@ -81,7 +81,7 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
 
 
 class Row(msgspec.Struct, frozen=True):
-    """How one kind of models is served, what there is to say of it, and the release of the library that was asked."""
+    """How one kind of models is served, what there is to say of it, and the release of transformers that was asked."""
 
     kind: str
     how: str
@@ -97,8 +97,8 @@ class Row(msgspec.Struct, frozen=True):
     def read(cls, line: str, release: str = RELEASE) -> Row | None:
         """Of a line of a page of a release; None for one that is no row.
 
-        >>> Row.read("| llava | library | our decoder | compared, by 5.23.0 |")
-        Row(kind='llava', how='library', note='compared', text='our decoder', release='5.23.0')
+        >>> Row.read("| llava | transformers | our decoder | compared, by 5.23.0 |")
+        Row(kind='llava', how='transformers', note='compared', text='our decoder', release='5.23.0')
         """
         cells = [cell.strip() for cell in line.split("|")]
         if len(cells) != _CELLS or cells[2] not in _HOW:
@@ -108,7 +108,7 @@ class Row(msgspec.Struct, frozen=True):
         return cls(cells[1], cells[2], cells[4], cells[3], release)
 
 
-_CELLS, _HOW = 6, ("native", "library", "refused", "unknown")
+_CELLS, _HOW = 6, ("native", "transformers", "refused", "unknown")
 _BY = re.compile(r"(?:^|, )by (\d[\w.]*)$")
 
 
@@ -122,11 +122,11 @@ _SPANS = {
 
 
 def kinds() -> list[str]:
-    """All that the library has for pictures and text, in its order, and those for sounds and text. Of one that speaks
+    """All that transformers has for pictures and text, in its order, and those for sounds and text. Of one that speaks
     as well, its thinker."""
-    seeing = [made.model_type for made in library().AutoModelForImageTextToText._model_mapping]
-    hearing = {made.model_type for made in library().AutoModelForMultimodalLM._model_mapping if _is_one(made)}
-    for made, cls in library().AutoModelForPreTraining._model_mapping.items():
+    seeing = [made.model_type for made in transformers().AutoModelForImageTextToText._model_mapping]
+    hearing = {made.model_type for made in transformers().AutoModelForMultimodalLM._model_mapping if _is_one(made)}
+    for made, cls in transformers().AutoModelForPreTraining._model_mapping.items():
         if hasattr(cls, "get_audio_features"):
             hearing.add(made.model_type)
     return [*seeing, *sorted({*hearing, *RECIPES, *FAMILIES}.difference(seeing))]
@@ -138,7 +138,7 @@ def _is_one(made: Any) -> bool:
 
 def rows(asked: Sequence[str], compared: Comparison) -> Iterator[Row]:
     """One for each kind, those with a recipe compared so."""
-    configurations = {kind: library().CONFIG_MAPPING[kind] for kind in asked}
+    configurations = {kind: transformers().CONFIG_MAPPING[kind] for kind in asked}
     for kind in asked:
         if kind in FAMILIES:
             yield _compared_family(kind)
@@ -147,7 +147,7 @@ def rows(asked: Sequence[str], compared: Comparison) -> Iterator[Row]:
 
 
 def _compared_family(kind: str) -> Row:
-    """Always by both services: there is nothing of the library to be tried."""
+    """Always by both services: there is nothing of transformers to be tried."""
     try:
         with tempfile.TemporaryDirectory() as folder:
             names = through_services(make_native(kind, Path(folder)))
@@ -165,7 +165,7 @@ def _tried(kind: str, made: Any, compared: Comparison) -> Row:
         return Row(kind, "unknown", _told(error))
     notes = [_SPANS[found]] if found is not SpanRule.NOWHERE else []
     if kind not in RECIPES:
-        return Row(kind, "library", ", ".join(notes), text)
+        return Row(kind, "transformers", ", ".join(notes), text)
     try:
         with tempfile.TemporaryDirectory() as folder:
             names = compared(kind, make(kind, Path(folder)))
@@ -177,7 +177,7 @@ def _tried(kind: str, made: Any, compared: Comparison) -> Row:
         return Row(kind, WRONG, " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST])
     if (OURS in names) != (text == OURS):
         return Row(kind, WRONG, f"{text} was to compute the text, and did not")
-    return Row(kind, "library", ", ".join([_COMPARED[compared], *_notes(names), *notes]), text)
+    return Row(kind, "transformers", ", ".join([_COMPARED[compared], *_notes(names), *notes]), text)
 
 
 def text_by(kind: str, made: Any) -> tuple[str, SpanRule]:
@@ -188,7 +188,7 @@ def text_by(kind: str, made: Any) -> tuple[str, SpanRule]:
         return OURS, try_ours_of(config, drawn_prompt).spans
     except CheckpointError:
         config = _configuration(kind, made)  # a trial shrinks it
-        return "library", try_config(config, drawn_prompt).spans
+        return "transformers", try_config(config, drawn_prompt).spans
 
 
 def _configuration(kind: str, made: Any) -> Any:
@@ -205,7 +205,7 @@ def _configuration(kind: str, made: Any) -> Any:
 
 def by_services(kind: str, checkpoint: Path) -> set[str]:
     """Names of what was compared. Raises NotStartedError where a service does not start, and Differs where one says
-    something else than the library."""
+    something else than transformers."""
     return through_services(checkpoint, RECIPES[kind].step_tokens)
 
 
@@ -247,7 +247,7 @@ def page(found: Sequence[Row]) -> str:
     ours = sum(row.text == OURS for row in found)
     told = ", ".join(f"{counts[how]} {how}" for how in _HOW)
     told += f". {compared} were compared; our decoder computes the text of {ours}"
-    seeing = len(library().AutoModelForImageTextToText._model_mapping)
+    seeing = len(transformers().AutoModelForImageTextToText._model_mapping)
     older = sum(row.release != RELEASE for row in found)
     return _PAGE.format(
         seeing=seeing,
@@ -288,7 +288,7 @@ def main() -> None:
         if all(kind in found for kind in every):
             given.page.write_text(page([found[kind] for kind in every]), encoding="utf-8")
     if wrong:
-        sys.exit("some would be served, and answer otherwise than the library")
+        sys.exit("some would be served, and answer otherwise than transformers")
 
 
 def _of_page(path: Path) -> dict[str, Row]:

@@ -1,4 +1,4 @@
-"""One tiny checkpoint through both services, beside the library: ids and greedy tokens must be its own."""
+"""One tiny checkpoint through both services, beside transformers: ids and greedy tokens must be its own."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ _TOGETHER = 4
 
 
 class Differs(Exception):
-    """What the services say is not what the library says."""
+    """What the services say is not what transformers says."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A prompt, what the library's processor makes of it, and its greedy tokens."""
+    """A prompt, what transformers' processor makes of it, and its greedy tokens."""
 
     parts: Prompt
     inputs: dict[str, Any]
@@ -73,7 +73,7 @@ class Answered:
 
 
 def answered_by(reference: Reference, found: HfModel) -> dict[str, Answered]:
-    """The prompts that a model is compared by: with a video where it takes one, and the library itself gets through it.
+    """The prompts that a model is compared by: with a video where it takes one, and transformers gets through it.
     Raises Differs where two answers are alike."""
     asked = {name: parts for name, parts in PROMPTS.items() if all(_known(part, found) for part in parts)}
     if "audio" in found.placeholders:
@@ -89,7 +89,7 @@ def answered_by(reference: Reference, found: HfModel) -> dict[str, Answered]:
         if len(answered) < _TOGETHER:
             answered[name] = Answered.by(reference, parts)
     if len({tuple(each.tokens) for each in answered.values()}) < len(answered):
-        raise Differs("the library answers two prompts alike, which proves nothing")
+        raise Differs("transformers answers two prompts alike, which proves nothing")
     return answered
 
 
@@ -113,9 +113,9 @@ def _known(part: Part, found: HfModel) -> bool:
 
 def through_services(folder: Path, step_tokens: int = 16) -> set[str]:
     """Has both services answer prompts: in short steps each alone, and all beside each other, twice, when their prompts
-    are cached; and the same at once, on two ranks where the library has a plan for them. Returns the prompts' names,
-    `RANKS` where there were two, and `OURS` where our decoder computed. Raises Differs where an answer is not the
-    library's, and NotStartedError, with the last that was said, where a service does not start."""
+    are cached; and the same at once, on two ranks where transformers has a plan for them. Returns the prompts' names,
+    `RANKS` where there were two, and `OURS` where our decoder computed. Raises Differs where an answer is not
+    transformers', and NotStartedError, with the last that was said, where a service does not start."""
     found = taken_by_family(folder) or describe(folder)
     reference = Reference(folder)
     answered = answered_by(reference, found)
@@ -132,7 +132,7 @@ def through_services(folder: Path, step_tokens: int = 16) -> set[str]:
                         raise Differs(f"{what}: {answer.started.cached_tokens} of {each.count} tokens were cached")
     logs = [(folder / f"{name}.log").read_text("utf-8") for name in ("llm", "ranks" if ranks > 1 else "whole")]
     if len({_OURS in text for text in logs}) > 1:
-        raise Differs("our decoder computes on one rank, and the library on two")
+        raise Differs("our decoder computes on one rank, and transformers on two")
     return {*answered, *([RANKS] if ranks > 1 else []), *([OURS] if _OURS in logs[0] else [])}
 
 
@@ -149,7 +149,7 @@ _OURS = "our decoder computes the text"
 
 def _check(what: str, answer: Answer, expected: Answered) -> None:
     if answer.started.prompt_tokens != expected.count:
-        raise Differs(f"{what}: {answer.started.prompt_tokens} prompt tokens, the library has {expected.count}")
+        raise Differs(f"{what}: {answer.started.prompt_tokens} prompt tokens, transformers has {expected.count}")
     if (said := answer.choices[0].token_ids) != expected.tokens:
         at = next(at for at, (one, other) in enumerate(zip(said, expected.tokens, strict=True)) if one != other)
         raise Differs(f"{what}: token {at} is another one")
@@ -182,7 +182,7 @@ def _sent(part: Part) -> Any:
 def services(folder: Path, step_tokens: int) -> Iterator[tuple[LlmClient, LlmClient, int]]:
     """An encoder service and two LLM services over a checkpoint for the length of the block, and clients of these: one
     computes in steps of so many tokens beside three answers, the other a prompt at once, on so many ranks as are
-    returned: two, or one where the library has no plan for more."""
+    returned: two, or one where transformers has no plan for more."""
     with ExitStack() as running:
         flags = ["--model", str(folder), *_FLAGS, *_ENCODER_FLAGS]
         with _told(folder, "encoder") as errors:
@@ -204,8 +204,8 @@ def services(folder: Path, step_tokens: int) -> Iterator[tuple[LlmClient, LlmCli
         yield short, running.enter_context(LlmClient(two.address)), ranks
 
 
-_NO_RANKS = "the library has no plan", "cannot be split", "over 2 ranks"
-"""Of why two ranks are refused; the last is of a trial that finds the library's plan to compute something else."""
+_NO_RANKS = "transformers has no plan", "cannot be split", "over 2 ranks"
+"""Of why two ranks are refused; the last is of a trial that finds transformers' plan to compute something else."""
 
 
 def _serves(service: Service) -> bool:

@@ -1,4 +1,4 @@
-"""Prompts for models of the library that have no processor."""
+"""Prompts for models of transformers that have no processor."""
 
 from __future__ import annotations
 

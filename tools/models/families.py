@@ -28,7 +28,7 @@ def make_native(kind: str, folder: Path) -> Path:
 
 
 def taken_by_family(folder: Path) -> HfModel | None:
-    """What a family of ours takes, and its text's configuration, as one would know it of a model of the library; None
+    """What a family of ours takes, and its text's configuration, as one would know it of a model of transformers; None
     where none is for a checkpoint."""
     checkpoint = Checkpoint(folder)
     if find_family(checkpoint.config) is None:

@@ -123,5 +123,5 @@ def sounding_prompts() -> dict[str, Prompt]:
 
 
 def kind_of(part: Part) -> str:
-    """Of what is no text: its modality, as the library calls it."""
+    """Of what is no text: its modality, as transformers calls it."""
     return "video" if isinstance(part, Film) else "audio" if isinstance(part, Tones) else "image"

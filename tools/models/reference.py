@@ -1,4 +1,4 @@
-"""The library itself over a checkpoint: what its processor makes of a message, and its greedy tokens."""
+"""transformers itself over a checkpoint: what its processor makes of a message, and its greedy tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from common.hf.classes import class_of, complete, config_of, library, speaking
+from common.hf.classes import class_of, complete, config_of, speaking, transformers
 from common.hf.layouts import LAYOUTS, VoxtralLayout
 from common.hf.models import own_adapters
 from common.hf.processors import frame_of, processor_of
@@ -26,15 +26,15 @@ TOKENS = 32
 
 
 class Reference:
-    """The library itself over a checkpoint, on the CPU in float32. Raises ImportError where it wants a package that is
+    """transformers itself over a checkpoint, on the CPU in float32. Raises ImportError where it wants a package that is
     not there."""
 
     def __init__(self, folder: Path) -> None:
         config = config_of(folder)
         self._lays_out_chats = LAYOUTS.get(config.model_type) is VoxtralLayout
-        if self._lays_out_chats:  # by a package that the library only wants where it is used
+        if self._lays_out_chats:  # by a package that transformers only wants where it is used
             import_module("mistral_common")
-        chats = library().AutoProcessor
+        chats = transformers().AutoProcessor
         self.processor = chats.from_pretrained(folder) if self._lays_out_chats else processor_of(folder)
         template = folder / "chat_template.jinja"
         self._template = self.processor.chat_template
@@ -48,7 +48,7 @@ class Reference:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Already found a `peft_config`")  # there may be several
             for modality, path in self._adapters.items():
-                if path != ".":  # which the library has loaded
+                if path != ".":  # which transformers has loaded
                     self.model.load_adapter(str(folder), modality, adapter_kwargs={"subfolder": path})
         if config.model_type in _VIDEOS_WHOLE:
             self.model.get_video_features = _in_parts(self.model.get_video_features)
@@ -128,7 +128,7 @@ class Reference:
         return [int(token) for token in out[0, inputs["input_ids"].shape[1] :]]
 
     def _choose_adapter(self, kinds: set[str]) -> None:
-        """That of the first of a prompt's modalities that has one: by PEFT's own layers, since the library's methods
+        """That of the first of a prompt's modalities that has one: by PEFT's own layers, since transformers' methods
         ask for a release of PEFT that there may not be yet."""
         from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -154,7 +154,7 @@ parts."""
 
 
 def _in_parts(compute: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(compute)  # the library asks for its arguments
+    @wraps(compute)  # transformers asks for its arguments
     def parts(*given: Any, **named: Any) -> Any:
         made = compute(*given, **named)
         made.pooler_output = tuple(made.pooler_output)

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of the library's models, with the processors, tokenizers and templates that they need."""
+"""Tiny random checkpoints of transformers' models, with the processors, tokenizers and templates that they need."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from common import tekken
-from common.hf.classes import class_of, head_of, library
+from common.hf.classes import class_of, head_of, transformers
 from common.hf.small_models import redraw_corrections
 from llm_service.model_config.adapter_folder import CONFIG, WEIGHTS
 from tools.models.recipes import RECIPES
@@ -40,7 +40,7 @@ def make(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.f
 
 
 def make_without_weights(name: str, folder: Path) -> Path:
-    """The same without weights: enough for its processor, and for what the library says of it."""
+    """The same without weights: enough for its processor, and for what transformers says of it."""
     config_of_recipe(name).save_pretrained(folder)
     _save_processor(RECIPES[name], folder)
     return folder
@@ -51,7 +51,7 @@ def make_by(recipe: Recipe, folder: Path, *, seed: int = 0, dtype: torch.dtype =
     folder.mkdir(parents=True, exist_ok=True)
     config, ids = config_of(recipe), _ids(recipe)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # what is of one dimension is near where the library draws it
+        torch.manual_seed(seed)  # what is of one dimension is near where transformers draws it
         model = class_of(config)._from_config(config, dtype=torch.float32)
     redraw(model, seed)
     with torch.no_grad():  # as in models that were trained, no answer has a placeholder
@@ -70,7 +70,7 @@ _ADAPTER_SEED = 7
 
 
 def _save_adapter(model: Any, settings: Mapping[str, Any], folder: Path, seed: int) -> None:
-    """With pairs that are drawn, for all linear layers whose names fit its settings, as the library saves them."""
+    """With pairs that are drawn, for all linear layers whose names fit its settings, as transformers saves them."""
     folder.mkdir(exist_ok=True)
     generator, rank = torch.Generator().manual_seed(seed), int(settings["r"])
     pairs: dict[str, torch.Tensor] = {}
@@ -90,7 +90,7 @@ def _save_processor(recipe: Recipe, folder: Path) -> None:
         recipe.processor(None, "").save_pretrained(folder)
         return
     words = (*WORDS, *recipe.words)
-    tokenizer = library().PreTrainedTokenizerFast(
+    tokenizer = transformers().PreTrainedTokenizerFast(
         tokenizer_object=(_of_pieces if recipe.pieces else _of_bytes)(words, begins=recipe.begins),
         **dict(zip(("bos_token", "eos_token", "pad_token"), WORDS, strict=False)),
         extra_special_tokens=dict(recipe.named),
@@ -129,7 +129,7 @@ def redraw(model: torch.nn.Module, seed: int) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:  # the library leaves some as memory had them
+            if parameter.dim() == 1:  # transformers leaves some as memory had them
                 parameter.nan_to_num_(0.0, 0.0, 0.0).clamp_(-4.0, 4.0).add_(0.1 * noise)
             elif id(parameter) in tables:
                 parameter.copy_(noise)

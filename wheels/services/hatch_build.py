@@ -24,7 +24,7 @@ class Metadata(MetadataHookInterface):
         (version,) = re.findall(r'^__version__ = "(.+)"$', stated, re.MULTILINE)
         metadata["version"] = version
         metadata["dependencies"] = [f"twinlens=={version}", *groups["services"]]
-        extras = "gateway", "tracing", "library", "gpu", "nixl", "kv-events", "heic"
+        extras = "gateway", "tracing", "transformers", "gpu", "nixl", "kv-events", "heic"
         metadata["optional-dependencies"] = {name: groups[name] for name in extras}
 
 

@@ -1,4 +1,4 @@
-"""Which linear layers of a tower of the library have an activation behind them, and nothing else that takes what they
+"""Which linear layers of a tower of transformers have an activation behind them, and nothing else that takes what they
 compute: a product by oneDNN then computes it in the same pass."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a tower of the library asks torch's attention for, computed by a back end of ours."""
+"""What a tower of transformers asks torch's attention for, computed by a back end of ours."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def _is_full(
 
 
 def hf_backend(name: str, device: torch.device, dtype: torch.dtype, kernels: str = "auto") -> Backend:
-    """What a tower of the library attends by: our kernel on CPUs that it runs on, else torch; `kernels` as `choose` has
-    them. Raises AttentionUnavailable for what it does not have, or where that cannot run."""
+    """What a tower of transformers attends by: our kernel on CPUs that it runs on, else torch; `kernels` as `choose`
+    has them. Raises AttentionUnavailable for what it does not have, or where that cannot run."""
     if name not in ("auto", "numba", "sdpa"):
         raise AttentionUnavailable(f"--attention {name}: this model's tower has torch's attention, or numba's")
     if name == "sdpa" or (name == "auto" and "numba" not in candidates(device, dtype)):

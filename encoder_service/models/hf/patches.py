@@ -1,4 +1,4 @@
-"""Convolutions of a tower of the library whose every input is one patch: a product of all patches."""
+"""Convolutions of a tower of transformers whose every input is one patch: a product of all patches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers of a tower of the library, computed from weights that are laid out as oneDNN wants them, with
+"""Linear layers of a tower of transformers, computed from weights that are laid out as oneDNN wants them, with
 activations behind them in the same pass."""
 
 from __future__ import annotations

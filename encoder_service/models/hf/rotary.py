@@ -1,4 +1,4 @@
-"""What a tower of the library asks its module's rotary function for, computed by ours: two kernels on a GPU in the
+"""What a tower of transformers asks its module's rotary function for, computed by ours: two kernels on a GPU in the
 place of fourteen operators a layer, and on a CPU fewer passes over queries and keys."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from encoder_service.models.blocks import turn
 from encoder_service.models.tower import Rotary
 
 _NAME = "apply_rotary_pos_emb_vision"
-"""What the library calls it in most of its towers."""
+"""What transformers calls it in most of its towers."""
 _CLOSE = 1e-5
 
 Turn = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -1,4 +1,4 @@
-"""A tower that is the library's own model without its text layers. What several items give together has a form of its
+"""A tower that is transformers' own model without its text layers. What several items give together has a form of its
 own in every model: whether they can be computed so a trial has to show (`worker.hf.batches`)."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from encoder_service.models.hf.rotary import TurningBy
 _OF_NO_PROMPT = re.compile(
     r"pooler_output|attentions|(?:image|audio)_tokens|embedding_loss|speaker_logits|(vision|qformer)_outputs|\w*hidden_states?"
 )
-"""What the library's outputs have of which a prompt gets the rows alone."""
+"""What transformers' outputs have of which a prompt gets the rows alone."""
 _UNPOOLED = "audio"
 """The modality whose rows some towers give as their last hidden states."""
 _HEARD = "attention_mask"
@@ -41,7 +41,7 @@ _MARKS = "visual_indicator_features"
 
 
 class HfTower:
-    """A `backend` attends in torch's place, if there is one. Raises CheckpointError where the library cannot load the
+    """A `backend` attends in torch's place, if there is one. Raises CheckpointError where transformers cannot load the
     model."""
 
     def __init__(
@@ -79,14 +79,14 @@ class HfTower:
 
     def rows(self, inputs: Mapping[str, Any], tokens: int, modality: str = "image") -> Tensor:
         """What the processor has made of one item, or of several at once → [tokens, levels, width], one item's behind
-        the other's. Raises RuntimeError where there are more or fewer, or the library computes none: some models have
+        the other's. Raises RuntimeError where there are more or fewer, or transformers computes none: some models have
         no positions for pictures that their processors take, such as very long ones."""
         attending = contextlib.nullcontext() if self._backend is None else AttendingBy(self._backend)
         try:
             with attending, self._turning:
                 return self._rows(inputs, tokens, modality)
         except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise RuntimeError(f"the library does not compute it: {type(error).__name__}: {error}") from error
+            raise RuntimeError(f"transformers does not compute it: {type(error).__name__}: {error}") from error
 
     def _rows(self, inputs: Mapping[str, Any], tokens: int, modality: str) -> Tensor:
         if modality == _UNPOOLED and hasattr(getattr(self._model.base_model, _FILLS_UP, None), "vocab_offset"):

@@ -1,1 +1,1 @@
-"""How items of models of the library are put together to batches, and captured."""
+"""How items of models of transformers are put together to batches, and captured."""

@@ -1,4 +1,4 @@
-"""Items of a model that the library computes, several in one pass of its tower where a trial shows that each gets the
+"""Items of a model that transformers computes, several in one pass of its tower where a trial shows that each gets the
 rows that it gets alone."""
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def why_apart(tower: ItemTower, items: Sequence[Made], tokens: int, *, exact: bo
         both = tower.rows(joined([one, other, third]), 3 * tokens, kind).split(tokens)
         swapped = tower.rows(joined([one, third, other]), 3 * tokens, kind).split(tokens)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        return f"the library does not compute {what}: {first_line(error)}"[:200]
+        return f"transformers does not compute {what}: {first_line(error)}"[:200]
     if any(torch.equal(alone[0], each) for each in alone[1:]):
         return "rows of different items are the same, which shows nothing"
     if not torch.equal(both[0], swapped[0]):

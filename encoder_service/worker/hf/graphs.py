@@ -1,4 +1,4 @@
-"""CUDA graphs of a tower that the library computes: by the shape of an item, and for so many of that shape in one
+"""CUDA graphs of a tower that transformers computes: by the shape of an item, and for so many of that shape in one
 pass."""
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class ShapeGraphs:
         expected = self._tower.rows(joined([made.inputs for made in items]), len(graph.rows), first.kind)
         self._replay(graph, items)
         if name := graph.differing_look():
-            return f"the library waits for what depends on an item's content ({name})"
+            return f"transformers waits for what depends on an item's content ({name})"
         if torch.equal(graph.rows, expected):
             return ""
         apart = float((graph.rows - expected).float().norm() / expected.float().norm())

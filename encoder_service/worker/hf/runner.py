@@ -1,4 +1,4 @@
-"""Runs batches of a model that the library computes: its processor in the place of patches, its tower in that of
+"""Runs batches of a model that transformers computes: its processor in the place of patches, its tower in that of
 ours."""
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class HfRunner(Runner):
 
     def read(self, settings: WorkerSettings) -> int:
         """How many numbers a row has."""
-        found = settings.library
-        assert found is not None, "this is for models that the library computes"
+        found = settings.hf
+        assert found is not None, "this is for models that transformers computes"
         self._backend = hf_backend(settings.attention, self.device, self.dtype, settings.kernels)
         if settings.graphs:
             raise GraphsUnavailable("this model's tower has graphs by the shapes of items, not by numbers of patches")
@@ -58,9 +58,9 @@ class HfRunner(Runner):
         return found.levels * found.hidden_size
 
     def load(self, settings: WorkerSettings) -> StagedTower:
-        """The library's model without its text."""
-        found = settings.library
-        assert found is not None, "this is for models that the library computes"
+        """transformers' model without its text."""
+        found = settings.hf
+        assert found is not None, "this is for models that transformers computes"
         backend = None if self._backend.name == "sdpa" else self._backend
         self._tower_of_items = tower = HfTower(Path(settings.folder), found, self.dtype, self.device, backend)
         on_cpu = self.device.type == "cpu"

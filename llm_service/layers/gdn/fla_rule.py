@@ -1,7 +1,7 @@
 """Chunks of a gated delta net by the flash-linear-attention library, where it is installed. Half-precision types
 alone.
 
-Convolutions, gates, norms and single tokens stay ours: the library's step has no slots, so states would be copied out
+Convolutions, gates, norms and single tokens stay ours: transformers' step has no slots, so states would be copied out
 and back for every token, and neither it nor causal-conv1d convolves packed sequences that have states already.
 """
 
@@ -25,7 +25,7 @@ from llm_service.layers.gdn.torch_backend import gates
 @dataclass(frozen=True, slots=True)
 class Round:
     """Runs that are computed together, as none goes on from another: `rows` of the batch; where each begins among them,
-    int64 [r + 1], here and on the host, since the library asks for it there; `slots` int64 [r]; `fresh` bool [r, 1, 1,
+    int64 [r + 1], here and on the host, since transformers asks for it there; `slots` int64 [r]; `fresh` bool [r, 1, 1,
     1]; of the states behind them number `copied` int64 [c] goes to `copies` int64 [c] as well."""
 
     rows: Tensor | slice
@@ -77,8 +77,8 @@ def rounds(runs: Sequence[Segment], device: torch.device) -> list[Round]:
     return [Round.of(each, device) for each in found]
 
 
-class LibraryRule:
-    """`compute` is the library's function."""
+class FlaRule:
+    """`compute` is transformers' function."""
 
     def __init__(self, shape: GdnShape, compute: Callable[..., Any]) -> None:
         self._shape = shape
@@ -115,10 +115,10 @@ class LibraryRule:
         return heads.repeat_interleave(self._shape.group, dim=1).unsqueeze(0)
 
 
-def find(shape: GdnShape) -> LibraryRule | None:
-    """The library's rule; None where it is not there, or was built for another torch or Triton."""
+def find(shape: GdnShape) -> FlaRule | None:
+    """transformers' rule; None where it is not there, or was built for another torch or Triton."""
     try:
         compute = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     except (ImportError, AttributeError):
         return None
-    return LibraryRule(shape, compute)
+    return FlaRule(shape, compute)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llm_service.layers.cache_spec import Segment, StateCache
 from llm_service.layers.gdn.backend import CHUNK, GdnInput, GdnShape, GdnWeights
-from llm_service.layers.gdn.fla_rule import LibraryRule, Round, rounds
+from llm_service.layers.gdn.fla_rule import FlaRule, Round, rounds
 from llm_service.layers.gdn.metadata import GdnMetadata
 from llm_service.layers.gdn.torch_backend import split
 from llm_service.layers.gpu import gdn_kernels as kernels
@@ -85,9 +85,7 @@ class TritonBackend:
 
     name = "triton"
 
-    def __init__(
-        self, shape: GdnShape, dtype: torch.dtype, device: torch.device, rule: LibraryRule | None = None
-    ) -> None:
+    def __init__(self, shape: GdnShape, dtype: torch.dtype, device: torch.device, rule: FlaRule | None = None) -> None:
         self._compiled = KernelConstants(shape, dtype == torch.float32)
         self._device = device
         self._rule = rule
@@ -116,7 +114,7 @@ class TritonBatch:
 
     metadata: GdnMetadata
     compiled: KernelConstants
-    rule: LibraryRule | None = None
+    rule: FlaRule | None = None
     rounds: Sequence[Round] = ()
 
     def run(self, given: GdnInput, weights: GdnWeights, cache: StateCache) -> Tensor:

@@ -16,7 +16,7 @@ from llm_service.layers.gpu.scaled_weight import ScaledExperts, ScaledWeight
 from llm_service.layers.quantized_weight import GroupedWeight, Number, QuantizedWeight
 
 _MANY = 256
-"""Rows from which on a weight is widened in memory, once for all of them, and the library's product is faster."""
+"""Rows from which on a weight is widened in memory, once for all of them, and transformers' product is faster."""
 _MANY_EACH = 64
 """Rows of an expert, on the average, from which on its product is bound by arithmetic."""
 _AT_ONCE = 1 << 25

@@ -1,5 +1,5 @@
 """Products in 8 bits on both sides, for checkpoints that are made for them: weights in e4m3, inputs rounded to it on
-their way, each row, or each 128 numbers of it, with a scale of its own. By the library's kernels, for experts by one of
+their way, each row, or each 128 numbers of it, with a scale of its own. By transformers' kernels, for experts by one of
 ours, from Hopper on."""
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def _computes(device: torch.device) -> bool:
 
 @cache
 def _is_right(blocks: bool, device: torch.device) -> bool:
-    """Whether the library's kernel is there, and gives what plain torch does. Tried once, when a model is loaded."""
+    """Whether transformers' kernel is there, and gives what plain torch does. Tried once, when a model is loaded."""
     weight, wide = _example(blocks, device)
     made = ScaledWeight.laid_out(weight, weight.codes)
     assert made is not None

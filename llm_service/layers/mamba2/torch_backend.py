@@ -36,7 +36,7 @@ class TorchBackend:
 
 def floors_of(segments: Sequence[Segment], least: float) -> Tensor | None:
     """float32 [n, 1]: what Δ of each token is at least; None where that says nothing. An answer's tokens have no such
-    bound, as the library's kernels for one token know of none, be it that they are computed anew at once.
+    bound, as transformers' kernels for one token know of none, be it that they are computed anew at once.
 
     >>> floors_of([Segment(0, 1, 0, fresh=False, answers=1), Segment(1, 4, 1, fresh=True, answers=1)], 0.5).tolist()
     [[0.0], [0.5], [0.5], [0.0]]

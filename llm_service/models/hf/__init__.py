@@ -1,1 +1,1 @@
-"""Texts that the library computes, over our KV blocks."""
+"""Texts that transformers computes, over our KV blocks."""

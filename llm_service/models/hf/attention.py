@@ -1,4 +1,4 @@
-"""Attention of the library's layers as ours: what the library calls, what it says of a layer, and what our back ends
+"""Attention of transformers' layers as ours: what transformers calls, what it says of a layer, and what our back ends
 know of that."""
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from llm_service.models.hf.step import this_step
 from llm_service.models.layer_rules import answer_window_of, chunk_of
 
 NAME = "twinlens"
-"""Our attention's among the library's."""
+"""Our attention's among transformers'."""
 
 _WITHOUT_MEANING = frozenset({"dropout", "position_ids", "use_cache"})
-"""What the library's layers hand on to attention besides, and nothing depends on here."""
+"""What transformers' layers hand on to attention besides, and nothing depends on here."""
 
 
 def attend_as_ours(
@@ -42,7 +42,7 @@ def attend_as_ours(
     block_indices: tuple[Chosen, ...] | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """What the library calls: query [1, heads, n, width], key and value [1, kv_heads, n, …] → [1, n, heads, depth]."""
+    """What transformers calls: query [1, heads, n, width], key and value [1, kv_heads, n, …] → [1, n, heads, depth]."""
     if isinstance(attention_mask, tuple):  # of layers that make one of what was chosen
         attention_mask, indices = None, attention_mask
     indices = block_indices if indices is None else indices

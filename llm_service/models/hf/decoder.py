@@ -1,4 +1,4 @@
-"""A decoder that is the library's own text model. Its attention is ours, over the paged cache; so it needs no cache of
+"""A decoder that is transformers' own text model. Its attention is ours, over the paged cache; so it needs no cache of
 its own, any number of sequences go in one batch, and a prompt in any number of chunks."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from common import log
 from common.checkpoint import CheckpointError
-from common.hf.classes import decoder_of, layers_of_levels, library, mark_tables_of
+from common.hf.classes import decoder_of, layers_of_levels, mark_tables_of, transformers
 from llm_service.families.chunk_rule import ChunkRule
 from llm_service.families.sight import OF_PROMPTS, Sight, SpanRule
 from llm_service.layers.attention.backend import AttentionBackend, AttentionKind, CacheShape
@@ -58,11 +58,11 @@ class HfDecoder:
         fill: Fill | None = None,
         attention: str | MakesBackend = GENERAL,
     ) -> None:
-        """`model` is the library's, of which there need be no more than its text; of it this rank's share is kept, on
-        the device. Places are counted on `axes` axes. `spans`: which tokens see those behind them; where all of media
-        do, these are `together`. `adds_rows`: to what the table has for their places. `fill` reads what linear layers
-        of ours are still without. `attention`: a back end's name, or what makes one; `auto` is on GPUs that of our
-        decoder where it knows how the layers attend. Raises CheckpointError where the model cannot be served so."""
+        """`model` is that of transformers, of which there need be no more than its text; of it this rank's share is
+        kept, on the device. Places are counted on `axes` axes. `spans`: which tokens see those behind them; where all
+        of media do, these are `together`. `adds_rows`: to what the table has for their places. `fill` reads what linear
+        layers of ours are still without. `attention`: a back end's name, or what makes one; `auto` is on GPUs that of
+        our decoder where it knows how the layers attend. Raises CheckpointError where the model cannot be served so."""
         self.dtype, self.device, self.spans, self.group, self._axes = dtype, device, spans, group, axes
         self.kv_dtype, self.adds_rows = dtype, adds_rows
         self.together = tuple(together)
@@ -80,9 +80,9 @@ class HfDecoder:
         take_latents(self._text)
         self._for_index, chunks = take_indexers(self._text), take_states(self._text)
         self._by_ids = InputsByIds(model.config, self._text, device)
-        library().AttentionInterface.register(NAME, attend_as_ours)
+        transformers().AttentionInterface.register(NAME, attend_as_ours)
         for part in self._text.modules():
-            if isinstance(part, library().PreTrainedModel):
+            if isinstance(part, transformers().PreTrainedModel):
                 part.config._attn_implementation_internal = NAME
         seeing = AttentionKind(Sight(spans=spans))
         self._kept = find_kept(self._text, seeing, chunks, group.size, self._compute_one)
@@ -223,7 +223,7 @@ class HfDecoder:
             why = "what it is told of tokens depends on where they stand in a step"
         if why and self._attention != "auto":
             raise CheckpointError(
-                f"--attention {self._attention} is not for this model, which the library computes: {why}"
+                f"--attention {self._attention} is not for this model, which transformers computes: {why}"
             )
         if why:
             _log.info("torch computes attention", why=why)

@@ -1,4 +1,4 @@
-"""A head of the library, which may do more than multiply: it is given hidden states as if its model had made them."""
+"""A head of transformers, which may do more than multiply: it is given hidden states as if its model had made them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Given(nn.Module):
 
 
 class _Output:
-    """As much of the library's outputs as its heads look at."""
+    """As much of transformers' outputs as its heads look at."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden

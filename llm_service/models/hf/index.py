@@ -1,4 +1,4 @@
-"""Indexers of the library's layers as ours: they say how a layer's tokens are scored, and ours keeps index keys in the
+"""Indexers of transformers' layers as ours: they say how a layer's tokens are scored, and ours keeps index keys in the
 paged cache and chooses, for any number of sequences and chunks of them."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llm_service.layers.index_keys import BlockIndex, Chosen, IndexQuery, PoolIn
 from llm_service.models.hf.step import this_step
 
 NO_MASK = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
-"""Stands for a mask where the library's layers cut a part out of one for their indexers. It says nothing."""
+"""Stands for a mask where transformers' layers cut a part out of one for their indexers. It says nothing."""
 
 
 def take_indexers(text: nn.Module) -> dict[str, Any]:

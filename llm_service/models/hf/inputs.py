@@ -1,4 +1,4 @@
-"""What text models of the library take beside embeddings, as it follows from a prompt's ids."""
+"""What text models of transformers take beside embeddings, as it follows from a prompt's ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What layers of the library keep of a sequence, and by which rules they attend, as one token finds out."""
+"""What layers of transformers keep of a sequence, and by which rules they attend, as one token finds out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers of the library whose heads make keys and values of one latent: the latent is kept in their place, and queries
+"""Layers of transformers whose heads make keys and values of one latent: the latent is kept in their place, and queries
 meet it as `layers/latent_products` says."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 _EXPANDS = "expand_kv"
-"""What the library's layers call to have all heads' keys [1, heads, n, width] and values of latents [1, 1, n, rank] and
+"""What transformers' layers call to have all heads' keys [1, heads, n, width] and values of latents [1, 1, n, rank] and
 rotated keys [1, 1, n, rotated] that all heads share."""
 
 

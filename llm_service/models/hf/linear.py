@@ -1,4 +1,4 @@
-"""Linear layers of the library's text model whose weights stay in 8 or 4 bits: our own, with our kernels, in their
+"""Linear layers of transformers' text model whose weights stay in 8 or 4 bits: our own, with our kernels, in their
 places."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llm_service.models.quantized import load_weights, quantized_modules
 
 
 class TextLinear(nn.Module):
-    """Stands for a linear layer of the library, [..., in_features] → [..., out_features], until `targets` have been
+    """Stands for a linear layer of transformers, [..., in_features] → [..., out_features], until `targets` have been
     read without a weight. Ranks keep the `inputs` and `outputs` that they say before; one that `sums` what all ranks
     have of its outputs adds its bias, `summed_bias`, behind that. `rounds_inputs` as `PackedLinear` has it."""
 
@@ -66,13 +66,13 @@ Fill = Callable[[Any], None]
 def leave_quantised(checkpoint: Checkpoint, model: Any) -> dict[str, str]:
     """Puts ours in the places of those of a model's linear layers whose weights a checkpoint has quantised; the names
     of their tensors there, by those in the checkpoint. Raises CheckpointError where another part of the model is
-    quantised, or the library makes other tensors of the weights when it loads them."""
+    quantised, or transformers makes other tensors of the weights when it loads them."""
     quantised = {f"{module}.weight": module for module in quantized_modules(checkpoint)}
     names: dict[str, str] = {}
     for name, (there, changed) in names_within(model, quantised).items():
         path = there.removesuffix(".weight")
         if changed:
-            raise CheckpointError(f"{quantised[name]} is quantised, and the library puts it together with others")
+            raise CheckpointError(f"{quantised[name]} is quantised, and transformers puts it together with others")
         part = model.get_submodule(path)
         if type(part) is not nn.Linear or (part is head_of(model) and _is_tied(model)):
             raise CheckpointError(f"{quantised[name]} is quantised, which is for linear layers of their own alone")
@@ -88,7 +88,7 @@ def fill_quantised(checkpoint: Checkpoint, names: dict[str, str], device: torch.
 
 def round_linears(model: Any, device: torch.device, weight_dtype: str) -> Fill:
     """Puts ours in the places of all linear layers of a text, and of its head, whose weights are to be rounded, as
-    `load_decoder` has it. What chooses experts is no such layer: the library has classes of its own for that."""
+    `load_decoder` has it. What chooses experts is no such layer: transformers has classes of its own for that."""
     text, head = decoder_of(model), head_of(model)
     wanted = {id(part) for part in [*text.modules(), head] if type(part) is nn.Linear}
     taken: dict[str, Tensor] = {}

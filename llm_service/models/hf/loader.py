@@ -1,4 +1,4 @@
-"""The library's text model out of a checkpoint, once it has been tried in small."""
+"""transformers' text model out of a checkpoint, once it has been tried in small."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = log.get("hf_loader")
 
 def load_hf_decoder(
     checkpoint: Checkpoint,
-    library: HfModel,
+    hf: HfModel,
     dtype: torch.dtype,
     device: torch.device,
     group: TensorGroup = ALONE,
@@ -34,7 +34,7 @@ def load_hf_decoder(
 ) -> HfDecoder:
     """Reads the text's weights alone, and keeps this rank's share of them; None: its trial has yet to be made.
     `weight_dtype` int8 rounds the matrices of its linear layers, and of the head, and w8a8 what those of the layers are
-    multiplied with as well; `attention` as `HfDecoder` has it. Raises CheckpointError where the library cannot, or
+    multiplied with as well; `attention` as `HfDecoder` has it. Raises CheckpointError where transformers cannot, or
     we cannot serve it so."""
     scheme = Scheme.of(checkpoint.config)
     check_weight_dtype(weight_dtype, scheme, device)
@@ -60,9 +60,9 @@ def load_hf_decoder(
         speaking(complete(model)),
         dtype,
         device,
-        axes=library.axes,
+        axes=hf.axes,
         spans=found.spans,
-        together=library.together,
+        together=hf.together,
         adds_rows=found.adds_rows,
         group=group,
         fill=fill,

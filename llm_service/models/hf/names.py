@@ -1,5 +1,5 @@
-"""Which tensors are the text's, and what our decoder calls them: of the library's models in memory, and of checkpoints
-in every layout that the library reads."""
+"""Which tensors are the text's, and what our decoder calls them: of transformers' models in memory, and of checkpoints
+in every layout that transformers reads."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from llm_service.models.loader import HEAD
 from llm_service.models.parted_tensors import PartedTensors
 
 _TOGETHER = ".experts.", ".gate_up_proj."
-"""Of a tensor's name: the library stacks experts when it loads them, and gates with what they open; ours takes them as
+"""Of a tensor's name: transformers stacks experts when it loads them, and gates with what they open; ours takes them as
 they are."""
 
 
 def named_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The text's tensors of a model of the library, by the decoder's names; a head that is tied is left out."""
+    """The text's tensors of a model of transformers, by the decoder's names; a head that is tied is left out."""
     names, tied = _Names(model), head_of(model).weight is model.get_input_embeddings().weight
     for name, tensor in model.state_dict().items():
         own = names.own(name)
@@ -32,8 +32,8 @@ def named_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 def own_names(model: Any, stored: Iterable[str]) -> tuple[dict[str, str], PartedTensors]:
     """The decoder's names of those of a checkpoint's tensors, and of the weights that several make together, which are
-    the text's of a model of the library; and which of these names are of several tensors there, or of parts of one.
-    Raises CheckpointError where the library does something else to one of them."""
+    the text's of a model of transformers; and which of these names are of several tensors there, or of parts of one.
+    Raises CheckpointError where transformers does something else to one of them."""
     names, renamed, parted = _Names(model), dict[str, str](), PartedTensors()
     weights = {f"{name.rpartition('.')[0]}.weight" for name in stored}
     for name, (there, whole) in names_within(model, {*stored, *weights}).items():
@@ -42,13 +42,13 @@ def own_names(model: Any, stored: Iterable[str]) -> tuple[dict[str, str], Parted
         together = any(part in whole for part in _TOGETHER) and not _transposed(model, name)
         as_it_is = not whole or together or names.takes_changed(there)
         if not as_it_is and not _part(model, names, there, whole, parted):
-            raise CheckpointError(f"the library makes another tensor of {name} when it loads it")
+            raise CheckpointError(f"transformers makes another tensor of {name} when it loads it")
         renamed[name] = own
     return renamed, parted
 
 
 def _transposed(model: Any, stored: str) -> bool:
-    """Whether the library transposes a tensor whatever its shape."""
+    """Whether transformers transposes a tensor whatever its shape."""
     from transformers.core_model_loading import Transpose, WeightConverter
 
     steps = [step for step in _steps(model) if isinstance(step, WeightConverter)]
@@ -57,7 +57,7 @@ def _transposed(model: Any, stored: str) -> bool:
 
 
 def _part(model: Any, names: _Names, stored: str, first: str, parted: PartedTensors) -> bool:
-    """Notes into what the library cuts a tensor by its rows, or with what it joins it, by its own names of the tensor
+    """Notes into what transformers cuts a tensor by its rows, or with what it joins it, by its own names of the tensor
     and of the first that it makes of that. False where it does something else."""
     from transformers.core_model_loading import Chunk, Concatenate, Split, WeightConverter
 
@@ -83,7 +83,7 @@ def _part(model: Any, names: _Names, stored: str, first: str, parted: PartedTens
 
 
 def _steps(model: Any) -> list[Any]:
-    """What the library does to a checkpoint's tensors when it loads a model."""
+    """What transformers does to a checkpoint's tensors when it loads a model."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     found: list[Any] = get_model_conversion_mapping(model)
@@ -91,7 +91,7 @@ def _steps(model: Any) -> list[Any]:
 
 
 class _Names:
-    """What a model of the library calls the parts that our decoder has."""
+    """What a model of transformers calls the parts that our decoder has."""
 
     def __init__(self, model: Any) -> None:
         names = {id(part): name for name, part in model.named_modules()}
@@ -109,7 +109,7 @@ class _Names:
         self._changed = () if family is None else tuple(family.changed_parts)
 
     def takes_changed(self, name: str) -> bool:
-        """Whether the decoder takes a tensor as a checkpoint has it that the library changes."""
+        """Whether the decoder takes a tensor as a checkpoint has it that transformers changes."""
         return any(part in name for part in self._changed)
 
     def own(self, name: str) -> str | None:
@@ -123,7 +123,7 @@ class _Names:
 
 
 def names_within(model: Any, stored: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """The name in a model of each tensor of a checkpoint that the library reads, without what it does to it besides,
+    """The name in a model of each tensor of a checkpoint that transformers reads, without what it does to it besides,
     and of one that it changes, or puts together with others, what that becomes."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -133,7 +133,7 @@ def names_within(model: Any, stored: Iterable[str]) -> dict[str, tuple[str, str]
     found: dict[str, tuple[str, str]] = {}
     for name in sorted(stored):
         there, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
-        if there not in known and name in known:  # it has the library's own name, and keeps it
+        if there not in known and name in known:  # it has transformers' own name, and keeps it
             there, pattern = name, None
         if there in known:
             plain = rename_source_key(name, renamings, [])[0]

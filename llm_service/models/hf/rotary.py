@@ -1,5 +1,5 @@
 """Rotary positions by LongRoPE (Ding et al. 2024), with which a text that is longer than so many tokens turns by other
-frequencies: of each sequence by its own, where the library chooses one set for a batch."""
+frequencies: of each sequence by its own, where transformers chooses one set for a batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TURNS = "longrope"
 
 def turn_by_sequence(text: nn.Module) -> None:
     """Has each of a text's rotary positions by LongRoPE tell long sequences by their positions, which are counted from
-    `FAR`. Raises CheckpointError where the library computes something else of one sequence than is computed here."""
+    `FAR`. Raises CheckpointError where transformers computes something else of one sequence than is computed here."""
     for name, part in list(text.named_modules()):
         if getattr(part, "rope_type", None) == _TURNS:
             above, _, own = name.rpartition(".")
@@ -24,7 +24,7 @@ def turn_by_sequence(text: nn.Module) -> None:
 
 
 class LongRotary(nn.Module):
-    """Cosines and sines [1, n, width] of positions int [1, n], as one of the library's modules gives them."""
+    """Cosines and sines [1, n, width] of positions int [1, n], as one of transformers' modules gives them."""
 
     short: Tensor
     long: Tensor

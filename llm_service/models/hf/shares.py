@@ -1,5 +1,5 @@
-"""A rank's share of the library's text model, by the library's own plan of which weights are split and how. The sums
-are those of our group: what the library would wrap in distributed tensors are plain ones here."""
+"""A rank's share of transformers' text model, by transformers' own plan of which weights are split and how. The sums
+are those of our group: what transformers would wrap in distributed tensors are plain ones here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llm_service.models.hf.states import CHUNKS
 _WHOLE = frozenset(
     {"replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj", "embedding_rowwise", "embedding_colwise"}
 )
-"""Styles whose weights every rank keeps: as the library's are, or tables, whose rows cost no time."""
+"""Styles whose weights every rank keeps: as transformers' are, or tables, whose rows cost no time."""
 _DIMENSIONS = {
     "colwise": -2,
     "colwise_gather_output": -2,
@@ -34,7 +34,7 @@ _SUM = "moe_tp_experts"
 
 def share_out(model: Any, group: TensorGroup) -> None:
     """Leaves this rank's share of a model's weights, and has its modules ask the others where they need them. Raises
-    CheckpointError where the library has no plan, or one that this does not know, or weights cannot be split so."""
+    CheckpointError where transformers has no plan, or one that this does not know, or weights cannot be split so."""
     if group.size == 1:
         return
     kind, plan = type(model).__name__, model.tp_plan or {}
@@ -58,7 +58,7 @@ def share_out(model: Any, group: TensorGroup) -> None:
         else:
             raise CheckpointError(f"{kind} splits a {type(module).__name__} {style}, which is not known here")
     if not split:
-        raise CheckpointError(f"the library has no plan for {kind} on more than one rank")
+        raise CheckpointError(f"transformers has no plan for {kind} on more than one rank")
 
 
 def _generic(name: str) -> str:

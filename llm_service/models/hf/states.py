@@ -1,4 +1,4 @@
-"""Layers of the library that keep states: computed as theirs, over our slots. What they ask of a cache is answered for
+"""Layers of transformers that keep states: computed as theirs, over our slots. What they ask of a cache is answered for
 the sequences of one call."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ the same bits."""
 
 
 class Held:
-    """The states of some sequences, as the library's layers ask a cache for them: the last tokens that a convolution
+    """The states of some sequences, as transformers' layers ask a cache for them: the last tokens that a convolution
     sees [b, channels, width], and what is carried on [b, …]. Without any they are what a layer says first."""
 
     def __init__(self, states: Sequence[Tensor] = ()) -> None:
@@ -83,7 +83,7 @@ def _computed(compute: Callable[..., Tensor], cache: str, hidden: Tensor, held: 
 class HfStates:
     """Makes the batches of such a layer: the segments of a step."""
 
-    name = "library"
+    name = "transformers"
 
     def batch(self, segments: Sequence[Segment]) -> StateSegments:
         """See `StateBackend`."""

@@ -1,4 +1,4 @@
-"""What layers of the library are computed with in a step: attention, choices and states of ours."""
+"""What layers of transformers are computed with in a step: attention, choices and states of ours."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _step: ContextVar[HfStep | None] = ContextVar("step", default=None)
 
 @contextmanager
 def computing(step: HfStep) -> Iterator[None]:
-    """In the block, the library's layers compute so. There is one step at a time."""
+    """In the block, transformers' layers compute so. There is one step at a time."""
     assert _step.get() is None, "a step within a step"
     token = _step.set(step)
     try:

@@ -1,4 +1,4 @@
-"""The text of a whole model of the library."""
+"""The text of a whole model of transformers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from common.hf.classes import decoder_of, head_of, keep_only, library, mark_tables_of, towers_within
+from common.hf.classes import decoder_of, head_of, keep_only, mark_tables_of, towers_within, transformers
 
 
 def text_alone(model: Any) -> None:
@@ -17,7 +17,7 @@ def text_alone(model: Any) -> None:
     if decoder is model.base_model:
         towers = {id(part) for part in towers_within(decoder)}
         wanted[:1] = [part for part in decoder.children() if id(part) not in towers]
-        whole = library().PreTrainedModel
+        whole = transformers().PreTrainedModel
         named = decoder.named_children()
         puts_rows_in += [name for name, part in named if id(part) in towers and not isinstance(part, whole)]
     keep_only(model, [part for part in wanted if part is not None])

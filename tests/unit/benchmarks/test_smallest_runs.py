@@ -111,7 +111,7 @@ def test_every_benchmark_is_run_by_a_test(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_towers_of_the_library_are_timed(
+def test_towers_of_transformers_are_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A tiny one: those of the benchmark take a minute."""
@@ -123,7 +123,7 @@ def test_towers_of_the_library_are_timed(
 
 
 @pytest.mark.soak
-def test_the_library_still_knows_what_is_timed_of_it() -> None:
+def test_transformers_still_knows_what_is_timed_of_it() -> None:
     recipes = [*TOWERS.values(), *(each for each in vars(plain_checkpoint).values() if isinstance(each, Recipe))]
     assert len(recipes) > len(TOWERS)
     for recipe in recipes:

@@ -1,4 +1,4 @@
-"""What is asked for rows in the place of a method that a class of the library's has not."""
+"""What is asked for rows in the place of a method that a class of transformers' has not."""
 
 from __future__ import annotations
 

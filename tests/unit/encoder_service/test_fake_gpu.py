@@ -112,9 +112,9 @@ def test_sounds_are_computed_without_a_question_to_the_host(tmp_path: Path) -> N
         assert "_varlen_attention" in launched
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
 @pytest.mark.parametrize("kind", ["llava", "gemma3"])
-def test_towers_of_the_library_are_captured_without_a_question_to_the_host(kind: str, tmp_path: Path) -> None:
+def test_towers_of_transformers_are_captured_without_a_question_to_the_host(kind: str, tmp_path: Path) -> None:
     """Such as look at no grid: fake tensors have no numbers."""
     folder = make(kind, tmp_path)
     found, processor = hf_models.describe(folder), ItemProcessor(folder)

@@ -1,4 +1,4 @@
-"""Items of one shape in one pass of a tower that the library computes, and what a trial says of one."""
+"""Items of one shape in one pass of a tower that transformers computes, and what a trial says of one."""
 
 from __future__ import annotations
 

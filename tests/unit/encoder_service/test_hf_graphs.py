@@ -1,4 +1,4 @@
-"""Graphs of a library's tower by shape, replayed on the CPU: the captured callable runs again over the same buffers."""
+"""Graphs of a tower of transformers by shape, replayed on the CPU: what is captured runs again over its buffers."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def waits(rows: Tensor) -> Tensor:
 def test_what_waits_for_the_device_has_no_graphs() -> None:
     graphs = ShapeGraphs(Toy(waits), Again(), max_bytes=1)
     why = graphs.add((item(0), item(1)), 3, several=True)
-    assert why == "the library waits for what depends on an item's content (aten::_local_scalar_dense)"
+    assert why == "transformers waits for what depends on an item's content (aten::_local_scalar_dense)"
     assert (graphs.budgets, graphs.most(item(0).shape)) == ([], 0)
 
 

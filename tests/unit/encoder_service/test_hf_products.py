@@ -1,4 +1,4 @@
-"""Which linear layers of a library's tower are laid out for oneDNN, and what they compute then."""
+"""Which linear layers of a tower of transformers are laid out for oneDNN, and what they compute then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our rotary function in the place of those of the library's modules."""
+"""Our rotary function in the place of those of transformers' modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from encoder_service.models.hf import rotary as hf_rotary
 from encoder_service.models.hf.rotary import TurningBy
 from tests import reference
 
-assert reference, "which prepares the library's import"
+assert reference, "which prepares transformers' import"
 
 NAME = "apply_rotary_pos_emb_vision"
 
@@ -30,7 +30,7 @@ def model_of(module: ModuleType) -> nn.Module:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["glm4v", "kimi_k25", "muse_spark", "ernie4_5_vl_moe"])
-def test_ours_computes_what_the_librarys_does(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ours_computes_what_transformers_does(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     module, turned = module_of(kind), list[torch.Size]()
     turn = hf_rotary.turn
     monkeypatch.setattr(
@@ -52,10 +52,10 @@ def test_ours_computes_what_the_librarys_does(kind: str, dtype: torch.dtype, mon
         assert [each.shape for each in found] == [q.shape, k.shape]
         torch.testing.assert_close(found, expected)
     assert turned == 6 * [torch.Size((6, 4, 16))]
-    assert getattr(module, NAME) is theirs, "afterwards the library has its own again"
+    assert getattr(module, NAME) is theirs, "afterwards transformers has its own again"
 
 
-def test_what_computes_something_else_or_has_other_shapes_is_left_to_the_library() -> None:
+def test_what_computes_something_else_or_has_other_shapes_is_left_to_transformers() -> None:
     module = ModuleType("theirs")
     sys.modules["theirs"] = module
     try:
@@ -73,7 +73,7 @@ def test_what_computes_something_else_or_has_other_shapes_is_left_to_the_library
         torch.testing.assert_close(getattr(glm, NAME)(q, k, cos, sin), expected)
 
 
-def test_the_library_has_its_own_again_when_a_pass_fails() -> None:
+def test_transformers_has_its_own_again_when_a_pass_fails() -> None:
     glm = module_of("glm4v")
     theirs = getattr(glm, NAME)
     q, angles = torch.zeros(2, 4, 8), torch.zeros(5, 8)

@@ -135,7 +135,7 @@ def read(folder: Path, about: dict[str, Any], image: dict[str, Any] | None = Non
     return config.read(Checkpoint(folder))
 
 
-def test_what_a_checkpoint_leaves_out_is_as_the_library_has_it(tmp_path: Path) -> None:
+def test_what_a_checkpoint_leaves_out_is_as_transformers_has_it(tmp_path: Path) -> None:
     found = read(tmp_path, CONFIG)
     assert (found.levels, found.width, list(found.modalities)) == (1, 64, [Modality.IMAGE, Modality.VIDEO])
     assert found.processors[Modality.IMAGE].plan(Inspection(5000, 3000), NONE).grid == Grid(1, 32 * 7, 32)
@@ -172,7 +172,7 @@ def test_other_processors_of_videos_are_refused_by_name(video: dict[str, Any], s
         read(tmp_path, CONFIG, video_preprocessor_config=PROCESSOR | video)
 
 
-def test_with_a_text_that_no_family_is_for_the_library_has_all_of_it() -> None:
+def test_with_a_text_that_no_family_is_for_transformers_has_all_of_it() -> None:
     assert find_family(CONFIG) is not None
     assert find_family(CONFIG | {"text_config": {"model_type": "gpt_oss"}}) is None
     assert find_family({"model_type": "internvl"}) is None

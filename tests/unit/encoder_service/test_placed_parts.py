@@ -1,4 +1,4 @@
-"""Where the rows of what stands for an item are, by the places that the library gives the tokens of a prompt."""
+"""Where the rows of what stands for an item are, by the places that transformers gives the tokens of a prompt."""
 
 from __future__ import annotations
 

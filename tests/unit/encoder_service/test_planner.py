@@ -1,4 +1,4 @@
-"""Plans of items for a model that the library computes: what its process is asked, and what is remembered."""
+"""Plans of items for a model that transformers computes: what its process is asked, and what is remembered."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from llm_service.layers.rotaries import rotary_of
 from llm_service.model_config.text import TextConfig
 from llm_service.worker.adapters import shapes_of
 from llm_service.worker.caches import Caches
-from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
+from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
 from tests.layer_cases import drawn, noise, read
 from tests.plain_attention import PlainTables
 
@@ -107,7 +107,7 @@ def joined(ours: BlockIndexedAttention, shape: TextConfig, each: list[Tensor], c
 @pytest.mark.parametrize("more", [{}, {"index_local_blocks": 2}, {"index_local_blocks": 0}, {"index_head_dim": 6}])
 @pytest.mark.parametrize("copied", [1, 1 << 20], ids=["gathered", "masked"])
 @torch.inference_mode()
-def test_a_layer_gives_what_the_library_s_gives_at_once_in_chunks_beside_others_and_of_ranks(
+def test_a_layer_gives_what_transformers_gives_at_once_in_chunks_beside_others_and_of_ranks(
     copied: int, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(general_backend, "_COPIED", copied)

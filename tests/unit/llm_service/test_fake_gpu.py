@@ -165,7 +165,7 @@ def test_a_step_is_launched_and_captured_without_a_question_to_the_host(
         assert {"adjust_kernel", "draw_kernel"} <= set(launched)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_of_all_kinds_are_captured_without_a_question_to_the_host(
     kind: Any, checkpoints: Callable[..., Path], tmp_path: Path, rows_memory: SharedBuffer
@@ -427,9 +427,9 @@ def test_an_eagle3_head_has_graphs_and_so_has_the_model_that_extracts_states_for
         check_drafts(drafting.proposer(arena, 64, 16, "triton"), 2)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's processors
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
 @pytest.mark.parametrize("kind", ["cohere2_vision", "granite4_vision", "exaone4_5", "paddleocr_vl"])
-def test_texts_that_the_library_computes_are_captured_without_a_question_to_the_host(
+def test_texts_that_transformers_computes_are_captured_without_a_question_to_the_host(
     kind: str, rows_memory: SharedBuffer
 ) -> None:
     """Windows, levels of rows, and positions on three axes."""

@@ -40,7 +40,7 @@ def shape(model: Any) -> TextConfig:
 
 
 def read(module: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Fills a part from the library's tensors by their names within it."""
+    """Fills a part from transformers' tensors by their names within it."""
     for name, (_, place) in targets(module):
         place(InMemory(tensors[name]))
 
@@ -50,7 +50,7 @@ def noise(*shape: int) -> Tensor:
 
 
 @torch.inference_mode()
-def test_streams_are_predicted_and_corrected_as_the_library_s(model: Any, shape: TextConfig) -> None:
+def test_streams_are_predicted_and_corrected_as_those_of_transformers(model: Any, shape: TextConfig) -> None:
     layer = model.base_model.language_model.layers[0]
     altup, laurel = AltUp(shape, torch.float32), Laurel(shape, torch.float32)
     read(altup, dict(layer.altup.state_dict()))
@@ -110,7 +110,7 @@ def test_marks_are_looked_up_in_tables_of_their_own(model: Any, shape: TextConfi
     torch.testing.assert_close(made(ids), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_our_decoder_gives_the_library_s_logits() -> None:
+def test_our_decoder_gives_transformers_logits() -> None:
     assert not try_ours_of(config_of_recipe("gemma3n"), drawn_prompt).adds_rows
 
 

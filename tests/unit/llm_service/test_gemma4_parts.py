@@ -23,7 +23,7 @@ from llm_service.model_config.attention import HeadShape
 from llm_service.model_config.layer_shapes import LayerInputs
 from llm_service.model_config.text import TextConfig
 from llm_service.worker.adapters import shapes_of
-from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
+from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
 from tests.layer_cases import drawn, noise, read
 
 from transformers.models.gemma4.modeling_gemma4 import (  # isort: skip
@@ -86,7 +86,7 @@ def test_a_norm_with_a_long_gain(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("at", [0, 1, 2, 3])
 @pytest.mark.parametrize("form", FORMS)
 @torch.inference_mode()
-def test_a_layer_gives_what_the_library_s_gives(form: str, at: int) -> None:
+def test_a_layer_gives_what_transformers_gives(form: str, at: int) -> None:
     """With a window and without; the last two of the form with inputs attend to what the two before have kept."""
     settings, shape = library(FORMS[form]), ours(FORMS[form])
     theirs = scaled(Gemma4TextDecoderLayer(settings, at))

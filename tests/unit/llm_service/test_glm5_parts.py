@@ -1,4 +1,4 @@
-"""Parts of GLM-5 Next's layers: Kimi Delta Attention, gates that are cut, and streams in balance, as the library's, and
+"""Parts of GLM-5 Next's layers: Kimi Delta Attention, gates that are cut, and streams in balance, as transformers', and
 of shares."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.mtp import load_mtp
 from llm_service.worker.adapters import shapes_of
-from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
+from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
 from tests.layer_cases import drawn, noise, read
 from tests.unit.llm_service.test_pooled_latents import HIDDEN, UNROTATED, settings_of
 
@@ -44,7 +44,7 @@ def shape_of(**more: Any) -> TextConfig:
 
 @pytest.mark.parametrize("least", [-5.0, None], ids=str)
 @torch.inference_mode()
-def test_kimi_delta_attention_is_the_library_s_and_of_ranks(least: float | None) -> None:
+def test_kimi_delta_attention_is_that_of_transformers_and_of_ranks(least: float | None) -> None:
     settings = settings_of(**LINEAR, linear_lower_bound=least)
     theirs, x = drawn(library.Glm5NextTextLinearAttention(settings, 0)), noise(70, HIDDEN)
     expected = theirs(x[None])[0]
@@ -73,7 +73,7 @@ def test_gates_are_cut_before_they_open() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.inference_mode()
-def test_streams_are_mixed_as_the_library_mixes_them(dtype: torch.dtype) -> None:
+def test_streams_are_mixed_as_transformers_mixes_them(dtype: torch.dtype) -> None:
     settings, shape = (
         settings_of(**LINEAR, hc_sinkhorn_iters=3, hc_eps=0.02),
         shape_of(hc_sinkhorn_iters=3, hc_eps=0.02),
@@ -103,7 +103,7 @@ def test_rows_and_columns_that_are_balanced_sum_up_to_1() -> None:
 
 @pytest.mark.parametrize("streams", [1, 3])
 @torch.inference_mode()
-def test_a_layer_is_the_library_s_and_may_be_for_some_places_alone(streams: int) -> None:
+def test_a_layer_is_that_of_transformers_and_may_be_for_some_places_alone(streams: int) -> None:
     settings, shape = settings_of(**LINEAR | {"hc_mult": streams}), shape_of(hc_mult=streams)
     theirs, x = drawn(library.Glm5NextTextDecoderLayer(settings, 1)), noise(20, streams * HIDDEN)
     for each in theirs.modules():

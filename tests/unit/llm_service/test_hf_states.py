@@ -1,4 +1,4 @@
-"""States of the library's layers over our slots: whatever is in one batch, and how a sequence is cut."""
+"""States of transformers' layers over our slots: whatever is in one batch, and how a sequence is cut."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHANNELS, WIDTH = 3, 2
 
 
 def compute(hidden: Tensor, held: Held) -> Tensor:
-    """As a layer of the library does it: a sum over the last tokens, and one over all."""
+    """As a layer of transformers does it: a sum over the last tokens, and one over all."""
     tokens = hidden.transpose(1, 2)
     every = held.update_conv_state(tokens, 0, conv_kernel_size=WIDTH)
     last = every[..., 1:] + every[..., :-1]

@@ -28,7 +28,7 @@ from llm_service.model_config.latent import LatentHeads
 from llm_service.model_config.text import TextConfig
 from llm_service.worker.adapters import shapes_of
 from llm_service.worker.caches import Caches
-from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
+from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
 from tests.layer_cases import drawn, noise, read
 from tests.plain_attention import PlainTables
 
@@ -117,7 +117,7 @@ def joined(ours: LatentAttention, shape: TextConfig, each: list[Tensor], cuts: l
 @pytest.mark.parametrize("layer", [0, 1], ids=SIZES["layer_types"])
 @pytest.mark.parametrize("copied", [1, 256, 1 << 20], ids=["gathered", "either", "masked"])
 @torch.inference_mode()
-def test_a_layer_gives_what_the_library_s_gives_at_once_in_chunks_beside_others_and_of_ranks(
+def test_a_layer_gives_what_transformers_gives_at_once_in_chunks_beside_others_and_of_ranks(
     layer: int, copied: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(general_backend, "_COPIED", copied)

@@ -50,7 +50,7 @@ def test_its_text_says_what_layers_have(text: str) -> None:
     assert found.encoder == encoder_registry.family_of(config).parts
 
 
-def test_both_services_leave_a_text_that_no_family_is_for_to_the_library() -> None:
+def test_both_services_leave_a_text_that_no_family_is_for_to_transformers() -> None:
     for config in ({"model_type": "internvl", "text_config": {"model_type": "gpt_oss"}}, {"model_type": "internvl"}):
         assert registry.find_family(config) is encoder_registry.find_family(config) is None
         with pytest.raises(CheckpointError, match="internvl is not supported"):

@@ -34,7 +34,7 @@ REGISTERS = {
     "vision 64 bf16 72": 208,
     "vision 128 bf16 72": 208,
     "vision rotary bf16 72": 64,
-    "vision rotary of the library bf16 72": 64,
+    "vision rotary of transformers bf16 72": 64,
 }
 REGISTERS |= {
     "decode bf16 128": 96,

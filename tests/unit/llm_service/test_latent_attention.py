@@ -21,7 +21,7 @@ from llm_service.layers.rotaries import rotary_of
 from llm_service.model_config.latent import LatentHeads
 from llm_service.model_config.text import TextConfig
 from llm_service.worker.adapters import shapes_of
-from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
+from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
 from tests.layer_cases import drawn, noise, read
 
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (  # isort: skip
@@ -91,7 +91,7 @@ def attended(layer: LatentAttention, shape: TextConfig, x: Tensor, cuts: list[tu
 
 @pytest.mark.parametrize("form", FORMS)
 @torch.inference_mode()
-def test_a_layer_gives_what_the_library_s_gives_at_once_in_chunks_and_of_ranks(form: str) -> None:
+def test_a_layer_gives_what_transformers_gives_at_once_in_chunks_and_of_ranks(form: str) -> None:
     settings, shape = settings_of(form), shape_of(form)
     theirs = drawn(DeepseekV3Attention(settings, 0))
     x = noise(TOKENS, HIDDEN)
@@ -111,7 +111,7 @@ def test_a_layer_gives_what_the_library_s_gives_at_once_in_chunks_and_of_ranks(f
 
 
 @torch.inference_mode()
-def test_queries_that_grow_with_their_places_are_the_library_s() -> None:
+def test_queries_that_grow_with_their_places_are_those_of_transformers() -> None:
     """Mistral 4's, of which the first 16 are as they are."""
     rope = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5, "partial_rotary_factor": 0.4}
     settings = Mistral4Config(**SIZES | {"rope_parameters": rope}, max_position_embeddings=128)

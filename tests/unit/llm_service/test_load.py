@@ -34,7 +34,7 @@ from tests.parity.local_engine import LocalEngine
 from tools.models.tiny import make
 
 SECOND = torch.device("cuda:1")
-GIVEN = {"nodes": 1, "kernels": "wait", "library": None}
+GIVEN = {"nodes": 1, "kernels": "wait", "hf": None}
 SETTINGS = EngineSettings(**{**dict.fromkeys(EngineSettings.__struct_fields__, 0), **GIVEN})  # type: ignore[arg-type]
 
 
@@ -66,12 +66,12 @@ def test_a_gpu_that_is_too_small_is_told_in_one_line(monkeypatch: pytest.MonkeyP
         ({"compile": True}, "--compile"),
     ],
 )
-def test_what_a_model_that_the_library_computes_does_not_have_is_refused_by_name(
+def test_what_a_model_that_transformers_computes_does_not_have_is_refused_by_name(
     checkpoints: Callable[..., Path], given: dict[str, Any], named: str
 ) -> None:
     found = HfModel(architecture="", hidden_size=8, vocab_size=8, max_position=8, placeholders={})
-    settings = msgspec.structs.replace(SETTINGS, **{"attention": "auto", "library": found, **given})
-    with pytest.raises(CheckpointError, match=f"{named} is not for a model that the library computes"):
+    settings = msgspec.structs.replace(SETTINGS, **{"attention": "auto", "hf": found, **given})
+    with pytest.raises(CheckpointError, match=f"{named} is not for a model that transformers computes"):
         load._decoder(settings, Checkpoint(checkpoints("qwen3_vl")), torch.float32, torch.device("cpu"), ALONE)
 
 
@@ -83,7 +83,7 @@ def test_a_model_without_a_family_whose_text_our_decoder_computes_has_what_a_fam
     sizes = {"block_size": 16, "max_running": 2, "max_step_tokens": 64, "row_bytes": 1 << 20, "row_levels": 1}
     given = {"model": str(folder), "device": "cpu", "dtype": "float32", "attention": "auto", "graphs": "auto"}
     asked = {"weight_dtype": "int8", "max_loras": 1, "max_lora_rank": 4, "lora_dir": str(root), "base_names": ()}
-    settings = msgspec.structs.replace(SETTINGS, library=found, kv_cache_bytes=8 << 20, **given, **sizes, **asked)
+    settings = msgspec.structs.replace(SETTINGS, hf=found, kv_cache_bytes=8 << 20, **given, **sizes, **asked)
     memory = SharedBuffer.create("test-rows", 1 << 20)
     runner = load.load_runner(settings, torch.device("cpu"), ALONE, memory.fd)
     assert runner.weights.bits == 8
@@ -119,7 +119,7 @@ def test_steps_have_room_for_what_is_computed_at_once_unless_their_size_was_aske
     sizes = {"block_size": 16, "max_running": 8, "max_step_tokens": 16, "row_bytes": 1 << 20, "row_levels": 1}
     given = {"model": str(folder), "device": "cpu", "dtype": "float32", "attention": "auto", "graphs": "auto"}
     found = describe(folder)
-    settings = msgspec.structs.replace(SETTINGS, library=found, threads=1, **{**given, **sizes, **asked})
+    settings = msgspec.structs.replace(SETTINGS, hf=found, threads=1, **{**given, **sizes, **asked})
     memory = SharedBuffer.create("test-rows", 1 << 20)
     runner = load.load_runner(settings, torch.device("cpu"), ALONE, memory.fd)
     assert runner.max_step_tokens == tokens == max(seen)

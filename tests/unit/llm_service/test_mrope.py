@@ -76,7 +76,7 @@ def test_spans_are_found_in_any_order() -> None:
     assert np.array_equal(one, other)
 
 
-def test_what_a_configuration_leaves_out_is_as_the_library_has_it() -> None:
+def test_what_a_configuration_leaves_out_is_as_transformers_has_it() -> None:
     theirs = Qwen2_5_VLConfig().vision_config
     layout = MediaLayout.of({"model_type": "qwen2_5_vl", "vision_config": {}})
     assert (layout.merge, layout.tokens_per_second) == (theirs.spatial_merge_size, theirs.tokens_per_second)

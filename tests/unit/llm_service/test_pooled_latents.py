@@ -24,7 +24,7 @@ from llm_service.layers.token_decode import ScoreTokens, score_by_torch
 from llm_service.model_config.text import TextConfig
 from llm_service.worker.adapters import shapes_of
 from llm_service.worker.caches import Caches
-from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
+from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
 from tests.layer_cases import drawn, noise, read
 from tests.plain_attention import PlainTables
 
@@ -124,7 +124,7 @@ def joined(ours: list[PooledLatentAttention], each: list[Tensor], cuts: list[tup
 
 @pytest.mark.parametrize("copied", [1, 256, 1 << 20], ids=["gathered", "either", "masked"])
 @torch.inference_mode()
-def test_layers_give_what_the_library_s_give_at_once_in_chunks_beside_others_and_of_ranks(
+def test_layers_give_what_transformers_give_at_once_in_chunks_beside_others_and_of_ranks(
     copied: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(general_backend, "_COPIED", copied)

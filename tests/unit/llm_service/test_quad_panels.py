@@ -15,7 +15,7 @@ from llm_service.layers.cpu import quad_panels, selection
 from llm_service.layers.cpu.quad_panels import QuadPanels
 from llm_service.layers.linear import quantized
 from llm_service.layers.quantized_weight import Number, QuantizedWeight, StackedWeight, rounded_rows
-from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
+from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
 from tests.random_weights import random_weight
 from tests.tiles import WAYS, multiply_by
 
@@ -45,7 +45,7 @@ def rows_of(count: int, inputs: int) -> Tensor:
     return x
 
 
-def rounded_by_the_library(x: Tensor) -> Tensor:
+def rounded_by_transformers(x: Tensor) -> Tensor:
     """Inputs as compressed-tensors rounds each token's."""
     given = QuantizationArgs(num_bits=8, type="int", strategy="token", symmetric=True, dynamic=True)
     scale, zero = compute_dynamic_scales_and_zp(x.unsqueeze(0), given, torch.nn.Identity())
@@ -65,10 +65,10 @@ def _by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.usefixtures("_by")
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 7, 13, 18, 19, 25, 100])
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (192, 256), (70, 100), (300, 1031), (5, 3)])
-def test_a_product_is_that_of_what_the_library_rounds_inputs_to(outputs: int, inputs: int, rows: int) -> None:
+def test_a_product_is_that_of_what_transformers_rounds_inputs_to(outputs: int, inputs: int, rows: int) -> None:
     weight = made_for_it(outputs, inputs)
     x, bias = rows_of(rows, inputs), torch.randn(outputs)
-    rounded = rounded_by_the_library(x).double()
+    rounded = rounded_by_transformers(x).double()
     for added in (None, bias):
         given = panels(weight).product(x, added)
         assert given.dtype == torch.float32

@@ -72,7 +72,7 @@ def panels(weight: QuantizedWeight) -> QuantizedPanels:
 
 @pytest.fixture(params=FORMATS)
 def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Any, Tensor]]:
-    """What reads a quantised weight, and the weight as the library has it."""
+    """What reads a quantised weight, and the weight as transformers has it."""
     config, tensors, wide = made(request.param)
     for name, read in load_weights(write(tmp_path / "model", config, tensors), lambda name: name):
         assert name == "m.weight"

@@ -1,4 +1,4 @@
-"""Parts of Qwen4's layers: as the library's, of shares, and in any pieces."""
+"""Parts of Qwen4's layers: as transformers', of shares, and in any pieces."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from llm_service.layers.stretch_index import IndexBatch
 from llm_service.model_config.text import TextConfig
 from llm_service.models.filling import InMemory, targets
 from llm_service.models.mtp import load_mtp
-from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
+from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
 from tests.plain_attention import PlainTables
 
 from transformers.models.qwen4_exp import modeling_qwen4_exp as library  # isort: skip
@@ -141,7 +141,7 @@ def attention() -> tuple[nn.Module, IndexedAttention]:
 
 @pytest.mark.parametrize("by", ["torch", "numba"])
 @torch.inference_mode()
-def test_tokens_see_what_the_library_chooses_however_a_prompt_is_cut(
+def test_tokens_see_what_transformers_chooses_however_a_prompt_is_cut(
     by: str, attention: tuple[nn.Module, IndexedAttention]
 ) -> None:
     theirs, ours = attention
@@ -262,7 +262,7 @@ def test_rejected_drafts_leave_nothing_in_a_stretch(attention: tuple[nn.Module, 
 
 
 @torch.inference_mode()
-def test_n_grams_are_the_library_s_in_pieces_and_over_ends_of_texts() -> None:
+def test_n_grams_are_those_of_transformers_in_pieces_and_over_ends_of_texts() -> None:
     theirs = _theirs("Qwen4ExpTextPLELayer", 0, 0)
     theirs.ple_embedding.ngram_embedding.weight.copy_(_noise(5, *theirs.ple_embedding.ngram_embedding.weight.shape))
     ours = _fill(Ngrams(_config(), 0, ALONE, torch.float32), theirs)
@@ -342,7 +342,7 @@ def test_ranks_share_a_table_of_n_grams_whole_or_in_parts() -> None:
 
 
 @torch.inference_mode()
-def test_streams_are_mixed_as_the_library_s() -> None:
+def test_streams_are_mixed_as_those_of_transformers() -> None:
     theirs, streams = _theirs("Qwen4ExpTextGatedResidual"), _noise(8, 5, 3 * HIDDEN)
     ours = _fill(StreamMix(_config(), torch.float32, ""), theirs)
     mixed, _, weights = theirs(streams)

@@ -1,4 +1,4 @@
-"""Frequencies of rotary pairs that reach further than a model was trained for are the library's."""
+"""Frequencies of rotary pairs that reach further than a model was trained for are those of transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.checkpoint import CheckpointError
-from common.hf.classes import library
+from common.hf.classes import transformers
 from llm_service.families.family import FAR
 from llm_service.layers.ops import MultimodalRotary
 from llm_service.layers.rotaries import rotary_of
@@ -42,12 +42,12 @@ def rotary(scaling: RotaryScaling | None) -> MultimodalRotary:
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_frequencies_and_magnitude_are_the_library_s(kind: str) -> None:
+def test_frequencies_and_magnitude_are_those_of_transformers(kind: str) -> None:
     rope = SETTINGS[kind] | {"rope_theta": THETA}
-    config = library().LlamaConfig(
+    config = transformers().LlamaConfig(
         hidden_size=2 * DIM, num_attention_heads=2, max_position_embeddings=LONGEST, rope_parameters=dict(rope)
     )
-    compute = library().modeling_rope_utils.ROPE_INIT_FUNCTIONS[rope["rope_type"]]
+    compute = transformers().modeling_rope_utils.ROPE_INIT_FUNCTIONS[rope["rope_type"]]
     frequencies, magnitude = compute(config, CPU)
     scaling = RotaryScaling.of(rope, LONGEST)
     assert scaling is not None
@@ -69,12 +69,12 @@ def test_what_is_not_scaled_has_none() -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"factor": 8.0}, {"attention_factor": 1.3}])
-def test_sequences_turn_by_their_length_as_the_library_turns_each_alone(more: dict[str, float]) -> None:
+def test_sequences_turn_by_their_length_as_transformers_turns_each_alone(more: dict[str, float]) -> None:
     factors = {"short_factor": [1.0, 1.2, 1.5, 2.0] * 2, "long_factor": [2.0, 3.0, 5.0, 9.0] * 2}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5, **factors, **more}
     sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 4096}
-    config = library().CONFIG_MAPPING["phi3"](rope_parameters=rope, original_max_position_embeddings=64, **sizes)
-    theirs, like = library().models.phi3.modeling_phi3.Phi3RotaryEmbedding(config), torch.zeros(1)
+    config = transformers().CONFIG_MAPPING["phi3"](rope_parameters=rope, original_max_position_embeddings=64, **sizes)
+    theirs, like = transformers().models.phi3.modeling_phi3.Phi3RotaryEmbedding(config), torch.zeros(1)
     text = TextConfig.of(config.to_dict())
     assert text.rotary.dim == 16
     short, long = torch.arange(64), torch.arange(100)

@@ -1,4 +1,4 @@
-"""Attention by scores, against the library's for heads with sinks, and plain torch for soft caps."""
+"""Attention by scores, against transformers' for heads with sinks, and plain torch for soft caps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llm_service.layers.attention import scored, torch_backend
 from llm_service.layers.attention.general_backend import attend_to_chosen, gathers
 from llm_service.layers.attention.scored import attend_by_scores
 from llm_service.layers.index_keys import mask_of
-from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
+from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
 from tests.layer_cases import noise
 
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as of_gemma2  # isort: skip
@@ -34,7 +34,7 @@ def _theirs(heads: list[Tensor], mask: Tensor, softcap: float | None, sinks: Ten
 
 @pytest.mark.parametrize("room", [1, 1 << 20])
 @pytest.mark.parametrize(("softcap", "has_sinks"), [(None, True), (2.0, False), (0.1, False)])
-def test_scores_are_weighed_as_the_library_does(
+def test_scores_are_weighed_as_transformers_does(
     softcap: float | None, has_sinks: bool, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scored, "_ROOM", room)

@@ -28,7 +28,7 @@ from llm_service.model_config.text import TextConfig
 from llm_service.models.filling import InMemory
 from llm_service.worker.adapters import shapes_of
 from llm_service.worker.caches import Caches
-from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
+from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
 from tests.layer_cases import drawn, noise, read
 from tests.plain_attention import PlainTables
 
@@ -143,7 +143,7 @@ def joined(
 
 @pytest.mark.parametrize("copied", [1, 256, 1 << 20], ids=["gathered", "either", "masked"])
 @torch.inference_mode()
-def test_layers_give_what_the_library_s_give_in_chunks_beside_others_and_of_ranks(
+def test_layers_give_what_transformers_give_in_chunks_beside_others_and_of_ranks(
     copied: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(general_backend, "_COPIED", copied)

@@ -1,4 +1,4 @@
-"""Gated short convolutions: as the library's, of shares, and in any pieces."""
+"""Gated short convolutions: as transformers', of shares, and in any pieces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.short_convolution import ShortConvolution
 from llm_service.model_config.text import TextConfig
 from llm_service.models.filling import InMemory, targets
-from tests import reference  # noqa: F401 - makes the library importable beside a CPU torch
+from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
 
 from transformers.models.lfm2.modeling_lfm2 import Lfm2Config, Lfm2MLP, Lfm2ShortConv  # isort: skip
 
@@ -59,7 +59,7 @@ def empty(ours: ShortConvolution, slots: int) -> StateCache:
 
 
 @torch.inference_mode()
-def test_ranks_share_the_channels_of_the_library_s(theirs: nn.Module) -> None:
+def test_ranks_share_the_channels_of_those_of_transformers(theirs: nn.Module) -> None:
     x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
     expected = theirs(x.unsqueeze(0))[0]
     for size in (1, 2, 4):
@@ -98,7 +98,7 @@ def test_biases_are_refused_by_name() -> None:
         TextConfig.of({**TEXT, "conv_bias": True})
 
 
-def test_what_is_between_two_products_is_as_large_as_the_library_makes_it() -> None:
+def test_what_is_between_two_products_is_as_large_as_transformers_makes_it() -> None:
     for settings in ({}, {"block_ffn_dim_multiplier": 1.5}, {"block_auto_adjust_ff_dim": False}):
         text = {**TEXT, "intermediate_size": 1000, "block_multiple_of": 32, **settings}
         assert TextConfig.of(text).intermediate_size == Lfm2MLP(Lfm2Config(**text)).w1.out_features

@@ -1,4 +1,4 @@
-"""How tiny checkpoints of the library's models are made, by `model_type`."""
+"""How tiny checkpoints of transformers' models are made, by `model_type`."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.hf.classes import library
+from common.hf.classes import transformers
 from tools.models.recipes.recipe import Recipe, Words, part, whole
 
 _BANDS = 16
@@ -41,14 +41,14 @@ _SPEAKERS = 4
 
 def _speakers(_: Words, __: int) -> Any:
     sizes = {"hidden_size": 16, "num_speakers": _SPEAKERS, "audio_hidden_size": _EARS["hidden_size"]}
-    made = library().CONFIG_MAPPING["nemotron3_diarization"]
+    made = transformers().CONFIG_MAPPING["nemotron3_diarization"]
     cache = {"num_speakers": _SPEAKERS, "speaker_cache_length": 40}
     return made(audio_config=dict(_EARS), head_config=sizes, streaming_config=cache)
 
 
 def _transcriber(tokenizer: Any, template: str) -> Any:
-    extractor = library().NemotronAsrStreamingFeatureExtractor(feature_size=_BANDS)
-    made = library().Nemotron3_5TranscribeProcessor(extractor, tokenizer, tokenizer, audio_token="<audio>")
+    extractor = transformers().NemotronAsrStreamingFeatureExtractor(feature_size=_BANDS)
+    made = transformers().Nemotron3_5TranscribeProcessor(extractor, tokenizer, tokenizer, audio_token="<audio>")
     made.chat_template = template
     return made
 
@@ -67,7 +67,7 @@ _CONV: dict[str, Any] = {"attention_bias": False, "scale_input": False, "subsamp
 
 
 def _omni(tokenizer: Any, template: str) -> Any:
-    lib, deviations = library(), {"norm_mean": [0.5] * 3, "norm_std": [0.25] * 3}
+    lib, deviations = transformers(), {"norm_mean": [0.5] * 3, "norm_std": [0.25] * 3}
     made = lib.NemotronH_Omni_Reasoning_V3Processor(
         lib.NemotronH_Omni_Reasoning_V3ImageProcessor(min_num_patches=16, max_num_patches=64, **deviations),
         lib.NemotronH_Omni_Reasoning_V3VideoProcessor(video_target_num_patches=16, **deviations),

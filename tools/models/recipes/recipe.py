@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.hf.classes import library
+from common.hf.classes import transformers
 
 SIDE = 56
 TEXT: dict[str, Any] = {
@@ -67,7 +67,7 @@ def part(kind: str, sizes: Mapping[str, Any], **more: Any) -> Callable[[Words, i
     """A configuration by its `model_type`, of those sizes that it has; `more` are its own."""
 
     def make(words: Words, vocabulary: int) -> Any:
-        cls = library().CONFIG_MAPPING[kind]
+        cls = transformers().CONFIG_MAPPING[kind]
         known = cls.__dataclass_fields__.keys()
         common = {**sizes, "vocab_size": vocabulary, "pad_token_id": words["<pad>"], "bos_token_id": words["<s>"]}
         given = {name: value for name, value in common.items() if name in known}
@@ -109,7 +109,7 @@ def processor(
     their own, `stills` and `frames`, and what extracts features of sounds, with the settings `bands`."""
 
     def make(tokenizer: Any, template: str) -> Any:
-        lib, given = library(), dict(settings or {})
+        lib, given = transformers(), dict(settings or {})
         parts: dict[str, Any] = {"tokenizer": tokenizer}
         if pictures:
             parts["image_processor"] = getattr(lib, pictures)(**given, **(stills or {}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from common.hf.classes import library
+from common.hf.classes import transformers
 from tools.models.recipes.recipe import (
     GRANITE,
     IDS,
@@ -81,15 +81,15 @@ _TEKKEN = (
 
 
 def _granite_speech(tokenizer: Any, template: str) -> Any:
-    extractor = library().GraniteSpeechFeatureExtractor()
-    made = library().GraniteSpeechProcessor(extractor, tokenizer)
+    extractor = transformers().GraniteSpeechFeatureExtractor()
+    made = transformers().GraniteSpeechProcessor(extractor, tokenizer)
     made.chat_template = template
     return made
 
 
 def _phi4(tokenizer: Any, template: str) -> Any:
-    parts = library().Phi4MultimodalImageProcessor(), library().Phi4MultimodalFeatureExtractor()
-    made = library().Phi4MultimodalProcessor(*parts, tokenizer)
+    parts = transformers().Phi4MultimodalImageProcessor(), transformers().Phi4MultimodalFeatureExtractor()
+    made = transformers().Phi4MultimodalProcessor(*parts, tokenizer)
     made.chat_template = template
     return made
 
@@ -290,7 +290,7 @@ RECIPES: dict[str, Recipe] = {
             audio_token_id="[AUDIO]",
             tie_word_embeddings=False,
         ),
-        lambda *_: library().WhisperFeatureExtractor(feature_size=_BANDS),
+        lambda *_: transformers().WhisperFeatureExtractor(feature_size=_BANDS),
         tekken=_TEKKEN,
     ),
     "vibevoice_asr": Recipe(
