@@ -260,14 +260,27 @@ class LlmConfig(ServerConfig):
     max_loaded_loras: int = option(64, "adapters loaded at once, those in no slot included", minimum=1)
     max_requests: int = option(
         0,
-        "requests served or waiting; further ones are refused at once; 0: twice --max-running, and --max-waiting",
+        "requests served or waiting; further ones are refused at once; 0: twice --max-running, and --max-waiting and"
+        " --max-waiting-media",
         minimum=0,
     )
     max_waiting: int = option(
-        256, "requests that wait for their first token; further ones are refused at once", minimum=1
+        256,
+        "requests that wait for their first token, besides those of --max-waiting-media; further ones are refused at"
+        " once",
+        minimum=1,
+    )
+    max_waiting_media: int = option(
+        192,
+        "requests that wait for encoders' rows of their media, or for room for them; further ones are refused at once,"
+        " while texts, and media whose rows are here, go on",
+        minimum=1,
     )
     max_waiting_tokens: int = option(
-        1 << 20, "prompt tokens of requests that wait; a request that would pass this is refused at once", minimum=1
+        1 << 20,
+        "prompt tokens of requests that wait, and so many of those that wait for their media; a request that would pass"
+        " this is refused at once",
+        minimum=1,
     )
     max_sessions: int = option(1024, "conversations kept warm; the longest unused gives way", minimum=1)
     max_tenant_sessions: int = option(64, "of these, conversations of one tenant", minimum=1)
@@ -364,7 +377,7 @@ class LlmConfig(ServerConfig):
 
     def request_limit(self) -> int:
         """Requests served or waiting, as it was asked for or as the device is."""
-        return self.max_requests or 2 * self.step_limits()[0] + self.max_waiting
+        return self.max_requests or 2 * self.step_limits()[0] + self.max_waiting + self.max_waiting_media
 
     def validate(self) -> None:
         """Raises ValueError where options are missing or contradict each other."""

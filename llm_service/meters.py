@@ -214,7 +214,9 @@ def _engine(engine: EngineClient) -> Iterator[Metric]:
 
 def _requests(admission: Admission) -> Iterator[Metric]:
     yield gauge("num_requests_running", "requests whose first token is computed or further", admission.running)
-    yield gauge("num_requests_waiting", "requests that wait, their media included", admission.waiting)
+    yield gauge("num_requests_waiting", "requests that wait, also for their media", admission.waiting)
+    about = "of these, requests with rows still to come from encoders, or to find room"
+    yield gauge("num_requests_waiting_for_media", about, admission.for_media.requests)
     yield gauge("waiting_prompt_tokens", "prompt tokens of requests that wait", admission.waiting_tokens)
     yield total("requests_refused", "requests refused at once, since too much was under way", admission.refused)
 

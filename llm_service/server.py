@@ -260,6 +260,7 @@ def _components(
     admission = Admission(
         max_requests=config.request_limit(),
         max_waiting=config.max_waiting,
+        max_waiting_media=config.max_waiting_media,
         max_waiting_tokens=config.max_waiting_tokens,
     )
     enabled = bool(config.lora_dir)

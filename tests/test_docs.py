@@ -234,7 +234,7 @@ def test_the_limits_are_the_defaults() -> None:
         f"{llm.max_structure_depth}; {llm.max_schema_multiple:,}; {llm.max_structure_repeats:,}".replace(",", " "),
         f"{llm.max_compiled_bytes >> 20} MiB; {llm.structure_cache_bytes >> 20} MiB",
         f"{llm.max_message_bytes >> 20} MiB",
-        f"{on_cpu.request_limit()}; {llm.max_waiting}, {tokens}; {llm.max_concurrent_calls}",
+        f"{on_cpu.request_limit()}; {llm.max_waiting}, {llm.max_waiting_media}, {tokens}; {llm.max_concurrent_calls}",
         f"{llm.max_sessions}; {llm.max_tenant_sessions}; {llm.session_seconds:g} s; {llm.session_share:g}",
     ]
     table = (ROOT / "docs/SECURITY.md").read_text().partition("| what | default |")[2].partition("\n\n")[0]

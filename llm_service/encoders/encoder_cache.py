@@ -117,6 +117,11 @@ class EncoderCache:
         """Whether the rows of an item are here or on their way, by its `Header.rows_key`."""
         return key in self._entries
 
+    def holds(self, key: bytes) -> bool:
+        """Whether all of them are here."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.complete
+
     def row_bytes(self, header: Header) -> int:
         """Bytes of an item's rows."""
         return header.tokens * self.layout.row_bytes

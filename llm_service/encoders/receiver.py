@@ -50,15 +50,20 @@ class RowReceiver:
         """Totals since start."""
         return self._links.counters
 
-    async def acquire(self, fetches: Sequence[Fetch], give_back: Callable[[], None] = lambda: None) -> list[CacheEntry]:
+    async def acquire(
+        self,
+        fetches: Sequence[Fetch],
+        give_back: Callable[[], None] = lambda: None,
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> list[CacheEntry]:
         """Entries for these items of one request, whose rows land in the background; waits until all have room.
 
         The fetches are used up. The caller owns the entries and releases each once. `give_back` releases what the
         caller has already: it is called before anything is waited for, but not before entries that are here are taken
-        anew, so that rows on their way go on.
+        anew, so that rows on their way go on. `on_wait` is called where rows are to come, or room: it may raise.
         """
         try:
-            entries = await self._room(fetches, give_back)
+            entries = await self._room(fetches, give_back, on_wait)
         except BaseException:
             self.close(fetches)
             raise
@@ -88,10 +93,11 @@ class RowReceiver:
         filler.add_done_callback(ended)
         return filler
 
-    async def fetch_headers(self, request: Request) -> list[Fetch]:
+    async def fetch_headers(self, request: Request, on_wait: Callable[[], None] = lambda: None) -> list[Fetch]:
         """A fetch for each item, its header known; a stream is open for those whose header had to be asked for.
 
-        The caller hands them to `acquire`, or to `close`. Raises the error of the first item that fails.
+        The caller hands them to `acquire`, or to `close`. Raises the error of the first item that fails. `on_wait` is
+        called before an encoder is asked: it may raise.
         """
         fetches: list[Fetch | None] = [None] * len(request.media)
 
@@ -103,6 +109,8 @@ class RowReceiver:
             known = self._recall(item, identity, request.salt)
             fetch = fetches[item.index] = Fetch(self._links, item, identity, request, known)
             fetch.stages["hash"] = Stage.between(began, ended)
+            if known is None:
+                on_wait()
             await fetch.fetch_header()
 
         try:
@@ -125,14 +133,19 @@ class RowReceiver:
             return None
         return known
 
-    async def _room(self, fetches: Sequence[Fetch], give_back: Callable[[], None]) -> list[CacheEntry]:
+    async def _room(
+        self, fetches: Sequence[Fetch], give_back: Callable[[], None], on_wait: Callable[[], None]
+    ) -> list[CacheEntry]:
         """Room for all items. Where it has to be waited for, no stream stays open: an encoder keeps nothing for a
         caller who does not read."""
         wanted = headers_of(fetches)
+        if not all(self.cache.holds(header.rows_key) for header in wanted):
+            on_wait()
         entries = self.cache.acquire_now(wanted)
         give_back()
         if entries is not None:
             return entries
+        on_wait()
         self.close(fetches)
         return await self.cache.acquire(wanted)
 

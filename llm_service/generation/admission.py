@@ -1,4 +1,7 @@
-"""How much may be under way and how much may wait; whoever comes when that is reached is refused at once."""
+"""How much may be under way and how much may wait; whoever comes when that is reached is refused at once.
+
+Those that wait for rows of their media are counted apart, so that slow encoders keep nobody out who needs none.
+"""
 
 from __future__ import annotations
 
@@ -8,48 +11,92 @@ from common.errors import Exhausted
 
 
 @dataclass(slots=True, eq=False)
+class Waiting:
+    """How many requests wait for one thing, and the tokens of their prompts."""
+
+    requests: int = 0
+    tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class AdmissionTicket:
     """One request's place, taken with `Admission.enter` and given back with `leave`. `tokens` count while it waits:
     from its arrival until the engine computes its first token."""
 
     _admission: Admission
+    _among: Waiting | None = None
     tokens: int = 0
-    waiting: bool = True
+
+    @property
+    def waiting(self) -> bool:
+        """It is not being computed yet."""
+        return self._among is not None
 
     def measure(self, tokens: int) -> None:
         """The prompt, now that it is laid out, has so many tokens; raises Exhausted where too many wait already."""
         limits = self._admission
-        if limits.waiting_tokens and limits.waiting_tokens + tokens > limits.max_waiting_tokens:
-            limits.refused += 1
-            raise Exhausted("too many prompt tokens are waiting", reason="TOO_MANY_WAITING_TOKENS")
+        limits.check_tokens(limits.for_engine, tokens)  # which those with media are going to wait for as well
+        if self._among is limits.for_media:
+            limits.check_tokens(limits.for_media, tokens)
         self.tokens = tokens
-        limits.waiting_tokens += tokens
+        if self._among is not None:
+            self._among.tokens += tokens
+
+    def wait_for_media(self) -> None:
+        """Rows of its media have to come, or to find room; raises Exhausted where too many wait for theirs."""
+        limits = self._admission
+        if self._among is limits.for_engine:
+            limits.check_media(self.tokens)
+            self._move(limits.for_media)
+
+    def media_came(self) -> None:
+        """All rows are here; it is not refused any more, however many wait for the engine."""
+        if self._among is self._admission.for_media:
+            self._move(self._admission.for_engine)
 
     def start(self) -> None:
         """It is being computed and waits no longer."""
-        if self.waiting:
-            self.waiting = False
-            self._admission.waiting -= 1
-            self._admission.waiting_tokens -= self.tokens
+        self._move(None)
 
     def leave(self) -> None:
         """It is over."""
         self.start()
         self._admission.open -= 1
 
+    def _move(self, among: Waiting | None) -> None:
+        before, self._among = self._among, among
+        if before is not None:
+            before.requests -= 1
+            before.tokens -= self.tokens
+        if among is not None:
+            among.requests += 1
+            among.tokens += self.tokens
+
 
 class Admission:
-    """Bounds of one service: requests under way, requests that wait, and their tokens. A prompt larger than the last
-    bound is taken when nothing else waits."""
+    """Bounds of one service: requests under way; requests that wait for their first token with all that they need, and
+    those that wait for rows of their media; and the tokens of each of the two. A prompt larger than the last bound is
+    taken when nothing else waits."""
 
-    def __init__(self, *, max_requests: int, max_waiting: int, max_waiting_tokens: int) -> None:
+    def __init__(self, *, max_requests: int, max_waiting: int, max_waiting_media: int, max_waiting_tokens: int) -> None:
         self.max_requests = max_requests
         self.max_waiting = max_waiting
+        self.max_waiting_media = max_waiting_media
         self.max_waiting_tokens = max_waiting_tokens
         self.open = 0
-        self.waiting = 0
-        self.waiting_tokens = 0
+        self.for_engine = Waiting()
+        self.for_media = Waiting()
         self.refused = 0
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait, whatever for."""
+        return self.for_engine.requests + self.for_media.requests
+
+    @property
+    def waiting_tokens(self) -> int:
+        """The tokens of their prompts."""
+        return self.for_engine.tokens + self.for_media.tokens
 
     @property
     def running(self) -> int:
@@ -59,11 +106,26 @@ class Admission:
     def enter(self) -> AdmissionTicket:
         """A place for a new request; raises Exhausted where there is none."""
         if self.open >= self.max_requests:
-            self.refused += 1
-            raise Exhausted("too many requests are under way", reason="TOO_MANY_REQUESTS")
-        if self.waiting >= self.max_waiting:
-            self.refused += 1
-            raise Exhausted("too many requests are waiting", reason="TOO_MANY_WAITING")
+            raise self._counted(Exhausted("too many requests are under way", reason="TOO_MANY_REQUESTS"))
+        if self.for_engine.requests >= self.max_waiting:
+            raise self._counted(Exhausted("too many requests are waiting", reason="TOO_MANY_WAITING"))
         self.open += 1
-        self.waiting += 1
-        return AdmissionTicket(self)
+        self.for_engine.requests += 1
+        return AdmissionTicket(self, self.for_engine)
+
+    def check_media(self, tokens: int) -> None:
+        """Raises Exhausted where one more, of so many tokens, may not wait for rows of its media."""
+        if self.for_media.requests >= self.max_waiting_media:
+            why = "too many requests are waiting for their media"
+            raise self._counted(Exhausted(why, reason="TOO_MANY_WAITING_MEDIA"))
+        self.check_tokens(self.for_media, tokens)
+
+    def check_tokens(self, among: Waiting, tokens: int) -> None:
+        """Raises Exhausted where so many more tokens may not wait among these."""
+        if among.tokens and tokens and among.tokens + tokens > self.max_waiting_tokens:
+            why = "too many prompt tokens are waiting"
+            raise self._counted(Exhausted(why, reason="TOO_MANY_WAITING_TOKENS"))
+
+    def _counted(self, refusal: Exhausted) -> Exhausted:
+        self.refused += 1
+        return refusal

@@ -175,7 +175,7 @@ class Generator:
         stages.mark("prompt")
         if any(choice.text.stopped is None for choice in choices.values()):
             self._engine.check(request.max_handovers)  # before encoders do anything in vain
-        fetches = await self._receiver.fetch_headers(request)
+        fetches = await self._receiver.fetch_headers(request, job.admission.wait_for_media)
         async with MediaRows(self._receiver, fetches) as media:
             stages.mark("encode_header")
             layout = await self._layout(pieces, headers_of(fetches), short=short)
@@ -192,16 +192,16 @@ class Generator:
             covered = await self._covered(request, pieces, fetches, layout, identities)
             if self.prefills is not None:
                 stages.mark("prefill_elsewhere")
-            items = await media.take(layout, covered)
+            items = await media.take(layout, covered, job.admission.wait_for_media)
+            if media.all_here:
+                job.admission.media_came()
             self._check_length(request, layout)  # once more: the engine may be another one by now, with less room
             resume = resumed_for_engine(request, choices)
             request = self._constraints.behind_reasoning(request, layout, thinking=thinking)
             session = self._retain_for_session(request, layout)
             id, known = self._engine.next_id(), b"".join(identities)
             add = self._add(id, request, layout, items, resume, session, known)
-            engine_request = job.engine_request = media.submit(
-                self._engine, add, lambda: stages.mark("rows"), request.max_handovers
-            )
+            engine_request = job.engine_request = media.submit(self._engine, add, job.rows_came, request.max_handovers)
             try:
                 begin = Begun(layout, 0, thinking, identities)
                 following = self._follow(request, begin, choices, media, engine_request, stages)

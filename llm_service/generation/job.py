@@ -29,6 +29,11 @@ class Job:
     stages: Stages = field(default_factory=Stages)
     tokens: Counter[str] = field(default_factory=Counter)
 
+    def rows_came(self) -> None:
+        """All rows of its media are here."""
+        self.stages.mark("rows")
+        self.admission.media_came()
+
     def see(self, event: Event, meter: RequestMeter) -> None:
         """Takes note of what is told to the caller."""
         match event:

@@ -64,14 +64,22 @@ class MediaRows:
             self._placing.cancel()
             await asyncio.gather(self._placing, return_exceptions=True)
 
-    async def take(self, layout: PromptLayout, covered: Collection[int]) -> list[ItemRows]:
+    @property
+    def all_here(self) -> bool:
+        """Every row that was taken room for has landed."""
+        return all(entry.complete for entry in self._entries.values())
+
+    async def take(
+        self, layout: PromptLayout, covered: Collection[int], on_wait: Callable[[], None] = lambda: None
+    ) -> list[ItemRows]:
         """Room for the rows of every item, all at once, but of those in `covered` that are not here anyway: what the
         engine is told of each span.
 
         What the prefix cache covers has no place in the arena; the engine, which knows what the cache still holds, asks
         for it where it does need it after all. So there is never a hole.
 
-        Raises InvalidInput where the rows of all items could never be here together.
+        Raises InvalidInput where the rows of all items could never be here together. `on_wait` is called where rows are
+        to come, or room: it may raise.
         """
         self._layout = layout
         headers = headers_of(self._fetches)
@@ -81,7 +89,7 @@ class MediaRows:
         self._covered = len(covered)
         self._receiver.counters.covered += self._covered
         self._taken = True
-        await self._acquire([item for item in range(len(self._fetches)) if item not in covered])
+        await self._acquire([item for item in range(len(self._fetches)) if item not in covered], on_wait)
         return rows_of(layout, self._places())
 
     def submit(
@@ -131,7 +139,7 @@ class MediaRows:
                     request.fail(entry.error_at(field))
                     return
                 engine.landed(request.id, number, entry.landed)
-                if all(other.complete for other in self._entries.values()):
+                if self.all_here:
                     on_complete()
 
             return tell
@@ -160,8 +168,8 @@ class MediaRows:
         if self._released:
             self._give_back()
 
-    async def _acquire(self, items: list[int]) -> None:
-        entries = await self._receiver.acquire([self._fetches[item] for item in items], self._give_back)
+    async def _acquire(self, items: list[int], on_wait: Callable[[], None] = lambda: None) -> None:
+        entries = await self._receiver.acquire([self._fetches[item] for item in items], self._give_back, on_wait)
         self._entries |= dict(zip(items, entries, strict=True))
 
     def _give_back(self) -> None:

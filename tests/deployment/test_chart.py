@@ -696,7 +696,7 @@ class TestPrefill:
         of_one = {"prefill_services", "prefill_ca", "prefill_cert", "prefill_key", "prefill_token_file"}
         names = {each.name for each in dataclasses.fields(llm)}
         differ = {name for name in names if getattr(llm, name) != getattr(prefill, name)}
-        assert differ == {"lend_prefill", "max_running", "max_waiting"} | of_one
+        assert differ == {"lend_prefill", "max_running", "max_waiting", "max_waiting_media"} | of_one
         assert (prefill.tp, prefill.dtype, prefill.block_size, prefill.keep_media_whole) == (2, "bfloat16", 32, True)
         assert prefill.kv_host_bytes == 12 << 30
         boxes = container(found["twinlens-llm"]), container(found["twinlens-prefill"])

@@ -68,6 +68,7 @@ def test_a_request_is_counted_and_timed(service: Service, client: LlmClient) -> 
     until(lambda: samples(service)["kv_cache_usage_ratio"] == 0, "a beat after the last step has come")
     now = samples(service)
     assert (now["num_requests_running"], now["num_requests_waiting"], now["engine_up"]) == (0, 0, 1)
+    assert now["num_requests_waiting_for_media"] == 0
     assert now["kv_blocks_cached"] > 0
 
 

@@ -65,7 +65,7 @@ def test_a_step_is_as_large_as_suits_the_device(
     monkeypatch.setattr(config, "cuda_memory", lambda index: (24, 80)[index] << 30)
     made = load(LlmConfig, "TWINLENS_LLM", "", ["--model=m", *words], {})
     assert made.step_limits() == limits
-    assert made.request_limit() == 2 * limits[0] + made.max_waiting
+    assert made.request_limit() == 2 * limits[0] + made.max_waiting + made.max_waiting_media
     assert dataclasses.replace(made, max_requests=7).request_limit() == 7
 
 

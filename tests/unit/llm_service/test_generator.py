@@ -74,6 +74,7 @@ from tests.unit.llm_service.scripted import (
     bench,
     eventually,
     hangs_after_the_header,
+    settled,
     well,
 )
 from tests.unit.llm_service.scripted import request as asked
@@ -118,7 +119,7 @@ def generator(
         b.receiver,
         engine,
         Prefixes(lambda: 16),
-        Admission(max_requests=8, max_waiting=8, max_waiting_tokens=1000),
+        Admission(max_requests=8, max_waiting=8, max_waiting_media=8, max_waiting_tokens=1000),
         Sessions(SessionLimits(8, 8, 60.0, 1 << 20)),
         meters or Meters(Metrics("test")),
         Adapters(engine, (), 1, enabled=False),
@@ -457,6 +458,79 @@ async def test_a_request_that_is_refused_has_failed_once_wherever_it_was_refused
         assert (made.outcomes["failed"], made.admission.refused) == (2, 2)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def refusal(made: Generator, request: Request) -> str:
+    with pytest.raises(Exhausted) as error:
+        await everything(made, request)
+    return error.value.reason
+
+
+async def test_texts_and_pictures_that_are_here_are_taken_in_while_others_wait_for_encoders(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    go_on = asyncio.Event()
+
+    async def is_slow(call: Call) -> None:
+        await go_on.wait()
+        await well(call)
+
+    async def says_headers_alone(call: Call) -> None:
+        await call.header()
+        await is_slow(call)
+
+    script = [well, says_headers_alone, is_slow]
+    async with served(monkeypatch, ScriptedEncoder(script)) as (b, (child, front)):
+        await b.usable(1)
+        (here,) = await b.land(b"here")
+        await settled(here)
+        b.cache.release(here)
+        made = generator(b, front)
+        made.admission.max_waiting, made.admission.max_waiting_media = 3, 2
+        slow = []
+        for count, picture in enumerate((b"one", b"other"), start=1):
+            slow.append(asyncio.create_task(everything(made, asked(picture))))
+            await eventually(lambda count=count: made.admission.for_media.requests == count)
+        await eventually(lambda: len(child.told(Add)) == 1)  # its header is known
+        assert await refusal(made, asked(b"third")) == "TOO_MANY_WAITING_MEDIA"
+        others = [asyncio.create_task(everything(made, asked(*files))) for files in ((), (b"here",), ())]
+        await eventually(lambda: len(child.told(Add)) == 4)
+        assert (made.admission.waiting, made.admission.for_media.requests) == (5, 2)
+        assert await refusal(made, asked()) == "TOO_MANY_WAITING"
+        go_on.set()
+        await eventually(lambda: len(child.told(Add)) == 5)
+        await eventually(lambda: not made.admission.for_media.requests)
+        assert (made.admission.waiting, made.admission.refused, made.outcomes["failed"]) == (5, 2, 2)
+        for task in (*slow, *others):
+            task.cancel()
+        await asyncio.gather(*slow, *others, return_exceptions=True)
+        child.says(Released([add.id for add in child.told(Add)]))
+
+
+async def test_who_waits_for_room_for_rows_waits_for_media(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = ScriptedEngine()
+    front = front_of(monkeypatch, child)
+    async with bench(ScriptedEncoder(), rows=ROWS) as b, serving(front) as starting:
+        child.serves()
+        await starting
+        await b.usable(1)
+        (held,) = await b.land(b"held")
+        await settled(held)
+        made = generator(b, front)
+        made.admission.max_waiting = made.admission.max_waiting_media = 1
+        waits = asyncio.create_task(everything(made, asked(b"waits")))
+        await eventually(b.cache._turn.locked)
+        text = asyncio.create_task(everything(made, asked()))
+        await eventually(lambda: len(child.told(Add)) == 1)
+        assert (made.admission.for_media.requests, made.admission.for_engine.requests) == (1, 1)
+        text.cancel()
+        await asyncio.gather(text, return_exceptions=True)
+        b.cache.release(held)
+        await eventually(lambda: len(child.told(Add)) == 2)
+        await eventually(lambda: not made.admission.for_media.requests)
+        waits.cancel()
+        await asyncio.gather(waits, return_exceptions=True)
+        child.says(Released([add.id for add in child.told(Add)]))
 
 
 EndOfCall = type(grpc.aio.EOF) | BaseException
