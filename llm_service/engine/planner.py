@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 
 from llm_service.engine.adapter_slots import AdapterSlots
 from llm_service.engine.block_manager import BlockManager
@@ -73,7 +73,7 @@ class Limits:
 
     @property
     def max_media_tokens(self) -> int:
-        """Rows of the longest run that fits into a step beside all the decodes that there may be."""
+        """Rows of the longest run that fits into a step beside all the decodes that there may be; drafts make way."""
         return self.max_step_tokens - self.max_running + 1
 
     @property
@@ -162,15 +162,31 @@ class Planner:
             elif sequence.num_computable(sequence.num_computed_tokens) and self._make_room(sequence, count, schedule):
                 schedule.num_scheduled_tokens[sequence] = count
         if self._limits.speculative_tokens:
-            self._speculate(schedule)
+            self._speculate(schedule, self._largest_whole(prefills))
         return prefills
 
-    def _speculate(self, schedule: Schedule) -> None:
+    def _largest_whole(self, prefills: list[Sequence]) -> int:
+        """The most tokens that a prompt needs at once to get on, of those that are here and may be computed now."""
+        if not self._keep_media_whole:
+            return 0
+        waiting = () if self._is_crowded() else islice(self._queues.waiting, _LOOK_AHEAD)
+        return max(map(self._whole, chain(prefills, waiting)), default=0)
+
+    def _whole(self, sequence: Sequence) -> int:
+        begin = sequence.num_computed_tokens
+        first, end = sequence.prompt.next_whole(begin)
+        length = end - max(first, begin)
+        if not 0 < length <= self._max_media_tokens or sequence.wait_reason is not None:  # what is longer is cut
+            return 0
+        return length if end <= begin + sequence.num_computable(begin) else 0
+
+    def _speculate(self, schedule: Schedule, kept: int) -> None:
         """Gives decodes drafts, where a step has room for them and blocks are free: nobody makes way for a draft. The
-        room is divided, and what those with the fewest leave of their share is the others'."""
+        room is divided, and what those with the fewest leave of their share is the others'. `kept` tokens of the step
+        are left to prompts: if drafts took some of them in every step, a run of rows would never fit."""
         decodes = schedule.num_scheduled_tokens
         limits = self._limits
-        room = min(limits.draft_rows, limits.max_step_tokens) - sum(decodes.values())
+        room = min(limits.draft_rows, limits.max_step_tokens - kept) - sum(decodes.values())
         if self._blocks.state_slots:  # whatever is computed again in the next step fits it beside every decode
             room = min(room, limits.max_step_tokens - limits.max_running)
         for others, sequence in _fewest_first(decodes):

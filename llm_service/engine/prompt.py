@@ -152,6 +152,13 @@ class Prompt:
                     return first - begin
         return count
 
+    def next_whole(self, begin: int) -> tuple[int, int]:
+        """Where the tokens lie that are computed at once, or the media run, behind which `begin` is not yet; (0, 0)
+        where there are none."""
+        if begin < self.whole_end:
+            return 0, self.whole_end
+        return next(((first, end) for first, end, _, _ in self.runs if end > begin), (0, 0))
+
     def before_run(self, place: int) -> int:
         """A place, or where the run of media rows begins that it is inside of."""
         return next((begin for begin, end, _, _ in self.runs if begin < place < end), place)

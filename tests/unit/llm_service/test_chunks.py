@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from llm_service.families.chunk_rule import ChunkRule
@@ -137,6 +139,34 @@ def test_a_picture_that_needs_nearly_the_whole_step_is_not_kept_out_by_decodes()
     id = engine.submit(order(text(16), [Picture(1, 0, 13)]))
     engine.land_all(id)
     run_until_over(engine, id, 20)
+
+
+@pytest.mark.parametrize(
+    ("rule", "more"),
+    [
+        ({"keep_media_whole": True}, {}),
+        ({"keep_media_whole": True}, {"proposes": True}),
+        ({"keep_media_whole": True}, {"state_slots": 32, "state_chunk": 4}),
+        ({"chunk_rule": ChunkRule(SpanRule.EVERYWHERE)}, {}),
+        ({"chunk_rule": _WHOLE}, {}),
+    ],
+    ids=["kept whole", "a draft model", "states", "rows see each other", "the prompt is seen whole"],
+)
+def test_a_picture_that_needs_nearly_the_whole_step_is_not_kept_out_by_drafts(
+    rule: dict[str, Any], more: dict[str, Any]
+) -> None:
+    """Those that decode have drafts in every step, which would leave no room for it as long as they are right."""
+    engine = simulation(blocks=256, max_running=4, step_tokens=16, speculative_tokens=8, draft_rows=14, **rule, **more)
+    running = [engine.submit(order(text(4, seed), max_tokens=200)) for seed in range(3)]
+    for _ in range(4):
+        engine.step()
+    id = engine.submit(order(text(13), [Picture(1, 0, 13)], max_tokens=1))
+    engine.land_all(id)
+    run_until_over(engine, id, 8)
+    step = engine.step()
+    assert step is not None
+    assert step.plan.tokens > 3, "drafts are back"
+    assert not any(engine.outcomes[each].over for each in running)
 
 
 @pytest.mark.parametrize(
