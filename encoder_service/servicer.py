@@ -70,7 +70,9 @@ class EncoderServicer(EncoderServiceServicer):
             convert.without_items(request),
         )
         del request
-        calls.current().limit_stalls(served.config.stall_seconds)
+        call = calls.current()
+        call.limit_stalls(served.config.stall_seconds)
+        await call.accept(context)
         self._open_streams += 1
         deliveries = [
             Delivery(served.encoder, served.link, served.meters, rest, index, item) for index, item in enumerate(items)

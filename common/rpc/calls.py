@@ -58,6 +58,13 @@ class Call:
         """Ends the call when its caller takes longer than this to accept a message, for whom something is held."""
         self._stall_limit = StallLimit(self, seconds)
 
+    async def accept(self, context: Context) -> None:
+        """Tells the caller that his request is here, whenever the first answer to it comes."""
+        try:
+            await context.send_initial_metadata(())
+        except grpc.aio.InternalError as error:
+            raise _CallerLeft from error
+
     async def write(self, message: Any, context: Context) -> None:
         """Hands a message over, and returns when its caller has room for it."""
         if self._stall_limit is None:

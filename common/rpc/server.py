@@ -51,8 +51,9 @@ class ServerConfig:
     max_message_bytes: int = option(
         68 << 20, "largest gRPC message accepted", parse=size, minimum=1 << 20, maximum=(1 << 31) - 1
     )
-    max_concurrent_calls: int = option(1024, "calls served at once; further ones are refused", minimum=1)
-    max_connection_calls: int = option(1024, "of these, calls of one connection; its further ones wait", minimum=1)
+    max_concurrent_calls: int = option(
+        1024, "calls served at once; further ones are refused", minimum=1, maximum=(1 << 30) - 1
+    )
     max_inflight_bytes: int = option(
         256 << 20,
         "bytes of requests that are here, or coming, at once; further ones are refused",
@@ -115,7 +116,8 @@ class GrpcServer:
             options=[
                 ("grpc.max_receive_message_length", config.max_message_bytes),
                 ("grpc.max_send_message_length", -1),  # what is sent is ours
-                ("grpc.max_concurrent_streams", config.max_connection_calls),
+                # More than are served: past this, calls wait at their caller, who hears nothing and takes us for dead.
+                ("grpc.max_concurrent_streams", 2 * config.max_concurrent_calls),
                 # What gRPC takes of a message that nobody has asked for, on each stream (common/rpc/request_budget.py).
                 ("grpc.http2.lookahead_bytes", UNREAD),
                 ("grpc.http2.bdp_probe", 0),

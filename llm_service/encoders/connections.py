@@ -1,4 +1,5 @@
-"""The connections to one encoder: calls about itself go over the first, streams over the one that has the fewest."""
+"""The connections to one encoder: streams go over the one that has the fewest, calls about itself over one of their
+own, where they wait behind nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class _Connection:
 
 
 class Connections:
-    """At least one long-lived connection to the encoder at `address`, whose certificate must have `name`.
+    """Long-lived connections to the encoder at `address`, whose certificate must have `name`; `count` are for streams.
 
     Raises OSError where the files of a certificate cannot be read.
     """
@@ -38,10 +39,21 @@ class Connections:
     def __init__(self, address: str, name: str, security: ChannelSecurity, count: int) -> None:
         self._security = security
         self._connections = [_connection(open_channel(address, security, name=name)) for _ in range(count)]
-        self.stub = EncoderServiceStub(self._connections[0].channel)
+        self._own = open_channel(address, security, name=name)
+        self.stub = EncoderServiceStub(self._own)
 
     def __len__(self) -> int:
         return len(self._connections)
+
+    def connect(self) -> None:
+        """Begins to connect those for streams that are not."""
+        for connection in self._connections:
+            connection.channel.get_state(try_to_connect=True)
+
+    async def connected(self) -> None:
+        """Returns when streams can go over each. Raises UsageError where they are being closed."""
+        for connection in self._connections:
+            await connection.channel.channel_ready()
 
     @contextmanager
     def encode(self, request: bytes, timeout: float) -> Iterator[Call]:
@@ -65,7 +77,8 @@ class Connections:
 
     async def close(self, grace: float | None) -> None:
         """Closes all connections; calls under way have `grace` seconds to end."""
-        await asyncio.gather(*(connection.channel.close(grace) for connection in self._connections))
+        channels = [self._own, *(connection.channel for connection in self._connections)]
+        await asyncio.gather(*(channel.close(grace) for channel in channels))
 
 
 def _connection(channel: grpc.aio.Channel) -> _Connection:

@@ -34,7 +34,8 @@ class Verdict(Enum):
 
 class EncoderHealth:
     """What is known of one encoder. `answers` is the last verdict, unless a stream has broken since; `fits`: it
-    has answered, with our digest, and has not been gone since; `heard` is when it last said something on a stream.
+    has answered, with our digest, and has not been gone since; `heard` is when it last said something, in a stream or
+    to a question.
 
     It is asked every `check_seconds`.
     """
@@ -110,5 +111,5 @@ class EncoderHealth:
         self._recheck.set()
 
     def hear(self) -> None:
-        """It has said something on a stream."""
+        """It has said something."""
         self.heard = monotonic()

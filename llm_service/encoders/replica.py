@@ -173,6 +173,7 @@ class Replica:
 
     async def _check(self) -> Verdict:
         began, metadata = time.monotonic(), self._settings.security.metadata
+        self._connections.connect()
         try:
             info: Any = await self._connections.stub.GetInfo(
                 encoder_pb2.EncoderServiceGetInfoRequest(),
@@ -194,12 +195,19 @@ class Replica:
             self.trouble = "what it answers is no message of ours"
             return Verdict.GONE
         self.told = load
+        self.health.hear()
         if info.digest not in (self._settings.digest, self._foreign):
             self._foreign = info.digest
             _log.warning("encoder serves another model", address=self.address, digest=info.digest)
         if info.digest != self._settings.digest:
             self.trouble = "it serves another model, or with other settings or another --dtype"
             return Verdict.GONE
+        try:
+            async with asyncio.timeout(_CHECK_TIMEOUT):
+                await self._connections.connected()  # it may be back, and a connection still wait to be tried again
+        except (TimeoutError, grpc.aio.UsageError):
+            self.trouble = "it answers, but not every connection to it can be made"
+            return Verdict.LATE
         if not self.health.fits:
             self.breaker.succeeded()  # what its streams did in another life says nothing of this one
         self.trouble = "it answers, but its streams break"  # what keeps one that answers from being used
@@ -297,6 +305,7 @@ class Replica:
                 end=asking.end,
                 silence=settings.silence,
                 on_event=self.health.hear,
+                heard_at=lambda: self.health.heard,
             )
             del prepared  # its item may be large, and the stream long
             self._streams.add(stream)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +49,8 @@ class EncodeStream:
     """An item's stream from row `first` on, to the one before `end` where that is not 0; its opener closes it.
 
     `silence` seconds without an event end it: an encoder that is merely busy says every second that it is. `on_event`
-    is called for each event.
+    is called for each event. While the request is still on its way there, what counts is what the encoder says
+    elsewhere, `heard_at` last (monotonic seconds).
 
     `heard` tells whether the encoder has begun on the item, `announced` what it has said that it will compute. After
     the last row, `stages` holds the encoder's own, on our clock.
@@ -68,6 +69,7 @@ class EncodeStream:
         end: int = 0,
         silence: float,
         on_event: Callable[[], None] = lambda: None,
+        heard_at: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._call = call
         self._transports = transports
@@ -79,6 +81,7 @@ class EncodeStream:
         self._end = end
         self._silence = silence
         self._on_event = on_event
+        self._heard_at = heard_at
         self.heard = False
         self.announced: Header | None = None
         self.stages: dict[str, Stage] = {}
@@ -149,6 +152,8 @@ class EncodeStream:
 
     async def _events(self) -> AsyncGenerator[Event, None]:
         """The stream's events up to `done`; an item's error, or the call's, is raised as ours."""
+        if not self.heard:
+            await self._request_there()
         while True:
             try:
                 async with tasks.StallTolerantTimeout(self._silence):
@@ -156,8 +161,8 @@ class EncodeStream:
                 self._on_event()
             except grpc.aio.AioRpcError as error:
                 raise _ours(error, self._field) from error
-            except TimeoutError as error:
-                raise Unavailable("the encoder has fallen silent", reason="ENCODER_SILENT") from error
+            except TimeoutError:
+                raise _silent() from None
             if isinstance(event, RowsFrame):
                 yield event
                 continue
@@ -171,6 +176,17 @@ class EncodeStream:
                 # The encoder was sent this one item, under a name that our caller does not know.
                 raise from_plain_status(event.error.status).at(self._field, instead_of=_ITEM)
             yield event
+
+    async def _request_there(self) -> None:
+        """Returns once the encoder has the whole request, or the call has ended. It may be large, or wait within gRPC
+        for others that a peer takes no more of on one connection: who is asked nothing yet is not silent."""
+        opened = time.monotonic()
+        while (left := max(opened, self._heard_at()) + self._silence - time.monotonic()) > 0:
+            with suppress(TimeoutError):
+                async with tasks.StallTolerantTimeout(left):
+                    await self._call.initial_metadata()
+                    return
+        raise _silent()
 
 
 def is_consistent(header: Header, merge: int) -> bool:
@@ -197,6 +213,10 @@ def _run(event: Event) -> ArrivedRows | None:
         return ArrivedRows(rows.first_row, rows.count, rows.handle)
     frame = RowsFrame(rows.item, rows.first_row, rows.count, rows.data, rows.crc32c)
     return ArrivedRows(frame.first, frame.count, frame)
+
+
+def _silent() -> Unavailable:
+    return Unavailable("the encoder has fallen silent", reason="ENCODER_SILENT")
 
 
 def _ours(error: grpc.aio.AioRpcError, field: str) -> TwinlensError:

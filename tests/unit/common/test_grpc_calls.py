@@ -40,11 +40,16 @@ class Scripted(v1.LlmServiceServicer):
         self.asked: list[Any] = []
         self.length = 10_000
         self.stall_seconds = 0.0
+        self.accepts: asyncio.Event | None = None
+        """Where it is set, a caller is told that its request is here, and waits for this."""
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[v1.GenerateResponse]:
         self.asked.append(request)
         if self.stall_seconds:
             current().limit_stalls(self.stall_seconds)
+        if self.accepts is not None:
+            await current().accept(context)
+            await self.accepts.wait()
         try:
             self.begun.set()
             yield v1.GenerateResponse(started=v1.GenerateStarted(request_id=request.request_id))
@@ -439,6 +444,33 @@ async def test_the_reason_of_each_failed_call_is_told_once() -> None:
         serving.servicer.act = raising(RuntimeError("oh"))
         await failure(serving.stub.GetInfo(v1.LlmServiceGetInfoRequest()))
         assert reasons == ["TOO_MANY_CALLS", "INTERNAL"]
+
+
+async def test_a_call_beyond_those_that_are_served_is_refused_at_once_though_all_come_by_one_connection() -> None:
+    frame, servicer = GrpcServer(ServerConfig(), []), Scripted()
+    v1.add_LlmServiceServicer_to_server(servicer, frame.server)
+    await frame.bind()
+    async with grpc.aio.insecure_channel(frame.address) as channel:
+        stub = v1.LlmServiceStub(channel)
+        held = [stub.Generate(v1.GenerateRequest(model="silent")) for _ in range(ServerConfig().max_concurrent_calls)]
+        await asyncio.gather(*(call.read() for call in held))
+        error = await failure(stub.GetInfo(v1.LlmServiceGetInfoRequest(), timeout=180))
+        assert details(error)["ErrorInfo"].reason == "TOO_MANY_CALLS"
+        for call in held:
+            call.cancel()
+    await eventually(lambda: frame.open_calls == 0, "every call is counted off")
+    await frame.drain()
+
+
+async def test_a_caller_is_told_that_its_request_is_here_before_there_is_an_answer() -> None:
+    async with Serving() as serving:
+        serving.servicer.accepts = asyncio.Event()
+        call = serving.stub.Generate(v1.GenerateRequest())
+        await call.initial_metadata()
+        assert not serving.servicer.begun.is_set()
+        serving.servicer.accepts.set()
+        assert (await call.read()).HasField("started")
+        await _drained(call)
 
 
 async def test_lines_of_a_traced_call_name_its_trace(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from common.errors import Unavailable
 from common.media.identity import content_key
 from common.media.item import Modality, Options
-from common.rpc.calls import CallInterceptor
+from common.rpc.calls import CallInterceptor, current
 from common.rpc.server import PINGS
 from common.tokens import AcceptedTokens
 from common.wire import DType, RowLayout, crc32c
@@ -100,6 +100,7 @@ class ScriptedEncoder(v1.EncoderServiceServicer):
     deadlines: list[float] = field(default_factory=list)
     server: Any = None
     begun: int = 0
+    questions: int = 0
 
     def dies(self, calls: int = 1) -> Say:
         """A line of a script: the encoder has begun on the item in so many calls, and ends with all of them."""
@@ -114,6 +115,7 @@ class ScriptedEncoder(v1.EncoderServiceServicer):
         return die
 
     async def GetInfo(self, request: Any, context: Any) -> v1.EncoderServiceGetInfoResponse:
+        self.questions += 1
         return v1.EncoderServiceGetInfoResponse(digest=self.digest)
 
     async def GetLoad(self, request: Any, context: Any) -> v1.EncoderServiceGetLoadResponse:
@@ -128,6 +130,7 @@ class ScriptedEncoder(v1.EncoderServiceServicer):
             raise Unavailable("the encoder serves another model than is meant", reason="OTHER_MODEL")
         self.open += 1
         try:
+            await current().accept(context)
             await say(call)
         finally:
             self.open -= 1
@@ -196,13 +199,15 @@ async def bench(
     silence: float = 30.0,
     patience: float = 1.0,
     budget: RetryBudget | None = None,
+    streams: int = 2048,
     **options: Any,
 ) -> AsyncIterator[Bench]:
-    """Starts servers for the encoders, with which `options` are agreed; asserts at the end that no call and no place is
-    left."""
+    """Starts servers for the encoders, which take so many `streams` of one connection and with which `options` are
+    agreed; asserts at the end that no call and no place is left."""
     async with AsyncExitStack() as stack:
         for encoder in encoders:
-            server = grpc.aio.server(interceptors=[CallInterceptor(AcceptedTokens())], options=PINGS)
+            limits = (*PINGS, ("grpc.max_concurrent_streams", streams))
+            server = grpc.aio.server(interceptors=[CallInterceptor(AcceptedTokens())], options=limits)
             v1.add_EncoderServiceServicer_to_server(_Driven(encoder), server)
             encoder.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
             encoder.server = server

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import grpc
 import numpy as np
@@ -22,6 +23,7 @@ from tests.unit.llm_service.scripted import (
     breaks_in_the_middle,
     content,
     damages_rows,
+    eventually,
     hangs_after_the_header,
     key_of,
     settled,
@@ -205,6 +207,30 @@ async def test_an_encoder_that_falls_silent_is_left_for_another() -> None:
         first.script = [hangs_after_the_header]
         assert await b.whole(b"picture") == content(b"picture")
         assert (len(first.calls), len(second.calls)) == (1, 1)
+
+
+async def test_an_encoder_whose_connection_takes_no_more_streams_is_neither_silent_nor_gone() -> None:
+    go_on = asyncio.Event()
+
+    async def is_busy(call: Call) -> None:
+        while not go_on.is_set():
+            await call.context.write(v1.EncodeResponse(progress=v1.EncodeProgress(stage="queue")))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(go_on.wait(), 0.05)
+        await well(call)
+
+    async with bench(ScriptedEncoder([is_busy]), streams=2, silence=0.5, check_seconds=0.02) as b:
+        await b.usable(1)
+        (encoder,), (replica,) = b.encoders, b.pool.replicas
+        names = [b"picture %d" % number for number in range(4)]
+        landing = [asyncio.create_task(b.whole(name)) for name in names]
+        await eventually(lambda: (encoder.open, replica.in_flight) == (2, 4))
+        asked = encoder.questions
+        await eventually(lambda: encoder.questions > asked + 50)  # a second at least: twice the time for a silence
+        go_on.set()
+        assert await asyncio.gather(*landing) == [content(name) for name in names]
+        assert len(encoder.calls) == 4
+        assert (replica.usable, replica.breaker.failures, b.receiver.counters.retries) == (True, 0, 0)
 
 
 @pytest.mark.parametrize("header_came", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ import grpc
 import pytest
 
 from common.errors import Unavailable
+from common.rpc.channel import ChannelSecurity, open_channel
 from common.wire import DType
 from llm_service.encoders.breaker import Quarantine
 from llm_service.encoders.health import EncoderHealth, Verdict
@@ -183,6 +185,22 @@ async def test_an_encoder_that_answers_nonsense_is_gone_for_now_and_is_asked_aga
         replica._connections.stub = SimpleNamespace(GetInfo=nothing, GetLoad=nothing)  # type: ignore[assignment]
         assert await replica._check() is GONE
         assert "no message" in replica.trouble
+
+
+async def test_an_encoder_that_answers_is_not_used_before_streams_can_go_there() -> None:
+    async with bench(ScriptedEncoder(), check_seconds=600) as b:
+        await b.usable(1)
+        (replica,) = b.pool.replicas
+        connection = replica._connections._connections[0]
+        with socket.socket() as deaf:
+            deaf.bind(("127.0.0.1", 0))
+            there = connection.channel
+            connection.channel = open_channel(f"127.0.0.1:{deaf.getsockname()[1]}", ChannelSecurity())
+            assert await replica._check() is LATE
+            assert "connection" in replica.trouble
+            await connection.channel.close()
+        connection.channel = there
+        assert await replica._check() is ANSWERS
 
 
 RESET = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,9 @@ class SlowCall:
         time = loop.time
         monkeypatch.setattr(loop, "time", lambda: time() + self._passed)
 
+    async def initial_metadata(self) -> None:
+        """The request is there at once."""
+
     async def read(self) -> v1.EncodeResponse:
         for step in self._steps:
             self._passed += step
@@ -42,9 +46,8 @@ class SlowCall:
         return next(self._events)
 
 
-def stream(call: Any, *, replaced: bool = False) -> EncodeStream:
-    transports = [Inline(LAYOUT.dtype)]
-    return EncodeStream(call, transports, LAYOUT, 2, replaced=replaced, field="here[0]", first=0, silence=SILENCE)
+def stream(call: Any, *, silence: float = SILENCE, **more: Any) -> EncodeStream:
+    return EncodeStream(call, [Inline(LAYOUT.dtype)], LAYOUT, 2, field="here[0]", first=0, silence=silence, **more)
 
 
 def busy(times: int) -> list[v1.EncodeResponse]:
@@ -76,6 +79,35 @@ async def test_a_loop_that_stood_still_reads_what_came_meanwhile(monkeypatch: py
     assert [count async for count, _ in stream(call).rows(target)] == [ROWS]
 
 
+async def test_a_request_that_is_on_its_way_waits_while_the_encoder_speaks_elsewhere() -> None:
+    """One to an encoder that says nothing anywhere does not."""
+    there, asked_for = asyncio.Event(), 0
+
+    def heard_at() -> float:
+        nonlocal asked_for
+        asked_for += 1
+        if asked_for == 4:
+            there.set()
+        return time.monotonic()
+
+    async def on_its_way() -> None:
+        await there.wait()
+
+    events = iter(busy(0))
+
+    async def read() -> v1.EncodeResponse:
+        return next(events)
+
+    call = SimpleNamespace(read=read, initial_metadata=on_its_way)
+    target = memoryview(bytearray(ROWS * LAYOUT.row_bytes))
+    waits = stream(call, silence=0.1, heard_at=heard_at)
+    assert [count async for count, _ in waits.rows(target)] == [ROWS]
+    there.clear()
+    with pytest.raises(Unavailable) as error:
+        _ = [count async for count, _ in stream(call, silence=0.1).rows(target)]
+    assert error.value.reason == "ENCODER_SILENT"
+
+
 LIES: dict[str, dict[str, Any]] = {
     "a row more than the grid has": {"tokens": ROWS + 1},
     "a grid that no rows fill": {"grid": v1.Grid(t=1, h=3, w=16)},
@@ -104,7 +136,10 @@ async def asked(*, replaced: bool = False, **changes: Any) -> Header:
     async def read() -> v1.EncodeResponse:
         return next(events)
 
-    return await stream(SimpleNamespace(read=read), replaced=replaced).header()
+    async def there() -> None:
+        return
+
+    return await stream(SimpleNamespace(read=read, initial_metadata=there), replaced=replaced).header()
 
 
 @pytest.mark.parametrize("name", LIES)
