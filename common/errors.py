@@ -151,6 +151,12 @@ ENCODER_SLOW: Final = "ENCODER_SLOW"
 """The reason of an Unavailable that is of an LLM service's own patience: an item has had all the time that one may
 take."""
 
+LEASE_EXPIRED: Final = "LEASE_EXPIRED"
+"""The reason of an Unavailable whose reader was late: whoever held the rows for it is not to blame."""
+
+CALLER_STALLED: Final = "CALLER_STALLED"
+"""The same of rows, or other messages, that came in the call itself."""
+
 MEDIA_HOST: Final = "MEDIA_HOST_UNAVAILABLE"
 """The reason of an Unavailable that is a foreign media host's: no encoder is to blame, and no other can do better."""
 

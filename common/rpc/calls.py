@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import grpc
 
 from common import errors, log, tasks, tracing
+from common.errors import CALLER_STALLED
 from common.rpc.auth import BearerToken
 from common.rpc.request_budget import RequestBudget
 from common.rpc.requests import CallReader
@@ -110,7 +111,7 @@ class StallLimit:
         if now - since < self._seconds:
             self._timer = tasks.StallTolerantTimer(since + self._seconds - now, self._look)
             return
-        self._call.end(errors.Unavailable("the caller took too long to accept a message", reason="CALLER_STALLED"))
+        self._call.end(errors.Unavailable("the caller took too long to accept a message", reason=CALLER_STALLED))
 
 
 _call: ContextVar[Call] = ContextVar("call")

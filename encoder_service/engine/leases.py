@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from common.arena import Range
-from common.errors import Unavailable
+from common.errors import LEASE_EXPIRED, Unavailable
 from common.lease_board import LeaseBoard
 from encoder_service.engine.device_pool import DevicePool, Slice
 from encoder_service.engine.embedding_store import Allocation, EmbeddingStore
@@ -40,7 +40,7 @@ class Lease:
         if self.lost:
             raise Unavailable("the worker whose memory held the rows has ended", reason="POOL_LOST")
         if self.expired:
-            raise Unavailable("the rows were not read in time", reason="LEASE_EXPIRED")
+            raise Unavailable("the rows were not read in time", reason=LEASE_EXPIRED)
 
     @property
     def span(self) -> Range:

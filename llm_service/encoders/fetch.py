@@ -11,7 +11,9 @@ from time import monotonic
 
 from common import log, tracing
 from common.errors import (
+    CALLER_STALLED,
     ENCODER_SLOW,
+    LEASE_EXPIRED,
     MEDIA_CHANGED,
     MEDIA_HOST,
     DataLoss,
@@ -81,6 +83,8 @@ class Fetch:
         self._asking = Asking(request_id=request.id, salt=request.salt, priority=request.priority)
         self._missing: NotFound | None = None
         self._failures = 0
+        self._lapses = 0
+        self._broke = False
         self._replica: Replica | None = None
         self._stream: EncodeStream | ParallelStreams | None = None
         self._opened = 0.0
@@ -130,6 +134,7 @@ class Fetch:
                     async for rows, transport in runs:
                         ended = time.perf_counter()  # what is told once all rows are here is none of their time
                         cache.advance(entry, rows, transport)
+                        self._lapses = 0
             except TwinlensError:  # once all rows are here, how the stream ends is of no account
                 if not entry.complete:
                     ended = time.perf_counter()
@@ -166,11 +171,11 @@ class Fetch:
     async def _open(self, first: int = 0) -> None:
         """Opens a stream at an encoder and waits for its header."""
         links, choice = self._links, self._choice
-        asking = dataclasses.replace(self._asking, first=first, attempt=len(choice.tried), broke=self._failures > 0)
+        asking = dataclasses.replace(self._asking, first=first, attempt=len(choice.tried), broke=self._broke)
         self._replica = None
         self._replica = replica = await choice.next()
         links.counters.attempts += 1
-        if not asking.attempt:
+        if not asking.attempt and not asking.broke:
             links.budget.earn()
         self._opened = replica.breaker.now()
         choice.asks()
@@ -196,7 +201,7 @@ class Fetch:
         assert self._replica is not None
         assert self.header is not None
         with ExitStack() as parts:
-            asking = dataclasses.replace(self._asking, first=first, broke=self._failures > 0)
+            asking = dataclasses.replace(self._asking, first=first, broke=self._broke)
             there = dataclasses.replace(self.header, key=self._key_there)
             opened = await open_parallel(self._replica, self.item, asking, there, row_bytes, parts)
             if opened is not None:
@@ -275,6 +280,16 @@ class Fetch:
             return
         if isinstance(error, Exhausted):
             self._choice.refused(replica, error)
+            return
+        self._broke = True
+        if error.reason in (LEASE_EXPIRED, CALLER_STALLED):
+            # We were late, mostly since another item's header was: the encoder did well, and has the rows. It is asked
+            # for them again, though not for ever where nothing at all arrives in time.
+            self._lapses += 1
+            if self._lapses >= _ATTEMPTS:
+                raise error
+            self._choice.tried.remove(replica.address)
+            self._links.counters.retries += 1
             return
         replica.breaker.failed(self._opened)
         if isinstance(error, Unavailable):

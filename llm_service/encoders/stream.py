@@ -13,6 +13,7 @@ import grpc
 
 from common import tasks
 from common.errors import (
+    CALLER_STALLED,
     ENCODER_SLOW,
     Cancelled,
     DataLoss,
@@ -227,6 +228,8 @@ def _ours(error: grpc.aio.AioRpcError, field: str) -> TwinlensError:
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:  # that of the stream; no caller's deadline goes to encoders
         return Unavailable("an encoder took too long over an item", reason=ENCODER_SLOW, field=field)
     stated = from_rpc_error(error)
+    if stated.reason == CALLER_STALLED:  # it waited for us
+        return stated
     if is_of_the_link(error) or isinstance(stated, Unavailable | Cancelled | Unauthenticated):
         return Unavailable("the encoder could not be reached", reason=UNREACHABLE)
     return stated

@@ -72,6 +72,7 @@ class Transport(Protocol):
         are there for good, piece by piece.
 
         Raises DataLoss, and yields nothing of it, for a piece that is damaged, that is gone, or that holds a number
-        which is not finite. When the generator is closed nobody writes to `target` any more.
+        which is not finite, and Unavailable (LEASE_EXPIRED) for one that was read too late. When the generator is
+        closed nobody writes to `target` any more.
         """
         ...

@@ -74,8 +74,7 @@ class CudaIpc:
             if handle.length != len(target):
                 raise DataLoss("rows came in a wrong size")
             end = await self._pull(handle, place)
-            if not memory.holds(handle):
-                raise DataLoss("the lease on the rows ended while they were read")
+            memory.check_lease(handle)
             if end is Pulled.UNREACHABLE:
                 self._refused.add(handle.region)
                 raise DataLoss("an encoder's device memory cannot be read")

@@ -11,7 +11,7 @@ from contextlib import aclosing
 
 from common import local_link, log, tasks
 from common.arena import ReaderView
-from common.errors import DataLoss
+from common.errors import LEASE_EXPIRED, DataLoss, Unavailable
 from common.lease_board import BoardReader
 from common.local_link import RELEASE
 from common.wire import DType
@@ -158,9 +158,11 @@ class Region:
             source = self._arena.view[handle.offset : handle.offset + handle.length]
             async with aclosing(self._copier.copy(target, source)) as parts:
                 async for copied in parts:
-                    if not self.holds(handle):
-                        raise DataLoss("the lease on the rows ended while they were read")
+                    self.check_lease(handle)
                     yield copied
+        except DataLoss:
+            self.check_lease(handle)  # what was read after it says nothing of the rows
+            raise
         finally:
             self.release(handle)
 
@@ -168,9 +170,12 @@ class Region:
         if self._closed:
             raise DataLoss("the encoder whose memory it was is gone")
 
-    def holds(self, handle: encoder_pb2.RowsHandle) -> bool:
-        """Whether the lease on what a handle is about still stands; asked after a copy."""
-        return not self._closed and self._board.holds(handle.slot, handle.number)
+    def check_lease(self, handle: encoder_pb2.RowsHandle) -> None:
+        """To be called after a copy of what a handle is about: raises Unavailable where the lease on it has ended, and
+        DataLoss where the encoder is gone."""
+        self._check_open()
+        if not self._board.holds(handle.slot, handle.number):
+            raise Unavailable("the lease on the rows ended before they were read", reason=LEASE_EXPIRED)
 
     def release(self, handle: encoder_pb2.RowsHandle) -> None:
         """Gives a lease back."""

@@ -168,9 +168,11 @@ async def test_rows_that_are_written_over_after_their_lease_are_never_taken() ->
         message = await anext(stream)
         run = ArrivedRows(message.first_row, message.count, message.handle)
         await eventually(lambda: b.link.leases == 0, "the lease ends")
-        b.store.buffer.slice(b.entry.span)[:] = bytes(b.entry.span.size)
-        with pytest.raises(DataLoss):
-            await anext(region.receive(run, memoryview(bytearray(run.count * LAYOUT.row_bytes))))
+        for written_over in (bytes(b.entry.span.size), b"\xff" * b.entry.span.size):  # by numbers, and by other things
+            b.store.buffer.slice(b.entry.span)[:] = written_over
+            with pytest.raises(Unavailable) as late:
+                await anext(region.receive(run, memoryview(bytearray(run.count * LAYOUT.row_bytes))))
+            assert late.value.reason == "LEASE_EXPIRED"
         with pytest.raises(Unavailable) as late:
             await anext(stream)
         assert late.value.reason == "LEASE_EXPIRED"
@@ -218,8 +220,9 @@ async def test_a_stream_that_is_closed_gives_its_lease_back() -> None:
         await stream.aclose()
         assert b.link.leases == 0
         run = ArrivedRows(message.first_row, message.count, message.handle)
-        with pytest.raises(DataLoss):
+        with pytest.raises(Unavailable) as late:
             await anext(region.receive(run, memoryview(bytearray(run.count * LAYOUT.row_bytes))))
+        assert late.value.reason == "LEASE_EXPIRED"
         region.close()
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from common.errors import DataLoss, Internal, TwinlensError, Unavailable
+from common.rpc.calls import current
 from common.wire import crc32c
 from llm_service.encoders.breaker import RetryBudget
 from tests.unit.llm_service.scripted import (
@@ -231,6 +232,75 @@ async def test_an_encoder_whose_connection_takes_no_more_streams_is_neither_sile
         assert await asyncio.gather(*landing) == [content(name) for name in names]
         assert len(encoder.calls) == 4
         assert (replica.usable, replica.breaker.failures, b.receiver.counters.retries) == (True, 0, 0)
+
+
+async def says_that_we_are_late(call: Call) -> None:
+    status = v1.Status(code=14, message="late", reason="LEASE_EXPIRED", retry_after_ms=1000)
+    await call.context.write(v1.EncodeResponse(error=v1.EncodeError(status=status)))
+
+
+async def test_rows_for_which_this_service_comes_too_late_are_asked_for_again_where_they_are() -> None:
+    """Whoever held them is not charged, by breaker, budget or suspicion."""
+
+    async def gives_up_on_us(call: Call) -> None:
+        await call.header()
+        await call.rows(0)
+        await says_that_we_are_late(call)
+
+    budget = RetryBudget(1.0)
+    async with bench(ScriptedEncoder(), ScriptedEncoder(), budget=budget, check_seconds=600) as b:
+        await b.usable(2)
+        first, second = b.first_and_second(b"picture")
+        first.script = [gives_up_on_us, well]
+        assert await b.whole(b"picture") == content(b"picture")
+        assert [list(call.request.first_rows) for call in first.calls] == [[], [RUN]]
+        assert second.calls == []
+        assert all(replica.usable and not replica.breaker.failures for replica in b.pool.replicas)
+        assert (budget.spend(), budget.spend()) == (True, False)
+
+
+async def test_who_is_too_late_for_rows_every_time_is_told_so() -> None:
+    async def never_waits(call: Call) -> None:
+        await call.header()
+        await says_that_we_are_late(call)
+
+    async with bench(ScriptedEncoder([never_waits]), check_seconds=600) as b:
+        await b.usable(1)
+        with pytest.raises(Unavailable) as error:
+            await b.whole(b"picture")
+        assert error.value.reason == "LEASE_EXPIRED"
+        assert len(b.encoders[0].calls) == 3
+        assert b.pool.replicas[0].usable
+
+
+async def test_an_encoder_that_ends_a_stream_which_nobody_reads_is_not_charged() -> None:
+    """The rows of a picture wait for the header of another one for longer than its encoder does."""
+    async with bench(ScriptedEncoder(), rows=2 * ROWS, check_seconds=600) as b:
+        await b.usable(1)
+        (encoder,), (replica,) = b.encoders, b.pool.replicas
+
+        async def gives_up_on_us(call: Call) -> None:
+            current().limit_stalls(0.2)
+            await call.header()
+            large = v1.EncodeResponse(progress=v1.EncodeProgress(stage="x" * (1 << 20)))
+            while True:  # more than gRPC keeps for its reader
+                await current().write(large, call.context)
+
+        async def by_turns(call: Call) -> None:
+            if call.data == b"early" and sum(each.data == b"early" for each in encoder.calls) == 1:
+                await gives_up_on_us(call)
+            if call.data == b"late":
+                await eventually(lambda: (len(encoder.calls), encoder.open) == (2, 1))
+            await well(call)
+
+        encoder.script = [by_turns]
+        entries = await b.land(b"early", b"late")
+        for entry in entries:
+            await settled(entry)
+            assert entry.error is None
+            b.cache.release(entry)
+        assert [call.data for call in encoder.calls].count(b"early") == 2
+        assert (replica.usable, replica.breaker.failures) == (True, 0)
 
 
 @pytest.mark.parametrize("header_came", [True, False])

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.errors import DataLoss
+from common.errors import LEASE_EXPIRED, DataLoss, Unavailable
 from common.wire import DType, RowLayout
 from llm_service.encoders.breaker import Quarantine
 from llm_service.encoders.replica import Asking, LinkSettings, Replica
@@ -39,8 +39,9 @@ class Memory:
     def usable(self) -> bool:
         return True
 
-    def holds(self, handle: encoder_pb2.RowsHandle) -> bool:
-        return self.stands
+    def check_lease(self, handle: encoder_pb2.RowsHandle) -> None:
+        if not self.stands:
+            raise Unavailable("it has ended", reason=LEASE_EXPIRED)
 
     def release(self, handle: encoder_pb2.RowsHandle) -> None:
         self.released.append(handle.number)
@@ -105,8 +106,9 @@ async def test_rows_that_a_rank_does_not_have_count_nowhere(end: Pulled) -> None
 async def test_a_lease_that_ended_meanwhile_makes_the_copy_worthless_and_blames_no_device(end: Pulled) -> None:
     bench = Bench(end)
     bench.memory.stands = False
-    with pytest.raises(DataLoss, match="lease"):
+    with pytest.raises(Unavailable) as late:
         await bench.read()
+    assert late.value.reason == LEASE_EXPIRED
     assert bench.orders[1:] == [Invalidate(PLACE, 32)]
     assert bench.ipc.devices == ["GPU-0"]
 
