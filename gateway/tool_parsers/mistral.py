@@ -8,9 +8,13 @@ from typing import Final
 
 from gateway.tool_parsers.arguments import parsed_call
 from gateway.tool_parsers.mark_search import JSON_TEXTS, ValueEnd
-from gateway.tool_parsers.tool_parser import Stretch, all_named
+from gateway.tool_parsers.tool_parser import LIST_HEAD, Stretch, all_named
 
 BEGIN: Final = "[TOOL_CALLS]"
+HEADS: Final = (
+    re.compile(r"\s{0,64}(?P<name>[\w.-]{1,128})(?:\[CALL_ID\]\w{0,128})?\[ARGS\]\s{0,64}(?=\{)", re.ASCII),
+    LIST_HEAD,
+)
 _HEAD = re.compile(r"\s{0,64}(?P<name>[\w.-]{0,128})(?:\[CALL_ID\]\w{0,128})?(?P<args>\[ARGS\]\s{0,64})?", re.ASCII)
 
 

@@ -1,4 +1,5 @@
-"""Calls between `<tool_call>` and its end mark: JSON as Qwen and Hermes write, and GLM's form."""
+"""Calls between `<tool_call>` and its end mark: JSON as Qwen and Hermes write, and GLM's form; and
+InternLM's JSON between others."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from gateway.tool_parsers.mark_search import Quotes
 from gateway.tool_parsers.tool_parser import Call, Functions, Marked, NoCalls, OrJson, Reader, Stretch
 
 MARKS: Final = ("<tool_call>", "</tool_call>")
+INTERNLM: Final = ("<|action_start|><|plugin|>", "<|action_end|>")
 _GLM_NAME = re.compile(r"\s*([^\s<]+)\s*")
 _GLM_ARGUMENT = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 
@@ -17,6 +19,11 @@ _GLM_ARGUMENT = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_
 def json_reader(functions: Functions) -> Reader:
     """Reads `{"name": …, "arguments": …}`."""
     return OrJson(MARKS[1], functions, NoCalls())
+
+
+def internlm_reader(functions: Functions) -> Reader:
+    """Reads the same between InternLM's marks."""
+    return OrJson(INTERNLM[1], functions, NoCalls())
 
 
 def glm_reader(functions: Functions) -> Reader:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 from gateway.tool_parsers.arguments import Schema, parsed_call, written
 from gateway.tool_parsers.mark_search import JSON_TEXTS, MarkSearch, Quotes
@@ -14,6 +14,14 @@ Functions: TypeAlias = Mapping[str, dict[str, Any]]
 """The schemas of functions' parameters, by name."""
 Call: TypeAlias = tuple[str, str]
 """A function's name, and its arguments as JSON."""
+
+_NAMED: Final = (
+    r'\{\s{0,64}"name"\s{0,64}:\s{0,64}"(?P<name>[^"\\]{1,128})"\s{0,64},\s{0,64}"arguments"\s{0,64}:\s{0,64}(?=\{)'
+)
+JSON_HEAD: Final = re.compile(r"\s{0,64}" + _NAMED)
+"""What stands before the arguments of `{"name": …, "arguments": {…}}`."""
+LIST_HEAD: Final = re.compile(r"\s{0,64}\[\s{0,64}" + _NAMED)
+"""The same of the first in a list."""
 
 
 @dataclass(frozen=True, slots=True)
