@@ -10,11 +10,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-import grpc
-
 from common import log, tasks
 from common.errors import Cancelled, DeadlineExceeded, Internal, NotFound, TwinlensError, Unavailable
-from gateway.services import LlmService, LlmServices, Metadata, error_of
+from gateway.everywhere import asked
+from gateway.services import LlmService, LlmServices, Metadata
 from twinlens.v1 import llm_pb2
 
 _log = log.get("adapters")
@@ -162,12 +161,9 @@ class KeptAdapters:
         return error
 
     async def _change(self, service: LlmService, change: Change) -> TwinlensError | None:
-        try:
-            await change(service)
-        except grpc.aio.AioRpcError as error:
-            return error_of(error)
-        except grpc.aio.UsageError:  # it is on no list any more, and its channel has been closed
-            return Unavailable("the LLM service cannot be reached", reason="NO_LLM_SERVICE")
+        outcome = await asked(service, change)
+        if isinstance(outcome, TwinlensError):
+            return outcome
         await service.look(self._services.metadata)
         return None
 

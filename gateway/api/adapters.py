@@ -14,7 +14,7 @@ from starlette.routing import Route
 from common import log
 from common.errors import InvalidInput, NotFound, TwinlensError, Unavailable
 from gateway.api.fields import Model
-from gateway.errors import NotEverywhere
+from gateway.everywhere import done_everywhere
 from gateway.kept_adapters import Change, Kept, KeptAdapters, load, unload
 from gateway.request_context import RequestContext, context_of
 from gateway.services import LlmService, LlmServices, Metadata
@@ -131,17 +131,16 @@ class Adapters:
 
     def _answer(self, verb: str, asked: UnloadRequest, found: Outcomes) -> Response:
         """Says what was done. Raises what all services refused it for, or NotEverywhere."""
-        name, outcomes = asked.lora_name[:128], {service.address: error for service, error in found.items()}
-        for address, error in outcomes.items():
+        name, addresses = asked.lora_name[:128], [service.address for service in found]
+        for address, error in zip(addresses, found.values(), strict=True):
             _log.info("an adapter change", change=verb, adapter=name, address=address, outcome=_reason(error))
-        refused = [error for error in outcomes.values() if error is not None]
-        if len(refused) == len(outcomes) and len({error.reason for error in refused}) == 1:
-            if refused[0].reason == _EXISTS:  # 400 as by vLLM, by whose words callers tell it
-                raise InvalidInput("the adapter has already been loaded", reason=_EXISTS, field=_OURS["name"])
-            raise refused[0]
-        if refused:
-            raise NotEverywhere(outcomes)
-        return json_answer({"object": f"lora_adapter.{verb}ed", "lora_name": name, "services": list(outcomes)})
+        try:
+            done_everywhere(found)
+        except TwinlensError as error:
+            if error.reason == _EXISTS:  # 400 as by vLLM, by whose words callers tell it
+                raise InvalidInput("the adapter has already been loaded", reason=_EXISTS, field=_OURS["name"]) from None
+            raise
+        return json_answer({"object": f"lora_adapter.{verb}ed", "lora_name": name, "services": addresses})
 
 
 def _reason(error: TwinlensError | None) -> str:

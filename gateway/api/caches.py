@@ -4,16 +4,16 @@ every LLM service forgets KV blocks and rows that no request uses. Encoders keep
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
-import grpc
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from common.errors import TwinlensError, Unavailable
-from gateway.errors import NotEverywhere
+from common.errors import Unavailable
+from gateway.everywhere import asked, done_everywhere
 from gateway.request_context import context_of
-from gateway.services import LlmService, LlmServices, Metadata, error_of
+from gateway.services import LlmService, LlmServices, Metadata
 from gateway.stream import json_answer
 from twinlens.v1 import llm_pb2
 
@@ -39,28 +39,14 @@ class Caches:
         if not (services := self._services.usable):
             raise Unavailable("no LLM service is available", reason="NO_LLM_SERVICE")
         metadata = (*self._services.metadata, *context.metadata)
-        outcomes = await asyncio.gather(*(_flush(service, metadata) for service in services))
-        failed = [outcome for outcome in outcomes if isinstance(outcome, TwinlensError)]
-        if len(failed) == len(outcomes) and len({error.reason for error in failed}) == 1:
-            raise failed[0]
-        if failed:
-            met = (outcome if isinstance(outcome, TwinlensError) else None for outcome in outcomes)
-            raise NotEverywhere({each.address: error for each, error in zip(services, met, strict=True)})
+        outcomes = await asyncio.gather(*(asked(service, _flush(metadata)) for service in services))
         forgotten = [
-            {"address": service.address, "kv_blocks": outcome.kv_blocks, "row_bytes": outcome.row_bytes}
-            for service, outcome in zip(services, outcomes, strict=True)
-            if not isinstance(outcome, TwinlensError)
+            {"address": service.address, "kv_blocks": reply.kv_blocks, "row_bytes": reply.row_bytes}
+            for service, reply in done_everywhere(dict(zip(services, outcomes, strict=True))).items()
         ]
         return json_answer({"object": "caches.flushed", "services": forgotten})
 
 
-async def _flush(service: LlmService, metadata: Metadata) -> llm_pb2.LlmServiceFlushCacheResponse | TwinlensError:
-    try:
-        reply: llm_pb2.LlmServiceFlushCacheResponse = await service.stub.FlushCache(
-            llm_pb2.LlmServiceFlushCacheRequest(), timeout=_SECONDS, metadata=metadata
-        )
-    except grpc.aio.AioRpcError as error:
-        return error_of(error)
-    except grpc.aio.UsageError:  # it is on no list any more, and its channel has been closed
-        return Unavailable("the LLM service cannot be reached", reason="NO_LLM_SERVICE")
-    return reply
+def _flush(metadata: Metadata) -> Callable[[LlmService], Awaitable[llm_pb2.LlmServiceFlushCacheResponse]]:
+    request = llm_pb2.LlmServiceFlushCacheRequest()
+    return lambda service: service.stub.FlushCache(request, timeout=_SECONDS, metadata=tuple(metadata))
