@@ -49,7 +49,12 @@ class ArgumentsDelta:
     text: str
 
 
-Piece = TextDelta | ReasoningDelta | CallStart | ArgumentsDelta
+@dataclass(frozen=True, slots=True)
+class CallLeftOpen:
+    """The last call was begun and is none: what it is in words comes next."""
+
+
+Piece = TextDelta | ReasoningDelta | CallStart | ArgumentsDelta | CallLeftOpen
 
 
 class OutputParser:
@@ -248,6 +253,8 @@ class OutputParser:
         if read is None:
             return False
         if not read.calls:
+            if self._begun and self._begun.name:
+                out.append(CallLeftOpen())
             _add(out, TextDelta(self._before + self._held[: read.size]))
         for call in read.calls:
             self._made(out, call)

@@ -16,7 +16,15 @@ from common import tasks
 from gateway import convert, measured
 from gateway.api.chat_request import ChatRequest, ChatStreamOptions
 from gateway.generation import Generations
-from gateway.output_parser import ArgumentsDelta, CallStart, OutputParser, Piece, ReasoningDelta, TextDelta
+from gateway.output_parser import (
+    ArgumentsDelta,
+    CallLeftOpen,
+    CallStart,
+    OutputParser,
+    Piece,
+    ReasoningDelta,
+    TextDelta,
+)
 from gateway.prompt_scores import PromptScores, collected
 from gateway.request_context import context_of
 from gateway.services import LlmServices
@@ -59,6 +67,8 @@ class _Choice:
                 function = self.calls[-1]["function"]
                 function["arguments"] += text
                 return {"tool_calls": [{"index": len(self.calls) - 1, "function": {"arguments": text}}]}
+            case CallLeftOpen():
+                return {}
 
     def finish(self) -> dict[str, Any]:
         """Why it ended."""

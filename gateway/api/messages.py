@@ -52,6 +52,7 @@ class Messages:
             calls,
             functions_of(body),
             single=body.parallel_tool_calls is False,
+            streams=bool(asked.stream),
             **convert.form_of_answer(message),
         )
         answer = Answer(context.id, name, asked.max_tokens, parser)

@@ -9,7 +9,15 @@ from typing import Any, Final
 
 from pydantic_core import from_json
 
-from gateway.output_parser import ArgumentsDelta, CallStart, OutputParser, Piece, ReasoningDelta, TextDelta
+from gateway.output_parser import (
+    ArgumentsDelta,
+    CallLeftOpen,
+    CallStart,
+    OutputParser,
+    Piece,
+    ReasoningDelta,
+    TextDelta,
+)
 from twinlens.v1 import llm_pb2
 
 _SIGNATURE: Final = "unsigned"
@@ -71,6 +79,8 @@ class Answer:
                     yield from self._enter("tool_use", id=f"toolu_{uuid.uuid4().hex[:24]}", name=name, input={})
                 case ArgumentsDelta(text):
                     yield from self._say("tool_use", text)
+                case CallLeftOpen():
+                    yield from self._leave()
 
     def finish(self, finished: llm_pb2.GenerateFinished) -> Iterator[dict[str, Any]]:
         """It is complete."""
@@ -94,8 +104,7 @@ class Answer:
         elif finished.stop_text:
             reason = "stop_sequence"
         else:
-            called = any(block.head["type"] == "tool_use" for block in self._blocks)
-            reason = "tool_use" if called else "end_turn"
+            reason = "tool_use" if self.parser.calls else "end_turn"  # not where one was begun and is none
         return {"stop_reason": reason, "stop_sequence": finished.stop_text or None}
 
     def _say(self, kind: str, text: str) -> Iterator[dict[str, Any]]:

@@ -49,6 +49,7 @@ class Responses:
             calls,
             functions_of(body),
             single=asked.parallel_tool_calls is False,
+            streams=bool(asked.stream),
             **convert.form_of_answer(message),
         )
         output = Output(asked, context.id, name, parser)

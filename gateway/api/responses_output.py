@@ -11,7 +11,15 @@ from typing import Any
 from gateway import convert
 from gateway.api.fields import Model
 from gateway.api.responses_request import ResponsesRequest
-from gateway.output_parser import ArgumentsDelta, CallStart, OutputParser, Piece, ReasoningDelta, TextDelta
+from gateway.output_parser import (
+    ArgumentsDelta,
+    CallLeftOpen,
+    CallStart,
+    OutputParser,
+    Piece,
+    ReasoningDelta,
+    TextDelta,
+)
 from twinlens.v1 import llm_pb2
 
 
@@ -85,6 +93,8 @@ class Output:
                 case ArgumentsDelta(text):
                     self._items[-1]["arguments"] += text
                     yield self._about("response.function_call_arguments.delta", delta=text)
+                case CallLeftOpen():
+                    yield from self._leave("incomplete")
 
     def finish(self, finished: llm_pb2.GenerateFinished) -> Iterator[dict[str, Any]]:
         """It is complete."""

@@ -162,6 +162,44 @@ def test_a_stream_tells_the_same_in_order(client: anthropic.Anthropic) -> None:
     assert (final.stop_reason, final.usage) == (whole.stop_reason, whole.usage)
 
 
+def test_a_call_is_told_as_it_is_made_and_its_pieces_are_the_whole_answers(client: anthropic.Anthropic) -> None:
+    whole = client.messages.create(**ASK, tools=[TOOL])
+    pieces: dict[int, list[str]] = {}
+    for each in client.messages.create(**ASK, tools=[TOOL], stream=True):
+        if each.type == "content_block_delta" and each.delta.type == "input_json_delta":
+            pieces.setdefault(each.index, []).append(each.delta.partial_json)
+    calls = {index: block for index, block in enumerate(whole.content) if block.type == "tool_use"}
+    assert {index: json.loads("".join(told)) for index, told in pieces.items()} == {
+        index: block.input for index, block in calls.items()
+    }
+    assert all(len(told) > 3 for told in pieces.values()), "they come as the model writes them"
+    with client.messages.stream(**ASK, tools=[TOOL]) as stream:
+        snapshots = [each.snapshot for each in stream if each.type == "input_json"]
+    assert snapshots[0] == {}
+    assert snapshots[-1] == {"city": "Rome"}
+
+
+@pytest.mark.parametrize(
+    ("reason", "ending"),
+    [(v1.FINISH_REASON_LENGTH, "max_tokens"), (v1.FINISH_REASON_STOP, "end_turn")],
+    ids=["cut", "broken"],
+)
+def test_a_call_that_a_stream_has_begun_and_that_never_ends_is_not_why_it_stops(
+    script: Scripted, client: anthropic.Anthropic, reason: v1.FinishReason, ending: str
+) -> None:
+    text = 'Hm.\n<tool_call>\n{"name": "weather", "arguments": {"city":"Ro'
+    says(script, text, reason)
+    fields: Any = {**ASK, "max_tokens": -(-len(text) // 3), "tools": [TOOL]}
+    (words,) = client.messages.create(**fields).content
+    assert words.text == text  # type: ignore[union-attr]
+    with client.messages.stream(**fields) as stream:
+        final = stream.get_final_message()
+    before, call, behind = final.content
+    assert (call.type, call.name) == ("tool_use", "weather")  # type: ignore[union-attr]
+    assert before.text + behind.text == text  # type: ignore[union-attr]
+    assert final.stop_reason == ending
+
+
 def test_a_second_turn_brings_everything_back(script: Scripted, client: anthropic.Anthropic) -> None:
     first = client.messages.create(**ASK, tools=[TOOL])
     calls = [block for block in first.content if block.type == "tool_use"]

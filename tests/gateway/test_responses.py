@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import grpc
@@ -105,6 +106,48 @@ def test_a_stream_tells_the_same_in_order(scripted_door: Scripted, client: opena
         assert stream.get_final_response().output_text == "Let me see."
     arguments = [each.arguments for each in events if each.type == "response.function_call_arguments.done"]
     assert [json.loads(each) for each in arguments] == [{"city": "Rome"}] * 2
+
+
+def test_a_call_is_told_as_it_is_made_and_its_pieces_are_the_whole_answers(
+    scripted_door: Scripted, client: openai.OpenAI
+) -> None:
+    says(scripted_door, TEXT)
+    whole = client.responses.create(model="demo", input="Rome?", tools=[TOOL]).output
+    pieces: dict[int, list[str]] = {}
+    done: dict[int, str] = {}
+    for each in client.responses.create(model="demo", input="Rome?", tools=[TOOL], stream=True):
+        if each.type == "response.function_call_arguments.delta":
+            pieces.setdefault(each.output_index, []).append(each.delta)
+        elif each.type == "response.function_call_arguments.done":
+            done[each.output_index] = each.arguments
+        elif each.type == "response.completed":
+            assert [getattr(item, "status", "") for item in each.response.output] == ["completed"] * 4
+    assert {index: "".join(told) for index, told in pieces.items()} == done
+    assert done == {index: item.arguments for index, item in enumerate(whole) if item.type == "function_call"}
+    assert all(len(told) > 3 for told in pieces.values()), "they come as the model writes them"
+    with client.responses.stream(model="demo", input="Rome?", tools=[TOOL]) as stream:
+        snapshots = [each.snapshot for each in stream if each.type == "response.function_call_arguments.delta"]
+        final = stream.get_final_response()
+    assert all(later.startswith(each) for each, later in pairwise(snapshots[: len(snapshots) // 2]))
+    assert [each.parsed_arguments for each in final.output if each.type == "function_call"] == [{"city": "Rome"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("reason", "ending"),
+    [(v1.FINISH_REASON_LENGTH, "incomplete"), (v1.FINISH_REASON_STOP, "completed")],
+    ids=["cut", "broken"],
+)
+def test_a_call_that_a_stream_has_begun_and_that_never_ends_is_incomplete(
+    scripted_door: Scripted, client: openai.OpenAI, reason: v1.FinishReason, ending: str
+) -> None:
+    text = 'Hm.\n<tool_call>\n{"name": "weather", "arguments": {"city":"Ro'
+    says(scripted_door, text, reason)
+    *events, last = client.responses.create(model="demo", input="Rome?", tools=[TOOL], stream=True)
+    assert last.type == f"response.{ending}"
+    before, call, behind = last.response.output  # type: ignore[union-attr]
+    assert (call.type, call.arguments, call.status) == ("function_call", '{"city": "Ro', "incomplete")
+    assert before.content[0].text + behind.content[0].text == text
+    assert [each.item.status for each in events if each.type == "response.output_item.done"][1] == "incomplete"
 
 
 def test_a_second_turn_brings_everything_back_as_one_message(scripted_door: Scripted, client: openai.OpenAI) -> None:
