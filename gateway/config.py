@@ -44,6 +44,15 @@ class GatewayConfig:
     max_requests: int = option(512, "requests under way; further ones are refused at once", minimum=1)
     max_connections: int = option(2048, "open connections; further ones are closed at once", minimum=1)
     max_prompts: int = option(64, "prompts of one request for completions or embeddings", minimum=1)
+    max_prompt_calls: int = option(
+        32, "prompts of one such request that are at LLM services at once; the others wait", minimum=1
+    )
+    max_batch_calls: int = option(
+        128,
+        "prompts of all such requests that are at LLM services at once, for each service that can serve; a request"
+        " with one prompt does not wait for them",
+        minimum=1,
+    )
     max_body_bytes: int = option(64 << 20, "largest body of a request", parse=size, minimum=1 << 10)
     max_inflight_bytes: int = option(
         512 << 20, "bytes of bodies that are here, or coming, at once; further ones are refused", parse=size, minimum=1

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
 
 import grpc
 
 from common import log
 from common.errors import DeadlineExceeded, TwinlensError
 from common.rpc.request_budget import STATED
+from gateway.prompt_turns import Patience
 from gateway.request_context import RequestContext
 from gateway.routing_key import key_of
 from gateway.services import LlmService, LlmServices, Metadata, error_of
 from twinlens.v1 import llm_pb2
-
-Answer = TypeVar("Answer")
 
 
 class EmbeddingCalls:
@@ -36,13 +33,18 @@ class EmbeddingCalls:
         request.cache_salt = context.caller.salt(request.cache_salt)
         key, until = await key_of(request), time.perf_counter() + self._seconds
         service = self._services.pick(request.model, key)
-        offered: list[LlmService] = []
+        offered, patience = list[LlmService](), Patience(context)
         while True:
             offered.append(service)
             try:
                 answer = await self._ask(service, request, context.metadata, until - time.perf_counter())
             except TwinlensError as failure:
-                service = self._services.elsewhere(failure, request.model, key, offered)
+                try:
+                    service = self._services.elsewhere(failure, request.model, key, offered)
+                except TwinlensError as refusal:
+                    await patience.wait(refusal)
+                    offered.clear()
+                    service = self._services.pick(request.model, key)
             else:
                 self._on_usage(context.caller.name, answer.usage)
                 return answer
@@ -61,14 +63,3 @@ class EmbeddingCalls:
             raise error_of(error) from None
         finally:
             service.in_flight -= 1
-
-
-async def all_of(calls: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
-    """What all of them give; the first error ends the others."""
-    tasks = [asyncio.create_task(call) for call in calls]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

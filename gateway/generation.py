@@ -15,6 +15,7 @@ import grpc
 from common import log, tracing
 from common.errors import Cancelled, DeadlineExceeded, Exhausted, TwinlensError, Unavailable
 from common.rpc.request_budget import STATED
+from gateway.prompt_turns import Patience
 from gateway.request_context import RequestContext
 from gateway.routing_key import key_of
 from gateway.services import LlmService, LlmServices, Outgoing, error_of, may_fare_better
@@ -202,6 +203,7 @@ class _Generation:
         self._left: list[LlmService] = []  # where it was broken off: others are preferred
         self._unfit: list[LlmService] = []  # which cannot go on with it
         self._pause: _Pause | None = None
+        self._patience = Patience(context)
         self.answer = _Answer(max(1, request.sampling.n), model=request.model)
 
     def close(self) -> None:
@@ -273,7 +275,12 @@ class _Generation:
         if self._pause is None:
             assert failure is not None
             if not self.answer.begun:
-                return self._services.elsewhere(failure, self.answer.model, self._key, self._offered)
+                try:
+                    return self._services.elsewhere(failure, self.answer.model, self._key, self._offered)
+                except TwinlensError as refusal:
+                    await self._patience.wait(refusal)
+                    self._offered.clear()
+                    return self.first_service()
             self._pause = self._broken_off(service, failure)
         else:
             self._refused(self._pause, service, failure)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -91,6 +92,14 @@ class RequestContext:
     status: int = 0
     first_byte: float = 0.0
     streams: bool = False
+    has_several: bool = False
+    """Whether it has several prompts."""
+
+    @property
+    def seconds_left(self) -> float:
+        """Until its time is over."""
+        until = self.limit.when()
+        return math.inf if until is None else until - asyncio.get_running_loop().time()
 
     def end(self, cause: TwinlensError) -> None:
         """Ends the request; its caller is told the cause."""

@@ -40,6 +40,7 @@ from gateway.generation import Generations, HandoverLimits
 from gateway.kept_adapters import KeptAdapters
 from gateway.meters import Meters, State
 from gateway.middleware import RequestMiddleware
+from gateway.prompt_turns import PromptTurns
 from gateway.services import LlmServices
 
 _log = log.get("server")
@@ -70,7 +71,8 @@ async def serve(config: GatewayConfig) -> None:
     )
     generations = Generations(services, limits, meters.handover, meters.used)
     chat = Chat(services, generations)
-    each = (config.max_prompts, config.max_body_bytes)
+    turns = PromptTurns(config.max_prompt_calls, lambda: config.max_batch_calls * max(1, len(services.usable)))
+    each = (turns, config.max_prompts, config.max_body_bytes)
     completions = Completions(services, generations, *each)
     embedding_calls = EmbeddingCalls(services, config.request_seconds, meters.used)
     embeddings = Embeddings(services, embedding_calls, *each)

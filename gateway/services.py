@@ -408,6 +408,8 @@ def error_of(error: grpc.aio.AioRpcError, *, begun: bool = False) -> TwinlensErr
     if is_of_the_link(error):
         if begun:
             return Unavailable("the stream of the LLM service broke off", reason="STREAM_INTERRUPTED")
+        if is_not_taken(error):
+            return Exhausted("the LLM service has too many calls to take one more", reason="TOO_MANY_CALLS")
         return Unavailable("the LLM service cannot be reached", reason="NO_LLM_SERVICE")
     stated = from_rpc_error(error)
     if isinstance(stated, Unauthenticated):  # our token, not the caller's

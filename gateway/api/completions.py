@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
@@ -20,6 +19,7 @@ from gateway import convert
 from gateway.api.fields import VLLM_DEFAULTS, Int, Prompt, SamplingFields, StreamOptions
 from gateway.generation import Generations
 from gateway.prompt_scores import PromptScores, collected
+from gateway.prompt_turns import PromptTurns
 from gateway.request_context import context_of
 from gateway.services import LlmServices, Metadata
 from gateway.stream import DONE, Chunks, EventStream, Last, json_answer
@@ -170,8 +170,11 @@ class _Asked:
 class Completions:
     """Answers requests for completions of texts and of token ids."""
 
-    def __init__(self, services: LlmServices, generations: Generations, max_prompts: int, max_bytes: int) -> None:
+    def __init__(
+        self, services: LlmServices, generations: Generations, turns: PromptTurns, max_prompts: int, max_bytes: int
+    ) -> None:
         self._services = services
+        self._turns = turns
         self._generations = generations
         self._max_prompts = max_prompts
         self._max_bytes = max_bytes
@@ -225,9 +228,10 @@ class Completions:
             sources = [_nothing_new(source) for source in sources]
         if told.tells_scores:
             sources = [collected(*each) for each in zip(sources, (each.scores for each in told.prompts), strict=True)]
+        events = self._turns.batch(context, len(prompts)).merged(sources)
         if asked.stream:
-            return EventStream(_chunks(_merged(sources), told, text_of))
-        return await _whole(_merged(sources), told, text_of)
+            return EventStream(_chunks(events, told, text_of))
+        return await _whole(events, told, text_of)
 
     async def _text_of(self, model: str, metadata: Metadata, ids: Sequence[int]) -> str:
         reply = await self._services.detokenize(model, llm_pb2.DetokenizeRequest(ids=ids), metadata)
@@ -255,42 +259,6 @@ async def _nothing_new(events: AsyncGenerator[Event]) -> AsyncGenerator[Event]:
                 yield Event(finished=llm_pb2.GenerateFinished(index=index, reason=reason, usage=usage))
             elif not said.HasField("delta") or said.delta.HasField("prompt"):
                 yield said
-
-
-async def _merged(sources: Sequence[AsyncGenerator[Event]]) -> AsyncGenerator[Numbered]:
-    """The events of several generations, each with its number, as they come. The first error ends all."""
-    if len(sources) == 1:
-        async with aclosing(sources[0]) as events:
-            async for each in events:
-                yield 0, each
-        return
-    queue: asyncio.Queue[Numbered | Exception | None] = asyncio.Queue(1)
-
-    async def pump(number: int, source: AsyncGenerator[Event]) -> None:
-        try:
-            async with aclosing(source) as events:
-                async for each in events:
-                    await queue.put((number, each))
-        except Exception as error:  # noqa: BLE001 - it is raised where the events are read
-            await queue.put(error)
-        else:
-            await queue.put(None)
-
-    pumps = [asyncio.create_task(pump(number, source)) for number, source in enumerate(sources)]
-    try:
-        running = len(pumps)
-        while running:
-            match await queue.get():
-                case None:
-                    running -= 1
-                case Exception() as error:
-                    raise error
-                case said:
-                    yield said
-    finally:
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
 
 
 async def _chunks(events: AsyncGenerator[Numbered], asked: _Asked, text_of: TextOf) -> AsyncGenerator[bytes]:

@@ -18,7 +18,8 @@ from common.errors import InvalidInput, TwinlensError
 from gateway import convert
 from gateway.api.chat_request import Message, TemplateSettings
 from gateway.api.fields import Count, Int, MediaSettings, Model, Prompt
-from gateway.embedding_calls import EmbeddingCalls, all_of
+from gateway.embedding_calls import EmbeddingCalls
+from gateway.prompt_turns import PromptTurns
 from gateway.request_context import RequestContext, context_of
 from gateway.services import LlmServices
 from gateway.stream import list_answer
@@ -87,14 +88,17 @@ class _Embedded:
 class Embeddings:
     """Answers requests for embeddings of texts, token ids and conversations with media."""
 
-    def __init__(self, services: LlmServices, embeddings: EmbeddingCalls, max_prompts: int, max_bytes: int) -> None:
+    def __init__(
+        self, services: LlmServices, embeddings: EmbeddingCalls, turns: PromptTurns, max_prompts: int, max_bytes: int
+    ) -> None:
         self._services = services
+        self._turns = turns
         self._embeddings = embeddings
         self._max_prompts = max_prompts
         self._max_bytes = max_bytes
 
     async def answer(self, request: Request) -> Response:
-        """One request: its prompts go out beside each other, and the first error ends all of them."""
+        """One request: its prompts go out beside each other, some at once, and the first error ends all of them."""
         context = context_of(request, "embeddings")
         asked = await context.read(EmbeddingRequest)
         prompts = await context.made(self._prompts, asked)
@@ -103,9 +107,11 @@ class Embeddings:
             for number, prompt in enumerate(prompts.values())
         )
         going = dict(zip(prompts, convert.within(self._max_bytes, messages), strict=True))
-        found = await all_of(
-            [self._embed(message, at, asked.encoding_format, context) for at, message in going.items()]
-        )
+
+        async def embed(one: tuple[str, llm_pb2.EmbedRequest]) -> _Embedded:
+            return await self._embed(one[1], one[0], asked.encoding_format, context)
+
+        found = await self._turns.batch(context, len(going)).each(embed, list(going.items()))
         prompt_tokens, cached = (
             sum(getattr(each.usage, name) for each in found) for name in ("prompt_tokens", "cached_tokens")
         )

@@ -23,10 +23,11 @@ from gateway.api.score_request import (
     ScoringFields,
     TextDocument,
 )
-from gateway.embedding_calls import EmbeddingCalls, all_of
+from gateway.embedding_calls import EmbeddingCalls
 from gateway.generation import Generations
+from gateway.prompt_turns import PromptTurns
 from gateway.request_context import RequestContext, context_of
-from gateway.reranker import Question, judged, question
+from gateway.reranker import Judgement, Question, judged, question
 from gateway.services import LlmServices
 from gateway.stream import json_answer
 from twinlens.v1 import llm_pb2
@@ -44,12 +45,14 @@ class Scores:
         services: LlmServices,
         generations: Generations,
         embeddings: EmbeddingCalls,
+        turns: PromptTurns,
         max_prompts: int,
         max_bytes: int,
     ) -> None:
         self._services = services
         self._generations = generations
         self._embeddings = embeddings
+        self._turns = turns
         self._max_prompts = max_prompts
         self._max_bytes = max_bytes
 
@@ -93,8 +96,11 @@ class Scores:
             raise InvalidInput(why, reason="FIELD_NOT_SERVED", field="instruction")
         documents = [*sides[0].items(), *sides[1].items()]
         messages = await context.made(self._messages, asked, context.id, documents)
-        calls = [self._embed(message, at, context) for (at, _), message in zip(documents, messages, strict=True)]
-        found = await all_of(calls)
+
+        async def embed(number: int) -> llm_pb2.EmbedResponse:
+            return await self._embed(messages[number], documents[number][0], context)
+
+        found = await self._turns.batch(context, len(messages)).each(embed, range(len(messages)))
         prompt = sum(each.usage.prompt_tokens for each in found)
         usage = convert.usage_of(prompt, sum(each.usage.cached_tokens for each in found), 0)
         vectors = [each.values for each in found]
@@ -105,7 +111,11 @@ class Scores:
     ) -> tuple[list[float], dict[str, Any]]:
         """The same of a reranker: each pair is a conversation of its own."""
         questions = await context.made(self._questions, asked, context.id, reranker, sides)
-        found = await all_of([judged(self._generations, reranker, each, context) for each in questions])
+
+        async def judge(asking: Question) -> Judgement:
+            return await judged(self._generations, reranker, asking, context)
+
+        found = await self._turns.batch(context, len(questions)).each(judge, questions)
         prompt = sum(each.usage.prompt_tokens for each in found)
         usage = convert.usage_of(prompt, sum(each.usage.cached_tokens for each in found), 0)
         return [each.score for each in found], usage

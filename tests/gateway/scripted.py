@@ -21,9 +21,9 @@ class Scripted(Door):
 
 
 @contextmanager
-def scripted(**flags: object) -> Iterator[Scripted]:
+def scripted(llm: FakeLlm | None = None, **flags: object) -> Iterator[Scripted]:
     """Both, for the length of the block."""
-    llm = FakeLlm()
+    llm = llm or FakeLlm()
     with serving(llm=llm) as address, gateway(address, **flags) as running:
         door = Scripted(running, llm)
         until(lambda: door.get("/health/ready").status == 200, "the gateway is ready")

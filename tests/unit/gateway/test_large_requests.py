@@ -20,6 +20,7 @@ from gateway.api.responses import Responses
 from gateway.api.scores import Scores
 from gateway.api.tokenize import Tokenizer
 from gateway.dialect import dialect_of
+from gateway.prompt_turns import PromptTurns
 from gateway.request_context import SCOPE_KEY, BodyBudget, BodyLease, RequestContext
 from twinlens.v1 import llm_pb2
 
@@ -54,7 +55,7 @@ class Answering:
 
 
 MODEL: Any = Answering()
-EACH = (4, 1 << 30)
+EACH = (PromptTurns(4, lambda: 4), 4, 1 << 30)
 QUERY = {"query": "x", "documents": [{"content": "y"}]}
 SURFACES: dict[str, tuple[Any, dict[str, Any]]] = {
     "chat": (Chat(SERVICES, MODEL).answer, CHAT),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from gateway.services import LlmService
+from common.errors import Exhausted, TwinlensError, Unavailable
+from gateway.services import LlmService, error_of
 from twinlens.v1 import llm_pb2, media_pb2
 
 
@@ -43,6 +44,16 @@ async def test_a_service_whose_grpc_takes_no_more_calls_is_there(
     assert service.info is not None
     await service.look(())
     assert (service.info is not None) is usable
+
+
+@pytest.mark.parametrize(
+    ("begun", "kind", "reason"), [(False, Exhausted, "TOO_MANY_CALLS"), (True, Unavailable, "STREAM_INTERRUPTED")]
+)
+def test_a_call_that_grpc_does_not_take_is_one_too_many(begun: bool, kind: type[TwinlensError], reason: str) -> None:
+    details = "Received RST_STREAM with error code 7"
+    error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+    told = error_of(error, begun=begun)
+    assert (type(told), told.reason, told.retry_after) == (kind, reason, 1.0)
 
 
 async def test_a_service_whose_every_call_is_reset_is_gone_in_the_end() -> None:
