@@ -43,7 +43,9 @@ class GatewayConfig:
     grace_seconds: float = option(30.0, "on SIGTERM, running requests get this long to finish", minimum=0)
     max_requests: int = option(512, "requests under way; further ones are refused at once", minimum=1)
     max_connections: int = option(2048, "open connections; further ones are closed at once", minimum=1)
-    max_prompts: int = option(64, "prompts of one request for completions or embeddings", minimum=1)
+    max_prompts: int = option(
+        2048, "prompts of one request for completions or embeddings, or documents to score", minimum=1
+    )
     max_prompt_calls: int = option(
         32, "prompts of one such request that are at LLM services at once; the others wait", minimum=1
     )

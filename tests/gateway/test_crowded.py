@@ -84,6 +84,15 @@ def test_many_requests_with_many_prompts_are_all_answered(door: Scripted) -> Non
     assert [reply.status for reply in replies] == [200] * 16
 
 
+def test_a_request_may_have_as_many_prompts_as_openais() -> None:
+    with scripted() as door:
+        reply = door.post("/v1/embeddings", {"input": ["x"] * 2048, "encoding_format": "base64"})
+        assert reply.status == 200, reply.body
+        assert len(json.loads(reply.body)["data"]) == 2048
+        reply = door.post("/v1/embeddings", {"input": ["x"] * 2049})
+        assert (reply.status, reply.error["code"]) == (400, "TOO_MANY_PROMPTS")
+
+
 def test_who_is_refused_to_the_end_is_told_why() -> None:
     llm = FakeLlm()
     llm.refusal = grpc.StatusCode.RESOURCE_EXHAUSTED, FULL
