@@ -29,7 +29,7 @@ from twinlens._version import __version__
 from twinlens.cli.connection import bounded, token_of
 
 _LATER = (429, 502, 503, 504)
-"""Statuses that another attempt may change."""
+"""Statuses that another attempt may change, where the answer does not say itself whether it may."""
 _LONGEST_PAUSE = 30.0
 _NOT_REACHABLE, _TAKEN = 3, 4
 _HERE = ("127.0.0.1", "::1", "localhost")
@@ -350,7 +350,7 @@ class _Batch:
                 told = {"response": None, "error": {"code": "unreachable", "message": self.unreachable}}
                 continue
             self.heard = True
-            if response.status not in _LATER:
+            if not _may_change(response):
                 break
             told["after"] = response.headers.get("retry-after")
         told.pop("after", None)
@@ -379,6 +379,12 @@ class _Batch:
             self.answered, self.failed = self.answered + fine, self.failed + (not fine)
             for place, names in enumerate((("prompt_tokens", "input_tokens"), ("completion_tokens", "output_tokens"))):
                 self.tokens[place] += next((counts[name] for name in names if isinstance(counts.get(name), int)), 0)
+
+
+def _may_change(response: http.client.HTTPResponse) -> bool:
+    """Whether another attempt may be answered otherwise."""
+    said = (response.headers.get("x-should-retry") or "").strip().lower()
+    return said == "true" if said in ("true", "false") else response.status in _LATER
 
 
 def _speaks(sock: socket.socket) -> bool:

@@ -150,6 +150,21 @@ def test_what_is_refused_for_now_or_breaks_is_tried_again_and_what_is_refused_fo
     assert [sum(body["n"] == n for body in server.came) for n in range(5)] == [1, 3, 2, 1, 3]
 
 
+def test_a_gateway_that_says_whether_a_retry_helps_is_believed(tmp_path: Path) -> None:
+    said = {0: (504, "false"), 1: (408, "true"), 2: (429, "FALSE"), 3: (503, "perhaps")}
+
+    def script(body: dict[str, Any], count: int) -> Answer:
+        status, retry = said[body["n"]]
+        return (status, {"x-should-retry": retry, "retry-after": "0"}, {}) if count < 2 else fine(body, count)
+
+    wanted = written(tmp_path / "in", *map(line, said))
+    with gateway(script) as server:
+        assert main(["batch", wanted, str(tmp_path / "out"), "--gateway", server.url]) == 1
+    found = answers(tmp_path / "out")
+    assert [found[str(n)]["response"]["status_code"] for n in said] == [504, 200, 429, 200]
+    assert [sum(body["n"] == n for body in server.came) for n in said] == [1, 3, 1, 3]
+
+
 def test_a_command_that_was_ended_goes_on_where_it_stopped(tmp_path: Path) -> None:
     wanted, out = written(tmp_path / "in", *(line(number) for number in range(4))), tmp_path / "out"
     with gateway(lambda body, count: (500, {}, {}) if body["n"] == 2 else fine(body, count)) as server:
