@@ -13,6 +13,7 @@ from twinlens import v1
 from twinlens.answers import Answer
 from twinlens.channel import REQUEST_BYTES, Endpoint, capped
 from twinlens.client import (
+    LOAD_TIMEOUT,
     STREAM_TIMEOUT,
     UNARY_TIMEOUT,
     as_embed_request,
@@ -55,11 +56,9 @@ class _AsyncClient:
     def _limit(self, timeout: float | None) -> float:
         return capped(self.timeout if timeout is None else timeout)
 
-    async def _unary(
-        self, method: Callable[..., Awaitable[Reply]], request: Message, timeout: float = UNARY_TIMEOUT
-    ) -> Reply:
+    async def _unary(self, method: Callable[..., Awaitable[Reply]], request: Message, timeout: float) -> Reply:
         try:
-            return await method(request, timeout=timeout, metadata=self._about(request))
+            return await method(request, timeout=capped(timeout), metadata=self._about(request))
         except grpc.aio.AioRpcError as error:
             raise error_from(error) from None
 
@@ -142,10 +141,10 @@ class AsyncLlmClient(_AsyncClient):
                 answer.add(event)
         return answer
 
-    async def abort(self, *request_ids: str, cache_salt: str = "") -> int:
+    async def abort(self, *request_ids: str, cache_salt: str = "", timeout: float = UNARY_TIMEOUT) -> int:
         """Ends requests by name, of those that run under this salt; returns how many of them were running."""
         request = v1.AbortRequest(request_ids=request_ids, cache_salt=cache_salt)
-        return (await self._unary(self._stub.Abort, request)).aborted
+        return (await self._unary(self._stub.Abort, request, timeout)).aborted
 
     async def tokenize(
         self,
@@ -153,38 +152,38 @@ class AsyncLlmClient(_AsyncClient):
         *,
         allow_special: bool = False,
         add_special_tokens: bool = False,
+        timeout: float = UNARY_TIMEOUT,
     ) -> list[int]:
         """The token ids of a text, or of messages as the chat template lays them out."""
-        return list(
-            (await self._unary(self._stub.Tokenize, tokenize_request(prompt, allow_special, add_special_tokens))).ids
-        )
+        request = tokenize_request(prompt, allow_special, add_special_tokens)
+        return list((await self._unary(self._stub.Tokenize, request, timeout)).ids)
 
-    async def detokenize(self, *ids: int) -> str:
+    async def detokenize(self, *ids: int, timeout: float = UNARY_TIMEOUT) -> str:
         """The text of token ids, special tokens by their names."""
-        return (await self._unary(self._stub.Detokenize, v1.DetokenizeRequest(ids=ids))).text
+        return (await self._unary(self._stub.Detokenize, v1.DetokenizeRequest(ids=ids), timeout)).text
 
-    async def get_info(self) -> v1.LlmServiceGetInfoResponse:
+    async def get_info(self, *, timeout: float = UNARY_TIMEOUT) -> v1.LlmServiceGetInfoResponse:
         """What the service is."""
-        return await self._unary(self._stub.GetInfo, v1.LlmServiceGetInfoRequest())
+        return await self._unary(self._stub.GetInfo, v1.LlmServiceGetInfoRequest(), timeout)
 
-    async def get_load(self) -> v1.LlmServiceGetLoadResponse:
+    async def get_load(self, *, timeout: float = UNARY_TIMEOUT) -> v1.LlmServiceGetLoadResponse:
         """Its queues and counters."""
-        return await self._unary(self._stub.GetLoad, v1.LlmServiceGetLoadRequest())
+        return await self._unary(self._stub.GetLoad, v1.LlmServiceGetLoadRequest(), timeout)
 
-    async def load_adapter(self, name: str, path: str) -> v1.Adapter:
+    async def load_adapter(self, name: str, path: str, *, timeout: float = LOAD_TIMEOUT) -> v1.Adapter:
         """Has it read a LoRA adapter from a folder below its --lora-dir; requests may name it as their model."""
         request = v1.LoadAdapterRequest(name=name, path=path)
-        response = await self._unary(self._stub.LoadAdapter, request)
+        response = await self._unary(self._stub.LoadAdapter, request, timeout)
         return response.adapter
 
-    async def unload_adapter(self, name: str) -> v1.Adapter:
+    async def unload_adapter(self, name: str, *, timeout: float = UNARY_TIMEOUT) -> v1.Adapter:
         """Takes an adapter's name away; requests that have begun with it end as they would."""
-        response = await self._unary(self._stub.UnloadAdapter, v1.UnloadAdapterRequest(name=name))
+        response = await self._unary(self._stub.UnloadAdapter, v1.UnloadAdapterRequest(name=name), timeout)
         return response.adapter
 
-    async def flush_cache(self) -> v1.LlmServiceFlushCacheResponse:
+    async def flush_cache(self, *, timeout: float = UNARY_TIMEOUT) -> v1.LlmServiceFlushCacheResponse:
         """Makes it forget cached KV blocks and rows that no request uses."""
-        return await self._unary(self._stub.FlushCache, v1.LlmServiceFlushCacheRequest())
+        return await self._unary(self._stub.FlushCache, v1.LlmServiceFlushCacheRequest(), timeout)
 
 
 class AsyncEncoderClient(_AsyncClient):
@@ -201,26 +200,27 @@ class AsyncEncoderClient(_AsyncClient):
         request = as_encode_request(request)
         return AsyncStream(self._stub.Encode(request, timeout=self._limit(timeout), metadata=self._about(request)))
 
-    async def probe(self, *keys: bytes, cache_salt: str = "") -> list[bool]:
+    async def probe(self, *keys: bytes, cache_salt: str = "", timeout: float = UNARY_TIMEOUT) -> list[bool]:
         """Which content keys are in the store, in the order asked."""
-        return list((await self._unary(self._stub.Probe, v1.ProbeRequest(keys=keys, cache_salt=cache_salt))).present)
+        request = v1.ProbeRequest(keys=keys, cache_salt=cache_salt)
+        return list((await self._unary(self._stub.Probe, request, timeout)).present)
 
-    async def prefetch(self, request: v1.PrefetchRequest) -> v1.PrefetchResponse:
+    async def prefetch(self, request: v1.PrefetchRequest, *, timeout: float | None = None) -> v1.PrefetchResponse:
         """Starts encoding into the store; returns headers without waiting for rows."""
-        return await self._unary(self._stub.Prefetch, request, self._limit(None))
+        return await self._unary(self._stub.Prefetch, request, self._limit(timeout))
 
-    async def release(self, *leases: str) -> int:
+    async def release(self, *leases: str, timeout: float = UNARY_TIMEOUT) -> int:
         """Gives leases back; returns how many were still held."""
-        return (await self._unary(self._stub.Release, v1.ReleaseRequest(leases=leases))).released
+        return (await self._unary(self._stub.Release, v1.ReleaseRequest(leases=leases), timeout)).released
 
-    async def get_info(self) -> v1.EncoderServiceGetInfoResponse:
+    async def get_info(self, *, timeout: float = UNARY_TIMEOUT) -> v1.EncoderServiceGetInfoResponse:
         """What the service is."""
-        return await self._unary(self._stub.GetInfo, v1.EncoderServiceGetInfoRequest())
+        return await self._unary(self._stub.GetInfo, v1.EncoderServiceGetInfoRequest(), timeout)
 
-    async def get_load(self) -> v1.EncoderServiceGetLoadResponse:
+    async def get_load(self, *, timeout: float = UNARY_TIMEOUT) -> v1.EncoderServiceGetLoadResponse:
         """Its queues, counters and store."""
-        return await self._unary(self._stub.GetLoad, v1.EncoderServiceGetLoadRequest())
+        return await self._unary(self._stub.GetLoad, v1.EncoderServiceGetLoadRequest(), timeout)
 
-    async def flush_cache(self) -> v1.EncoderServiceFlushCacheResponse:
+    async def flush_cache(self, *, timeout: float = UNARY_TIMEOUT) -> v1.EncoderServiceFlushCacheResponse:
         """Makes it forget every entry that no one is reading."""
-        return await self._unary(self._stub.FlushCache, v1.EncoderServiceFlushCacheRequest())
+        return await self._unary(self._stub.FlushCache, v1.EncoderServiceFlushCacheRequest(), timeout)

@@ -1,7 +1,7 @@
 """The client for threads: one class for each service, over the generated stubs.
 
 Every call has a deadline: `timeout` seconds of the client for a stream, from its first byte to its last, and
-10 seconds for anything else; each call can name its own. Every failure is a TwinlensError.
+10 seconds for anything else, 300 to load an adapter; each call can name its own. Every failure is a TwinlensError.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ STREAM_TIMEOUT = 600.0
 
 UNARY_TIMEOUT = 10.0
 """Seconds that any other call may take, unless it says otherwise."""
+
+LOAD_TIMEOUT = 300.0
+"""The same of a call that has a LoRA adapter read, which may be large."""
 
 Reply = TypeVar("Reply", bound=Message)
 
@@ -57,9 +60,9 @@ class _Client:
     def _limit(self, timeout: float | None) -> float:
         return capped(self.timeout if timeout is None else timeout)
 
-    def _unary(self, method: Callable[..., Reply], request: Message, timeout: float = UNARY_TIMEOUT) -> Reply:
+    def _unary(self, method: Callable[..., Reply], request: Message, timeout: float) -> Reply:
         try:
-            return method(request, timeout=timeout, metadata=self._about(request))
+            return method(request, timeout=capped(timeout), metadata=self._about(request))
         except grpc.RpcError as error:
             raise error_from(cast(FailedCall, error)) from None
 
@@ -142,9 +145,10 @@ class LlmClient(_Client):
                 answer.add(event)
         return answer
 
-    def abort(self, *request_ids: str, cache_salt: str = "") -> int:
+    def abort(self, *request_ids: str, cache_salt: str = "", timeout: float = UNARY_TIMEOUT) -> int:
         """Ends requests by name, of those that run under this salt; returns how many of them were running."""
-        return self._unary(self._stub.Abort, v1.AbortRequest(request_ids=request_ids, cache_salt=cache_salt)).aborted
+        request = v1.AbortRequest(request_ids=request_ids, cache_salt=cache_salt)
+        return self._unary(self._stub.Abort, request, timeout).aborted
 
     def tokenize(
         self,
@@ -152,36 +156,38 @@ class LlmClient(_Client):
         *,
         allow_special: bool = False,
         add_special_tokens: bool = False,
+        timeout: float = UNARY_TIMEOUT,
     ) -> list[int]:
         """The token ids of a text, or of messages as the chat template lays them out."""
-        return list(self._unary(self._stub.Tokenize, tokenize_request(prompt, allow_special, add_special_tokens)).ids)
+        request = tokenize_request(prompt, allow_special, add_special_tokens)
+        return list(self._unary(self._stub.Tokenize, request, timeout).ids)
 
-    def detokenize(self, *ids: int) -> str:
+    def detokenize(self, *ids: int, timeout: float = UNARY_TIMEOUT) -> str:
         """The text of token ids, special tokens by their names."""
-        return self._unary(self._stub.Detokenize, v1.DetokenizeRequest(ids=ids)).text
+        return self._unary(self._stub.Detokenize, v1.DetokenizeRequest(ids=ids), timeout).text
 
-    def get_info(self) -> v1.LlmServiceGetInfoResponse:
+    def get_info(self, *, timeout: float = UNARY_TIMEOUT) -> v1.LlmServiceGetInfoResponse:
         """What the service is."""
-        return self._unary(self._stub.GetInfo, v1.LlmServiceGetInfoRequest())
+        return self._unary(self._stub.GetInfo, v1.LlmServiceGetInfoRequest(), timeout)
 
-    def get_load(self) -> v1.LlmServiceGetLoadResponse:
+    def get_load(self, *, timeout: float = UNARY_TIMEOUT) -> v1.LlmServiceGetLoadResponse:
         """Its queues and counters."""
-        return self._unary(self._stub.GetLoad, v1.LlmServiceGetLoadRequest())
+        return self._unary(self._stub.GetLoad, v1.LlmServiceGetLoadRequest(), timeout)
 
-    def load_adapter(self, name: str, path: str) -> v1.Adapter:
+    def load_adapter(self, name: str, path: str, *, timeout: float = LOAD_TIMEOUT) -> v1.Adapter:
         """Has it read a LoRA adapter from a folder below its --lora-dir; requests may name it as their model."""
         request = v1.LoadAdapterRequest(name=name, path=path)
-        response = self._unary(self._stub.LoadAdapter, request)
+        response = self._unary(self._stub.LoadAdapter, request, timeout)
         return response.adapter
 
-    def unload_adapter(self, name: str) -> v1.Adapter:
+    def unload_adapter(self, name: str, *, timeout: float = UNARY_TIMEOUT) -> v1.Adapter:
         """Takes an adapter's name away; requests that have begun with it end as they would."""
-        response = self._unary(self._stub.UnloadAdapter, v1.UnloadAdapterRequest(name=name))
+        response = self._unary(self._stub.UnloadAdapter, v1.UnloadAdapterRequest(name=name), timeout)
         return response.adapter
 
-    def flush_cache(self) -> v1.LlmServiceFlushCacheResponse:
+    def flush_cache(self, *, timeout: float = UNARY_TIMEOUT) -> v1.LlmServiceFlushCacheResponse:
         """Makes it forget cached KV blocks and rows that no request uses."""
-        return self._unary(self._stub.FlushCache, v1.LlmServiceFlushCacheRequest())
+        return self._unary(self._stub.FlushCache, v1.LlmServiceFlushCacheRequest(), timeout)
 
 
 class EncoderClient(_Client):
@@ -198,29 +204,29 @@ class EncoderClient(_Client):
         request = as_encode_request(request)
         return Stream(self._stub.Encode(request, timeout=self._limit(timeout), metadata=self._about(request)))
 
-    def probe(self, *keys: bytes, cache_salt: str = "") -> list[bool]:
+    def probe(self, *keys: bytes, cache_salt: str = "", timeout: float = UNARY_TIMEOUT) -> list[bool]:
         """Which content keys are in the store, in the order asked."""
-        return list(self._unary(self._stub.Probe, v1.ProbeRequest(keys=keys, cache_salt=cache_salt)).present)
+        return list(self._unary(self._stub.Probe, v1.ProbeRequest(keys=keys, cache_salt=cache_salt), timeout).present)
 
-    def prefetch(self, request: v1.PrefetchRequest) -> v1.PrefetchResponse:
+    def prefetch(self, request: v1.PrefetchRequest, *, timeout: float | None = None) -> v1.PrefetchResponse:
         """Starts encoding into the store; returns headers without waiting for rows."""
-        return self._unary(self._stub.Prefetch, request, self._limit(None))
+        return self._unary(self._stub.Prefetch, request, self._limit(timeout))
 
-    def release(self, *leases: str) -> int:
+    def release(self, *leases: str, timeout: float = UNARY_TIMEOUT) -> int:
         """Gives leases back; returns how many were still held."""
-        return self._unary(self._stub.Release, v1.ReleaseRequest(leases=leases)).released
+        return self._unary(self._stub.Release, v1.ReleaseRequest(leases=leases), timeout).released
 
-    def get_info(self) -> v1.EncoderServiceGetInfoResponse:
+    def get_info(self, *, timeout: float = UNARY_TIMEOUT) -> v1.EncoderServiceGetInfoResponse:
         """What the service is."""
-        return self._unary(self._stub.GetInfo, v1.EncoderServiceGetInfoRequest())
+        return self._unary(self._stub.GetInfo, v1.EncoderServiceGetInfoRequest(), timeout)
 
-    def get_load(self) -> v1.EncoderServiceGetLoadResponse:
+    def get_load(self, *, timeout: float = UNARY_TIMEOUT) -> v1.EncoderServiceGetLoadResponse:
         """Its queues, counters and store."""
-        return self._unary(self._stub.GetLoad, v1.EncoderServiceGetLoadRequest())
+        return self._unary(self._stub.GetLoad, v1.EncoderServiceGetLoadRequest(), timeout)
 
-    def flush_cache(self) -> v1.EncoderServiceFlushCacheResponse:
+    def flush_cache(self, *, timeout: float = UNARY_TIMEOUT) -> v1.EncoderServiceFlushCacheResponse:
         """Makes it forget every entry that no one is reading."""
-        return self._unary(self._stub.FlushCache, v1.EncoderServiceFlushCacheRequest())
+        return self._unary(self._stub.FlushCache, v1.EncoderServiceFlushCacheRequest(), timeout)
 
 
 def as_request(prompt: Prompt | v1.GenerateRequest, sampling: v1.SamplingParams | None) -> v1.GenerateRequest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from typing import Any
 
 import grpc
 import pytest
@@ -51,6 +52,55 @@ def test_both_clients_have_the_same_methods() -> None:
         for name in names:
             ours, theirs = inspect.signature(getattr(plain, name)), inspect.signature(getattr(awaited, name))
             assert ours.parameters == theirs.parameters, name
+
+
+STREAMS = ("ask", "generate", "embed", "transcribe", "encode")
+GIVEN: dict[str, tuple[Any, ...]] = {
+    "ask": ("x",),
+    "generate": ("x",),
+    "embed": ("x",),
+    "transcribe": (v1.Media(data=b"x"),),
+    "tokenize": ("x",),
+    "detokenize": (1,),
+    "load_adapter": ("x", "y"),
+    "unload_adapter": ("x",),
+    "encode": (v1.EncodeRequest(),),
+    "prefetch": (v1.PrefetchRequest(),),
+}
+
+
+class Recorder:
+    """A stub whose calls remember the time that they were given, and fail."""
+
+    def __init__(self) -> None:
+        self.timeouts: list[float] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*_: Any, timeout: float, **_more: Any) -> Any:
+            self.timeouts.append(timeout)
+            raise KeyError
+
+        return call
+
+
+@pytest.mark.parametrize("kind", [LlmClient, EncoderClient, AsyncLlmClient, AsyncEncoderClient])
+async def test_each_call_can_name_its_own_time(kind: Any) -> None:
+    client = kind("127.0.0.1:1")
+    client._stub = stub = Recorder()
+    names = {name for name in vars(kind) if not name.startswith("_")}
+    for name in names:
+        for given in ({"timeout": 77.0}, {}, {"timeout": float("inf")}):
+            with pytest.raises(KeyError):
+                made = getattr(client, name)(*GIVEN.get(name, ()), **given)
+                if inspect.isawaitable(made):
+                    await made
+        usual = 300 if name == "load_adapter" else 600 if name in ("prefetch", *STREAMS) else 10
+        assert (stub.timeouts[0], stub.timeouts[1]) == (77, usual), name
+        assert stub.timeouts[2] < 1e10, name
+        stub.timeouts.clear()
+    made = client.close()
+    if inspect.isawaitable(made):
+        await made
 
 
 @pytest.mark.parametrize("timeout", [float("inf"), 1e12])
