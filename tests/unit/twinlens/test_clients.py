@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -83,6 +84,13 @@ class Recorder:
         return call
 
 
+async def finished(call: Callable[..., Any], *given: Any, **more: Any) -> None:
+    """What either client is asked, to its end."""
+    made = call(*given, **more)
+    if inspect.isawaitable(made):
+        await made
+
+
 @pytest.mark.parametrize("kind", [LlmClient, EncoderClient, AsyncLlmClient, AsyncEncoderClient])
 async def test_each_call_can_name_its_own_time(kind: Any) -> None:
     client = kind("127.0.0.1:1")
@@ -91,16 +99,12 @@ async def test_each_call_can_name_its_own_time(kind: Any) -> None:
     for name in names:
         for given in ({"timeout": 77.0}, {}, {"timeout": float("inf")}):
             with pytest.raises(KeyError):
-                made = getattr(client, name)(*GIVEN.get(name, ()), **given)
-                if inspect.isawaitable(made):
-                    await made
+                await finished(getattr(client, name), *GIVEN.get(name, ()), **given)
         usual = 300 if name == "load_adapter" else 600 if name in ("prefetch", *STREAMS) else 10
         assert (stub.timeouts[0], stub.timeouts[1]) == (77, usual), name
         assert stub.timeouts[2] < 1e10, name
         stub.timeouts.clear()
-    made = client.close()
-    if inspect.isawaitable(made):
-        await made
+    await finished(client.close)
 
 
 @pytest.mark.parametrize("timeout", [float("inf"), 1e12])
