@@ -47,8 +47,8 @@ class PromptTurns:
         except asyncio.CancelledError:
             if not turn.cancelled():  # it came at this very moment
                 self.give_back(batch)
-            elif turn in (mine := self._waiting.get(batch, ())):
-                mine.remove(turn)
+            elif turn in self._waiting.get(batch, ()):
+                self._waiting[batch].remove(turn)
                 self._forget(batch)
             raise
 
