@@ -258,20 +258,19 @@ class LlmServices:
 
     def name(self, model: str | None) -> str:
         """What an answer calls the model: as it was asked for, or whichever is served, or will be again."""
-        return model or next(iter(self.models), "") or next(iter(self._between), "")
+        waiting = (service.model for service in self.services if service.between is not None)
+        return model or next(iter(self.models), "") or next(waiting, "")
 
     def own_name(self, model: str) -> str:
         """What a model calls itself, by any of its names; as it was given where nobody has it."""
         return next((service.model for service in self.services if service.is_of(model)), model)
 
     def about(self, model: str) -> llm_pb2.LlmServiceGetInfoResponse | None:
-        """What a service of this model says of itself; None where there is none that a request may go to."""
-        return self.models.get(model) or self._between.get(model)
-
-    @property
-    def _between(self) -> dict[str, llm_pb2.LlmServiceGetInfoResponse]:
-        waiting = [service for service in self.services if service.between is not None]
-        return {name: each.between for each in waiting for name in (each.model, *each.aliases) if each.between}
+        """What a service of this model, or of one with this adapter, says of itself; None where there is none that a
+        request may go to."""
+        fitting = [service for service in self.services if service.serves(model)]
+        infos = [*(service.info for service in fitting), *(service.between for service in fitting)]
+        return next((info for info in infos if info is not None), None)
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:

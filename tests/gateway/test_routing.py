@@ -134,6 +134,30 @@ def test_a_request_waits_where_an_engine_is_started_again_and_nobody_else_can_se
         assert door.get("/v1/models").status == door.get("/health/ready").status == 503
 
 
+def test_an_adapter_is_told_as_its_model_is_also_between_two_engines() -> None:
+    call = "<tool_call>\n<function=add>\n<parameter=to>\n2\n</parameter>\n</function>\n</tool_call>"
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"to": {"type": "integer"}}}}}
+
+    def play(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
+        yield v1.GenerateResponse(started=v1.GenerateStarted(prompt_tokens=9))
+        yield v1.GenerateResponse(delta=v1.GenerateDelta(text=call, token_ids=[1]))
+        yield v1.GenerateResponse(finished=v1.GenerateFinished(reason=v1.FINISH_REASON_STOP))
+
+    with fakes(1) as (door, (llm,)):
+        llm.play, llm.tool_format, llm.adapters = play, v1.TOOL_FORMAT_XML, {"mine": v1.Adapter(name="mine")}
+        llm.reranker = v1.Reranker(true_token_id=7, false_token_id=9)
+        until(lambda: b'"mine"' in door.get("/v1/models").body, "the adapter is known")
+        for usable in (1, 0):
+            until(lambda usable=usable: door.metric("llm_services_usable") == usable, "it is as it should be")
+            for model in ("demo", "mine"):
+                reply = door.post(CHAT, {"model": model, "messages": [said("hello")], "tools": [tool]})
+                (made,) = json.loads(reply.body)["choices"][0]["message"]["tool_calls"]
+                assert made["function"] == {"name": "add", "arguments": '{"to": 2}'}
+                door.post("/v1/rerank", {"model": model, "query": "x", "documents": ["y"], "instruction": "Judge."})
+                assert llm.requests[-1].sampling.logit_bias, "it is asked as a reranker"
+            llm.context_tokens = 0
+
+
 def test_a_service_that_has_never_served_is_not_waited_at() -> None:
     llm = FakeLlm()
     llm.context_tokens = 0
