@@ -8,7 +8,7 @@ from typing import Final
 from pydantic_core import to_json
 
 from common.errors import TwinlensError
-from gateway.errors import LONGEST, body_of, status_of
+from gateway.errors import LONGEST, TOO_LONG, body_of, status_of
 
 _MESSAGES = "/v1/messages"
 _TYPES = {
@@ -42,7 +42,8 @@ class OpenAI:
 
 
 class Anthropic(OpenAI):
-    """Anthropic's, which has no place of its own for the field at fault: the message begins with it."""
+    """Anthropic's, which has no place of its own for the field at fault: the message begins with it, but where clients
+    look for what it begins with."""
 
     id_headers = (b"x-request-id", b"request-id")
     error_event = b"event: error\n"
@@ -54,7 +55,7 @@ class Anthropic(OpenAI):
     def error(self, error: TwinlensError, request_id: str) -> bytes:
         """`{"type": "error", "error": {"type", "message", "details": {"error_code"}}, "request_id"}`."""
         status = status_of(error)
-        field = error.field[:LONGEST]
+        field = "" if error.reason == TOO_LONG else error.field[:LONGEST]
         told = {
             "type": _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error"),
             "message": f"{field}: {error.message}" if field else error.message,

@@ -1,4 +1,5 @@
-"""Errors in OpenAI's shape: our stable reason is the `code`, the field at fault the `param`."""
+"""Errors in OpenAI's shape: our stable reason is the `code`, unless OpenAI has a word for it, the field at fault the
+`param`."""
 
 from __future__ import annotations
 
@@ -16,6 +17,9 @@ from common.errors import InvalidInput, TwinlensError
 LONGEST = 128
 """Characters of a param; a field's name is the caller's own."""
 
+TOO_LONG = "PROMPT_TOO_LONG"
+"""The reason of what a context does not hold; OpenAI's clients know it by a code of its own."""
+_CODES = {TOO_LONG: "context_length_exceeded"}
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -84,7 +88,8 @@ def body_of(error: TwinlensError) -> bytes:
     """`{"error": {"message", "type", "param", "code"}}`; beside it, of what was not done everywhere, `services`."""
     status = status_of(error)
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    said = {"message": error.message, "type": kind, "param": error.field[:LONGEST] or None, "code": error.reason}
+    code = _CODES.get(error.reason, error.reason)
+    said = {"message": error.message, "type": kind, "param": error.field[:LONGEST] or None, "code": code}
     return to_json(
         {"error": said, "services": _services(error)} if isinstance(error, NotEverywhere) else {"error": said}
     )

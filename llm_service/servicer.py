@@ -20,6 +20,7 @@ from llm_service.embedder import Embedder
 from llm_service.encoders.encoder_cache import EncoderCache
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.receiver import RowReceiver
+from llm_service.engine.prompt_length import check_bytes, check_length
 from llm_service.engine_client.client import EngineClient
 from llm_service.generation.adapters import Adapters
 from llm_service.generation.events import Begun, Delta, Embedded, Ended, PromptScores
@@ -199,8 +200,7 @@ class LlmServicer(LlmServiceServicer):
         prompts = self._components.prompts
         match request.WhichOneof("input"):
             case "text":
-                if len(request.text.encode()) > self._components.config.max_prompt_bytes:
-                    raise InvalidInput("the text is too long", reason="PROMPT_TOO_LONG", field="text")
+                check_bytes([request.text], self._components.config.max_prompt_bytes, "text")
                 special, whole = request.allow_special, request.add_special_tokens
                 ids = await tasks.to_thread(prompts.encode, request.text, allow_special=special, whole=whole)
             case "chat":
@@ -223,8 +223,7 @@ class LlmServicer(LlmServiceServicer):
     ) -> llm_pb2.DetokenizeResponse:
         """Gives the text of token ids."""
         components = self._components
-        if len(request.ids) > components.longest:
-            raise InvalidInput("there are more tokens than a context holds", reason="PROMPT_TOO_LONG", field="ids")
+        check_length(len(request.ids), components.longest, "ids", answered=False)
         if any(token >= components.prompts.vocab_size for token in request.ids):
             raise InvalidInput("a token id is outside the vocabulary", reason="TOKEN_OUT_OF_RANGE", field="ids")
         text = await tasks.to_thread(components.prompts.decode, request.ids)

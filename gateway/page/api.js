@@ -31,7 +31,7 @@ const ADVICE = {
   STREAM_INTERRUPTED: "Try again: what was computed so far is remembered.",
   NO_LLM_SERVICE: "An LLM service has to be started, or is still loading its model. Try again in a moment.",
   UNKNOWN_MODEL: "Choose another model at the top of the page.",
-  PROMPT_TOO_LONG: "Begin a new chat, or send fewer or smaller pictures.",
+  context_length_exceeded: "Begin a new chat, or send fewer or smaller pictures.",
 };
 
 function headers() {

@@ -14,6 +14,7 @@ from llm_service.config import LlmConfig
 from llm_service.convert.sampling import SamplingReader
 from llm_service.convert.tools import parsed_json, read_tool, read_tool_call
 from llm_service.embedder import Embedder
+from llm_service.engine.prompt_length import check_bytes, check_length
 from llm_service.request import (
     ChatPrompt,
     Length,
@@ -107,7 +108,7 @@ class RequestReader:
         or none of so many dimensions."""
         adapter = self._named(message.model)
         pooling = self._embedder.check(message.dimensions if message.HasField("dimensions") else None)
-        prompt, media = self._input(message, context + 1)
+        prompt, media = self._input(message, context, answered=False)
         return Request(
             id=message.request_id,
             prompt=prompt,
@@ -147,7 +148,7 @@ class RequestReader:
 
     def _pieces(self, message: llm_pb2.PrefillRequest, media: list[MediaItem], context: int) -> Iterator[Piece]:
         self._check_text((piece.text for piece in message.pieces), "pieces")
-        self._check_ids(sum(len(piece.ids.ids) or 1 for piece in message.pieces), context)
+        check_length(sum(len(piece.ids.ids) or 1 for piece in message.pieces), context, "pieces")
         slots = 0
         for number, piece in enumerate(message.pieces):
             field = f"pieces[{number}]"
@@ -182,7 +183,7 @@ class RequestReader:
         return adapter
 
     def _input(
-        self, message: llm_pb2.GenerateRequest | llm_pb2.EmbedRequest, context: int
+        self, message: llm_pb2.GenerateRequest | llm_pb2.EmbedRequest, context: int, *, answered: bool = True
     ) -> tuple[Prompt, list[MediaItem]]:
         """The prompt, and its items in order."""
         media: list[MediaItem] = []
@@ -195,7 +196,7 @@ class RequestReader:
                 prompt = TextPrompt(message.text.prompt, message.text.bare)
                 media = self._media_list(message.text.media, "text.media")
             case "tokens":
-                self._check_ids(len(message.tokens.ids), context)
+                check_length(len(message.tokens.ids), context, "tokens.ids", answered=answered)
                 prompt = TokenPrompt(tuple(message.tokens.ids))
                 media = self._media_list(message.tokens.media, "tokens.media")
             case "transcription":
@@ -296,21 +297,8 @@ class RequestReader:
                 field="chat.messages",
             )
 
-    def _check_ids(self, count: int, context: int) -> None:
-        if count >= context:
-            raise InvalidInput(
-                f"the prompt has {count} tokens; the context holds {context}, output included",
-                reason="PROMPT_TOO_LONG",
-                field="tokens.ids",
-            )
-
     def _check_text(self, texts: Iterable[str], field: str) -> None:
-        if sum(len(text.encode()) for text in texts) > self._config.max_prompt_bytes:
-            raise InvalidInput(
-                f"the prompt's text is longer than {self._config.max_prompt_bytes} bytes",
-                reason="PROMPT_TOO_LONG",
-                field=field,
-            )
+        check_bytes(texts, self._config.max_prompt_bytes, field)
 
 
 def _resumed(

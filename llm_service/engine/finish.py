@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from common.errors import InvalidInput
+from llm_service.engine.prompt_length import check_length, too_long
 from llm_service.engine.sequence import Sequence
 from llm_service.engine.token_masks import leaves_any
 from llm_service.plan import Draw
@@ -24,7 +25,8 @@ def resumed_end(sequence: Sequence) -> str:
     """Why a choice is complete with the output that it came with; empty where it goes on. Raises InvalidInput where it
     would have ended before, or the prompt alone is too long."""
     if not sequence.output:
-        raise InvalidInput("the prompt is longer than the context", reason="PROMPT_TOO_LONG", field="input")
+        embeds = sequence.pooling is not None
+        check_length(sequence.prompt_tokens, sequence.max_length - embeds, "input", answered=not embeds)
     *earlier, last = sequence.output
     if not set(sequence.stop_ids).isdisjoint(earlier):
         raise InvalidInput("an answer does not go on behind its end", reason="BAD_RESUME", field="resume")
@@ -71,12 +73,8 @@ def never_whole(rows: int) -> InvalidInput:
 
 def never_at_once(tokens: int, most: int) -> InvalidInput:
     """Refuses a prompt of so many tokens that no step can compute at once."""
-    return InvalidInput(
-        f"the prompt has {tokens} tokens, rows of its media included, all of which this model computes at once; a step "
-        f"has room for {most}",
-        reason="PROMPT_TOO_LONG",
-        field="input",
-    )
+    why = "this model computes them at once, rows of media included, in a step, which has no room for more"
+    return too_long(f"{tokens} tokens > {most} maximum; {why}", "input")
 
 
 def _too_complex() -> InvalidInput:

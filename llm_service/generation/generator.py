@@ -32,6 +32,7 @@ from llm_service.engine.messages import (
     State,
 )
 from llm_service.engine.prompt import block_identities
+from llm_service.engine.prompt_length import check_length
 from llm_service.engine_client.client import EngineClient
 from llm_service.engine_client.engine_request import EngineRequest
 from llm_service.generation.adapters import Adapters
@@ -278,12 +279,8 @@ class Generator:
     def _check_length(self, request: Request, layout: PromptLayout) -> None:
         if not layout.ids:
             raise InvalidInput("the prompt has no tokens", reason="EMPTY_PROMPT", field="input")
-        ready, embeds = self._engine.ready, request.pooling is not None
-        if ready is not None and len(layout.ids) >= ready.context + embeds:
-            holds = f"the context holds {ready.context}{'' if embeds else ', output included'}"
-            raise InvalidInput(
-                f"the prompt has {len(layout.ids)} tokens; {holds}", reason="PROMPT_TOO_LONG", field="input"
-            )
+        if (ready := self._engine.ready) is not None:
+            check_length(len(layout.ids), ready.context, "input", answered=request.pooling is None)
 
     def _retain_for_session(self, request: Request, layout: PromptLayout) -> int:
         """Notes what a session's turn uses; the session's number, 0 for none. Sessions that are over are let go."""

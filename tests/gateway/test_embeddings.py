@@ -165,7 +165,7 @@ def test_what_the_llm_service_refuses_names_the_prompt(door: Trio) -> None:
     longest = door.services.text.get_info().context_tokens
     for body, code, param in (
         ({"input": ["x", ""]}, "EMPTY_PROMPT", "input[1]"),
-        ({"input": [5] * (longest + 1)}, "PROMPT_TOO_LONG", "input"),
+        ({"input": [5] * (longest + 1)}, "context_length_exceeded", "input"),
         ({"input": "x", "dimensions": 100_000}, "OUT_OF_RANGE", "dimensions"),
         ({"messages": [[said("x")], [said(image(b"no picture"))]]}, "MEDIA_FORMAT", "messages[1][0].content[0]"),
     ):

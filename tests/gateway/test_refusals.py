@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
@@ -165,7 +166,7 @@ def schema(**given: Any) -> dict[str, Any]:
         (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "neither a string nor an array"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", "a message needs content"),
         (CHAT, {"messages": []}, "messages", "it has fewer than 1 item"),
-        (CHAT, {"messages": [said("a " * 20_000)]}, "messages", "tokens; the context holds"),
+        (CHAT, {"messages": [said("a " * 20_000)]}, "messages", "this model's maximum context length is 4096 tokens"),
         (CHAT, {"messages": [said(*[PICTURE] * 17)]}, "messages", "at most 16 images, and this one has 17"),
         (CHAT, {"messages": [said(PICTURE)]}, "messages[0].content[0]", "begins with none of http:, https: and data:"),
         (
@@ -188,9 +189,9 @@ def schema(**given: Any) -> dict[str, Any]:
         ),
         (CHAT, {**HI, **schema(type="colour")}, "response_format", "cannot be compiled: Invalid type: colour"),
         (CHAT, {**HI, **schema(enum=[])}, "response_format", "cannot be compiled: Unsatisfiable schema"),
-        ("/v1/completions", {"prompt": "a " * 20_000}, "prompt", "tokens; the context holds"),
-        ("/v1/responses", {"input": "a " * 20_000}, "input", "tokens; the context holds"),
-        ("/v1/responses", {"input": "a" * 2_000_000}, "input", "the prompt's text is longer than"),
+        ("/v1/completions", {"prompt": "a " * 20_000}, "prompt", "this model's maximum context length is 4096 tokens"),
+        ("/v1/responses", {"input": "a " * 20_000}, "input", "this model's maximum context length is 4096 tokens"),
+        ("/v1/responses", {"input": "a" * 2_000_000}, "input", "prompt is too long: 2000000 bytes of text > "),
         (
             "/v1/responses",
             {"input": "a", "max_output_tokens": 0},
@@ -243,9 +244,13 @@ def test_a_picture_of_no_bytes_is_refused_where_it_stands(door: Trio) -> None:
     assert (error["code"], error["param"]) == ("MEDIA_EMPTY", "messages[0].content[0]")
 
 
-def test_anthropics_callers_read_which_field_holds_too_much(door: Trio) -> None:
-    reply = door.post("/v1/messages", {"max_tokens": 9, "messages": [said("a " * 20_000)]})
-    assert json.loads(reply.body)["error"]["message"].startswith("messages: the prompt has ")
+@pytest.mark.parametrize(("words", "most"), [("a " * 20_000, "4095"), ("a" * 2_000_000, f"{1 << 20}")])
+def test_clients_know_a_prompt_that_is_too_long(door: Trio, words: str, most: str) -> None:
+    error = door.post(CHAT, {"messages": [said(words)]}).error
+    assert error["code"] == "context_length_exceeded", "as OpenAI's say it"
+    told = json.loads(door.post("/v1/messages", {"max_tokens": 9, "messages": [said(words)]}).body)["error"]
+    assert re.match(rf"prompt is too long: \d+ (tokens|bytes of text) > {most} maximum", told["message"]), "Anthropic's"
+    assert told["details"] == {"error_code": "PROMPT_TOO_LONG"}
 
 
 @pytest.mark.parametrize("name", ["", "two words", "x" * 129, "ü"])

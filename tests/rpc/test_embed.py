@@ -111,6 +111,9 @@ def test_a_prompt_may_fill_the_context(both: Pair) -> None:
     assert (error.reason, error.field) == ("PROMPT_TOO_LONG", "tokens.ids")
     spoken = failure(both.text, v1.TextInput(prompt="<|im_end|>" * (context + 1)))
     assert (spoken.reason, spoken.field) == ("PROMPT_TOO_LONG", "input")
+    length = f"this model's maximum context length is {context} tokens"
+    said = f"prompt is too long: {context + 1} tokens > {context} maximum; {length}"
+    assert error.message == spoken.message == said, "nothing of an output"
 
 
 async def test_an_event_loop_embeds_as_well(both: Pair) -> None:

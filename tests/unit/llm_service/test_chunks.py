@@ -100,7 +100,7 @@ def test_a_prompt_that_is_seen_whole_is_refused_where_no_step_holds_it() -> None
     engine.submit(order(text(31)))
     (failure,) = engine.scheduler.take_failures()
     assert (failure.reason, failure.field) == ("PROMPT_TOO_LONG", "input")
-    assert "the prompt has 31 tokens" in failure.message
+    assert "31 tokens > 30 maximum" in failure.message
     assert engine.step() is None
 
 

@@ -389,7 +389,7 @@ def test_a_prompt_of_another_service_is_taken_as_it_was_cut() -> None:
             "TOKEN_OUT_OF_RANGE",
             "pieces[0]",
         ),
-        (prefill(llm_pb2.PromptPiece(ids=llm_pb2.TokenIds(ids=[1] * CONTEXT))), "PROMPT_TOO_LONG", "tokens.ids"),
+        (prefill(llm_pb2.PromptPiece(ids=llm_pb2.TokenIds(ids=[1] * CONTEXT))), "PROMPT_TOO_LONG", "pieces"),
         (prefill(model="another"), "UNKNOWN_MODEL", "model"),
     ],
 )
