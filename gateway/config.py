@@ -34,6 +34,12 @@ class GatewayConfig:
     allow_origins: tuple[str, ...] = option(
         (), "origins whose pages may ask from a browser: https://host[:port], comma-separated, or *", parse=words
     )
+    allow_hosts: tuple[str, ...] = option(
+        (),
+        "names, or *, by which a gateway that listens on loopback without tokens may be asked, besides localhost,"
+        " addresses, and those of --allow-origins",
+        parse=words,
+    )
     llm_ca: str = option("", "PEM roots of the LLM services' certificates; turns TLS on towards them")
     llm_cert: str = option("", "PEM client certificate shown to LLM services")
     llm_key: str = option("", "PEM private key of --llm-cert")

@@ -20,6 +20,7 @@ from common.errors import (
     Cancelled,
     DeadlineExceeded,
     Exhausted,
+    Forbidden,
     Internal,
     InvalidInput,
     TwinlensError,
@@ -30,6 +31,7 @@ from gateway.config import GatewayConfig
 from gateway.connection import ABORT
 from gateway.dialect import dialect_of
 from gateway.errors import NoRoute, Stalled, TooLarge, headers_of, status_of
+from gateway.hosts import Hosts
 from gateway.meters import Meters
 from gateway.request_context import SCOPE_KEY, BodyBudget, BodyLease, RequestContext
 from gateway.stream import EVENTS
@@ -52,6 +54,7 @@ class RequestMiddleware:
         self._app = app
         self._config = config
         self._callers = config.callers()
+        self._hosts = Hosts(config)
         self._meters = meters
         self._requests: set[RequestContext] = set()
         self.body_budget = BodyBudget(config.max_inflight_bytes)
@@ -82,7 +85,7 @@ class RequestMiddleware:
         )
         scope.update({"app": self, SCOPE_KEY: context})
         if scope["path"] == "/" or scope["path"].startswith(_OPEN):
-            return await self._guarded(scope, send, context, lambda out: self._app(scope, receive, out))
+            return await self._guarded(scope, send, context, lambda out: self._open(scope, receive, out, headers))
         self._requests.add(context)
         begun = time.perf_counter()
         try:
@@ -116,6 +119,11 @@ class RequestMiddleware:
                 **more,
             )
 
+    async def _open(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, str]) -> None:
+        """Answers what everybody may ask."""
+        self._check_host(headers)
+        await self._app(scope, receive, send)
+
     async def _serve(
         self, scope: Scope, receive: Receive, send: Send, context: RequestContext, headers: dict[bytes, str]
     ) -> None:
@@ -140,6 +148,7 @@ class RequestMiddleware:
 
     def _check(self, context: RequestContext, headers: dict[bytes, str]) -> None:
         """Raises what a request is refused with before any of its body is taken."""
+        self._check_host(headers)
         caller = self._callers.known(context.dialect.tokens(headers))
         if caller is None:
             raise Unauthenticated("a bearer token is needed")
@@ -150,6 +159,11 @@ class RequestMiddleware:
             raise Unavailable("the gateway stops", reason="STOPPING")
         if self.open_requests > self._config.max_requests:
             raise Exhausted("too many requests are under way", reason="TOO_MANY_REQUESTS")
+
+    def _check_host(self, headers: dict[bytes, str]) -> None:
+        if not self._hosts.allow(headers.get(b"host", "")):
+            why = "a gateway without tokens on loopback is not asked by this name; --allow-hosts says by which it is"
+            raise Forbidden(why, reason="HOST_NOT_ALLOWED")
 
     async def _body(self, receive: Receive, headers: dict[bytes, str], lease: BodyLease) -> bytes:
         """The whole body, within its bounds."""

@@ -28,7 +28,7 @@ LASTING: dict[str, Any] = {**LONG, "logit_bias": {str(SLOW): 0.0}}
 
 def request(stream: bool, **fields: Any) -> bytes:
     body = json.dumps({"messages": [said("Count")], "stream": stream, **LONG, **fields}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 
@@ -94,7 +94,7 @@ def test_who_reads_nothing_of_a_whole_answer_is_given_up(connection: bytes) -> N
         host, _, port = door.gateway.address.rpartition(":")
         reader.connect((host, int(port)))
         body = json.dumps({"input": ["x"] * 64}).encode()
-        head = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nConnection: %b\r\nContent-Length: %d\r\n\r\n"
+        head = b"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nConnection: %b\r\nContent-Length: %d\r\n\r\n"
         reader.sendall(head % (connection, len(body)) + body)
         answered = 'requests_total{status="200",surface="embeddings"}'
         until(lambda: door.metric(answered) == 1, "it is answered")

@@ -212,7 +212,7 @@ def test_one_whose_service_is_down_goes_to_another_and_stays_where_its_beginning
 def test_a_caller_who_leaves_ends_the_work(door: Trio) -> None:
     llm, prompts = door.services.text, ["word " * 3000] * 4
     body = json.dumps({"input": prompts}).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     with llm.generate(asked(user("on and on"), lasting())) as stream, door.connect() as bare:  # steps take their time
         assert next(iter(stream)).HasField("started")
         before = llm.get_load().cancelled_requests

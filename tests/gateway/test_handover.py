@@ -269,7 +269,7 @@ def test_an_answer_that_waits_ends_like_any_other(way: str) -> None:
     with replicas([player], request_seconds=seconds, grace_seconds=0.2) as door, door.connect() as connection:
         script.cuts = [(2, vanish)]
         body = json.dumps({"messages": [said("x")], "stream": True}).encode()
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         came = b""
         while b'"A"' not in came:

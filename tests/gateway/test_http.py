@@ -14,7 +14,7 @@ from tests.gateway.trio import Trio, said
 CHAT = b"/v1/chat/completions"
 WISH = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
 """What Java's HttpClient sends along with each request to an http address."""
-HOST = b"Host: x\r\n"
+HOST = b"Host: localhost\r\n"
 
 
 def chat(stream: bool = False, more: str = "") -> bytes:
@@ -92,13 +92,13 @@ class TestHttp10:
 
 NOT_HTTP = {
     "another protocol": b"\x16\x03\x01\x02\x00hello\r\n\r\n",
-    "a method that nobody knows": b"FETCH / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a method that nobody knows": b"FETCH / HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "two lengths": request(b"{}", HOST + b"Content-Length: 3\r\n"),
     "a length and chunks": request(b"{}", HOST + b"Transfer-Encoding: chunked\r\n"),
-    "a negative length": b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n" % CHAT,
-    "a chunk that is none": b"POST %s HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n" % CHAT,
+    "a negative length": b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n" % CHAT,
+    "a chunk that is none": b"POST %s HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n" % CHAT,
     "a header of two lines": request(chat(), HOST + b"X-Request-Id: a\r\n Set-Cookie: b\r\n"),
-    "a head that is too long": b"GET / HTTP/1.1\r\nHost: x\r\nX-A: " + b"b" * 300_000,
+    "a head that is too long": b"GET / HTTP/1.1\r\nHost: localhost\r\nX-A: " + b"b" * 300_000,
 }
 
 

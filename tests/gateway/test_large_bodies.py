@@ -92,7 +92,9 @@ def test_what_is_handed_on_is_held_for_a_handover_alone_and_within_its_bound() -
 
 def test_a_body_that_dribbles_has_no_longer_than_a_request() -> None:
     with scripted(request_seconds=1, request_stall_seconds=60) as door, door.connect() as connection:
-        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 60000000\r\n\r\n{")
+        connection.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 60000000\r\n\r\n{"
+        )
         over = threading.Event()
 
         def dribble() -> None:

@@ -309,7 +309,7 @@ class TestNarrow:
     def test_a_body_that_says_it_is_too_large_is_refused_before_it_is_sent(self, narrow: Trio) -> None:
         with narrow.connect() as connection:
             connection.sendall(
-                b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer first\r\n"
+                b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer first\r\n"
                 b"Content-Length: 60000000\r\n\r\n"
             )
             status, headers, body = answered(connection)
@@ -319,7 +319,7 @@ class TestNarrow:
     def test_a_body_that_turns_out_too_large_is_refused(self, narrow: Trio) -> None:
         with narrow.connect() as connection:
             connection.sendall(
-                b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer first\r\n"
+                b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer first\r\n"
                 b"Transfer-Encoding: chunked\r\n\r\n"
             )
             for _ in range(20):
@@ -330,7 +330,7 @@ class TestNarrow:
 
     def test_bodies_that_are_too_large_together_are_refused(self, narrow: Trio) -> None:
         head = (
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer first\r\n"
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer first\r\n"
             b"Content-Length: 1000000\r\n\r\n"
         )
         with narrow.connect() as first:
@@ -345,7 +345,7 @@ class TestNarrow:
 
     def test_a_head_without_end_is_refused(self, narrow: Trio) -> None:
         with narrow.connect() as connection:
-            connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n" + b"X-A: " + b"b" * 70_000)
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X-A: " + b"b" * 70_000)
             assert connection.recv(1000).startswith(b"HTTP/1.1 400")
 
     def test_what_is_no_http_is_refused(self, narrow: Trio) -> None:
@@ -393,7 +393,7 @@ class TestImpatient:
     def test_a_body_of_which_nothing_comes_is_given_up(self, impatient: Trio) -> None:
         until(lambda: given_up_in_its_body(impatient), "a head was here in time")
 
-    @pytest.mark.parametrize("start", [b"", b"POST /v1/chat", b"GET / HTTP/1.1\r\nHost: x\r\n"])
+    @pytest.mark.parametrize("start", [b"", b"POST /v1/chat", b"GET / HTTP/1.1\r\nHost: localhost\r\n"])
     def test_a_head_that_does_not_come_is_given_up(self, impatient: Trio, start: bytes) -> None:
         with impatient.connect() as connection:
             with suppress(ConnectionError):  # it may be given up before we send anything
@@ -403,7 +403,7 @@ class TestImpatient:
     def test_a_head_that_dribbles_is_given_up(self, impatient: Trio) -> None:
         with impatient.connect() as connection:
             with suppress(ConnectionError):
-                connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n")
+                connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n")
             until(lambda: dribbled(connection), "the connection is closed")
 
 
@@ -411,7 +411,7 @@ def given_up_in_its_body(door: Trio) -> bool:
     """Sends a head and the first byte of a body, and checks the answer; false where not even the head was in time."""
     with door.connect() as connection:
         try:
-            connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
             status, headers, body = answered(connection)
         except ConnectionError:
             return False

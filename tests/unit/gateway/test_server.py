@@ -22,7 +22,7 @@ def test_a_connection_that_was_never_accepted_is_answered_by_a_gateway_that_stop
         server.lifespan = server.config.lifespan_class(server.config)
         await server.startup([listening])
         with socket.create_connection(listening.getsockname(), timeout=180) as caller:
-            caller.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")  # the event loop has seen none of it
+            caller.sendall(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n")  # the event loop has seen none of it
             await server.shutdown([listening])
             return caller.recv(4096)
 
