@@ -86,7 +86,7 @@ def configured(pod: Object, secrets: Path, monkeypatch: pytest.MonkeyPatch) -> t
     # GPUs are not here, and what the variables say is for the cluster to fill in.
     monkeypatch.setattr("llm_service.config.check_device", lambda *_: None)
     words = [*container(pod)["command"], *container(pod)["args"]]
-    for name, value in (("$(LWS_LEADER_ADDRESS)", "twinlens-llm-0.twinlens-llm"), ("$(LWS_WORKER_INDEX)", "1")):
+    for name, value in (("$(LWS_LEADER_ADDRESS)", "twinlens-llm-0.twinlens-llm-0"), ("$(LWS_WORKER_INDEX)", "1")):
         words = [word.replace(name, value) for word in words]
     words = [word.replace("=/secrets/", f"={secrets}/") for word in words]
     assert words[:2] == ["python", "-m"]
@@ -588,6 +588,14 @@ class TestSpecial:
         assert serves.tp == lends.tp == gpus * serves.meeting({}).nodes
         selector = of_kind(manifests("multihost"), "Service")["twinlens-llm"]["spec"]["selector"]
         assert selector["leaderworkerset.sigs.k8s.io/worker-index"] == "0"
+
+    def test_hosts_of_one_llm_service_find_each_other_before_they_are_ready(self) -> None:
+        """They are ready once all have met. Where groups share one subdomain, its Service is of the set's own name; the
+        set's controller makes one that names pods which are not ready, but leaves one alone that is there."""
+        services = of_kind(manifests("multihost"), "Service")
+        ((name, group),) = of_kind(manifests("multihost"), "LeaderWorkerSet").items()
+        shared = group["spec"].get("networkConfig", {}).get("subdomainPolicy") != "UniquePerReplica"
+        assert not shared or name not in services or services[name]["spec"].get("publishNotReadyAddresses")
 
     def test_an_encoder_and_an_llm_service_of_one_node_share_a_folder(self) -> None:
         found = pods(manifests("gpu"))
