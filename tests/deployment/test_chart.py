@@ -201,6 +201,12 @@ class TestPods:
             served += 1
         assert served == (3 if values == "prefill" else 2)
 
+    def test_what_downloads_a_checkpoint_has_the_same_time_for_it(self, values: str) -> None:
+        boxes = [container(pod) for name, pod in pods(manifests(values)).items() if name != "twinlens-gateway"]
+        probes = [box["startupProbe"] for box in boxes if "startupProbe" in box]
+        (seconds,) = {each["periodSeconds"] * each["failureThreshold"] for each in probes}
+        assert seconds >= 1800
+
     def test_calls_may_end_before_a_pod_is_killed(
         self, values: str, certificates: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
