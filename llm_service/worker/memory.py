@@ -6,6 +6,7 @@ activations, no surprise under load.
 
 from __future__ import annotations
 
+import os
 import resource
 from array import array
 from collections.abc import Iterable
@@ -23,6 +24,8 @@ _GPU_SHARE, _CPU_SHARE = 0.9, 0.4
 _SNAPSHOTS = 16
 """At most, for each sequence that may run: where models are tiny there would be more than one can look through."""
 _CGROUP = Path("/sys/fs/cgroup")
+_FILE_BLOCK = 512
+"""Bytes that stat counts the memory of a file in."""
 
 
 def largest_step(settings: EngineSettings, row_bytes: int) -> tuple[StepPlan, int]:
@@ -106,8 +109,17 @@ def cache_budget(settings: EngineSettings, free: int, *, gpu: bool) -> int:
     """Bytes for all that this rank keeps of sequences, where so many are free."""
     share = settings.kv_memory_share or (_GPU_SHARE if gpu else _CPU_SHARE)
     if not gpu:
-        free -= settings.kv_host_bytes  # which is the same memory
+        free -= _host_bytes_to_come(settings)  # which is the same memory
     return settings.kv_cache_bytes or int(share * max(0, free))
+
+
+def _host_bytes_to_come(settings: EngineSettings) -> int:
+    """What this rank's blocks on the host are still to take: of memory that the front has as well, it may have taken
+    some, or all, already."""
+    if not settings.kv_host_fd:
+        return settings.kv_host_bytes
+    taken = os.fstat(settings.kv_host_fd).st_blocks * _FILE_BLOCK
+    return max(0, settings.kv_host_bytes - taken // settings.tensor_parallel)
 
 
 def slot_count(settings: EngineSettings, slot_bytes: int, budget: int, group: TensorGroup) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from common.arena import SharedBuffer
 from common.checkpoint import CheckpointError
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.plan import RowSlice
@@ -79,6 +80,20 @@ def test_the_host_keeps_as_many_blocks_as_its_memory_holds_on_every_rank(monkeyp
 def test_on_a_cpu_what_the_host_keeps_is_not_free_for_the_cache() -> None:
     assert count(100 * BLOCK, kv_host_bytes=50 * BLOCK) == 20
     assert count(100 * BLOCK, kv_host_bytes=50 * BLOCK, gpu=True) == 90
+
+
+def test_on_a_cpu_what_the_host_has_taken_of_its_blocks_already_is_not_free_and_not_taken_once_more() -> None:
+    """The front takes the memory while the model is loaded, and a new engine finds all of it taken."""
+    memory = SharedBuffer.create("kv blocks", 2 * 50 * BLOCK)
+    asked = {"kv_host_bytes": 50 * BLOCK, "kv_host_fd": memory.fd, "tensor_parallel": 2}
+    try:
+        assert count(100 * BLOCK, **asked) == 20
+        memory.view[: 2 * 20 * BLOCK] = bytes(2 * 20 * BLOCK)  # each of two ranks has 20 blocks less that are free
+        assert count(80 * BLOCK, **asked) == 20
+        memory.view[:] = bytes(memory.size)
+        assert count(50 * BLOCK, **asked) == 20
+    finally:
+        memory.close()
 
 
 def test_every_sequence_that_may_run_has_a_state_slot_where_half_of_the_budget_holds_them() -> None:
