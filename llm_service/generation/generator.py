@@ -214,9 +214,12 @@ class Generator:
 
     async def prefill(self, request: Request, first_block: int) -> AsyncGenerator[BlockPart]:
         """Computes a prompt for another service, and gives its KV blocks from that one on, each when a step has
-        computed it. Raises Precondition where blocks are not lent, or there are none."""
-        blocks, size = self._engine.blocks, self._engine.prefix_block
-        if blocks is None or not size:
+        computed it. Raises Precondition where blocks are not lent, or there are none, and Unavailable where there is
+        no engine now that could say."""
+        blocks = self._engine.blocks
+        if blocks is not None:
+            self._engine.check(0)  # what its blocks are like, each engine says itself
+        if blocks is None or not (size := self._engine.prefix_block):
             raise Precondition("this service computes no prompts for others", reason="NOT_LENT")
         lending = Lending(blocks, first_block)
         async with aclosing(self.generate(request)) as events:

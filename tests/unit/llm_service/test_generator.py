@@ -17,7 +17,8 @@ import grpc
 import pytest
 from tokenizers import Tokenizer, models
 
-from common.errors import Cancelled, Exhausted, InvalidInput, Unavailable
+from common.arena import SharedBuffer
+from common.errors import Cancelled, Exhausted, InvalidInput, TwinlensError, Unavailable
 from common.media.item import Header, Modality
 from common.metrics import Metrics
 from common.rpc.calls import CallInterceptor
@@ -38,6 +39,7 @@ from llm_service.engine.messages import (
     Tokens,
 )
 from llm_service.engine.prompt import block_identities
+from llm_service.engine_client.block_places import BlockPlaces
 from llm_service.engine_client.client import EngineClient
 from llm_service.generation import generator as generator_module
 from llm_service.generation.adapters import Adapters
@@ -216,6 +218,32 @@ async def test_nothing_is_encoded_for_who_finds_no_engine(monkeypatch: pytest.Mo
         with pytest.raises(Unavailable) as error:
             await everything(generator(b, front), replace(asked(b"picture"), max_handovers=1))
         assert (error.value.reason, encoder.calls) == ("ENGINE_UNAVAILABLE", [])
+
+
+async def test_who_lends_nothing_says_so_and_who_has_no_engine_yet_says_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is left alone for a while, the second is asked again when there is an engine."""
+    child = ScriptedEngine()
+    front = front_of(monkeypatch, child, handover_seconds=60)
+    memory = SharedBuffer.create("blocks", 64)
+    request = Request("", TokenPrompt((1,)), (), SamplingParams(max_tokens=1))
+
+    async def refused() -> TwinlensError:
+        with pytest.raises(TwinlensError) as error:
+            _ = [part async for part in generator(b, front).prefill(request, 0)]
+        return error.value
+
+    async with bench(ScriptedEncoder()) as b, serving(front) as starting:
+        assert (await refused()).reason == "NOT_LENT", "it exchanges no blocks"
+        front.blocks = BlockPlaces(memory, 1, 64, lambda _: None)
+        assert isinstance(error := await refused(), Unavailable)
+        assert error.reason == "ENGINE_UNAVAILABLE"
+        child.serves(prefix_block=0)
+        await starting
+        assert (await refused()).reason == "NOT_LENT", "its blocks are of no use to others"
+        child.dies()
+        await eventually(lambda: front.ready is None)
+        assert (await refused()).reason == "ENGINE_UNAVAILABLE"
+    memory.close()
 
 
 LONG = "x" * 5000
