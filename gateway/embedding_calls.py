@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -9,11 +10,12 @@ import grpc
 
 from common import log
 from common.errors import DeadlineExceeded, TwinlensError
+from common.rpc.channel import is_cut_off
 from common.rpc.request_budget import STATED
 from gateway.prompt_turns import Patience
 from gateway.request_context import RequestContext
 from gateway.routing_key import key_of
-from gateway.services import LlmService, LlmServices, Metadata, error_of
+from gateway.services import LlmService, LlmServices, Metadata, error_of, link_lost
 from twinlens.v1 import llm_pb2
 
 
@@ -56,10 +58,15 @@ class EmbeddingCalls:
             raise DeadlineExceeded("the request took too long")
         told = (*self._services.metadata, *metadata, (STATED, str(request.ByteSize())))
         log.bind(llm=service.address)
+        call = service.stub.Embed(request, timeout=seconds, metadata=told)
         service.in_flight += 1
         try:
-            return await service.stub.Embed(request, timeout=seconds, metadata=told)
+            return await call
         except grpc.aio.AioRpcError as error:
             raise error_of(error) from None
+        except asyncio.CancelledError:
+            if not is_cut_off(call):
+                raise
+            raise link_lost(begun=False) from None
         finally:
             service.in_flight -= 1

@@ -14,11 +14,12 @@ import grpc
 
 from common import log, tracing
 from common.errors import Cancelled, DeadlineExceeded, Exhausted, TwinlensError, Unavailable
+from common.rpc.channel import is_cut_off
 from common.rpc.request_budget import STATED
 from gateway.prompt_turns import Patience
 from gateway.request_context import RequestContext
 from gateway.routing_key import key_of
-from gateway.services import LlmService, LlmServices, Outgoing, error_of, may_fare_better
+from gateway.services import LlmService, LlmServices, Outgoing, error_of, link_lost, may_fare_better
 from twinlens.v1 import llm_pb2
 
 _log = log.get("generation")
@@ -84,6 +85,12 @@ class Generations:
                     if one.answer.complete:
                         return
                     failure = error_of(error, begun=one.answer.begun)
+                except asyncio.CancelledError:
+                    if not is_cut_off(call):
+                        raise
+                    if one.answer.complete:
+                        return
+                    failure = link_lost(begun=one.answer.begun)
                 except _OtherAnswer as other:
                     failure = None
                     _log.info("a service does not go on with an answer", address=service.address, why=str(other))

@@ -65,7 +65,7 @@ async def serve(config: GatewayConfig) -> None:
     tracing.start("twinlens-gateway")
     tasks.start_threads()
     meters = Meters()
-    services = LlmServices(config.llm, config.link())
+    services = LlmServices(config.llm, config.link(), request_seconds=config.request_seconds)
     limits = HandoverLimits(
         config.max_handovers, config.handover_seconds, config.max_kept_bytes, config.request_seconds
     )

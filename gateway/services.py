@@ -57,7 +57,8 @@ _RESETS = 30
 """Looks in a row that gRPC resets before a service counts as gone: one that is only crowded answers in between, where a
 proxy that resets every call never does."""
 _LAST_SECONDS = 600.0
-"""For requests under way at a service that is on no list any more."""
+"""For what is under way at a service that is on no list any more, or by certificates that were replaced; requests have
+as long as they may take at all."""
 _MOST_ABOVE_MEAN = 1.25
 """What a service may have under way, as a share of the mean of all, before requests go to the next one."""
 _OFFERS = 3
@@ -203,16 +204,16 @@ async def _close(service: LlmService, grace: float | None) -> None:
 
 
 class LlmServices:
-    """All LLM services of one gateway."""
+    """All LLM services of one gateway, whose requests take `request_seconds` at most."""
 
-    def __init__(self, addresses: Sequence[str], security: ChannelSecurity) -> None:
+    def __init__(self, addresses: Sequence[str], security: ChannelSecurity, *, request_seconds: float) -> None:
         self._security = security
         self._set = ReplicaSet(
             "LLM service",
             Resolver(addresses),
             security.files(),
             Upkeep(self._open, self._renew, _close),
-            grace=_LAST_SECONDS,
+            grace=max(_LAST_SECONDS, request_seconds),
         )
         self._listed = asyncio.Event()
         self._since: dict[str, int] = {}
@@ -400,16 +401,21 @@ def may_fare_better(failure: TwinlensError) -> bool:
             return False
 
 
+def link_lost(*, begun: bool) -> Unavailable:
+    """What it means to the caller that a call fails by what lies between the services."""
+    if begun:
+        return Unavailable("the stream of the LLM service broke off", reason="STREAM_INTERRUPTED")
+    return Unavailable("the LLM service cannot be reached", reason="NO_LLM_SERVICE")
+
+
 def error_of(error: grpc.aio.AioRpcError, *, begun: bool = False) -> TwinlensError:
     """What a failed call means to the caller, by the names that he has for things; whether its answer had begun."""
     if is_too_large(error):
         return TooLarge("the request is larger than the LLM service takes", reason="BODY_TOO_LARGE")
     if is_of_the_link(error):
-        if begun:
-            return Unavailable("the stream of the LLM service broke off", reason="STREAM_INTERRUPTED")
-        if is_not_taken(error):
+        if not begun and is_not_taken(error):
             return Exhausted("the LLM service has too many calls to take one more", reason="TOO_MANY_CALLS")
-        return Unavailable("the LLM service cannot be reached", reason="NO_LLM_SERVICE")
+        return link_lost(begun=begun)
     stated = from_rpc_error(error)
     if isinstance(stated, Unauthenticated):  # our token, not the caller's
         return Unavailable("the LLM service cannot be used", reason="NO_LLM_SERVICE")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,12 @@ def is_of_the_link(error: grpc.aio.AioRpcError) -> bool:
     A deadline that has passed is our own.
     """
     return error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED and _stated(error) is None
+
+
+def is_cut_off(call: grpc.aio.RpcContext) -> bool:
+    """Whether what a call has raised CancelledError for is that its channel was closed, and nothing of who waits."""
+    task = asyncio.current_task()
+    return bool(call.cancelled()) and task is not None and not task.cancelling()
 
 
 def is_not_taken(error: grpc.aio.AioRpcError) -> bool:

@@ -100,7 +100,7 @@ async def until(holds: Callable[[], object]) -> None:
 
 @asynccontextmanager
 async def gateway(*addresses: str, first_pause: float = 0.0) -> AsyncIterator[Gateway]:
-    services = LlmServices(addresses, ChannelSecurity())
+    services = LlmServices(addresses, ChannelSecurity(), request_seconds=SECONDS)
     told: Counter[tuple[str, str]] = Counter()
 
     def tell(change: str, outcome: str) -> None:
