@@ -24,8 +24,9 @@ def main() -> None:
     place, arena_fd = link.receive(), int(sys.argv[2])
     gc.disable()  # what is imported and loaded stays: collections would look through it again and again
     from llm_service.worker.executor import follow  # torch takes a second to import
+    from llm_service.worker.heartbeat import PlaceTakenError
     from llm_service.worker.load import load_runner
-    from llm_service.worker.ranks import PlaceTakenError, device_of, join
+    from llm_service.worker.ranks import device_of, join
 
     log.configure("info", service=f"llm-rank-{place.rank}")
     try:

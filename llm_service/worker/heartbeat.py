@@ -36,14 +36,19 @@ class Process(Protocol):
         ...
 
 
+class PlaceTakenError(Exception):
+    """The group at this address has, or had, this rank: it is the last one, which has not ended yet."""
+
+
 class Heartbeat:
     """A connection of its own to the store, so that a beat never waits behind another question. A beat that stands
     still for the group's time limit, or a store that does not answer, ends this process, and with it its part of the
-    group."""
+    group. A rank has joined with its first beat, and is watched from there on."""
 
     def __init__(self, place: RankPlace, children: Sequence[Process] = ()) -> None:
-        """`children` are the ranks that this process has started, from the next one on; they are watched as processes,
-        too: one that ends by a signal or an error is lost at once."""
+        """Joins. `children` are the ranks that this process has started, from the next one on; they are watched as
+        processes, too: one that ends by a signal or an error is lost at once. Raises PlaceTakenError where a rank of
+        this number has joined already: where that is lost, the others would never answer."""
         self._limit = place.timeout
         self._children = children
         self._here = {_key(place.rank + n): child.pid for n, child in enumerate(children, 1)}
@@ -54,10 +59,12 @@ class Heartbeat:
         # Rank 0 keeps the store. On its own host it may be held up; if it hangs, the front ends it, and us with it.
         patience = max(place.timeout, HELD_UP_SECONDS) if place.rank < place.here else place.timeout
         self._store = TCPStore(place.host, place.port, is_master=False, timeout=timedelta(seconds=patience))
-        self._store.set(self._own, "0")
+        first = str(-1 - int.from_bytes(os.urandom(8), "big"))  # below all that follow, and like nobody else's
+        if self._store.compare_set(self._own, "", first) != first.encode():
+            raise PlaceTakenError(f"rank {place.rank} is taken")
 
     def start(self, die: Callable[[], None] = lambda: os._exit(1)) -> None:
-        """Begins to beat and to watch, in a thread; to be called when every rank has joined. `die` ends the process."""
+        """Begins to beat and to watch, in a thread. `die` ends the process."""
         threading.Thread(target=self._run, args=(die,), name="heartbeat", daemon=True).start()
 
     def _run(self, die: Callable[[], None]) -> None:
@@ -71,6 +78,7 @@ class Heartbeat:
         """Returns when another rank is lost, found so twice in a row: one that was slow may have beaten, and gone to
         sleep, between the first look at its beat and that at its process."""
         seen: dict[str, tuple[bytes, float]] = {}
+        joined: list[str] = []
         suspects: set[str] = set()
         before = time.monotonic()
         for count in range(1, 1 << 62):
@@ -84,7 +92,9 @@ class Heartbeat:
                 seen.clear()
                 suspects.clear()
             before = now
-            for key, beat in zip(self._others, self._store.multi_get(self._others), strict=True):
+            joined += [key for key in self._others if key not in joined and self._store.check([key])]
+            beats = self._store.multi_get(joined) if joined else []
+            for key, beat in zip(joined, beats, strict=True):
                 if key not in seen or seen[key][0] != beat:
                     seen[key] = (beat, now)
                     suspects.discard(key)

@@ -48,17 +48,19 @@ class Ranks:
 
     Plans travel as msgpack over Gloo, in a group of their own. Every rank sets a beat in the store and watches the
     others' (`Heartbeat`); one that is frozen, dead or cut off ends the group, whatever the others are waiting in at
-    that moment, a captured collective included.
+    that moment: for those that have not come yet, or in a captured collective.
     """
 
     def __init__(self, place: RankPlace, store: Store, children: Sequence[Process] = ()) -> None:
-        """Waits until all ranks are here. `children` are those that this process has started."""
+        """Waits until all ranks are here. `children` are those that this process has started. Raises
+        PlaceTakenError."""
         device = device_of(place)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         interface = interface_towards(place.host, place.port)
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, interface)
+        Heartbeat(place, children).start()
         limit = timedelta(seconds=_LOAD_SECONDS)
         dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size, timeout=limit)
         if device.type == "cuda":
@@ -67,9 +69,6 @@ class Ranks:
             layers = dist.new_group(backend="gloo", timeout=limit)
         self.group = TensorGroup(place.rank, place.size, layers)
         self._hosts = _hosts(place) if place.nodes > 1 else None
-        heartbeat = Heartbeat(place, children)
-        dist.barrier()  # every rank has its beat in the store
-        heartbeat.start()
 
     def wait_for_all(self) -> None:
         """Returns when every rank has called it: after loading, which may take long."""
@@ -118,18 +117,11 @@ def _hosts(place: RankPlace) -> _Hosts:
     return _Hosts(leaders, locals_[place.rank // here], place.rank % here == 0, place.rank < here)
 
 
-class PlaceTakenError(Exception):
-    """The group at this address has, or had, this rank: it is the last one, which has not ended yet."""
-
-
 def join(place: RankPlace) -> Ranks:
     """A rank that is not the first: joins the group, as soon as its store is there. Raises PlaceTakenError where that
-    is still the store of a group that has lost this rank and does not know: the others would never answer."""
+    is still the store of a group that has lost this rank and does not know."""
     limit = timedelta(seconds=_LOAD_SECONDS)
-    store = TCPStore(place.host, place.port, place.size, is_master=False, timeout=limit)
-    if store.add(f"joined/{place.rank}", 1) > 1:
-        raise PlaceTakenError(f"rank {place.rank} is taken")
-    return Ranks(place, store)
+    return Ranks(place, TCPStore(place.host, place.port, place.size, is_master=False, timeout=limit))
 
 
 def device_of(place: RankPlace) -> torch.device:

@@ -6,9 +6,11 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from tests import pictures
 from tests.launch import Process, command_line, descendants, llm_server, send, start
@@ -98,6 +100,45 @@ def test_a_rank_that_dies_on_another_host_is_noticed_and_the_group_comes_back(ch
             until(lambda: not _serves(client), "it is missed")
             until(lambda: _serves(client), "the group is back")
             assert tokens(client, asked(PROMPTS[1])) == expected
+
+
+@pytest.mark.soak
+def test_a_rank_that_is_lost_while_hosts_are_awaited_is_missed_and_has_its_place_in_the_next_group(
+    checkpoints: Callable[..., Path],
+) -> None:
+    """Two of four hosts never come."""
+    folder, address = checkpoints("qwen3_vl"), held_address()
+    flags = ["--tp=4", "--nodes=4", f"--rendezvous={address}"]
+    with other_host(folder, *flags, "--node-rank=1") as second:
+        with first_host(folder, *flags) as first:
+            until(lambda: _has_joined(address, 1), "it has joined")
+            os.kill(lent(second), signal.SIGKILL)
+            assert first.wait(180) != 0, "its engine could not start"
+        with first_host(folder, *flags):
+            until(lambda: _has_joined(address, 1), "it has joined the next group")
+
+
+@contextmanager
+def first_host(model: Path, *flags: str) -> Iterator[Process]:
+    """It serves once all have come."""
+    process = start(
+        "llm_service", f"--model={model}", "--threads=1", "--listen=127.0.0.1:0", *flags, environ={**os.environ}
+    )
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(120)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def _has_joined(address: str, rank: int) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        return bool(TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=1)).check([f"beat/{rank}"]))
+    except RuntimeError:  # there is no store just now
+        return False
 
 
 def lent(host: Process) -> int:

@@ -19,8 +19,8 @@ from common.processes import HELD_UP_SECONDS
 from llm_service.config import LlmConfig, Meeting
 from llm_service.settings import RankPlace
 from llm_service.worker import heartbeat
-from llm_service.worker.heartbeat import Heartbeat
-from llm_service.worker.ranks import interface_towards
+from llm_service.worker.heartbeat import Heartbeat, PlaceTakenError
+from llm_service.worker.ranks import Ranks, interface_towards, join
 from tests.waiting import until
 
 
@@ -86,11 +86,72 @@ def other(place: RankPlace) -> RankPlace:
 
 def test_a_beat_that_stands_still_ends_the_others_and_one_that_goes_on_does_not(place: RankPlace) -> None:
     frozen, watching = Heartbeat(other(place)), Heartbeat(place)
-    lost = threading.Event()
+    first, lost = frozen._store.get("beat/1"), threading.Event()
     watching.start(lost.set)
     until(lambda: int(watching._store.get("beat/0")) >= 2, "rank 0 beats")
     assert lost.wait(180)
-    assert frozen._store.get("beat/1") == b"0"
+    assert frozen._store.get("beat/1") == first
+
+
+def test_ranks_that_have_not_come_yet_are_not_lost(place: RankPlace) -> None:
+    place = msgspec.structs.replace(place, size=4)
+    here, watching = Heartbeat(other(place)), Heartbeat(place)
+    lost, left = threading.Event(), threading.Event()
+    here.start(left.set)
+    watching.start(lost.set)
+    until(lambda: int(watching._store.get("beat/0")) >= 6, "it watches for longer than the limit")
+    assert not lost.is_set()
+    assert not left.is_set()
+    frozen = Heartbeat(msgspec.structs.replace(place, rank=3))
+    assert lost.wait(180)
+    assert not watching._store.check(["beat/2"])
+    del frozen
+
+
+class _Left(Exception):
+    """Instead of the end of this process."""
+
+
+@pytest.fixture
+def meeting(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Ranks wait for each other without end; set once this process would end. `Ranks` then raises."""
+    ended = threading.Event()
+
+    def wait(*_given: object, **_more: object) -> None:
+        assert ended.wait(180), "nothing is noticed while ranks wait for each other"
+        raise _Left
+
+    monkeypatch.setattr(heartbeat.os, "_exit", lambda _: ended.set())
+    monkeypatch.setattr("torch.distributed.init_process_group", wait)
+    return ended
+
+
+def store_of(place: RankPlace) -> TCPStore:
+    return TCPStore(place.host, place.port, is_master=False, timeout=timedelta(seconds=30))
+
+
+def test_a_child_that_ends_before_all_have_met_ends_the_group(place: RankPlace, meeting: threading.Event) -> None:
+    with pytest.raises(_Left):
+        Ranks(place, store_of(place), [SimpleNamespace(pid=0, poll=lambda: -9)])
+
+
+def test_a_rank_of_another_host_that_is_silent_before_all_have_met_ends_the_group(
+    place: RankPlace, meeting: threading.Event
+) -> None:
+    """Rank 1 has joined, rank 2 has not come yet."""
+    place = msgspec.structs.replace(place, size=3, nodes=3)
+    joined = Heartbeat(other(place))
+    with pytest.raises(_Left):
+        Ranks(place, store_of(place))
+    del joined
+
+
+def test_a_place_is_taken_once_and_who_finds_it_taken_is_no_beat_of_it(place: RankPlace) -> None:
+    taken = Heartbeat(other(place))
+    before = taken._store.get("beat/1")
+    with pytest.raises(PlaceTakenError):
+        join(other(place))
+    assert taken._store.get("beat/1") == before
 
 
 def test_a_child_that_ends_badly_is_noticed_before_its_beat_is_missed(
@@ -159,5 +220,5 @@ def test_a_rank_knows_the_first_one_as_its_parent_on_the_first_host_alone(
 ) -> None:
     monkeypatch.setattr(heartbeat, "is_held_up", lambda pid: pid == os.getppid())
     assert not Heartbeat(other(place))._is_lost("beat/0", place.timeout + 1)
-    elsewhere = msgspec.structs.replace(other(place), nodes=2)
+    elsewhere = msgspec.structs.replace(place, rank=2, size=4, nodes=2)
     assert Heartbeat(elsewhere)._is_lost("beat/0", place.timeout + 1)
