@@ -45,7 +45,12 @@ class GatewayConfig:
     llm_key: str = option("", "PEM private key of --llm-cert")
     llm_token: str = option("", "bearer token sent to LLM services", secret=True)
     llm_token_file: str = option("", "file that holds that token; of several, one a line, the first")
-    request_seconds: float = option(600.0, "longest that a request may take, its last token included", minimum=0.1)
+    request_seconds: float = option(
+        600.0, "longest that a request may take to the first token of its answer, and from one to the next", minimum=0.1
+    )
+    answer_seconds: float = option(
+        86400.0, "longest that a request may take whose answer gets on, its last token included", minimum=0.1
+    )
     grace_seconds: float = option(30.0, "on SIGTERM, running requests get this long to finish", minimum=0)
     max_requests: int = option(512, "requests under way; further ones are refused at once", minimum=1)
     max_connections: int = option(2048, "open connections; further ones are closed at once", minimum=1)
@@ -118,6 +123,11 @@ class GatewayConfig:
         )
         self.callers()
         self.link()
+
+    @property
+    def longest_seconds(self) -> float:
+        """That any request may take."""
+        return max(self.request_seconds, self.answer_seconds)
 
     def callers(self) -> Callers:
         """Who is let in. Raises ValueError where the file of tokens cannot be used."""

@@ -48,6 +48,7 @@ class EmbeddingCalls:
                     offered.clear()
                     service = self._services.pick(request.model, key)
             else:
+                context.gets_on()
                 self._on_usage(context.caller.name, answer.usage)
                 return answer
 

@@ -36,12 +36,12 @@ Event: TypeAlias = llm_pb2.GenerateResponse
 @dataclass(frozen=True, slots=True)
 class HandoverLimits:
     """How many services may end under one answer and be followed by another; how long an answer waits for one that can
-    go on with it; and how many bytes of requests are kept for that. `request_seconds` bounds all of a request."""
+    go on with it; and how many bytes of requests are kept for that. `longest_seconds` bounds all of a request."""
 
     most: int
     seconds: float
     kept_bytes: int
-    request_seconds: float
+    longest_seconds: float
 
 
 class Generations:
@@ -198,7 +198,8 @@ class _Generation:
         self._metadata = context.metadata
         self._caller = context.caller.name
         self._on_start = on_start
-        self._deadline = time.perf_counter() + owner.limits.request_seconds
+        self._on_progress = context.gets_on
+        self._deadline = time.perf_counter() + owner.limits.longest_seconds
         self._most = owner.limits.most
         if request.HasField("max_handovers"):
             self._most = min(self._most, request.max_handovers)
@@ -264,6 +265,8 @@ class _Generation:
         else:
             self._gets_on = True
         self.answer.add(event)
+        if self.answer.computed:
+            self._on_progress()
         return True
 
     def _keep(self) -> None:

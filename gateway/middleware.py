@@ -211,7 +211,9 @@ class RequestMiddleware:
         """Waits for the answer, as long as a request may take; the error that has ended it."""
         loop = asyncio.get_running_loop()
         try:
-            context.limit = asyncio.timeout_at(loop.time() + self._config.request_seconds)
+            now, context.pause = loop.time(), self._config.request_seconds
+            context.last = now + self._config.longest_seconds
+            context.limit = asyncio.timeout_at(now + context.pause)
             async with context.limit:
                 await serving
         except TimeoutError:

@@ -95,9 +95,13 @@ class RequestContext:
     has_several: bool = False
     """Whether it has several prompts."""
 
+    pause: float = math.inf
+    last: float = math.inf
+    """Seconds for which nothing may come of its answer; and when it is over at the latest, on the loop's clock."""
+
     @property
     def seconds_left(self) -> float:
-        """Until its time is over."""
+        """Until its time is over, if nothing comes of its answer."""
         until = self.limit.when()
         return math.inf if until is None else until - asyncio.get_running_loop().time()
 
@@ -107,6 +111,15 @@ class RequestContext:
             self.cause = cause
             with suppress(RuntimeError):  # its time has just run out, and it ends already
                 self.limit.reschedule(asyncio.get_running_loop().time())
+
+    def gets_on(self) -> None:
+        """Something of the answer has come: it has time for more. Its timer is set anew now and then, since this comes
+        with each token."""
+        if self.cause is None and (until := self.limit.when()) is not None:
+            wanted = min(self.last, asyncio.get_running_loop().time() + self.pause)
+            if wanted - until > self.pause / 16:
+                with suppress(RuntimeError):  # its time has just run out
+                    self.limit.reschedule(wanted)
 
     async def read(self, kind: type[Body]) -> Body:
         """The body, as what it should be. Raises InvalidInput, which says what is wrong and where."""

@@ -65,9 +65,9 @@ async def serve(config: GatewayConfig) -> None:
     tracing.start("twinlens-gateway")
     tasks.start_threads()
     meters = Meters()
-    services = LlmServices(config.llm, config.link(), request_seconds=config.request_seconds)
+    services = LlmServices(config.llm, config.link(), request_seconds=config.longest_seconds)
     limits = HandoverLimits(
-        config.max_handovers, config.handover_seconds, config.max_kept_bytes, config.request_seconds
+        config.max_handovers, config.handover_seconds, config.max_kept_bytes, config.longest_seconds
     )
     generations = Generations(services, limits, meters.handover, meters.used)
     chat = Chat(services, generations)
