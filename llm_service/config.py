@@ -56,7 +56,9 @@ class LlmConfig(ServerConfig):
         " no file, else by that of this folder",
     )
     override_generation_config: Mapping[str, Any] | None = option(
-        None, "parameters that go before those of that file, as a JSON object", parse=json_object
+        None,
+        "parameters that go before those of that file, as a JSON object; max_new_tokens bounds every answer",
+        parse=json_object,
     )
     chat_template: str = option("", "file with a chat template (Jinja), in place of the checkpoint's own")
     default_chat_template_kwargs: Mapping[str, Any] | None = option(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,16 @@ ABOVE_ZERO = ("top_p", "repetition_penalty")
 _LENGTHS = ("max_tokens", "min_tokens")
 _LENGTH = "max_new_tokens"
 """transformers' name of max_tokens."""
+_NO_FOLDER = ("auto", "none")
 _KNOWN = (*(name for name in RANGES if name not in _LENGTHS), "do_sample", _LENGTH)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """`values` of parameters where requests do not say; how many tokens an answer has at most, whatever they say."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    most_tokens: int | None = None
 
 
 def is_within(name: str, value: float) -> bool:
@@ -47,35 +57,39 @@ def wanted_range(name: str) -> str:
 
 def sampling_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """Parameters of sampling by the fields of a generation config; those out of range, as a top_k of -1, are nothing.
-    How long answers are a checkpoint does not say.
 
     >>> sampling_defaults({"temperature": 0.6, "top_k": -1, "max_new_tokens": 9})
-    {'temperature': 0.6}
+    {'temperature': 0.6, 'max_tokens': 9}
     >>> sampling_defaults({"do_sample": False})
     {'temperature': 0.0}
     """
-    stated = {name: config[name] for name in RANGES if name not in _LENGTHS and _is_number(config.get(name))}
+    named = {name: name for name in RANGES if name not in _LENGTHS} | {"max_tokens": _LENGTH}
+    stated = {name: config[theirs] for name, theirs in named.items() if _is_number(config.get(theirs))}
     defaults = {name: value for name, value in stated.items() if is_within(name, value)}
-    if "top_k" in defaults:
-        defaults["top_k"] = int(defaults["top_k"])  # JSON knows no whole numbers
+    for name in ("top_k", "max_tokens"):  # JSON knows no whole numbers
+        if name in defaults:
+            defaults[name] = int(defaults[name])
     if config.get("do_sample") is False:
         defaults["temperature"] = 0.0
     return defaults
 
 
-def read(checkpoint: Checkpoint, source: str, override: Mapping[str, Any] | None) -> dict[str, Any]:
+def read(checkpoint: Checkpoint, source: str, override: Mapping[str, Any] | None) -> SamplingDefaults:
     """Defaults by `source`: `auto` is the checkpoint's file, `none` no file, anything else a folder that has one; an
-    operator's `override` goes before it. Raises CheckpointError where there is no such file."""
+    operator's `override` goes before it. What the operator says of answers' lengths, there or by a folder of his own,
+    bounds all of them; what a checkpoint says is for requests that do not say. Raises CheckpointError where there is no
+    such file."""
     stated = _stated(checkpoint, source)
     given = dict(override or {})
     if "temperature" in given:
         stated.pop("do_sample", None)  # what is meant is this temperature
-    length = given.pop(_LENGTH, None)
-    return sampling_defaults({**stated, **given}) | ({} if length is None else {"max_tokens": length})
+    values = sampling_defaults({**stated, **given})
+    by_operator = source not in _NO_FOLDER or _LENGTH in given
+    return SamplingDefaults(values, values.get("max_tokens") if by_operator else None)
 
 
 def _stated(checkpoint: Checkpoint, source: str) -> dict[str, Any]:
-    if source in ("auto", "none"):
+    if source in _NO_FOLDER:
         return dict(checkpoint.json("generation_config.json")) if source == "auto" else {}
     path = Path(source, "generation_config.json")
     try:

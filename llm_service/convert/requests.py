@@ -15,6 +15,7 @@ from llm_service.convert.sampling import SamplingReader
 from llm_service.convert.tools import parsed_json, read_tool, read_tool_call
 from llm_service.embedder import Embedder
 from llm_service.engine.prompt_length import check_bytes, check_length
+from llm_service.generation_config import SamplingDefaults
 from llm_service.request import (
     ChatPrompt,
     Length,
@@ -53,7 +54,7 @@ class RequestReader:
         config: LlmConfig,
         names: tuple[str, ...],
         vocab_size: int,
-        defaults: dict[str, Any],
+        defaults: SamplingDefaults,
         modalities: Collection[Modality] = VISION,
         adapter: Callable[[str], LoadedAdapter | None] = lambda _: None,
         own_adapter: Callable[[Collection[Modality]], LoadedAdapter | None] = lambda _: None,

@@ -8,7 +8,7 @@ from typing import Any
 from common.errors import InvalidInput
 from llm_service.config import LlmConfig
 from llm_service.engine.token_masks import mask_of
-from llm_service.generation_config import RANGES, is_within, wanted_range
+from llm_service.generation_config import RANGES, SamplingDefaults, is_within, wanted_range
 from llm_service.request import (
     SamplingParams,
     Structure,
@@ -19,14 +19,14 @@ from twinlens.v1 import llm_pb2
 class SamplingReader:
     """Reads SamplingParams under one service's limits; `defaults` are those of `generation_config`."""
 
-    def __init__(self, config: LlmConfig, vocab_size: int, defaults: dict[str, Any]) -> None:
+    def __init__(self, config: LlmConfig, vocab_size: int, defaults: SamplingDefaults) -> None:
         self._config = config
         self._vocab_size = vocab_size
         self._defaults = defaults
 
     def read(self, message: llm_pb2.SamplingParams, context: int) -> SamplingParams:
         """Every value, the defaults filled in; `context` tokens at most. Raises InvalidInput, which names the value."""
-        values: dict[str, Any] = dict(self._defaults)
+        values: dict[str, Any] = dict(self._defaults.values)
         for name in (*RANGES, "seed", "ignore_eos", "n", "logprobs", "prompt_logprobs"):
             if message.HasField(name):
                 values[name] = getattr(message, name)
@@ -51,7 +51,8 @@ class SamplingReader:
                 )
         for bias in message.logit_bias.values():
             self._check_range("logit_bias", bias, -100.0, 100.0)
-        values["max_tokens"] = min(int(values.get("max_tokens", context)), context)
+        most = context if self._defaults.most_tokens is None else min(context, self._defaults.most_tokens)
+        values["max_tokens"] = min(int(values.get("max_tokens", most)), most)
         if values.get("min_tokens", 0) > values["max_tokens"]:
             raise InvalidInput("min_tokens is above max_tokens", reason="OUT_OF_RANGE", field="sampling.min_tokens")
         return SamplingParams(

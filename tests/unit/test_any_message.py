@@ -15,6 +15,7 @@ from encoder_service import convert
 from encoder_service.media import checks, limits
 from llm_service.config import LlmConfig
 from llm_service.convert.requests import RequestReader
+from llm_service.generation_config import SamplingDefaults
 from tests import pictures
 from twinlens import v1
 from twinlens.v1 import encoder_pb2
@@ -72,7 +73,9 @@ def spoilt(draw: Any, *messages: Any) -> bytes:
 @example(CHAT.SerializeToString())
 def test_the_llm_service_reads_or_refuses_it(data: bytes) -> None:
     with contextlib.suppress(DecodeError, TwinlensError):
-        request = RequestReader(CONFIG, ("m",), 600, {}).read(v1.GenerateRequest.FromString(data), None, 512)
+        request = RequestReader(CONFIG, ("m",), 600, SamplingDefaults()).read(
+            v1.GenerateRequest.FromString(data), None, 512
+        )
         assert request.sampling.max_tokens <= 512
 
 
@@ -92,7 +95,7 @@ def test_the_encoder_reads_or_refuses_it(data: bytes) -> None:
 
 def test_what_is_not_spoilt_is_read() -> None:
     """So the tests above get past the first check."""
-    assert len(RequestReader(CONFIG, ("m",), 600, {}).read(CHAT, None, 512).media) == len(MEDIA)
+    assert len(RequestReader(CONFIG, ("m",), 600, SamplingDefaults()).read(CHAT, None, 512).media) == len(MEDIA)
     convert.check_items(ENCODE.items, BOUNDS)
     convert.check_lists(ENCODE)
     for index, media in enumerate(MEDIA):

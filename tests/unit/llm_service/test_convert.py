@@ -14,7 +14,7 @@ from common.errors import InvalidInput, NotFound, TwinlensError, Unsupported
 from common.media.item import Embedding, Key, Modality, Pixels, Url
 from llm_service.config import LlmConfig
 from llm_service.convert.requests import RequestReader
-from llm_service.generation_config import sampling_defaults
+from llm_service.generation_config import SamplingDefaults, sampling_defaults
 from llm_service.request import ChatPrompt, Length, MediaItem, PiecesPrompt, ResumedChoice, SamplingParams, Slot
 from twinlens import v1
 from twinlens.v1 import llm_pb2
@@ -24,8 +24,9 @@ IMAGE = v1.Media(modality=v1.MODALITY_IMAGE, data=b"file")
 VIDEO = v1.Media(modality=v1.MODALITY_VIDEO, data=b"file")
 
 
-def requests(defaults: dict[str, Any] | None = None, **options: Any) -> RequestReader:
-    return RequestReader(LlmConfig(model="folder", **options), ("tiny",), VOCABULARY, sampling_defaults(defaults or {}))
+def requests(defaults: dict[str, Any] | None = None, most: int | None = None, **options: Any) -> RequestReader:
+    known = SamplingDefaults(sampling_defaults(defaults or {}), most)
+    return RequestReader(LlmConfig(model="folder", **options), ("tiny",), VOCABULARY, known)
 
 
 def message(**sampling: Any) -> v1.GenerateRequest:
@@ -256,6 +257,17 @@ def test_unset_sampling_is_the_checkpoints_and_what_is_given_wins() -> None:
     assert unset.max_tokens == CONTEXT
     given = reader.read(message(temperature=0.0, top_k=0, max_tokens=7), None, CONTEXT).sampling
     assert (given.temperature, given.top_k, given.max_tokens, given.greedy) == (0.0, 0, 7, True)
+
+
+def test_a_checkpoint_s_length_is_for_who_states_none_and_the_operator_s_bounds_all() -> None:
+    def most(reader: RequestReader, **fields: Any) -> int:
+        return reader.read(message(**fields), None, CONTEXT).sampling.max_tokens
+
+    stated = requests({"max_new_tokens": 9})
+    assert [most(stated), most(stated, max_tokens=20)] == [9, 20]
+    bounded = requests({"max_new_tokens": 9}, 9)
+    assert [most(bounded), most(bounded, max_tokens=20), most(bounded, max_tokens=4)] == [9, 9, 4]
+    assert most(requests({"max_new_tokens": CONTEXT + 1})) == CONTEXT
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from common.checkpoint import Checkpoint, CheckpointError
 from llm_service.config import LlmConfig
-from llm_service.generation_config import read
+from llm_service.generation_config import SamplingDefaults, read
 
 OWN = {"temperature": 0.7, "top_k": 20.0, "repetition_penalty": 1.05, "max_new_tokens": 512}
 
@@ -23,12 +23,19 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
 
 
 def test_it_is_the_checkpoint_s_nobody_s_or_that_of_a_folder(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    assert read(checkpoint, "auto", None) == {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05}
-    assert read(checkpoint, "none", None) == {}
+    own = {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05, "max_tokens": 512}
+    assert read(checkpoint, "auto", None) == SamplingDefaults(own)
+    assert read(checkpoint, "none", None) == SamplingDefaults()
     other = tmp_path / "other"
     other.mkdir()
     (other / "generation_config.json").write_text('{"do_sample": false, "top_p": 0.5}')
-    assert read(checkpoint, str(other), None) == {"temperature": 0.0, "top_p": 0.5}
+    assert read(checkpoint, str(other), None) == SamplingDefaults({"temperature": 0.0, "top_p": 0.5})
+    (other / "generation_config.json").write_text('{"max_new_tokens": 40.0}')
+    assert read(checkpoint, str(other), None) == SamplingDefaults({"max_tokens": 40}, 40)
+    assert read(checkpoint, str(other), {"max_new_tokens": 50}) == SamplingDefaults({"max_tokens": 50}, 50)
+    assert read(checkpoint, "none", {"max_new_tokens": 50}) == SamplingDefaults({"max_tokens": 50}, 50)
+    (other / "generation_config.json").write_text('{"max_new_tokens": -1}')
+    assert read(checkpoint, str(other), None) == SamplingDefaults()
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", "{"])
@@ -46,21 +53,24 @@ def test_a_folder_without_such_a_file_is_refused(checkpoint: Checkpoint, tmp_pat
     [
         ({"temperature": 0.2}, {"temperature": 0.2, "top_k": 20, "repetition_penalty": 1.05}),
         ({"do_sample": False}, {"temperature": 0.0, "top_k": 20, "repetition_penalty": 1.05}),
-        ({"max_new_tokens": 9, "top_k": 0}, OWN | {"top_k": 0, "max_tokens": 9}),
+        (
+            {"max_new_tokens": 9, "top_k": 0},
+            {"temperature": 0.7, "top_k": 0, "repetition_penalty": 1.05, "max_tokens": 9},
+        ),
     ],
 )
 def test_what_the_operator_says_goes_before_it(
     checkpoint: Checkpoint, override: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     LlmConfig(model="folder", override_generation_config=override).validate()
-    expected.pop("max_new_tokens", None)
-    assert read(checkpoint, "auto", override) == expected
+    found = read(checkpoint, "auto", override)
+    assert found == SamplingDefaults({"max_tokens": 512} | expected, expected.get("max_tokens"))
 
 
 def test_a_temperature_of_the_operator_s_goes_before_a_checkpoint_s_that_does_not_sample(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_text('{"do_sample": false, "temperature": 1.0}')
-    assert read(Checkpoint(tmp_path), "auto", {"temperature": 0.5}) == {"temperature": 0.5}
+    assert read(Checkpoint(tmp_path), "auto", {"temperature": 0.5}).values == {"temperature": 0.5}
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from encoder_service.media.limits import MediaLimits
 from llm_service.config import LlmConfig
 from llm_service.convert.requests import RequestReader
 from llm_service.encoders.identity import Identity, identify
+from llm_service.generation_config import SamplingDefaults
 from llm_service.request import MediaItem
 from twinlens import v1
 from twinlens.v1 import encoder_pb2
@@ -60,7 +61,7 @@ media = (
 def read(message: v1.Media) -> MediaItem:
     """The item of a request, as the LLM service reads it."""
     request = v1.GenerateRequest(text=v1.TextInput(prompt="x", media=[message]))
-    requests = RequestReader(LlmConfig(model="m"), ("m",), 1000, {})
+    requests = RequestReader(LlmConfig(model="m"), ("m",), 1000, SamplingDefaults())
     return requests.read(request, None, 1000).media[0]
 
 

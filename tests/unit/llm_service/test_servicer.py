@@ -12,6 +12,7 @@ from common.errors import InvalidInput
 from llm_service.config import LlmConfig
 from llm_service.convert.requests import RequestReader
 from llm_service.generation.events import PromptScores
+from llm_service.generation_config import SamplingDefaults
 from llm_service.plan import TokenLogprobs
 from llm_service.prompt.detokenizer import TokenTexts
 from llm_service.servicer import LlmServicer, _prompt_delta
@@ -23,7 +24,9 @@ CONTEXT: Any = SimpleNamespace(time_remaining=lambda: None, peer=lambda: "ipv4:1
 @pytest.mark.parametrize("ready", [None, SimpleNamespace(context=32)])
 async def test_a_prompt_is_bounded_whether_the_engine_is_ready_or_not(ready: Any) -> None:
     parts: Any = SimpleNamespace(
-        engine=SimpleNamespace(ready=ready), longest=64, requests=RequestReader(LlmConfig(model="m"), ("m",), 600, {})
+        engine=SimpleNamespace(ready=ready),
+        longest=64,
+        requests=RequestReader(LlmConfig(model="m"), ("m",), 600, SamplingDefaults()),
     )
     ids = [1] * (64 if ready is None else 32)
     request = v1.GenerateRequest(tokens=v1.TokensInput(ids=ids), sampling=v1.SamplingParams(max_tokens=1))
