@@ -73,7 +73,7 @@ def measure(running: int, sampling: SamplingParams) -> tuple[tuple[float, float,
         computed = time.perf_counter()
         tokens = engine.finish(step, result)
         taken = time.perf_counter()
-        encode(Tokens(tokens))
+        encode(Tokens(tokens, 0.0))
         packed = time.perf_counter()
         if len(step.drawing) == step.plan.tokens == running:
             times.append((planned - begun, taken - computed, packed - taken))

@@ -6,7 +6,8 @@ They are the names that engines of this field use, where they have one for the t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 
 from prometheus_client.core import Metric
 
@@ -120,17 +121,17 @@ class RequestMeter:
         """Its prompt is laid out and computing has begun."""
         self._meters.prompt_tokens.observe(tokens)
 
-    def tokens(self, choice: int, count: int) -> None:
-        """A choice has so many new tokens, which its caller gets at once: nothing lies between them."""
-        now = time.perf_counter()
-        before = self._last.get(choice)
-        if before is not None:
-            self._meters.between_tokens.observe(now - before)
-        elif not self._last:
-            self._meters.first_token.observe(now - self._begun)
-        for _ in range(count - 1):
-            self._meters.between_tokens.observe(0.0)
-        self._last[choice] = now
+    def tokens(self, choice: int, came: Sequence[float]) -> None:
+        """A choice has new tokens, which its caller gets now, and which steps had at these times, however late he is.
+        Those of one step, accepted drafts among them, share the time since the one before."""
+        if not self._last:
+            self._meters.first_token.observe(time.perf_counter() - self._begun)
+        for at, step in groupby(came):
+            count = len(list(step))
+            if (before := self._last.get(choice)) is not None:
+                for _ in range(count):
+                    self._meters.between_tokens.observe((at - before) / count)
+            self._last[choice] = at
 
     def choice(self, reason: str, tokens: int) -> None:
         """A choice has ended by itself."""

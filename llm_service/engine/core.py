@@ -153,7 +153,7 @@ class EngineCore:
             self._link.send(news)
         self._report_blocks()
         if tokens:
-            self._link.send(Tokens(tokens))
+            self._link.send(Tokens(tokens, time.perf_counter()))
         return True
 
     def _report_blocks(self) -> None:

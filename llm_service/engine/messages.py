@@ -283,9 +283,10 @@ class Prefills(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):
-    """What one step produced."""
+    """What one step produced, which had it at a time of `time.perf_counter`."""
 
     tokens: list[Token]
+    at: float
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from common import log, tasks
 from common.arena import SharedBuffer
@@ -33,6 +33,7 @@ from llm_service.engine.messages import (
     Landed,
     LoadAdapter,
     Pooled,
+    Prefilled,
     Prefills,
     PullEnded,
     Ready,
@@ -44,6 +45,7 @@ from llm_service.engine.messages import (
     ScoresTaken,
     Started,
     State,
+    Token,
     Tokens,
     Unable,
 )
@@ -333,9 +335,10 @@ class EngineClient:
 
     def _take(self, message: FromEngine) -> None:
         match message:
-            case Tokens(events) | Prefills(events):
-                for event in events:
-                    self._tell(event.id, event)
+            case Tokens(tokens, at):
+                self._tell_each(tokens, at)
+            case Prefills(chunks):
+                self._tell_each(chunks)
             case Started(id) | Scored(id) | Pooled(id) | Complete(id):
                 self._tell(id, message)
             case Failed(id, code, reason, text, field):
@@ -356,8 +359,12 @@ class EngineClient:
             case Ready() | Unable() | PullEnded() | AdapterRead():
                 self._take_news(message)
 
-    def _tell(self, id: int, event: Event) -> None:
-        if (request := self._handover.get(id)) and self._handover.heard(request, event):
+    def _tell_each(self, events: Iterable[Token | Prefilled], at: float = 0.0) -> None:
+        for event in events:
+            self._tell(event.id, event, at)
+
+    def _tell(self, id: int, event: Event, at: float = 0.0) -> None:
+        if (request := self._handover.get(id)) and self._handover.heard(request, event, at):
             self._send_waiting()
 
     def _take_rows(self, message: RowsRead | RowsNeeded) -> None:

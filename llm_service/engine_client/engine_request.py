@@ -44,6 +44,7 @@ class EngineRequest:
     _scored: int = 0
     _given: int = 0
     _output: dict[int, array[int]] = field(default_factory=dict)
+    _came: dict[int, deque[float]] = field(default_factory=dict)
     _finished: set[int] = field(default_factory=set)
     _places: list[tuple[int, int]] = field(default_factory=list)
     _events: deque[Event] = field(default_factory=deque)
@@ -52,6 +53,7 @@ class EngineRequest:
 
     def __post_init__(self) -> None:
         self._output = {choice: array("i") for choice in range(self.add.sampling.n)}
+        self._came = {choice: deque() for choice in self._output}
         for given in self.add.resume:
             self._output[given.choice].frombytes(given.token_ids)
         self._finished = {given.choice for given in self.add.resume if given.finished}
@@ -85,13 +87,19 @@ class EngineRequest:
             self._given = self._scored
         return events
 
+    def came(self, choice: int, count: int) -> list[float]:
+        """When steps had so many tokens, the next ones that this was not said of yet."""
+        times = self._came[choice]
+        return [times.popleft() for _ in range(min(count, len(times)))]
+
     # --- what becomes of it ---------------------------------------------------------------------------------------
 
-    def put(self, event: Event) -> None:
-        """An engine has said this of it; that it is started is passed on once."""
+    def put(self, event: Event, at: float) -> None:
+        """An engine has said this of it, of a token when a step had it; that it is started is passed on once."""
         match event:
             case Token(choice=choice, token=token, ended=ended):
                 self._output[choice].append(token)
+                self._came[choice].append(at)
                 if ended:
                     self._finished.add(choice)
             case Complete(choice=choice):

@@ -79,9 +79,10 @@ class Handover:
             self._limit(request, None)
         return chosen
 
-    def heard(self, request: EngineRequest, event: Event) -> bool:
-        """Passes on what the engine says of a request; whether another one may be sent now."""
-        request.put(event)
+    def heard(self, request: EngineRequest, event: Event, at: float) -> bool:
+        """Passes on what the engine says of a request, of a token when a step had it; whether another one may be sent
+        now."""
+        request.put(event, at)
         if request is not self._on_trial or not isinstance(event, Token):
             return False
         self._trial_tokens -= 1

@@ -42,7 +42,8 @@ class Job:
                 meter.prompt(len(event.layout.ids))
                 self.tokens.update(prompt_tokens=len(event.layout.ids), cached_tokens=event.cached)
             case Delta():
-                meter.tokens(event.choice, len(event.tokens))
+                if self.engine_request is not None:
+                    meter.tokens(event.choice, self.engine_request.came(event.choice, len(event.tokens)))
                 self.tokens["completion_tokens"] += len(event.tokens)
             case Ended():
                 meter.choice(event.reason, event.completion_tokens)

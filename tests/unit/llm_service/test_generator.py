@@ -375,7 +375,7 @@ async def test_a_stop_text_ends_nothing_before_the_least_tokens(
         (add,) = child.told(Add)
         letter = builder.encode("a")[0]
         child.says(Started(add.id, 0))
-        child.says(Tokens([Token(add.id, 0, letter, "") for _ in range(5)]))
+        child.says(Tokens([Token(add.id, 0, letter, "") for _ in range(5)], 1.0))
         *deltas, ended = (await ends)[1:]
         assert "".join(delta.text for delta in deltas) == "aa"
         assert sum(len(delta.tokens) for delta in deltas) == 3
@@ -398,9 +398,10 @@ async def test_a_caller_who_is_behind_gets_what_has_come_since_as_one_delta_of_e
         first, second = ([builder.encode(letter)[0] for letter in text] for text in ("ab!cd", "xyz"))
         for number, token in enumerate(first):
             likely = TokenLogprobs(-float(number), [])
-            child.says(Tokens([Token(add.id, 0, token, "length" if number == 4 else "", likely)]))
+            child.says(Tokens([Token(add.id, 0, token, "length" if number == 4 else "", likely)], 1.0 + number))
         ends = ("", "", "length")
-        child.says(Tokens([Token(add.id, 1, token, end) for token, end in zip(second, ends, strict=True)]))
+        child.says(Tokens([Token(add.id, 1, second[0], "")], 1.0))
+        child.says(Tokens([Token(add.id, 1, token, end) for token, end in zip(second[1:], ends[1:], strict=True)], 2.0))
         child.says(last := Beat(State()))
         await eventually(lambda: front.latest is last.state)
         scores = [TokenLogprobs(-float(number), []) for number in range(3)]
@@ -410,7 +411,10 @@ async def test_a_caller_who_is_behind_gets_what_has_come_since_as_one_delta_of_e
         assert said[2] == Delta(1, "xyz", second)
         assert (said[3].choice, said[3].reason, said[3].completion_tokens) == (1, "length", 3)
         assert child.told(Abort)[:-1] == [], "both have ended by themselves; what is left is said at the end"
-        assert b"test_inter_token_latency_seconds_count 4.0\n" in await metrics.exposition()
+        told = await metrics.exposition()
+        assert b"test_inter_token_latency_seconds_count 4.0\n" in told
+        assert b"test_inter_token_latency_seconds_sum 3.0\n" in told, "2 of 1 s, and 2 of a step that took 1 s"
+        assert b'test_inter_token_latency_seconds_bucket{le="0.3"} 0.0\n' in told, "no token came at no time"
 
 
 def test_a_delta_never_holds_more_tokens_than_a_message_has_room_for() -> None:

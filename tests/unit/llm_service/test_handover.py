@@ -114,7 +114,7 @@ async def line(
 
 
 def token(request: EngineRequest, number: int, choice: int = 0, ended: str = "") -> Tokens:
-    return Tokens([Token(request.id, choice, number, ended)])
+    return Tokens([Token(request.id, choice, number, ended)], 0.0)
 
 
 async def error_of(request: EngineRequest) -> TwinlensError:
