@@ -131,6 +131,7 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
         _describe(meters, model, digest)
         meters.watch(encoder, link)
         servicer.served = Components(config, model.checkpoint.name, model.config, encoder, link, meters)
+        _log_room(config, model.layout)
         freeze_objects()
         await frame.announce(metrics_address)
         await frame.wait()
@@ -220,6 +221,20 @@ def _link(
         lease_seconds=config.lease_seconds,
         pools=pools if config.device_pool_bytes else None,
         nixl=nixl,
+    )
+
+
+def _log_room(config: EncoderConfig, layout: RowLayout) -> None:
+    """Says how much it can hold at once."""
+    _log.info(
+        "room for rows",
+        row_bytes=layout.row_bytes,
+        store_rows=config.store_bytes // layout.row_bytes,
+        store_bytes=config.store_bytes,
+        device_pool_bytes=config.device_pool_bytes,
+        staging_bytes=config.staging_bytes,
+        batch_patches=config.batch_patches,
+        workers=config.workers,
     )
 
 

@@ -32,6 +32,7 @@ def load(settings: EngineSettings, arena_fd: int) -> Loaded:
     return Loaded(
         executor=LoneExecutor(runner) if ranks is None else GroupExecutor(runner, ranks),
         blocks=runner.caches.blocks,
+        block_bytes=runner.block_bytes,
         state_slots=runner.caches.state_slots,
         snapshot_slots=runner.caches.snapshot_slots,
         host_blocks=0 if runner.host_cache is None else runner.host_cache.count,

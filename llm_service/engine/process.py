@@ -36,21 +36,22 @@ _BEAT_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What computes, and what it found out while it loaded: KV `blocks`, and `host_blocks` that the host's memory has
-    room for beside them, each `place_bytes` of a rank's where the front reads it as well, bytes of a row, the ranks'
-    devices, and the UUIDs of those whose memory every rank reads. `compiling` tells whether kernels are still being
-    compiled, `late_compiles` how many steps have had to wait for. `state_slots`: how many sequences may have a state
-    at once; 0 where no layer keeps any, with `snapshot_slots` beside them, and `state_chunk`: at multiples of how
-    many tokens a sequence may be cut so that the same bits come out. `forgets_answers`: what is computed of an answer
-    is nothing for a prompt that goes on behind it. `read_adapter` is for any thread. `weights` are those of rank 0.
-    `max_step_tokens`: of one step, where they are not as the settings say. `waits`: how often steps of one token wait
-    for a GPU where they should not."""
+    """What computes, and what it found out while it loaded: KV `blocks` of `block_bytes`, and `host_blocks` that the
+    host's memory has room for beside them, each `place_bytes` of a rank's where the front reads it as well, bytes
+    of a row, the ranks' devices, and the UUIDs of those whose memory every rank reads. `compiling` tells whether
+    kernels are still being compiled, `late_compiles` how many steps have had to wait for. `state_slots`: how many
+    sequences may have a state at once; 0 where no layer keeps any, with `snapshot_slots` beside them, and
+    `state_chunk`: at multiples of how many tokens a sequence may be cut so that the same bits come out.
+    `forgets_answers`: what is computed of an answer is nothing for a prompt that goes on behind it. `read_adapter`
+    is for any thread. `weights` are those of rank 0. `max_step_tokens`: of one step, where they are not as the
+    settings say. `waits`: how often steps of one token wait for a GPU where they should not."""
 
     executor: Executor
     blocks: int
     row_bytes: int
     devices: list[str]
     reachable: list[str]
+    block_bytes: int = 0
     compiling: Callable[[], bool] = lambda: False
     late_compiles: Callable[[], int] = lambda: 0
     state_slots: int = 0
@@ -110,6 +111,7 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
     block_events = BlockEvents() if settings.kv_events else None
     blocks = _blocks(settings, loaded, block_events)
     limits = _limits(settings, loaded, model.longest(settings.max_context))
+    _log_room(settings, loaded, limits)
     scheduler = Scheduler(blocks, limits, stop_ids, loaded.row_bytes, Matchers(structures, wake.set))
     link.send(
         Ready(
@@ -141,6 +143,25 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
         exchange=BlockExchange(blocks, steps.copy_out, link.send),
     )
     return core, steps
+
+
+def _log_room(settings: EngineSettings, loaded: Loaded, limits: Limits) -> None:
+    """Says how much this engine can hold at once; bytes are those of a rank."""
+    tokens = loaded.blocks * settings.block_size
+    host = {"host_kv_tokens": loaded.host_blocks * settings.block_size} if loaded.host_blocks else {}
+    states = {"states": loaded.state_slots, "snapshots": loaded.snapshot_slots} if loaded.state_slots else {}
+    log.get("engine").info(
+        "room for sequences",
+        kv_tokens=tokens,
+        context=limits.max_context,
+        full_contexts=round(tokens / limits.max_context, 2),
+        max_running=limits.max_running,
+        step_tokens=limits.max_step_tokens,
+        kv_bytes=loaded.blocks * loaded.block_bytes,
+        weight_bytes=loaded.weights.bytes,
+        **host,
+        **states,
+    )
 
 
 def _blocks(settings: EngineSettings, loaded: Loaded, observer: BlockEvents | None) -> BlockManager:

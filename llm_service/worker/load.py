@@ -119,7 +119,9 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     changeover, graphs = _run_largest_step(share, adapters)
     context = served.longest(settings.max_context)
     free = gauge.free() - graphs * settings.graph_bytes
-    runner = share.runner(_room(share, cache_budget(settings, free, gpu=device.type == "cuda"), context))
+    room = _room(share, cache_budget(settings, free, gpu=device.type == "cuda"), context)
+    runner = share.runner(room)
+    runner.block_bytes = room.block_bytes
     runner.changeover, runner.weights, runner.adapters = changeover, weights, adapters
     runner.max_step_tokens = settings.max_step_tokens
     if graphs:
@@ -155,13 +157,14 @@ def _uses_our_kernels(settings: EngineSettings, device: torch.device) -> bool:
 @dataclass(frozen=True, slots=True)
 class _Room:
     """How much a rank keeps of sequences: KV blocks, slots for states and for snapshots of them, blocks on the host,
-    each of so many bytes as no rank has more of."""
+    each of so many bytes as no rank has more of; and bytes that a block takes."""
 
     blocks: int
     slots: int
     snapshots: int = 0
     host_blocks: int = 0
     place_bytes: int = 0
+    block_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +251,7 @@ def _room(share: _Share, budget: int, context: int) -> _Room:
     blocks = block_count(settings, one_block, budget - snapshots * one_slot, context, group)
     host_blocks = host_block_count(settings, one_block, one_slot, group)
     largest = -group.all_reduce_min(-one_block) if host_blocks else 0  # the first rank may have drafts' besides
-    return _Room(blocks, slots, snapshots, host_blocks, largest)
+    return _Room(blocks, slots, snapshots, host_blocks, largest, one_block)
 
 
 def _capture(runner: ModelRunner, settings: EngineSettings, context: int, share: _Share) -> None:

@@ -113,7 +113,8 @@ class ModelRunner:
     kernels and is to go on with ours, and a `share` of cores where other processes may compute
     on them. Where it has a `proposer`, every step waits for its tokens, which drafts follow; where that, on the first
     rank, is a draft head, each rank `keeps_hidden` states of all places. It was loaded for steps of
-    up to `max_step_tokens`; while steps of one token are launched there are so many `waits` that are not meant."""
+    up to `max_step_tokens`, with KV blocks of `block_bytes`; while steps of one token are launched there are so many
+    `waits` that are not meant."""
 
     def __init__(self, decoder: Decoder | HfDecoder, arena: RowArena, caches: Caches) -> None:
         self._decoder = decoder
@@ -129,7 +130,7 @@ class ModelRunner:
         self.proposer: Proposer | None = None
         self.keeps_hidden = False
         self.host_cache: HostCache | None = None
-        self.max_step_tokens = self.waits = 0
+        self.max_step_tokens = self.waits = self.block_bytes = 0
         self._draw = _sampler_on(decoder.device)
         self._chosen = torch.empty(0, dtype=torch.int64, device=decoder.device)
         self._known = True  # on every rank: there are none yet

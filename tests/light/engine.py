@@ -58,6 +58,7 @@ def load(settings: EngineSettings, arena_fd: int, step_seconds: float = STEP_SEC
         in_turn,
         blocks,
         row_bytes,
+        block_bytes=block_bytes,
         devices=["cpu"],
         reachable=[],
         read_adapter=reader,

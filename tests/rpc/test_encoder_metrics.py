@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -42,6 +43,13 @@ def test_a_scrape_says_what_runs(service, client):
     (line,) = [name for name in scrape(service.metrics) if name.startswith(f"{PREFIX}info")]
     for label, value in (("version", info.version), ("model", info.model), ("digest", info.digest), ("device", "cpu")):
         assert f'{label}="{value}"' in line
+
+
+def test_the_log_says_how_much_there_is_room_for(service):
+    (said,) = [json.loads(line) for line in service.log.read_text().splitlines() if "room for rows" in line]
+    assert said["store_bytes"] == scrape(service.metrics)[f"{PREFIX}store_capacity_bytes"]
+    assert said["store_rows"] == said["store_bytes"] // said["row_bytes"]
+    assert said["workers"] == 1
 
 
 def test_a_new_picture_and_a_repeat_are_counted_where_they_were_served(service, client):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +38,18 @@ def client(service: Service) -> Iterator[LlmClient]:
 
 def samples(service: Service) -> dict[str, float]:
     return {name.removeprefix(PREFIX): value for name, value in scrape(service.metrics).items()}
+
+
+def test_the_log_says_how_much_there_is_room_for(service: Service) -> None:
+    lines = [json.loads(line) for line in service.log.read_text().splitlines() if "room for sequences" in line]
+    (said,) = lines
+    found = samples(service)
+    info = next(name for name in scrape(service.metrics) if name.startswith(f"{PREFIX}cache_config_info"))
+    size = int(re.findall(r'block_size="(\d+)"', info)[0])
+    assert said["kv_tokens"] == found["kv_blocks"] * size
+    assert said["full_contexts"] == round(said["kv_tokens"] / said["context"], 2) > 0
+    assert (said["max_running"], said["step_tokens"]) == (2, found["step_tokens"])
+    assert said["kv_bytes"] > said["kv_tokens"]
 
 
 def test_a_request_is_counted_and_timed(service: Service, client: LlmClient) -> None:
