@@ -22,7 +22,7 @@ def one_call(functions: Sequence[Function], arguments: str) -> tuple[dict[str, A
     calls, definitions = [], {}
     for number, (name, parameters) in enumerate(functions):
         place = f"f{number}"
-        definitions[place] = _moved(parameters or {"type": "object"}, f"#/$defs/{place}")
+        definitions[place] = _moved(of_arguments(parameters), f"#/$defs/{place}")
         properties = {"name": {"enum": [name]}, arguments: {"$ref": f"#/$defs/{place}"}}
         calls.append(
             {
@@ -33,6 +33,15 @@ def one_call(functions: Sequence[Function], arguments: str) -> tuple[dict[str, A
             }
         )
     return {"anyOf": calls}, definitions
+
+
+def of_arguments(parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """The schema of a call's arguments, which are an object also where the parameters allow something else as well.
+
+    >>> of_arguments(None), of_arguments({"type": ["object", "null"], "required": ["a"]})
+    ({'type': 'object'}, {'type': 'object', 'required': ['a']})
+    """
+    return {**(parameters or {}), "type": "object"}
 
 
 def _moved(schema: Any, root: str) -> Any:

@@ -20,3 +20,13 @@ def with_short_gaps(schema: Mapping[str, object]) -> dict[str, object]:
     (['x-guidance', 'type'], {'x-guidance': {}})
     """
     return {SETTINGS: {"whitespace_pattern": PATTERN}, **schema}
+
+
+def leniently(schema: Mapping[str, object]) -> dict[str, object]:
+    """The same schema, of which counts what can be compiled.
+
+    >>> leniently({"type": "array"})["x-guidance"]["lenient"], leniently({"x-guidance": {"lenient": False}})
+    (True, {'x-guidance': {'lenient': False}})
+    """
+    settings = schema.get(SETTINGS, {"whitespace_pattern": PATTERN})
+    return {**schema, SETTINGS: {"lenient": True, **settings} if isinstance(settings, Mapping) else settings}

@@ -13,7 +13,6 @@ from common.media import data_url
 from gateway.api.chat_request import (
     ChatRequest,
     Message,
-    NamedTool,
     Part,
     RefusalPart,
     TemplateSettings,
@@ -21,7 +20,7 @@ from gateway.api.chat_request import (
 )
 from gateway.api.fields import MediaSettings, Prompt, RequestFields, ResponseFormat, SamplingFields, shape_of
 from gateway.errors import TooLarge, called
-from gateway.tools import calls_schema, definition, offered
+from gateway.tools import definition, forced_form, offered, places_of
 from twinlens.v1 import llm_pb2, media_pb2
 
 _CHOICE = (
@@ -133,7 +132,7 @@ def names_of(asked: SamplingFields) -> dict[str, str]:
     names = dict.fromkeys(_STRUCTURES, form) if form else {}
     if not isinstance(asked, ChatRequest):
         return names | {"input": "prompt"}
-    names |= {"input": "messages", "media": "messages", "logprobs": "top_logprobs"}
+    names |= {"input": "messages", "media": "messages", "logprobs": "top_logprobs", **places_of(asked)}
     if asked.documents and not asked.chat_template_kwargs:
         names["chat_template_kwargs"] = "documents"
     return names if asked.max_completion_tokens is None else names | {"max_tokens": "max_completion_tokens"}
@@ -144,7 +143,7 @@ def _form_of(asked: SamplingFields) -> str:
     given = next((name for name in _FORMS if getattr(asked, name) is not None), "")
     if given:
         return given
-    if isinstance(asked, ChatRequest) and (isinstance(asked.tool_choice, NamedTool) or asked.must_call):
+    if isinstance(asked, ChatRequest) and asked.must_call:
         return "tools"
     return "response_format" if asked.response_format is not None else ""
 
@@ -294,19 +293,15 @@ def chat_request(asked: ChatRequest, request_id: str) -> llm_pb2.GenerateRequest
     if asked.logprobs:
         params.logprobs = asked.top_logprobs or 0
     tools = offered(asked)
-    must_call = isinstance(asked.tool_choice, NamedTool) or asked.must_call
-    if asked.response_format is not None and not must_call:  # in such a turn calls are the answer
+    if forced := forced_form(asked):
+        _set_form(params, "json_schema", forced)
+    elif asked.response_format is not None:  # in a turn that must be calls, these are the answer
         set_response_format(params, asked.response_format)
-    if isinstance(asked.tool_choice, NamedTool):
-        _set_form(params, "json_schema", _json(tools[0].function.parameters or {"type": "object"}))
-    elif asked.must_call:
-        max_items = 1 if asked.parallel_tool_calls is False else None
-        _set_form(params, "json_schema", calls_schema([tool.function for tool in tools], max_items))
     chat = chat_input(asked.messages, asked.media_settings, asked.template_settings, "messages")
     chat.reasoning_effort = asked.reasoning_effort or chat.reasoning_effort
     chat.continue_final_message = continues(asked.continue_final_message, asked.add_generation_prompt)
     chat.tools.extend(definition(tool.function) for tool in tools)
-    chat.calls_or_form = bool(tools) and not must_call and params.WhichOneof("structured") == "json_schema"
+    chat.calls_or_form = bool(tools) and not forced and params.WhichOneof("structured") == "json_schema"
     given = {"session_id": asked.prompt_cache_key or "", "return_prompt_token_ids": bool(asked.return_token_ids)}
     return generate_request(asked, params, request_id, chat=chat, **given)
 

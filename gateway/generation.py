@@ -28,6 +28,7 @@ _FIRST_DELAY, _LONGEST_DELAY = 0.1, 1.0
 """Seconds between looks for a service that can go on with an answer."""
 _STOPPED = "CALL_ENDED"
 """The reason of a service that stops in order: no request is to blame."""
+_NOT_COMPILED = "BAD_STRUCTURE", "STRUCTURE_TOO_LARGE"
 
 Outcome: TypeAlias = Literal["taken_over", "too_many", "not_kept", "no_service"]
 Event: TypeAlias = llm_pb2.GenerateResponse
@@ -63,14 +64,20 @@ class Generations:
         """Bytes of requests whose answers another service could go on with."""
 
     async def events(
-        self, request: llm_pb2.GenerateRequest, context: RequestContext, on_start: Callable[[], None] = lambda: None
+        self,
+        request: llm_pb2.GenerateRequest,
+        context: RequestContext,
+        on_start: Callable[[], None] = lambda: None,
+        *,
+        otherwise: str = "",
     ) -> AsyncGenerator[Event]:
         """The events of a generation, as if one service had sent them. One that cannot be reached, or is down, before
         the first event is passed over for another; one that ends later is followed by another, which goes on with the
         answer. `on_start` is called with the first event, when the request is no longer held on its caller's account.
+        A schema of the answer that is refused is exchanged for the other one, if any.
         Closing the iterator ends the call, and the service then stops its work. Raises TwinlensError."""
         request.cache_salt = context.caller.salt(request.cache_salt)
-        one = _Generation(self, request, await key_of(request), context, on_start)
+        one = _Generation(self, request, await key_of(request), context, on_start, otherwise)
         del request
         service = one.first_service()
         try:
@@ -190,6 +197,7 @@ class _Generation:
         key: bytes,
         context: RequestContext,
         on_start: Callable[[], None],
+        otherwise: str,
     ) -> None:
         self._owner = owner
         self._services = owner.services
@@ -198,6 +206,7 @@ class _Generation:
         self._metadata = context.metadata
         self._caller = context.caller.name
         self._on_start = on_start
+        self._otherwise = otherwise
         self._on_progress = context.gets_on
         self._deadline = time.perf_counter() + owner.limits.longest_seconds
         self._most = owner.limits.most
@@ -284,6 +293,9 @@ class _Generation:
         TwinlensError where it is asked nowhere."""
         if self._pause is None:
             assert failure is not None
+            if self._has_other_form(failure):
+                self._offered.clear()
+                return service
             if not self.answer.begun:
                 try:
                     return self._services.elsewhere(failure, self.answer.model, self._key, self._offered)
@@ -299,6 +311,14 @@ class _Generation:
         if self._handovers > self._most:
             raise self._given_up(self._pause, "too_many")
         return await self._successor(self._pause)
+
+    def _has_other_form(self, failure: TwinlensError) -> bool:
+        """Whether it is asked for in another form than the one that cannot be compiled."""
+        if self.answer.begun or failure.reason not in _NOT_COMPILED or not self._otherwise:
+            return False
+        assert self._request is not None
+        self._request.sampling.json_schema, self._otherwise = self._otherwise, ""
+        return True
 
     def _broken_off(self, service: LlmService, failure: TwinlensError) -> _Pause:
         """The answer has stopped. Raises the failure where another service would fare no better, or is not wanted."""

@@ -7,8 +7,9 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from common.call_schema import one_call
+from common.call_schema import of_arguments, one_call
 from common.errors import InvalidInput
+from common.json_gaps import leniently
 from gateway.api.chat_request import AllowedTools, ChatRequest, Function, NamedTool, Tool
 from gateway.tool_parsers.tool_format import ToolFormat
 from twinlens.v1 import llm_pb2
@@ -80,8 +81,43 @@ def definition(function: Function) -> llm_pb2.ToolDefinition:
     )
 
 
-def calls_schema(functions: Sequence[Function], max_items: int | None) -> str:
-    """What an answer looks like that is one or more calls, at most so many."""
-    call, definitions = one_call([(function.name, function.parameters) for function in functions], "parameters")
-    bound = {} if max_items is None else {"maxItems": max_items}
-    return to_json({"$defs": definitions, "type": "array", "items": call, "minItems": 1, **bound}).decode()
+def forced_form(body: ChatRequest) -> str:
+    """The schema of an answer that must be calls; empty where it need not. What of a function's parameters cannot be
+    compiled is left out where none is strict."""
+    if not body.must_call:
+        return ""
+    functions = [tool.function for tool in offered(body)]
+    form = _form(body, functions, [each.parameters for each in functions])
+    return to_json(form if any(each.strict for each in functions) else leniently(form)).decode()
+
+
+def loose_form(body: ChatRequest) -> str:
+    """The same where it cannot be compiled at all: the arguments of functions that are not strict are any object; empty
+    where all are."""
+    functions = [tool.function for tool in offered(body)] if body.must_call else []
+    if all(each.strict for each in functions):
+        return ""
+    return to_json(_form(body, functions, [each.parameters if each.strict else None for each in functions])).decode()
+
+
+def _form(
+    body: ChatRequest, functions: Sequence[Function], parameters: Sequence[dict[str, Any] | None]
+) -> dict[str, Any]:
+    """That of calls of these functions, each with these parameters."""
+    if isinstance(body.tool_choice, NamedTool):
+        return of_arguments(parameters[0])
+    names = [function.name for function in functions]
+    call, definitions = one_call(list(zip(names, parameters, strict=True)), "parameters")
+    most = {"maxItems": 1} if body.parallel_tool_calls is False else {}
+    return {"$defs": definitions, "type": "array", "items": call, "minItems": 1, **most}
+
+
+def places_of(body: ChatRequest) -> dict[str, str]:
+    """What the caller calls the fields of functions, where the model is not told of all."""
+    places = {id(tool): place for place, tool in enumerate(body.tools or ())}
+    return {
+        f"tools[{number}].function.{field}": f"tools[{places[id(tool)]}].function.{field}"
+        for number, tool in enumerate(offered(body))
+        if places[id(tool)] != number
+        for field in ("name", "parameters", "strict")
+    }

@@ -30,7 +30,7 @@ from gateway.request_context import context_of
 from gateway.services import LlmServices
 from gateway.stream import DONE, Chunks, EventStream, Last, json_answer
 from gateway.tool_parsers.tool_format import ToolFormat
-from gateway.tools import functions_of, tool_format
+from gateway.tools import functions_of, loose_form, tool_format
 from twinlens.v1 import llm_pb2
 
 
@@ -173,7 +173,8 @@ class Chat:
             convert.form_of_answer(message),
             bool(body.stream),
         )
-        generation = self._generations.events(message, context, context.body_lease.release)
+        otherwise = await context.made(loose_form, body)
+        generation = self._generations.events(message, context, context.body_lease.release, otherwise=otherwise)
         events = convert.named_by(convert.names_of(body), generation)
         if asked.prompt_scores is not None:
             events = collected(events, asked.prompt_scores)

@@ -342,7 +342,9 @@ class ChatRequest(SamplingFields):
     def must_call(self) -> bool:
         """The answer is calls."""
         choice = self.tool_choice
-        return choice == "required" or (isinstance(choice, AllowedTools) and choice.allowed_tools.mode == "required")
+        if isinstance(choice, AllowedTools):
+            return choice.allowed_tools.mode == "required"
+        return choice == "required" or isinstance(choice, NamedTool)
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatRequest:

@@ -19,7 +19,7 @@ from gateway.output_parser import OutputParser
 from gateway.request_context import RequestContext, context_of
 from gateway.services import LlmServices
 from gateway.stream import EventStream, Last, event, json_answer
-from gateway.tools import functions_of, tool_format
+from gateway.tools import functions_of, loose_form, places_of, tool_format
 from twinlens.v1 import llm_pb2
 
 _VERSIONS = ("2023-06-01", "2026-10-21")
@@ -56,7 +56,9 @@ class Messages:
             **convert.form_of_answer(message),
         )
         answer = Answer(context.id, name, asked.max_tokens, parser)
-        generation = self._generations.events(message, context, context.body_lease.release)
+        otherwise = await context.made(loose_form, body)
+        made = self._generations.events(message, context, context.body_lease.release, otherwise=otherwise)
+        generation = convert.named_by(places_of(body), made)
         stream = asked.stream
         del message, body, asked
         told = _told(generation, answer, places)

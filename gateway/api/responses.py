@@ -22,7 +22,7 @@ from gateway.output_parser import OutputParser
 from gateway.request_context import context_of
 from gateway.services import LlmServices
 from gateway.stream import EventStream, event, json_answer
-from gateway.tools import functions_of, tool_format
+from gateway.tools import functions_of, loose_form, tool_format
 from twinlens.v1 import llm_pb2
 
 
@@ -53,7 +53,8 @@ class Responses:
             **convert.form_of_answer(message),
         )
         output = Output(asked, context.id, name, parser)
-        answer = self._generations.events(message, context, context.body_lease.release)
+        otherwise = await context.made(loose_form, body)
+        answer = self._generations.events(message, context, context.body_lease.release, otherwise=otherwise)
         generation = convert.named_by(convert.names_of(body), answer)
         stream = asked.stream
         del message, body, asked

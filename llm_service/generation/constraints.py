@@ -3,19 +3,23 @@ reasoning."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from common import tasks
+from common.call_schema import of_arguments
 from common.errors import InvalidInput
 from llm_service.generation.choices import Choice
 from llm_service.grammar.compiler import Compiler
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.reasoning import CallSign, ReasoningCounter
-from llm_service.request import ChatPrompt, PromptLayout, Request, Trigger
+from llm_service.request import ChatPrompt, PromptLayout, Request, Structure, Trigger
 
+_MOST_TRIED = 32
+"""Strict functions that are compiled one by one where together they cannot be."""
 _FEW_LETTERS = 2048
 """Bad words of so many letters are looked up on the event loop: in less than a millisecond."""
 
@@ -67,8 +71,21 @@ class Constraints:
         try:
             made = await self._compiler.grammar(structure, request.salt, request.salt or request.peer)
         except InvalidInput as error:
-            raise error.at("chat.tools") if calls else error from None
+            at_fault = await self._strict_at_fault(request)
+            raise at_fault or (error.at("chat.tools") if calls else error) from None
         return _sampled(request, grammar=made.grammar, grammar_bytes=made.bytes, grammar_trigger=trigger)
+
+    async def _strict_at_fault(self, request: Request) -> InvalidInput | None:
+        """The refusal of the first strict function whose parameters cannot be compiled by themselves, of a few."""
+        tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else ()
+        strict = [(number, tool.parameters) for number, tool in enumerate(tools) if tool.strict]
+        for number, parameters in strict[:_MOST_TRIED]:
+            alone = Structure("json_schema", json.dumps(of_arguments(parameters)))
+            try:
+                await self._compiler.grammar(alone, request.salt, request.salt or request.peer)
+            except InvalidInput as error:
+                return error.at(f"chat.tools[{number}].parameters")
+        return None
 
     def _bounded(self, request: Request) -> Request:
         """The request, whose reasoning ends in time."""

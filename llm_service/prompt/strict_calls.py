@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from common.call_schema import one_call
+from common.call_schema import of_arguments, one_call
 from common.errors import InvalidInput
 from common.json_gaps import with_short_gaps
 from llm_service.prompt.chat_template import ChatTemplate
@@ -103,7 +103,7 @@ def _by_name(tools: Sequence[ToolDefinition], head: str, end: str) -> str:
     """One of the functions: what stands before its arguments, these, and what stands behind them."""
     lines = ["start: " + " | ".join(f"call{number}" for number in range(len(tools)))]
     for number, tool in enumerate(tools):
-        schema = (tool.parameters if tool.strict else None) or {"type": "object"}
+        schema = of_arguments(tool.parameters if tool.strict else None)
         lines += [
             f"call{number}: {head.format(number)} arguments{number} {end}".rstrip(),
             f"name{number}: {json.dumps(tool.name, ensure_ascii=False)}",

@@ -183,8 +183,8 @@ def test_a_field_that_nobody_knows_is_refused_by_name(door: Scripted) -> None:
 
 def test_fields_that_go_together(door: Scripted) -> None:
     assert post(door, **TOGETHER["top_logprobs"]).asked.sampling.logprobs == 3
-    assert '"minItems":1}' in post(door, **TOGETHER["tool_choice"]).asked.sampling.json_schema
-    assert '"maxItems":1}' in post(door, **TOGETHER["parallel_tool_calls"]).asked.sampling.json_schema
+    assert '"minItems":1,"x' in post(door, **TOGETHER["tool_choice"]).asked.sampling.json_schema
+    assert '"maxItems":1,"x' in post(door, **TOGETHER["parallel_tool_calls"]).asked.sampling.json_schema
     for pair in (
         {"top_logprobs": 3},
         {"max_tokens": 1, "max_completion_tokens": 2},

@@ -43,7 +43,9 @@ SERVICES: Any = services()
 class Answering:
     """What surfaces ask: it says nothing but a token that it is made to, and embeds all as one number."""
 
-    async def events(self, request: llm_pb2.GenerateRequest, *_: Any) -> AsyncGenerator[llm_pb2.GenerateResponse]:
+    async def events(
+        self, request: llm_pb2.GenerateRequest, *_: Any, **__: Any
+    ) -> AsyncGenerator[llm_pb2.GenerateResponse]:
         yield llm_pb2.GenerateResponse(started=llm_pb2.GenerateStarted())
         forced = request.sampling.logit_bias
         delta = llm_pb2.GenerateDelta(token_ids=forced, logprobs=[llm_pb2.TokenLogprobs(logprob=-1)] * len(forced))
