@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import inspect
 import json
 import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NoReturn, TypeVar
 
@@ -86,9 +87,10 @@ def option(
     maximum: float | None = None,
     secret: bool = False,
     required: bool = False,
+    group: str = "",
 ) -> Any:
     """Declares a field of a configuration class; bounds are inclusive, a secret's default is not shown, nor that of a
-    field that is required."""
+    field that is required. The help shows it, and those declared after it in its class, under the title `group`."""
     metadata = {
         "help": help,
         "parse": parse,
@@ -97,6 +99,7 @@ def option(
         "maximum": maximum,
         "secret": secret,
         "required": required,
+        "group": group,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -124,8 +127,11 @@ def load(
         if name.startswith(prefix + "_") and name not in known and not _is_service_link(name, environ[name]):
             meant = _nearest(name, known)
             parser.error(f"the environment variable {name} names no option" + (f": is {meant} meant?" if meant else ""))
-    for field in fields:
-        _add(parser, field, hints[field.name], f"{prefix}_{field.name.upper()}")
+    groups: dict[str, argparse._ActionsContainer] = {"": parser}
+    for title, field in _by_group(kind):
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        _add(groups[title], field, hints[field.name], f"{prefix}_{field.name.upper()}")
     # A variable is read as a flag is, so that both are checked alike; then the flags have the last word.
     # An empty one says nothing: compose files and charts set variables that nobody has given a value.
     stated = {name: [f"{_flag(known[name])}={value}"] for name, value in environ.items() if value and name in known}
@@ -177,7 +183,18 @@ def _program(kind: type) -> str:
     return f"python -m {kind.__module__.split('.')[0]}"
 
 
-def _add(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hint: Any, variable: str) -> None:
+def _by_group(kind: type) -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+    """The fields, each with its group's title: the class's own before those of its bases, of these the last first."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for declaring in (kind, *reversed(kind.__mro__[1:])):
+        title = ""
+        for name in inspect.get_annotations(declaring):
+            if (field := fields.pop(name, None)) is not None:
+                title = field.metadata["group"] or title
+                yield title, field
+
+
+def _add(container: argparse._ActionsContainer, field: dataclasses.Field[Any], hint: Any, variable: str) -> None:
     about = field.metadata
     shown = "hidden" if about["secret"] and field.default else field.default
     if isinstance(shown, tuple):
@@ -193,7 +210,7 @@ def _add(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hint: A
         settings |= {"nargs": "?", "const": True}
     if typing.get_origin(hint) is tuple:  # a list may be given in one flag or in several
         settings["action"] = _Join
-    parser.add_argument(_flag(field.name), **settings)
+    container.add_argument(_flag(field.name), **settings)
 
 
 class _Join(argparse.Action):

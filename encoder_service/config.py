@@ -22,8 +22,11 @@ _LEAST_DECODER_BYTES, _MOST_DECODER_BYTES = 1 << 30, 4 << 30
 class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
     """Options of `python -m encoder_service`."""
 
+    model: str = option(
+        "", "checkpoint folder, or a name on the Hugging Face hub", required=True, group="what is served, and where"
+    )
     listen: str = option("127.0.0.1:7001", LISTEN)
-    model: str = option("", "checkpoint folder, or a name on the Hugging Face hub", required=True)
+    workers: int = option(1, "device workers, each with the whole tower", minimum=1, maximum=64, group="devices")
     device: str = option(
         "auto", "where the vision tower runs: auto, cpu, cuda (each worker on the next GPU), or cuda:N for all workers"
     )
@@ -39,10 +42,15 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
         " multiply in that",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+    threads: int = option(0, "CPU threads of one worker; 0 shares the cores among the workers", minimum=0)
+    core_share: bool = option(
+        True, "on a CPU, divide the cores with other services that would compute on all of the same ones meanwhile"
+    )
     attention: str = option(
         "auto",
         "how the vision tower's attention is computed; auto takes the first that works here, in graphs the fastest",
         choices=("auto", "flash3", "flash", "triton", "numba", "sdpa"),
+        group="how rows are computed",
     )
     kernels: str = option(
         "auto",
@@ -54,38 +62,21 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
         "auto", "CUDA graphs of the vision tower: auto, off, or the numbers of patches to capture, such as 512,1024"
     )
     graph_bytes: int = option(4 << 30, "GPU memory that these may hold in one worker", parse=size, minimum=0)
-    workers: int = option(1, "device workers, each with the whole tower", minimum=1, maximum=64)
-    threads: int = option(0, "CPU threads of one worker; 0 shares the cores among the workers", minimum=0)
-    core_share: bool = option(
-        True, "on a CPU, divide the cores with other services that would compute on all of the same ones meanwhile"
-    )
-    decode_processes: int = option(
-        0, "processes that decode media; 0: one for each core beside those of --workers, 2 to 8", minimum=0, maximum=64
-    )
-    decode_seconds: float = option(
-        60.0,
-        "longest that one media file may keep decode processes at work, to look at it and to decode it",
-        minimum=0.1,
-    )
-    decode_memory_bytes: int = option(
-        0,
-        "memory that one decode process may map beside the staging memory; 0: half of what the container may take, 1 to"
-        " 4 GiB",
-        parse=size,
-        minimum=0,
-    )
     start_seconds: float = option(
         600.0,
         "longest that a worker may take to load the vision tower, or a decode process to start, before it is ended",
         minimum=0.1,
+        group="workers that fail",
     )
-    worker_seconds: float = option(300.0, "longest that one batch may take before its worker is replaced", minimum=1)
     worker_patience_seconds: float = option(
         15.0,
         "a batch may take this long, or 20 times what such a batch took lately, before its worker counts as hung",
         minimum=1,
     )
-    store_bytes: int = option(1 << 30, "memory for computed rows", parse=size, minimum=1 << 16)
+    worker_seconds: float = option(300.0, "longest that one batch may take before its worker is replaced", minimum=1)
+    store_bytes: int = option(
+        1 << 30, "memory for computed rows", parse=size, minimum=1 << 16, group="rows that are kept"
+    )
     shared_store: str = option(
         "",
         "Redis or Valkey server that replicas share rows through, as redis://, rediss:// (TLS), valkey(s):// or unix://",
@@ -101,36 +92,58 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
     shared_wait_seconds: float = option(
         5.0, "longest wait for rows that another replica is computing, before they are computed here too", minimum=0.1
     )
+    decode_processes: int = option(
+        0,
+        "processes that decode media; 0: one for each core beside those of --workers, 2 to 8",
+        minimum=0,
+        maximum=64,
+        group="decoding",
+    )
+    decode_seconds: float = option(
+        60.0,
+        "longest that one media file may keep decode processes at work, to look at it and to decode it",
+        minimum=0.1,
+    )
+    decode_memory_bytes: int = option(
+        0,
+        "memory that one decode process may map beside the staging memory; 0: half of what the container may take, 1 to"
+        " 4 GiB",
+        parse=size,
+        minimum=0,
+    )
     staging_bytes: int = option(1 << 30, "memory for media on the way to a worker", parse=size, minimum=1 << 16)
+    batch_patches: int = option(16_384, "patches that are packed into one pass", minimum=4, group="passes")
+    batch_items: int = option(64, "items that are packed into one pass", minimum=1)
     max_patches_per_call: int = option(
         65_536, "most patches of one picture or frame group; bounds a worker's memory", minimum=4
     )
-    batch_patches: int = option(16_384, "patches that are packed into one pass", minimum=4)
-    batch_items: int = option(64, "items that are packed into one pass", minimum=1)
     pass_seconds: float = option(
         0.25,
         "longest that a pass of several items or frame groups should take, by the pace of late; 0: any time",
         minimum=0.0,
-    )
-    stall_seconds: float = option(60.0, "longest that a caller may take to accept one message", minimum=0.1)
-    shared_memory: bool = option(True, "hand rows to LLM services of the same user on the same host by shared memory")
-    local_dir: str = option(
-        "", "folder for the socket that hands them out, for containers to share; by default an abstract socket"
-    )
-    nixl: str = option(
-        "",
-        "have LLM services with the same option read rows from the store by NIXL, by RDMA where the network has it: UCX"
-        " for InfiniBand and RoCE, LIBFABRIC for EFA; whoever reaches its ports can read and write the store",
-        choices=BACKENDS,
     )
     device_pool_bytes: int = option(
         0,
         "GPU memory of each worker that keeps rows for LLM services with --row-mirror, by CUDA IPC; 0: none",
         parse=size,
         minimum=0,
+        group="rows on their way",
+    )
+    shared_memory: bool = option(True, "hand rows to LLM services of the same user on the same host by shared memory")
+    local_dir: str = option(
+        "", "folder for the socket that hands them out, for containers to share; by default an abstract socket"
     )
     lease_seconds: float = option(10.0, "longest that a reader may take to copy rows from our memory", minimum=0.1)
-    max_queued_items: int = option(1024, "items held at once; further ones are refused", minimum=1)
+    nixl: str = option(
+        "",
+        "have LLM services with the same option read rows from the store by NIXL, by RDMA where the network has it: UCX"
+        " for InfiniBand and RoCE, LIBFABRIC for EFA; whoever reaches its ports can read and write the store",
+        choices=BACKENDS,
+    )
+    stall_seconds: float = option(60.0, "longest that a caller may take to accept one message", minimum=0.1)
+    max_queued_items: int = option(
+        1024, "items held at once; further ones are refused", minimum=1, group="what may wait"
+    )
     max_queued_bytes: int = option(1 << 30, "media bytes held at once", parse=size, minimum=1)
 
     def validate(self) -> None:

@@ -19,18 +19,22 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:]+\]|[a-z0-9._-]+)(:[0-9]{
 class GatewayConfig:
     """Everything that `python -m gateway` can be told."""
 
-    listen: str = option("127.0.0.1:8000", "address to serve HTTP on; port 0 picks a free one")
+    listen: str = option(
+        "127.0.0.1:8000", "address to serve HTTP on; port 0 picks a free one", group="what is served, and where"
+    )
     llm: tuple[str, ...] = option(
         ("127.0.0.1:7002",), "LLM services: host:port, dns:///name:port or file:///path, comma-separated", parse=words
     )
     page: bool = option(True, "serve the page to try it on, at /")
     allow_lora_updates: bool = option(False, "callers may load and unload LoRA adapters, at every LLM service")
     allow_cache_resets: bool = option(False, "callers may empty the caches of every LLM service")
+    auth_token_file: str = option(
+        "",
+        "file of bearer tokens, one a line, or of callers' names, a tab and their tokens; callers must send one",
+        group="callers",
+    )
     tls_cert: str = option("", "PEM certificate chain; with --tls-key, the port speaks TLS alone")
     tls_key: str = option("", "PEM private key of --tls-cert")
-    auth_token_file: str = option(
-        "", "file of bearer tokens, one a line, or of callers' names, a tab and their tokens; callers must send one"
-    )
     allow_origins: tuple[str, ...] = option(
         (), "origins whose pages may ask from a browser: https://host[:port], comma-separated, or *", parse=words
     )
@@ -40,20 +44,16 @@ class GatewayConfig:
         " addresses, and those of --allow-origins",
         parse=words,
     )
-    llm_ca: str = option("", "PEM roots of the LLM services' certificates; turns TLS on towards them")
+    llm_ca: str = option(
+        "", "PEM roots of the LLM services' certificates; turns TLS on towards them", group="LLM services"
+    )
     llm_cert: str = option("", "PEM client certificate shown to LLM services")
     llm_key: str = option("", "PEM private key of --llm-cert")
     llm_token: str = option("", "bearer token sent to LLM services", secret=True)
     llm_token_file: str = option("", "file that holds that token; of several, one a line, the first")
-    request_seconds: float = option(
-        600.0, "longest that a request may take to the first token of its answer, and from one to the next", minimum=0.1
+    max_requests: int = option(
+        512, "requests under way; further ones are refused at once", minimum=1, group="bounds of requests"
     )
-    answer_seconds: float = option(
-        86400.0, "longest that a request may take whose answer gets on, its last token included", minimum=0.1
-    )
-    grace_seconds: float = option(30.0, "on SIGTERM, running requests get this long to finish", minimum=0)
-    max_requests: int = option(512, "requests under way; further ones are refused at once", minimum=1)
-    max_connections: int = option(2048, "open connections; further ones are closed at once", minimum=1)
     max_prompts: int = option(
         2048, "prompts of one request for completions or embeddings, or documents to score", minimum=1
     )
@@ -66,6 +66,7 @@ class GatewayConfig:
         " with one prompt does not wait for them",
         minimum=1,
     )
+    max_connections: int = option(2048, "open connections; further ones are closed at once", minimum=1)
     max_body_bytes: int = option(64 << 20, "largest body of a request", parse=size, minimum=1 << 10)
     max_inflight_bytes: int = option(
         512 << 20, "bytes of bodies that are here, or coming, at once; further ones are refused", parse=size, minimum=1
@@ -78,8 +79,17 @@ class GatewayConfig:
     answer_stall_seconds: float = option(
         30.0, "a caller who takes nothing of an answer for this long is given up", minimum=0.1
     )
+    request_seconds: float = option(
+        600.0, "longest that a request may take to the first token of its answer, and from one to the next", minimum=0.1
+    )
+    answer_seconds: float = option(
+        86400.0, "longest that a request may take whose answer gets on, its last token included", minimum=0.1
+    )
     max_handovers: int = option(
-        2, "LLM services that may end under one answer, each followed by another that goes on with it", minimum=0
+        2,
+        "LLM services that may end under one answer, each followed by another that goes on with it",
+        minimum=0,
+        group="answers whose LLM service ends",
     )
     handover_seconds: float = option(
         60.0, "an answer whose LLM service has ended waits this long for one that can go on with it", minimum=0
@@ -89,6 +99,9 @@ class GatewayConfig:
         "bytes of requests that are kept for that until their answers end; beyond, an answer ends with its service",
         parse=size,
         minimum=0,
+    )
+    grace_seconds: float = option(
+        30.0, "on SIGTERM, running requests get this long to finish", minimum=0, group="the end, and the log"
     )
     log_level: str = option("info", "what is logged", choices=("debug", "info", "warning", "error"))
 

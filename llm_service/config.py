@@ -42,71 +42,25 @@ class Meeting:
 class LlmConfig(ServerConfig):
     """Everything that `python -m llm_service` can be told."""
 
+    model: str = option(
+        "", "checkpoint folder, or a name on the Hugging Face hub", required=True, group="what is served, and where"
+    )
     listen: str = option("127.0.0.1:7002", LISTEN)
-    model: str = option("", "checkpoint folder, or a name on the Hugging Face hub", required=True)
-    served_model_name: tuple[str, ...] = option(
-        (),
-        "names that requests may ask for, comma-separated, of which the first is the model's; by default the folder's,"
-        " or that on the hub",
-        parse=words,
-    )
-    generation_config: str = option(
-        "auto",
-        "what sampling is like where requests do not say: auto is by the checkpoint's generation_config.json, none by"
-        " no file, else by that of this folder",
-    )
-    override_generation_config: Mapping[str, Any] | None = option(
-        None,
-        "parameters that go before those of that file, as a JSON object; max_new_tokens bounds every answer",
-        parse=json_object,
-    )
-    chat_template: str = option("", "file with a chat template (Jinja), in place of the checkpoint's own")
-    default_chat_template_kwargs: Mapping[str, Any] | None = option(
-        None,
-        "variables of the chat template where requests do not say, as a JSON object",
-        parse=json_object,
-    )
-    tool_call_parser: str = option(
-        "auto",
-        "how the model writes calls; auto is as its chat template shows",
-        choices=("auto", *TOOL_CALL_PARSERS),
-    )
-    reasoning_parser: str = option(
-        "auto",
-        "what stands around the model's reasoning; auto is as its chat template shows",
-        choices=("auto", *REASONING_PARSERS),
-    )
     encoders: tuple[str, ...] = option(
         (), "encoders: host:port, dns:///name:port or file:///path, comma-separated", parse=words
     )
-    device: str = option("auto", "auto, cpu or cuda:N; auto is cuda:0 where there is a GPU")
+    device: str = option("auto", "auto, cpu or cuda:N; auto is cuda:0 where there is a GPU", group="devices and ranks")
+    threads: int = option(0, "CPU threads of each rank; 0: the cores shared out", minimum=0)
+    core_share: bool = option(
+        True, "on a CPU, divide the cores with other services that would compute on all of the same ones meanwhile"
+    )
     dtype: str = option(
         "auto",
         "weights and rows; auto is bfloat16 on GPUs, and on CPUs with AVX512-BF16 where the checkpoint is stored in it;"
         " else float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
-    weight_dtype: str = option(
-        "",
-        "int8 rounds matrices to 8 bits when they are loaded, and w8a8, on GPUs and CPUs with AVX512-VNNI, what a"
-        " layer's are multiplied with as well; by default they are as --dtype",
-        choices=("", "int8", "w8a8"),
-    )
     tp: int = option(1, "tensor-parallel ranks, each with a GPU of its own, or sharing the CPU", minimum=1)
-    start_seconds: float = option(
-        1800.0,
-        "longest that the engine may take to load the model, the wait for ranks of other hosts included, before it is"
-        " ended",
-        minimum=0.1,
-    )
-    step_seconds: float = option(
-        600.0,
-        "longest that one step may take before the engine is taken for hung, as by its GPU, and replaced",
-        minimum=1,
-    )
-    rank_timeout_seconds: float = option(
-        4.0, "a rank that keeps the others waiting for this long is taken for frozen", minimum=0.1
-    )
     symmetric_memory: bool = option(
         False,
         "ranks on GPUs of one host sum by reading each other's memory, where it is little, and not by NCCL",
@@ -116,7 +70,16 @@ class LlmConfig(ServerConfig):
     )
     node_rank: int = option(-1, "which of them this is, the first one serves; -1: RANK, or 0", minimum=-1)
     rendezvous: str = option("", "where they meet, host:port of the first one; by default MASTER_ADDR:MASTER_PORT")
-    threads: int = option(0, "CPU threads of each rank; 0: the cores shared out", minimum=0)
+    rank_timeout_seconds: float = option(
+        4.0, "a rank that keeps the others waiting for this long is taken for frozen", minimum=0.1
+    )
+    weight_dtype: str = option(
+        "",
+        "int8 rounds matrices to 8 bits when they are loaded, and w8a8, on GPUs and CPUs with AVX512-VNNI, what a"
+        " layer's are multiplied with as well; by default they are as --dtype",
+        choices=("", "int8", "w8a8"),
+        group="how it is computed",
+    )
     attention: str = option(
         "auto",
         "what computes attention: triton or flash on GPUs, numba or torch on CPUs",
@@ -128,8 +91,22 @@ class LlmConfig(ServerConfig):
         " with wait the service is ready when they are, torch does without",
         choices=("auto", "wait", "torch"),
     )
+    graphs: str = option("auto", "CUDA graphs of the decoder, where there is a GPU", choices=("auto", "off"))
+    graph_bytes: int = option(1 << 30, "GPU memory that these may hold, on each rank", parse=size, minimum=0)
     compile: bool = option(
         False, "have torch compile the layers, but for attention: a slower start; for one rank on a GPU"
+    )
+    step_seconds: float = option(
+        600.0,
+        "longest that one step may take before the engine is taken for hung, as by its GPU, and replaced",
+        minimum=1,
+        group="engines that fail",
+    )
+    start_seconds: float = option(
+        1800.0,
+        "longest that the engine may take to load the model, the wait for ranks of other hosts included, before it is"
+        " ended",
+        minimum=0.1,
     )
     spare_engine: bool = option(
         False, "keep another engine process that has everything imported: after a crash it serves in half the time"
@@ -140,8 +117,13 @@ class LlmConfig(ServerConfig):
     handover_seconds: float = option(
         60.0, "how long requests wait for the next engine, those that come meanwhile included", minimum=0.0
     )
-    graphs: str = option("auto", "CUDA graphs of the decoder, where there is a GPU", choices=("auto", "off"))
-    graph_bytes: int = option(1 << 30, "GPU memory that these may hold, on each rank", parse=size, minimum=0)
+    kv_memory_share: float = option(
+        0.0,
+        "share of the memory that the largest step leaves free; 0: 0.9 of a GPU's, 0.4 of a CPU's",
+        minimum=0.0,
+        maximum=1.0,
+        group="memory",
+    )
     kv_cache_dtype: str = option(
         "auto",
         "what keys and values are kept in: as --dtype; int8, with a scale for each token and head; or fp8, e4m3",
@@ -150,12 +132,111 @@ class LlmConfig(ServerConfig):
     kv_cache_bytes: int = option(
         0, "memory for KV blocks, on each rank; 0: --kv-memory-share of what is free", parse=size, minimum=0
     )
+    snapshot_share: float = option(
+        0.2,
+        "of the memory for KV blocks, what snapshots of states take, in models whose layers have states",
+        minimum=0.0,
+        maximum=0.9,
+    )
+    block_size: int = option(16, "tokens of a KV block", minimum=1, maximum=256)
+    prefix_cache: bool = option(True, "use computed KV blocks again for prompts that begin alike")
+    max_context: int = option(
+        0,
+        "longest prompt and output together, in tokens, if the model and the cache allow it; 0: what they allow",
+        minimum=0,
+    )
+    row_cache_bytes: int = option(512 << 20, "shared memory for embedding rows", parse=size, minimum=1 << 16)
+    max_step_tokens: int = option(
+        0,
+        "tokens computed in one step: bounds how long a prefill delays decodes; 0: 512 on a CPU, 4096 on a GPU, 8192 "
+        "where that has 60 GiB, and more where a model computes more at once of an item or a prompt",
+        minimum=0,
+        group="steps, and what waits for them",
+    )
+    decode_slowdown: float = option(
+        0.0,
+        "a running answer's tokens come at most so many times as far apart as alone while prompts are computed; 0: any",
+        minimum=0.0,
+    )
+    max_running: int = option(0, "sequences computed at once; 0: 64 on a CPU, 256 on a GPU", minimum=0)
+    max_requests: int = option(
+        0,
+        "requests served or waiting; further ones are refused at once; 0: twice --max-running, and --max-waiting and"
+        " --max-waiting-media",
+        minimum=0,
+    )
+    max_waiting: int = option(
+        256,
+        "requests that wait for their first token, besides those of --max-waiting-media; further ones are refused at"
+        " once",
+        minimum=1,
+    )
+    max_waiting_tokens: int = option(
+        1 << 20,
+        "prompt tokens of requests that wait, and so many of those that wait for their media; a request that would pass"
+        " this is refused at once",
+        minimum=1,
+    )
+    max_waiting_media: int = option(
+        192,
+        "requests that wait for encoders' rows of their media, or for room for them; further ones are refused at once,"
+        " while texts, and media whose rows are here, go on",
+        minimum=1,
+    )
+    keep_media_whole: bool = option(
+        False, "a step computes all of a picture's or frame group's rows or none, where they fit a step"
+    )
+    early_prefill_tokens: int = option(
+        64, "prefill a prompt whose rows are not all here by at least so many tokens; 0: wait for all rows", minimum=0
+    )
+    overlap: str = option(
+        "auto",
+        "plan the next step while one is computed, with the same tokens either way; auto: on GPUs",
+        choices=("auto", "yes", "no"),
+    )
+    speculative_tokens: int = option(
+        0,
+        "drafts of a sequence that a step verifies at most; the tokens are the same with any number",
+        minimum=0,
+        maximum=32,
+        group="speculative decoding",
+    )
+    speculative_method: str = option(
+        "",
+        "where drafts come from: ngram, what followed a sequence's last tokens where they stood before, the default;"
+        " draft_model, the default where there is a --draft-model; mtp, the checkpoint's own layer for multi-token"
+        " prediction; eagle3, an EAGLE-3 head, which --draft-model names",
+        choices=("", "ngram", "draft_model", "mtp", "eagle3"),
+    )
+    draft_model: str = option(
+        "",
+        "checkpoint folder, or a hub name, of a small model with the same tokenizer that proposes drafts, or of an"
+        " EAGLE-3 head",
+    )
+    video_pruning_rate: float = option(
+        0.0,
+        "share of a video's rows to drop where a request does not say: those that change least from frame to frame",
+        minimum=0.0,
+        group="media of a request",
+    )
+    max_images: int = option(16, "pictures in one request", minimum=0)
+    max_videos: int = option(2, "videos in one request", minimum=0)
+    max_audios: int = option(4, "sounds in one request", minimum=0)
     kv_host_bytes: int = option(
         0,
         "host memory of each rank for computed KV blocks that have to make way for others; 0: they are forgotten",
         parse=size,
         minimum=0,
+        group="KV blocks elsewhere",
     )
+    kv_events: str = option(
+        "",
+        "where to publish by ZeroMQ, as vLLM does, which KV blocks are found here: tcp://*:PORT, or tcp://HOST:PORT of"
+        " a subscriber that waits for it; empty: nowhere",
+    )
+    kv_events_topic: str = option("", "what these begin with, such as kv@HOST:PORT@MODEL for llm-d")
+    kv_events_replay: str = option("", "where subscribers ask for those that they have missed: tcp://*:PORT")
+    kv_events_replay_bytes: int = option(64 << 20, "memory for these", parse=size, minimum=0)
     lend_prefill: bool = option(
         False, "compute prompts for other services of this model, which read the KV blocks (their --prefill-services)"
     )
@@ -175,131 +256,60 @@ class LlmConfig(ServerConfig):
     prefill_cert: str = option("", "PEM client certificate shown to --prefill-services")
     prefill_key: str = option("", "PEM private key of --prefill-cert")
     prefill_token_file: str = option("", "file that holds the bearer token sent to --prefill-services")
-    snapshot_share: float = option(
-        0.2,
-        "of the memory for KV blocks, what snapshots of states take, in models whose layers have states",
-        minimum=0.0,
-        maximum=0.9,
+    session_seconds: float = option(
+        600.0, "time that a conversation is kept warm after its last turn", minimum=0.0, group="conversations"
     )
-    kv_memory_share: float = option(
-        0.0,
-        "share of the memory that the largest step leaves free; 0: 0.9 of a GPU's, 0.4 of a CPU's",
-        minimum=0.0,
-        maximum=1.0,
+    session_share: float = option(
+        0.25, "of KV blocks and of rows, what one tenant's conversations keep at most", minimum=0.0, maximum=1.0
     )
-    block_size: int = option(16, "tokens of a KV block", minimum=1, maximum=256)
-    prefix_cache: bool = option(True, "use computed KV blocks again for prompts that begin alike")
-    row_cache_bytes: int = option(512 << 20, "shared memory for embedding rows", parse=size, minimum=1 << 16)
-    row_mirror: bool = option(
-        False,
-        "set as much of each rank's GPU aside, for rows of encoders with --device-pool-bytes, by CUDA IPC",
+    max_sessions: int = option(1024, "conversations kept warm; the longest unused gives way", minimum=1)
+    max_tenant_sessions: int = option(64, "of these, conversations of one tenant", minimum=1)
+    served_model_name: tuple[str, ...] = option(
+        (),
+        "names that requests may ask for, comma-separated, of which the first is the model's; by default the folder's,"
+        " or that on the hub",
+        parse=words,
+        group="names, sampling, and the chat template",
     )
-    max_context: int = option(
-        0,
-        "longest prompt and output together, in tokens, if the model and the cache allow it; 0: what they allow",
-        minimum=0,
-    )
-    max_running: int = option(0, "sequences computed at once; 0: 64 on a CPU, 256 on a GPU", minimum=0)
-    max_step_tokens: int = option(
-        0,
-        "tokens computed in one step: bounds how long a prefill delays decodes; 0: 512 on a CPU, 4096 on a GPU, 8192 "
-        "where that has 60 GiB, and more where a model computes more at once of an item or a prompt",
-        minimum=0,
-    )
-    keep_media_whole: bool = option(
-        False, "a step computes all of a picture's or frame group's rows or none, where they fit a step"
-    )
-    core_share: bool = option(
-        True, "on a CPU, divide the cores with other services that would compute on all of the same ones meanwhile"
-    )
-    decode_slowdown: float = option(
-        0.0,
-        "a running answer's tokens come at most so many times as far apart as alone while prompts are computed; 0: any",
-        minimum=0.0,
-    )
-    early_prefill_tokens: int = option(
-        64, "prefill a prompt whose rows are not all here by at least so many tokens; 0: wait for all rows", minimum=0
-    )
-    overlap: str = option(
+    generation_config: str = option(
         "auto",
-        "plan the next step while one is computed, with the same tokens either way; auto: on GPUs",
-        choices=("auto", "yes", "no"),
+        "what sampling is like where requests do not say: auto is by the checkpoint's generation_config.json, none by"
+        " no file, else by that of this folder",
     )
-    speculative_tokens: int = option(
-        0,
-        "drafts of a sequence that a step verifies at most; the tokens are the same with any number",
-        minimum=0,
-        maximum=32,
+    override_generation_config: Mapping[str, Any] | None = option(
+        None,
+        "parameters that go before those of that file, as a JSON object; max_new_tokens bounds every answer",
+        parse=json_object,
     )
-    speculative_method: str = option(
-        "",
-        "where drafts come from: ngram, what followed a sequence's last tokens where they stood before, the default;"
-        " draft_model, the default where there is a --draft-model; mtp, the checkpoint's own layer for multi-token"
-        " prediction; eagle3, an EAGLE-3 head, which --draft-model names",
-        choices=("", "ngram", "draft_model", "mtp", "eagle3"),
+    default_chat_template_kwargs: Mapping[str, Any] | None = option(
+        None,
+        "variables of the chat template where requests do not say, as a JSON object",
+        parse=json_object,
     )
-    draft_model: str = option(
-        "",
-        "checkpoint folder, or a hub name, of a small model with the same tokenizer that proposes drafts, or of an"
-        " EAGLE-3 head",
+    chat_template: str = option("", "file with a chat template (Jinja), in place of the checkpoint's own")
+    tool_call_parser: str = option(
+        "auto",
+        "how the model writes calls; auto is as its chat template shows",
+        choices=("auto", *TOOL_CALL_PARSERS),
     )
-    lora_dir: str = option("", "folder below which LoRA adapters in peft's form may be read; empty: none is served")
+    reasoning_parser: str = option(
+        "auto",
+        "what stands around the model's reasoning; auto is as its chat template shows",
+        choices=("auto", *REASONING_PARSERS),
+    )
+    lora_dir: str = option(
+        "", "folder below which LoRA adapters in peft's form may be read; empty: none is served", group="LoRA adapters"
+    )
     lora_modules: tuple[str, ...] = option(
         (), "adapters to load at the start: name=folder, relative to --lora-dir, comma-separated", parse=words
     )
-    kv_events: str = option(
-        "",
-        "where to publish by ZeroMQ, as vLLM does, which KV blocks are found here: tcp://*:PORT, or tcp://HOST:PORT of"
-        " a subscriber that waits for it; empty: nowhere",
-    )
-    kv_events_topic: str = option("", "what these begin with, such as kv@HOST:PORT@MODEL for llm-d")
-    kv_events_replay: str = option("", "where subscribers ask for those that they have missed: tcp://*:PORT")
-    kv_events_replay_bytes: int = option(64 << 20, "memory for these", parse=size, minimum=0)
     max_loras: int = option(
         8, "adapters that steps compute from at once; the memory of so many slots is set aside", minimum=1, maximum=256
     )
     max_lora_rank: int = option(16, "largest rank of an adapter, which is that of every slot", minimum=1, maximum=512)
     max_loaded_loras: int = option(64, "adapters loaded at once, those in no slot included", minimum=1)
-    max_requests: int = option(
-        0,
-        "requests served or waiting; further ones are refused at once; 0: twice --max-running, and --max-waiting and"
-        " --max-waiting-media",
-        minimum=0,
-    )
-    max_waiting: int = option(
-        256,
-        "requests that wait for their first token, besides those of --max-waiting-media; further ones are refused at"
-        " once",
-        minimum=1,
-    )
-    max_waiting_media: int = option(
-        192,
-        "requests that wait for encoders' rows of their media, or for room for them; further ones are refused at once,"
-        " while texts, and media whose rows are here, go on",
-        minimum=1,
-    )
-    max_waiting_tokens: int = option(
-        1 << 20,
-        "prompt tokens of requests that wait, and so many of those that wait for their media; a request that would pass"
-        " this is refused at once",
-        minimum=1,
-    )
-    max_sessions: int = option(1024, "conversations kept warm; the longest unused gives way", minimum=1)
-    max_tenant_sessions: int = option(64, "of these, conversations of one tenant", minimum=1)
-    session_seconds: float = option(600.0, "time that a conversation is kept warm after its last turn", minimum=0.0)
-    session_share: float = option(
-        0.25, "of KV blocks and of rows, what one tenant's conversations keep at most", minimum=0.0, maximum=1.0
-    )
-    max_prompt_bytes: int = option(1 << 20, "longest prompt text", parse=size, minimum=1)
+    max_prompt_bytes: int = option(1 << 20, "longest prompt text", parse=size, minimum=1, group="bounds of a request")
     max_parts: int = option(4096, "messages of one conversation, and parts of all of them", minimum=1)
-    video_pruning_rate: float = option(
-        0.0,
-        "share of a video's rows to drop where a request does not say: those that change least from frame to frame",
-        minimum=0.0,
-    )
-    max_images: int = option(16, "pictures in one request", minimum=0)
-    max_videos: int = option(2, "videos in one request", minimum=0)
-    max_audios: int = option(4, "sounds in one request", minimum=0)
     max_choices: int = option(8, "n of one request", minimum=1)
     max_logprobs: int = option(20, "logprobs of one request", minimum=0)
     max_stop_texts: int = option(8, "stop texts of one request", minimum=0)
@@ -307,9 +317,10 @@ class LlmConfig(ServerConfig):
     max_bad_words: int = option(128, "bad words of one request", minimum=0)
     max_bad_word_bytes: int = option(256, "longest bad word", minimum=1)
     max_token_ids: int = option(1024, "tokens in stop_token_ids, and in logit_bias, of one request", minimum=0)
-    max_structure_bytes: int = option(64 << 10, "longest schema, regex, grammar or choice", parse=size, minimum=1)
+    max_structure_bytes: int = option(
+        64 << 10, "longest schema, regex, grammar or choice", parse=size, minimum=1, group="structured answers"
+    )
     max_schema_depth: int = option(32, "deepest nesting of a JSON schema", minimum=1)
-    max_structure_depth: int = option(128, "deepest nesting of groups in a regex or grammar", minimum=1)
     max_schema_multiple: int = option(
         10_000,
         "multipleOf of a JSON schema, without decimal point and zeros at the end: the sum of all, the product of what"
@@ -319,11 +330,14 @@ class LlmConfig(ServerConfig):
     max_structure_repeats: int = option(
         65_536, "length of a regex, grammar or schema once what it repeats at least so often is written out", minimum=1
     )
+    max_structure_depth: int = option(128, "deepest nesting of groups in a regex or grammar", minimum=1)
     max_compiled_bytes: int = option(32 << 20, "memory of one compiled structure", parse=size, minimum=1 << 16)
     structure_cache_bytes: int = option(
         128 << 20, "memory for compiled structures that no request uses now", parse=size, minimum=0
     )
-    encode_timeout_seconds: float = option(120.0, "longest that an item's encoding may take", minimum=0.1)
+    encode_timeout_seconds: float = option(
+        120.0, "longest that an item's encoding may take", minimum=0.1, group="encoders, and their rows"
+    )
     encoder_silence_seconds: float = option(
         2.5, "an encoder that says nothing on a stream for this long is taken for frozen", minimum=1.5
     )
@@ -333,7 +347,6 @@ class LlmConfig(ServerConfig):
     encoder_connections: int = option(
         1, "connections to each encoder; with several, a large item's rows come over all of them", minimum=1, maximum=16
     )
-    stall_seconds: float = option(60.0, "longest that a caller may take to accept one message", minimum=0.1)
     shared_memory: bool = option(True, "read rows from the memory of encoders of the same user on the same host")
     local_dir: str = option("", "folder of the sockets through which it is had, where encoders are told a --local-dir")
     nixl: str = option(
@@ -343,11 +356,18 @@ class LlmConfig(ServerConfig):
         choices=BACKENDS,
     )
     nixl_bytes: int = option(64 << 20, "memory for rows on their way by NIXL", parse=size, minimum=4 << 20)
+    row_mirror: bool = option(
+        False,
+        "set as much of each rank's GPU aside, for rows of encoders with --device-pool-bytes, by CUDA IPC",
+    )
     encoder_ca: str = option("", "PEM roots of the encoders' certificates; turns TLS on towards them")
     encoder_cert: str = option("", "PEM client certificate shown to encoders")
     encoder_key: str = option("", "PEM private key of --encoder-cert")
     encoder_token: str = option("", "bearer token sent to encoders", secret=True)
     encoder_token_file: str = option("", "file that holds that token; of several, one a line, the first")
+    stall_seconds: float = option(
+        60.0, "longest that a caller may take to accept one message", minimum=0.1, group="calls"
+    )
 
     @property
     def chosen_device(self) -> str:

@@ -42,18 +42,14 @@ class ServerConfig:
     """Options that every server has."""
 
     listen: str = option("127.0.0.1:0", LISTEN)
-    tls_cert: str = option("", "PEM certificate chain; with --tls-key, the port speaks TLS alone")
+    tls_cert: str = option(
+        "", "PEM certificate chain; with --tls-key, the port speaks TLS alone", group="TLS and tokens"
+    )
     tls_key: str = option("", "PEM private key of --tls-cert")
     tls_client_ca: str = option("", "PEM roots; callers must then show a certificate signed by one of them")
     auth_token: str = option("", "callers must send `authorization: Bearer TOKEN`", secret=True)
     auth_token_file: str = option("", "file of such tokens, one a line, in place of --auth-token; callers send one")
-    grace_seconds: float = option(30.0, "on SIGTERM, running calls get this long to finish", minimum=0)
-    max_message_bytes: int = option(
-        68 << 20, "largest gRPC message accepted", parse=size, minimum=1 << 20, maximum=(1 << 31) - 1
-    )
-    max_concurrent_calls: int = option(
-        1024, "calls served at once; further ones are refused", minimum=1, maximum=(1 << 30) - 1
-    )
+    grace_seconds: float = option(30.0, "on SIGTERM, running calls get this long to finish", minimum=0, group="calls")
     max_inflight_bytes: int = option(
         256 << 20,
         "bytes of requests that are here, or coming, at once; further ones are refused",
@@ -63,7 +59,15 @@ class ServerConfig:
     request_stall_seconds: float = option(
         10.0, "a request whose connection brings less than 64 KiB in this time is given up", minimum=0.1
     )
-    metrics_listen: str = option("", "address to serve Prometheus metrics on, plain HTTP; port 0 picks a free one")
+    max_concurrent_calls: int = option(
+        1024, "calls served at once; further ones are refused", minimum=1, maximum=(1 << 30) - 1
+    )
+    max_message_bytes: int = option(
+        68 << 20, "largest gRPC message accepted", parse=size, minimum=1 << 20, maximum=(1 << 31) - 1
+    )
+    metrics_listen: str = option(
+        "", "address to serve Prometheus metrics on, plain HTTP; port 0 picks a free one", group="monitoring"
+    )
     log_level: str = option("info", "what is logged", choices=("debug", "info", "warning", "error"))
 
     def check_server(self) -> None:

@@ -41,7 +41,10 @@ class FetchConfig:
     """Options of fetching. A host is `example.org`, `*.example.org` or `*`, with `:port` where it is not 80 or 443."""
 
     allow_media_host: tuple[str, ...] = option(
-        (), "hosts that media may be fetched from, as HOST, *.DOMAIN or *, with :PORT if need be", parse=words
+        (),
+        "hosts that media may be fetched from, as HOST, *.DOMAIN or *, with :PORT if need be",
+        parse=words,
+        group="media by address",
     )
     allow_private_media_host: tuple[str, ...] = option(
         (), "the same, for hosts that may be in a private network or on this machine", parse=words

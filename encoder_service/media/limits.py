@@ -19,7 +19,7 @@ MAX_SECONDS = 1e7
 class MediaLimits:
     """Options that bound what is accepted. Areas are in pixels: width times height."""
 
-    max_image_bytes: int = option(20 << 20, "largest encoded picture", parse=size, minimum=1)
+    max_image_bytes: int = option(20 << 20, "largest encoded picture", parse=size, minimum=1, group="limits on media")
     max_video_bytes: int = option(64 << 20, "largest encoded video", parse=size, minimum=1)
     max_image_area: int = option(16_800_000, "largest picture or video frame, in pixels", minimum=16)
     max_video_area: int = option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -155,6 +156,32 @@ def test_help_shows_every_option_with_its_default_and_variable_but_no_secret(
         assert f"TWINLENS_TEST_{field.name.upper()}" in shown
     assert "default: demo" in shown
     assert "s3cret" not in shown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grouped(Options):
+    """Options in groups, before and among those of its base."""
+
+    name: str = option("own", "a name", group="first things")
+    beside: int = option(1, "beside it")
+    depth: int = option(1, "how deep", group="second things")
+
+
+def test_help_shows_groups_in_their_order_and_a_class_before_its_base(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load(Grouped, "TWINLENS_TEST", "A test.", ["--help"], {})
+    shown = capsys.readouterr().out
+    wanted = ["--count", "first things:", "--name", "--beside", "second things:", "--depth"]
+    assert sorted(wanted, key=lambda word: shown.index(f"  {word}" if word[0] == "-" else word)) == wanted
+
+
+@pytest.mark.parametrize("kind", [LlmConfig, EncoderConfig, GatewayConfig])
+def test_every_option_of_a_service_is_in_a_group(capsys: pytest.CaptureFixture[str], kind: type) -> None:
+    with pytest.raises(SystemExit):
+        load(kind, "TWINLENS_TEST", "A service.", ["--help"], {})
+    ungrouped, _, grouped = capsys.readouterr().out.partition("what is served, and where:")
+    assert re.findall(r"^  --[a-z-]+", ungrouped, re.MULTILINE) == []
+    assert len(re.findall(r"^  --[a-z-]+", grouped, re.MULTILINE)) == len(fields(kind))
 
 
 @pytest.mark.parametrize(("kind", "prefix"), [(LlmConfig, "TWINLENS_LLM"), (EncoderConfig, "TWINLENS_ENCODER")])
