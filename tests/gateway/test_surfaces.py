@@ -237,7 +237,7 @@ def test_a_completion_has_the_ids_of_its_tokens_where_that_is_asked_for(door: Tr
     ("fields", "param", "code"),
     [
         ({"prompt": []}, "prompt", "TOO_MANY_PROMPTS"),
-        ({"prompt": ["x"] * 65}, "prompt", "TOO_MANY_PROMPTS"),
+        ({"prompt": ["x"] * 2049}, "prompt", "TOO_MANY_PROMPTS"),
         ({"prompt": [[5], "x"]}, "prompt[1]", "BAD_FIELD"),
         ({"prompt": {"a": 1}}, "prompt", "BAD_FIELD"),
         ({"prompt": "x", "echo": True, "logprobs": 1, "prompt_logprobs": 2, "stream": True}, None, "BAD_FIELD"),
