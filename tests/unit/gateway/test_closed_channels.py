@@ -66,7 +66,7 @@ def context() -> RequestContext:
 
 async def generate(services: LlmServices, words: list[Any]) -> None:
     """Takes in an answer's words as they come."""
-    limits = HandoverLimits(most=3, seconds=60.0, kept_bytes=1 << 20, request_seconds=180.0)
+    limits = HandoverLimits(most=3, seconds=60.0, kept_bytes=1 << 20, longest_seconds=180.0)
     generations = Generations(services, limits, lambda *_: None, lambda *_: None)
     request = llm_pb2.GenerateRequest(chat=v1.ChatInput(messages=[v1.ChatMessage(role="user")]))
     async with aclosing(generations.events(request, context())) as events:
