@@ -84,12 +84,21 @@ def headers_of(error: TwinlensError) -> list[tuple[bytes, bytes]]:
     return headers
 
 
+def code_of(error: TwinlensError) -> str:
+    """What OpenAI's clients know it by."""
+    return _CODES.get(error.reason, error.reason)
+
+
+def param_in(error: TwinlensError) -> str | None:
+    """The field at fault, if there is one."""
+    return error.field[:LONGEST] or None
+
+
 def body_of(error: TwinlensError) -> bytes:
     """`{"error": {"message", "type", "param", "code"}}`; beside it, of what was not done everywhere, `services`."""
     status = status_of(error)
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    code = _CODES.get(error.reason, error.reason)
-    said = {"message": error.message, "type": kind, "param": error.field[:LONGEST] or None, "code": code}
+    said = {"message": error.message, "type": kind, "param": param_in(error), "code": code_of(error)}
     return to_json(
         {"error": said, "services": _services(error)} if isinstance(error, NotEverywhere) else {"error": said}
     )

@@ -289,11 +289,14 @@ class _BoundedSend:
             await self({"type": "http.response.start", "status": status_of(error), "headers": headers})
             await self({"type": "http.response.body", "body": content})
         elif self._context.streams:
-            dialect = self._context.dialect
-            content = b"%sdata: %s\n\n" % (dialect.error_event, dialect.error(error, self._context.id))
-            await self({"type": "http.response.body", "body": content})
+            told = self._context.failing or self._as_event
+            await self({"type": "http.response.body", "body": told(error)})
         else:
             self._abort()
+
+    def _as_event(self, error: TwinlensError) -> bytes:
+        dialect = self._context.dialect
+        return b"%sdata: %s\n\n" % (dialect.error_event, dialect.error(error, self._context.id))
 
 
 async def _end_on_disconnect(receive: Receive, context: RequestContext) -> None:

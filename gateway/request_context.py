@@ -92,6 +92,9 @@ class RequestContext:
     status: int = 0
     first_byte: float = 0.0
     streams: bool = False
+    failing: Callable[[TwinlensError], bytes] | None = None
+    """What a stream of this surface ends with that fails; the dialect says it where that is left out."""
+
     has_several: bool = False
     """Whether it has several prompts."""
 

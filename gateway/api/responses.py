@@ -21,7 +21,7 @@ from gateway.generation import Generations
 from gateway.output_parser import OutputParser
 from gateway.request_context import context_of
 from gateway.services import LlmServices
-from gateway.stream import EventStream, event, json_answer
+from gateway.stream import EventStream, json_answer
 from gateway.tools import functions_of, loose_form, tool_format
 from twinlens.v1 import llm_pb2
 
@@ -60,7 +60,8 @@ class Responses:
         del message, body, asked
         told = _told(generation, output, places)
         if stream:
-            return EventStream(_encoded(told))
+            context.failing = output.failed
+            return EventStream(_encoded(told, output))
         async with aclosing(told) as events:
             async for _ in events:
                 pass
@@ -98,9 +99,7 @@ async def _told(
         raise of_input(error, places) from None
 
 
-async def _encoded(told: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[bytes]:
-    number = 0
+async def _encoded(told: AsyncGenerator[dict[str, Any]], output: Output) -> AsyncGenerator[bytes]:
     async with aclosing(told) as events:
         async for each in events:
-            yield event({**each, "sequence_number": number}, each["type"])
-            number += 1
+            yield output.event(each)

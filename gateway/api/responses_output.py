@@ -8,9 +8,11 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
+from common.errors import TwinlensError
 from gateway import convert
 from gateway.api.fields import Model
 from gateway.api.responses_request import ResponsesRequest
+from gateway.errors import code_of, param_in, status_of
 from gateway.output_parser import (
     ArgumentsDelta,
     CallLeftOpen,
@@ -20,6 +22,7 @@ from gateway.output_parser import (
     ReasoningDelta,
     TextDelta,
 )
+from gateway.stream import event
 from twinlens.v1 import llm_pb2
 
 
@@ -32,12 +35,13 @@ class Output:
         self._open = ""
         self._finished = llm_pb2.GenerateFinished()
         self._done = False
+        self._error: TwinlensError | None = None
+        self._told = 0
         form = asked.text.format if asked.text else None
         self._head = {
             "id": f"resp_{request_id}",
             "object": "response",
             "created_at": int(time.time()),
-            "error": None,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
             "metadata": asked.metadata or {},
@@ -60,6 +64,8 @@ class Output:
         """The response as it is now."""
         cut = self._finished.reason == llm_pb2.FINISH_REASON_LENGTH
         status = ("incomplete" if cut else "completed") if self._done else "in_progress"
+        if self._error is not None:
+            status = "failed"
         counted = convert.usage([[self._finished]])
         usage = {
             "input_tokens": counted["prompt_tokens"],
@@ -70,6 +76,7 @@ class Output:
         }
         return {
             **self._head,
+            "error": None if self._error is None else _as_error(self._error),
             "status": status,
             "incomplete_details": {"reason": "max_output_tokens"} if self._done and cut else None,
             "output": [dict(item) for item in self._items],
@@ -105,6 +112,20 @@ class Output:
         self._done = True
         kind = "response.incomplete" if cut else "response.completed"
         yield {"type": kind, "response": self.response()}
+
+    def event(self, told: dict[str, Any]) -> bytes:
+        """An event of the stream, with its number."""
+        self._told += 1
+        return event({**told, "sequence_number": self._told - 1}, told["type"])
+
+    def failed(self, error: TwinlensError) -> bytes:
+        """What the stream ends with that has begun and fails."""
+        self._error = error
+        if self._open:
+            self._items[-1]["status"] = "incomplete"
+        said = {"code": code_of(error), "message": error.message, "param": param_in(error)}
+        response = {"type": "response.failed", "response": self.response()}
+        return self.event({"type": "error", **said}) + self.event(response)
 
     def _about(self, kind: str, **fields: Any) -> dict[str, Any]:
         return {"type": kind, "item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, **fields}
@@ -152,3 +173,10 @@ class Output:
             "output_index": len(self._items) - 1,
             "item": json.loads(json.dumps(item)),
         }
+
+
+def _as_error(error: TwinlensError) -> dict[str, str]:
+    """Why a response has failed, in the words that the API has for it."""
+    status = status_of(error)
+    code = "rate_limit_exceeded" if status == 429 else "server_error" if status >= 500 else "invalid_prompt"
+    return {"code": code, "message": error.message}

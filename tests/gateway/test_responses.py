@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import openai
 import pytest
+from openai.types.responses import ResponseErrorEvent, ResponseFailedEvent
 from openai.types.responses import response_create_params as params
 
 from gateway.api.responses_request import ResponsesRequest
@@ -297,15 +298,28 @@ def test_what_the_services_refuse_is_named_as_the_caller_knows_it(door: Trio) ->
 def test_a_stream_that_fails_ends_with_an_error(scripted_door: Scripted, client: openai.OpenAI) -> None:
     def play(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
         yield v1.GenerateResponse(started=v1.GenerateStarted(prompt_tokens=9))
+        yield v1.GenerateResponse(delta=v1.GenerateDelta(text="Rome", token_ids=[1]))
 
     scripted_door.llm.play = play
     status = v1.Status(code=14, message="gone", reason="ENGINE_UNAVAILABLE", retry_after_ms=1000)
     scripted_door.llm.refusal = (grpc.StatusCode.UNAVAILABLE, status)
     try:
-        with pytest.raises(openai.APIError):
-            list(client.responses.create(model="demo", input="x", stream=True))
+        alone: Any = {"input": "x", "stream": True, "max_handovers": 0}
+        events = list(client.responses.create(model="demo", input="x", stream=True, extra_body=alone))
+        raw = scripted_door.post("/v1/responses", alone).body
     finally:
         scripted_door.llm.refusal = None
+    assert [each.sequence_number for each in events] == list(range(len(events)))
+    *_, error, last = events
+    assert isinstance(error, ResponseErrorEvent)
+    assert (error.type, error.code, error.message, error.param) == ("error", "ENGINE_UNAVAILABLE", "gone", None)
+    assert isinstance(last, ResponseFailedEvent)
+    assert (last.response.status, last.response.output_text) == ("failed", "Rome")
+    assert last.response.output[0].status == "incomplete"  # type: ignore[union-attr]
+    assert last.response.error is not None
+    assert (last.response.error.code, last.response.error.message) == ("server_error", "gone")
+    assert b'event: error\ndata: {"type":"error"' in raw
+    assert b"event: response.failed\n" in raw
 
 
 def test_token_ids_have_their_text_back(door: Trio) -> None:
