@@ -26,6 +26,9 @@ from gateway.stream import DONE, Chunks, EventStream, Last, json_answer
 from gateway.text_offsets import TextOffsets
 from twinlens.v1 import llm_pb2
 
+_MAX_TOKENS = 16
+"""Of a request that does not say, as OpenAI has it."""
+
 Event = llm_pb2.GenerateResponse
 Numbered = tuple[int, Event]
 TextOf: TypeAlias = Callable[[Sequence[int]], Awaitable[str]]
@@ -188,6 +191,8 @@ class Completions:
         params = await context.made(convert.sampling, asked)
         if asked.response_format is not None:
             convert.set_response_format(params, asked.response_format)
+        if asked.max_tokens is None:
+            params.max_tokens = _MAX_TOKENS
         if asked.logprobs is not None:
             params.logprobs = asked.logprobs
         if asked.echo and asked.logprobs is not None:

@@ -175,6 +175,13 @@ def test_prompts_are_scored_and_nothing_is_said_behind_them_where_that_is_asked_
     assert door.post("/v1/completions", {"prompt": "x", "max_tokens": 0}).error["param"] == "max_tokens"
 
 
+def test_an_answer_whose_length_is_not_said_has_sixteen_tokens(door: Trio) -> None:
+    for fields in ({}, {"max_tokens": None}, {"prompt": ["x", "y"], "n": 2}):
+        told = json.loads(door.post("/v1/completions", {"prompt": "x", "ignore_eos": True, **fields}).body)
+        assert {each["finish_reason"] for each in told["choices"]} == {"length"}
+        assert told["usage"]["completion_tokens"] == 16 * len(told["choices"])
+
+
 @pytest.mark.parametrize("echo", [False, True])
 def test_tokens_of_a_completion_are_named_by_their_ids_where_that_is_asked_for(door: Trio, echo: bool) -> None:
     fields: dict[str, Any] = {"logprobs": 1, "echo": echo}
