@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import to_json
 
 from common import errors
-from common.errors import InvalidInput, TwinlensError
+from common.errors import InvalidInput, TwinlensError, Unsupported
 
 LONGEST = 128
 """Characters of a param; a field's name is the caller's own."""
@@ -65,6 +65,8 @@ def status_of(error: TwinlensError) -> int:
             return status
         case NotEverywhere():
             return 502
+        case Unsupported() if error.reason != Unsupported.default_reason:
+            return 400  # what was asked of a model that does not have it, and not what this release lacks
         case _:
             return int(errors.outcome(error).http)
 

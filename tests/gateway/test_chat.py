@@ -450,7 +450,7 @@ def test_an_address_that_may_not_be_fetched_is_refused_with_what_may(door: Trio)
 )
 def test_a_clip_is_refused_by_a_model_that_does_not_hear(door: Trio, clip: dict[str, Any]) -> None:
     reply = door.chat(messages=[said(text("Listen"), clip)])
-    assert (reply.status, reply.error["code"], reply.error["param"]) == (501, "NO_AUDIO", "messages[0].content[1]")
+    assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "NO_AUDIO", "messages[0].content[1]")
     assert reply.headers["x-should-retry"] == "false"
 
 

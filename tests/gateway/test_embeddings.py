@@ -180,7 +180,7 @@ def test_a_model_that_gives_none_says_so(script: Scripted) -> None:
     script.llm.refusal, script.llm.embeddings = (grpc.StatusCode.UNIMPLEMENTED, status), None
     try:
         code, body, _ = post(script, input="x")
-        assert (code, body["error"]["code"]) == (501, "NO_POOLING")
+        assert (code, body["error"]["code"]) == (400, "NO_POOLING")
         told = [{each["id"]: each["embeddings"]} for each in json.loads(script.get("/v1/models").body)["data"]]
         assert told in ([{"demo": None}], [{"demo": {"dimensions": 2, "pooling": "last", "normalized": True}}])
         until(lambda: b'"embeddings":null' in script.get("/v1/models").body, "it is known")
