@@ -88,6 +88,8 @@ class OutputParser:
         self._reader: Reader | None = None
         self._begun: BegunCall | None = None  # the same call, where streams tell of it
         self._sectioned = 0  # calls before the section that is read
+        self._cut = False
+        self._told: list[str] = []  # of arguments that are the answer
         self.calls = 0
 
     def begin(self, started: llm_pb2.GenerateStarted) -> None:
@@ -100,8 +102,9 @@ class OutputParser:
         """What is certain with this text."""
         return self._go_on(text, last=False)
 
-    def end(self) -> list[Piece]:
-        """What is left when there is no more."""
+    def end(self, *, cut: bool = False) -> list[Piece]:
+        """What is left when there is no more; whether the answer was as long as it may be, and is no whole one."""
+        self._cut = cut
         return self._go_on("", last=True)
 
     def _go_on(self, text: str, *, last: bool) -> list[Piece]:
@@ -293,12 +296,21 @@ class OutputParser:
         self._held = ""
         return False
 
-    def _arguments(self, out: list[Piece], *, last: bool) -> bool:  # noqa: ARG002
-        if self._held and not self.calls:
+    def _arguments(self, out: list[Piece], *, last: bool) -> bool:
+        """The answer is a call's arguments; those that a stop text ends are words."""
+        if not last and not self._streams:
+            return False
+        self._told.append(self._held)
+        is_call = not last or self._cut or isinstance(parsed("".join(self._told)), dict)
+        if self._held and not self.calls and is_call:
             self.calls = 1
             out.append(CallStart(next(iter(self._functions))))
-        if self._held:
+        if self._held and self.calls:
             out.append(ArgumentsDelta(self._held))
+        if not is_call:
+            out += [CallLeftOpen()] * self.calls
+            _add(out, TextDelta("".join(self._told)))
+            self.calls = 0
         self._held = ""
         return False
 

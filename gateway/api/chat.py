@@ -70,6 +70,10 @@ class _Choice:
             case CallLeftOpen():
                 return {}
 
+    def end(self) -> list[Piece]:
+        """What is left of it once it has `finished`."""
+        return self.parser.end(cut=self.finished.reason == llm_pb2.FINISH_REASON_LENGTH)
+
     def finish(self) -> dict[str, Any]:
         """Why it ended."""
         ended = convert.finish(self.finished)
@@ -219,7 +223,7 @@ async def _chunks(events: Events, asked: _Asked) -> AsyncGenerator[bytes]:
                 case "finished":
                     index, choice = said.finished.index, choices[said.finished.index]
                     finished = choice.finished = said.finished
-                    rest = [chunk(index, delta) for delta in filter(None, map(choice.add, choice.parser.end()))]
+                    rest = [chunk(index, delta) for delta in filter(None, map(choice.add, choice.end()))]
                     ending = b"".join((*rest, chunk(index, {}, **choice.finish())))
                     still -= 1
                     if still:
@@ -253,7 +257,7 @@ async def _whole(events: Events, asked: _Asked) -> dict[str, Any]:
                 case "finished":
                     choice = choices[said.finished.index]
                     choice.finished = said.finished
-                    for piece in choice.parser.end():
+                    for piece in choice.end():
                         choice.add(piece)
                 case _:
                     continue

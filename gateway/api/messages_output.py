@@ -84,7 +84,7 @@ class Answer:
 
     def finish(self, finished: llm_pb2.GenerateFinished) -> Iterator[dict[str, Any]]:
         """It is complete."""
-        yield from self.add(self.parser.end())
+        yield from self.add(self.parser.end(cut=finished.reason == llm_pb2.FINISH_REASON_LENGTH))
         yield from self._leave()
         self._finished = finished
         yield {"type": "message_delta", "delta": self._stop(), "usage": _usage(finished.usage)}

@@ -105,9 +105,9 @@ class Output:
 
     def finish(self, finished: llm_pb2.GenerateFinished) -> Iterator[dict[str, Any]]:
         """It is complete."""
-        yield from self.add(self.parser.end())
-        self._finished = finished
         cut = finished.reason == llm_pb2.FINISH_REASON_LENGTH
+        yield from self.add(self.parser.end(cut=cut))
+        self._finished = finished
         yield from self._leave("incomplete" if cut else "completed")
         self._done = True
         kind = "response.incomplete" if cut else "response.completed"

@@ -199,6 +199,25 @@ def test_the_arguments_of_a_named_function_are_streamed(door: Scripted, client: 
     assert streamed(client, tool_choice=named)[2][0]["name"] == "weather"
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_call_that_must_be_made_and_a_stop_text_ends_is_none(
+    door: Scripted, client: openai.OpenAI, choice: Any
+) -> None:
+    text = '{"city": "' if isinstance(choice, dict) else '[{"name": "weather", "parameters": {"city": "'
+    says(door, text)
+    answer = client.chat.completions.create(**ASK, tool_choice=choice, stop=["Rome"]).choices[0]
+    assert (answer.message.content, answer.message.tool_calls, answer.finish_reason) == (text, None, "stop")
+    _, words, _, ended = streamed(client, tool_choice=choice, stop=["Rome"])
+    assert (words, ended) == (text, "stop")
+    flat: Any = {"type": "function", **TOOL["function"]}
+    wanted: Any = choice if choice == "required" else {"type": "function", "name": "weather"}
+    response = client.responses.create(model="demo", input="x", tools=[flat], tool_choice=wanted)
+    assert [each.type for each in response.output] == ["message"]
+    says(door, text, v1.FINISH_REASON_LENGTH)
+    answer = client.chat.completions.create(**ASK, tool_choice=choice).choices[0]
+    assert answer.finish_reason == "length"
+
+
 def test_a_prompt_that_ends_in_reasoning_begins_with_it(door: Scripted, client: openai.OpenAI) -> None:
     says(door, "Hm.\n</think>\n\nYes.", thinking=True)
     assert streamed(client, tools=[])[:2] == ("Hm.", "Yes.")

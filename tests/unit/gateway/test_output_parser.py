@@ -291,6 +291,7 @@ CASES: dict[str, tuple[str, ToolFormat, dict[str, Any], list[tuple[Any, ...]]]] 
     ),
     "a list cut off": ('[{"name": "weather"', ToolFormat.LIST, {}, [("text", '[{"name": "weather"')]),
     "arguments that had to be": ('{"city": "Rome", "days": 2}', ToolFormat.ARGUMENTS, {}, [MADE]),
+    "arguments that a stop text ends": ('{"city": "Ro', ToolFormat.ARGUMENTS, {}, [("text", '{"city": "Ro')]),
 }
 
 
@@ -331,7 +332,7 @@ def test_words_are_held_back_no_longer_than_they_may_be_a_mark() -> None:
 
 
 def test_arguments_that_had_to_be_come_as_they_are_said() -> None:
-    parser = OutputParser(ToolFormat.ARGUMENTS, {"weather": {}})
+    parser = OutputParser(ToolFormat.ARGUMENTS, {"weather": {}}, streams=True)
     assert parser.feed('{"ci') == [CallStart("weather"), ArgumentsDelta('{"ci')]
     assert parser.feed('ty"') == [ArgumentsDelta('ty"')]
 
