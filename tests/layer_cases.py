@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llm_service.families.family import Family, Mixer
+from llm_service.families.family import AttentionRules, Family, Mixer, NormRules, RopeRules
 from llm_service.layers.linear import Stored
 from llm_service.model_config.rotary import RotaryConfig
 from llm_service.model_config.text import TextConfig
@@ -30,7 +30,12 @@ SIZES: dict[str, Any] = {
         "mrope_interleaved": True,
     },
 }
-FAMILY = Family({}, qk_norm=True, output_gate=True, zero_centred_norms=True, rotary_share=0.25)
+FAMILY = Family(
+    {},
+    attention=AttentionRules(qk_norm=True, output_gate=True),
+    norms=NormRules(zero_centred=True),
+    rope=RopeRules(partial_factor=0.25),
+)
 
 
 def config() -> TextConfig:

@@ -66,9 +66,9 @@ class HfModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     every default filled in. `together`: tokens of pictures and of marks around them, as the processor tells them from
     text. `adapters`: folders of the checkpoint's own adapters, within its own, by the modality that a prompt has which
     is computed with one; of several the first counts. Sounds have `sound_rate` samples a second; a chat's text has
-    their seconds in the stead of each `length_mark`, if there is one. Of two marks `seam` that touch in a prompt one
-    stays, and a word right behind one gets a space. Sequences of more places than `turns_at` turn by other rotary
-    frequencies; 0: none do. Tokens that are `pinned` stay, on all axes, at an item's time right behind it. What
+    their seconds in the stead of each `duration_mark`, if there is one. Of two marks `seam` that touch in a prompt one
+    stays, and a word right behind one gets a space. Sequences of more places than `long_rope_threshold` turn by other
+    rotary frequencies; 0: none do. Tokens that are `pinned` stay, on all axes, at an item's time right behind it. What
     stands for an item has its number among those of its modality behind a `number_mark` that it begins with, if any.
     `run`: so many placeholders side by side stand for an item, as one does; 0: each stands for one.
     """
@@ -86,11 +86,11 @@ class HfModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     text: dict[str, Any] = {}
     together: tuple[int, ...] = ()
     sound_rate: int = 16_000
-    length_mark: str = ""
+    duration_mark: str = ""
     seam: str = ""
     number_mark: str = ""
     run: int = 0
-    turns_at: int = 0
+    long_rope_threshold: int = 0
     pinned: tuple[int, ...] = ()
     adapters: dict[str, str] = {}
 

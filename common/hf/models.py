@@ -60,7 +60,7 @@ def describe(folder: Path) -> HfModel:
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
         max_position=longest_context(text),
-        turns_at=turns_at(text),
+        long_rope_threshold=long_rope_threshold(text),
         pinned=pinned_of(model),
         seam=getattr(processor, SEAM, ""),
         number_mark=number_mark(processor),
@@ -75,7 +75,7 @@ def describe(folder: Path) -> HfModel:
         axes=axes_of(model),
         together=together_of(processor),
         sound_rate=rate_of(processor),
-        length_mark=getattr(processor, _LENGTH_MARK, None) or "",
+        duration_mark=getattr(processor, _LENGTH_MARK, None) or "",
     )
 
 
@@ -101,8 +101,8 @@ def longest_context(text: Any) -> int:
     return int(min([known, *(length for length in first if length)]))
 
 
-def turns_at(text: Any) -> int:
-    """`HfModel.turns_at` of a text's configuration."""
+def long_rope_threshold(text: Any) -> int:
+    """`HfModel.long_rope_threshold` of a text's configuration."""
     return _turned_beyond(getattr(text, "rope_parameters", None) or {}, text)
 
 

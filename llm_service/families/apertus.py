@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from llm_service.families.family import Family, LayerNorms
+from llm_service.families.family import AttentionRules, CheckpointNames, Family, LayerNorms, MlpRules, NormRules
 
 APERTUS_TEXT = Family(
     {},
-    qk_norm=True,
-    ungated=True,
-    norms=LayerNorms("attention_layernorm", "feedforward_layernorm"),
-    text_defaults={"hidden_act": "xielu", "rms_norm_eps": 1e-5},
+    attention=AttentionRules(qk_norm=True),
+    norms=NormRules(names=LayerNorms("attention_layernorm", "feedforward_layernorm")),
+    mlp=MlpRules(ungated=True),
+    checkpoint=CheckpointNames(text_defaults={"hidden_act": "xielu", "rms_norm_eps": 1e-5}),
 )

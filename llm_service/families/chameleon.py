@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from llm_service.families.family import FULL, Family, Mixer
+from llm_service.families.family import FULL, CheckpointNames, Family, Mixer, VocabularyRules
 
 CHAMELEON_TEXT = Family(
     {},
+    vocabulary=VocabularyRules(unsaid="IMGIMG"),
+    checkpoint=CheckpointNames(text_defaults={"rms_norm_eps": 1e-5}),
     mixers={FULL: Mixer.OWN_NORMED_ATTENTION},
-    unsaid="IMGIMG",
-    text_defaults={"rms_norm_eps": 1e-5},
 )

@@ -5,21 +5,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llm_service.families.family import WINDOWED, Family, LayerNorms
+from llm_service.families.family import WINDOWED, CheckpointNames, Family, LayerNorms, LayerRules, NormRules, RopeRules
 
 COHERE2_TEXT = Family(
     {},
-    norms=LayerNorms(feed_forward_in=""),
-    layer_norms=True,
-    parallel_residual=True,
-    rotary_neighbours=True,
-    rotary_in_windows=True,
+    norms=NormRules(names=LayerNorms(feed_forward_in=""), layer_norm=True),
+    rope=RopeRules(interleaved=True, local_only=True),
+    layers=LayerRules(parallel_residual=True),
+    checkpoint=CheckpointNames(
+        text_defaults={
+            "use_sliding_window": True,
+            "sliding_window_pattern": 4,
+            "layer_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+        }
+    ),
     mixers=WINDOWED,
-    text_defaults={
-        "use_sliding_window": True,
-        "sliding_window_pattern": 4,
-        "layer_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-    },
 )
-COHERE_COMPASS_TEXT = replace(COHERE2_TEXT, rotary_neighbours=False, logit_scale="logit_scale", mrope_interleaved=True)
+COHERE_COMPASS_TEXT = replace(
+    COHERE2_TEXT,
+    rope=replace(COHERE2_TEXT.rope, interleaved=False, mrope_interleaved=True),
+    vocabulary=replace(COHERE2_TEXT.vocabulary, logit_scale="logit_scale"),
+)

@@ -6,35 +6,32 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llm_service.families.family import FULL, INDEXED, SLIDING, Family, Mixer
+from llm_service.families.family import FULL, INDEXED, SLIDING, Family, LatentRules, Mixer, MoeRules, RopeRules
 
 DEEPSEEK_V3_TEXT = Family(
     {},
-    grouped_experts=True,
-    ungated_shared=True,
-    rotary_neighbours=True,
-    latent_eps=1e-6,
+    latent=LatentRules(norm_eps=1e-6),
+    rope=RopeRules(interleaved=True),
+    moe=MoeRules(grouped=True, ungated_shared=True),
     mixers={FULL: Mixer.LATENT_ATTENTION},
 )
-MISTRAL4_TEXT = replace(DEEPSEEK_V3_TEXT, grouped_experts=False)
+MISTRAL4_TEXT = replace(DEEPSEEK_V3_TEXT, moe=replace(DEEPSEEK_V3_TEXT.moe, grouped=False))
 DOTS3_TEXT = replace(
     DEEPSEEK_V3_TEXT,
-    latent_eps=None,
-    scaled_latents=True,
-    normed_rotary_keys=True,
-    head_gates=True,
+    attention=replace(DEEPSEEK_V3_TEXT.attention, head_gates=True),
+    latent=replace(DEEPSEEK_V3_TEXT.latent, norm_eps=None, scaled=True, normed_rope_key=True),
+    checkpoint=replace(DEEPSEEK_V3_TEXT.checkpoint, text_defaults={"use_sliding_window": True}),
     mixers={
         FULL: Mixer.LATENT_ATTENTION,
         SLIDING: Mixer.LATENT_ATTENTION,
         INDEXED: Mixer.INDEXED_LATENT_ATTENTION,
     },
-    text_defaults={"use_sliding_window": True},
 )
 MISTRAL_LARGE4_TEXT = replace(
     DEEPSEEK_V3_TEXT,
-    likely_experts=True,
-    latent_eps=None,
-    learned_positions=True,
+    latent=replace(DEEPSEEK_V3_TEXT.latent, norm_eps=None),
+    rope=replace(DEEPSEEK_V3_TEXT.rope, learned=True),
+    moe=replace(DEEPSEEK_V3_TEXT.moe, softmax_scores=True),
+    checkpoint=replace(DEEPSEEK_V3_TEXT.checkpoint, part_names={"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}),
     mixers={INDEXED: Mixer.INDEXED_LATENT_ATTENTION},
-    part_names={"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"},
 )

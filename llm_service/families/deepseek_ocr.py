@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llm_service.families.family import FULL, OF_ANSWERS, Family, Mixer
+from llm_service.families.family import FULL, OF_ANSWERS, Family, Mixer, MoeRules
 
-DEEPSEEK_OCR2_TEXT = Family({}, probability_weights=True, ungated_shared=True)
+DEEPSEEK_OCR2_TEXT = Family({}, moe=MoeRules(unnormalised=True, ungated_shared=True))
 UNLIMITED_OCR_TEXT = replace(
     DEEPSEEK_OCR2_TEXT,
+    checkpoint=replace(
+        DEEPSEEK_OCR2_TEXT.checkpoint, text_defaults={"use_sliding_window": True, "sliding_window": 128}
+    ),
     mixers={FULL: Mixer.ATTENTION, OF_ANSWERS: Mixer.ATTENTION},
-    text_defaults={"use_sliding_window": True, "sliding_window": 128},
 )

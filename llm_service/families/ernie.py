@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from llm_service.families.family import Family, FeedForwardKind
+from llm_service.families.family import CheckpointNames, Family, FeedForwardKind, MoeRules, RopeRules
 
 ERNIE_TEXT = Family(
     {},
-    rotary_neighbours=True,
-    space_first=True,
-    text_defaults={"mrope_section": (22, 22, 20)},
-    sparse=FeedForwardKind.BY_MODALITY,
-    changed_parts=("mlp.gate.", "mlp.moe_statics."),
+    rope=RopeRules(interleaved=True, mrope_space_first=True),
+    moe=MoeRules(kind=FeedForwardKind.BY_MODALITY),
+    checkpoint=CheckpointNames(
+        text_defaults={"mrope_section": (22, 22, 20)}, changed_parts=("mlp.gate.", "mlp.moe_statics.")
+    ),
 )

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from llm_service.families.family import WINDOWED, Family, LayerNorms
+from llm_service.families.family import (
+    WINDOWED,
+    AttentionRules,
+    CheckpointNames,
+    Family,
+    LayerNorms,
+    NormRules,
+    RopeRules,
+)
 
 EXAONE4_TEXT = Family(
     {},
-    qk_norm=True,
-    norms=LayerNorms(
-        mixer_in="",
-        feed_forward_in="",
-        mixer_out="post_attention_layernorm",
-        feed_forward_out="post_feedforward_layernorm",
+    attention=AttentionRules(qk_norm=True),
+    norms=NormRules(
+        names=LayerNorms(
+            mixer_in="",
+            feed_forward_in="",
+            mixer_out="post_attention_layernorm",
+            feed_forward_out="post_feedforward_layernorm",
+        )
     ),
-    rotary_in_windows=True,
+    rope=RopeRules(local_only=True),
+    checkpoint=CheckpointNames(text_defaults={"use_sliding_window": True}),
     mixers=WINDOWED,
-    text_defaults={"use_sliding_window": True},
 )

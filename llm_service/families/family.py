@@ -135,122 +135,219 @@ MLP_ALONE, EXPERTS_ALONE = "mlp", "moe"
 WINDOWED: Mapping[str, Mixer] = {FULL: Mixer.ATTENTION, SLIDING: Mixer.ATTENTION}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRules:
+    """How items of media stand in a prompt, besides what `InPrompt` says of each modality."""
+
+    layout_from_encoder: bool = False
+    """An item's header says which tokens stand for it; nothing follows from a grid."""
+    alone: Collection[Modality] = ()
+    """Items of these modalities are alone in a prompt: their rows depend on others."""
+    duration_mark: str = ""
+    """What a template has in the stead of a sound's seconds."""
+    seam: str = ""
+    """A mark beside items: two that touch are one, and what is behind it gets a space."""
+    number_mark: str = ""
+    """What stands for an item begins with this, if the item's number among those of its modality is behind it."""
+    placeholder_run: int = 0
+    """So many placeholders side by side stand for an item, as one does; 0: each stands for one."""
+    long_rope_threshold: int = 0
+    """Sequences that are longer turn by other frequencies (LongRoPE): their places are counted from `FAR`; 0: none."""
+    pinned_tokens: Collection[int] = ()
+    """Tokens that stay at an item's time where they are right behind it."""
+    frame: PromptFrame | None = None
+    """What else stands in a prompt with items, where that is not what the tokenizer puts before any text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionRules:
+    """What attention has."""
+
+    bias: bool = False
+    """Queries, keys and values have biases."""
+    fused_qkv: bool = False
+    """Checkpoints have queries, keys and values as one matrix."""
+    qk_norm: bool = False
+    """Each head of queries and keys is normed before it is rotated."""
+    weightless_qk_norm: bool = False
+    """Those norms have no weights."""
+    local_qk_norm: bool = False
+    """Only local layers, those with a window or chunks, have those norms."""
+    value_norm: bool = False
+    """Each head of values is normed, without a weight."""
+    output_gate: bool = False
+    """Each head of queries has a gate for what is attended to, number by number."""
+    separate_gate: bool = False
+    """That gate has a projection of its own."""
+    head_gates: bool = False
+    """A head has one gate for all that it attends to."""
+    sinks: bool = False
+    """Each head has a score of something that nobody attends to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentRules:
+    """What multi-head latent attention has besides."""
+
+    norm_eps: float | None = None
+    """That of the latents' norms; None: the decoder's."""
+    scaled: bool = False
+    """Latents are multiplied by the root of how many times as wide the decoder is."""
+    normed_rope_key: bool = False
+    """The rotated key that heads share is normed first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexerRules:
+    """What an index of tokens has, of sparse attention."""
+
+    norm_eps: float | None = 1e-6
+    """That of its norms; None: the decoder's."""
+    rope_last: bool = False
+    """The last numbers of its heads are rotated, in the stead of the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormRules:
+    """Which norms there are, and how they norm."""
+
+    names: LayerNorms = LayerNorms()
+    """Those of a layer."""
+    zero_centred: bool = False
+    """Norms of layers and heads scale by 1 + weight."""
+    plain_final: bool = False
+    """The last norm, behind all layers, does not."""
+    float32_weights: bool = False
+    """Weights stay in float32."""
+    layer_norm: bool = False
+    """Norms take the mean off first, as LayerNorm does."""
+    biases: bool = False
+    """Those LayerNorms have biases."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeRules:
+    """How heads are rotated by their places, unless a checkpoint says otherwise."""
+
+    none: bool = False
+    """They are not."""
+    local_only: bool = False
+    """Only local layers, those with a window or chunks, rotate, where there are any."""
+    partial_factor: float = 1.0
+    """So much of a head is rotated."""
+    interleaved: bool = False
+    """The two numbers of a pair are neighbours in checkpoints."""
+    learned: bool = False
+    """Checkpoints have how fast pairs turn, and by how much queries grow with their places."""
+    mrope_interleaved: bool = False
+    """Pairs are dealt out to time, height and width in turns."""
+    mrope_space_first: bool = False
+    """Pairs of height and width are dealt out so, before those of time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpRules:
+    """What feed-forward parts have, those of experts included."""
+
+    ungated: bool = False
+    """No gates, and a ReLU or its square between two products."""
+    fused_gate_up: bool = False
+    """Checkpoints have gates and what they open as one matrix."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeRules:
+    """What layers with experts have, and how experts are chosen."""
+
+    kind: FeedForwardKind = FeedForwardKind.EXPERTS
+    """What follows in such a layer."""
+    grouped: bool = False
+    """Each expert has a score of its own, and the best are among those of the best groups."""
+    softmax_scores: bool = False
+    """That score is its probability among all experts."""
+    unnormalised: bool = False
+    """Experts count by their probabilities among all, which do not sum up to 1."""
+    ungated_shared: bool = False
+    """The shared expert has no gate."""
+    limited_experts: bool = False
+    """The one limit of gates that a checkpoint states is for those of experts alone."""
+    inputs_first: bool = False
+    """Stacked matrices of experts have inputs first, whatever their shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRules:
+    """How the parts of a decoder layer are put together."""
+
+    output_biases: bool = False
+    """What comes out of attention, and both products of a feed-forward part, have biases."""
+    parallel_residual: bool = False
+    """The feed-forward part is given what the mixer is."""
+    gated_residual: bool = False
+    """What parts give is added by gates of the layer's own."""
+    scalars: bool = False
+    """What comes out of a layer is multiplied by a number."""
+    single_parts: bool = False
+    """A layer is a mixer or a feed-forward part, behind one norm."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabularyRules:
+    """What becomes of tokens before the first layer, and of what the last one gives."""
+
+    scaled_embeddings: bool = False
+    """Those of tokens are multiplied by the root of their width."""
+    normed_embeddings: bool = False
+    """They are normed, without a weight."""
+    position_embeddings: bool = False
+    """What enters has numbers added by its place, from a table."""
+    media_by_token: bool = False
+    """Rows of media have inputs of single layers by the tokens that stand for them."""
+    logit_scale: str = ""
+    """What config.json calls the number that logits are multiplied by, if they are."""
+    logit_divisor: str = ""
+    """What it calls the one that they are divided by."""
+    unsaid: str = ""
+    """What names of tokens begin with that are never said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointNames:
+    """How a checkpoint's files say it."""
+
+    text_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What holds of the decoder where config.json leaves it out."""
+    part_names: Mapping[str, str] = field(default_factory=dict)
+    """What transformers calls parts of layers, and what the decoder does."""
+    changed_parts: Collection[str] = ()
+    """Parts of names of tensors that transformers changes when it loads a checkpoint, and the decoder takes as they
+    are."""
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family of models. What its checkpoints state themselves is read from them. `encoder` is where they have what
-    computes rows.
-
-    `replaced`: the encoder says what stands in a prompt for an item, in its header; nothing follows from a grid.
-    `alone`: of which modalities an item is alone in a prompt, as it depends on the others. `length_mark`: what a
-    template has in the stead of a sound's seconds. `seam`: a mark beside items, of which two that touch are one, and
-    behind which a word gets a space. `number_mark`: what stands for an item begins with, if its number among those of
-    its modality is behind that. `run`: so many placeholders side by side stand for an item, as one does. `pinned`:
-    tokens that stay at an item's time where they are right behind it. `frame`: what else stands in a prompt with items,
-    where that is not what the tokenizer puts before any text. `texts`: the kinds of text that it goes with, each of
-    which decides what layers have (`registry.TEXT_FAMILIES`); empty: it has its own.
-
-    Layers: `attention_bias`, queries, keys and values have biases; `output_biases`, what comes out of attention and
-    both products of a feed-forward part; `qk_norm`, each query and key head is normed before it is rotated, by a norm
-    without a weight with `plain_head_norms`, with `local_head_norms` in local layers alone; `output_gate`, each head of
-    queries has a gate for what is attended to, number by number, from a projection of its own with `gates_apart`, and
-    `head_gates`, one for all of it; `norms`, which there are, and `zero_centred_norms`, those of layers and heads scale
-    by 1 + weight, but for the last with `whole_last_gain`, or, with `long_gains`, by weights that stay in float32;
-    `layer_norms`, those of layers take the mean off first, as LayerNorm does, without biases, or with `norm_biases`;
-    `parallel_residual`, a layer's feed-forward part is given what its mixer is; `gated_residual`, what parts give is
-    added by gates of the layer's own; `value_norm`, each head of values is normed, without a weight; `layer_scalars`,
-    what comes out of a layer is multiplied by a number; `media_by_token`, rows of media have inputs of single layers by
-    the tokens that stand for them; `scaled_embeddings`, those of tokens are multiplied by the root of their width, with
-    `normed_embeddings` they are normed, without a weight; `logit_scale` and `logit_divisor`, what config.json calls the
-    number that logits are multiplied or divided by, if they are; `rotary_neighbours`, the two numbers of a rotary pair
-    are neighbours in checkpoints; `latent_eps`, that of norms of latents, and `index_eps`, that of norms of an index of
-    tokens, None: the usual, with `index_turns_last` the last numbers of its heads are rotated in the stead of the
-    first; `sinks`, each head has a score of something that nobody attends to; with `scaled_latents` these
-    are multiplied by the root of how many times as wide the decoder is, and with `normed_rotary_keys` the rotated key
-    that heads share is normed first; `learned_positions`, how fast rotary pairs turn, and by how much queries grow with
-    their places, is in checkpoints; `rotary_in_windows`, heads are rotated in local layers alone, those with a window
-    or chunks, where there are any, and with `unrotated` in none; `learned_places`, what enters has numbers added by its
-    place; `fused_heads`, checkpoints have queries, keys and values as one matrix, and `fused_gates` gates and what they
-    open; `ungated`, feed-forward parts have none, and a ReLU or its square between two products; `grouped_experts`,
-    each expert has a score of its own, with `likely_experts` its probability among all, and the likeliest are among
-    those of the likeliest groups; `probability_weights`, experts count by their probabilities among all, which do not
-    sum up to 1; `ungated_shared`, what all tokens go through beside their experts has no gate; `cut_experts`, one
-    limit of gates is for those of experts alone; `sparse`, what follows in a layer with experts, whose stacked matrices
-    have inputs first where they are `experts_inputs_first`, or their shape says so; `single_parts`, a layer is a mixer
-    or a feed-forward part, behind one norm;
-    `mrope_interleaved`, rotary pairs are dealt out to time, height and width in turns, and `space_first`, those of
-    height and width so before those of time, and `rotary_share`, so much of a head is rotated, unless the checkpoint
-    says otherwise. `mixers`: what config.json's `layer_types` stand for; a family has windows where `SLIDING` or
-    `OF_ANSWERS` is among them, and where queries grow in none of its contexts they are left as they are. `unsaid`: what
-    names of tokens begin with that are never said. `text_defaults`: what holds of the decoder where config.json leaves
-    it out. `part_names`: what transformers calls parts of layers, and the decoder otherwise. `changed_parts`: tensors
-    that transformers changes when it loads a checkpoint, and the decoder takes as they are, by parts of their names.
-    """
+    """A family of models: what holds of all its checkpoints. What these state themselves is read from them."""
 
     modalities: Mapping[Modality, InPrompt]
+    """The media that it takes, and how items of each stand in a prompt."""
     encoder: EncoderParts = VISION
-    replaced: bool = False
-    alone: Collection[Modality] = ()
-    length_mark: str = ""
-    seam: str = ""
-    number_mark: str = ""
-    run: int = 0
-    turns_at: int = 0
-    pinned: Collection[int] = ()
-    frame: PromptFrame | None = None
+    """Where checkpoints have what computes rows."""
     texts: Collection[str] = ()
-    attention_bias: bool = False
-    output_biases: bool = False
-    qk_norm: bool = False
-    plain_head_norms: bool = False
-    local_head_norms: bool = False
-    output_gate: bool = False
-    gates_apart: bool = False
-    head_gates: bool = False
-    norms: LayerNorms = LayerNorms()
-    zero_centred_norms: bool = False
-    long_gains: bool = False
-    whole_last_gain: bool = False
-    layer_norms: bool = False
-    norm_biases: bool = False
-    parallel_residual: bool = False
-    gated_residual: bool = False
-    value_norm: bool = False
-    layer_scalars: bool = False
-    media_by_token: bool = False
-    scaled_embeddings: bool = False
-    normed_embeddings: bool = False
-    logit_scale: str = ""
-    logit_divisor: str = ""
-    rotary_neighbours: bool = False
-    latent_eps: float | None = None
-    index_eps: float | None = 1e-6
-    index_turns_last: bool = False
-    sinks: bool = False
-    scaled_latents: bool = False
-    normed_rotary_keys: bool = False
-    learned_positions: bool = False
-    rotary_in_windows: bool = False
-    unrotated: bool = False
-    learned_places: bool = False
-    fused_heads: bool = False
-    fused_gates: bool = False
-    ungated: bool = False
-    grouped_experts: bool = False
-    likely_experts: bool = False
-    probability_weights: bool = False
-    ungated_shared: bool = False
-    cut_experts: bool = False
-    sparse: FeedForwardKind = FeedForwardKind.EXPERTS
-    experts_inputs_first: bool = False
-    single_parts: bool = False
-    mrope_interleaved: bool = False
-    space_first: bool = False
-    rotary_share: float = 1.0
-    text_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """The kinds of text that it goes with, each of which decides what layers have (`registry.TEXT_FAMILIES`); empty:
+    it has its own."""
+    prompt: PromptRules = PromptRules()
+    attention: AttentionRules = AttentionRules()
+    latent: LatentRules = LatentRules()
+    indexer: IndexerRules = IndexerRules()
+    norms: NormRules = NormRules()
+    rope: RopeRules = RopeRules()
+    mlp: MlpRules = MlpRules()
+    moe: MoeRules = MoeRules()
+    layers: LayerRules = LayerRules()
+    vocabulary: VocabularyRules = VocabularyRules()
+    checkpoint: CheckpointNames = CheckpointNames()
     mixers: Mapping[str, Mixer] = field(default_factory=lambda: {FULL: Mixer.ATTENTION})
-    unsaid: str = ""
-    part_names: Mapping[str, str] = field(default_factory=dict)
-    changed_parts: Collection[str] = ()
+    """What config.json's `layer_types` stand for. There are windows where `SLIDING` or `OF_ANSWERS` is among them."""
 
     @property
     def windowed(self) -> str:
@@ -260,10 +357,11 @@ class Family:
     def own_name(self, name: str) -> str:
         """What the decoder calls a tensor, or a module, by transformers' name behind that of its text.
 
-        >>> Family({}, part_names={"feed_forward.w1": "mlp.gate_proj"}).own_name("layers.0.feed_forward.w1.weight")
+        >>> names = CheckpointNames(part_names={"feed_forward.w1": "mlp.gate_proj"})
+        >>> Family({}, checkpoint=names).own_name("layers.0.feed_forward.w1.weight")
         'layers.0.mlp.gate_proj.weight'
         """
-        for theirs, own in self.part_names.items():
+        for theirs, own in self.checkpoint.part_names.items():
             before, found, behind = f".{name}.".partition(f".{theirs}.")
             if found:
                 return f"{before}.{own}.{behind}".strip(".")

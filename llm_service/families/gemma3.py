@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from llm_service.families.family import WINDOWED, Family, LayerNorms
+from llm_service.families.family import (
+    WINDOWED,
+    AttentionRules,
+    CheckpointNames,
+    Family,
+    LayerNorms,
+    NormRules,
+    VocabularyRules,
+)
 
 _FOUR_NORMS = LayerNorms(
     feed_forward_in="pre_feedforward_layernorm",
@@ -12,59 +20,63 @@ _FOUR_NORMS = LayerNorms(
 
 GEMMA_TEXT = Family(
     {},
-    zero_centred_norms=True,
-    scaled_embeddings=True,
-    text_defaults={
-        "vocab_size": 256_000,
-        "num_attention_heads": 16,
-        "head_dim": 256,
-        "hidden_act": "gelu_pytorch_tanh",
-        "max_position_embeddings": 8192,
-        "rope_theta": 1e4,
-        "tie_word_embeddings": True,
-    },
+    norms=NormRules(zero_centred=True),
+    vocabulary=VocabularyRules(scaled_embeddings=True),
+    checkpoint=CheckpointNames(
+        text_defaults={
+            "vocab_size": 256_000,
+            "num_attention_heads": 16,
+            "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh",
+            "max_position_embeddings": 8192,
+            "rope_theta": 1e4,
+            "tie_word_embeddings": True,
+        }
+    ),
 )
 GEMMA2_TEXT = Family(
     {},
-    norms=_FOUR_NORMS,
-    zero_centred_norms=True,
-    scaled_embeddings=True,
+    norms=NormRules(names=_FOUR_NORMS, zero_centred=True),
+    vocabulary=VocabularyRules(scaled_embeddings=True),
+    checkpoint=CheckpointNames(
+        text_defaults={
+            "vocab_size": 256_000,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "max_position_embeddings": 8192,
+            "query_pre_attn_scalar": 256,
+            "use_sliding_window": True,
+            "sliding_window_pattern": 2,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "rope_theta": 1e4,
+            "tie_word_embeddings": True,
+        }
+    ),
     mixers=WINDOWED,
-    text_defaults={
-        "vocab_size": 256_000,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "max_position_embeddings": 8192,
-        "query_pre_attn_scalar": 256,
-        "use_sliding_window": True,
-        "sliding_window_pattern": 2,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "rope_theta": 1e4,
-        "tie_word_embeddings": True,
-    },
 )
 GEMMA3_TEXT = Family(
     {},
-    qk_norm=True,
-    norms=_FOUR_NORMS,
-    zero_centred_norms=True,
-    scaled_embeddings=True,
+    attention=AttentionRules(qk_norm=True),
+    norms=NormRules(names=_FOUR_NORMS, zero_centred=True),
+    vocabulary=VocabularyRules(scaled_embeddings=True),
+    checkpoint=CheckpointNames(
+        text_defaults={
+            "vocab_size": 262_208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "max_position_embeddings": 131_072,
+            "query_pre_attn_scalar": 256,
+            "use_sliding_window": True,
+            "sliding_window_pattern": 6,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "tie_word_embeddings": True,
+        }
+    ),
     mixers=WINDOWED,
-    text_defaults={
-        "vocab_size": 262_208,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "max_position_embeddings": 131_072,
-        "query_pre_attn_scalar": 256,
-        "use_sliding_window": True,
-        "sliding_window_pattern": 6,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-        "tie_word_embeddings": True,
-    },
 )

@@ -3,17 +3,16 @@ chooses, over several streams that are kept in balance."""
 
 from __future__ import annotations
 
-from llm_service.families.family import FULL, INDEXED, Family, Mixer
+from llm_service.families.family import FULL, INDEXED, CheckpointNames, Family, Mixer, MoeRules, RopeRules
 
 GLM5_TEXT = Family(
     {},
-    grouped_experts=True,
-    ungated_shared=True,
-    unrotated=True,
+    rope=RopeRules(none=True),
+    moe=MoeRules(grouped=True, ungated_shared=True),
+    checkpoint=CheckpointNames(text_defaults={"full_attention_interval": 4}),
     mixers={
         "linear_attention": Mixer.KIMI_DELTA_ATTENTION,
         FULL: Mixer.POOLED_LATENT_ATTENTION,
         INDEXED: Mixer.POOLED_LATENT_ATTENTION,
     },
-    text_defaults={"full_attention_interval": 4},
 )

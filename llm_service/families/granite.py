@@ -3,9 +3,11 @@ are multiplied by."""
 
 from __future__ import annotations
 
-from llm_service.families.family import Family, LayerNorms
+from llm_service.families.family import Family, LayerNorms, NormRules, VocabularyRules
 
-GRANITE_TEXT = Family({}, logit_divisor="logits_scaling")
+GRANITE_TEXT = Family({}, vocabulary=VocabularyRules(logit_divisor="logits_scaling"))
 HYPERCLOVAX_TEXT = Family(
-    {}, norms=LayerNorms(mixer_out="post_norm1", feed_forward_out="post_norm2"), logit_scale="logits_scaling"
+    {},
+    norms=NormRules(names=LayerNorms(mixer_out="post_norm1", feed_forward_out="post_norm2")),
+    vocabulary=VocabularyRules(logit_scale="logits_scaling"),
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from common.hf.description import HF_ENCODER, HfModel
 from common.media.item import Header, Modality
-from llm_service.families.family import Family, InPrompt, Rows, SpecialToken
+from llm_service.families.family import Family, InPrompt, PromptRules, Rows, SpecialToken
 
 
 def _as_told(header: Header) -> Iterator[str | SpecialToken | Rows]:
@@ -23,13 +23,15 @@ def hf_family(found: HfModel) -> Family:
     return Family(
         {modality: InPrompt(token, _as_told) for modality, token in tokens.items()},
         encoder=HF_ENCODER,
-        replaced=True,
-        alone=frozenset(map(Modality, found.alone)),
-        length_mark=found.length_mark,
-        seam=found.seam,
-        number_mark=found.number_mark,
-        run=found.run,
-        turns_at=found.turns_at,
-        pinned=frozenset(found.pinned),
-        frame=found.frame,
+        prompt=PromptRules(
+            layout_from_encoder=True,
+            alone=frozenset(map(Modality, found.alone)),
+            duration_mark=found.duration_mark,
+            seam=found.seam,
+            number_mark=found.number_mark,
+            placeholder_run=found.run,
+            long_rope_threshold=found.long_rope_threshold,
+            pinned_tokens=frozenset(found.pinned),
+            frame=found.frame,
+        ),
     )

@@ -6,24 +6,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from llm_service.families.deepseek import DEEPSEEK_V3_TEXT
-from llm_service.families.family import FULL, INDEXED, Family, Mixer
+from llm_service.families.family import FULL, INDEXED, AttentionRules, CheckpointNames, Family, Mixer
 
 HUNYUAN_TEXT = Family(
     {},
-    qk_norm=True,
+    attention=AttentionRules(qk_norm=True),
+    checkpoint=CheckpointNames(
+        text_defaults={"rms_norm_eps": 1e-5}, part_names={"query_layernorm": "q_norm", "key_layernorm": "k_norm"}
+    ),
     mixers={FULL: Mixer.LATE_NORMED_ATTENTION},
-    text_defaults={"rms_norm_eps": 1e-5},
-    part_names={"query_layernorm": "q_norm", "key_layernorm": "k_norm"},
 )
 HUNYUAN4_TEXT = replace(
     DEEPSEEK_V3_TEXT,
-    output_gate=True,
-    gates_apart=True,
-    latent_eps=None,
-    index_eps=None,
-    index_turns_last=True,
-    sinks=True,
-    cut_experts=True,
-    mrope_interleaved=True,
+    attention=replace(DEEPSEEK_V3_TEXT.attention, output_gate=True, separate_gate=True, sinks=True),
+    latent=replace(DEEPSEEK_V3_TEXT.latent, norm_eps=None),
+    indexer=replace(DEEPSEEK_V3_TEXT.indexer, norm_eps=None, rope_last=True),
+    rope=replace(DEEPSEEK_V3_TEXT.rope, mrope_interleaved=True),
+    moe=replace(DEEPSEEK_V3_TEXT.moe, limited_experts=True),
     mixers={INDEXED: Mixer.INDEXED_LATENT_ATTENTION},
 )

@@ -7,7 +7,7 @@ from typing import Final
 
 from common.identity import INTERNVL_PARTS, INTERNVL_TEXTS
 from common.media.item import Header, Modality
-from llm_service.families.family import Family, InPrompt, Rows, SpecialToken
+from llm_service.families.family import CheckpointNames, Family, InPrompt, Rows, SpecialToken
 
 _START, _END, _ROW = "start_image_token", "end_image_token", "image_token_id"
 _MARKS: Final = (_START, _END, _ROW)
@@ -30,6 +30,6 @@ INTERNVL = Family(
         Modality.VIDEO: InPrompt("video_token", _frames, marks=_MARKS, counted=True),
     },
     encoder=INTERNVL_PARTS,
+    checkpoint=CheckpointNames(text_defaults={"tie_word_embeddings": True}),
     texts=INTERNVL_TEXTS,
-    text_defaults={"tie_word_embeddings": True},  # a head that is stored counts nevertheless
 )

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llm_service.families.family import FULL, WINDOWED, Family, LayerNorms, Mixer
+from llm_service.families.family import (
+    FULL,
+    WINDOWED,
+    AttentionRules,
+    CheckpointNames,
+    Family,
+    LayerNorms,
+    Mixer,
+    NormRules,
+)
 
 _FEED_FORWARD = {
     "feed_forward.w1": "mlp.gate_proj",
@@ -14,38 +23,43 @@ _FEED_FORWARD = {
 
 LFM2 = Family(
     {},
-    qk_norm=True,
-    norms=LayerNorms("operator_norm", "ffn_norm"),
-    text_defaults={
-        "norm_eps": 1e-5,
-        "conv_L_cache": 3,
-        "block_auto_adjust_ff_dim": True,
-        "max_position_embeddings": 128_000,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": True,
-    },
+    attention=AttentionRules(qk_norm=True),
+    norms=NormRules(names=LayerNorms("operator_norm", "ffn_norm")),
+    checkpoint=CheckpointNames(
+        text_defaults={
+            "norm_eps": 1e-5,
+            "conv_L_cache": 3,
+            "block_auto_adjust_ff_dim": True,
+            "max_position_embeddings": 128_000,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": True,
+        },
+        part_names={
+            **_FEED_FORWARD,
+            "self_attn.out_proj": "self_attn.o_proj",
+            "self_attn.q_layernorm": "self_attn.q_norm",
+            "self_attn.k_layernorm": "self_attn.k_norm",
+            "embedding_norm": "norm",
+        },
+    ),
     mixers={FULL: Mixer.ATTENTION, "conv": Mixer.SHORT_CONVOLUTION},
-    part_names={
-        **_FEED_FORWARD,
-        "self_attn.out_proj": "self_attn.o_proj",
-        "self_attn.q_layernorm": "self_attn.q_norm",
-        "self_attn.k_layernorm": "self_attn.k_norm",
-        "embedding_norm": "norm",
-    },
 )
 LFM3 = replace(
     LFM2,
-    head_gates=True,
-    norms=LayerNorms("operator_norm", "ffn_norm", "post_operator_norm", "post_ffn_norm"),
-    text_defaults={
-        "norm_eps": 1e-5,
-        "head_dim": 128,
-        "conv_L_cache": 7,
-        "max_position_embeddings": 128_000,
-        "use_sliding_window": True,
-        "sliding_window": 256,
-        "tie_word_embeddings": True,
-    },
+    attention=replace(LFM2.attention, head_gates=True),
+    norms=replace(LFM2.norms, names=LayerNorms("operator_norm", "ffn_norm", "post_operator_norm", "post_ffn_norm")),
+    checkpoint=replace(
+        LFM2.checkpoint,
+        text_defaults={
+            "norm_eps": 1e-5,
+            "head_dim": 128,
+            "conv_L_cache": 7,
+            "max_position_embeddings": 128_000,
+            "use_sliding_window": True,
+            "sliding_window": 256,
+            "tie_word_embeddings": True,
+        },
+        part_names={**_FEED_FORWARD, "embedding_norm": "norm"},
+    ),
     mixers={**WINDOWED, "conv": Mixer.SHORT_CONVOLUTION},
-    part_names={**_FEED_FORWARD, "embedding_norm": "norm"},
 )

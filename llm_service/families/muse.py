@@ -4,30 +4,34 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llm_service.families.family import WINDOWED, Family, FeedForwardKind, LayerNorms, Mixer
+from llm_service.families.family import (
+    WINDOWED,
+    AttentionRules,
+    CheckpointNames,
+    Family,
+    FeedForwardKind,
+    LayerNorms,
+    Mixer,
+    NormRules,
+    RopeRules,
+    VocabularyRules,
+)
 from llm_service.families.gemma3 import GEMMA3_TEXT
 
 MUSE_GLIMMER_TEXT = Family(
     {},
-    qk_norm=True,
-    plain_head_norms=True,
-    output_gate=True,
-    gates_apart=True,
-    norms=GEMMA3_TEXT.norms,
-    zero_centred_norms=True,
-    whole_last_gain=True,
-    normed_embeddings=True,
-    logit_scale="output_multiplier",
-    rotary_in_windows=True,
+    attention=AttentionRules(qk_norm=True, weightless_qk_norm=True, output_gate=True, separate_gate=True),
+    norms=NormRules(names=GEMMA3_TEXT.norms.names, zero_centred=True, plain_final=True),
+    rope=RopeRules(local_only=True),
+    vocabulary=VocabularyRules(normed_embeddings=True, logit_scale="output_multiplier"),
+    checkpoint=CheckpointNames(text_defaults={"use_sliding_window": True}),
     mixers=WINDOWED,
-    text_defaults={"use_sliding_window": True},
 )
 MUSE_SPARK_TEXT = replace(
     MUSE_GLIMMER_TEXT,
-    norms=LayerNorms(feed_forward_in="pre_feedforward_layernorm"),
-    gated_residual=True,
-    grouped_experts=True,
-    sparse=FeedForwardKind.POOLED_EXPERTS,
+    norms=replace(MUSE_GLIMMER_TEXT.norms, names=LayerNorms(feed_forward_in="pre_feedforward_layernorm")),
+    moe=replace(MUSE_GLIMMER_TEXT.moe, grouped=True, kind=FeedForwardKind.POOLED_EXPERTS),
+    layers=replace(MUSE_GLIMMER_TEXT.layers, gated_residual=True),
+    checkpoint=replace(MUSE_GLIMMER_TEXT.checkpoint, part_names={"experts.post_expert_norm": "post_expert_norm"}),
     mixers=dict.fromkeys(WINDOWED, Mixer.NORMED_OUTPUT_ATTENTION),
-    part_names={"experts.post_expert_norm": "post_expert_norm"},
 )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from llm_service.families.family import WINDOWED, Family
+from llm_service.families.family import WINDOWED, AttentionRules, CheckpointNames, Family, MlpRules
 
 PHI_TEXT = Family(
     {},
-    fused_heads=True,
-    fused_gates=True,
+    attention=AttentionRules(fused_qkv=True),
+    mlp=MlpRules(fused_gate_up=True),
+    checkpoint=CheckpointNames(text_defaults={"use_sliding_window": True, "sliding_window": None}),
     mixers=WINDOWED,
-    text_defaults={"use_sliding_window": True, "sliding_window": None},
 )

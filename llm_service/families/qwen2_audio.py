@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from common.identity import QWEN2_AUDIO_PARTS
 from common.media.item import Modality
-from llm_service.families.family import Family, InPrompt
+from llm_service.families.family import AttentionRules, CheckpointNames, Family, InPrompt
 
 _TEXT: Final[dict[str, Any]] = {
     "vocab_size": 151_936,
@@ -24,6 +24,6 @@ _TEXT: Final[dict[str, Any]] = {
 QWEN2_AUDIO = Family(
     {Modality.AUDIO: InPrompt("audio_token_index", counted=True)},
     encoder=QWEN2_AUDIO_PARTS,
-    attention_bias=True,
-    text_defaults=_TEXT,
+    attention=AttentionRules(bias=True),
+    checkpoint=CheckpointNames(text_defaults=_TEXT),
 )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from common.media.item import Modality
-from llm_service.families.family import Family, InPrompt
+from llm_service.families.family import AttentionRules, Family, InPrompt
 
 _IMAGE = InPrompt("image_token_id")
 
-QWEN2_VL = Family({Modality.IMAGE: _IMAGE, Modality.VIDEO: InPrompt("video_token_id")}, attention_bias=True)
+QWEN2_VL = Family(
+    {Modality.IMAGE: _IMAGE, Modality.VIDEO: InPrompt("video_token_id")}, attention=AttentionRules(bias=True)
+)
 QWEN2_5_VL = Family(
-    {Modality.IMAGE: _IMAGE, Modality.VIDEO: InPrompt("video_token_id", timed_frames=True)}, attention_bias=True
+    {Modality.IMAGE: _IMAGE, Modality.VIDEO: InPrompt("video_token_id", timed_frames=True)},
+    attention=AttentionRules(bias=True),
 )

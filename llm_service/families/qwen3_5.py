@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from llm_service.families.family import Family, Mixer
+from llm_service.families.family import AttentionRules, Family, Mixer, NormRules, RopeRules
 from llm_service.families.qwen3_vl import MODALITIES
 
 QWEN3_5 = Family(
     MODALITIES,
-    qk_norm=True,
-    output_gate=True,
-    zero_centred_norms=True,
-    mrope_interleaved=True,
-    rotary_share=0.25,
+    attention=AttentionRules(qk_norm=True, output_gate=True),
+    norms=NormRules(zero_centred=True),
+    rope=RopeRules(mrope_interleaved=True, partial_factor=0.25),
     mixers={"full_attention": Mixer.ATTENTION, "linear_attention": Mixer.GATED_DELTA_NET},
 )

@@ -10,11 +10,11 @@ from llm_service.families.qwen3_5 import QWEN3_5
 
 QWEN4 = replace(
     QWEN3_5,
-    norms=LayerNorms("", ""),
+    norms=replace(QWEN3_5.norms, names=LayerNorms("", "")),
+    checkpoint=replace(QWEN3_5.checkpoint, text_defaults={"full_attention_interval": 4}),
     mixers={
         FULL: Mixer.INDEXED_ATTENTION,
         INDEXED: Mixer.INDEXED_ATTENTION,
         "linear_attention": Mixer.GATED_DELTA_NET,
     },
-    text_defaults={"full_attention_interval": 4},
 )

@@ -14,7 +14,16 @@ from llm_service.families.deepseek import DEEPSEEK_V3_TEXT, DOTS3_TEXT, MISTRAL4
 from llm_service.families.deepseek_ocr import DEEPSEEK_OCR2_TEXT, UNLIMITED_OCR_TEXT
 from llm_service.families.ernie import ERNIE_TEXT
 from llm_service.families.exaone4 import EXAONE4_TEXT
-from llm_service.families.family import WINDOWED, Family, Mixer
+from llm_service.families.family import (
+    WINDOWED,
+    AttentionRules,
+    CheckpointNames,
+    Family,
+    Mixer,
+    MlpRules,
+    MoeRules,
+    RopeRules,
+)
 from llm_service.families.gemma3 import GEMMA2_TEXT, GEMMA3_TEXT, GEMMA_TEXT
 from llm_service.families.gemma4 import GEMMA3N_TEXT, GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT
 from llm_service.families.glm4v import GLM4V_MOE_TEXT, GLM4V_TEXT, GLM_OCR_TEXT
@@ -50,16 +59,21 @@ FAMILIES: Final = {
 
 TEXT_FAMILIES: Final = {
     "apertus1p5_text": APERTUS_TEXT,
-    "aria_text": Family({}, experts_inputs_first=True, ungated_shared=True, part_names={"mlp.router": "mlp.gate"}),
+    "aria_text": Family(
+        {},
+        moe=MoeRules(inputs_first=True, ungated_shared=True),
+        checkpoint=CheckpointNames(part_names={"mlp.router": "mlp.gate"}),
+    ),
     "chameleon": CHAMELEON_TEXT,
     "cohere2": COHERE2_TEXT,
     "cohere_compass_text": COHERE_COMPASS_TEXT,
     "cosmos3_edge_text": Family(
         {},
-        ungated=True,
-        mrope_interleaved=True,
-        text_defaults={"hidden_act": "relu2"},
-        part_names={"mlp.fc1": "mlp.up_proj", "mlp.fc2": "mlp.down_proj"},
+        rope=RopeRules(mrope_interleaved=True),
+        mlp=MlpRules(ungated=True),
+        checkpoint=CheckpointNames(
+            text_defaults={"hidden_act": "relu2"}, part_names={"mlp.fc1": "mlp.up_proj", "mlp.fc2": "mlp.down_proj"}
+        ),
     ),
     "deepseek_ocr2_text": DEEPSEEK_OCR2_TEXT,
     "deepseek_v3": DEEPSEEK_V3_TEXT,
@@ -90,13 +104,13 @@ TEXT_FAMILIES: Final = {
     "minimax_m3_vl_text": MINIMAX_M3_TEXT,
     "ministral3": Family(
         {},
+        checkpoint=CheckpointNames(text_defaults={"use_sliding_window": True, "sliding_window": None}),
         mixers=dict.fromkeys(WINDOWED, Mixer.TEMPERED_ATTENTION),
-        text_defaults={"use_sliding_window": True, "sliding_window": None},
     ),
-    "mistral": Family({}, mixers=WINDOWED, text_defaults={"use_sliding_window": True}),
+    "mistral": Family({}, checkpoint=CheckpointNames(text_defaults={"use_sliding_window": True}), mixers=WINDOWED),
     "mistral4": MISTRAL4_TEXT,
     "mistral_large4_text": MISTRAL_LARGE4_TEXT,
-    "molmo2_text": Family({}, qk_norm=True),
+    "molmo2_text": Family({}, attention=AttentionRules(qk_norm=True)),
     "muse_glimmer_text": MUSE_GLIMMER_TEXT,
     "muse_spark_text": MUSE_SPARK_TEXT,
     "nemotron_h": NEMOTRON_H,
@@ -104,11 +118,13 @@ TEXT_FAMILIES: Final = {
     "paddleocr_vl_text": Family({}),
     "phi3": PHI_TEXT,
     "phi4_multimodal": PHI_TEXT,
-    "qwen2": Family({}, attention_bias=True),
+    "qwen2": Family({}, attention=AttentionRules(bias=True)),
     "qwen2_5_omni_text": QWEN2_5_VL,
-    "qwen3": Family({}, qk_norm=True),
+    "qwen3": Family({}, attention=AttentionRules(qk_norm=True)),
     "qwen3_5_text": QWEN3_5,
-    "qwen3_moe": Family({}, qk_norm=True, text_defaults={"norm_topk_prob": False}),
+    "qwen3_moe": Family(
+        {}, attention=AttentionRules(qk_norm=True), checkpoint=CheckpointNames(text_defaults={"norm_topk_prob": False})
+    ),
     "qwen3_omni_moe_text": QWEN3_VL,
     "qwen3_vl_moe_text": QWEN3_VL,
     "qwen3_vl_text": QWEN3_VL,
@@ -135,7 +151,9 @@ def find_family(config: Mapping[str, Any]) -> Family | None:
     if kind not in family.texts:
         return None
     text = TEXT_FAMILIES[kind]
-    return replace(family, attention_bias=text.attention_bias, qk_norm=text.qk_norm)
+    return replace(
+        family, attention=replace(family.attention, bias=text.attention.bias, qk_norm=text.attention.qk_norm)
+    )
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llm_service.families.family import FULL, WINDOWED, Family, Mixer
+from llm_service.families.family import (
+    FULL,
+    WINDOWED,
+    AttentionRules,
+    CheckpointNames,
+    Family,
+    Mixer,
+    MoeRules,
+    NormRules,
+)
 
 STEP3_TEXT = Family(
     {},
-    qk_norm=True,
-    head_gates=True,
-    zero_centred_norms=True,
-    grouped_experts=True,
-    ungated_shared=True,
+    attention=AttentionRules(qk_norm=True, head_gates=True),
+    norms=NormRules(zero_centred=True),
+    moe=MoeRules(grouped=True, ungated_shared=True),
+    checkpoint=CheckpointNames(
+        text_defaults={"use_sliding_window": True},
+        part_names={"moe.gate_proj.weight": "mlp.experts.gate_proj", "moe.up_proj.weight": "mlp.experts.up_proj"},
+    ),
     mixers=WINDOWED,
-    text_defaults={"use_sliding_window": True},
-    part_names={"moe.gate_proj.weight": "mlp.experts.gate_proj", "moe.up_proj.weight": "mlp.experts.up_proj"},
 )
 MINIMAX_M3_TEXT = replace(
     STEP3_TEXT,
-    head_gates=False,
-    fused_gates=True,
+    attention=replace(STEP3_TEXT.attention, head_gates=False),
+    mlp=replace(STEP3_TEXT.mlp, fused_gate_up=True),
+    checkpoint=replace(
+        STEP3_TEXT.checkpoint, text_defaults={}, part_names={"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    ),
     mixers={FULL: Mixer.ATTENTION, "minimax_m3_sparse": Mixer.BLOCK_INDEXED_ATTENTION},
-    text_defaults={},
-    part_names={"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"},
 )

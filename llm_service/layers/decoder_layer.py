@@ -45,12 +45,12 @@ _UNGATED: dict[Activation, type[SquaredMLP]] = {Activation.RELU: PlainReluMLP, A
 def _dense(kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> MLP | SquaredMLP:
     inner = kind.inner or config.intermediate_size * (2 if kind.wide else 1)
     given = config.hidden_size, inner, group, dtype
-    if config.family.ungated:
+    if config.family.mlp.ungated:
         made = _UNGATED.get(config.activation, SquaredMLP)
-        return made(*given, biases=config.family.output_biases)
+        return made(*given, biases=config.family.layers.output_biases)
     if kind.cut_share:
         return CutMLP(*given, activation=config.activation, share=kind.cut_share)
-    return MLP(*given, activation=kind.gates or config.activation, fused=config.family.fused_gates)
+    return MLP(*given, activation=kind.gates or config.activation, fused=config.family.mlp.fused_gate_up)
 
 
 def _experts(
@@ -64,15 +64,15 @@ def _experts(
         group,
         dtype,
         shared_inner=config.shared_expert_size,
-        shared_gate=not config.family.ungated_shared,
-        has_gates=not config.family.ungated,
+        shared_gate=not config.family.moe.ungated_shared,
+        has_gates=not config.family.mlp.ungated,
         latent=config.latent_size,
         grouped=config.grouped,
         scale=config.expert_scale,
         activation=kind.expert_gates or config.activation,
         shared_activation=kind.gates or config.activation,
-        fused=config.family.fused_gates,
-        inputs_first=config.family.experts_inputs_first,
+        fused=config.family.mlp.fused_gate_up,
+        inputs_first=config.family.moe.inputs_first,
     )
 
 
@@ -112,7 +112,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__()
-        names, norm = config.family.norms, partial(norm_of, config, dtype)
+        names, norm = config.family.norms.names, partial(norm_of, config, dtype)
         norm_in = partial(norm, eps=config.residual_eps)
         self.mixer_in_norm = norm_in(names.mixer_in) if names.mixer_in else Unnormed()
         self.mixer = MIXERS[kind.mixer](kind, config, group, dtype)
@@ -123,7 +123,7 @@ class DecoderLayer(nn.Module):
         both = kind.feed_forward is FeedForwardKind.BOTH
         self.beside = ExpertsBeside(config, group, dtype) if both else None
         self.mlp_out_norm = norm_out(names.feed_forward_out) if names.feed_forward_out else None
-        ends = config.family.layer_scalars or config.layer_inputs is not None
+        ends = config.family.layers.scalars or config.layer_inputs is not None
         self.end = LayerEnd(config, dtype) if ends else None
         self.is_local, self._window, self._shares = kind.sight.is_local, kind.sight.reach, kind.keys_of is not None
         self.ranks, self.hidden_size = group.size, config.hidden_size
@@ -206,8 +206,8 @@ Layer = DecoderLayer | MixerLayer | FeedForwardLayer
 
 def make_layer(kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> Layer:
     """The layer of a kind, as its family has layers."""
-    if not config.family.single_parts:
-        return (ParallelLayer if config.family.parallel_residual else DecoderLayer)(kind, config, group, dtype)
+    if not config.family.layers.single_parts:
+        return (ParallelLayer if config.family.layers.parallel_residual else DecoderLayer)(kind, config, group, dtype)
     norm = norm_of(config, dtype)
     if kind.mixer is Mixer.NONE:
         return FeedForwardLayer(norm, FEED_FORWARDS[kind.feed_forward](kind, config, group, dtype))

@@ -90,11 +90,11 @@ class LatentAttention(nn.Module):
             self.rotated_norm = norm(shape.rotated, stored_as="k_rope_only_layernorm", order=pairs)
         self.products = LatentProducts(shape, heads, group, dtype)
         self.head_gates: PackedLinear | None = None
-        if config.family.head_gates:  # few
+        if config.family.attention.head_gates:  # few
             self.head_gates = linear(whole, {"g_proj": own}, rounds=False)
-        elif config.family.output_gate:
+        elif config.family.attention.output_gate:
             self.head_gates = linear(whole, {"gate_proj": _rows(own, shape.value)})
-        self.sinks = HeadSinks(own) if config.family.sinks else None
+        self.sinks = HeadSinks(own) if config.family.attention.sinks else None
         self.o = linear(_rows(own, shape.value), {"o_proj": whole})
 
     @property

@@ -65,7 +65,7 @@ class LayerEnd(nn.Module):
             self.projection = PackedLinear(narrow, {"per_layer_projection": whole}, bias=False, dtype=dtype)
             self.norm = RMSNorm.of(config, config.hidden_size, dtype, "post_per_layer_input_norm")
         self.layer_scalar: nn.Parameter | None = None
-        if config.family.layer_scalars:
+        if config.family.layers.scalars:
             self.layer_scalar = nn.Parameter(torch.empty(1, dtype=dtype), requires_grad=False)
 
     def forward(self, x: Tensor, given: Tensor | None) -> Tensor:

@@ -192,9 +192,9 @@ class RMSNorm(nn.Module):
     ) -> Self:
         """One of a decoder's, with the eps that its configuration states, unless it is given; `last`: behind all
         layers."""
-        whole = last and config.family.whole_last_gain
-        zero_centred = config.family.zero_centred_norms and not whole
-        long_gain = config.family.long_gains or whole
+        whole = last and config.family.norms.plain_final
+        zero_centred = config.family.norms.zero_centred and not whole
+        long_gain = config.family.norms.float32_weights or whole
         eps = config.norm_eps if eps is None else eps
         return cls(size, eps, dtype, zero_centred=zero_centred, long_gain=long_gain, stored_as=stored_as)
 
@@ -274,8 +274,8 @@ def norm_of(
 ) -> RMSNorm:
     """One of what a decoder's layers hand on, of its family's kind; see `RMSNorm.of`."""
     kind = RMSNorm
-    if config.family.layer_norms:
-        kind = BiasedLayerNorm if config.family.norm_biases else LayerNorm
+    if config.family.norms.layer_norm:
+        kind = BiasedLayerNorm if config.family.norms.biases else LayerNorm
     return kind.of(config, config.hidden_size, dtype, stored_as, eps=eps, last=last)
 
 

@@ -36,8 +36,8 @@ class SelfAttention(nn.Module):
         shape = config.head_shape(kind)
         self.head_dim, self.eps, self._keys_as_values = shape.head_dim, config.norm_eps, shape.keys_as_values
         shared, own = group.kv_share(shape.kv_heads), group.share(config.heads_of(kind))
-        self.heads, self.kv_heads, self.has_gates = length(own), length(shared), family.output_gate
-        self._gates_apart = family.gates_apart
+        self.heads, self.kv_heads, self.has_gates = length(own), length(shared), family.attention.output_gate
+        self._gates_apart = family.attention.separate_gate
         self.new_keys = self.kv_heads if kind.keys_of is None else 0
         query, key = _elements(own, self.head_dim), _elements(shared, self.head_dim)
         whole, inputs = slice(0, config.hidden_size), self._inputs(config)
@@ -48,23 +48,23 @@ class SelfAttention(nn.Module):
         if self.has_gates and not within:
             parts |= {"gate_proj": query}
         stacked: dict[str, slice | tuple[slice, ...]] = {**parts}
-        if family.fused_heads:
+        if family.attention.fused_qkv:
             keys, values = (config.heads_of(kind) + n * shape.kv_heads for n in range(2))
             behind = (_elements(shared, self.head_dim, first) for first in (keys, values))
             stacked = {"qkv_proj": (query, *behind)}
-        bias, order = family.attention_bias, self._order(config)
+        bias, order = family.attention.bias, self._order(config)
         self.qkv = PackedLinear(inputs, stacked, bias=bias, dtype=dtype, order=order)
-        self.o = SummedLinear(query, {"o_proj": whole}, group, bias=family.output_biases, dtype=dtype)
+        self.o = SummedLinear(query, {"o_proj": whole}, group, bias=family.layers.output_biases, dtype=dtype)
         self.head_gates: PackedLinear | None = None
-        if family.head_gates:  # few
+        if family.attention.head_gates:  # few
             self.head_gates = PackedLinear(inputs, {"g_proj": own}, bias=False, dtype=dtype, rounds=False)
 
-        kept = PlainNorm if family.plain_head_norms else RMSNorm
+        kept = PlainNorm if family.attention.weightless_qk_norm else RMSNorm
         norm, normed = partial(kept.of, config, self.head_dim, dtype), config.norms_heads(kind)
         self.q_norm: nn.Module = norm() if normed else nn.Identity()
         self.k_norm: nn.Module = norm() if normed and self.new_keys else nn.Identity()
         self._value_gain: Tensor | None
-        gain = torch.ones(self.head_dim, dtype=dtype) if family.value_norm and self.new_keys else None
+        gain = torch.ones(self.head_dim, dtype=dtype) if family.attention.value_norm and self.new_keys else None
         self.register_buffer("_value_gain", gain, persistent=False)
 
     def _inputs(self, config: TextConfig) -> slice:
@@ -75,7 +75,7 @@ class SelfAttention(nn.Module):
         """Where the rows of a checkpoint's projections go, if not one behind the other."""
         if self.has_gates and not self._gates_apart:
             return gates_last(self.heads, self.kv_heads, self.head_dim)
-        if config.family.rotary_neighbours:
+        if config.family.rope.interleaved:
             return pairs_apart(self.heads + self.kv_heads, self.kv_heads, self.head_dim, config.rotary.dim)
         return None
 

@@ -19,7 +19,7 @@ class StreamNorm(RMSNorm):
     def __init__(self, config: TextConfig, dtype: torch.dtype) -> None:
         assert config.streams is not None, "a decoder with streams"
         self.count = config.streams.count
-        size, zero_centred = self.count * config.hidden_size, config.family.zero_centred_norms
+        size, zero_centred = self.count * config.hidden_size, config.family.norms.zero_centred
         super().__init__(size, config.norm_eps, dtype, zero_centred=zero_centred)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -34,11 +34,11 @@ class TokenIndexer(nn.Module):
         self.shape, latent = config.token_index, config.latent_heads(kind)
         self._rotated = latent.rotated > 0
         dim, heads, whole = self.shape.head_dim, self.shape.heads, slice(0, config.hidden_size)
-        eps = self._eps = config.norm_eps if config.family.index_eps is None else config.family.index_eps
+        eps = self._eps = config.norm_eps if config.family.indexer.norm_eps is None else config.family.indexer.norm_eps
         order = torch.arange(dim)
         if latent.neighbours and self._rotated:
             order[: latent.rotated] = order[: latent.rotated].view(2, -1).t().flatten()
-        if config.family.index_turns_last:
+        if config.family.indexer.rope_last:
             order = order.roll(dim - latent.rotated)
         all_heads = (torch.arange(heads).unsqueeze(1) * dim + order).flatten()
         self.queries = PackedLinear(

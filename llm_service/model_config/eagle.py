@@ -66,8 +66,8 @@ class EagleConfig:
         words = int(config.get("draft_vocab_size") or text.vocab_size)
         if text.layers < 1 or words < 1:
             raise CheckpointError(f"it has {text.layers} layers and {words} words")
-        if own.get("attention_bias") and not text.family.attention_bias:
-            text = replace(text, family=replace(text.family, attention_bias=True))
+        if own.get("attention_bias") and not text.family.attention.bias:
+            text = replace(text, family=replace(text.family, attention=replace(text.family.attention, bias=True)))
         return cls(
             replace(text, tied=False),
             words,

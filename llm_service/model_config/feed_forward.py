@@ -28,7 +28,7 @@ def activation_of(text: Mapping[str, Any], family: Family) -> Activation:
     names = "hidden_activation", "hidden_act", "mlp_hidden_act", "activation_function"
     activation = str(first_of(text, *names) or "silu")
     ungated = activation in (Activation.SQUARED_RELU.value, Activation.RELU.value, Activation.XIELU.value)
-    if activation not in {each.value for each in Activation} or ungated != family.ungated:
+    if activation not in {each.value for each in Activation} or ungated != family.mlp.ungated:
         raise CheckpointError(f"activation {activation} is not supported")
     return Activation(activation)
 

@@ -43,7 +43,7 @@ class LatentHeads:
         rotated, plain = int(text["qk_rope_head_dim"]), int(text["qk_nope_head_dim"])
         if text.get("attention_bias"):
             raise CheckpointError("latents with biases are not supported")
-        if rotated and family.unrotated:
+        if rotated and family.rope.none:
             raise CheckpointError("latents with rotated numbers are not supported here")
         scale, growth = (plain + rotated) ** -0.5, rope.get("mscale_all_dim")
         if growth and rope.get("rope_type", rope.get("type", "default")) != "default":
@@ -55,11 +55,11 @@ class LatentHeads:
             value=int(text["v_head_dim"]),
             query_rank=query_rank,
             scale=scale,
-            neighbours=bool(text.get("rope_interleave", family.rotary_neighbours)),
-            eps=norm_eps if family.latent_eps is None else family.latent_eps,
-            growth=(hidden / rank) ** 0.5 if family.scaled_latents else 1.0,
-            query_growth=(hidden / query_rank) ** 0.5 if family.scaled_latents and query_rank else 1.0,
-            norms_rotated=family.normed_rotary_keys,
+            neighbours=bool(text.get("rope_interleave", family.rope.interleaved)),
+            eps=norm_eps if family.latent.norm_eps is None else family.latent.norm_eps,
+            growth=(hidden / rank) ** 0.5 if family.latent.scaled else 1.0,
+            query_growth=(hidden / query_rank) ** 0.5 if family.latent.scaled and query_rank else 1.0,
+            norms_rotated=family.latent.normed_rope_key,
         )
 
     @property

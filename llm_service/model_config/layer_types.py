@@ -50,7 +50,7 @@ def check_rotated(text: Mapping[str, Any], family: Family, types: Sequence[str])
     rotated = text.get("no_rope_layers") or text.get("layer_rope_theta")  # both say 0 of a layer that is not
     local = window_length(text) + chunk_length(text, family) > 0  # else all are rotated
     found = [not local or each != FULL for each in types]
-    if family.rotary_in_windows and rotated and [bool(each) for each in rotated] != found:
+    if family.rope.local_only and rotated and [bool(each) for each in rotated] != found:
         raise CheckpointError("rotary positions of layers without a window, or local ones without, are not supported")
 
 

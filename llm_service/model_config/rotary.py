@@ -157,10 +157,10 @@ class RotaryConfig:
     ) -> RotaryConfig:
         """Of the rotary settings `rope` of a text, in contexts of up to `longest` tokens. Raises CheckpointError as
         `RotaryScaling.of`, and KeyError."""
-        share = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", family.rotary_share))
+        share = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", family.rope.partial_factor))
         dim = head_dim if rope.get("rope_type") == _PROPORTIONAL else int(head_dim * share)
         sections = tuple(rope.get("mrope_section") or text.get("mrope_section") or (dim // 2, 0, 0))
-        if family.space_first:  # time is the last
+        if family.rope.mrope_space_first:  # time is the last
             sections = *sections[2:], *sections[:2]
             if sections[1:2] != sections[2:]:
                 raise CheckpointError("height and width that turn different numbers of pairs are not supported")
@@ -171,7 +171,7 @@ class RotaryConfig:
             raise CheckpointError("mrope_section does not fill what is rotated of a head")
         tempering = Tempering.of(rope, text, longest)
         if long := rope.get("rope_type", rope.get("type")) == LONG:
-            if family.modalities or own_sections or tempering is not None or family.learned_positions:
+            if family.modalities or own_sections or tempering is not None or family.rope.learned:
                 raise CheckpointError("rotary scaling longrope is not supported here")
             rope = {**_stated(text, "original_max_position_embeddings"), **rope}
         scaling = RotaryScaling.of(rope, max_position)
@@ -181,12 +181,12 @@ class RotaryConfig:
             dim=dim,
             theta=_theta(rope, text, dim),
             sections=(sections[0], sections[1], sections[2]),
-            interleaved=bool(rope.get("mrope_interleaved", family.mrope_interleaved)),
+            interleaved=bool(rope.get("mrope_interleaved", family.rope.mrope_interleaved)),
             scaling=scaling,
             tempering=tempering,
-            space_first=family.space_first,
+            space_first=family.rope.mrope_space_first,
             own_sections=own_sections,
-            learned=family.learned_positions,
+            learned=family.rope.learned,
         )
 
 
@@ -214,13 +214,13 @@ def rotary_settings(
 ) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
     """Those of all layers, and of local ones, if they have their own; `local`: there are such."""
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    if family.unrotated:
+    if family.rope.none:
         return _UNROTATED, None
     if found := [rope[kind] for kind in (FULL, INDEXED) if kind in rope]:
         if found[0] != found[-1]:
             raise CheckpointError("layers with an index and others whose rotary positions differ are not supported")
         return found[0] or _UNROTATED, rope.get(SLIDING)
-    if family.rotary_in_windows and local:
+    if family.rope.local_only and local:
         return _UNROTATED, rope
     base = text.get("rope_local_base_freq")
     return rope, None if base is None else {"rope_theta": base}

@@ -214,8 +214,8 @@ class TextConfig:
         """What a layer, counted from 0, is made of."""
         sparse = self.experts > 0 and layer not in self.dense_layers and (layer + 1) % self.sparse_step == 0
         keys_of = self._keys_of(layer)
-        feed_forward = self.family.sparse if sparse else FeedForwardKind.DENSE
-        if self.family.single_parts and self.mixers[layer] is not Mixer.NONE:
+        feed_forward = self.family.moe.kind if sparse else FeedForwardKind.DENSE
+        if self.family.layers.single_parts and self.mixers[layer] is not Mixer.NONE:
             feed_forward = FeedForwardKind.NONE
         return LayerKind(
             self.mixers[layer],
@@ -239,7 +239,7 @@ class TextConfig:
 
     def norms_heads(self, kind: LayerKind) -> bool:
         """Whether a layer's heads of queries and keys are normed."""
-        return self.qk_norm and (kind.sight.is_local or not self.family.local_head_norms)
+        return self.qk_norm and (kind.sight.is_local or not self.family.attention.local_qk_norm)
 
     def _sight_of(self, layer: int) -> Sight:
         window, chunk = self._window_of(layer), self.chunks[layer] if self.chunks else 0
@@ -271,7 +271,7 @@ class TextConfig:
     @property
     def embedding_eps(self) -> float | None:
         """With which embeddings are normed; None where they are not."""
-        return self.norm_eps if self.family.normed_embeddings else None
+        return self.norm_eps if self.family.vocabulary.normed_embeddings else None
 
     def head_shape(self, kind: LayerKind) -> HeadShape:
         """Of a layer's keys and values."""
@@ -310,10 +310,10 @@ class TextConfig:
 
     @classmethod
     def _read(cls, config: dict[str, Any], family: Family, max_context: int) -> TextConfig:
-        text = {**family.text_defaults, **config, **(config.get("text_config") or {})}
+        text = {**family.checkpoint.text_defaults, **config, **(config.get("text_config") or {})}
         check_settings(text)
         if text.get("swin_norm"):
-            family = replace(family, norms=family.norms.behind)
+            family = replace(family, norms=replace(family.norms, names=family.norms.names.behind))
         if types := text.get("layers_block_type"):
             text |= {"layer_types": types, "num_hidden_layers": len(types)}
         rope, window_rope = rotary_settings(text, family, local=window_length(text) + chunk_length(text, family) > 0)
@@ -321,7 +321,7 @@ class TextConfig:
         longest = min(max_context or max_position, max_position)
         check_reach(text, family, longest)
         activation = activation_of(text, family)
-        if not (family.probability_weights or text.get("norm_topk_prob", True)):
+        if not (family.moe.unnormalised or text.get("norm_topk_prob", True)):
             raise CheckpointError("experts whose weights do not sum up to 1 are not supported")
         heads = int(text["num_attention_heads"])
         types, experts = layer_types(text, family), experts_of(text)
@@ -332,9 +332,9 @@ class TextConfig:
             window_rope = {**(window_rope or rope), **_WHOLLY_ROTATED}
         head_dim = int(text.get("head_dim") or text["hidden_size"] // heads) if latent is None else latent.rotated
         check_rotated(text, family, types)
-        if family.single_parts and EXPERTS_ALONE not in types:
+        if family.layers.single_parts and EXPERTS_ALONE not in types:
             experts = 0
-        grouped = family.grouped_experts and experts > 0
+        grouped = family.moe.grouped and experts > 0
         usual = HeadShape(int(text.get("num_key_value_heads") or heads), head_dim)
         full = HeadShape.of_full(text, types, usual) if latent is None else None
         cap = text.get("final_logit_softcapping")
@@ -366,15 +366,15 @@ class TextConfig:
             expert_size=expert_size(text) if experts else 0,
             media_expert_size=expert_sizes(text)[1] if experts else 0,
             pooled_size=int(text.get("moe_hidden_size") or 0),
-            router_multiplier=multiplier(text, family.logit_scale) if text.get("moe_hidden_size") else 1.0,
+            router_multiplier=multiplier(text, family.vocabulary.logit_scale) if text.get("moe_hidden_size") else 1.0,
             gate_temperature=float(text.get("residual_gate_temperature") or 1.0),
             least_weight=float(text.get("moe_norm_min") or 0.0),
             shared_expert_size=shared_size(text),
             latent_size=int(text.get("moe_latent_size") or 0),
             sparse_step=int(text.get("decoder_sparse_step", 1)),
-            dense_layers=dense_layers(text, types if family.single_parts else ()),
-            grouped=grouped_experts(text, probabilities=family.likely_experts) if grouped else None,
-            expert_scale=expert_scale(text) if family.probability_weights and experts else None,
+            dense_layers=dense_layers(text, types if family.layers.single_parts else ()),
+            grouped=grouped_experts(text, probabilities=family.moe.softmax_scores) if grouped else None,
+            expert_scale=expert_scale(text) if family.moe.unnormalised and experts else None,
             delta_net=delta_net_of(text) if Mixer.GATED_DELTA_NET in mixers else None,
             kimi_delta=kimi_delta_of(text) if Mixer.KIMI_DELTA_ATTENTION in mixers else None,
             mamba2=mamba2_of(text) if Mixer.MAMBA2 in mixers else None,
@@ -382,20 +382,20 @@ class TextConfig:
             activation=activation,
             windows=window_lengths(text, types),
             chunks=chunk_lengths(text, family, types),
-            qk_norm=family.qk_norm and bool(text.get("use_qk_norm", True)),
+            qk_norm=family.attention.qk_norm and bool(text.get("use_qk_norm", True)),
             window_rotary=local,
             attention_scale=attention_scale(text, head_dim),
             attention_cap=attention_cap(text, mixers),
             full_heads=full,
             local_heads=local_heads(text, types),
             out_eps=None if (eps := text.get("post_norm_eps")) is None else float(eps),
-            gates=gates_of(text, "swiglu_limits_shared", cut=not family.cut_experts),
+            gates=gates_of(text, "swiglu_limits_shared", cut=not family.moe.limited_experts),
             expert_gates=gates_of(text, "swiglu_limits"),
             shared_layers=int(text.get("num_kv_shared_layers") or 0),
             wide_shared=bool(text.get("use_double_wide_mlp")),
             latent=latent,
             local_latent=local_latent,
-            layer_inputs=LayerInputs.of(text, padded=not family.media_by_token),
+            layer_inputs=LayerInputs.of(text, padded=not family.vocabulary.media_by_token),
             alternating=AlternatingShape.of(text),
             cut_shares=cut_shares(text),
             inner_sizes=inner_sizes(text),

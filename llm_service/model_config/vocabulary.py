@@ -12,15 +12,15 @@ from llm_service.families.family import Family
 def tied_of(config: Mapping[str, Any], text: Mapping[str, Any], family: Family) -> bool:
     """Whether the head is the table of tokens. Raises CheckpointError where it cannot be."""
     tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
-    if tied and family.normed_embeddings:
+    if tied and family.vocabulary.normed_embeddings:
         raise CheckpointError("a head that is tied to embeddings which are normed is not supported")
     return tied
 
 
 def unsaid_tokens(text: Mapping[str, Any], family: Family) -> tuple[int, ...]:
     """See `TextConfig.unsaid`."""
-    named = (text.get("vocabulary_map") or {}) if family.unsaid else {}
-    return tuple(sorted(int(token) for name, token in named.items() if name.startswith(family.unsaid)))
+    named = (text.get("vocabulary_map") or {}) if family.vocabulary.unsaid else {}
+    return tuple(sorted(int(token) for name, token in named.items() if name.startswith(family.vocabulary.unsaid)))
 
 
 def table_rows(text: Mapping[str, Any]) -> int:
@@ -39,4 +39,4 @@ def multiplier(text: Mapping[str, Any], name: str) -> float:
 
 def logit_scale(text: Mapping[str, Any], family: Family) -> float:
     """What logits are multiplied by."""
-    return multiplier(text, family.logit_scale) / multiplier(text, family.logit_divisor)
+    return multiplier(text, family.vocabulary.logit_scale) / multiplier(text, family.vocabulary.logit_divisor)

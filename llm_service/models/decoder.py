@@ -88,7 +88,7 @@ class Decoder(nn.Module):
         with device:  # weights are made there: the host need not hold all of them, nor copy what is not filled yet
             self.embed_tokens = embeddings_of(config, group, dtype)
             places = config.max_position, config.hidden_size, dtype
-            self.embed_positions = PlaceTable(*places) if config.family.learned_places else None
+            self.embed_positions = PlaceTable(*places) if config.family.vocabulary.position_embeddings else None
             self.layers = nn.ModuleList(_layer(index, config, group, dtype) for index in layers)
             own = config.layer_inputs
             self.layer_inputs = None if own is None else InputsOfLayers(own, config, group, dtype)
@@ -339,7 +339,7 @@ class Decoder(nn.Module):
 
 def embeddings_of(config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> VocabularyEmbedding:
     """A rank's share of the table of tokens."""
-    scale = config.hidden_size**0.5 if config.family.scaled_embeddings else None
+    scale = config.hidden_size**0.5 if config.family.vocabulary.scaled_embeddings else None
     given = config.table_rows or config.vocab_size, config.hidden_size, group, dtype
     embed = partial(MarkedEmbedding, config.mark_tables) if config.mark_tables else VocabularyEmbedding
     return embed(*given, scale=scale, norm_eps=config.embedding_eps)
@@ -356,7 +356,7 @@ def _layer(index: int, config: TextConfig, group: TensorGroup, dtype: torch.dtyp
     kind, own = config.layer_kind(index), () if config.ngrams is None else config.ngrams.layers
     if kind.feed_forward is FeedForwardKind.BY_MODALITY:
         return ModalityLayer(kind, config, group, dtype)
-    if config.family.gated_residual:
+    if config.family.layers.gated_residual:
         return GatedResidualLayer(kind, config, group, dtype)
     if config.alternating is not None:
         return AlternatingLayer(kind, config, group, dtype)

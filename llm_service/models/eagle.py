@@ -211,7 +211,7 @@ def _fitted(checkpoint: Checkpoint, stored: Collection[str], shape: TextConfig) 
     if words > known:
         raise CheckpointError(f"it says {words} words, and is given {known}")
     if "layers.0.self_attn.o_proj.bias" in stored:
-        text = replace(text, family=replace(text.family, output_biases=True))
+        text = replace(text, family=replace(text.family, layers=replace(text.family.layers, output_biases=True)))
     return replace(eagle, text=text, ties=ties)
 
 

@@ -50,8 +50,10 @@ def _found(checkpoint: Checkpoint, hf: HfModel, max_context: int) -> TextSide:
     levels, found = tuple(layers_of_levels(whole)), try_ours(checkpoint.folder)
     by_trial: dict[str, Any] = {"spans": found.spans, "adds_rows": found.adds_rows, "together": hf.together}
     config = with_media(replace(config, level_layers=levels, **by_trial), model)
-    if config.family.fused_gates and not any(own.endswith(".gate_up_proj.weight") for own in names.values()):
-        config = replace(config, family=replace(config.family, fused_gates=False))  # transformers fuses them, ours too
+    if config.family.mlp.fused_gate_up and not any(own.endswith(".gate_up_proj.weight") for own in names.values()):
+        config = replace(
+            config, family=replace(config.family, mlp=replace(config.family.mlp, fused_gate_up=False))
+        )  # transformers fuses them, ours too
     if config.tied:
         config, names = _as_stored(checkpoint, config, names)
     return TextSide(config, names.get, parted)

@@ -34,7 +34,7 @@ class MtpDecoder(DraftHead):
         self.config = replace(target.config, mixers=(Mixer.ATTENTION,), windows=(), dense_layers=frozenset())
         self.dtype, self.kv_dtype, self.group = target.dtype, target.kv_dtype, ALONE
         size, eps = self.config.hidden_size, self.config.norm_eps
-        zero_centred = self.config.family.zero_centred_norms
+        zero_centred = self.config.family.norms.zero_centred
 
         def norm() -> RMSNorm:
             return RMSNorm(size, eps, self.dtype, zero_centred=zero_centred)

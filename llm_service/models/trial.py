@@ -154,7 +154,7 @@ def with_media(shape: TextConfig, model: Any) -> TextConfig:
         MarkTable(name.rpartition(".")[2], part.vocab_offset, part.vocab_size, part.multimodal_hidden_size, part.eps)
         for name, part in mark_tables_of(model).items()
     )
-    by_modality = shape.family.sparse is FeedForwardKind.BY_MODALITY
+    by_modality = shape.family.moe.kind is FeedForwardKind.BY_MODALITY
     tokens = tuple(media_tokens(model.config)) if by_modality else ()
     return replace(shape, media_tokens=tokens, mark_tables=tables)
 

@@ -80,10 +80,10 @@ class PromptBuilder:
         self._added = {each["content"]: int(each["id"]) for each in marks}
         self._special = SpecialTokens(marks)
         self._first, self._last = self._around()
-        self._alone, self._frame = model.family.alone, model.family.frame
-        self._length_mark, self._turns_at = model.family.length_mark, model.family.turns_at
-        self._number_mark, self._run = model.family.number_mark, model.family.run
-        self._seam = self._added.get(model.family.seam, -1)
+        self._alone, self._frame = model.family.prompt.alone, model.family.prompt.frame
+        self._length_mark, self._turns_at = model.family.prompt.duration_mark, model.family.prompt.long_rope_threshold
+        self._number_mark, self._run = model.family.prompt.number_mark, model.family.prompt.placeholder_run
+        self._seam = self._added.get(model.family.prompt.seam, -1)
         self._media = MediaTokens.of(checkpoint.config, model.family, named_tokens(checkpoint, self._added))
         self.template = ChatTemplate.of(
             checkpoint, self._plain_template(), source=chat_template, defaults=template_variables, marks=output_marks

@@ -36,11 +36,11 @@ class MediaLayout:
         family = family or family_of(config)
         encoder = config.get(family.encoder.section, {})
         return cls(
-            merge=1 if family.replaced else int(encoder.get("spatial_merge_size", 2)),
+            merge=1 if family.prompt.layout_from_encoder else int(encoder.get("spatial_merge_size", 2)),
             modalities=family.modalities,
             tokens_per_second=float(encoder.get("tokens_per_second", 4)),
-            replaced=family.replaced,
-            pinned=family.pinned,
+            replaced=family.prompt.layout_from_encoder,
+            pinned=family.prompt.pinned_tokens,
         )
 
 

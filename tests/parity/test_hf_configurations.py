@@ -115,7 +115,7 @@ def test_positions_on_four_axes_are_refused() -> None:
 def test_contexts_end_where_some_layers_would_turn_others_of_a_batch_otherwise() -> None:
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 64}
     text = SimpleNamespace(rope_parameters={"full_attention": rope}, max_position_embeddings=4096)
-    assert (hf_models.longest_context(text), hf_models.turns_at(text)) == (64, 0)
+    assert (hf_models.longest_context(text), hf_models.long_rope_threshold(text)) == (64, 0)
 
 
 def test_a_processor_that_does_not_say_what_stands_for_a_picture_is_refused(tmp_path: Path) -> None:

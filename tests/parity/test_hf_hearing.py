@@ -31,7 +31,7 @@ from tools.models.tiny import make, make_by
 def test_rows_of_sounds_are_the_same_each_time_where_a_tower_could_draw_noise(tmp_path: Path) -> None:
     folder = make("vibevoice_asr", tmp_path)
     found = hf_models.describe(folder)
-    assert (found.sound_rate, found.length_mark) == (24_000, "<|AUDIO_DURATION|>")
+    assert (found.sound_rate, found.duration_mark) == (24_000, "<|AUDIO_DURATION|>")
     tower = HfTower(folder, found, torch.float32, torch.device("cpu"))
     made = ItemProcessor(folder).inputs(Sound(tones(1, 0.3).heard()))
     with torch.inference_mode():

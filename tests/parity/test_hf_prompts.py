@@ -111,7 +111,7 @@ def test_a_template_has_the_seconds_of_sounds_in_their_order(plain: Path) -> Non
     checkpoint = Checkpoint(plain)
     found = hf_models.describe(plain)
     token = found.placeholders["image"]
-    found = msgspec.structs.replace(found, placeholders={"audio": token}, length_mark="{S}")
+    found = msgspec.structs.replace(found, placeholders={"audio": token}, duration_mark="{S}")
     builder = PromptBuilder(checkpoint, ServedModel.by_hf(found))
     part, grid = (PromptPart("", 2, token),), Grid(1, 1, 2)
     headers = [Header(b"", Modality.AUDIO, grid, 2, seconds_per_grid=each, replacement=part) for each in (1.5, 2.25)]

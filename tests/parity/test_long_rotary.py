@@ -37,7 +37,7 @@ def phi3(**rope: Any) -> Any:
 
 def test_it_turns_each_sequence_as_transformers_turns_it_alone() -> None:
     config = phi3()
-    assert (hf_models.longest_context(config), hf_models.turns_at(config)) == (4096, 64)
+    assert (hf_models.longest_context(config), hf_models.long_rope_threshold(config)) == (4096, 64)
     rotary = hf_classes.transformers().models.phi3.modeling_phi3.Phi3RotaryEmbedding(config)
     like, short, long = torch.zeros(1), torch.arange(64)[None], torch.arange(100)[None]
     expected = [rotary(like, places) for places in (short, long)]
@@ -71,7 +71,7 @@ def test_prompts_of_both_lengths_go_on_as_transformers_beside_each_other(tmp_pat
 
     folder = make_by(replace(recipe, config=config), tmp_path)
     served, reference = Served.of(folder), Reference(folder)
-    assert (served.found.turns_at, served.found.max_position) == (TURNS_AT, 8192)
+    assert (served.found.long_rope_threshold, served.found.max_position) == (TURNS_AT, 8192)
     text = "Tell me about two red circles. "
     asked: dict[str, list[Part]] = {"short": [text * 5], "long": [text * 25], "last": [text * 19]}
     asked["last"][0] += "!" * (TURNS_AT - served_length(served, asked["last"]) - 4)
@@ -101,14 +101,14 @@ def served_length(served: Served, parts: list[Part]) -> int:
 
 def test_pictures_whose_places_are_fewer_than_their_rows_reach_less_far(tmp_path: Path) -> None:
     """transformers counts places, of which a picture on three axes has as many as its longer side has rows."""
-    recipe, turns_at = RECIPES["paddleocr_vl"], 110
+    recipe, long_rope_threshold = RECIPES["paddleocr_vl"], 110
 
     def config(*given: Any) -> Any:
         made = recipe.config(*given)
         text = made.text_config
         factors = {"short_factor": [1.0, 1.2, 1.5, 2.0] * 2, "long_factor": [2.0, 3.0, 5.0, 9.0] * 2}
         rope = {**text.rope_parameters, "rope_type": "longrope", **factors}
-        text.rope_parameters = {**rope, "original_max_position_embeddings": turns_at}
+        text.rope_parameters = {**rope, "original_max_position_embeddings": long_rope_threshold}
         return made
 
     folder = make_by(replace(recipe, config=config), tmp_path)
@@ -118,11 +118,11 @@ def test_pictures_whose_places_are_fewer_than_their_rows_reach_less_far(tmp_path
     prompts = [served.prompt(parts) for parts in asked]
     lengths = [len(prompt.layout.ids) for prompt in prompts]
     reaches = [int(np.frombuffer(prompt.layout.positions, np.int32).max()) % FAR + 1 for prompt in prompts]
-    assert lengths[0] > turns_at >= reaches[1] > turns_at - TOKENS
-    assert reaches[2] > turns_at
+    assert lengths[0] > long_rope_threshold >= reaches[1] > long_rope_threshold - TOKENS
+    assert reaches[2] > long_rope_threshold
     expected = [reference.tokens(reference.inputs(parts)) for parts in asked]
     expected = [
-        said if reach > turns_at else said[: turns_at + 1 - reach]
+        said if reach > long_rope_threshold else said[: long_rope_threshold + 1 - reach]
         for said, reach in zip(expected, reaches, strict=True)
     ]
     engine = served.engine(step_tokens=40)

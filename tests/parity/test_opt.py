@@ -151,7 +151,7 @@ def test_a_text_that_computes_otherwise_is_told(
 )
 def test_what_its_text_may_ask_for_and_ours_lacks_is_refused(asked: dict[str, Any], why: str) -> None:
     text = small().text_config.to_dict()
-    assert TextConfig.of(text).family.learned_places
+    assert TextConfig.of(text).family.vocabulary.position_embeddings
     with pytest.raises(CheckpointError, match=f"{why} (are|is) not supported"):
         TextConfig.of(text | asked)
 

@@ -106,7 +106,7 @@ class _Names:
         self._towers = tuple(f"{names[id(part)]}." for part in towers)
         family = TEXT_FAMILIES.get(model.config.get_text_config(decoder=True).model_type)
         self._own = str if family is None else family.own_name
-        self._changed = () if family is None else tuple(family.changed_parts)
+        self._changed = () if family is None else tuple(family.checkpoint.changed_parts)
 
     def takes_changed(self, name: str) -> bool:
         """Whether the decoder takes a tensor as a checkpoint has it that transformers changes."""

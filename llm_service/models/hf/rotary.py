@@ -31,9 +31,9 @@ class LongRotary(nn.Module):
 
     def __init__(self, of: Any) -> None:
         super().__init__()
-        turns_at = int(of.config.rope_parameters["original_max_position_embeddings"])
+        long_rope_threshold = int(of.config.rope_parameters["original_max_position_embeddings"])
         example = torch.zeros(1, device=of.inv_freq.device)
-        for name, longest in (("short", turns_at - 1), ("long", turns_at)):
+        for name, longest in (("short", long_rope_threshold - 1), ("long", long_rope_threshold)):
             places = torch.tensor([[1, longest // 2, longest]], device=example.device)
             expected = of(example, places)
             self.register_buffer(name, of.inv_freq.clone(), persistent=False)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from llm_service.families.family import Family
+from llm_service.families.family import AttentionRules, Family
 from llm_service.families.hunyuan import HUNYUAN_TEXT
 from llm_service.layers.attention.backend import CacheShape, PagedChunk
 from llm_service.layers.attention.torch_backend import TorchBackend
@@ -76,7 +76,9 @@ def test_gates_of_heads_from_a_projection_of_their_own() -> None:
     settings = MuseGlimmerTextConfig(**SIZES)
     settings._attn_implementation = "eager"
     theirs = drawn(MuseGlimmerTextAttention(settings, 0))
-    family = Family({}, qk_norm=True, plain_head_norms=True, output_gate=True, gates_apart=True)
+    family = Family(
+        {}, attention=AttentionRules(qk_norm=True, weightless_qk_norm=True, output_gate=True, separate_gate=True)
+    )
     scale = settings.qk_scale_factor / HEAD**0.5
     shape = replace(config(), family=family, norm_eps=1e-5, attention_scale=scale)
     x, angles = noise(TOKENS, HIDDEN), noise(TOKENS, HEAD // 2, seed=2).repeat(1, 2)
@@ -97,7 +99,7 @@ def test_heads_that_are_normed_once_they_are_rotated_by_four_axes() -> None:
     settings = HunYuanVLTextConfig(**SIZES | {"rope_parameters": rope, "layer_types": None})
     settings._attn_implementation = "eager"
     theirs = drawn(HunYuanVLDenseV1Attention(settings, 0))
-    family = replace(HUNYUAN_TEXT, text_defaults={})
+    family = replace(HUNYUAN_TEXT, checkpoint=replace(HUNYUAN_TEXT.checkpoint, text_defaults={}))
     turns = RotaryConfig.of(rope, {}, family, HEAD, 100, 100)
     assert turns.own_sections == (5, 4, 4, 3)
     shape = replace(config(), family=family, norm_eps=settings.rms_norm_eps, rotary=turns)

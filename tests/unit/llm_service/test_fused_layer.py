@@ -28,22 +28,28 @@ from tests.tiles import TILES, VECTORS, multiply_by
 
 pytestmark = pytest.mark.skipif(not selection.fused_vectors(), reason="this processor lacks AVX2")
 
-PLAIN = replace(FAMILY, output_gate=False)
+PLAIN = replace(FAMILY, attention=replace(FAMILY.attention, output_gate=False))
 FOUR_NORMS = LayerNorms("input_layernorm", "post", "pre", "behind")
 KINDS = {
     "plain": replace(config(), family=PLAIN, intermediate_size=64),
     "gates of heads": replace(config(), intermediate_size=128),
-    "biases": replace(config(), family=replace(PLAIN, attention_bias=True, output_biases=True), intermediate_size=640),
+    "biases": replace(
+        config(),
+        family=replace(
+            PLAIN, attention=replace(PLAIN.attention, bias=True), layers=replace(PLAIN.layers, output_biases=True)
+        ),
+        intermediate_size=640,
+    ),
     "four norms, gelu": replace(
         config(),
-        family=replace(PLAIN, norms=FOUR_NORMS),
+        family=replace(PLAIN, norms=replace(PLAIN.norms, names=FOUR_NORMS)),
         activation=Activation.GELU,
         hidden_size=200,
         intermediate_size=64,
     ),
     "no norms": replace(
         config(),
-        family=replace(PLAIN, norms=LayerNorms("", "")),
+        family=replace(PLAIN, norms=replace(PLAIN.norms, names=LayerNorms("", ""))),
         qk_norm=False,
         hidden_size=1100,
         intermediate_size=704,

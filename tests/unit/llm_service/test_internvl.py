@@ -46,7 +46,7 @@ def test_rows_count_on_and_those_that_are_kept_stand_where_they_would_without() 
 def test_its_text_says_what_layers_have(text: str) -> None:
     config = {"model_type": "internvl", "text_config": {"model_type": text}}
     found, alone = registry.family_of(config), registry.TEXT_FAMILIES[text]
-    assert (found.attention_bias, found.qk_norm) == (alone.attention_bias, alone.qk_norm)
+    assert (found.attention.bias, found.attention.qk_norm) == (alone.attention.bias, alone.attention.qk_norm)
     assert found.encoder == encoder_registry.family_of(config).parts
 
 

@@ -257,7 +257,7 @@ def test_what_adapts_gates_and_what_they_open_as_one_goes_to_each_where_a_checkp
     text |= {"num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
     text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
     shape = TextConfig.of(text)
-    apart = replace(shape, family=replace(shape.family, fused_gates=False))
+    apart = replace(shape, family=replace(shape.family, mlp=replace(shape.family.mlp, fused_gate_up=False)))
     target, stem = "layers.0.mlp.gate_up_proj", "base_model.gates"
     halves = torch.randn(3, 16), torch.randn(48, 3)
     tensors = {f"{stem}.lora_{half}.weight": each for half, each in zip("AB", halves, strict=True)}
