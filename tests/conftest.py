@@ -82,8 +82,10 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """How long `make test-soak` keeps the services under mixed load; `make test-load` says ten minutes."""
+    """How long `make test-soak` keeps the services under mixed load, and engines under drawn trials; `make test-load`
+    says ten minutes."""
     parser.addoption("--soak-seconds", dest="soak_seconds", type=float, default=25.0, help="seconds of mixed load")
+    parser.addoption("--soak-trial", dest="soak_trial", type=int, default=0, help="the first of the drawn trials")
 
 
 def pytest_configure(config: pytest.Config) -> None:

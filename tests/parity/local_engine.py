@@ -7,6 +7,7 @@ import hashlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from operator import methodcaller
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import structs
 from PIL import Image
 
 from common.arena import SharedBuffer
@@ -24,10 +26,11 @@ from common.media import kept_rows
 from common.media.item import Grid, Header, Key, Modality
 from llm_service.engine.batch import Step
 from llm_service.engine.block_manager import BlockManager
-from llm_service.engine.messages import Add, ItemRows, Token
+from llm_service.engine.messages import NOWHERE, Add, ItemRows, Started, Token
 from llm_service.engine.planner import Drafter, Limits
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.sequence import Sequence as Sequenced
+from llm_service.engine.structure import Form, Matcher
 from llm_service.layers.adapters import AdapterKernel
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape
 from llm_service.layers.mixer import CachedPart, StateBackend
@@ -74,6 +77,14 @@ class Outcome:
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     prompt: list[TokenLogprobs] = field(default_factory=list)
     pooled: bytes = b""
+
+
+@dataclass(slots=True)
+class Progress:
+    """Which requests a step started, and the tokens of the one that was finished."""
+
+    started: Sequence[Started]
+    tokens: list[Token] = field(default_factory=list)
 
 
 def make_prompt(
@@ -181,6 +192,9 @@ class LocalEngine:
         eagle: Path | None = None,
         kv_cache_dtype: CacheDtype = CacheDtype.AUTO,
         host_blocks: int = 0,
+        eos: frozenset[int] = frozenset(),
+        match: Callable[[Form, Sequence[int]], Future[Matcher]] | None = None,
+        **limits: Any,
     ) -> None:
         checkpoint = Checkpoint(directory)
         served = ServedModel.of(checkpoint) if hf is None else ServedModel.by_hf(hf)
@@ -258,21 +272,35 @@ class LocalEngine:
                 speculative_tokens=speculative_tokens,
                 max_loras=max_loras or len(self.adapters),
                 proposes=self.runner.proposer is not None,
+                **limits,
             ),
-            frozenset({-1}),
+            eos,
             arena.row_bytes,
+            match,
             draft=draft,
         )
         self._depth = 2 if overlap else 1
+        self._under_way: deque[tuple[Step, Launched]] = deque()
         self._arena = arena
         self._free = 0
         self._places: dict[bytes, int] = {}
         self._rows: dict[int, list[tuple[int, int]]] = {}
         self._ids = 0
 
-    def submit(self, prompt: Prompt, sampling: SamplingParams, adapter: int = 0, pooling: Pooling | None = None) -> int:
-        """Puts a prompt's rows into the arena and its request into the scheduler; its id. RankAdapters are numbered
-        from 1 on."""
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        adapter: int = 0,
+        pooling: Pooling | None = None,
+        *,
+        late: bool = False,
+        unplaced: bool = False,
+        **more: Any,
+    ) -> int:
+        """Puts a prompt's rows into the arena and its request into the scheduler; its id. Adapters are numbered from 1
+        on. `late`: the caller says when rows land. `unplaced`: they have no place until the cache is found not to have
+        them. `more` is as `Add` has it."""
         items = []
         for span in prompt.layout.spans:
             offset = self._land(span.header.key, prompt.rows[span.item])
@@ -280,23 +308,26 @@ class LocalEngine:
             items.append(ItemRows(span.header.key, offset, runs, span.header.tokens))
         self._ids += 1
         self._rows[self._ids] = [(item.offset, item.landed) for item in items]
-        self.scheduler.add(
-            Add(
-                id=self._ids,
-                token_ids=array("i", prompt.layout.ids).tobytes(),
-                positions=prompt.layout.positions,
-                mrope_delta=prompt.layout.mrope_delta,
-                items=items,
-                sampling=sampling,
-                salt=prompt.salt,
-                priority=0,
-                deadline=None,
-                adapter=adapter,
-                adapter_digest=self.adapters[adapter].digest if adapter else b"",
-                longest=prompt.layout.longest,
-                pooling=pooling,
-            )
+        if late or unplaced:
+            items = [structs.replace(item, landed=0) for item in items]
+        if unplaced:
+            items = [structs.replace(item, offset=NOWHERE) for item in items]
+        request = Add(
+            id=self._ids,
+            token_ids=array("i", prompt.layout.ids).tobytes(),
+            positions=prompt.layout.positions,
+            mrope_delta=prompt.layout.mrope_delta,
+            items=items,
+            sampling=sampling,
+            salt=prompt.salt,
+            priority=0,
+            deadline=None,
+            adapter=adapter,
+            adapter_digest=self.adapters[adapter].digest if adapter else b"",
+            longest=prompt.layout.longest,
+            pooling=pooling,
         )
+        self.scheduler.add(structs.replace(request, **more))
         return self._ids
 
     def _land(self, key: bytes, rows: torch.Tensor) -> int:
@@ -328,22 +359,36 @@ class LocalEngine:
         vectors = np.stack([np.frombuffer(outcome.pooled, np.float32) for outcome in found])
         return vectors, [outcome.cached for outcome in found]
 
+    def advance(self) -> Progress | None:
+        """Launches the next step and finishes the oldest, where there are as many under way as may be, or no other;
+        None where there is nothing to do."""
+        step, started = self.scheduler.schedule()
+        progress = Progress(started)
+        if step is not None:
+            planned = step
+
+            def masks() -> list[bytes]:
+                while self._under_way:  # what a mask depends on
+                    progress.tokens += self._finish()
+                return self.scheduler.masks(planned)
+
+            self._under_way.append((step, self.runner.launch(step.plan, masks)))
+            if len(self._under_way) < self._depth:
+                return progress
+        if self._under_way:
+            progress.tokens += self._finish()
+            return progress
+        return progress if self._place_rows() else None
+
+    def _finish(self) -> list[Token]:
+        step, launched = self._under_way.popleft()
+        return self.scheduler.finish(step, launched.result())
+
     def _serve(self, outcomes: dict[int, Outcome]) -> list[Outcome]:
-        under_way: deque[tuple[Step, Launched]] = deque()
-        while True:
-            step, started = self.scheduler.schedule()
-            for event in started:
+        while (progress := self.advance()) is not None:
+            for event in progress.started:
                 outcomes[event.id].cached = event.cached
-            if step is not None:
-                under_way.append((step, self.runner.launch(step.plan)))
-                if len(under_way) < self._depth:
-                    continue
-            if not under_way:
-                if self._place_rows():
-                    continue
-                break
-            step, launched = under_way.popleft()
-            self._tell(outcomes, self.scheduler.finish(step, launched.result()))
+            self._tell(outcomes, progress.tokens)
         assert all(outcome.ended for outcome in outcomes.values()), "the engine has work but plans nothing"
         self.scheduler.check_integrity()
         return list(outcomes.values())
