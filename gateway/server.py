@@ -90,7 +90,7 @@ async def serve(config: GatewayConfig) -> None:
         Route("/v1/chat/completions", chat.answer, methods=["POST"]),
         Route("/v1/completions", completions.answer, methods=["POST"]),
         Route("/v1/embeddings", embeddings.answer, methods=["POST"]),
-        *(Route(path, scores.rerank, methods=["POST"]) for path in ("/v1/rerank", "/rerank")),
+        *(Route(path, scores.rerank, methods=["POST"]) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
         *(Route(path, scores.score, methods=["POST"]) for path in ("/score", "/v1/score")),
         Route("/v1/responses", responses.answer, methods=["POST"]),
         Route("/v1/messages", messages.answer, methods=["POST"]),

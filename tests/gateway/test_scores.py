@@ -62,6 +62,8 @@ def test_documents_are_ranked_by_the_cosine_of_their_embeddings(door: Trio, expe
     assert [documents[index] for index in range(3)] == [{"text": DOCUMENTS[0]}, DOCUMENTS[1], DOCUMENTS[2]]
     brief = {"top_n": 1, "return_documents": False}
     best = answered(door.post("/rerank", {"query": QUERY, "documents": DOCUMENTS, **brief}))
+    theirs = answered(door.post("/v2/rerank", {"query": QUERY, "documents": DOCUMENTS, **brief}))
+    assert theirs["results"] == best["results"], "where Cohere's callers ask"
     assert best["results"] == [{"index": order[0], "relevance_score": pytest.approx(scores[0])}]
     until(door.idle, "nothing is held")
 
