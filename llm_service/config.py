@@ -297,6 +297,12 @@ class LlmConfig(ServerConfig):
         "what stands around the model's reasoning; auto is as its chat template shows",
         choices=("auto", *REASONING_PARSERS),
     )
+    strict_tools: str = option(
+        "refuse",
+        "strict functions where calls as the model writes them cannot be held to a schema: they are refused, or"
+        " (best-effort) served as others are",
+        choices=("refuse", "best-effort"),
+    )
     lora_dir: str = option(
         "", "folder below which LoRA adapters in peft's form may be read; empty: none is served", group="LoRA adapters"
     )

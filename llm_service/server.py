@@ -110,7 +110,11 @@ class _Model:
 def _prompts(config: LlmConfig, checkpoint: Checkpoint, served: ServedModel) -> PromptBuilder:
     """Raises CheckpointError where there is no template, or not the one that was named."""
     marks = OutputMarks.named(config.tool_call_parser, config.reasoning_parser)
-    given: dict[str, Any] = {"template_variables": config.default_chat_template_kwargs, "output_marks": marks}
+    given: dict[str, Any] = {
+        "template_variables": config.default_chat_template_kwargs,
+        "output_marks": marks,
+        "refuses_strict": config.strict_tools == "refuse",
+    }
     if not config.chat_template:
         return PromptBuilder(checkpoint, served, **given)
     try:

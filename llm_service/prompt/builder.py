@@ -50,8 +50,8 @@ _WORDS = {Modality.IMAGE: "a picture", Modality.VIDEO: "a video", Modality.AUDIO
 
 class PromptBuilder:
     """Knows one checkpoint's tokenizer, template (or the `chat_template` in its place, and `template_variables` where
-    requests do not say) and media layout. Its methods compute: not for the event
-    loop.
+    requests do not say) and media layout. It `refuses_strict` functions where calls cannot be held to a schema. Its
+    methods compute: not for the event loop.
 
     A span's length is known only when its header has come, so there are two steps: `pieces`, then `layout`. Special
     tokens come from the template or from a caller who lays the prompt out himself, never from a chat message's text.
@@ -65,6 +65,7 @@ class PromptBuilder:
         chat_template: str | None = None,
         template_variables: Mapping[str, Any] | None = None,
         output_marks: OutputMarks | None = None,
+        refuses_strict: bool = True,
     ) -> None:
         settings = checkpoint.tokenizer_settings()
         model = model or ServedModel.of(checkpoint)
@@ -88,6 +89,7 @@ class PromptBuilder:
         self.template = ChatTemplate.of(
             checkpoint, self._plain_template(), source=chat_template, defaults=template_variables, marks=output_marks
         )
+        self._refuses_strict = refuses_strict
         self._media_layout = MediaLayout.of(checkpoint.config, model.family)
 
         begin, self._reasoning_end = self.template.reasoning_marks
@@ -148,7 +150,9 @@ class PromptBuilder:
 
     def strict_calls(self, prompt: Prompt) -> tuple[Structure, Trigger] | None:
         """What calls that the model makes by itself are held to, and behind which token. Raises InvalidInput."""
-        return strict_calls(prompt.tools, self.template, self._added) if isinstance(prompt, ChatPrompt) else None
+        if not isinstance(prompt, ChatPrompt):
+            return None
+        return strict_calls(prompt.tools, self.template, self._added, refuses=self._refuses_strict)
 
     def form(self, structure: Structure, prompt: Prompt) -> Structure:
         """The form that an answer must have, in whose place it may be calls. Raises InvalidInput."""

@@ -22,17 +22,19 @@ _GRANITE = "<|tool_call|>"
 
 
 def strict_calls(
-    tools: Sequence[ToolDefinition], template: ChatTemplate, tokens: Mapping[str, int]
+    tools: Sequence[ToolDefinition], template: ChatTemplate, tokens: Mapping[str, int], *, refuses: bool = True
 ) -> tuple[Structure, Trigger] | None:
     """The grammar of calls, where one of the functions is strict: calls of the others have any object as arguments.
     `tokens` are those that stand for a word of their own. Raises InvalidInput where calls do not stand behind such a
-    mark, or have a form that no grammar here holds to a schema."""
+    mark, or have a form that no grammar here holds to a schema; where it does not refuse that, calls are free."""
     place = next((number for number, tool in enumerate(tools) if tool.strict), None)
     if place is None:
         return None
     try:
         begin, grammar = _grammar(tools, template, tokens)
     except KeyError:
+        if not refuses:
+            return None
         raise InvalidInput(
             "calls as this model writes them cannot be held to a schema",
             reason="NO_STRICT_TOOLS",

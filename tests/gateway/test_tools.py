@@ -14,7 +14,8 @@ import pytest
 
 from llm_service.request import ChatPrompt, Message, ToolCall, ToolDefinition
 from tests.gateway.scripted import Scripted, scripted
-from tests.gateway.trio import said, trio
+from tests.gateway.trio import fronted, said, trio
+from tests.rpc.pairs import pair
 from tests.unit.llm_service.test_tools_in_prompts import TEMPLATE, plain
 from twinlens import v1
 
@@ -345,6 +346,9 @@ def test_a_template_that_knows_tools_lays_them_out_and_says_so(checkpoint: Path,
         (choice,) = json.loads(forced.body)["choices"]
         assert {call["function"]["name"] for call in choice["message"].get("tool_calls", ())} <= {"weather"}
         assert (choice["finish_reason"] == "tool_calls") == ("tool_calls" in choice["message"])
+    with pair(folder, strict_tools="best-effort") as services, fronted(services) as door:
+        reply = door.chat(messages=messages, tools=[TOOL])
+        assert reply.status == 200, reply.body
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])

@@ -99,6 +99,8 @@ def test_what_no_grammar_holds_is_refused(template: str, marks: str) -> None:
     with pytest.raises(InvalidInput) as error:
         takes(template, marks, "")
     assert (error.value.reason, error.value.field) == ("NO_STRICT_TOOLS", "chat.tools[1].strict")
+    tokens = {mark: number for number, mark in enumerate(marks.split(), 1)}
+    assert strict_calls(TOOLS, ChatTemplate(template, {}), tokens, refuses=False) is None
 
 
 ANSWER = Structure("json_schema", '{"properties": {"a": {"type": "integer"}}, "required": ["a"]}')
