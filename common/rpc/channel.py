@@ -108,6 +108,11 @@ def is_not_taken(error: grpc.aio.AioRpcError) -> bool:
     return error.code() is grpc.StatusCode.CANCELLED or "RST_STREAM" in (error.details() or "")
 
 
+def is_refused(error: grpc.aio.AioRpcError) -> bool:
+    """Whether gRPC, at the other end, refused the stream as one too many, so that nobody there has seen the call."""
+    return _stated(error) is None and "RST_STREAM with error code 7" in (error.details() or "")
+
+
 def is_too_large(error: grpc.aio.AioRpcError) -> bool:
     """Whether gRPC has refused a message for its size: with the status that a full queue has, told by the words."""
     exhausted = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and _stated(error) is None

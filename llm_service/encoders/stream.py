@@ -17,6 +17,7 @@ from common.errors import (
     ENCODER_SLOW,
     Cancelled,
     DataLoss,
+    Exhausted,
     InvalidInput,
     TwinlensError,
     Unauthenticated,
@@ -25,7 +26,7 @@ from common.errors import (
 from common.media.convert import read_header, read_stages, verify_checksum
 from common.media.item import HEADER_SHAPES, Header
 from common.row_frames import RowsFrame, unpack
-from common.rpc.channel import from_rpc_error, is_of_the_link, is_too_large
+from common.rpc.channel import from_rpc_error, is_of_the_link, is_refused, is_too_large
 from common.rpc.status import from_plain_status
 from common.stages import Stage
 from common.wire import RowLayout
@@ -227,6 +228,9 @@ def _ours(error: grpc.aio.AioRpcError, field: str) -> TwinlensError:
         return InvalidInput("the item is larger than an encoder takes", reason="MEDIA_TOO_LARGE", field=field)
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:  # that of the stream; no caller's deadline goes to encoders
         return Unavailable("an encoder took too long over an item", reason=ENCODER_SLOW, field=field)
+    if is_refused(error):  # one stream has ended here and, for a moment, not yet there, where the next one is too many
+        why = "an encoder has too many streams of this service"
+        return Exhausted(why, reason="TOO_MANY_CALLS", field=field, retry_after=0.1)
     stated = from_rpc_error(error)
     if stated.reason == CALLER_STALLED:  # it waited for us
         return stated

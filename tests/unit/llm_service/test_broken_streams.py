@@ -220,7 +220,7 @@ async def test_an_encoder_whose_connection_takes_no_more_streams_is_neither_sile
                 await asyncio.wait_for(go_on.wait(), 0.05)
         await well(call)
 
-    async with bench(ScriptedEncoder([is_busy]), streams=2, silence=0.5, check_seconds=0.02) as b:
+    async with bench(ScriptedEncoder([is_busy]), streams=2, silence=0.5, patience=600, check_seconds=0.02) as b:
         await b.usable(1)
         (encoder,), (replica,) = b.encoders, b.pool.replicas
         names = [b"picture %d" % number for number in range(4)]

@@ -7,10 +7,11 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
-from common.errors import DataLoss, Unavailable
+from common.errors import DataLoss, Exhausted, Unavailable
 from common.media.convert import MAX_PARTS, MAX_REPLACEMENT
 from common.media.item import MAX_POSITION, Header
 from common.wire import crc32c
@@ -106,6 +107,19 @@ async def test_a_request_that_is_on_its_way_waits_while_the_encoder_speaks_elsew
     with pytest.raises(Unavailable) as error:
         _ = [count async for count, _ in stream(call, silence=0.1).rows(target)]
     assert error.value.reason == "ENCODER_SILENT"
+
+
+async def test_a_stream_that_grpc_refuses_says_that_there_are_too_many_and_not_that_nobody_is_there() -> None:
+    async def refused() -> None:
+        details = "Stream removed (RST_STREAM (Received RST_STREAM with error code 7))"
+        raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+
+    async def no_metadata() -> None:
+        return
+
+    with pytest.raises(Exhausted) as error:
+        await stream(SimpleNamespace(read=refused, initial_metadata=no_metadata)).header()
+    assert (error.value.reason, error.value.field, error.value.retry_after) == ("TOO_MANY_CALLS", "here[0]", 0.1)
 
 
 LIES: dict[str, dict[str, Any]] = {
