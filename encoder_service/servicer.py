@@ -64,7 +64,7 @@ class EncoderServicer(EncoderServiceServicer):
         convert.check_lists(request)
         served.link.check(request.accepts, request.host)
         if request.attempt:
-            _log.info("asked again", attempt=request.attempt, namespace=request.host.namespace)
+            _log.info("an item is asked for again", attempt=request.attempt, namespace=request.host.namespace)
         items, rest = (
             convert.read_items(request.items, request.cache_salt, request.priority, served.modalities, context.peer()),
             convert.without_items(request),

@@ -99,7 +99,7 @@ class LlmService:
     """One LLM service. `info` is what it last said of itself, None while it cannot serve; `model` and
     the `adapters` over it are what it served then as well; `told` is what it last said of its load. `came` counts how
     often it could serve when it could not before, or was another process. `between` is what it says of itself while it
-    waits for its next engine, as requests may as well; a process that starts lets none wait."""
+    has no engine and waits for its next one: requests may wait there. A process that has just started accepts none."""
 
     address: str
     name: str
@@ -342,9 +342,9 @@ class LlmServices:
             raise error_of(error) from None
 
     def pick(self, model: str, key: bytes) -> LlmService:
-        """The service that a request goes to, by what makes it meet its beginning. Where there is none that can serve,
-        it waits at one that is between two engines. Raises NotFound for a model that no service is known to have,
-        Unavailable where there is neither."""
+        """The service that a request goes to, by its routing key: prompts that begin alike meet the same cache. Where
+        there is none that can serve, it waits at one that is between two engines. Raises NotFound for a model that no
+        service is known to have, Unavailable where there is neither."""
         waiting = [service for service in self.services if service.between is not None]
         if fitting := self.fitting(model) or [service for service in waiting if not model or service.serves(model)]:
             return self.choose(key, fitting)

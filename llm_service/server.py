@@ -378,7 +378,7 @@ def _link_settings(
         digest=model.digest,
         layout=model.layout,
         merge=media.merge,
-        replaced=media.replaced,
+        layout_from_encoder=media.layout_from_encoder,
         security=config.link(),
         timeout=config.encode_timeout_seconds,
         silence=config.encoder_silence_seconds,

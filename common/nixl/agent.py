@@ -192,7 +192,7 @@ class NixlAgent:
             self._child = self.memory = None
             try:
                 if found := await child.post_mortem():
-                    _log.error("of that process is known", **found)
+                    _log.error("post-mortem of the agent", **found)
             finally:
                 await child.stop(grace=1.0)
             self._lose()

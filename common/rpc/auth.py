@@ -57,5 +57,5 @@ class BearerToken:
         error = Unauthenticated("a valid bearer token is needed")
         on_error(error.reason)
         if (before := self._lines.take()) is not None:
-            _log.warning("refused", reason=error.reason, peer=context.peer(), others=before)
+            _log.warning("a call is refused: no valid token", reason=error.reason, peer=context.peer(), others=before)
         await fail(context, error)

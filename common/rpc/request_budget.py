@@ -292,7 +292,9 @@ class RequestBudget:
         """Ends all that is coming over a connection: nobody can say which of it is whose."""
         arriving, connection.arriving = connection.arriving, []
         came = connection.came
-        _log.warning("refused", reason=error.reason, peer=peer, calls=len(arriving), bytes=came)
+        _log.warning(
+            "calls are refused: too many bytes at once", reason=error.reason, peer=peer, calls=len(arriving), bytes=came
+        )
         self._forget(peer, connection)
         self._churn(came)
         for one in arriving:

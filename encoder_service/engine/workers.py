@@ -91,7 +91,7 @@ class WorkerSlot:
     async def _end(self, child: Child[FromWorker], batch: list[Unit]) -> None:
         """Kills a worker once it has told in what it hangs, unless it has answered by then."""
         if found := await child.stacks():
-            _log.error("of that worker is known", worker=self.index, **found)
+            _log.error("post-mortem of the worker", worker=self.index, **found)
         if self.batch is batch:
             child.kill()
 
@@ -228,7 +228,7 @@ class Workers:
             self._pools.lose(slot.pool)
             child, slot.child = slot.child, None
             if found := await child.post_mortem():
-                _log.error("of that worker is known", worker=slot.index, **found)
+                _log.error("post-mortem of the worker", worker=slot.index, **found)
             await child.stop(grace=1.0)
             self._on_death(slot)
             await self._revive(slot)

@@ -103,7 +103,7 @@ class EncoderChoice:
 
     async def _room(self) -> None:
         """Returns when an encoder may have room for the item, which is mostly at once. Of many, one always may: the
-        first is to be asked again by the time that the last has refused."""
+        first one's pause is over by the time that the last has refused."""
         if self._refusal is not None and monotonic() >= self.patient_until and self._have_all_refused():
             raise self._refusal
         try:

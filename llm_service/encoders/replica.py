@@ -38,7 +38,7 @@ _EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 class LinkSettings:
     """How this service deals with encoders.
 
-    `digest` is what theirs must be, `merge` the patches on a side of one row, `replaced` that
+    `digest` is what theirs must be, `merge` the patches on a side of one row, `layout_from_encoder` that
     their headers say what stands in a prompt; `timeout` bounds a stream and `silence`
     the time between its events, in seconds; `connections` is how many there are to each; `local_dir` is the folder of
     local sockets that are files. `mirrors` are those that ranks keep of the row arena, `nixl` what reads that of
@@ -52,7 +52,7 @@ class LinkSettings:
     digest: str
     layout: RowLayout
     merge: int
-    replaced: bool = False
+    layout_from_encoder: bool = False
     security: ChannelSecurity = field(default_factory=ChannelSecurity)
     timeout: float = 120.0
     silence: float = 2.5
@@ -299,7 +299,7 @@ class Replica:
                 prepared.transports,
                 settings.layout,
                 settings.merge,
-                replaced=settings.replaced,
+                layout_from_encoder=settings.layout_from_encoder,
                 field=prepared.field,
                 first=asking.first,
                 end=asking.end,

@@ -65,7 +65,7 @@ class EncodeStream:
         layout: RowLayout,
         merge: int,
         *,
-        replaced: bool = False,
+        layout_from_encoder: bool = False,
         field: str,
         first: int,
         end: int = 0,
@@ -77,7 +77,7 @@ class EncodeStream:
         self._transports = transports
         self._layout = layout
         self._merge = merge
-        self._replaced = replaced
+        self._layout_from_encoder = layout_from_encoder
         self._field = field
         self._first = first
         self._end = end
@@ -112,7 +112,7 @@ class EncodeStream:
         if not is_consistent(header, self._merge):
             raise DataLoss("the encoder's header contradicts itself")
         places = [part.rows for part in header.replacement]
-        if (sum(places) if self._replaced else header.tokens) != header.tokens or min(places, default=0) < 0:
+        if (sum(places) if self._layout_from_encoder else header.tokens) != header.tokens or min(places, default=0) < 0:
             raise DataLoss("the encoder's header has not as many places in a prompt as rows")
         if not all(map(math.isfinite, (*header.timestamps, header.seconds_per_grid))):
             raise DataLoss("the encoder's header has times that are no numbers")

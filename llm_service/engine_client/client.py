@@ -304,7 +304,7 @@ class EngineClient:
                 self._first.set_exception(Internal(f"the engine could not start: {error}"))
             self._lose_all()
             if found := await child.post_mortem():
-                _log.error("of that engine is known", **found)
+                _log.error("post-mortem of the engine", **found)
         finally:
             await child.stop()
             self._lose_all()

@@ -86,8 +86,8 @@ class LayerNorms:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A run of an item's rows, its next `count`: as many placeholders, or tokens of that id where one is given, or of
-    that name among the family's `marks`, less those of rows that are pruned."""
+    """A run of an item's rows, its next `count`, each with a placeholder, or with a token of that id where one is
+    given, or of that name among the family's `marks`. Rows that are pruned have none."""
 
     count: int
     token: int | str | None = None

@@ -227,7 +227,7 @@ class Generator:
                 computed = 0
                 match event:
                     case Begun():
-                        lending.identities = _with_more_behind(event.identities, event.layout, size)
+                        lending.identities = _reusable(event.identities, event.layout, size)
                         computed = event.cached
                     case Computed():
                         computed = event.tokens
@@ -255,7 +255,7 @@ class Generator:
         answers = request.pooling is None and not asked_to
         if self.prefills is not None and (size := self._engine.prefix_block) and answers:
             keys = [header.key for header in headers_of(fetches)]
-            here = await self.prefills.bring(request, pieces, keys, _with_more_behind(identities, layout, size))
+            here = await self.prefills.bring(request, pieces, keys, _reusable(identities, layout, size))
             covered |= {span.item for span in layout.spans if span.end <= here}
         return covered
 
@@ -380,8 +380,8 @@ def _is_computed_whole(request: Request) -> bool:
     return request.sampling.prompt_logprobs is not None or (request.pooling is not None and request.pooling.of_all)
 
 
-def _with_more_behind(identities: Sequence[bytes], layout: PromptLayout, size: int) -> Sequence[bytes]:
-    """Without a last one with which nothing would be left to be computed."""
+def _reusable(identities: Sequence[bytes], layout: PromptLayout, size: int) -> Sequence[bytes]:
+    """Drops the last block where the prompt ends with it: at least one token has to be computed."""
     return identities[: (len(layout.ids) - 1) // size]
 
 

@@ -20,13 +20,14 @@ from llm_service.request import Run, Span
 
 @dataclass(frozen=True, slots=True)
 class MediaLayout:
-    """How a model lays media out in a prompt: `merge` patches on a side of one row; `modalities`, `replaced` and
-    `pinned` as its family has them; `tokens_per_second` of those whose time runs in seconds."""
+    """How a model lays media out in a prompt: `merge` patches on a side of one row; `modalities`,
+    `layout_from_encoder` and `pinned` as its family has them; `tokens_per_second` of those whose time runs in
+    seconds."""
 
     merge: int
     modalities: Mapping[Modality, InPrompt]
     tokens_per_second: float
-    replaced: bool = False
+    layout_from_encoder: bool = False
     pinned: Collection[int] = ()
 
     @classmethod
@@ -39,7 +40,7 @@ class MediaLayout:
             merge=1 if family.prompt.layout_from_encoder else int(encoder.get("spatial_merge_size", 2)),
             modalities=family.modalities,
             tokens_per_second=float(encoder.get("tokens_per_second", 4)),
-            replaced=family.prompt.layout_from_encoder,
+            layout_from_encoder=family.prompt.layout_from_encoder,
             pinned=family.prompt.pinned_tokens,
         )
 
@@ -56,7 +57,7 @@ def positions(ids: Sequence[int], spans: Sequence[Span], layout: MediaLayout) ->
     >>> positions(range(7), [Span(0, grid, (Run(2, 0, 4),))], layout)[0].tolist()
     [[0, 1, 2, 2, 2, 2, 4], [0, 1, 2, 2, 3, 3, 4], [0, 1, 2, 3, 2, 3, 4]]
     """
-    if layout.replaced:
+    if layout.layout_from_encoder:
         return _told_positions(ids, spans, layout.pinned)
     length = len(ids)
     out = np.empty((3, length), np.int32)

@@ -22,7 +22,7 @@ _MARKS: Final = {
 
 
 class CallSign:
-    """How a call begins with which reasoning ends that the model does not end before: by its `mark`, or as one of a
+    """The start of a call that ends reasoning, where the model has written no end mark before: its `mark`, or that of a
     function that is offered."""
 
     def __init__(self, mark: str, behind: str = "") -> None:

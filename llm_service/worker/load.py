@@ -470,5 +470,5 @@ def _compile(decoder: Decoder, group: TensorGroup, device: torch.device) -> None
 def _capturable(runner: ModelRunner) -> bool:
     """Whether there can be graphs; without them everything runs eagerly."""
     if why := runner.not_capturable():
-        _log.warning("there are no graphs", cause=why)
+        _log.warning("CUDA graphs are off", cause=why)
     return not why

@@ -113,8 +113,8 @@ class ModelRunner:
     kernels and is to go on with ours, and a `share` of cores where other processes may compute
     on them. Where it has a `proposer`, every step waits for its tokens, which drafts follow; where that, on the first
     rank, is a draft head, each rank `keeps_hidden` states of all places. It was loaded for steps of
-    up to `max_step_tokens`, with KV blocks of `block_bytes`; while steps of one token are launched there are so many
-    `waits` that are not meant."""
+    up to `max_step_tokens`, with KV blocks of `block_bytes`. `waits`: for the device, at the launch of a decode step,
+    which none should have, as counted at the start."""
 
     def __init__(self, decoder: Decoder | HfDecoder, arena: RowArena, caches: Caches) -> None:
         self._decoder = decoder

@@ -102,7 +102,7 @@ def test_rows_that_are_placed_from_the_origin_are_so_wherever_they_stand() -> No
     run = np.array([[0, 1], [5, 5], [0, 0]], "<i4").tobytes()
     parts = (PromptPart("", 1, 5), PromptPart("", 2, 5, run, 2, from_origin=True), PromptPart("", 1, 5))
     header = Header(b"", Modality.IMAGE, Grid(1, 1, 4), 4, replacement=parts)
-    layout = MediaLayout(1, {}, 0.0, replaced=True)
+    layout = MediaLayout(1, {}, 0.0, layout_from_encoder=True)
     spans = [
         Span(item, header, (Run(at, 0, 1), Run(at + 1, 1, 2), Run(at + 3, 3, 1))) for item, at in enumerate((1, 6))
     ]
@@ -120,7 +120,7 @@ def test_places_that_encoders_tell_may_go_back_and_the_answer_goes_on_behind_the
     run = np.array([[-1, 0, 1], [-1, 0, 7], [-1, 0, 1]], "<i4").tobytes()
     parts = (PromptPart("(", 2, 5, run, 2), PromptPart(")", advance=-1))
     header = Header(b"", Modality.VIDEO, Grid(1, 1, 2), 2, replacement=parts)
-    layout = MediaLayout(1, {}, 0.0, replaced=True)
+    layout = MediaLayout(1, {}, 0.0, layout_from_encoder=True)
     runs = (Run(3, 0, 2), Run(6, 2, 0))
     where, mrope_delta = positions(range(9), [Span(0, header, runs)], layout)
     assert where.tolist() == [
@@ -139,7 +139,7 @@ def test_marks_of_an_item_are_where_an_encoder_says_and_pinned_tokens_behind_it_
     )
     parts = (PromptPart("(", 1, 5, first, 0), PromptPart(")", positions=last, advance=4))
     header = Header(b"", Modality.IMAGE, Grid(1, 1, 1), 1, replacement=parts)
-    layout, runs = MediaLayout(1, {}, 0.0, replaced=True, pinned={9}), (Run(1, 0, 1), Run(3, 1, 0))
+    layout, runs = MediaLayout(1, {}, 0.0, layout_from_encoder=True, pinned={9}), (Run(1, 0, 1), Run(3, 1, 0))
     where, mrope_delta = positions([3, 5, 4, 9, 9, 1, 9], [Span(0, header, runs)], layout)
     assert where.tolist() == [[0, 0, 0, 0, 0, 4, 5], *[[0, 0, 3, 0, 0, 4, 5]] * 2]
     assert mrope_delta == 6 - 7
@@ -149,7 +149,7 @@ def test_an_encoder_that_places_more_tokens_than_there_are_is_not_believed() -> 
     parts = (PromptPart("((", 1, 5, np.zeros((3, 3), "<i4").tobytes(), 1),)
     span = Span(0, Header(b"", Modality.IMAGE, Grid(1, 1, 1), 1, replacement=parts), (Run(1, 0, 1),))
     with pytest.raises(DataLoss):
-        positions(range(3), [span], MediaLayout(1, {}, 0.0, replaced=True))
+        positions(range(3), [span], MediaLayout(1, {}, 0.0, layout_from_encoder=True))
 
 
 @pytest.mark.parametrize(
@@ -165,4 +165,4 @@ def test_an_encoder_that_places_tokens_where_no_prompt_has_any_is_not_believed(p
     header = Header(b"", Modality.IMAGE, Grid(1, 1, 1), 1, replacement=parts)
     runs = (Run(0, 0, 1), Run(2, 1, 0))[: len(parts)]
     with pytest.raises(DataLoss):
-        positions(range(4), [Span(0, header, runs)], MediaLayout(1, {}, 0.0, replaced=True))
+        positions(range(4), [Span(0, header, runs)], MediaLayout(1, {}, 0.0, layout_from_encoder=True))

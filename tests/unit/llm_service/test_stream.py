@@ -143,8 +143,8 @@ HEADER: dict[str, Any] = {
 }
 
 
-async def asked(*, replaced: bool = False, **changes: Any) -> Header:
-    """What is made of a header; `replaced`: encoders say what stands for items in prompts."""
+async def asked(*, layout_from_encoder: bool = False, **changes: Any) -> Header:
+    """What is made of a header; `layout_from_encoder`: encoders say what stands for items in prompts."""
     events = iter([v1.EncodeResponse(header=v1.EncodeHeader(**HEADER | changes))])
 
     async def read() -> v1.EncodeResponse:
@@ -153,7 +153,9 @@ async def asked(*, replaced: bool = False, **changes: Any) -> Header:
     async def there() -> None:
         return
 
-    return await stream(SimpleNamespace(read=read, initial_metadata=there), replaced=replaced).header()
+    return await stream(
+        SimpleNamespace(read=read, initial_metadata=there), layout_from_encoder=layout_from_encoder
+    ).header()
 
 
 @pytest.mark.parametrize("name", LIES)
@@ -185,13 +187,15 @@ REPLACEMENTS: dict[str, list[v1.PromptPart]] = {
 @pytest.mark.parametrize("name", REPLACEMENTS)
 async def test_what_cannot_stand_for_an_item_is_not_believed(name: str) -> None:
     with pytest.raises(DataLoss):
-        await asked(replaced=True, replacement=REPLACEMENTS[name])
+        await asked(layout_from_encoder=True, replacement=REPLACEMENTS[name])
 
 
 async def test_as_much_as_may_stand_for_an_item_does() -> None:
     far = v1.PromptPart(rows=ROWS, positions=places(ROWS, MAX_POSITION), advance=-MAX_POSITION)
     text = v1.PromptPart(text="." * (MAX_REPLACEMENT - MAX_PARTS + 2))
-    header = await asked(replaced=True, replacement=[far, text, *[v1.PromptPart(text=".")] * (MAX_PARTS - 2)])
+    header = await asked(
+        layout_from_encoder=True, replacement=[far, text, *[v1.PromptPart(text=".")] * (MAX_PARTS - 2)]
+    )
     assert len(header.replacement) == MAX_PARTS
 
 
