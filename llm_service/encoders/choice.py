@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from time import monotonic
 
@@ -17,16 +18,21 @@ _LEAST_HINT = 0.1
 """Seconds for which a full encoder is left alone, whatever it says: an item is sent anew each time."""
 
 
+def _nothing() -> None:
+    """What is done about a wait where nobody cares."""
+
+
 class EncoderChoice:
     """The encoders that an item has `tried` (addresses, in order), those that lack it, and the next one.
 
     `affinity` is what makes repeats of the item alike, `field` where the request has it. It waits for room until
-    `patient_until`, in monotonic seconds. Whoever makes it closes it.
+    `patient_until`, in monotonic seconds, and calls `on_wait` when it has to. Whoever makes it closes it.
     """
 
     def __init__(self, pool: EncoderPool, affinity: bytes, request: Request, field: str, patient_until: float) -> None:
         self.tried: list[str] = []
         self.patient_until = patient_until
+        self.on_wait: Callable[[], None] = _nothing
         self._pool = pool
         self._affinity = affinity
         self._request = request
@@ -66,6 +72,11 @@ class EncoderChoice:
                 self._apart.enter_context(isolation.at(replica.address, request))
             self.tried.append(replica.address)
             return replica
+
+    @property
+    def waits(self) -> bool:
+        """The item waits for room."""
+        return self._waiter.waits
 
     def asks(self) -> None:
         """The item is being sent to the encoder."""
@@ -107,7 +118,7 @@ class EncoderChoice:
         if self._refusal is not None and monotonic() >= self.patient_until and self._have_all_refused():
             raise self._refusal
         try:
-            await self._waiter.wait(self._usable, self.patient_until)
+            await self._waiter.wait(self._usable, self.patient_until, self.on_wait)
         except TimeoutError:
             full = Exhausted("every encoder is full", reason="QUEUE_FULL", field=self._field)
             raise self._refusal or full from None

@@ -99,18 +99,33 @@ class Fetch:
         """The item came with its content: not by a key or an address, where somebody else has to have it."""
         return self._identity.key is not None and not isinstance(self.item.source, Key)
 
+    @property
+    def waits_for_room(self) -> bool:
+        """Every encoder is full, as far as is known, and the item is with none."""
+        return self._choice.waits
+
+    @property
+    def keeps_place(self) -> bool:
+        """The header has come, and an encoder keeps a place for the item until its rows are read."""
+        return self.header is not None and self._stream is not None
+
     def renewed(self) -> Fetch:
         """The same item to be fetched once more, whatever becomes of this fetch."""
         known = None if self.header is None else KnownHeader(self.header, self._affinity)
         return Fetch(self._links, self.item, self._identity, self._request, known)
 
-    async def fetch_header(self) -> Header:
+    async def fetch_header(self, on_wait: Callable[[], None] = lambda: None) -> Header:
         """The item's header: known from before, or from the first stream that says it, which then stays open.
 
-        Raises the item's error, or what kept every encoder from answering.
+        Raises the item's error, or what kept every encoder from answering. `on_wait` is called when the item has to
+        wait for room first; what it raises ends this.
         """
         if self.header is None:
-            await self._persistently(self._open)
+            waits_alone, self._choice.on_wait = self._choice.on_wait, on_wait
+            try:
+                await self._persistently(self._open)
+            finally:
+                self._choice.on_wait = waits_alone
         else:
             self._links.counters.headers_known += 1
         assert self.header is not None

@@ -44,6 +44,8 @@ class RowReceiver:
         self.cache = cache
         self._others: dict[CacheEntry, Fetch | None] = {}
         """Entries that are filled by a key or an address alone, with the fetch of one who came with the content."""
+        self._early: dict[Fetch, CacheEntry] = {}
+        """Entries that are here before their request has all of its headers, for the fetch that stands for each."""
 
     @property
     def counters(self) -> LinkCounters:
@@ -63,19 +65,28 @@ class RowReceiver:
         anew, so that rows on their way go on. `on_wait` is called where rows are to come, or room: it may raise.
         """
         try:
+            for fetch in fetches:
+                if (early := self._early.get(fetch)) is not None and early.error is not None and not early.lost:
+                    raise early.error_at(fetch.item.field)
             entries = await self._room(fetches, give_back, on_wait)
         except BaseException:
             self.close(fetches)
             raise
         for fetch, entry in zip(fetches, entries, strict=True):
-            if entry.filler is None:
-                entry.stood_at = fetch.item.field
-                entry.filler = self._start_filler(entry, fetch)
-            else:
-                fetch.close()  # its rows are here, or another stream brings them
-                if entry in self._others and fetch.has_content:
-                    self._others[entry] = fetch.renewed()
+            self.cache.counters.hits -= self._early.get(fetch) is entry  # it is this request that brings them
+            self._give_up_early(fetch)
+            self._fill_by(fetch, entry)
         return entries
+
+    def _fill_by(self, fetch: Fetch, entry: CacheEntry) -> None:
+        """Has a fetch land the rows of an entry, unless they are here or on their way; it is used up."""
+        if entry.filler is None:
+            entry.stood_at = fetch.item.field
+            entry.filler = self._start_filler(entry, fetch)
+            return
+        fetch.close()  # its rows are here, or another stream brings them
+        if entry in self._others and fetch.has_content:
+            self._others[entry] = fetch.renewed()
 
     def _start_filler(self, entry: CacheEntry, fetch: Fetch) -> asyncio.Task[None]:
         """The task that lands an entry's rows; its stream is closed even where it is cancelled before it has begun."""
@@ -101,6 +112,12 @@ class RowReceiver:
         """
         fetches: list[Fetch | None] = [None] * len(request.media)
 
+        def leave_places() -> None:
+            if any(fetch is not None and fetch.waits_for_room for fetch in fetches):
+                for index, fetch in enumerate(fetches):
+                    if fetch is not None and fetch.keeps_place:
+                        fetches[index] = self._leave_place(fetch)
+
         async def fetch_header(item: MediaItem) -> None:
             began = time.perf_counter()
             identity = await identify(item, self._links.pool.settings.digest, request.salt)
@@ -111,7 +128,8 @@ class RowReceiver:
             fetch.stages["hash"] = Stage.between(began, ended)
             if known is None:
                 on_wait()
-            await fetch.fetch_header()
+            await fetch.fetch_header(leave_places)
+            leave_places()
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -123,6 +141,33 @@ class RowReceiver:
                 raise next(iter(error.exceptions)) from error
             raise
         return [fetch for fetch in fetches if fetch is not None]
+
+    def _leave_place(self, fetch: Fetch) -> Fetch:
+        """Has an item with a header keep its place at an encoder no longer than the encoder needs; returns the fetch
+        that stands for it from now on.
+
+        It is for one whose request has another item that waits for a place: requests that keep places while they wait
+        for more of them wait for each other.
+        """
+        assert fetch.header is not None
+        # The rows are read before the request's last header has come, where they have room: nothing crosses twice then,
+        # and the place is free as soon as the encoder has computed them.
+        entries = self.cache.acquire_now([fetch.header])
+        if entries is None:
+            # Without room here, the place can only be left: the item is sent again in its turn, and is computed again
+            # where the encoder had not begun on it, or no longer has its rows.
+            fetch.close()
+            return fetch
+        (entry,) = entries
+        following = fetch.renewed()
+        following.stages = fetch.stages
+        self._early[following] = entry
+        self._fill_by(fetch, entry)
+        return following
+
+    def _give_up_early(self, fetch: Fetch) -> None:
+        if (entry := self._early.pop(fetch, None)) is not None:
+            self.cache.release(entry)
 
     def _recall(self, item: MediaItem, identity: Identity, salt: str) -> KnownHeader | None:
         """What is known of an item from before. What an address gave is believed only where an encoder has said so of
@@ -176,6 +221,7 @@ class RowReceiver:
     def close(self, fetches: Iterable[Fetch]) -> None:
         """Ends their streams; what an encoder has not begun on, and nobody else wants, it drops."""
         for fetch in fetches:
+            self._give_up_early(fetch)
             fetch.close()
 
 

@@ -76,17 +76,21 @@ class WaitQueue:
 
 
 class Waiter:
-    """One item's turn in the queue, which it takes when it has to wait first. Whoever makes it leaves it."""
+    """One item's turn in the queue, which it takes when it has to wait first; then it `waits`. Whoever makes it leaves
+    it."""
 
     def __init__(self, queue: WaitQueue, priority: int) -> None:
+        self.waits = False
         self._queue = queue
         self._priority = priority
         self._first = False
         self._passing: asyncio.TimerHandle | None = None
 
-    async def wait(self, encoders: Callable[[], Sequence[MayBeFull]], until: float) -> None:
+    async def wait(
+        self, encoders: Callable[[], Sequence[MayBeFull]], until: float, on_wait: Callable[[], None] = lambda: None
+    ) -> None:
         """Returns when one of the encoders may have room, which is mostly at once, and the first in the queue, if
-        there is one, is not on its way there.
+        there is one, is not on its way there. Where it is not at once, `on_wait` is called first.
 
         Raises TimeoutError at `until`, in monotonic seconds. Who is refused again waits again, and is still the first.
         """
@@ -94,18 +98,27 @@ class Waiter:
         self._stop_passing()
         if not (queue.asking or queue.may_go()) and not _are_full(encoders()):
             return
-        async with asyncio.timeout_at(until):
-            if not self._first:
-                await queue.come_first(self._priority)
-                self._first = True
-            queue.may_go = lambda: not _are_full(encoders())
-            try:
-                while _are_full(asked := encoders()):
-                    queue.room.clear()
-                    soonest = min(encoder.full_until for encoder in asked)
-                    await _first_of(queue.room, soonest - monotonic())
-            finally:
-                queue.may_go = _nobody
+        self.waits = True
+        try:
+            on_wait()
+            async with asyncio.timeout_at(until):
+                await self._come_to_room(encoders)
+        finally:
+            self.waits = False
+
+    async def _come_to_room(self, encoders: Callable[[], Sequence[MayBeFull]]) -> None:
+        queue = self._queue
+        if not self._first:
+            await queue.come_first(self._priority)
+            self._first = True
+        queue.may_go = lambda: not _are_full(encoders())
+        try:
+            while _are_full(asked := encoders()):
+                queue.room.clear()
+                soonest = min(encoder.full_until for encoder in asked)
+                await _first_of(queue.room, soonest - monotonic())
+        finally:
+            queue.may_go = _nobody
 
     def asks(self) -> None:
         """The item is being sent: unless it is refused at once, the next one's turn comes."""

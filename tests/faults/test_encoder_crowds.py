@@ -17,8 +17,10 @@ import pytest
 from tests import pictures
 from tests.launch import Service, encoder_server
 from tests.rpc.encoder_client import Client, image
-from tests.rpc.pairs import ENCODER_FLAGS
+from tests.rpc.pairs import ENCODER_FLAGS, answer, asked, pair
 from tests.waiting import until
+from twinlens import image as picture_of
+from twinlens import user
 from twinlens.v1 import encoder_pb2, encoder_pb2_grpc
 
 
@@ -128,3 +130,21 @@ def pages(service: Service, name: str) -> int:
     links = Path(f"/proc/{service.pid}/fd").iterdir()
     arena = next(link for link in links if f"memfd:{name}" in str(link.readlink()))
     return arena.stat().st_blocks * 512
+
+
+def test_requests_of_many_pictures_are_all_answered_by_an_encoder_with_few_places(
+    checkpoints: Callable[..., Path],
+) -> None:
+    """Fewer than one request has pictures."""
+    requests, pictures_each = 6, 4
+    flags = {"max_queued_items": pictures_each - 1}
+    with pair(checkpoints("qwen3_vl"), encoder_flags=flags, encoder_wait_seconds=60) as both:
+
+        def ask(number: int) -> int:
+            seeds = range(63_000 + number * pictures_each, 63_000 + (number + 1) * pictures_each)
+            parts = [picture_of(pictures.encoded(pictures.noise(64, 64, seed))) for seed in seeds]
+            return len(answer(both.text, asked([user(*parts, "What are they?")])).choices[0].token_ids)
+
+        with ThreadPoolExecutor(requests) as threads:
+            assert all(threads.map(ask, range(requests)))
+        assert both.media.get_load().encoded_items == requests * pictures_each, "none is computed twice"

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
 from common.errors import Forbidden, Internal, InvalidInput, NotFound, Unavailable
 from common.media.item import Key, Modality, Url
+from common.rpc.calls import current
 from llm_service.encoders.encoder_cache import CacheEntry
 from llm_service.request import MediaItem, Request
 from tests.unit.llm_service.scripted import (
     ROWS,
+    RUN,
     Bench,
     Call,
     ScriptedEncoder,
@@ -159,6 +162,107 @@ async def test_a_request_that_waits_for_room_keeps_no_stream_open_and_is_served_
         assert not waiting.done()
         b.cache.release(held)
         assert await waiting == content(b"second")
+
+
+@dataclass
+class Places:
+    """An encoder with two places, in which both requests of a test have their first items before their second ones are
+    let in. A place is kept until the rows of its item are read: they are more than gRPC keeps for a reader."""
+
+    taken: int = 0
+    firsts: set[bytes] = field(default_factory=set)
+
+    async def __call__(self, call: Call) -> None:
+        if self.taken == 2 or (len(self.firsts) < 2 and call.data.startswith(b"second")):
+            status = v1.Status(code=8, message="full", reason="QUEUE_FULL", retry_after_ms=100)
+            await call.context.write(v1.EncodeResponse(error=v1.EncodeError(status=status)))
+            return
+        self.taken += 1
+        if call.data.startswith(b"first"):
+            self.firsts.add(call.data)
+        try:
+            await call.header()
+            for _ in range(8):
+                large = v1.EncodeResponse(progress=v1.EncodeProgress(stage="x" * (1 << 20)))
+                await current().write(large, call.context)
+            for first in range(0, ROWS, RUN):
+                await call.rows(first)
+            await call.done()
+        finally:
+            self.taken -= 1
+
+
+@pytest.mark.parametrize("room", [True, False])
+async def test_requests_whose_items_have_places_at_a_full_encoder_do_not_wait_for_each_other(room: bool) -> None:
+    requests = [(b"first of one", b"second of one"), (b"first of two", b"second of two")]
+    async with bench(ScriptedEncoder([Places()]), rows=(4 if room else 2) * ROWS, patience=30.0) as b:
+        await b.usable(1)
+        held = [] if room else await b.land(b"one that is read", b"another one")
+        for entry in held:
+            await settled(entry)
+
+        async def whole(*files: bytes) -> list[bytes]:
+            entries = await b.land(*files)
+            try:
+                for entry in entries:
+                    await settled(entry)
+                    assert entry.error is None
+                return [bytes(b.cache.buffer.slice(entry.place)) for entry in entries]
+            finally:
+                for entry in entries:
+                    b.cache.release(entry)
+
+        await eventually(lambda: b.encoders[0].open == 0)
+        asking = [asyncio.create_task(whole(*each)) for each in requests]
+        if not room:
+            await eventually(lambda: {call.data for call in b.encoders[0].calls} >= {*requests[0], *requests[1]})
+            await eventually(lambda: b.encoders[0].open == 0)
+            for entry in held:
+                b.cache.release(entry)
+        assert await asyncio.gather(*asking) == [[content(file) for file in each] for each in requests]
+        assert b.cache.counters.hits == 0
+        if room:
+            sent = Counter(call.data for call in b.encoders[0].calls if call.data.startswith(b"first"))
+            assert sent == {b"first of one": 1, b"first of two": 1}, "no item with a place is sent twice"
+
+
+async def only_the_first_fits(call: Call) -> None:
+    await (well if call.data == b"first" else is_full)(call)
+
+
+async def test_rows_that_were_read_for_a_request_which_found_no_room_are_kept_for_the_next_one() -> None:
+    async with bench(ScriptedEncoder([only_the_first_fits]), patience=600) as b:
+        await b.usable(1)
+        waiting = asyncio.create_task(b.land(b"first", b"second"))
+        await eventually(lambda: b.cache.holds(key_of(b"first")))
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert await b.whole(b"first") == content(b"first")
+        assert [call.data for call in b.encoders[0].calls].count(b"first") == 1
+
+
+async def test_an_item_that_fails_while_another_one_of_its_request_waits_for_room_is_not_asked_for_again() -> None:
+    refused = asyncio.Event()
+
+    async def one_fails(call: Call) -> None:
+        if call.data == b"first":
+            await call.header()
+            await refused.wait()
+            status = v1.Status(code=13, message="no", reason="ROWS_NOT_FINITE", field="items[0]")
+            await call.context.write(v1.EncodeResponse(error=v1.EncodeError(status=status)))
+        elif refused.is_set():
+            await eventually(lambda: key_of(b"first") not in b.cache._entries)
+            await well(call)
+        else:
+            await is_full(call)
+            refused.set()
+
+    async with bench(ScriptedEncoder([one_fails]), patience=600) as b:
+        await b.usable(1)
+        with pytest.raises(Internal) as error:
+            await b.land(b"first", b"second")
+        assert (error.value.reason, error.value.field) == ("ROWS_NOT_FINITE", "here[0]")
+        assert sorted(call.data for call in b.encoders[0].calls) == [b"first", b"second", b"second"]
 
 
 def by_key(data: bytes) -> Request:
