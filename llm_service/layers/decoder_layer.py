@@ -20,7 +20,6 @@ from llm_service.layers.indexed_latents import IndexedLatentAttention
 from llm_service.layers.kimi_delta_attention import KimiDeltaAttention
 from llm_service.layers.late_normed_attention import LateNormedAttention
 from llm_service.layers.latent_attention import LatentAttention
-from llm_service.layers.layer_inputs import LayerEnd
 from llm_service.layers.mamba2_mixer import Mamba2
 from llm_service.layers.mixer import CachedPart, HandedOn, MixerPart, Rotary
 from llm_service.layers.mlp import MLP, CutMLP, PlainReluMLP, SquaredMLP
@@ -29,6 +28,7 @@ from llm_service.layers.normed_output_attention import NormedOutputAttention
 from llm_service.layers.ops import Unnormed, norm_of
 from llm_service.layers.own_normed_attention import OwnNormedAttention
 from llm_service.layers.part_layers import FeedForwardLayer, MixerLayer
+from llm_service.layers.per_layer_embeddings import LayerEnd
 from llm_service.layers.pooled_experts import PooledExperts
 from llm_service.layers.pooled_latents import PooledLatentAttention
 from llm_service.layers.scaled_experts import InputScaledMLP

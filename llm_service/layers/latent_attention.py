@@ -18,7 +18,7 @@ from llm_service.layers.elementwise import sigmoid
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.latent_chunks import mix_chunks
 from llm_service.layers.latent_products import LatentProducts
-from llm_service.layers.learned_positions import LearnedGrowth
+from llm_service.layers.learned_rope import LearnedGrowth
 from llm_service.layers.linear import PackedLinear, Place, Stored, fill, length
 from llm_service.layers.mixer import Rotary, StateBackend
 from llm_service.layers.ops import TORCH, RMSNorm, RowOps

@@ -18,8 +18,8 @@ from llm_service.layers.cache_spec import Segment, SequenceState, StateCache
 from llm_service.layers.convolution import Steps, convolve_run, convolve_steps
 from llm_service.layers.elementwise import sigmoid, silu
 from llm_service.layers.group import TensorGroup
+from llm_service.layers.hyper_connections import StreamNorm
 from llm_service.layers.linear import PackedLinear, Place, Stored, VocabularyEmbedding, fill
-from llm_service.layers.streams import StreamNorm
 from llm_service.layers.weight_dtype import EXACT, Rounded
 from llm_service.model_config.layer_shapes import NgramShape
 from llm_service.model_config.text import TextConfig

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from llm_service.families.family import FAR
-from llm_service.layers.learned_positions import LearnedRotary
+from llm_service.layers.learned_rope import LearnedRotary
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.ops import MultimodalRotary
 from llm_service.layers.tempered_attention import TemperedRotary

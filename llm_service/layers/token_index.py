@@ -11,7 +11,7 @@ from torch.nn import functional
 from llm_service.families.family import LayerKind
 from llm_service.layers.chosen_chunks import ChosenBatch
 from llm_service.layers.index_keys import IndexQuery, TokenIndex
-from llm_service.layers.learned_positions import LearnedGrowth
+from llm_service.layers.learned_rope import LearnedGrowth
 from llm_service.layers.linear import PackedLinear, Place, Stored, fill
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.ops import TORCH, RowOps

@@ -17,30 +17,30 @@ from common.linear import Linear
 from llm_service.families.chunk_rule import ChunkRule
 from llm_service.families.family import FeedForwardKind, Mixer
 from llm_service.families.sight import SpanRule
-from llm_service.layers.alternating import StreamsIn, StreamsOut
-from llm_service.layers.alternating_layer import AlternatingLayer
+from llm_service.layers.altup import StreamsIn, StreamsOut
+from llm_service.layers.altup_layer import AltUpLayer
 from llm_service.layers.attention.backend import NumbaCompiled
-from llm_service.layers.balanced_layer import BalancedLayer
-from llm_service.layers.balanced_streams import MeanNorm
 from llm_service.layers.cache_spec import LayerCache
 from llm_service.layers.cpu import selection
 from llm_service.layers.decoder_layer import DecoderLayer, Layer, make_layer
 from llm_service.layers.experts import Experts
+from llm_service.layers.gated_hyper_connections import JoinedStreams
 from llm_service.layers.gated_residual import GatedResidualLayer
+from llm_service.layers.gated_streams_layer import GatedStreamsLayer
 from llm_service.layers.group import TensorGroup
-from llm_service.layers.layer_inputs import InputsOfLayers
+from llm_service.layers.hyper_connected_layer import HyperConnectedLayer
+from llm_service.layers.hyper_connections import StreamMix
 from llm_service.layers.linear import PackedLinear, VocabularyEmbedding
+from llm_service.layers.manifold_hyper_connections import MeanNorm
+from llm_service.layers.manifold_layer import ManifoldLayer
 from llm_service.layers.mark_tables import MarkedEmbedding
 from llm_service.layers.mixer import CachedPart, HandedOn, Rotary
 from llm_service.layers.modality_layer import ModalityLayer
-from llm_service.layers.opened_layer import OpenedLayer
-from llm_service.layers.opened_streams import JoinedStreams
 from llm_service.layers.ops import TORCH, RMSNorm, norm_of, use_ops
 from llm_service.layers.part_layers import MixerLayer
-from llm_service.layers.place_table import PlaceTable
+from llm_service.layers.per_layer_embeddings import PerLayerEmbeddings
+from llm_service.layers.position_embedding import PositionEmbedding
 from llm_service.layers.rotaries import rotary_of
-from llm_service.layers.streamed_layer import StreamedLayer
-from llm_service.layers.streams import StreamMix
 from llm_service.model_config.text import TextConfig
 
 _GROUPED = (9, 10)
@@ -88,10 +88,10 @@ class Decoder(nn.Module):
         with device:  # weights are made there: the host need not hold all of them, nor copy what is not filled yet
             self.embed_tokens = embeddings_of(config, group, dtype)
             places = config.max_position, config.hidden_size, dtype
-            self.embed_positions = PlaceTable(*places) if config.family.vocabulary.position_embeddings else None
+            self.embed_positions = PositionEmbedding(*places) if config.family.vocabulary.position_embeddings else None
             self.layers = nn.ModuleList(_layer(index, config, group, dtype) for index in layers)
             own = config.layer_inputs
-            self.layer_inputs = None if own is None else InputsOfLayers(own, config, group, dtype)
+            self.layer_inputs = None if own is None else PerLayerEmbeddings(own, config, group, dtype)
             self.streams_in = None if config.alternating is None else StreamsIn(config, dtype)
             if config.alternating is not None:
                 self.norm: RMSNorm | StreamMix | StreamsOut | JoinedStreams = StreamsOut(config, dtype)
@@ -359,13 +359,13 @@ def _layer(index: int, config: TextConfig, group: TensorGroup, dtype: torch.dtyp
     if config.family.layers.gated_residual:
         return GatedResidualLayer(kind, config, group, dtype)
     if config.alternating is not None:
-        return AlternatingLayer(kind, config, group, dtype)
+        return AltUpLayer(kind, config, group, dtype)
     if config.balanced is not None:
-        return BalancedLayer(kind, config, group, dtype)
+        return ManifoldLayer(kind, config, group, dtype)
     if config.opened is not None:
-        return OpenedLayer(kind, config, group, dtype)
+        return GatedStreamsLayer(kind, config, group, dtype)
     if config.streams is not None:
-        return StreamedLayer(kind, config, group, dtype, own.index(index) if index in own else None)
+        return HyperConnectedLayer(kind, config, group, dtype, own.index(index) if index in own else None)
     return make_layer(kind, config, group, dtype)
 
 

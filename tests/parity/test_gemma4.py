@@ -24,8 +24,8 @@ from llm_service.layers.cpu import selection
 from llm_service.layers.decoder_layer import DecoderLayer
 from llm_service.layers.experts_beside import NormedRouter
 from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.layers.layer_inputs import LayerEnd
 from llm_service.layers.mixer import HandedOn
+from llm_service.layers.per_layer_embeddings import LayerEnd
 from llm_service.layers.self_attention import SelfAttention
 from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder

@@ -13,9 +13,9 @@ from common.checkpoint import CheckpointError
 from llm_service.families.gates import CutGates
 from llm_service.families.sight import SpanRule
 from llm_service.layers import latent_chunks
+from llm_service.layers.gated_hyper_connections import StreamGates
 from llm_service.layers.indexed_latents import IndexedLatentAttention
 from llm_service.layers.latent_attention import HeadSinks, LatentAttention
-from llm_service.layers.opened_streams import StreamGates
 from llm_service.layers.token_index import OrderedLayerNorm
 from llm_service.models.trial import try_ours_of
 from tools.models.drawn_prompts import drawn_prompt

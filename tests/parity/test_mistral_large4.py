@@ -22,7 +22,7 @@ from llm_service.families.sight import SpanRule
 from llm_service.layers.experts import GroupedRouter
 from llm_service.layers.group import ALONE
 from llm_service.layers.indexed_latents import IndexedLatentAttention
-from llm_service.layers.learned_positions import LearnedGrowth, LearnedRotary
+from llm_service.layers.learned_rope import LearnedGrowth, LearnedRotary
 from llm_service.layers.token_index import TokenIndexer
 from llm_service.model_config import text as text_config
 from llm_service.models.decoder import Decoder

@@ -17,7 +17,7 @@ from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.linear import SummedLinear
 from llm_service.layers.mlp import PlainReluMLP, squared_relu
 from llm_service.layers.ops import BiasedLayerNorm, LayerNorm
-from llm_service.layers.place_table import PlaceTable
+from llm_service.layers.position_embedding import PositionEmbedding
 from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.hf.text import text_alone
@@ -112,7 +112,7 @@ def _without_bias(norm: BiasedLayerNorm, x: Tensor) -> Tensor:
     return LayerNorm.forward(norm, x)
 
 
-def _placed(shift: int) -> Callable[[PlaceTable, Tensor], Tensor]:
+def _placed(shift: int) -> Callable[[PositionEmbedding, Tensor], Tensor]:
     return lambda table, places: table.weight[places.long() + shift]
 
 
@@ -121,8 +121,8 @@ def _placed(shift: int) -> Callable[[PlaceTable, Tensor], Tensor]:
     [
         (BiasedLayerNorm, "forward", _without_bias),
         (PlainReluMLP, "between", lambda _, x: squared_relu(x)),
-        (PlaceTable, "forward", _placed(0)),
-        (PlaceTable, "forward", lambda table, places: table.weight.new_zeros(1)),
+        (PositionEmbedding, "forward", _placed(0)),
+        (PositionEmbedding, "forward", lambda table, places: table.weight.new_zeros(1)),
         (SummedLinear, "forward", lambda linear, x: x @ linear.weight.t()),
     ],
     ids=["norms", "relu", "places", "no places", "biases"],

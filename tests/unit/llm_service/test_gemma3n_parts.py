@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from common.checkpoint import CheckpointError
 from common.hf import small_models
 from common.hf.classes import mark_tables_of
-from llm_service.layers.alternating import AltUp, Laurel, StreamsIn, StreamsOut
+from llm_service.layers.altup import AltUp, Laurel, StreamsIn, StreamsOut
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.mark_tables import MarkedEmbedding
 from llm_service.layers.mlp import CutMLP

@@ -16,9 +16,9 @@ from llm_service.layers.cache_spec import PagedKV, SharedKV, cache_shapes
 from llm_service.layers.decoder_layer import DecoderLayer
 from llm_service.layers.experts_beside import ExpertsBeside
 from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.layers.layer_inputs import InputsOfLayers
 from llm_service.layers.mixer import HandedOn
 from llm_service.layers.ops import MultimodalRotary, RMSNorm
+from llm_service.layers.per_layer_embeddings import PerLayerEmbeddings
 from llm_service.model_config.attention import HeadShape
 from llm_service.model_config.layer_shapes import LayerInputs
 from llm_service.model_config.text import TextConfig
@@ -153,7 +153,7 @@ def test_inputs_of_layers_are_looked_up_and_made_of_embeddings() -> None:
     theirs = drawn(Gemma4TextModel(library(INPUTS)))
     shape = ours(INPUTS)
     assert shape.layer_inputs == LayerInputs(8, 0, shape.vocab_size)
-    made = InputsOfLayers(shape.layer_inputs, shape, ALONE, torch.float32)
+    made = PerLayerEmbeddings(shape.layer_inputs, shape, ALONE, torch.float32)
     names = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
     read(made, nn.ModuleDict({name: getattr(theirs, name) for name in names}))
     ids, embedded = torch.tensor([3, 0, 31, 3]), noise(4, HIDDEN)

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from common.checkpoint import CheckpointError
 from llm_service.families.gates import CutGates
-from llm_service.layers.balanced_layer import BalancedLayer
-from llm_service.layers.balanced_streams import MeanNorm, StreamBalance, balanced, rebalanced
 from llm_service.layers.cache_spec import Segment
 from llm_service.layers.elementwise import sigmoid
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.kimi_delta_attention import KimiDeltaAttention
+from llm_service.layers.manifold_hyper_connections import MeanNorm, StreamBalance, balanced, rebalanced
+from llm_service.layers.manifold_layer import ManifoldLayer
 from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.mtp import load_mtp
@@ -110,7 +110,7 @@ def test_a_layer_is_that_of_transformers_and_may_be_for_some_places_alone(stream
         if isinstance(each, library.Glm5NextTextTopkRouter):
             each.e_score_correction_bias.copy_(noise(4))
     expected = theirs(x.view(1, 20, streams, HIDDEN))[0][0].flatten(1)
-    ours = BalancedLayer(shape.layer_kind(1), shape, ALONE, torch.float32)
+    ours = ManifoldLayer(shape.layer_kind(1), shape, ALONE, torch.float32)
     read(ours, theirs)
     for places in (None, torch.tensor([3, 19])):
         cache = ours.mixer.cache_spec().new_cache(1, torch.device("cpu"))

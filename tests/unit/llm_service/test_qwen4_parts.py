@@ -19,11 +19,11 @@ from llm_service.layers.cache_spec import IndexedCache, Segment, StateCache, cac
 from llm_service.layers.gated_delta_net import GatedDeltaNet
 from llm_service.layers.gdn.torch_backend import TorchBackend as TorchDeltas
 from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.layers.hyper_connections import StreamMix
 from llm_service.layers.indexed_attention import IndexedAttention
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.ngrams import Ngrams
 from llm_service.layers.ops import MultimodalRotary
-from llm_service.layers.streams import StreamMix
 from llm_service.layers.stretch_index import IndexBatch
 from llm_service.model_config.text import TextConfig
 from llm_service.models.filling import InMemory, targets

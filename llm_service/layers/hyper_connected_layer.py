@@ -9,14 +9,14 @@ from torch import Tensor
 
 from llm_service.families.family import LayerKind
 from llm_service.layers.group import TensorGroup
+from llm_service.layers.hyper_connections import StreamMix, added
 from llm_service.layers.layer_of_streams import LayerOfStreams
 from llm_service.layers.mixer import HandedOn, Rotary
 from llm_service.layers.ngrams import Ngrams
-from llm_service.layers.streams import StreamMix, added
 from llm_service.model_config.text import TextConfig
 
 
-class StreamedLayer(LayerOfStreams):
+class HyperConnectedLayer(LayerOfStreams):
     """One that mixes streams in the place of norms. With a `number`, its place among those that have n-grams, it first
     adds embeddings of these to them."""
 

@@ -53,7 +53,7 @@ class StreamGates(nn.Module):
         return tuple(opened.split(self._count, dim=1))
 
 
-class OpenedStreams(nn.Module):
+class GatedStreams(nn.Module):
     """Makes one of streams that a part of a layer is given, and says how much of what that makes each gets."""
 
     stored_as: ClassVar[str] = ""

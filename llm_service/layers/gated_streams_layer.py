@@ -6,20 +6,20 @@ import torch
 from torch import Tensor
 
 from llm_service.families.family import LayerKind
+from llm_service.layers.gated_hyper_connections import GatedStreams, grown
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.layer_of_streams import LayerOfStreams
 from llm_service.layers.mixer import Rotary
-from llm_service.layers.opened_streams import OpenedStreams, grown
 from llm_service.model_config.text import TextConfig
 
 
-class OpenedLayer(LayerOfStreams):
+class GatedStreamsLayer(LayerOfStreams):
     """One whose parts are given what several streams make together, normed."""
 
     def __init__(self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__(kind, config, group, dtype)
-        self.mixer_in = OpenedStreams(config, "attn_hc")
-        self.mlp_in = OpenedStreams(config, "ffn_hc")
+        self.mixer_in = GatedStreams(config, "attn_hc")
+        self.mlp_in = GatedStreams(config, "ffn_hc")
 
     def before(self, x: Tensor, _: Tensor | None, rotary: Rotary) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Streams [n, count · hidden] → how much of what comes out of the mixer each gets, float32 [n, count], and what

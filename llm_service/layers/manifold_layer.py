@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from llm_service.families.family import LayerKind
-from llm_service.layers.balanced_streams import StreamBalance, rebalanced
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.layer_of_streams import LayerOfStreams
+from llm_service.layers.manifold_hyper_connections import StreamBalance, rebalanced
 from llm_service.layers.mixer import Rotary
 from llm_service.model_config.text import TextConfig
 
 
-class BalancedLayer(LayerOfStreams):
+class ManifoldLayer(LayerOfStreams):
     """One whose parts are given what several streams make together, normed."""
 
     def __init__(self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:

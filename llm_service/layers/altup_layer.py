@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from llm_service.families.family import LayerKind
-from llm_service.layers.alternating import AltUp, Laurel
+from llm_service.layers.altup import AltUp, Laurel
 from llm_service.layers.decoder_layer import DecoderLayer
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.mixer import HandedOn, Rotary
@@ -18,7 +18,7 @@ _HALF = 2**-0.5
 """What the sum of two residuals is multiplied by."""
 
 
-class AlternatingLayer(DecoderLayer):
+class AltUpLayer(DecoderLayer):
     """One with a second residual, of a low rank, beside what its mixer gives."""
 
     def __init__(self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:

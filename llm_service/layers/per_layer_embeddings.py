@@ -19,7 +19,7 @@ _HALF = 2**-0.5
 """What the sum of two numbers with a variance of 1 is multiplied by, to have that as well."""
 
 
-class InputsOfLayers(nn.Module):
+class PerLayerEmbeddings(nn.Module):
     """Makes those of all layers. Every rank has all of them."""
 
     stored_as: ClassVar[str] = ""

@@ -10,7 +10,7 @@ _BEFORE = 2
 """Rows of a table that are no place's."""
 
 
-class PlaceTable(nn.Module):
+class PositionEmbedding(nn.Module):
     """What is added to the row of a token, or of an item, by where it is: of `places` places."""
 
     def __init__(self, places: int, hidden: int, dtype: torch.dtype) -> None:
