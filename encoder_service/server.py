@@ -95,20 +95,20 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
         running.callback(staging.close)
         store = SharedBuffer.create("twinlens-store", config.store_bytes)
         running.callback(store.close)
-        frame = GrpcServer(config, [SERVICE])
+        grpc_server = GrpcServer(config, [SERVICE])
         servicer = EncoderServicer()
-        add_EncoderServiceServicer_to_server(servicer, frame.server)
-        running.push_async_callback(frame.server.stop, None)  # where it does not come to draining
-        await frame.bind()
+        add_EncoderServiceServicer_to_server(servicer, grpc_server.server)
+        running.push_async_callback(grpc_server.server.stop, None)  # where it does not come to draining
+        await grpc_server.bind()
         nixl = await _nixl(config, store, running)  # where it cannot be had, nobody waits for a model first
         metrics = Metrics("twinlens_encoder")
         meters = Meters(metrics)
-        frame.watch(meters.failed)
-        meters.watch_requests(lambda: frame.inflight_bytes)
+        grpc_server.watch(meters.failed)
+        meters.watch_requests(lambda: grpc_server.inflight_bytes)
         metrics_address = await running.enter_async_context(metrics.serve(config.metrics_listen))
 
         def report() -> None:
-            frame.report(dispatcher.alive > 0 and decoders.processes.able)
+            grpc_server.report(dispatcher.alive > 0 and decoders.processes.able)
 
         decoders = _decoders(config, model, staging, report)
         dispatcher = _dispatcher(config, model, (staging.fd, store.fd), worker, report, meters)
@@ -118,8 +118,8 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
         if planner is not None:
             running.push_async_callback(planner.stop)
         starting = asyncio.create_task(_start(decoders, dispatcher, planner))
-        if not await _started(frame, starting):
-            await frame.drain()
+        if not await _started(grpc_server, starting):
+            await grpc_server.drain()
             return
         digest = await tasks.to_thread(encoder_digest, model.checkpoint, model.layout.dtype, model.config.parts)
         rows = EmbeddingStore(store, model.layout.row_bytes, registered=bool(config.nixl))
@@ -133,9 +133,9 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
         servicer.served = Components(config, model.checkpoint.name, model.config, encoder, link, meters)
         _log_room(config, model.layout)
         freeze_objects()
-        await frame.announce(metrics_address)
-        await frame.wait()
-        await frame.drain()
+        await grpc_server.announce(metrics_address)
+        await grpc_server.wait()
+        await grpc_server.drain()
         await _end(dispatcher, encoder, tier)
 
 
@@ -283,9 +283,9 @@ async def _start(decoders: DecoderPool, dispatcher: Dispatcher, planner: HfPlann
         group.create_task(dispatcher.start())
 
 
-async def _started(frame: GrpcServer, starting: asyncio.Task[None]) -> bool:
+async def _started(grpc_server: GrpcServer, starting: asyncio.Task[None]) -> bool:
     """Everything has started; False where a signal came first."""
-    stopped = asyncio.create_task(frame.wait())
+    stopped = asyncio.create_task(grpc_server.wait())
     await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     if not starting.done():

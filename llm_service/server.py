@@ -140,25 +140,25 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
 
     async with AsyncExitStack() as running:
         running.push_async_callback(tasks.to_thread, tracing.stop)
-        frame = GrpcServer(config, [SERVICE])
-        running.push_async_callback(frame.server.stop, None)  # where it does not come to draining
+        grpc_server = GrpcServer(config, [SERVICE])
+        running.push_async_callback(grpc_server.server.stop, None)  # where it does not come to draining
         sessions = Sessions(_session_limits(config))
         encoder_cache, engine = _cache_and_engine(
-            config, model, sessions, engine_module, on_ready=lambda ready: frame.report(ready and not modules)
+            config, model, sessions, engine_module, on_ready=lambda ready: grpc_server.report(ready and not modules)
         )
         running.callback(encoder_cache.close)
         if engine.blocks is not None:
             running.callback(engine.blocks.buffer.close)
         nixl = await _nixl(config, model, running)
         metrics = Metrics("twinlens_llm")
-        meters = _meters(metrics, model, frame)
+        meters = _meters(metrics, model, grpc_server)
         compiler = Compiler(model.vocabulary, _structure_limits(config), seconds=_COMPILE_SECONDS)
         running.push_async_callback(compiler.stop)
         prefills = _prefill_services(config, model, engine)
         components = _components(config, model, encoder_cache, engine, sessions, compiler, meters, nixl, prefills)
         running.push_async_callback(_prove_idle, components)
-        add_LlmServiceServicer_to_server(LlmServicer(components), frame.server)
-        await frame.bind()
+        add_LlmServiceServicer_to_server(LlmServicer(components), grpc_server.server)
+        await grpc_server.bind()
         meters.watch_kv_events(await _kv_events(config, components, running))
         metrics_address = await running.enter_async_context(metrics.serve(config.metrics_listen))
         running.push_async_callback(engine.stop)
@@ -166,17 +166,17 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
         if prefills is not None:
             running.push_async_callback(prefills.stop)
             await prefills.start()
-        running.push_async_callback(frame.drain)
-        if not await _started(frame, components):
+        running.push_async_callback(grpc_server.drain)
+        if not await _started(grpc_server, components):
             return
         while modules:
             name, _, path = modules[-1].partition("=")
             await (components.adapters.load(name, path) if name else components.adapters.load_own(path))
             modules.pop()
-        frame.report(engine.ready is not None)
+        grpc_server.report(engine.ready is not None)
         freeze_objects()
-        await frame.announce(metrics_address)
-        await frame.wait()
+        await grpc_server.announce(metrics_address)
+        await grpc_server.wait()
 
 
 def _cache_and_engine(
@@ -229,7 +229,7 @@ def _prefill_services(config: LlmConfig, model: _Model, engine: EngineClient) ->
     )
 
 
-def _meters(metrics: Metrics, model: _Model, frame: GrpcServer) -> Meters:
+def _meters(metrics: Metrics, model: _Model, grpc_server: GrpcServer) -> Meters:
     meters = Meters(metrics)
     meters.describe(
         version=__version__,
@@ -239,8 +239,8 @@ def _meters(metrics: Metrics, model: _Model, frame: GrpcServer) -> Meters:
         device=model.settings.device,
         dtype=model.settings.dtype,
     )
-    frame.watch(meters.failed)
-    meters.watch_requests(lambda: frame.inflight_bytes)
+    grpc_server.watch(meters.failed)
+    meters.watch_requests(lambda: grpc_server.inflight_bytes)
     return meters
 
 
@@ -298,10 +298,10 @@ def _components(
     )
 
 
-async def _started(frame: GrpcServer, components: Components) -> bool:
+async def _started(grpc_server: GrpcServer, components: Components) -> bool:
     """The engine serves; False where a signal came first. Raises CheckpointError or Internal where it cannot."""
     starting = asyncio.create_task(components.engine.start())
-    stopped = asyncio.create_task(frame.wait())
+    stopped = asyncio.create_task(grpc_server.wait())
     await components.pool.start()
     await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
     if stopped.done():

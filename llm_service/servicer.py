@@ -33,6 +33,7 @@ from llm_service.prompt.detokenizer import TokenTexts
 from llm_service.prompt.output_marks import ToolFormat
 from llm_service.request import LoadedAdapter, MediaItem, Pooling, Request
 from llm_service.reranker import Reranker
+from llm_service.token_ids import check_token_ids
 from twinlens import __version__
 from twinlens.v1 import encoder_pb2, llm_pb2, media_pb2
 from twinlens.v1.encoder_pb2 import TRANSPORT_CUDA_IPC, TRANSPORT_SHARED_MEMORY
@@ -224,8 +225,7 @@ class LlmServicer(LlmServiceServicer):
         """Gives the text of token ids."""
         components = self._components
         check_length(len(request.ids), components.longest, "ids", answered=False)
-        if any(token >= components.prompts.vocab_size for token in request.ids):
-            raise InvalidInput("a token id is outside the vocabulary", reason="TOKEN_OUT_OF_RANGE", field="ids")
+        check_token_ids(request.ids, components.prompts.vocab_size, "ids")
         text = await tasks.to_thread(components.prompts.decode, request.ids)
         return llm_pb2.DetokenizeResponse(text=text)
 

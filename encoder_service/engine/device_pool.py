@@ -17,7 +17,7 @@ from encoder_service.worker.messages import PoolMade
 
 @dataclass(slots=True, eq=False)
 class Slice:
-    """Rows of one piece of an item, in one pool; `row_sum` is announced with them (`device_memory.row_sum`).
+    """Rows of one slice_ of an item, in one pool; `row_sum` is announced with them (`device_memory.row_sum`).
 
     It is pinned by the worker that writes it, then by readers, and `kept` from when it is written until its item leaves
     the store, the room is needed, or the worker is gone.
@@ -88,43 +88,43 @@ class DevicePool:
         self.free(self._at[offset])
 
     def _last_use(self, offset: int) -> eviction.LastUse | None:
-        piece = self._at[offset]
-        return None if piece.pins else (0, self._slices[piece])
+        slice_ = self._at[offset]
+        return None if slice_.pins else (0, self._slices[slice_])
 
-    def pin(self, piece: Slice) -> None:
+    def pin(self, slice_: Slice) -> None:
         """Keeps a slice where it is, until `unpin`; it becomes the most recently used."""
-        assert piece.kept, "this slice is free"
-        piece.pins += 1
-        self._slices.move_to_end(piece)
-        self._slices[piece] = next(self._uses)
+        assert slice_.kept, "this slice is free"
+        slice_.pins += 1
+        self._slices.move_to_end(slice_)
+        self._slices[slice_] = next(self._uses)
 
-    def unpin(self, piece: Slice) -> None:
+    def unpin(self, slice_: Slice) -> None:
         """Takes a pin off; the last one frees a slice that is not kept."""
-        assert piece.pins > 0, "this slice is not pinned"
-        piece.pins -= 1
-        if not piece.pins and not piece.kept:
-            self.free(piece)
+        assert slice_.pins > 0, "this slice is not pinned"
+        slice_.pins -= 1
+        if not slice_.pins and not slice_.kept:
+            self.free(slice_)
 
     def lose(self) -> None:
         """The worker is gone, and its memory with it."""
         self.lost = True
-        for piece in self._slices:
-            piece.kept = False
+        for slice_ in self._slices:
+            slice_.kept = False
 
     def check_integrity(self, *, idle: bool = False) -> None:
         """Raises AssertionError where ranges and slices disagree or, at idle, where something is still held."""
         self._ranges.check_integrity()
-        assert self._at == {piece.span.offset: piece for piece in self._slices}, "a slice is elsewhere"
-        assert sum(aligned(piece.span.size) for piece in self._slices) == self.used, "a range has no owner"
+        assert self._at == {slice_.span.offset: slice_ for slice_ in self._slices}, "a slice is elsewhere"
+        assert sum(aligned(slice_.span.size) for slice_ in self._slices) == self.used, "a range has no owner"
         if idle:
-            assert not any(piece.pins for piece in self._slices), "a slice is still pinned"
+            assert not any(slice_.pins for slice_ in self._slices), "a slice is still pinned"
 
-    def free(self, piece: Slice) -> None:
+    def free(self, slice_: Slice) -> None:
         """A slice that is not pinned gives its bytes back, unless it has before."""
-        piece.kept = False
-        if piece in self._slices:
-            del self._slices[piece], self._at[piece.span.offset]
-            self._ranges.free(piece.span)
+        slice_.kept = False
+        if slice_ in self._slices:
+            del self._slices[slice_], self._at[slice_.span.offset]
+            self._ranges.free(slice_.span)
 
 
 @dataclass(slots=True)

@@ -32,6 +32,7 @@ from llm_service.request import (
     TextPrompt,
     TokenPrompt,
 )
+from llm_service.token_ids import check_token_ids
 from llm_service.transcriber import Transcriber
 from twinlens.v1 import llm_pb2, media_pb2
 
@@ -172,8 +173,7 @@ class RequestReader:
             raise InvalidInput(why, reason="PLACEHOLDER_MISMATCH", field="pieces")
 
     def _token(self, token: int, field: str) -> int:
-        if token >= self._vocab_size:
-            raise InvalidInput("a token id is outside the vocabulary", reason="TOKEN_OUT_OF_RANGE", field=field)
+        check_token_ids([token], self._vocab_size, field)
         return token
 
     def _named(self, model: str) -> LoadedAdapter | None:
@@ -317,10 +317,7 @@ def _resumed(
             raise InvalidInput(
                 "a resumed choice has more tokens than it may have", reason="BAD_RESUME", field=f"{field}.token_ids"
             )
-        if any(token >= vocab_size for token in message.token_ids):
-            raise InvalidInput(
-                "a token id is outside the vocabulary", reason="TOKEN_OUT_OF_RANGE", field=f"{field}.token_ids"
-            )
+        check_token_ids(message.token_ids, vocab_size, f"{field}.token_ids")
         yield ResumedChoice(message.index, tuple(message.token_ids), message.finished)
 
 

@@ -13,6 +13,7 @@ from llm_service.request import (
     SamplingParams,
     Structure,
 )
+from llm_service.token_ids import check_token_ids
 from twinlens.v1 import llm_pb2
 
 
@@ -45,10 +46,7 @@ class SamplingReader:
                     reason="TOO_MANY_TOKEN_IDS",
                     field=f"sampling.{field}",
                 )
-            if any(token >= self._vocab_size for token in tokens):
-                raise InvalidInput(
-                    "a token id is outside the vocabulary", reason="TOKEN_OUT_OF_RANGE", field=f"sampling.{field}"
-                )
+            check_token_ids(tokens, self._vocab_size, f"sampling.{field}")
         for bias in message.logit_bias.values():
             self._check_range("logit_bias", bias, -100.0, 100.0)
         most = context if self._defaults.most_tokens is None else min(context, self._defaults.most_tokens)

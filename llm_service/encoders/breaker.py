@@ -99,23 +99,23 @@ class Quarantine:
         self._clock = clock
         self._records: OrderedDict[bytes, _Record] = OrderedDict()
 
-    def blame(self, identity: bytes) -> None:
+    def blame(self, affinity: bytes) -> None:
         """An encoder that had begun on this item is gone."""
-        deaths = self.deaths(identity) + 1
-        self._records.pop(identity, None)
-        self._records[identity] = _Record(deaths, self._clock() + _QUARANTINE)
+        deaths = self.deaths(affinity) + 1
+        self._records.pop(affinity, None)
+        self._records[affinity] = _Record(deaths, self._clock() + _QUARANTINE)
         while len(self._records) > _REMEMBERED:
             self._records.popitem(last=False)
 
-    def clear(self, identity: bytes) -> None:
+    def clear(self, affinity: bytes) -> None:
         """An encoder has done this item."""
-        self._records.pop(identity, None)
+        self._records.pop(affinity, None)
 
-    def deaths(self, identity: bytes) -> int:
+    def deaths(self, affinity: bytes) -> int:
         """How many encoders have died over it lately, perhaps by chance."""
-        record = self._records.get(identity)
+        record = self._records.get(affinity)
         return record.deaths if record is not None and record.until > self._clock() else 0
 
-    def is_quarantined(self, identity: bytes) -> bool:
+    def is_quarantined(self, affinity: bytes) -> bool:
         """Whether the item is to be refused."""
-        return self.deaths(identity) >= DEATHS
+        return self.deaths(affinity) >= DEATHS

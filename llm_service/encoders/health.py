@@ -88,8 +88,8 @@ class EncoderHealth:
             return
         self.fits = answers
         if not answers:
-            for identity in self._at_its_end:
-                self._quarantine.blame(identity)
+            for affinity in self._at_its_end:
+                self._quarantine.blame(affinity)
         self._at_its_end.clear()
         self._judged.set()
 
@@ -97,16 +97,16 @@ class EncoderHealth:
         """Returns when it is known what became of an encoder that was suspected with an item."""
         await self._judged.wait()
 
-    def is_suspected_with(self, identity: bytes) -> bool:
+    def is_suspected_with(self, affinity: bytes) -> bool:
         """Whether it is not known yet if the encoder died when the stream of this item broke."""
-        return identity in self._at_its_end
+        return affinity in self._at_its_end
 
-    def suspect(self, identity: bytes | None = None) -> None:
-        """Takes the encoder out of use until it has answered again, which is asked at once. `identity` is of an item
+    def suspect(self, affinity: bytes | None = None) -> None:
+        """Takes the encoder out of use until it has answered again, which is asked at once. `affinity` is of an item
         that it had begun on when the connection broke."""
         self.answers = False
-        if identity is not None:
-            self._at_its_end.add(identity)
+        if affinity is not None:
+            self._at_its_end.add(affinity)
             self._judged.clear()
         self._recheck.set()
 

@@ -100,22 +100,22 @@ class EncoderPool:
         replica = Replica(address, name, self.settings, self.quarantine, self.wait_queue.opened)
         return WatchedReplica(replica, tasks.start(replica.watch(self._changed), f"watch {address}"))
 
-    async def refuses(self, identity: bytes) -> bool:
+    async def refuses(self, affinity: bytes) -> bool:
         """Whether two encoders have died over this item; where that is still in question it is waited for, so that no
         third one does."""
-        suspects = self._suspected_with(identity)
-        if len(suspects) + self.quarantine.deaths(identity) >= DEATHS:
+        suspects = self._suspected_with(affinity)
+        if len(suspects) + self.quarantine.deaths(affinity) >= DEATHS:
             await asyncio.gather(*(health.judged() for health in suspects))
-        return self.quarantine.is_quarantined(identity)
+        return self.quarantine.is_quarantined(affinity)
 
-    def is_suspect(self, identity: bytes) -> bool:
+    def is_suspect(self, affinity: bytes) -> bool:
         """Whether an encoder has died over this item, or may have, perhaps by chance."""
-        return bool(self.quarantine.deaths(identity) or self._suspected_with(identity))
+        return bool(self.quarantine.deaths(affinity) or self._suspected_with(affinity))
 
-    def _suspected_with(self, identity: bytes) -> list[EncoderHealth]:
-        return [replica.health for replica in self.replicas if replica.health.is_suspected_with(identity)]
+    def _suspected_with(self, affinity: bytes) -> list[EncoderHealth]:
+        return [replica.health for replica in self.replicas if replica.health.is_suspected_with(affinity)]
 
-    async def pick(self, identity: bytes, tried: Collection[str] = (), lacking: Collection[str] = ()) -> Replica:
+    async def pick(self, affinity: bytes, tried: Collection[str] = (), lacking: Collection[str] = ()) -> Replica:
         """The encoder for an item, by what makes repeats of it alike; one that was not tried yet, where there is one,
         and none that is known to be `lacking` it.
 
@@ -136,12 +136,12 @@ class EncoderPool:
             if not usable:
                 raise Unavailable("no encoder is available", reason="NO_ENCODER") from None
         fresh = [replica for replica in usable if replica.address not in tried]
-        return _choose(identity, fresh or usable)
+        return _choose(affinity, fresh or usable)
 
 
-def _choose(identity: bytes, replicas: Sequence[Replica]) -> Replica:
+def _choose(affinity: bytes, replicas: Sequence[Replica]) -> Replica:
     """By rank, but past those that are full or crowded while others are not."""
-    in_order = ranked(identity, replicas, lambda replica: replica.address)
+    in_order = ranked(affinity, replicas, lambda replica: replica.address)
     roomy = [replica for replica in in_order if not replica.full] or in_order
     calls, patches = min(replica.in_flight for replica in roomy), min(replica.load for replica in roomy)
     for replica in roomy:

@@ -41,6 +41,7 @@ from llm_service.request import (
     TokenPrompt,
     Trigger,
 )
+from llm_service.token_ids import check_token_ids
 
 _SHOWN = SHOWN | {ASR_TEXT}
 _BEFORE = "\n"
@@ -364,8 +365,7 @@ class PromptBuilder:
 
     def _split_ids(self, ids: Sequence[int]) -> list[Piece]:
         """Cuts ids at media placeholders."""
-        if any(not 0 <= token < self.vocab_size for token in ids):
-            raise InvalidInput("a token id is outside the vocabulary", reason="TOKEN_OUT_OF_RANGE", field="tokens.ids")
+        check_token_ids(ids, self.vocab_size, "tokens.ids")
         out: list[Piece] = []
         for token in ids:
             if token in self._media.placeholders:

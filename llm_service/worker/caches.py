@@ -94,9 +94,9 @@ class Caches:
         states: Callable[[CachedPart], StateBackend] = methodcaller("state_backend"),
         state_slots: int = 0,
         snapshot_slots: int = 0,
-        kept: CacheDtype = CacheDtype.AUTO,
+        kv_cache_dtype: CacheDtype = CacheDtype.AUTO,
     ) -> None:
-        """Room for `blocks` blocks, with keys and values `kept` so, and where layers have states for those of
+        """Room for `blocks` blocks, with keys and values in `kv_cache_dtype`, and where layers have states for those of
         `state_slots` sequences, and for snapshots. `attention` is a back end's name, or what makes one; `states` makes
         that of a mixer with states. Raises CheckpointError where one cannot be used."""
         self.blocks, self.block_size, self.null_block = blocks, block_size, blocks
@@ -104,7 +104,7 @@ class Caches:
         self._specs = read_by(specs)
         self.state_slots, self.snapshot_slots = (state_slots, snapshot_slots) if slot_bytes(specs) else (0, 0)
         self.paged: dict[PagedKV, PagedLayers] = {}
-        for kind, shape in cache_shapes(specs, blocks, block_size, kept).items():
+        for kind, shape in cache_shapes(specs, blocks, block_size, kv_cache_dtype).items():
             backend = choose(attention, shape, dtype, device) if isinstance(attention, str) else attention(shape)
             self.paged[kind] = PagedLayers(shape, shape.new_cache(dtype, device), backend)
         self._states: dict[SequenceState, StateBackend] = {}
@@ -112,7 +112,7 @@ class Caches:
         paged = {kind: layers.cache for kind, layers in self.paged.items()}
         self.layers = layer_caches(specs, shapes, paged, self.state_slots + self.snapshot_slots, device)
         self._indexes: dict[PagedKV, IndexBackend] = {}
-        self._kept = specs
+        self._own_specs = specs
         for mixer, spec, read in zip(mixers, specs, self._specs, strict=True):
             if isinstance(spec, SequenceState) and spec not in self._states:
                 self._states[spec] = states(mixer)
@@ -137,13 +137,13 @@ class Caches:
         [begin, end) each, whose tokens see each other in layers that are of that kind. In all others back ends that
         follow metadata (`follows_metadata`) take those of these chunks, where they are given."""
         made: dict[CacheSpec, Any] = {}
-        for spec, kind in self.paged.items():
+        for spec, layers in self.paged.items():
             if spans and spec.kind.sight.spans is not SpanRule.NOWHERE:
-                made[spec] = kind.backend.batch(chunks, spans)
-            elif metadata is not None and kind.stable is not None:
-                made[spec] = kind.stable.over(metadata)
+                made[spec] = layers.backend.batch(chunks, spans)
+            elif metadata is not None and layers.stable is not None:
+                made[spec] = layers.stable.over(metadata)
             else:
-                made[spec] = kind.backend.batch(chunks)
+                made[spec] = layers.backend.batch(chunks)
         if self._states:
             segments = Segment.of(chunks, slots, passed)
             made |= {spec: backend.batch(segments) for spec, backend in self._states.items()}
@@ -157,7 +157,7 @@ class Caches:
 
     def _of_layers(self, made: Mapping[CacheSpec, Any], chosen: Mapping[CacheSpec, Any]) -> list[Any]:
         """Each layer's batch, with that of its index if it has one, by the kind of what it reads."""
-        pairs = zip(self._kept, self._specs, strict=True)
+        pairs = zip(self._own_specs, self._specs, strict=True)
         indexed = [(isinstance(kept, IndexedKV) and spec in chosen, spec) for kept, spec in pairs]
         return [(made[spec], chosen[spec]) if has_index else made[spec] for has_index, spec in indexed]
 
@@ -169,12 +169,12 @@ class Caches:
     @property
     def follows_metadata(self) -> bool:
         """Whether a back end reads a step's metadata on the device."""
-        return any(kind.stable is not None for kind in self.paged.values())
+        return any(layers.stable is not None for layers in self.paged.values())
 
     @property
     def tiling(self) -> Tiling:
         """How a step is cut so that every back end can follow its metadata."""
-        wanted = [kind.stable.tiling for kind in self.paged.values() if kind.stable is not None]
+        wanted = [layers.stable.tiling for layers in self.paged.values() if layers.stable is not None]
         return Tiling(max(each.parts for each in wanted), min(each.tile for each in wanted))
 
     def state_metadata(self, tokens: int, sequences: int, *, decodes_only: bool) -> dict[CacheSpec, StateMetadata]:
@@ -189,9 +189,9 @@ class Caches:
     def batches_over(self, metadata: AttentionMetadata, states: Mapping[CacheSpec, StateMetadata]) -> list[Any]:
         """The same as `batches` over metadata that may be filled anew; `states` as `state_metadata` gives them."""
         made: dict[CacheSpec, Any] = {}
-        for spec, kind in self.paged.items():
-            assert kind.stable is not None, "a back end that does not follow metadata"
-            made[spec] = kind.stable.over(metadata)
+        for spec, layers in self.paged.items():
+            assert layers.stable is not None, "a back end that does not follow metadata"
+            made[spec] = layers.stable.over(metadata)
         for state, backend in self._states.items():
             assert isinstance(backend, StableStateBackend), "a back end that does not follow metadata"
             made[state] = backend.over(states[state])
@@ -205,9 +205,9 @@ class Caches:
         """Why a step's batches cannot follow metadata; empty where they can."""
         if any(not isinstance(backend, StableIndexBackend) for backend in self._indexes.values()):
             return "the host counts what layers choose by an index"
-        for kind in self.paged.values():
-            if kind.stable is None:
-                return f"--attention {kind.backend.name} launches other kernels for other lengths"
+        for layers in self.paged.values():
+            if layers.stable is None:
+                return f"--attention {layers.backend.name} launches other kernels for other lengths"
         if any(not isinstance(backend, StableStateBackend) for backend in self._states.values()):
             return "layers with states are computed by torch's operators"
         return ""
@@ -216,7 +216,7 @@ class Caches:
     def block_tensors(self) -> list[Tensor]:
         """All that have a part of each block, [parts, blocks + 1, …]."""
         kept = [cache.index[None] for cache in self.layers if isinstance(cache, IndexedCache) and cache.index.numel()]
-        return [*(kind.cache.flatten(0, 1) for kind in self.paged.values()), *kept]
+        return [*(layers.cache.flatten(0, 1) for layers in self.paged.values()), *kept]
 
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
         """States go from slots into others as well, one pair (source, target) after the other."""
@@ -227,9 +227,9 @@ class Caches:
 
     def warm_up(self) -> None:
         """Has the back ends' kernels compiled, where they compile any, so that no request waits for that."""
-        for kind in self.paged.values():
-            if isinstance(kind.backend, WarmBackend):
-                kind.backend.warm_up(kind.cache[0])
+        for layers in self.paged.values():
+            if isinstance(layers.backend, WarmBackend):
+                layers.backend.warm_up(layers.cache[0])
 
     def kernels(self) -> set[str]:
         """Names of our kernels for CPUs that the back ends use, as `common.cpu.jit.find` takes them."""

@@ -191,7 +191,7 @@ class _Share:
             settings.block_size,
             decoder.kv_dtype,
             decoder.device,
-            kept=settings.kv_cache_dtype,
+            kv_cache_dtype=settings.kv_cache_dtype,
             attention=decoder.backend if isinstance(decoder, HfDecoder) else settings.attention,
             state_slots=room.slots,
             snapshot_slots=room.snapshots,

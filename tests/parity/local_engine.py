@@ -216,7 +216,7 @@ class LocalEngine:
             states=states,
             state_slots=max_running,
             snapshot_slots=32,
-            kept=kv_cache_dtype,
+            kv_cache_dtype=kv_cache_dtype,
         )
         self.runner = ModelRunner(decoder, arena, caches)
         if draft_model is not None:

@@ -104,7 +104,9 @@ def made_runner(
     decoder: Decoder | HfDecoder, memory: SharedBuffer, levels: int, *, kept: CacheDtype = CacheDtype.AUTO
 ) -> ModelRunner:
     attention: Any = decoder.backend if isinstance(decoder, HfDecoder) else "triton"
-    caches = Caches(decoder.mixers(), 64, 16, torch.bfloat16, GPU, attention=attention, state_slots=6, kept=kept)
+    caches = Caches(
+        decoder.mixers(), 64, 16, torch.bfloat16, GPU, attention=attention, state_slots=6, kv_cache_dtype=kept
+    )
     arena = RowArena(memory.view, levels, decoder.hidden_size, torch.bfloat16)
     runner = ModelRunner(decoder, arena, caches)
     runner._draw = gpu_sampler.draw
