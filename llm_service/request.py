@@ -56,6 +56,7 @@ class Message:
 class ChatPrompt:
     """Messages, to be laid out by the chat template, and the functions that the model may call; `thinking` None, and no
     `reasoning_effort`: as the template has it. `continues`: the answer goes on behind the last message's text.
+    `unanswered`: nothing begins an answer.
     `opening` is what the answer is begun with, special tokens in it by name. `calls_or_form`: an answer that must have
     a form may be calls in its place. `variables` are more that the template asks for, by name."""
 
@@ -64,6 +65,7 @@ class ChatPrompt:
     thinking: bool | None = None
     reasoning_effort: str = ""
     continues: bool = False
+    unanswered: bool = False
     opening: str = ""
     calls_or_form: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)

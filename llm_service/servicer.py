@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 
@@ -206,7 +206,7 @@ class LlmServicer(LlmServiceServicer):
                 ids = await tasks.to_thread(prompts.encode, request.text, allow_special=special, whole=whole)
             case "chat":
                 media: list[MediaItem] = []
-                chat = self._components.requests.chat(request.chat, media)
+                chat = replace(self._components.requests.chat(request.chat, media), unanswered=request.messages_alone)
                 if media:
                     raise InvalidInput(
                         "media have no tokens before they are encoded", reason="MEDIA_IN_TOKENIZE", field=media[0].field
@@ -215,7 +215,8 @@ class LlmServicer(LlmServiceServicer):
                 ids = (await tasks.to_thread(prompts.layout, pieces, ())).ids
             case _:
                 raise InvalidInput("there is nothing to tokenize", reason="EMPTY_PROMPT", field="input")
-        return llm_pb2.TokenizeResponse(ids=ids)
+        texts = map(prompts.texts.text_of, ids) if request.with_texts else ()
+        return llm_pb2.TokenizeResponse(ids=ids, texts=texts)
 
     async def Detokenize(
         self,

@@ -21,10 +21,7 @@ from twinlens.v1 import llm_pb2
 class TokenizeRequest(Model):
     """vLLM's question about tokens: of a text, which by itself is a prompt, or of a chat."""
 
-    without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "return_token_strs": (False,),
-        "tools": ([],),
-    }
+    without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"tools": ([],)}
 
     model: str | None = None
     prompt: str | None = None
@@ -34,6 +31,7 @@ class TokenizeRequest(Model):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
 
     @model_validator(mode="after")
     def _is_about_one_of_both(self) -> TokenizeRequest:
@@ -41,6 +39,8 @@ class TokenizeRequest(Model):
             raise ValueError("give prompt or messages")
         if self.messages is None and (self.tools or self.chat_template_kwargs or self.continue_final_message):
             raise ValueError("tools, chat_template_kwargs and continue_final_message go with messages")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("either the final message is continued, or a new one is begun")
         if self.messages is not None and self.add_special_tokens:
             raise ValueError("the chat template says what stands before messages: add_special_tokens go with prompt")
         return self
@@ -69,12 +69,14 @@ class Tokenizer:
         else:
             given = asked.messages, None, asked.chat_template_kwargs, "messages"
             chat = await context.made(convert.chat_input, *given)
-            chat.continue_final_message = convert.continues(asked.continue_final_message, asked.add_generation_prompt)
+            chat.continue_final_message = bool(asked.continue_final_message)
             chat.tools.extend(definition(tool.function) for tool in asked.tools or ())
-            message = llm_pb2.TokenizeRequest(chat=chat)
+            message = llm_pb2.TokenizeRequest(chat=chat, messages_alone=asked.add_generation_prompt is False)
+        message.with_texts = bool(asked.return_token_strs)
         reply, info = await self._services.tokenize(asked.model or "", message, context.metadata)
         ids = list(reply.ids)
-        return json_answer({"count": len(ids), "max_model_len": info.context_tokens, "tokens": ids})
+        texts = {"token_strs": list(reply.texts)} if asked.return_token_strs else {}
+        return json_answer({"count": len(ids), "max_model_len": info.context_tokens, "tokens": ids, **texts})
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""

@@ -176,7 +176,7 @@ class ChatTemplate:
         thinking = False if prompt.reasoning_effort == "none" else prompt.thinking
         if thinking is not None:
             variables.update(dict.fromkeys(self._thinking, thinking))
-        variables["add_generation_prompt"] = not prompt.continues
+        variables["add_generation_prompt"] = not (prompt.continues or prompt.unanswered)
         if prompt.reasoning_effort and self.knows_effort:
             rendered = self._with_effort(prompt.reasoning_effort, messages, variables)
         else:

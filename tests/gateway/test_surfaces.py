@@ -297,14 +297,27 @@ def test_tokens_of_a_prompt_or_of_its_text_alone(door: Trio) -> None:
     assert plain == json.loads(door.post("/tokenize", {**chat, "chat_template_kwargs": {"thinking": False}}).body)
 
 
+def test_tokens_of_messages_without_the_beginning_of_an_answer_and_their_texts(door: Trio) -> None:
+    asked = {"messages": [said("Hello 図")], "return_token_strs": True}
+    whole, alone = (
+        json.loads(door.post("/tokenize", {**asked, "add_generation_prompt": begun}).body) for begun in (True, False)
+    )
+    assert alone["count"] < whole["count"]
+    assert whole["tokens"][: alone["count"]] == alone["tokens"]
+    assert door.services.text.detokenize(*alone["tokens"]).rstrip().endswith("Hello 図<|im_end|>")
+    assert alone["token_strs"] == [door.services.text.detokenize(token) for token in alone["tokens"]]
+    text = json.loads(door.post("/tokenize", {"prompt": "Hello", "add_generation_prompt": False}).body)
+    assert "token_strs" not in text
+    both = {**asked, "add_generation_prompt": True, "continue_final_message": True}
+    assert door.post("/tokenize", both).error["code"] == "BAD_FIELD"
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
     [
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "NO_TOOLS"),
         ({"chat_template_kwargs": {"reasoning_effort": "low"}}, "reasoning_effort", "NO_THINKING"),
         ({"add_special_tokens": True}, None, "BAD_FIELD"),
-        ({"add_generation_prompt": False}, "add_generation_prompt", "FIELD_NOT_SERVED"),
-        ({"return_token_strs": True}, "return_token_strs", "FIELD_NOT_SERVED"),
     ],
 )
 def test_what_tokens_cannot_be_asked_with_is_refused(

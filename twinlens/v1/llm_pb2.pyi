@@ -515,22 +515,28 @@ class AbortResponse(_message.Message):
     def __init__(self, aborted: _Optional[int] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
-    __slots__ = ("text", "chat", "allow_special", "add_special_tokens")
+    __slots__ = ("text", "chat", "allow_special", "add_special_tokens", "messages_alone", "with_texts")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     ALLOW_SPECIAL_FIELD_NUMBER: _ClassVar[int]
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_ALONE_FIELD_NUMBER: _ClassVar[int]
+    WITH_TEXTS_FIELD_NUMBER: _ClassVar[int]
     text: str
     chat: ChatInput
     allow_special: bool
     add_special_tokens: bool
-    def __init__(self, text: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., allow_special: bool = ..., add_special_tokens: bool = ...) -> None: ...
+    messages_alone: bool
+    with_texts: bool
+    def __init__(self, text: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., allow_special: bool = ..., add_special_tokens: bool = ..., messages_alone: bool = ..., with_texts: bool = ...) -> None: ...
 
 class TokenizeResponse(_message.Message):
-    __slots__ = ("ids",)
+    __slots__ = ("ids", "texts")
     IDS_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
     ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    texts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ..., texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DetokenizeRequest(_message.Message):
     __slots__ = ("ids",)
