@@ -17,7 +17,7 @@ def one_call(functions: Sequence[Function], arguments: str) -> tuple[dict[str, A
     >>> call["anyOf"][0]["properties"]
     {'name': {'enum': ['f']}, 'arguments': {'$ref': '#/$defs/f0'}}
     >>> definitions
-    {'f0': {'$ref': '#/$defs/f0/$defs/a', '$defs': {'a': {'type': 'object'}}}}
+    {'f0': {'$ref': '#/$defs/f0/$defs/a', '$defs': {'a': {'type': 'object'}}, 'type': 'object'}}
     """
     calls, definitions = [], {}
     for number, (name, parameters) in enumerate(functions):

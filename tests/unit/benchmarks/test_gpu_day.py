@@ -138,7 +138,7 @@ def popen(command: Sequence[str], *, env: dict[str, str], **given: Any) -> Any:
     given["env"] = {**env, "OMP_NUM_THREADS": "1"}
     if command[2].partition(".")[0] != "benchmarks":
         return subprocess.Popen(command, **given)
-    return forkserver.popen_benchmark(command, imports=Imports.LIBRARY, **given)
+    return forkserver.popen_benchmark(command, imports=Imports.HF, **given)
 
 
 @pytest.mark.soak

@@ -89,7 +89,7 @@ def test_what_computes_runs(table: Table, tmp_path: Path) -> None:
     said = tmp_path / "said"
     environ = {**os.environ, **table.environ, "PYTHONUNBUFFERED": "1"}
     with said.open("w") as out:
-        given: dict[str, Any] = {"stdout": out.fileno(), "env": environ, "imports": Imports.LIBRARY}
+        given: dict[str, Any] = {"stdout": out.fileno(), "env": environ, "imports": Imports.HF}
         child = forkserver.popen_benchmark([sys.executable, *table.command], stderr=out, cwd=ROOT, **given)
         try:
             code = child.wait(table.seconds)
