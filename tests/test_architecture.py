@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -52,13 +51,6 @@ LINKING = ("twinlens.credentials.*", "twinlens.obstacles.*")
 
 OWNED = {"Flight": "encoder_service.engine.flight", "Sequence": "llm_service.engine.sequence"}
 """Nouns that change by their own methods alone, and the module of each."""
-
-RETIRED = re.compile(
-    r"_*(settled?|embark|journey|seat|weigh|stint|papers|intake|outlast|stoodstill|foreign_log|introduce|starved"
-    r"|formed|vacate|nobodys|gated|turned|cool|cooled|house)",
-    re.IGNORECASE,
-)
-"""Names of our own that had a word of the field's in their place by the time they were given up."""
 
 LONG_HEADS = {
     "common.errors",
@@ -265,18 +257,6 @@ def _functions(syntax: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFuncti
     return (node for node in ast.walk(syntax) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
-def retired_words(tree: Tree) -> list[str]:
-    """A name that was given up for a word of the field's does not come back."""
-    found = []
-    for module in tree.modules.values():
-        names = {module.name.rpartition(".")[2]}
-        for node in ast.walk(module.syntax):
-            for field in ("name", "arg", "attr", "id"):
-                names.add(str(getattr(node, field, "")))
-        found += [f"{module.name}: {name}" for name in sorted(names) if RETIRED.fullmatch(name)]
-    return found
-
-
 def one_name_one_thing(tree: Tree) -> list[str]:
     """No two public classes that one service sees have the same name, unless they play the same part."""
     found = []
@@ -325,7 +305,6 @@ RULES: tuple[Callable[[Tree], list[str]], ...] = (
     no_circles,
     nothing_unsafe,
     one_owner,
-    retired_words,
     one_name_one_thing,
     short_heads,
     threads_of_the_start,
@@ -411,8 +390,6 @@ def test_the_house_keeps_the_rule(rule: Callable[[Tree], list[str]]) -> None:
         (nothing_unsafe, {"common/a": "AutoConfig.from_pretrained(path, trust_remote_code=flag)"}),
         (one_owner, {"llm_service/engine/a": "def f(one: Sequence):\n    one.finished = True"}),
         (one_owner, {"encoder_service/engine/a": "ticket.flight.tickets += 1"}),
-        (retired_words, {"common/a": "def settle(): ..."}),
-        (retired_words, {"common/stint": ""}),
         (one_name_one_thing, {"llm_service/a": "class Choice: ...", "llm_service/engine/b": "class Choice: ..."}),
         (short_heads, {"common/a": '"""One\n\ntwo\nthree\nfour"""'}),
         (threads_of_the_start, {"gateway/a": "async def f():\n    await asyncio.to_thread(read)"}),
@@ -447,7 +424,6 @@ def test_the_rule_bites(rule: Callable[[Tree], list[str]], sources: dict[str, st
         (nothing_unsafe, {"common/a": "AutoConfig.from_pretrained(path, trust_remote_code=False)"}),
         (one_owner, {"llm_service/engine/sequence": "def f(one: Sequence):\n    one.finished = True"}),
         (one_owner, {"encoder_service/engine/a": "self.flight = flight.joined(ticket)"}),
-        (retired_words, {"common/a": "weight = coolant = seated"}),
         (short_heads, {"common/a": '"""One\ntwo\nthree\nfour"""'}),
         (threads_of_the_start, {"gateway/a": "async def f():\n    await tasks.to_thread(read)"}),
         (one_name_one_thing, {"encoder_service/a": "class Meters: ...", "llm_service/a": "class Meters: ..."}),

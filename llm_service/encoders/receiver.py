@@ -73,7 +73,8 @@ class RowReceiver:
             self.close(fetches)
             raise
         for fetch, entry in zip(fetches, entries, strict=True):
-            self.cache.counters.hits -= self._early.get(fetch) is entry  # it is this request that brings them
+            if self._early.get(fetch) is entry:
+                self.cache.counters.hits -= 1  # it is this request that brings them
             self._give_up_early(fetch)
             self._fill_by(fetch, entry)
         return entries

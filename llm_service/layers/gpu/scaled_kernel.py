@@ -1,4 +1,4 @@
-"""Rows that are rounded to e4m3, in Triton, and products of experts in 8 bits on both sides: the library has none whose
+"""Rows that are rounded to e4m3, in Triton, and products of experts in 8 bits on both sides: torch has none whose
 scales are for blocks."""
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def test_a_block_comes_back_as_it_was_in_every_layer(name: str, way: dict[str, A
 
 @WAYS
 def test_so_does_one_in_8_bits(way: dict[str, Any]) -> None:
-    check(caches_of(SPECS["one kind"], kept=CacheDtype.INT8), way)
+    check(caches_of(SPECS["one kind"], kv_cache_dtype=CacheDtype.INT8), way)
 
 
 def check(caches: Caches, way: dict[str, Any]) -> None:
