@@ -115,6 +115,7 @@ class GrpcServer:
             config.max_inflight_bytes, config.max_message_bytes, stall_seconds=config.request_stall_seconds
         )
         self._interceptor = CallInterceptor(config.accepted(), config.max_concurrent_calls, self._budget)
+        pending = min(16 * config.max_concurrent_calls, (1 << 31) - 1)  # of all connections; each has two times as many
         self.server = grpc.aio.server(
             interceptors=[self._interceptor],
             options=[
@@ -122,6 +123,9 @@ class GrpcServer:
                 ("grpc.max_send_message_length", -1),  # what is sent is ours
                 # More than are served: past this, calls wait at their caller, who hears nothing and takes us for dead.
                 ("grpc.max_concurrent_streams", 2 * config.max_concurrent_calls),
+                # Of more calls than 1000 that no handler has taken yet, gRPC by itself cancels some by chance.
+                ("grpc.server.max_pending_requests", pending),
+                ("grpc.server.max_pending_requests_hard_limit", pending),
                 # What gRPC takes of a message that nobody has asked for, on each stream (common/rpc/request_budget.py).
                 ("grpc.http2.lookahead_bytes", UNREAD),
                 ("grpc.http2.bdp_probe", 0),

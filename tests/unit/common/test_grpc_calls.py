@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -447,19 +448,40 @@ async def test_the_reason_of_each_failed_call_is_told_once() -> None:
 
 
 async def test_a_call_beyond_those_that_are_served_is_refused_at_once_though_all_come_by_one_connection() -> None:
-    frame, servicer = GrpcServer(ServerConfig(), []), Scripted()
-    v1.add_LlmServiceServicer_to_server(servicer, frame.server)
-    await frame.bind()
-    async with grpc.aio.insecure_channel(frame.address) as channel:
-        stub = v1.LlmServiceStub(channel)
+    async with _framed(ServerConfig()) as stub:
         held = [stub.Generate(v1.GenerateRequest(model="silent")) for _ in range(ServerConfig().max_concurrent_calls)]
         await asyncio.gather(*(call.read() for call in held))
         error = await failure(stub.GetInfo(v1.LlmServiceGetInfoRequest(), timeout=180))
         assert details(error)["ErrorInfo"].reason == "TOO_MANY_CALLS"
         for call in held:
             call.cancel()
-    await eventually(lambda: frame.open_calls == 0, "every call is counted off")
-    await frame.drain()
+
+
+async def test_no_call_of_a_burst_is_cancelled_before_a_handler_takes_it() -> None:
+    """By itself gRPC cancels, without a word, some of those that wait beyond a thousand."""
+    async with _framed(ServerConfig()) as stub:
+        limit = ServerConfig().max_concurrent_calls
+        burst = [stub.Generate(v1.GenerateRequest(model="silent")) for _ in range(2 * limit)]
+        answers = await asyncio.gather(*(call.read() for call in burst), return_exceptions=True)
+        refused = [answer for answer in answers if isinstance(answer, grpc.aio.AioRpcError)]
+        assert len(refused) == limit
+        assert {details(error)["ErrorInfo"].reason for error in refused} == {"TOO_MANY_CALLS"}
+        for call in burst:
+            call.cancel()
+
+
+@asynccontextmanager
+async def _framed(config: ServerConfig) -> AsyncIterator[Any]:
+    """A stub for a scripted servicer behind the whole frame of a server, which is drained after."""
+    frame = GrpcServer(config, [])
+    v1.add_LlmServiceServicer_to_server(Scripted(), frame.server)
+    await frame.bind()
+    try:
+        async with grpc.aio.insecure_channel(frame.address) as channel:
+            yield v1.LlmServiceStub(channel)
+        await eventually(lambda: frame.open_calls == 0, "every call is counted off")
+    finally:
+        await frame.drain()
 
 
 async def test_a_caller_is_told_that_its_request_is_here_before_there_is_an_answer() -> None:
