@@ -135,8 +135,9 @@ class Checkpoint:
         """The type of floats (safetensors' word) of 16 or 32 bits that most of its bytes are in; of a quantised one,
         of what is left. Empty where there are none."""
         totals = Counter[str]()
-        for info in self.tensors.values():
-            totals[info.dtype] += info.end - info.begin
+        for name, info in self.tensors.items():
+            if ".weight." not in name:  # what stands below a weight are constants of a quantised one
+                totals[info.dtype] += info.end - info.begin
         return max(_FLOATS, key=lambda name: totals[name]) if any(totals[name] for name in _FLOATS) else ""
 
     def _lacks(self, name: str) -> str:

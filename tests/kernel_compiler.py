@@ -62,6 +62,7 @@ from llm_service.worker import gpu_sampler
 
 _FIXED = {
     "codes": "*u8",
+    "levels": "*fp32",
     "zeros": "*u8",
     "units": "*fp32",
     "groups": "*i32",
@@ -470,13 +471,14 @@ def quantized(capability: int, dtype: torch.dtype, wide: bool) -> dict[str, Form
         Number.E4M3: (False, 128, 0, "*fp32"),
         Number.UINT4: (False, 128, 2, "*fp16"),
         Number.E2M1: (False, 0, 0, "*u8"),
+        Number.NF4: (False, 64, 0, "*fp32"),
     }
     found: dict[str, Form] = {}
     for number, (one, columns, zeros, scales) in forms.items():
         same = {"FORM": weights_gpu._FORMS[number], "E4M3_SCALES": scales == "*u8", "ZEROS": zeros}
         name = number.value
         for what, rows, experts in (("one row", 1, 1), ("many rows", 256, 1), ("experts", 16, 128)):
-            launch = asdict(weights_gpu.launch_for(rows, 4096, 4096, 128 if columns else 64))
+            launch = asdict(weights_gpu.launch_for(rows, 4096, 4096, min(columns, 128) or 64))
             constants = {key.upper(): launch.pop(key) for key in ("rows", "outputs", "inputs", "splits")}
             constants |= {"ONE": one, "COLUMNS": columns, "EXPERTS": experts, "POWER": experts, "PRECISION": "tf32"}
             kernel = quantized_kernel.product_kernel

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,6 +135,41 @@ def gptq(bits: int = 4, *, ordered: bool = False, second: bool = False, group: i
         return config | ({"checkpoint_format": "gptq_v2"} if second else {}), tensors, wide
 
     return make
+
+
+def by_bitsandbytes(kind: str, *, nested: bool = False, stored_as: torch.dtype = torch.bfloat16) -> Format:
+    """By bitsandbytes: "nf4" or "fp4", with `nested` with scales in 8 bits, of a weight in `stored_as`."""
+    from bitsandbytes import functional
+
+    def make(weight: Tensor) -> Made:
+        codes, state = functional.quantize_4bit(weight.to(stored_as), quant_type=kind, compress_statistics=nested)
+        tensors = {"weight": codes, **{f"weight.{part}": each for part, each in state.as_dict(packed=True).items()}}
+        with rows_of_blocks(state):
+            wide = functional.dequantize_4bit(codes, state).float().view(weight.shape)
+        return {"quant_method": "bitsandbytes", "load_in_4bit": True}, tensors, wide
+
+    return make
+
+
+@contextmanager
+def rows_of_blocks(state: Any) -> Iterator[None]:
+    """Has bitsandbytes take a weight for one whose rows are a block each: on a CPU it takes the scales of other blocks
+    for some weights whose rows are not whole ones (0.50.2)."""
+    shape = state.shape
+    if shape.numel() % state.blocksize == 0:
+        state.shape = torch.Size((shape.numel() // state.blocksize, state.blocksize))
+    yield
+    state.shape = shape
+
+
+def by_bitsandbytes_in_8_bits(weight: Tensor) -> Made:
+    """By bitsandbytes, as LLM.int8() has weights."""
+    from bitsandbytes import functional
+
+    codes, scales, _ = functional.int8_vectorwise_quant(weight.half())
+    tensors = {"weight": codes, "SCB": scales, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    return config, tensors, functional.int8_vectorwise_dequant(codes, scales)
 
 
 def modelopt(algorithm: str) -> Format:

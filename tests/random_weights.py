@@ -19,8 +19,7 @@ def random_weight(
     scale: torch.dtype = torch.float16,
 ) -> QuantizedWeight:
     """Of random bits; `before` inputs of its first group are another rank's."""
-    packed = number in (Number.UINT4, Number.E2M1)
-    codes = torch.randint(0, 256, (outputs, -(-inputs // 2) if packed else inputs), dtype=torch.uint8)
+    codes = torch.randint(0, 256, (outputs, -(-inputs // 2) if number.bits == 4 else inputs), dtype=torch.uint8)
     if number is Number.E4M3:
         codes[(codes & 0x7F) == 0x7F] = 0  # not a number
     grid = -(-outputs // rows), -(-(before + inputs) // columns)

@@ -110,7 +110,7 @@ def _is_quantised(config: Mapping[str, Any]) -> bool:
 
 _NO_ADAPTER = {"subfolder": "there is none"}
 """Where transformers looks for an adapter, if peft is installed: one beside the weights is ours to apply."""
-_OF_QUANTISED = re.compile(r"(.*)(?:\.qweight|[._]weight_(?:packed|scale|scale_inv))")
+_OF_QUANTISED = re.compile(r"(.*)(?:\.qweight|[._]weight_(?:packed|scale|scale_inv)|\.weight\.quant_map|\.SCB)")
 """A tensor of a quantised weight, in every form that one has, and what that is of: a module, or a tensor of several
 experts."""
 

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from common.bitsandbytes import load_dense
 from common.checkpoint import Checkpoint, CheckpointError
 from common.linear import finalize_linears
 from common.media.item import Grid
 from common.transfer import tensors_to_device
-from common.weights import load_tensors
 from encoder_service.families.family import ModelConfig
 from encoder_service.models.attention import (
     AttentionUnavailable,
@@ -248,10 +248,10 @@ def load_tower(
         tower: nn.Module = getattr(importlib.import_module(module), name)(config.tower)
     state = {
         name: (tensor.flatten(1) if tensor.dim() > 2 else tensor).to(device=device, dtype=dtype)
-        for name, tensor in load_tensors(checkpoint, partial(tower_name, config.family.parts.tensors))
+        for name, tensor in load_dense(checkpoint, partial(tower_name, config.family.parts.tensors))
     }
     if any(name.endswith(_SCALES) for name in state):
-        raise CheckpointError("the vision weights are quantised, which is not served")
+        raise CheckpointError("the vision weights are quantised in a way that is not served")
     try:
         tower.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:

@@ -18,7 +18,7 @@ from torch.nn import functional
 from common.linear import BlockedWeight, LaidOut, Linear
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import TensorGroup
-from llm_service.layers.quantized_weight import QuantizedWeight, StackedWeight
+from llm_service.layers.quantized_weight import Number, QuantizedWeight, StackedWeight
 from llm_service.layers.weight_dtype import EXACT, Rounded, narrowed
 
 
@@ -289,6 +289,8 @@ def quantized(parts: Sequence[QuantizedWeight], order: Tensor | None = None, *, 
     [outputs] says where each of their outputs goes; of `rounded`, `bfloat16` counts. Raises ValueError for what is not
     a weight."""
     each: Sequence[LaidOut] = parts
+    if parts[0].codes.device.type == "cpu" and (plain := _as_plain(parts, order, rounded)) is not None:
+        return plain
     if (form := _form(parts[0].codes.device, rounded)) is not None:
         alike = len({part.input_scale for part in parts}) == 1  # else a row is rounded for each of them
         if alike and (together := form(parts, order)):
@@ -296,6 +298,18 @@ def quantized(parts: Sequence[QuantizedWeight], order: Tensor | None = None, *, 
         each = [form([part], None) or part for part in parts]
     places = None if order is None else order.argsort().to(parts[0].codes.device)
     return each[0] if len(each) == 1 and places is None else StackedWeight(each, places)
+
+
+def _as_plain(parts: Sequence[QuantizedWeight], order: Tensor | None, rounded: Rounded) -> LaidOut | None:
+    """The weights that they stand for, where those are what our kernels for CPUs compute with; else None."""
+    if not selection.allows_panels() or not all(part.number in (Number.NF4, Number.FP4) for part in parts):
+        return None
+    from llm_service.layers.cpu.pair_panels import PairPanels  # numba takes its time
+    from llm_service.layers.cpu.panels import PanelWeight
+
+    wide = torch.cat([part.wide() for part in parts])
+    wide = wide if order is None else wide[order.argsort()]
+    return (PairPanels.of(wide) if rounded.bfloat16 else None) or PanelWeight.of(wide)
 
 
 def _form(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from common.bitsandbytes import LEVELS
 from common.linear import LaidOut
 
 _AT_ONCE = 1 << 20
@@ -27,18 +28,21 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Number(enum.Enum):
-    """What the bits of one number say. Of the last two kinds there are two in a byte, the first in its lower half."""
+    """What the bits of one number say. Of those with 4 there are two in a byte, the first in its lower half. The last
+    two are bitsandbytes' own."""
 
     E4M3 = "e4m3"
     INT8 = "int8"
     UINT8 = "uint8"
     UINT4 = "uint4"
     E2M1 = "e2m1"
+    NF4 = "nf4"
+    FP4 = "fp4"
 
     @property
     def bits(self) -> int:
         """Of one."""
-        return 4 if self in (Number.UINT4, Number.E2M1) else 8
+        return 8 if self in (Number.E4M3, Number.INT8, Number.UINT8) else 4
 
 
 @cache
@@ -57,6 +61,8 @@ def table(number: Number) -> Tensor:
             return halves.float()
         case Number.E2M1:
             return torch.tensor([*_E2M1, *(-each for each in _E2M1)])[halves.int()]
+        case Number.NF4 | Number.FP4:
+            return torch.tensor(LEVELS[number.value])[halves.int()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +74,8 @@ class QuantizedWeight:
     not the group's beginning where a rank has a part of a weight. `column_groups` int32 [inputs] says an input's group
     where inputs were ordered otherwise. `scale` and `zero` are [groups of outputs, groups of inputs], the first in the
     checkpoint's own type; one zero for all is a number. `rounds_inputs`: it is made to be multiplied with inputs in as
-    few bits, which are rounded as they come, or, with an `input_scale`, to multiples of that.
+    few bits, which are rounded as they come, or, with an `input_scale`, to multiples of that. `stored_as`: products of
+    numbers and scales are rounded to this type, as the library does that made it.
     """
 
     number: Number
@@ -84,6 +91,7 @@ class QuantizedWeight:
     divisor: float = 1.0
     rounds_inputs: bool = False
     input_scale: float = 0.0
+    stored_as: torch.dtype | None = None
 
     @classmethod
     def rounded(cls, weight: Tensor, *, inputs: bool = False) -> QuantizedWeight:
@@ -127,9 +135,10 @@ class QuantizedWeight:
         if self._is_even():
             grouped = numbers.view(len(codes), -1, self.columns)
             grouped.sub_(zero.unsqueeze(2) if isinstance(zero, Tensor) else zero).mul_(scale.unsqueeze(2))
-            return numbers
-        of_input = self.groups_of_inputs()
-        return numbers.sub_(zero[:, of_input] if isinstance(zero, Tensor) else zero).mul_(scale[:, of_input])
+        else:
+            of_input = self.groups_of_inputs()
+            numbers.sub_(zero[:, of_input] if isinstance(zero, Tensor) else zero).mul_(scale[:, of_input])
+        return numbers if self.stored_as is None else numbers.to(self.stored_as).float()
 
     def _is_even(self) -> bool:
         """Groups of inputs are whole, and in order."""

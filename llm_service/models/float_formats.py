@@ -28,7 +28,7 @@ class SlicedWeight:
         first, last, _ = columns.indices(self.shape[1])
         return self.read(begin, end, first, last)
 
-    def read(self, begin: int, end: int, first: int, last: int) -> QuantizedWeight:
+    def read(self, begin: int, end: int, first: int, last: int) -> QuantizedWeight | Tensor:
         """Outputs [begin, end), inputs [first, last)."""
         raise NotImplementedError
 

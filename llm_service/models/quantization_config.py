@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common import log
+from common import bitsandbytes, log
 from common.checkpoint import CheckpointError
 from llm_service.layers.quantized_weight import Number
 
@@ -64,6 +64,8 @@ class Scheme:
                 return cls._packed(method, stated, plus_one=stated.get("checkpoint_format", "gptq") != "gptq_v2")
             case "modelopt":
                 return cls._modelopt(stated)
+            case bitsandbytes.METHOD:
+                return cls(method)
             case _:
                 raise CheckpointError(f"weights quantised by {method or 'an unnamed method'} are not served")
 

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from common import log
+from common.bitsandbytes import split_name
 from common.checkpoint import Checkpoint, CheckpointError, TensorInfo
 from common.weights import SliceReader, load_slices
 from llm_service.layers.cpu import selection
@@ -133,9 +134,9 @@ def _is_shared(modules: Modules, module: str) -> bool:
 
 
 def _modules(checkpoint: Checkpoint) -> Modules:
-    """The tensors of each module, by the last part of their names."""
+    """The tensors of each module, by what they are of it."""
     found: dict[str, dict[str, TensorInfo]] = {}
     for name, info in checkpoint.tensors.items():
-        module, _, part = name.rpartition(".")
+        module, part = split_name(name)
         found.setdefault(module, {})[part] = info
     return found

@@ -1,6 +1,6 @@
 """Formats of quantised weights: which one a module's tensors are in, and how a rank's part of those in words is read.
 Formulas are those of the libraries that write them: transformers for fp8 in blocks, compressed-tensors, AutoAWQ
-(`gemm`), GPTQModel, NVIDIA's Model Optimizer."""
+(`gemm`), GPTQModel, NVIDIA's Model Optimizer, bitsandbytes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from common import bitsandbytes
+from common.bitsandbytes import is_4_bits
 from common.checkpoint import CheckpointError, TensorInfo
 from llm_service.layers.linear import Stored
 from llm_service.layers.quantized_weight import Number, QuantizedWeight
+from llm_service.models.filling import InMemory
 from llm_service.models.float_formats import (
     EightBits,
     PairsOfFloats,
@@ -33,7 +36,7 @@ _NVFP4_GROUP = 16
 
 def is_quantised(parts: Mapping[str, TensorInfo]) -> bool:
     """Whether the tensors of a module that has a weight, by the last part of their names, are a quantised one."""
-    if "qweight" in parts or "weight_packed" in parts:
+    if "qweight" in parts or "weight_packed" in parts or is_4_bits(parts):
         return True
     kind = parts["weight"].dtype
     return kind in _EIGHT_BITS or (kind == "U8" and any(part.startswith("weight_scale") for part in parts))
@@ -52,6 +55,11 @@ def quantised_weight(
                 return _Gptq(tensors, scheme)
             case "modelopt":
                 return modelopt_weight(parts, tensors, rounds_inputs=scheme.rounds_inputs)
+            case bitsandbytes.METHOD if is_4_bits(parts):
+                return _BitsAndBytes(tensors)
+            case bitsandbytes.METHOD:
+                numbers, scale = bitsandbytes.of_8_bits(tensors)
+                return EightBits(Number.INT8, numbers, InMemory(scale))
         if "weight_packed" not in parts:
             return _eight_bits(tensors, scheme, parts["weight"].dtype)
         return _nvfp4(tensors) if parts["weight_packed"].dtype == "U8" else _Packed(tensors)
@@ -83,6 +91,31 @@ def _nvfp4(tensors: Mapping[str, Stored]) -> PairsOfFloats:
     """nvfp4-pack-quantized: scales in e4m3, and one divisor for all."""
     divisor = only_number(tensors["weight_global_scale"])
     return PairsOfFloats(tensors["weight_packed"], tensors["weight_scale"], _NVFP4_GROUP, divisor=divisor)
+
+
+class _BitsAndBytes(SlicedWeight):
+    """4 bits of bitsandbytes. Where blocks of numbers go on from one output to the next, parts are read as the plain
+    weights that it was, in the type that these had."""
+
+    def __init__(self, tensors: Mapping[str, Stored]) -> None:
+        self._stored = bitsandbytes.FourBits(tensors)
+        self.shape = self._stored.shape
+
+    def read(self, begin: int, end: int, first: int, last: int) -> QuantizedWeight | Tensor:
+        """Outputs [begin, end), inputs [first, last)."""
+        stored = self._stored
+        if not stored.in_rows or first % 2 or last % 2:
+            return stored.dense()[begin:end, first:last]
+        codes, scale = stored.rows(begin, end)
+        return QuantizedWeight(
+            Number(stored.kind),
+            codes[:, first // 2 : last // 2].contiguous(),
+            last - first,
+            scale[:, cover(first, last, stored.block)].contiguous(),
+            columns=stored.block,
+            first=(0, first % stored.block),
+            stored_as=stored.dtype,
+        )
 
 
 class _Packed(SlicedWeight):

@@ -162,7 +162,8 @@ class QuantizedPanels:
 
 def _fits(weight: QuantizedWeight) -> bool:
     """Whether there is a kernel for it, here."""
-    return weight.codes.device.type == "cpu" and selection.fused_vectors() and selection.allows_panels()
+    here = weight.codes.device.type == "cpu" and selection.fused_vectors() and selection.allows_panels()
+    return here and weight.number in _FORMS
 
 
 def _in_panels(constants: Tensor) -> Tensor:

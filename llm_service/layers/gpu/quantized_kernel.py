@@ -6,14 +6,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-INT8, UINT8, E4M3, UINT4, E2M1 = (tl.constexpr(each) for each in range(5))
-"""What the bits of a number say. Of the last two there are two in a byte, the first in its lower half."""
+INT8, UINT8, E4M3, UINT4, E2M1, LEVELS = (tl.constexpr(each) for each in range(6))
+"""What the bits of a number say. Of the last three there are two in a byte, the first in its lower half; of the last
+one they are the place of a number in a table."""
 
 
 @triton.jit
-def _numbers(codes, FORM: tl.constexpr, TYPE: tl.constexpr):
-    """uint8 [n, c] → TYPE [n, c], or [n, 2 · c] of two in a byte. An e4m3 is 2⁻⁸ of what it should be, an e2m1 2⁻¹⁴,
-    since a float16's exponent begins elsewhere: so no number needs arithmetic."""
+def _numbers(codes, levels, FORM: tl.constexpr, TYPE: tl.constexpr):
+    """uint8 [n, c] → TYPE [n, c], or [n, 2 · c] of two in a byte; `levels` float32 [16] is the table, if there is one.
+    An e4m3 is 2⁻⁸ of what it should be, an e2m1 2⁻¹⁴, since a float16's exponent begins elsewhere: so no number needs
+    arithmetic."""
     if FORM == INT8:
         found = codes.to(tl.int8, bitcast=True).to(TYPE)
     elif FORM == UINT8:
@@ -26,6 +28,8 @@ def _numbers(codes, FORM: tl.constexpr, TYPE: tl.constexpr):
         each = both.reshape(codes.shape[0], 2 * codes.shape[1])
         if FORM == UINT4:
             found = each.to(TYPE)
+        elif FORM == LEVELS:
+            found = tl.load(levels + each.to(tl.int32)).to(TYPE)
         else:
             wide = each.to(tl.uint16)
             found = (((wide & 8) << 12) | ((wide & 7) << 9)).to(tl.float16, bitcast=True).to(TYPE)
@@ -36,18 +40,18 @@ def _numbers(codes, FORM: tl.constexpr, TYPE: tl.constexpr):
 def _constants(at, inside, E4M3_SCALES: tl.constexpr):
     """float32: scales, of which e4m3 come as bytes, and are 2⁻⁸ of what they should be."""
     found = tl.load(at, inside, 0)
-    return _numbers(found, E4M3, tl.float32) if E4M3_SCALES else found.to(tl.float32)
+    return _numbers(found, at, E4M3, tl.float32) if E4M3_SCALES else found.to(tl.float32)
 
 
 @triton.jit
-def _tile(base, n, k, outputs, start, FORM: tl.constexpr, INPUTS: tl.constexpr, TYPE: tl.constexpr):
+def _tile(base, levels, n, k, outputs, start, FORM: tl.constexpr, INPUTS: tl.constexpr, TYPE: tl.constexpr):
     """TYPE [outputs, INPUTS]: a weight's numbers from input `start` on; `base` is where its codes begin."""
     EACH: tl.constexpr = 2 if FORM >= UINT4 else 1
     length = (k + EACH - 1) // EACH
     place = start // EACH + tl.arange(0, INPUTS // EACH)
     at = base + outputs.to(tl.int64)[:, None] * length + place[None, :]
     codes = tl.load(at, (outputs < n)[:, None] & (place < length)[None, :], 0)
-    return _numbers(codes, FORM, TYPE)
+    return _numbers(codes, levels, FORM, TYPE)
 
 
 @triton.jit
@@ -70,6 +74,7 @@ def product_kernel(
     out,
     x,
     codes,
+    levels,
     scales,
     zeros,
     units,
@@ -127,7 +132,7 @@ def product_kernel(
         a = tl.load(
             x + rows.to(tl.int64)[None, :] * k + place[:, None], (rows < last)[None, :] & (place < k)[:, None], 0.0
         )
-        w = _tile(base, n, k, outputs, start, FORM, INPUTS, TYPE)
+        w = _tile(base, levels, n, k, outputs, start, FORM, INPUTS, tl.float32 if FORM == LEVELS else TYPE)
         if COLUMNS:
             group = (start + before) // COLUMNS
             if ZEROS == 2:
@@ -135,10 +140,13 @@ def product_kernel(
             if ZEROS:
                 w = w - zero[:, None]
             if ONE:
-                total = tl.dot(w, a, total, input_precision=PRECISION)
+                total = tl.dot(w.to(TYPE), a, total, input_precision=PRECISION)
             else:
                 scale = _constants(scale_base + group * n + outputs, real, E4M3_SCALES)
-                total += tl.dot(w, a, input_precision=PRECISION) * scale[:, None]
+                if FORM == LEVELS:  # no 16 bits have these numbers, and its library rounds what they are scaled to
+                    total = tl.dot((w * scale[:, None]).to(TYPE), a, total, input_precision=PRECISION)
+                else:
+                    total += tl.dot(w, a, input_precision=PRECISION) * scale[:, None]
         else:
             of_input = tl.load(groups + place, place < k, 0)
             at = of_input[None, :] * n + outputs[:, None]
@@ -160,6 +168,7 @@ def product_kernel(
 def widen_kernel(
     out,
     codes,
+    levels,
     scales,
     zeros,
     units,
@@ -179,7 +188,7 @@ def widen_kernel(
     start = tl.program_id(1) * INPUTS
     place = start + tl.arange(0, INPUTS)
     inside = (outputs < n)[:, None] & (place < k)[None, :]
-    w = _tile(codes, n, k, outputs, start, FORM, INPUTS, tl.float32)
+    w = _tile(codes, levels, n, k, outputs, start, FORM, INPUTS, tl.float32)
     at = tl.load(groups + place, place < k, 0)[None, :] * n + outputs[:, None]
     if ZEROS == 2:
         w -= tl.load(zeros + at, inside, 0).to(tl.float32)

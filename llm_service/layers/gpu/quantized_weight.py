@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import triton
 from torch import Tensor
 from torch.nn import functional
 
+from common.bitsandbytes import LEVELS
 from llm_service.layers.gpu import quantized_kernel as kernels
 from llm_service.layers.gpu.launch import Launch, splits_of
 from llm_service.layers.gpu.scaled_weight import ScaledExperts, ScaledWeight
@@ -23,13 +25,15 @@ _AT_ONCE = 1 << 25
 """Numbers that are widened at a time for them."""
 _WIDEN = 32, 128
 """Outputs and inputs that one program widens."""
-_PACKED = Number.UINT4, Number.E2M1
+_PACKED = Number.UINT4, Number.E2M1, Number.NF4, Number.FP4
 _FORMS = {
     Number.INT8: kernels.INT8.value,
     Number.UINT8: kernels.UINT8.value,
     Number.E4M3: kernels.E4M3.value,
     Number.UINT4: kernels.UINT4.value,
     Number.E2M1: kernels.E2M1.value,
+    Number.NF4: kernels.LEVELS.value,
+    Number.FP4: kernels.LEVELS.value,
 }
 _SHARE = {Number.E4M3: 2.0**-8, Number.E2M1: 2.0**-14}
 """What the kernel takes a number for, as a part of it."""
@@ -47,7 +51,7 @@ def launch_for(rows: int, outputs: int, inputs: int, tile: int) -> Launch:
 class GpuWeight:
     """Weights of experts, or one, as `GroupedWeight` has them: codes uint8 [experts, outputs, …], scale
     [experts, groups, outputs] (e4m3 as bytes), zero 8 bits [experts, groups or 1 or 0, outputs], unit float32
-    [experts, outputs].
+    [experts, outputs]. `levels` float32 are the numbers of 16 codes, where these say a place among them, else anything.
 
     `groups` int32 [inputs] is the group of each input. Where tiles of `tile` inputs lie in one, groups are of `columns`
     inputs each, and the first lacks its first `before`; else `columns` is 0. `order` int64 [inputs] if there is one.
@@ -60,6 +64,7 @@ class GpuWeight:
     scale: Tensor
     zero: Tensor
     unit: Tensor
+    levels: Tensor
     groups: Tensor
     tile: int
     columns: int
@@ -105,6 +110,7 @@ class GpuWeight:
             scale,
             torch.stack([each.zero for each in experts]).to(torch.int8 if signed else torch.uint8),
             unit,
+            _levels(first.number, unit),
             torch.arange(len(sizes), dtype=torch.int32, device=sizes.device).repeat_interleave(sizes),
             tile,
             columns,
@@ -163,7 +169,7 @@ class GpuWeight:
         grid = (triton.cdiv(count, _WIDEN[0]), triton.cdiv(self.inputs, _WIDEN[1]))
         kernels.widen_kernel[grid](
             out,
-            *(self.codes, self.scale, self.zero, self.unit, self.groups),
+            *(self.codes, self.levels, self.scale, self.zero, self.unit, self.groups),
             *(self.outputs, self.inputs, begin),
             **self._constants(),
             OUTPUTS=_WIDEN[0],
@@ -184,7 +190,7 @@ class GpuWeight:
         kernels.product_kernel[(triton.cdiv(n, launch.outputs), tiles, splits)](
             out,
             x.contiguous(),
-            *(self.codes, self.scale, self.zero, self.unit, self.groups),
+            *(self.codes, self.levels, self.scale, self.zero, self.unit, self.groups),
             self.groups if ends is None else ends,
             *(m, n, self.inputs, self.scale.shape[1], self.before),
             **self._constants(),
@@ -208,6 +214,17 @@ class GpuWeight:
             "E4M3_SCALES": self.scale.dtype == torch.uint8,
             "ZEROS": min(2, self.zero.shape[1]),
         }
+
+
+def _levels(number: Number, unit: Tensor) -> Tensor:
+    """As in `GpuWeight`, on the device of its `unit`, which stands for what is not read."""
+    levels = LEVELS.get(number.value)
+    return unit if levels is None else _table(levels, unit.device)
+
+
+@cache
+def _table(levels: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(levels, device=device)
 
 
 def tile_for(dtype: torch.dtype, tile: int) -> int:

@@ -247,7 +247,7 @@ def test_parts_that_do_not_fit_are_refused(form: str, part: str, other: Tensor, 
 @pytest.mark.parametrize(
     ("stated", "why"),
     [
-        ({"quant_method": "bitsandbytes"}, "quantised by bitsandbytes"),
+        ({"quant_method": "bitnet"}, "quantised by bitnet"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
         ({"quant_method": "gptq", "bits": 3}, "GPTQ weights of 3 bits"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {"a": {}}}, "marlin-24"),

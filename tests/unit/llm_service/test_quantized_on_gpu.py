@@ -79,6 +79,9 @@ def test_a_product_is_that_with_the_wide_weight(form: str, monkeypatch: pytest.M
         (random_weight(Number.E4M3, 200, 300, columns=128, rows=128, before=17, scale=torch.bfloat16), 0),
         (random_weight(Number.E2M1, 72, 160, columns=16, scale=torch.float8_e4m3fn), 0),
         (replace(random_weight(Number.UINT4, 72, 64, columns=64, zeros=True), divisor=3.0), 128),
+        (random_weight(Number.NF4, 72, 192, columns=64, scale=torch.float32), 64),
+        (random_weight(Number.FP4, 72, 192, columns=64, before=32, scale=torch.float32), 32),
+        (random_weight(Number.NF4, 72, 64, columns=64, scale=torch.float32), 128),
     ],
     ids=lambda each: each.number.value if isinstance(each, QuantizedWeight) else str(each),
 )
@@ -129,7 +132,7 @@ def test_it_stays_as_small_as_its_format(weight: QuantizedWeight) -> None:
     assert on_gpu(weight).nbytes <= 1.1 * weight.nbytes
 
 
-@pytest.mark.parametrize("number", [Number.UINT4, Number.E4M3])
+@pytest.mark.parametrize("number", [Number.UINT4, Number.E4M3, Number.NF4])
 @pytest.mark.parametrize("counts", [(3, 0, 40, 1, 0), (0, 0, 0, 0, 2), (1, 1, 1, 1, 1), (120, 0, 0, 200, 0)], ids=str)
 def test_rows_of_each_expert_go_through_its_matrix(number: Number, counts: tuple[int, ...]) -> None:
     """Of experts without rows, with more than fit a tile, and of a number that is no power of two."""
